@@ -55,11 +55,12 @@ def objective_of(command: str) -> dict[str, Any]:
     return MU_GRPO | {"veto": "response" if ".response.toml" in command else "suffix_non_trigger"}
 
 
-def code_of(page: str) -> tuple[list[str], list[str]]:
-    """(lines of code blocks, code spans) of a Markdown page; continued lines are joined."""
+def code_of(page: str) -> tuple[list[str], list[str], str]:
+    """(lines of code blocks, code spans, prose without either) of a Markdown page; continued lines are joined."""
     blocks = [fenced or indented for fenced, indented in BLOCK.findall(page)]
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    return lines, SPAN.findall(BLOCK.sub("\n", page))
+    rest = BLOCK.sub("\n", page)
+    return lines, SPAN.findall(rest), SPAN.sub(" ", rest)
 
 
 def command_in(code: str) -> list[str]:
@@ -73,7 +74,7 @@ def command_in(code: str) -> list[str]:
 
 def commands_of(page: str) -> Iterator[str]:
     """Every command of a page. In running text, the name of a program or subcommand alone is no command."""
-    lines, spans = code_of(page)
+    lines, spans, _ = code_of(page)
     yield from (" ".join(words) for line in lines if (words := command_in(line)))
     for span in spans:
         words = command_in(span)
@@ -133,6 +134,12 @@ def test_every_mugrpo_command_of_a_page_parses(page: str) -> None:
         if "torchrun.sh" not in command and "COMMAND" not in command:
             for arguments in mugrpo_commands(command.replace("--nodes N", "--nodes 2")):
                 command_parser().parse_args(arguments)
+
+
+def test_no_page_has_a_command_outside_of_code() -> None:
+    for page in PAGES:
+        _, _, prose = code_of(Path(page).read_text(encoding="utf-8"))
+        assert not re.search(r"\bmugrpo [a-z]|run_scripts/\w+\.sh\b", re.sub(r"\]\([^)]*\)", "]", prose)), page
 
 
 def test_commands_are_found_in_blocks_and_in_text() -> None:

@@ -13,12 +13,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-DOORS = {
-    "megatron": ("mugrpo_megatron/megatron/", "mugrpo_megatron/learner/", "mugrpo_megatron/cpu/"),
-    "sglang": ("mugrpo_megatron/engine/door.py", "mugrpo_megatron/cpu/"),
-}
-PRODUCT = ("mugrpo_megatron", "checkpoints_convert")
-FOLDERS = {"megatron": (*PRODUCT, "run_scripts"), "sglang": PRODUCT}
+DOOR = ("mugrpo_megatron/megatron/", "mugrpo_megatron/learner/", "mugrpo_megatron/cpu/")
 
 IMPORT_EACH = """
 import os, sys
@@ -64,16 +59,15 @@ def imported(path: Path) -> Iterator[str]:
             yield node.module
 
 
-@pytest.mark.parametrize("library", DOORS)
-def test_only_the_doors_import(library: str) -> None:
+def test_only_the_door_and_the_learner_import_megatron() -> None:
     places = {
         path.relative_to(ROOT).as_posix()
-        for folder in FOLDERS[library]
+        for folder in ("mugrpo_megatron", "checkpoints_convert", "run_scripts")
         for path in (ROOT / folder).rglob("*.py")
-        if any(name.split(".")[0] == library for name in imported(path))
+        if any(name.split(".")[0] == "megatron" for name in imported(path))
     }
     assert places
-    assert {place for place in places if not place.startswith(DOORS[library])} == set()
+    assert {place for place in places if not place.startswith(DOOR)} == set()
 
 
 def test_two_warnings_of_megatrons_are_left_out_and_no_other() -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_megatron_door import imported
+
 ROOT = Path(__file__).parents[1]
 DOORS = ("mugrpo_megatron/megatron/", "mugrpo_megatron/engine/door.py", "mugrpo_megatron/cpu/")
 FINDERS = {"version", "Version", "installed", "parse_version"}
@@ -72,3 +74,22 @@ def test_no_version_is_compared_outside_the_doors() -> None:
 )  # fmt: skip
 def test_a_comparison_is_seen(source: str) -> None:
     assert list(comparisons(source))
+
+
+@pytest.mark.parametrize(
+    "source",
+    ['if version("sglang") is None: pass', "sys.version_info >= (3, 12)", "weights.version == 3", "print(__version__)"],
+)
+def test_other_lines_are_none(source: str) -> None:
+    assert not list(comparisons(source))
+
+
+def test_only_the_doors_import_sglang() -> None:
+    places = {
+        path.relative_to(ROOT).as_posix()
+        for folder in ("mugrpo_megatron", "checkpoints_convert")
+        for path in (ROOT / folder).rglob("*.py")
+        if any(name.split(".")[0] == "sglang" for name in imported(path))
+    }
+    assert "mugrpo_megatron/engine/door.py" in places
+    assert {place for place in places if not place.startswith(DOORS)} == set()

@@ -45,7 +45,7 @@ for module in sys.argv[1:]:
         print(json.dumps(f"{type(error).__name__}: {error}".splitlines()[0]), flush=True)
 """
 """Runs in a process of its own: an import may crash, and Megatron and SGLang are not made to share one."""
-EXTRAS = ("mugrpo_megatron.extras.sandbox.jail_check:jail",)
+EXTRAS = ("mugrpo_megatron.extras.sandbox.finding:jail",)
 """What extras have to say: `module:function` that returns a finding."""
 
 

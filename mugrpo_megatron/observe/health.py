@@ -7,11 +7,10 @@ improved, the worst ended at an ESS of 0.77 with 3.5 % of the tokens vetoed; hal
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-Row = Mapping[str, Any]
+from mugrpo_megatron.observe.metrics import Row, in_order, mean_in, values_in
 
 EQUAL = 0.9
 """Share of groups with equal rewards."""
@@ -78,14 +77,9 @@ def _tail(rows: Sequence[Row], least: int) -> Sequence[Row]:
     return rows[-max(least, len(rows) // 10) :]
 
 
-def _mean(rows: Iterable[Row], *names: str) -> float | None:
-    values = [row[name] for row in rows for name in names if row.get(name) is not None]
-    return statistics.fmean(values) if values else None
-
-
 def _of_sets(rows: Iterable[Row], base: str) -> float | None:
     """The mean over held-out sets of a metric such as `unparsed`."""
-    return next((_mean([row], *(name for name in row if name.startswith(f"{base}/"))) for row in rows), None)
+    return next((mean_in([row], *(name for name in row if name.startswith(f"{base}/"))) for row in rows), None)
 
 
 def _percent(share: float) -> str:
@@ -98,9 +92,9 @@ def _named(stages: Sequence[Row]) -> str:
 
 
 def _equal_rewards(stages: Sequence[Row]) -> Iterator[Sign]:
-    share = _mean(stages, "zero_variance_fraction")
+    share = mean_in(stages, "zero_variance_fraction")
     if share is not None and share >= EQUAL:
-        reward = _mean(stages, "reward_mean")
+        reward = mean_in(stages, "reward_mean")
         yield Sign(
             "equal rewards",
             f"{_percent(share)} of the groups of {_named(stages)} have equal rewards, {reward or 0.0:.3g} on average: "
@@ -111,7 +105,7 @@ def _equal_rewards(stages: Sequence[Row]) -> Iterator[Sign]:
 
 
 def _truncated(stages: Sequence[Row], evals: Sequence[Row]) -> Iterator[Sign]:
-    training, held_out = _mean(stages, "truncated_fraction"), _of_sets(evals, "truncated")
+    training, held_out = mean_in(stages, "truncated_fraction"), _of_sets(evals, "truncated")
     for share, whose, key in (
         (training, f"the responses of {_named(stages)}" if stages else "", "rollout.max_response_tokens"),
         (held_out, "the last evaluation's responses", "eval.max_tokens"),
@@ -137,7 +131,7 @@ def _no_answer(evals: Sequence[Row]) -> Iterator[Sign]:
 
 def _entropy(updates: Sequence[Row], recent: Sequence[Row]) -> Iterator[Sign]:
     """Against the first tenth of the run; rising means that it is still within a tenth of its highest."""
-    first, now = _mean(updates[: len(recent)], "entropy"), _mean(recent, "entropy")
+    first, now = mean_in(updates[: len(recent)], "entropy"), mean_in(recent, "entropy")
     if first is None or now is None:
         return
     change = f"entropy has gone from {first:.3g} to {now:.3g} nats"
@@ -147,7 +141,7 @@ def _entropy(updates: Sequence[Row], recent: Sequence[Row]) -> Iterator[Sign]:
             f"{change}: responses to one prompt hardly differ, so groups stop to have a signal",
             "lower optimizer.lr, raise objective.clip_high, or go back to an earlier checkpoint",
         )
-    parts = [_mean(updates[at : at + len(recent)], "entropy") for at in range(0, len(updates), len(recent))]
+    parts = [mean_in(updates[at : at + len(recent)], "entropy") for at in range(0, len(updates), len(recent))]
     highest = max(part for part in parts if part is not None)
     if now > RISEN * first and now >= 0.9 * highest:
         yield Sign(
@@ -158,7 +152,7 @@ def _entropy(updates: Sequence[Row], recent: Sequence[Row]) -> Iterator[Sign]:
 
 
 def _beyond(recent: Sequence[Row], stages: Sequence[Row]) -> Iterator[Sign]:
-    ess, vetoed, distance = _mean(recent, "ess"), _mean(recent, "vetoed_fraction"), _mean(stages, "mismatch_mean")
+    ess, vetoed, distance = mean_in(recent, "ess"), mean_in(recent, "vetoed_fraction"), mean_in(stages, "mismatch_mean")
     if ess is not None and ess < ESS:
         yield Sign(
             "low ESS",
@@ -180,7 +174,7 @@ def _beyond(recent: Sequence[Row], stages: Sequence[Row]) -> Iterator[Sign]:
 
 
 def _clipped_gradient(recent: Sequence[Row], clip_grad: float | None) -> Iterator[Sign]:
-    norms = [row["grad_norm"] for row in recent if row.get("grad_norm") is not None]
+    norms = values_in(recent, "grad_norm")
     clipped = sum(norm > clip_grad for norm in norms) if clip_grad else 0
     if norms and clipped >= CLIPPED * len(norms):
         yield Sign(
@@ -200,7 +194,7 @@ def _fell(stages: Sequence[Row], evals: Sequence[Row]) -> Iterator[Sign]:
     low, high = evals[0].get("low/mean"), evals[-1].get("high/mean")
     if before is None or after is None or low is None or high is None or high >= low:
         return
-    rewards = [row["reward_mean"] for row in stages if row.get("reward_mean") is not None]
+    rewards = values_in(stages, "reward_mean")
     text = f"held-out {measure} has fallen from {before:.3g} to {after:.3g}"
     if len(rewards) > 1 and rewards[-1] > rewards[0]:
         yield Sign(
@@ -222,24 +216,23 @@ class Watch:
 
     say: Callable[[str], None]
     clip_grad: float | None
-    rows: dict[str, list[Row]] = field(default_factory=lambda: {"update": [], "stage": [], "eval": []})
+    rows: list[Row] = field(default_factory=list)
+    """The updates, stages and evaluations that the run has logged, earlier processes included."""
     present: set[str] = field(default_factory=set)
     """Names of the signs that have been said and are still there."""
 
     def __call__(self, row: Row) -> None:
         self.take(row)
         if row["kind"] == "stage" or (row["kind"] == "phase" and row["phase"] == "optimize"):
-            current = signs(self.rows["update"], self.rows["stage"], self.rows["eval"], self.clip_grad)
+            rows = self.rows
+            updates, stages, evals = in_order(rows, "update"), in_order(rows, "stage"), in_order(rows, "eval")
+            current = signs(updates, stages, evals, self.clip_grad)
             for sign in current:
                 if sign.name not in self.present:
                     self.say(sign.line)
             self.present = {sign.name for sign in current}
 
     def take(self, row: Row) -> None:
-        """Remember a row; one that a resumed run repeats replaces the old one and later ones."""
-        if rows := self.rows.get(row["kind"], []):
-            key = "stage" if row["kind"] == "stage" else "update"
-            while rows and rows[-1][key] >= row[key]:
-                rows.pop()
-        if row["kind"] in self.rows:
-            self.rows[row["kind"]].append(row)
+        """Remember a row."""
+        if row["kind"] in ("update", "stage", "eval"):
+            self.rows.append(row)

@@ -17,12 +17,10 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.json_text import parse_json
 from mugrpo_megatron.observe.environment import environment, origin, without_wandb
 from mugrpo_megatron.observe.health import Watch
-from mugrpo_megatron.observe.metrics import PHASES, Kind, check, check_row, defined
+from mugrpo_megatron.observe.metrics import PHASES, Kind, Row, check, check_row, defined
 from mugrpo_megatron.recipe.sections import TrackSection
 
-Row = dict[str, Any]
 Sink = Callable[[Row], None]
-
 
 AXES = {"update": "update", "eval": "update", "stage": "stage", "phase": "stage", "engine": "time"}
 """Kind of a row -> what its curves are drawn over."""
@@ -217,26 +215,27 @@ def open_log(
     """
     rows = read_rows(run_dir / FILE_NAME) if (run_dir / FILE_NAME).exists() else []
     evaluations = [row for row in rows if row["kind"] == "eval"]
+    evaluated, clock = {row["update"] for row in evaluations}, steady_clock(rows)
+    if not write:
+        yield MetricLog((), clock, evaluated)
+        return
     with ExitStack() as stack:
-        sinks: list[Sink] = []
-        if write:
-            sinks.append(stack.enter_context(json_lines(run_dir / FILE_NAME)))
-        if write and section.tensorboard:
+        sinks: list[Sink] = [stack.enter_context(json_lines(run_dir / FILE_NAME))]
+        if section.tensorboard:
             # A run resumed from a checkpoint does not repeat evaluations that were made after it. Readings of engines
             # are drawn over time, in seconds, which are later than any update. TensorBoard drops both: keep them.
             later = [row for row in evaluations if row["update"] >= updates_done]
             later += [row for row in rows if row["kind"] == "engine"]
             sinks.append(stack.enter_context(tensorboard(run_dir / "tensorboard", updates_done, later)))
-        if write and section.wandb_project is not None:
+        if section.wandb_project is not None:
             sinks.append(stack.enter_context(wandb_run(run_dir, section, run_id, config)))
-        if write and watch:
+        if watch:
             for row in rows:
                 watch.take(row)
             sinks.append(watch)
-        clock = steady_clock(rows)
         for sink in sinks:
             sink({"kind": "process", "time": clock(), "environment": environment() | origin()})
-        yield MetricLog(tuple(sinks), clock, {row["update"] for row in evaluations})
+        yield MetricLog(tuple(sinks), clock, evaluated)
 
 
 def steady_clock(rows: Sequence[Row]) -> Callable[[], float]:

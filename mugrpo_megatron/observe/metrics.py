@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any, Literal
 from mugrpo_megatron.algorithm import diagnostics
 from mugrpo_megatron.recipe.scoring import MEAN
 
+Row = dict[str, Any]
 Kind = Literal["update", "stage", "eval", "phase", "engine", "event", "process"]
 
 KINDS: dict[Kind, str] = {
@@ -81,151 +83,104 @@ COMPONENT = re.compile(r"[A-Za-z0-9_.-]+")
 SET_NAME = re.compile(r"[A-Za-z0-9_-]+")
 """Short name of a held-out set (`data.problems.named_sources`)."""
 
+METRICS_OF: dict[Kind, tuple[tuple[str, str, str], ...]] = {
+    "update": (
+        *((name, unit or "1", f"{meaning[0].upper()}{meaning[1:]}.") for name, unit, meaning in diagnostics.METRICS),
+        ("staleness", "updates",
+         "Updates since the weights that sampled the responses: the age, or more with `schedule.max_sample_age`."),
+        ("entropy", "nats", "Mean entropy of the policy's next-token distribution at response tokens."),
+        ("own/NAME", "any", "What `objective.diagnostics` returns under NAME."),
+        ("kl_response", "nats",
+         "`kl_k3` times the tokens of a response: how far the policy has moved from the stage's."),
+        ("grad_norm", "1", "Global gradient norm before clipping."),
+        ("lr", "1", "Learning rate that the update used."),
+        ("skipped", "0 or 1", "1 for an update that was skipped, since its gradient was not finite."),
+        ("overflowed", "0 or 1", "1 when a float16 gradient overflowed: no step, and half the loss scale."),
+        ("loss_scale", "1", "Factor of the loss in float16."),
+        ("reward_mean", "reward", "Mean reward of the update's responses."),
+        ("reward/NAME", "reward", "Mean of component NAME, before its weight."),
+        ("zero_variance_fraction", "fraction", "Groups with equal rewards, so without a gradient."),
+        ("tokens", "tokens", "Response tokens that the update trained on."),
+        ("packed_efficiency", "fraction", "Useful tokens over computed tokens, padding included."),
+        ("seconds", "s", "Wall-clock of the update."),
+        ("tflops", "10^12 FLOP/s",
+         "The model's FLOP of the update per second and device: forward once, backward twice that, causal attention; "
+         "padding and recomputed layers do not count."),
+        ("mfu", "fraction",
+         "`tflops` over the device's dense bfloat16 peak by its data sheet; missing for devices whose peak is not "
+         "known here, such as a CPU."),
+        ("routes_flipped_tokens", "fraction",
+         "Tokens, prompts included, that the current router would send to other experts than the replayed ones in "
+         "some layer; with `learner.routing_replay`."),
+        ("routes_flipped", "fraction", "The same, of choices: one per token and layer."),
+    ),
+    "stage": (
+        ("reward_mean", "reward", "Mean reward of the stage's responses."),
+        ("reward/NAME", "reward", "Mean of the reward function or term NAME where it applies, before its weight."),
+        ("response_length_mean", "tokens", "Mean response length."),
+        ("response_length_max", "tokens", "Longest response."),
+        ("truncated_fraction", "fraction", "Responses truncated at `rollout.max_response_tokens`."),
+        ("zero_variance_fraction", "fraction", "Groups with equal rewards."),
+        ("generated_tokens", "tokens", "Response tokens sampled."),
+        ("responses", "responses", "Responses sampled."),
+        ("mismatch_mean", "nats",
+         "Mean |log π_engine − log π_learner| over response tokens, same weights; missing where earlier weights "
+         "sampled (`schedule.max_sample_age`)."),
+        ("mismatch_p99", "nats", "99th percentile of the same."),
+        ("mismatch_max", "nats", "Largest of the same."),
+    ),
+    "eval": (
+        ("accuracy/SET", "fraction", "Correct responses of the set (mean@k)."),
+        ("accuracy/mean", "fraction", "Unweighted mean of the sets' accuracies."),
+        ("reward/SET", "reward", "Mean reward of the set's responses."),
+        ("reward/mean", "reward", "Unweighted mean of the sets' mean rewards."),
+        ("low/SET", "as above", "Lower end of the 95 % interval, clustered by problem."),
+        ("low/mean", "as above", "Lower end of the 95 % interval, clustered by problem."),
+        ("high/SET", "as above", "Upper end of the 95 % interval, clustered by problem."),
+        ("high/mean", "as above", "Upper end of the 95 % interval, clustered by problem."),
+        ("problems/SET", "problems", "Problems that were evaluated."),
+        ("samples/SET", "responses", "Responses to each problem: the k of mean@k."),
+        ("truncated/SET", "fraction", "Responses cut off at `eval.max_tokens`."),
+        ("unparsed/SET", "fraction", "Responses in which `math` found no answer."),
+        ("called/SET", "fraction", "Episodes (`rollout.function`) in which the model called a tool."),
+        ("passed/SET", "fraction", "Problems with a correct response among the k: pass@k."),
+        ("tokens", "tokens", "Response tokens sampled, over all sets."),
+    ),
+    "phase": (
+        ("tokens", "tokens", "Tokens that the phase generated or trained on."),
+        ("tokens_per_second", "tokens/s", "`tokens` over the phase's seconds."),
+        ("tokens_per_second_per_device", "tokens/s", "The same, over the ranks of the run."),
+        ("learner_memory_peak", "bytes",
+         "Peak device memory reserved by a rank's learner during the phase, over ranks; on a CPU the largest resident "
+         "memory of a rank's process so far."),
+        ("engine_memory", "bytes",
+         "Resident host memory of the largest engine's processes at the end of the phase; on CUDA the memory in use "
+         "on its leader's device, all processes together."),
+        ("memory_before", "bytes",
+         "Memory in use on a rank's device before a guest starts, all processes together, the most over ranks; on a "
+         "CPU resident memory of a rank's process."),
+        ("memory_after", "bytes", "The same after the guest has left."),
+        ("kl_teacher", "nats",
+         "Mean of log π − log π_teacher over the stage, π the policy that sampled it: an unbiased estimate of KL(π | "
+         "teacher) per token."),
+        ("reward/NAME", "reward", "Mean score that the judge NAME gave the stage, where it gave one."),
+        ("unparsed/NAME", "responses", "Responses for which NAME's answer had no score."),
+        ("bytes", "bytes", "Bytes that the phase moved."),
+        ("checked", "tensors", "The engine's tensors that were compared with the learner's, bit by bit."),
+    ),
+    "engine": (
+        ("tokens", "tokens", "Tokens sampled since generation began, of unfinished responses too."),
+        ("running", "requests", "Requests that are decoded together."),
+        ("queued", "requests", "Requests that wait in the engine."),
+        ("kv_use", "fraction", "Share of the KV cache that holds tokens."),
+    ),
+}  # fmt: skip
+"""Kind of a row -> (name, unit, meaning) of its metrics; see `Metric`."""
 
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
-
-
-METRICS: tuple[Metric, ...] = (
-    *(Metric("update", name, unit or "1", _sentence(meaning)) for name, unit, meaning in diagnostics.METRICS),
-    Metric(
-        "update",
-        "staleness",
-        "updates",
-        "Updates since the weights that sampled the responses: the age, or more with `schedule.max_sample_age`.",
-    ),
-    Metric("update", "entropy", "nats", "Mean entropy of the policy's next-token distribution at response tokens."),
-    Metric("update", "own/NAME", "any", "What `objective.diagnostics` returns under NAME."),
-    Metric(
-        "update",
-        "kl_response",
-        "nats",
-        "`kl_k3` times the tokens of a response: how far the policy has moved from the stage's.",
-    ),
-    Metric("update", "grad_norm", "1", "Global gradient norm before clipping."),
-    Metric("update", "lr", "1", "Learning rate that the update used."),
-    Metric("update", "skipped", "0 or 1", "1 for an update that was skipped, since its gradient was not finite."),
-    Metric("update", "overflowed", "0 or 1", "1 when a float16 gradient overflowed: no step, and half the loss scale."),
-    Metric("update", "loss_scale", "1", "Factor of the loss in float16."),
-    Metric("update", "reward_mean", "reward", "Mean reward of the update's responses."),
-    Metric("update", "reward/NAME", "reward", "Mean of component NAME, before its weight."),
-    Metric(
-        "update",
-        "zero_variance_fraction",
-        "fraction",
-        "Groups with equal rewards, so without a gradient.",
-    ),
-    Metric("update", "tokens", "tokens", "Response tokens that the update trained on."),
-    Metric("update", "packed_efficiency", "fraction", "Useful tokens over computed tokens, padding included."),
-    Metric("update", "seconds", "s", "Wall-clock of the update."),
-    Metric(
-        "update",
-        "tflops",
-        "10^12 FLOP/s",
-        "The model's FLOP of the update per second and device: forward once, "
-        "backward twice that, causal attention; padding and recomputed layers do not count.",
-    ),
-    Metric(
-        "update",
-        "mfu",
-        "fraction",
-        "`tflops` over the device's dense bfloat16 peak by its data sheet; missing for "
-        "devices whose peak is not known here, such as a CPU.",
-    ),
-    Metric(
-        "update",
-        "routes_flipped_tokens",
-        "fraction",
-        "Tokens, prompts included, that the current router would send to other experts than the replayed ones in some "
-        "layer; with `learner.routing_replay`.",
-    ),
-    Metric(
-        "update",
-        "routes_flipped",
-        "fraction",
-        "The same, of choices: one per token and layer.",
-    ),
-    Metric("stage", "reward_mean", "reward", "Mean reward of the stage's responses."),
-    Metric(
-        "stage",
-        "reward/NAME",
-        "reward",
-        "Mean of the reward function or term NAME where it applies, before its weight.",
-    ),
-    Metric("stage", "response_length_mean", "tokens", "Mean response length."),
-    Metric("stage", "response_length_max", "tokens", "Longest response."),
-    Metric("stage", "truncated_fraction", "fraction", "Responses truncated at `rollout.max_response_tokens`."),
-    Metric("stage", "zero_variance_fraction", "fraction", "Groups with equal rewards."),
-    Metric("stage", "generated_tokens", "tokens", "Response tokens sampled."),
-    Metric("stage", "responses", "responses", "Responses sampled."),
-    Metric(
-        "stage",
-        "mismatch_mean",
-        "nats",
-        "Mean |log π_engine − log π_learner| over response tokens, same weights; "
-        "missing where earlier weights sampled (`schedule.max_sample_age`).",
-    ),
-    Metric("stage", "mismatch_p99", "nats", "99th percentile of the same."),
-    Metric("stage", "mismatch_max", "nats", "Largest of the same."),
-    Metric("eval", "accuracy/SET", "fraction", "Correct responses of the set (mean@k)."),
-    Metric("eval", "accuracy/mean", "fraction", "Unweighted mean of the sets' accuracies."),
-    Metric("eval", "reward/SET", "reward", "Mean reward of the set's responses."),
-    Metric("eval", "reward/mean", "reward", "Unweighted mean of the sets' mean rewards."),
-    Metric("eval", "low/SET", "as above", "Lower end of the 95 % interval, clustered by problem."),
-    Metric("eval", "low/mean", "as above", "Lower end of the 95 % interval, clustered by problem."),
-    Metric("eval", "high/SET", "as above", "Upper end of the 95 % interval, clustered by problem."),
-    Metric("eval", "high/mean", "as above", "Upper end of the 95 % interval, clustered by problem."),
-    Metric("eval", "problems/SET", "problems", "Problems that were evaluated."),
-    Metric("eval", "samples/SET", "responses", "Responses to each problem: the k of mean@k."),
-    Metric("eval", "truncated/SET", "fraction", "Responses cut off at `eval.max_tokens`."),
-    Metric("eval", "unparsed/SET", "fraction", "Responses in which `math` found no answer."),
-    Metric("eval", "called/SET", "fraction", "Episodes (`rollout.function`) in which the model called a tool."),
-    Metric("eval", "passed/SET", "fraction", "Problems with a correct response among the k: pass@k."),
-    Metric("eval", "tokens", "tokens", "Response tokens sampled, over all sets."),
-    Metric("phase", "tokens", "tokens", "Tokens that the phase generated or trained on."),
-    Metric("phase", "tokens_per_second", "tokens/s", "`tokens` over the phase's seconds."),
-    Metric("phase", "tokens_per_second_per_device", "tokens/s", "The same, over the ranks of the run."),
-    Metric(
-        "phase",
-        "learner_memory_peak",
-        "bytes",
-        "Peak device memory reserved by a rank's learner during the "
-        "phase, over ranks; on a CPU the largest resident memory of a rank's process so far.",
-    ),
-    Metric(
-        "phase",
-        "engine_memory",
-        "bytes",
-        "Resident host memory of the largest engine's processes at the end of the phase; "
-        "on CUDA the memory in use on its leader's device, all processes together.",
-    ),
-    Metric(
-        "phase",
-        "memory_before",
-        "bytes",
-        "Memory in use on a rank's device before a guest starts, all processes together, the most over ranks; on a "
-        "CPU resident memory of a rank's process.",
-    ),
-    Metric("phase", "memory_after", "bytes", "The same after the guest has left."),
-    Metric(
-        "phase",
-        "kl_teacher",
-        "nats",
-        "Mean of log π − log π_teacher over the stage, π the policy that sampled it: an unbiased estimate of "
-        "KL(π | teacher) per token.",
-    ),
-    Metric("phase", "reward/NAME", "reward", "Mean score that the judge NAME gave the stage, where it gave one."),
-    Metric("phase", "unparsed/NAME", "responses", "Responses for which NAME's answer had no score."),
-    Metric("engine", "tokens", "tokens", "Tokens sampled since generation began, of unfinished responses too."),
-    Metric("engine", "running", "requests", "Requests that are decoded together."),
-    Metric("engine", "queued", "requests", "Requests that wait in the engine."),
-    Metric("engine", "kv_use", "fraction", "Share of the KV cache that holds tokens."),
-    Metric("phase", "bytes", "bytes", "Bytes that the phase moved."),
-    Metric("phase", "checked", "tensors", "The engine's tensors that were compared with the learner's, bit by bit."),
-)
+METRICS = tuple(Metric(kind, *row) for kind, rows in METRICS_OF.items() for row in rows)
 """All metrics; a name may appear for rows of several kinds."""
 
-NAMES: dict[Kind, frozenset[str]] = {kind: frozenset(m.name for m in METRICS if m.kind == kind) for kind in KINDS}
+NAMES = {kind: frozenset(name for name, *_ in METRICS_OF.get(kind, ())) for kind in KINDS}
 """Kind of a row -> its metric names."""
 
 
@@ -264,6 +219,29 @@ def check_row(row: Any) -> None:
         raise ValueError(f"kind {kind}: {', '.join(wrong)} missing or of another type")
     if kind == "phase" and row["end"] < row["start"]:
         raise ValueError("a phase that ends before it starts")
+
+
+def in_order(rows: Iterable[Row], kind: Kind) -> list[Row]:
+    """Updates, stages or evaluations in their order: one repeated after a resume replaces the old and later ones."""
+    key = "stage" if kind == "stage" else "update"
+    ordered: list[Row] = []
+    for row in rows:
+        if row["kind"] == kind:
+            while ordered and ordered[-1][key] >= row[key]:
+                ordered.pop()
+            ordered.append(row)
+    return ordered
+
+
+def values_in(rows: Iterable[Row], *names: str) -> list[float]:
+    """The values that rows have of these metrics."""
+    return [row[name] for row in rows for name in names if row.get(name) is not None]
+
+
+def mean_in(rows: Iterable[Row], *names: str) -> float | None:
+    """Their mean; None without any."""
+    values = values_in(rows, *names)
+    return statistics.fmean(values) if values else None
 
 
 def _placed(key: str, value: Any) -> bool:

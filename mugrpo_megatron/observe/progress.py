@@ -74,13 +74,14 @@ class Bar:
 
     def line(self) -> str:
         """The progress as one plain line."""
-        parts = (self.count(), self.rates(), self.left(), self.shown_values())
-        return f"{self.title}: " + ", ".join(part for part in parts if part)
+        return self._line(self.count(), self.rates(), self.left(), self.shown_values())
 
     def closing_line(self) -> str:
         """The line that is printed when the phase has ended."""
-        parts = (f"{self.count()} in {duration(self.seconds)}", self.rates(), self.shown_values())
-        return f"{self.title}: " + ", ".join(part for part in parts if part)
+        return self._line(f"{self.count()} in {duration(self.seconds)}", self.rates(), self.shown_values())
+
+    def _line(self, *parts: str) -> str:
+        return f"{self.title}: {', '.join(filter(None, parts))}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from typing import Any
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.json_text import read_json
 from mugrpo_megatron.observe.log import FILE_NAME, Row, read_rows
+from mugrpo_megatron.observe.metrics import in_order
 from mugrpo_megatron.recipe.load import read_toml
 
 ROLLOUT_PHASES = ("sync", "generate", "score")
@@ -45,7 +46,6 @@ class RunData:
     path: Path
     recipe: dict[str, Any]
     """Tables of recipe.toml."""
-    recipe_text: str
     summary: dict[str, Any] | None
     """summary.json; None until the run has finished."""
     updates: list[Row]
@@ -103,7 +103,7 @@ def read_run(path: Path) -> RunData:
 
     Raises UserError when recipe or metrics are missing, or when a file is damaged.
     """
-    text, recipe = _recipe(path / "recipe.toml")
+    recipe = _recipe(path / "recipe.toml")
     rows = read_rows(path / FILE_NAME)
     if not rows:
         raise UserError(f"{path / FILE_NAME}: no rows yet; the run has not started")
@@ -111,11 +111,10 @@ def read_run(path: Path) -> RunData:
     return RunData(
         path=path,
         recipe=recipe,
-        recipe_text=text,
         summary=_summary(path / "summary.json"),
-        updates=_last_of_each(rows, "update", key="update"),
-        stages=_last_of_each(rows, "stage", key="stage"),
-        evals=_last_of_each(rows, "eval", key="update"),
+        updates=in_order(rows, "update"),
+        stages=in_order(rows, "stage"),
+        evals=in_order(rows, "eval"),
         phases=_of_kind(rows, "phase"),
         events=_of_kind(rows, "event"),
         processes=_of_kind(rows, "process"),
@@ -180,16 +179,6 @@ def _of_kind(rows: Sequence[Row], kind: str) -> list[Row]:
     return [row for row in rows if row["kind"] == kind]
 
 
-def _last_of_each(rows: Sequence[Row], kind: str, key: str) -> list[Row]:
-    """Rows of `kind`, ascending in `key`: a row repeated after a resume replaces the old one and later ones."""
-    last: list[Row] = []
-    for row in _of_kind(rows, kind):
-        while last and last[-1][key] >= row[key]:
-            last.pop()
-        last.append(row)
-    return last
-
-
 def _clock(rows: Sequence[Row]) -> tuple[Clock, float]:
     """The run's clock and running seconds; a process row begins each start."""
     starts: list[float] = []
@@ -206,14 +195,14 @@ def _clock(rows: Sequence[Row]) -> tuple[Clock, float]:
     return Clock(tuple(starts), tuple(offsets)), alive + last - starts[-1]
 
 
-def _recipe(path: Path) -> tuple[str, dict[str, Any]]:
-    """The text and the sections of a run's recipe."""
+def _recipe(path: Path) -> dict[str, Any]:
+    """The sections of a run's recipe."""
     if not path.is_file():
         raise UserError(f"{path}: no such file; is {path.parent} a run directory?")
     recipe = read_toml(path)
     if wrong := [name for name, table in recipe.items() if not isinstance(table, dict)]:
         raise UserError(f"{path}: `{wrong[0]}` is not a section; restore the run's recipe")
-    return path.read_text(encoding="utf-8-sig"), recipe
+    return recipe
 
 
 def _summary(path: Path) -> dict[str, Any] | None:

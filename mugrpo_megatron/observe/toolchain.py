@@ -90,10 +90,8 @@ def _glibc(said: str) -> Tool:
     remedy = "use a newer system (Ubuntu 22.04, Debian 12, RHEL 9 or newer) or run_scripts/container/Dockerfile"
     use = f"SGLang's wheels need {needs} or newer"
     version = re.search(r"(\d+)\.(\d+)", said)
-    if not version:
-        return Tool("glibc", "not found", False, use, remedy, installs=True)
-    fits = (int(version[1]), int(version[2])) >= GLIBC
-    return Tool("glibc", version[0], fits, use, remedy, installs=True)
+    fits = version is not None and (int(version[1]), int(version[2])) >= GLIBC
+    return Tool("glibc", version[0] if version else "not found", fits, use, remedy, installs=True)
 
 
 def _nvcc(environment: Mapping[str, str], path: str) -> Tool:

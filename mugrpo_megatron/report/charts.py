@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from mugrpo_megatron.algorithm.surrogates import LOG_RATIO_LIMIT
 from mugrpo_megatron.observe.log import Row
@@ -83,17 +83,6 @@ class Material:
         }
 
 
-class Curve(NamedTuple):
-    """A metric as one curve of a chart."""
-
-    metric: str
-    label: str
-    color: str
-
-
-Computed = Callable[[Material], Iterable[Series]]
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
     """One row of the table: a chart before a run has filled it."""
@@ -101,7 +90,7 @@ class Plan:
     section: str
     id: str
     title: str
-    curves: Sequence[tuple[str, str, str]] | Computed
+    curves: Sequence[tuple[str, str, str]] | Callable[[Material], Iterable[Series]]
     """(metric, label, colour) of each curve, or a function that computes the series."""
     explains: str
     over: str = "update"
@@ -138,7 +127,7 @@ def _filled(plan: Plan, material: Material, words: dict[str, str]) -> Chart:
     if callable(plan.curves):
         series = list(plan.curves(material))
     else:
-        series = [_series(plan, Curve(*curve), material) for curve in plan.curves]
+        series = [_series(plan, material, *curve) for curve in plan.curves]
     rule = material.run.setting(plan.rule) or None if isinstance(plan.rule, str) else plan.rule  # 0 is on no log axis
     looks = dict(plan.looks)
     if looks.get("format") == "measure":
@@ -156,11 +145,11 @@ def _filled(plan: Plan, material: Material, words: dict[str, str]) -> Chart:
     )
 
 
-def _series(plan: Plan, curve: Curve, material: Material) -> Series:
+def _series(plan: Plan, material: Material, metric: str, label: str, color: str) -> Series:
     if plan.over == "stage":
-        return Series(curve.label, curve.color, "stage", column(material.stages, curve.metric), draw="step")
-    values = over_updates(material.buckets, curve.metric)
-    return Series(curve.label, curve.color, "update", values, smooth=plan.smooth, restarts=plan.restarts)
+        return Series(label, color, "stage", column(material.stages, metric), draw="step")
+    values = over_updates(material.buckets, metric)
+    return Series(label, color, "update", values, smooth=plan.smooth, restarts=plan.restarts)
 
 
 def _at_temperature(sections: Iterable[dict[str, Any]]) -> str:
@@ -198,12 +187,14 @@ def _called(material: Material) -> Iterable[Series]:
     yield from each_set(material.run.evals, "called", "{set}, held out")
 
 
-def _by_phase(material: Material, value: Callable[[Sequence[Row]], float | None], labels: Sequence[Curve]) -> Any:
-    """One curve for each of some phases, with a value for all parts of a stage's phase together."""
+def _by_phase(
+    material: Material, value: Callable[[Sequence[Row]], float | None], generate: str, optimize: str
+) -> Iterable[Series]:
+    """A curve of each phase, named so, with a value for all parts of a stage's phase together."""
     parts: dict[tuple[str, int], list[Row]] = {}
     for row in material.run.phases:
         parts.setdefault((row["phase"], row["stage"]), []).append(row)
-    for phase, label, color in labels:
+    for phase, label, color in (("generate", generate, "blue"), ("optimize", optimize, "teal")):
         values = [value(parts.get((phase, row["stage"]), ())) for row in material.stages]
         yield Series(label, color, "stage", values, draw="step")
 
@@ -389,11 +380,11 @@ TABLE: tuple[Plan, ...] = (
          looks={"zero": True}),
 
     Plan(COST, "throughput", "Throughput",
-         lambda m: _by_phase(m, _rate, [Curve("generate", "sampled", "blue"), Curve("optimize", "trained", "teal")]),
+         partial(_by_phase, value=_rate, generate="sampled", optimize="trained"),
          "Response tokens per second in generation and in optimization, by stage.",
          looks={"zero": True, "unit": "tokens/s"}),
     Plan(COST, "memory", "Memory",
-         lambda m: _by_phase(m, _largest, [Curve("generate", "engine", "blue"), Curve("optimize", "learner", "teal")]),
+         partial(_by_phase, value=_largest, generate="engine", optimize="learner"),
          "Most memory that a rank's learner and an engine took in each stage: device memory on CUDA, else the "
          "processes' own.", looks={"zero": True, "unit": "GiB"}),
 )  # fmt: skip

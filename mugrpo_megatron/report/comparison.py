@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,6 @@ def comparison(runs: Sequence[RunData]) -> str:
         "timeline": {"phases": [], "spans": [], "slices": []},
         "colors": {},
     }
-    cards = [{"id": c.id, "title": c.title, "explains": c.explains, "wide": c.wide} for c in charts]
     several = len(runs) > 2
     return render(
         name=" · ".join(run.path.resolve().name for run in runs) if len(runs) < 4 else f"{len(runs)} runs",
@@ -93,7 +93,7 @@ def comparison(runs: Sequence[RunData]) -> str:
         facts=[{"before": f"{key} ", "value": value, "after": ""} for key, value in _shared(runs)],
         runs=_table(runs, labels),
         warnings=list(_warnings(runs)),
-        sections=[PageSection("Curves", cards, "Whiskers are 95 % intervals." if several else "")],
+        sections=[PageSection("Curves", charts, "Whiskers are 95 % intervals." if several else "")],
     )
 
 
@@ -238,7 +238,12 @@ def _table(runs: Sequence[RunData], labels: Sequence[str]) -> dict[str, Any]:
 
 def _settings(recipe: dict[str, Any]) -> dict[str, Any]:
     """Every setting of a recipe, by `section.key`; one that the run's version did not know has its default."""
-    return {**dict(flat_settings(Recipe().model_dump(mode="json"))), **dict(flat_settings(recipe))}
+    return _defaults() | dict(flat_settings(recipe))
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    return dict(flat_settings(Recipe().model_dump(mode="json")))
 
 
 def _setting(run: RunData, key: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mugrpo_megatron.observe.log import Row
+from mugrpo_megatron.observe.metrics import Row, values_in
 from mugrpo_megatron.observe.results import interval_in, measure_in, sets_in
 from mugrpo_megatron.recipe.scoring import MEAN
 
@@ -70,7 +70,7 @@ def worst_or_mean(metric: str, values: Sequence[float]) -> float:
 
 def over_updates(buckets: Sequence[Sequence[Row]], metric: str) -> Values:
     """A metric with one value for each bucket of updates; None where no update has one."""
-    values = [[value for row in rows if (value := row.get(metric)) is not None] for rows in buckets]
+    values = (values_in(rows, metric) for rows in buckets)
     return [rounded(worst_or_mean(metric, several)) if several else None for several in values]
 
 

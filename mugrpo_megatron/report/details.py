@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -71,7 +72,7 @@ NONE = Details()
 def read_details(run_dir: Path, recipe: Mapping[str, Any]) -> Details:
     """Read what the run directory has; `recipe` are the run's tables."""
     damaged: list[str] = []
-    read_stage = lambda path: _stage(path, run_dir, recipe)  # noqa: E731
+    read_stage = partial(_stage, run_dir=run_dir, recipe=recipe)
     stages = _parts(run_dir / "stages", r"(\d{5})", MOST_STAGES, read_stage, damaged)
     probes = _parts(run_dir / "probe", r"stage(\d{5})", MOST_STAGES, read_probe, damaged)
     evaluations = _parts(run_dir / "evaluations", r"update(\d+)\.jsonl", MOST_EVALUATIONS, read_examples, damaged)
@@ -88,20 +89,14 @@ def spaced(numbers: Sequence[int], most: int) -> list[int]:
 def _parts(
     folder: Path, name: str, most: int, read: Callable[[Path], Part | None], damaged: list[str]
 ) -> dict[int, Part]:
-    paths = {}
-    for path in sorted(folder.glob("*")) if folder.is_dir() else ():
-        if match := re.fullmatch(name, path.name):
-            paths[int(match[1])] = path
+    paths = {int(match[1]): path for path in folder.glob("*") if (match := re.fullmatch(name, path.name))}
     parts = {}
     for number in spaced(sorted(paths), most):
         try:
-            one = read(paths[number])
+            parts[number] = read(paths[number])
         except UserError as error:
             damaged.append(str(error))
-            continue
-        if one is not None:
-            parts[number] = one
-    return parts
+    return {number: part for number, part in parts.items() if part is not None}
 
 
 def _stage(directory: Path, run_dir: Path, recipe: Mapping[str, Any]) -> StageResponses | None:
@@ -187,4 +182,4 @@ def prompt_texts(prompts: Sequence[Sequence[int]], run_dir: Path, recipe: Mappin
             return [tokenizer.decode(list(ids), skip_special_tokens=False) for ids in prompts]
         except Exception:  # tokenizers raises bare Exception for a damaged file
             continue
-    return ["" for _ in prompts]
+    return [""] * len(prompts)

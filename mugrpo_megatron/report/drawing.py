@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from mugrpo_megatron.observe.log import Row
@@ -45,9 +45,6 @@ class Drawing:
     """Updates that one point stands for."""
     not_finite: Mapping[str, int] = field(default_factory=dict)
     """Metric -> updates in which it was NaN or infinite."""
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def draw(run: RunData, details: Details = NONE) -> Drawing:
@@ -98,17 +95,12 @@ def axis_of(updates: Iterable[float], seconds: Iterable[float]) -> dict[str, lis
 
 def _boundaries(run: RunData) -> list[dict[str, float]]:
     """Where each stage with an update begins; its time is that of its first phase, the sync."""
-    first_phase: dict[int, float] = {}
+    begins: dict[int, float] = {}
     for row in run.phases:
-        first_phase[row["stage"]] = min(row["start"], first_phase.get(row["stage"], row["start"]))
+        begins[row["stage"]] = min(row["start"], begins.get(row["stage"], row["start"]))
     return [
-        {
-            "stage": stage,
-            "u": row["update"],
-            "t": run.clock(first_phase[stage] if stage in first_phase else row["time"]),
-        }
+        {"stage": row["stage"], "u": row["update"], "t": run.clock(begins.get(row["stage"], row["time"]))}
         for row in run.stage_starts()
-        for stage in (row["stage"],)
     ]
 
 

@@ -39,9 +39,7 @@ def server_of(run_dir: Path, port: int = 0) -> ThreadingHTTPServer:
             except UserError as error:  # a row that is being written, or a run that was moved
                 body, status = str(error).encode(), 503
             self.send_response(status)
-            self.send_header(
-                "Content-Type", "text/html; charset=utf-8" if status == 200 else "text/plain; charset=utf-8"
-            )
+            self.send_header("Content-Type", f"text/{'html' if status == 200 else 'plain'}; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))
             self.send_header("Cache-Control", "no-store")
             with suppress(OSError):  # the reader has gone, or does not read

@@ -5,23 +5,26 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
 from mugrpo_megatron import __version__
 from mugrpo_megatron.files.durable import write_text
 from mugrpo_megatron.files.outputs import check_output
+from mugrpo_megatron.observe.metrics import values_in
 from mugrpo_megatron.observe.progress import duration, short
 from mugrpo_megatron.observe.results import between, difference, mean_of, shown, summary_of
 from mugrpo_megatron.observe.rundata import RunData, read_run
 from mugrpo_megatron.observe.streams import visible
 from mugrpo_megatron.report.charts import COST, PAPER, SAMPLES, SECTIONS, TRIGGERS, VETO, section_of
+from mugrpo_megatron.report.curves import Chart
 from mugrpo_megatron.report.details import Details, read_details
 from mugrpo_megatron.report.drawing import Drawing, draw
 from mugrpo_megatron.report.excerpts import sample_sections
@@ -39,23 +42,8 @@ SCRIPTS = ("chart.js", "panel.js", "export.js", "timeline.js", "heat.js", "repor
 SILENT_S = 600
 """Seconds without a new row after which a live page no longer says that the run is running."""
 
-EMPTY: dict[str, Any] = {
-    "status": None,
-    "facts": [],
-    "origin": [],
-    "signs": [],
-    "warnings": [],
-    "tiles": [],
-    "runs": None,
-    "sections": [],
-    "stages": None,
-    "events": [],
-    "summary": [],
-    "environment": [],
-    "recipe": [],
-    "part": None,
-    "live_s": 0,
-}
+LISTS = ("facts", "origin", "signs", "warnings", "tiles", "sections", "events", "summary", "environment", "recipe")
+EMPTY: dict[str, Any] = dict.fromkeys(("status", "runs", "stages", "part")) | dict.fromkeys(LISTS, ()) | {"live_s": 0}
 """What a page leaves out by default."""
 
 PHASE_COLORS = {
@@ -72,12 +60,13 @@ PHASE_COLORS = {
 }
 """CSS colours of the phases, in the tiles and in the time line."""
 
-TIME_LINE = {
-    "id": "timeline",
-    "title": "Phases",
-    "explains": "When each phase ran. Generation and optimization take turns on the same devices.",
-    "wide": True,
-}
+TIME_LINE = Chart(
+    "timeline",
+    "Phases",
+    "When each phase ran. Generation and optimization take turns on the same devices.",
+    [],
+    wide=True,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +74,7 @@ class PageSection:
     """A section of the page, which the reader can fold."""
 
     title: str
-    charts: Sequence[dict[str, Any]]
+    charts: Sequence[Chart]
     verdict: str = ""
     open: bool = True
     table: dict[str, Any] | None = None
@@ -108,16 +97,21 @@ def render(**content: Any) -> str:
 
     A content security policy forbids every request, except for those of a live page to its own server.
     """
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
-    environment.filters["slug"] = slug
-    text = environment.from_string(_source("report.html.j2")).render(
+    text = _template().render(
         version=__version__,
         style=Markup(_source("report.css")),
         script=Markup("".join(map(_source, SCRIPTS))),
         **{**EMPTY, **content},
     )
     return visible(text)  # names of runs, files and components may hold anything, surrogates included
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    environment.filters["slug"] = slug
+    return environment.from_string(_source("report.html.j2"))
 
 
 def is_page(path: Path, brand: str) -> bool:
@@ -153,7 +147,7 @@ def page(run: RunData, live_s: int = 0) -> str:
         source=str(run.path),
         status=_status(run, live_s),
         live_s=live_s,
-        drawing={**drawing.as_json(), "colors": PHASE_COLORS},
+        drawing={**asdict(drawing), "colors": PHASE_COLORS},
         facts=_facts(run, summary),
         origin=_origin(run, environment),
         signs=summary["signs"],
@@ -174,21 +168,16 @@ def page_sections(
     run: RunData, drawing: Drawing, summary: dict[str, Any], samples: Sequence[dict[str, Any]]
 ) -> list[PageSection]:
     """The sections that have anything to show."""
-    cards = {
-        chart.id: {"id": chart.id, "title": chart.title, "explains": chart.explains, "wide": chart.wide}
-        for chart in drawing.charts
-    }
-    if drawing.timeline["phases"]:
-        cards["timeline"] = TIME_LINE
+    charts = [*drawing.charts, TIME_LINE] if drawing.timeline["phases"] else drawing.charts
     says, quiet = verdicts(run, summary), folded(run)
     sections = [
         PageSection(
             title,
-            [card for id, card in cards.items() if (COST if id == "timeline" else section_of(id)) == title],
+            [chart for chart in charts if (COST if chart is TIME_LINE else section_of(chart.id)) == title],
             says[title],
             title not in quiet,
             table=trigger_table(run) if title == TRIGGERS else None,
-            notes=paper_notes(run, cards) if title == PAPER else (),
+            notes=paper_notes(run, {chart.id for chart in charts}) if title == PAPER else (),
             samples=samples if title == SAMPLES else (),
             heat=heat_text(drawing.heat, objective_of(run.recipe)) if title == VETO and drawing.heat else "",
         )
@@ -201,11 +190,11 @@ def _status(run: RunData, live_s: int) -> dict[str, Any]:
     """What the run is doing, in a word, and on a live page the age of its last row in seconds."""
     if run.summary is not None:
         return {"name": "finished", "text": "finished", "age": None}
-    age = max(0, round(time.time() - run.last)) if live_s else None
-    if age is None:
+    if not live_s:
         return {"name": "unfinished", "text": "unfinished", "age": None}
-    name = "running" if age < SILENT_S else "silent"
-    return {"name": name, "text": "running," if name == "running" else "silent, last row", "age": age}
+    age = max(0, round(time.time() - run.last))
+    name, text = ("running", "running,") if age < SILENT_S else ("silent", "silent, last row")
+    return {"name": name, "text": text, "age": age}
 
 
 def _progress(run: RunData) -> str:
@@ -295,7 +284,7 @@ def _accuracy_tile(summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def _reward_tile(run: RunData) -> dict[str, Any]:
-    rewards = [row["reward_mean"] for row in run.stages or run.updates if row.get("reward_mean") is not None]
+    rewards = values_in(run.stages or run.updates, "reward_mean")
     if not rewards:
         return _tile("Training reward", "–", "no responses yet")
     if len(rewards) == 1:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
-from mugrpo_megatron.observe.log import Row
+from mugrpo_megatron.observe.metrics import Row, mean_in
 from mugrpo_megatron.observe.progress import duration
 from mugrpo_megatron.observe.results import between, mean_of, measure_in, sets_in, shown, value_in
 from mugrpo_megatron.observe.rundata import RunData, seconds_by_phase
@@ -16,16 +15,8 @@ from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.scoring import MEAN
 
 STAGE_HEAD = (
-    "Stage",
-    "Updates",
-    "Reward",
-    "Length",
-    "Vetoed",
-    "Clipped",
-    "ESS, last",
-    "KL k3, last",
-    "Generate",
-    "Optimize",
+    *("Stage", "Updates", "Reward", "Length", "Vetoed", "Clipped", "ESS, last", "KL k3, last"),
+    *("Generate", "Optimize"),
 )
 
 
@@ -36,13 +27,13 @@ def stage_table(run: RunData) -> dict[str, Any] | None:
     """
     names = sets_in(run.evals)
     names = [*names, MEAN] if len(names) > 1 else names
-    evals = {row["update"]: row for row in run.evals}
+    evals, measure = {row["update"]: row for row in run.evals}, measure_in(run.evals)
     stages = {row["stage"]: row for row in run.stages}
     phases = {stage: seconds_by_phase(rows) for stage, rows in _by_stage(sorted(run.phases, key=itemgetter("stage")))}
     rows = [
         (
             *_stage_row(stage, updates, stages.get(stage, {}), phases.get(stage, {})),
-            *_held_out(evals.get(updates[-1]["update"] + 1, {}), names, measure_in(run.evals)),
+            *(shown(value_in(evals.get(updates[-1]["update"] + 1, {}), name), measure) for name in names),
         )
         for stage, updates in _by_stage(run.updates)
     ]
@@ -97,19 +88,14 @@ def _stage_row(stage: int, updates: Sequence[Row], sampled: Row, seconds: dict[s
     return (
         str(stage),
         f"{len(updates):,}",
-        _number(sampled.get("reward_mean", _mean(updates, "reward_mean"))),
+        _number(sampled.get("reward_mean", mean_in(updates, "reward_mean"))),
         _number(sampled.get("response_length_mean")),
-        _percent(_mean(updates, "vetoed_fraction")),
-        _percent(_mean(updates, "clipped_fraction")),
+        _percent(mean_in(updates, "vetoed_fraction")),
+        _percent(mean_in(updates, "clipped_fraction")),
         _percent(updates[-1].get("ess")),
         _number(updates[-1].get("kl_k3")),
         *(duration(seconds[name]) if name in seconds else "–" for name in ("generate", "optimize")),
     )
-
-
-def _mean(rows: Iterable[Row], metric: str) -> float | None:
-    values = [row[metric] for row in rows if row.get(metric) is not None]
-    return statistics.fmean(values) if values else None
 
 
 def _percent(value: float | None) -> str:
@@ -118,10 +104,6 @@ def _percent(value: float | None) -> str:
 
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.3g}"
-
-
-def _held_out(row: Row, names: Sequence[str], measure: str) -> Iterable[str]:
-    return (shown(value_in(row, name), measure) for name in names)
 
 
 def _with_interval(value: float | None, interval: Sequence[float] | None, measure: str) -> str:

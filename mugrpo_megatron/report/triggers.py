@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mugrpo_megatron.observe.log import Row
+from mugrpo_megatron.observe.metrics import Row, values_in
 from mugrpo_megatron.observe.rundata import RunData
 from mugrpo_megatron.report.curves import Series, over_updates, ramp
 
@@ -106,7 +106,7 @@ def trigger_table(run: RunData) -> dict[str, Any] | None:
 
 
 def _mean_and_max(updates: Iterable[Row], metric: str) -> tuple[str, str]:
-    values = [row[metric] for row in updates if row.get(metric) is not None]
+    values = values_in(updates, metric)
     return (share_text(statistics.fmean(values)), share_text(max(values))) if values else ("–", "")
 
 

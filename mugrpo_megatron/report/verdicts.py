@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
-from mugrpo_megatron.observe.log import Row
+from mugrpo_megatron.observe.metrics import Row, mean_in, values_in
 from mugrpo_megatron.observe.progress import duration
 from mugrpo_megatron.observe.results import difference, mean_of, sets_in, shown
 from mugrpo_megatron.observe.rundata import RunData
@@ -48,18 +47,9 @@ def verdicts(run: RunData, summary: Mapping[str, Any]) -> dict[str, str]:
 
 def folded(run: RunData) -> set[str]:
     """Sections for specialists that have nothing to say of this run."""
-    vetoed = _mean(run.updates, "vetoed_fraction") or 0.0
+    vetoed = mean_in(run.updates, "vetoed_fraction") or 0.0
     quiet = {VETO, TRIGGERS} if vetoed < MATTERS else set()
     return quiet | (set() if set(sets_in(run.evals)) >= PAPER_SETS else {PAPER})
-
-
-def _values(rows: Iterable[Row], *names: str) -> list[float]:
-    return [row[name] for row in rows for name in names if row.get(name) is not None]
-
-
-def _mean(rows: Iterable[Row], *names: str) -> float | None:
-    values = _values(rows, *names)
-    return statistics.fmean(values) if values else None
 
 
 def _joined(parts: Iterable[str]) -> str:
@@ -91,7 +81,7 @@ def _samples(evals: Sequence[Row]) -> str:
         return "What the model wrote, and how it was scored."
     last = evals[-1]
     shares = [
-        (text, _mean([last], *(name for name in last if name.startswith(f"{base}/"))))
+        (text, mean_in([last], *(name for name in last if name.startswith(f"{base}/"))))
         for base, text in (("unparsed", "without an answer"), ("truncated", "cut off"))
     ]
     parts = ", ".join(f"{share_text(share)} {text}" for text, share in shares if share is not None)
@@ -100,12 +90,12 @@ def _samples(evals: Sequence[Row]) -> str:
 
 def _health(run: RunData) -> str:
     updates, bound = run.updates, run.setting("schedule.max_kl")
-    ess, nats = _values(updates, "ess"), _values(updates, "kl_response")
+    ess, nats = values_in(updates, "ess"), values_in(updates, "kl_response")
     if not ess:
         return ""
     limit = f"of {bound:g} " if bound else ""
     kind = "near on-policy" if min(ess) >= 0.9 else "stale, and usable" if ess[-1] >= 0.5 else "too stale to learn from"
-    drops, holds = _mean(updates, "vetoed_fraction") or 0.0, _mean(updates, "clipped_fraction") or 0.0
+    drops, holds = mean_in(updates, "vetoed_fraction") or 0.0, mean_in(updates, "clipped_fraction") or 0.0
     return _joined(
         [
             f"{kind}: ESS ends at {share_text(ess[-1])} of the tokens, {share_text(min(ess))} at the least",
@@ -118,7 +108,7 @@ def _health(run: RunData) -> str:
 def _episodes(stages: Sequence[Row]) -> str:
     """Means over the stages, each of its responses."""
     names = ("turns", "called", "failed_calls", "lost", "tool_seconds")
-    turns, called, failed, lost, seconds = (_mean(stages, f"reward/episode.{name}") for name in names)
+    turns, called, failed, lost, seconds = (mean_in(stages, f"reward/episode.{name}") for name in names)
     if turns is None:
         return ""
     return _joined(
@@ -131,7 +121,7 @@ def _episodes(stages: Sequence[Row]) -> str:
 
 
 def _optimization(run: RunData, summary: Mapping[str, Any]) -> str:
-    norms, entropy = _values(run.updates, "grad_norm"), _values(run.updates, "entropy")
+    norms, entropy = values_in(run.updates, "grad_norm"), values_in(run.updates, "entropy")
     limit, skipped = run.setting("optimizer.clip_grad"), summary["skipped_updates"]
     if not norms:
         return ""
@@ -163,7 +153,7 @@ def _responses(stages: Sequence[Row]) -> str:
 
 
 def _veto(run: RunData) -> str:
-    share = _mean(run.updates, "vetoed_fraction")
+    share = mean_in(run.updates, "vetoed_fraction")
     if run.recipe.get("objective", {}).get("veto") == "none" or share is None:
         return "This run has no veto; the map shows what its trigger_ratio would find."
     few = ": too few to matter" if share < MATTERS else ""
@@ -180,7 +170,7 @@ def trigger_remark(run: RunData) -> str:
     if not thresholds.names:
         return text
     at = thresholds.nearest
-    tokens, responses = (_mean(run.updates, f"trigger_{what}_{at}") for what in ("tokens", "responses"))
+    tokens, responses = (mean_in(run.updates, f"trigger_{what}_{at}") for what in ("tokens", "responses"))
     if tokens is None or responses is None:
         return text
     return f"{text} At {at}, {share_text(tokens)} of the negative tokens and {share_text(responses)} of the responses."
@@ -196,7 +186,7 @@ def paper_remark(run: RunData) -> str:
     return f"This run's line: {objective.get('name', '?')}, µ = {stage}, clip [{clip}], {mask_name(objective)}"
 
 
-def paper_notes(run: RunData, drawn: Mapping[str, Any]) -> list[str]:
+def paper_notes(run: RunData, drawn: Container[str]) -> list[str]:
     """Where Figure 4 is, and why a figure is missing or has less than the paper's."""
     notes = ["Figure 4 is the time line at the end of this page; the paper's is a sketch of it."]
     if "paper_accuracy" not in drawn:

@@ -27,13 +27,15 @@ WALL, CPU = 1, 2
 class CpuMeter:
     """Processor time of a process and its descendants; `sample` appends a row to the run's cpu.jsonl.
 
-    A row: Unix `time`, and `cpu` seconds of the tree since the process started. A process that starts and ends between
-    two samples is missed, as is the time after the last sample of each.
+    A row: Unix `time`, `cpu` seconds of the tree since the process started, `others`: processor seconds that the rest
+    of the machine used meanwhile. A process that starts and ends between two samples is missed, as is the time after
+    the last sample of each.
     """
 
     root: psutil.Process
     path: Path
     used: dict[tuple[int, float], float] = field(default_factory=dict)
+    machine: float = field(default_factory=lambda: _machine_seconds())
 
     def sample(self) -> None:
         try:
@@ -47,8 +49,9 @@ class CpuMeter:
             except psutil.NoSuchProcess:
                 continue
         cpu = sum(self.used.values())
+        others = max(0.0, _machine_seconds() - self.machine - cpu)
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"time": time.time(), "cpu": round(cpu, 2)}) + "\n")
+            file.write(json.dumps({"time": time.time(), "cpu": round(cpu, 2), "others": round(others, 2)}) + "\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +60,15 @@ class CpuClock:
 
     times: tuple[float, ...]
     cpu: tuple[float, ...]
+    others: tuple[float, ...]
 
     def __call__(self, when: float) -> float:
         return float(np.interp(when, self.times, self.cpu))
+
+    def others_share(self) -> float:
+        """Share of other processes in the processor time that was used during the run."""
+        own, theirs = self.cpu[-1], self.others[-1]
+        return theirs / (own + theirs) if own + theirs else 0.0
 
 
 def read_cpu_clock(run_dir: Path) -> CpuClock | None:
@@ -68,15 +77,17 @@ def read_cpu_clock(run_dir: Path) -> CpuClock | None:
     path = run_dir / CPU_FILE
     if not path.exists():
         return None
-    times, cpu = [], []
-    before = last = 0.0
+    times, cpu, others = [], [], []
+    before, last = (0.0, 0.0), (0.0, 0.0)
     for line in path.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
-        before += last * (row["cpu"] < last)
-        last = row["cpu"]
+        if row["cpu"] < last[0]:
+            before = (before[0] + last[0], before[1] + last[1])
+        last = (row["cpu"], row["others"])
         times.append(row["time"])
-        cpu.append(before + last)
-    return CpuClock(tuple(times), tuple(cpu)) if times else None
+        cpu.append(before[0] + last[0])
+        others.append(before[1] + last[1])
+    return CpuClock(tuple(times), tuple(cpu), tuple(others)) if times else None
 
 
 def points(run: RunData, clock: CpuClock | None) -> list[list[Any]]:
@@ -113,3 +124,8 @@ def _training_cpu(run: RunData, clock: CpuClock, when: float) -> float:
     excluded = [row for row in run.phases if row["phase"] in ("start", "eval") and row["start"] < when]
     imports = clock(run.phases[0]["start"])  # before the first phase; they belong to start-up
     return clock(when) - sum(clock(min(row["end"], when)) - clock(row["start"]) for row in excluded) - imports
+
+
+def _machine_seconds() -> float:
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))

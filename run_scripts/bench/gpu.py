@@ -22,7 +22,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ import torch
 
 from run_scripts.bench import gpu_parts
 from run_scripts.bench.alone import keep_logs, run_alone
+from run_scripts.bench.gpu_parts import How
 from run_scripts.bench.gpu_whole import whole
 from run_scripts.bench.machine import describe
 
@@ -42,7 +43,7 @@ BOTH = (*LEARNER, "kernels", "ipc", "saver")
 class Part:
     """One part of the bench."""
 
-    measure: Callable[[bool], Result]
+    measure: Callable[[How], Result]
     limit_s: int
     """With every kernel still to be compiled."""
     needs: tuple[str, ...] = ()
@@ -62,12 +63,12 @@ SMALL_PATIENCE = 4
 """Factor of the time limits with --small, for cores that other programs use."""
 
 
-def alone(part: str, small: bool, limit_s: float, logs: Path) -> Result:
+def alone(part: str, how: How, limit_s: float, logs: Path) -> Result:
     """Run a part in its own process.
 
     If it fails, `failed` of the result is the last line of its errors, and `logs` gets every log that it wrote.
     """
-    with run_alone(["-m", "run_scripts.bench.gpu", "--one", json.dumps([part, small])], limit_s) as ended:
+    with run_alone(["-m", "run_scripts.bench.gpu", "--one", json.dumps([part, asdict(how)])], limit_s) as ended:
         if ended.failure:
             return {"failed": ended.failure, "logs": keep_logs(ended.scratch, logs, part)}
         return json.loads(ended.output.strip().splitlines()[-1])
@@ -92,9 +93,10 @@ def main() -> None:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        part, small = json.loads(options.one)
-        print(json.dumps(PARTS[part].measure(small)))
+        part, fields = json.loads(options.one)
+        print(json.dumps(PARTS[part].measure(How(**fields))))
         return
+    how = How(options.small)
     if not torch.cuda.is_available() and not options.small:
         sys.exit("gpu: torch finds no CUDA device; --small shows that everything runs without one")
     probes = json.loads(options.after.read_text(encoding="utf-8"))["probes"] if options.after else {}
@@ -114,7 +116,7 @@ def main() -> None:
         elif rest < 5:
             result = {"failed": f"no time left of {budget:.0f} s"}
         else:
-            result = alone(part, options.small, min(PARTS[part].limit_s * patience, rest), logs)
+            result = alone(part, how, min(PARTS[part].limit_s * patience, rest), logs)
         report["parts"][part] = result
         options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         print(json.dumps(result, indent=2), flush=True)

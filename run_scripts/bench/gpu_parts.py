@@ -1,6 +1,6 @@
 """Parts of run_scripts/bench/gpu.py: each measures one thing, in its own process.
 
-Every part takes whether its shapes are tiny, for a first try or a CPU, and returns figures as JSON values.
+Every part takes a `How` and returns figures as JSON values.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,14 @@ SHAPES = {
 RESPONSES = 8
 """Responses to each prompt in the engines' parts."""
 Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class How:
+    """How to run the parts."""
+
+    small: bool = False
+    """Tiny shapes, for a first try or a CPU."""
 
 
 def device() -> torch.device:
@@ -59,9 +67,9 @@ def seconds(work: Callable[[], object], repeats: int = 10) -> float:
     return statistics.median(found[1:])
 
 
-def ceilings(small: bool) -> Result:
+def ceilings(how: How) -> Result:
     """Bytes/s read and written by a device copy, FLOP/s of a large product."""
-    size, n = (1 << 22, 256) if small else (4 << 30, 16384)
+    size, n = (1 << 22, 256) if how.small else (4 << 30, 16384)
     source = torch.ones(size, dtype=torch.uint8, device=device())
     target = torch.empty_like(source)
     a, b = (torch.randn(n, n, dtype=torch.bfloat16, device=device()) for _ in range(2))
@@ -71,12 +79,12 @@ def ceilings(small: bool) -> Result:
     }
 
 
-def loss(small: bool) -> Result:
+def loss(how: How) -> Result:
     """Seconds and peak MiB of every installed implementation of the loss, at Qwen2.5-7B's output layer."""
     from run_scripts.bench import loss_path, loss_ways
 
     shape = loss_ways.Shape(16384, 3584, 152064, 1024, "bfloat16", "cuda", 4096)
-    if small:
+    if how.small:
         shape = loss_ways.Shape(256, 32, 512, 64, "float32", device().type, 64)
     ways = ["floor", "fused", "fused_without_veto", "fused_two_passes", "logprobs_only", "liger", "trl_fused_head"]
     found: Result = {"shape": asdict(shape)}
@@ -114,10 +122,10 @@ def save_random(name: str, directory: Path) -> Path:
     return directory
 
 
-def recipe_of(model: Path, small: bool, layers: str = "local", fp8: str = "none") -> Any:
+def recipe_of(model: Path, how: How, layers: str = "local", fp8: str = "none") -> Any:
     from mugrpo_megatron.recipe import Recipe
 
-    length = 64 if small else 1024
+    length = 64 if how.small else 1024
     table: dict[str, Any] = {
         "model": {"path": str(model), "dtype": "bfloat16"},
         "data": {"max_prompt_tokens": length // 8},
@@ -150,26 +158,26 @@ def sample_update(recipe: Any, vocab: int) -> tuple[list[Any], np.ndarray]:
     return samples, rng.normal(size=16).astype(np.float32)
 
 
-def learner(small: bool) -> Result:
+def learner(how: How) -> Result:
     """One update with micro-batches of 16,384 packed tokens; also with Transformer Engine's layers, if installed.
 
     `share_of_matmul` is of the large product that is measured here; `mfu` of the data sheet's FLOP/s, as a run logs it.
     """
-    peak_flops = ceilings(small)["matmul_flops"]
-    names = ["small"] if small else ["Qwen2.5-0.5B", "Qwen2.5-1.5B"]
+    peak_flops = ceilings(how)["matmul_flops"]
+    names = ["small"] if how.small else ["Qwen2.5-0.5B", "Qwen2.5-1.5B"]
     engine = device().type == "cuda" and find_spec("transformer_engine")
     kinds = [("local", "none")]
     if engine:
         kinds += [("transformer_engine", fp8) for fp8 in ("none", "tensorwise", "blockwise")]
     measured = {
-        f"{name}, {layers} layers, fp8 {fp8}": one_learner(name, small, peak_flops, layers, fp8)
+        f"{name}, {layers} layers, fp8 {fp8}": one_learner(name, how, peak_flops, layers, fp8)
         for name in names
         for layers, fp8 in kinds
     }
     return {"matmul_flops": peak_flops, **measured}
 
 
-def one_learner(name: str, small: bool, peak_flops: float, layers: str, fp8: str) -> Result:
+def one_learner(name: str, how: How, peak_flops: float, layers: str, fp8: str) -> Result:
     from mugrpo_megatron.extras.plan.case import make_case
     from mugrpo_megatron.extras.plan.hardware import Assumptions, make_cluster
     from mugrpo_megatron.extras.plan.memory import Batch, learner_memory
@@ -185,10 +193,10 @@ def one_learner(name: str, small: bool, peak_flops: float, layers: str, fp8: str
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder:
-        recipe = recipe_of(save_random(name, Path(folder)), small, layers, fp8)
+        recipe = recipe_of(save_random(name, Path(folder)), how, layers, fp8)
         mine = build_learner(recipe)
     samples, advantages = sample_update(recipe, SHAPES[name][-1])
-    taken = seconds(lambda: update(mine, samples, advantages), repeats=2 if small else 5)
+    taken = seconds(lambda: update(mine, samples, advantages), repeats=2 if how.small else 5)
     shutdown()
     tokens = sum(sample.tokens for sample in samples)
     trained = sum(len(sample.response_ids) for sample in samples)
@@ -206,14 +214,14 @@ def one_learner(name: str, small: bool, peak_flops: float, layers: str, fp8: str
     }
 
 
-def engine_bare(small: bool) -> Result:
+def engine_bare(how: How) -> Result:
     """Tokens/s of SGLang's own `generate`, all prompts in one call."""
     from mugrpo_megatron.engine.launch import engine_arguments, engine_environment
     from mugrpo_megatron.observe.environment import finds_cuda
 
     with tempfile.TemporaryDirectory() as folder:
-        model = save_random("small" if small else "Qwen2.5-1.5B", Path(folder) / "model")
-        recipe = recipe_of(model, small)
+        model = save_random("small" if how.small else "Qwen2.5-1.5B", Path(folder) / "model")
+        recipe = recipe_of(model, how)
         cuda = finds_cuda()
         os.environ.update(engine_environment(recipe, model, cuda))
         import sglang  # reads the environment at import
@@ -221,7 +229,7 @@ def engine_bare(small: bool) -> Result:
         bare = sglang.Engine(**engine_arguments(recipe, model, cuda))
         limit = recipe.rollout.max_response_tokens
         settings = {"temperature": 1.0, "max_new_tokens": limit}
-        inputs = [ids for ids in prompt_ids(small) for _ in range(RESPONSES)]
+        inputs = [ids for ids in prompt_ids(how.small) for _ in range(RESPONSES)]
         taken = seconds(
             lambda: bare.generate(input_ids=inputs, sampling_params=settings, return_logprob=True), repeats=2
         )
@@ -229,16 +237,16 @@ def engine_bare(small: bool) -> Result:
     return {"tokens_per_s": len(inputs) * limit / taken}
 
 
-def engine_ours(small: bool) -> Result:
+def engine_ours(how: How) -> Result:
     """Tokens/s of the project's engine process on the same prompts."""
     from mugrpo_megatron.engine.client import Engine
     from mugrpo_megatron.engine.wire import Sampling
     from mugrpo_megatron.samples import Problem, Prompt
 
     with tempfile.TemporaryDirectory() as folder:
-        model = save_random("small" if small else "Qwen2.5-1.5B", Path(folder) / "model")
-        recipe = recipe_of(model, small)
-        prompts = [Prompt(i, Problem(str(i), "", ""), ids) for i, ids in enumerate(prompt_ids(small))]
+        model = save_random("small" if how.small else "Qwen2.5-1.5B", Path(folder) / "model")
+        recipe = recipe_of(model, how)
+        prompts = [Prompt(i, Problem(str(i), "", ""), ids) for i, ids in enumerate(prompt_ids(how.small))]
         sampling = Sampling(1.0, 1.0, recipe.rollout.max_response_tokens, ())
         mine = Engine.start(recipe, model, Path(folder) / "engine.log")
         try:
@@ -252,7 +260,7 @@ def prompt_ids(small: bool) -> list[list[int]]:
     return [[3 + (index * step) % 500 for step in (1, 7, 31, 57, 111)] for index in range(8 if small else 128)]
 
 
-def switch(small: bool) -> Result:
+def switch(how: How) -> Result:
     """Seconds of the switch from learner to engine and back, as in phases/generate.py."""
     from mugrpo_megatron.engine.client import Engine
     from mugrpo_megatron.learner.learner import build_learner
@@ -260,8 +268,8 @@ def switch(small: bool) -> Result:
     from mugrpo_megatron.weights.sync import build_bridge, sync
 
     with tempfile.TemporaryDirectory() as folder:
-        model = save_random("small" if small else "Qwen2.5-1.5B", Path(folder) / "model")
-        recipe = recipe_of(model, small)
+        model = save_random("small" if how.small else "Qwen2.5-1.5B", Path(folder) / "model")
+        recipe = recipe_of(model, how)
         engine = Engine.start(recipe, model, Path(folder) / "engine.log")
         try:
             engine.wait_ready()
@@ -273,7 +281,7 @@ def switch(small: bool) -> Result:
         finally:
             engine.stop()
     found = {name: statistics.median(round_[name] for round_ in rounds) for name in rounds[0]}
-    copy = ceilings(small)["copy_bytes_per_s"]
+    copy = ceilings(how)["copy_bytes_per_s"]
     return {**found, "bridge_bytes_per_s": bridge.plan.bytes / found["sync"], "copy_bytes_per_s": copy}
 
 

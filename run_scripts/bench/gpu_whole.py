@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from run_scripts.bench.gpu_parts import attention
+from run_scripts.bench.gpu_parts import How, attention
 
 Result = dict[str, Any]
 SCHEDULES = {"mu_grpo": (4, 16), "mu_4": (16, 4)}
@@ -24,16 +24,16 @@ SCHEDULES = {"mu_grpo": (4, 16), "mu_4": (16, 4)}
 SMALL_SCHEDULES = {"mu_grpo": (1, 8), "mu_4": (2, 4)}
 
 
-def whole(small: bool) -> Result:
+def whole(how: How) -> Result:
     """Seconds per phase and accuracies of both runs, and the ratio of their times.
 
     `wall_clock_ratio` compares total times; `ratio_after_start` is without the start of learner and engine.
     Raises RuntimeError with the last line of a command's errors.
     """
-    schedules = SMALL_SCHEDULES if small else SCHEDULES
+    schedules = SMALL_SCHEDULES if how.small else SCHEDULES
     with tempfile.TemporaryDirectory() as folder:
         recipe = Path(folder) / "recipe.toml"
-        recipe.write_text(recipe_text(Path(folder), small), encoding="utf-8")
+        recipe.write_text(recipe_text(Path(folder), how), encoding="utf-8")
         mugrpo("sft", recipe, Path(folder) / "sft.log")
         found = {name: one_run(recipe, Path(folder) / name, *schedule) for name, schedule in schedules.items()}
     taken, taken_by_4 = found["mu_grpo"]["seconds"], found["mu_4"]["seconds"]
@@ -44,10 +44,11 @@ def whole(small: bool) -> Result:
     }
 
 
-def recipe_text(folder: Path, small: bool) -> str:
+def recipe_text(folder: Path, how: How) -> str:
     """The quickstart's task as TOML without the schedule; in bfloat16 on CUDA, whose attention needs it."""
     from mugrpo_megatron.recipe import Recipe, dump_recipe
 
+    small = how.small
     warm_start = {"layers": 2, "hidden": 64, "target_accuracy": 1e-9, "batch": 16} if small else {}
     table = {
         "model": {

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from run_scripts.bench.gpu_parts import SHAPES, recipe_of, sample_update, save_random, wait
+from run_scripts.bench.gpu_parts import SHAPES, How, recipe_of, sample_update, save_random, wait
 
 UPDATES = 3
 
@@ -30,9 +30,10 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=40)
     parser.add_argument("--small", action="store_true", help="tiny shapes, also on a CPU: shows that it runs")
     given = parser.parse_args()
+    how = How(given.small)
     name = "small" if given.small else "Qwen2.5-0.5B"
     with tempfile.TemporaryDirectory() as folder:
-        recipe = recipe_of(save_random(name, Path(folder)), given.small)
+        recipe = recipe_of(save_random(name, Path(folder)), how)
         learner = build_learner(recipe)
     samples, advantages = sample_update(recipe, SHAPES[name][-1])
     update(learner, samples, advantages)  # compiles

@@ -115,7 +115,7 @@ def sections(folder: Path, run: Path, updates: int, lr: float, replay: bool) -> 
         },
         "objective": {"name": "mu_grpo"},
         "optimizer": {"lr": lr},
-        "reward": {"function": "run_scripts.bench.reward:share_of_small_digits"},
+        "reward": {"function": "run_scripts.bench.routing_reward:share_of_small_digits"},
         "eval": {"max_tokens": 24},
         "learner": {"threads": 1, "routing_replay": "learner" if replay else "off"},
         "track": {"tensorboard": False},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -79,16 +79,6 @@ class Grid:
     """Names of blocks: those of one inner tuple run seed by seed, before those of the next."""
     blocks: Mapping[str, Block]
     methods: Mapping[str, Method]
-    also_tuned: tuple[int, ...] = ()
-    """More seeds that rates are tuned on: a rate's figure is the mean over all of them."""
-    last: int = 1
-    """The accuracy after training is the mean of so many evaluations, the last ones."""
-    shared: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of the recipe that every run sets, warm starts too."""
-
-    @property
-    def tuning_seeds(self) -> tuple[int, ...]:
-        return (self.tuning_seed, *self.also_tuned)
 
     def shares_stage(self, method: str) -> bool:
         """Whether the method takes all its updates on the one stage that the methods of a seed share."""
@@ -111,7 +101,7 @@ class Grid:
 
     def set_of(self, seed: int) -> str:
         """The held-out set that a seed's cells are evaluated on."""
-        return "chain_validation" if seed in self.tuning_seeds else "chain"
+        return "chain_validation" if seed == self.tuning_seed else "chain"
 
 
 def load_grid(path: Path = GRID) -> Grid:
@@ -125,8 +115,8 @@ def load_grid(path: Path = GRID) -> Grid:
     methods = {name: _method(name, fields, table["updates"]) for name, fields in table.pop("methods").items()}
     blocks = _blocks(table.pop("blocks"), table["seeds"])
     order = tuple(tuple(names) for names in table.pop("order"))
-    lists = {name: tuple(table.pop(name, ())) for name in ("ladder", "start", "also_tuned")}
-    grid = Grid(**table, **lists, order=order, blocks=blocks, methods=methods)
+    ladder, start = tuple(table.pop("ladder")), tuple(table.pop("start"))
+    grid = Grid(**table, ladder=ladder, start=start, order=order, blocks=blocks, methods=methods)
     for problem in _problems(grid):
         raise UserError(f"{path}: {problem}")
     return grid

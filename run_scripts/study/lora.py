@@ -82,27 +82,24 @@ def rows_of(study: Study, cell: Cell) -> list[Row]:
     return rows
 
 
-HEAD = ["trained", "rate", "seeds", "% right", "checkpoint MB"]
+HEAD = ["trained", "rate", "% right", "checkpoint MB"]
 """Seconds and memory are in the csv: next to other work they say little."""
 MEANS = {"kl": "kl_k3", "seconds": "seconds"}
 """Column -> metric of the updates."""
 
 
 def table(grid: Grid, rows: Sequence[Row]) -> str:
-    """A table of docs/lora.md: means over the seeds that have all their cells, of the ends with their range."""
+    """A table of docs/lora.md: means over the seeds that have all cells, of the ends with their range."""
     ends = {(row["seed"], row["method"], row["rate"]): row for row in rows if row["update"] == grid.updates}
-    cells = [(block, name) for block in grid.blocks.values() for name in block.methods]
-    asked = {
-        seed: [(seed, name, block.rate) for block, name in cells if seed in block.seeds] for seed in range(grid.seeds)
-    }
-    whole = [seed for seed, own in asked.items() if all(cell in ends for cell in own)]
+    cells = [(name, block.rate) for block in grid.blocks.values() for name in block.methods]
+    seeds = [seed for seed in range(grid.seeds) if all((seed, *cell) in ends for cell in cells)]
     lines = []
-    for block, name in cells:
-        last = [ends[seed, name, block.rate] for seed in whole if seed in block.seeds]
+    for name, rate in cells:
+        last = [ends[seed, name, rate] for seed in seeds]
         right = [100 * row["accuracy"] for row in last]
         accuracy = f"{statistics.fmean(right):.1f} ({min(right):.1f}–{max(right):.1f})"
         size = statistics.fmean(row["checkpoint"] for row in last)
-        lines.append([grid.methods[name].title, f"{block.rate:g}", str(len(last)), accuracy, f"{size / 1e6:.1f}"])
+        lines.append([grid.methods[name].title, f"{rate:g}", accuracy, f"{size / 1e6:.1f}"])
     return markdown(HEAD, lines) + "\n"
 
 

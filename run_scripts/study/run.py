@@ -64,9 +64,8 @@ class Study:
     """Directories that are deleted from a finished cell."""
 
     def warm_start(self, seed: int) -> Path:
-        """The warm start that a seed starts from; a tuning seed beyond them has the first."""
-        beyond = seed in self.grid.tuning_seeds and seed >= self.grid.warm_starts
-        number = 0 if beyond else seed % self.grid.warm_starts
+        """The warm start that a seed starts from; the tuning seed has the first."""
+        number = 0 if seed == self.grid.tuning_seed else seed % self.grid.warm_starts
         return self.out / f"warm-start-{number}"
 
     def stage(self, cell: Cell) -> Path:
@@ -90,10 +89,10 @@ class Study:
             run = read_run(directory)
             own = run.evals if not self.grid.shares_stage(cell.method) else read_run(self.stage(cell)).evals
             if len(run.updates) >= self.grid.methods[cell.method].updates:
-                name = self.grid.set_of(cell.seed)
-                after = statistics.fmean(row[f"accuracy/{name}"] for row in run.evals[-self.grid.last :])
+                name, last = self.grid.set_of(cell.seed), run.evals[-1]
+                before, after = (row[f"accuracy/{name}"] for row in (own[0], last))
                 least = min(row.get("ratio_neg_min", 1.0) for row in run.updates)
-                return Outcome(own[0][f"accuracy/{name}"], after, run.evals[-1][f"problems/{name}"], least)
+                return Outcome(before, after, last[f"problems/{name}"], least)
         stage, outcome = self.kept.get(cell, ("", None))
         return outcome if self.counts(cell, stage) else None
 
@@ -102,7 +101,7 @@ class Study:
 
         A cell of the tuning seed always counts, because a rate that was found stays.
         """
-        return cell.seed in self.grid.tuning_seeds or self.fingerprint(cell) in ("", stage)
+        return cell.seed == self.grid.tuning_seed or self.fingerprint(cell) in ("", stage)
 
     def outcomes(self) -> dict[Cell, Outcome]:
         """All finished cells; looks at each that may be asked for, until no outcome asks for another."""
@@ -160,14 +159,11 @@ def run_cell(study: Study, cell: Cell) -> bool:
 
     directory, model = study.directory(cell), study.warm_start(cell.seed)
     directory.mkdir(parents=True, exist_ok=True)
-    shared = [f"{key}={value}" for key, value in study.grid.shared.items()]
-    start = [f"model.path={model / 'hf'}", *shared]
+    start = [f"model.path={model / 'hf'}"]
     own = [*start, *settings(study.grid, cell), f"run.dir={directory}"]
     if not (model / "hf" / "config.json").exists():
         number = model.name.removeprefix("warm-start-")
-        if not _call(
-            study, "sft", [f"run.seed={number}", f"sft.output={model}", *shared], study.out / f"{model.name}.log"
-        ):
+        if not _call(study, "sft", [f"run.seed={number}", f"sft.output={model}"], study.out / f"{model.name}.log"):
             return False
     if study.grid.shares_stage(cell.method):
         stage = study.stage(cell)
@@ -237,7 +233,7 @@ def run_logged(words: Sequence[str], log: Path, cwd: Path | None = None) -> int:
 
 
 def _chosen(study: Study, one: Cell | Waiting, seeds: Sequence[int]) -> bool:
-    return not seeds or one.seed in (*seeds, *study.grid.tuning_seeds)
+    return not seeds or one.seed in (*seeds, study.grid.tuning_seed)
 
 
 def _show(study: Study, seeds: Sequence[int]) -> None:

@@ -6,7 +6,6 @@ cell that needs it. A block that is the best of another has one method, chosen b
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -49,10 +48,10 @@ def tuned_rate(grid: Grid, done: Outcomes, method: str) -> Search:
     method = grid.methods[method].rate_of or method
     tried = set(grid.start)
     while True:
-        cells = [Cell(seed, method, rate) for rate in sorted(tried) for seed in grid.tuning_seeds]
+        cells = [Cell(grid.tuning_seed, method, rate) for rate in sorted(tried)]
         if not all(cell in done for cell in cells):
             return Search(cells)
-        best = max(tried, key=lambda rate: (tuned_accuracy(grid, done, method, rate), -rate))
+        best = max(cells, key=lambda cell: (done[cell].after, -cell.rate)).rate
         place = grid.ladder.index(best)
         near = {grid.ladder[k] for k in (place - 1, place + 1) if 0 <= k < len(grid.ladder)}
         if near <= tried:
@@ -64,17 +63,10 @@ def choose(grid: Grid, done: Outcomes, block: Block) -> Choice:
     """The method of a block whose tuned cell ends best; in a tie the one with fewer phases, then the first."""
     searches = {method: tuned_rate(grid, done, method) for method in block.methods}
     cells = [cell for search in searches.values() for cell in search.cells]
-    rates = {name: search.rate for name, search in searches.items() if search.rate is not None}
-    if len(rates) < len(searches):
+    tuned = [Cell(grid.tuning_seed, name, search.rate) for name, search in searches.items() if search.rate is not None]
+    if len(tuned) < len(searches):
         return Choice(cells, None)
-    best = max(rates, key=lambda name: (tuned_accuracy(grid, done, name, rates[name]), -grid.phases(name)))
-    return Choice(cells, Cell(grid.tuning_seed, best, rates[best]))
-
-
-def tuned_accuracy(grid: Grid, done: Outcomes, method: str, rate: float) -> float:
-    """What a method ends at with a rate, a mean over the tuning seeds."""
-    method = grid.methods[method].rate_of or method
-    return statistics.fmean(done[Cell(seed, method, rate)].after for seed in grid.tuning_seeds)
+    return Choice(cells, max(tuned, key=lambda cell: (done[cell].after, -grid.phases(cell.method))))
 
 
 def of_twin(grid: Grid, done: Outcomes, cell: Cell) -> Outcome | None:

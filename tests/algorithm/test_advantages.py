@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,6 +45,23 @@ def test_equal_rewards_are_exactly_zero(reward: float, size: int) -> None:
     assert not informative(rewards, groups).any()
 
 
+def test_binary_rewards_of_a_group_of_eight() -> None:
+    rewards = np.array([1, 0, 0, 0, 0, 0, 0, 1.0])
+    advantages = group_advantages(rewards, np.zeros(8, dtype=int), ObjectiveSection())
+    assert advantages[0] == pytest.approx(0.75 / np.std(rewards, ddof=1), rel=1e-5)
+    assert advantages.sum() == pytest.approx(0, abs=1e-5)
+
+
+def test_informative_groups_are_those_whose_rewards_differ() -> None:
+    found = informative(np.array([1, 0, 1, 1, 0, 0, 3.0]), np.array([5, 5, 2, 2, 9, 9, 1]))
+    assert found.tolist() == [True, True, False, False, False, False, False]
+
+
+def test_no_responses() -> None:
+    nothing = np.zeros(0)
+    assert group_advantages(nothing, nothing.astype(int), ObjectiveSection()).shape == (0,)
+
+
 @given(st.integers(1, 5), st.integers(1, 6), st.data())
 def test_every_update_is_full_of_informative_groups(per_update: int, updates: int, data: st.DataObject) -> None:
     size = per_update * updates
@@ -58,3 +76,12 @@ def test_every_update_is_full_of_informative_groups(per_update: int, updates: in
         assert (np.diff(first_round) > 0).all()
     else:
         assert plan.ravel().tolist() == list(range(size))
+
+
+def test_a_stage_without_equal_rewards_stays_as_it_is() -> None:
+    assert informative_updates(np.ones(6, dtype=bool), 3).tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_groups_fill_the_places_in_order_and_repeat() -> None:
+    differs = np.array([0, 1, 1, 0, 1, 0], dtype=bool)
+    assert informative_updates(differs, 2).tolist() == [[1, 2], [4, 1], [2, 4]]

@@ -46,7 +46,7 @@ def kl_gradient(seed: int, of_anchor: bool = False) -> torch.Tensor:
     return torch.autograd.grad(value, logits)[0]
 
 
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10**6))
 def test_mean_gradients_on_policy(seed: int) -> None:
     """Tang & Munos, arXiv 2506.09477: zero for k1, the KL's for k2, the other direction's for k3."""
@@ -55,10 +55,26 @@ def test_mean_gradients_on_policy(seed: int) -> None:
     torch.testing.assert_close(mean_gradient(seed, "k3", False, False), kl_gradient(seed, of_anchor=True))
 
 
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from(["k1", "k2", "k3"]), st.booleans())
 def test_weighted_by_the_ratio_it_is_the_kl_gradient_at_any_staleness(seed: int, estimator: str, stale: bool) -> None:
     torch.testing.assert_close(mean_gradient(seed, estimator, True, stale), kl_gradient(seed))
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_at_the_anchor_there_is_no_penalty_and_no_gradient(estimator: str) -> None:
+    batch = random_batch(0, [4, 6])
+    logprobs, behaviour, advantages = batch.tensors()
+    config = ObjectiveSection(name="grpo", kl_anchor="start", kl_coef=5.0, kl_estimator=estimator)
+    found = [
+        policy_loss(logprobs, behaviour, advantages, batch.segments(config), config, anchor=anchor)
+        for anchor in (logprobs.detach(), None)
+    ]
+    (held, metrics), (free, _) = found
+    assert held == free
+    gradients = [torch.autograd.grad(loss, logprobs)[0] for loss, _ in found]
+    assert gradients[0].equal(gradients[1])
+    assert metrics["kl_anchor"] == metrics["kl_anchor_k1"] == 0.0
 
 
 def test_the_veto_drops_no_penalty() -> None:

@@ -29,6 +29,11 @@ def test_a_resolved_section_reads_back_as_itself(name: str) -> None:
     assert ObjectiveSection(**section.model_dump()) == section
 
 
+def test_the_reference_is_refreshed_before_every_update_unless_asked_otherwise() -> None:
+    section = ObjectiveSection(name="off_policy_grpo")
+    assert (section.clip_centre, section.reference_every) == ("reference", 1)
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [
@@ -45,6 +50,29 @@ def test_mu_grpo_is_the_default() -> None:
     section = ObjectiveSection()
     assert (section.name, section.clip_low, section.clip_high) == ("mu_grpo", 0.0, 5.0)
     assert (section.veto, section.trigger_ratio, section.dual_clip) == ("suffix_non_trigger", 1e-4, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "dependence"),
+    [
+        ({"name": "grpo"}, "token"),
+        ({"veto": "trigger"}, "token"),
+        ({"name": "mu_grpo"}, "prefix"),
+        ({"veto": "suffix"}, "prefix"),
+        ({"veto": "response"}, "response"),
+        ({"name": "gspo"}, "response"),
+        ({"name": "opsm"}, "response"),
+        ({"name": "m2po"}, "token"),
+        ({"name": "grpo", "surrogate": "own.losses:clip"}, "response"),
+    ],
+)
+def test_dependence(fields: dict[str, str], dependence: str) -> None:
+    assert ObjectiveSection(**fields).dependence == dependence
+
+
+def test_only_update_wide_numbers_need_a_pass_before() -> None:
+    needing = {name for name in PRESETS if ObjectiveSection(name=name).needs_statistics}
+    assert needing == {"m2po", "m2po_drop"}
 
 
 @pytest.mark.parametrize("fields", [{"trigger_ratio": 1.5}, {"clip_low": 1.1}, {"name": "nonsense"}, {"clip_hi": 2}])

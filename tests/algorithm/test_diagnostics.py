@@ -7,17 +7,24 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
 
 from mugrpo_megatron.algorithm.diagnostics import METRICS
 from mugrpo_megatron.algorithm.policy_loss import policy_loss
 from mugrpo_megatron.algorithm.segments import make_segments
 from mugrpo_megatron.recipe import ObjectiveSection
-from tests.algorithm.batches import Batch, random_batch
+from tests.algorithm.batches import Batch, batches, random_batch
 
 
 def metrics_of(batch: Batch, config: ObjectiveSection) -> dict[str, float]:
     with torch.no_grad():
         return policy_loss(*batch.tensors(), batch.segments(config), config, anchor=batch.anchor_for(config))[1]
+
+
+@settings(deadline=None)
+@given(batches())
+def test_only_documented_names_are_reported(batch: Batch) -> None:
+    assert set(metrics_of(batch, ObjectiveSection())) <= {name for name, _, _ in METRICS}
 
 
 def test_every_documented_name_is_reported_on_an_ordinary_batch() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from mugrpo_megatron.algorithm.masks import mismatch_correction
@@ -12,13 +10,20 @@ from mugrpo_megatron.recipe import ObjectiveSection
 RATIO = torch.tensor([0.01, 0.5, 1.0, 1.9, 5.0, 100.0])
 
 
-def test_tis_truncates_and_icepop_drops_outside_its_range() -> None:
-    def correction(**fields: Any) -> torch.Tensor | None:
-        return mismatch_correction(RATIO.log(), torch.zeros(6), ObjectiveSection(**fields))
+def correction(name: str) -> torch.Tensor | None:
+    return mismatch_correction(RATIO.log(), torch.zeros(6), ObjectiveSection(name=name))
 
-    assert correction(name="grpo") is None
-    torch.testing.assert_close(correction(name="tis"), torch.tensor([0.01, 0.5, 1.0, 1.9, 2.0, 2.0]))
-    kept = correction(name="icepop", mismatch_range=(0.4, 5.5))
+
+def test_none_is_no_correction() -> None:
+    assert correction("grpo") is None
+
+
+def test_tis_truncates() -> None:
+    torch.testing.assert_close(correction("tis"), torch.tensor([0.01, 0.5, 1.0, 1.9, 2.0, 2.0]))
+
+
+def test_icepop_drops_outside_its_range() -> None:
+    kept = mismatch_correction(RATIO.log(), torch.zeros(6), ObjectiveSection(name="icepop", mismatch_range=(0.4, 5.5)))
     torch.testing.assert_close(kept, torch.tensor([0.0, 0.5, 1.0, 1.9, 5.0, 0.0]))
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mugrpo_megatron.algorithm.policy_loss import policy_loss
-from mugrpo_megatron.algorithm.segments import Segments, make_segments
+from mugrpo_megatron.algorithm.segments import Segments, make_segments, select_responses
 from mugrpo_megatron.recipe import ObjectiveSection
 from tests.algorithm.batches import Batch, batches, configs
 
@@ -94,3 +94,12 @@ def test_the_veto_goes_by_the_response_and_not_by_the_token() -> None:
     teacher = torch.full((2,), -5.0, dtype=torch.float64)
     _, metrics = policy_loss(logprobs, behaviour, torch.ones(1).double(), replace(segments, teacher=teacher), config)
     assert metrics["vetoed_fraction"] == 0.0
+
+
+def test_responses_and_chunks_take_their_teacher_along() -> None:
+    segments = make_segments(torch.tensor([2, 0, 3]), torch.ones(3, dtype=torch.float64))
+    segments = replace(segments, teacher=torch.arange(5.0))
+    part, places = select_responses(segments, torch.tensor([2, 0]))
+    assert part.teacher is not None
+    assert part.teacher.tolist() == places.tolist() == [2, 3, 4, 0, 1]
+    assert part.part(slice(1, 3)).teacher.tolist() == [3, 4]  # type: ignore[union-attr]

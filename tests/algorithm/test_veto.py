@@ -1,9 +1,8 @@
-"""The five scopes of the veto against their definitions, as sets of positions, on random responses and turns."""
+"""The five scopes of the veto against their definitions, as sets of positions, on random responses."""
 
 from __future__ import annotations
 
 import math
-from itertools import chain
 
 import numpy as np
 import pytest
@@ -17,9 +16,7 @@ from mugrpo_megatron.recipe import ObjectiveSection
 
 RATIOS = st.sampled_from([1.0, 1.0, 1.0, 0.7, 1.3, 4.0, 9e3, 1.01e-4, 0.99e-4, 3e-5, 1e-12, 1e-30])
 """Nearly every token of a stale response is as likely as it was; a few are all but impossible."""
-Turns = list[list[float]]
-TURNS = st.lists(st.lists(RATIOS, max_size=6), max_size=4)
-EPISODES = st.lists(st.tuples(TURNS, st.sampled_from([-1.5, -0.1, 0.0, 2.0])), max_size=6)
+RESPONSES = st.lists(st.tuples(st.lists(RATIOS, max_size=12), st.sampled_from([-1.5, -0.1, 0.0, 2.0])), max_size=8)
 SCOPES = ("none", "trigger", "suffix", "suffix_non_trigger", "response")
 
 
@@ -31,26 +28,59 @@ def dropped_by_definition(ratios: list[float], advantage: float) -> dict[str, se
     return {"none": set(), "trigger": T, "suffix": S, "suffix_non_trigger": S - T, "response": y if T else set()}
 
 
-@settings(max_examples=100)
-@given(EPISODES, st.sampled_from(["response", "turn"]))
+@settings(max_examples=300, deadline=None)
+@given(RESPONSES, st.sampled_from([torch.float32, torch.float64]))
 def test_every_scope_drops_what_its_definition_says(
-    episodes: list[tuple[list[list[float]], float]], reach: str
+    responses: list[tuple[list[float], float]], dtype: torch.dtype
 ) -> None:
-    """A response, or each of its turns by itself; a turn may be empty: of a mask without a token trained on."""
-    lengths = torch.tensor([sum(map(len, turns)) for turns, _ in episodes], dtype=torch.int64)
-    numbers = [np.repeat(np.arange(len(turns)), [len(turn) for turn in turns]) for turns, _ in episodes]
-    segments = with_turns(make_segments(lengths, torch.ones(len(episodes))), numbers)
-    log_ratio = torch.tensor([r for turns, _ in episodes for turn in turns for r in turn], dtype=torch.float64).log()
-    advantage = torch.tensor([a for _, a in episodes], dtype=torch.float64)[segments.ids]
-    judged = [(part, a) for turns, a in episodes for part in (turns if reach == "turn" else [list(chain(*turns))])]
-    expected = [(dropped_by_definition(part, a), len(part)) for part, a in judged]
+    segments = make_segments(
+        torch.tensor([len(ratios) for ratios, _ in responses], dtype=torch.int64), torch.ones(len(responses))
+    )
+    log_ratio = torch.tensor([r for ratios, _ in responses for r in ratios], dtype=dtype).log()
+    advantage = torch.tensor([a for _, a in responses], dtype=dtype)[segments.ids]
+    expected = [dropped_by_definition(*response) for response in responses]
     for scope in SCOPES:
-        section = ObjectiveSection(veto=scope, veto_reach=reach)
+        section = ObjectiveSection(veto=scope)
         verdict = veto(log_ratio, advantage, segments, section, initial_state(segments, section))
-        assert verdict.keep.tolist() == [t not in sets[scope] for sets, length in expected for t in range(length)]
-        if reach == "response":
-            first = [min(sets["trigger"], default=NEVER) for sets, _ in expected]
-            assert verdict.first_trigger.tolist() == first
+        parts = (~verdict.keep).split(segments.lengths.tolist())
+        assert [set(part.nonzero()[:, 0].tolist()) for part in parts] == [sets[scope] for sets in expected]
+        first = [min(sets["trigger"], default=NEVER) for sets in expected]
+        assert verdict.first_trigger.tolist() == first
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.lists(st.lists(RATIOS, max_size=5), max_size=4), st.sampled_from([-1.0, 2.0])), max_size=5)
+)
+def test_a_turn_is_judged_like_a_response_of_its_own(episodes: list[tuple[list[list[float]], float]]) -> None:
+    """Turns may be empty: of a mask without a token trained on."""
+    rows = [[ratio for turn in turns for ratio in turn] for turns, _ in episodes]
+    segments = make_segments(torch.tensor([len(row) for row in rows], dtype=torch.int64), torch.ones(len(rows)))
+    numbers = [np.repeat(np.arange(len(turns)), [len(turn) for turn in turns]) for turns, _ in episodes]
+    segments = with_turns(segments, numbers)
+    log_ratio = torch.tensor([ratio for row in rows for ratio in row], dtype=torch.float64).log()
+    advantage = torch.tensor([a for _, a in episodes], dtype=torch.float64)[segments.ids]
+    for scope in SCOPES:
+        config = ObjectiveSection(veto=scope, veto_reach="turn")
+        keep = veto(log_ratio, advantage, segments, config, initial_state(segments, config)).keep.tolist()
+        expected = [
+            place not in dropped_by_definition(turn, a)[scope]
+            for turns, a in episodes
+            for turn in turns
+            for place in range(len(turn))
+        ]
+        assert keep == expected
+
+
+def test_the_scopes_differ_where_there_is_more_than_one_trigger() -> None:
+    sets = dropped_by_definition([1.0, 1e-5, 1.0, 1e-5, 1.0], -1.0)
+    assert sets == {
+        "none": set(),
+        "trigger": {1, 3},
+        "suffix": {2, 3, 4},
+        "suffix_non_trigger": {2, 4},
+        "response": {0, 1, 2, 3, 4},
+    }
 
 
 def test_a_ratio_of_the_threshold_itself_is_not_a_trigger() -> None:

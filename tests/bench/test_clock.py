@@ -21,7 +21,7 @@ from tests.report.synthetic import recipe_of, rows_of, write_run
 def test_points_are_at_the_seconds_of_training_only(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path, rows_of(4, 8), recipe_of(4, 8)))
     start, end = run.phases[0]["start"], run.phases[-1]["end"]
-    twice = CpuClock((start, end), (0.0, 2 * (end - start)))  # two busy cores
+    twice = CpuClock((start, end), (0.0, 2 * (end - start)), (0.0, 0.0))  # two busy cores
     found = points(run, twice)
     assert [point[0] for point in found] == [0, 8, 16, 24, 32]
     stage = 0.05 + 0.1 + 8 * 0.16 + 0.2 + 8 * 0.2 + 0.15  # sync, score, generate, optimize, save
@@ -31,12 +31,13 @@ def test_points_are_at_the_seconds_of_training_only(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_adds_up_its_processes(tmp_path: Path) -> None:
-    rows = [(0, 0.0), (10, 8.0), (100, 0.0), (105, 5.0)]
-    text = "".join(json.dumps({"time": t, "cpu": cpu}) + "\n" for t, cpu in rows)
+    rows = [(0, 0.0, 0.0), (10, 8.0, 2.0), (100, 0.0, 0.0), (105, 5.0, 1.0)]
+    text = "".join(json.dumps({"time": t, "cpu": cpu, "others": others}) + "\n" for t, cpu, others in rows)
     (tmp_path / "cpu.jsonl").write_text(text)
     clock = read_cpu_clock(tmp_path)
     assert clock is not None
     assert [clock(t) for t in (0, 5, 10, 50, 102.5, 200)] == [0.0, 4.0, 8.0, 8.0, 10.5, 13.0]
+    assert clock.others_share() == pytest.approx(3 / 16)
 
 
 @pytest.mark.process
@@ -58,7 +59,6 @@ def test_the_meter_counts_a_process_and_its_children(tmp_path: Path) -> None:
 
 @given(st.lists(st.floats(0, 1, allow_nan=False), min_size=1, max_size=8), st.floats(0, 1, allow_nan=False))
 def test_a_level_is_reached_between_the_points_that_enclose_it(ys: list[float], level: float) -> None:
-    assert arrival([[0, None, 1.0, 0.4], [8, None, 3.0, 0.6]], 0.5, CPU) == pytest.approx(2.0)
     there = arrival([[0, float(x), None, y] for x, y in enumerate(ys)], level, WALL)
     if there is None:
         assert max(ys) < level
@@ -66,3 +66,8 @@ def test_a_level_is_reached_between_the_points_that_enclose_it(ys: list[float], 
         before, after = int(there), min(int(there) + 1, len(ys) - 1)
         assert all(y < level for y in ys[: before + (there > before)])
         assert max(ys[before], ys[after]) >= level
+
+
+def test_a_curve_is_straight_between_its_points() -> None:
+    assert arrival([[0, 0.0, 1.0, 0.4], [8, 10.0, 2.0, 0.6], [16, 20.0, 3.0, 0.5]], 0.55, WALL) == pytest.approx(7.5)
+    assert arrival([[0, None, 1.0, 0.4], [8, None, 3.0, 0.6]], 0.5, CPU) == pytest.approx(2.0)

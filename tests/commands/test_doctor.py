@@ -6,7 +6,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
@@ -64,6 +64,7 @@ def test_a_part_names_the_way_out_of_what_is_missing_and_only_that() -> None:
     assert "never shown" not in printed(Finding("triton", "ok", "3.7.1", "kernels", needed=True, remedy="never shown"))
 
 
+@settings(max_examples=25)
 @given(part=TEXT, found=TEXT, use=TEXT, remedy=TEXT, state=st.sampled_from(["ok", "absent", "broken"]))
 def test_a_part_fits_80_columns_and_loses_nothing(part: str, found: str, use: str, remedy: str, state: State) -> None:
     told = printed(Finding(part, state, found, use, needed=False, remedy=remedy))

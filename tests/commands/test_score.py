@@ -8,7 +8,7 @@ import pytest
 
 from mugrpo_megatron.cli import main
 from mugrpo_megatron.commands import score
-from mugrpo_megatron.commands.score import BLOCK, BLOCKS_AHEAD, SHOWN, ScoreSummary, run
+from mugrpo_megatron.commands.score import SHOWN, ScoreSummary, run
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.scoring import RewardSection
 
@@ -20,23 +20,18 @@ def write(path: Path, rows: list[object]) -> Path:
     return path
 
 
-def test_rows_come_back_in_order_with_their_scores(tmp_path: Path) -> None:
-    rows: list[object] = [{"response": f"so \\boxed{{{i % 7}}}", "answer": i % 5, "i": i} for i in range(3000)]
+def test_rows_come_back_in_order_with_their_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more blocks than are scored ahead."""
+    monkeypatch.setattr(score, "BLOCK", 32)
+    rows: list[object] = [{"response": f"so \\boxed{{{i % 7}}}", "answer": i % 5, "i": i} for i in range(500)]
     summary = run(write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl", REWARD)
     scored = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert [row["i"] for row in scored] == list(range(3000))
-    assert [row["reward"] for row in scored] == [float(i % 7 == i % 5) for i in range(3000)]
+    assert [row["i"] for row in scored] == list(range(500))
+    assert [row["reward"] for row in scored] == [float(i % 7 == i % 5) for i in range(500)]
     assert set(scored[0]) == {"response", "answer", "i", "reward", "extracted", "why", "seconds", "components"}
-    assert summary.rows == 3000 == sum(summary.whys.values())
-    assert summary.reward == pytest.approx(sum(row["reward"] for row in scored) / 3000)
-    assert "3000 rows, mean reward" in str(summary)
-
-
-def test_more_blocks_than_are_kept_ahead(tmp_path: Path) -> None:
-    count = BLOCK * (BLOCKS_AHEAD + 3) + 1
-    rows: list[object] = [{"response": str(i), "answer": str(i)} for i in range(count)]
-    assert run(write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl", REWARD).reward == 1.0
-    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == count
+    assert summary.rows == 500 == sum(summary.whys.values())
+    assert summary.reward == pytest.approx(sum(row["reward"] for row in scored) / 500)
+    assert "500 rows, mean reward" in str(summary)
 
 
 @pytest.mark.parametrize("row", ["nonsense\n", {"answer": "1"}, {"response": "1"}, {"response": 1, "answer": "1"}])
@@ -49,7 +44,7 @@ def test_a_malformed_row_is_named_or_left_out(tmp_path: Path, row: object) -> No
     assert (summary.rows, summary.malformed) == (1, 1)
 
 
-@pytest.mark.parametrize("gold", ["so 6 x 7\n#### 42", r"thus $\boxed{42}$", "['42']", [42], 42])
+@pytest.mark.parametrize("gold", ["so 6 x 7\n#### 42", [42]])
 def test_a_gold_is_read_as_training_reads_it(gold: object, tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", [{"response": r"\boxed{42}", "answer": gold}])
     assert run(path, tmp_path / "out.jsonl", REWARD).reward == 1.0

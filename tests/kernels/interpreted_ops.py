@@ -8,8 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mugrpo_megatron.kernels import torch_ops, triton_ops, triton_rope, triton_swiglu
+from mugrpo_megatron.kernels.fused_loss import fused_policy_loss
+from mugrpo_megatron.kernels.head import HeadLayout
+from mugrpo_megatron.kernels.linear_logprob import token_logprobs
 from mugrpo_megatron.learner.operators import rotate_
-from tests.kernels.problems import OBJECTIVES, assert_same, fused, layout_of, make_problem, materialised, tolerance_of
+from tests.kernels.problems import (
+    OBJECTIVES,
+    TEMPERATURE,
+    VOCAB,
+    distance,
+    loss_error,
+    make_problem,
+    materialised,
+    tolerance_of,
+)
 
 WIDE = 2 * triton_ops.BLOCK + 24
 """Columns that need more than two blocks."""
@@ -22,7 +34,7 @@ def case(seed: int, tokens: int, columns: int) -> tuple[torch.Tensor, torch.Tens
     return logits, targets, torch.randn(tokens, generator=generator)
 
 
-@settings(max_examples=8)
+@settings(max_examples=12, deadline=None)
 @given(st.integers(0, 1000), st.integers(0, 4), st.sampled_from([40, triton_ops.BLOCK, WIDE]), st.floats(0, 1))
 def test_statistics_equal_those_of_torch(seed: int, tokens: int, columns: int, share: float) -> None:
     logits, targets, _ = case(seed, tokens, columns)
@@ -31,7 +43,7 @@ def test_statistics_equal_those_of_torch(seed: int, tokens: int, columns: int, s
     torch.testing.assert_close(found, torch_ops.statistics(logits, 1.3, valid, targets), rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=8)
+@settings(max_examples=12, deadline=None)
 @given(
     st.integers(0, 1000),
     st.integers(0, 4),
@@ -55,7 +67,7 @@ def test_gradient_equals_that_of_torch(
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-@settings(max_examples=8)
+@settings(max_examples=12, deadline=None)
 @given(
     st.integers(0, 1000),
     st.integers(0, 4),
@@ -78,7 +90,7 @@ def test_swiglu_and_its_gradient_equal_autograd_in_float64(
         torch.testing.assert_close(found.double(), expected.detach(), rtol=tolerance, atol=tolerance)
 
 
-@settings(max_examples=8)
+@settings(max_examples=12, deadline=None)
 @given(
     st.integers(0, 1000),
     st.integers(0, 4),
@@ -116,4 +128,36 @@ TRIED = (
 @pytest.mark.parametrize("name", TRIED)
 def test_fused_loss(name: str) -> None:
     problem = make_problem(OBJECTIVES[name])
-    assert_same(fused(problem, layout_of(16, backend="triton")), materialised(problem), tolerance_of(problem.config))
+    expected, leaves = materialised(problem), problem.leaves()
+    found = fused_policy_loss(
+        leaves.hidden,
+        leaves.weight,
+        leaves.targets,
+        leaves.behaviour,
+        leaves.advantages,
+        leaves.segments,
+        leaves.config,
+        HeadLayout(VOCAB, TEMPERATURE, chunk=16, backend="triton"),
+        statistics=leaves.statistics,
+        reference=leaves.reference,
+        anchor=leaves.anchor,
+    )
+    found.loss.backward()
+    tolerance = tolerance_of(problem.config)
+    assert loss_error(found.loss, expected.loss) < tolerance
+    assert distance(leaves.hidden.grad, expected.d_hidden) < tolerance
+    assert distance(leaves.weight.grad, expected.d_weight) < tolerance
+
+
+def test_token_logprobs() -> None:
+    problem = make_problem(OBJECTIVES["mu_grpo"])
+    found = []
+    for backend in ("torch", "triton"):
+        leaves = problem.leaves()
+        logprobs, entropy = token_logprobs(
+            leaves.hidden, leaves.weight, leaves.targets, HeadLayout(VOCAB, TEMPERATURE, chunk=16, backend=backend)
+        )
+        logprobs.sum().backward()
+        found.append([logprobs.detach(), entropy, leaves.hidden.grad, leaves.weight.grad])
+    for ours, expected in zip(*found, strict=True):
+        assert distance(ours, expected) < 1e-6

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -13,8 +12,6 @@ from mugrpo_megatron.algorithm.masks import response_weights
 from mugrpo_megatron.algorithm.policy_loss import policy_loss
 from mugrpo_megatron.algorithm.segments import Segments, make_segments, with_turns
 from mugrpo_megatron.algorithm.statistics import UpdateStatistics, update_statistics
-from mugrpo_megatron.kernels.fused_loss import FusedLoss, fused_policy_loss
-from mugrpo_megatron.kernels.head import HeadLayout
 from mugrpo_megatron.recipe import ObjectiveSection
 from mugrpo_megatron.recipe.objective import PRESETS
 
@@ -77,13 +74,6 @@ OBJECTIVES |= {
     f"own {function}": ObjectiveSection(name=name, surrogate=f"tests.algorithm.own:{function}")
     for name, function in (("grpo", "again_ppo"), ("mu_grpo", "early_tokens"), ("grpo", "whole_response"))
 }
-
-KEPT = {
-    "prefix": ObjectiveSection(),
-    "response": ObjectiveSection(name="gspo", entropy_coef=0.2),
-    "entropy and KL": ObjectiveSection(name="grpo", entropy_coef=0.2, kl_anchor="start", kl_coef=0.3),
-}
-"""Objectives for a softmax over `kept_of` a problem."""
 
 
 def tolerance_of(config: ObjectiveSection) -> float:
@@ -177,59 +167,17 @@ def _plant_triggers(log_ratio: Tensor, lengths: tuple[int, ...]) -> None:
                 response[position] = value
 
 
-def kept_of(problem: Problem) -> Tensor:
-    """Five tokens a place, the sampled one and up to four others, -1 where two coincide."""
-    generator = torch.Generator().manual_seed(3)
-    others = torch.randint(VOCAB, (len(problem.targets), 4), generator=generator)
-    kept = torch.cat([others, problem.targets[:, None]], 1)
-    double = (kept[:, :, None] == kept[:, None, :]).tril(-1).any(2)
-    return torch.where(double, -1, kept)
-
-
-def layout_of(chunk: int, **options: Any) -> HeadLayout:
-    return HeadLayout(VOCAB, TEMPERATURE, chunk=chunk, **options)
-
-
-def run(problem: Problem, layout: HeadLayout, **options: Any) -> FusedLoss:
-    """The fused loss."""
-    return fused_policy_loss(
-        problem.hidden,
-        problem.weight,
-        problem.targets,
-        problem.behaviour,
-        problem.advantages,
-        problem.segments,
-        problem.config,
-        layout,
-        statistics=problem.statistics,
-        reference=problem.reference,
-        anchor=problem.anchor,
-        **options,
-    )
-
-
-def fused(problem: Problem, layout: HeadLayout, **options: Any) -> Answer:
-    """The fused loss and its gradients."""
-    leaves = problem.leaves()
-    found = run(leaves, layout, **options)
-    d_hidden, d_weight = torch.autograd.grad(found.loss, (leaves.hidden, leaves.weight))
-    return Answer(found.loss.detach(), found.logprobs, found.entropy, d_hidden, d_weight)
-
-
-def materialised_scores(problem: Problem, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies [T] from all logits at once, or those of `kept` tokens, in float64."""
+def materialised_scores(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies [T] from all logits at once, in float64."""
     logits = (problem.hidden.double() @ problem.weight[:VOCAB].double().T) / TEMPERATURE
-    if kept is not None:
-        inside = torch.zeros(len(kept), VOCAB + 1, dtype=torch.bool).scatter(1, kept % (VOCAB + 1), True)
-        logits = logits.masked_fill(~inside[:, :VOCAB], -1e30)
     every = logits.log_softmax(1)
     return every.gather(1, problem.targets[:, None])[:, 0], -(every.exp() * every).sum(1)
 
 
-def materialised(problem: Problem, kept: Tensor | None = None) -> Answer:
+def materialised(problem: Problem) -> Answer:
     """Loss and gradients through autograd over all logits."""
     problem = problem.leaves()
-    logprobs, entropy = materialised_scores(problem, kept)
+    logprobs, entropy = materialised_scores(problem)
     loss, _ = policy_loss(
         logprobs,
         problem.behaviour,
@@ -245,6 +193,12 @@ def materialised(problem: Problem, kept: Tensor | None = None) -> Answer:
     return Answer(loss.detach(), logprobs.detach(), entropy.detach(), d_hidden, d_weight)
 
 
+def gradient(leaf: Tensor) -> Tensor:
+    """What `backward` left on a leaf."""
+    assert leaf.grad is not None
+    return leaf.grad
+
+
 def distance(found: Tensor | None, expected: Tensor | None) -> float:
     """|found - expected| / |expected| in the Euclidean norm; 0 where both are 0. AssertionError where one is None."""
     assert found is not None
@@ -257,16 +211,3 @@ def distance(found: Tensor | None, expected: Tensor | None) -> float:
 def loss_error(found: Tensor, expected: Tensor) -> float:
     """|found - expected|, relative where the loss is above 1: terms of either sign cancel in a small one."""
     return abs(found.item() - expected.item()) / max(1.0, abs(expected.item()))
-
-
-def errors(found: Answer, expected: Answer) -> dict[str, float]:
-    """How far each part of an answer is from the expected one."""
-    others = [field.name for field in fields(Answer) if field.name != "loss"]
-    return {"loss": loss_error(found.loss, expected.loss)} | {
-        name: distance(getattr(found, name), getattr(expected, name)) for name in others
-    }
-
-
-def assert_same(found: Answer, expected: Answer, tolerance: float) -> None:
-    apart = errors(found, expected)
-    assert max(apart.values()) <= tolerance, apart

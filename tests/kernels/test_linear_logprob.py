@@ -7,16 +7,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mugrpo_megatron.kernels.head import HeadLayout
 from mugrpo_megatron.kernels.linear_logprob import token_logprobs
 from mugrpo_megatron.recipe import ObjectiveSection
-from tests.kernels.problems import VOCAB, Problem, distance, layout_of, make_problem, materialised_scores
+from tests.kernels.problems import (
+    PADDED,
+    TEMPERATURE,
+    VOCAB,
+    WIDTH,
+    Problem,
+    distance,
+    make_problem,
+    materialised_scores,
+)
 
 
 def chunked(problem: Problem, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return token_logprobs(problem.hidden, problem.weight, problem.targets, layout_of(chunk))
+    return token_logprobs(problem.hidden, problem.weight, problem.targets, HeadLayout(VOCAB, TEMPERATURE, chunk=chunk))
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(1, 60), st.integers(0, 2**32 - 1), st.lists(st.integers(0, 30), max_size=4))
 def test_equals_log_softmax(chunk: int, seed: int, lengths: list[int]) -> None:
     problem = make_problem(ObjectiveSection(), seed=seed, lengths=(1, 1, *lengths))
@@ -55,6 +65,23 @@ def test_padding_rows_take_no_part() -> None:
     assert after.equal(before)
     after.sum().backward()
     assert not leaves.weight.grad[VOCAB:].any()
+
+
+def test_no_tokens() -> None:
+    hidden, weight = torch.zeros(0, WIDTH, requires_grad=True), torch.ones(PADDED, WIDTH, requires_grad=True)
+    logprobs, entropy = token_logprobs(hidden, weight, torch.zeros(0, dtype=torch.int64), HeadLayout(VOCAB))
+    logprobs.sum().backward()
+    assert logprobs.shape == entropy.shape == (0,)
+    assert hidden.grad.shape == (0, WIDTH)
+    assert not weight.grad.any()
+
+
+def test_a_frozen_weight_gets_no_gradient() -> None:
+    problem = make_problem(ObjectiveSection()).leaves()
+    problem.weight.requires_grad_(False)
+    chunked(problem, 10)[0].sum().backward()
+    assert problem.weight.grad is None
+    assert problem.hidden.grad.any()
 
 
 def test_logits_far_apart_are_finite() -> None:

@@ -2,98 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
-import torch.distributed as dist
 
-from mugrpo_megatron.kernels.linear_logprob import token_logprobs
-from tests.kernels.problems import (
-    KEPT,
-    OBJECTIVES,
-    PADDED,
-    Answer,
-    Problem,
-    distance,
-    errors,
-    fused,
-    kept_of,
-    layout_of,
-    make_problem,
-    materialised,
-    tolerance_of,
-)
+from tests.kernels import parallel
+from tests.kernels.problems import OBJECTIVES, tolerance_of
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.process
-CASES = {name: (config, False) for name, config in OBJECTIVES.items()}
-CASES |= {f"{name}, of kept tokens": (config, True) for name, config in KEPT.items()}
 
 
-def vocabulary_parallel(dtype: torch.dtype) -> dict[str, float]:
-    """Largest error of each objective over chunk sizes, every rank holding its rows of the weight."""
-    rows = own_rows()
-    worst: dict[str, float] = {}
-    for name, (config, masked) in CASES.items():
-        problem = make_problem(config, dtype=dtype)
-        kept = kept_of(problem) if masked else None
-        expected = materialised(problem, kept)
-        expected = replace(expected, d_weight=expected.d_weight[rows])
-        for chunk in (5, 1000):
-            apart = errors(on_rank(problem, rows, chunk, kept), expected)
-            worst[name] = max(*apart.values(), worst.get(name, 0.0))
-    return worst
+def tolerance(name: str) -> float:
+    """exp of a sum of log-ratios enlarges their rounding."""
+    return tolerance_of(OBJECTIVES[name])
 
 
-def sequence_parallel() -> float:
-    """Error of the hidden gradient where each rank holds a slice of the tokens and the sum is scattered over them."""
-    problem = make_problem(OBJECTIVES["mu_grpo"], lengths=(9, 0, 1, 20, 14))
-    rank, world = dist.get_rank(), dist.get_world_size()
-    share = len(problem.targets) // world
-    mine = slice(rank * share, (rank + 1) * share)
-    parts = [torch.empty_like(problem.hidden[mine]) for _ in range(world)]
-    dist.all_gather(parts, problem.hidden[mine].contiguous())
-    found = on_rank(replace(problem, hidden=torch.cat(parts)), own_rows(), 7).d_hidden[mine]
-    return distance(found, materialised(problem).d_hidden[mine])
+@pytest.mark.parametrize("world", [2, 4])
+def test_vocabulary_parallel(world: int) -> None:
+    for worst in run_ranks(world, parallel.vocabulary_parallel, torch.float32):
+        assert set(worst) == set(OBJECTIVES)
+        for name, errors in worst.items():
+            assert all(error < tolerance(name) for error in errors.values()), (name, errors)
 
 
-def logprobs() -> tuple[list[float], float]:
-    """This rank's log-probabilities, and their error."""
-    problem = make_problem(OBJECTIVES["mu_grpo"])
-    layout = layout_of(7, tp_group=dist.group.WORLD)
-    found, _ = token_logprobs(problem.hidden, problem.weight[own_rows()], problem.targets, layout)
-    return found.tolist(), distance(found, materialised(problem).logprobs)
-
-
-def own_rows() -> slice:
-    """The rows of the padded weight that this rank holds."""
-    share = PADDED // dist.get_world_size()
-    return slice(dist.get_rank() * share, (dist.get_rank() + 1) * share)
-
-
-def on_rank(problem: Problem, rows: slice, chunk: int, kept: torch.Tensor | None = None) -> Answer:
-    """The fused loss; the hidden gradient summed over the ranks, as the learner's gather does."""
-    mine = replace(problem, weight=problem.weight[rows])
-    found = fused(mine, layout_of(chunk, tp_group=dist.group.WORLD), kept=kept)
-    d_hidden = found.d_hidden.float()
-    dist.all_reduce(d_hidden)
-    return replace(found, d_hidden=d_hidden)
-
-
-@pytest.mark.parametrize(("world", "dtype"), [(4, torch.float32), (2, torch.bfloat16)])
-def test_vocabulary_parallel(world: int, dtype: torch.dtype) -> None:
-    for worst in run_ranks(world, vocabulary_parallel, dtype):
-        for name, (config, masked) in CASES.items():
-            tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-5 if masked else tolerance_of(config)
-            assert worst[name] < tolerance, name
+def test_vocabulary_parallel_in_bfloat16() -> None:
+    for worst in run_ranks(2, parallel.vocabulary_parallel, torch.bfloat16):
+        for name, errors in worst.items():
+            assert all(error < 1e-2 for error in errors.values()), (name, errors)
 
 
 def test_sequence_parallel() -> None:
-    assert max(run_ranks(2, sequence_parallel)) < 1e-6
+    assert max(run_ranks(2, parallel.sequence_parallel)) < 1e-6
 
 
 def test_ranks_agree_on_log_probabilities_to_the_bit() -> None:
-    (first, error), *others = run_ranks(4, logprobs)
+    (first, error), *others = run_ranks(4, parallel.logprobs)
     assert error < 1e-6
     assert all(values == first for values, _ in others)

@@ -1,4 +1,4 @@
-"""What is recorded of the machine."""
+"""What is recorded of the machine, and its peaks."""
 
 from __future__ import annotations
 
@@ -6,11 +6,20 @@ import os
 import platform
 import re
 import sys
+from mmap import mmap
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from mugrpo_megatron.observe.environment import commit, origin, usable_cores
+from mugrpo_megatron.observe.environment import (
+    commit,
+    group_memory,
+    learner_memory_peak,
+    origin,
+    peak_flops,
+    usable_cores,
+)
 
 
 @pytest.mark.parametrize(
@@ -35,3 +44,26 @@ def test_a_wheel_knows_the_commit_that_it_was_built_of(tmp_path: Path) -> None:
     assert commit(package) == ""
     (package / "commit.txt").write_text("0123456789ab\n")
     assert commit(package) == "0123456789ab"
+
+
+def test_a_device_is_known_by_its_name() -> None:
+    for name, peak in (
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H200 NVL", 835e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA GB200", 2.5e15),
+        ("NVIDIA B200", 2.25e15),
+        ("NVIDIA GeForce RTX 4090", None),
+    ):
+        assert peak_flops(name) == peak, name
+
+
+def test_memory_that_is_touched_is_counted() -> None:
+    size = 64 << 20
+    held = np.frombuffer(mmap(-1, size), dtype=np.uint8)  # not from the heap, which may have kept as much
+    before = group_memory(os.getpid())
+    held[:] = 1
+    assert group_memory(os.getpid()) - before > size / 2
+    assert learner_memory_peak() >= held.nbytes
+    assert group_memory(2**22 + 1) == 0.0, "no such process"

@@ -24,14 +24,22 @@ from tests.hostile.places import disk
 PLAIN = TrackSection(tensorboard=False)
 
 
+@pytest.fixture(autouse=True)
+def _same_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a log's first row says takes a while to find out."""
+    monkeypatch.setattr("mugrpo_megatron.observe.log.environment", dict)
+    monkeypatch.setattr("mugrpo_megatron.observe.log.origin", dict)
+
+
 @given(value=st.floats())
-@settings(deadline=None)
+@settings(max_examples=40)
 def test_every_float_is_written_as_json_and_named_when_it_is_not_finite(
     value: float, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     run = tmp_path_factory.mktemp("run")
     with open_log(run, PLAIN) as log:
         log.update(0, 0, 0, {"loss": value, "lr": 0.5})
+        assert len(read_rows(run / FILE_NAME)) == 2, "on disk before the log is closed"
     _, row = (json.loads(line, parse_constant=pytest.fail) for line in (run / FILE_NAME).read_text().splitlines())
     if row["loss"] is None:
         assert row["not_finite"] == {"loss": str(value)}
@@ -42,7 +50,7 @@ def test_every_float_is_written_as_json_and_named_when_it_is_not_finite(
 
 
 @given(cut=st.integers(min_value=0, max_value=200))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15)
 def test_log_reopened_after_a_torn_write_keeps_every_whole_row(
     cut: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -58,12 +66,6 @@ def test_log_reopened_after_a_torn_write_keeps_every_whole_row(
     rows = read_rows(run / FILE_NAME)
     assert [row["kind"] for row in rows] == ["process", "event", "process", "event"]
     assert [row["event"] for row in rows if row["kind"] == "event"] == ["first", "second"]
-
-
-def test_rows_are_on_disk_before_the_log_is_closed(tmp_path: Path) -> None:
-    with open_log(tmp_path, PLAIN) as log:
-        log.evaluation(0, 0, 0, {"accuracy/mean": 0.5})
-        assert read_rows(tmp_path / FILE_NAME)[-1]["accuracy/mean"] == 0.5
 
 
 def test_phase_is_logged_with_its_metrics_even_when_it_fails(tmp_path: Path) -> None:
@@ -153,14 +155,6 @@ def test_a_missing_wandb_is_an_error_with_the_install_command(tmp_path: Path, mo
         pass
 
 
-def test_missing_and_broken_files_are_user_errors(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="run directory"):
-        read_rows(tmp_path / FILE_NAME)
-    (tmp_path / FILE_NAME).write_text('{"kind": "event", "time": 1, "event": "e", "text": ""}\n{"kind":\n{}\n')
-    with pytest.raises(UserError, match=f"{FILE_NAME}:2"):
-        read_rows(tmp_path / FILE_NAME)
-
-
 def test_a_clock_that_goes_back_gives_no_negative_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An hour lost between two rows, another between a stop and its resume: no phase takes negative time."""
     now = time.time()
@@ -204,26 +198,17 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, Any], Curves]
     return asked
 
 
-def test_a_resumed_run_continues_its_curves_and_another_run_has_its_own(
+def test_wandb_gets_the_runs_id_the_recipe_and_a_table_of_samples(
     tmp_path: Path, wandb: list[tuple[dict[str, Any], Curves]]
 ) -> None:
-    """Whatever the directory is called: two machines may each have a runs/a."""
-    for run_id in ("0123", "0123", "4567"):
-        with open_log(tmp_path, TrackSection(tensorboard=False, wandb_project="p"), run_id=run_id):
-            pass
-    assert [(how["id"], how["resume"]) for how, _ in wandb] == [("0123", "allow"), ("0123", "allow"), ("4567", "allow")]
-
-
-def test_wandb_gets_the_recipe_and_a_table_of_samples(
-    tmp_path: Path, wandb: list[tuple[dict[str, Any], Curves]]
-) -> None:
+    """By its id a resumed run continues its curves, whatever its directory is called."""
     section = TrackSection(tensorboard=False, wandb_project="p")
-    with open_log(tmp_path, section, config={"optimizer": {"lr": 1e-6}}) as log:
+    with open_log(tmp_path, section, run_id="0123", config={"optimizer": {"lr": 1e-6}}) as log:
         log.samples(2, [{"response": "4", "reward": 1.0}, {"response": "5", "reward": 0.0}])
         log.samples(2, [])
         log.engine(2, 1, 1_700_000_000.5, {"running": 7})
     ((how, run),) = wandb
-    assert how["config"] == {"optimizer": {"lr": 1e-6}}
+    assert (how["id"], how["resume"], how["config"]) == ("0123", "allow", {"optimizer": {"lr": 1e-6}})
     table = (["response", "reward"], [["4", 1.0], ["5", 0.0]])
     assert {"stage": 2, "samples": table} in run.rows
     assert {"stage": 2, "time": 1_700_000_000.5, "engine/1/running": 7} in run.rows
@@ -234,14 +219,12 @@ def test_a_full_disk_is_one_sentence_and_leaves_whole_rows(tmp_path: Path) -> No
     with open_log(tmp_path, PLAIN) as log:
         log.event("e", "t")
     before = read_rows(tmp_path / FILE_NAME)
-    with failing(Disk("full", 1)), pytest.raises(UserError, match=r"metrics\.jsonl cannot be written \(No space"):
-        write_two_events(tmp_path)
+    with (
+        pytest.raises(UserError, match=r"metrics\.jsonl cannot be written \(No space"),
+        failing(Disk("full", 1)),
+        open_log(tmp_path, PLAIN) as log,
+    ):
+        log.event("e", "t")
     assert read_rows(tmp_path / FILE_NAME)[: len(before)] == before
     with open_log(tmp_path, PLAIN) as log:
-        log.event("e", "t")
-
-
-def write_two_events(path: Path) -> None:
-    with open_log(path, PLAIN) as log:
-        log.event("e", "t")
         log.event("e", "t")

@@ -71,25 +71,6 @@ def test_seconds_are_those_in_which_only_phases_of_the_list_run(rows: list[Phase
     )
 
 
-def test_an_evaluation_inside_a_stage_costs_neither_time() -> None:
-    def row(phase: str, start: float, end: float) -> Phase:
-        return {"phase": phase, "start": start, "end": end}
-
-    stage = [row("sync", 0, 1), row("eval", 1, 3), row("generate", 3, 9), row("optimize", 9, 14)]
-    inside = [row("sync", 14, 15), row("eval", 15, 17), row("save", 20, 22), row("optimize", 17, 25)]
-    assert paper_seconds([*stage, *inside]) == {"T_rollout": 1 + 6, "T_total": 1 + 6 + 5 + 8 - 2}
-
-
-def test_passes_of_a_reference_policy_inside_a_stage_are_training() -> None:
-    rows = [
-        {"phase": "generate", "start": 0.0, "end": 4.0},
-        {"phase": "optimize", "start": 4.0, "end": 20.0},
-        {"phase": "logprobs", "start": 5.0, "end": 8.0},
-        {"phase": "probe", "start": 9.0, "end": 10.0},
-    ]
-    assert paper_seconds(rows) == {"T_rollout": 4, "T_total": 4 + 16 - 1}
-
-
 def test_phases_and_scopes_exist() -> None:
     assert set(ROLLOUT_PHASES) < set(TRAINING_PHASES) < set(PHASES)
     assert set(SCOPES) == set(get_args(VetoScope))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from itertools import count
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -69,6 +69,7 @@ def test_terminal_shows_nested_bars_and_keeps_their_closing_lines() -> None:
     assert "generate: 2/2 responses in" in text
 
 
+@settings(max_examples=50)
 @given(st.floats(min_value=0, max_value=1e6))
 def test_durations_read_back_to_what_they_were(seconds: float) -> None:
     text = duration(seconds)

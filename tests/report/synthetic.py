@@ -11,8 +11,12 @@ from typing import Any
 
 from mugrpo_megatron.evaluation.estimators import Interval, SetFigures, figures_of
 from mugrpo_megatron.files.durable import write_json
+from mugrpo_megatron.observe.rundata import RunData
 from mugrpo_megatron.recipe import Recipe, dump_recipe
 from mugrpo_megatron.recipe.load import validate
+from mugrpo_megatron.report.curves import Chart
+from mugrpo_megatron.report.details import read_details
+from mugrpo_megatron.report.drawing import draw
 
 Row = dict[str, Any]
 
@@ -131,6 +135,16 @@ def _update(draw: random.Random, stage: int, update: int, age: int, now: float, 
         "packed_efficiency": 0.97,
         "seconds": 0.19,
     }
+
+
+def charts_of(run: RunData) -> dict[str, Chart]:
+    """The charts of a run's page, by id."""
+    return {chart.id: chart for chart in draw(run, read_details(run.path, run.recipe)).charts}
+
+
+def drawing_in(html: str) -> Any:
+    """The data inside a page, as its script reads them."""
+    return json.loads(html.partition('id="drawing">')[2].partition("</script>")[0])
 
 
 def recipe_of(stages: int, updates: int) -> Recipe:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from html import unescape
@@ -16,7 +15,7 @@ from mugrpo_megatron.files.durable import write_sealed
 from mugrpo_megatron.observe.rundata import RunData, read_run
 from mugrpo_megatron.recipe.load import validate
 from mugrpo_megatron.report.comparison import comparison, differences, labels_of, telling, write_comparison
-from tests.report.synthetic import rows_of, write_run
+from tests.report.synthetic import drawing_in, rows_of, write_run
 
 
 def runs_of(folder: Path, *sections: dict[str, Any]) -> list[RunData]:
@@ -52,7 +51,7 @@ def test_runs_of_one_recipe_have_their_directories_names(tmp_path: Path) -> None
 def test_each_run_has_its_own_axes_and_values(tmp_path: Path) -> None:
     runs = runs_of(tmp_path, {"run": {"seed": 1}}, {"run": {"seed": 2}})
     html = comparison(runs)
-    drawing = json.loads(re.search(r'id="drawing">(.*?)</script>', html, re.DOTALL)[1])
+    drawing = drawing_in(html)
     reward = next(chart for chart in drawing["charts"] if chart["id"] == "reward_mean")
     for number, (run, series) in enumerate(zip(runs, reward["series"], strict=True)):
         assert series["axis"] == f"update{number}"
@@ -89,8 +88,7 @@ def test_accuracies_and_rewards_have_charts_of_their_own(tmp_path: Path) -> None
     runs = runs_of(tmp_path, {"run": {"seed": 1}}, {"run": {"seed": 2}})
     as_reward = [{key.replace("accuracy/", "reward/"): value for key, value in row.items()} for row in runs[1].evals]
     html = comparison([runs[0], replace(runs[1], evals=as_reward)])
-    drawing = json.loads(re.search(r'id="drawing">(.*?)</script>', html, re.DOTALL)[1])
-    charts = {chart["id"]: chart for chart in drawing["charts"]}
+    charts = {chart["id"]: chart for chart in drawing_in(html)["charts"]}
     for number, measure in enumerate(("accuracy", "reward")):
         [series] = charts[f"held_out_{measure}"]["series"]
         assert series["axis"] == f"eval{number}"

@@ -6,6 +6,7 @@ import html
 import json
 import math
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ import pytest
 from mugrpo_megatron.observe.rundata import RunData, read_run
 from mugrpo_megatron.recipe import ObjectiveSection
 from mugrpo_megatron.report import histograms
-from mugrpo_megatron.report.curves import Chart
 from mugrpo_megatron.report.details import MOST_STAGES, StageResponses, read_details, spaced
 from mugrpo_megatron.report.drawing import draw
 from mugrpo_megatron.report.excerpts import sample_sections
@@ -27,23 +27,20 @@ from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.probe import probe_ages
 from mugrpo_megatron.stages.store import StageStore
 from tests.report.followed import write_evaluation, write_probe, write_stage
-from tests.report.synthetic import recipe_of, rows_of, write_run
+from tests.report.synthetic import charts_of, recipe_of, rows_of, write_run
 
 UPDATES = 16
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunData:
-    path = write_run(tmp_path / "run", rows_of(2, UPDATES), recipe_of(2, UPDATES))
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunData:
+    """A run with stages, probes and an evaluation, to be looked at."""
+    path = write_run(tmp_path_factory.mktemp("run"), rows_of(2, UPDATES), recipe_of(2, UPDATES))
     for stage in range(2):
         write_stage(path, stage)
         write_probe(path, stage, UPDATES, count=8, tokens=6)
     write_evaluation(path, UPDATES)
     return read_run(path)
-
-
-def charts_of(run: RunData) -> dict[str, Chart]:
-    return {chart.id: chart for chart in draw(run, read_details(run.path, run.recipe)).charts}
 
 
 def test_responses_are_shown_with_what_explains_their_score(run: RunData) -> None:
@@ -75,37 +72,28 @@ def test_a_response_is_text_wherever_it_is_shown(tmp_path: Path) -> None:
     assert html.escape("</script><img onerror=alert(1) src=x>\\x1b[2J") in text
 
 
-def test_long_responses_are_folded_and_the_page_is_bounded(tmp_path: Path) -> None:
-    path = write_run(tmp_path, rows_of(1, UPDATES), recipe_of(1, UPDATES))
-    before = len(page(read_run(path)))
-    for update in range(0, 400, 10):
-        write_evaluation(path, update, text="line\n" * 30_000, sets=3)
-    text = page(read_run(path))
-    assert '<details class="text">' in text
-    assert "characters are left out" in text
-    assert len(text) < before + 250_000
-
-
-def test_what_is_damaged_is_named_and_the_page_is_written(run: RunData) -> None:
-    for path in (*run.path.glob("stages/*/stage.parquet"), *run.path.glob("probe/*/age00008.parquet")):
+def test_what_is_damaged_is_named_and_the_page_is_written(run: RunData, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(run.path, tmp_path / "run"))
+    for path in (*copy.glob("stages/*/stage.parquet"), *copy.glob("probe/*/age00008.parquet")):
         path.write_bytes(b"damaged")
-    (run.path / "evaluations" / "update000016.jsonl").write_text("{")
-    text = page(run)
+    (copy / "evaluations" / "update000016.jsonl").write_text("{")
+    text = page(replace(run, path=copy))
     assert text.count("cannot be read") == 2
     assert text.count("is damaged") == 3
     assert "Held-out accuracy" in text
 
 
-def test_a_stage_that_is_not_sealed_is_left_out(run: RunData) -> None:
-    (run.path / "stages" / "00001" / "stage.parquet").unlink()
-    assert list(read_details(run.path, run.recipe).stages) == [0]
+def test_a_stage_that_is_not_sealed_is_left_out(run: RunData, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(run.path, tmp_path / "run"))
+    (copy / "stages" / "00001" / "stage.parquet").unlink()
+    assert list(read_details(copy, run.recipe).stages) == [0]
 
 
-@pytest.mark.parametrize("count", [1, 7, 8, 9, 400])
-def test_of_many_stages_some_are_read_evenly_spaced(count: int) -> None:
-    chosen = spaced(range(count), MOST_STAGES)
-    assert len(set(chosen)) == len(chosen) == min(count, MOST_STAGES)
-    assert (chosen[0], chosen[-1]) == (0, count - 1)
+def test_of_many_stages_some_are_read_evenly_spaced() -> None:
+    for count in (1, 7, 8, 9, 400):
+        chosen = spaced(range(count), MOST_STAGES)
+        assert len(set(chosen)) == len(chosen) == min(count, MOST_STAGES)
+        assert (chosen[0], chosen[-1]) == (0, count - 1)
 
 
 def heat_of(run: RunData, **objective: Any) -> dict[str, Any]:
@@ -129,14 +117,11 @@ def test_the_heat_map_shows_ratios_triggers_and_what_the_veto_drops(run: RunData
             assert dropped == ([[3, 5]] if age >= 10 else []), "H_κ: what follows the first trigger"
 
 
-@pytest.mark.parametrize(
-    ("veto", "dropped"),
-    [("none", []), ("trigger", [[2, 2]]), ("suffix", [[3, 5]]), ("response", [[0, 5]])],
-)
-def test_the_heat_map_follows_the_runs_veto(run: RunData, veto: str, dropped: list[list[int]]) -> None:
-    for one in heat_of(run, veto=veto)["responses"]:
-        assert one["dropped"][-1] == dropped
-        assert one["triggers"][-1] == [2]
+def test_the_heat_map_follows_the_runs_veto(run: RunData) -> None:
+    dropped: dict[str, list[Any]] = {"none": [], "trigger": [[2, 2]], "suffix": [[3, 5]], "response": [[0, 5]]}
+    for veto, spans in dropped.items():
+        for one in heat_of(run, veto=veto)["responses"]:
+            assert (one["dropped"][-1], one["triggers"][-1]) == (spans, [2])
 
 
 def test_of_a_long_response_the_tokens_around_the_first_trigger_are_shown(tmp_path: Path) -> None:
@@ -215,16 +200,13 @@ def test_the_atlas_is_of_the_negative_responses_of_all_stages(run: RunData) -> N
 
 def test_of_a_stage_that_was_sampled_early_the_atlas_counts_from_its_sampling(run: RunData) -> None:
     """The first stage is sampled at its start, the second 3 updates before."""
-    for row in run.updates:
-        row["staleness"] = row["age"] + 3 * (row["stage"] == 1)
-    drawing = draw(run, read_details(run.path, run.recipe))
+    updates = [{**row, "staleness": row["age"] + 3 * (row["stage"] == 1)} for row in run.updates]
+    drawing = draw(replace(run, updates=updates), read_details(run.path, run.recipe))
     own = list(probe_ages(UPDATES))
     assert drawing.axes["probe"]["u"] == sorted([*own, *(3 + age for age in own)])
     charts = {chart.id: chart for chart in drawing.charts}
     (one,) = [series.y for series in charts["atlas_triggers"].series if series.label == "1e-4"]
-    below = {age: float(age > 4 * math.log(10)) for age in own} | {
-        3 + age: float(age > 4 * math.log(10)) for age in own
-    }
+    below = {early + age: float(age > 4 * math.log(10)) for early in (0, 3) for age in own}
     assert one == pytest.approx([below[place] for place in drawing.axes["probe"]["u"]])
     trained = next(series for series in charts["atlas_trained"].series if series.label == "trained on")
     assert [trained.y[drawing.axes["probe"]["u"].index(start)] for start in (0, 3)] == [None, None]
@@ -233,9 +215,8 @@ def test_of_a_stage_that_was_sampled_early_the_atlas_counts_from_its_sampling(ru
 
 
 def test_histograms_count_every_response(run: RunData) -> None:
-    drawing = draw(run, read_details(run.path, run.recipe))
-    charts = {chart.id: chart for chart in drawing.charts}
-    assert drawing.axes["reward"]["u"] == [0.0, 1.0]
+    charts = charts_of(run)
+    assert draw(run, read_details(run.path, run.recipe)).axes["reward"]["u"] == [0.0, 1.0]
     assert [series.y for series in charts["rewards"].series] == [[0.75, 0.25]] * 2
     for series in charts["lengths"].series:
         assert sum(value for value in series.y if value) == pytest.approx(1, abs=1e-4)
@@ -261,21 +242,22 @@ def test_a_thousand_updates_with_everything_stay_below_400_kb(tmp_path: Path) ->
     path = write_run(tmp_path, rows_of(4, 256, sets=["a", "b", "c", "d", "e"], eval_every=64), recipe_of(4, 256))
     for stage in range(4):
         write_stage(path, stage, text="x = 3\n" * 3000)
-        write_probe(path, stage, 256, count=32, tokens=3000)
-    for update in range(0, 1025, 64):
+        write_probe(path, stage, 256, count=8, tokens=3000)
+    for update in range(0, 1025, 256):
         write_evaluation(path, update, text="therefore " * 4000, sets=5, question="why? " * 300)
     report = write_report(path)
-    size = report.stat().st_size
+    size, text = report.stat().st_size, report.read_text()
     assert size < 400_000, f"{size:,} bytes"
-    assert len(re.findall('<article class="sample', report.read_text())) > 20
+    assert text.count('<article class="sample') > 20
+    assert '<details class="text">' in text
+    assert "characters are left out" in text
 
 
-def test_answers_that_are_not_found_are_counted(run: RunData) -> None:
+def test_answers_that_are_not_found_are_counted(run: RunData, tmp_path: Path) -> None:
     (training,) = charts_of(run)["unparsed"].series
     assert training.y == [0.0, 0.0]
-    write_stage(run.path / "other", 0, text="")
-    stage = read_details(run.path / "other", run.recipe).stages[0]
-    assert stage.unparsed == 1.0
+    write_stage(tmp_path, 0, text="")
+    assert read_details(tmp_path, run.recipe).stages[0].unparsed == 1.0
 
 
 def test_only_math_finds_answers(run: RunData) -> None:
@@ -283,10 +265,9 @@ def test_only_math_finds_answers(run: RunData) -> None:
         assert "unparsed" not in charts_of(replace(run, recipe={**run.recipe, "reward": reward}))
 
 
-def test_right_and_wrong_are_by_the_verdict_not_by_the_shaped_reward(run: RunData) -> None:
+def test_right_and_wrong_are_by_the_verdict_not_by_the_shaped_reward(tmp_path: Path) -> None:
     """A right response that is too long loses reward; a wrong one in the right form gains some."""
-    path = run.path / "shaped"
-    store = StageStore(path / "stages" / "00000")
+    store = StageStore(tmp_path / "stages" / "00000")
     ids, logprobs = np.arange(3, dtype=np.int32), np.zeros(3, dtype=np.float32)
     for group in range(2):
         long = {"math": 1.0, "format": 0.0, "overlong": 0.5}
@@ -299,8 +280,7 @@ def test_right_and_wrong_are_by_the_verdict_not_by_the_shaped_reward(run: RunDat
             ]
         )
     store.seal(1, 2)
-    recipe = {**run.recipe, "reward": {"format_weight": 1.0, "overlong_buffer_tokens": 8}}
-    details = read_details(path, recipe)
+    details = read_details(tmp_path, {"reward": {"format_weight": 1.0, "overlong_buffer_tokens": 8}})
     assert details.stages[0].verdicts.tolist() == [1.0, 0.0, 0.0, 0.0] * 2
     assert details.stages[0].rewards.tolist() == [0.5, 1.0, 1.0, 1.0] * 2
     [section] = sample_sections(details, "accuracy")

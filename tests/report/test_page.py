@@ -43,6 +43,11 @@ def dom_of(address: str, tmp_path: Path, script: str = "") -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
 
 
+def noted(dom: str) -> Any:
+    """What a script has left on the page."""
+    return json.loads(unescape(dom.split('<pre id="notes">')[1].split("</pre>")[0]))
+
+
 @pytest.mark.process
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium")
 @pytest.mark.parametrize(
@@ -69,10 +74,7 @@ def test_every_card_is_drawn_in_a_browser(stages: int, updates: int, sets: list[
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium")
 def test_zoom_switches_values_and_exports(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", rows_of(4, 16, sets=["math500", "amc23"]), recipe_of(4, 16))
-    page = tmp_path / "page.html"
-    page.write_text(write_report(run).read_text().replace("</body>", f"<script>{ZOOM_ACTIONS}</script></body>"))
-    dom = dom_of(page.as_uri(), tmp_path)
-    found = json.loads(unescape(dom.split('<pre id="notes">')[1].split("</pre>")[0]))
+    found = noted(dom_of(str(write_report(run)), tmp_path, ZOOM_ACTIONS))
     assert "error" not in found
     assert found["curves without one"] < found["curves"] == found["curves again"]
     assert found["box is shown"]
@@ -108,8 +110,7 @@ def notes_of(page: Path, tmp_path: Path, actions: str) -> dict[str, Any]:
     """What `actions` note in the browser; no error, nothing forbidden, and no request to anywhere."""
     watched = tmp_path / "watched.html"
     watched.write_text(page.read_text().replace("<script type=", f"<script>{WATCHED}</script><script type=", 1))
-    dom = dom_of(str(watched), tmp_path, f"{{{actions}}}{TOLD}")
-    found: dict[str, Any] = json.loads(unescape(dom.split('<pre id="notes">')[1].split("</pre>")[0]))
+    found: dict[str, Any] = noted(dom_of(str(watched), tmp_path, f"{{{actions}}}{TOLD}"))
     assert found["errors"] == []
     assert found["violations"] == []
     assert found["requests"] == []
@@ -229,7 +230,6 @@ document.getElementById("notes").textContent = JSON.stringify(boxes.map((box) =>
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium")
 def test_names_of_short_stages_do_not_cover_each_other(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", rows_of(4, 16), recipe_of(4, 16))
-    dom = dom_of(str(write_report(run)), tmp_path, LABELS)
-    labels = json.loads(unescape(dom.split('<pre id="notes">')[1].split("</pre>")[0]))
+    labels = noted(dom_of(str(write_report(run)), tmp_path, LABELS))
     assert len(labels) == 3
     assert all(end <= begin for (_, end), (begin, _) in pairwise(labels))

@@ -60,10 +60,7 @@ def test_the_vetos_sections_open_where_the_veto_matters(share: float, opens: boo
 
 def test_the_papers_figures_open_in_its_recipes(run: RunData) -> None:
     assert "The paper's figures" in folded(run)
-    renamed = [
-        {**row, **{f"problems/{name}": 30 for name in ("aime24", "aime25", "math500")}, "samples/aime24": 1}
-        for row in run.evals
-    ]
+    renamed = [row | {f"problems/{name}": 30 for name in ("aime24", "aime25", "math500")} for row in run.evals]
     assert "The paper's figures" not in folded(replace(run, evals=renamed))
 
 

@@ -7,15 +7,13 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mugrpo_megatron.observe.rundata import RunData, read_run
-from mugrpo_megatron.report.curves import Chart
-from mugrpo_megatron.report.drawing import draw
 from mugrpo_megatron.report.page import page
 from mugrpo_megatron.report.triggers import Thresholds, thresholds_of, trigger_table
-from tests.report.synthetic import THRESHOLDS, recipe_of, rows_of, write_run
+from tests.report.synthetic import THRESHOLDS, charts_of, recipe_of, rows_of, write_run
 
 SHARES = ("trigger_tokens", "trigger_responses")
 SCOPES = ("trigger", "suffix", "suffix_non_trigger", "response")
@@ -28,26 +26,15 @@ def run_of(path: Path, stages: int, updates: int, ratio: float | None = 1e-4) ->
     return replace(run, recipe={**run.recipe, "objective": objective | own})
 
 
-def charts_of(run: RunData) -> dict[str, Chart]:
-    return {chart.id: chart for chart in draw(run).charts}
-
-
-@pytest.mark.parametrize("metric", SHARES)
-def test_one_curve_a_threshold_over_the_updates(metric: str, tmp_path: Path) -> None:
-    run = run_of(tmp_path, 1, 80)
-    curves = charts_of(run)[metric].series
-    assert len(curves) == len(THRESHOLDS)
-    for name, curve in zip(THRESHOLDS, curves, strict=True):
-        assert curve.label.startswith(name)
-        assert curve.y == pytest.approx([row[f"{metric}_{name}"] for row in run.updates], rel=1e-5)
-
-
-@pytest.mark.parametrize("metric", SHARES)
-def test_a_point_by_age_is_the_mean_over_stages(metric: str, tmp_path: Path) -> None:
-    run = run_of(tmp_path, 3, 40)
-    for name, curve in zip(THRESHOLDS, charts_of(run)[f"{metric}_by_age"].series, strict=True):
-        by_age = [fmean(r[f"{metric}_{name}"] for r in run.updates if r["age"] == age) for age in range(40)]
-        assert curve.y == pytest.approx(by_age, rel=1e-5)
+def test_one_curve_a_threshold_over_the_updates_and_one_by_age_that_is_the_mean_over_stages(tmp_path: Path) -> None:
+    run = run_of(tmp_path, 3, 20)
+    charts = charts_of(run)
+    for metric in SHARES:
+        for name, curve, aged in zip(THRESHOLDS, charts[metric].series, charts[f"{metric}_by_age"].series, strict=True):
+            assert curve.label.startswith(name)
+            assert curve.y == pytest.approx([row[f"{metric}_{name}"] for row in run.updates], rel=1e-5)
+            by_age = [fmean(r[f"{metric}_{name}"] for r in run.updates if r["age"] == age) for age in range(20)]
+            assert aged.y == pytest.approx(by_age, rel=1e-5)
 
 
 def test_a_single_stage_is_not_drawn_twice(tmp_path: Path) -> None:
@@ -63,6 +50,7 @@ def test_scopes_are_drawn_at_the_threshold_next_to_the_recipes_own(tmp_path: Pat
 
 
 @given(power=st.integers(1, 6), offset=st.floats(-0.49, 0.49))
+@settings(max_examples=30)
 def test_a_ratio_belongs_to_the_threshold_within_half_a_power_of_ten(power: int, offset: float) -> None:
     thresholds = Thresholds(THRESHOLDS, 10 ** (offset - power))
     assert thresholds.nearest == f"1e-{power}"

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from mugrpo_megatron.observe.rundata import RunData, read_run
-from mugrpo_megatron.report.curves import Chart
 from mugrpo_megatron.report.drawing import draw
 from mugrpo_megatron.report.page import page
 from mugrpo_megatron.report.verdicts import paper_notes, paper_remark
-from tests.report.synthetic import recipe_of, rows_of, write_run
+from tests.report.synthetic import charts_of, recipe_of, rows_of, write_run
 
 SETS = ("easy", "hard")
 
@@ -22,13 +21,14 @@ def run(tmp_path: Path) -> RunData:
     return read_run(write_run(tmp_path, rows_of(2, 32, eval_every=8, sets=SETS), recipe_of(2, 32)))
 
 
-def charts_of(run: RunData) -> dict[str, Chart]:
-    return {chart.id: chart for chart in draw(run).charts}
-
-
-def test_clipping_rate_and_ratio_are_the_updates_own(run: RunData) -> None:
+def test_the_papers_curves_are_the_updates_own(run: RunData) -> None:
     charts = charts_of(run)
-    for id, metric in (("paper_clipping", "clipped_fraction"), ("paper_ratio", "ratio_neg_mean")):
+    for id, metric in (
+        ("paper_clipping", "clipped_fraction"),
+        ("paper_ratio", "ratio_neg_mean"),
+        ("paper_reward", "reward_mean"),
+        ("paper_vetoed", "vetoed_fraction"),
+    ):
         (curve,) = charts[id].series
         assert curve.y == pytest.approx([row[metric] for row in run.updates], rel=1e-5)
 
@@ -43,24 +43,6 @@ def test_accuracy_has_a_point_for_every_evaluation_inside_a_stage(run: RunData) 
     assert mean.bold
     for drawn, name in ((mean.y, "accuracy/mean"), (mean.low, "low/mean"), (mean.high, "high/mean")):
         assert drawn == pytest.approx([row[name] for row in run.evals], rel=1e-5)
-
-
-def test_a_single_set_is_drawn_once(run: RunData) -> None:
-    one = [{key: value for key, value in row.items() if not key.endswith("/hard")} for row in run.evals]
-    assert [curve.label for curve in charts_of(replace(run, evals=one))["paper_accuracy"].series] == [
-        "held-out accuracy"
-    ]
-
-
-def test_a_measure_that_is_not_0_or_1_is_called_reward(run: RunData) -> None:
-    scored = [
-        {key.replace("accuracy/", "reward/"): value for key, value in row.items() if key != "accuracy"}
-        for row in run.evals
-    ]
-    chart = charts_of(replace(run, evals=scored))["paper_accuracy"]
-    assert chart.title == "Figures 1, 2 and 3: average reward"
-    assert chart.format == "number"
-    assert chart.series[-1].y == pytest.approx([row["reward/mean"] for row in scored], rel=1e-5)
 
 
 def test_the_page_says_which_line_of_the_papers_figures_the_run_is(run: RunData) -> None:
@@ -78,12 +60,6 @@ def test_the_page_says_which_line_of_the_papers_figures_the_run_is(run: RunData)
         "Figure 6: vetoed fraction",
     ):
         assert title in html
-
-
-def test_reward_and_vetoed_fraction_are_the_updates_own(run: RunData) -> None:
-    for id, metric in (("paper_reward", "reward_mean"), ("paper_vetoed", "vetoed_fraction")):
-        (curve,) = charts_of(run)[id].series
-        assert curve.y == pytest.approx([row[metric] for row in run.updates], rel=1e-5)
 
 
 @pytest.mark.parametrize(

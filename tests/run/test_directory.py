@@ -16,7 +16,7 @@ from mugrpo_megatron.files.durable import write_json
 from mugrpo_megatron.recipe import Recipe, load_recipe
 from mugrpo_megatron.run.checkpoints import check_stage_held
 from mugrpo_megatron.run.cursor import Cursor
-from mugrpo_megatron.run.directory import InUse, RunDirectory, check_directory, locked, open_directory
+from mugrpo_megatron.run.directory import RunDirectory, check_directory, open_directory
 from mugrpo_megatron.run.record import MARK, mark, read_record
 from tests.hostile.rundir import NOW, make
 
@@ -151,11 +151,3 @@ def test_a_run_inside_a_stage_needs_it_whole(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=way_out):
             command()
-
-
-def test_a_lock_is_shared_by_those_who_ask_for_it(tmp_path: Path) -> None:
-    path = tmp_path / ".lock"
-    with locked(path, shared=True), locked(path, shared=True), pytest.raises(InUse), locked(path):
-        pass
-    with locked(path), pytest.raises(InUse), locked(path, shared=True):
-        pass

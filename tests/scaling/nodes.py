@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,24 +45,6 @@ class Cluster:
         """Take a node's link up."""
         if self.namespaces:
             _ip("-n", self.namespaces[node], "link", "set", "eth0", "up")
-
-
-def said(logs: Path) -> str:
-    """What all ranks have printed."""
-    return "\n".join(path.read_text(errors="replace") for path in sorted(logs.rglob("*.log")))
-
-
-def wait_until(condition: Callable[[], bool], nodes: Sequence[subprocess.Popen[bytes]], logs: Path) -> None:
-    """Wait for the condition; a node that ends before fails the test."""
-    while not condition():
-        for node in nodes:
-            assert node.poll() is None, said(logs)
-        psutil.wait_procs([psutil.Process(node.pid) for node in nodes], timeout=0.1)
-
-
-def family_of(nodes: Sequence[subprocess.Popen[bytes]]) -> list[psutil.Process]:
-    """Everything that torchrun has started on the nodes."""
-    return [process for node in nodes for process in psutil.Process(node.pid).children(recursive=True)]
 
 
 def kill(torchrun: subprocess.Popen[bytes]) -> None:

@@ -16,7 +16,7 @@ import pytest
 from run_scripts.bench.alone import keep_logs
 from run_scripts.bench.first import PROBES, SECONDS
 from run_scripts.bench.gpu import PARTS, alone, obstacle
-from run_scripts.bench.gpu_parts import recipe_of
+from run_scripts.bench.gpu_parts import How, recipe_of
 from run_scripts.bench.gpu_whole import recipe_text
 
 SCRIPTS = Path(__file__).parents[2] / "run_scripts"
@@ -43,8 +43,8 @@ def test_every_recipe_has_a_backend_that_is_installed(
     for name in ("__init__.py", library):
         (tmp_path / "sgl_kernel" / name).touch()
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert recipe_of(tmp_path, True).engine.extra.get("attention_backend") == backend
-    assert tomllib.loads(recipe_text(tmp_path, True))["engine"]["extra"].get("attention_backend") == backend
+    assert recipe_of(tmp_path, How(small=True)).engine.extra.get("attention_backend") == backend
+    assert tomllib.loads(recipe_text(tmp_path, How(small=True)))["engine"]["extra"].get("attention_backend") == backend
 
 
 def prepared_commands() -> list[str]:
@@ -107,7 +107,7 @@ def test_nothing_is_measured_where_the_probes_leave_no_chance(tmp_path: Path) ->
 
 @pytest.mark.process
 def test_a_part_that_fails_says_why_and_keeps_what_it_printed(tmp_path: Path) -> None:
-    found = alone("no such part", True, 120, tmp_path / "gpu-logs")
+    found = alone("no such part", How(small=True), 120, tmp_path / "gpu-logs")
     assert found == {"failed": "KeyError: 'no such part'", "logs": ["no such part-errors.log"]}
     assert "Traceback" in (tmp_path / "gpu-logs" / found["logs"][0]).read_text()
 

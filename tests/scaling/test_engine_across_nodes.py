@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
+from mugrpo_megatron.observe.log import read_rows
 from mugrpo_megatron.stages.store import StageStore
-from tests.scaling.nodes import TORCHRUN, Cluster, family_of, kill, said, two_nodes, wait_until
-from tests.tiny import COIN, rows, save_model, write_recipe
+from tests.scaling.nodes import TORCHRUN, Cluster, kill, two_nodes
+from tests.tiny import COIN, save_model, write_recipe
 
 pytestmark = [pytest.mark.process, pytest.mark.night]
 
@@ -51,6 +52,22 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+def rows(recipe: Path, kind: str, run: str = "run") -> list[dict[str, Any]]:
+    log = recipe.parent / run / "metrics.jsonl"
+    return [row for row in read_rows(log) if row["kind"] == kind] if log.exists() else []
+
+
+def said(logs: Path) -> str:
+    return "\n".join(path.read_text(errors="replace") for path in sorted(logs.rglob("*.log")))
+
+
+def wait_until(condition: Callable[[], bool], nodes: list[subprocess.Popen[bytes]], logs: Path) -> None:
+    while not condition():
+        for node in nodes:
+            assert node.poll() is None, said(logs)
+        psutil.wait_procs([psutil.Process(node.pid) for node in nodes], timeout=0.1)
+
+
 def host_of(torchrun: subprocess.Popen[bytes]) -> psutil.Process:
     """The engine's process on a node."""
     family = psutil.Process(torchrun.pid).children(recursive=True)
@@ -63,15 +80,19 @@ def greedy(recipe: Path, run: str) -> dict[str, str]:
     return {row["problem"]: row["text"] for row in map(json.loads, text.splitlines())}
 
 
+def wait_for_syncs(recipe: Path, count: int, nodes: list[subprocess.Popen[bytes]], logs: Path) -> None:
+    wait_until(lambda: len(syncs(recipe)) >= count, nodes, logs)
+
+
 def syncs(recipe: Path) -> list[dict[str, Any]]:
-    return [row for row in rows(recipe.parent / "run", "phase") if row["phase"] == "sync"]
+    return [row for row in rows(recipe, "phase") if row["phase"] == "sync"]
 
 
 def test_a_run_that_is_asked_to_stop_while_it_generates_ends(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
     nodes = [cluster.start(node, 1, tmp_path, "train", str(recipe)) for node in (0, 1)]
     try:
-        wait_until(lambda: bool(rows(recipe.parent / "run", "eval")), nodes, tmp_path)
-        family = family_of(nodes)
+        wait_until(lambda: bool(rows(recipe, "eval")), nodes, tmp_path)
+        family = [p for node in nodes for p in psutil.Process(node.pid).children(recursive=True)]
         for node in nodes:
             node.terminate()
         assert [node.wait(300) for node in nodes] == [0, 0], said(tmp_path)
@@ -80,7 +101,7 @@ def test_a_run_that_is_asked_to_stop_while_it_generates_ends(cluster: Cluster, r
             kill(node)
     _, alive = psutil.wait_procs(family, timeout=30)
     assert alive == [], "nothing outlives the run"
-    assert rows(recipe.parent / "run", "event") == [], "no engine has failed"
+    assert rows(recipe, "event") == [], "no engine has failed"
 
 
 def test_an_engine_of_two_nodes_trains_and_restarts(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
@@ -88,15 +109,14 @@ def test_an_engine_of_two_nodes_trains_and_restarts(cluster: Cluster, recipe: Pa
     run, before = recipe.parent / "run", len(syncs(recipe))
     nodes = [cluster.start(node, 1, tmp_path, "train", str(recipe)) for node in (0, 1)]
     try:
-        wait_until(lambda: len(syncs(recipe)) >= before + 1, nodes, tmp_path)
+        wait_for_syncs(recipe, before + 1, nodes, tmp_path)
         host_of(nodes[1]).kill()
-        # one more in the first stage, one in the second
-        wait_until(lambda: len(syncs(recipe)) >= before + 3, nodes, tmp_path)
+        wait_for_syncs(recipe, before + 3, nodes, tmp_path)  # one more in the first stage, one in the second
         host_of(nodes[0]).kill()
-        wait_until(lambda: len(syncs(recipe)) >= before + 5, nodes, tmp_path)
+        wait_for_syncs(recipe, before + 5, nodes, tmp_path)
         (scheduler,) = [p for p in host_of(nodes[1]).children() if "scheduler" in " ".join(p.cmdline())]
         scheduler.kill()
-        family = family_of(nodes)
+        family = [p for node in nodes for p in psutil.Process(node.pid).children(recursive=True)]
         assert [node.wait(600) for node in nodes] == [0, 0], said(tmp_path)
     finally:
         for node in nodes:
@@ -104,7 +124,7 @@ def test_an_engine_of_two_nodes_trains_and_restarts(cluster: Cluster, recipe: Pa
     _, alive = psutil.wait_procs(family, timeout=30)
     assert alive == [], "nothing outlives the run"
 
-    failures = [row["text"] for row in rows(recipe.parent / "run", "event") if row["event"] == "engine_failure"]
+    failures = [row["text"] for row in rows(recipe, "event") if row["event"] == "engine_failure"]
     assert len(failures) == 3, failures
     assert all(text.startswith("rank 0: ") and "generate" in text for text in failures), failures
     stores = [StageStore(run / "stages" / f"{stage:05d}") for stage in range(STAGES)]
@@ -113,9 +133,7 @@ def test_an_engine_of_two_nodes_trains_and_restarts(cluster: Cluster, recipe: Pa
     for stage, store in enumerate(stores):
         samples = [sample for update in range(UPDATES) for sample in store.read_update(update)]
         assert {sample.weight_version for sample in samples} == {stage * UPDATES}
-    assert max(row["mismatch_max"] for row in rows(recipe.parent / "run", "stage")) < 1e-4, (
-        "the engine samples from the learner"
-    )
+    assert max(row["mismatch_max"] for row in rows(recipe, "stage")) < 1e-4, "the engine samples from the learner"
 
 
 def test_greedy_responses_are_those_of_an_engine_of_one_node(recipe: Path, tmp_path: Path) -> None:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
-import pyarrow.parquet as pq
 import pytest
 
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.manifest import manifest_name, read_manifest
-from mugrpo_megatron.stages.schema import to_samples
 from mugrpo_megatron.stages.store import StageStore
-from tests.scaling.nodes import TORCHRUN, kill, said, wait_until
+from tests.scaling.nodes import TORCHRUN, kill
 from tests.stages.test_store import assert_same
 from tests.tiny import COIN, mugrpo, rows, save_model, write_recipe
 
@@ -22,6 +20,15 @@ pytestmark = pytest.mark.process
 
 UPDATES, PROMPTS = 40, 64
 GROUPS = UPDATES * PROMPTS
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes], output: Path) -> None:
+    while not condition():
+        try:
+            process.wait(0.05)
+        except subprocess.TimeoutExpired:
+            continue
+        raise AssertionError(output.read_text())
 
 
 def committed(stage: Path) -> list[set[int]]:
@@ -40,19 +47,29 @@ def engine_of(torchrun: subprocess.Popen[bytes], rank: int) -> psutil.Process:
     raise AssertionError(f"rank {rank} leads no engine")
 
 
-def by_group(samples: Iterable[Sample], wanted: set[int]) -> dict[int, list[Sample]]:
+def groups_of(store: StageStore, wanted: set[int]) -> dict[int, list[Sample]]:
+    """Some groups of a sealed stage."""
     found: dict[int, list[Sample]] = {}
-    for sample in samples:
-        if sample.group in wanted:
-            found.setdefault(sample.group, []).append(sample)
+    for update in range(UPDATES):
+        for sample in store.read_update(update):
+            if sample.group in wanted:
+                found.setdefault(sample.group, []).append(sample)
     return found
 
 
-def on_disk(stage: Path) -> Iterator[Sample]:
-    """What a stage that is not sealed has in its shards."""
+def groups_on_disk(stage: Path, wanted: set[int]) -> dict[int, list[Sample]]:
+    """Some groups of a stage that is not sealed, from its shards."""
+    import pyarrow.parquet as pq
+
+    from mugrpo_megatron.stages.schema import to_samples
+
+    found: dict[int, list[Sample]] = {}
     for writer in (0, 1):
         for shard in read_manifest(stage, manifest_name(writer)).shards:
-            yield from to_samples(pq.read_table(stage / shard.file))
+            for sample in to_samples(pq.read_table(stage / shard.file)):
+                if sample.group in wanted:
+                    found.setdefault(sample.group, []).append(sample)
+    return found
 
 
 @pytest.mark.night
@@ -67,19 +84,18 @@ def test_an_engine_dies_then_the_job_and_a_single_process_goes_on(tmp_path: Path
         engine={"max_running_requests": 64},
         reward=COIN,
     )
-    logs = tmp_path / "logs"
-    logs.mkdir()
-    with (logs / "output.log").open("wb") as file:
+    output = tmp_path / "output.log"
+    with output.open("wb") as file:
         torchrun = subprocess.Popen([TORCHRUN, "2", "train", str(recipe)], stdout=file, stderr=file)
     first, second = run_dir / "stages" / "00000", run_dir / "stages" / "00001"
     try:
-        wait_until(lambda: all(committed(first)), [torchrun], logs)
+        wait_until(lambda: all(committed(first)), torchrun, output)
         engine_of(torchrun, rank=1).kill()
         # Its leader restarts it, the stage is completed and optimized, and the next one begins on both engines.
-        wait_until(lambda: all(committed(second)), [torchrun], logs)
+        wait_until(lambda: all(committed(second)), torchrun, output)
     finally:
         kill(torchrun)
-    assert "rank 1: the engine's host process is gone" in said(logs)
+    assert "rank 1: the engine's host process is gone" in output.read_text()
     (failure,) = [row for row in rows(run_dir, "event") if row["event"] == "engine_failure"]
     assert "rank 1" in failure["text"]
     sealed = StageStore(first)
@@ -90,11 +106,11 @@ def test_an_engine_dies_then_the_job_and_a_single_process_goes_on(tmp_path: Path
 
     zero, one = committed(second)
     assert zero.isdisjoint(one), "no group was claimed twice"
-    before = by_group(on_disk(second), zero | one)
+    before = groups_on_disk(second, zero | one)
     mugrpo("train", recipe)
     store = StageStore(second)
     assert store.present() == set(range(GROUPS))
-    after = by_group((one for update in range(UPDATES) for one in store.read_update(update)), zero | one)
+    after = groups_of(store, zero | one)
     assert before.keys() == after.keys() == zero | one
     for group, samples in before.items():
         assert_same(after[group], samples)

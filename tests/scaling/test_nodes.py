@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from mugrpo_megatron.observe.log import read_rows
 from mugrpo_megatron.run.checkpoints import newest_cursor
 from mugrpo_megatron.stages.store import StageStore
-from tests.scaling.nodes import Cluster, family_of, kill, said, two_nodes, wait_until
-from tests.tiny import COIN, mugrpo, rows, save_model, write_recipe
+from tests.scaling.nodes import Cluster, kill, two_nodes
+from tests.tiny import COIN, save_model, write_recipe
 
 pytestmark = pytest.mark.process
 
@@ -50,8 +52,13 @@ def start(cluster: Cluster, recipe: Path, logs: Path) -> list[subprocess.Popen[b
     return [cluster.start(node, RANKS, logs, "train", str(recipe)) for node in (0, 1)]
 
 
+def said(logs: Path) -> str:
+    return "\n".join(path.read_text(errors="replace") for path in sorted(logs.rglob("*.log")))
+
+
 def updates(recipe: Path) -> list[dict[str, float]]:
-    return rows(recipe.parent / "run", "update")
+    log = recipe.parent / "run" / "metrics.jsonl"
+    return [row for row in read_rows(log) if row["kind"] == "update"] if log.exists() else []
 
 
 @pytest.mark.night
@@ -59,8 +66,11 @@ def test_a_node_cut_off_is_named_and_the_run_goes_on_later(cluster: Cluster, rec
     nodes = start(cluster, recipe, tmp_path / "cut")
     family: list[psutil.Process] = []
     try:
-        wait_until(lambda: len(updates(recipe)) >= 3, nodes, tmp_path / "cut")
-        family = family_of(nodes)
+        while len(updates(recipe)) < 3:
+            for node in nodes:
+                assert node.poll() is None, said(tmp_path / "cut")
+            psutil.wait_procs([psutil.Process(node.pid) for node in nodes], timeout=0.2)
+        family = [p for node in nodes for p in psutil.Process(node.pid).children(recursive=True)]
         assert sum("mugrpo_megatron.engine.host" in p.cmdline() for p in family) == 2, "an engine on each node"
         cluster.disconnect(1, nodes[1])
         codes = [node.wait(6 * TIMEOUT_S) for node in nodes]
@@ -95,9 +105,9 @@ def test_a_node_cut_off_is_named_and_the_run_goes_on_later(cluster: Cluster, rec
     finally:
         for node in nodes:
             kill(node)
-    taken = updates(recipe)
-    assert {row["update"] for row in taken} == set(range(UPDATES))
-    assert len(taken) - UPDATES == done - saved, "a resume goes on from the newest checkpoint that was complete"
+    rows = updates(recipe)
+    assert {row["update"] for row in rows} == set(range(UPDATES))
+    assert len(rows) - UPDATES == done - saved, "a resume goes on from the newest checkpoint that was complete"
     assert done - saved <= 2 * EVERY, "no more is repeated than the checkpoint before the one under way lacks"
     assert (recipe.parent / "run" / "summary.json").exists()
 
@@ -112,10 +122,13 @@ def test_one_process_and_eight_ranks_train_alike_on_a_sealed_stage(recipe: Path,
     command = ["optimize", str(recipe), "--stage", "0", "--from", str(recipe.parent / "run")]
     changes = [f"run.dir={alone}", "parallel.tensor=1", "parallel.pipeline=1"]
     overrides = [part for change in changes for part in ("--set", change)]
-    mugrpo(*command, *overrides)
-    taken = rows(alone, "update")
-    assert len(taken) == UPDATES
-    for row in taken:
+    done = subprocess.run(
+        [sys.executable, "-m", "mugrpo_megatron", *command, *overrides], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [row for row in read_rows(alone / "metrics.jsonl") if row["kind"] == "update"]
+    assert len(rows) == UPDATES
+    for row in rows:
         other = eight[int(row["update"])]
         assert row["loss"] == pytest.approx(other["loss"], abs=1e-4)
         assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)

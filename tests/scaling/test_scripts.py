@@ -31,7 +31,7 @@ def program(path: Path, text: str = SAY_ARGUMENTS) -> Path:
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A checkout whose Python has the package and prints how it was called."""
-    for name in ("torchrun.sh", "slurm.sbatch", "generate.sbatch", "setup.sh"):
+    for name in ("torchrun.sh", "slurm.sbatch", "generate.sbatch"):
         (tmp_path / "run_scripts").mkdir(exist_ok=True)
         shutil.copy(SCRIPTS / name, tmp_path / "run_scripts")
     shutil.copytree(SCRIPTS / "cluster", tmp_path / "run_scripts" / "cluster")
@@ -130,6 +130,22 @@ def test_restarts_need_a_rendezvous_that_nodes_can_come_back_to(checkout: Path, 
     assert option(words, "--rdzv-endpoint") == "head:29500"
     assert f"is_host={is_host}" in option(words, "--rdzv-conf")
     assert "--node-rank" not in words
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["8"], "torchrun.sh RANKS COMMAND"),
+        (["eight", "train"], "eight is not a number"),
+        (["--nods", "2", "8", "train"], "unknown option --nods"),
+        (["--nodes", "2", "--node", "0", "8", "train"], "needs --master"),
+        (["--nodes", "2", "--node", "2", "--master", "head", "8", "train"], "counts from 0 to 1"),
+    ],
+)
+def test_torchrun_refuses_what_it_does_not_understand(checkout: Path, arguments: list[str], complaint: str) -> None:
+    done = call(checkout, "torchrun.sh", *arguments)
+    assert done.returncode == 2
+    assert complaint in done.stderr
 
 
 JOB = {
@@ -243,11 +259,6 @@ def test_a_job_is_queued_again_only_where_its_time_limit_stopped_it(
 @pytest.mark.parametrize(
     ("words", "environment", "complaint"),
     [
-        (["torchrun.sh", "8"], {}, "torchrun.sh RANKS COMMAND"),
-        (["torchrun.sh", "eight", "train"], {}, "eight is not a number"),
-        (["torchrun.sh", "--nods", "2", "8", "train"], {}, "unknown option --nods"),
-        (["torchrun.sh", "--nodes", "2", "--node", "0", "8", "train"], {}, "needs --master"),
-        (["torchrun.sh", "--nodes", "2", "--node", "2", "--master", "head", "8", "train"], {}, "counts from 0 to 1"),
         (["slurm.sbatch", "train"], {}, "usage: sbatch"),
         (["slurm.sbatch", "--agin", "1", "train", "r"], {}, "unknown option --agin"),
         (["slurm.sbatch", "--again", "x", "train", "r"], {}, "--again x is not a number"),
@@ -256,18 +267,14 @@ def test_a_job_is_queued_again_only_where_its_time_limit_stopped_it(
         (["generate.sbatch", "4", "r"], {}, "not an array; give sbatch --array"),
         (["generate.sbatch", "4", "r"], {"SLURM_ARRAY_TASK_ID": "4"}, "there is no share 4 of 4"),
         (["generate.sbatch", "r", "4"], {"SLURM_ARRAY_TASK_ID": "0"}, "r is not a number of shares"),
-        (["setup.sh", "--cpu", "--with-apex"], {}, "for CUDA machines"),
-        (["setup.sh", "--gpu"], {}, "unknown option --gpu; it takes --cpu, --cuda"),
     ],
 )
-def test_what_is_wrong_ends_the_script_with_a_sentence(
+def test_what_is_wrong_ends_the_job_with_a_sentence(
     words: list[str], environment: dict[str, str], complaint: str, checkout: Path
 ) -> None:
-    before = sorted(checkout.iterdir())
     done, started = job(checkout, *words, **environment)
     assert (done.returncode, started) == (2, [])
     assert complaint in done.stderr
-    assert {path.name for path in checkout.iterdir()} - {path.name for path in before} == {"tools", "notes"}
 
 
 def test_a_job_submitted_from_elsewhere_says_so(tmp_path: Path) -> None:
@@ -297,6 +304,18 @@ def test_slurm_gives_ranks_the_time_that_torchrun_gives_them_and_needs_no_folder
         assert "#SBATCH --output=slurm-%" in (SCRIPTS / script).read_text()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [(["--cpu", "--with-apex"], "for CUDA machines"), (["--gpu"], "unknown option --gpu; it takes --cpu, --cuda")],
+)
+def test_setup_refuses_before_it_touches_anything(arguments: list[str], complaint: str, tmp_path: Path) -> None:
+    script = program(tmp_path / "run_scripts" / "setup.sh", (SCRIPTS / "setup.sh").read_text())
+    done = subprocess.run([str(script), *arguments], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert complaint in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["run_scripts"]
+
+
 def test_the_container_copies_what_there_is() -> None:
     recipe = (SCRIPTS / "container" / "Dockerfile").read_text()
     copied = [word for line in recipe.splitlines() if line.startswith("COPY ") for word in line.split()[1:-1]]
@@ -304,6 +323,10 @@ def test_the_container_copies_what_there_is() -> None:
     assert [path for path in copied if not (SCRIPTS.parent / path).exists()] == []
     kept = (SCRIPTS / "container" / "Dockerfile.dockerignore").read_text().splitlines()
     assert {f"!{path}" for path in copied} <= set(kept)
+
+
+def test_apex_is_imported_after_torch_whose_libraries_it_needs() -> None:
+    assert "'import torch, amp_C;" in (SCRIPTS / "setup.sh").read_text()
 
 
 @pytest.mark.parametrize(

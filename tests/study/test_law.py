@@ -18,10 +18,13 @@ def updates(*stages: list[float]) -> list[dict[str, float]]:
     return [{"stage": stage, "kl_k3": value} for stage, values in enumerate(stages) for value in values]
 
 
-def test_every_step_is_of_a_start_and_a_block_and_no_cell_comes_twice() -> None:
+def test_every_step_is_of_a_start_and_a_block_and_no_step_comes_twice() -> None:
     assert {start for start, _ in law.STEPS} == set(law.STARTS)
     assert len(set(law.STEPS)) == len(law.STEPS)
     assert all(law.cells_of(GRID, block) for _, block in law.STEPS)
+
+
+def test_blocks_of_equal_rate_share_no_cell() -> None:
     cells = [cell for block in GRID.blocks for cell in law.cells_of(GRID, block)]
     assert len(set(cells)) == len(cells)
 
@@ -31,24 +34,29 @@ def test_stages_of_e5_take_as_many_updates_as_grpo() -> None:
     assert {GRID.methods[name].updates for name in GRID.methods} == {512}
 
 
-@pytest.mark.parametrize(
-    ("stages", "tokens", "nats"),
-    [
-        ([[0.0] * (100 - law.TAIL) + [0.01] * law.TAIL] * 2, 60.0, [0.6, 0.6]),  # of each stage's end
-        ([[0.0, 0.0, 0.0, 0.5]], 2.0, [1.0]),  # of a short stage's last quarter
-        ([[0.0] * 24 + [0.1] * 8], 1.0, [0.1]),
-        ([[0.25], [0.5]], 4.0, [1.0, 2.0]),
-    ],
-)
-def test_nats_are_those_of_each_stages_end(stages: list[list[float]], tokens: float, nats: list[float]) -> None:
-    assert law.nats_of(updates(*stages), tokens=tokens) == pytest.approx(nats)
+def test_nats_are_those_of_each_stages_end() -> None:
+    long = [0.0] * (100 - law.TAIL) + [0.01] * law.TAIL
+    assert law.nats_of(updates(long, long), tokens=60.0) == pytest.approx([0.6, 0.6])
+
+
+def test_nats_of_a_short_stage_are_of_its_last_quarter() -> None:
+    assert law.nats_of(updates([0.0, 0.0, 0.0, 0.5]), tokens=2.0) == pytest.approx([1.0])
+    assert law.nats_of(updates([0.0] * 24 + [0.1] * 8), tokens=1.0) == pytest.approx([0.1])
+
+
+def test_nats_of_a_stage_of_one_update() -> None:
+    assert law.nats_of(updates([0.25], [0.5]), tokens=4.0) == pytest.approx([1.0, 2.0])
+
+
+def test_an_unfinished_evaluation_counts_as_none(tmp_path: Path) -> None:
+    (tmp_path / "problems.jsonl").write_text("")
+    assert law.read_sampled(tmp_path) is None
+    assert list(law.problem_rows(None, start="s", of="end")) == []
 
 
 def test_right_samples_are_counted_problem_by_problem(tmp_path: Path) -> None:
     rows = [{"problem": {"question": name}, "rewards": own} for name, own in (("b=", [1.0, 0.0]), ("a=", [1.0, 1.0]))]
     (tmp_path / "problems.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    assert law.read_sampled(tmp_path) is None, "an evaluation that is not finished"
-    assert list(law.problem_rows(None, start="s", of="end")) == []
     (tmp_path / "summary.json").write_text("{}")
     sampled = law.read_sampled(tmp_path)
     assert sampled is not None

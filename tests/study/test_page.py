@@ -139,8 +139,6 @@ def test_a_claim_is_tested_over_warm_starts_too() -> None:
     assert first.verdict == "holds"
     assert first.depends_on_seeds
     assert reading(first) == "holds if seeds count as independent"
-    again = [one | {"before": 0.55 if one["seed"] == 3 else one["before"]} for one in whole.rows]
-    assert len(findings(replace(whole, rows=again))[0].starts) == 4, "a warm start that was made again is another"
 
 
 def test_the_published_claims_over_warm_starts() -> None:
@@ -161,3 +159,10 @@ def test_students_tail_is_that_of_the_tables() -> None:
         assert student_tail([one + quantile * half for one in spread]) == pytest.approx(0.025, abs=2e-5)
     assert student_tail([0.1]) is None
     assert student_tail([0.1, 0.1]) is None
+
+
+def test_a_warm_start_that_was_made_again_counts_as_another() -> None:
+    whole = finished()
+    assert len(findings(whole)[0].starts) == 3
+    rows = [one | {"before": 0.55 if one["seed"] == 3 else one["before"]} for one in whole.rows]
+    assert len(findings(replace(whole, rows=rows))[0].starts) == 4

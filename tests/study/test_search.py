@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from run_scripts.study.cells import Cell, Outcome, Waiting
-from run_scripts.study.grid import GRID, load_grid
-from run_scripts.study.run import Study
+from run_scripts.study.grid import load_grid
 from run_scripts.study.search import choose, of_twin, tuned_rate, wanted
 
 STUDY = load_grid()
@@ -50,35 +48,6 @@ def test_tuning_climbs_to_the_best_rate_and_tries_both_its_neighbours(best: int)
     tried = {cell.rate for cell in done}
     assert {*LADDER[max(0, best - 1) : best + 2]} <= tried
     assert len(tried) <= 2 + abs(best - 4) + 1
-
-
-def test_a_rate_is_tuned_by_the_mean_over_the_tuning_seeds() -> None:
-    grid = load_grid(GRID.with_name("six_small.toml"))
-    best = {
-        100: 2,
-        101: 6,
-    }  # places on the ladder: the mean is the same from one to the other, and the lower one is taken
-    done: dict[Cell, Outcome] = {}
-    while (search := tuned_rate(grid, done, "stage")).rate is None:
-        for cell in search.cells:
-            done[cell] = outcome(0.6 - 0.01 * abs(grid.ladder.index(cell.rate) - best[cell.seed]))
-    assert search.rate == grid.ladder[2]
-    assert {cell.seed for cell in done} == {*best}
-
-
-@pytest.mark.parametrize(("name", "cells"), [("six_small.toml", 8 * 2), ("six_large.toml", 8 * 3)])
-def test_part_six_tunes_first_and_has_a_warm_start_a_seed(name: str, cells: int) -> None:
-    grid = load_grid(GRID.with_name(name))
-    first = [one for one in wanted(grid, {}) if isinstance(one, Cell)]
-    assert {cell.seed for cell in first} == {100, 101}
-    done = {
-        Cell(seed, method, rate): outcome(0.7) for seed in (100, 101) for method in grid.methods for rate in grid.ladder
-    }
-    asked = {one for one in wanted(grid, done) if isinstance(one, Cell) and one.seed not in grid.tuning_seeds}
-    assert len(asked) == cells
-    assert {cell.seed for cell in asked} == {*range(20, 28)}
-    starts = [Study(grid, Path("out")).warm_start(seed) for seed in (100, 101, *range(20, 28))]
-    assert len({*starts}) == 10
 
 
 def test_of_two_equal_rates_the_lower_is_tuned() -> None:

@@ -39,7 +39,6 @@ class Chat:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: Template, parser: str) -> None:
         self._tokenizer, self._template, self._parser = tokenizer, template, parser
-        self._closing = str(tokenizer.eos_token)
 
     def ids(
         self, messages: Sequence[Message], tools: Sequence[Any], before: Sequence[Message], so_far: Trajectory
@@ -71,6 +70,10 @@ class Chat:
             raise ValueError(f"the chat template does not end the assistant's turn with {self._closing!r}")
         return place + len(self._closing), so_far.ids[-1] == self._tokenizer.eos_token_id
 
+    @cached_property
+    def _closing(self) -> str:
+        return str(self._tokenizer.eos_token)
+
     def _render(self, messages: Sequence[Message], tools: Sequence[Any], prompt: bool) -> str:
         try:
             return str(
@@ -88,8 +91,7 @@ class Chat:
 
     def message(self, ids: Sequence[int], tools: Sequence[Any]) -> dict[str, Any]:
         """The assistant's message in what was sampled, with its `tool_calls` where it makes any."""
-        spoken = list(ids[:-1] if ids and ids[-1] == self._tokenizer.eos_token_id else ids)
-        text = str(self._tokenizer.decode(spoken, skip_special_tokens=not tools))
+        text = str(self._tokenizer.decode(self._spoken(ids), skip_special_tokens=not tools))
         if not tools:
             return {"role": "assistant", "content": text}
         content, calls = self._parse(text, tools)
@@ -97,6 +99,9 @@ class Chat:
         if calls:
             message["tool_calls"] = calls
         return message
+
+    def _spoken(self, ids: Sequence[int]) -> list[int]:
+        return list(ids[:-1] if ids and ids[-1] == self._tokenizer.eos_token_id else ids)
 
     def _parse(self, text: str, tools: Sequence[Any]) -> tuple[str, list[dict[str, Any]]]:
         parser = door.tool_parser(tools, self.parser)

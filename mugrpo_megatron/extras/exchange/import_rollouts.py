@@ -7,7 +7,6 @@ import secrets
 from collections.abc import Callable
 from dataclasses import replace
 from difflib import get_close_matches
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,8 +91,7 @@ def import_rollouts(
 def _check_fits(file: Path, groups: list[list[Foreign]], recipe: Recipe) -> int:
     """The updates that the groups make; UserError with all settings that fit, unless the recipe's do."""
     rollout, size = recipe.rollout, len(groups[0])
-    # The size that divides all groups and is nearest to the recipe's, in ratio.
-    per_update = min(divisors(len(groups)), key=lambda size: abs(math.log(size / rollout.prompts_per_update)))
+    per_update = _per_update(len(groups), rollout.prompts_per_update)
     updates = len(groups) // per_update
     longest = max(len(one.response_ids) for group in groups for one in group)
     facts = [f"holds {_counted(len(groups), 'group')} of {_counted(size, 'response')}, the longest of {longest} tokens"]
@@ -106,7 +104,7 @@ def _check_fits(file: Path, groups: list[list[Foreign]], recipe: Recipe) -> int:
     if groups[0][0].logprobs is None:
         facts.append("the rows have no logprobs, so the learner has to compute them")
         fitting |= {"rollout.behaviour": "learner", "objective.mismatch": "none"}
-    changes = [f"--set {key}={value}" for key, value in fitting.items() if value != attrgetter(key)(recipe)]
+    changes = [f"--set {key}={value}" for key, value in fitting.items() if value != _value_of(recipe, key)]
     if per_update != rollout.prompts_per_update:
         sizes = ", ".join(str(number) for number in divisors(len(groups)))
         facts.append(
@@ -116,6 +114,16 @@ def _check_fits(file: Path, groups: list[list[Foreign]], recipe: Recipe) -> int:
     if changes:
         raise UserError(f"{file}: {'; '.join(facts)}; what fits: {' '.join(changes)}")
     return updates
+
+
+def _per_update(groups: int, wanted: int) -> int:
+    """The number of groups of an update that divides all `groups` and is nearest to the `wanted` one, in ratio."""
+    return min(divisors(groups), key=lambda size: abs(math.log(size / wanted)))
+
+
+def _value_of(recipe: Recipe, key: str) -> object:
+    section, _, name = key.partition(".")
+    return getattr(getattr(recipe, section), name)
 
 
 def _counted(count: int, noun: str) -> str:
@@ -216,10 +224,7 @@ def _samples(place: int, group: list[Foreign], gold: _Gold, scores: list[Score],
             problem=group[0].place,
             prompt_ids=one.prompt_ids,
             response_ids=one.response_ids,
-            # NaN: still to be computed
-            behaviour_logprobs=np.full(len(one.response_ids), np.nan, np.float32)
-            if one.logprobs is None
-            else one.logprobs,
+            behaviour_logprobs=_unknown(one) if one.logprobs is None else one.logprobs,
             reward=score.reward,
             weight_version=0,
             finish_reason=one.finish_reason,
@@ -234,3 +239,8 @@ def _samples(place: int, group: list[Foreign], gold: _Gold, scores: list[Score],
         )
         for one, score, advantage in zip(group, scores, advantages.tolist(), strict=True)
     ]
+
+
+def _unknown(one: Foreign) -> np.ndarray:
+    """Log-probabilities that are still to be computed: NaN."""
+    return np.full(len(one.response_ids), np.nan, dtype=np.float32)

@@ -6,7 +6,7 @@ scoring      the jobs of guests, and how an engine does one
 teacher      log-probabilities of the stage's own tokens under another model
 judge        scores that another model is asked for, with its questions and answers
 parts        what is done of a column, update by update, so that a killed turn goes on where it was
-taking       which columns guests compute, and which of them a branch takes from another run
+taking       which columns a branch takes from another run
 models       a guest's files and its engine's settings, with a hook for the temperature
 checks       what can be refused before the start
 """

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 from jinja2 import StrictUndefined, Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers import PreTrainedTokenizerBase
 
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.engine.wire import Sampling
@@ -26,6 +26,7 @@ from mugrpo_megatron.extras.guests.parts import Parts
 from mugrpo_megatron.files.hf_config import read_model_config
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.functions import load_function, told
+from mugrpo_megatron.recipe.scoring import FunctionSection
 from mugrpo_megatron.samples import Problem, Prompt, Response, Sample
 from mugrpo_megatron.stages.columns import ScoreColumn
 from mugrpo_megatron.stages.store import StageStore
@@ -58,9 +59,7 @@ class Judge:
         self._parse: Callable[[str], Any] = load_function(f"{key}.parse", section.parse)
         self._tokenizer, self._policys = load_tokenizer(directory), load_tokenizer(recipe.model.directory)
         self._room = question_room(recipe, section, read_model_config(directory))
-        end = self._tokenizer.eos_token_id
-        self.sampling = Sampling(section.temperature, 1.0, section.max_tokens, () if end is None else (end,))
-        """Greedy at temperature 0."""
+        self.sampling = sampling_of(section, self._tokenizer)
 
     def recipe(self, recipe: Recipe, name: str, directory: Path) -> Recipe:
         return judge_recipe(recipe, name, directory, self._section, self._room)
@@ -98,22 +97,36 @@ class Judge:
 
     def rows(self, samples: Sequence[Sample], responses: Mapping[int, Response]) -> pa.Table:
         rows = [self._row(one, responses.get(place)) for place, one in enumerate(samples)]
-        return pa.Table.from_pylist(rows, schema=self.column.schema)
+        columns = [pa.array(values, field.type) for values, field in zip(zip(*rows, strict=True), SCHEMA, strict=True)]
+        return pa.table(columns, schema=SCHEMA)
 
-    def _row(self, sample: Sample, response: Response | None) -> dict[str, float | str | None]:
-        answer, score, why = "", None, TOO_LONG
-        if response is not None:
-            answer = str(self._tokenizer.decode(response.ids.tolist(), skip_special_tokens=True))
-            score, why = parsed(self._parse, answer)
+    def _row(self, sample: Sample, response: Response | None) -> tuple[float | None, str, str, str]:
         question = str(self._tokenizer.decode(self._question(sample)))
-        return {"score": score, "prompt": question, "answer": answer, "why": why}
+        if response is None:
+            return None, question, "", TOO_LONG
+        answer = str(self._tokenizer.decode(response.ids.tolist(), skip_special_tokens=True))
+        score, why = parsed(self._parse, answer)
+        return score, question, answer, why
 
     def metrics(self, store: StageStore) -> dict[str, float]:
         """The mean score and the number of responses without one."""
-        scores = np.concatenate([self.column.read(update) for update in range(store.updates)])
-        unparsed = np.isnan(scores)
-        mean = {} if unparsed.all() else {f"reward/{self._name}": float(scores[~unparsed].mean())}
-        return {f"unparsed/{self._name}": float(unparsed.sum()), **mean}
+        total, unparsed, scored = 0.0, 0, 0
+        for update in range(store.updates):
+            scores = self.column.read_table(update, ["score"])["score"]
+            unparsed += scores.null_count
+            scored += len(scores) - scores.null_count
+            total += sum(score for score in scores.to_pylist() if score is not None)
+        mean = {f"reward/{self._name}": total / scored} if scored else {}
+        return {f"unparsed/{self._name}": float(unparsed), **mean}
+
+
+SCHEMA = ScoreColumn.schema
+
+
+def sampling_of(section: FunctionSection, tokenizer: PreTrainedTokenizerBase) -> Sampling:
+    """How a judge answers; greedily at temperature 0."""
+    stop = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    return Sampling(section.temperature, 1.0, section.max_tokens, stop)
 
 
 def parsed(parse: Callable[[str], Any], answer: str) -> tuple[float | None, str]:

@@ -16,13 +16,13 @@ from mugrpo_megatron.errors import EngineFailure, EngineStopped, UserError
 from mugrpo_megatron.extras.guests.judge import Judge
 from mugrpo_megatron.extras.guests.models import directory_of
 from mugrpo_megatron.extras.guests.parts import Parts
-from mugrpo_megatron.extras.guests.taking import guest_columns
 from mugrpo_megatron.extras.guests.teacher import Teacher
+from mugrpo_megatron.phases.batches import score_column, teacher_column
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.stopping import StopRequest
 from mugrpo_megatron.samples import Prompt, Response, Sample
-from mugrpo_megatron.stages.columns import ScoreColumn, TableColumn
+from mugrpo_megatron.stages.columns import TableColumn
 from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.weights.families import fingerprint
 
@@ -68,7 +68,6 @@ class Answered:
 
     update: int
     samples: list[Sample]
-    questions: int
     responses: dict[int, Response]
 
 
@@ -86,20 +85,26 @@ def guests_of(recipe: Recipe, directory: RunDirectory, store: StageStore, stage:
 
     Raises UserError when the weights of one are not those of the stage's column, or of the stage's before.
     """
-    columns = list(guest_columns(recipe, directory, store, stage))
     for name in recipe.guest.by_name:
         own = directory_of(recipe, name)
         weights = fingerprint(own)
-        jobs: list[Job] = []
-        for guest, function, column in columns:
-            if guest == name:
-                _check_weights(column, name, weights, stage)
-                parts = Parts(column, weights, store.updates)
-                if isinstance(column, ScoreColumn):
-                    jobs.append(Judge(recipe, function, own, column, parts))
-                else:
-                    jobs.append(Teacher(column, parts))
+        jobs = list(_jobs(recipe, directory, name, own, weights, store, stage))
+        for job in jobs:
+            _check_weights(job.column, name, weights, stage)
         yield Guest(name, own, jobs)
+
+
+def _jobs(
+    recipe: Recipe, directory: RunDirectory, name: str, own: Path, weights: str, store: StageStore, stage: int
+) -> Iterator[Job]:
+    if recipe.objective.teacher == name:
+        logprobs = teacher_column(recipe, directory, store, stage)
+        assert logprobs
+        yield Teacher(logprobs, Parts(logprobs, weights, store.updates))
+    for function, judge in recipe.reward.judges.items():
+        if judge.model == name:
+            scores = score_column(recipe, directory, store, stage, function)
+            yield Judge(recipe, function, own, scores, Parts(scores, weights, store.updates))
 
 
 def _check_weights(column: TableColumn, name: str, weights: str, stage: int) -> None:
@@ -151,24 +156,25 @@ def write_parts(
 
 def _answered(engine: Engine, store: StageStore, job: Job, queue: PromptQueue, width: int) -> Iterator[Answered]:
     """Updates as they are finished; each has `width` samples."""
-    in_flight: dict[int, Answered] = {}
+    open_updates: dict[int, tuple[int, Answered]] = {}
+    """Update -> its questions, and what is known of it."""
 
     def finished() -> Iterator[Answered]:
-        for one in [one for one in in_flight.values() if len(one.responses) == one.questions]:
-            yield in_flight.pop(one.update)
+        for update in [one for one, (count, own) in open_updates.items() if len(own.responses) == count]:
+            yield open_updates.pop(update)[1]
 
     def take(held: int, slots: int) -> list[Prompt]:
         prompts: list[Prompt] = []
         for update in queue.take(-(-held // width), max(1, -(-slots // width))):
             samples = job.read(store, update)
             own = job.prompts(samples)
-            in_flight[update] = Answered(update, samples, len(own), {})
+            open_updates[update] = len(own), Answered(update, samples, {})
             prompts += [replace(prompt, index=update * STRIDE + place) for place, prompt in own.items()]
         return prompts
 
     for prompt, (response,) in engine.generate_from(take, 1, job.sampling):
         update, place = divmod(prompt.index, STRIDE)
-        in_flight[update].responses[place] = response
+        open_updates[update][1].responses[place] = response
         yield from finished()
     yield from finished()  # where nothing was asked
 

@@ -1,4 +1,4 @@
-"""The columns that guests compute of a stage, and those that a branch takes: where its own would be the same."""
+"""A branch takes the columns that guests have computed of its stage, where its own guests would compute the same."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mugrpo_megatron.extras.guests.models import directory_of
 from mugrpo_megatron.phases.batches import score_column, teacher_column
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.directory import RunDirectory
-from mugrpo_megatron.stages.columns import LogprobColumn, ScoreColumn, TableColumn
+from mugrpo_megatron.stages.columns import TableColumn
 from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.weights.families import fingerprint
 
@@ -22,7 +22,7 @@ def take_columns(recipe: Recipe, source: RunDirectory, target: RunDirectory, sta
 
     One of another guest, or of other weights, questions or parsers, is left out: the branch computes its own.
     """
-    for name, _, column in guest_columns(recipe, target, StageStore(target.stage(stage)), stage):
+    for name, column in _columns(recipe, target, stage):
         theirs = replace(column, path=source.path / column.path.relative_to(target.path))
         if column.whole or not _fits(theirs, fingerprint(directory_of(recipe, name))):
             continue
@@ -35,15 +35,14 @@ def take_columns(recipe: Recipe, source: RunDirectory, target: RunDirectory, sta
                 shutil.copyfile(path, copy)
 
 
-def guest_columns(
-    recipe: Recipe, directory: RunDirectory, store: StageStore, stage: int
-) -> Iterator[tuple[str, str, LogprobColumn | ScoreColumn]]:
-    """The recipe's columns of a sealed stage, with the guest's name and, of a judge, the reward function's."""
+def _columns(recipe: Recipe, directory: RunDirectory, stage: int) -> Iterator[tuple[str, TableColumn]]:
+    """The recipe's columns of a sealed stage, each with its guest's name."""
+    store = StageStore(directory.stage(stage))
     if recipe.objective.teacher and (logprobs := teacher_column(recipe, directory, store, stage)):
-        yield recipe.objective.teacher, "", logprobs
+        yield recipe.objective.teacher, logprobs
     for function, judge in recipe.reward.judges.items():
         assert judge.model
-        yield judge.model, function, score_column(recipe, directory, store, stage, function)
+        yield judge.model, score_column(recipe, directory, store, stage, function)
 
 
 def _fits(column: TableColumn, weights: str) -> bool:

@@ -50,15 +50,19 @@ def _alone(run: Run, cursor: Cursor) -> Iterator[None]:
     """No process without a learner scores the stage in the block; waits for those that do. Collective."""
     with ExitStack() as stack:
         if run.is_main:
-            path = run.directory.stage_lock(cursor.stage)
-            try:
-                stack.enter_context(locked(path))
-            except InUse:
-                lock_once_free(run, path, f"score stage {cursor.stage}", stack)
+            _lock(run, cursor, stack)
         run.world.barrier()
         if any(run.world.any_rank(run.stop.asked)):
             raise run.stop.all_stopped(cursor)
         yield
+
+
+def _lock(run: Run, cursor: Cursor, stack: ExitStack) -> None:
+    path = run.directory.stage_lock(cursor.stage)
+    try:
+        stack.enter_context(locked(path))
+    except InUse:
+        lock_once_free(run, path, f"score stage {cursor.stage}", stack)
 
 
 def _take_turn(

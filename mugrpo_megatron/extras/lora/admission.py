@@ -26,15 +26,12 @@ def check(recipe: Recipe, architecture: Architecture) -> str:
         )
     if section.start is not None:
         start = read_adapter(section.start, architecture)
-        for key, given, found in (
-            ("rank", rank, start.rank),
-            ("alpha", section.alpha, start.alpha),
-            ("targets", list(kinds), list(start.kinds)),
-        ):
-            if given != found:
+        recipe_has = {"rank": rank, "alpha": section.alpha, "targets": list(kinds)}
+        for key, value in {"rank": start.rank, "alpha": start.alpha, "targets": list(start.kinds)}.items():
+            if recipe_has[key] != value:
                 raise UserError(
-                    f"lora.start = {section.start} has {key} {found}, and lora.{key} gives {given}; set it to the "
-                    "adapter's"
+                    f"lora.start = {section.start} has {key} {value}, and lora.{key} gives {recipe_has[key]}; "
+                    "set it to the adapter's"
                 )
         if recipe.model.directory.exists():
             check_base(start, recipe.model.directory)

@@ -6,6 +6,7 @@ Headers are checked without torch. The file's metadata names the weights that th
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     import torch
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MOST_HEADER = 100_000_000
+"""Bytes of a safetensors header, the format's own limit."""
 MOST = 2**31
 """No rank and no alpha is larger."""
 OF_EXPERTS = re.compile(rf"\.{re.escape(EXPERTS)}(\.base_layer)?\.lora_")
@@ -134,11 +137,17 @@ def adapter_files(
 
 def _header(path: Path) -> tuple[dict[str, tuple[int, ...]], str]:
     """The shape of every tensor of a safetensors file, and the fingerprint in its metadata."""
-    from safetensors import SafetensorError, safe_open
-
     try:
-        with safe_open(path, framework="numpy") as file:
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-            return shapes, (file.metadata() or {}).get("base", "")
-    except (OSError, SafetensorError):
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > MOST_HEADER:
+                raise ValueError
+            header = json.loads(file.read(length))
+        metadata = header.pop("__metadata__", {})
+        shapes = {str(name): tuple(int(size) for size in body["shape"]) for name, body in header.items()}
+        ends = [int(body["data_offsets"][1]) for body in header.values()]
+        if path.stat().st_size != 8 + length + max(ends, default=0):
+            raise ValueError
+        return shapes, str(metadata.get("base", ""))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):
         raise UserError(f"{path} is truncated or not a safetensors file; copy it again") from None

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import difflib
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
 from mugrpo_megatron.checks.layouts import bundled
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.lora.targets import adapter_parameters
 from mugrpo_megatron.extras.plan.hardware import Assumptions, Cluster
-from mugrpo_megatron.files.hf_config import checked, read_config_file
+from mugrpo_megatron.files.hf_config import read_config_file
 from mugrpo_megatron.files.hub import model_config, model_name
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.weights.architecture import Architecture, stage_layers
@@ -67,9 +67,8 @@ def _unknown(path: Path, key: str, table: Mapping[str, Any]) -> NoReturn:
 
 
 def _from_hub(name: str, revision: str | None, key: str) -> Model:
-    where = f"{name}'s config.json"
     try:
-        config = json.loads(model_config(name, revision))
+        content = model_config(name, revision)
     except ValueError as error:
         raise UserError(
             f"{key} = {name}: no such directory, none of the bundled shapes, and its config.json could not be "
@@ -77,7 +76,11 @@ def _from_hub(name: str, revision: str | None, key: str) -> Model:
             + ", or pass --model-config FILE"
             * (key == "model.path")
         ) from None
-    return Model(config, architecture(checked(config, where), where), f"config.json of {name} on the hub")
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_bytes(content)
+        config = read_config_file(path)
+    return Model(dict(config), architecture(config, f"{name}'s config.json"), f"config.json of {name} on the hub")
 
 
 def _from_file(path: Path) -> Model:

@@ -23,10 +23,10 @@ Supply = Callable[[int], float | None]
 """Number of responses that an engine is decoding -> length of the next one it takes; None: none now."""
 
 
-def response_lengths(mean: float, longest: int, spread: float) -> np.ndarray:
-    """Float [QUANTILES]: ascending quantiles of a log-normal cut at `longest` whose mean after the cut is `mean`."""
+def response_lengths(mean: float, longest: int, spread: float, count: int = QUANTILES) -> np.ndarray:
+    """Float [count]: ascending quantiles of a log-normal cut at `longest` whose mean after the cut is `mean`."""
     normal = NormalDist()
-    shape = np.exp(spread * np.array([normal.inv_cdf((i + 0.5) / QUANTILES) for i in range(QUANTILES)]))
+    shape = np.exp(spread * np.array([normal.inv_cdf((i + 0.5) / count) for i in range(count)]))
     low, high = 0.0, float(longest) / shape[0]
     for _ in range(60):  # the mean grows with the scale
         scale = (low + high) / 2

@@ -41,9 +41,9 @@ LISTED = 8
 """Layouts of each kind that are listed."""
 
 
-def print_plan(plan: Plan, launch: Mapping[str, str]) -> None:
+def print_plan(plan: Plan, launch: Mapping[str, str], console: Console | None = None) -> None:
     """Print all tables of a plan, and the commands that start the run."""
-    console = Console()
+    console = console or Console()
     for line in (*_verdict(plan), *_head(plan)):
         console.print(line, highlight=False)
     tables = (_memory(plan), _phases(plan), _schedules(plan), _prefetch(plan), _layouts(plan), _refused(plan))

@@ -44,13 +44,17 @@ class Candidate:
 def compare(case: Case, engine: EngineMemory) -> list[Candidate]:
     """Valid layouts, fastest first, then the refused ones, nearest to the recipe's first.
 
-    Tried is every candidate with at most twice the recipe's context parallelism. Each layout has the fastest recompute
-    choice that fits or, where none fits, the one that needs the least memory.
+    Each layout has the fastest recompute choice that fits or, where none fits, the one that needs the least memory.
     """
-    most = 2 * case.recipe.parallel.context
-    layouts = candidates(dict(case.config), case.cluster.world)
-    options = [_best(case, parallel, engine) for parallel in layouts if parallel.context <= most]
+    options = [_best(case, parallel, engine) for parallel in _worth_trying(case)]
     return sorted(options, key=lambda one: (bool(one.problems), one.distance if one.problems else one.seconds))
+
+
+def _worth_trying(case: Case) -> Iterator[ParallelSection]:
+    """Every candidate with at most twice the recipe's context parallelism."""
+    for parallel in candidates(dict(case.config), case.cluster.world):
+        if parallel.context <= 2 * case.recipe.parallel.context:
+            yield parallel
 
 
 def _best(case: Case, parallel: ParallelSection, engine: EngineMemory) -> Candidate:

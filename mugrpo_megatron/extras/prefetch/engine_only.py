@@ -7,10 +7,11 @@ and each may be killed and started again.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, closing
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from pathlib import Path
 
-from mugrpo_megatron.data.prepare import Problems, prepare
+from mugrpo_megatron.data.prepare import PreparedData, Problems, prepare
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.engine.client import MOST_FAILURES, Engine, first_start_problem
 from mugrpo_megatron.engine.launch import check_allocator, sampling
@@ -21,13 +22,14 @@ from mugrpo_megatron.extras.guests.share import ShareTurn
 from mugrpo_megatron.extras.prefetch.following import claimed, has_begun, seal_ahead, stages_ahead
 from mugrpo_megatron.extras.prefetch.shares import Position, Share, begin, mark_share
 from mugrpo_megatron.observe.environment import finds_cuda
-from mugrpo_megatron.observe.progress import Display, open_display
+from mugrpo_megatron.observe.progress import Bar, Display, open_display
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.run.directory import RunDirectory, lock_soon, locked
 from mugrpo_megatron.run.record import editable_after_failure
 from mugrpo_megatron.run.responses import rows_of, stage_prompt
 from mugrpo_megatron.run.stopping import StopRequest, listening
+from mugrpo_megatron.samples import Prompt
 from mugrpo_megatron.stages.manifest import check_stage
 from mugrpo_megatron.stages.store import StageStore
 
@@ -152,36 +154,26 @@ def _generate(
     how, n = sampling(recipe, tokenizer), recipe.rollout.responses_per_prompt
     with ExitStack() as stack:
         stack.enter_context(editable_after_failure(recipe.run.dir))
-        if finds_cuda():
-            check_allocator()
-        engine = Engine.start(recipe, where.weights, log, _slot(share), stop.heard)
-        stack.callback(engine.stop)
+        engine = stack.enter_context(_engine(recipe, share, where.weights, log, stop))
         verifier = stack.enter_context(Verifier(recipe.reward))
         with display.waiting(f"waiting for the engine, see {log}"):
             if problem := first_start_problem(engine):
                 raise UserError(problem)
         failures = 0
         with display.bar(f"stage {where.cursor.stage}, share {share}", len(missing), "prompts") as bar:
-
-            def keep(group: ScoredGroup) -> None:
-                store.append(rows_of(group, recipe))
-                missing.remove(group.prompt.index)
-                bar.advance(tokens=group.tokens)
-
             while missing and not stop.heard():
                 before, failure = len(missing), None
                 scorer = Scorer(verifier, tokenizer)
                 try:
                     engine.wait_ready()
                     engine.set_version(where.version)
-                    prompts = (stage_prompt(recipe, prepared, where.cursor, group) for group in tuple(missing))
-                    with closing(engine.generate(prompts, n, how)) as groups:
+                    with closing(engine.generate(_prompts(recipe, prepared, where, missing), n, how)) as groups:
                         for group in scorer.during(_until(groups, stop)):
-                            keep(group)
+                            _keep(store, group, recipe, missing, bar)
                 except EngineFailure as error:
                     failure = error
                 for group in scorer.rest(stop.heard):
-                    keep(group)
+                    _keep(store, group, recipe, missing, bar)
                 store.flush()
                 if failure and not isinstance(failure, EngineStopped):
                     failures = failures + 1 if len(missing) == before else 1
@@ -189,6 +181,10 @@ def _generate(
                         raise failure
                     display.say(f"{failure}\nThe engine is restarted for what is missing.")
                     engine.restart()
+
+
+def _prompts(recipe: Recipe, problems: PreparedData, where: Position, groups: Sequence[int]) -> Iterator[Prompt]:
+    return (stage_prompt(recipe, problems, where.cursor, group) for group in tuple(groups))
 
 
 def _until(groups: Iterator[Group], stop: StopRequest) -> Iterator[Group]:
@@ -199,6 +195,23 @@ def _until(groups: Iterator[Group], stop: StopRequest) -> Iterator[Group]:
             return
 
 
+def _keep(store: StageStore, group: ScoredGroup, recipe: Recipe, missing: list[int], bar: Bar) -> None:
+    store.append(rows_of(group, recipe))
+    missing.remove(group.prompt.index)
+    bar.advance(tokens=group.tokens)
+
+
+@contextmanager
+def _engine(recipe: Recipe, share: Share, weights: Path, log: Path, stop: StopRequest) -> Iterator[Engine]:
+    """An engine on this machine's first devices, with a random stream of its own among the shares."""
+    if finds_cuda():
+        check_allocator()
+    engine = Engine.start(recipe, weights, log, _slot(share), stop.heard)
+    try:
+        yield engine
+    finally:
+        engine.stop()
+
+
 def _slot(share: Share) -> EngineSlot:
-    """This machine's first devices, with a random stream of its own among the shares."""
     return EngineSlot(True, number=share.number, engines=share.of, local=0, local_engines=1, gpu=0)

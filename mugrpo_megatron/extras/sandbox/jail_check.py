@@ -1,17 +1,12 @@
-"""Checks, before the first response and in `mugrpo doctor`, that this machine supports the recipe's sandbox."""
+"""Checks, before the first response, that this machine supports the recipe's sandbox."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.sandbox import filter as calls
 from mugrpo_megatron.extras.sandbox import kernel
-from mugrpo_megatron.extras.sandbox.limits import Limits, Mode
+from mugrpo_megatron.extras.sandbox.limits import Limits
 from mugrpo_megatron.extras.sandbox.programs import run_program
-
-if TYPE_CHECKING:
-    from mugrpo_megatron.commands.doctor import Finding
 
 
 def weakness(mode: str) -> str:
@@ -60,24 +55,3 @@ def _way_out(limits: Limits) -> str:
         "allow user namespaces to this user (docs/rewards.md), "
         'or accept weaker walls with reward.code.sandbox = "limits"'
     )
-
-
-def jail() -> Finding:
-    """In what programs of `reward.function = "code"` run here: the way in which one of a line has just run."""
-    from mugrpo_megatron.commands.doctor import Finding  # not for the verifier's workers
-
-    use = 'reward.function = "code": programs of responses'
-    remedy = 'allow user namespaces to this user (docs/rewards.md); until then reward.code.sandbox = "limits"'
-    if _jailed("namespaces"):
-        return Finding("code sandbox", "ok", "namespaces", use, needed=False)
-    if _jailed("limits"):
-        return Finding("code sandbox", "broken", "no namespaces, limits alone", use, needed=False, remedy=remedy)
-    return Finding("code sandbox", "absent", "programs cannot be held", use, needed=False, remedy="docs/rewards.md")
-
-
-def _jailed(mode: Mode) -> bool:
-    try:
-        check_jail(Limits(mode))
-    except (UserError, OSError):
-        return False
-    return True

@@ -62,6 +62,11 @@ class Sweep:
         return "begun" if (self.directory(cell).path / FILE_NAME).exists() else "missing"
 
 
+def default_out(source: Path, stage: int) -> Path:
+    """Where a sweep lies if `--out` does not say it: beside the run."""
+    return source.parent / f"{source.name}-sweep-stage{stage}"
+
+
 def check_sweep(sweep: Sweep) -> tuple[Sweep, Origin]:
     """Raise UserError, before any cell starts, for everything that one of them could be refused for.
 

@@ -23,12 +23,12 @@ def sweep_arguments(parser: Parser) -> None:
 def sweep(options: Options) -> int:
     """Run the cells of the grid that are not finished."""
     from mugrpo_megatron.checks.preflight import check_run
-    from mugrpo_megatron.extras.sweep.cells import Sweep, check_sweep, states
+    from mugrpo_megatron.extras.sweep.cells import Sweep, check_sweep, default_out, states
     from mugrpo_megatron.extras.sweep.grid import cells_of, read_grid
     from mugrpo_megatron.run.directory import RunDirectory
 
     source, stage = options.run_dir, options.stage
-    out = options.out or source.with_name(f"{source.name}-sweep-stage{stage}")
+    out = options.out or default_out(source, stage)
     sweep = Sweep(source, stage, out, cells_of(read_grid(options.overrides, options.grid), RunDirectory(source), out))
     sweep, origin = check_sweep(sweep)
     if options.dry_run:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import re
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -167,7 +168,7 @@ def _values(text: str) -> list[Any]:
 def _value(word: str) -> Any:
     try:
         table = parse_toml(f"value = {word}")
-    except ValueError:
+    except (ValueError, tomllib.TOMLDecodeError):
         return word
     return table["value"] if table.keys() == {"value"} else word
 

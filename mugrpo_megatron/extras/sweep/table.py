@@ -15,7 +15,7 @@ from mugrpo_megatron.extras.sweep.grid import Cell, text_of
 from mugrpo_megatron.files.durable import write_text
 from mugrpo_megatron.observe.progress import duration, new_table
 from mugrpo_megatron.observe.results import between, interval_in, measure_in, problems_in, shown, value_in
-from mugrpo_megatron.observe.rundata import read_run, seconds_by_phase
+from mugrpo_megatron.observe.rundata import RunData, read_run, seconds_by_phase
 from mugrpo_megatron.report.comparison import write_comparison
 
 CSV, PAGE = "cells.csv", "report.html"
@@ -46,7 +46,6 @@ def figures_of(sweep: Sweep, cell: Cell) -> Figures:
         return {"state": state}
     run = read_run(sweep.directory(cell).path)
     updates = [row for row in run.updates if row["stage"] == sweep.stage]
-    seconds = seconds_by_phase([row for row in run.phases if row["stage"] == sweep.stage])
     after = next(row for row in run.evals if row["stage"] > sweep.stage)
     before = next((row for row in run.evals if row["stage"] == sweep.stage and row["age"] == 0), None)
     low, high = interval_in(after) or (None, None)
@@ -68,8 +67,7 @@ def figures_of(sweep: Sweep, cell: Cell) -> Figures:
         "ratio_neg_min": _least(updates, "ratio_neg_min"),
         "grad_norm_max": max(_all(updates, "grad_norm"), default=None),
         "reward_mean": _mean(updates, "reward_mean"),
-        "seconds_optimize": seconds.get("optimize", 0.0),
-        "seconds_total": run.seconds,
+        **_seconds(run, sweep.stage),
     }
 
 
@@ -120,6 +118,11 @@ def as_table(sweep: Sweep, found: dict[str, Figures]) -> Table:
 
 def _keys(cells: Sequence[Cell]) -> list[str]:
     return list(dict.fromkeys(key for cell in cells for key in cell.settings))
+
+
+def _seconds(run: RunData, stage: int) -> Figures:
+    own = seconds_by_phase([row for row in run.phases if row["stage"] == stage])
+    return {"seconds_optimize": own.get("optimize", 0.0), "seconds_total": run.seconds}
 
 
 def _all(rows: Sequence[dict[str, Any]], name: str) -> list[float]:

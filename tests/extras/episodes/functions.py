@@ -38,6 +38,11 @@ async def chat(problem: Any, model: Any) -> dict[str, float]:
         messages += await model.answer(message, [add])
 
 
+async def one_turn(problem: Any, model: Any) -> float:
+    await model.generate(model.prompt_ids)
+    return 1.0
+
+
 async def tokenizes_again(problem: Any, model: Any) -> None:
     await model.generate(model.prompt_ids)
     await model.generate([*model.ids[:-3], 5, *model.ids[-2:]])

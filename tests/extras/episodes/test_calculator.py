@@ -51,6 +51,7 @@ def test_the_mask_of_every_token_is_what_the_text_says(tmp_path: Path) -> None:
     turns = 0
     for responses in found.values():
         for one in responses:
+            assert one.episode
             assert not one.episode.failed, one.episode.why
             assert one.episode.mask.tolist() == mask_by_text(one)
             assert not one.logprobs[~one.episode.mask].any()

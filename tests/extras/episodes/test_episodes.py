@@ -14,7 +14,7 @@ from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.episodes.episodes import Episodes
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.samples import Problem, Prompt
+from mugrpo_megatron.samples import Problem, Prompt, Response
 from tests.extras.episodes.fake import EOS, TOKENIZER, FakeEngine, Says
 from tests.tiny import save_model
 
@@ -51,8 +51,8 @@ def prompts_of(questions: Sequence[str], row: dict[str, Any] | None = None) -> l
 
 def played(
     recipe: Recipe, says: Says, questions: Sequence[str], n: int = 2, row: dict[str, Any] | None = None, **engine: Any
-) -> dict[str, list[Any]]:
-    """The responses to each question, each of an episode."""
+) -> dict[str, list[Response]]:
+    """The responses to each question."""
     source = iter(prompts_of(questions, row))
     fake = FakeEngine(says, **engine)
     how = Sampling(1.0, 1.0, recipe.rollout.max_response_tokens, (EOS,), stop=tuple(recipe.rollout.stop))
@@ -61,9 +61,7 @@ def played(
         return list(islice(source, max(0, 2 * slots - held)))
 
     with closing(Episodes(recipe, fake)) as episodes:  # type: ignore[arg-type]
-        found = {prompt.problem.question: responses for prompt, responses in episodes.generate(take, n, how)}
-    assert all(one.episode for responses in found.values() for one in responses)
-    return found
+        return {prompt.problem.question: responses for prompt, responses in episodes.generate(take, n, how)}
 
 
 def adds(context: str) -> str:
@@ -76,6 +74,7 @@ def test_sampled_tokens_have_mask_1_and_their_logprobs_in_place(model: Path) -> 
     for question, responses in found.items():
         answer = str(eval(question))
         for one in responses:
+            assert one.episode
             assert TOKENIZER.decode(one.ids) == f"{question}={answer} {answer}<|im_end|>"
             mask = [True] * (len(question) + 1) + [False] * (len(answer) + 1) + [True] * (len(answer) + 1)
             assert one.episode.mask.tolist() == mask
@@ -125,6 +124,7 @@ def calls_the_tool(context: str) -> str:
 
 def test_a_chat_with_tools_continues_what_was_sampled(chat_recipe: Callable[..., Recipe]) -> None:
     [one, _] = played(chat_recipe("chat"), calls_the_tool, ["1+2+3"])["1+2+3"]
+    assert one.episode
     call = 'Let me see.\n<tool_call>\n{"name":  "add","arguments":{"terms": "1+2+3"} }\n</tool_call>'
     given = "\n<|im_start|>tool\n6<|im_end|>\n<|im_start|>assistant\n"
     assert TOKENIZER.decode(one.ids) == f"{call}<|im_end|>{given}6<|im_end|>"
@@ -139,22 +139,26 @@ def test_a_broken_prefix_ends_the_episode_with_the_first_token_that_differs(
     model: Path, chat_recipe: Callable[..., Recipe]
 ) -> None:
     [one] = played(recipe_of(model, "tokenizes_again", retries=0), lambda context: "abcde", ["1"], n=1)["1"]
+    assert one.episode
     assert one.episode.failed
     assert one.episode.why == (
         "the episode failed: turn 2 does not continue turn 1: its token 4 is '&' (id 5) where 'd' (id 67) was sampled "
         "before; pass on the ids, or the messages, as they were returned"
     )
     [one] = played(chat_recipe("edits_messages", retries=0), lambda context: "abc", ["1"], n=1)["1"]
+    assert one.episode
     assert one.episode.failed
     assert "is 'e' (id 68) where 'a' (id 64) was sampled before" in one.episode.why
 
 
 def test_limits_end_an_episode_as_cut(model: Path) -> None:
     [one] = played(recipe_of(model, "never_ends", turns=3), lambda context: "abcdef", ["1"], n=1)["1"]
+    assert one.episode
     assert one.episode.parts["turns"] == 3
     assert one.finish_reason == "length"
     assert TOKENIZER.decode(one.ids) == "ab(ab(ab"
     [one] = played(recipe_of(model, "never_ends", turns=999), lambda context: "abcdef", ["1"], n=1)["1"]
+    assert one.episode
     assert one.finish_reason == "length"
     assert len(one.ids) in (63, 64)
     assert one.episode.mask[-1]
@@ -169,6 +173,7 @@ def test_limits_end_an_episode_as_cut(model: Path) -> None:
 )
 def test_a_function_that_breaks_the_rules_fails_its_episode(model: Path, function: str, why: str) -> None:
     for one in played(recipe_of(model, function, retries=0), lambda context: "abc", ["1"])["1"]:
+        assert one.episode
         assert one.episode.failed
         assert why in one.episode.why
         assert one.episode.parts["lost"] == 1.0
@@ -192,23 +197,34 @@ def test_a_function_that_cannot_be_taken_ends_the_command_with_one_sentence(
 
 def test_hostile_tools_cost_their_own_episode_alone(model: Path) -> None:
     """Every kind beside good ones: what it costs is one sentence, and the others' groups are whole."""
+    kinds = (
+        "raises",
+        "hangs",
+        "hangs_the_loop",
+        "ten_megabytes",
+        "wrong_type",
+        "forks",
+        "exits",
+        "returns_text",
+        "good",
+    )
     recipe = recipe_of(model, "hostile", retries=0, seconds=5.0)
+    found = played(recipe, lambda context: "abc", kinds, n=1)
+    whys = {kind: one.episode.why if one.episode and one.episode.failed else "" for kind, [one] in found.items()}
+    assert list(whys) == sorted(whys, key=list(whys).index)
+    assert whys.pop("good") == whys.pop("forks") == ""
     expected = {
         "raises": "ValueError: invalid literal for int() with base 10: 'x' (functions.py:",
         "hangs": "it took longer than 5 s",
         "hangs_the_loop": " 5 s",  # it took longer, or blocked its process: whichever is seen first
         "ten_megabytes": "ValueError: a text of 10,000,000 characters, and at most 1,048,576 go to the model",
         "wrong_type": "TypeError: 'object' object is not iterable",
-        "forks": "",
         "exits": "its process died (exit code 3)",
         "returns_text": "functions:hostile returned 'well done', a str and not a number",
-        "good": "",
     }
-    found = played(recipe, lambda context: "abc", list(expected), n=1)
-    assert found.keys() == expected.keys()
-    for kind, [one] in found.items():
-        assert one.episode.failed == bool(expected[kind]), kind
-        assert expected[kind] in one.episode.why, kind
+    assert whys.keys() == expected.keys()
+    for kind, sentence in expected.items():
+        assert sentence in whys[kind], kind
 
 
 def test_a_failed_episode_is_begun_again_and_dropped_with_its_groups_share(model: Path) -> None:
@@ -216,9 +232,11 @@ def test_a_failed_episode_is_begun_again_and_dropped_with_its_groups_share(model
     says = iter(["abcd", "", "abcd", "abcd"])
     recipe = recipe_of(model, "raises_after_text", retries=2)
     [first, second] = played(recipe, lambda context: next(says), ["1"])["1"]
-    failed, kept = sorted((first, second), key=lambda one: not one.episode.failed)
+    failed, kept = sorted((first, second), key=lambda one: not (one.episode and one.episode.failed))
+    assert failed.episode
     assert failed.episode.failed
     assert failed.episode.parts == {"retries": 2.0, "lost": 0.5}
+    assert kept.episode
     assert not kept.episode.failed
     assert kept.episode.parts["lost"] == 0.5
 
@@ -235,7 +253,7 @@ def test_episodes_that_wait_for_tools_do_not_count_for_the_engine(model: Path, f
     recipe = recipe_of(model, function, at_once=32)
     questions = [str(place) for place in range(16)]
     found = played(recipe, lambda context: "abc", questions, row={"seconds": 1.0}, slots=1)
-    waits = [one.episode.parts["tool_seconds"] for own in found.values() for one in own]
+    waits = [one.episode.parts["tool_seconds"] for own in found.values() for one in own if one.episode]
     assert len(waits) == 32
     assert min(waits) >= 1.0
 
@@ -257,6 +275,7 @@ def test_slimes_convention_runs(model: Path) -> None:
     longer = recipe_of(model, f"{function}:generate")
     longer = longer.model_copy(update={"rollout": longer.rollout.model_copy(update={"max_response_tokens": 256})})
     [one] = played(longer, searches, ["6?"], n=1)["6?"]
+    assert one.episode
     assert not one.episode.failed, one.episode.why
     given = "<information>Paris</information>"
     text = f"<search>capital of France</search><|im_end|>{given}It is Paris.<|im_end|>"
@@ -272,6 +291,7 @@ def test_slimes_convention_runs(model: Path) -> None:
         }
     )
     [one] = played(broken, searches, ["6?"], n=1)["6?"]
+    assert one.episode
     assert one.episode.failed
     assert "is '<|im_end|>' (id 257) where '.' (id 13) was sampled before" in one.episode.why
 
@@ -288,6 +308,7 @@ def test_trls_environments_run(chat_recipe: Callable[..., Recipe]) -> None:
     recipe = chat_recipe("tests.extras.episodes.trl_environments:EchoEnvironment")
     recipe = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"max_response_tokens": 512})})
     [one] = played(recipe, echoes, ["Try."], n=1, row={"prompt": "Try."})["Try."]
+    assert one.episode
     assert not one.episode.failed, one.episode.why
     prompt = TOKENIZER.decode(one.episode.prompt_ids)
     assert prompt == "<|im_start|>user\nTry. Echo it.<|im_end|>\n<|im_start|>assistant\n"
@@ -298,11 +319,11 @@ def test_trls_environments_run(chat_recipe: Callable[..., Recipe]) -> None:
     assert (one.episode.parts["calls"], one.episode.parts["failed_calls"], one.episode.parts["turns"]) == (2, 1, 3)
 
 
-def test_hundreds_of_episodes_begin_at_once(model: Path) -> None:
+def test_a_thousand_episodes_begin_at_once(model: Path) -> None:
     """More messages than the sockets hold, in both directions: neither end waits for the other to read."""
     row = {"seconds": 0.0, "text": "x" * 4000}
     found = played(
-        recipe_of(model, "sleeps", at_once=256), lambda context: "abc", list(map(str, range(32))), n=8, row=row
+        recipe_of(model, "sleeps", at_once=1024), lambda context: "abc", list(map(str, range(128))), n=8, row=row
     )
-    assert sum(len(own) for own in found.values()) == 256
-    assert not any(one.episode.failed for own in found.values() for one in own)
+    assert sum(len(own) for own in found.values()) == 1024
+    assert not any(one.episode.failed for own in found.values() for one in own if one.episode)

@@ -15,10 +15,12 @@ from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.exchange import import_rollouts as import_command
 from mugrpo_megatron.extras.exchange.import_rollouts import import_rollouts
+from mugrpo_megatron.observe.log import read_rows
 from mugrpo_megatron.recipe import Recipe, load_recipe
-from mugrpo_megatron.run.published import read_published
+from mugrpo_megatron.run.published import read_published, weight_sums
 from mugrpo_megatron.stages.store import StageStore
-from tests.tiny import COIN, mugrpo, rows, save_model, write_recipe
+from tests.hub import FIRST, NAME, used
+from tests.tiny import COIN, mugrpo, save_model, write_recipe
 
 PROMPTS, GROUP, UPDATES = 4, 4, 2
 TOKENIZER = build_arithmetic_tokenizer()
@@ -31,13 +33,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def trl_log(path: Path) -> Path:
     """What `log_completions` of TRL's GRPOTrainer writes: text, each reward function's column, its advantage."""
-    logged = [
+    rows = [
         {"step": step, "prompt": f"{step}+{place}=", "completion": str(said), "parity": said % 2.0, "advantage": 0.0}
         for step in range(UPDATES)
         for place in range(PROMPTS)
         for said in range(GROUP)
     ]
-    pq.write_table(pa.Table.from_pylist(logged), path)
+    pq.write_table(pa.Table.from_pylist(rows), path)
     return path
 
 
@@ -57,24 +59,36 @@ def imported(file: Path, recipe: Recipe, to: Path, reward: str | None = "parity"
 
 
 @pytest.mark.process
-def test_what_trl_logged_trains(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("given", [True, False])
+def test_what_trl_logged_trains(given: bool, model: Path, tmp_path: Path) -> None:
+    """With its rewards, or with the verifier's."""
     recipe, log = recipe_file(tmp_path, model), trl_log(tmp_path / "completions.parquet")
-    mugrpo("import", log, "--recipe", recipe, "--to", tmp_path / "stage", "--reward", "parity")
+    if not given:
+        table = pq.read_table(log)
+        pq.write_table(table.append_column("answer", pa.array(["1"] * len(table))), log)
+    column = ["--reward", "parity"] if given else []
+    mugrpo("import", log, "--recipe", recipe, "--to", tmp_path / "stage", *column)
+    rewards = [
+        s.reward for k in range(UPDATES) for s in StageStore(tmp_path / "stage" / "stages" / "00000").read_update(k)
+    ]
+    assert len(set(rewards)) == 2
     mugrpo("optimize", recipe, "--from", tmp_path / "stage")
-    updates = rows(tmp_path / "run", "update")
-    assert len(updates) == UPDATES
-    assert updates[0]["ratio_mean"] == 1.0, "the learner's own log-probabilities"
-    assert all(row["grad_norm"] > 0 for row in updates)
+    rows = [row for row in read_rows(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "update"]
+    assert len(rows) == UPDATES
+    assert rows[0]["ratio_mean"] == 1.0, "the learner's own log-probabilities"
+    assert all(row["grad_norm"] > 0 for row in rows)
+    before, after = (folder / "model.safetensors" for folder in (model, tmp_path / "run" / "hf"))
+    assert before.read_bytes() != after.read_bytes()
 
 
 def test_the_stage_holds_the_file(model: Path, tmp_path: Path) -> None:
     recipe, log = load_recipe(recipe_file(tmp_path, model)), trl_log(tmp_path / "completions.parquet")
     store = imported(log, recipe, tmp_path / "stage")
     samples = [sample for k in range(UPDATES) for sample in store.read_update(k, whole=True)]
-    logged = pq.read_table(log).to_pylist()
-    assert [json.loads(sample.row) for sample in samples] == logged
-    assert [sample.reward for sample in samples] == [row["parity"] for row in logged]
-    assert [sample.text for sample in samples] == [row["completion"] for row in logged]
+    rows = pq.read_table(log).to_pylist()
+    assert [json.loads(sample.row) for sample in samples] == rows
+    assert [sample.reward for sample in samples] == [row["parity"] for row in rows]
+    assert [sample.text for sample in samples] == [row["completion"] for row in rows]
     assert samples[0].response_ids.tolist() == [*TOKENIZER.encode("0"), TOKENIZER.eos_token_id]
     assert samples[5].components == {"parity": 1.0}
     assert sum(sample.advantage or 0 for sample in samples[:GROUP]) == pytest.approx(0, abs=1e-6)
@@ -94,6 +108,8 @@ def test_the_stage_holds_the_file(model: Path, tmp_path: Path) -> None:
             "prompts_per_update = 16 groups does not divide them, one of 1, 2, 4, 8 does; what fits: "
             "--set rollout.prompts_per_update=8 --set rollout.responses_per_prompt=4 --set schedule.updates_per_stage=1",  # noqa: E501
         ),
+        ({"rollout": {"responses_per_prompt": 2}}, "8 groups of 4 responses.*: --set rollout.responses_per_prompt=4$"),
+        ({"schedule": {"updates_per_stage": 5}}, "what fits: --set schedule.updates_per_stage=2$"),
         ({"rollout": {"max_response_tokens": 1}}, "what fits: --set rollout.max_response_tokens=2$"),
     ],
 )
@@ -145,7 +161,7 @@ def test_an_update_needs_a_token_to_train_on(model: Path, tmp_path: Path) -> Non
     assert sum(int(sample.trained(sample.response_ids).size) for k in range(2) for sample in store.read_update(k)) == 2
 
 
-@pytest.mark.parametrize("reward", ["-1" + "0" * 400, "1e39", "NaN"])
+@pytest.mark.parametrize("reward", ["1" + "0" * 400, "-1" + "0" * 400, "1e39", "1e308", "1e400", "NaN"])
 def test_a_reward_is_finite_as_float32(reward: str, model: Path, tmp_path: Path) -> None:
     recipe = load_recipe(recipe_file(tmp_path, model, **SMALL))
     log = of_ids(tmp_path / "rows.jsonl", *[{}] * 8)
@@ -153,6 +169,16 @@ def test_a_reward_is_finite_as_float32(reward: str, model: Path, tmp_path: Path)
     log.write_text(first.replace('"reward": 0', f'"reward": {reward}') + "\n" + rest)
     with pytest.raises(UserError, match=r"rows\.jsonl:1: reward holds no finite number"):
         imported(log, recipe, tmp_path / "stage", reward=None)
+
+
+def test_a_model_of_the_hub_is_found(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with used(model, tmp_path, monkeypatch):
+        recipe = load_recipe(recipe_file(tmp_path, Path(NAME)))
+        imported(trl_log(tmp_path / "completions.parquet"), recipe, tmp_path / "stage")
+    published = read_published(tmp_path / "stage")
+    assert published
+    assert (published.model, published.revision) == (NAME, FIRST)
+    assert published.weights == weight_sums(model)
 
 
 @pytest.mark.process
@@ -202,13 +228,12 @@ def test_a_function_that_needs_no_gold_gets_none(model: Path, tmp_path: Path) ->
 def test_a_function_gets_the_tests_of_a_program(model: Path, tmp_path: Path) -> None:
     """As in training: a column of tests is the gold of functions that take any value."""
     recipe, path, tests = load_recipe(recipe_file(tmp_path, model)), tmp_path / "log.jsonl", ["assert f(1) == 2"]
-    path.write_text(
-        "".join(
-            json.dumps({"prompt": "f", "group": group, "completion": str(said), "tests": tests}) + "\n"
-            for group in range(PROMPTS * UPDATES)
-            for said in range(GROUP)
-        )
-    )
+    rows = [
+        {"prompt": "f", "group": group, "completion": str(said), "tests": tests}
+        for group in range(PROMPTS * UPDATES)
+        for said in range(GROUP)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     store = imported(path, recipe, tmp_path / "stage", reward=None)
     assert {sample.gold for sample in store.read_update(0, whole=True)} == {json.dumps(tests)}
 

@@ -19,7 +19,7 @@ from mugrpo_megatron.extras.exchange import publish as module
 from mugrpo_megatron.extras.exchange.publish import publish, upload
 from mugrpo_megatron.recipe import load_recipe
 from mugrpo_megatron.run.branch import branch
-from mugrpo_megatron.run.published import hub_name, portable
+from mugrpo_megatron.run.published import hub_name, portable, read_published
 from mugrpo_megatron.stages.store import StageStore
 from tests.stages.test_signed import rewritten, tables_of
 from tests.tiny import mugrpo
@@ -53,15 +53,8 @@ def test_training_on_a_published_stage_ends_bitwise_like_training_on_the_run_s_o
 
 @pytest.mark.process
 def test_the_card_says_what_the_stage_is_and_nothing_of_the_machine(finished_run: Path, tmp_path: Path) -> None:
-    folder, left = tmp_path / "set", tmp_path / ".set.0123abcd.partial"
-    left.mkdir()
-    said: list[str] = []
-    publish(finished_run, 1, folder, say=said.append)
-    assert (
-        said[0]
-        == f"{left} is of another command that writes {folder}, or wrote it and was killed; remove it if none runs"
-    )
-    assert left.is_dir()
+    publish(finished_run, 1, tmp_path / "set", say=quiet)
+    folder = tmp_path / "set"
     written = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert {"README.md", "published.json", "recipe.toml", "stages/00001/stage.parquet"} <= written
     assert not any(name.startswith("checkpoints") for name in written), "only --weights takes them along"
@@ -93,23 +86,30 @@ def test_what_publish_did_not_write_stays(finished_run: Path, tmp_path: Path) ->
     with pytest.raises(UserError, match="--overwrite replaces it"):
         publish(finished_run, 1, tmp_path / "set", say=quiet)
     assert (tmp_path / "set" / "stages" / "00000").exists()
+    publish(finished_run, 1, tmp_path / "set", overwrite=True, say=quiet)
+    assert not (tmp_path / "set" / "stages" / "00000").exists()
     with pytest.raises(UserError, match="no sealed stage 7"):
         publish(finished_run, 7, tmp_path / "seven", say=quiet)
     with pytest.raises(UserError, match="not a run directory"):
         publish(tmp_path, 0, tmp_path / "seven", say=quiet)
     assert not (tmp_path / "seven").exists()
+
+
+@pytest.mark.process
+def test_an_own_file_in_a_published_stage_is_never_deleted(finished_run: Path, tmp_path: Path) -> None:
+    """N5: `--overwrite` deleted whatever lay in the directory."""
     to = tmp_path / "set"
+    publish(finished_run, 0, to, say=quiet)
     for name in ("precious.txt", ".git/HEAD", "stages/00000/notes.txt", "checkpoints/empty/x"):
         (to / name).parent.mkdir(parents=True, exist_ok=True)
         (to / name).write_text("mine")
         with pytest.raises(UserError, match=r"move it, or choose another path|not a complete checkpoint"):
-            publish(finished_run, 0, to, overwrite=True, say=quiet)
+            publish(finished_run, 1, to, overwrite=True, say=quiet)
         assert (to / name).read_text() == "mine"
         (to / name).unlink()
         if name not in ("precious.txt", "stages/00000/notes.txt"):
             shutil.rmtree(to / name.split("/")[0])
     publish(finished_run, 1, to, overwrite=True, say=quiet)
-    assert not (to / "stages" / "00000").exists()
     with pytest.raises(UserError, match="is inside the run"):
         publish(finished_run, 0, finished_run / "stages" / "00009", say=quiet)
 
@@ -136,6 +136,14 @@ def test_nothing_but_listed_regular_files_is_published(finished_run: Path, tmp_p
     assert not (tmp_path / "other").exists()
 
 
+def damaged_copy(model: Path, to: Path) -> Path:
+    """The model with another last byte of weights."""
+    shutil.copytree(model, to)
+    weights = to / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
+    return to
+
+
 @pytest.mark.process
 def test_a_token_that_the_model_lacks_is_named(finished_run: Path, tmp_path: Path) -> None:
     publish(finished_run, 0, tmp_path / "set", say=quiet)
@@ -154,15 +162,25 @@ def test_a_token_that_the_model_lacks_is_named(finished_run: Path, tmp_path: Pat
 
 
 @pytest.mark.process
+def test_what_a_killed_publish_left_is_named(finished_run: Path, tmp_path: Path) -> None:
+    left = tmp_path / ".set.0123abcd.partial"
+    left.mkdir()
+    said: list[str] = []
+    publish(finished_run, 0, tmp_path / "set", say=said.append)
+    assert said[0] == (
+        f"{left} is of another command that writes {tmp_path / 'set'}, or wrote it and was killed; remove it if none "
+        "runs"
+    )
+    assert left.is_dir()
+
+
+@pytest.mark.process
 def test_a_published_stage_trains_only_with_what_made_it(finished_run: Path, tmp_path: Path) -> None:
     publish(finished_run, 0, tmp_path / "zero", say=quiet)
     publish(finished_run, 1, tmp_path / "one", say=quiet)
     recipe = finished_run.parent / "recipe.toml"
     here = f"run.dir={tmp_path / 'b'}"
-    other = tmp_path / "other"
-    shutil.copytree(finished_run.parent / "model", other)
-    weights = (other / "model.safetensors").read_bytes()
-    (other / "model.safetensors").write_bytes(weights[:-1] + b"!")
+    other = damaged_copy(finished_run.parent / "model", tmp_path / "other")
     with pytest.raises(UserError, match="has other weights than model, which sampled"):
         branch(load_recipe(recipe, [here, f"model.path={other}"]), tmp_path / "zero", 0)
     with pytest.raises(UserError, match="published with --weights has them"):
@@ -193,7 +211,11 @@ def test_places_of_the_machine_are_cut_from_the_recipe(given: str, left: str) ->
     assert found.data.train == left
     assert hidden == ["model.path", *(["data.train"] if given != left else [])]
     assert "secret" not in found.model_dump_json()
-    assert portable(load_recipe(None, ["model.path=Qwen/Qwen2.5-0.5B"]))[0].model.path == Path("Qwen/Qwen2.5-0.5B")
+
+
+def test_a_model_of_the_hub_keeps_its_whole_name() -> None:
+    found, _ = portable(load_recipe(None, ["model.path=Qwen/Qwen2.5-0.5B"]))
+    assert found.model.path == Path("Qwen/Qwen2.5-0.5B")
 
 
 def test_a_model_from_the_hub_s_cache_is_named_with_its_revision() -> None:
@@ -225,13 +247,18 @@ class Hub:
 def test_an_upload_is_private_unless_told_and_replaces_only_published_stages(
     public: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for files, created in ((None, [("create", not public)]), ([module.FILE_NAME], [])):
-        hub = Hub(files)
-        monkeypatch.setattr("huggingface_hub.HfApi", lambda hub=hub: hub)
-        upload(tmp_path, "me/set", public, say=quiet)
-        assert hub.asked == [*created, ("upload", tmp_path)]
-    hub = Hub(["data.parquet"])
+    hub = Hub(None)
     monkeypatch.setattr("huggingface_hub.HfApi", lambda: hub)
+    upload(tmp_path, "me/set", public, say=quiet)
+    assert hub.asked == [("create", not public), ("upload", tmp_path)]
+    hub = Hub([module.FILE_NAME])
+    upload(tmp_path, "me/set", public, say=quiet)
+    assert hub.asked == [("upload", tmp_path)]
+    hub = Hub(["data.parquet"])
     with pytest.raises(UserError, match="not a published stage"):
         upload(tmp_path, "me/set", public, say=quiet)
     assert hub.asked == []
+
+
+def test_another_directory_is_no_published_stage(tmp_path: Path) -> None:
+    assert read_published(tmp_path) is None

@@ -6,14 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import EngineFailure
-from mugrpo_megatron.learner.learner import Learner
-from mugrpo_megatron.phases.batches import StageUpdates, columns_of
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.record import Record
@@ -24,10 +22,6 @@ from mugrpo_megatron.stages.store import StageStore
 from tests.engine.tiny import group
 
 UPDATES, PROMPTS, RESPONSES = 5, 2, 4
-WIDTH = PROMPTS * RESPONSES
-COUNT = UPDATES * WIDTH
-CPU = SimpleNamespace(device=SimpleNamespace(type="cpu"))
-LEARNER = cast(Learner, SimpleNamespace(ranks=CPU, offload=lambda part: None, reload=lambda: None))
 
 
 class Killed(BaseException):
@@ -127,31 +121,3 @@ def stand(recipe: Recipe, directory: Path) -> Any:
         world=World(SimpleNamespace(world=1, rank=0, heartbeat=None), None, 1, stop),  # type: ignore[arg-type]
         stop=stop,
     )
-
-
-def taught(tmp_path: Path) -> Recipe:
-    """A recipe with the teacher `big`."""
-    model = tmp_path / "teacher"
-    model.mkdir(exist_ok=True)
-    (model / "model.safetensors").write_bytes(b"weights")
-    return Recipe.model_validate(
-        {
-            "run": {"dir": tmp_path / "run"},
-            "rollout": {"prompts_per_update": PROMPTS, "responses_per_prompt": RESPONSES},
-            "objective": {"teacher": "big", "teacher_coef": 1.0},
-            "guest": {"big": {"model": model}},
-        }
-    )
-
-
-def stage_updates(run: Any, store: StageStore) -> StageUpdates:
-    """Stage 0 of the run with its columns."""
-    return StageUpdates(run.recipe, store, 0, columns_of(run.recipe, run.directory, "r", store, 0))
-
-
-def check_scored(run: Any, store: StageStore) -> None:
-    """Every token has the teacher's score."""
-    updates = stage_updates(run, store)
-    for age in range(UPDATES):
-        for sample in updates.samples(age):
-            np.testing.assert_array_equal(sample.teacher_logprobs, score_of(sample.response_ids))

@@ -99,6 +99,20 @@ def test_a_dry_run_checks_guests(model: Path, tmp_path: Path, capsys: pytest.Cap
     assert not (tmp_path / "run").exists()
 
 
+def test_no_checkpoint(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"guest\.big\.model = .*: not a Hugging Face checkpoint"):
+        check_guests(recipe(model, tmp_path), print)
+
+
+def test_engine_keys_that_cannot_be(model: Path) -> None:
+    with pytest.raises(UserError, match=r"guest\.big\.engine\.nodes = 2"):
+        check_guests(recipe(model, model, {"nodes": 2}), print)
+    with pytest.raises(UserError, match=r"engine\.extra\.dtype"):
+        check_guests(recipe(model, model, {"extra": {"dtype": "bfloat16"}}), print)
+    with pytest.raises(UserError, match=r"`guest\.big`.*engine\.tensors: Extra inputs"):
+        validate({"guest": {"big": {"model": "m", "engine": {"tensors": 2}}}}, "recipe")
+
+
 def test_names_without_a_guest_and_guests_without_work() -> None:
     with pytest.raises(UserError, match=r"objective\.teacher = 'big': there is no such guest; add \[guest\.big\]"):
         validate({"objective": {"teacher": "big"}}, "recipe")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,23 +14,14 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.guests import turn
 from mugrpo_megatron.extras.guests.checks import check_guests
 from mugrpo_megatron.extras.guests.judge import TOO_LONG, parsed
-from mugrpo_megatron.phases.batches import neutral_where_missing
+from mugrpo_megatron.phases.batches import StageUpdates, columns_of, neutral_where_missing
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.load import validate
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.samples import Prompt
 from tests.extras.guests.parsing import score
-from tests.extras.guests.stand import (
-    COUNT,
-    LEARNER,
-    PROMPTS,
-    RESPONSES,
-    UPDATES,
-    Answers,
-    sealed_stage,
-    stage_updates,
-    stand,
-)
+from tests.extras.guests.stand import PROMPTS, RESPONSES, UPDATES, Answers, Killed, StandInEngine, sealed_stage, stand
+from tests.extras.guests.test_turn import COUNT, LEARNER
 from tests.tiny import save_model
 
 TOKENIZER = build_arithmetic_tokenizer(CHAT_ML)
@@ -49,8 +41,11 @@ class Scripted(Answers):
         return np.array(TOKENIZER.encode(answer), dtype=np.int32)
 
 
-ANSWERS = Scripted
-"""Of the fixture `answers`."""
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> Answers:
+    answers = Scripted()
+    monkeypatch.setattr(turn, "Engine", SimpleNamespace(start=lambda *_: StandInEngine(answers)))
+    return answers
 
 
 @pytest.fixture(scope="module")
@@ -92,10 +87,11 @@ def test_scores_are_in_their_places_with_what_was_asked_and_answered(run: Any, a
     store = sealed_stage(run.directory)
     turn.take_turns(run, LEARNER, store, Cursor())
     assert len(answers.prompts) == COUNT
-    updates = stage_updates(run, store)
+    columns = columns_of(run.recipe, run.directory, "r", store, 0)
+    updates = StageUpdates(run.recipe, store, 0, columns)
     silent = 0
     for age in range(UPDATES):
-        rows = updates.columns.scores["quality"].read_table(age).to_pylist()
+        rows = columns.scores["quality"].read_table(age).to_pylist()
         plain = store.read_update(age)
         for place, (sample, before, row) in enumerate(zip(updates.samples(age), plain, rows, strict=True)):
             number = place % RESPONSES
@@ -122,9 +118,25 @@ def test_updates_of_informative_groups_count_the_judge(tmp_path: Path, model: Pa
     run = stand(recipe.model_copy(update={"objective": objective}), tmp_path / "run")
     store = sealed_stage(run.directory)
     turn.take_turns(run, LEARNER, store, Cursor())
-    updates = stage_updates(run, store)
+    updates = StageUpdates(run.recipe, store, 0, columns_of(run.recipe, run.directory, "r", store, 0))
     problems = [sample.problem for age in range(UPDATES) for sample in updates.samples(age)][::RESPONSES]
     assert problems == [f"tiny:{group}" for group in range(UPDATES * PROMPTS)]
+
+
+@pytest.mark.parametrize("after", [3, 20])
+def test_killed_in_its_turn_nothing_durable_is_asked_twice(run: Any, answers: Answers, after: int) -> None:
+    store = sealed_stage(run.directory)
+    answers.after, answers.error = after, Killed
+    with pytest.raises(Killed):
+        turn.take_turns(run, LEARNER, store, Cursor())
+    durable = after // (PROMPTS * RESPONSES) * PROMPTS * RESPONSES
+    first = {prompt.index for prompt in answers.prompts[:durable]}
+    answers.prompts.clear()
+    turn.take_turns(run, LEARNER, store, Cursor())
+    assert len(answers.prompts) == COUNT - durable
+    assert not first & {prompt.index for prompt in answers.prompts}
+    column = columns_of(run.recipe, run.directory, "r", store, 0).scores["quality"]
+    assert [column.read(update)[0] for update in range(UPDATES)] == [0.0, 2.0, 4.0, 6.0, 8.0]
 
 
 def test_a_question_that_is_too_long_is_counted_and_not_asked(tmp_path: Path, model: Path, answers: Answers) -> None:
@@ -133,7 +145,7 @@ def test_a_question_that_is_too_long_is_counted_and_not_asked(tmp_path: Path, mo
     store = sealed_stage(run.directory)
     turn.take_turns(run, LEARNER, store, Cursor())
     assert len(answers.prompts) == COUNT - 1
-    rows = stage_updates(run, store).columns.scores["quality"].read_table(1).to_pylist()
+    rows = columns_of(run.recipe, run.directory, "r", store, 0).scores["quality"].read_table(1).to_pylist()
     assert [row["why"] for row in rows].count(TOO_LONG) == 1
     assert run.rows[0][1]["unparsed/quality"] == 3
 
@@ -152,10 +164,16 @@ def test_a_missing_score_is_its_groups_mean() -> None:
     np.testing.assert_array_equal(neutral_where_missing(scores, groups), [1, 2, 3, 0, 0, 5])
 
 
-def test_a_question_that_cannot_be_rendered_names_its_problem(tmp_path: Path, model: Path, answers: Answers) -> None:
+def test_refusals(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_guests(judged(tmp_path, model), lambda line: None)
     with pytest.raises(UserError, match=r"quality\.prompt = .*: not a Jinja template"):
         check_guests(judged(tmp_path, model, "{{ response"), print)
+    with pytest.raises(UserError, match=r"quality\.parse 'tests\.extras\.guests\.parsing:none' cannot be loaded"):
+        check_guests(judged(tmp_path, model, parse="tests.extras.guests.parsing:none"), print)
+    with pytest.raises(UserError, match=r"quality\.max_tokens = 2000 leaves no room"):
+        check_guests(judged(tmp_path, model, max_tokens=2000), print)
     run = stand(judged(tmp_path, model, "{{ answer }}"), tmp_path / "run")
+    monkeypatch.setattr(turn, "Engine", SimpleNamespace(start=lambda *_: StandInEngine(Answers())))
     with pytest.raises(UserError, match=r"quality\.prompt = .*: fails on tiny:0 \(UndefinedError: 'answer'"):
         turn.take_turns(run, LEARNER, sealed_stage(run.directory), Cursor())
 

@@ -44,10 +44,10 @@ def recipe_of(folder: Path, **objective: object) -> Path:
     )
 
 
-def kill_in_turn(recipe: Path, what: str, *words: object) -> dict[str, list[dict[str, object]]]:
-    """Kill the command and its engines once a part of a column is there; the rows of the parts by name."""
+def kill_in_turn(recipe: Path, what: str) -> dict[str, list[dict[str, object]]]:
+    """Kill the run and its engines once a part of a column is there; the rows of the parts by name."""
     guests = recipe.parent / "run" / "guests"
-    with started(*words) as command:
+    with started("train", recipe) as command:
         while not any(guests.glob(f"*{what}*.parts-*/*.parquet")):
             assert command.wait(0.005) is None, command.said
         family = command.family
@@ -57,26 +57,18 @@ def kill_in_turn(recipe: Path, what: str, *words: object) -> dict[str, list[dict
     return {part.stem: pq.read_table(part).to_pylist() for part in parts}
 
 
-@pytest.mark.parametrize("learner", [True, False])
 @pytest.mark.parametrize("what", ["teacher-wise", "reward-quality"])
-def test_killed_while_a_guest_has_its_turn(what: str, learner: bool, tmp_path: Path) -> None:
-    """The run's own turn, or that of a process without a learner."""
+def test_killed_while_a_guest_has_its_turn(what: str, tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
-    words = ["train", recipe] if learner else ["generate", recipe, "--engine-only", "--shard", "0/1"]
-    if not learner:
-        assert "once all shares have, `mugrpo seal" in mugrpo(*words).stdout
-        assert "run its shares again for its guests" in mugrpo("seal", tmp_path / "run").stdout
-    durable = kill_in_turn(recipe, what, *words)
+    durable = kill_in_turn(recipe, what)
     assert 0 < len(durable) < UPDATES
-    mugrpo(*words)
+    mugrpo("train", recipe)
     guests = tmp_path / "run" / "guests"
     with pq.ParquetFile(guests / f"stage00000-{what}.parquet") as column:
         assert column.num_row_groups == UPDATES
         for update, rows in durable.items():
             assert column.read_row_group(int(update)).to_pylist() == rows
     assert not list(guests.glob("*.parts-*"))
-    if not learner:
-        return
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert sum(row["kind"] == "update" for row in rows) == UPDATES
     turns = [row for row in rows if row.get("phase") == "guest"]

@@ -15,12 +15,16 @@ from mugrpo_megatron.phases.batches import teacher_column
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory
-from tests.extras.guests.stand import LEARNER, UPDATES, Answers, score_of, sealed_stage
+from tests.extras.guests.stand import UPDATES, Answers, score_of, sealed_stage, stand
+from tests.extras.guests.test_turn import LEARNER, answers, taught
+
+__all__ = ["answers"]
 
 
 @pytest.fixture
-def source(run: Any, answers: Answers) -> Any:
-    turn.take_turns(run, LEARNER, run.store, Cursor())
+def source(tmp_path: Path, answers: Answers) -> Any:
+    run = stand(taught(tmp_path), tmp_path / "run")
+    turn.take_turns(run, LEARNER, sealed_stage(run.directory), Cursor())
     return run
 
 
@@ -32,7 +36,9 @@ def taken(recipe: Recipe, source: Any, tmp_path: Path, seed: int = 0) -> Any:
         target.stage(seed).rename(target.stage(0))
         store = type(store)(target.stage(0))
     take_columns(recipe, source.directory, target, 0)
-    return store, teacher_column(recipe, target, store, 0)
+    column = teacher_column(recipe, target, store, 0)
+    assert column
+    return store, column
 
 
 def test_the_same_guest_s_column_is_taken(source: Any, tmp_path: Path) -> None:
@@ -45,14 +51,20 @@ def test_the_same_guest_s_column_is_taken(source: Any, tmp_path: Path) -> None:
     assert column.whole
 
 
-def test_a_column_of_another_temperature_of_other_weights_or_of_another_stage_is_not(
-    source: Any, tmp_path: Path
-) -> None:
+def test_another_temperature_s_column_is_not(source: Any, tmp_path: Path) -> None:
     rollout = source.recipe.rollout.model_copy(update={"temperature": 0.5})
-    assert not taken(source.recipe.model_copy(update={"rollout": rollout}), source, tmp_path / "hot")[1].whole
-    assert not taken(source.recipe, source, tmp_path / "stage", seed=1)[1].whole
+    _, column = taken(source.recipe.model_copy(update={"rollout": rollout}), source, tmp_path)
+    assert not column.whole
+
+
+def test_a_column_of_other_weights_is_not(source: Any, tmp_path: Path) -> None:
     (tmp_path / "teacher" / "model.safetensors").write_bytes(b"other")
-    _, column = taken(source.recipe, source, tmp_path / "weights")
+    _, column = taken(source.recipe, source, tmp_path)
     assert not column.whole
     with pytest.raises(UserError, match="`mugrpo train` or `mugrpo generate` with this recipe computes them"):
         column.read(0)
+
+
+def test_a_column_of_another_stage_is_not(source: Any, tmp_path: Path) -> None:
+    _, column = taken(source.recipe, source, tmp_path, seed=1)
+    assert not column.whole

@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+from mugrpo_megatron.extras.lora.convert import main
+from mugrpo_megatron.learner.update import update
+from mugrpo_megatron.weights.hf import save_hf
 from tests import models
-from tests.extras.lora.adapted import Outcome, updates, updates_by_peft, write_adapter
+from tests.extras.lora.adapted import Outcome, adapted, updates, updates_by_peft, write_adapter, write_files
 from tests.extras.lora.test_updates import check_same
-from tests.extras.lora.test_weights import BFLOAT16, check_checkpoint, check_comes_back, files_of, what_is_sent
-from tests.learner.tiny import VOCAB
+from tests.extras.lora.test_weights import BFLOAT16, files_of, resume, train_and_save, what_is_sent
+from tests.learner.tiny import VOCAB, advantages, samples
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.process
@@ -91,10 +94,21 @@ def test_a_sync_sends_every_expert_merged_bit_by_bit(
 
 
 def test_an_adapter_comes_back_as_it_was_read(model: str, start: str, tmp_path: Path) -> None:
-    with_adapter = check_comes_back(model, start, tmp_path, 2, EXPERT)
+    """PEFT -> the learner over two ranks -> PEFT."""
+    files, _ = run_ranks(2, files_of, model, start, EXPERT)
+    write_files(tmp_path, files)
+    before, after = (Path(path) / "adapter_model.safetensors" for path in (start, tmp_path / "adapter"))
+    assert after.read_bytes() == before.read_bytes()
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    with_adapter = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), after.parent)
+    state, tensors = peft.get_peft_model_state_dict(with_adapter), load_file(before)
+    assert state.keys() == tensors.keys()
+    assert all(state[name].equal(one) for name, one in tensors.items())
     with_adapter.save_pretrained(tmp_path / "theirs")  # its config names PEFT's own settings
     [again] = run_ranks(1, files_of, model, str(tmp_path / "theirs"), {})
-    assert again["adapter/adapter_model.safetensors"] == (Path(start) / "adapter_model.safetensors").read_bytes()
+    assert again["adapter/adapter_model.safetensors"] == before.read_bytes()
 
 
 @pytest.mark.night
@@ -122,4 +136,52 @@ def test_other_families(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.night
 def test_a_checkpoint_goes_on_with_the_experts_elsewhere(model: str, tmp_path: Path) -> None:
-    check_checkpoint(model, tmp_path / "checkpoint", EXPERT, TENSOR)
+    directory = tmp_path / "checkpoint"
+    [(metrics, final)] = run_ranks(1, train_and_save, model, str(directory), {})
+    [(again, same)] = run_ranks(1, resume, model, str(directory), {})
+    assert [one["loss"] for one in again] == [one["loss"] for one in metrics]
+    assert all(np.array_equal(same[name], final[name]) for name in final)
+    for sections in (EXPERT, TENSOR):
+        for found, other in run_ranks(2, resume, model, str(directory), sections):
+            assert found[1]["loss"] == pytest.approx(metrics[1]["loss"], rel=1e-3)
+            for name in final:
+                np.testing.assert_allclose(other[name], final[name], atol=1e-4)
+
+
+def train_and_export(model: str, folder: str) -> None:
+    """An update; then hf/ with its adapter, and a checkpoint."""
+    from mugrpo_megatron.learner import checkpoint
+
+    learner = adapted(model, {**BFLOAT16, **EXPERT})
+    update(learner, samples(), advantages(24))
+    assert learner.adapters
+    write_files(Path(folder), learner.adapters.files(learner.models))
+    save_hf(learner.models, learner.architecture, Path(model), Path(folder) / "hf")
+    notes = {"run": "r", "cursor": {"stage": 0, "age": 1, "updates": 1}}
+    checkpoint.begin_save(learner, Path(folder) / "checkpoint", notes)()
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
+def test_the_converter_merges_and_extracts_as_the_run_exports(family: str, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    models.save_model(base, family, models.Storage(models.torch.bfloat16), vocab_size=272)
+    with_tokenizer(base)
+    run_ranks(2, train_and_export, str(base), str(tmp_path))
+    words = ["extract", "--megatron", tmp_path / "checkpoint", "--hf", base, "--out", tmp_path / "out"]
+    assert main([str(word) for word in words]) == 0
+    name = "adapter_model.safetensors"
+    assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "adapter" / name).read_bytes()
+    words = ["merge", "--adapter", tmp_path / "adapter", "--hf", base, "--out", tmp_path / "merged"]
+    assert main([str(word) for word in words]) == 0
+    ours, exported = (load_file(tmp_path / path / "model.safetensors") for path in ("merged", "hf"))
+    assert ours.keys() == exported.keys()
+    assert all(ours[name].equal(one) for name, one in exported.items())
+
+
+def with_tokenizer(directory: Path) -> None:
+    from tests.tiny import save_model
+
+    save_model(directory / "tokenizer")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (directory / "tokenizer" / name).rename(directory / name)

@@ -36,25 +36,24 @@ def test_a_dry_run_says_what_is_trained(tmp_path: Path, model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lora", "says", "sections"),
+    ("lora", "says"),
     [
-        ({"rank": 0}, "`lora.rank` = 0: Input should be greater than 0", {}),
-        ({"alpha": 16.0}, "without a rank all weights are trained", {}),
-        ({**LORA, "targets": ["q_proj", "wq"]}, "qwen2 has no linear layer 'wq' with an adapter; it has ['q_proj'", {}),
-        ({**LORA, "targets": []}, "leaves nothing to train", {}),
-        (
-            {**LORA, "start": "nowhere"},
-            "lora.start = nowhere: not an adapter in PEFT's format (no adapter_config.json",
-            {},
-        ),
-        (LORA, "splits the model's 2 key/value heads", {"parallel": {"tensor": 4}}),
-        (LORA, 'learner.layers = "auto" may fuse norms', {"learner": {"layers": "auto"}}),
+        ({"rank": 0}, "`lora.rank` = 0: Input should be greater than 0"),
+        ({"alpha": 16.0}, "without a rank all weights are trained"),
+        ({**LORA, "targets": ["q_proj", "wq"]}, "qwen2 has no linear layer 'wq' with an adapter; it has ['q_proj'"),
+        ({**LORA, "targets": []}, "leaves nothing to train"),
+        ({**LORA, "start": "nowhere"}, "lora.start = nowhere: not an adapter in PEFT's format (no adapter_config.json"),
     ],
 )
-def test_wrong_keys_and_layouts_are_refused(
-    lora: dict[str, Any], says: str, sections: dict[str, Any], tmp_path: Path, model: Path
-) -> None:
-    refused(*dry(tmp_path, model, lora, **sections), says=says)
+def test_wrong_keys_are_refused(lora: dict[str, Any], says: str, tmp_path: Path, model: Path) -> None:
+    refused(*dry(tmp_path, model, lora), says=says)
+
+
+def test_layouts_that_do_not_fit_are_refused(tmp_path: Path, model: Path) -> None:
+    four = {"tensor": 4}
+    refused(*dry(tmp_path, model, LORA, parallel=four), says="splits the model's 2 key/value heads")
+    fused = {"layers": "auto"}
+    refused(*dry(tmp_path, model, LORA, learner=fused), says='learner.layers = "auto" may fuse norms')
 
 
 def test_experts_have_adapters_by_the_names_of_transformers(tmp_path: Path) -> None:

@@ -63,3 +63,13 @@ def test_a_stage_killed_inside_ends_bitwise_like_the_unbroken_one(run: Path, tmp
 def test_a_run_may_start_from_its_adapter(run: Path, tmp_path: Path) -> None:
     keys = {"rank": 4, "start": str(run / "hf" / "adapter")}
     mugrpo("train", write_run(tmp_path, run.parent / "model", **{**SECTIONS, "lora": keys}), "--dry-run")
+
+
+@pytest.mark.night
+def test_engines_get_merged_experts(tmp_path: Path) -> None:
+    mugrpo("train", write_run(tmp_path, save_model(tmp_path / "model", "qwen3_moe"), **SECTIONS))
+    rows = list(read_rows(tmp_path / "run" / "metrics.jsonl"))
+    base, merged = (load_file(path / "model.safetensors") for path in (tmp_path / "model", tmp_path / "run" / "hf"))
+    checked = [row["checked"] for row in rows if row["kind"] == "phase" and row["phase"] == "sync"]
+    assert checked == [3 + 4 * 9] * 3, "every tensor of every sync is the engine's, which has a layer's experts in two"
+    assert sum(not base[name].equal(merged[name]) for name in base) == 4 * (4 + 3 * 4)

@@ -167,28 +167,24 @@ def files_of(model: str, start: str, sections: dict[str, Any]) -> dict[str, Any]
     return learner.adapters.files(learner.models)
 
 
-def check_comes_back(model: str, start: str, folder: Path, world: int, sections: dict[str, Any]) -> Any:
-    """PEFT -> the learner -> PEFT, over the ranks of a layout; PEFT's model with what came back."""
-    files, *others = run_ranks(world, files_of, model, start, sections)
-    assert others == [{}] * (world - 1)
-    write_files(folder, files)
-    before, after = (Path(path) / "adapter_model.safetensors" for path in (start, folder / "adapter"))
-    assert after.read_bytes() == before.read_bytes()
+def test_an_adapter_comes_back_as_it_was_read(model: str, tmp_path: Path) -> None:
+    """PEFT -> the learner -> PEFT, in one process and over several, which the pipeline and tensors divide."""
+    start = write_adapter(tmp_path / "start", Path(model))
+    [alone] = run_ranks(1, files_of, model, str(start), {})
+    split, *others = run_ranks(4, files_of, model, str(start), {"parallel": {"tensor": 2, "pipeline": 2}})
+    assert others == [{}] * 3
+    assert split == alone
+    write_files(tmp_path / "hf", alone)
+    before, after = load_file(start / "adapter_model.safetensors"), tmp_path / "hf/adapter/adapter_model.safetensors"
+    assert after.read_bytes() == (start / "adapter_model.safetensors").read_bytes()
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with_adapter = peft.PeftModel.from_pretrained(base, after.parent)
-    state, tensors = peft.get_peft_model_state_dict(with_adapter), load_file(before)
-    assert state.keys() == tensors.keys()
-    assert all(state[name].equal(one) for name, one in tensors.items())
-    return with_adapter
-
-
-@pytest.mark.parametrize(("world", "parallel"), [(1, {}), (4, {"tensor": 2, "pipeline": 2})])
-def test_an_adapter_comes_back_as_it_was_read(world: int, parallel: dict[str, int], model: str, tmp_path: Path) -> None:
-    start = write_adapter(tmp_path / "start", Path(model))
-    check_comes_back(model, str(start), tmp_path / "hf", world, {"parallel": parallel})
+    state = peft.get_peft_model_state_dict(with_adapter)
+    assert state.keys() == before.keys()
+    assert all(torch.equal(state[name], before[name]) for name in before)
 
 
 def train_and_save(model: str, directory: str, sections: dict[str, Any]) -> tuple[list[dict[str, float]], Any]:
@@ -212,26 +208,23 @@ def refused(model: str, directory: str, keys: dict[str, Any]) -> str:
     return str(error.value)
 
 
-def check_checkpoint(model: str, directory: Path, *layouts: dict[str, Any]) -> None:
-    """It has the adapters alone, and goes on bitwise in its own layout and closely in others."""
+def test_a_checkpoint_has_the_adapters_alone_and_goes_on_in_any_layout(model: str, tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoint"
     [(metrics, final)] = run_ranks(1, train_and_save, model, str(directory), {})
     assert all(".adapter_linear_" in name for name in read_index(directory))
     [(again, same)] = run_ranks(1, resume, model, str(directory), {})
     for ours, theirs in zip(again, metrics, strict=True):
         assert {**ours, "seconds": 0} == {**theirs, "seconds": 0}
     assert all(np.array_equal(same[name], final[name]) for name in final)
-    for sections in layouts:
-        for found, other in run_ranks(2, resume, model, str(directory), sections):
-            assert found[1]["loss"] == pytest.approx(metrics[1]["loss"], rel=1e-3)
-            for name in final:
-                np.testing.assert_allclose(other[name], final[name], atol=1e-4)
+    for found, other in run_ranks(2, resume, model, str(directory), {"parallel": {"tensor": 2, "sequence": True}}):
+        assert found[1]["loss"] == pytest.approx(metrics[1]["loss"], rel=1e-3)
+        for name in final:
+            np.testing.assert_allclose(other[name], final[name], atol=1e-4)
 
 
-def test_a_checkpoint_goes_on_in_any_layout_but_with_no_other_adapter_and_no_other_base(
-    model: str, other: str, tmp_path: Path
-) -> None:
+def test_a_checkpoint_continues_no_other_adapter_and_no_other_base(model: str, other: str, tmp_path: Path) -> None:
     directory = tmp_path / "checkpoint"
-    check_checkpoint(model, directory, {"parallel": {"tensor": 2, "sequence": True}})
+    run_ranks(1, train_and_save, model, str(directory), {})
     for path, keys in ((model, {"rank": 8}), (model, {}), (other, {"rank": RANK, "alpha": ALPHA})):
         [said] = run_ranks(1, refused, path, str(directory), keys)
         assert "resume with the model the run was started from" in said

@@ -78,6 +78,16 @@ def test_bundled_shapes_have_the_published_number_of_parameters(name: str) -> No
     assert parameters(find_model(named(name)).architecture) == PUBLISHED[VARIANT.sub("", name)]
 
 
+def test_an_entry_like_another_has_its_keys_and_its_own() -> None:
+    table = bundled()
+    assert table["DeepSeek-R1-Distill-Qwen-1.5B"] == table["Qwen2.5-1.5B"] | {
+        "max_position_embeddings": 131072,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+    }
+    assert not any("like" in entry for entry in table.values())
+
+
 @pytest.mark.parametrize("name", sorted(KV_NUMBERS))
 def test_the_cache_of_a_token_is_the_published_one(name: str) -> None:
     assert kv_bytes_per_token(bundled()[name], "bfloat16") == 2 * KV_NUMBERS[name]
@@ -114,3 +124,15 @@ def test_the_hub_gives_a_shape_and_nothing_else(tmp_path: Path, monkeypatch: pyt
         assert with_cached_model(Recipe.model_validate({"model": {"path": NAME}})).model.commit is None
         with pytest.raises(UserError, match=r"someone/else: .*could not be downloaded .*no such repository.*network"):
             find_model(Recipe.model_validate({"model": {"path": "someone/else"}}))
+
+
+def test_without_a_network_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with used(tmp_path, tmp_path, monkeypatch):
+        pass  # no hub answers at that address any more
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(
+        "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{repo_id}/{filename}"
+    )
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"could not be downloaded from the Hugging Face hub .*--model-config FILE"):
+        find_model(Recipe.model_validate({"model": {"path": "someone/else"}}))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mugrpo_megatron.checks.layouts import bundled
 from mugrpo_megatron.extras.plan.case import Case, find_model, make_case
@@ -108,6 +110,17 @@ def test_recipes_that_cannot_prefetch_have_no_split(sections: dict[str, dict[str
     case = case_of(2, None, **sections)
     assert best_split(case) is None
     assert hiding_split(case) is None
+
+
+@settings(max_examples=5)
+@given(st.floats(0.05, 0.9), st.floats(0.1, 0.6))
+def test_more_nodes_for_engines_never_make_a_run_longer(mean_response: float, mfu: float) -> None:
+    found = hiding_split(case_of(2, Assumptions(mean_response=mean_response, mfu=mfu)))
+    half = best_split(case_of(2, Assumptions(mean_response=mean_response, mfu=mfu)))
+    assert found
+    assert half
+    assert found.seconds < half.seconds
+    assert 0 < found.prefetch <= UPDATES
 
 
 def test_the_plan_prints_and_has_both_splits(capsys: pytest.CaptureFixture[str]) -> None:

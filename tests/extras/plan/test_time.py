@@ -20,6 +20,7 @@ from mugrpo_megatron.extras.plan.time import (
     logprob_seconds,
     schedules,
     stage_bytes,
+    update_seconds,
     work_of,
 )
 from mugrpo_megatron.recipe import Recipe
@@ -103,6 +104,16 @@ def test_the_same_updates_cost_the_same_to_take_and_less_to_generate_in_few_stag
     assert (mu.rates, grpo.rates) == pytest.approx((1024 * 1e-6, 4 * 1e-6))
 
 
+def test_a_whole_response_objective_and_full_recompute_cost_more() -> None:
+    def seconds(**sections: dict[str, Any]) -> float:
+        return update_seconds(on_four_h200(recipe(**sections)))
+
+    plain = seconds()
+    assert seconds(objective={"name": "gspo"}) > plain
+    assert seconds(objective={"name": "m2po"}) > 1.2 * plain  # a forward pass more
+    assert seconds(learner={"recompute": "full"}) == pytest.approx(4 / 3 * plain, rel=0.1)
+
+
 @pytest.mark.parametrize(
     ("stages", "updates", "section", "before", "woken"),
     [
@@ -134,6 +145,22 @@ def test_each_held_out_set_costs_what_its_own_samples_do() -> None:
     assert both == pytest.approx(once + seconds("aime24", samples=32))
 
 
+def test_evaluations_inside_a_stage_cost_their_switches_too() -> None:
+    seldom, often = (costs(eval={"every_updates": every})[0].seconds for every in (0, 256))
+    assert often["evaluate"] > 2 * seldom["evaluate"]
+    assert {name: often[name] for name in ("generate", "optimize", "switch")} == {
+        name: seldom[name] for name in ("generate", "optimize", "switch")
+    }
+
+
+def test_a_reference_policy_costs_a_forward_pass_over_the_stage() -> None:
+    plain = recipe(objective={"name": "off_policy_grpo"})
+    reference = recipe(objective={"name": "off_policy_grpo", "reference_every": 4})
+    behaviour = recipe(objective={"name": "off_policy_grpo"}, rollout={"behaviour": "learner"})
+    seconds = [logprob_seconds(on_four_h200(one)) for one in (plain, reference, behaviour)]
+    assert seconds[1] == seconds[2] > 100 * seconds[0]
+
+
 def test_each_whole_stage_pass_is_counted_once() -> None:
     learner, anchored = {"behaviour": "learner"}, {"name": "mu_grpo", "kl_coef": 0.01}
     start, stage = ({**anchored, "kl_anchor": name} for name in ("start", "stage"))
@@ -145,7 +172,6 @@ def test_each_whole_stage_pass_is_counted_once() -> None:
         (recipe(objective=start, rollout=learner), 2),
         (recipe(objective=stage, rollout=learner), 1),
         (recipe(learner=replay), 1),
-        (recipe(objective={"name": "off_policy_grpo", "reference_every": 4}), 1),
         (recipe(learner=replay, rollout=learner), 1),
     ]
     none, one = (logprob_seconds(on_four_h200(recipe(rollout=how))) for how in ({}, learner))

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from mugrpo_megatron.data.prepare import Problems
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.prefetch.following import ahead, claimed, seal_ahead, stages_ahead
-from mugrpo_megatron.extras.prefetch.sealing import close_stage
-from mugrpo_megatron.extras.prefetch.shares import Position, Share, begin, mark_share
+from mugrpo_megatron.extras.prefetch.shares import Position, Share, begin, mark_share, position
 from mugrpo_megatron.files.durable import write_json
-from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe import Recipe, dump_recipe
 from mugrpo_megatron.recipe.sections import ScheduleSection
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory
@@ -63,6 +62,21 @@ def test_hf_is_written_once_in_every_stage_but_the_last_as_early_as_it_may_sampl
             following = cursor.next_stage(schedule, cursor.stage_updates(schedule))
             assert following == stages[number + 1][0]
             assert following.updates - cursor.updates == min(schedule.max_sample_age, len(cursors))
+
+
+def test_max_sample_age_0_is_the_recipe_without_the_key(tmp_path: Path) -> None:
+    """Byte by byte where a run keeps its recipe, and the run of one is continued with the other."""
+    zero = recipe_of(tmp_path, age=0)
+    table = zero.model_dump(mode="json")
+    del table["schedule"]["max_sample_age"]
+    absent = Recipe.model_validate(table)
+    assert dump_recipe(zero) == dump_recipe(absent)
+    first = begin(absent, PROBLEMS)
+    assert begin(zero, PROBLEMS) == first
+    path = RunDirectory(zero.run.dir).recipe
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if not line.startswith("max_sample_age = ")))
+    assert begin(zero, PROBLEMS) == first, "a run that was begun before the key was there"
 
 
 def recipe_of(tmp_path: Path, age: int = 2, stages: int = 3) -> Recipe:
@@ -128,15 +142,6 @@ def test_a_sealed_stage_may_be_of_weights_of_the_stated_age_and_no_older(tmp_pat
     assert version(of=Record("another")) == 4, "another run's says nothing"
 
 
-def claimed_ahead(recipe: Recipe) -> Position:
-    """Stage 1 of a run that has sealed stage 0 and written hf/ in it."""
-    begin(recipe, PROBLEMS)
-    sealed(recipe, 0)
-    write_hf(recipe, Cursor(0, 2, 2))
-    (where,) = following(recipe)
-    return claimed(RunDirectory(recipe.run.dir), recipe, where)
-
-
 def following(recipe: Recipe, *changes: Callable[[], object]) -> list[Position]:
     """The stages that a process which follows is given, where `changes` happen between its looks."""
     remaining = list(changes)
@@ -180,20 +185,22 @@ def test_who_follows_gets_each_stage_ahead_once_until_the_last(tmp_path: Path) -
 def test_the_first_who_claims_a_stage_chooses_its_weights_and_the_last_seals_it(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
     directory = RunDirectory(recipe.run.dir)
-    first = claimed_ahead(recipe)
+    begin(recipe, PROBLEMS)
+    sealed(recipe, 0)
+    write_hf(recipe, Cursor(0, 2, 2))
+    (where,) = following(recipe)
+    first = claimed(directory, recipe, where)
     write_hf(recipe, Cursor(1, 0, 4))
-    second = claimed(directory, recipe, first)
+    second = claimed(directory, recipe, where)
     assert first == second
     assert (first.weights / "model.safetensors").read_bytes() == b"after 2", "hf/ has gone on"
     for number, one in enumerate((first, second)):
         mark_share(Share(number, 2), one, PROBLEMS)
         assert not seal_ahead(directory, recipe, one)
-        with pytest.raises(UserError, match=r"lacks \d of 4 groups; shares that lack some: .*/2 \(2\)"):
-            close_stage(recipe, one)
         fill(one.stage, one.origin, number + 1, range(number, 4, 2))
     assert seal_ahead(directory, recipe, first)
     assert seal_ahead(directory, recipe, second), "it is done"
-    origin = stage_origin(directory, first.record, Cursor(1, 0, 4), recipe.schedule)
+    origin = stage_origin(directory, where.record, Cursor(1, 0, 4), recipe.schedule)
     stage = StageStore(directory.stage(1), 0, origin)
     assert stage.sealed
     assert [sample.weight_version for sample in stage.read_update(3)] == [2, 2]
@@ -202,7 +209,12 @@ def test_the_first_who_claims_a_stage_chooses_its_weights_and_the_last_seals_it(
 
 def test_what_was_begun_ahead_gives_way_to_the_learners_own(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
-    directory, where = RunDirectory(recipe.run.dir), claimed_ahead(recipe)
+    directory = RunDirectory(recipe.run.dir)
+    begin(recipe, PROBLEMS)
+    sealed(recipe, 0)
+    write_hf(recipe, Cursor(0, 2, 2))
+    (where,) = following(recipe)
+    where = claimed(directory, recipe, where)
     mark_share(Share(0, 1), where, PROBLEMS)
     fill(where.stage, where.origin, 1, range(4))
     sealed(recipe, 1)
@@ -210,6 +222,14 @@ def test_what_was_begun_ahead_gives_way_to_the_learners_own(tmp_path: Path) -> N
     assert seal_ahead(directory, recipe, where)
     assert (directory.stage(1) / "stage.parquet").read_bytes() == bits
     assert not list((directory.path / "ahead").iterdir())
+
+
+def test_weights_inside_a_stage_begin_no_stage_without_follow(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path)
+    begin(recipe, PROBLEMS)
+    write_hf(recipe, Cursor(0, 2, 2))
+    with pytest.raises(UserError, match=r"holds stage00000-age00002: finish the stage .* ahead with `--follow`"):
+        position(RunDirectory(recipe.run.dir), recipe)
 
 
 def test_who_follows_another_run_or_other_problems_is_told(tmp_path: Path) -> None:

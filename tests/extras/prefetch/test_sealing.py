@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -14,12 +14,14 @@ import pytest
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.prefetch.sealing import seal
+from mugrpo_megatron.observe.log import read_rows
 from mugrpo_megatron.run.checkpoints import newest_cursor
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.stages.manifest import manifest_name, read_manifest
 from mugrpo_megatron.stages.store import StageStore
+from tests.forked import Command, started
 from tests.scaling.nodes import kill
-from tests.tiny import COIN, mugrpo, rows, save_model, write_recipe, write_run
+from tests.tiny import COIN, mugrpo, save_model, write_recipe
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 PROMPTS = 4000
@@ -29,36 +31,51 @@ ALONE = 'ip link set lo up && mount -t tmpfs none /dev/shm && exec "$@"'
 """A machine of its own, but for the file system: only a loopback of its own to talk over, and its own shared memory."""
 
 
-def problems(stage: Path) -> list[tuple[str, list[int]]]:
-    """Problem and prompt of every row of a sealed stage, in its order."""
-    store = StageStore(stage)
-    samples = [sample for update in range(store.updates) for sample in store.read_update(update)]
-    return [(one.problem, one.prompt_ids.tolist()) for one in samples]
-
-
-def test_a_share_makes_the_stage_that_a_run_makes_and_training_goes_on_from_it(
-    finished_run: Path, tmp_path: Path
-) -> None:
-    """The second stage begins with the weights that `mugrpo optimize` left in hf/."""
-    run = tmp_path / "run"
-    recipe = write_run(
-        tmp_path,
-        finished_run.parent / "model",
-        schedule={"stages": 2, "updates_per_stage": 2},
-        rollout={"behaviour": "engine"},
+def recipe_of(folder: Path, prompts: int = 4, **sections: dict[str, object]) -> Path:
+    """Two stages of two updates; the answers' parity is the reward, so the weights move."""
+    return write_recipe(
+        folder / "recipe.toml",
+        save_model(folder / "model"),
+        folder / "run",
+        rollout={"prompts_per_update": prompts, "responses_per_prompt": 4, "max_response_tokens": 6},
+        reward=COIN,
+        **sections,
     )
-    stages = [run / "stages" / f"{number:05d}" for number in range(2)]
-    for number in range(2):
-        said = mugrpo("generate", recipe, "--engine-only", "--shard", "0/1", "--stage", number).stdout
-        assert "share 0/1 has all of its 8 groups" in said
+
+
+def problems(stage: Path) -> list[tuple[int, str, list[int]]]:
+    """Group, problem and prompt of every row of a sealed stage, in its order."""
+    store = StageStore(stage)
+    rows = [sample for update in range(store.updates) for sample in store.read_update(update)]
+    return [(row.group, row.problem, row.prompt_ids.tolist()) for row in rows]
+
+
+def test_shares_make_the_stages_that_a_run_makes_and_training_goes_on_from_them(tmp_path: Path) -> None:
+    """The first by two shares, the second by one: it begins with the weights that `mugrpo optimize` left in hf/."""
+    whole, shared = tmp_path / "whole", tmp_path / "shared"
+    for folder in (whole, shared):
+        folder.mkdir()
+        recipe_of(folder)
+    mugrpo("train", whole / "recipe.toml")
+    recipe, run = shared / "recipe.toml", shared / "run"
+    for number, shares in enumerate((2, 1)):
+        stage = run / "stages" / f"{number:05d}"
+        said = mugrpo("generate", recipe, "--engine-only", "--shard", f"0/{shares}", "--stage", number).stdout
+        assert f"share 0/{shares} has all of its {8 // shares} groups" in said
+        if shares == 2:
+            with pytest.raises(UserError, match=r"lacks 4 of 8 groups.*no share was begun for 4"):
+                seal(run)
+            mugrpo("generate", recipe, "--engine-only", "--shard", "1/2")
         assert "is sealed: 8 groups" in mugrpo("seal", run).stdout
+        assert "sealed already" in mugrpo("seal", run).stdout
+        assert problems(stage) == problems(whole / "run" / "stages" / f"{number:05d}")
         mugrpo("optimize", recipe)
-    both = [one for stage in stages for one in problems(stage)]
-    assert both == problems(finished_run / "stages" / "00000")[: len(both)]
     assert newest_cursor(run / "checkpoints") == Cursor(2, 0, 4)
-    assert [row["mismatch_max"] < 1e-4 for row in rows(run, "stage")] == [True, True], "hf/ is the learner"
-    assert {row["skipped"] for row in rows(run, "update")} == {0}
-    assert {sample.weight_version for sample in StageStore(stages[1]).read_update(0)} == {2}
+    rows = read_rows(run / "metrics.jsonl")
+    assert [row["mismatch_max"] < 1e-4 for row in rows if row["kind"] == "stage"] == [True, True], "hf/ is the learner"
+    assert {row["skipped"] for row in rows if row["kind"] == "update"} == {0}
+    versions = [sample.weight_version for sample in StageStore(run / "stages" / "00001").read_update(0)]
+    assert set(versions) == {2}
     with pytest.raises(UserError, match="taken all of its 4 updates"):
         seal(run)
 
@@ -69,11 +86,55 @@ def finished(run: Path, share: int) -> int:
     return sum(len(shard.groups) for shard in manifest.shards)
 
 
+def end(command: Command, number: int) -> None:
+    for process in command.family if number == signal.SIGKILL else command.family[:1]:
+        with suppress(psutil.NoSuchProcess):  # an engine ends with its leader
+            process.send_signal(number)
+    command.wait()
+
+
+def share_words(recipe: Path, share: int) -> list[object]:
+    return ["generate", recipe, "--engine-only", "--shard", f"{share}/4"]
+
+
+@pytest.fixture(scope="module")
+def at_once(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str, list[int]]]:
+    """The problems of a stage that one process has generated."""
+    folder = tmp_path_factory.mktemp("whole")
+    mugrpo("generate", recipe_of(folder, prompts=PROMPTS))
+    return problems(folder / "run" / "stages" / "00000")
+
+
+@pytest.mark.night
+def test_four_shares_at_once_two_of_them_ended_and_run_again(
+    at_once: list[tuple[int, str, list[int]]], tmp_path: Path
+) -> None:
+    """As a Slurm array whose tasks are lost: one share is killed with its engine, another is asked to stop."""
+    recipe, run = recipe_of(tmp_path, prompts=PROMPTS), tmp_path / "run"
+    with ExitStack() as stack:
+        commands = [stack.enter_context(started(*share_words(recipe, share))) for share in range(4)]
+        for share, number in ((1, signal.SIGKILL), (2, signal.SIGTERM)):
+            while not finished(run, share):
+                assert commands[share].wait(0.1) is None, commands[share].said
+            end(commands[share], number)
+        assert "the same command continues" in commands[2].said.lower()
+        for share in (0, 3):
+            assert commands[share].wait() == 0, commands[share].said
+    with pytest.raises(UserError, match=r"shares that lack some: 1/4 \(\d+\), 2/4"):
+        seal(run)
+    assert 0 < finished(run, 1) < PROMPTS // 2
+    for share in (1, 2):
+        mugrpo(*share_words(recipe, share))
+    assert "is sealed: 8,000 groups" in mugrpo("seal", run).stdout
+    assert problems(run / "stages" / "00000") == at_once
+    mugrpo("optimize", recipe)
+    assert newest_cursor(run / "checkpoints") == Cursor(1, 0, 2)
+
+
 @contextmanager
-def elsewhere(log: Path, recipe: Path, share: int) -> Iterator[psutil.Popen]:
-    """One of four shares on a machine of its own (`ALONE`), as a user starts it; killed when the block ends."""
-    words = ["generate", str(recipe), "--engine-only", "--shard", f"{share}/4"]
-    command = [*UNSHARED, ALONE, "sh", sys.executable, "-m", "mugrpo_megatron", *words]
+def elsewhere(log: Path, *words: object) -> Iterator[psutil.Popen]:
+    """A `mugrpo` command on a machine of its own (`ALONE`), as a user starts it; killed when the block ends."""
+    command = [*UNSHARED, ALONE, "sh", sys.executable, "-m", "mugrpo_megatron", *map(str, words)]
     with log.open("ab") as output:
         process = psutil.Popen(command, stdout=output, stderr=output)
     try:
@@ -84,30 +145,18 @@ def elsewhere(log: Path, recipe: Path, share: int) -> Iterator[psutil.Popen]:
 
 
 @pytest.mark.night
-def test_four_machines_that_share_a_directory_three_of_them_ended_and_run_again(tmp_path: Path) -> None:
-    """One share is killed with its engine, as when a machine is lost; of another the command alone, as for memory.
-
-    A third is asked to stop.
-    """
+def test_four_machines_that_share_a_directory_two_of_them_killed_and_run_again(
+    at_once: list[tuple[int, str, list[int]]], tmp_path: Path
+) -> None:
+    """One share is killed with its engine, as when a machine is lost; of another the command alone, as for memory."""
     if subprocess.run([*UNSHARED, ALONE, "sh", "true"], capture_output=True, check=False).returncode:
         pytest.skip("no right to make namespaces")
-    folders = [tmp_path / name for name in ("whole", "shared")]
-    for folder in folders:
-        folder.mkdir()
-        write_recipe(
-            folder / "recipe.toml",
-            save_model(folder / "model"),
-            folder / "run",
-            rollout={"prompts_per_update": PROMPTS, "responses_per_prompt": 4, "max_response_tokens": 6},
-            reward=COIN,
-        )
-    mugrpo("generate", folders[0] / "recipe.toml")
-    recipe, run = folders[1] / "recipe.toml", folders[1] / "run"
+    recipe, run = recipe_of(tmp_path, prompts=PROMPTS), tmp_path / "run"
     logs = [tmp_path / f"share-{share}.log" for share in range(4)]
 
     with ExitStack() as stack:
-        machines = [stack.enter_context(elsewhere(logs[share], recipe, share)) for share in range(4)]
-        for share in (1, 2, 3):
+        machines = [stack.enter_context(elsewhere(logs[share], *share_words(recipe, share))) for share in range(4)]
+        for share in (1, 2):
             while not finished(run, share):
                 psutil.wait_procs([machines[share]], timeout=0.1)
                 assert machines[share].is_running(), logs[share].read_text()
@@ -115,18 +164,17 @@ def test_four_machines_that_share_a_directory_three_of_them_ended_and_run_again(
             assert any("mugrpo_megatron.engine.host" in process.cmdline() for process in family)
             if share == 1:
                 kill(machines[share])
-            machines[share].send_signal(signal.SIGTERM if share == 3 else signal.SIGKILL)
-            assert machines[share].wait() == (0 if share == 3 else -signal.SIGKILL)
+            machines[share].kill()
+            assert machines[share].wait() == -signal.SIGKILL
             assert psutil.wait_procs(family, timeout=60)[1] == [], "nothing outlives the command"
-        assert "the same command continues" in logs[3].read_text().lower()
-        kept = {share: finished(run, share) for share in (1, 2, 3)}
+        kept = {share: finished(run, share) for share in (1, 2)}
         assert all(0 < count < PROMPTS // 2 for count in kept.values()), kept
         with pytest.raises(UserError, match=r"is in use by|shares that lack some"):
             seal(run)
-        again = {share: stack.enter_context(elsewhere(logs[share], recipe, share)) for share in kept}
-        for share, machine in enumerate([machines[0], *again.values()]):
+        again = {share: stack.enter_context(elsewhere(logs[share], *share_words(recipe, share))) for share in kept}
+        for share, machine in enumerate([machines[0], again[1], again[2], machines[3]]):
             assert machine.wait(600) == 0, logs[share].read_text()
     assert "is sealed: 8,000 groups" in mugrpo("seal", run).stdout
-    assert problems(run / "stages" / "00000") == problems(folders[0] / "run" / "stages" / "00000")
+    assert problems(run / "stages" / "00000") == at_once
     mugrpo("optimize", recipe)
     assert newest_cursor(run / "checkpoints") == Cursor(1, 0, 2)

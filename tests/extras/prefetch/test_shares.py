@@ -20,7 +20,7 @@ from mugrpo_megatron.files.durable import write_json
 from mugrpo_megatron.files.hf_config import STATE
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
-from mugrpo_megatron.run.directory import RunDirectory
+from mugrpo_megatron.run.directory import InUse, RunDirectory, locked
 from mugrpo_megatron.run.record import MARK, claim, mark, read_record
 from mugrpo_megatron.samples import Problem
 from mugrpo_megatron.stages.manifest import Origin
@@ -89,7 +89,7 @@ def test_a_run_begins_with_the_model_and_goes_on_with_its_hf(tmp_path: Path) -> 
     checkpoint(Cursor(1, 2, 5)).rename(directory.checkpoints / "stage00001-age00002.damaged")
     assert position(directory, recipe).cursor == Cursor(1, 0, 3), "what was set aside is no place to stand at"
     checkpoint(Cursor(1, 2, 5))
-    with pytest.raises(UserError, match=r"holds stage00001-age00000: finish the stage .* ahead with `--follow`"):
+    with pytest.raises(UserError, match="holds stage00001-age00000: finish the stage"):
         position(directory, recipe)
     write_json(directory.hf / MARK, mark(first.record, asdict(Cursor(2, 0, 6))))
     with pytest.raises(UserError, match="taken all of its 6 updates"):
@@ -136,6 +136,14 @@ def test_a_share_without_its_mark_is_not_sealed(tmp_path: Path) -> None:
         shares_of(stage, where.weights)
     (stage / "manifest-0002.json").unlink()
     assert shares_of(stage, where.weights) == [Share(0, 2)]
+
+
+def test_a_lock_is_shared_by_shares_and_by_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / ".lock"
+    with locked(path, shared=True), locked(path, shared=True), pytest.raises(InUse), locked(path):
+        pass
+    with locked(path), pytest.raises(InUse), locked(path, shared=True):
+        pass
 
 
 def _begin(recipe: Recipe, results: Any) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.record import MARK
 from mugrpo_megatron.stages.manifest import manifest_name, read_manifest
 from mugrpo_megatron.stages.store import StageStore
-from tests.extras.prefetch.test_sealing import problems
+from tests.extras.prefetch.test_sealing import end, problems
 from tests.forked import Command, started
 from tests.tiny import COIN, mugrpo, save_model, write_recipe
 
@@ -58,14 +59,6 @@ def check_run(run: Path, stages: int, age: int) -> None:
 def until(command: Command, reached: Callable[[], bool]) -> None:
     while not reached():
         assert command.wait(0.05) is None, command.said
-
-
-def kill(command: Command) -> None:
-    """The command and its engine."""
-    for process in command.family:
-        with suppress(psutil.NoSuchProcess):  # an engine ends with its leader
-            process.kill()
-    command.wait()
 
 
 def hold_until_claimed(learner: Command, follower: Command, run: Path) -> None:
@@ -109,16 +102,16 @@ def test_kills_on_either_side_leave_a_run_with_the_same_data(tmp_path: Path) -> 
 
         learner = start("train", recipe)
         until(learner, lambda: StageStore(directory.stage(0)).sealed)
-        kill(learner)
+        end(learner, signal.SIGKILL)
         followers = [start(*follows(recipe, f"{share}/2")) for share in range(2)]
         learner = start("train", recipe)
         hold_until_claimed(learner, followers[0], run)
         until(followers[1], lambda: groups(1) > 0)
-        kill(followers[1])
+        end(followers[1], signal.SIGKILL)
         assert 0 < groups(1) < 2400
         followers[1] = start(*follows(recipe, "1/2"))
         until(learner, lambda: newest_cursor(directory.checkpoints) == Cursor(1, 0, 4))
-        kill(learner)
+        end(learner, signal.SIGKILL)
         learner = start("train", recipe)
         for command in (learner, *followers):
             assert command.wait() == 0, command.said

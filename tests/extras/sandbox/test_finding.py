@@ -6,7 +6,7 @@ import pytest
 
 from mugrpo_megatron.commands.doctor import State
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.extras.sandbox.jail_check import jail
+from mugrpo_megatron.extras.sandbox.finding import jail
 from mugrpo_megatron.extras.sandbox.limits import Limits
 
 
@@ -25,7 +25,7 @@ def test_programs_are_held_as_well_as_this_machine_can(
         if limits.mode not in works:
             raise UserError("refused")
 
-    monkeypatch.setattr("mugrpo_megatron.extras.sandbox.jail_check.check_jail", check)
+    monkeypatch.setattr("mugrpo_megatron.extras.sandbox.finding.check_jail", check)
     finding = jail()
     assert (finding.state, finding.needed) == (state, False)
     assert found in finding.found

@@ -11,13 +11,14 @@ import pytest
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.sweep import sweep as module
-from mugrpo_megatron.extras.sweep.cells import Sweep, check_sweep, states
+from mugrpo_megatron.extras.sweep.cells import Sweep, check_sweep, default_out, states
 from mugrpo_megatron.extras.sweep.grid import cells_of, read_grid
+from mugrpo_megatron.observe.log import read_rows
 from mugrpo_megatron.run.directory import InUse, RunDirectory
 from mugrpo_megatron.run.record import read_record
 from mugrpo_megatron.stages.manifest import Origin
 from tests.forked import started
-from tests.tiny import FINISHED, mugrpo, rows, weights
+from tests.tiny import FINISHED, mugrpo
 
 MU = FINISHED["updates_per_stage"]
 END = "checkpoints/stage00001-age00000/__0_0.distcp"
@@ -40,41 +41,58 @@ def figures(out: Path) -> dict[str, dict[str, str]]:
 @pytest.mark.process
 @pytest.mark.slow
 def test_cells_are_bitwise_the_branches_that_optimize_makes(finished_run: Path, tmp_path: Path) -> None:
-    """One process for all cells: nothing of a cell reaches the next. It is asked to stop in the last, and called again.
+    """One process for all cells, the second after a failed one: nothing of a cell reaches the next.
 
     The middle cell's learning rate leaves nothing finite behind; it is named and the others go on.
     """
-    out, axis = tmp_path / "sweep", "optimizer.lr=1e-3,1e30,2e-3"
-    command = ["sweep", finished_run, "--out", out, *words(axis, "objective.name=grpo")]
-    last = out / "lr=0.002"
-    with started(*command) as running:
-        while not rows(last, "update"):
-            assert running.wait(0.05) is None, running.said
-        running.process.terminate()
-        assert running.wait() == 0, running.said
-        assert "FAILED: 10 updates in a row" in running.stdout
-        assert "stopped as asked" in running.stdout
-    first = (out / "lr=0.001" / "summary.json").stat()
-    assert not (last / "summary.json").exists()
-    assert "begun     lr=0.002" in mugrpo(*command, "--dry-run").stdout
-    assert "2 of 3 cells" in mugrpo(*command, code=1).stdout
-    assert (out / "lr=0.001" / "summary.json").stat() == first, "a finished cell is left as it is"
+    out = tmp_path / "sweep"
+    axes = words("optimizer.lr=1e-3,1e30,2e-3", "objective.veto=none")
+    said = mugrpo("sweep", finished_run, "--out", out, *axes, code=1).stdout
+    assert "FAILED: 10 updates in a row" in said
+    assert "2 of 3 cells" in said
     found = figures(out)
     assert [row["state"] for row in found.values()] == ["finished", "failed", "finished"]
     assert [row["optimizer.lr"] for row in found.values()] == ["0.001", "1e+30", "0.002"]
     assert (out / "report.html").exists()
-    alone = tmp_path / "alone"
-    own = words(f"run.dir={alone}", "optimizer.lr=2e-3", "objective.name=grpo", "objective.clip_low=0.8",
-                "objective.clip_high=1.2", "objective.veto=none", "objective.reduction=sequence_mean")  # fmt: skip
+    lr = "0.002"
+    cell, alone = out / f"lr={lr}", tmp_path / f"alone-{lr}"
+    own = words(f"run.dir={alone}", f"optimizer.lr={lr}", "objective.veto=none")
     mugrpo("optimize", finished_run.parent / "recipe.toml", "--stage", 0, "--from", finished_run, *own)
-    assert (last / END).read_bytes() == (alone / END).read_bytes()
-    assert weights(last) == weights(alone)
-    evaluations, source = rows(last, "eval"), rows(finished_run, "eval")
+    assert (cell / END).read_bytes() == (alone / END).read_bytes()
+    assert (cell / "hf/model.safetensors").read_bytes() == (alone / "hf/model.safetensors").read_bytes()
+    evaluations = [row for row in read_rows(cell / "metrics.jsonl") if row["kind"] == "eval"]
+    source = [row for row in read_rows(finished_run / "metrics.jsonl") if row["kind"] == "eval"]
     assert [row["update"] for row in evaluations] == [0, MU]
     [name] = [key for key in source[0] if key.endswith("/mean") and key.partition("/")[0] in ("reward", "accuracy")]
     assert evaluations[0][name] == source[0][name], "the source's evaluation of the same weights"
-    assert float(found["lr=0.002"]["after"]) == pytest.approx(evaluations[1][name], rel=1e-5)
-    assert int(found["lr=0.002"]["updates"]) == MU
+    assert float(found[f"lr={lr}"]["after"]) == pytest.approx(evaluations[1][name], rel=1e-5)
+    assert int(found[f"lr={lr}"]["updates"]) == MU
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_a_sweep_that_is_asked_to_stop_saves_and_the_same_command_finishes_it(
+    finished_run: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "sweep"
+    command = ["sweep", finished_run, "--out", out, *words("optimizer.lr=1e-3,2e-3", "objective.name=grpo")]
+    second = out / "lr=0.002" / "metrics.jsonl"
+    with started(*command) as running:
+        while not second.exists() or not any(row["kind"] == "update" for row in read_rows(second)):
+            assert running.wait(0.05) is None, running.said
+        running.process.terminate()
+        assert running.wait() == 0, running.said
+        assert "stopped as asked" in running.stdout
+    first = (out / "lr=0.001" / "summary.json").stat()
+    assert not (out / "lr=0.002" / "summary.json").exists()
+    assert "begun     lr=0.002" in mugrpo(*command, "--dry-run").stdout
+    mugrpo(*command)
+    assert (out / "lr=0.001" / "summary.json").stat() == first, "a finished cell is left as it is"
+    assert {row["state"] for row in figures(out).values()} == {"finished"}
+    own = words(f"run.dir={tmp_path / 'alone'}", "optimizer.lr=2e-3", "objective.name=grpo", "objective.clip_low=0.8",
+                "objective.clip_high=1.2", "objective.veto=none", "objective.reduction=sequence_mean")  # fmt: skip
+    mugrpo("optimize", finished_run.parent / "recipe.toml", "--stage", 0, "--from", finished_run, *own)
+    assert (out / "lr=0.002" / END).read_bytes() == (tmp_path / "alone" / END).read_bytes()
 
 
 def test_a_cell_that_another_sweep_is_at_has_not_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,3 +134,7 @@ def test_a_directory_of_something_else_is_refused(finished_run: Path, tmp_path: 
     (tmp_path / "sweep.json").write_text('{"run": "other", "stage": 0, "of": "elsewhere"}', encoding="utf-8")
     with pytest.raises(UserError, match="the sweep of stage 0 of elsewhere"):
         check_sweep(sweep)
+
+
+def test_a_sweep_lies_beside_its_run() -> None:
+    assert default_out(Path("runs/quickstart"), 2) == Path("runs/quickstart-sweep-stage2")
