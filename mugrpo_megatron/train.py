@@ -42,7 +42,7 @@ def generate_stage(run: Run, learner: Learner, engines: Engines, cursor: Cursor)
         sync_weights(run, learner, engines, cursor)  # learner -> bridge -> engine
         evaluate_if_due(run, learner, engines, cursor)
         generate(run, engines, stage, cursor)  # engine -> verifier -> stage store
-        sleep_engines(run, engines)
+        sleep_engines(run.world, engines)
     host_guests(run, learner, stage, cursor)  # a teacher, a judge: stage -> column
     learner.reload()
 

@@ -17,7 +17,7 @@ import pytest
 
 from mugrpo_megatron.observe.log import read_rows
 from tests.forked import started
-from tests.tiny import COIN, mugrpo, save_model, take_stages, write_recipe
+from tests.tiny import COIN, mugrpo, save_model, take_stages, weights, write_recipe
 
 pytestmark = pytest.mark.process
 
@@ -120,10 +120,6 @@ def killed_again_and_again(folder: Path, kills: list[str], stages: int, seed: in
     assert weights(run_dir) == weights(folder / "unbroken")
     assert weights(run_dir) != (model / "model.safetensors").read_bytes()
     return hit
-
-
-def weights(run_dir: Path) -> bytes:
-    return (run_dir / "hf" / "model.safetensors").read_bytes()
 
 
 @pytest.mark.night

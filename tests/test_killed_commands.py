@@ -13,11 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mugrpo_megatron.observe.log import read_rows
 from mugrpo_megatron.stages.store import StageStore
 from tests.forked import started
 from tests.hostile.outcome import listing
-from tests.tiny import COIN, FINISHED, mugrpo, save_model, write_recipe
+from tests.tiny import COIN, FINISHED, mugrpo, rows, save_model, weights, write_recipe
 
 pytestmark = [pytest.mark.process, pytest.mark.night]
 
@@ -53,11 +52,7 @@ def killed_often(command: tuple[object, ...], whole_s: float, seed: int) -> None
 
 
 def updates(run: Path) -> list[int]:
-    return [int(row["update"]) for row in read_rows(run / "metrics.jsonl") if row["kind"] == "update"]
-
-
-def weights(run: Path) -> bytes:
-    return (run / "hf" / "model.safetensors").read_bytes()
+    return [int(row["update"]) for row in rows(run, "update")]
 
 
 def test_optimize(finished_run: Path, tmp_path: Path) -> None:

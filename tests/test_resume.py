@@ -17,20 +17,24 @@ from mugrpo_megatron.stages.store import StageStore
 from tests.forked import Command, started
 from tests.tiny import FINISHED, mugrpo, rows, save_model, take_stages, weights, write_recipe, write_run
 
-UPDATES = FINISHED["updates_per_stage"]
+UPDATES, EVERY = FINISHED["updates_per_stage"], 8
 
 pytestmark = pytest.mark.process
 
 
 @pytest.fixture
 def recipe(finished_run: Path, tmp_path: Path) -> Path:
-    """That of the finished run, for a run which has the same sealed stages and no update yet."""
+    """For a run which has the sealed stages of the finished one and no update yet, and is evaluated inside them."""
     take_stages(finished_run, tmp_path / "run")
-    return write_run(tmp_path, finished_run.parent / "model")
+    return write_run(tmp_path, finished_run.parent / "model", eval={"every_updates": EVERY})
 
 
 def update_rows(run_dir: Path) -> list[int]:
     return [row["update"] for row in rows(run_dir, "update")]
+
+
+def evaluated(run_dir: Path) -> list[int]:
+    return [row["update"] for row in rows(run_dir, "eval")]
 
 
 def wait_for(command: Command, run_dir: Path, kind: str, count: int) -> None:
@@ -68,30 +72,32 @@ def test_a_stage_killed_while_optimizing_ends_bitwise_like_the_unbroken_one(
 ) -> None:
     run_dir = recipe.parent / "run"
     repeated = kill("optimize", recipe, updates)
-    mugrpo("optimize", recipe)
+    assert "nothing is evaluated inside the stage" in mugrpo("optimize", recipe).stdout
+    assert evaluated(run_dir) == []
     end = "checkpoints/stage00001-age00000/__0_0.distcp"
     assert (run_dir / end).read_bytes() == (finished_run / end).read_bytes()
-    rows = update_rows(run_dir)
-    assert set(rows) == set(range(UPDATES))
-    assert len(rows) - UPDATES == repeated, "a resume goes on from the newest checkpoint that was complete"
+    taken = update_rows(run_dir)
+    assert set(taken) == set(range(UPDATES))
+    assert len(taken) - UPDATES == repeated, "a resume goes on from the newest checkpoint that was complete"
 
 
 @pytest.mark.slow
-def test_a_run_asked_to_stop_and_then_killed_ends_bitwise_like_the_unbroken_one(
+def test_an_evaluated_run_that_was_stopped_and_killed_ends_bitwise_like_the_unbroken_one(
     finished_run: Path, recipe: Path
 ) -> None:
-    """SIGTERM in the first stage, SIGKILL in the second."""
+    """Ctrl-C in the first stage, SIGKILL in the second; the finished run was not evaluated inside its stages."""
     run_dir = recipe.parent / "run"
-    with interrupted("train", recipe, 7) as command:
-        psutil.Process(command.pid).send_signal(signal.SIGTERM)
-        assert command.wait() == 0, command.said
+    with interrupted("train", recipe, EVERY + 3) as command:
+        psutil.Process(command.pid).send_signal(signal.SIGINT)
+        assert command.wait() == 130, command.said
         assert "stopped as asked" in command.stdout
     assert update_rows(run_dir) == list(range(newest_cursor(run_dir / "checkpoints").updates))
     repeated = kill("train", recipe, UPDATES + 7)
     mugrpo("train", recipe)
-    rows = update_rows(run_dir)
-    assert set(rows) == set(range(2 * UPDATES))
-    assert len(rows) - 2 * UPDATES == repeated, "nothing is repeated after an orderly stop"
+    taken = update_rows(run_dir)
+    assert set(taken) == set(range(2 * UPDATES))
+    assert len(taken) - 2 * UPDATES == repeated, "nothing is repeated after an orderly stop"
+    assert evaluated(run_dir) == [0, 8, 16, UPDATES, UPDATES + 8, UPDATES + 16, 2 * UPDATES], "and nothing twice"
     assert weights(run_dir) == weights(finished_run)
 
 

@@ -65,25 +65,21 @@ class BatchedAttention(TorchNativeAttnBackend):
 
     def _planned(self, forward_batch: ForwardBatch) -> list[Batch]:
         if self._batches is None:
-            self._batches = self._plan(forward_batch)
+            extended = forward_batch.extend_seq_lens
+            queries = torch.ones_like(self._lengths) if extended is None else extended.long()
+            slots = self.req_to_token_pool.req_to_token
+            self._batches = plan(slots, forward_batch.req_pool_indices, queries, self._lengths)
         return self._batches
-
-    def _plan(self, forward_batch: ForwardBatch) -> list[Batch]:
-        lengths = forward_batch.seq_lens
-        queries = torch.ones_like(lengths) if forward_batch.extend_seq_lens is None else forward_batch.extend_seq_lens
-        return plan(self.req_to_token_pool.req_to_token, forward_batch.req_pool_indices, queries.long(), lengths.long())
 
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True):  # type: ignore[no-untyped-def]
         """Prefill: prompts, after any cached prefix."""
-        if _plain(layer):
-            return self._forward(q, k, v, layer, forward_batch, save_kv_cache)
-        return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
+        forward = self._forward if _plain(layer) else super().forward_extend
+        return forward(q, k, v, layer, forward_batch, save_kv_cache)
 
     def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True):  # type: ignore[no-untyped-def]
         """Decode: one token of every sequence."""
-        if _plain(layer):
-            return self._forward(q, k, v, layer, forward_batch, save_kv_cache)
-        return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
+        forward = self._forward if _plain(layer) else super().forward_decode
+        return forward(q, k, v, layer, forward_batch, save_kv_cache)
 
     def _forward(
         self,

@@ -184,10 +184,6 @@ class Engine:
         self._call("set_version", version)
         self.version = version
 
-    def health(self) -> int:
-        """The weight version that the engine serves; EngineFailure when it does not answer."""
-        return self._call("health")
-
     def checksums(self) -> list[Sums]:
         """Per tensor parallel rank: SGLang's name of each weight (q, k, v and gate, up fused) -> type and SHA-256."""
         return self._call("checksums")

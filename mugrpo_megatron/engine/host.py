@@ -31,8 +31,7 @@ import numpy as np
 from mugrpo_megatron.engine import door
 from mugrpo_megatron.engine.engine_group import EngineGroup
 from mugrpo_megatron.engine.process import SHARED_MEMORY, Channel
-from mugrpo_megatron.engine.prompt_logprobs import answer, pieces, request
-from mugrpo_megatron.engine.wire import FINISH_REASONS, Message, Sampling, Work, pack, seeds
+from mugrpo_megatron.engine.wire import FINISH_REASONS, Message, Sampling, Work, answer, pack, pieces, request, seeds
 from mugrpo_megatron.files.tensors import Sums
 
 
@@ -268,9 +267,6 @@ class Host:
 
     def checksums(self) -> list[Sums]:
         return self._engines.checksums()
-
-    def health(self) -> int:
-        return self._version
 
 
 def first_cause(error: Exception) -> Exception:

@@ -1,4 +1,4 @@
-"""Messages over the socket between a learner rank and the engine's host process.
+"""Messages over the socket between a learner rank and the engine's host process, and what SGLang's answers become.
 
 Messages are `(kind, value)` pairs, pickled over an anonymous socket pair that only the two processes hold
 (engine/process.py). Token ids and logprobs travel as one flat array for all responses of a message: that keeps the
@@ -12,10 +12,10 @@ Host to client:  `ready` · `result` value · `groups` Groups · `progress` Load
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -258,3 +258,67 @@ def _kept(
         tokens.reshape(shape), values.reshape(shape), ids, logprobs,
         sampling.top_p, sampling.min_p, sampling.one_after_another,
     )  # fmt: skip
+
+
+MOST_IDS = 512
+"""Tokens that a piece of a score asks for at each of its places, at most, unless a single place has more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A request for the log-probabilities of the tokens `start` to `end` of a sequence.
+
+    SGLang gives them over the whole vocabulary, and those of further tokens, the same at all places of a request. Where
+    every place has kept tokens of its own, a response is asked for in pieces.
+    """
+
+    start: int
+    end: int
+    among: list[int] | None
+    """The tokens whose log-probabilities are asked for besides."""
+
+
+def pieces(length: int, scored: int, kept: np.ndarray | None) -> Iterator[Piece]:
+    """Requests that together score the last `scored` of `length` tokens; `kept` is int32 [scored, k], or None."""
+    first = length - scored
+    if kept is None:
+        yield Piece(first, length, None)
+        return
+    size = max(1, MOST_IDS // kept.shape[1])
+    for start, end in pairwise([*range(0, scored, size), scored]):
+        ids = np.unique(kept[start:end])
+        yield Piece(first + start, first + end, ids[ids >= 0].tolist())
+
+
+def request(ids: Sequence[int], piece: Piece) -> dict[str, Any]:
+    """The arguments of SGLang's `generate`; nothing is sampled."""
+    others = {} if piece.among is None else {"token_ids_logprob": [piece.among]}
+    return {
+        "input_ids": [list(ids[: piece.end])],
+        "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+        "return_logprob": True,
+        "logprob_start_len": piece.start - 1,  # the first that SGLang returns has none: it is the token before
+        **others,
+    }
+
+
+def answer(output: dict[str, Any], piece: Piece, kept: np.ndarray | None) -> np.ndarray:
+    """Log-probabilities float32 of the piece's tokens; with `kept`, int32 [tokens, k], among those of each place.
+
+    Raises ValueError when SGLang's answer has another number of places.
+    """
+    meta, tokens = output["meta_info"], piece.end - piece.start
+    entries = meta["input_token_logprobs"][1:]
+    if len(entries) != tokens:
+        raise ValueError(f"a score of {len(entries)} tokens, where {tokens} were asked for")
+    logprobs = np.array([entry[0] for entry in entries], dtype=np.float32)
+    if kept is None:
+        return logprobs
+    among = np.array(piece.among)
+    places = [place for place in meta["input_token_ids_logprobs"] if place][-tokens:]
+    values = np.array([[entry[0] for entry in place] for place in places], dtype=np.float64)
+    if values.shape != (tokens, len(among)):
+        raise ValueError(f"scores of {values.shape} kept tokens, where {(tokens, len(among))} were asked for")
+    own = np.take_along_axis(values, np.searchsorted(among, kept.clip(min=among[0])), axis=1)
+    mass = np.log(np.where(kept >= 0, np.exp(own), 0.0).sum(1))
+    return (logprobs - mass).astype(np.float32)

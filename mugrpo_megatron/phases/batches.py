@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -139,8 +140,7 @@ class StageUpdates:
         samples = self.samples(cursor.age)
         if self.columns.reference:
             place = cursor.age % self.recipe.objective.reference_every
-            logprobs = self.columns.reference(cursor.age - place).read(place)
-            samples = [replace(one, reference_logprobs=own) for one, own in zip(samples, logprobs, strict=True)]
+            samples = _with(samples, "reference_logprobs", self.columns.reference(cursor.age - place).read(place))
         return Batch(
             samples,
             training_rewards(samples, self.recipe.objective),
@@ -202,19 +202,20 @@ class StageUpdates:
         """The samples of an update as the stage holds it, with its columns but for the reference."""
         samples = self._judged(self.store.read_update(update), update)
         if self.columns.behaviour:
-            samples = [
-                replace(sample, behaviour_logprobs=own, engine_logprobs=sample.behaviour_logprobs)
-                for sample, own in zip(samples, self.columns.behaviour.read(update), strict=True)
-            ]
+            samples = _with(samples, "engine_logprobs", [sample.behaviour_logprobs for sample in samples])
+            samples = _with(samples, "behaviour_logprobs", self.columns.behaviour.read(update))
         if self.columns.teacher:
-            teacher = self.columns.teacher.read(update)
-            samples = [replace(sample, teacher_logprobs=own) for sample, own in zip(samples, teacher, strict=True)]
+            samples = _with(samples, "teacher_logprobs", self.columns.teacher.read(update))
         if anchor_is_behaviour(self.recipe):
-            return [replace(sample, anchor_logprobs=sample.behaviour_logprobs) for sample in samples]
-        if self.columns.anchor:
-            anchor = self.columns.anchor.read(update)
-            return [replace(sample, anchor_logprobs=own) for sample, own in zip(samples, anchor, strict=True)]
+            samples = _with(samples, "anchor_logprobs", [sample.behaviour_logprobs for sample in samples])
+        elif self.columns.anchor:
+            samples = _with(samples, "anchor_logprobs", self.columns.anchor.read(update))
         return samples
+
+
+def _with(samples: Sequence[Sample], name: str, logprobs: Sequence[Any]) -> list[Sample]:
+    """The samples with logprobs, an array float32 [R] for each, in the field `name`."""
+    return [replace(sample, **{name: own}) for sample, own in zip(samples, logprobs, strict=True)]
 
 
 def neutral_where_missing(scores: np.ndarray, groups: np.ndarray) -> np.ndarray:

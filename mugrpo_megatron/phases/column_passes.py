@@ -41,7 +41,7 @@ def learner_pass(run: Run, cursor: Cursor, what: str, ages: Sequence[int]) -> It
     try:
         with (
             run.log.phase("logprobs", cursor.stage),
-            run.display.bar(f"{run.title(cursor)}: {what}", len(ages), "updates") as bar,
+            run.display.bar(f"{cursor.title(run.recipe.schedule)}: {what}", len(ages), "updates") as bar,
         ):
             yield each(bar)
     except _StopAsked:

@@ -11,6 +11,7 @@ from mugrpo_megatron.evaluation.estimators import SetFigures, figures_of
 from mugrpo_megatron.evaluation.scoring import EPISODE, ScoredGroup, mean_at_k, measure_of, scored
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.observe.examples import Example, example_places, shortened, write_examples
+from mugrpo_megatron.observe.log import MetricLog
 from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.phases.generate import report_failures, sampled, shared_queue, sleep_engines, sync_weights
 from mugrpo_megatron.recipe import Recipe
@@ -19,6 +20,7 @@ from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.leader import EngineLeader, Engines
 from mugrpo_megatron.run.run import Run
 from mugrpo_megatron.run.stopping import StopRequest
+from mugrpo_megatron.run.world import World
 from mugrpo_megatron.samples import Prompt
 
 
@@ -53,7 +55,7 @@ def evaluate_if_due(run: Run, learner: Learner, engines: Engines, cursor: Cursor
     section = run.recipe.eval
     before_stage = cursor.stage % section.every_stages == 0 if section.every_stages else cursor.stage == 0
     due = before_stage if cursor.age == 0 else cursor.due(section.every_updates)
-    if not run.world.engines or not due or _evaluated(run, cursor):
+    if not run.world.engines or not due or _evaluated(run.world, run.log, cursor):
         return
     if engines.awake:
         _evaluate(run, engines.leader, cursor)
@@ -67,11 +69,11 @@ def evaluate_weights(run: Run, learner: Learner, engines: Engines, cursor: Curso
     Engines that fail are restarted: raises EngineFailure on every rank after MOST_FAILURES failures of one
     in a row. Raises Stopped, with everything saved, when the run is asked to stop meanwhile; it evaluates on resuming.
     """
-    done = _evaluated(run, cursor)
+    done = _evaluated(run.world, run.log, cursor)
     while not done:
         sync_weights(run, learner, engines, cursor)
         done = _evaluate(run, engines.leader, cursor)
-        sleep_engines(run, engines)
+        sleep_engines(run.world, engines)
         learner.reload()
         if any(run.world.any_rank(not done and run.stop.asked)):
             raise run.stop.all_stopped(cursor, "the evaluation is dropped, to be made when the run goes on; ")
@@ -86,9 +88,9 @@ def sampled_alike(section: EvalSection, names: Sequence[str]) -> list[list[str]]
     return list(groups.values())
 
 
-def _evaluated(run: Run, cursor: Cursor) -> bool:
-    """Whether the log holds an evaluation of these weights, as after a resume or an engine's failure. Collective."""
-    return any(run.world.any_rank(run.is_main and cursor.updates in run.log.evaluated))
+def _evaluated(world: World, log: MetricLog, cursor: Cursor) -> bool:
+    """Whether rank 0's log has an evaluation of these weights, as after a resume or an engine's failure. Collective."""
+    return world.broadcast(cursor.updates in log.evaluated)
 
 
 def _evaluate(run: Run, leader: EngineLeader | None, cursor: Cursor) -> bool:

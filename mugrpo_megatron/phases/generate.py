@@ -20,7 +20,7 @@ from mugrpo_megatron.evaluation.scoring import Group, Scorer
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.observe.environment import device_memory_in_use
 from mugrpo_megatron.observe.log import MetricLog
-from mugrpo_megatron.observe.progress import Bar
+from mugrpo_megatron.observe.progress import Bar, Display
 from mugrpo_megatron.recipe.functions import load_function
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import InUse, locked
@@ -47,8 +47,10 @@ def stage_to_generate(run: Run, engines: Engines, cursor: Cursor) -> StageStore:
     Stopped, with the learner saved, when the run is asked to stop meanwhile.
     """
     if run.recipe.schedule.max_sample_age:
-        if run.is_main:
-            _wait_for_others(run, cursor)
+        path = run.directory.stage_lock(cursor.stage)
+        if run.is_main and path.exists():
+            with run.phase("generate", cursor), ExitStack() as stack:
+                lock_once_free(path, f"generate stage {cursor.stage}", run.display, run.stop, stack)
         run.world.barrier()
         if any(run.world.any_rank(run.stop.asked)):
             raise run.stop.all_stopped(cursor)
@@ -58,17 +60,10 @@ def stage_to_generate(run: Run, engines: Engines, cursor: Cursor) -> StageStore:
     return run.stage_store(cursor, engines.writer)
 
 
-def _wait_for_others(run: Run, cursor: Cursor) -> None:
-    path = run.directory.stage_lock(cursor.stage)
-    if path.exists():
-        with run.phase("generate", cursor), ExitStack() as stack:
-            lock_once_free(run, path, f"generate stage {cursor.stage}", stack)
-
-
-def lock_once_free(run: Run, path: Path, work: str, stack: ExitStack) -> None:
+def lock_once_free(path: Path, work: str, display: Display, stop: StopRequest, stack: ExitStack) -> None:
     """Hold a lock in `stack` once those that `work` have let it go, or not at all when the run is asked to stop."""
-    with run.display.waiting(f"waiting for those that {work}"):
-        while not run.stop.heard():
+    with display.waiting(f"waiting for those that {work}"):
+        while not stop.heard():
             try:
                 stack.enter_context(locked(path))
                 return
@@ -87,7 +82,7 @@ def sync_weights(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -
         learner.reload()  # where it is offloaded already: an engine that failed is synced again
         learner.offload("optimizer")
         run.world.barrier()  # an engine spans several ranks' devices; all must have offloaded first
-        if run.recipe.engine.nodes > 1 and (ended := meet(run.world, engines.own)) and leader:
+        if engines.nodes > 1 and (ended := meet(run.world, engines.own)) and leader:
             leader.failed(EngineFailure(ended))
         engine = _wake_weights(leader) if leader else None
         run.world.barrier()  # has no timeout, while a collective would time out on an engine that restarts
@@ -146,7 +141,7 @@ def _wake_kv_cache(leader: EngineLeader) -> None:
         leader.failed(failure)
 
 
-def sleep_engines(run: Run, engines: Engines) -> None:
+def sleep_engines(world: World, engines: Engines) -> None:
     """Put the engines to sleep; the learner stays offloaded. Collective."""
     engines.awake = False
     if leader := engines.leader:
@@ -154,7 +149,7 @@ def sleep_engines(run: Run, engines: Engines) -> None:
             leader.engine.sleep()
         except EngineFailure as failure:  # it was ended, which frees the devices as well
             leader.failed(failure)
-    sleep_joined(run.world, engines.joined, run.recipe.engine.nodes)
+    sleep_joined(world, engines)
 
 
 def generate(run: Run, engines: Engines, stage: StageStore, cursor: Cursor) -> None:
@@ -172,7 +167,7 @@ def generate(run: Run, engines: Engines, stage: StageStore, cursor: Cursor) -> N
     scorer = Scorer(leader.verifier, leader.tokenizer) if leader else None
     with (
         run.phase("generate", cursor) as facts,
-        run.display.bar(f"{run.title(cursor)}: generate", queue.total, "prompts") as bar,
+        run.display.bar(f"{cursor.title(recipe.schedule)}: generate", queue.total, "prompts") as bar,
     ):
         if leader and scorer:
             for group in scorer.during(_sampled(run, leader, cursor, queue, bar)):

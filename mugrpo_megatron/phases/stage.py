@@ -172,7 +172,7 @@ def _optimizing(run: Run, stage_updates: int, cursor: Cursor) -> Iterator[Bar]:
     reset_peak_memory()
     with (
         run.phase("optimize", cursor) as facts,
-        run.display.bar(f"{run.title(cursor)}: optimize", updates, "updates") as bar,
+        run.display.bar(f"{cursor.title(run.recipe.schedule)}: optimize", updates, "updates") as bar,
     ):
         yield bar
         facts["tokens"] = float(bar.tokens)

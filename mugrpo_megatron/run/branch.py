@@ -196,20 +196,18 @@ def _link(source: Path, target: Path, key: str, leave_out: Sequence[str] = ()) -
     ignored = shutil.ignore_patterns("*.partial", *leave_out)  # partial: of a writer that works, or was killed
     with durable_directory(target, replace=False) as partial:
         try:
-            shutil.copytree(source, partial, copy_function=os.link, ignore=ignored, dirs_exist_ok=True)
-        except (OSError, shutil.Error):  # another file system
-            _empty(partial)
-            try:
-                shutil.copytree(source, partial, ignore=ignored, dirs_exist_ok=True)
-            except shutil.Error as error:
-                raise UserError(
-                    f"{source} cannot be copied ({error.args[0][0][2]}); is its run still in progress?"
-                ) from None
+            shutil.copytree(source, partial, copy_function=_link_or_copy, ignore=ignored, dirs_exist_ok=True)
+        except shutil.Error as error:
+            raise UserError(
+                f"{source} cannot be copied ({error.args[0][0][2]}); is its run still in progress?"
+            ) from None
 
 
-def _empty(directory: Path) -> None:
-    for path in directory.iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system
+        shutil.copy2(source, target)
 
 
 def _check_commit(recipe: Recipe, record: Record, source: Path) -> None:

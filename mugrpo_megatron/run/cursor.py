@@ -30,6 +30,10 @@ class Cursor:
     def finished(self, schedule: ScheduleSection) -> bool:
         return self.updates >= schedule.total_updates
 
+    def title(self, schedule: ScheduleSection) -> str:
+        """The stage, for people to read."""
+        return f"stage {self.stage} of {schedule.stages}"
+
     def stage_updates(self, schedule: ScheduleSection) -> int:
         """Updates that the stage's responses are generated for: the stage's length, or the run's remaining ones."""
         return min(schedule.length(self.stage), schedule.total_updates - self._before_stage)

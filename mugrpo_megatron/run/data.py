@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from mugrpo_megatron.data.prepare import Problems
@@ -21,7 +21,7 @@ Fingerprint = dict[str, dict[str, str]]
 
 def fingerprint(problems: Problems) -> Fingerprint:
     """{"train", "held-out"} -> a set's name -> SHA-256 of its problems, with their rows and their order."""
-    return _fingerprint(problems, _told)
+    return {"train": sums_by_set(problems.train), "held-out": sums_by_set(problems.held_out)}
 
 
 def check_data(run_dir: Path, problems: Problems) -> None:
@@ -34,10 +34,13 @@ def check_data(run_dir: Path, problems: Problems) -> None:
         before: Fingerprint = read_sealed(path, "data")
     except (OSError, ValueError):
         raise UserError(f"{path}: damaged, so the run's data cannot be checked; {accept}") from None
-    changed = _differing(before, fingerprint(problems))
-    if changed:  # perhaps only in form
-        with_place = _differing(before, _fingerprint(problems, _told_with_place))
-        changed = [name for name in changed if name in with_place]
+    now = fingerprint(problems)
+    changed = [
+        f"{name} ({part})"
+        for part in now
+        for name in sorted(now[part].keys() | before[part].keys())
+        if now[part].get(name) != before[part].get(name)
+    ]
     if changed:
         raise UserError(
             f"{run_dir} began with other problems of {', '.join(changed)}: the file has changed, or the version of "
@@ -52,35 +55,15 @@ def record_data(run_dir: Path, problems: Problems) -> None:
         write_sealed(run_dir / FILE_NAME, "data", fingerprint(problems))
 
 
-def _differing(before: Fingerprint, now: Fingerprint) -> list[str]:
-    """The sets whose problems are others, as `name (part)`."""
-    return [
-        f"{name} ({part})"
-        for part in now
-        for name in sorted(now[part].keys() | before[part].keys())
-        if now[part].get(name) != before[part].get(name)
-    ]
+def sums_by_set(problems: Sequence[Problem]) -> dict[str, str]:
+    """A set's name -> SHA-256 of its problems, with their rows and their order.
 
-
-def _told(problem: Problem) -> list[object]:
-    """What a run's responses and rewards depend on; not the problem's id, which has the place of its file in it."""
-    own: list[object] = [problem.question, problem.answer, problem.source, problem.messages]
-    return [*own, problem.gold, problem.data_source, problem.row] if problem.row else own
-
-
-def _told_with_place(problem: Problem) -> list[object]:
-    """The fields of runs that began when the id still counted; they resume as long as their files do not move."""
-    return [problem.id, *_told(problem)]
-
-
-def _fingerprint(problems: Problems, fields: Callable[[Problem], list[object]]) -> Fingerprint:
-    return {"train": sums_by_set(problems.train, fields), "held-out": sums_by_set(problems.held_out, fields)}
-
-
-def sums_by_set(problems: Sequence[Problem], fields: Callable[[Problem], list[object]] = _told) -> dict[str, str]:
-    """A set's name -> SHA-256 of its problems, with their rows and their order."""
+    Of all that responses and rewards depend on; not of a problem's id, which has the place of its file in it.
+    """
     sums: dict[str, hashlib._Hash] = {}
     for problem in problems:
-        line = json.dumps(fields(problem))
-        sums.setdefault(problem.source, hashlib.sha256()).update(f"{line}\n".encode())
+        own: list[object] = [problem.question, problem.answer, problem.source, problem.messages]
+        if problem.row:
+            own += [problem.gold, problem.data_source, problem.row]
+        sums.setdefault(problem.source, hashlib.sha256()).update(f"{json.dumps(own)}\n".encode())
     return {name: whole.hexdigest() for name, whole in sums.items()}

@@ -13,10 +13,10 @@ from transformers import PreTrainedTokenizerBase
 from mugrpo_megatron.data.prepare import PreparedData
 from mugrpo_megatron.engine.client import Engine
 from mugrpo_megatron.engine.nodes import Bond, JoinedEngine, address_of, part_of
-from mugrpo_megatron.engine.placement import EngineSlot
+from mugrpo_megatron.engine.placement import EngineSlot, slot_of_environment
 from mugrpo_megatron.engine.process import HostProcess
 from mugrpo_megatron.errors import EngineFailure, EngineStopped
-from mugrpo_megatron.observe.environment import usable_cores
+from mugrpo_megatron.observe.environment import finds_cuda, usable_cores
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.run.world import World
@@ -47,26 +47,54 @@ class EngineLeader:
             self.failures_in_a_row += 1
 
 
-def start(
-    recipe: Recipe,
-    logs: Path,
-    slot: EngineSlot,
-    stack: ExitStack,
-    stopping: Callable[[], bool],
-    warm_host: HostProcess | None = None,
-) -> tuple[EngineSlot, Engine, Verifier]:
-    """Launch the slot's engine, which loads while this returns, and a verifier with its share of the node's cores.
+@dataclass
+class Seat:
+    """This rank's place among the engines, and what it leads of them once that is started."""
 
-    `stack` ends them. The engine takes the process `warm_host` if it can. Once `stopping()` is True, no call waits for
-    the engine. One of several nodes is not launched yet: `meet` does.
-    """
-    name = f"engine-{slot.number:04d}.log" if slot.number else "engine.log"
-    make = Engine if recipe.engine.nodes > 1 else Engine.start
-    engine = make(recipe, recipe.model.directory, logs / name, slot, stopping, warm_host)
-    stack.callback(engine.stop)
-    workers = recipe.reward.workers or max(1, usable_cores() // 2 // slot.local_engines)
-    verifier = stack.enter_context(Verifier(recipe.reward.model_copy(update={"workers": workers})))
-    return slot, engine, verifier
+    recipe: Recipe
+    logs: Path
+    slot: EngineSlot
+    stopping: Callable[[], bool]
+    """Once it is True, no call waits for the engine."""
+    began: bool = False
+    started: tuple[Engine, Verifier] | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether the engine starts only once the learner is offloaded, and the ranks of all its nodes have met."""
+        return finds_cuda() or self.recipe.engine.nodes > 1
+
+    def start(self, stack: ExitStack, warm_host: HostProcess | None = None) -> None:
+        """Launch the engine, if this rank leads one, and a verifier with its share of the node's cores.
+
+        The engine loads while this returns, and takes the process `warm_host` if it can; `stack` ends both. One of
+        several nodes is not launched yet: `meet` does.
+        """
+        self.began = True
+        if not self.slot.leads_engine:
+            return
+        recipe, number = self.recipe, self.slot.number
+        log = self.logs / (f"engine-{number:04d}.log" if number else "engine.log")
+        make = Engine if recipe.engine.nodes > 1 else Engine.start
+        engine = make(recipe, recipe.model.directory, log, self.slot, self.stopping, warm_host)
+        stack.callback(engine.stop)
+        workers = recipe.reward.workers or max(1, usable_cores() // 2 // self.slot.local_engines)
+        verifier = stack.enter_context(Verifier(recipe.reward.model_copy(update={"workers": workers})))
+        self.started = engine, verifier
+
+    def join(self, stack: ExitStack) -> JoinedEngine | None:
+        """What this rank runs of an engine that a rank of another node leads, not started yet; `stack` ends it."""
+        if not self.slot.joins:
+            return None
+        log = self.logs / f"engine-{self.slot.number:04d}-node-{self.slot.node}.log"
+        joined = JoinedEngine(self.recipe, self.recipe.model.directory, log, self.slot)
+        stack.callback(joined.stop)
+        return joined
+
+
+def seat_of(recipe: Recipe, logs: Path, stopping: Callable[[], bool]) -> Seat:
+    """The seat that torchrun's variables give this rank."""
+    return Seat(recipe, logs, slot_of_environment(recipe.engine, finds_cuda()), stopping)
 
 
 @dataclass
@@ -79,6 +107,8 @@ class Engines:
     """None on a rank that leads no engine."""
     joined: JoinedEngine | None = None
     """What this rank runs of an engine that a rank of another node leads."""
+    nodes: int = 1
+    """Of each engine."""
     awake: bool = False
     """Whether the engines have the learner's weights and the devices; the same on every rank."""
 
@@ -111,23 +141,13 @@ def meet(world: World, own: Engine | JoinedEngine | None) -> str:
     return f"the engine's processes on its nodes {', '.join(ended)} have ended" if leader.running else ""
 
 
-def sleep_joined(world: World, joined: JoinedEngine | None, nodes: int) -> None:
+def sleep_joined(world: World, engines: Engines) -> None:
     """End what runs of an engine on another node than its leader's, where that was stopped or failed. Collective.
 
     Called by every rank once its engine sleeps; afterwards no engine holds memory of any rank's device.
     """
     world.barrier()
-    if nodes > 1:
-        if joined:
-            joined.sleep()
+    if engines.nodes > 1:
+        if engines.joined:
+            engines.joined.sleep()
         world.barrier()
-
-
-def join(recipe: Recipe, logs: Path, slot: EngineSlot, stack: ExitStack) -> JoinedEngine | None:
-    """What this rank runs of an engine that a rank of another node leads, not started yet; `stack` ends it."""
-    if not slot.joins:
-        return None
-    log = logs / f"engine-{slot.number:04d}-node-{slot.node}.log"
-    joined = JoinedEngine(recipe, recipe.model.directory, log, slot)
-    stack.callback(joined.stop)
-    return joined

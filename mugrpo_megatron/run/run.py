@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from mugrpo_megatron.data.prepare import PreparedData, Problems, prepare
 from mugrpo_megatron.data.tokenizer import load_tokenizer
-from mugrpo_megatron.engine.client import Engine, first_start_problem
+from mugrpo_megatron.engine.client import first_start_problem
 from mugrpo_megatron.engine.launch import check_allocator, sampling_note
-from mugrpo_megatron.engine.placement import EngineSlot, slot_of_environment
 from mugrpo_megatron.engine.process import HostProcess
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner.groups import joined, named_phase
@@ -22,12 +20,11 @@ from mugrpo_megatron.observe.log import MetricLog, open_log
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.systems import BUCKET_BYTES
-from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.run.checkpoints import Saver, check_stage_held, newest_cursor, open_saver, restore_newest
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.data import record_data
 from mugrpo_megatron.run.directory import RunDirectory, open_directory
-from mugrpo_megatron.run.leader import EngineLeader, Engines, join, meet, sleep_joined, start
+from mugrpo_megatron.run.leader import EngineLeader, Engines, Seat, meet, seat_of, sleep_joined
 from mugrpo_megatron.run.origin import stage_origin
 from mugrpo_megatron.run.record import Record, editable_after_failure, read_record
 from mugrpo_megatron.run.stopping import StopRequest, listening
@@ -84,9 +81,6 @@ class Run:
                 facts["tokens_per_second"] = facts["tokens"] / seconds
                 facts["tokens_per_second_per_device"] = facts["tokens"] / seconds / self.world.ranks.world
 
-    def title(self, cursor: Cursor) -> str:
-        return f"stage {cursor.stage} of {self.recipe.schedule.stages}"
-
 
 @dataclass(frozen=True)
 class Files:
@@ -99,10 +93,6 @@ class Files:
     display: Display
     stop: StopRequest
 
-    @property
-    def checkpoints(self) -> Path:
-        return self.directory.checkpoints
-
 
 @contextmanager
 def open_run(
@@ -112,28 +102,33 @@ def open_run(
 
     On CPU both load in parallel. A GPU may not hold both: there the learner loads first and is then offloaded.
     `problems` are those that the check has read, on rank 0; `warm_host` is the engine's process where it was started
-    before (`engine.ahead`). With `generates` false there is neither engine nor verifier.
+    before (`engine.process.host_ahead`). With `generates` false there is neither engine nor verifier.
     """
-    prepared = prepared_problems(recipe, problems) if generates else None
+    if generates and finds_cuda():
+        check_allocator()
+    prepared = None
+    if generates and problems:
+        prepared = prepare(recipe.data, recipe.reward, load_tokenizer(recipe.model.directory), problems)
+    on_disk = "the run was still starting, and what it has on disk is as it was"
     with open_files(recipe, problems) as files, ExitStack() as stack:
-        with starting(files):
-            seat = stack.enter_context(open_seat(recipe, files, warm_host)) if generates else None
-            learner, world = stack.enter_context(open_learner(recipe, files, seat))
+        directory, log = files.directory, files.log
+        with log.phase("start", 0), files.stop.at_once(on_disk):
+            seat = seat_of(recipe, directory.logs, files.stop.heard) if generates else None
+            if seat and not seat.waits:
+                seat.start(stack, warm_host)
+            with files.display.waiting(f"building the learner{', the engine loads' if seat and seat.started else ''}"):
+                learner = build_learner(recipe)
+            world = join_world(learner, seat, files.stop, stack)
             record = world.broadcast(files.record)
             assert record
-            cursor = restore(learner, files.directory, record, files.log, files.display)
-            saver = stack.enter_context(open_saver(learner, files.checkpoints, recipe.checkpoint, record.id, files.log))
-            engines = stack.enter_context(open_engines(learner, world, files, seat, prepared))
+            cursor = restore(learner, directory, record, log, files.display)
+            saver = stack.enter_context(open_saver(learner, directory.checkpoints, recipe.checkpoint, record.id, log))
+            engines = Engines(bridge_of(learner), None)
+            if seat:
+                engines = start_engines(learner, world, files.display, seat, prepared, engines.bridge, stack)
         greet(files, cursor, recipe, prepared)
         with telling_failures(learner.ranks):
-            yield Run(recipe, files.directory, world, files.log, files.display, saver, record), learner, engines, cursor
-
-
-def prepared_problems(recipe: Recipe, problems: Problems | None) -> PreparedData | None:
-    """The problems with their prompts, on the rank that has read them."""
-    if finds_cuda():
-        check_allocator()
-    return prepare(recipe.data, recipe.reward, load_tokenizer(recipe.model.directory), problems) if problems else None
+            yield Run(recipe, directory, world, log, files.display, saver, record), learner, engines, cursor
 
 
 @contextmanager
@@ -170,83 +165,46 @@ def check_current_stage(directory: RunDirectory, origin: Origin, cursor: Cursor)
         stage.remove_merged()
 
 
-@contextmanager
-def starting(files: Files) -> Iterator[None]:
-    """The phase in which a request to stop ends the run at once."""
-    on_disk = "the run was still starting, and what it has on disk is as it was"
-    with files.log.phase("start", 0), files.stop.at_once(on_disk):
-        yield
+def join_world(learner: Learner, seat: Seat | None, stop: StopRequest, stack: ExitStack) -> World:
+    """The world of the ranks that the learner's process groups connect, until `stack` ends. Collective."""
+    stack.enter_context(joined(learner.ranks))
+    stack.enter_context(named_phase(learner.ranks))
+    engines, timeout_s = seat.slot.engines if seat else 0, learner.recipe.run.collective_timeout_s
+    world = open_world(learner.ranks, timeout_s, engines, stop)
+    stack.callback(stop.leave)
+    return world
 
 
-@dataclass
-class Seat:
-    """This rank's place in an engine, and what it leads of it once that is started."""
+def start_engines(
+    learner: Learner,
+    world: World,
+    display: Display,
+    seat: Seat,
+    problems: PreparedData | None,
+    bridge: Bridge,
+    stack: ExitStack,
+) -> Engines:
+    """The engines, started and asleep, with the devices given back to the learner; `stack` ends them. Collective.
 
-    recipe: Recipe
-    files: Files
-    slot: EngineSlot
-    started: tuple[EngineSlot, Engine, Verifier] | None = None
-
-    def start(self, stack: ExitStack, warm_host: HostProcess | None = None) -> None:
-        """Start the engine, if this rank leads one; it loads while this returns, and `stack` ends it."""
-        if self.slot.leads_engine:
-            logs, stop = self.files.directory.logs, self.files.stop
-            self.started = start(self.recipe, logs, self.slot, stack, stop.heard, warm_host)
-
-    @property
-    def waits(self) -> bool:
-        """Whether the engine starts only once the learner is offloaded, and the ranks of all its nodes have met."""
-        return finds_cuda() or self.recipe.engine.nodes > 1
-
-
-@contextmanager
-def open_seat(recipe: Recipe, files: Files, warm_host: HostProcess | None) -> Iterator[Seat]:
-    """This rank's place; its engine is started, unless it has to wait for the learner."""
-    with ExitStack() as stack:
-        seat = Seat(recipe, files, slot_of_environment(recipe.engine, finds_cuda()))
-        if not seat.waits:
-            seat.start(stack, warm_host)
-        yield seat
-
-
-@contextmanager
-def open_learner(recipe: Recipe, files: Files, seat: Seat | None) -> Iterator[tuple[Learner, World]]:
-    """The learner, and the world of the ranks that its process groups connect. Collective."""
-    with ExitStack() as stack:
-        loads = seat is not None and seat.started is not None
-        with files.display.waiting(f"building the learner{', the engine loads' if loads else ''}"):
-            learner = build_learner(recipe)
-        stack.enter_context(joined(learner.ranks))
-        stack.enter_context(named_phase(learner.ranks))
-        engines = seat.slot.engines if seat else 0
-        world = open_world(learner.ranks, recipe.run.collective_timeout_s, engines, files.stop)
-        stack.callback(files.stop.leave)
-        yield learner, world
-
-
-@contextmanager
-def open_engines(
-    learner: Learner, world: World, files: Files, seat: Seat | None, problems: PreparedData | None
-) -> Iterator[Engines]:
-    """The engines, started and asleep, with the devices given back to the learner. Collective."""
-    bridge, problems = bridge_of(learner), world.broadcast(problems)
-    with ExitStack() as stack:
-        engines = Engines(bridge, None)
-        if seat:
-            if seat.waits:
-                give_devices(learner, world)
-                seat.start(stack)
-            recipe, logs = learner.recipe, files.directory.logs
-            if seat.started and problems:
-                tokenizer = load_tokenizer(recipe.model.directory)
-                engines.leader = EngineLeader(*seat.started, tokenizer, problems)
-            engines.joined = join(recipe, logs, seat.slot, stack)
-            if recipe.engine.nodes > 1:
-                meet(world, engines.own)
-            with files.display.waiting(f"waiting for the engine, see {logs}"):
-                first_start(engines.leader, world)
-        hand_over(engines, learner, world)
-        yield engines
+    `problems` are those of rank 0. UserError on every rank when an engine does not start.
+    """
+    recipe, prepared = seat.recipe, world.broadcast(problems)
+    if not seat.began:
+        give_devices(learner, world)
+        seat.start(stack)
+    engines = Engines(bridge, None, seat.join(stack), recipe.engine.nodes)
+    if seat.started and prepared:
+        engines.leader = EngineLeader(seat.slot, *seat.started, load_tokenizer(recipe.model.directory), prepared)
+    if engines.nodes > 1:
+        meet(world, engines.own)
+    with display.waiting(f"waiting for the engine, see {seat.logs}"):
+        first_start(engines.leader, world)
+    if finds_cuda() or recipe.engine.between_stages == "sleep":
+        if engines.leader:
+            engines.leader.engine.sleep()
+        sleep_joined(world, engines)
+    learner.reload()
+    return engines
 
 
 def give_devices(learner: Learner, world: World) -> None:
@@ -288,16 +246,6 @@ def bridge_of(learner: Learner) -> Bridge:
         engine_nodes=engine.nodes,
         timeout_s=learner.recipe.run.collective_timeout_s,
     )
-
-
-def hand_over(engines: Engines, learner: Learner, world: World) -> None:
-    """After the engines' first start: give the devices to the learner until the first sync. Collective."""
-    engine = learner.recipe.engine
-    gives = finds_cuda() or engine.between_stages == "sleep"
-    if engines.leader and gives:
-        engines.leader.engine.sleep()
-    sleep_joined(world, engines.joined if gives else None, engine.nodes)
-    learner.reload()
 
 
 def first_start(leader: EngineLeader | None, world: World) -> None:

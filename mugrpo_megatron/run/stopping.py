@@ -127,11 +127,19 @@ def terminable() -> Iterator[None]:
     def end(number: int, frame: FrameType | None) -> None:
         raise Terminated
 
-    before = signal.signal(signal.SIGTERM, end)
+    with _handled(end, signal.SIGTERM):
+        yield
+
+
+@contextmanager
+def _handled(handler: Callable[[int, FrameType | None], None], *numbers: int) -> Iterator[None]:
+    """The signals have this handler in the block."""
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 def notice(number: int) -> str:
@@ -153,11 +161,8 @@ def stoppable(is_main: bool) -> Iterator[None]:
                 os.write(sys.stderr.fileno(), AT_ONCE.encode())
         sys.exit(0)
 
-    before = signal.signal(signal.SIGTERM, end)
-    try:
+    with _handled(end, signal.SIGTERM):
         yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
@@ -180,10 +185,5 @@ def listening(is_main: bool) -> Iterator[StopRequest]:
         since.append(now)
         request.ask(number == signal.SIGINT)
 
-    heeded = [number for number in HEEDED if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, ask) for number in heeded}
-    try:
+    with _handled(ask, *(number for number in HEEDED if signal.getsignal(number) is not signal.SIG_IGN)):
         yield request
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -7,6 +7,7 @@ alone. Some of them are *optional* (routes, a loss mask): to add one, give `Samp
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -192,46 +193,40 @@ class StageStatistics:
     """Running sums over the updates of a stage; memory does not grow with the stage."""
 
     def __init__(self) -> None:
-        self._responses = 0
-        self._groups = 0
-        self._reward = 0.0
-        self._tokens = 0
-        self._longest = 0
-        self._truncated = 0
-        self._without_variance = 0
-        self._components: dict[str, list[float]] = {}
+        self._sums: Counter[str] = Counter()
+        self._reward, self._longest = 0.0, 0
+        self._components: dict[str, tuple[float, int]] = {}
         """Name -> sum and count."""
 
     def add(self, table: pa.Table) -> None:
         """Add the rows of one update; the rows of a group are consecutive."""
-        groups = table["group"].to_numpy()
-        rewards = table["reward"].to_numpy()
+        groups, rewards = table["group"].to_numpy(), table["reward"].to_numpy()
         lengths = pc.list_value_length(table["response_ids"]).to_numpy()
         starts = np.flatnonzero(np.r_[True, groups[1:] != groups[:-1]])
         spread = np.maximum.reduceat(rewards, starts) - np.minimum.reduceat(rewards, starts)
-        self._responses += len(rewards)
-        self._groups += len(starts)
+        self._sums["responses"] += len(rewards)
+        self._sums["groups"] += len(starts)
         self._reward += float(rewards.sum())
-        self._tokens += int(lengths.sum())
+        self._sums["tokens"] += int(lengths.sum())
+        self._sums["truncated"] += table["finish_reason"].to_pylist().count("length")
+        self._sums["alike"] += int((spread == 0).sum())
         self._longest = max(self._longest, int(lengths.max()))
-        self._truncated += table["finish_reason"].to_pylist().count("length")
-        self._without_variance += int((spread == 0).sum())
         components = ({one["name"]: one["value"] for one in row} for row in table["components"].to_pylist())
         for name, values in by_name(components).items():
-            total = self._components.setdefault(name, [0.0, 0.0])
-            total[0] += sum(values)
-            total[1] += len(values)
+            total, count = self._components.get(name, (0.0, 0))
+            self._components[name] = total + sum(values), count + len(values)
 
     def result(self) -> dict[str, float]:
         """Means over responses, fractions of responses and of groups, token counts."""
+        sums = self._sums
         return {
-            "responses": self._responses,
-            "reward_mean": self._reward / self._responses,
-            "response_length_mean": self._tokens / self._responses,
+            "responses": sums["responses"],
+            "reward_mean": self._reward / sums["responses"],
+            "response_length_mean": sums["tokens"] / sums["responses"],
             "response_length_max": self._longest,
-            "generated_tokens": self._tokens,
-            "truncated_fraction": self._truncated / self._responses,
-            "zero_variance_fraction": self._without_variance / self._groups,
+            "generated_tokens": sums["tokens"],
+            "truncated_fraction": sums["truncated"] / sums["responses"],
+            "zero_variance_fraction": sums["alike"] / sums["groups"],
             **{f"reward/{name}": total / count for name, (total, count) in self._components.items()},
         }
 

@@ -32,7 +32,7 @@ def one_by_one(
 
 
 @given(lengths=LENGTHS, heads=st.sampled_from([(1, 1), (4, 2), (6, 1), (4, 4)]), limit=st.sampled_from([1, 50, 10**6]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30)
 def test_the_same_as_one_sequence_at_a_time(lengths: list[tuple[int, int]], heads: tuple[int, int], limit: int) -> None:
     query_heads, kv_heads = heads
     asked, held = [q for q, _ in lengths], [k for _, k in lengths]
@@ -55,7 +55,7 @@ def test_the_same_as_one_sequence_at_a_time(lengths: list[tuple[int, int]], head
 
 
 @given(lengths=LENGTHS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30)
 def test_batches_are_useful_and_bounded(lengths: list[tuple[int, int]]) -> None:
     asked, held = (torch.tensor(column) for column in zip(*lengths, strict=True))
     with pytest.MonkeyPatch.context() as patch:

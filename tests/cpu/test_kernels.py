@@ -1,13 +1,11 @@
-"""The compiled functions of decoding against torch's operations, and engines with and without them."""
+"""The compiled functions of decoding against torch's operations; `tests/engine` has an engine without them."""
 
 from __future__ import annotations
 
 import ctypes
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,9 +15,6 @@ from torch.nn.functional import rms_norm, silu
 from mugrpo_megatron.cpu import kernels as cpu_kernels
 from mugrpo_megatron.cpu.batched_attention import attend, plan
 from mugrpo_megatron.cpu.kernels import Build, Kernels, fits, use_large_pages
-from mugrpo_megatron.engine.client import Engine
-from mugrpo_megatron.engine.wire import Sampling
-from tests.engine.tiny import prompts, recipe
 
 HEADS = [(1, 1), (8, 8), (4, 2), (6, 1), (14, 2)]
 
@@ -47,7 +42,7 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     width=st.sampled_from([5, 16, 48, 64, 128]),
     size=st.sampled_from([0.1, 1.0, 30.0]),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40)
 def test_decoding_is_the_attention_of_the_batched_path(
     kernels: Kernels, lengths: list[int], heads: tuple[int, int], width: int, size: float
 ) -> None:
@@ -150,24 +145,3 @@ def test_a_compiler_without_openmp_builds_functions_of_one_thread(
     assert isinstance(library, ctypes.CDLL)
     x = torch.randn(37, 48)
     torch.testing.assert_close(Kernels(library).silu_and_mul(x), silu(x[:, :24]) * x[:, 24:])
-
-
-@pytest.mark.process
-def test_an_engine_samples_the_same_without_them(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = []
-    for compiled in (True, False):
-        if not compiled:
-            (tmp_path / "lscpu").symlink_to(str(shutil.which("lscpu")))  # SGLang asks for it
-            monkeypatch.setenv("PATH", str(tmp_path))  # without a compiler
-        engine = Engine.start(recipe(checkpoint), checkpoint, tmp_path / f"{compiled}.log")
-        try:
-            groups = sorted(engine.generate(prompts(6), 4, Sampling(1.0, 1.0, 40, ())), key=lambda one: one[0].index)
-        finally:
-            engine.stop()
-        found.append([response for _, responses in groups for response in responses])
-        assert ("no C compiler" in (tmp_path / f"{compiled}.log").read_text()) is not compiled
-    for with_them, without in zip(*found, strict=True):
-        assert np.array_equal(with_them.ids, without.ids)
-        np.testing.assert_allclose(with_them.logprobs, without.logprobs, atol=2e-4)

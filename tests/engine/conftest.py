@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mugrpo_megatron.engine import client
 from mugrpo_megatron.engine.client import Engine
 from mugrpo_megatron.recipe import Recipe
 from tests.engine.tiny import recipe, save_checkpoint
@@ -24,6 +25,9 @@ def tiny_recipe(checkpoint: Path) -> Recipe:
 
 @pytest.fixture(scope="session")
 def engine(tiny_recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    engine = Engine.start(tiny_recipe, tiny_recipe.model.path, tmp_path_factory.mktemp("engine") / "engine.log")
+    """Of two replicas, whatever the number of cores."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client, "replicas", lambda *_: 2)
+        engine = Engine.start(tiny_recipe, tiny_recipe.model.path, tmp_path_factory.mktemp("engine") / "engine.log")
     yield engine
     engine.stop()

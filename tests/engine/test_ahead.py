@@ -8,10 +8,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mugrpo_megatron.engine import ahead
-from mugrpo_megatron.engine.ahead import host_ahead
+from mugrpo_megatron.engine import process
 from mugrpo_megatron.engine.client import Engine
-from mugrpo_megatron.engine.process import HostProcess
+from mugrpo_megatron.engine.process import HostProcess, host_ahead
 from mugrpo_megatron.errors import EngineFailure
 from mugrpo_megatron.recipe import Recipe
 from tests.engine.tiny import group_processes
@@ -22,26 +21,25 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
-def test_there_is_none_where_the_learner_loads_first(tiny_recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "may_find_cuda", lambda: True)
-    with host_ahead(tiny_recipe) as host:
-        assert host is None
-
-
-def test_there_is_none_on_a_rank_that_leads_no_engine(tiny_recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    pair = tiny_recipe.model_copy(update={"engine": tiny_recipe.engine.model_copy(update={"tensor": 2})})
-    with host_ahead(pair) as host:
-        assert host is None
-
-
-def test_there_is_none_for_an_engine_of_several_nodes(tiny_recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It starts when all ranks have met."""
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}.items():
-        monkeypatch.setenv(name, value)
-    pair = tiny_recipe.model_copy(update={"engine": tiny_recipe.engine.model_copy(update={"tensor": 2, "nodes": 2})})
-    with host_ahead(pair) as host:
+@pytest.mark.parametrize(
+    ("cuda", "rank", "local_world", "section"),
+    [(True, 0, 1, {}), (False, 1, 2, {"tensor": 2}), (False, 0, 1, {"tensor": 2, "nodes": 2})],
+    ids=["the learner loads first", "the rank leads no engine", "the engine waits for other nodes"],
+)
+def test_there_is_none(
+    cuda: bool,
+    rank: int,
+    local_world: int,
+    section: dict[str, int],
+    tiny_recipe: Recipe,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(process, "may_find_cuda", lambda: cuda)
+    world = {"RANK": rank, "LOCAL_RANK": rank % local_world, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": local_world}
+    for name, value in world.items():
+        monkeypatch.setenv(name, str(value))
+    recipe = tiny_recipe.model_copy(update={"engine": tiny_recipe.engine.model_copy(update=section)})
+    with host_ahead(recipe) as host:
         assert host is None
 
 
@@ -59,16 +57,12 @@ def test_the_first_start_of_an_engine_takes_it_and_later_ones_do_not(tiny_recipe
         assert group_processes(host.pid) == []
         engine.stop()
         assert group_processes(other.pid) == []
-
-
-@pytest.mark.process
-def test_one_that_nothing_used_is_gone_after_the_block(tiny_recipe: Recipe) -> None:
-    with host_ahead(tiny_recipe) as host:
-        assert host
-        assert psutil.pid_exists(host.pid)
-    assert group_processes(host.pid) == []
-    assert not psutil.pid_exists(host.pid)
-    host.end()
+    with host_ahead(recipe) as unused:
+        assert unused
+        assert psutil.pid_exists(unused.pid)
+    assert group_processes(unused.pid) == []
+    assert not psutil.pid_exists(unused.pid)
+    unused.end()
 
 
 @pytest.mark.process

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mugrpo_megatron.engine.process import HEADER, Channel
@@ -25,6 +25,7 @@ def ends() -> Iterator[tuple[Channel, socket.socket]]:
         yield Channel(mine), other
 
 
+@settings(max_examples=20)
 @given(sizes=st.lists(st.integers(0, 300_000), max_size=8))
 def test_messages_of_two_threads_arrive_whole(sizes: list[int]) -> None:
     mine, other = socket.socketpair()

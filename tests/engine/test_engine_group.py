@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from mugrpo_megatron.engine import engine_group as groups
-from mugrpo_megatron.engine.engine_group import EngineGroup
+from mugrpo_megatron.engine.engine_group import EngineGroup, read_sums, write_sums
+from mugrpo_megatron.files.tensors import sums
 from tests.engine.stub import StubEngine
 
 
@@ -111,3 +115,18 @@ def test_a_sync_is_one_update_of_many_buckets(monkeypatch: pytest.MonkeyPatch) -
         group.end_update()
         group.end_update()
     assert calls == ["begin_update", "update_weights", "update_weights", "end_update"] * 2
+
+
+def test_scales_that_sglang_does_not_check_are_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = SimpleNamespace(world_size=1, rank_in_group=0)
+    monkeypatch.setitem(sys.modules, "sglang.srt.distributed", SimpleNamespace(get_tp_group=lambda: alone))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    model = torch.nn.Linear(3, 2)
+    wanted = sums(model.named_parameters())
+    scale = torch.nn.Parameter(torch.ones(()), requires_grad=False)
+    model.k_scale = scale
+    write_sums(model, [])
+    assert read_sums()[0].keys() == {*wanted, "k_scale"}
+    scale._skip_weight_check = True  # type: ignore[attr-defined]
+    write_sums(model, [])
+    assert read_sums() == [wanted]

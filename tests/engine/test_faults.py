@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import textwrap
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,10 +15,11 @@ import pytest
 from mugrpo_megatron.engine.client import Engine
 from mugrpo_megatron.engine.process import HostProcess, _shared_memory
 from mugrpo_megatron.engine.wire import Sampling
-from mugrpo_megatron.errors import EngineFailure, EngineStopped, UserError
+from mugrpo_megatron.errors import EngineFailure, EngineStopped
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.samples import Prompt
 from tests.engine.tiny import group_processes, prompts, recipe, save_checkpoint
+from tests.forked import fork
 
 pytestmark = pytest.mark.process
 
@@ -98,7 +97,7 @@ def test_a_frozen_engine_is_named_with_the_state_of_its_processes(checkpoint: Pa
         engine.wait_ready()
     assert group_processes(host) == []
     with pytest.raises(EngineFailure, match="not running"):
-        engine.health()
+        engine.checksums()
 
 
 def test_an_engine_that_cannot_load_its_model(tmp_path: Path) -> None:
@@ -112,48 +111,30 @@ def test_an_engine_that_cannot_load_its_model(tmp_path: Path) -> None:
     assert group_processes(host) == []
 
 
-@pytest.mark.parametrize(
-    ("victim", "blow"), [("client", signal.SIGKILL), ("client", signal.SIGINT), ("host", signal.SIGKILL)]
-)
-def test_nothing_outlives_the_client_or_the_host(
-    victim: str, blow: signal.Signals, tiny_recipe: Recipe, tmp_path: Path
-) -> None:
-    """The kill comes during the engine's start, when SGLang's children do not yet watch their parent."""
-    script = textwrap.dedent(
-        """
-        import sys
-        from pathlib import Path
-        from mugrpo_megatron.recipe import Recipe
-        from mugrpo_megatron.engine.client import Engine
+def _start_and_wait(recipe: Recipe, folder: Path) -> None:
+    tempfile.tempdir = str(folder)
+    engine = Engine.start(recipe, recipe.model.directory, folder / "engine.log")
+    signal.pause()
+    engine.stop()
 
-        recipe = Recipe.model_validate_json(sys.argv[1])
-        engine = Engine.start(recipe, recipe.model.path, Path(sys.argv[2]))
-        print("started", flush=True)
-        sys.stdin.read()
-        """
-    )
-    client = subprocess.Popen(
-        [sys.executable, "-c", script, tiny_recipe.model_dump_json(), str(tmp_path / "engine.log")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a suite in the background ignores Ctrl-C
-    )
-    assert client.stdout is not None
-    client.stdout.readline()
+
+@pytest.mark.parametrize("victim", ["client", "host"])
+def test_nothing_outlives_the_client_or_the_host(victim: str, tiny_recipe: Recipe, tmp_path: Path) -> None:
+    """The kill comes during the engine's start, when SGLang's children do not yet watch their parent."""
+    client = fork(_start_and_wait, tiny_recipe, tmp_path)
     hosts: list[psutil.Process] = []
     while not hosts:  # a process that has just been started may not show its command line yet
-        assert client.poll() is None
+        assert client.is_alive()
         hosts = [p for p in psutil.Process(client.pid).children() if "mugrpo_megatron.engine.host" in p.cmdline()]
     (host,) = hosts
     members = _members_with_scheduler(host.pid)
-    os.kill(client.pid if victim == "client" else host.pid, blow)
+    os.kill(client.pid if victim == "client" else host.pid, signal.SIGKILL)
     if victim == "host":
         members.remove(host)  # dead, but in the process table until the client that started it ends
     _, alive = psutil.wait_procs(members, timeout=PATIENCE_S)
     assert alive == []
     client.kill()
-    client.wait()
+    client.join()
     assert list(tmp_path.glob("mugrpo-engine-*")) == []
 
 
@@ -180,20 +161,10 @@ def _host(engine: Engine) -> int:
 
 
 def _kill_scheduler(host: int) -> None:
-    for process in group_processes(host):
-        if process.name().startswith("sglang::schedul"):
-            process.kill()
+    """One of them: the engine fails with any of its replicas."""
+    [*_, last] = [process for process in group_processes(host) if process.name().startswith("sglang::schedul")]
+    last.kill()
 
 
 def _freeze(host: int) -> None:
     os.killpg(host, signal.SIGSTOP)
-
-
-def test_an_argument_that_sglang_does_not_take_is_one_sentence(checkpoint: Path, tmp_path: Path) -> None:
-    engine = Engine.start(recipe(checkpoint, extra={"chunked_prefil_size": 64}), checkpoint, tmp_path / "engine.log")
-    with pytest.raises(
-        UserError, match=r"^engine\.extra: SGLang does not start .*'chunked_prefil_size'.*remove"
-    ) as told:
-        engine.wait_ready()
-    assert "\n" not in str(told.value)
-    assert not engine.running

@@ -51,14 +51,12 @@ def generating(engine: StubEngine, ends: tuple[Channel, Channel], sampling: Samp
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("name", "hidden"), [("__mp_main__", True), ("imported", False)])
-def test_a_spawned_scheduler_does_not_find_megatron(name: str, hidden: bool) -> None:
+def test_a_spawned_scheduler_does_not_find_megatron() -> None:
     """`multiprocessing` runs the parent's main module again in a process that it spawns, as `__mp_main__`."""
-    code = f"import runpy, sys; runpy.run_module({host.__name__!r}, run_name={name!r}); " + (
-        "print('megatron' in sys.modules and sys.modules['megatron'] is None)"
+    code = f"import runpy, sys; runpy.run_module({host.__name__!r}, run_name='__mp_main__'); " + (
+        "assert sys.modules['megatron'] is None"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [str(hidden)]
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_memory_is_not_released_before_the_engine_is_idle(ends: tuple[Channel, Channel]) -> None:
@@ -69,7 +67,7 @@ def test_memory_is_not_released_before_the_engine_is_idle(ends: tuple[Channel, C
     with pytest.raises(RuntimeError, match="not idle"):
         served.set_version(3)
     assert engine.released == []
-    assert served.health() == 0, "keys and values of the old weights may be left"
+    assert served._version == 0, "keys and values of the old weights may be left"
     served.sleep(["weights"])
     assert engine.released == [["weights"]]
 
@@ -95,9 +93,8 @@ def test_the_client_hears_of_tokens_before_a_group_is_finished(
         client.send(("close", None))
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.01])
 def test_a_group_that_cannot_be_sent_ends_the_generation_with_its_cause(
-    after_s: float, ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
+    ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Although another request would go on for hours."""
 
@@ -110,7 +107,6 @@ def test_a_group_that_cannot_be_sent_ends_the_generation_with_its_cause(
                 await asyncio.Event().wait()
             return await super().async_generate(input_ids, **named)
 
-    monkeypatch.setattr(host, "GATHER_SECONDS", after_s)
     monkeypatch.setattr(host, "pack", refuse)
     engine = Slow()
     engine.answers.set()
@@ -145,23 +141,17 @@ def test_the_guard_removes_what_the_host_leaves(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [elsewhere], "it removes its own folder and no other"
 
 
-@pytest.mark.parametrize("stream", [None, "0/train"])
-def test_each_response_has_its_own_seed_where_there_is_a_stream(
-    stream: str | None, ends: tuple[Channel, Channel]
-) -> None:
+def test_each_response_has_its_own_seed_where_there_is_a_stream(ends: tuple[Channel, Channel]) -> None:
     engine = StubEngine()
     engine.answers.set()
     work = Work(0, [1, 2], 2, place=5)
-    with generating(engine, ends, replace(SAMPLING, stream=stream)) as client:
+    with generating(engine, ends, replace(SAMPLING, stream="0/train")) as client:
         client.send(("prompts", [work]))
         assert client.receive(PATIENCE_S)[0] == "groups"
         client.send(("close", None))
     asked = engine.asked[0]["sampling_params"]
-    if stream is None:
-        assert "sampling_seed" not in asked
-    else:
-        assert [one["sampling_seed"] for one in asked] == seeds(stream, 4, work)
-        assert {one["max_new_tokens"] for one in asked} == {SAMPLING.max_tokens}
+    assert [one["sampling_seed"] for one in asked] == seeds("0/train", 4, work)
+    assert {one["max_new_tokens"] for one in asked} == {SAMPLING.max_tokens}
 
 
 def test_a_prompt_may_have_a_limit_and_stop_texts_of_its_own(ends: tuple[Channel, Channel]) -> None:
@@ -174,3 +164,4 @@ def test_a_prompt_may_have_a_limit_and_stop_texts_of_its_own(ends: tuple[Channel
     limited, plain = (one["sampling_params"] for one in engine.asked)
     assert (limited["max_new_tokens"], limited["stop"]) == (3, ["a", "b"])
     assert (plain["max_new_tokens"], plain["stop"]) == (SAMPLING.max_tokens, ["a"])
+    assert "sampling_seed" not in plain

@@ -6,7 +6,6 @@ import ast
 import os
 import re
 import sys
-from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,7 +28,7 @@ from mugrpo_megatron.engine.launch import (
     sampling_note,
     starts_before,
 )
-from mugrpo_megatron.engine.placement import ALONE, EngineSlot, engine_slot
+from mugrpo_megatron.engine.placement import EngineSlot, engine_slot
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import Recipe, load_recipe
 from tests import models
@@ -52,16 +51,15 @@ def test_torchrun_does_not_leak_into_the_engine(checkpoint: Path, monkeypatch: p
     assert environment["HF_HOME"] == "/somewhere"
 
 
-@pytest.mark.parametrize("cuda", [True, False])
 @pytest.mark.parametrize("path", ["/usr/bin:/bin", None])
 def test_the_engine_finds_the_tools_of_its_interpreter_first(
-    cuda: bool, path: str | None, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    path: str | None, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang compiles kernels with the ninja that pip has put next to python."""
     monkeypatch.delenv("PATH")
     if path:
         monkeypatch.setenv("PATH", path)
-    found = engine_environment(recipe(checkpoint), checkpoint, cuda)["PATH"]
+    found = engine_environment(recipe(checkpoint), checkpoint, cuda=False)["PATH"]
     assert found == f"{os.path.dirname(sys.executable)}:{path or os.defpath}"
 
 
@@ -111,11 +109,6 @@ def test_only_the_checkpoint_s_architecture_is_imported(checkpoint: Path) -> Non
     assert "qwen2" not in left_out
 
 
-def test_each_rank_of_a_tensor_parallel_engine_has_cores_of_its_own(checkpoint: Path) -> None:
-    environment = engine_environment(recipe(checkpoint, tensor=2), checkpoint, cuda=False)
-    assert len(environment["SGLANG_CPU_OMP_THREADS_BIND"].split("|")) == 2
-
-
 def test_an_engine_of_several_nodes_is_not_bound_to_loopback(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     assert engine_environment(recipe(checkpoint), checkpoint, cuda=False)["GLOO_SOCKET_IFNAME"] == "lo"
@@ -124,15 +117,15 @@ def test_an_engine_of_several_nodes_is_not_bound_to_loopback(checkpoint: Path, m
     for environment in (first, second):
         assert environment["GLOO_SOCKET_IFNAME"] == "eth0"
         shares = environment["SGLANG_CPU_OMP_THREADS_BIND"].split("|")
+        assert len(shares) == 4
         assert shares[:2] == shares[2:], "each node gives its own ranks all of its cores"
     assert "SGLANG_BLOCK_NONZERO_RANK_CHILDREN" not in first
     assert second["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] == "0"
 
 
-@pytest.mark.parametrize("cuda", [True, False])
-def test_each_node_of_an_engine_has_its_number(cuda: bool, checkpoint: Path) -> None:
+def test_each_node_of_an_engine_has_its_number(checkpoint: Path) -> None:
     wide = half(checkpoint, tensor=4, nodes=2)
-    found = [engine_arguments(wide, checkpoint, cuda, slot) for slot in engine_slots(wide)]
+    found = [engine_arguments(wide, checkpoint, cuda=True, slot=slot) for slot in engine_slots(wide)]
     assert [(one["nnodes"], one["node_rank"], one["tp_size"]) for one in found] == [(2, 0, 4), (2, 1, 4)]
     assert found[0] == {**found[1], "node_rank": 0}, "and nothing else differs"
 
@@ -151,23 +144,10 @@ def test_the_prefix_cache_is_off_where_prompts_are_too_short_to_share(checkpoint
     assert not disabled(33)
 
 
-@pytest.mark.parametrize(
-    ("section", "fact"),
-    [
-        ({"between_stages": "sleep"}, {"enable_memory_saver": True}),
-        ({"between_stages": "restart"}, {"enable_memory_saver": False}),
-        ({"memory_fraction": 0.5}, {"mem_fraction_static": 0.5}),
-        ({"tensor": 2}, {"tp_size": 2}),
-        ({"extra": {"attention_backend": "fa3"}}, {"attention_backend": "fa3"}),
-        ({"extra": {"cuda_graph_max_bs_decode": 8}}, {"cuda_graph_max_bs_decode": 8}),
-        ({"extra": {"kv_cache_dtype": "fp8_e5m2"}}, {"kv_cache_dtype": "fp8_e5m2"}),
-    ],
-)
-def test_cuda_arguments(section: dict[str, object], fact: dict[str, object], checkpoint: Path) -> None:
-    arguments = engine_arguments(half(checkpoint, **section), checkpoint, cuda=True, slot=replace(ALONE, gpu=3))
-    assert fact.items() <= arguments.items()
-    assert arguments["device"] == "cuda"
-    assert arguments["base_gpu_id"] == 3
+def test_extra_arguments_come_last(checkpoint: Path) -> None:
+    extra = {"cuda_graph_max_bs_decode": 8, "kv_cache_dtype": "fp8_e5m2"}
+    arguments = engine_arguments(half(checkpoint, extra=extra, memory_fraction=0.5), checkpoint, cuda=True)
+    assert {**extra, "mem_fraction_static": 0.5}.items() <= arguments.items()
 
 
 def test_kv_bytes_of_qwen2_5_7b() -> None:
@@ -184,13 +164,6 @@ def test_the_cpu_cache_is_bounded(checkpoint: Path) -> None:
     assert engine_arguments(recipe(checkpoint), checkpoint, cuda=False)["max_total_tokens"] == 64 * (232 + 8)
 
 
-def test_a_deterministic_engine(checkpoint: Path) -> None:
-    given = recipe(checkpoint).model_dump() | {"run": {"deterministic": True, "seed": 3}}
-    wanted = Recipe.model_validate(given)
-    assert engine_arguments(wanted, checkpoint, cuda=True)["enable_deterministic_inference"]
-    assert "enable_deterministic_inference" not in engine_arguments(half(checkpoint), checkpoint, cuda=True)
-
-
 def test_the_routers_are_those_of_the_model_on_this_machine(tmp_path: Path) -> None:
     """A model of the hub is named by its path, and lies elsewhere."""
     snapshot = tmp_path / "snapshot"
@@ -203,10 +176,12 @@ def test_the_routers_are_those_of_the_model_on_this_machine(tmp_path: Path) -> N
     assert routed.experts > routed.chosen > 0
 
 
-def test_streams_of_training_and_of_each_held_out_set(checkpoint: Path) -> None:
+def test_a_deterministic_engine_and_its_streams(checkpoint: Path) -> None:
     tokenizer = build_arithmetic_tokenizer()
     given = recipe(checkpoint).model_dump() | {"run": {"deterministic": True, "seed": 3}}
     wanted = Recipe.model_validate(given)
+    assert engine_arguments(wanted, checkpoint, cuda=True)["enable_deterministic_inference"]
+    assert "enable_deterministic_inference" not in engine_arguments(half(checkpoint), checkpoint, cuda=True)
     assert sampling(wanted, tokenizer).stream == "3/train"
     assert held_out_sampling(wanted, tokenizer, "arithmetic").stream == "3/eval/arithmetic"
     assert sampling(recipe(checkpoint), tokenizer).stream is None

@@ -21,20 +21,13 @@ def part(engine: int, node: int, here: str, first: str = "10.0.0.1") -> Part:
     return Part(engine, node, running=True, here=here, first=first, port=7000 + node, name=f"{engine}-{node}")
 
 
-def test_the_first_engine_is_where_the_other_nodes_see_rank_0() -> None:
-    """On its own node the name of rank 0 may mean loopback."""
+def test_ranks_meet_where_all_nodes_of_the_engine_reach_its_leader() -> None:
+    """On its own node the name of rank 0 may mean loopback, so its engine is where the others see it."""
     parts = [part(0, 1, "10.0.0.2"), part(0, 0, "127.0.1.1", first="127.0.1.1")]
     assert address_of(parts) == "10.0.0.1:7000"
-
-
-def test_another_engine_is_where_its_leader_reaches_rank_0_from() -> None:
     assert address_of([part(1, 0, "10.0.0.3"), part(1, 1, "10.0.0.4")]) == "10.0.0.3:7000"
-    assert address_of([part(1, 0, "fd00::3"), part(1, 1, "fd00::4")]) == "[fd00::3]:7000"
-
-
-@pytest.mark.parametrize(("address", "host"), [("10.0.0.3:7000", "10.0.0.3"), ("[fd00::3]:7000", "fd00::3"), ("", "")])
-def test_the_host_of_an_address(address: str, host: str) -> None:
-    assert Bond(address).host == host
+    address = address_of([part(1, 0, "fd00::3"), part(1, 1, "fd00::4")])
+    assert (address, Bond(address).host) == ("[fd00::3]:7000", "fd00::3")
 
 
 def test_what_a_rank_says_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,35 +47,21 @@ def test_a_free_port_has_free_ones_after_it() -> None:
             probe.bind(("", port))
 
 
-def test_the_first_process_that_ends_is_the_cause() -> None:
+def test_the_first_process_that_ends_is_the_cause_and_the_store_is_asked_once_a_second() -> None:
     board: list[str] = []
-    one, other = (Bond("", board.append, lambda: board[0] if board else "") for _ in range(2))
-    assert one.broken() == ""
-    one.ended("killed")
-    other.ended("its connection was closed")
-    assert board == ["killed"]
-    assert one.broken(now=True) == other.broken(now=True) == "killed"
-
-
-def test_the_store_is_asked_once_a_second() -> None:
     asked: list[int] = []
 
     def news() -> str:
         asked.append(1)
-        return ""
+        return board[0] if board else ""
 
-    bond = Bond("", news=news)
-    for _ in range(5):
-        bond.broken()
+    one, other = (Bond("", board.append, news) for _ in range(2))
+    assert [one.broken() for _ in range(5)] == [""] * 5
     assert len(asked) == 1
-    bond.broken(now=True)
-    assert len(asked) == 2
-
-
-def test_an_engine_of_one_node_has_nobody_to_tell() -> None:
-    bond = Bond()
-    bond.ended("killed")
-    assert bond.broken() == ""
+    one.ended("killed")
+    other.ended("its connection was closed")
+    assert board == ["killed"]
+    assert one.broken(now=True) == other.broken(now=True) == "killed"
 
 
 SLOT = EngineSlot(False, number=2, engines=3, local=0, local_engines=1, gpu=0, node=1, joins=True)
@@ -155,22 +134,22 @@ def test_it_is_sglang_s_second_node_at_the_leader_s_address(engine: JoinedEngine
     assert not engine.running
 
 
-def test_its_end_is_told_with_its_node_and_rank(engine: JoinedEngine) -> None:
+@pytest.mark.parametrize("leader_first", [False, True])
+def test_its_end_is_told_unless_it_ends_with_the_leader_s(leader_first: bool, engine: JoinedEngine) -> None:
     said, bond = board()
     engine.meet(bond)
-    Host.made[0].dies.set()
-    ended(engine)
-    assert said == ["on its node 1, that of rank 5: SGLang's process ended"]
-
-
-def test_it_ends_with_the_leader_s_and_tells_nothing(engine: JoinedEngine) -> None:
-    said, bond = board()
-    engine.meet(bond)
-    said.append("on the node that leads it: killed")
-    bond.broken(now=True)
+    if leader_first:
+        said.append("on the node that leads it: killed")
+        bond.broken(now=True)
+    else:
+        Host.made[0].dies.set()
     ended(engine)
     assert Host.made[0].gone
-    assert len(said) == 1
+    assert said == (
+        ["on the node that leads it: killed"]
+        if leader_first
+        else ["on its node 1, that of rank 5: SGLang's process ended"]
+    )
 
 
 def test_a_second_meeting_ends_the_process_of_the_first(engine: JoinedEngine) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mugrpo_megatron.engine.prompt_logprobs import MOST_IDS, Piece, answer, pieces, request
+from mugrpo_megatron.engine.wire import MOST_IDS, Piece, answer, pieces, request
 
 WORDS = 40
 

@@ -1,17 +1,18 @@
-"""The shared queue: every group goes to one engine, and a slow engine delays no other."""
+"""The shared queue: every group goes to one engine, and a slow engine delays no other; the record of its load."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mugrpo_megatron.engine.queue import CLAIM, PromptQueue
+from mugrpo_megatron.engine.queue import CLAIM, MOST_LOADS, Load, LoadRecord, PromptQueue
 from tests.ranks import run_ranks
 
 
@@ -107,3 +108,16 @@ def drain(groups: range) -> list[int]:
 def test_ranks_share_the_queue_through_the_store(tmp_path: Path) -> None:
     shares = run_ranks(2, drain, range(500))
     assert sorted(group for share in shares for group in share) == list(range(500))
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 5000))
+def test_a_long_generation_keeps_readings_that_are_equally_far_apart(count: int) -> None:
+    record = LoadRecord()
+    for number in range(count):
+        record.add(Load(time=float(number), tokens=number, running=1, queued=0, kv_use=0.5))
+        assert len(record.loads) <= MOST_LOADS
+    times = [load.time for load in record.loads]
+    assert times[:1] == [0.0][:count]
+    assert len({after - before for before, after in pairwise(times)}) <= 1
+    assert len(times) >= min(count, MOST_LOADS // 2)

@@ -44,11 +44,6 @@ def test_every_response_gets_its_own_routes(total: int, width: int) -> None:
             np.testing.assert_array_equal(response.routes, experts.transpose(1, 0, 2))
 
 
-def test_without_being_asked_for_there_are_none() -> None:
-    [(_, responses)] = pack([(0, [output(None, 2)])], 0, Sampling(1.0, 1.0, 9, ())).unpack()
-    assert responses[0].routes is None
-
-
 @pytest.mark.parametrize(
     ("experts", "said"),
     [

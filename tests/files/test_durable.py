@@ -1,10 +1,9 @@
-"""Atomic writes, tested with a kill at every step, with several writers, and with full disks."""
+"""Atomic writes with several writers and full disks; `tests/hostile/test_full_and_killed.py` kills at every step."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import json
 import os
 import signal
@@ -12,7 +11,7 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files import durable
 from mugrpo_megatron.files.durable import (
     durable_directory,
     durable_file,
@@ -40,44 +38,6 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )
-
-
-class Death(BaseException):
-    """Simulates a SIGKILL: what runs after it has no effect on the disk."""
-
-
-STEPS = ("fsync", "fchmod", "rename", "replace", "unlink", "rmdir", "mkdir")
-
-
-def deaths(action: Callable[[Path], None], folder: Path, swaps: bool = True) -> Iterator[Path]:
-    """For each disk operation at which `action` may die: a directory in the state that this leaves."""
-    for last in itertools.count():
-        place = folder / str(last)
-        place.mkdir()
-        with pytest.MonkeyPatch.context() as patch:
-            done = 0
-
-            def step(original: Callable[..., Any], last: int = last) -> Callable[..., Any]:
-                def taken(*args: Any, **kwargs: Any) -> Any:
-                    nonlocal done
-                    done += 1
-                    if done > last:
-                        raise Death
-                    return original(*args, **kwargs)
-
-                return taken
-
-            action(place)  # the old content
-            for name in STEPS:
-                patch.setattr(os, name, step(getattr(os, name)))
-            patch.setattr(durable, "_exchanged", step(durable._exchanged if swaps else lambda one, other: False))
-            try:
-                action(place)
-            except Death:
-                pass
-            else:
-                return
-        yield place
 
 
 def names(directory: Path) -> set[str]:
@@ -103,33 +63,6 @@ def test_content_is_synced_before_it_has_the_name_and_the_directory_after(
     monkeypatch.setattr(Path, "replace", renamed)
     write_text(tmp_path / "a", "12345")
     assert events == ["fsync file of 5 bytes", "rename", "fsync directory of 0 bytes"]
-
-
-def test_a_file_is_old_or_new_whatever_step_a_writer_dies_at(tmp_path: Path) -> None:
-    left = list(deaths(lambda place: write_text(place / "file", revision(place / "file")), tmp_path))
-    assert len(left) >= 4  # permissions, sync, rename, sync of the directory
-    for place in left:
-        assert (place / "file").read_text() in ("old", "new")
-        remove_leftovers(place, "file")
-        assert names(place) == {"file"}
-
-
-@pytest.mark.parametrize("swaps", [True, False], ids=["exchange", "two renames"])
-def test_a_directory_is_old_or_new_whatever_step_a_writer_dies_at(swaps: bool, tmp_path: Path) -> None:
-    left = list(deaths(lambda place: fill(place / "hf", revision(place / "hf" / "config")), tmp_path, swaps))
-    assert len(left) >= 8
-    assert not swaps or all((place / "hf").exists() for place in left)
-    found = []
-    for place in left:
-        remove_leftovers(place, "hf")
-        assert names(place) == {"hf"}
-        found.append({file.name: file.read_text() for file in (place / "hf").iterdir()})
-    assert all(texts in ({"config": each, "weights": each} for each in ("old", "new")) for texts in found)
-    assert found[0] != found[-1]
-
-
-def revision(path: Path) -> str:
-    return "new" if path.exists() else "old"
 
 
 def fill(path: Path, text: str) -> None:

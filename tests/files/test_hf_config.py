@@ -116,7 +116,7 @@ def test_published_configs_are_taken_as_they_are(name: str) -> None:
     assert checked(config, name) is config
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=100)
 @given(
     family=st.sampled_from(sorted(FAMILIES)),
     changes=st.dictionaries(st.sampled_from(FIELDS), ODD, max_size=3),

@@ -20,7 +20,6 @@ def bare_run(recipe: Recipe, directory: RunDirectory) -> Any:
         is_main=True,
         log=SimpleNamespace(phase=lambda *_: nullcontext()),
         display=SimpleNamespace(bar=lambda *_: nullcontext(SimpleNamespace(advance=lambda: None))),
-        title=lambda cursor: "",
         world=SimpleNamespace(barrier=lambda: None, any_rank=lambda *flags: flags),
         stop=StopRequest(),
     )

@@ -35,11 +35,16 @@ def group(index: int) -> list[Sample]:
     return [Sample(index, f"p{index}", ids, ids, logprobs, reward, 0, "stop") for reward in rewards]
 
 
-def problems_of_updates(directory: Path, zero_variance: str, passes: int = 1) -> list[list[str]]:
+def sealed(directory: Path) -> StageStore:
     store = StageStore(directory)
     for index in range(UPDATES * PROMPTS):
         store.append(group(index))
     store.seal(UPDATES, PROMPTS)
+    return store
+
+
+def problems_of_updates(directory: Path, zero_variance: str, passes: int = 1) -> list[list[str]]:
+    store = sealed(directory)
     recipe = Recipe.model_validate(
         {"rollout": {"prompts_per_update": PROMPTS}, "objective": {"zero_variance": zero_variance}}
     )
@@ -86,10 +91,7 @@ class Refreshed:
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch, zero_variance: str, passes: int = 1) -> None:
         self.directory = RunDirectory(path)
-        self.store = StageStore(self.directory.stage(0))
-        for index in range(UPDATES * PROMPTS):
-            self.store.append(group(index))
-        self.store.seal(UPDATES, PROMPTS)
+        self.store = sealed(self.directory.stage(0))
         recipe = Recipe.model_validate(
             {
                 "rollout": {"prompts_per_update": PROMPTS},

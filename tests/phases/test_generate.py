@@ -3,42 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from mugrpo_megatron.algorithm.advantages import group_advantages
-from mugrpo_megatron.data.prompts import FittingPrompts
-from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.engine.client import MOST_FAILURES
-from mugrpo_megatron.engine.queue import LoadRecord
-from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import EngineFailure, EngineStopped
-from mugrpo_megatron.learner.groups import Ranks
-from mugrpo_megatron.observe.log import FILE_NAME, MetricLog, read_rows
-from mugrpo_megatron.observe.progress import Display
+from mugrpo_megatron.observe.log import MetricLog
 from mugrpo_megatron.phases.generate import generate
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.rewards.items import Pending, Score
 from mugrpo_megatron.rewards.pool import Verifier
-from mugrpo_megatron.run.checkpoints import Saver
 from mugrpo_megatron.run.cursor import Cursor
-from mugrpo_megatron.run.directory import RunDirectory
-from mugrpo_megatron.run.leader import EngineLeader, Engines
-from mugrpo_megatron.run.record import Record
 from mugrpo_megatron.run.responses import stage_prompt
-from mugrpo_megatron.run.run import Run
 from mugrpo_megatron.run.stopping import Stopped
-from mugrpo_megatron.run.world import World
-from mugrpo_megatron.samples import Problem, Prompt, Response
-from mugrpo_megatron.weights.sync import Bridge
+from mugrpo_megatron.samples import Problem
+from mugrpo_megatron.stages.store import StageStore
+from tests.phases.stand import Oracle, Stand, response, standing
 
-TOKENIZER = build_arithmetic_tokenizer()
 UPDATES, PROMPTS, RESPONSES = 3, 4, 2
 GROUPS = UPDATES * PROMPTS
 RECIPE = Recipe.model_validate(
@@ -52,50 +37,6 @@ PROBLEMS = [Problem(f"p{n}", str(n), str(n % 2), "coins", row={"n": n}) for n in
 CURSOR = Cursor(1, 0, UPDATES)
 
 
-@dataclass
-class Oracle:
-    """An engine that answers every problem with 1 and 0, in this order; the later prompt of two first."""
-
-    dies_after: int = 10**9
-    """Groups that it finishes before it dies, once."""
-    running: bool = True
-    finished: int = 0
-    answering: Callable[[], None] = field(default=lambda: None)
-    memory: float = 0.0
-    record: LoadRecord = field(default_factory=LoadRecord)
-
-    def generate_from(
-        self, take: Callable[[int, int], list[Prompt]], n: int, sampling: Sampling, held: object = None
-    ) -> Iterator[tuple[Prompt, list[Response]]]:
-        while prompts := take(0, 1):
-            for prompt in reversed(prompts):
-                if self.finished == self.dies_after:
-                    self.dies_after, self.running = 10**9, False
-                    raise EngineFailure("it died")
-                self.finished += 1
-                self.answering()
-                ids = [np.array(TOKENIZER.encode(answer), dtype=np.int32) for answer in "10"]
-                yield prompt, [Response(i, np.zeros(1, dtype=np.float32), "stop", 3) for i in ids]
-
-
-@dataclass
-class Stand:
-    run: Run
-    engines: Engines
-    engine: Oracle
-
-    def generate(self) -> None:
-        generate(self.run, self.engines, self.run.stage_store(CURSOR), CURSOR)
-
-    @property
-    def on_disk(self) -> set[int]:
-        return self.run.stage_store(CURSOR).present()
-
-    @property
-    def failures(self) -> int:
-        return sum(row["kind"] == "event" for row in read_rows(self.run.directory.path / FILE_NAME))
-
-
 @pytest.fixture(scope="module")
 def verifier() -> Iterator[Verifier]:
     with Verifier(RECIPE.reward) as verifier:
@@ -104,25 +45,25 @@ def verifier() -> Iterator[Verifier]:
 
 @pytest.fixture
 def stand(tmp_path: Path, log: MetricLog, verifier: Verifier) -> Stand:
-    engine = Oracle()
-    problems: Any = SimpleNamespace(train=FittingPrompts(PROBLEMS, [[1]] * len(PROBLEMS), 0))
-    slot: Any = SimpleNamespace(number=0)
-    generator = EngineLeader(slot, cast(Any, engine), verifier, TOKENIZER, problems)
-    ranks = cast(Ranks, SimpleNamespace(rank=0, world=1, heartbeat=None))
-    saver = cast(Saver, SimpleNamespace(wait=lambda: None, save=lambda cursor: None))
-    world = World(ranks, None, engines=1)
-    run = Run(RECIPE, RunDirectory(tmp_path), world, log, Display(None, None), saver, Record("r"))
-    return Stand(run, Engines(cast(Bridge, None), generator), engine)
+    """Its engine answers every problem with 1 and 0, in this order."""
+    engine = Oracle(lambda prompt, n: [response(text, version=3) for text in "10"])
+    return standing(tmp_path, log, RECIPE, engine, verifier, PROBLEMS)
+
+
+def store(stand: Stand) -> StageStore:
+    return stand.run.stage_store(CURSOR)
+
+
+def generated(stand: Stand) -> None:
+    generate(stand.run, stand.engines, store(stand), CURSOR)
 
 
 def test_a_stage_holds_the_runs_next_problems_scored_and_in_order(stand: Stand) -> None:
-    stand.generate()
-    stage = stand.run.stage_store(CURSOR)
+    generated(stand)
+    stage = store(stand)
     samples = [sample for update in range(stage.updates) for sample in stage.read_update(update, whole=True)]
     assert [sample.group for sample in samples] == [group for group in range(GROUPS) for _ in range(RESPONSES)]
-    generator = stand.engines.leader
-    assert generator
-    prompts = [stage_prompt(RECIPE, generator.problems, CURSOR, group) for group in range(GROUPS)]
+    prompts = [stage_prompt(RECIPE, stand.leader.problems, CURSOR, group) for group in range(GROUPS)]
     assert [sample.problem for sample in samples[::RESPONSES]] == [prompt.problem.id for prompt in prompts]
     golds = [float(prompt.problem.answer) for prompt in prompts]
     assert [(a.reward, b.reward) for a, b in zip(samples[::2], samples[1::2], strict=True)] == [
@@ -138,28 +79,28 @@ def test_a_stage_holds_the_runs_next_problems_scored_and_in_order(stand: Stand) 
 
 @pytest.mark.parametrize("finished", [0, 1, GROUPS - 1])
 def test_an_engine_that_dies_keeps_what_it_finished_and_generates_the_rest_once(stand: Stand, finished: int) -> None:
-    stand.engine.dies_after = finished
-    stand.generate()
-    assert not stand.run.stage_store(CURSOR).sealed
-    assert len(stand.on_disk) == finished
-    assert stand.failures == 1
-    stand.generate()  # it does not run, so nothing is added
-    assert len(stand.on_disk) == finished
+    stand.engine.lives = [finished]
+    generated(stand)
+    assert not store(stand).sealed
+    assert len(store(stand).present()) == finished
+    assert len(stand.rows("event")) == 1
+    generated(stand)  # it does not run, so nothing is added
+    assert len(store(stand).present()) == finished
     stand.engine.running = True
-    stand.generate()
-    assert stand.run.stage_store(CURSOR).sealed
+    generated(stand)
+    assert store(stand).sealed
     assert stand.engine.finished == GROUPS
 
 
 def test_an_engine_that_keeps_failing_without_a_finished_group_ends_the_run(stand: Stand) -> None:
     for failures in range(MOST_FAILURES):
-        stand.engine.dies_after, stand.engine.running = 0, True
+        stand.engine.lives, stand.engine.running = [0], True
         if failures == MOST_FAILURES - 1:
             with pytest.raises(EngineFailure, match="it died"):
-                stand.generate()
+                generated(stand)
         else:
-            stand.generate()
-    assert stand.on_disk == set()
+            generated(stand)
+    assert store(stand).present() == set()
 
 
 def test_a_request_to_stop_leaves_every_finished_group_on_disk_and_the_stage_open(stand: Stand) -> None:
@@ -168,11 +109,11 @@ def test_a_request_to_stop_leaves_every_finished_group_on_disk_and_the_stage_ope
 
     stand.engine.answering = ask
     with pytest.raises(Stopped):
-        stand.generate()
-    assert stand.engine.finished == len(stand.on_disk) == 5
+        generated(stand)
+    assert stand.engine.finished == len(store(stand).present()) == 5
     stand.run.stop.asked, stand.engine.answering = False, lambda: None
-    stand.generate()
-    assert stand.run.stage_store(CURSOR).sealed
+    generated(stand)
+    assert store(stand).sealed
     assert stand.engine.finished == GROUPS
 
 
@@ -193,12 +134,11 @@ class SlowVerifier:
 
 def test_a_request_to_stop_does_not_wait_for_scores(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every group that is scored by then goes to disk, those behind an unscored one too."""
-    assert stand.engines.leader
-    monkeypatch.setattr(stand.engines.leader, "verifier", SlowVerifier())
+    monkeypatch.setattr(stand.leader, "verifier", SlowVerifier())
     stand.engine.answering = lambda: setattr(stand.run.stop, "asked", stand.engine.finished == GROUPS)
     with pytest.raises(Stopped, match=f"{GROUPS // 2} of {GROUPS} groups of this stage are on disk"):
-        stand.generate()
-    assert len(stand.on_disk) == GROUPS // 2
+        generated(stand)
+    assert len(store(stand).present()) == GROUPS // 2
 
 
 def test_an_engine_ended_by_a_request_has_not_failed(stand: Stand) -> None:
@@ -209,19 +149,18 @@ def test_an_engine_ended_by_a_request_has_not_failed(stand: Stand) -> None:
 
     stand.engine.answering = stop
     with pytest.raises(Stopped):
-        stand.generate()
-    assert stand.failures == 0
-    assert stand.engines.leader
-    assert stand.engines.leader.failures_in_a_row == 0
+        generated(stand)
+    assert len(stand.rows("event")) == 0
+    assert stand.leader.failures_in_a_row == 0
 
 
 def test_a_request_that_comes_with_the_last_group_leaves_the_stage_open_too(stand: Stand) -> None:
     """It is sealed by the run that resumes, which has nothing to generate."""
     stand.engine.answering = lambda: setattr(stand.run.stop, "asked", stand.engine.finished == GROUPS)
     with pytest.raises(Stopped):
-        stand.generate()
-    assert not stand.run.stage_store(CURSOR).sealed
-    assert len(stand.on_disk) == GROUPS
+        generated(stand)
+    assert not store(stand).sealed
+    assert len(store(stand).present()) == GROUPS
     stand.run.stop.asked = False
-    stand.generate()
-    assert stand.run.stage_store(CURSOR).sealed
+    generated(stand)
+    assert store(stand).sealed

@@ -1,4 +1,4 @@
-"""Several passes over a stage on whole runs: what they train on, and that a resume at any update changes nothing."""
+"""Whole runs with an anchor, a reference that is refreshed and several passes: what they train on, and a resume."""
 
 from __future__ import annotations
 
@@ -7,45 +7,99 @@ from pathlib import Path
 
 import pytest
 
-from mugrpo_megatron.observe.log import read_rows
 from mugrpo_megatron.report.page import write_report
 from mugrpo_megatron.run.checkpoints import complete, newest_cursor
 from mugrpo_megatron.run.cursor import Cursor
-from tests.tiny import FINISHED, mugrpo
+from tests.phases.branches import optimize
+from tests.tiny import FINISHED, rows, weights
 
-pytestmark = pytest.mark.process
-MU = FINISHED["updates_per_stage"]
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+MU, EVERY = FINISHED["updates_per_stage"], 7
+
+MOVING = ("objective.name=off_policy_grpo", "optimizer.lr=1e-2")
+"""At this learning rate each update moves the policy far."""
+CLIPPED = (*MOVING, f"objective.reference_every={EVERY}")
+PASSES = (*CLIPPED, "schedule.passes=2")
+"""So that one reference serves both passes."""
+ANCHOR, HELD = "objective.kl_anchor=start", "objective.kl_coef=0.5"
 
 
-def optimized(finished_run: Path, run_dir: Path, *changes: str) -> Path:
-    """The finished run's first stage optimized in two passes, with a checkpoint at every third update."""
-    source = ["--stage", 0, "--from", finished_run] if not run_dir.exists() else []
-    overrides = (f"run.dir={run_dir}", "schedule.passes=2", "objective.name=off_policy_grpo", *changes)
-    words = [word for one in overrides for word in ("--set", one)]
-    mugrpo("optimize", finished_run.parent / "recipe.toml", *source, *words)
+@pytest.fixture(scope="module")
+def whole(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first stage of the finished run in two passes, clipped around a reference and held near its first weights."""
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    optimize(finished_run, run_dir, *PASSES, ANCHOR, HELD)
     return run_dir
 
 
-@pytest.mark.slow
-def test_a_run_that_resumes_in_the_second_pass_ends_bitwise_like_the_unbroken_one(
-    finished_run: Path, tmp_path: Path
-) -> None:
-    """With references that are refreshed every seven updates, so that one of them serves both passes."""
-    changes = ["objective.reference_every=7"]
-    whole = optimized(finished_run, tmp_path / "whole", *changes)
-    rows = [row for row in read_rows(whole / "metrics.jsonl") if row["kind"] == "update"]
-    assert [row["age"] for row in rows] == list(range(2 * MU))
-    assert sorted(row["reward_mean"] for row in rows[:MU]) == sorted(row["reward_mean"] for row in rows[MU:])
-    assert [row["reward_mean"] for row in rows[:MU]] != [row["reward_mean"] for row in rows[MU:]]
+def clipped_fractions(run_dir: Path) -> list[float]:
+    return [row["clipped_fraction"] for row in rows(run_dir, "update")]
+
+
+def test_later_passes_take_the_same_updates_in_another_order(whole: Path) -> None:
+    taken = rows(whole, "update")
+    assert [row["age"] for row in taken] == list(range(2 * MU))
+    rewards = [row["reward_mean"] for row in taken]
+    assert sorted(rewards[:MU]) == sorted(rewards[MU:])
+    assert rewards[:MU] != rewards[MU:]
     assert newest_cursor(whole / "checkpoints") == Cursor(1, 0, 2 * MU, repeated=MU)
     assert "passes over each stage" in write_report(whole).read_text(encoding="utf-8")
 
-    broken, age = tmp_path / "broken", MU + 4
-    shutil.copytree(whole, broken)
-    for path in [*complete(broken / "checkpoints"), *(broken / "reference").iterdir(), broken / "hf"]:
-        if path.stem > f"stage00000-age{age:05d}" or path.name == "hf":
+
+def test_the_clip_binds_between_refreshes_and_only_there(finished_run: Path, whole: Path, tmp_path: Path) -> None:
+    """Informative groups alone are lined up with it: else the first update after a refresh would not be at it."""
+    optimize(finished_run, tmp_path / "informative", *CLIPPED, "objective.zero_variance=leave_out")
+    for run_dir in (whole, tmp_path / "informative"):
+        found = clipped_fractions(run_dir)
+        assert set(found[::EVERY]) == {0.0}, "at a refresh the ratio is exactly the reference's"
+        assert max(found) > 0
+    assert all(share > 0 for age, share in enumerate(clipped_fractions(whole)[:MU]) if age % EVERY)
+
+
+def test_a_run_stays_near_its_anchor(finished_run: Path, whole: Path, tmp_path: Path) -> None:
+    """The stage's first weights cost no pass where the learner has scored it; a directory may hold any weights."""
+    optimize(finished_run, tmp_path / "free", *PASSES, ANCHOR)
+    held, free = rows(whole, "update"), rows(tmp_path / "free", "update")
+    assert held[0]["kl_anchor"] == held[0]["kl_anchor_k1"] == 0.0
+    assert (held[0]["loss"], held[0]["grad_norm"]) == (free[0]["loss"], free[0]["grad_norm"])
+    assert 0 < held[-1]["kl_anchor"] < free[-1]["kl_anchor"]
+    assert (whole / "anchor" / "stage00000.parquet").exists()
+
+    optimize(finished_run, tmp_path / "stage", *PASSES, "objective.kl_anchor=stage", HELD)
+    assert [row["kl_anchor"] for row in rows(tmp_path / "stage", "update")] == [row["kl_anchor"] for row in held]
+    assert not (tmp_path / "stage" / "anchor").exists()
+
+    moved = f"objective.kl_anchor={tmp_path / 'stage' / 'hf'}"
+    optimize(finished_run, tmp_path / "towards", *MOVING, moved, "objective.kl_coef=50")
+    towards = rows(tmp_path / "towards", "update")
+    assert towards[-1]["kl_anchor"] < towards[0]["kl_anchor"] > 0
+    assert clipped_fractions(tmp_path / "towards") == [0.0] * MU, "without a reference nothing is clipped"
+    assert not (tmp_path / "towards" / "reference").exists()
+    refused = optimize(finished_run, tmp_path / "wrong", f"objective.kl_anchor={tmp_path}", code=2)
+    assert 'name the directory of a checkpoint like the model\'s, or "start" or "stage"' in refused.stderr
+
+
+def test_a_run_that_resumes_in_the_second_pass_ends_bitwise_like_the_unbroken_one(
+    finished_run: Path, whole: Path, tmp_path: Path
+) -> None:
+    """What a kill between two refreshes leaves; the anchor's pass is lost, its weights are not."""
+    run_dir, age = tmp_path / "run", MU + 4
+    shutil.copytree(whole, run_dir)
+    for path in [*complete(run_dir / "checkpoints"), *(run_dir / "reference").iterdir()]:
+        if path.stem > f"stage00000-age{age:05d}":
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    assert MU < newest_cursor(broken / "checkpoints").age < 2 * MU
-    optimized(finished_run, broken, *changes)
+    shutil.rmtree(run_dir / "hf")
+    assert newest_cursor(run_dir / "checkpoints").age == age
+    shutil.copytree(run_dir, tmp_path / "lost")
+    shutil.rmtree(run_dir / "anchor")
+    optimize(finished_run, run_dir, *PASSES, ANCHOR, HELD)
+    assert weights(run_dir) == weights(whole)
     end = "checkpoints/stage00001-age00000/__0_0.distcp"
-    assert (broken / end).read_bytes() == (whole / end).read_bytes()
+    assert (run_dir / end).read_bytes() == (whole / end).read_bytes()
+
+    shutil.rmtree(tmp_path / "lost" / "reference")
+    refused = optimize(finished_run, tmp_path / "lost", *PASSES, ANCHOR, HELD, code=2).stderr
+    begun = f"stage00000-age{age - age % EVERY:05d}"
+    assert f"{begun}.parquet is missing" in refused
+    assert f"the checkpoints after {begun}" in refused
+    assert "Traceback" not in refused

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from mugrpo_megatron.cli import main
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.observe.log import read_rows
 from mugrpo_megatron.phases import stage as module
 from mugrpo_megatron.phases.stage import PLACES, probe, probed
 from mugrpo_megatron.recipe import Recipe
@@ -27,6 +26,7 @@ from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.probe import APART, PARTS, probe_ages, read_probe
 from mugrpo_megatron.stages.store import StageStore
 from tests.forked import fork
+from tests.tiny import rows
 
 UPDATES, PROMPTS, RESPONSES = 16, 2, 4
 LEARNER: Any = None
@@ -151,31 +151,27 @@ def test_a_damaged_file_is_one_sentence(file: str, tmp_path: Path, monkeypatch: 
         read_probe(stand.directory.probe(0))
 
 
-def optimized(run_dir: Path, source: Path, probes: bool) -> None:
-    """`mugrpo optimize` of the source's first stage, with the probe or without."""
-    if not probes:
-        module.probe = lambda *_, **__: None
+def optimized(run_dir: Path, source: Path) -> None:
+    """`mugrpo optimize` of the source's first stage without the probe."""
+    module.probe = lambda *_, **__: None
     options = ["--stage", "0", "--from", str(source), "--set", f"run.dir={run_dir}"]
     sys.exit(main(["optimize", str(source / "recipe.toml"), *options]))
 
 
 @pytest.mark.process
 def test_training_ends_with_the_same_bytes_and_metrics(finished_run: Path, tmp_path: Path) -> None:
+    process = fork(optimized, tmp_path / "run", finished_run)
+    process.join()
+    assert process.exitcode == 0
+    assert not (tmp_path / "run" / "probe").exists()
     ends = []
-    for probes in (False, True):
-        run_dir = tmp_path / f"probes{probes}"
-        process = fork(optimized, run_dir, finished_run, probes)
-        process.join()
-        assert process.exitcode == 0
-        rows = [row for row in read_rows(run_dir / "metrics.jsonl") if row["kind"] == "update"]
-        learned = [
-            {key: value for key, value in row.items() if key not in ("time", "seconds", "tflops", "mfu")}
-            for row in rows
-        ]
-        ends.append(((run_dir / "hf" / "model.safetensors").read_bytes(), learned))
-        assert (run_dir / "probe").exists() == probes
+    for run_dir in (tmp_path / "run", finished_run):
+        state = (run_dir / "checkpoints/stage00001-age00000/__0_0.distcp").read_bytes()
+        clocks = {"time", "seconds", "tflops", "mfu"}
+        learned = [{name: row[name] for name in row.keys() - clocks} for row in rows(run_dir, "update")[:20]]
+        ends.append((state, learned))
     assert ends[0] == ends[1]
-    found = read_probe(RunDirectory(tmp_path / "probesTrue").probe(0))
+    found = read_probe(RunDirectory(finished_run).probe(0))
     assert found
     assert tuple(found.logprobs) == probe_ages(20)
     moved = [np.abs(last - first).max() for first, last in zip(found.logprobs[0], found.logprobs[20], strict=True)]

@@ -20,7 +20,7 @@ from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.routes import RouteColumn
 from mugrpo_megatron.stages.store import StageStore
 from tests.phases.bare import bare_run
-from tests.phases.test_batches import PROMPTS, UPDATES, group
+from tests.phases.test_batches import PROMPTS, UPDATES, sealed
 
 LAYERS = 2
 LEARNER: Any = None
@@ -31,11 +31,7 @@ class Recorded:
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch, behaviour: str) -> None:
         self.directory = RunDirectory(path)
-        store = StageStore(self.directory.stage(0))
-        for number in range(UPDATES * PROMPTS):
-            store.append(group(number))
-        store.seal(UPDATES, PROMPTS)
-        self.store = StageStore(self.directory.stage(0), replay="learner")
+        self.store = StageStore(sealed(self.directory.stage(0)).directory, replay="learner")
         sections = {
             "rollout": {"prompts_per_update": PROMPTS, "behaviour": behaviour},
             "learner": {"routing_replay": "learner"},

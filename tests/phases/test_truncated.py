@@ -28,8 +28,7 @@ def test_engine_and_learner_agree_on_what_was_sampled_from(top_k: int, tmp_path:
         rollout={"top_k": top_k, "top_p": 0.9, "stop": STOPS, "max_response_tokens": 40, "prompts_per_update": 32},
         reward=COIN,
     )
-    mugrpo("generate", recipe)
-    mugrpo("optimize", recipe)
+    mugrpo("train", recipe)
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     [stage] = [row for row in rows if row["kind"] == "stage"]
     first = next(row for row in rows if row["kind"] == "update")

@@ -1,4 +1,7 @@
-"""A branch links or copies, removes nothing, and says in one sentence why it cannot be made."""
+"""A branch links or copies, removes nothing, and says in one sentence why it cannot be made.
+
+`tests/commands/test_separate.py` has what the command refuses of a source.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import numpy as np
 import pytest
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.run.branch import branch, stage_to_take
+from mugrpo_megatron.run.branch import branch
 from mugrpo_megatron.run.checkpoints import newest_cursor
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import open_directory
@@ -58,15 +61,6 @@ def test_a_branch_names_its_source(links: bool, source: Path, tmp_path: Path, mo
     assert content(source) == before
     with pytest.raises(UserError, match=r"is a branch of .* at stage 1; choose another run\.dir"):
         branch(recipe(tmp_path / "b"), source, 0)
-
-
-def test_a_source_that_is_no_run_is_named_before_a_stage_that_is_not_given(source: Path, tmp_path: Path) -> None:
-    assert stage_to_take(source, 1) == 1
-    with pytest.raises(UserError, match="--from needs --stage"):
-        stage_to_take(source, None)
-    for stage in (None, 1):
-        with pytest.raises(UserError, match=r"nope: not a run directory"):
-            stage_to_take(tmp_path / "nope", stage)
 
 
 def test_stage_0_is_refused_with_other_weights_than_those_that_sampled_it(tmp_path: Path) -> None:
@@ -145,14 +139,6 @@ def test_what_lies_in_run_dir_is_not_removed(name: str, source: Path, tmp_path: 
         with pytest.raises(UserError, match=r"exists|was not written by this run"):
             branch(recipe(run), source, 1)
         assert content(run).items() >= before.items()
-
-
-def test_a_run_is_no_branch_of_itself(source: Path) -> None:
-    before = content(source)
-    for path in (source, source / ".." / source.name):
-        with pytest.raises(UserError, match="already holds a run"):
-            branch(recipe(path), source, 1)
-    assert content(source) == before
 
 
 def broken(source: Path, case: str) -> None:

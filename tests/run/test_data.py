@@ -1,10 +1,8 @@
-"""A run's data are its problems, wherever their files lie; runs that began when the place counted still resume."""
+"""A run's data are its problems, wherever their files lie."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +12,13 @@ import pytest
 
 from mugrpo_megatron.data.prepare import Problems, read_problems
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.durable import read_sealed, write_sealed
 from mugrpo_megatron.recipe.scoring import RewardSection
 from mugrpo_megatron.recipe.sections import DataSection
-from mugrpo_megatron.run.data import FILE_NAME, check_data, fingerprint, record_data
+from mugrpo_megatron.run.data import check_data, fingerprint, record_data
 from mugrpo_megatron.samples import Problem
 
-BARE = Problem("/here/set.jsonl:1", "6*7=", "42", "set", (("user", "6*7="),))
-WITH_ROW = replace(BARE, row={"problem": "6*7=", "answer": 42, "tests": ["assert a"]})
+ROW = {"problem": "6*7=", "answer": 42, "tests": ["assert a"]}
+WITH_ROW = Problem("/here/set.jsonl:1", "6*7=", "42", "set", (("user", "6*7="),), row=ROW)
 
 
 def cached(cache: Path, monkeypatch: pytest.MonkeyPatch, last: int = 2) -> Problems:
@@ -57,27 +54,6 @@ def test_a_file_may_move(tmp_path: Path) -> None:
         for folder in ("a", "b")
     ]
     assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("problem", [BARE, WITH_ROW])
-@pytest.mark.parametrize("change", [{}, {"question": "6*8="}, {"answer": "43"}, {"id": "/there:1"}])
-def test_a_run_that_began_when_the_place_counted_resumes_where_its_files_are(
-    problem: Problem, change: dict[str, Any], tmp_path: Path
-) -> None:
-    told: list[Any] = [problem.id, problem.question, problem.answer, problem.source, problem.messages]
-    if problem.row:
-        told += [problem.gold, problem.data_source, problem.row]
-    other = replace(problem, source="other")
-    before = fingerprint(Problems([other], [], []))
-    before["train"]["set"] = sha256((json.dumps(told) + "\n").encode()).hexdigest()
-    write_sealed(tmp_path / FILE_NAME, "data", before)
-    now = Problems([replace(problem, **change), other], [], [])
-    if change:
-        with pytest.raises(UserError, match=r"other problems of set \(train\):"):
-            record_data(tmp_path, now)
-    else:
-        record_data(tmp_path, now)
-    assert read_sealed(tmp_path / FILE_NAME, "data") == before
 
 
 @pytest.mark.parametrize("change", [{"question": "6*8="}, {"answer": "43"}, {"messages": ()}, {"row": {"tests": []}}])

@@ -89,18 +89,10 @@ def test_a_directory_in_hf_that_the_run_did_not_write_is_kept(tmp_path: Path) ->
 def test_how_the_work_is_done_may_change(tmp_path: Path) -> None:
     with open_directory(recipe(tmp_path)):
         pass
-    changed = ("parallel.tensor=2", "engine.tensor=2", "checkpoint.keep=9", "schedule.stages=9")
-    with open_directory(recipe(tmp_path, *changed)) as directory:
+    changed = ("parallel.tensor=2", "engine.tensor=2", "checkpoint.keep=9", "schedule.stages=9", "sft.lr=1e-3")
+    told = ("max_failure_share=1", "timeout_s=60", "workers=3", "worker_memory_mb=2048")  # what messages tell to raise
+    with open_directory(recipe(tmp_path, *changed, *(f"reward.{one}" for one in told))) as directory:
         assert "keep = 9" in directory.recipe.read_text(encoding="utf-8")
-
-
-def test_what_a_message_tells_to_raise_can_be_raised(tmp_path: Path) -> None:
-    """A function that fails too often or takes too long, late in a run."""
-    with open_directory(recipe(tmp_path)):
-        pass
-    limits = ("max_failure_share=1", "timeout_s=60", "workers=3", "worker_memory_mb=2048")
-    with open_directory(recipe(tmp_path, *(f"reward.{one}" for one in limits), "sft.lr=1e-3")):
-        pass
 
 
 def test_one_model_by_two_paths_is_one_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mugrpo_megatron.engine.nodes import Bond, Part
-from mugrpo_megatron.run.leader import meet, sleep_joined
+from mugrpo_megatron.run.leader import Engines, meet, sleep_joined
 
 
 class World:
@@ -83,5 +83,5 @@ def test_a_leader_that_ran_hears_which_nodes_did_not(mine: bool, said: str) -> N
 @pytest.mark.parametrize(("nodes", "barriers", "slept"), [(1, 1, 0), (2, 2, 1)])
 def test_parts_sleep_after_their_leader(nodes: int, barriers: int, slept: int) -> None:
     world, own = World(), Own(0, 1, True)
-    sleep_joined(world, own if nodes > 1 else None, nodes)  # type: ignore[arg-type]
+    sleep_joined(world, Engines(None, None, own, nodes))  # type: ignore[arg-type]
     assert (world.barriers, own.slept) == (barriers, slept)

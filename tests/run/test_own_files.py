@@ -56,10 +56,10 @@ def begin(recipe: Recipe) -> None:
         pass
 
 
-def score(run_dir: Path) -> None:
-    """The run gets a group."""
-    (run_dir / "stages" / "00000").mkdir()
-    (run_dir / "stages" / "00000" / "shard-00000.parquet").touch()
+def score(run_dir: Path, file: str = "stages/00000/shard-00000.parquet") -> None:
+    """The run gets a group, or an evaluation."""
+    (run_dir / file).parent.mkdir()
+    (run_dir / file).touch()
 
 
 @pytest.mark.parametrize("key", NAMES)
@@ -85,29 +85,22 @@ def test_an_edited_file_is_refused_with_the_way_out(key: str, recipe: Recipe, tm
         begin(recipe)
 
 
-@pytest.mark.parametrize("key", NAMES)
-def test_an_edited_reward_is_accepted_until_it_has_scored(key: str, recipe: Recipe, tmp_path: Path) -> None:
+@pytest.mark.parametrize("scored", ["stages/00000/shard-00000.parquet", "evaluations/update000000.jsonl"])
+def test_an_edited_reward_is_accepted_until_it_has_scored(scored: str, recipe: Recipe, tmp_path: Path) -> None:
     begin(recipe)
-    (tmp_path / NAMES[key]).write_text(CODE + "# edited\n", encoding="utf-8")
-    if not key.startswith("reward."):
-        with pytest.raises(UserError, match=key):
-            begin(recipe)
-        return
+    own = {key: tmp_path / name for key, name in NAMES.items()}
+    own["objective.surrogate"].write_text(CODE + "# edited\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"objective\.surrogate"):
+        begin(recipe)
+    own["objective.surrogate"].write_text(CODE, encoding="utf-8")
+    key = "reward.functions.first"
+    own[key].write_text(CODE + "# edited\n", encoding="utf-8")
     check_directory(recipe)
     begin(recipe)
-    score(tmp_path / "run")
+    score(tmp_path / "run", scored)
     begin(recipe)  # the edited file is the run's now
     (tmp_path / NAMES[key]).write_text(CODE, encoding="utf-8")
     with pytest.raises(UserError, match=f"{key} names a file that was edited"):
-        begin(recipe)
-
-
-def test_an_evaluation_has_scored_too(recipe: Recipe, tmp_path: Path) -> None:
-    begin(recipe)
-    (tmp_path / "run" / "evaluations").mkdir()
-    (tmp_path / "run" / "evaluations" / "update000000.jsonl").touch()
-    (tmp_path / NAMES["reward.functions.first"]).write_text(CODE + "# edited\n", encoding="utf-8")
-    with pytest.raises(UserError, match=r"reward\.functions\.first"):
         begin(recipe)
 
 
@@ -125,27 +118,9 @@ def test_a_reward_that_ended_the_run_may_be_edited(recipe: Recipe, tmp_path: Pat
         begin(recipe)
 
 
-def test_a_run_that_began_before_the_record_goes_on(recipe: Recipe, tmp_path: Path) -> None:
+def test_a_damaged_record_is_told(recipe: Recipe, tmp_path: Path) -> None:
     begin(recipe)
-    (tmp_path / "run" / FILE_NAME).unlink()
-    (tmp_path / NAMES["objective.surrogate"]).write_text(CODE + "# edited\n", encoding="utf-8")
-    check_directory(recipe)
-    assert not (tmp_path / "run" / FILE_NAME).exists()  # nothing is written before the lock is held
-    begin(recipe)
-    assert (tmp_path / "run" / FILE_NAME).exists()
-
-
-def test_a_recipe_without_own_files_has_none(tmp_path: Path) -> None:
-    bare = validate({"run": {"dir": str(tmp_path / "run")}}, "recipe")
-    assert own_files(bare) == {}
-    begin(bare)
-    begin(bare)
-
-
-@pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b'{"files": 3, "sha256": "x"}'])
-def test_a_damaged_record_is_told(content: bytes, recipe: Recipe, tmp_path: Path) -> None:
-    begin(recipe)
-    (tmp_path / "run" / FILE_NAME).write_bytes(content)
+    (tmp_path / "run" / FILE_NAME).write_bytes(b"{}")
     with pytest.raises(UserError, match=rf"{FILE_NAME}: damaged, .*remove .*{FILE_NAME} to continue"):
         check_directory(recipe)
 

@@ -78,19 +78,14 @@ def test_sigterm_before_and_after_a_run_ends_with_0(is_main: bool, capfd: pytest
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_only_the_main_rank_says_so(capfd: pytest.CaptureFixture[str]) -> None:
-    with listening(is_main=False):
-        signal.raise_signal(signal.SIGTERM)
-    assert capfd.readouterr().err == ""
-
-
-def test_a_later_ctrl_c_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_ctrl_c_ends_at_once(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(stopping, "SECOND_S", -1.0)
     with listening(is_main=False):
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+    assert capfd.readouterr().err == "", "only the main rank says so"
 
 
 def test_where_nothing_has_to_be_saved_a_signal_ends_the_run_at_once() -> None:
@@ -99,14 +94,11 @@ def test_where_nothing_has_to_be_saved_a_signal_ends_the_run_at_once() -> None:
             signal.raise_signal(signal.SIGTERM)
         with pytest.raises(Stopped, match="on disk too"), request.at_once("on disk too"):
             raise AssertionError("it began although it was asked before")
-
-
-def test_a_signal_after_such_a_part_only_asks() -> None:
-    with listening(is_main=False) as request:
-        with request.at_once("all is on disk"):
+    with listening(is_main=False) as later:
+        with later.at_once("all is on disk"):
             pass
-        signal.raise_signal(signal.SIGTERM)
-        assert request.asked
+        signal.raise_signal(signal.SIGTERM)  # after such a part it only asks
+        assert later.asked
 
 
 @pytest.mark.parametrize("asked", [True, False])

@@ -1,12 +1,14 @@
-"""The stage store: what is written is read back, whatever the order of groups, after crashes and damage."""
+"""The stage store: what is written is read back, whatever the order of groups, after crashes and damage.
+
+`tests/hostile` flips bytes of all that training reads, fills the disk and kills at each operation.
+"""
 
 from __future__ import annotations
 
-import errno
 import os
 import random
 import subprocess
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +20,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files import durable as durable_module
 from mugrpo_megatron.files.durable import write_sealed
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages import shards
 from mugrpo_megatron.stages import store as merge
-from mugrpo_megatron.stages import store as store_module
-from mugrpo_megatron.stages.manifest import FORMAT, Origin, check_stage, read_manifest
+from mugrpo_megatron.stages.manifest import Origin, check_stage
 from mugrpo_megatron.stages.schema import COLUMNS, OPTIONAL, TOLD, TRAINING, schema
 from mugrpo_megatron.stages.store import StageStore
 from tests.engine.tiny import group
@@ -159,59 +159,8 @@ def test_a_reader_sees_the_stage_that_another_process_seals(tmp_path: Path) -> N
     assert reader.present() == set(range(GROUPS))
 
 
-class Crash(BaseException):
-    """Simulates a SIGKILL between two steps."""
-
-
-@pytest.mark.parametrize("victim", ["rename", "fsync", "write_manifest"])
-@pytest.mark.parametrize("call", range(1, 14))
-def test_a_crash_at_any_step_leaves_the_state_before_or_after_it(
-    victim: str, call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The `call`-th rename, directory sync or manifest write never happens; a new process then finishes the stage."""
-    calls = 0
-
-    def crashing(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == call:
-                raise Crash
-            return original(*args, **kwargs)
-
-        return wrapper
-
-    with monkeypatch.context() as patch:
-        if victim == "rename":
-            patch.setattr(Path, "replace", crashing(Path.replace))
-            patch.setattr(Path, "unlink", lambda self, missing_ok=False: None)  # a killed process cleans nothing up
-        else:
-            owner = durable_module if victim == "fsync" else store_module
-            patch.setattr(owner, victim, crashing(getattr(owner, victim)))
-        store = StageStore(tmp_path)
-        durable: set[int] = set()
-        try:
-            for index in range(GROUPS):
-                durable = StageStore(tmp_path).present()
-                store.append(group(index))
-            store.seal(UPDATES, PROMPTS)
-        except Crash:
-            pass
-
-    resumed = StageStore(tmp_path)
-    present = resumed.present()
-    assert durable <= present
-    if not resumed.sealed:
-        for index in set(range(GROUPS)) - present:
-            resumed.append(group(index))
-        resumed.seal(UPDATES, PROMPTS)
-    for k in range(UPDATES):
-        assert_same(resumed.read_update(k), update_of(k))
-
-
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_flipped_byte_of_what_is_read_is_found_and_named(whole: bool, tmp_path: Path) -> None:
-    """Training reads its own columns alone, so damage to the others is found by whoever reads those."""
+def test_training_reads_its_own_columns_alone(tmp_path: Path) -> None:
+    """So damage to the others is found by whoever reads those."""
     sealed(tmp_path)
     path = tmp_path / "stage.parquet"
     content, passed = path.read_bytes(), 0
@@ -220,14 +169,13 @@ def test_a_flipped_byte_of_what_is_read_is_found_and_named(whole: bool, tmp_path
     for place in random.Random(0).sample(range(4, len(content)), 60):
         path.write_bytes(content[:place] + bytes([content[place] ^ 16]) + content[place + 1 :])
         store = StageStore(tmp_path)
-        if not whole and any(start <= place < end for start, end in told):
+        if any(start <= place < end for start, end in told):
             for k in range(UPDATES):
                 assert_same(store.read_update(k), update_of(k))
             passed += 1
-            continue
         with pytest.raises(UserError, match=r"stage\.parquet: damaged, bytes \d+ to \d+.*generate the stage again"):
-            [store.read_update(k, whole=whole) for k in range(UPDATES)]
-    assert bool(passed) is not whole
+            [store.read_update(k, whole=True) for k in range(UPDATES)]
+    assert passed
 
 
 def span_of(row_group: Any, names: Collection[str]) -> tuple[int, int]:
@@ -291,17 +239,10 @@ def test_damage_to_one_update_leaves_the_others_readable(tmp_path: Path) -> None
         store.read_update(1)
 
 
-@pytest.mark.parametrize("damage", ["flip", "tear", "remove"])
-def test_the_groups_of_a_damaged_shard_are_generated_again(
-    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_groups_of_a_damaged_shard_are_generated_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     filled(tmp_path)
     victim = tmp_path / "shard-00001.parquet"
-    data = victim.read_bytes()
-    if damage == "remove":
-        victim.unlink()
-    else:
-        victim.write_bytes(data[:-1] if damage == "tear" else bytes([*data[:40], data[40] ^ 1, *data[41:]]))
+    victim.write_bytes(victim.read_bytes()[:-1])
     store = StageStore(tmp_path)
     missing = set(range(GROUPS)) - store.present()
     assert missing == set(range(SHARD, 2 * SHARD))
@@ -319,35 +260,6 @@ def test_a_shard_that_is_damaged_while_the_stage_is_written_stops_the_seal(tmp_p
     victim.write_bytes(victim.read_bytes()[:-3])
     with pytest.raises(UserError, match=r"shard-00000\.parquet: damaged.*run the same command again"):
         store.seal(UPDATES, PROMPTS)
-
-
-def test_any_flipped_byte_of_the_manifest_is_found(tmp_path: Path) -> None:
-    filled(tmp_path)
-    path = tmp_path / "manifest.json"
-    whole = path.read_bytes()
-    for place in range(0, len(whole), 7):
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-        with pytest.raises(UserError, match=r"manifest\.json: damaged"):
-            StageStore(tmp_path).present()
-
-
-def test_a_full_disk_is_said_in_one_sentence_and_leaves_nothing_torn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = filled(tmp_path, range(SHARD))
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-
-    def full(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shards.pq.ParquetWriter, "write_table", full)
-        store.append(group(SHARD))
-        with pytest.raises(UserError, match=r"no space left for shard-00001\.parquet"):
-            store.flush()
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-    store.flush()  # space has been freed
-    assert StageStore(tmp_path).present() == set(range(SHARD + 1))
 
 
 @pytest.fixture
@@ -439,21 +351,6 @@ def test_a_missing_manifest_is_named_and_nothing_is_removed(until: str, tmp_path
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_rewards_are_read_of_an_intact_stage_only(tmp_path: Path) -> None:
-    """Also what chooses the informative groups is training data."""
-    sealed(tmp_path)
-    path = tmp_path / "stage.parquet"
-    whole = path.read_bytes()
-    with pq.ParquetFile(path) as file:
-        told = [span_of(file.metadata.row_group(k), TOLD) for k in range(UPDATES)]
-    for place in random.Random(1).sample(range(4, len(whole)), 30):
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
-        if any(start <= place < end for start, end in told):
-            continue
-        with pytest.raises(UserError, match=r"stage\.parquet: damaged"):
-            StageStore(tmp_path).rewards()
-
-
 def test_statistics_of_the_sealed_stage(tmp_path: Path) -> None:
     statistics = sealed(tmp_path).statistics()
     samples = [sample for index in range(GROUPS) for sample in group(index)]
@@ -496,12 +393,3 @@ def test_hugging_face_datasets_reads_the_stage(tmp_path: Path) -> None:
         "parquet", data_files=str(tmp_path / "stage.parquet"), split="train", cache_dir=str(tmp_path / "cache")
     )
     assert list(rows["reward"]) == [sample.reward for k in range(UPDATES) for sample in update_of(k)]
-
-
-@pytest.mark.parametrize("file", ["../out.parquet", "/etc/passwd", "a/b.parquet", "..", ""])
-def test_a_manifest_that_was_signed_again_stays_inside_its_directory(tmp_path: Path, file: str) -> None:
-    shard = {"file": file, "number": 0, "groups": [0], "rows": [1], "whole": {"start": 0, "end": 4, "sha256": "0"}}
-    body = {"shards": [shard], "sealed": None, "origin": None}
-    write_sealed(tmp_path / "manifest.json", "stage", body, format=FORMAT)
-    with pytest.raises(UserError, match=r"manifest.json: damaged"):
-        read_manifest(tmp_path)

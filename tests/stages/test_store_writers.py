@@ -70,16 +70,6 @@ def test_a_writer_that_died_loses_only_what_it_had_not_written(survivor: int, tm
     assert resumed.present() == {0, 1, 3, 4}
 
 
-def test_a_stage_is_finished_by_another_number_of_writers(tmp_path: Path) -> None:
-    for writer in range(4):
-        write(tmp_path, writer, [writer, 4 + writer])
-    alone = StageStore(tmp_path)
-    for index in sorted(set(range(GROUPS)) - alone.present()):
-        alone.append(group(index))
-    alone.seal(UPDATES, PROMPTS)
-    assert_sealed_and_tidy(tmp_path)
-
-
 def test_a_group_that_two_writers_have_counts_once(tmp_path: Path) -> None:
     write(tmp_path, 1, list(range(8)))
     write(tmp_path, 2, list(range(6, GROUPS)))

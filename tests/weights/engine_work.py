@@ -42,7 +42,7 @@ def feed_engine(recipe: Recipe, other: Path, bucket_bytes: int) -> dict[str, Any
         stats = sync(bridge, engine, version=7)
         seen |= {"equal": check(bridge, engine), "synced": disagreement(learner, engine), "buckets": stats.buckets}
         sync(bridge, engine, version=8)
-        seen |= {"again": disagreement(learner, engine), "version": engine.health() if engine else None}
+        seen |= {"again": disagreement(learner, engine), "version": engine.version if engine else None}
         return seen
     finally:
         if engine:

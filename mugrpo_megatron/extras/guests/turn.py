@@ -62,7 +62,7 @@ def _lock(run: Run, cursor: Cursor, stack: ExitStack) -> None:
     try:
         stack.enter_context(locked(path))
     except InUse:
-        lock_once_free(run, path, f"score stage {cursor.stage}", stack)
+        lock_once_free(path, f"score stage {cursor.stage}", run.display, run.stop, stack)
 
 
 def _take_turn(
@@ -76,7 +76,8 @@ def _take_turn(
             if run.world.broadcast(job.parts.missing()):
                 own = job.recipe(run.recipe, guest.name, guest.directory)
                 with _engine(run, own, guest.directory, guest.name) as (slot, engine):
-                    _work(run, slot, engine, store, job, f"{run.title(cursor)}: {job.what} of {guest.name}", cursor)
+                    title = f"{cursor.title(run.recipe.schedule)}: {job.what} of {guest.name}"
+                    _work(run, slot, engine, store, job, title, cursor)
                     memory = (device_memory_in_use() or engine.memory) if engine else 0.0
                     facts["engine_memory"] = max(run.world.gather(memory))
             run.world.barrier()

@@ -18,10 +18,9 @@ import torch
 from mugrpo_megatron.data.prepare import Problems, prepare
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.engine.launch import check_allocator
-from mugrpo_megatron.engine.placement import slot_of_environment
 from mugrpo_megatron.errors import EngineFailure, UserError
 from mugrpo_megatron.learner.groups import Ranks, initialize, joined, named_phase
-from mugrpo_megatron.learner.learner import PARTS, Learner, build_learner
+from mugrpo_megatron.learner.learner import Learner, build_learner
 from mugrpo_megatron.observe.environment import finds_cuda, rank_of_environment
 from mugrpo_megatron.observe.log import open_log
 from mugrpo_megatron.observe.progress import Display, open_display
@@ -30,10 +29,10 @@ from mugrpo_megatron.run.checkpoints import newest_cursor, open_saver
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.data import record_data
 from mugrpo_megatron.run.directory import RunDirectory, open_directory
-from mugrpo_megatron.run.leader import EngineLeader, Engines, join, meet, start
+from mugrpo_megatron.run.leader import Engines, seat_of
 from mugrpo_megatron.run.origin import stage_origin
 from mugrpo_megatron.run.record import read_record
-from mugrpo_megatron.run.run import Run, bridge_of, check_current_stage, first_start, hand_over, restore
+from mugrpo_megatron.run.run import Run, bridge_of, check_current_stage, restore, start_engines
 from mugrpo_megatron.run.stopping import listening
 from mugrpo_megatron.run.world import World, open_world, telling_failures
 from mugrpo_megatron.weights.sync import Bridge
@@ -106,30 +105,16 @@ class Workshop:
         return replace(run, world=replace(self.world, engines=number)), replace(started, bridge=engines.bridge)
 
     def _start(self, learner: Learner, bridge: Bridge) -> tuple[Engines, int]:
-        cuda = finds_cuda()
-        slot = slot_of_environment(self.recipe.engine, cuda)
-        tokenizer = load_tokenizer(self.recipe.model.directory)
-        problems = self.problems if self.is_main else None
-        prepared = prepare(self.recipe.data, self.recipe.reward, tokenizer, problems) if problems else None
-        read = self.world.broadcast(prepared)
-        assert read is not None
-        for part in PARTS:
-            learner.offload(part)
-        self.world.barrier()
-        leader = None
-        if slot.leads_engine:
-            started = start(self.recipe, self.logs, slot, self.stack, self.world.stop.heard)
-            leader = EngineLeader(*started, tokenizer, read)
-        engines = Engines(bridge, leader, join(self.recipe, self.logs, slot, self.stack))
-        if self.recipe.engine.nodes > 1:
-            meet(self.world, engines.own)
+        prepared = None
+        if self.is_main and self.problems:
+            tokenizer = load_tokenizer(self.recipe.model.directory)
+            prepared = prepare(self.recipe.data, self.recipe.reward, tokenizer, self.problems)
+        seat = seat_of(self.recipe, self.logs, self.world.stop.heard)
         try:
-            with self.display.waiting(f"waiting for the engine, see {self.logs}"):
-                first_start(leader, self.world)
+            engines = start_engines(learner, self.world, self.display, seat, prepared, bridge, self.stack)
         except UserError as error:
             raise EngineFailure(str(error)) from None
-        hand_over(engines, learner, self.world)
-        return engines, slot.engines
+        return engines, seat.slot.engines
 
 
 @contextmanager

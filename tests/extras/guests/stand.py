@@ -117,7 +117,6 @@ def stand(recipe: Recipe, directory: Path) -> Any:
         phase=phase,
         log=SimpleNamespace(event=lambda kind, text: said.append(kind)),
         display=SimpleNamespace(bar=lambda *_: nullcontext(bar), say=said.append),
-        title=lambda cursor: "",
         world=World(SimpleNamespace(world=1, rank=0, heartbeat=None), None, 1, stop),  # type: ignore[arg-type]
         stop=stop,
     )
