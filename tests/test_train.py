@@ -87,7 +87,7 @@ def test_layouts_train_alike(model: Path, tmp_path: Path) -> None:
         tmp_path / "run",
         schedule={"stages": 1},
         rollout={"behaviour": "learner"},
-        parallel={"tensor": 2, "pipeline": 2, "sequence": True},
+        parallel={"tensor": 2, "pipeline": 2},
         engine={"tensor": 2},
     )
     run_ranks(4, train_as, recipe, timeout_s=600)

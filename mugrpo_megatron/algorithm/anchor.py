@@ -7,9 +7,9 @@ With d = log pi - log anchor of a sampled token, Schulman's estimators of KL(pi 
 
 As a term of the loss what counts is the mean of the gradient, not of the value (Tang & Munos, arXiv 2506.09477). For a
 token drawn from pi the mean gradient of k1 is 0, that of k2 is the gradient of KL(pi | anchor), that of k3 the gradient
-of KL(anchor | pi). `kl_weighted` multiplies by the importance ratio, for tokens that beta has drawn: the mean gradient
-of each is then that of KL(pi | anchor) at any staleness (k3: DeepSeek-V3.2, arXiv 2512.02556, eq. 7). k2, whose own
-gradient is right, has the ratio as a weight without a gradient.
+of KL(anchor | pi). A `_weighted` penalty multiplies by the importance ratio, for tokens that beta has drawn: the mean
+gradient of each is then that of KL(pi | anchor) at any staleness (k3: DeepSeek-V3.2, arXiv 2512.02556, eq. 7). k2,
+whose own gradient is right, has the ratio as a weight without a gradient.
 
 All of this is the KL of one token given its prefix, with the prefixes of beta.
 """
@@ -43,10 +43,11 @@ def kl_loss(
     Args:
         log_ratio: [T], log of current over behaviour probability.
     """
-    estimate = kl_estimate(logprobs, anchor, config.kl_estimator)
-    if config.kl_weighted:
+    estimator, _, weighted = config.kl_penalty.partition("_")
+    estimate = kl_estimate(logprobs, anchor, estimator)
+    if weighted:
         ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-        estimate = (ratio.detach() if config.kl_estimator == "k2" else ratio) * estimate
+        estimate = (ratio.detach() if estimator == "k2" else ratio) * estimate
         saturated = log_ratio.detach().abs() > LOG_RATIO_LIMIT  # no gradient there, as in the surrogates
         estimate = torch.where(saturated, estimate.detach(), estimate)
     return config.kl_coef * segments.weights.to(estimate.dtype)[segments.ids] * estimate

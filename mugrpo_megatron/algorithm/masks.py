@@ -33,23 +33,20 @@ def keep_mask(
     first_trigger = initial_state(segments, config) if first_trigger is None else first_trigger
     verdict = veto(log_ratio, advantage, segments, config, first_trigger)
     keep = verdict.keep & (log_ratio.abs().double() <= log_drop)
-    if config.sequence_mask is not None:
-        keep = keep & ~_off_policy(log_ratio, advantage, segments, config.sequence_mask)
     if config.reject != "none":
-        keep = keep & _accepted(log_ratio, segments, config)
+        keep = keep & _accepted(log_ratio, advantage, segments, config)
     return Veto(keep, verdict.first_trigger)
 
 
-def _accepted(log_ratio: Tensor, segments: Segments, config: ObjectiveSection) -> Tensor:
-    """bool [T]: the ratio of the response, or its geometric mean a token, is in bounds (verl: rejection sampling)."""
+def _accepted(log_ratio: Tensor, advantage: Tensor, segments: Segments, config: ObjectiveSection) -> Tensor:
+    """bool [T]: the ratio of the response, or its geometric mean a token, is in bounds (verl: rejection sampling).
+
+    `negative_mean` looks at negative responses alone: the off-policy sequence mask of DeepSeek-V3.2, arXiv 2512.02556.
+    """
     level = (response_sum if config.reject == "sequence" else response_mean)(log_ratio, segments)
     ratio = level.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    return ((ratio >= config.reject_range[0]) & (ratio <= config.reject_range[1]))[segments.ids]
-
-
-def _off_policy(log_ratio: Tensor, advantage: Tensor, segments: Segments, delta: float) -> Tensor:
-    """Off-policy sequence mask: A < 0 and mean_t(log behaviour - log pi) > delta (DeepSeek-V3.2, arXiv 2512.02556)."""
-    return (advantage < 0) & (-response_mean(log_ratio, segments)[segments.ids] > delta)
+    accepted = ((ratio >= config.reject_range[0]) & (ratio <= config.reject_range[1]))[segments.ids]
+    return accepted | (advantage >= 0) if config.reject == "negative_mean" else accepted
 
 
 def mismatch_correction(learner: Tensor, engine: Tensor, config: ObjectiveSection) -> Tensor | None:

@@ -129,7 +129,7 @@ def token_losses(
     weight = segments.weights.to(logprobs.dtype)[segments.ids]
     weight = weight if segments.correction is None else weight * segments.correction.to(weight.dtype)
     loss = torch.where(verdict.keep, terms.loss, 0.0) * weight
-    if anchor is not None and config.kl_coef and config.kl_in == "loss":
+    if anchor is not None and config.kl_coef and config.kl_penalty != "reward":
         loss = loss + kl_loss(logprobs, anchor, log_ratio, segments, config)
     return TokenLosses(loss, log_ratio.detach(), terms.clipped, verdict.keep, verdict.first_trigger, tokens)
 

@@ -165,11 +165,6 @@ GAPS = (
         f"results depend on the batch; take one of {', '.join(DETERMINISTIC_ATTENTION)}, or leave it out",
     ),
     Gap(
-        lambda c: c.recipe.run.deterministic and c.recipe.rollout.min_p > 0,
-        "run.deterministic = true with rollout.min_p = {rollout.min_p:g}: SGLang has no random stream of a single "
-        "request under min_p; set rollout.min_p to 0, or run.deterministic to false",
-    ),
-    Gap(
         lambda c: c.recipe.run.deterministic and _extra(c, "speculative_algorithm"),
         "run.deterministic = true with engine.extra.speculative_algorithm: drafts are accepted by a random stream that "
         "all requests share; remove one of the two",

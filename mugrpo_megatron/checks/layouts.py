@@ -56,7 +56,6 @@ def candidates(model: Mapping[str, Any], world: int) -> Iterator[ParallelSection
                         virtual_pipeline=virtual,
                         context=context,
                         expert=expert,
-                        sequence=tensor > 1,
                     )
 
 
@@ -64,8 +63,7 @@ def distance(one: ParallelSection, other: ParallelSection) -> float:
     """Distance of two layouts: doublings of each size; context parallelism costs most, as the last resort."""
     sizes = ("tensor", "pipeline", "virtual_pipeline", "context", "expert")
     weights = (1.0, 1.0, 0.5, 2.0, 1.0)
-    steps = sum(w * abs(math.log2(getattr(one, s) / getattr(other, s))) for s, w in zip(sizes, weights, strict=True))
-    return steps + 0.1 * (one.sequence != other.sequence)
+    return sum(w * abs(math.log2(getattr(one, s) / getattr(other, s))) for s, w in zip(sizes, weights, strict=True))
 
 
 def nearest(
@@ -80,9 +78,7 @@ def nearest(
 
 def describe(layout: ParallelSection) -> str:
     """The layout as recipe keys, those at 1 left out."""
-    sizes = {name: value for name, value in layout.model_dump().items() if name != "sequence" and value > 1}
-    keys = [f"{name} = {value}" for name, value in sizes.items()] + ["sequence = true"] * layout.sequence
-    return ", ".join(keys) or "every size 1"
+    return ", ".join(f"{name} = {value}" for name, value in layout if value > 1) or "every size 1"
 
 
 LAUNCHED = "start `torchrun --nproc-per-node {block}` or shrink the layout"
@@ -123,12 +119,12 @@ def check_layout(
 
 
 def check_layers(recipe: Recipe, cuda: bool) -> None:
-    """Raise UserError when this machine cannot run `learner.layers`, or the recipe rules out `learner.fp8`."""
-    if recipe.learner.fp8 != "none":
-        _check_fp8(recipe)
-    if recipe.learner.layers != "transformer_engine":
+    """Raise UserError when this machine or the recipe rules out `learner.layers`."""
+    if recipe.learner.layers in ("local", "auto"):
         return
-    setting = 'learner.layers = "transformer_engine"'
+    setting = f'learner.layers = "{recipe.learner.layers}"'
+    if recipe.learner.fp8 != "none" and recipe.model.dtype != "bfloat16":
+        raise UserError(f'{setting} needs model.dtype = "bfloat16", for the weights and all that is not fp8')
     if not cuda:
         raise UserError(f'{setting} needs CUDA, and this learner runs on CPU; set it to "local" or "auto"')
     if find_spec("transformer_engine") is None:
@@ -136,14 +132,6 @@ def check_layers(recipe: Recipe, cuda: bool) -> None:
             f"{setting}, but Transformer Engine is not installed: `run_scripts/setup.sh --cuda --with-te` builds it; "
             'or set it to "local" or "auto"'
         )
-
-
-def _check_fp8(recipe: Recipe) -> None:
-    setting = f'learner.fp8 = "{recipe.learner.fp8}"'
-    if recipe.learner.layers != "transformer_engine":
-        raise UserError(f'{setting} needs Transformer Engine\'s layers: set learner.layers = "transformer_engine"')
-    if recipe.model.dtype != "bfloat16":
-        raise UserError(f'{setting} needs model.dtype = "bfloat16", for the weights and all that is not fp8')
 
 
 def nearest_layout(recipe: Recipe, model: Mapping[str, Any], world_size: int) -> ParallelSection | None:
@@ -178,8 +166,6 @@ def layout_problems(
             f"rollout: prompts_per_update x responses_per_prompt = {responses} does not divide over "
             f"{data_parallel} data parallel ranks"
         )
-    if parallel.sequence and tp == 1:
-        yield "parallel.sequence = true needs parallel.tensor of at least 2"
     yield from split_problems(parallel, model)
     yield from _expert_problems(parallel, experts_of(model), data_parallel)
 
@@ -215,8 +201,6 @@ def _expert_problems(parallel: ParallelSection, experts: int, data_parallel: int
             f"parallel.expert = {parallel.expert} does not divide the {data_parallel * parallel.context} data times "
             "context parallel ranks that the experts are spread over"
         )
-    if parallel.tensor > 1 and not parallel.sequence:
-        yield "parallel.tensor above 1 on a model with experts needs parallel.sequence = true (Megatron's MoE layer)"
 
 
 def _shard_problems(name: str, size: int, model: Mapping[str, Any]) -> Iterator[str]:
@@ -241,8 +225,8 @@ def _fp8_problems(recipe: Recipe, model: Mapping[str, Any]) -> Iterator[str]:
         if model.get(key) and model[key] % (multiple * tp):
             shared = f" over {tp} tensor parallel ranks" if tp > 1 else ""
             yield (
-                f'learner.fp8 = "{recipe.learner.fp8}" needs multiples of {multiple}, but the model\'s {key} is '
-                f'{model[key]}{shared}; set it to "none"'
+                f'learner.layers = "{recipe.learner.layers}" needs multiples of {multiple}, but the model\'s {key} is '
+                f'{model[key]}{shared}; take "transformer_engine"'
             )
 
 

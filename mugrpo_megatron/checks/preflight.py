@@ -65,12 +65,9 @@ def check_run(recipe: Recipe, say: Say = lambda line: None, generates: bool = Tr
     """
     if rank_of_environment() == 0:  # the others would see what rank 0 is writing
         check_directory(recipe)
-    check_sets(recipe.eval, held_out_sets(recipe.data.eval).keys())
-    _check_own_loss(recipe)
-    _check_rewards(recipe)
-    check_extra(recipe.engine.extra)
-    if rank_of_environment() == 0:
         _check_tracking(recipe)
+    _check_names(recipe)
+    _check_own_loss(recipe)
     if generates and rank_of_environment() == 0:  # before a model is downloaded
         check_files(f"{recipe.data.train},{recipe.data.eval}")
         _try_rewards(recipe)
@@ -99,10 +96,8 @@ def check_run(recipe: Recipe, say: Say = lambda line: None, generates: bool = Tr
 def check_on_paper(recipe: Recipe, say: Say) -> None:
     """`check_run` as far as it goes without a download and on as many ranks as the layout needs; `--dry-run`."""
     check_directory(recipe)
-    check_sets(recipe.eval, held_out_sets(recipe.data.eval).keys())
+    _check_names(recipe)
     _check_own_loss(recipe)
-    _check_rewards(recipe)
-    check_extra(recipe.engine.extra)
     _check_tracking(recipe)
     recipe = with_cached_model(recipe, recipe.run.dir)
     config, source = _config(recipe)
@@ -146,9 +141,7 @@ def _check_prompts(recipe: Recipe, problems: Sequence[Problem]) -> str:
 def check_engine_only(recipe: Recipe, say: Say) -> tuple[Recipe, Problems]:
     """`check_run` for a process without a learner, whose layout does not count then."""
     check_directory(recipe)
-    check_sets(recipe.eval, held_out_sets(recipe.data.eval).keys())
-    _check_rewards(recipe)
-    check_extra(recipe.engine.extra)
+    _check_names(recipe)
     check_files(f"{recipe.data.train},{recipe.data.eval}")
     _try_rewards(recipe)
     recipe = with_model(recipe, say, recipe.run.dir)
@@ -230,6 +223,13 @@ def _config(recipe: Recipe) -> tuple[Mapping[str, Any] | None, str]:
     return bundled().get(directory.name), f"the bundled shape of {directory.name}"
 
 
+def _check_names(recipe: Recipe) -> None:
+    """Held-out sets, the users' functions and SGLang's arguments, by their names alone."""
+    check_sets(recipe.eval, held_out_sets(recipe.data.eval).keys())
+    _check_rewards(recipe)
+    check_extra(recipe.engine.extra)
+
+
 def _check_own_loss(recipe: Recipe) -> None:
     if ":" in recipe.objective.surrogate:
         load_function("objective.surrogate", recipe.objective.surrogate)
@@ -300,7 +300,7 @@ def _check_toolkit() -> None:
 
 
 def _check_layers(recipe: Recipe) -> None:
-    if recipe.learner.layers == "transformer_engine" or recipe.learner.fp8 != "none":
+    if recipe.learner.layers not in ("local", "auto"):
         import torch  # seconds, for recipes that ask for a device's features alone
 
         check_layers(recipe, torch.cuda.is_available())

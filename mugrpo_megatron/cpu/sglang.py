@@ -2,7 +2,7 @@
 
 SGLang's scheduler is one Python process: on short responses it is busy with requests, on long ones with a single
 thread's share of the memory's bandwidth. Replicas in processes of their own, which share the host's imports, use the
-other cores for both; more threads (`engine.threads`) only speed up the products and the attention.
+other cores for both; more threads of one process would only speed up the products and the attention.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def replicas_of(engine: EngineSection, weight_bytes: float, local_engines: int, 
     """Replicas of each of a node's engines. `cores`: the node's CPU cores where they run on CPU, None on CUDA."""
     if cores is None or engine.tensor > 1 or weight_bytes > LARGEST_WEIGHTS:
         return 1
-    return max(1, min(MOST_REPLICAS, cores // (local_engines * engine.threads)))
+    return max(1, min(MOST_REPLICAS, cores // local_engines))
 
 
 def replica_arguments(arguments: dict[str, Any], replicas: int) -> list[dict[str, Any]]:

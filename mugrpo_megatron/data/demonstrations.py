@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from mugrpo_megatron.data.files import CONVERSATION, QUESTIONS, RESPONSES, Columns, found_in, has, messages_of, rows
-from mugrpo_megatron.data.problems import SHOWN_ROWS, named_sources, resolve, with_system
+from mugrpo_megatron.data.problems import named_sources, refuse_malformed, resolve, with_system
 from mugrpo_megatron.data.prompts import render, template_of
 from mugrpo_megatron.data.reading import problem_of
 from mugrpo_megatron.errors import UserError
@@ -56,10 +56,8 @@ def demonstrations(source: str, section: DataSection) -> list[Demonstration]:
                     rows_read.append(_demonstration(row, name, f"{path}:{line}"))
                 except ValueError as error:
                     malformed.append(f"{path}:{line}: {error}")
-    if malformed and section.strict:
-        hidden = len(malformed) - SHOWN_ROWS
-        shown = "; ".join(malformed[:SHOWN_ROWS]) + (f"; and {hidden:,} more rows" if hidden > 0 else "")
-        raise UserError(f"{shown}: fix these rows or set data.strict=false to leave them out")
+    if section.strict:
+        refuse_malformed(malformed)
     if not rows_read:
         raise UserError(f"sft.train = {source}: no usable row ({len(malformed)} malformed)")
     if section.system_prompt:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -201,11 +201,6 @@ def no_source(data_source: str) -> bool:
     return False
 
 
-def load_problems(source: str, section: DataSection, split: arithmetic.Split = "train", seed: int = 0) -> list[Problem]:
-    """The problems of `load`, for callers that do not report malformed rows."""
-    return load(source, section, split, seed).problems
-
-
 def load(
     source: str,
     section: DataSection,
@@ -240,15 +235,21 @@ def load(
         result.malformed.extend(read.malformed)
         result.notes.extend(f"{name}: {count:,} rows read as {what}" for what, count in read.recognised.items())
         result.notes.extend(_unseen(name, what, count) for what, count in read.unseen.items())
-    if result.malformed and section.strict:
-        hidden = len(result.malformed) - SHOWN_ROWS
-        shown = "; ".join(result.malformed[:SHOWN_ROWS]) + (f"; and {hidden:,} more rows" if hidden > 0 else "")
-        raise UserError(f"{shown}: fix these rows or set data.strict=false to leave them out")
+    if section.strict:
+        refuse_malformed(result.malformed)
     if not result.problems:
         raise UserError(f"data source {source!r} is empty: name a task, a file or a data set")
     if section.system_prompt:
         result.problems[:] = [with_system(problem, section.system_prompt) for problem in result.problems]
     return result
+
+
+def refuse_malformed(rows: Sequence[str]) -> None:
+    """UserError that names the first of some malformed rows, if there are any, and counts the others."""
+    if rows:
+        hidden = len(rows) - SHOWN_ROWS
+        shown = "; ".join(rows[:SHOWN_ROWS]) + (f"; and {hidden:,} more rows" if hidden > 0 else "")
+        raise UserError(f"{shown}: fix these rows or set data.strict=false to leave them out")
 
 
 def absent(source: str) -> list[str]:

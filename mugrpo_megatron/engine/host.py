@@ -110,7 +110,6 @@ class Generation:
             "max_new_tokens": sampling.max_tokens,
             "stop_token_ids": list(sampling.stop_ids),
             "top_k": sampling.top_k or -1,
-            "min_p": sampling.min_p,
             "stop": list(sampling.stop),
         }
         self._sampling = sampling

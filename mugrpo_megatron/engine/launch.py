@@ -17,7 +17,7 @@ from mugrpo_megatron.engine.placement import ALONE, EngineSlot
 from mugrpo_megatron.engine.wire import Routed, Sampling
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import experts_of, read_model_config
-from mugrpo_megatron.observe.environment import finds_cuda, usable_cores
+from mugrpo_megatron.observe.environment import usable_cores
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.policy import RolloutSection
 from mugrpo_megatron.recipe.systems import BLOCK, EngineSection
@@ -239,9 +239,8 @@ def engine_environment(recipe: Recipe, model_dir: Path, cuda: bool, slot: Engine
     if cuda:
         libraries = _joined(os.environ.get("LD_LIBRARY_PATH", ""), *cuda_runtime_folders())
         return environment | ({"LD_LIBRARY_PATH": libraries} if libraries else {})
-    threads = str(recipe.engine.threads)
     # A CUDA build of torch brings NCCL, which SGLang would load and call without a device.
-    environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": threads, "SGLANG_NCCL_SO_PATH": os.devnull}
+    environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "SGLANG_NCCL_SO_PATH": os.devnull}
     if recipe.engine.nodes == 1:
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     if recipe.engine.tensor > 1:
@@ -299,10 +298,8 @@ def sampling(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Sampling:
         routed=_routed(recipe),
         stop=tuple(rollout.stop),
         top_k=rollout.top_k,
-        min_p=rollout.min_p,
         keep=keeps(rollout),
         masked=keeps(rollout) and rollout.top_k > door.MOST_TOP_LOGPROBS,
-        one_after_another=finds_cuda() and rollout.min_p > 0,
         stream=_stream(recipe, "train"),
     )
 
@@ -333,7 +330,7 @@ def sampling_note(recipe: Recipe) -> str:
     return (
         "The engine samples from a part of the vocabulary, and probabilities are those of the whole one on both sides: "
         f"ratios leave out how the part's share of the probability moves. Set rollout.top_k to {door.most_kept()} or "
-        "less, with top_p and min_p as they are, and the stage keeps the part, so that ratios are exact."
+        "less, with top_p as it is, and the stage keeps the part, so that ratios are exact."
     )
 
 

@@ -59,7 +59,7 @@ def engine_slot(
             "engine span nodes with engine.nodes"
         )
     fit = local_world // size
-    here = fit if cores is None else min(fit, max(1, cores // (size * engine.threads)))
+    here = fit if cores is None else min(fit, max(1, cores // size))
     block, place = divmod(local_rank, size)
     node = rank // local_world
     return EngineSlot(

@@ -32,27 +32,21 @@ def kept_tokens(
     sampled: np.ndarray,
     sampled_logprobs: np.ndarray,
     top_p: float,
-    min_p: float,
-    one_after_another: bool,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Kept tokens int32 [R, k], `ABSENT` where there are fewer, and the sampled ones' logprobs among them float32 [R].
 
-    The rules are SGLang's: top-p keeps a token when those before it have at most `top_p` of the probability, min-p when
-    it has at least `min_p` of the most likely one's. A sampled token that rounding or a tie has put outside takes the
-    last place.
+    SGLang's rule: top-p keeps a token when those before it have at most `top_p` of the whole vocabulary's probability.
+    A sampled token that rounding or a tie has put outside takes the last place.
 
     Args:
         ids, logprobs: [R, k], k = top-k, most likely first.
         sampled, sampled_logprobs: [R].
-        one_after_another: top-p counts from the tokens that top-k left, as on CUDA with min-p; else from all.
     """
     ids, logs = ids.astype(np.int32), logprobs.astype(np.float64)
     outside = ~(ids == sampled[:, None]).any(1)
     ids[outside, -1], logs[outside, -1] = sampled[outside], sampled_logprobs[outside]
     probabilities = np.exp(logs)
-    counted = probabilities / probabilities.sum(1, keepdims=True) if one_after_another else probabilities
-    keep = np.cumsum(counted, axis=1) - counted <= top_p
-    keep &= probabilities >= min_p * probabilities[:, :1]
+    keep = np.cumsum(probabilities, axis=1) - probabilities <= top_p
     keep |= ids == sampled[:, None]
     mass = np.log(np.where(keep, probabilities, 0.0).sum(1))
     return np.where(keep, ids, np.int32(ABSENT)), (sampled_logprobs - mass).astype(np.float32)
@@ -89,13 +83,10 @@ class Sampling:
     """Texts that end a response."""
     top_k: int = 0
     """0 is the whole vocabulary."""
-    min_p: float = 0.0
     keep: bool = False
     """Return the tokens that could be sampled, and logprobs among them; needs `top_k`."""
     masked: bool = False
     """Take them from the sampler's own masks; needs `keep`."""
-    one_after_another: bool = False
-    """How the engine combines top-k and top-p; see `kept_tokens`."""
     stream: str | None = None
     """Name of the random numbers: a response draws from this stream, for the weights, its prompt's place and its number
     alone. None: from the engine's, in the order in which requests meet."""
@@ -254,10 +245,7 @@ def _kept(
     values = np.array([[entry[0] for entry in entries] for entries in tops], dtype=np.float32)
     tokens = np.array([[entry[1] for entry in entries] for entries in tops], dtype=np.int32)
     shape = (len(ids), sampling.top_k)
-    return kept_tokens(
-        tokens.reshape(shape), values.reshape(shape), ids, logprobs,
-        sampling.top_p, sampling.min_p, sampling.one_after_another,
-    )  # fmt: skip
+    return kept_tokens(tokens.reshape(shape), values.reshape(shape), ids, logprobs, sampling.top_p)
 
 
 MOST_IDS = 512

@@ -195,8 +195,8 @@ def grade(group: ScoredGroup) -> Graded:
 def measure_of(section: RewardSection) -> Measure:
     """`accuracy` where the verifier decides right or wrong, `reward` where a user's function gives any number.
 
-    The function decides, not the rewards it returned, so a run's figures keep one name. Format rewards and overlong
-    penalties apply to training only.
+    The function decides, not the rewards it returned, so a run's figures keep one name. Overlong penalties apply
+    to training only.
     """
     return "accuracy" if section.is_right_or_wrong else "reward"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
@@ -37,10 +37,8 @@ from mugrpo_megatron.weights.architecture import Architecture, Latent, Rope, sta
 from mugrpo_megatron.weights.rope import frequencies
 from mugrpo_megatron.weights.table import NORMS
 
-Layers = Literal["auto", "local", "transformer_engine"]
 
-
-def choose_backend(layers: Layers, device: torch.device) -> BackendSpecProvider:
+def choose_backend(layers: str, device: torch.device) -> BackendSpecProvider:
     """The backend that `learner.layers` names; `auto` is Transformer Engine on CUDA if it loads, else local.
 
     Raises UserError when Transformer Engine is asked for and Megatron cannot load it (`checks.layouts` has already
@@ -50,7 +48,7 @@ def choose_backend(layers: Layers, device: torch.device) -> BackendSpecProvider:
         return DirectLayers() if device.type == "cuda" else LocalSpecProvider()
     if not HAVE_TE:
         raise UserError(
-            'learner.layers = "transformer_engine", but Transformer Engine does not load here: `mugrpo doctor` says '
+            f'learner.layers = "{layers}", but Transformer Engine does not load here: `mugrpo doctor` says '
             'why; fix it, or set learner.layers = "local"'
         )
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider

@@ -45,7 +45,7 @@ def plan_update(learner: Learner, sequences: Sequence[Tokens]) -> Plan:
 
 def row_multiple(recipe: Recipe, ranks: Ranks) -> int:
     """Divisor of a packed row's tokens: equal parts for the ranks, each of whole blocks in fp8."""
-    parts = (ranks.tp_size if recipe.parallel.sequence else 1) * (2 * ranks.cp_size if ranks.cp_size > 1 else 1)
+    parts = ranks.tp_size * (2 * ranks.cp_size if ranks.cp_size > 1 else 1)
     return parts * FP8_MULTIPLE[recipe.learner.fp8]
 
 

@@ -227,14 +227,14 @@ def neutral_where_missing(scores: np.ndarray, groups: np.ndarray) -> np.ndarray:
 
 
 def training_rewards(samples: Sequence[Sample], section: ObjectiveSection) -> np.ndarray:
-    """The rewards [N] that advantages are computed from: with `kl_in = "reward"`, less the penalty.
+    """The rewards [N] that advantages are computed from: with `kl_penalty = "reward"`, less the penalty.
 
     Raises ValueError when a sample lacks its anchor's logprobs.
     """
     rewards = np.array([sample.reward for sample in samples])
-    if section.kl_in != "reward" or section.kl_anchor is None:
+    if section.kl_penalty != "reward" or section.kl_anchor is None:
         return rewards
     anchor = [s.trained(s.anchor_logprobs) for s in samples if s.anchor_logprobs is not None]
     if len(anchor) < len(samples):
-        raise ValueError('objective.kl_in = "reward" needs every sample\'s anchor_logprobs')
+        raise ValueError('objective.kl_penalty = "reward" needs every sample\'s anchor_logprobs')
     return rewards_less_kl(rewards, [s.trained(s.behaviour_logprobs) for s in samples], anchor, section)

@@ -14,8 +14,8 @@ def save_if_due(run: Run, cursor: Cursor) -> None:
     """After an update: save the learner's full state where the recipe or a request to stop asks for it.
 
     The run resumes from `cursor`. Saves at the end of every `checkpoint.every_stages`-th stage and of the last, after
-    every `checkpoint.every_updates`-th update of a stage, and every `checkpoint.every_minutes`; without engines,
-    in a run that takes one stage's updates, always at its end. A save at a stage's end writes `hf/`, too; so do the
+    every `checkpoint.every_updates`-th update of a stage; without engines, in a run that takes one stage's updates,
+    always at its end. A save at a stage's end writes `hf/`, too; so do the
     first weights of a stage that may sample the next one (`schedule.max_sample_age`). Raises Stopped, with everything
     saved, when the run was asked to stop.
 
@@ -24,9 +24,9 @@ def save_if_due(run: Run, cursor: Cursor) -> None:
     section, stage_ends = run.recipe.checkpoint, cursor.age == 0
     last = cursor.finished(run.recipe.schedule) or (stage_ends and not run.world.engines)
     due = last or cursor.stage % section.every_stages == 0 if stage_ends else cursor.due(section.every_updates)
-    stopping, overdue = run.world.any_rank(run.stop.asked, run.is_main and run.saver.overdue)
-    saves = stopping or overdue or due
-    exports = not last and (cursor.samples_next(run.recipe.schedule) or (stage_ends and saves and section.hf))
+    [stopping] = run.world.any_rank(run.stop.asked)
+    saves = stopping or due
+    exports = not last and (cursor.samples_next(run.recipe.schedule) or (stage_ends and saves))
     if saves or exports:
         with run.log.phase("save", cursor.stage):
             if saves:

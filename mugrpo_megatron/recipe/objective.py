@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, get_args
@@ -43,6 +44,7 @@ ObjectiveName = Literal[
     "geo_rs",
 ]
 VetoScope = Literal["none", "trigger", "suffix_non_trigger", "suffix", "response"]
+KlPenalty = Literal["reward", "k2", "k3", "k1_weighted", "k2_weighted", "k3_weighted"]
 Dependence = Literal["token", "prefix", "response"]
 
 GRPO: dict[str, Any] = {"clip_low": 0.8, "clip_high": 1.2, "veto": "none", "reduction": "sequence_mean"}
@@ -59,7 +61,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "cispo": GRPO | {"surrogate": "cispo", "clip_low": 0.0, "clip_high": 5.0, "reduction": "token_mean"},
     "topr": GRPO
     | {"surrogate": "topr", "ratio": "sequence", "clip_low": 0.0, "clip_high": 1.0, "reduction": "constant"},
-    "opsm": GRPO | {"sequence_mask": 1e-4},
+    "opsm": GRPO | {"reject": "negative_mean", "reject_range": (math.exp(-1e-4), 1e9)},
     "tis": GRPO | {"mismatch": "truncate", "mismatch_range": (0.0, 2.0)},
     "icepop": GRPO | {"mismatch": "drop", "mismatch_range": (0.5, 5.0)},
     "m2po": GRPO | {"second_moment": "clip", "clip_low": 0.0, "clip_high": 1e9, "reduction": "token_mean"},
@@ -196,10 +198,9 @@ class ObjectiveSection(Section):
     our reading of its runs."""
     veto_reach: Literal["turn", "response"] = "response"
     """How far a trigger acts in an episode of several turns: to the end of its turn, or of the response."""
-    sequence_mask: float | None = Field(None, ge=0.0)
-    """Drop a negative response whose mean log-ratio is below minus this many nats; unset turns it off."""
-    reject: Literal["none", "sequence", "sequence_mean"] = "none"
-    """Drop responses by the ratio of the whole response, or by its geometric mean per token."""
+    reject: Literal["none", "sequence", "sequence_mean", "negative_mean"] = "none"
+    """Drop responses by the ratio of the whole response, or by its geometric mean per token, of all responses or of
+    negative ones alone."""
     reject_range: tuple[NonNegativeFloat, PositiveFloat] = (0.5, 2.0)
     """A response whose ratio is outside is dropped."""
     second_moment: Literal["none", "clip", "drop"] = "none"
@@ -213,15 +214,10 @@ class ObjectiveSection(Section):
     """Policy of the KL penalty: `start` (the run's first weights), `stage` (the stage's), or a checkpoint directory."""
     kl_coef: float = Field(0.0, ge=0.0)
     """Weight of the KL to the anchor; 0 with an anchor only measures it."""
-    kl_in: Literal["loss", "reward"] = "loss"
-    """A term of each token's loss, or the response's sum subtracted from its reward before the advantage
-    (InstructGPT)."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k2"
-    """Estimator from a sampled token: in the loss, k2 has the gradient of KL(policy | anchor), k3 of KL(anchor |
-    policy)."""
-    kl_weighted: bool = False
-    """Multiply the KL term in the loss by the token's importance ratio, which corrects its gradient for stale
-    tokens."""
+    kl_penalty: KlPenalty = "k2"
+    """`reward`: the response's sum is subtracted from its reward before the advantage (InstructGPT). Else an estimate
+    from each token is a term of its loss: k2 has the gradient of KL(policy | anchor), k3 of KL(anchor | policy), and
+    times the token's importance ratio (`_weighted`) each has that of KL(policy | anchor) for stale tokens too."""
     teacher: str | None = Field(None, min_length=1)
     """The `[guest.NAME]` whose log-probabilities of the sampled tokens enter their advantages (docs/guests.md)."""
     teacher_coef: float = Field(0.0, ge=0.0)
@@ -237,8 +233,7 @@ class ObjectiveSection(Section):
         if not isinstance(given, dict):
             return given
         name = given.get("name", "mu_grpo")
-        in_reward = {"kl_estimator": "k1"} if given.get("kl_in") == "reward" else {}
-        return {**(PRESETS.get(name, {}) if isinstance(name, str) else {}), **in_reward, **given}
+        return {**(PRESETS.get(name, {}) if isinstance(name, str) else {}), **given}
 
     @field_validator("reference_every")
     @classmethod
@@ -282,21 +277,10 @@ class ObjectiveSection(Section):
     def _check_kl(self) -> Self:
         if self.kl_coef > 0 and self.kl_anchor is None:
             raise ValueError('kl_coef needs a policy to stay near; set kl_anchor = "start", "stage" or a directory')
-        if self.kl_in == "loss":
-            if self.kl_coef > 0 and self.kl_estimator == "k1" and not self.kl_weighted:
-                raise ValueError(
-                    "k1 in the loss has a gradient whose mean is 0, so it holds nothing back; take kl_estimator = "
-                    '"k2", or set kl_weighted = true, or kl_in = "reward"'
-                )
-            return self
-        if self.kl_estimator != "k1":
-            raise ValueError('kl_in = "reward" sums log-ratios, which is k1; set kl_estimator = "k1"')
-        if self.kl_weighted:
-            raise ValueError('kl_weighted goes with kl_in = "loss"; a reward is of the policy that sampled: ratio 1')
-        if self.kl_anchor == "stage":
+        if self.kl_penalty == "reward" and self.kl_anchor == "stage":
             raise ValueError(
-                'kl_in = "reward" compares the policy that sampled with the anchor, and with kl_anchor = "stage" both '
-                'are the same; take kl_anchor = "start" or a directory, or kl_in = "loss"'
+                'kl_penalty = "reward" compares the policy that sampled with the anchor, and with kl_anchor = "stage" '
+                'both are the same; take kl_anchor = "start" or a directory, or a penalty in the loss, such as "k2"'
             )
         return self
 
@@ -309,7 +293,7 @@ class ObjectiveSection(Section):
         A trigger (scope T) depends on the token itself, a place after κ (S_κ, H_κ) on the prefix; S_seq on the whole.
         """
         of_loss = SURROGATES.get(self.surrogate, "response")
-        whole = self.ratio != "token" or self.sequence_mask is not None or self.reject != "none"
+        whole = self.ratio != "token" or self.reject != "none"
         if whole or of_loss == "response" or self.veto == "response":
             return "response"
         return "token" if self.veto in ("none", "trigger") else "prefix"

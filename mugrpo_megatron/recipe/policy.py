@@ -91,9 +91,6 @@ class LoraSection(Section):
     """The product B A counts alpha / rank times."""
     targets: Literal["all-linear"] | list[str] = Field("all-linear", json_schema_extra=changes("method"))
     """Layers with an adapter, by the last part of their Hugging Face name, as in `["q_proj", "v_proj"]`."""
-    forward: Literal["merged", "factors"] = Field("merged", json_schema_extra=changes("method"))
-    """The learner computes with the merged matrix in the model's type, as the engine does, or, for an adapter that will
-    be served unmerged, W x + alpha / rank B (A x)."""
     start: Path | None = None
     """Directory of an adapter in PEFT's format that training starts from; unset, A is random and B is 0."""
 
@@ -121,8 +118,6 @@ class RolloutSection(Section):
     them, and ratios are exact."""
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     """Nucleus sampling: below 1, ratios are exact with a `top_k` that the stage stores, otherwise biased."""
-    min_p: float = Field(0.0, ge=0.0, lt=1.0)
-    """Sample no token below this share of the most likely token's probability; ratios are exact as with `top_p`."""
     stop: list[str] = Field(default_factory=list)
     """Texts that end a response, besides the end-of-sequence token, for base models; the response includes them."""
     function: str | None = Field(None, pattern=OWN_FUNCTION.pattern + "$")
@@ -134,7 +129,7 @@ class RolloutSection(Section):
     @property
     def truncates(self) -> bool:
         """Whether some tokens cannot be sampled."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return self.top_k > 0 or self.top_p < 1
 
     @field_validator("stop")
     @classmethod
@@ -153,20 +148,14 @@ class EpisodesSection(Section):
     turns: PositiveInt = 16
     """A longer episode is cut, like one with too many tokens, and finishes with reason `length`."""
     seconds: float = Field(300.0, gt=0.0, le=86_400.0)
-    """Wall-clock of an episode; a longer one fails, and what hangs in it is killed."""
-    retries: NonNegativeInt = 1
-    """A failed episode is begun again this many times, then dropped from its group; an evaluation scores it 0."""
+    """Wall-clock of an episode; a longer one fails, and what hangs in it is killed. A failed episode is begun again
+    once, then dropped from its group; an evaluation scores it 0."""
     max_failure_share: float = Field(0.1, ge=0.0, le=1.0)
     """More dropped episodes than this share (of at least 16) end the run with the last one's error; 1 lets them
     fail."""
-    at_once: NonNegativeInt = 0
-    """Most episodes of an engine in flight; 0 is twice `engine.max_running_requests`, since some wait for tools. More
-    where tools take longer than the model."""
     memory_mb: PositiveInt = 4096
     """Address space of a process that runs the function, so that a tool cannot take the machine's memory; one that
     loads torch needs more."""
-    tool_parser: str = "auto"
-    """SGLang's parser of tool calls by name, for a template of an unknown format; `auto` looks at the template."""
 
 
 class SftSection(Section):

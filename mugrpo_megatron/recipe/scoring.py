@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator, model_validator
+from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.objective import OWN_FUNCTION, Section, changes
@@ -26,12 +26,10 @@ JUDGE = "judge"
 """The names of the built-in reward functions."""
 NAME = re.compile(r"[A-Za-z0-9_-]+")
 """Of a reward function: it is part of a metric's name."""
-SHAPING = ("format", "overlong")
-"""Names of the terms that are added to what the functions give."""
-TAKEN = (*SHAPING, "mean")
+OVERLONG = "overlong"
+"""The name of the penalty that is taken from what the functions give."""
+TAKEN = (OVERLONG, "mean")
 """Names that no function has."""
-
-
 LEAST_WORKER_MB = 64
 """Python itself takes about 40 of a worker's address space."""
 
@@ -114,24 +112,11 @@ class RewardSection(Section):
     worker_memory_mb: int = Field(1024, ge=LEAST_WORKER_MB, json_schema_extra=changes("work"))
     """Address space of a verifier process, so that one answer cannot take the machine's memory; a function that loads
     a library as large as torch needs several thousand. A program of `code` has half of it."""
-    format_pattern: str = r"\\boxed\{"
-    """Regular expression that a well-formed response matches exactly once."""
-    format_weight: float = Field(0.0, ge=0.0, le=1.0)
-    """Added to the reward of a well-formed response; 0 turns it off."""
     overlong_buffer_tokens: NonNegativeInt = 0
     """The last this many tokens before `rollout.max_response_tokens` reduce the reward, linearly up to 1 (DAPO); 0
     turns it off."""
 
     code: CodeSection = CodeSection()
-
-    @field_validator("format_pattern")
-    @classmethod
-    def _compiles(cls, pattern: str) -> str:
-        try:
-            re.compile(pattern)
-        except (re.error, RecursionError, OverflowError) as error:
-            raise ValueError(f"not a regular expression: {error}") from None
-        return pattern
 
     @model_validator(mode="after")
     def _check_functions(self) -> Self:

@@ -140,7 +140,7 @@ MOST_NUMBERED = 99_999
 class ScheduleSection(Section):
     """S stages of µ updates each. GRPO and mu-GRPO differ in this section and in `[objective]`."""
 
-    stages: int = Field(4, gt=0, json_schema_extra=changes("branch"))
+    stages: int = Field(4, gt=0, le=MOST_NUMBERED, json_schema_extra=changes("branch"))
     """S: number of stages, each generated once; stages that end early are followed by more."""
     updates_per_stage: PositiveInt = 64
     """µ: updates that one stage's responses are sampled for; the paper has 4 for GRPO and 1024 for mu-GRPO."""
@@ -157,13 +157,6 @@ class ScheduleSection(Section):
     """A stage that other processes have sealed ahead (`mugrpo generate --engine-only --follow`) is accepted if its
     weights are at most this many updates older than those at its start; `hf/` is written so long before a stage's end.
     With 0 every stage is sampled with the weights at its start; at most µ x passes."""
-
-    @field_validator("stages")
-    @classmethod
-    def _check_stages(cls, value: int) -> int:
-        if value > MOST_NUMBERED:
-            raise ValueError(f"is above {MOST_NUMBERED:,}: its stages could not be numbered")
-        return value
 
     @field_validator("max_sample_age")
     @classmethod
@@ -258,17 +251,12 @@ class CheckpointSection(Section):
     responses on disk."""
     every_updates: NonNegativeInt = 0
     """Also save inside a stage every n updates; 0 saves only at stage ends."""
-    every_minutes: NonNegativeFloat = 0.0
-    """Also save inside a stage when the last save is n minutes old, under a time limit of a batch system; 0 ignores the
-    clock."""
     asynchronous: bool = True
     """Copy the state to host memory and write it while training continues; false waits for the disk,
-    where the host has no memory for the copy."""
+    where the host has no memory for the copy. At a stage's end that is also the policy for `hf/`, whole on the first
+    rank's host, from which `mugrpo generate --engine-only` samples."""
     keep: PositiveInt = 2
     """Number of newest complete checkpoints to keep."""
-    hf: bool = True
-    """Also write `hf/` when a stage's end is saved, for `mugrpo generate --engine-only`; `asynchronous` holds the whole
-    model on the first rank's host meanwhile. False writes it only at the run's end."""
 
 
 class TrackSection(Section):

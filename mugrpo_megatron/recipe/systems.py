@@ -24,7 +24,8 @@ class ParallelSection(Section):
     model_config = ConfigDict(json_schema_extra=changes("work"))
 
     tensor: PositiveInt = 1
-    """Tensor parallel size: heads, ffn and vocabulary are split over this many ranks."""
+    """Tensor parallel size: heads, ffn and vocabulary are split over this many ranks, norms and residual stream too
+    (sequence parallelism)."""
     pipeline: PositiveInt = 1
     """Pipeline parallel size: layers are split over this many ranks."""
     virtual_pipeline: PositiveInt = 1
@@ -33,8 +34,11 @@ class ParallelSection(Section):
     """Context parallel size: each packed row is split over this many ranks, for sequences too long for one rank."""
     expert: PositiveInt = 1
     """Expert parallel size of mixture-of-experts models."""
-    sequence: bool = False
-    """Sequence parallelism: norms and residual stream are split over the tensor parallel ranks."""
+
+    @property
+    def sequence(self) -> bool:
+        """Sequence parallelism: the tensor parallel ranks also split norms and residual stream."""
+        return self.tensor > 1
 
 
 class LearnerSection(Section):
@@ -50,11 +54,9 @@ class LearnerSection(Section):
     less memory."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations recomputed in the backward pass, where they do not fit into memory."""
-    layers: Literal["local", "transformer_engine", "auto"] = "local"
-    """Linear layers: Megatron's own, or Transformer Engine's with fused norms, which fp8 needs; `auto` takes
-    Transformer Engine if installed."""
-    fp8: Literal["none", "tensorwise", "blockwise"] = "none"
-    """GEMMs of Transformer Engine's layers in fp8, scaled by tensor or by blocks of 128; weights stay bfloat16."""
+    layers: Literal["local", "transformer_engine", "auto", "fp8_tensorwise", "fp8_blockwise"] = "local"
+    """Linear layers: Megatron's own, or Transformer Engine's with fused norms; `auto` takes these if installed. The
+    last two multiply in fp8, scaled by tensor or by blocks of 128; weights stay bfloat16."""
     routing_replay: Replay = Field("off", json_schema_extra=changes("branch"))
     """Experts that a mixture's tokens go to during a stage: those that the current router chooses, those that the
     engine chose when it sampled them (CUDA), or those of one learner pass at the stage's start. Fixed ones keep the
@@ -63,6 +65,11 @@ class LearnerSection(Section):
     """CPU threads of each learner rank; 0 divides the machine's cores among the local ranks. Up to four of them
     each run a micro-batch of their own, if the model is small and neither sharded, a mixture of experts nor recomputed.
     """
+
+    @property
+    def fp8(self) -> str:
+        """`tensorwise` or `blockwise` scales of products in fp8; `none` without them."""
+        return self.layers.removeprefix("fp8_") if self.layers.startswith("fp8_") else "none"
 
     def chunk_tokens(self, cuda: bool) -> int:
         """Tokens of a chunk of the loss path on the device.
@@ -89,14 +96,9 @@ class EngineSection(Section):
     """Share of a GPU's memory that weights and KV cache may take (CUDA)."""
     max_running_requests: PositiveInt = 1024
     """Maximum number of responses decoded together; a large number helps short responses."""
-    threads: PositiveInt = 1
-    """CPU threads of each engine rank or replica (CPU). Two on two idle cores make long responses a quarter faster and
-    short ones slower, replicas both faster; on busy cores threads slow each other down."""
-    start_timeout_s: PositiveFloat = 1800.0
-    """Seconds until an engine that has not started counts as failed; an engine that exits is noticed at once. Large
-    models from a slow disk, and the first start on a GPU, which compiles kernels, take many minutes."""
     request_timeout_s: PositiveFloat = 600.0
-    """Seconds until an engine counts as hung: without a new token during generation, else without an answer."""
+    """Seconds until an engine counts as hung: without a new token during generation, else without an answer. Its start
+    may take three times as long: large models come from a slow disk, and the first start on a GPU compiles kernels."""
     quantization: Literal["none", "fp8"] = "none"
     """Weights of the engine's linear layers: the learner's, or fp8 in half the memory, with a scale for each block of
     128 x 128, quantised at each weight sync (CUDA, bfloat16)."""
@@ -105,6 +107,11 @@ class EngineSection(Section):
     never."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Other arguments of SGLang's server: `[engine.extra]`, checked against the installed SGLang (docs/engine.md)."""
+
+    @property
+    def start_timeout_s(self) -> float:
+        """Seconds until an engine that has not started counts as failed; one that exits is noticed at once."""
+        return 3 * self.request_timeout_s
 
     @field_validator("extra")
     @classmethod

@@ -125,9 +125,7 @@ def _stage(directory: Path, run_dir: Path, recipe: Mapping[str, Any]) -> StageRe
 
 
 def _verdicts(file: pq.ParquetFile, rewards: np.ndarray, recipe: Mapping[str, Any]) -> np.ndarray:
-    section = recipe.get("reward", {})
-    shapes = section.get("format_weight") or section.get("overlong_buffer_tokens")
-    if not shapes or "components" not in file.schema_arrow.names:
+    if not recipe.get("reward", {}).get("overlong_buffer_tokens") or "components" not in file.schema_arrow.names:
         return rewards
     parts = file.read(columns=["components"])["components"].to_pylist()
     verdicts = [verdict_in(reward, _named(part)) for reward, part in zip(rewards.tolist(), parts, strict=True)]

@@ -29,9 +29,6 @@ MEMORY_SHARE = 64
 """Several calls in a batch have at most the memory of a worker divided by this, as JSON: text, its copy and the values
 in it then leave the most for the function, though a list of small numbers takes twenty times its text."""
 
-Form = str | None
-"""A response whose form counts, else None."""
-
 
 class Taker(Protocol):
     """Where verdicts go."""
@@ -48,11 +45,8 @@ class Call:
     """One call of the function, over one or more responses."""
 
     items: Sequence[Item]
-    forms: Sequence[Form]
     waiting: list[tuple[Taker, int]]
     """Where the verdict on each item goes; of a single item, it goes to all of them."""
-    known: Verdict | None = None
-    """The verdict where it needs no worker, and only the response's form does."""
     deaths: int = 0
     """Workers that died on it, or on the batch that it was the first of."""
 
@@ -126,7 +120,6 @@ def start_worker(section: RewardSection, key: str) -> WorkerProcess:
         "timeout_s": section.timeout_s,
         "alarm_s": section.timeout_s * ALARM_SHARE,
         "code": section.code.model_dump() | {"memory_mb": section.worker_memory_mb // 2},
-        "format_pattern": section.format_pattern if section.format_weight else None,
     }
     return start_guarded("mugrpo_megatron.rewards.worker", options, section.timeout_s)
 
@@ -198,13 +191,11 @@ class Worker:
         return self.batch.popleft() if surely or self.batch[0].deaths > 1 else None
 
 
-def calls_of(
-    taker: Taker, places: Sequence[int], items: Sequence[Item], forms: Sequence[Form], most: int
-) -> Iterator[Call]:
+def calls_of(taker: Taker, places: Sequence[int], items: Sequence[Item], most: int) -> Iterator[Call]:
     """Calls over at most `most` consecutive items."""
     for start in range(0, len(items), most):
         part = slice(start, start + most)
-        yield Call(items[part], forms[part], [(taker, place) for place in places[part]])
+        yield Call(items[part], [(taker, place) for place in places[part]])
 
 
 def next_batch(queue: deque[Call]) -> list[Call]:
@@ -241,12 +232,8 @@ def message(calls: Sequence[Call], needs: Needs, most: int) -> tuple[int, bytes]
         return numbers[key]
 
     def sent(call: Call) -> str:
-        return json.dumps(
-            [
-                [None if call.known else item.response, form, subject(item), list(item.ids) if needs.ids else []]
-                for item, form in zip(call.items, call.forms, strict=True)
-            ]
-        )
+        parts = [[item.response, subject(item), list(item.ids) if needs.ids else []] for item in call.items]
+        return json.dumps(parts)
 
     taken: list[str] = []
     size = 0

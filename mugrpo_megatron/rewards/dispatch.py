@@ -17,7 +17,6 @@ from mugrpo_megatron.rewards.calls import (
     BATCH,
     Call,
     FailureCount,
-    Form,
     Taker,
     Worker,
     calls_of,
@@ -32,8 +31,8 @@ START_TIMEOUT_S = 120.0
 """Seconds in which a worker has to start, and to read a batch that it has got; neither is its function's time."""
 CACHE_ENTRIES = 16_384
 
-Comparison = tuple[str | None, str, str | None]
-"""(answer, gold, response where its form counts) of `math`. No answer: the verdict is known."""
+Comparison = tuple[str, str]
+"""(answer, gold) of `math`."""
 
 
 class Dispatcher:
@@ -83,8 +82,8 @@ class Dispatcher:
         os.close(self._wake_in)
         os.close(self._wake_out)
 
-    def submit(self, taker: Taker, places: Sequence[int], items: Sequence[Item], forms: Sequence[Form]) -> None:
-        """Start scoring the items and return at once; `forms` holds the responses whose form is asked for as well.
+    def submit(self, taker: Taker, places: Sequence[int], items: Sequence[Item]) -> None:
+        """Start scoring the items and return at once.
 
         Literal answers are scored here, the others go to the workers. Raises what ended the dispatcher, when it has
         ended.
@@ -92,22 +91,19 @@ class Dispatcher:
         if self._error is not None:
             raise self._error
         if self._is_math:
-            triples = zip(places, items, forms, strict=True)
-            queued = [self._compare(taker, *triple) for triple in triples]
+            queued = [self._compare(taker, place, item) for place, item in zip(places, items, strict=True)]
         else:
-            queued = [self._put(call) for call in calls_of(taker, places, items, forms, self._needs.responses)]
+            queued = [self._put(call) for call in calls_of(taker, places, items, self._needs.responses)]
         if any(queued):
             self._wake()
 
-    def _compare(self, taker: Taker, place: int, item: Item, form: Form) -> bool:
+    def _compare(self, taker: Taker, place: int, item: Item) -> bool:
         """Score by `math`; whether something was queued."""
         settled = settle(item.response, item.answer, self._section)
         if isinstance(settled, str):
-            return self._put(Call([Item(settled, item.answer, item.answer)], [form], [(taker, place)]))
-        if form is None:
-            taker.put(place, settled)
-            return False
-        return self._put(Call([Item("", item.answer, item.answer)], [form], [(taker, place)], settled))
+            return self._put(Call([Item(settled, item.answer, item.answer)], [(taker, place)]))
+        taker.put(place, settled)
+        return False
 
     def _put(self, call: Call) -> bool:
         """Whether a new call was queued; a comparison that is cached or in flight is not repeated."""
@@ -133,8 +129,7 @@ class Dispatcher:
         """What `math` compares; None for a user's function, which may give the same response another reward."""
         if not self._is_math:
             return None
-        item = call.items[0]
-        return None if call.known else item.response, item.answer, call.forms[0]
+        return call.items[0].response, call.items[0].answer
 
     def _finish(self, call: Call, verdicts: Sequence[Verdict]) -> None:
         if not self._is_math:
@@ -144,8 +139,6 @@ class Dispatcher:
             except UserError as error:
                 call.fail(error)
                 raise
-        elif call.known:
-            verdicts = [call.known._replace(well_formed=verdicts[0].well_formed)]
         else:
             verdicts = [verdicts[0]._replace(extracted=call.items[0].response)]
         if (key := self._compared(call)) is not None:
@@ -159,9 +152,7 @@ class Dispatcher:
     def _give_up(self, call: Call, why: str, seconds: float = 0.0, unread: bool = False) -> None:
         """Score 0 a call that ended its worker, or with `unread` one that no worker could read."""
         share, failed = seconds / len(call.items), unread or self._section.function != CODE  # else the program did it
-        self._finish(
-            call, [Verdict(0.0, "", why, share, failed, None if form is None else False) for form in call.forms]
-        )
+        self._finish(call, [Verdict(0.0, "", why, share, failed)] * len(call.items))
 
     def _wake(self) -> None:
         os.write(self._wake_in, b"x")

@@ -36,7 +36,7 @@ def unusable_golds(problems: Sequence[Problem], section: RewardSection) -> dict[
         ]
         if not doubtful:
             continue
-        checking = {"function": check, "functions": {}, "max_failure_share": 1.0, "format_weight": 0.0}
+        checking = {"function": check, "functions": {}, "max_failure_share": 1.0}
         with Verifier(section.model_copy(update=checking)) as verifier:
             answers = [problem.answer for problem in doubtful]
             rows = [problem.row for problem in doubtful]
@@ -63,7 +63,7 @@ def scores_of_golds(problems: Sequence[Problem], section: RewardSection) -> Iter
             continue
         gold = problem.gold if isinstance(problem.gold, str) else json.dumps(problem.gold, ensure_ascii=False)
         response = f"\\boxed{{{problem.answer}}}" if one.function == MATH else gold
-        alone = {"functions": {name: one} if section.functions else {}, "workers": 1, "format_weight": 0.0}
+        alone = {"functions": {name: one} if section.functions else {}, "workers": 1}
         with Verifier(section.model_copy(update=alone)) as verifier:
             [score] = verifier.score(
                 [response],

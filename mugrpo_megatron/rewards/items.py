@@ -59,8 +59,6 @@ class Verdict(NamedTuple):
     seconds: float = 0.0
     failed: bool = False
     """Whether the function raised, returned something else than a finite number, or ran into a limit."""
-    well_formed: bool | None = None
-    """Whether the response matches `reward.format_pattern` once; None where nothing is to be matched."""
     parts: Mapping[str, float] = {}
     """Other numbers that the function returned, by name."""
 
@@ -76,10 +74,8 @@ class Score:
     why: str
     seconds: float
     """Time in a worker; 0 when no worker was needed."""
-    well_formed: bool | None = None
-    """Whether the response matches `reward.format_pattern` exactly once; None without `reward.format_weight`."""
     components: Mapping[str, float] = field(default_factory=dict)
-    """What each function gave, and each term of the shaping, by name and before weights."""
+    """What each function gave before weights, and the shaping's penalty, by name."""
 
 
 class Pending:

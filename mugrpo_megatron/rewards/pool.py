@@ -34,7 +34,6 @@ def combined(verdicts: Mapping[str, Verdict], weights: Mapping[str, float]) -> S
         extracted=next((one.extracted for one in verdicts.values() if one.extracted), ""),
         why="; ".join(f"{name}: {one.why}" for name, one in verdicts.items()),
         seconds=sum(one.seconds for one in verdicts.values()),
-        well_formed=next((one.well_formed for one in verdicts.values() if one.well_formed is not None), None),
         components=components,
     )
 
@@ -45,7 +44,7 @@ def _alone(name: str, one: Verdict, weight: float) -> Score:
     components = {} if one.reward is None else {name: one.reward}
     if one.parts:
         components |= {f"{name}.{part}": value for part, value in one.parts.items()}
-    return Score(reward, one.extracted, one.why, one.seconds, one.well_formed, components)
+    return Score(reward, one.extracted, one.why, one.seconds, components)
 
 
 @dataclass(slots=True)
@@ -168,9 +167,7 @@ class Verifier:
         collector = Collector(pending, self._weights, names)
         for name, dispatcher in self._dispatchers.items():
             places = [place for place in range(count) if name in names[place]]
-            asks = [bool(self._section.format_weight) and names[place][0] == name for place in places]
-            forms = [items[place].response if ask else None for place, ask in zip(places, asks, strict=True)]
-            dispatcher.submit(_Part(collector, name), places, [items[place] for place in places], forms)
+            dispatcher.submit(_Part(collector, name), places, [items[place] for place in places])
         return pending
 
     def _functions_of(self, source: str) -> tuple[str, ...]:

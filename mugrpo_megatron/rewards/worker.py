@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import resource
 import signal
 import time
 from collections.abc import Callable, Sequence
-from itertools import islice
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -96,18 +94,6 @@ def graded(grade: Grade, items: Sequence[Item], alarm_s: float) -> tuple[list[Ve
     return verdicts, any(isinstance(one, TooLate) for one in results)
 
 
-def well_formed(response: str, pattern: str, alarm_s: float) -> bool:
-    """Whether the pattern occurs exactly once; False when the search takes longer than `alarm_s` of processor time."""
-    try:
-        signal.setitimer(signal.ITIMER_PROF, alarm_s, ALARM_AGAIN_S)
-        once = sum(1 for _ in islice(re.finditer(pattern, response), 2)) == 1
-        signal.setitimer(signal.ITIMER_PROF, 0)
-    except TooLate:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        return False
-    return once
-
-
 def serve(socket: int, text: str) -> None:
     """Limit this process, load the function and grade until the parent is gone. `text`: the options as JSON."""
     from mugrpo_megatron.errors import UserError
@@ -129,12 +115,12 @@ def serve(socket: int, text: str) -> None:
         return
     connection.send_bytes(json.dumps({"needs": needs, "note": note}).encode())
     try:
-        _serve(connection, grade, options["alarm_s"], options["format_pattern"], GROWN * memory)
+        _serve(connection, grade, options["alarm_s"], GROWN * memory)
     except (MemoryError, TooLate, OSError):  # the parent says what became of the response, or is gone
         os._exit(1)
 
 
-def _serve(connection: Connection, grade: Grade, alarm_s: float, pattern: str | None, max_bytes: float) -> None:
+def _serve(connection: Connection, grade: Grade, alarm_s: float, max_bytes: float) -> None:
     """Make the calls of one batch after the other, until the parent is gone or `max_bytes` are in use."""
     while True:
         try:
@@ -143,15 +129,8 @@ def _serve(connection: Connection, grade: Grade, alarm_s: float, pattern: str | 
             return
         connection.send_bytes(b'{"read": true}')  # what ends this process from here on is a call, not the batch's size
         for call in batch["calls"]:
-            items = [_item(response, batch["subjects"][subject], ids) for response, _, subject, ids in call]
-            late = False
-            if call[0][0] is None:  # the verdict is known, and only the response's form is asked for
-                verdicts = [Verdict(0.0, "", "")]
-            else:
-                verdicts, late = graded(grade, items, alarm_s)
-            for place, (_, form, _, _) in enumerate(call):
-                if form is not None and pattern is not None:
-                    verdicts[place] = verdicts[place]._replace(well_formed=well_formed(form, pattern, alarm_s))
+            items = [_item(response, batch["subjects"][subject], ids) for response, subject, ids in call]
+            verdicts, late = graded(grade, items, alarm_s)
             # A loop that an alarm left may go on with what was in it.
             retires = _address_space() > max_bytes or (late and getattr(grade, "is_async", False))
             connection.send_bytes(json.dumps({"verdicts": verdicts, "retires": retires}).encode())
@@ -159,9 +138,9 @@ def _serve(connection: Connection, grade: Grade, alarm_s: float, pattern: str | 
                 return
 
 
-def _item(response: str | None, subject: Sequence[Any], ids: Sequence[int]) -> Item:
+def _item(response: str, subject: Sequence[Any], ids: Sequence[int]) -> Item:
     gold, row, prompt, source = subject
-    return Item(response or "", gold, "", row, prompt, source, ids)
+    return Item(response, gold, "", row, prompt, source, ids)
 
 
 def _failure(error: BaseException) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -76,13 +75,6 @@ class Saver:
         timeout = timedelta(seconds=learner.recipe.run.collective_timeout_s)
         self._group = dist.new_group(backend="gloo", timeout=timeout) if section.asynchronous else None
         self._checkpoint, self._hf = Background("checkpoint"), Background("hf")
-        self._began = time.monotonic()
-
-    @property
-    def overdue(self) -> bool:
-        """Whether `checkpoint.every_minutes` have passed since the last save began, by this rank's clock."""
-        minutes = self._section.every_minutes
-        return minutes > 0 and time.monotonic() - self._began >= 60 * minutes
 
     def save(self, cursor: Cursor) -> None:
         """Save the learner at `cursor`, then remove all but the newest checkpoints. Collective.
@@ -91,7 +83,6 @@ class Saver:
         a full disk ends the run at the next save at the latest.
         """
         self._checkpoint.wait()
-        self._began = time.monotonic()
         path = self._directory / checkpoint_name(cursor)
         place = {"run": self._run, "cursor": asdict(cursor)}
         write = checkpoint.begin_save(self._learner, path, place, self._group, copy=self._section.asynchronous)

@@ -91,15 +91,15 @@ class _Side:
                 self._ours = Engine.start(recipe, model, folder / f"{name}.log")
             self._ours.wait_ready()
         else:
-            self._bare = self._start_bare(name, engine_arguments(recipe, model, cuda), recipe.engine.threads)
+            self._bare = self._start_bare(name, engine_arguments(recipe, model, cuda))
             self._bare.freeze_gc()
         self._client = name in ("ours", "torch")
         self._processes = [me, *(child for child in me.children(recursive=True) if child not in before)]
 
     @staticmethod
-    def _start_bare(name: str, arguments: dict[str, Any], threads: int) -> Any:
+    def _start_bare(name: str, arguments: dict[str, Any]) -> Any:
         if name == "same":
-            torch.set_num_threads(threads)  # its processes are forked, and this one has read the environment already
+            torch.set_num_threads(1)  # its processes are forked, and this one has read the environment already
             return engine_type(arguments["device"])(**arguments)
         import sglang  # reads the environment at import
 

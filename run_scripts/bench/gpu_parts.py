@@ -122,7 +122,7 @@ def save_random(name: str, directory: Path) -> Path:
     return directory
 
 
-def recipe_of(model: Path, how: How, layers: str = "local", fp8: str = "none") -> Any:
+def recipe_of(model: Path, how: How, layers: str = "local") -> Any:
     from mugrpo_megatron.recipe import Recipe
 
     length = 64 if how.small else 1024
@@ -130,7 +130,7 @@ def recipe_of(model: Path, how: How, layers: str = "local", fp8: str = "none") -
         "model": {"path": str(model), "dtype": "bfloat16"},
         "data": {"max_prompt_tokens": length // 8},
         "rollout": {"prompts_per_update": 2, "responses_per_prompt": 8, "max_response_tokens": length - length // 8},
-        "learner": {"micro_batch_tokens": 16 * length, "layers": layers, "fp8": fp8},
+        "learner": {"micro_batch_tokens": 16 * length, "layers": layers},
         "engine": {"memory_fraction": 0.6, "max_running_requests": 256, "extra": attention()},
     }
     return Recipe.model_validate(table)
@@ -166,18 +166,14 @@ def learner(how: How) -> Result:
     peak_flops = ceilings(how)["matmul_flops"]
     names = ["small"] if how.small else ["Qwen2.5-0.5B", "Qwen2.5-1.5B"]
     engine = device().type == "cuda" and find_spec("transformer_engine")
-    kinds = [("local", "none")]
-    if engine:
-        kinds += [("transformer_engine", fp8) for fp8 in ("none", "tensorwise", "blockwise")]
+    kinds = ["local", *(("transformer_engine", "fp8_tensorwise", "fp8_blockwise") if engine else ())]
     measured = {
-        f"{name}, {layers} layers, fp8 {fp8}": one_learner(name, how, peak_flops, layers, fp8)
-        for name in names
-        for layers, fp8 in kinds
+        f"{name}, {layers} layers": one_learner(name, how, peak_flops, layers) for name in names for layers in kinds
     }
     return {"matmul_flops": peak_flops, **measured}
 
 
-def one_learner(name: str, how: How, peak_flops: float, layers: str, fp8: str) -> Result:
+def one_learner(name: str, how: How, peak_flops: float, layers: str) -> Result:
     from mugrpo_megatron.extras.plan.case import make_case
     from mugrpo_megatron.extras.plan.hardware import Assumptions, make_cluster
     from mugrpo_megatron.extras.plan.memory import Batch, learner_memory
@@ -193,7 +189,7 @@ def one_learner(name: str, how: How, peak_flops: float, layers: str, fp8: str) -
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder:
-        recipe = recipe_of(save_random(name, Path(folder)), how, layers, fp8)
+        recipe = recipe_of(save_random(name, Path(folder)), how, layers)
         mine = build_learner(recipe)
     samples, advantages = sample_update(recipe, SHAPES[name][-1])
     taken = seconds(lambda: update(mine, samples, advantages), repeats=2 if how.small else 5)

@@ -34,7 +34,7 @@ KINDS: Mapping[str, Mapping[str, object]] = {
     "no teacher": {"objective.teacher_coef": 0.0},
     "teacher": {},
 }
-PATIENT = {"engine.start_timeout_s": 3600, "engine.request_timeout_s": 3600}
+PATIENT = {"engine.request_timeout_s": 3600}
 """The machine may be busy with other work."""
 COLORS = ("grey", "blue")
 FIELDS = ("run", "repetition", "update", "kl_teacher", "accuracy")

@@ -1,6 +1,6 @@
 """Whether slow tools idle the engine: the same episodes with a tool that sleeps, and with one that does not.
 
-    python -m run_scripts.bench.slow_tools MODEL [--episodes 4800] [--at-once 200 800] [--seconds 5]
+    python -m run_scripts.bench.slow_tools MODEL [--episodes 4800] [--seconds 5]
 
 Every episode is two turns of up to 64 tokens with a call between them. By Little's law the engine lacks no work once
 as many episodes are in flight as it runs at a time, and those that it would end while a tool sleeps; that floor is
@@ -58,14 +58,14 @@ def tools_at_once(log: Path) -> tuple[int, float]:
     return most, sum(end - begin for begin, end in spans) / wall
 
 
-def measured(model: Path, episodes: int, at_once: int, seconds: float) -> dict[str, float]:
+def measured(model: Path, episodes: int, seconds: float) -> dict[str, float]:
     """Seconds, tokens and shares of one run."""
     recipe = Recipe.model_validate(
         {
             "model": {"path": model, "dtype": "float32"},
             "data": {"max_prompt_tokens": 32},
             "rollout": {"function": "run_scripts.bench.slow_tools:episode", "max_response_tokens": 160},
-            "episodes": {"at_once": at_once, "seconds": 600.0},
+            "episodes": {"seconds": 600.0},
             "engine": {"max_running_requests": REQUESTS},
         }
     )
@@ -125,14 +125,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--episodes", type=int, default=4800)
-    parser.add_argument("--at-once", type=int, nargs="+", default=[200, 800])
     parser.add_argument("--seconds", type=float, default=5.0)
     options = parser.parse_args()
-    runs = [(max(options.at_once), 0.0), *((at_once, options.seconds) for at_once in options.at_once)]
-    for at_once, seconds in runs:
-        figures = measured(options.model, options.episodes, at_once, seconds)
+    for seconds in (0.0, options.seconds):
+        figures = measured(options.model, options.episodes, seconds)
         shown = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
-        print(f"{at_once} in flight, tool of {seconds:g} s: {shown}", flush=True)
+        print(f"tool of {seconds:g} s: {shown}", flush=True)
         if not seconds:
             floor = REQUESTS + figures["episodes/s"] * options.seconds
             print(f"the engine lacks no work from {floor:.0f} in flight on", flush=True)

@@ -112,11 +112,11 @@ VARIANTS: list[dict[str, object]] = [
     {"clip_centre": "proximal", "reference_every": 4},
     {"reject": "sequence", "reject_range": (0.5, 2.0)},
     {"reject": "sequence_mean", "reject_range": (0.8, 1.1)},
-    {"kl_anchor": "start", "kl_coef": 0.1, "kl_estimator": "k2"},
-    {"kl_anchor": "start", "kl_coef": 0.1, "kl_estimator": "k3"},
-    {"kl_anchor": "start", "kl_coef": 0.1, "kl_estimator": "k1", "kl_weighted": True},
-    {"kl_anchor": "start", "kl_coef": 0.1, "kl_estimator": "k2", "kl_weighted": True},
-    {"kl_anchor": "start", "kl_coef": 0.1, "kl_estimator": "k3", "kl_weighted": True},
+    {"kl_anchor": "start", "kl_coef": 0.1, "kl_penalty": "k2"},
+    {"kl_anchor": "start", "kl_coef": 0.1, "kl_penalty": "k3"},
+    {"kl_anchor": "start", "kl_coef": 0.1, "kl_penalty": "k1_weighted"},
+    {"kl_anchor": "start", "kl_coef": 0.1, "kl_penalty": "k2_weighted"},
+    {"kl_anchor": "start", "kl_coef": 0.1, "kl_penalty": "k3_weighted"},
 ]
 
 configs = st.builds(

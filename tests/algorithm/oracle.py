@@ -44,13 +44,11 @@ def objective(
     if config.second_moment == "drop":
         dropped = m2po_dropped(ratios, 0.04)
         kept = [[k and (i, t) not in dropped for t, k in enumerate(row)] for i, row in enumerate(kept)]
-    if config.sequence_mask is not None:
-        for i, logs in enumerate(ratios):
-            if logs and advantages[i] < 0 and -sum(logs) / len(logs) > config.sequence_mask:
-                kept[i] = [False] * len(logs)
     if config.reject != "none":
         for i, logs in enumerate(ratios):
-            share = 1 / max(len(logs), 1) if config.reject == "sequence_mean" else 1.0
+            if config.reject == "negative_mean" and advantages[i] >= 0:
+                continue
+            share = 1.0 if config.reject == "sequence" else 1 / max(len(logs), 1)
             level = math.exp(min(max(math.fsum(logs) * share, -20), 20))
             if not config.reject_range[0] <= level <= config.reject_range[1]:
                 kept[i] = [False] * len(logs)
@@ -92,17 +90,18 @@ def objective(
 def kl(d: float, log_ratio: float, config: ObjectiveSection) -> tuple[float, float]:
     """Penalty of a token whose log-probability is `d` above the anchor's, and its derivative in the log-probability."""
     grown = math.exp(min(max(-d, -20), 20))
+    estimator = config.kl_penalty[:2]
     value, slope = {
         "k1": (d, 1.0),
         "k2": (d * d / 2, d),
         "k3": (grown - 1 + d, 1 - grown * (abs(d) <= 20)),
-    }[config.kl_estimator]
-    if not config.kl_weighted:
+    }[estimator]
+    if config.kl_penalty == estimator:
         return value, slope
     ratio = math.exp(min(max(log_ratio, -20), 20))
     if abs(log_ratio) > 20:
         return ratio * value, 0.0
-    return ratio * value, ratio * slope + (ratio * value if config.kl_estimator != "k2" else 0.0)
+    return ratio * value, ratio * slope + (ratio * value if estimator != "k2" else 0.0)
 
 
 def level_of(logs: list[float], t: int, kind: str) -> tuple[float, list[tuple[int, float]]]:

@@ -30,8 +30,9 @@ def mean_gradient(seed: int, estimator: str, weighted: bool, stale: bool) -> tor
     logits.requires_grad_()
     logprobs = logits.log_softmax(0)
     behaviour = behaviour.log_softmax(0) if stale else logprobs.detach()
-    config = ObjectiveSection(kl_anchor="start", kl_coef=1.0, kl_estimator="k3", kl_weighted=weighted)
-    config = config.model_copy(update={"kl_estimator": estimator})  # k1 without weights, which a recipe may not ask for
+    config = ObjectiveSection(kl_anchor="start", kl_coef=1.0)
+    penalty = f"{estimator}_weighted" if weighted else estimator  # k1 without weights is none that a recipe may name
+    config = config.model_copy(update={"kl_penalty": penalty})
     one_each = make_segments(torch.ones(WORDS, dtype=torch.int64), torch.ones(WORDS, dtype=torch.float64))
     loss = kl_loss(logprobs, anchor.log_softmax(0), logprobs - behaviour, one_each, config)
     return torch.autograd.grad((behaviour.exp() * loss).sum(), logits)[0]
@@ -65,7 +66,7 @@ def test_weighted_by_the_ratio_it_is_the_kl_gradient_at_any_staleness(seed: int,
 def test_at_the_anchor_there_is_no_penalty_and_no_gradient(estimator: str) -> None:
     batch = random_batch(0, [4, 6])
     logprobs, behaviour, advantages = batch.tensors()
-    config = ObjectiveSection(name="grpo", kl_anchor="start", kl_coef=5.0, kl_estimator=estimator)
+    config = ObjectiveSection(name="grpo", kl_anchor="start", kl_coef=5.0, kl_penalty=estimator)
     found = [
         policy_loss(logprobs, behaviour, advantages, batch.segments(config), config, anchor=anchor)
         for anchor in (logprobs.detach(), None)
@@ -109,7 +110,7 @@ def test_an_anchor_without_a_coefficient_is_only_measured() -> None:
 
 
 def test_rewards_lose_the_log_ratio_of_the_whole_response() -> None:
-    config = ObjectiveSection(kl_anchor="start", kl_coef=0.1, kl_in="reward")
+    config = ObjectiveSection(kl_anchor="start", kl_coef=0.1, kl_penalty="reward")
     behaviour = [np.array([-1.0, -2.0], np.float32), np.array([], np.float32), np.array([-0.5], np.float32)]
     anchor = [np.array([-1.5, -4.0], np.float32), np.array([], np.float32), np.array([-0.25], np.float32)]
     found = rewards_less_kl(np.array([1.0, 0.0, 1.0]), behaviour, anchor, config)
@@ -120,10 +121,8 @@ def test_rewards_lose_the_log_ratio_of_the_whole_response() -> None:
     ("changes", "message"),
     [
         ({"kl_coef": 0.1}, "set kl_anchor"),
-        ({"kl_anchor": "start", "kl_coef": 0.1, "kl_estimator": "k1"}, "mean is 0"),
-        ({"kl_anchor": "start", "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k2"}, "which is k1"),
-        ({"kl_anchor": "stage", "kl_coef": 0.1, "kl_in": "reward"}, "both are the same"),
-        ({"kl_anchor": "start", "kl_coef": 0.1, "kl_in": "reward", "kl_weighted": True}, "goes with kl_in"),
+        ({"kl_anchor": "start", "kl_coef": 0.1, "kl_penalty": "k1"}, "Input should be 'reward', 'k2'"),
+        ({"kl_anchor": "stage", "kl_coef": 0.1, "kl_penalty": "reward"}, "both are the same"),
     ],
 )
 def test_penalties_that_do_nothing_or_mean_nothing_are_refused(changes: dict[str, object], message: str) -> None:

@@ -143,7 +143,7 @@ SMOOTH = [
     v
     for v in VARIANTS
     if v.get("reference_every", v.get("clip_centre", "one")) in (4, "one")
-    and not (v.get("kl_weighted") and v["kl_estimator"] == "k2")  # its ratio is a weight without a gradient
+    and v.get("kl_penalty") != "k2_weighted"  # its ratio is a weight without a gradient
 ]
 
 

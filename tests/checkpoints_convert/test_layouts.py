@@ -59,7 +59,7 @@ def test_conversion_loads_in_every_layout(checkpoints: Path, tmp_path: Path, lay
 
 @pytest.mark.parametrize("name", ["qwen2-tied", "qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.night)])
 def test_training_checkpoint_becomes_hugging_face(checkpoints: Path, tmp_path: Path, name: str) -> None:
-    layout = {"tensor": 2, "pipeline": 2, "sequence": True}
+    layout = {"tensor": 2, "pipeline": 2}
     run_ranks(4, save_training_checkpoint, checkpoints / name, tmp_path / "saved", layout)
     megatron_to_hf.convert(tmp_path / "saved", tmp_path / name, like=checkpoints / name)
     assert_same(checkpoints / name, tmp_path / name)

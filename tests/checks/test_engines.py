@@ -38,7 +38,7 @@ def recipe(**sections: dict[str, Any]) -> Recipe:
     [
         {},
         {"engine": {"tensor": 16, "nodes": 2}},
-        {"engine": {"extra": {"speculative_algorithm": "NGRAM"}}, "rollout": {"min_p": 0.1}},
+        {"engine": {"extra": {"speculative_algorithm": "NGRAM"}}},
         {**EQUAL, "engine": {"extra": {"attention_backend": "triton"}}},
         {"engine": {"tensor": 4, "quantization": "fp8"}, **BFLOAT16},
         {"engine": {"extra": FP8_CACHE}, **BFLOAT16},
@@ -76,7 +76,6 @@ def test_latent_attention_is_not_quantised() -> None:
             {**EQUAL, "engine": {"extra": {"attention_backend": "torch_native"}}},
             "take one of fa3, flashinfer, triton, or",
         ),
-        ({**EQUAL, "rollout": {"min_p": 0.1}}, "rollout.min_p = 0.1: SGLang has no random stream of a single request"),
         ({**EQUAL, "engine": {"extra": {"speculative_algorithm": "NGRAM"}}}, "by a random stream that all requests"),
         ({"engine": {"extra": {"speculative_algorithm": "EAGLE3"}}}, "'EAGLE3' needs a draft model"),
         (

@@ -25,7 +25,7 @@ def recipe(**sections: dict[str, Any]) -> Recipe:
     return Recipe.model_validate(sections)
 
 
-@pytest.mark.parametrize(("layout", "world"), [({}, 1), ({"tensor": 2, "pipeline": 2, "sequence": True}, 4), ({}, 2)])
+@pytest.mark.parametrize(("layout", "world"), [({}, 1), ({"tensor": 2, "pipeline": 2}, 4), ({}, 2)])
 def test_possible_layouts_pass(layout: dict[str, Any], world: int) -> None:
     check_layout(recipe(parallel=layout), MODEL, world)
 
@@ -41,7 +41,6 @@ def test_possible_layouts_pass(layout: dict[str, Any], world: int) -> None:
         ({"parallel": {"pipeline": 5}}, 5, r"parallel.pipeline = 5 is more than the model's 4 layers"),
         ({"parallel": {"pipeline": 3, "virtual_pipeline": 2}}, 3, r"= 6 does not divide the model's 4 layers"),
         ({"parallel": {"tensor": 2}}, 3, r"needs a multiple of 2 ranks but 3 run"),
-        ({"parallel": {"sequence": True}}, 1, r"parallel.sequence = true needs parallel.tensor"),
         ({"parallel": {"virtual_pipeline": 2}}, 1, r"virtual_pipeline above 1 needs parallel.pipeline"),
         ({"parallel": {"expert": 2}}, 2, r"the model has no experts"),
         ({"learner": {"routing_replay": "learner"}}, 1, r'routing_replay = "learner" but the model has no experts'),
@@ -52,9 +51,9 @@ def test_possible_layouts_pass(layout: dict[str, Any], world: int) -> None:
             2,
             r"= 9 does not divide over 2 data parallel",
         ),
-        ({"learner": {"fp8": "blockwise"}}, 1, r"multiples of 128, but the model's hidden_size is 32;"),
+        ({"learner": {"layers": "fp8_blockwise"}}, 1, r"multiples of 128, but the model's hidden_size is 32;"),
         (
-            {"learner": {"fp8": "tensorwise"}, "parallel": {"tensor": 8}},
+            {"learner": {"layers": "fp8_tensorwise"}, "parallel": {"tensor": 8}},
             8,
             r"multiples of 16, but the model's intermediate_size is 64 over 8 tensor parallel ranks",
         ),

@@ -29,15 +29,14 @@ def asking(**sizes: int | bool) -> Recipe:
 @pytest.mark.parametrize(
     ("sizes", "model", "world", "near"),
     [
-        ({"tensor": 3}, DENSE, 8, "tensor = 4, sequence = true"),
+        ({"tensor": 3}, DENSE, 8, "tensor = 4"),
         ({"pipeline": 13}, DENSE, 13, "nearest layout that 13 ranks can run: context = 13"),
         ({"pipeline": 20}, DENSE, 20, "nearest layout that 20 ranks can run: pipeline = 10"),
         ({"pipeline": 2, "virtual_pipeline": 4}, DENSE, 2, "pipeline = 2, virtual_pipeline = 2"),
         ({"virtual_pipeline": 2}, DENSE, 2, "nearest layout that 2 ranks can run: every size 1"),
-        ({"tensor": 2}, EXPERTS, 2, "tensor = 2, sequence = true"),
         ({"expert": 4}, EXPERTS, 2, "expert = 2"),
         ({"expert": 4}, DENSE, 4, "every size 1"),
-        ({"tensor": 16}, DENSE, 16, "tensor = 8, sequence = true"),
+        ({"tensor": 16}, DENSE, 16, "tensor = 8"),
     ],
 )
 def test_a_refusal_names_the_nearest_layout(
@@ -49,11 +48,9 @@ def test_a_refusal_names_the_nearest_layout(
 
 
 def test_refusals_of_experts() -> None:
-    with pytest.raises(UserError, match=r"needs parallel.sequence = true"):
-        check_layout(asking(tensor=2), EXPERTS, 2)
     with pytest.raises(UserError, match=r"expert = 4 does not divide the 2 data times context parallel ranks"):
         check_layout(asking(expert=4), EXPERTS, 2)
-    check_layout(asking(tensor=2, expert=4, sequence=True), EXPERTS, 8)
+    check_layout(asking(tensor=2, expert=4), EXPERTS, 8)
     check_layout(asking(context=2, expert=4), EXPERTS, 4)
 
 
@@ -73,14 +70,7 @@ SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])
 def test_the_nearest_layout_is_valid_and_a_valid_one_is_its_own_nearest(
     tensor: int, pipeline: int, virtual: int, context: int, expert: int, world: int, experts: bool
 ) -> None:
-    recipe = asking(
-        tensor=tensor,
-        pipeline=pipeline,
-        virtual_pipeline=virtual,
-        context=context,
-        expert=expert,
-        sequence=tensor > 1,
-    )
+    recipe = asking(tensor=tensor, pipeline=pipeline, virtual_pipeline=virtual, context=context, expert=expert)
     model = EXPERTS if experts else DENSE
     found = nearest_layout(recipe, model, world)
     if found is None:
@@ -95,7 +85,7 @@ def test_the_nearest_layout_is_valid_and_a_valid_one_is_its_own_nearest(
 
 
 def test_distance_is_zero_to_itself_and_counts_doublings() -> None:
-    one = ParallelSection(tensor=2, sequence=True)
+    one = ParallelSection(tensor=2)
     assert distance(one, one) == 0
-    assert distance(one, ParallelSection(tensor=8, sequence=True)) == pytest.approx(2)
+    assert distance(one, ParallelSection(tensor=8)) == pytest.approx(2)
     assert describe(ParallelSection()) == "every size 1"

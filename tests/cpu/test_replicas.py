@@ -20,7 +20,6 @@ from mugrpo_megatron.recipe.systems import EngineSection
         ({}, 1000, 1, 64, 2),
         ({}, 1000, 2, 2, 1),
         ({}, 1000, 2, 4, 2),
-        ({"threads": 2}, 1000, 1, 2, 1),
         ({"tensor": 2}, 1000, 1, 64, 1),
         ({}, LARGEST_WEIGHTS + 1, 1, 64, 1),
         ({}, 1000, 1, None, 1),

@@ -42,8 +42,8 @@ def test_held_out_questions_are_distinct(task: str) -> None:
 
 
 def test_a_long_training_set_keeps_the_mix() -> None:
-    products = sum("*" in p.question for p in problems(0, "train", 20_000))
-    assert 0.04 < products / 20_000 < 0.06
+    products = sum("*" in p.question for p in problems(0, "train", 4000))
+    assert 0.035 < products / 4000 < 0.065
 
 
 @pytest.mark.parametrize("task", sorted(TASKS))

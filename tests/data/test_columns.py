@@ -68,8 +68,9 @@ def write(path: Path, row: dict[str, Any]) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize(
+    ("name", "suffix"), [*((name, ".jsonl") for name in ROWS), ("verl", ".json"), ("verl", ".parquet")]
+)
 def test_rows_are_read_by_their_columns(name: str, suffix: str, tmp_path: Path) -> None:
     row, said, messages = ROWS[name]
     read = load(write(tmp_path / f"set{suffix}", row), DataSection())
@@ -90,12 +91,10 @@ def test_tables_of_text_are_read_by_their_first_line(delimiter: str, tmp_path: P
     assert [p.id for p in read.problems] == [f"{path}:3", f"{path}:4"]  # the line where the row ends
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".tsv"])
-def test_a_cell_of_a_table_may_be_long(suffix: str, tmp_path: Path) -> None:
+def test_a_cell_of_a_table_may_be_long(tmp_path: Path) -> None:
     """Longer than the 128 KiB that Python's reader takes by default."""
-    path, delimiter = tmp_path / f"set{suffix}", "," if suffix == ".csv" else "\t"
-    long = "6*7, " + "x" * 200_000
-    path.write_text(delimiter.join(["problem", "answer"]) + f'\n"{long}"{delimiter}42\n')
+    path, long = tmp_path / "set.csv", "6*7, " + "x" * 200_000
+    path.write_text(f'problem,answer\n"{long}",42\n')
     [problem] = load(str(path), DataSection()).problems
     assert (problem.question, problem.answer) == (long, "42")
 
@@ -225,10 +224,7 @@ def test_an_own_template_and_its_arguments(tmp_path: Path) -> None:
         {"prompt_style": "plain", "chat_template": "x.jinja"},
         {"prompt_style": "llama", "template_arguments": {"a": 1}},
         {"prompt_style": "chat", "template_arguments": {"messages": "x"}},
-        {"prompt_style": "chat", "template_arguments": {"add_generation_prompt": False}},
-        {"prompt_style": "chat", "template_arguments": {"a": [1]}},
         {"prompt_style": "chat", "template_arguments": {"a": {"b": 1}}},
-        {"prompt_style": "chat", "template_arguments": 3},
     ],
 )
 def test_template_settings_that_cannot_be(wrong: dict[str, Any]) -> None:

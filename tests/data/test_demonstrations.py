@@ -53,13 +53,12 @@ def test_a_row_is_a_prompt_as_in_rl_and_its_whole_response(name: str, tmp_path: 
     assert TOKENIZER.decode(response) == "so #### 42<|im_end|>"
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_a_row_without_a_system_turn_gets_the_recipes_as_in_rl(name: str, tmp_path: Path) -> None:
+def test_a_row_without_a_system_turn_gets_the_recipes_as_in_rl(tmp_path: Path) -> None:
     section = DataSection(system_prompt="Answer with a number.")
-    [(prompt, _)] = sequences(demonstrations(write(tmp_path, ROWS[name]), section), TOKENIZER, section, 100).pairs
-    own = name in ("chat and text", "messages")
-    system = "Be brief." if own else "Answer with a number."
-    assert str(TOKENIZER.decode(prompt)).startswith(f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n")
+    read = sequences(demonstrations(write(tmp_path, *ROWS.values()), section), TOKENIZER, section, 100)
+    for name, (prompt, _) in zip(ROWS, read.pairs, strict=True):
+        system = "Be brief." if name in ("chat and text", "messages") else "Answer with a number."
+        assert str(TOKENIZER.decode(prompt)).startswith(f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n")
 
 
 def test_rows_that_are_too_long_are_counted(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from mugrpo_megatron.data.problems import PRESETS, load_problems
+from mugrpo_megatron.data.problems import load
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.sections import DataSection
 
@@ -32,7 +32,7 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, ob
 
 @pytest.mark.parametrize("source", ["deepscaler", "someone/some-set", "someone/some-set/default:train"])
 def test_shards_of_a_split_are_read_in_order(stored: list[dict[str, object]], source: str) -> None:
-    assert [p.question for p in load_problems(source, DataSection(), "train")] == ["q0", "q1"]
+    assert [p.question for p in load(source, DataSection(), "train").problems] == ["q0", "q1"]
     assert stored[0]["repo_type"] == "dataset"
     assert stored[0]["revision"] == "refs/convert/parquet"
     assert stored[0]["allow_patterns"] == ["default/train/*.parquet"]
@@ -41,7 +41,7 @@ def test_shards_of_a_split_are_read_in_order(stored: list[dict[str, object]], so
 @pytest.mark.usefixtures("stored")
 def test_a_split_that_is_not_there_is_the_users_mistake() -> None:
     with pytest.raises(UserError, match=r"someone/some-set \(default, test\) has no Parquet files"):
-        load_problems("someone/some-set", DataSection(), "eval")
+        load("someone/some-set", DataSection(), "eval")
 
 
 def test_no_network_is_one_sentence_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,8 +50,4 @@ def test_no_network_is_one_sentence_with_the_way_out(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
     with pytest.raises(UserError, match=r"openai/gsm8k \(main, test\) .*cannot reach the hub\).* NAME@FILE"):
-        load_problems("gsm8k", DataSection(), "eval")
-
-
-def test_every_preset_names_an_owner_and_splits() -> None:
-    assert all(preset.repository.count("/") == 1 and preset.train and preset.eval for preset in PRESETS.values())
+        load("gsm8k", DataSection(), "eval")

@@ -8,8 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mugrpo_megatron.data.problems import PRESETS, load, load_problems
-from mugrpo_megatron.data.reading import final_answer
+from mugrpo_megatron.data.problems import PRESETS, load
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.sections import DataSection
 
@@ -29,17 +28,10 @@ def write(path: Path, rows: list[Any]) -> str:
 
 
 MALFORMED = {
-    '{"problem": "x", \n': "not JSON",
-    "[1, 2]\n": "expected a JSON object, found list",
     '{"problem": "x"}\n': "field 'answer' is missing (found problem)",
     '{"answer": "2"}\n': "field 'problem' is missing (found answer)",
     '{"problem": "", "answer": "2"}\n': "field 'problem' is empty",
-    '{"problem": "x", "answer": null}\n': "field 'answer' is null",
-    '{"problem": "x", "answer": {"a": 1}}\n': "field 'answer' holds dict",
     '{"problem": "x", "answer": "so ####  "}\n': "field 'answer' holds no answer",
-    '{"problem": "\xff", "answer": "2"}\n': "not JSON",
-    '{"problem": "x", "answer": NaN}\n': "field 'answer' is nan",
-    '{"problem": "x", "answer": false}\n': "field 'answer' holds bool",
     '{"problem": "x", "answer": []}\n': "field 'answer' is empty",
 }
 
@@ -50,7 +42,7 @@ def test_a_malformed_row_is_named_by_file_line_and_reason(tmp_path: Path, line: 
     path.write_bytes(json.dumps(ROWS[0]).encode() + b"\n\n" + line.encode("latin-1") + json.dumps(ROWS[1]).encode())
     place = f"{path}:3: {MALFORMED[line]}"
     with pytest.raises(UserError) as caught:
-        load_problems(str(path), DataSection())
+        load(str(path), DataSection())
     assert str(caught.value).startswith(place)
     read = load(str(path), LENIENT)
     assert len(read.problems) == 2
@@ -61,7 +53,7 @@ def test_a_malformed_row_is_named_by_file_line_and_reason(tmp_path: Path, line: 
 def test_many_malformed_rows_are_three_examples_and_a_count(tmp_path: Path) -> None:
     path = write(tmp_path / "bad.jsonl", ['{"problem": 1}\n'] * 30 + ROWS)
     with pytest.raises(UserError, match=r"; and 27 more rows: fix these rows") as caught:
-        load_problems(path, DataSection())
+        load(path, DataSection())
     assert [line for line in range(1, 40) if f"{path}:{line}: " in str(caught.value)] == [1, 2, 3]
     assert len(load(path, LENIENT).malformed) == 30
 
@@ -69,9 +61,7 @@ def test_many_malformed_rows_are_three_examples_and_a_count(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("empty.jsonl", "", "holds no usable problem"),
         ("only_bad.jsonl", "[]\n", "holds no usable problem"),
-        ("not.parquet", "no table", "not a readable Parquet file"),
         ("array.jsonl", '[\n{"problem": "1+1=", "answer": "2"}\n]\n', "is a JSON array.*rename it to array.json$"),
         ("semicolons.csv", "question;answer\n1+1=;2\n", "';' separates the columns: write the file again with ','$"),
     ],
@@ -80,14 +70,7 @@ def test_a_set_without_problems_is_the_users_mistake(tmp_path: Path, name: str, 
     path = tmp_path / name
     path.write_text(content)
     with pytest.raises(UserError, match=message):
-        load_problems(str(path), LENIENT)
-
-
-def test_text_in_another_encoding_is_to_be_saved_as_utf_8(tmp_path: Path) -> None:
-    path = tmp_path / "old.csv"
-    path.write_bytes("question,answer\nWieviel ist 1+1, Müller?,2\n".encode("latin-1"))
-    with pytest.raises(UserError, match=r"old.csv is not UTF-8 .*: save it as UTF-8"):
-        load_problems(str(path), LENIENT)
+        load(str(path), LENIENT)
 
 
 @pytest.mark.parametrize("section", [DataSection(), LENIENT])
@@ -96,22 +79,16 @@ def test_columns_of_unknown_names_are_to_be_named_and_not_left_out(section: Data
     with pytest.raises(
         UserError, match=r"own.jsonl:1: field 'problem' is missing .*found antwort, frage.*question_field"
     ):
-        load_problems(path, section)
+        load(path, section)
     named = section.model_copy(update={"question_field": "frage", "answer_field": "antwort"})
-    assert [one.answer for one in load_problems(path, named)] == ["2", "2"]
-
-
-@pytest.mark.parametrize("source", ["missing.jsonl", "no such name", "", ","])
-def test_an_unknown_source_is_the_users_mistake(source: str) -> None:
-    with pytest.raises(UserError):
-        load_problems(source, DataSection())
+    assert [one.answer for one in load(path, named).problems] == ["2", "2"]
 
 
 def test_fields_map_into_nested_columns(tmp_path: Path) -> None:
     row = {"prompt": [{"role": "user", "content": "q"}], "reward_model": {"ground_truth": "34"}}
     section = DataSection(question_field="prompt.0.content", answer_field="reward_model.ground_truth")
     for suffix in (".jsonl", ".parquet"):
-        found = load_problems(write(tmp_path / f"nested{suffix}", [row]), section)
+        found = load(write(tmp_path / f"nested{suffix}", [row]), section).problems
         assert [(p.question, p.answer) for p in found] == [("q", "34")]
 
 
@@ -119,47 +96,28 @@ def test_a_preset_reads_a_local_copy_of_its_set(tmp_path: Path) -> None:
     dapo = PRESETS["dapo-math-17k"].columns
     content = f"{dapo.question_prefix}What is 2+2?{dapo.question_suffix}"
     row = {"prompt": [{"content": content, "role": "user"}], "reward_model": {"ground_truth": "4", "style": "rule"}}
-    found = load_problems("dapo-math-17k@" + write(tmp_path / "d.parquet", [row]), DataSection())
+    found = load("dapo-math-17k@" + write(tmp_path / "d.parquet", [row]), DataSection()).problems
     assert [(p.question, p.answer, p.source) for p in found] == [("What is 2+2?", "4", "dapo-math-17k")]
-    found = load_problems(
+    found = load(
         "gsm8k@" + write(tmp_path / "g.jsonl", [{"question": "q", "answer": "work\n#### 1,200"}]), LENIENT
-    )
+    ).problems
     assert found[0].answer == "1,200"
-    found = load_problems(
+    found = load(
         "math@" + write(tmp_path / "m.jsonl", [{"problem": "q", "solution": "so \\boxed{x^2}."}]), LENIENT
-    )
+    ).problems
     assert found[0].answer == "x^2"
     row = {"question": "q", "final_answer": ["$1$", "$2$"]}
-    found = load_problems("olympiadbench@" + write(tmp_path / "o.jsonl", [row]), LENIENT)
+    found = load("olympiadbench@" + write(tmp_path / "o.jsonl", [row]), LENIENT).problems
     assert found[0].answer == "$1$, $2$"
 
 
 def test_commas_join_sources(tmp_path: Path) -> None:
     path = write(tmp_path / "some.jsonl", ROWS)
-    found = load_problems(f"arithmetic, {path}", DataSection(eval_problems=5), "eval")
+    found = load(f"arithmetic, {path}", DataSection(eval_problems=5), "eval").problems
     assert [p.source for p in found] == ["arithmetic"] * 5 + ["some"] * 2
-
-
-@pytest.mark.parametrize("name", ["gsm8k_test", "math500", "aime24", "aime25", "amc23"])
-def test_real_sets_are_read_whole(shared_data: Path, name: str) -> None:
-    path = shared_data / f"{name}.jsonl"
-    assert len(load_problems(str(path), DataSection())) == len(path.read_text().splitlines())
 
 
 def test_a_list_that_python_cannot_parse_is_an_answer_as_it_is(tmp_path: Path) -> None:
     answer = f"['a', {'-' * 100_000}'b']"
     (tmp_path / "set.jsonl").write_text(json.dumps({"problem": "q", "answer": answer}))
-    assert load_problems(str(tmp_path / "set.jsonl"), DataSection())[0].answer == answer
-
-
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("27.0", "27.0"),
-        ("a #### b #### 5", "5"),
-        ("\\boxed{1} then \\boxed{\\frac{1}{2}} q.e.d.", "\\frac{1}{2}"),
-        (" 3 ", "3"),
-    ],
-)
-def test_final_answers(text: str, answer: str) -> None:
-    assert final_answer(text) == answer
+    assert load(str(tmp_path / "set.jsonl"), DataSection()).problems[0].answer == answer

@@ -15,25 +15,26 @@ def text(style: str) -> str:
     return str(TOKENIZER.decode(render(PROBLEM, TOKENIZER, style)))
 
 
-def test_plain_is_the_question() -> None:
-    assert text("plain") == PROBLEM.question
+@pytest.mark.parametrize(
+    ("style", "around"),
+    [
+        ("plain", "{}"),
+        (
+            "qwen2.5-math",
+            f"<|im_start|>system\n{INSTRUCTION.replace('{}', '{{}}')}<|im_end|>\n<|im_start|>user\n{{}}<|im_end|>\n"
+            "<|im_start|>assistant\n",
+        ),
+        ("chat", "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"),
+    ],
+)
+def test_a_style_is_its_text_around_the_question(style: str, around: str) -> None:
+    assert text(style) == around.format(PROBLEM.question)
 
 
 @pytest.mark.parametrize("style", sorted(set(STYLES) - {"plain"}))
 def test_a_math_style_asks_for_a_box(style: str) -> None:
     assert PROBLEM.question in text(style)
     assert INSTRUCTION in text(style)
-
-
-def test_the_qwen_style_is_its_model_cards() -> None:
-    assert text("qwen2.5-math") == (
-        f"<|im_start|>system\n{INSTRUCTION}<|im_end|>\n<|im_start|>user\n{PROBLEM.question}<|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
-
-
-def test_chat_is_the_tokenizers_template() -> None:
-    assert text("chat") == f"<|im_start|>user\n{PROBLEM.question}<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_auto_is_the_template_where_there_is_one() -> None:

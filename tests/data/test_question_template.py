@@ -10,14 +10,12 @@ import pytest
 from mugrpo_megatron.commands.eval import Record, settings_of
 from mugrpo_megatron.data import arithmetic
 from mugrpo_megatron.data.demonstrations import demonstrations, sequences
-from mugrpo_megatron.data.prepare import prepare, read_problems
-from mugrpo_megatron.data.prompts import STYLES, Template, render, template_of
+from mugrpo_megatron.data.prepare import prepare
+from mugrpo_megatron.data.prompts import STYLES, Template, render
 from mugrpo_megatron.data.tokenizer import CHAT_ML, build_arithmetic_tokenizer
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.recipe import Recipe, dump_recipe, load_recipe
+from mugrpo_megatron.recipe import Recipe, load_recipe
 from mugrpo_megatron.recipe.load import validate
-from mugrpo_megatron.run.data import fingerprint
-from mugrpo_megatron.run.directory import differing
 from mugrpo_megatron.samples import Message, Problem
 
 TOKENIZER = build_arithmetic_tokenizer(CHAT_ML)
@@ -96,17 +94,6 @@ def test_a_template_may_have_other_braces(template: str) -> None:
     assert load_recipe(None, [f"data.question_template={template}"]).data.question_template == template
 
 
-def test_a_resume_with_another_template_is_refused(tmp_path: Path) -> None:
-    """A recipe of a run that was begun before the key existed has none."""
-    old, new = recipe_with(None), recipe_with(TEXT)
-    (tmp_path / "recipe.toml").write_text(dump_recipe(old), encoding="utf-8")
-    assert "question_template" not in dump_recipe(old)
-    assert differing(load_recipe(tmp_path / "recipe.toml"), old) == []
-    assert differing(old, new) == ["data.question_template"]
-    problems = [read_problems(one.data, one.reward) for one in (old, new)]
-    assert fingerprint(problems[0]) == fingerprint(problems[1])  # the data are the same, the recipe is not
-
-
 def test_an_evaluation_begun_before_the_key_is_continued(tmp_path: Path) -> None:
     settings = settings_of(recipe_with(None), {"a": "a"}, [])
     before = {**settings, "data": {key: value for key, value in settings["data"].items() if key != "question_template"}}
@@ -116,7 +103,3 @@ def test_an_evaluation_begun_before_the_key_is_continued(tmp_path: Path) -> None
     Record(tmp_path, before)
     with pytest.raises(UserError, match="holds an evaluation with other data"):
         Record(tmp_path, settings_of(recipe_with(TEXT), {"a": "a"}, []))
-
-
-def test_no_template_is_no_text_around() -> None:
-    assert template_of(recipe_with(None).data).question is None

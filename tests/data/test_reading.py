@@ -15,10 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mugrpo_megatron.data.arithmetic import problems
-from mugrpo_megatron.data.files import Columns
 from mugrpo_megatron.data.prepare import read_problems
 from mugrpo_megatron.data.problems import load
-from mugrpo_megatron.data.reading import kept_row, problem_of
+from mugrpo_megatron.data.reading import kept_row
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.scoring import RewardSection
 from mugrpo_megatron.recipe.sections import DataSection
@@ -127,20 +126,6 @@ def test_a_kept_row_is_json_and_stays_what_it_is(row: dict[str, Any]) -> None:
     kept = kept_row(row)
     assert json.loads(json.dumps(kept, allow_nan=False)) == kept
     assert (kept_row(kept), list(kept)) == (kept, list(row))
-
-
-def test_the_row_shares_its_texts_with_the_problem() -> None:
-    row = {"problem": "a question of some length", "answer": "an answer"}
-    problem = problem_of(row, Columns("problem", "answer"), "set", "set:1")
-    assert problem.row["problem"] is problem.question
-    assert problem.row["answer"] is problem.gold
-
-
-def test_a_row_that_is_nested_too_deep_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "set.jsonl"
-    path.write_text('{"problem": "q", "answer": 1, "x": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
-    with pytest.raises(UserError, match=r"set.jsonl:1: .*nested too deep"):
-        load(str(path), DataSection())
 
 
 def test_a_runs_data_are_its_rows_too(tmp_path: Path) -> None:

@@ -30,17 +30,6 @@ def test_every_text_comes_back(text: str) -> None:
     assert TOKENIZER.decode(ids) == text
 
 
-@given(st.text(st.characters(max_codepoint=127)))
-def test_a_character_is_a_token(text: str) -> None:
-    assert len(TOKENIZER.encode(text.replace("<", "("), add_special_tokens=False)) == len(text)
-
-
-def test_the_vocabulary_splits_evenly() -> None:
-    assert len(TOKENIZER) == VOCAB_SIZE
-    assert VOCAB_SIZE % 16 == 0
-    assert TOKENIZER.pad_token_id != TOKENIZER.eos_token_id
-
-
 def test_autotokenizer_loads_it_next_to_a_qwen2_model(saved: Path) -> None:
     """transformers makes a Qwen2 tokenizer of it there, which adds missing tokens to the vocabulary."""
     text = "347+586=\n¿Qué? \x00 <|im_end|>"

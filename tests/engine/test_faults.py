@@ -90,10 +90,10 @@ def test_a_wait_ends_when_the_process_on_another_node_has(tmp_path: Path) -> Non
 
 
 def test_a_frozen_engine_is_named_with_the_state_of_its_processes(checkpoint: Path, tmp_path: Path) -> None:
-    engine = Engine.start(recipe(checkpoint, start_timeout_s=1), checkpoint, tmp_path / "engine.log")
+    engine = Engine.start(recipe(checkpoint, request_timeout_s=0.5), checkpoint, tmp_path / "engine.log")
     host = _host(engine)
     os.killpg(host, signal.SIGSTOP)
-    with pytest.raises(EngineFailure, match=rf"silent for 1 s during start.*\({host}\) stopped"):
+    with pytest.raises(EngineFailure, match=rf"silent for 1.5 s during start.*\({host}\) stopped"):
         engine.wait_ready()
     assert group_processes(host) == []
     with pytest.raises(EngineFailure, match="not running"):

@@ -47,11 +47,6 @@ def test_every_problem_is_graded_once_with_its_own_answers() -> None:
     assert (summary.problems, summary.samples, summary.truncated) == (6, 3, 3)
 
 
-def test_prompts_that_do_not_fit_are_left_out() -> None:
-    problems = [*PROBLEMS, Problem("sums:9", "1" * 50, "1", "sums")]
-    assert len(prompts_of(problems, TOKENIZER, "plain", 10)) == len(PROBLEMS)
-
-
 def test_prompts_of_a_set_of_which_none_fits_are_the_users_mistake() -> None:
     with pytest.raises(UserError, match="all 1 prompts of long are longer"):
         prompts_of([*PROBLEMS, Problem("long:1", "1" * 50, "1", "long")], TOKENIZER, "plain", 10)
@@ -82,5 +77,5 @@ def test_without_extracted_answers_there_is_no_majority() -> None:
 
 
 def test_the_reward_function_decides_what_the_figures_are_called() -> None:
-    assert measure_of(RewardSection(format_weight=0.5, overlong_buffer_tokens=8)) == "accuracy"
+    assert measure_of(RewardSection(overlong_buffer_tokens=8)) == "accuracy"
     assert measure_of(RewardSection(function="tests.rewards.functions:parity")) == "reward"

@@ -100,16 +100,16 @@ def test_transformer_engine_takes_the_updates_of_the_local_layers(model: Path) -
 def test_updates_in_fp8_are_near_those_in_bfloat16(tmp_path: Path) -> None:
     pytest.importorskip("transformer_engine")
     found = {}
-    for fp8 in ("none", "tensorwise", "blockwise"):
-        chosen = {"layers": "transformer_engine", "fp8": fp8, "micro_batch_tokens": 4096}
+    for layers in ("transformer_engine", "fp8_tensorwise", "fp8_blockwise"):
+        chosen = {"layers": layers, "micro_batch_tokens": 4096}
         learner = build_learner(recipe(save_wide(tmp_path), model={"dtype": "bfloat16"}, learner=chosen))
         data = full_rows()
-        found[fp8] = update(learner, data, advantages(len(data)))
+        found[layers] = update(learner, data, advantages(len(data)))
         shutdown()
-    for fp8 in ("tensorwise", "blockwise"):
+    for layers in ("fp8_tensorwise", "fp8_blockwise"):
         for name in ("loss", "grad_norm", "entropy"):
-            assert found[fp8][name] == pytest.approx(found["none"][name], rel=0.1, abs=0.01)
-        assert found[fp8]["grad_norm"] != found["none"]["grad_norm"]
+            assert found[layers][name] == pytest.approx(found["transformer_engine"][name], rel=0.1, abs=0.01)
+        assert found[layers]["grad_norm"] != found["transformer_engine"]["grad_norm"]
 
 
 def test_a_learner_that_slept_is_the_learner_that_was(model: Path) -> None:

@@ -40,15 +40,8 @@ OBJECTIVES |= {
     for name in ("off_policy_grpo", "mu_grpo", "gspo")
 }
 OBJECTIVES |= {
-    f"{name}, {estimator} to an anchor{', weighted' * weighted}": ObjectiveSection(
-        name=name, kl_anchor="start", kl_coef=0.3, kl_estimator=estimator, kl_weighted=weighted
-    )
-    for name, estimator, weighted in (
-        ("mu_grpo", "k2", False),
-        ("grpo", "k3", False),
-        ("gspo", "k1", True),
-        ("mu_grpo", "k3", True),
-    )
+    f"{name}, {penalty} to an anchor": ObjectiveSection(name=name, kl_anchor="start", kl_coef=0.3, kl_penalty=penalty)
+    for name, penalty in (("mu_grpo", "k2"), ("grpo", "k3"), ("gspo", "k1_weighted"), ("mu_grpo", "k3_weighted"))
 }
 OBJECTIVES |= {
     f"{name}, entropy{' and KL' * bool(kl)}": ObjectiveSection(name=name, entropy_coef=0.2, **kl)

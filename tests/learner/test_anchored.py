@@ -62,7 +62,7 @@ def there_and_back(model: str, sections: dict[str, Any]) -> dict[str, Any]:
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "alone": (1, {}),
     "bfloat16": (1, {"model": {"dtype": "bfloat16"}}),
-    "tp2": (2, {"parallel": {"tensor": 2, "sequence": True}}),
+    "tp2": (2, {"parallel": {"tensor": 2}}),
     "pp2": (2, {"parallel": {"pipeline": 2}}),
     "dp2": (2, {}),
 }

@@ -58,7 +58,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_model(tmp_path_factory.mktemp("model")))
 
 
-SP = {"parallel": {"tensor": 2, "pipeline": 2, "sequence": True}}
+SP = {"parallel": {"tensor": 2, "pipeline": 2}}
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def alone(model: str) -> Any:
 
 LAYOUTS = {
     "ep2": (2, {"parallel": {"expert": 2}}),
-    "tp2 sp": (2, {"parallel": {"tensor": 2, "sequence": True}}),
+    "tp2": (2, {"parallel": {"tensor": 2}}),
     "pp2 ep2": (4, {"parallel": {"pipeline": 2, "expert": 2}}),
     "full recompute": (1, {"learner": {"recompute": "full"}}),
 }
@@ -62,7 +62,7 @@ def refusal(model: str, sections: dict[str, dict[str, Any]]) -> str:
 
 
 def test_what_gloo_cannot_gather_is_refused_on_cpu(model: str) -> None:
-    sections = {"parallel": {"tensor": 2, "sequence": True, "expert": 2}}
+    sections = {"parallel": {"tensor": 2, "expert": 2}}
     for said in run_ranks(4, refusal, model, sections):
         assert "tensor 2 with expert 2 needs CUDA" in said
 

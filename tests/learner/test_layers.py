@@ -141,17 +141,9 @@ def test_what_the_machine_lacks_is_refused_before_anything_starts(dense: str, mo
         check_layers(recipe(Path(dense), learner={"layers": layers_}), cuda=True)
 
 
-@pytest.mark.parametrize(
-    ("sections", "said"),
-    [
-        ({}, 'set learner.layers = "transformer_engine"'),
-        ({"layers": "auto"}, 'set learner.layers = "transformer_engine"'),
-        ({"layers": "transformer_engine"}, 'needs model.dtype = "bfloat16"'),
-    ],
-)
-def test_fp8_without_what_it_needs_is_refused(dense: str, sections: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        check_layers(recipe(Path(dense), learner={"fp8": "tensorwise", **sections}), cuda=True)
+def test_fp8_in_another_type_than_bfloat16_is_refused(dense: str) -> None:
+    with pytest.raises(UserError, match=r'needs model\.dtype = "bfloat16"'):
+        check_layers(recipe(Path(dense), learner={"layers": "fp8_tensorwise"}), cuda=True)
 
 
 @pytest.mark.process
@@ -167,8 +159,8 @@ def test_fp8_is_what_megatron_is_told_and_rows_are_whole_blocks(
 
 def told_in_fp8(model: str, kind: str, asked: str) -> tuple[tuple[str, str, bool], int]:
     """Megatron's settings, and what a packed row that two ranks share is a multiple of."""
-    shared = {"dense": {"tensor": 2, "sequence": True}, "routed": {"context": 2}}[kind]
-    chosen = recipe(Path(model), model={"dtype": "bfloat16"}, learner={"fp8": asked}, parallel=shared)
+    shared = {"dense": {"tensor": 2}, "routed": {"context": 2}}[kind]
+    chosen = recipe(Path(model), model={"dtype": "bfloat16"}, learner={"layers": f"fp8_{asked}"}, parallel=shared)
     ranks = initialize(chosen)
     with patch("megatron.core.transformer.transformer_config.is_te_min_version", lambda version: True):
         config = transformer_config(chosen, read_architecture(Path(model)), ranks, grouped_experts=True)

@@ -31,14 +31,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "bfloat16": (1, {"model": {"dtype": "bfloat16"}}),
     "full recompute": (1, {"learner": {"recompute": "full"}}),
     "tp2": (2, {"parallel": {"tensor": 2}}),
-    "tp2 sp": (2, {"parallel": {"tensor": 2, "sequence": True}}),
     "pp2": (2, {"parallel": {"pipeline": 2}}),
     "dp2": (2, {}),
     "cp2": (2, {"parallel": {"context": 2}}),
     "dp2 full recompute": (2, {"learner": {"recompute": "full"}}),
     "pp2 dp2": (4, {"parallel": {"pipeline": 2}}),
     "vpp2 dp2": (4, {"parallel": {"pipeline": 2, "virtual_pipeline": 2}}),
-    "tp2 dp2": (4, {"parallel": {"tensor": 2, "sequence": True}}),
+    "tp2 dp2": (4, {"parallel": {"tensor": 2}}),
     "ep2": (2, {"parallel": {"expert": 2}}),
 }
 START = _ParamAndGradBucketGroup.start_grad_sync

@@ -135,9 +135,7 @@ def of_half(model: str, parallel: dict[str, Any]) -> tuple[float, float]:
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    "parallel",
-    [{"tensor": 2}, {"tensor": 2, "sequence": True}, {"context": 2}, {"pipeline": 2}, {}],
-    ids=["tp2", "tp2 sp", "cp2", "pp2", "dp2"],
+    "parallel", [{"tensor": 2}, {"context": 2}, {"pipeline": 2}, {}], ids=["tp2", "cp2", "pp2", "dp2"]
 )
 def test_masks_are_the_same_in_every_layout(parallel: dict[str, Any], tmp_path: Path) -> None:
     """A rank holds a part of the vocabulary, of the rows or of the layers; the tokens trained on are those of one."""
@@ -200,14 +198,14 @@ def check_turns(model: str, world: int, layouts: list[dict[str, Any]]) -> None:
 
 @pytest.mark.process
 def test_the_ratio_over_turns_is_exactly_1_at_first_and_losses_are_the_same_in_every_layout(tmp_path: Path) -> None:
-    layouts: list[dict[str, Any]] = [{"tensor": 2, "sequence": True}, {"context": 2}, {"pipeline": 2}]
+    layouts: list[dict[str, Any]] = [{"tensor": 2}, {"context": 2}, {"pipeline": 2}]
     check_turns(str(save_model(tmp_path / "model")), 2, layouts)
 
 
 @pytest.mark.night
 @pytest.mark.process
 def test_losses_over_turns_are_the_same_in_layouts_of_several_kinds(tmp_path: Path) -> None:
-    pairs = [{"tensor": 2, "context": 2}, {"tensor": 2, "sequence": True, "pipeline": 2}, {"context": 2, "pipeline": 2}]
+    pairs = [{"tensor": 2, "context": 2}, {"tensor": 2, "pipeline": 2}, {"context": 2, "pipeline": 2}]
     check_turns(str(save_model(tmp_path / "model")), 4, pairs)
 
 

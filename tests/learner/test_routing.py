@@ -128,7 +128,7 @@ def test_a_pass_replays_what_was_recorded(alone: dict[str, Any]) -> None:
 
 LAYOUTS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "ep2": (2, {"parallel": {"expert": 2}}),
-    "tp2 sp": (2, {"parallel": {"tensor": 2, "sequence": True}}),
+    "tp2": (2, {"parallel": {"tensor": 2}}),
     "pp2": (2, {"parallel": {"pipeline": 2}}),
     "full recompute": (1, {"learner": {"recompute": "full"}}),
     "one micro-batch": (1, {"learner": {"micro_batch_tokens": 4096}}),
@@ -140,7 +140,7 @@ RARE_LAYOUTS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
         {"parallel": {"pipeline": 2, "virtual_pipeline": 2}, "learner": {"recompute": "full"}},
     ),
     "pp2 ep2": (4, {"parallel": {"pipeline": 2, "expert": 2}}),
-    "tp2 cp2 sp": (4, {"parallel": {"tensor": 2, "context": 2, "sequence": True}}),
+    "tp2 cp2": (4, {"parallel": {"tensor": 2, "context": 2}}),
 }
 
 

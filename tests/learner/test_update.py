@@ -42,7 +42,7 @@ def logprobs_and_first_update(model: str, sections: dict[str, Any]) -> tuple[lis
         (1, {}),
         (1, {"model": {"dtype": "bfloat16"}}),
         (1, {"objective": {"name": "m2po"}}),
-        (2, {"parallel": {"tensor": 2, "sequence": True}}),
+        (2, {"parallel": {"tensor": 2}}),
         (2, {}),
     ],
 )

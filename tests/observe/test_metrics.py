@@ -35,7 +35,7 @@ def test_a_held_out_metric_takes_the_name_of_any_set_and_nothing_else() -> None:
 
 def test_a_part_of_the_reward_takes_any_name() -> None:
     check("stage", ["reward/math", "reward/compute_score.acc"])
-    check("update", ["reward/format"])
+    check("update", ["reward/overlong"])
     for name in ("reward/", "reward/a/b", "reward/a b"):
         with pytest.raises(ValueError, match=name):
             check("stage", [name])

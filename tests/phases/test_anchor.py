@@ -33,7 +33,7 @@ def test_rewards_are_those_of_the_verifier_unless_the_kl_is_in_them() -> None:
     np.testing.assert_array_equal(training_rewards(samples, ObjectiveSection()), [1.0, 0.0])
     in_loss = ObjectiveSection(kl_anchor="start", kl_coef=0.1)
     np.testing.assert_array_equal(training_rewards(samples, in_loss), [1.0, 0.0])
-    in_reward = ObjectiveSection(kl_anchor="start", kl_coef=0.1, kl_in="reward")
+    in_reward = ObjectiveSection(kl_anchor="start", kl_coef=0.1, kl_penalty="reward")
     np.testing.assert_allclose(training_rewards(samples, in_reward), [1 - 0.1 * 1.5, 0.1 * 3])
     with pytest.raises(ValueError, match="every sample's anchor_logprobs"):
         training_rewards([*samples, sample(1.0, -1.0, None)], in_reward)

@@ -38,9 +38,7 @@ def saves(stages: int, updates: int, engines: int = 1, age: int = 0, **checkpoin
     schedule = {"stages": stages, "updates_per_stage": updates, "max_sample_age": age}
     recipe = Recipe.model_validate({"schedule": schedule, "checkpoint": checkpoint})
     found = Saves([], [])
-    saver = SimpleNamespace(
-        overdue=False, save=lambda cursor: found.learner.append((cursor.stage, cursor.age)), save_hf=found.add_hf
-    )
+    saver = SimpleNamespace(save=lambda cursor: found.learner.append((cursor.stage, cursor.age)), save_hf=found.add_hf)
     world = SimpleNamespace(any_rank=lambda *flags: list(flags), engines=engines)
     log, stop = SimpleNamespace(phase=lambda *_: nullcontext()), SimpleNamespace(asked=False)
     world.broadcast = lambda value: value
@@ -73,9 +71,8 @@ def test_saves_at_the_ends_of_every_nth_stage_and_of_the_last(
 
 def test_hf_is_written_inside_a_run_only_where_it_may_be() -> None:
     assert saves(3, 2).hf == [(1, 0), (2, 0)]
-    assert saves(3, 2, hf=False) == Saves([(1, 0), (2, 0), (3, 0)], [])
     assert saves(3, 2, age=1) == Saves([(1, 0), (2, 0), (3, 0)], [(0, 1), (1, 0), (1, 1), (2, 0)]), "no stage follows"
-    assert saves(3, 2, age=2, hf=False).hf == [(1, 0)], "a run's first weights are its model's"
+    assert saves(3, 2, age=2).hf == [(1, 0), (2, 0)], "a run's first weights are its model's"
 
 
 def test_a_stage_optimized_by_its_own_command_is_always_saved() -> None:

@@ -266,13 +266,12 @@ def test_only_math_finds_answers(run: RunData) -> None:
 
 
 def test_right_and_wrong_are_by_the_verdict_not_by_the_shaped_reward(tmp_path: Path) -> None:
-    """A right response that is too long loses reward; a wrong one in the right form gains some."""
+    """Responses that are too long lose reward."""
     store = StageStore(tmp_path / "stages" / "00000")
     ids, logprobs = np.arange(3, dtype=np.int32), np.zeros(3, dtype=np.float32)
     for group in range(2):
-        long = {"math": 1.0, "format": 0.0, "overlong": 0.5}
-        formed = {"math": 0.0, "format": 1.0, "overlong": 0.0}
-        parts = [(0.5, long), (1.0, formed), (1.0, formed), (1.0, formed)]
+        right, wrong = ({"math": verdict, "overlong": 0.5} for verdict in (1.0, 0.0))
+        parts = [(0.5, right), (-0.5, wrong), (-0.5, wrong), (-0.5, wrong)]
         store.append(
             [
                 Sample(group, "p", ids, ids, logprobs, reward, 0, "stop", text="4", components=components)
@@ -280,11 +279,11 @@ def test_right_and_wrong_are_by_the_verdict_not_by_the_shaped_reward(tmp_path: P
             ]
         )
     store.seal(1, 2)
-    details = read_details(tmp_path, {"reward": {"format_weight": 1.0, "overlong_buffer_tokens": 8}})
+    details = read_details(tmp_path, {"reward": {"overlong_buffer_tokens": 8}})
     assert details.stages[0].verdicts.tolist() == [1.0, 0.0, 0.0, 0.0] * 2
-    assert details.stages[0].rewards.tolist() == [0.5, 1.0, 1.0, 1.0] * 2
+    assert details.stages[0].rewards.tolist() == [0.5, -0.5, -0.5, -0.5] * 2
     [section] = sample_sections(details, "accuracy")
-    assert {(one["kind"], one["reward"]) for one in section["responses"]} == {("right", "0.5"), ("wrong", "1")}
+    assert {(one["kind"], one["reward"]) for one in section["responses"]} == {("right", "0.5"), ("wrong", "-0.5")}
 
 
 def test_throughput_is_of_the_whole_stage(run: RunData) -> None:

@@ -25,8 +25,8 @@ def test_the_reward_is_the_weighted_sum_of_those_that_apply(given: dict[str, tup
 
 
 def test_one_function_alone_speaks_for_itself() -> None:
-    score = combined({"math": Verdict(1.0, "7", "equal", 0.5, well_formed=True)}, {"math": 1.0})
-    assert score == Score(1.0, "7", "equal", 0.5, True, {"math": 1.0})
+    score = combined({"math": Verdict(1.0, "7", "equal", 0.5)}, {"math": 1.0})
+    assert score == Score(1.0, "7", "equal", 0.5, {"math": 1.0})
 
 
 def test_several_are_told_by_name() -> None:

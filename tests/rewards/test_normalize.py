@@ -26,14 +26,14 @@ HEDGING = [
 
 
 @pytest.mark.parametrize("form", AROUND)
-@settings(max_examples=15)
+@settings(max_examples=5)
 @given(WHOLE, WHOLE)
 def test_labels_and_wrappers_leave_the_value(form: str, value: int, gold: int) -> None:
     assert right(f"\\boxed{{{form.format(value)}}}", str(gold)) == (value == gold)
 
 
 @pytest.mark.parametrize("form", HEDGING)
-@settings(max_examples=15)
+@settings(max_examples=5)
 @given(WHOLE)
 def test_labels_that_do_not_commit_take_it_away(form: str, value: int) -> None:
     assert not right(f"\\boxed{{{form.format(value)}}}", str(value))

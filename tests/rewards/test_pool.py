@@ -36,6 +36,7 @@ def test_scores_come_in_order(verifier: Verifier) -> None:
     responses = [f"\\boxed{{{i}x+{i % 3}}}" for i in range(120)]
     scores = verifier.score(responses, [f"x+{i % 3} + {i - 1}x" for i in range(120)])
     assert [score.reward for score in scores] == [1.0] * 120
+    assert verifier.score([], []) == []
     assert [score.extracted for score in scores] == [f"{i}x+{i % 3}" for i in range(120)]
 
 
@@ -79,32 +80,31 @@ def test_the_same_comparison_is_made_once(verifier: Verifier) -> None:
     assert again[0].seconds > 0.0
 
 
-@pytest.mark.parametrize(
-    ("order", "why"),
-    [
-        ("hang in C", "killed after 1 s"),
-        ("swallow the alarm", "killed after 1 s"),
-        ("hang in Python", "gave up after 0.125 s"),
-        ("die", "the worker died (exit code 3): out of memory, or the function ended it or closed its files"),
-        ("eat memory", "the worker died"),
-        ("raise", "failed: RuntimeError: no (functions.py:"),
-        ("nan", "failed: ValueError"),
-        ("text", "failed: TypeError"),
-        ("nothing", "failed: TypeError"),
-        ("exit", "failed: SystemExit: no more"),
-        ("interrupt", "failed: KeyboardInterrupt: mine (functions.py:"),
-        ("cancel", "failed: CancelledError: mine (functions.py:"),
-        ("end", "failed: GeneratorExit: mine (functions.py:"),
-    ],
-)
-def test_a_bad_response_scores_0_and_costs_no_other(order: str, why: str) -> None:
-    responses = [str(i) for i in range(3 * BATCH)]
-    responses[5] = order
+BAD = {
+    "hang in C": "killed after 1 s",
+    "swallow the alarm": "killed after 1 s",
+    "hang in Python": "gave up after 0.125 s",
+    "die": "the worker died (exit code 3): out of memory, or the function ended it or closed its files",
+    "eat memory": "the worker died",
+    "raise": "failed: RuntimeError: no (functions.py:",
+    "nan": "failed: ValueError",
+    "text": "failed: TypeError",
+    "nothing": "failed: TypeError",
+    "exit": "failed: SystemExit: no more",
+    "interrupt": "failed: KeyboardInterrupt: mine (functions.py:",
+    "cancel": "failed: CancelledError: mine (functions.py:",
+    "end": "failed: GeneratorExit: mine (functions.py:",
+}
+
+
+def test_a_bad_response_scores_0_and_costs_no_other() -> None:
+    responses = [one for place, order in enumerate(BAD) for one in (str(2 * place), order, str(2 * place + 1))]
     with Verifier(misbehaving(worker_memory_mb=512)) as pool:
-        scores = pool.score(responses, ["0.5"] * len(responses))
-    assert scores[5].reward == 0.0
-    assert scores[5].why.startswith(why)
-    assert [s.reward for i, s in enumerate(scores) if i != 5] == [i + 0.5 for i in range(3 * BATCH) if i != 5]
+        scores = dict(zip(responses, pool.score(responses, ["0.5"] * len(responses)), strict=True))
+    whys = {order: scores.pop(order) for order in BAD}
+    assert {order: one.reward for order, one in whys.items()} == dict.fromkeys(BAD, 0.0)
+    assert {order: one.why[: len(BAD[order])] for order, one in whys.items()} == BAD
+    assert [one.reward for one in scores.values()] == [place + 0.5 for place in range(2 * len(BAD))]
 
 
 def test_a_worker_without_room_for_its_function_says_so() -> None:
@@ -140,16 +140,7 @@ def test_workers_end_with_the_verifier() -> None:
         pool.submit(["1"], ["1"])
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "tests.rewards.functions:missing",
-        "no_such_module:reward",
-        "tests.rewards.broken:reward",
-        "tests.rewards.leaves:reward",
-        "tests.rewards.functions",
-    ],
-)
+@pytest.mark.parametrize("name", ["tests.rewards.broken:reward", "tests.rewards.leaves:reward"])
 def test_an_unusable_function_is_the_users_mistake(name: str) -> None:
     with pytest.raises(UserError, match=r"reward.function .* cannot be loaded"), Verifier(RewardSection(function=name)):
         pass
@@ -209,7 +200,7 @@ def test_a_row_that_its_worker_cannot_hold_scores_0_and_costs_no_other() -> None
     assert scores[1].why == "no room for its 100.0 MiB in a worker (raise worker_memory_mb, now 128)"
 
 
-@pytest.mark.parametrize("order", ["raise", "nan", "text", "nothing", "die", "hang in Python", "hang in C"])
+@pytest.mark.parametrize("order", ["raise", "die", "hang in C"])
 def test_a_function_that_fails_ends_the_run_with_its_own_words(order: str) -> None:
     with Verifier(misbehaving(max_failure_share=0.01)) as pool:
         pattern = f"functions:behave' failed on 1 of .*'{order}' and the gold '7': fix"
@@ -218,16 +209,6 @@ def test_a_function_that_fails_ends_the_run_with_its_own_words(order: str) -> No
         with pytest.raises(UserError, match="failed on 1 of"):
             pool.submit(["1"], ["1"])
     assert order != "raise" or "RuntimeError: no (functions.py:" in str(told.value)
-
-
-def test_the_form_is_found_in_the_worker_under_its_limit() -> None:
-    section = RewardSection(workers=1, timeout_s=6.0, format_weight=0.5, format_pattern="(a+)+$|<b>")
-    responses = ["\\boxed{3} <b>", "3 <b> <b>", "4 <b>", "a" * 40 + "! \\boxed{3}", "\\boxed{x+2} <b>"]
-    golds = ["3", "3", "3", "3", "2+x"]
-    with Verifier(section) as pool:
-        scores = pool.score(responses, golds)
-    assert [score.well_formed for score in scores] == [True, False, True, False, True]
-    assert [score.reward for score in scores] == [1.0, 0.0, 0.0, 1.0, 1.0]
 
 
 def test_nothing_in_the_current_directory_is_imported_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,10 +227,6 @@ def test_nothing_in_the_current_directory_is_imported_unasked(tmp_path: Path, mo
     subprocess.run(command, env=environment, check=True, capture_output=True)
     assert '"reward": 1.0' in (tmp_path / "out.jsonl").read_text()
     assert not (tmp_path / "ran").exists()
-
-
-def test_no_responses_no_scores(verifier: Verifier) -> None:
-    assert verifier.score([], []) == []
 
 
 def test_an_answer_that_is_too_long_is_not_parsed(verifier: Verifier) -> None:

@@ -95,33 +95,22 @@ def test_failures_are_counted_by_function() -> None:
         verifier.score(["1", "raise"], ["0"] * 2)
 
 
-def test_an_async_function_that_never_yields_is_given_up_and_its_worker_replaced() -> None:
+def test_an_async_function_is_given_up_its_worker_replaced_and_what_it_raises_is_its_failure() -> None:
     with Verifier(section(own={"function": f"{OWN}:judge"})) as verifier:
         first = verifier.score(["1", "wait", "3"], [""] * 3)
         assert [score.reward for score in first] == [1.0, 0.0, 3.0]
         assert first[1].why == "gave up after 0.875 s"
         assert verifier.score(["spin"], [""])[0].why.startswith("gave up after")
+        for order, kind in (("interrupt", "KeyboardInterrupt"), ("cancel", "CancelledError")):
+            assert verifier.score([order], [""])[0].why.startswith(f"failed: {kind}: ")
         assert verifier.score(["4", "5"], [""] * 2)[1].reward == 5.0
 
 
-@pytest.mark.parametrize(("order", "kind"), [("interrupt", "KeyboardInterrupt"), ("cancel", "CancelledError")])
-def test_what_an_async_function_raises_is_its_failure_whatever_it_is(order: str, kind: str) -> None:
-    with Verifier(section(own={"function": f"{OWN}:judge"})) as verifier:
-        assert verifier.score([order], [""])[0].why.startswith(f"failed: {kind}: ")
-        assert verifier.score(["4", "5"], [""] * 2)[1].reward == 5.0
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("positional", r"reward.function '.*' takes \(a, b\): name its parameters"),
-        ("budgeted", "needs 'budget', which nothing here gives"),
-        ("NUMBER", "cannot be loaded: it is 7, not a function"),
-        ("absent", "cannot be loaded .*has no attribute 'absent'"),
-    ],
-)
-def test_what_cannot_be_called_is_found_at_the_start(name: str, words: str) -> None:
-    with pytest.raises(UserError, match=words), Verifier(RewardSection(function=f"{OWN}:{name}", workers=1)):
+def test_what_cannot_be_called_is_found_at_the_start() -> None:
+    with (
+        pytest.raises(UserError, match="cannot be loaded: it is 7, not a function"),
+        Verifier(RewardSection(function=f"{OWN}:NUMBER", workers=1)),
+    ):
         pass
 
 
@@ -129,11 +118,3 @@ def test_a_source_that_no_function_scores_is_refused() -> None:
     recipe = section(own={"function": f"{OWN}:parity", "sources": ["a", "b"]})
     with Verifier(recipe) as verifier, pytest.raises(UserError, match="no reward function scores the data source 'c'"):
         verifier.submit(["1"], ["1"], sources=["c"])
-
-
-def test_the_form_is_asked_for_once() -> None:
-    recipe = section(math={"function": "math"}, own={"function": f"{OWN}:parity"})
-    with Verifier(recipe.model_copy(update={"format_weight": 0.5})) as verifier:
-        scores = verifier.score(["\\boxed{7}", "7"], ["7", "7"])
-    assert [score.well_formed for score in scores] == [True, False]
-    assert [score.components["math"] for score in scores] == [1.0, 1.0]

@@ -57,7 +57,7 @@ NAMING = [
 
 
 @pytest.mark.parametrize(("gold", "answer"), SAME)
-@settings(max_examples=15)
+@settings(max_examples=5)
 @given(WHOLE)
 def test_one_unit_has_several_spellings(gold: str, answer: str, value: int) -> None:
     for left, other in ((gold, answer), (answer, gold)):
@@ -67,21 +67,21 @@ def test_one_unit_has_several_spellings(gold: str, answer: str, value: int) -> N
 
 
 @pytest.mark.parametrize(("gold", "answer"), OTHER)
-@settings(max_examples=15)
+@settings(max_examples=5)
 @given(WHOLE)
 def test_two_known_units_differ(gold: str, answer: str, value: int) -> None:
     assert not right(f"\\boxed{{{answer.format(value)}}}", gold.format(value))
 
 
 @pytest.mark.parametrize("words", CHANGING)
-@settings(max_examples=15)
+@settings(max_examples=5)
 @given(WHOLE)
 def test_what_changes_a_number_is_no_unit(words: str, value: int) -> None:
     assert not right(f"\\boxed{{{value}\\text{{{words}}}}}", str(value))
 
 
 @pytest.mark.parametrize("words", NAMING)
-@settings(max_examples=15)
+@settings(max_examples=5)
 @given(WHOLE)
 def test_what_is_counted_is_no_difference(words: str, value: int) -> None:
     assert right(f"\\boxed{{{value} \\text{{ {words}}}}}", str(value))

@@ -56,7 +56,7 @@ def mapped() -> set[str]:
 
 def engine_of_two_nodes(hf: Path) -> dict[str, object]:
     """What this rank sees of three syncs; its engine fails in the second."""
-    layout = {"tensor": 2, "sequence": True}
+    layout = {"tensor": 2}
     chunks, architecture = build(hf, layout, enter(layout))
     bridge = build_bridge(chunks, architecture, BUCKET, engine_tensor=2, engine_nodes=2)
     leads = dist.get_rank() == 0

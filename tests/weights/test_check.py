@@ -95,7 +95,7 @@ def engines_of_two_ranks(hf: Path) -> dict[str, int | str]:
 
 def engine_of_two_ranks(hf: Path) -> list[int | str]:
     """An engine of two tensor parallel ranks on a learner of two others."""
-    layout = {"tensor": 2, "sequence": True}
+    layout = {"tensor": 2}
     chunks, architecture = build(hf, layout, enter(layout))
     bridge = build_bridge(chunks, architecture, 16 * 1024, engine_tensor=2)
     good, wrong = (FakeEngine(hf, torch.float32, 2) for _ in range(2))

@@ -28,7 +28,7 @@ def recipe(model: Path, engine_tensor: int) -> Recipe:
     return Recipe.model_validate(
         {
             "model": {"path": model, "dtype": "float32"},
-            "parallel": {"tensor": 2, "pipeline": 2, "sequence": True},
+            "parallel": {"tensor": 2, "pipeline": 2},
             "learner": {"threads": 1},
             "engine": {"tensor": engine_tensor, "max_running_requests": 16, "extra": {"max_total_tokens": 4096}},
             "data": {"max_prompt_tokens": 32},

@@ -37,7 +37,7 @@ FORMATS = (
 class Chat:
     """Renders chats and parses what the model says, by one tokenizer's template."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: Template, parser: str) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: Template, parser: str | None = None) -> None:
         self._tokenizer, self._template, self._parser = tokenizer, template, parser
 
     def ids(
@@ -119,12 +119,14 @@ class Chat:
     @cached_property
     def parser(self) -> str:
         """The name of SGLang's parser; ValueError where the template's format is not known."""
-        if self._parser != "auto":
+        if self._parser:
             return self._parser
         template = self._template.text or str(self._tokenizer.chat_template)
         name = next((name for mark, name in FORMATS if mark in template), None)
         if name is None:
-            raise ValueError("the chat template's format of tool calls is not known: name it with episodes.tool_parser")
+            raise ValueError(
+                "the chat template's format of tool calls is not known: name it with engine.extra.tool_call_parser"
+            )
         return name
 
     def shown(self, ids: list[int]) -> str:

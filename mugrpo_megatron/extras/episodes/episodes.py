@@ -31,6 +31,10 @@ from mugrpo_megatron.samples import Prompt, Response
 
 FIRST = 16
 """The share of failures is of at least so many episodes."""
+IN_FLIGHT = 16
+"""Episodes in flight, most of which wait for tools, for each request that the engine runs at a time."""
+RETRIES = 1
+"""A failed episode is begun again so often, then dropped from its group."""
 CHARS_A_TOKEN = 64
 """A text of more characters for each token that is left is not tokenized: it cannot fit."""
 
@@ -42,7 +46,7 @@ class Episodes:
         self._recipe, self._engine, self._section = recipe, engine, recipe.episodes
         self._tokenizer = load_tokenizer(recipe.model.directory)
         self._template = template_of(recipe.data)
-        self._chat = Chat(self._tokenizer, self._template, recipe.episodes.tool_parser)
+        self._chat = Chat(self._tokenizer, self._template, recipe.engine.extra.get("tool_call_parser"))
         limit = max(1, usable_cores() // 2 // engine.slot.local_engines)
         self._pool = Pool(str(recipe.rollout.function), self._args(), recipe.episodes, limit)
         self._keys = itertools.count()
@@ -95,7 +99,7 @@ class Episodes:
 
     def _take(self, take: PromptSource) -> bool:
         """Begin episodes where the engine has room; whether there is anything in flight."""
-        at_once = self._section.at_once or 2 * self._n * self._engine.slots(self._n)
+        at_once = IN_FLIGHT * self._n * self._engine.slots(self._n)
         while True:
             live = sum(one is None for group in self._groups.values() for one in group.responses)
             idle = sum(not episode.so_far.turns and episode.key not in self._requests for episode in self._live())
@@ -131,7 +135,7 @@ class Episodes:
                 "temperature": how.temperature,
                 "top_p": how.top_p,
                 "top_k": how.top_k or -1,
-                "min_p": how.min_p,
+                "min_p": 0.0,
                 "max_new_tokens": how.max_tokens,
                 "stop": list(how.stop),
                 "stop_token_ids": list(how.stop_ids),
@@ -294,7 +298,7 @@ class Episodes:
     def _fail(self, episode: Episode, why: str) -> None:
         """Begin a failed episode again, or drop it."""
         self._requests.pop(episode.key, None)
-        if episode.retries < self._section.retries:
+        if episode.retries < RETRIES:
             self._begin(episode.group, episode.number, episode.retries + 1, episode.alone)
             return
         self._dropped += 1

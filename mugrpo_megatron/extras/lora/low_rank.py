@@ -1,8 +1,8 @@
 """The adapter of one parallel linear layer: A and B of each Hugging Face layer in it, sharded as the layer is.
 
 With tensor parallelism a column-parallel layer has A whole on every rank and B's rows; a row-parallel layer has A's
-columns and B whole. What crosses ranks is u = A x, `rank` numbers for a token. Under sequence parallelism A works on a
-rank's own part of the sequence, and u is gathered; or u is scattered, and B works on a rank's part.
+columns and B whole. What crosses ranks is u = A x, `rank` numbers for a token: A works on a rank's own part of the
+sequence, and u is gathered; or u is scattered, and B works on a rank's part.
 
 Around experts Megatron's dispatcher moves tokens: a rank has all tokens of its experts, and sums outputs and the
 inputs' gradients over the tensor parallel ranks itself. Nothing crosses ranks then but the whole factor's gradient.
@@ -33,7 +33,8 @@ def merge(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) 
 class LowRank(torch.nn.Module):
     """Adapter of a Megatron linear layer `linear` whose weight is `entry` of the table.
 
-    It adds itself to the layer's output by a hook, so the layer stays what it is.
+    The layer computes with the merged matrix in the model's type, as the engine does; a hook on its output adds the
+    factors' gradients, so the layer stays what it is.
     """
 
     _linear: Any
@@ -65,8 +66,7 @@ class LowRank(torch.nn.Module):
         object.__setattr__(self, "_linear", linear)  # not as a child, whose parameters would be this module's
         weight.merged = self.merged  # what a sync and a save take
         linear.register_forward_hook(lambda _, inputs, output: (self(inputs[0], output[0]), output[1]))
-        if section.forward == "merged":
-            linear._forward_impl = partial(self._with_merged, linear._forward_impl)
+        linear._forward_impl = partial(self._with_merged, linear._forward_impl)
 
     def adapted(self) -> list[Leaf]:
         """The layers with factors, in order."""
@@ -95,13 +95,12 @@ class LowRank(torch.nn.Module):
         return factor.dim() - 2 if self.by_rows else 1
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """The layer's output y [t, 1, m] for its input x [t, 1, n], with the adapter's part."""
-        merged = self.section.forward == "merged"
-        u = self._down(x.detach() if merged else x)  # x has its gradient through the merged matrix
+        """The layer's output y [t, 1, m] for its input x [t, 1, n], from which the factors get their gradients."""
+        u = self._down(x.detach())  # x has its gradient through the merged matrix
         b = [factor.flatten(0, -2) for factor in self.b.values()]
         if self.entry.of_expert and not self.by_rows:
             b = [self._summed(factor) for factor in b]
-        return _Up.apply(y, u, self, merged, *b)
+        return _Up.apply(y, u, self, *b)
 
     def _down(self, x: torch.Tensor) -> torch.Tensor:
         """u = A x of all layers, [t, 1, layers * rank], where B needs it."""
@@ -109,13 +108,11 @@ class LowRank(torch.nn.Module):
         if self.entry.of_expert:
             return x @ (self._summed(a) if self.by_rows else a).T
         u = x @ a.T
-        if self.by_rows and self.sequence:
-            return regions.gather_from_sequence_parallel_region(u, tensor_parallel_output_grad=True, group=self.group)
+        if not self.sequence:
+            return u  # of a single rank
         if self.by_rows:
-            return regions.copy_to_tensor_model_parallel_region(u, group=self.group)
-        if self.sequence:
-            return regions.reduce_scatter_to_sequence_parallel_region(u, group=self.group)
-        return regions.reduce_from_tensor_model_parallel_region(u, group=self.group)
+            return regions.gather_from_sequence_parallel_region(u, tensor_parallel_output_grad=True, group=self.group)
+        return regions.reduce_scatter_to_sequence_parallel_region(u, group=self.group)
 
     def _summed(self, factor: torch.Tensor) -> torch.Tensor:
         """The factor that every tensor parallel rank has whole; its gradient is the sum of theirs."""
@@ -124,21 +121,10 @@ class LowRank(torch.nn.Module):
     def parts(self, y: torch.Tensor) -> list[torch.Tensor]:
         """This rank's outputs [..., m] -> those of each layer, [..., rows of it]."""
         if self.entry.row.form == "qkv":
-            groups = self._groups
+            groups = self.rows[1] // self.architecture.transformer["kv_channels"]  # key/value heads on this rank
             by_group = y.unflatten(-1, (groups, -1)).split([rows // groups for rows in self.rows], dim=-1)
             return [part.flatten(-2) for part in by_group]
         return list(y.split(self.rows, dim=-1))
-
-    def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Inverse of `parts`."""
-        if self.entry.row.form == "qkv":
-            return torch.cat([part.unflatten(-1, (self._groups, -1)) for part in parts], dim=-1).flatten(-2)
-        return torch.cat(list(parts), dim=-1)
-
-    @property
-    def _groups(self) -> int:
-        """Key/value heads on this rank."""
-        return self.rows[1] // self.architecture.transformer["kv_channels"]
 
     @torch.no_grad()
     def merged(self) -> torch.Tensor:
@@ -189,24 +175,13 @@ class LowRank(torch.nn.Module):
 
 
 class _Up(torch.autograd.Function):
-    """y, plus scale B u unless it is in y already; in backward the gradients of both, from the output's."""
+    """y, which has scale B u in it; in backward also the gradients of u and B, from the output's."""
 
     @staticmethod
-    def forward(
-        ctx: Any, y: torch.Tensor, u: torch.Tensor, adapter: LowRank, merged: bool, *b: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, y: torch.Tensor, u: torch.Tensor, adapter: LowRank, *b: torch.Tensor) -> torch.Tensor:
         ctx.adapter = adapter
         ctx.save_for_backward(u, *b)
-        if merged:
-            return y.view_as(y)
-        each = zip(adapter.b, _each(u, b), b, strict=True)
-        products = {name: one @ factor.T for name, one, factor in each}
-        shape = y.shape[:-1]
-        parts = [
-            products[leaf.kind] if leaf.kind in products else y.new_zeros(*shape, rows)
-            for leaf, rows in zip(adapter.leaves, adapter.rows, strict=True)
-        ]
-        return torch.add(y, adapter.joined(parts), alpha=adapter.scale)
+        return y.view_as(y)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -218,11 +193,6 @@ class _Up(torch.autograd.Function):
         du = torch.cat([part @ factor for part, factor in zip(parts, b, strict=True)], dim=-1).mul_(adapter.scale)
         db = [
             (part.flatten(0, -2).T @ one.flatten(0, -2)).mul_(adapter.scale)
-            for part, one in zip(parts, _each(u, b), strict=True)
+            for part, one in zip(parts, u.chunk(len(b), dim=-1), strict=True)
         ]
-        return dy, du, None, None, *db
-
-
-def _each(u: torch.Tensor, b: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """u of each layer, [t, 1, rank]."""
-    return list(u.chunk(len(b), dim=-1))
+        return dy, du, None, *db

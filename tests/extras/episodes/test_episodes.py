@@ -138,14 +138,14 @@ def test_a_chat_with_tools_continues_what_was_sampled(chat_recipe: Callable[...,
 def test_a_broken_prefix_ends_the_episode_with_the_first_token_that_differs(
     model: Path, chat_recipe: Callable[..., Recipe]
 ) -> None:
-    [one] = played(recipe_of(model, "tokenizes_again", retries=0), lambda context: "abcde", ["1"], n=1)["1"]
+    [one] = played(recipe_of(model, "tokenizes_again"), lambda context: "abcde", ["1"], n=1)["1"]
     assert one.episode
     assert one.episode.failed
     assert one.episode.why == (
         "the episode failed: turn 2 does not continue turn 1: its token 4 is '&' (id 5) where 'd' (id 67) was sampled "
         "before; pass on the ids, or the messages, as they were returned"
     )
-    [one] = played(chat_recipe("edits_messages", retries=0), lambda context: "abc", ["1"], n=1)["1"]
+    [one] = played(chat_recipe("edits_messages"), lambda context: "abc", ["1"], n=1)["1"]
     assert one.episode
     assert one.episode.failed
     assert "is 'e' (id 68) where 'a' (id 64) was sampled before" in one.episode.why
@@ -172,7 +172,7 @@ def test_limits_end_an_episode_as_cut(model: Path) -> None:
     ],
 )
 def test_a_function_that_breaks_the_rules_fails_its_episode(model: Path, function: str, why: str) -> None:
-    for one in played(recipe_of(model, function, retries=0), lambda context: "abc", ["1"])["1"]:
+    for one in played(recipe_of(model, function), lambda context: "abc", ["1"])["1"]:
         assert one.episode
         assert one.episode.failed
         assert why in one.episode.why
@@ -195,7 +195,7 @@ def test_a_function_that_cannot_be_taken_ends_the_command_with_one_sentence(
         played(recipe_of(model, function), lambda context: "abc", ["1"])
 
 
-def test_hostile_tools_cost_their_own_episode_alone(model: Path) -> None:
+def test_hostile_tools_cost_their_own_episode_alone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every kind beside good ones: what it costs is one sentence, and the others' groups are whole."""
     kinds = (
         "raises",
@@ -208,7 +208,8 @@ def test_hostile_tools_cost_their_own_episode_alone(model: Path) -> None:
         "returns_text",
         "good",
     )
-    recipe = recipe_of(model, "hostile", retries=0, seconds=5.0)
+    monkeypatch.setattr("mugrpo_megatron.extras.episodes.episodes.RETRIES", 0)
+    recipe = recipe_of(model, "hostile", seconds=5.0)
     found = played(recipe, lambda context: "abc", kinds, n=1)
     whys = {kind: one.episode.why if one.episode and one.episode.failed else "" for kind, [one] in found.items()}
     assert list(whys) == sorted(whys, key=list(whys).index)
@@ -229,20 +230,20 @@ def test_hostile_tools_cost_their_own_episode_alone(model: Path) -> None:
 
 def test_a_failed_episode_is_begun_again_and_dropped_with_its_groups_share(model: Path) -> None:
     """Of two responses one always breaks its prefix: the group keeps the other."""
-    says = iter(["abcd", "", "abcd", "abcd"])
-    recipe = recipe_of(model, "raises_after_text", retries=2)
+    says = iter(["abcd", "", "abcd"])
+    recipe = recipe_of(model, "raises_after_text")
     [first, second] = played(recipe, lambda context: next(says), ["1"])["1"]
     failed, kept = sorted((first, second), key=lambda one: not (one.episode and one.episode.failed))
     assert failed.episode
     assert failed.episode.failed
-    assert failed.episode.parts == {"retries": 2.0, "lost": 0.5}
+    assert failed.episode.parts == {"retries": 1.0, "lost": 0.5}
     assert kept.episode
     assert not kept.episode.failed
     assert kept.episode.parts["lost"] == 0.5
 
 
 def test_too_many_failures_end_the_run_with_the_last_ones_error(model: Path) -> None:
-    recipe = recipe_of(model, "hostile", retries=0, max_failure_share=0.1)
+    recipe = recipe_of(model, "hostile", max_failure_share=0.1)
     with pytest.raises(UserError, match=r"2 of \d+ episodes failed, the last one on test:\d: ValueError: invalid"):
         played(recipe, lambda context: "abc", ["raises"], n=4)
 
@@ -250,7 +251,7 @@ def test_too_many_failures_end_the_run_with_the_last_ones_error(model: Path) -> 
 @pytest.mark.parametrize("function", ["sleeps", "sleeps_in_a_thread"])
 def test_episodes_that_wait_for_tools_do_not_count_for_the_engine(model: Path, function: str) -> None:
     """Thirty-two tools are awaited together while the engine has room for two at a time."""
-    recipe = recipe_of(model, function, at_once=32)
+    recipe = recipe_of(model, function)
     questions = [str(place) for place in range(16)]
     found = played(recipe, lambda context: "abc", questions, row={"seconds": 1.0}, slots=1)
     waits = [one.episode.parts["tool_seconds"] for own in found.values() for one in own if one.episode]
@@ -262,7 +263,7 @@ def test_what_a_tool_has_started_dies_with_its_process(model: Path) -> None:
     import psutil
 
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    played(recipe_of(model, "hostile", retries=0), lambda context: "abc", ["forks"])
+    played(recipe_of(model, "hostile"), lambda context: "abc", ["forks"])
     assert not {child.pid for child in psutil.Process().children(recursive=True)} - before
 
 
@@ -284,12 +285,8 @@ def test_slimes_convention_runs(model: Path) -> None:
     assert one.episode.reward == 0.0, "the label 6 is not in the response"
     assert (one.logprobs[one.episode.mask] < 0).all()
 
-    broken = longer.model_copy(
-        update={
-            "rollout": longer.rollout.model_copy(update={"function": f"{function}:loses_a_token"}),
-            "episodes": longer.episodes.model_copy(update={"retries": 0}),
-        }
-    )
+    rollout = longer.rollout.model_copy(update={"function": f"{function}:loses_a_token"})
+    broken = longer.model_copy(update={"rollout": rollout})
     [one] = played(broken, searches, ["6?"], n=1)["6?"]
     assert one.episode
     assert one.episode.failed
@@ -322,8 +319,6 @@ def test_trls_environments_run(chat_recipe: Callable[..., Recipe]) -> None:
 def test_a_thousand_episodes_begin_at_once(model: Path) -> None:
     """More messages than the sockets hold, in both directions: neither end waits for the other to read."""
     row = {"seconds": 0.0, "text": "x" * 4000}
-    found = played(
-        recipe_of(model, "sleeps", at_once=1024), lambda context: "abc", list(map(str, range(128))), n=8, row=row
-    )
+    found = played(recipe_of(model, "sleeps"), lambda context: "abc", list(map(str, range(128))), n=8, row=row)
     assert sum(len(own) for own in found.values()) == 1024
     assert not any(one.episode.failed for own in found.values() for one in own if one.episode)

@@ -43,7 +43,7 @@ def train(recipe: Path) -> subprocess.Popen[bytes]:
 
 
 def test_killed_in_mid_episode_no_group_is_doubled_or_lost(tmp_path: Path) -> None:
-    recipe = run_of(tmp_path, "slow_calls", rollout={"prompts_per_update": 8}, episodes={"at_once": 8})
+    recipe = run_of(tmp_path, "slow_calls", rollout={"prompts_per_update": 8}, engine={"max_running_requests": 4})
     stage = tmp_path / "run" / "stages" / "00000"
     kills = 0
     for groups_on_disk in (1, 17):

@@ -22,8 +22,7 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.process
 LAYERS, EXPERTS = 4, 4
 EXPERT = {"parallel": {"expert": 2}}
-TENSOR = {"parallel": {"tensor": 2, "sequence": True}}
-FACTORS = {"lora": {"forward": "factors"}}
+TENSOR = {"parallel": {"tensor": 2}}
 
 
 def saved(folder: Path, family: str = "qwen3_moe", **config: Any) -> str:
@@ -57,16 +56,13 @@ def test_updates_are_those_of_peft_in_transformers(model: str, start: str, alone
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {"ep2": (2, EXPERT)}
 AT_NIGHT: dict[str, tuple[int, dict[str, Any]]] = {
-    "factors": (1, FACTORS),
-    "ep2 factors": (2, {**EXPERT, **FACTORS}),
     "ep4": (4, {"parallel": {"expert": 4}}),
     "ep2 dp2": (4, EXPERT),
     "ep2 pp2": (4, {"parallel": {"expert": 2, "pipeline": 2}}),
     "ep2 cp2": (4, {"parallel": {"expert": 2, "context": 2}}),
     "ep2 pp2 vpp2": (4, {"parallel": {"expert": 2, "pipeline": 2, "virtual_pipeline": 2}}),
-    "tp2 sp": (2, TENSOR),
-    "tp2 sp factors": (2, {**TENSOR, **FACTORS}),
-    "tp2 sp dp2": (4, TENSOR),
+    "tp2": (2, TENSOR),
+    "tp2 dp2": (4, TENSOR),
     "ep2, full recompute": (2, {**EXPERT, "learner": {"recompute": "full"}}),
 }
 
@@ -83,7 +79,6 @@ def test_updates_are_the_same_in_every_layout(layout: str, model: str, start: st
     [
         (2, {**BFLOAT16, **EXPERT}),
         pytest.param(2, {**BFLOAT16, **TENSOR}, marks=pytest.mark.night),
-        pytest.param(1, FACTORS, marks=pytest.mark.night),
     ],
 )
 def test_a_sync_sends_every_expert_merged_bit_by_bit(

@@ -57,19 +57,14 @@ def test_they_move_every_factor(model: str, start: str, alone: Outcome) -> None:
     assert alone[0][0]["vetoed_fraction"] > 0.1, "the veto takes part"
 
 
-FACTORS = {"lora": {"forward": "factors"}}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "factors": (1, FACTORS),
-    "tp2 sp": (2, {"parallel": {"tensor": 2, "sequence": True}}),
+    "tp2": (2, {"parallel": {"tensor": 2}}),
     "pp2 cp2": (4, {"parallel": {"pipeline": 2, "context": 2}}),
     "full recompute": (1, {"learner": {"recompute": "full"}}),
 }
 AT_NIGHT: dict[str, tuple[int, dict[str, Any]]] = {
-    "tp2 factors": (2, {"parallel": {"tensor": 2}, **FACTORS}),
-    "tp2": (2, {"parallel": {"tensor": 2}}),
-    "tp2 sp factors": (2, {"parallel": {"tensor": 2, "sequence": True}, **FACTORS}),
-    "tp2 pp2 sp": (4, {"parallel": {"tensor": 2, "pipeline": 2, "sequence": True}}),
-    "tp2 cp2 sp": (4, {"parallel": {"tensor": 2, "context": 2, "sequence": True}}),
+    "tp2 pp2": (4, {"parallel": {"tensor": 2, "pipeline": 2}}),
+    "tp2 cp2": (4, {"parallel": {"tensor": 2, "context": 2}}),
     "pp2 vpp2, full recompute": (
         2,
         {"parallel": {"pipeline": 2, "virtual_pipeline": 2}, "learner": {"recompute": "full"}},
@@ -96,8 +91,5 @@ def test_other_families_and_some_layers_alone(family: str, tmp_path: Path) -> No
     model = str(tmp_path / "model")
     start = str(write_adapter(tmp_path / "start", tmp_path / "model", targets))
     expected = updates_by_peft(model, start)
-    for keys in ({}, {"forward": "factors"}):
-        for found in run_ranks(
-            2, updates, model, start, {"parallel": {"tensor": 2}, "lora": {"targets": targets, **keys}}
-        ):
-            check_same(found, expected, 5e-5)
+    for found in run_ranks(2, updates, model, start, {"parallel": {"tensor": 2}, "lora": {"targets": targets}}):
+        check_same(found, expected, 5e-5)

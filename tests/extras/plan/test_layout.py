@@ -103,7 +103,7 @@ def test_an_adapter_alone_has_gradients_and_optimizer_states(name: str) -> None:
 
 
 def test_a_recipe_on_a_cluster_has_one_layout() -> None:
-    parallel = {"tensor": 2, "pipeline": 2, "virtual_pipeline": 2, "context": 2, "sequence": True}
+    parallel = {"tensor": 2, "pipeline": 2, "virtual_pipeline": 2, "context": 2}
     layout = layout_of(Recipe.model_validate({"parallel": parallel, "learner": {"recompute": "full"}}), 16)
     assert layout == Layout(tensor=2, pipeline=2, virtual=2, context=2, data=2, sequence=True, recompute="full")
     assert layout.world == 16
@@ -124,7 +124,7 @@ def test_a_plan_refuses_what_a_run_on_its_devices_refuses(sections: dict[str, An
 
 def test_too_few_ranks_are_answered_with_options_of_the_plan() -> None:
     """Not with how to launch them, which is what `mugrpo train` says."""
-    recipe = Recipe.model_validate({"model": {"path": "Qwen2.5-Math-7B"}, "parallel": {"tensor": 2, "sequence": True}})
+    recipe = Recipe.model_validate({"model": {"path": "Qwen2.5-Math-7B"}, "parallel": {"tensor": 2}})
     with pytest.raises(UserError) as refused:
         make_plan(recipe, 1, 1, "rtx4090")
     said = str(refused.value)
@@ -149,7 +149,7 @@ def test_the_options_of_a_candidate_give_its_layout(name: str) -> None:
         assert layout_of(again, cluster.world) == one.layout
 
 
-OWN = ["parallel.tensor=1", "parallel.pipeline=1", "parallel.virtual_pipeline=1", "parallel.sequence=false"]
+OWN = ["parallel.tensor=1", "parallel.pipeline=1", "parallel.virtual_pipeline=1"]
 SMALL = ["model.path=Qwen/Qwen2.5-0.5B-Instruct", "model.dtype=bfloat16"]
 REFUSED: dict[str, tuple[Path | None, list[str], tuple[int, int, str], set[str]]] = {
     "70B, engines of one device": (LARGE, ["engine.tensor=1"], (16, 8, "h200"), {"engine.tensor"}),
@@ -157,7 +157,7 @@ REFUSED: dict[str, tuple[Path | None, list[str], tuple[int, int, str], set[str]]
         LARGE,
         ["engine.tensor=1", *OWN],
         (16, 8, "h200"),
-        {"engine.tensor", "parallel.tensor", "parallel.sequence"},
+        {"engine.tensor", "parallel.tensor"},
     ),
     "0.5B on 24 GB": (None, SMALL, (1, 1, "rtx4090"), {"engine.memory_fraction", "learner.recompute"}),
     "a layout that the ranks cannot run": (None, [*SMALL, "parallel.tensor=7"], (1, 4, "h100"), {"parallel.tensor"}),

@@ -93,7 +93,6 @@ def check(name: str, directory: Path, world: int, changes: dict[str, dict[str, A
         ("dense", 1, {"learner": {"recompute": "full"}}),
         ("dense", 2, {}),
         ("dense", 2, {"parallel": {"tensor": 2}}),
-        ("dense", 2, {"parallel": {"tensor": 2, "sequence": True}}),
         ("dense", 2, {"parallel": {"pipeline": 2}}),
         ("dense", 2, {"parallel": {"pipeline": 2, "virtual_pipeline": 2}}),
         ("dense", 2, {"parallel": {"context": 2}}),
@@ -105,7 +104,7 @@ def check(name: str, directory: Path, world: int, changes: dict[str, dict[str, A
             for world, changes in [
                 (1, {}),
                 (1, {"learner": {"recompute": "full"}}),
-                (2, {"parallel": {"tensor": 2, "sequence": True}}),
+                (2, {"parallel": {"tensor": 2}}),
             ]
         ),
     ],
@@ -122,7 +121,7 @@ MODEL = architecture(CONFIG)
 def large(**sections: dict[str, Any]) -> Recipe:
     table = {
         "rollout": {"max_response_tokens": 3072, "prompts_per_update": 32},
-        "parallel": {"tensor": 2, "sequence": True},
+        "parallel": {"tensor": 2},
     }
     return Recipe.model_validate({**table, **sections})
 
@@ -169,9 +168,8 @@ def test_recompute_trades_memory_and_more_ranks_share_it() -> None:
 
     none, selective, full = (update(learner={"recompute": choice}) for choice in ("none", "selective", "full"))
     assert full < selective < none
-    assert update(parallel={"tensor": 4, "sequence": True}) < none
-    assert update(parallel={"tensor": 2, "context": 2, "sequence": True}) < none
-    assert update(parallel={"tensor": 2}) > none
+    assert update(parallel={"tensor": 4}) < none
+    assert update(parallel={"tensor": 2, "context": 2}) < none
 
 
 def test_on_cpu_learner_and_engine_are_there_together() -> None:

@@ -27,7 +27,7 @@ def case_of(nodes: int, assumptions: Assumptions | None = None, **sections: dict
         "model": {"path": "models/Qwen2.5-Math-7B", "dtype": "bfloat16"},
         "schedule": {"stages": STAGES, "updates_per_stage": UPDATES},
         "rollout": {"prompts_per_update": 32, "responses_per_prompt": 8, "max_response_tokens": 3072},
-        "parallel": {"tensor": 2, "sequence": True},
+        "parallel": {"tensor": 2},
         "eval": {"every_stages": 0},
     }
     recipe = Recipe.model_validate({**values, **{k: {**values.get(k, {}), **v} for k, v in sections.items()}})

@@ -35,7 +35,7 @@ def recipe(**sections: dict[str, Any]) -> Recipe:
     table: dict[str, dict[str, Any]] = {
         "rollout": {"prompts_per_update": 128, "responses_per_prompt": 8, "max_response_tokens": 3072},
         "schedule": {"stages": 4, "updates_per_stage": 1024},
-        "parallel": {"tensor": 2, "sequence": True},
+        "parallel": {"tensor": 2},
     }
     for name, values in sections.items():
         table[name] = {**table.get(name, {}), **values}

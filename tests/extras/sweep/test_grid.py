@@ -93,8 +93,8 @@ def test_what_is_no_grid_is_refused(source: RunDirectory, overrides: list[str], 
 
 
 def test_names_are_file_names_and_differ_where_settings_do() -> None:
-    assert name_of({"objective.surrogate": "own.losses:a/b", "objective.kl_weighted": True}) == (
-        "kl_weighted=true,surrogate=own.losses_a_b"
+    assert name_of({"objective.surrogate": "own.losses:a/b", "objective.kl_penalty": "k3"}) == (
+        "kl_penalty=k3,surrogate=own.losses_a_b"
     )
     many = [name_of({f"objective.key{n}": "x" * n for n in range(20)} | {"optimizer.lr": lr}) for lr in (1, 2)]
     assert len(set(many)) == 2
