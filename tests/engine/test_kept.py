@@ -26,7 +26,7 @@ def by_the_rules(probabilities: list[float], top_k: int, top_p: float) -> set[in
     return found
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6), st.integers(1, WORDS), st.floats(0.05, 1.0))
 def test_the_kept_tokens_are_those_of_the_rules(seed: int, top_k: int, top_p: float) -> None:
     generator = np.random.default_rng(seed)

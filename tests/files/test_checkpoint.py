@@ -9,7 +9,7 @@ from string import ascii_letters
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mugrpo_megatron.errors import UserError
@@ -31,6 +31,7 @@ def test_a_cursor_is_read(cursor: dict[str, int], tmp_path: Path) -> None:
     assert Cursor(**read_state(write(tmp_path, cursor))["cursor"]) == Cursor(1, 2, 5)
 
 
+@settings(max_examples=30)
 @given(
     st.one_of(
         st.sampled_from(["stage", "age", "updates"]).map(lambda name: {k: v for k, v in WHOLE.items() if k != name}),

@@ -239,7 +239,7 @@ def test_a_directory_that_several_commands_fill_replaces_the_old_one(tmp_path: P
         assert (tmp_path / "checkpoint" / "nested" / "file").read_text() == text
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=20)
 @given(body=JSON, head=st.dictionaries(st.sampled_from(["format", "kind"]), st.integers(0, 3)))
 def test_a_sealed_value_comes_back(tmp_path_factory: pytest.TempPathFactory, body: Any, head: dict[str, int]) -> None:
     path = tmp_path_factory.mktemp("sealed") / "state.json"

@@ -44,7 +44,7 @@ def write(directory: Path, cuts: list[list[int]], dtype: torch.dtype = torch.flo
     return whole
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=25)
 @given(cuts=CUTS, data=st.data())
 def test_any_region_comes_from_any_grid(tmp_path_factory: pytest.TempPathFactory, cuts: Any, data: Any) -> None:
     directory = tmp_path_factory.mktemp("grid")
@@ -67,7 +67,7 @@ def test_any_region_comes_from_any_grid(tmp_path_factory: pytest.TempPathFactory
         reader.fill(padded, "w", tuple(size - 1 for size in whole.shape))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=10)
 @given(cuts=CUTS)
 def test_the_index_says_what_torch_reads_in_it(tmp_path_factory: pytest.TempPathFactory, cuts: Any) -> None:
     directory = tmp_path_factory.mktemp("index")

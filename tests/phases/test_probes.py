@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mugrpo_megatron.cli import main
@@ -58,6 +58,7 @@ def sealed(directory: Path) -> StageStore:
     return StageStore(directory)
 
 
+@settings(max_examples=15)
 @given(count=st.integers(1, 40))
 def test_mostly_negative_responses_of_evenly_spaced_updates(
     count: int, tmp_path_factory: pytest.TempPathFactory

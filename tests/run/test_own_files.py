@@ -62,7 +62,7 @@ def score(run_dir: Path, file: str = "stages/00000/shard-00000.parquet") -> None
     (run_dir / file).touch()
 
 
-@pytest.mark.parametrize("key", NAMES)
+@pytest.mark.parametrize("key", ["reward.functions.second", "data.chat_template"])
 def test_an_edited_file_is_refused_with_the_way_out(key: str, recipe: Recipe, tmp_path: Path) -> None:
     begin(recipe)
     begin(recipe)

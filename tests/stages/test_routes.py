@@ -41,7 +41,7 @@ def written(path: Path, total: int = 4, lengths: list[list[int]] = LENGTHS) -> l
     return tables
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     lengths=st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=4), min_size=1, max_size=3),
     total=st.sampled_from([4, 256, 257, 60_000]),

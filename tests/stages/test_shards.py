@@ -24,7 +24,7 @@ def routed(index: int, layers: int) -> list[Sample]:
     return [replace(sample, routes=routes) for sample, routes in zip(group(index), held, strict=True)]
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=12, unique=True), st.integers(1, 200))
 def test_a_row_group_has_whole_groups_up_to_its_limit(indices: list[int], limit: int) -> None:
     groups = [routed(index, layers=3) for index in indices]
