@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Literal
+
+import numpy as np
 
 from mugrpo_megatron.data.arithmetic import TASKS
 from mugrpo_megatron.data.problems import held_out_sets, load
@@ -24,14 +28,6 @@ from mugrpo_megatron.samples import Problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # a second to import
-
-
-import re
-from collections import defaultdict
-from collections.abc import Sequence
-from functools import lru_cache
-
-import numpy as np
 
 NGRAM = 8
 """Words that make one n-gram."""

@@ -114,22 +114,23 @@ def render(problem: Problem, tokenizer: PreTrainedTokenizerBase, style: str, tem
 
     Only `chat` renders more than one message. Raises UserError for a chat that the style or the template cannot render.
     """
-    problem = with_question_asked(problem, template)
     fitting = chosen(style, tokenizer, template)
     if fitting == "chat":
-        return tokenizer.encode(_chat(problem, tokenizer, template), add_special_tokens=False)
+        text = _chat(with_question_asked(problem, template), tokenizer, template)
+        return tokenizer.encode(text, add_special_tokens=False)
+    ids = tokenizer.encode(_styled(problem, fitting, template), add_special_tokens=False)
+    return ids if tokenizer.bos_token_id is None else [tokenizer.bos_token_id, *ids]
+
+
+def _styled(problem: Problem, style: str, template: Template) -> str:
+    """The prompt in a style that is a fixed text."""
     check_style(style)
     if len(problem.messages) > 1:
-        way_out = (
-            "the tokenizer has none, so name a file with data.chat_template"
-            if style == "auto"
-            else 'set data.prompt_style = "chat"'
-        )
         raise UserError(
-            f"{problem.id} is a chat of {len(problem.messages)} messages, which only a chat template renders: {way_out}"
+            f"{problem.id} is a chat of {len(problem.messages)} messages, which only a chat template renders: name a "
+            'file with data.chat_template, or set data.prompt_style = "chat" where the tokenizer has a template'
         )
-    ids = tokenizer.encode(STYLES[fitting].format(question=problem.question), add_special_tokens=False)
-    return ids if tokenizer.bos_token_id is None else [tokenizer.bos_token_id, *ids]
+    return STYLES[style].format(question=with_question_asked(problem, template).question)
 
 
 def with_question_asked(problem: Problem, template: Template) -> Problem:
@@ -248,13 +249,8 @@ def prompt_text(problem: Problem, style: str, template: Template, model: Path | 
         return "chat", _rendered(with_question_asked(problem, template), text, template, _special(config))
     if style == "auto" and model is None:
         return None
-    if len(problem.messages) > 1:
-        raise UserError(
-            f"{problem.id} is a chat of {len(problem.messages)} messages, which only a chat template renders: name a "
-            'file with data.chat_template, or set data.prompt_style = "chat" where the tokenizer has a template'
-        )
     named = "plain" if style == "auto" else style
-    return named, STYLES[named].format(question=with_question_asked(problem, template).question)
+    return named, _styled(problem, named, template)
 
 
 def _rendered(problem: Problem, text: str, template: Template, special: Mapping[str, str]) -> str:

@@ -72,14 +72,6 @@ class RunSection(Section):
     """Seconds that a collective waits before it fails with rank, phase and likely cause."""
 
 
-TEMPLATES_OWN = {
-    "self", "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
-    "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
-    "return_assistant_tokens_mask", "tokenizer_kwargs",
-}  # fmt: skip
-"""Parameters of `apply_chat_template`, which no template argument can replace."""
-
-
 class DataSection(Section):
     """Problems to train on and to evaluate on."""
 
@@ -124,13 +116,6 @@ class DataSection(Section):
     @classmethod
     def _check_question(cls, value: str | None) -> str | None:
         return None if value is None else question_template(value)
-
-    @field_validator("template_arguments")
-    @classmethod
-    def _check_arguments(cls, value: dict[str, Any]) -> dict[str, Any]:
-        if taken := sorted(value.keys() & TEMPLATES_OWN):
-            raise ValueError(f"{taken[0]} is given to the template already")
-        return value
 
 
 MOST_NUMBERED = 99_999

@@ -14,7 +14,7 @@ BLOCK = 128
 BUCKET_BYTES = 512 * 1024 * 1024
 """Largest flattened bucket of a weight sync; the peak extra memory of the bridge."""
 FP8_MULTIPLE = {"none": 1, "tensorwise": 16, "blockwise": 128}
-"""By `learner.fp8`: all dimensions of a product are multiples of this, 16 for the tensor cores, 128 for a block."""
+"""All dimensions of a product in fp8 are multiples of this: 16 for the tensor cores, 128 for a block."""
 Replay = Literal["off", "rollout", "learner"]
 
 
@@ -67,9 +67,11 @@ class LearnerSection(Section):
     """
 
     @property
-    def fp8(self) -> str:
-        """`tensorwise` or `blockwise` scales of products in fp8; `none` without them."""
-        return self.layers.removeprefix("fp8_") if self.layers.startswith("fp8_") else "none"
+    def fp8(self) -> Literal["none", "tensorwise", "blockwise"]:
+        """What shares a scale in products in fp8; `none` without them."""
+        if self.layers == "fp8_tensorwise":
+            return "tensorwise"
+        return "blockwise" if self.layers == "fp8_blockwise" else "none"
 
     def chunk_tokens(self, cuda: bool) -> int:
         """Tokens of a chunk of the loss path on the device.

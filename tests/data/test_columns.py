@@ -223,7 +223,6 @@ def test_an_own_template_and_its_arguments(tmp_path: Path) -> None:
     [
         {"prompt_style": "plain", "chat_template": "x.jinja"},
         {"prompt_style": "llama", "template_arguments": {"a": 1}},
-        {"prompt_style": "chat", "template_arguments": {"messages": "x"}},
         {"prompt_style": "chat", "template_arguments": {"a": {"b": 1}}},
     ],
 )

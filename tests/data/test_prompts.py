@@ -49,7 +49,7 @@ def test_auto_is_the_template_where_there_is_one() -> None:
             f"the first prompt as the model sees it ({style}): 'What"
         )
     chat = Problem("set:1", "q", "1", "set", (("system", "Be brief."), ("user", "q")))
-    with pytest.raises(UserError, match=r"only a chat template renders: the tokenizer has none.*data.chat_template"):
+    with pytest.raises(UserError, match=r"only a chat template renders: name a file with data.chat_template"):
         render(chat, bare, "auto")
 
 

@@ -112,9 +112,3 @@ def test_what_cannot_be_called_is_found_at_the_start() -> None:
         Verifier(RewardSection(function=f"{OWN}:NUMBER", workers=1)),
     ):
         pass
-
-
-def test_a_source_that_no_function_scores_is_refused() -> None:
-    recipe = section(own={"function": f"{OWN}:parity", "sources": ["a", "b"]})
-    with Verifier(recipe) as verifier, pytest.raises(UserError, match="no reward function scores the data source 'c'"):
-        verifier.submit(["1"], ["1"], sources=["c"])
