@@ -28,7 +28,7 @@ def cpu_seconds(of_children: bool = True) -> float:
     return total
 
 
-@dataclass
+@dataclass(eq=False)  # pytest keeps its plugins in sets
 class Slowness:
     """How slow the processor is while the suite runs, as a plugin: who shares it may make it several times slower."""
 
