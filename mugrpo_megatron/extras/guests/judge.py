@@ -102,7 +102,8 @@ class Judge:
         return pa.Table.from_pylist(rows, schema=self.column.schema)
 
     def _row(self, sample: Sample, response: Response | None) -> dict[str, float | str | None]:
-        answer, score, why = "", None, TOO_LONG
+        score: float | None = None
+        answer, why = "", TOO_LONG
         if response is not None:
             answer = str(self._tokenizer.decode(response.ids.tolist(), skip_special_tokens=True))
             score, why = parsed(self._parse, answer)
