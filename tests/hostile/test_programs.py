@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from mugrpo_megatron.extras.sandbox import jail, kernel
-from mugrpo_megatron.extras.sandbox.code import CodeOptions, grade
+from mugrpo_megatron.extras.sandbox.code import Grader, grade
 from mugrpo_megatron.extras.sandbox.limits import Limits, Mode
 from tests.forked import fork
 from tests.hostile.programs import FUNCTIONS, PROGRAMS
@@ -118,8 +118,8 @@ def _alive(marker: str) -> list[str]:
     return found
 
 
-def options(mode: Mode) -> CodeOptions:
-    return CodeOptions(Limits(mode=mode, test_s=1.0, memory_mb=256, wall_s=WALL_S), False, 0, PATIENCE_S)
+def options(mode: Mode) -> Grader:
+    return Grader(Limits(mode=mode, test_s=1.0, memory_mb=256, wall_s=WALL_S), False, 0, PATIENCE_S)
 
 
 def judged(bait: Bait, text: str, tests: str, mode: Mode) -> None:

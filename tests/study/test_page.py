@@ -1,4 +1,4 @@
-"""The published page is what the kept results say, and verdicts say no more than all seeds do."""
+"""The published page and README say what the kept results do, and verdicts say no more than all seeds do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from run_scripts.study.cells import Cell
 from run_scripts.study.collect import CELL_COLUMNS, CURVE_COLUMNS
 from run_scripts.study.findings import findings
 from run_scripts.study.grid import load_grid
-from run_scripts.study.results import DOCS, Results, Row, cell_of, read_results, student_tail
+from run_scripts.study.results import DOCS, Results, Row, cell_of, differences, read_results, student_tail
 from run_scripts.study.short_tables import BELOW
 from run_scripts.study.tables import (
     collapsed,
@@ -21,6 +21,7 @@ from run_scripts.study.tables import (
 
 GRID = load_grid()
 PUBLISHED = read_results(GRID)
+README = (DOCS.parents[1] / "README.md").read_text(encoding="utf-8")
 
 
 def row(seed: int, method: str, rate: float, after: float, **changed: object) -> Row:
@@ -161,3 +162,21 @@ def test_students_tail_is_that_of_the_tables() -> None:
         assert student_tail([one + quantile * half for one in spread]) == pytest.approx(0.025, abs=2e-5)
     assert student_tail([0.1]) is None
     assert student_tail([0.1, 0.1]) is None
+
+
+def test_the_readme_says_of_the_study_what_its_csv_says() -> None:
+    """After a change of either, run `python -m run_scripts.study.page`."""
+    assert page.with_summary(README, PUBLISHED) == README
+
+
+def test_the_readmes_table_has_the_studys_differences() -> None:
+    first, second = findings(PUBLISHED)[:2]
+    best = differences(PUBLISHED.column("falling", "mild_decay", "after"), PUBLISHED.column("falling", "grpo", "after"))
+    points_of = [f"{abs(100 * statistics.fmean(values)):.1f}" for values in (second.values, best, first.values)]
+    assert "{} points below on one stage, {} with the best schedule".format(*points_of[:2]) in README
+    assert f"{points_of[2]} points below mu-GRPO, and it still learns" in README
+
+
+def test_a_readme_without_a_place_for_the_study_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs a paragraph between"):
+        page.with_summary(README.replace(page.END, ""), PUBLISHED)

@@ -45,7 +45,7 @@ def read_template(key: str, path: Path) -> Template:
 
 
 class Judge:
-    """Scores a stage for its column; a `turn.Job`."""
+    """Scores a stage for its column; a `scoring.Job`."""
 
     def __init__(self, recipe: Recipe, name: str, directory: Path, column: ScoreColumn, parts: Parts) -> None:
         """`name` is the reward function's, `directory` the guest's."""
@@ -97,11 +97,13 @@ class Judge:
         return list(ids)
 
     def rows(self, samples: Sequence[Sample], responses: Mapping[int, Response]) -> pa.Table:
+        """The update's rows of the column; `responses` by place, one for each prompt."""
         rows = [self._row(one, responses.get(place)) for place, one in enumerate(samples)]
         return pa.Table.from_pylist(rows, schema=self.column.schema)
 
     def _row(self, sample: Sample, response: Response | None) -> dict[str, float | str | None]:
-        answer, score, why = "", None, TOO_LONG
+        score: float | None = None
+        answer, why = "", TOO_LONG
         if response is not None:
             answer = str(self._tokenizer.decode(response.ids.tolist(), skip_special_tokens=True))
             score, why = parsed(self._parse, answer)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
-
-import pyarrow as pa
 
 from mugrpo_megatron.engine.client import Engine
 from mugrpo_megatron.engine.queue import PromptQueue
-from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import EngineFailure, EngineStopped, UserError
 from mugrpo_megatron.extras.guests.judge import Judge
 from mugrpo_megatron.extras.guests.models import directory_of
@@ -26,40 +22,8 @@ from mugrpo_megatron.stages.columns import ScoreColumn, TableColumn
 from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.weights.families import fingerprint
 
-
-class Job(Protocol):
-    """What one guest computes of one stage."""
-
-    what: str
-    """As the bar says it."""
-
-    parts: Parts
-    sampling: Sampling
-
-    @property
-    def column(self) -> TableColumn:
-        """Where its results go."""
-        ...
-
-    def recipe(self, recipe: Recipe, name: str, directory: Path) -> Recipe:
-        """The recipe that the guest's engine is started with."""
-        ...
-
-    def read(self, store: StageStore, update: int) -> list[Sample]:
-        """An update's samples, with what the job needs of them."""
-        ...
-
-    def prompts(self, samples: Sequence[Sample]) -> dict[int, Prompt]:
-        """What the engine is asked, by the place of the sample that it is asked for; `index` is that place."""
-        ...
-
-    def rows(self, samples: Sequence[Sample], responses: Mapping[int, Response]) -> pa.Table:
-        """The update's rows of the column; `responses` by place, one for each prompt."""
-        ...
-
-    def metrics(self, store: StageStore) -> dict[str, float]:
-        """What the log says of the whole column."""
-        ...
+Job = Teacher | Judge
+"""What one guest computes of one stage; prompts and responses are by the place of their sample in the update."""
 
 
 @dataclass(frozen=True, slots=True)

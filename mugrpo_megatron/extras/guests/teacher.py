@@ -21,7 +21,7 @@ NOTHING = Problem("", "", "")
 
 
 class Teacher:
-    """Scores a stage for its column; a `turn.Job`."""
+    """Scores a stage for its column; a `scoring.Job`."""
 
     what = "teacher logprobs"
 
@@ -52,6 +52,7 @@ class Teacher:
         }
 
     def rows(self, samples: Sequence[Sample], responses: Mapping[int, Response]) -> pa.Table:
+        """The update's rows of the column; `responses` by place, one for each prompt."""
         none = np.zeros(0, dtype=np.float32)
         return logprob_table([responses[i].logprobs if i in responses else none for i in range(len(samples))])
 

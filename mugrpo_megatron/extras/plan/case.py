@@ -255,6 +255,11 @@ class Case:
         """The same case with another recipe, in that recipe's layout."""
         return replace(self, recipe=recipe, layout=layout_of(recipe, self.cluster.world))
 
+    def changed(self, section: str, **keys: Any) -> Case:
+        """The same case with other values of these keys of a section of the recipe."""
+        own = getattr(self.recipe, section).model_copy(update=keys)
+        return self.with_recipe(self.recipe.model_copy(update={section: own}))
+
 
 def make_case(
     recipe: Recipe, architecture: Architecture, config: Mapping[str, Any], cluster: Cluster, assumptions: Assumptions

@@ -163,8 +163,7 @@ def _problems(case: Case) -> list[str]:
 
 def _advice(case: Case) -> list[str]:
     """What runs on the cluster, as settings, or that nothing does; empty where neither layout nor engine is wrong."""
-    engine = case.recipe.engine.model_copy(update={"tensor": 1, "nodes": 1})
-    if any(other_problems(case.recipe.model_copy(update={"engine": engine}), dict(case.config))):
+    if any(other_problems(case.changed("engine", tensor=1, nodes=1).recipe, dict(case.config))):
         return []
     if way := fitting(case):
         tensor = way.recipe.engine.tensor

@@ -64,8 +64,7 @@ def _best(case: Case, parallel: ParallelSection, engine: EngineMemory) -> Candid
         return Candidate(trial.recipe, trial.layout, float("inf"), 0.0, tuple(problems), away)
     choices = []
     for recompute in RECOMPUTE:
-        learner = case.recipe.learner.model_copy(update={"recompute": recompute})
-        choice = trial.with_recipe(trial.recipe.model_copy(update={"learner": learner}))
+        choice = trial.changed("learner", recompute=recompute)
         need = memory(choice, engine)
         seconds, refusals = update_seconds(choice), tuple(need.problems)
         choices.append(Candidate(choice.recipe, choice.layout, seconds, need.learn, refusals, away))
@@ -106,8 +105,7 @@ def _engines_that_fit(case: Case) -> Iterator[Case]:
     higher = [fraction for fraction in reversed(FRACTIONS) if fraction > section.memory_fraction]
     for tensor in sizes:
         for fraction in (section.memory_fraction, *lower, *higher):
-            engine = section.model_copy(update={"tensor": tensor, "memory_fraction": fraction})
-            trial = case.with_recipe(case.recipe.model_copy(update={"engine": engine}))
+            trial = case.changed("engine", tensor=tensor, memory_fraction=fraction)
             if _engine_fits(trial):
                 yield trial
                 break
@@ -128,9 +126,7 @@ def _with_short_rows(case: Case) -> Case:
     """The case with packed rows as short as its longest sequence."""
     recipe = case.recipe
     longest = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
-    tokens = min(longest, recipe.learner.micro_batch_tokens)
-    learner = recipe.learner.model_copy(update={"micro_batch_tokens": tokens})
-    return case.with_recipe(recipe.model_copy(update={"learner": learner}))
+    return case.changed("learner", micro_batch_tokens=min(longest, recipe.learner.micro_batch_tokens))
 
 
 def recipe_keys(recipe: Recipe, other: Recipe) -> str:

@@ -49,13 +49,10 @@ def evaluation_seconds(case: Case, engine: EngineMemory) -> float:
         longest = own.max_tokens or recipe.rollout.max_response_tokens
         problems = min(recipe.data.eval_problems, PROBLEMS.get(name, recipe.data.eval_problems))
         groups[own.samples, own.temperature, own.top_p, longest] += problems * own.samples
-    return sum(decoding_seconds(count, _up_to(longest, case), engine) for (*_, longest), count in groups.items())
-
-
-def _up_to(longest: int, case: Case) -> Case:
-    """The case with responses of at most `longest` tokens; the mean scales with it."""
-    rollout = case.recipe.rollout.model_copy(update={"max_response_tokens": longest})
-    return case.with_recipe(case.recipe.model_copy(update={"rollout": rollout}))
+    return sum(  # the mean length scales with the limit
+        decoding_seconds(count, case.changed("rollout", max_response_tokens=longest), engine)
+        for (*_, longest), count in groups.items()
+    )
 
 
 def logprob_seconds(case: Case) -> float:
@@ -259,15 +256,10 @@ def schedules(case: Case, need: Memory) -> list[Schedule]:
     in_one_stage = decoding_seconds(updates * case.responses, case, need.serving)
     options = []
     for name, (stages, per_stage) in shapes.items():
-        other = _with_schedule(case, stages, per_stage)
+        other = case.changed("schedule", stages=stages, updates_per_stage=per_stage)
         seconds = {phase: stages * value for phase, value in asdict(phases(other, need)).items()}
         seconds["evaluate"] = evaluate
         tail = max(0.0, seconds["generate"] - in_one_stage)
         rates = case.recipe.optimizer.lr * per_stage * own.passes
         options.append(Schedule(name, stages, per_stage, own.passes, seconds, tail, stage_bytes(other), rates))
     return options
-
-
-def _with_schedule(case: Case, stages: int, updates_per_stage: int) -> Case:
-    schedule = case.recipe.schedule.model_copy(update={"stages": stages, "updates_per_stage": updates_per_stage})
-    return case.with_recipe(case.recipe.model_copy(update={"schedule": schedule}))

@@ -32,8 +32,8 @@ _SPARE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class CodeOptions:
-    """How programs are judged: the recipe's `reward.code`."""
+class Grader:
+    """The reward function `code` with the recipe's `reward.code`, as the verifier's workers call it."""
 
     limits: Limits
     share: bool
@@ -42,19 +42,12 @@ class CodeOptions:
     """Only this many tests count, evenly spread over the row's; 0 takes all."""
     timeout_s: float
     """Seconds for all tests of a response."""
-
-
-@dataclass(frozen=True, slots=True)
-class Grader:
-    """The reward function `code`, as the verifier's workers call it."""
-
-    options: CodeOptions
-    note: str
+    note: str = ""
     """What the user should know of it at the start; "" where nothing."""
 
     def __call__(self, response: str, answer: object, row: Mapping[str, Any]) -> dict[str, Any]:
         """Raises what `grade` raises."""
-        reward, why = grade(response, answer, row, self.options)
+        reward, why = grade(response, answer, row, self)
         return {"score": reward, "why": why}
 
 
@@ -69,7 +62,7 @@ def grader(options: Mapping[str, Any]) -> Grader:
     if sees_files(limits.mode):
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # other processes of this user cannot open this one's memory
     share = options["reward"] == "share"
-    return Grader(CodeOptions(limits, share, int(options["tests"]), float(options["timeout_s"])), weakness(limits.mode))
+    return Grader(limits, share, int(options["tests"]), float(options["timeout_s"]), weakness(limits.mode))
 
 
 def program_in(response: str) -> str:
@@ -88,7 +81,7 @@ def _outdented(text: str, indent: int) -> str:
     return re.sub(rf"^[ \t]{{1,{indent}}}", "", text, flags=re.MULTILINE) if indent else text
 
 
-def grade(response: str, gold: object, row: Mapping[str, Any], options: CodeOptions) -> tuple[float, str]:
+def grade(response: str, gold: object, row: Mapping[str, Any], options: Grader) -> tuple[float, str]:
     """(reward, reason) of a response.
 
     Raises ValueError when the row has no usable tests, UserError when no jail can be made.

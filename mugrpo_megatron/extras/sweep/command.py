@@ -28,7 +28,7 @@ def sweep(options: Options) -> int:
     from mugrpo_megatron.run.directory import RunDirectory
 
     source, stage = options.run_dir, options.stage
-    out = options.out or source.with_name(f"{source.name}-sweep-stage{stage}")
+    out = options.out or source.parent / f"{source.name}-sweep-stage{stage}"
     sweep = Sweep(source, stage, out, cells_of(read_grid(options.overrides, options.grid), RunDirectory(source), out))
     sweep, origin = check_sweep(sweep)
     if options.dry_run:

@@ -58,8 +58,3 @@ def test_a_stage_killed_inside_ends_bitwise_like_the_unbroken_one(run: Path, tmp
     mugrpo("optimize", recipe)
     end = "checkpoints/stage00001-age00000/__0_0.distcp"
     assert (tmp_path / "run" / end).read_bytes() == (run / end).read_bytes()
-
-
-def test_a_run_may_start_from_its_adapter(run: Path, tmp_path: Path) -> None:
-    keys = {"rank": 4, "start": str(run / "hf" / "adapter")}
-    mugrpo("train", write_run(tmp_path, run.parent / "model", **{**SECTIONS, "lora": keys}), "--dry-run")

@@ -6,14 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mugrpo_megatron.extras.sandbox.code import CodeOptions, grade
+from mugrpo_megatron.extras.sandbox.code import Grader, grade
 from mugrpo_megatron.extras.sandbox.limits import Limits
 from mugrpo_megatron.extras.sandbox.row_tests import read_tests
 from tests.extras.sandbox.cheats import ADD, CHEATED, REFUSED, Cheated
 
 pytestmark = pytest.mark.process
 
-OPTIONS = CodeOptions(Limits(test_s=10.0, memory_mb=256, wall_s=60.0), False, 0, 120.0)
+OPTIONS = Grader(Limits(test_s=10.0, memory_mb=256, wall_s=60.0), False, 0, 120.0)
 RUN = (
     "an assert that is never reached",
     "asserts behind a false condition",

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from mugrpo_megatron.commands.doctor import State
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.sandbox import kernel
 from mugrpo_megatron.extras.sandbox.code import failure
-from mugrpo_megatron.extras.sandbox.jail_check import check_jail, weakness
+from mugrpo_megatron.extras.sandbox.jail_check import check_jail, jail, weakness
 from mugrpo_megatron.extras.sandbox.limits import Limits
 from mugrpo_megatron.extras.sandbox.programs import run_program
 from mugrpo_megatron.extras.sandbox.row_tests import AssertTest, ProgramTest
@@ -166,3 +167,25 @@ def test_a_program_has_so_many_threads_and_no_more() -> None:
     """As root too: its user id is no other process's. It was 767 of them."""
     limits = Limits()
     assert run_program(BOMB, "", limits).output == str(limits.threads).encode()
+
+
+@pytest.mark.parametrize(
+    ("works", "state", "found", "says"),
+    [
+        ({"namespaces", "limits"}, "ok", "namespaces", ""),
+        ({"limits"}, "broken", "limits alone", 'reward.code.sandbox = "limits"'),
+        (set(), "absent", "cannot be held", "docs/rewards.md"),
+    ],
+)
+def test_programs_are_held_as_well_as_this_machine_can(
+    works: set[str], state: State, found: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(limits: Limits) -> None:
+        if limits.mode not in works:
+            raise UserError("refused")
+
+    monkeypatch.setattr("mugrpo_megatron.extras.sandbox.jail_check.check_jail", check)
+    finding = jail()
+    assert (finding.state, finding.needed) == (state, False)
+    assert found in finding.found
+    assert says in finding.remedy

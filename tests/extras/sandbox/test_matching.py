@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -96,8 +95,3 @@ def test_depth_costs_no_stack() -> None:
 )
 def test_answers_of_a_program_that_may_have_written_them_itself(lines: list[str], passed: bool) -> None:
     assert same_value("\n".join(lines).encode(), [3])[0] is passed
-
-
-@given(st.recursive(st.integers() | st.text() | st.booleans() | st.none(), st.lists, max_leaves=20))
-def test_a_value_of_json_equals_itself(value: Any) -> None:
-    assert same(json.loads(json.dumps(value)), value)

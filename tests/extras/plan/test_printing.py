@@ -1,4 +1,4 @@
-"""The commands of a plan are those that the scripts take."""
+"""What a plan prints: two digits, whatever the size, and commands that the scripts take."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import shlex
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mugrpo_megatron.cli import command_parser
 from mugrpo_megatron.extras.plan.hardware import make_cluster
-from mugrpo_megatron.extras.plan.printing import launch_commands
+from mugrpo_megatron.extras.plan.printing import about, launch_commands, two_digits
 from mugrpo_megatron.recipe import load_recipe
 from tests.checkout import ROOT
 
@@ -51,3 +53,17 @@ def test_the_scripts_have_these_options() -> None:
     batch = Path(ROOT, "run_scripts/slurm.sbatch").read_text()
     assert all(f"    {option}) " in torchrun for option in ("--nodes", "--node", "--master"))
     assert {"nodes", "gpus-per-node"} <= set(re.findall(r"^#SBATCH --([\w-]+)", batch, re.MULTILINE))
+
+
+@given(st.floats(1e-9, 1e12))
+def test_two_digits_are_within_half_a_step_of_the_value(value: float) -> None:
+    said = two_digits(value)
+    assert float(said.replace(",", "")) == pytest.approx(value, rel=0.0501)
+    assert len(said.replace(",", "").replace(".", "").strip("0")) <= 2
+
+
+def test_examples() -> None:
+    values = {0: "0", 0.00412: "0.0041", 0.996: "1.0", 9.26: "9.3", 9.99: "10", 156.2: "160", 9_212: "9,200"}
+    assert {value: two_digits(value) for value in values} == values
+    times = {0: "0 s", 0.71: "0.71 s", 28.2: "28 s", 558: "9.3 min", 133_620: "37 h"}
+    assert {seconds: about(seconds) for seconds in times} == times
