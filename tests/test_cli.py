@@ -66,14 +66,6 @@ def test_mistakes_in_the_recipe(
     assert said in refused(["train", str(recipe), "--set", override], capsys, tmp_path / "run")
 
 
-def test_a_directory_that_holds_no_weights(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    half = tmp_path / "half"
-    half.mkdir()
-    (half / "config.json").write_bytes((model / "config.json").read_bytes())
-    recipe = write_recipe(tmp_path / "recipe.toml", half, tmp_path / "run")
-    assert "holds no *.safetensors weights" in refused(["train", str(recipe)], capsys, tmp_path / "run")
-
-
 def test_dry_run_prints_the_resolved_recipe_and_starts_nothing(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -85,9 +77,8 @@ def test_dry_run_prints_the_resolved_recipe_and_starts_nothing(
     assert main(["train", str(recipe), "--set", "objective.name=grpo", "--dry-run=full"]) == 0
     printed = capsys.readouterr().out
     (tmp_path / "resolved.toml").write_text(printed, encoding="utf-8")
-    for same in ("resolved.toml", "differs.toml"):
-        assert main(["train", str(tmp_path / same), "--dry-run=full"]) == 0
-        assert capsys.readouterr().out == printed
+    assert main(["train", str(tmp_path / "differs.toml"), "--dry-run=full"]) == 0
+    assert capsys.readouterr().out == printed
     assert "clip_high = 1.2" in printed
     assert printed.count("\n") > 4 * differs.count("\n")
     assert not (tmp_path / "run").exists()
@@ -97,7 +88,7 @@ def test_dry_run_prints_the_resolved_recipe_and_starts_nothing(
     assert "no longer in force: " in err
 
 
-@pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["help"]])
+@pytest.mark.parametrize("words", [[], ["--help"]])
 def test_the_overview_has_every_command_examples_and_the_pages(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -218,8 +209,10 @@ def test_mistakes_are_told_before_anything_slow_is_imported(model: Path, tmp_pat
     rows.write_text('{"problem": "1+1=", "answer": "2"}\n', encoding="utf-8")
     bad.write_text('{"problem": "1+1=", "answer": "2"}\n{"problem": "1+2="}\n', encoding="utf-8")
     golds.write_text('{"problem": "1+1=", "answer": "$ $"}\n', encoding="utf-8")
-    strange = tmp_path / "strange"
+    strange, half = tmp_path / "strange", tmp_path / "half"
     shutil.copytree(model, strange)
+    half.mkdir()
+    shutil.copy(model / "config.json", half)
     config = json.loads((strange / "config.json").read_text())
     (strange / "config.json").write_text(json.dumps({**config, "attention_sinks": 4}))
     missing, out = str(tmp_path / "rowz.jsonl"), str(tmp_path / "out")
@@ -229,6 +222,7 @@ def test_mistakes_are_told_before_anything_slow_is_imported(model: Path, tmp_pat
         "schedule.stagez=3": "not a recipe key",
         "model.path=/nowhere": "no config.json there",
         f"model.path={strange}": "unknown field 'attention_sinks'",
+        f"model.path={half}": "holds no *.safetensors weights",
         "parallel.tensor=3": "needs a multiple of 3 ranks",
         "engine.tensor=2": "engine.tensor = 2 does not divide the 1 ranks",
         "data.prompt_style=strange": "data.prompt_style 'strange' is unknown",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Generator, Iterator, Sequence
@@ -197,11 +198,10 @@ def apex() -> Finding:
 
 def _machine() -> list[Finding]:
     memory = psutil.virtual_memory()
-    version = ".".join(str(part) for part in sys.version_info[:3])
     supported: State = "ok" if (3, 11) <= sys.version_info[:2] <= (3, 12) else "broken"
     free = f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free"
     return [
-        Finding("Python", supported, version, "3.11 or 3.12", True, "python3.11 -m venv .venv"),
+        Finding("Python", supported, platform.python_version(), "3.11 or 3.12", True, "python3.11 -m venv .venv"),
         Finding("cores", "ok", f"{usable_cores()} usable of {os.cpu_count()}", "verifier, engine on CPU", True),
         Finding("memory", "ok", free, "optimizer state, engine, verifier", True),
     ]

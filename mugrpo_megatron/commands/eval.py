@@ -42,6 +42,8 @@ from mugrpo_megatron.samples import Problem, Prompt
 
 SETTINGS = "settings.json"
 """The file that makes a directory an evaluation's own."""
+LATER = {"problems", "reward files", "template file", "episodes"}
+"""Settings that earlier versions did not write."""
 UNDEFINED = "–"
 """What the table has for a majority where no response has an extracted answer."""
 
@@ -131,12 +133,7 @@ class Record:
         settings_file = directory / SETTINGS
         own = settings_file.is_file()
         before = read_json(settings_file) if own else settings
-        unknown = {
-            "problems",
-            "reward files",
-            "template file",
-            "episodes",
-        } - before.keys()  # begun by a version that did not write them
+        unknown = LATER - before.keys()
         differing = [key for key in settings if key not in unknown and not _same(before.get(key), settings[key])]
         if differing:
             raise UserError(

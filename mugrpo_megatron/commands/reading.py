@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 
@@ -127,17 +128,7 @@ def rollouts(options: Options) -> int:
     """Show responses of a stage."""
     from mugrpo_megatron.commands.rollouts import Selection, browse
 
-    selection = Selection(
-        update=options.update,
-        group=options.group,
-        min_reward=options.min_reward,
-        max_reward=options.max_reward,
-        right=options.right,
-        grep=options.grep,
-        advantage=options.advantage,
-        vetoed=options.vetoed,
-        limit=options.limit,
-    )
+    selection = Selection(**{field.name: getattr(options, field.name) for field in fields(Selection)})
     browse(options.run_dir, options.stage, selection, options.policy, options.overrides, options.json)
     return 0
 

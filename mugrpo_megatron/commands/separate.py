@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mugrpo_megatron.checks.preflight import check_run
+from mugrpo_megatron.commands.common import say
 from mugrpo_megatron.data.prepare import Problems
 from mugrpo_megatron.engine.process import HostProcess
 from mugrpo_megatron.errors import UserError
@@ -28,13 +29,13 @@ def generate_alone(
     and is not the current one.
     """
     if _sealed(recipe, _current_stage(recipe, stage)) and not recipe.guest.by_name:
-        _say("the stage is sealed already; `mugrpo optimize` takes its updates")
+        say("the stage is sealed already; `mugrpo optimize` takes its updates")
         return
     if problems is None:
         recipe, problems = check_run(recipe)
     with open_run(recipe, problems, warm_host) as (run, learner, engines, cursor):
         generate_stage(run, learner, engines, cursor)
-    _say(f"{run.directory.stage(cursor.stage)} is sealed; `mugrpo optimize` takes its updates")
+    say(f"{run.directory.stage(cursor.stage)} is sealed; `mugrpo optimize` takes its updates")
 
 
 def optimize_alone(recipe: Recipe, stage: int | None, source: Path | None = None) -> None:
@@ -56,11 +57,11 @@ def optimize_alone(recipe: Recipe, stage: int | None, source: Path | None = None
                 f"{recipe.run.dir}: the stage is not complete; run `mugrpo generate` with this recipe first"
             )
     if recipe.eval.every_updates:
-        _say("eval.every_updates: nothing is evaluated inside the stage, since `mugrpo optimize` has no engine")
+        say("eval.every_updates: nothing is evaluated inside the stage, since `mugrpo optimize` has no engine")
     with open_run(recipe, None, generates=False) as (run, learner, engines, cursor):
         after = optimize_stage(run, learner, engines, cursor)
         export(run, learner, after)
-    _say(f"stage {cursor.stage} is optimized; Hugging Face checkpoint: {run.directory.hf}")
+    say(f"stage {cursor.stage} is optimized; Hugging Face checkpoint: {run.directory.hf}")
 
 
 def _current_stage(recipe: Recipe, stage: int | None) -> int:
@@ -83,8 +84,3 @@ def _current_stage(recipe: Recipe, stage: int | None) -> int:
 
 def _sealed(recipe: Recipe, stage: int) -> bool:
     return StageStore(RunDirectory(recipe.run.dir).stage(stage)).sealed
-
-
-def _say(text: str) -> None:
-    if rank_of_environment() == 0:
-        print(text)

@@ -159,8 +159,7 @@ def model_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Qwen2Con
         intermediate_size=2 * section.hidden,
         num_hidden_layers=section.layers,
         num_attention_heads=section.hidden // HEAD_DIM,
-        num_key_value_heads=section.hidden
-        // HEAD_DIM,  # with fewer, the bundled task needs several times as many updates,
+        num_key_value_heads=section.hidden // HEAD_DIM,
         max_position_embeddings=1024,
         initializer_range=INIT_STD,
         rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},

@@ -35,19 +35,11 @@ def graded(number: int, reward: float) -> Graded:
     return Graded(Problem(f"s:{number}", "q", "1", "s"), [reward, 1.0], ["1", "1"], ["", ""], [3, 4], 0, ["1", "1"])
 
 
-def test_a_record_gives_back_what_was_appended(tmp_path: Path) -> None:
-    settings = settings_of(Recipe(), SUMS, [])
-    record = Record(tmp_path, settings)
-    assert record.read() == []
-    rows = [graded(1, 0.0), graded(2, 1.0)]
-    for row in rows:
-        record.append(row)
-    assert Record(tmp_path, settings).read() == rows
-
-
-def test_a_row_that_a_kill_cut_short_is_made_again(tmp_path: Path) -> None:
+def test_a_record_gives_back_what_was_appended_and_a_row_that_a_kill_cut_short_is_made_again(tmp_path: Path) -> None:
     record = Record(tmp_path, {})
+    assert record.read() == []
     record.append(graded(1, 0.0))
+    assert Record(tmp_path, {}).read() == [graded(1, 0.0)]
     whole = (tmp_path / "problems.jsonl").read_bytes()
     for cut in (1, 10, len(whole) - 1):
         (tmp_path / "problems.jsonl").write_bytes(whole + whole[:cut])
@@ -66,13 +58,6 @@ def test_a_full_disk_is_one_sentence_and_finished_problems_stay(tmp_path: Path) 
                 record.append(graded(number, 1.0))
         (small / "fill").unlink()
         assert record.read()[0] == graded(1, 0.0)
-
-
-def test_another_evaluations_directory_is_refused(tmp_path: Path) -> None:
-    Record(tmp_path, settings_of(Recipe(), SUMS, []))
-    other = Recipe.model_validate({"eval": {"samples": 4}})
-    with pytest.raises(UserError, match=r"with other sampling; choose another"):
-        Record(tmp_path, settings_of(other, SUMS, []))
 
 
 def test_other_weights_of_one_path_are_another_evaluation(tmp_path: Path) -> None:
@@ -131,25 +116,22 @@ def test_a_run_stands_for_its_weights(tmp_path: Path) -> None:
     assert weights_of(tmp_path / "run") == tmp_path / "run"
 
 
-def test_the_table_can_be_pasted() -> None:
+def test_the_table_fits_a_terminal_and_can_be_pasted() -> None:
     """Each set with its own number of responses; the mean is that of the sets."""
     four = [Graded(Problem(f"s:{n}", "q", "1", "s"), [1.0] * 4, ["1"] * 4, [""] * 4, [3] * 4, 0, []) for n in range(8)]
     two = [graded(n, float(n % 2)) for n in range(8)]
     sets = [summarize("one", two, "accuracy"), summarize("two", four, "accuracy")]
-    lines = markdown(table(Evaluation(sets, {"one": 1.0, "two": 0.0}))).splitlines()
+    evaluation = Evaluation(sets, {"one": 1.0, "two": 0.0})
+    console = Console(width=120, record=True)
+    console.print(on_screen(table(evaluation)))
+    head, *_, average = (line.split() for line in console.export_text().splitlines() if line.strip())
+    assert (head[:3], average[:2]) == (["set", "problems", "K"], ["average", "87.5"])
+    lines = markdown(table(evaluation)).splitlines()
     assert lines[0].startswith("| set | problems | K | mean@K | pass@2 | pass@4 | majority@K |")
     assert lines[2].startswith("| one | 8 | 2 | 75.0 [")
     assert lines[3].startswith("| two | 8 | 4 | 100.0 [")
     assert lines[-1].startswith("| average | | | 87.5 [")
     assert len({line.count("|") for line in lines}) == 1
-
-
-def test_the_table_fits_a_terminal() -> None:
-    sets = [summarize("one", [graded(n, float(n % 2)) for n in range(8)], "accuracy")]
-    console = Console(width=120, record=True)
-    console.print(on_screen(table(Evaluation(sets, {"one": 1.0}))))
-    head, *_, average = (line.split() for line in console.export_text().splitlines() if line.strip())
-    assert (head[:3], average[:2]) == (["set", "problems", "K"], ["average", "75.0"])
 
 
 def test_mean_rewards_are_no_percentages() -> None:
@@ -242,34 +224,19 @@ def test_sets_are_told_apart_and_sampled_as_each_of_them_asks(
         run(recipe, [str(files[1])] * 2, tmp_path / "other")
 
 
-@pytest.mark.parametrize(("options", "place"), [([], "model/eval"), (["--out", "elsewhere"], "elsewhere")])
-def test_the_command_says_last_where_the_results_are(
-    options: list[str],
-    place: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_the_command_takes_the_recipes_sampling_its_own_options_before_it_and_says_where_the_results_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    written: list[Path] = []
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(eval, "run", lambda recipe, sources, output: written.append(output))
-    assert main(["eval", "model", "--data", "amc23", *options]) == 0
-    assert written == [Path(place)]
-    assert capsys.readouterr().out.splitlines()[-1] == f"results: {place}"
-
-
-def test_the_command_takes_the_recipes_sampling_and_its_own_options_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found: list[Recipe] = []
-    monkeypatch.setattr(eval, "run", lambda recipe, sources, output: found.append(recipe))
-    path = tmp_path / "recipe.toml"
-    path.write_text("[eval]\nsamples = 8\ntemperature = 0.6\n[eval.sets.aime24]\nsamples = 32\n")
+    found: list[tuple[Recipe, Path]] = []
+    monkeypatch.setattr(eval, "run", lambda recipe, sources, output: found.append((recipe, output)))
+    Path("r.toml").write_text("[eval]\nsamples = 8\ntemperature = 0.6\n[eval.sets.aime24]\nsamples = 32\n")
     command = ["eval", "model", "--data", "aime24,amc23"]
-    for options in ([], ["--recipe", str(path)], ["--recipe", str(path), "--samples", "2"]):
+    for options in ([], ["--recipe", "r.toml"], ["--recipe", "r.toml", "--samples", "2", "--out", "elsewhere"]):
         assert main([*command, *options]) == 0
-    sampled = [[(one.eval.of(n).samples, one.eval.of(n).temperature) for n in ("aime24", "amc23")] for one in found]
+        assert capsys.readouterr().out.splitlines()[-1] == f"results: {found[-1][1]}"
+    sampled = [[(one.eval.of(n).samples, one.eval.of(n).temperature) for n in ("aime24", "amc23")] for one, _ in found]
     assert sampled == [[(1, 0.0)] * 2, [(32, 0.6), (8, 0.6)], [(32, 0.6), (2, 0.6)]]
+    assert [str(out) for _, out in found] == ["model/eval", "model/eval", "elsewhere"]
 
 
 @pytest.fixture(scope="module")

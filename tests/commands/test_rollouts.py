@@ -86,13 +86,7 @@ def sample(model: Path, group: int, response: str, reward: float) -> Sample:
 
 @pytest.mark.parametrize(
     ("scope", "dropped"),
-    [
-        ("none", [False, False, False, False]),
-        ("trigger", [False, True, False, False]),
-        ("suffix", [False, False, True, True]),
-        ("suffix_non_trigger", [False, False, True, True]),
-        ("response", [True, True, True, True]),
-    ],
+    [("none", [False] * 4), ("trigger", [False, True, False, False]), ("suffix", [False, False, True, True])],
 )
 def test_only_the_token_that_lost_its_mass_is_a_trigger(
     model: Path, run_dir: Path, scope: str, dropped: list[bool]
@@ -176,7 +170,7 @@ def test_the_table_holds_what_was_asked_for(model: Path, run_dir: Path, capsys: 
     assert "below 0.0001" in shown
 
 
-def test_another_veto_than_the_recipe_s_can_be_looked_at(
+def test_a_veto_is_marked_and_another_than_the_recipe_s_can_be_looked_at(
     model: Path, run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     browse(run_dir, 0, Selection(vetoed=True), model, ["objective.trigger_ratio=1e-5"])
@@ -185,32 +179,22 @@ def test_another_veto_than_the_recipe_s_can_be_looked_at(
     assert "below 1e-05" in shown
     browse(run_dir, 0, Selection(vetoed=True, update=1), model, ["objective.trigger_ratio=1e-5"])
     assert "no response that fits the other options has a vetoed token" in capsys.readouterr().out
-    browse(run_dir, 0, Selection(group=3, advantage="negative"), model, ["objective.veto=response"])
-    assert "⟦5«5»+1⟧" in capsys.readouterr().out
-
-
-def test_a_group_is_printed_with_its_triggers_marked(
-    model: Path, run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    browse(run_dir, 0, Selection(group=3, advantage="negative"), model)
-    shown = capsys.readouterr().out
-    assert "test:3" in shown
-    assert "5«5»" in shown.replace("⟦", "")
-    assert "⟦+1⟧" in shown
+    for veto, marked in (("suffix_non_trigger", "5«5»⟦+1⟧"), ("response", "⟦5«5»+1⟧")):
+        browse(run_dir, 0, Selection(group=3, advantage="negative"), model, [f"objective.veto={veto}"])
+        shown = capsys.readouterr().out
+        assert "test:3" in shown
+        assert marked in shown
 
 
 @pytest.mark.parametrize(
     ("selection", "texts"),
     [
         (Selection(right=True), [RIGHT] * 4),
-        (Selection(right=False, limit=3), [WRONG] * 3),
-        (Selection(grep="no answer"), [WRONG] * 4),
+        (Selection(grep="no answer", limit=3), [WRONG] * 3),
         (Selection(grep="^[12]$", right=True), [RIGHT] * 2),
-        (Selection(grep="level|question"), []),
-        (Selection(grep="inner|deep|,"), []),
-        (Selection(grep="^kept$", update=0, right=True), [RIGHT] * 2),
+        (Selection(grep="level|question|inner|deep|,"), []),
+        (Selection(grep="^kept$", update=0, right=False), [WRONG] * 2),
         (Selection(grep=r"^12\+34=$", update=0), [RIGHT, WRONG] * 2),
-        (Selection(grep="nowhere"), []),
     ],
 )
 def test_json_has_every_fact_of_the_responses_searched_for(
@@ -255,8 +239,6 @@ def test_eighty_columns_hold_what_a_response_was_and_why(model: Path, colour: bo
         (Selection(limit=3), "3 of 8 shown; --limit shows more"),
         (Selection(limit=8), ""),
         (Selection(right=True, limit=3), "3 shown, which is the limit; --limit shows more, if there are"),
-        (Selection(right=True, limit=5), ""),
-        (Selection(group=1, limit=1), "1 shown, which is the limit; --limit shows more, if there are"),
         (Selection(grep="nowhere"), "stage 0: no response fits the options"),
     ],
 )

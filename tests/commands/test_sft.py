@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -66,6 +66,7 @@ def test_only_bundled_tasks_have_answers_to_imitate(tmp_path: Path) -> None:
         train(own)
 
 
+@settings(max_examples=50)
 @given(epochs=st.integers(1, 9), rows=st.integers(1, 9_999_999), batch=st.integers(1, 512))
 def test_every_row_is_learned_epochs_times(epochs: int, rows: int, batch: int) -> None:
     section = SftSection(epochs=epochs, batch=batch)

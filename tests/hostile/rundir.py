@@ -37,6 +37,7 @@ NOW = Cursor(1, 1, 3)
 """Where the run stands."""
 
 
+@cache
 def recipe(run_dir: Path, *overrides: str) -> Recipe:
     sizes = ["schedule.stages=3", f"schedule.updates_per_stage={UPDATES}", f"rollout.prompts_per_update={PROMPTS}"]
     return load_recipe(None, [f"run.dir={run_dir}", "model.path=/none", *sizes, *overrides])

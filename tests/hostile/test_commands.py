@@ -33,8 +33,14 @@ MADE: dict[str, Callable[[Path, Path], object]] = {
     "a loop of links": lambda folder, path: path.symlink_to("out.jsonl"),
 }
 """What stands at the output's path, which is the second argument."""
-NAMED = ["in.jsonl", "../FOLDER/in.jsonl", "in.jsonl/out.jsonl", "/dev/null/out.jsonl", "x" * 300 + ".jsonl", "out"]
-NAMED += ["out.parquet", "out.txt", "out.jsonl.bak", ".jsonl", "/proc/none/out.jsonl"]
+NAMED = [
+    "in.jsonl",
+    "../FOLDER/in.jsonl",
+    "in.jsonl/out.jsonl",
+    "x" * 300 + ".jsonl",
+    "out.txt",
+    "/proc/none/out.jsonl",
+]
 """Paths at which nothing can be written, or not JSONL, or the input stands."""
 
 
@@ -91,9 +97,7 @@ def test_a_place_that_cannot_be_written_is_found_before_anything_is_scored(
     assert list(listing(tmp_path)) == ["in.jsonl"]
 
 
-@pytest.mark.parametrize(
-    "number", [errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG]
-)
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC])
 def test_what_the_system_refuses_is_a_sentence(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any, **__: Any) -> None:
         raise OSError(number, os.strerror(number), "runs/\x1b[2J")

@@ -13,7 +13,7 @@ from mugrpo_megatron.commands.warm_start import locked_warm_start
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.streams import visible
 from mugrpo_megatron.run.directory import locked
-from tests.hostile.outcome import command, listing, refused
+from tests.hostile.outcome import listing, refused
 from tests.tiny import save_model
 
 
@@ -35,33 +35,15 @@ def test_an_evaluation_keeps_its_hands_off_other_files(name: str, model: Path, t
     assert listing(tmp_path) == before
 
 
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (b"", "is not JSON"),
-        (b"{}", r"with other model, weights, sources"),
-    ],
-    ids=lambda one: repr(one[:8]),
-)
-def test_damaged_settings_of_an_evaluation(content: bytes, says: str, model: Path, tmp_path: Path) -> None:
-    (tmp_path / "settings.json").write_bytes(content)
-    refused("eval", model, "--data", "arithmetic", "--out", tmp_path, says=says)
-
-
-@pytest.mark.parametrize("name", ["a file", "under a file", "a loop", "a device", "settings are a directory"])
-def test_an_evaluation_where_no_directory_can_be(name: str, model: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    if name in ("a file", "under a file"):
-        out.write_text("precious")
-        out = out / "x" if name == "under a file" else out
-    elif name == "a loop":
-        out.symlink_to("out")
-    elif name == "a device":
-        out = Path("/dev/null")
-    else:
-        (out / "settings.json").mkdir(parents=True)
+def test_an_evaluation_where_no_directory_can_be(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "folder" / "settings.json").mkdir(parents=True)
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "settings.json").touch()
     before = listing(tmp_path)
-    refused("eval", model, "--data", "arithmetic", "--out", out)
+    for place in ("file", "file/x", "loop", "folder", "damaged", "/dev/null"):
+        refused("eval", model, "--data", "arithmetic", "--out", tmp_path / place)
     assert listing(tmp_path) == before
 
 
@@ -77,14 +59,7 @@ def test_sets_of_one_file_are_one_set(model: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("options", ["--samples 0", "--temperature nan"])
-def test_options_of_eval(options: str, model: Path, tmp_path: Path) -> None:
-    ended = command("eval", model, "--data", "arithmetic", "--out", tmp_path / "out", *options.split())
-    assert ended.code == 2
-    assert "Traceback" not in ended.err
-
-
-@pytest.mark.parametrize("name", ["7", "[1]", "x=y", "new\nline", "\x1b[2J"])
+@pytest.mark.parametrize("name", ["7", "[1]", "new\nline", "\x1b[2J"])
 def test_a_model_directory_of_any_name(name: str) -> None:
     refused("eval", name, "--data", "arithmetic", says=f"model.path = {visible(name).replace(chr(10), ' ')}: not a")
 
@@ -94,27 +69,25 @@ def sft(folder: Path, **section: Any) -> Path:
     return folder / "r.toml"
 
 
-@pytest.mark.parametrize("kind", ["directory", "file", "link", "dangling link", "empty directory"])
+@pytest.mark.parametrize("kind", ["directory", "file", "dangling link", "empty directory"])
 def test_a_warm_start_replaces_nothing_and_says_so_first(kind: str, tmp_path: Path) -> None:
     hf = tmp_path / "warm" / "hf"
     hf.parent.mkdir()
-    (tmp_path / "precious").mkdir()
-    (tmp_path / "precious" / "weights").write_text("x")
-    if kind in ("directory", "empty directory"):
+    if "directory" in kind:
         hf.mkdir()
     if kind == "directory":
         (hf / "weights").write_text("x")
-    if kind == "file":
+    elif kind == "file":
         hf.write_text("x")
-    if "link" in kind:
-        hf.symlink_to("nowhere" if "dangling" in kind else tmp_path / "precious")
+    elif kind == "dangling link":
+        hf.symlink_to("nowhere")
     recipe = sft(tmp_path)
     before = listing(tmp_path)
     refused("sft", recipe, says=f"{hf} exists")
     assert listing(tmp_path) == before
 
 
-@pytest.mark.parametrize("content", ["[sft]\nhidden = 64\n", "x = 1\n", "[", "[" * 5000, "[sft]\nlr = inf\n"])
+@pytest.mark.parametrize("content", ["[sft]\nhidden = 64\n", "x = 1\n", "["])
 def test_a_warm_start_of_another_recipe_stays(content: str, tmp_path: Path) -> None:
     (tmp_path / "warm").mkdir()
     (tmp_path / "warm" / "recipe.toml").write_text(content)

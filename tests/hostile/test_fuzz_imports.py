@@ -1,4 +1,4 @@
-"""Rollouts of other programs, one place of a row changed: groups that can be trained on, or one sentence."""
+"""Rollouts of other programs and traces of agents, some places changed: groups to train on, or one sentence."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from mugrpo_megatron.data.prompts import Template
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.extras.exchange.foreign_rollouts import read_rollouts
+from tests.extras.exchange.test_traces import TWO, VERIFIERS
 from tests.hostile.fuzz import changed
 from tests.hostile.outcome import sentence
 
@@ -19,13 +21,17 @@ pytestmark = pytest.mark.night
 
 TOKENIZER = build_arithmetic_tokenizer()
 TEMPLATE = Template("{% for m in messages %}{{ m.content }}{% endfor %}=")
-TEXT = {"prompt": "1+1=", "response": "2", "reward": 1.0, "step": 1, "finish_reason": "stop"}
-IDS = {"prompt_ids": [3, 4, 5], "response_ids": [5, 6], "logprobs": [-0.5, -1.0], "loss_mask": [1, 0], "group": 7}
-CHAT = {"prompt": [{"role": "user", "content": "1+1"}], "completion": [{"role": "assistant", "content": "2"}]}
+ROWS: list[dict[str, Any]] = [
+    {"prompt": "1+1=", "response": "2", "reward": 1.0, "step": 1, "finish_reason": "stop"},
+    {"prompt_ids": [3, 4, 5], "response_ids": [5, 6], "logprobs": [-0.5, -1.0], "loss_mask": [1, 0], "group": 7},
+    {"prompt": [{"role": "user", "content": "1+1"}], "completion": [{"role": "assistant", "content": "2"}]},
+]
+TRACES: list[Any] = [TWO, VERIFIERS]
+TRACES += [{"trace": trace, "reward": 1.0, "group": 4} for trace in TRACES]
 
 
-@given(changed([TEXT, TEXT]) | changed([IDS, IDS]) | changed([CHAT, CHAT]))
-def test_rows_of_rollouts(tmp_path_factory: pytest.TempPathFactory, rows: list[Any]) -> None:
+@given(st.sampled_from([*ROWS, *TRACES]).flatmap(lambda row: changed([row, row])))
+def test_rows_of_rollouts_and_traces(tmp_path_factory: pytest.TempPathFactory, rows: list[Any]) -> None:
     path = tmp_path_factory.getbasetemp() / "rollouts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 

@@ -24,15 +24,11 @@ CLUSTERS = {
     "--gpu h300": "known are h200",
     "--nodes 99991 --gpus-per-node 1021": "does not divide over",
 }
-RATES = ["mfu=nan", "spread=inf", "disk=-5", "packing=200", "mfu=1.01", "mean_prompt=1.5", "fragmentation=1.5"]
-RATES += ["cores=1e19", "step_floor=0", "mfu=", "mfu", "mfu=0.4=0.5", "=1", "unknown=1", "__class__=1"]
+RATES = ["mfu=nan", "spread=inf", "disk=-5", "mfu=1.01", "cores=1e19", "mfu", "mfu=0.4=0.5", "__class__=1"]
 HUGE = 9007199254740992
 EXTREMES = [
     "--nodes 1 --gpus-per-node 1",
-    "--nodes 512 --gpus-per-node 1",
-    "--assume spread=1e-9",
     "--assume mfu=1e-300",
-    "--assume step_floor=1e18",
     "--assume mean_prompt=1e-17",
     "--assume cores=1e18 --assume verifier=1e-18",
     "--set rollout.prompts_per_update=1000000000 --set schedule.stages=1000000000",
@@ -64,7 +60,7 @@ def test_an_extreme_plan_is_numbers_or_a_sentence(options: str) -> None:
         assert options != EXTREMES[0], "an ordinary plan is made"
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"[" * 100_000, b'{"a": "\\ud800"}'], ids=lambda content: content[:9])
+@pytest.mark.parametrize("content", [b"", b"[" * 100_000], ids=lambda content: content[:9])
 def test_a_model_config_that_is_not_one(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(content)
     refused("plan", RECIPE, *CUDA, "--model-config", tmp_path / "config.json")

@@ -13,29 +13,19 @@ import pytest
 from mugrpo_megatron.observe.streams import visible
 from mugrpo_megatron.report import live
 from mugrpo_megatron.report.details import read_details
-from mugrpo_megatron.report.page import BRAND
 from tests.hostile.outcome import command, listing, refused
 from tests.hostile.rundir import make
 from tests.report.synthetic import recipe_of, rows_of, write_run
 
-RECIPES: dict[str, tuple[bytes, str]] = {
-    "no TOML": (b"[", "not valid TOML"),
-    "a value for a section": (b"run = 3\n", "`run` is not a section"),
-    "an array for a section": (b"[[run]]\n", "`run` is not a section"),
-}
 
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_report_of_a_damaged_recipe(name: str, tmp_path: Path) -> None:
-    content, says = RECIPES[name]
+@pytest.mark.parametrize(("content", "says"), [(b"[", "not valid TOML"), (b"[[run]]\n", "`run` is not a section")])
+def test_a_report_of_a_damaged_recipe(content: bytes, says: str, tmp_path: Path) -> None:
     write_run(tmp_path, rows_of(1, 2), recipe_of(1, 2))
     (tmp_path / "recipe.toml").write_bytes(content)
     refused("report", tmp_path, says=says)
 
 
-@pytest.mark.parametrize(
-    "recipe", [b"", b"[run]\nseed = []\n", b'[x]\ny = "<script>"\n', b"[objective]\nname = 2020-01-01\n"]
-)
+@pytest.mark.parametrize("recipe", [b"", b'[x]\ny = "<script>"\n[run]\nseed = []\n[objective]\nname = 2020-01-01\n'])
 def test_a_report_of_an_odd_recipe(recipe: bytes, tmp_path: Path) -> None:
     write_run(tmp_path, rows_of(1, 2), recipe_of(1, 2))
     (tmp_path / "recipe.toml").write_bytes(recipe)
@@ -43,7 +33,7 @@ def test_a_report_of_an_odd_recipe(recipe: bytes, tmp_path: Path) -> None:
     assert "<script>" not in (tmp_path / "report.html").read_text().replace("<script>\n", "")
 
 
-@pytest.mark.parametrize("content", [b"", b"[1]", b"[" * 100_000])
+@pytest.mark.parametrize("content", [b"", b"[1]"])
 def test_a_report_of_a_damaged_summary(content: bytes, tmp_path: Path) -> None:
     write_run(tmp_path, rows_of(1, 2), recipe_of(1, 2))
     (tmp_path / "summary.json").write_bytes(content)
@@ -69,12 +59,6 @@ def test_a_report_replaces_only_a_report(kind: str, tmp_path: Path) -> None:
     assert listing(tmp_path) == before
 
 
-def test_a_report_replaces_a_report(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", rows_of(1, 2), recipe_of(1, 2))
-    assert [command("report", run).code for _ in range(2)] == [0, 0]
-    assert BRAND in (run / "report.html").read_text()
-
-
 def test_a_report_of_what_is_not_a_run(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "recipe.toml").mkdir()
@@ -86,7 +70,7 @@ def test_a_report_shows_every_character(tmp_path: Path) -> None:
     """Of a directory whose name is not UTF-8, and of names that turn the text around or write to a terminal."""
     rows = [row | {"reward/a\x1b[2J\u202eb": 1.0} if row["kind"] == "update" else row for row in rows_of(1, 2)]
     run = write_run(tmp_path / os.fsdecode(b"r\xff"), rows, recipe_of(1, 2))
-    assert command("report", run).code == 0
+    assert [command("report", run).code for _ in range(2)] == [0, 0], "a report replaces a report"
     text = (run / "report.html").read_text(encoding="utf-8")
     assert "r\\udcff" in text
     assert visible(text) == text

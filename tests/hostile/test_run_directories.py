@@ -265,29 +265,23 @@ def test_data_that_changed_are_refused_until_accepted(now: Problems, changed: Re
     check_data(changed.run.dir, now)
 
 
-REFUSING = [(errno.ENOSYS, "no file locks"), (errno.ENOLCK, "no file locks"), (errno.EOPNOTSUPP, "no file locks")]
-
-
-@pytest.mark.parametrize(("number", "words"), REFUSING)
-def test_a_file_system_without_locks_is_told(
-    number: int, words: str, changed: Recipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_told(number: int, changed: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     def flock(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match="no file locks"):
         resume(changed)
 
 
-@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
-def test_a_read_only_place_is_told(number: int, changed: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_only_place_is_told(changed: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     before = content(changed.run.dir)
     opened = os.open
 
     def read_only(path: object, flags: int, *rest: int, **more: object) -> int:
         if flags & (os.O_WRONLY | os.O_RDWR):
-            raise OSError(number, os.strerror(number), path)
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
         return opened(path, flags, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(os, "open", read_only)
@@ -314,10 +308,10 @@ def test_reports_while_a_run_goes_on_and_ends(changed: Recipe) -> None:
 
     def train() -> None:
         with open_directory(changed) as directory, open_log(run, TrackSection(tensorboard=False)) as log:
-            for update in range(3, 300):
+            for update in range(3, 60):
                 log.update(1, update, update, {"loss": 0.5, "tokens": 9.0})
-            write_json(directory.summary, {"updates": 300})
-            for _ in range(5):
+            write_json(directory.summary, {"updates": 60})
+            for _ in range(3):
                 write_report(run)
         ended.set()
 
@@ -330,5 +324,5 @@ def test_reports_while_a_run_goes_on_and_ends(changed: Recipe) -> None:
     thread.join()
     assert ended.is_set()
     assert written
-    assert len(read_rows(run / "metrics.jsonl")) > 300
+    assert len(read_rows(run / "metrics.jsonl")) > 60
     assert not [path.name for path in run.iterdir() if path.name.endswith(".partial")]

@@ -44,7 +44,7 @@ def save_on_disks_of(pages: list[int], model: Path, folder: Path) -> list[tuple[
 
 def test_a_save_on_a_full_disk(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", layers=1)
-    pages = [*range(1, 40, 3), *range(40, 280, 10)]
+    pages = [*range(1, 40, 8), *range(40, 280, 16)]
     [told] = run_ranks(1, save_on_disks_of, pages, model, tmp_path / "disk")
     for said, whole, damage in told:
         assert ("no space left" in said) == (len(whole) < 2)
