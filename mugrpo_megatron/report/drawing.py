@@ -95,7 +95,7 @@ def axis_of(updates: Iterable[float], seconds: Iterable[float]) -> dict[str, lis
 
 def _boundaries(run: RunData) -> list[dict[str, float]]:
     """Where each stage with an update begins; its time is that of its first phase, the sync."""
-    begins: dict[int, float] = {}
+    begins: dict[int, Any] = {}
     for row in run.phases:
         begins[row["stage"]] = min(row["start"], begins.get(row["stage"], row["start"]))
     return [

@@ -125,7 +125,7 @@ def load_grid(path: Path = GRID) -> Grid:
     methods = {name: _method(name, fields, table["updates"]) for name, fields in table.pop("methods").items()}
     blocks = _blocks(table.pop("blocks"), table["seeds"])
     order = tuple(tuple(names) for names in table.pop("order"))
-    lists = {name: tuple(table.pop(name, ())) for name in ("ladder", "start", "also_tuned")}
+    lists: dict[str, Any] = {name: tuple(table.pop(name, ())) for name in ("ladder", "start", "also_tuned")}
     grid = Grid(**table, **lists, order=order, blocks=blocks, methods=methods)
     for problem in _problems(grid):
         raise UserError(f"{path}: {problem}")
