@@ -26,7 +26,7 @@ WALKS = (("train", "optimize_stage", "run"), ("train", "generate_stage", "run"))
 HELD = {
     "core files": 204,
     "recipe keys": 135,
-    "recipe keys that nothing shipped sets": 28,
+    "recipe keys that nothing shipped sets": 27,
     "modules with one importer": 54,
     "basenames that occur twice": 4,
     "circles of rooms": 0,
