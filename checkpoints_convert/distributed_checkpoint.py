@@ -115,8 +115,4 @@ def described(items: Sequence[Item]) -> list[dict[str, Any]]:
 
 def from_description(rows: list[dict[str, Any]]) -> list[Item]:
     """Inverse of `described`."""
-    return [_item(**row) for row in rows]
-
-
-def _item(offsets: list[int], sizes: list[int], shape: list[int], **fields: Any) -> Item:
-    return Item(offsets=tuple(offsets), sizes=tuple(sizes), shape=tuple(shape), **fields)
+    return [Item(**row | {name: tuple(row[name]) for name in ("offsets", "sizes", "shape")}) for row in rows]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -54,7 +53,8 @@ def convert(
     """
     out = checked_output(out, {"--hf": hf}, overwrite)
     architecture = read_architecture(hf)
-    check_layout(parallel, read_config(hf))
+    if problems := list(split_problems(parallel, read_config(hf), OPTIONS)):
+        raise UserError("; ".join(problems))
     check_tokenizer(hf, architecture)
     checkpoint = open_checkpoint(hf, architecture)
     parts = list(divide(checkpoint, architecture, dtype))
@@ -80,7 +80,7 @@ def convert(
             output.finish(file, described(writer.items))
             items += writer.items
         write_metadata(output.directory, items)
-        carry_files(hf, output.directory, dtype or first_dtype(checkpoint))
+        carry_files(hf, output.directory, dtype or next(iter(checkpoint.dtypes.values())))
 
 
 def write_entry(
@@ -137,17 +137,6 @@ def divide(
             part = []
         part.append((entry, values * item))
     yield part
-
-
-def check_layout(parallel: ParallelSection, model: Mapping[str, Any]) -> None:
-    """Raises UserError when the layout cannot split the model."""
-    if problems := list(split_problems(parallel, model, OPTIONS)):
-        raise UserError("; ".join(problems))
-
-
-def first_dtype(checkpoint: HFCheckpoint) -> torch.dtype:
-    """The type of the checkpoint, which its config names."""
-    return next(iter(checkpoint.dtypes.values()))
 
 
 def positive(text: str) -> int:

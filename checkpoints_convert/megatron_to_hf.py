@@ -10,9 +10,8 @@ from pathlib import Path
 
 import torch
 
-from checkpoints_convert.command import DTYPES, fill_hf, fingerprint, run
+from checkpoints_convert.command import DTYPES, check_sums, fill_hf, fingerprint, run
 from checkpoints_convert.output import checked_output, open_output
-from checkpoints_convert.source import check_sums
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import CONFIG, read_config
 from mugrpo_megatron.files.torch_dist import Reader

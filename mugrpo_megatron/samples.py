@@ -188,16 +188,10 @@ class Sample:
 
     def __post_init__(self) -> None:
         others = (self.engine_logprobs, self.reference_logprobs, self.anchor_logprobs, self.teacher_logprobs)
-        for logprobs in (self.behaviour_logprobs, *others):
-            if logprobs is not None and len(logprobs) != len(self.response_ids):
-                raise ValueError(f"group {self.group}: {len(self.response_ids)} token ids, {len(logprobs)} logprobs")
-        if self.loss_mask is not None and len(self.loss_mask) != len(self.response_ids):
-            raise ValueError(
-                f"group {self.group}: {len(self.response_ids)} token ids, a loss mask of {len(self.loss_mask)}"
-            )
-
-        if self.kept is not None and len(self.kept) != len(self.response_ids):
-            raise ValueError(f"group {self.group}: {len(self.response_ids)} token ids, kept tokens of {len(self.kept)}")
+        rows = [("logprobs", each) for each in (self.behaviour_logprobs, *others)]
+        for what, values in (*rows, ("a loss mask", self.loss_mask), ("kept tokens", self.kept)):
+            if values is not None and len(values) != len(self.response_ids):
+                raise ValueError(f"group {self.group}: {len(self.response_ids)} token ids, {what} of {len(values)}")
 
     def trained(self, values: np.ndarray) -> np.ndarray:
         """Those of a value for each response token that belong to the tokens trained on."""

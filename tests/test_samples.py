@@ -24,7 +24,7 @@ def test_a_response_has_as_many_logprobs_as_tokens() -> None:
 def test_so_does_a_sample(which: str) -> None:
     whole = Sample(7, "p", IDS, IDS, np.zeros(3, dtype=np.float32), 0.0, 0, "stop")
     fewer: dict[str, Any] = {which: FEWER}
-    with pytest.raises(ValueError, match="group 7: 3 token ids, 2 logprobs"):
+    with pytest.raises(ValueError, match="group 7: 3 token ids, logprobs of 2"):
         replace(whole, **fewer)
     with pytest.raises(ValueError, match="group 7: 3 token ids, a loss mask of 2"):
         replace(whole, loss_mask=FEWER > 0)

@@ -16,8 +16,6 @@ All of this is the KL of one token given its prefix, with the prefixes of beta.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -29,7 +27,10 @@ from mugrpo_megatron.recipe.objective import ObjectiveSection
 
 def kl_estimate(logprobs: Tensor, anchor: Tensor, estimator: str) -> Tensor:
     """Estimate of KL(pi | anchor) at each sampled token [T], in nats; differentiable in `logprobs` [T]."""
-    return _ESTIMATORS[estimator](log_ratios(logprobs, anchor))
+    d = log_ratios(logprobs, anchor)
+    if estimator == "k3":
+        return (-d).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp() - 1 + d
+    return d.square() / 2 if estimator == "k2" else d
 
 
 def kl_loss(
@@ -63,10 +64,3 @@ def rewards_less_kl(
     """
     drift = [np.subtract(own, fixed, dtype=np.float64).sum() for own, fixed in zip(behaviour, anchor, strict=True)]
     return np.asarray(rewards, dtype=np.float64) - config.kl_coef * np.array(drift, dtype=np.float64)
-
-
-_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
-    "k1": lambda d: d,
-    "k2": lambda d: d.square() / 2,
-    "k3": lambda d: (-d).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp() - 1 + d,
-}

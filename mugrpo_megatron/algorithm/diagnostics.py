@@ -11,22 +11,21 @@ from mugrpo_megatron.algorithm.surrogates import LOG_RATIO_LIMIT
 from mugrpo_megatron.algorithm.veto import NEVER, TRIGGER_METRICS, trigger_metrics
 from mugrpo_megatron.recipe.objective import ObjectiveSection
 
-SIGNED_MEAN = "mean importance ratio of tokens with negative, positive advantage; the first is the paper's E[ρ | A < 0]"
+MEAN_OF_A_SIGN = (
+    "mean importance ratio of tokens with negative, positive advantage; the first is the paper's E[ρ | A < 0]"
+)
+OF_A_SIGN = (
+    ("mean", MEAN_OF_A_SIGN),
+    ("p01", "1st percentile of these ratios"),
+    ("p50", "median of these ratios"),
+    ("p99", "99th percentile of these ratios"),
+    ("min", "smallest of these ratios"),
+    ("max", "largest of these ratios"),
+)
 METRICS: tuple[tuple[str, str, str], ...] = (
     ("loss", "", "loss of the update: minus the surrogate objective, plus the KL penalty, minus the entropy bonus"),
     ("ratio_mean", "ratio", "mean importance ratio of all response tokens; 1 on policy"),
-    ("ratio_neg_mean", "ratio", SIGNED_MEAN),
-    ("ratio_neg_p01", "ratio", "1st percentile of these ratios"),
-    ("ratio_neg_p50", "ratio", "median of these ratios"),
-    ("ratio_neg_p99", "ratio", "99th percentile of these ratios"),
-    ("ratio_neg_min", "ratio", "smallest of these ratios"),
-    ("ratio_neg_max", "ratio", "largest of these ratios"),
-    ("ratio_pos_mean", "ratio", SIGNED_MEAN),
-    ("ratio_pos_p01", "ratio", "1st percentile of these ratios"),
-    ("ratio_pos_p50", "ratio", "median of these ratios"),
-    ("ratio_pos_p99", "ratio", "99th percentile of these ratios"),
-    ("ratio_pos_min", "ratio", "smallest of these ratios"),
-    ("ratio_pos_max", "ratio", "largest of these ratios"),
+    *((f"ratio_{sign}_{name}", "ratio", meaning) for sign in ("neg", "pos") for name, meaning in OF_A_SIGN),
     ("clipped_fraction", "fraction", "clipped response tokens, without a gradient: the paper's token clipping rate"),
     ("vetoed_fraction", "fraction", "response tokens that the veto (the paper's NAV) or a mask drops from the loss"),
     ("vetoed_responses", "fraction", "negative responses that have a trigger at the recipe's threshold"),

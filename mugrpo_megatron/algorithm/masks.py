@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from mugrpo_megatron.algorithm.segments import Segments, response_mean, response_sum
 from mugrpo_megatron.algorithm.surrogates import LOG_RATIO_LIMIT
-from mugrpo_megatron.algorithm.veto import Veto, initial_state, veto
+from mugrpo_megatron.algorithm.veto import Veto, veto
 from mugrpo_megatron.recipe.objective import ObjectiveSection
 
 
@@ -19,7 +17,7 @@ def keep_mask(
     segments: Segments,
     config: ObjectiveSection,
     log_drop: Tensor,
-    first_trigger: Tensor | None = None,
+    first_trigger: Tensor,
 ) -> Veto:
     """Tokens that stay in the loss, and the first triggers up to their end.
 
@@ -27,10 +25,9 @@ def keep_mask(
         log_ratio: [T] log of current over behaviour probability; no gradient flows through a mask.
         advantage: [T].
         log_drop: []: tokens whose log-ratio is larger in magnitude are dropped.
-        first_trigger: of the veto, if the tokens continue earlier ones of the same responses.
+        first_trigger: of the veto: its `initial_state`, or where the earlier tokens of the same responses left it.
     """
     log_ratio = log_ratio.detach()
-    first_trigger = initial_state(segments, config) if first_trigger is None else first_trigger
     verdict = veto(log_ratio, advantage, segments, config, first_trigger)
     keep = verdict.keep & (log_ratio.abs().double() <= log_drop)
     if config.reject != "none":
@@ -86,24 +83,12 @@ def response_weights(
         float64 [N].
     """
     counted = torch.ones_like(lengths, dtype=torch.bool) if counted is None else counted
-    counts = counted.to(torch.float64)
-    return _WEIGHTS[config.reduction](lengths.to(torch.float64), counts, constant_length) * counts
-
-
-def _token_mean(lengths: Tensor, counts: Tensor, constant_length: int) -> Tensor:
-    return torch.ones_like(lengths) / (lengths * counts).sum().clamp(min=1)
-
-
-def _sequence_mean(lengths: Tensor, counts: Tensor, constant_length: int) -> Tensor:
-    return 1 / (lengths.clamp(min=1) * counts.sum().clamp(min=1))
-
-
-def _constant(lengths: Tensor, counts: Tensor, constant_length: int) -> Tensor:
-    return torch.ones_like(lengths) / (counts.sum().clamp(min=1) * constant_length)
-
-
-_WEIGHTS: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
-    "token_mean": _token_mean,
-    "sequence_mean": _sequence_mean,
-    "constant": _constant,
-}
+    lengths, counts = lengths.to(torch.float64), counted.to(torch.float64)
+    match config.reduction:
+        case "token_mean":
+            weights = 1 / (lengths * counts).sum().clamp(min=1)
+        case "sequence_mean":
+            weights = 1 / (lengths.clamp(min=1) * counts.sum().clamp(min=1))
+        case "constant":
+            weights = 1 / (counts.sum().clamp(min=1) * constant_length)
+    return weights * counts

@@ -70,27 +70,24 @@ def importance_ratio(log_ratio: Tensor, segments: Segments, config: ObjectiveSec
     `token`: r_t = exp(l_t). `sequence_mean`: exp(mean_t l_t) (GSPO, arXiv 2507.18071, eq. 7).
     `sequence`: exp(sum_t l_t), the trajectory's ratio (TOPR, arXiv 2503.14286).
     """
-    level = _LEVELS[config.ratio](log_ratio, segments)
+    level = log_ratio
+    if config.ratio != "token":
+        reduced = (response_mean if config.ratio == "sequence_mean" else response_sum)(log_ratio, segments)
+        level = reduced[segments.ids]
     return level.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def around(centre: Tensor, low: Tensor, high: Tensor, config: ObjectiveSection) -> tuple[Tensor, Tensor]:
     """The clip range at `centre` [T], the ratio of the reference policy; no gradient flows through it.
 
-    `reference` moves the range from 1 to it, `proximal` multiplies by it: with r_prox = pi_prox / beta,
+    `reference` moves the range from 1 to it: off-policy GRPO's f_eps (arXiv 2505.22257), which clips the ratio within
+    eps of that of the policy that the iteration started from. `proximal` multiplies by it: r_prox = pi_prox / beta, and
     r_prox min(r / r_prox A, clip(r / r_prox, low, high) A) = min(r A, clip(r, low r_prox, high r_prox) A) is decoupled
     PPO (arXiv 2110.00641; AReaL, arXiv 2505.24298, eq. 5).
     """
-    return moved_to(centre, low, high) if config.clip_centre == "reference" else (centre * low, centre * high)
-
-
-def moved_to(centre: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """The clip range moved from 1 to `centre` [T]: [max(centre - (1 - low), 0), centre + (high - 1)], each [T].
-
-    Off-policy GRPO's f_eps (arXiv 2505.22257): the ratio pi / beta is clipped within eps of pi_ref / beta, the ratio of
-    the policy that the iteration started from. `centre` is that ratio; no gradient flows through it.
-    """
-    return (centre - (1 - low)).clamp(min=0), centre + (high - 1)
+    if config.clip_centre == "reference":
+        return (centre - (1 - low)).clamp(min=0), centre + (high - 1)
+    return centre * low, centre * high
 
 
 def ppo(tokens: Tokens, config: ObjectiveSection) -> Terms:
@@ -198,10 +195,7 @@ def own_terms(function: Surrogate, tokens: Tokens, config: ObjectiveSection) -> 
     type of the log-ratios and a bool [T].
     """
     name = f"objective.surrogate = {config.surrogate}"
-    try:
-        terms = function(tokens, config)
-    except (Exception, SystemExit) as error:
-        raise TrainingFailure(f"{name} failed: {failure(error, __file__)}; correct it and run it again") from None
+    terms = _answer(name, function, tokens, config)
     if not isinstance(terms, Terms):
         raise UserError(f"{name} returned {type(terms).__name__}, not Terms(loss, clipped)")
     shape = tuple(tokens.logprobs.shape)
@@ -216,16 +210,19 @@ def own_terms(function: Surrogate, tokens: Tokens, config: ObjectiveSection) -> 
     return terms
 
 
+def _answer(name: str, function: Callable[..., Any], tokens: Tokens, config: ObjectiveSection) -> Any:
+    """What a user's function returns. Raises TrainingFailure when it fails."""
+    try:
+        return function(tokens, config)
+    except (Exception, SystemExit) as error:
+        raise TrainingFailure(f"{name} failed: {failure(error, __file__)}; correct it and run it again") from None
+
+
 def _by_sign(positive: Tensor, where_positive: float, elsewhere: float, like: Tensor) -> Tensor:
     """[T] of one of two numbers, in the type of `like`."""
     return torch.where(positive, like.new_tensor(where_positive), like.new_tensor(elsewhere))
 
 
-_LEVELS: dict[str, Callable[[Tensor, Segments], Tensor]] = {
-    "token": lambda log_ratio, segments: log_ratio,
-    "sequence_mean": lambda log_ratio, segments: response_mean(log_ratio, segments)[segments.ids],
-    "sequence": lambda log_ratio, segments: response_sum(log_ratio, segments)[segments.ids],
-}
 SURROGATES: dict[str, Surrogate] = {
     "ppo": ppo,
     "cispo": cispo,
@@ -259,32 +256,21 @@ def own_metrics(tokens: Tokens, config: ObjectiveSection) -> dict[str, float]:
 
     Raises TrainingFailure when the function fails, UserError when it returns something else than numbers by name.
     """
-    source = config.diagnostics
-    if source is None:
+    if config.diagnostics is None:
         return {}
-    function = load_function("objective.diagnostics", source)
+    source = f"objective.diagnostics = {config.diagnostics}"
+    function = load_function("objective.diagnostics", config.diagnostics)
     detached = replace(tokens, **{name: getattr(tokens, name).detach() for name in ("logprobs", "log_ratio", "ratio")})
-    try:
-        with torch.no_grad():
-            values: Any = function(detached, config)
-    except (Exception, SystemExit) as error:
-        raise TrainingFailure(
-            f"objective.diagnostics = {source} failed: {failure(error, __file__)}; correct it and run it again"
-        ) from None
-    return _checked(values, source)
-
-
-def _checked(values: Any, source: str) -> dict[str, float]:
+    with torch.no_grad():
+        values = _answer(source, function, detached, config)
     if not isinstance(values, Mapping):
-        raise UserError(f"objective.diagnostics = {source} returned {type(values).__name__}, not a mapping of numbers")
+        raise UserError(f"{source} returned {type(values).__name__}, not a mapping of numbers")
     metrics = {}
     for name, value in values.items():
         if not isinstance(name, str) or not NAME.fullmatch(name):
-            raise UserError(f"objective.diagnostics = {source}: {name!r} is not a name of letters, digits, - and _")
+            raise UserError(f"{source}: {name!r} is not a name of letters, digits, - and _")
         try:
             metrics[PREFIX + name] = float(value)
         except (TypeError, ValueError, RuntimeError):  # a tensor of several numbers
-            raise UserError(
-                f"objective.diagnostics = {source}: {name} is not a number but {type(value).__name__}"
-            ) from None
+            raise UserError(f"{source}: {name} is not a number but {type(value).__name__}") from None
     return metrics

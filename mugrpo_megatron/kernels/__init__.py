@@ -5,6 +5,5 @@ linear_logprob    token_logprobs: log-probability and entropy of tokens; without
 head              the output layer of one rank: chunked scan and gradient, vocab-parallel merge, GEMMs
 torch_ops         row-wise operations on a chunk's logits, on any device (PyTorch)
 triton_ops        the same on CUDA (Triton); reads each logit's 4 bytes twice, writes 2
-triton_swiglu     SwiGLU of the layers on CUDA (Triton), forward and backward
-triton_rope       the rotary embedding of the layers on CUDA (Triton), forward and backward
+triton_layers     SwiGLU and the rotary embedding of the layers on CUDA (Triton), forward and backward
 """

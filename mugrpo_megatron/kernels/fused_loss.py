@@ -38,9 +38,12 @@ class FusedLoss:
 
 
 @dataclass(frozen=True, slots=True)
-class _Objective:
-    """Arguments of `token_losses` other than the log-probabilities, with tokens in the order of evaluation."""
+class _Tokens:
+    """Tokens in the order of evaluation, with what the loss needs of them; fields as in `fused_policy_loss`."""
 
+    hidden: Tensor
+    targets: Tensor
+    kept: Tensor | None
     behaviour: Tensor
     advantages: Tensor
     segments: Segments
@@ -49,13 +52,16 @@ class _Objective:
     reference: Tensor | None
     anchor: Tensor | None
 
-    def part(self, tokens: slice) -> _Objective:
+    def part(self, tokens: slice) -> _Tokens:
         return replace(
             self,
+            hidden=self.hidden[tokens],
+            targets=self.targets[tokens],
+            kept=of(self.kept, tokens),
             behaviour=self.behaviour[tokens],
             segments=self.segments.part(tokens),
-            reference=None if self.reference is None else self.reference[tokens],
-            anchor=None if self.anchor is None else self.anchor[tokens],
+            reference=of(self.reference, tokens),
+            anchor=of(self.anchor, tokens),
         )
 
 
@@ -115,10 +121,9 @@ def fused_policy_loss(
     with torch.no_grad():
         head = make_head(weight, layout, len(targets))
         statistics = neutral_statistics(hidden.device) if statistics is None else statistics
-        objective = _Objective(behaviour, advantages, segments, config, statistics, reference, anchor)
+        tokens = _Tokens(hidden, targets, kept, behaviour, advantages, segments, config, statistics, reference, anchor)
         gradients = _buffers(hidden, weight, main_grad, grad_scale) if learn else None
-        passes = _two_passes if config.dependence == "response" else _one_pass
-        result = passes(head, hidden, targets, kept, objective, gradients)
+        result = (_two_passes if config.dependence == "response" else _one_pass)(head, tokens, gradients)
     if gradients is None:
         return result
     formed, expected_grad = (gradients.weight, None) if main_grad is None else (None, grad_scale)
@@ -127,93 +132,77 @@ def fused_policy_loss(
     )
 
 
-def _one_pass(
-    head: Head,
-    hidden: Tensor,
-    targets: Tensor,
-    kept: Tensor | None,
-    objective: _Objective,
-    gradients: _Gradients | None,
-) -> FusedLoss:
+def _one_pass(head: Head, tokens: _Tokens, gradients: _Gradients | None) -> FusedLoss:
     """Log-probabilities, losses and gradients of a chunk while its logits exist, then of the next."""
-    loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-    logprobs, entropy = torch.empty(2, len(targets), dtype=torch.float32, device=hidden.device)
-    triggers = initial_state(objective.segments, objective.config)
-    for part in head.chunks(len(targets)):
-        logprobs[part], entropy[part], lse = scan(head, hidden[part], targets[part], of(kept, part))
-        value, slope, triggers = _loss_and_slope(objective.part(part), logprobs[part], triggers)
-        bonus, pull = _bonus(objective.part(part), entropy[part])
+    count, device = len(tokens.targets), tokens.hidden.device
+    loss = torch.zeros((), dtype=torch.float32, device=device)
+    logprobs, entropy = torch.empty(2, count, dtype=torch.float32, device=device)
+    triggers = initial_state(tokens.segments, tokens.config)
+    for part in head.chunks(count):
+        chunk = tokens.part(part)
+        logprobs[part], entropy[part], lse = scan(head, chunk.hidden, chunk.targets, chunk.kept)
+        value, slope, triggers = _loss_and_slope(chunk, logprobs[part], triggers)
+        bonus, pull = _bonus(chunk, entropy[part])
         loss += value.sum() + bonus
         if gradients is not None:
-            _chunk_gradients(head, hidden, targets, lse, slope, part, gradients, pull)
+            gradients.hidden[part] = _gradient(head, chunk, lse, slope, pull, gradients)
     return FusedLoss(loss, logprobs, entropy)
 
 
-def _two_passes(
-    head: Head,
-    hidden: Tensor,
-    targets: Tensor,
-    kept: Tensor | None,
-    objective: _Objective,
-    gradients: _Gradients | None,
-) -> FusedLoss:
+def _two_passes(head: Head, tokens: _Tokens, gradients: _Gradients | None) -> FusedLoss:
     """Log-probabilities of all tokens, then their losses, then each chunk's logits a second time for the gradient."""
-    logprobs, entropy, lse = torch.empty(3, len(targets), dtype=torch.float32, device=hidden.device)
-    for part in head.chunks(len(targets)):
-        logprobs[part], entropy[part], lse[part] = scan(head, hidden[part], targets[part], of(kept, part))
-    value, slope, _ = _loss_and_slope(objective, logprobs, initial_state(objective.segments, objective.config))
-    bonus, _ = _bonus(objective, entropy)
+    count = len(tokens.targets)
+    logprobs, entropy, lse = torch.empty(3, count, dtype=torch.float32, device=tokens.hidden.device)
+    for part in head.chunks(count):
+        chunk = tokens.part(part)
+        logprobs[part], entropy[part], lse[part] = scan(head, chunk.hidden, chunk.targets, chunk.kept)
+    value, slope, _ = _loss_and_slope(tokens, logprobs, initial_state(tokens.segments, tokens.config))
+    bonus, _ = _bonus(tokens, entropy)
     if gradients is not None:
-        for part in head.chunks(len(targets)):
-            project(head, hidden[part], of(kept, part))
-            _, pull = _bonus(objective.part(part), entropy[part])
-            _chunk_gradients(head, hidden, targets, lse[part], slope[part], part, gradients, pull)
+        for part in head.chunks(count):
+            chunk = tokens.part(part)
+            project(head, chunk.hidden, chunk.kept)
+            _, pull = _bonus(chunk, entropy[part])
+            gradients.hidden[part] = _gradient(head, chunk, lse[part], slope[part], pull, gradients)
     return FusedLoss(value.sum() + bonus, logprobs, entropy)
 
 
-def _loss_and_slope(objective: _Objective, logprobs: Tensor, triggers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _loss_and_slope(tokens: _Tokens, logprobs: Tensor, triggers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Loss of each token, its derivative in the log-probabilities (autograd of the reference), and the veto's state."""
     with torch.enable_grad():
         logprobs = logprobs.detach().requires_grad_()
         losses = token_losses(
             logprobs,
-            objective.behaviour,
-            objective.advantages,
-            objective.segments,
-            objective.config,
-            objective.statistics,
+            tokens.behaviour,
+            tokens.advantages,
+            tokens.segments,
+            tokens.config,
+            tokens.statistics,
             triggers,
-            objective.reference,
-            objective.anchor,
+            tokens.reference,
+            tokens.anchor,
         )
         (slope,) = torch.autograd.grad(losses.loss.sum(), logprobs)
     return losses.loss.detach(), slope, losses.first_trigger
 
 
-def _bonus(objective: _Objective, entropy: Tensor) -> tuple[Tensor, EntropyTerm | None]:
+def _bonus(tokens: _Tokens, entropy: Tensor) -> tuple[Tensor, EntropyTerm | None]:
     """The entropy bonus of some tokens, and what its gradient needs; None without a bonus."""
-    if not objective.config.entropy_coef:
+    if not tokens.config.entropy_coef:
         return entropy.new_zeros(()), None
     with torch.enable_grad():
         leaf = entropy.detach().requires_grad_()
-        loss = entropy_loss(leaf, objective.segments, objective.config).sum()
+        loss = entropy_loss(leaf, tokens.segments, tokens.config).sum()
         (slope,) = torch.autograd.grad(loss, leaf)
     return loss.detach(), EntropyTerm(entropy, slope)
 
 
-def _chunk_gradients(
-    head: Head,
-    hidden: Tensor,
-    targets: Tensor,
-    lse: Tensor,
-    slope: Tensor,
-    part: slice,
-    gradients: _Gradients,
-    pull: EntropyTerm | None,
-) -> None:
-    slope = slope * gradients.scale
+def _gradient(
+    head: Head, chunk: _Tokens, lse: Tensor, slope: Tensor, pull: EntropyTerm | None, gradients: _Gradients
+) -> Tensor:
+    """The gradient in a chunk's hidden states; that in the weight is added to its buffer."""
     pull = pull and replace(pull, coefficient=pull.coefficient * gradients.scale)
-    gradients.hidden[part] = head_backward(head, hidden[part], targets[part], lse, slope, gradients.weight, pull)
+    return head_backward(head, chunk.hidden, chunk.targets, lse, slope * gradients.scale, gradients.weight, pull)
 
 
 def _buffers(hidden: Tensor, weight: Tensor, main_grad: Tensor | None, grad_scale: float) -> _Gradients:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Literal
 
 import torch
@@ -14,14 +15,6 @@ from mugrpo_megatron.kernels import torch_ops
 from mugrpo_megatron.kernels.torch_ops import FLOOR, EntropyTerm
 
 Backend = Literal["auto", "torch", "triton"]
-
-
-@dataclass(frozen=True, slots=True)
-class RowOps:
-    """The two functions of a back end; contracts in `torch_ops`."""
-
-    statistics: Callable[[Tensor, float, int, Tensor], Tensor]
-    gradient: Callable[[Tensor, float, int, Tensor, Tensor, Tensor, torch.dtype, EntropyTerm | None], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +47,8 @@ class Head:
     """Inverse temperature."""
     tp_group: dist.ProcessGroup | None
     """Ranks that shard the vocabulary; None is one."""
-    rows: RowOps
+    rows: ModuleType
+    """The back end: `torch_ops` or `triton_ops`."""
     logits: Tensor
     """float32 [chunk, V / tp]: the only buffer of logits."""
 
@@ -70,17 +64,10 @@ def make_head(weight: Tensor, layout: HeadLayout, tokens: int) -> Head:
     valid = max(0, min(len(weight), layout.vocab_size - first))
     size = max(1, min(layout.chunk, tokens))
     logits = torch.empty(size, len(weight), dtype=torch.float32, device=weight.device)
-    ops = row_ops(weight.device, layout.backend)
-    return Head(gemm_input(weight), first, valid, 1 / layout.temperature, layout.tp_group, ops, logits)
-
-
-def row_ops(device: torch.device, backend: Backend) -> RowOps:
-    """The back end that `HeadLayout.backend` names."""
-    if backend == "triton" or (backend == "auto" and device.type == "cuda"):
-        from mugrpo_megatron.kernels import triton_ops  # Triton may be missing without CUDA
-
-        return RowOps(triton_ops.statistics, triton_ops.gradient)
-    return RowOps(torch_ops.statistics, torch_ops.gradient)
+    rows: ModuleType = torch_ops
+    if layout.backend == "triton" or (layout.backend == "auto" and weight.is_cuda):
+        from mugrpo_megatron.kernels import triton_ops as rows  # Triton may be missing without CUDA
+    return Head(gemm_input(weight), first, valid, 1 / layout.temperature, layout.tp_group, rows, logits)
 
 
 def of(kept: Tensor | None, part: slice) -> Tensor | None:
@@ -97,7 +84,7 @@ def scan(head: Head, hidden: Tensor, targets: Tensor, kept: Tensor | None = None
     rank merges the same numbers in the same order, so the results are bitwise equal.
     """
     logits = project(head, hidden, kept)
-    every = head.rows.statistics(logits, head.scale, head.valid, targets - head.first)[None]
+    every: Tensor = head.rows.statistics(logits, head.scale, head.valid, targets - head.first)[None]
     if head.tp_group is not None:
         local = every
         every = local.new_empty(dist.get_world_size(head.tp_group), *local.shape[1:])
@@ -127,7 +114,7 @@ def head_backward(
     `head.tp_group` is the gradient.
     """
     logits = head.logits[: len(hidden)]
-    slope = head.rows.gradient(
+    slope: Tensor = head.rows.gradient(
         logits, head.scale, head.valid, targets - head.first, lse, coefficient, head.weight.dtype, entropy
     )
     if d_weight is not None:

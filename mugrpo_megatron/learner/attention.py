@@ -190,7 +190,9 @@ class PackedAttention(torch.nn.Module):
             query, key = turn(query, packed_seq_params), turn(key, packed_seq_params)
             out = attend(query, key, value, packed_seq_params.split, self.scale)
         elif takes_flash(query):
-            out = _varlen(query, key, value, packed_seq_params, self.scale)
+            query, key = turn(query, packed_seq_params), turn(key, packed_seq_params)
+            cu, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
+            out = flash_attention(query, key, value, cu, cu, (longest, longest), self.scale)
         else:
             out = _bucketed(query, key, value, packed_seq_params, self.scale)
         return out.flatten(1).unsqueeze(1)
@@ -199,12 +201,6 @@ class PackedAttention(torch.nn.Module):
 def turn(x: torch.Tensor, packing: Packing) -> torch.Tensor:
     """x [t, heads, d] rotated, each row at its own position."""
     return _Rotate.apply(x, *packing.rotation) if packing.rotation else x
-
-
-def _varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing, scale: float | None) -> torch.Tensor:
-    q, k = turn(q, packing), turn(k, packing)
-    cu, longest = packing.cu_seqlens_q, packing.max_seqlen_q
-    return flash_attention(q, k, v, cu, cu, (longest, longest), scale)
 
 
 def _bucketed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing, scale: float | None) -> torch.Tensor:

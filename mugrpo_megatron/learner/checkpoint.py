@@ -46,7 +46,6 @@ from mugrpo_megatron.learner.optimizer import (
     shards,
     share_writing,
 )
-from mugrpo_megatron.learner.pinned import Staging
 
 EXTRA_STATE = "_extra_state"
 
@@ -227,13 +226,11 @@ def _to_save(learner: Learner, copy: bool) -> dict[str, Any]:
     model = _model(learner)
     for shard in shards(learner.optimizer):
         share_writing(shard, model)
-    to_host = Staging(pinned=True).to_host if learner.ranks.device.type == "cuda" else None
-    keep: Callable[[torch.Tensor], torch.Tensor] = to_host or (lambda whole: whole)
-    states = [state for shard in shards(learner.optimizer) for state in gather_states(shard, model, keep)]
+    states = [state for shard in shards(learner.optimizer) for state in gather_states(shard, model)]
     if copy:
         for value in nested_values(model):
             if isinstance(value, ShardedTensor | ShardedTensorFactory) and is_main_replica(value.replica_id):
-                value.data = (to_host or torch.clone)(value.data.detach())
+                value.data = value.data.detach().to("cpu", copy=True)
     return {"model": model, **({"optimizer": states} if states else {})}  # an empty list would be saved as a value
 
 

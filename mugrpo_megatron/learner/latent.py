@@ -75,14 +75,11 @@ class LatentAttention(Attention):
         query, key, value = self.get_query_key_value_tensors(hidden_states, packed_seq_params)
         # Flash attention has one size of heads: values get zeros, which come out as zeros.
         value = F.pad(value, (0, self.sizes.head - self.sizes.value))
-        attend = self._checkpointed_attention_forward if self._recomputes else self.core_attention
+        recomputes = self.checkpoint_core_attention and self.training
+        attend = self._checkpointed_attention_forward if recomputes else self.core_attention
         out = attend(query, key, value, attention_mask, packed_seq_params=packed_seq_params.turned)
         out = out.unflatten(-1, (-1, self.sizes.head))[..., : self.sizes.value].flatten(-2)
         return self.linear_proj(out)
-
-    @property
-    def _recomputes(self) -> bool:
-        return self.checkpoint_core_attention and self.training
 
     def get_query_key_value_tensors(  # type: ignore[override]
         self, hidden: torch.Tensor, packing: Packing

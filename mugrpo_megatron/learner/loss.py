@@ -113,32 +113,16 @@ def make_objective(learner: Learner, samples: Sequence[Sample], advantages: np.n
     segments = make_segments(lengths, weights, correction, tokens=len(behaviour))
     if recipe.objective.veto_reach == "turn":
         segments = with_turns(segments, [s.turns for s in samples])
-    return Objective(
-        recipe.objective,
-        behaviour,
-        torch.from_numpy(np.asarray(advantages, dtype=np.float32)).to(device),
-        replace(segments, teacher=_teacher(samples, recipe.objective, device)),
-        _reference(samples, recipe.objective, device),
-        _anchor(samples, recipe.objective, device),
-    )
-
-
-def _reference(samples: Sequence[Sample], section: ObjectiveSection, device: torch.device) -> torch.Tensor | None:
-    if section.reference_every == 1:
-        return None  # the reference is the current policy
-    return _column(samples, "reference_logprobs", f"reference_every = {section.reference_every}", device)
-
-
-def _anchor(samples: Sequence[Sample], section: ObjectiveSection, device: torch.device) -> torch.Tensor | None:
-    if section.kl_anchor is None:
-        return None
-    return _column(samples, "anchor_logprobs", f'kl_anchor = "{section.kl_anchor}"', device)
-
-
-def _teacher(samples: Sequence[Sample], section: ObjectiveSection, device: torch.device) -> torch.Tensor | None:
-    if section.teacher is None:
-        return None
-    return _column(samples, "teacher_logprobs", f'teacher = "{section.teacher}"', device)
+    section, reference, anchor = recipe.objective, None, None
+    if section.reference_every > 1:  # else the reference is the current policy
+        reference = _column(samples, "reference_logprobs", f"reference_every = {section.reference_every}", device)
+    if section.kl_anchor is not None:
+        anchor = _column(samples, "anchor_logprobs", f'kl_anchor = "{section.kl_anchor}"', device)
+    if section.teacher is not None:
+        teacher = _column(samples, "teacher_logprobs", f'teacher = "{section.teacher}"', device)
+        segments = replace(segments, teacher=teacher)
+    own = torch.from_numpy(np.asarray(advantages, dtype=np.float32)).to(device)
+    return Objective(section, behaviour, own, segments, reference, anchor)
 
 
 def _column(samples: Sequence[Sample], field: str, key: str, device: torch.device) -> torch.Tensor:

@@ -222,6 +222,19 @@ def policy(chunk: torch.nn.Module) -> PolicyModel:
     return chunk.module if isinstance(chunk, DistributedDataParallel) else chunk  # type: ignore[return-value]
 
 
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+FP8: dict[str, dict[str, Any]] = {
+    "none": {},
+    "tensorwise": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},  # gradients have the range of e5m2
+    "blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise"},  # with scales for blocks, e4m3's finer steps fit gradients
+}
+"""With scales of the current tensor: without a history there is no state to checkpoint."""
+
+
 def transformer_config(
     recipe: Recipe, architecture: Architecture, ranks: Ranks, grouped_experts: bool
 ) -> TransformerConfig:
@@ -266,8 +279,8 @@ def transformer_config(
         "batch_p2p_comm": not interleaved,
         "deallocate_pipeline_outputs": cuda,
         "deterministic_mode": recipe.run.deterministic,  # the embedding's gradient is added in order
-        **_recompute(recipe),
-        **_fp8(recipe),
+        **RECOMPUTE[recipe.learner.recompute],
+        **FP8[recipe.learner.fp8],
     }
     if not interleaved and architecture.layers % ranks.pp_size:
         settings["pipeline_model_parallel_layout"] = _uneven(architecture.layers, ranks.pp_size)
@@ -289,27 +302,6 @@ def _uneven(layers: int, stages: int) -> list[list[str]]:
 
 def _no_init(weight: torch.Tensor) -> torch.Tensor:
     return weight
-
-
-def _recompute(recipe: Recipe) -> dict[str, Any]:
-    match recipe.learner.recompute:
-        case "none":
-            return {}
-        case "selective":
-            return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-        case "full":
-            return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-
-
-def _fp8(recipe: Recipe) -> dict[str, Any]:
-    """fp8 settings with scales of the current tensor: without a history there is no state to checkpoint."""
-    match recipe.learner.fp8:
-        case "none":
-            return {}
-        case "tensorwise":  # gradients have the range of e5m2
-            return {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
-        case "blockwise":  # each block has its own scale, so e4m3's finer steps also fit gradients
-            return {"fp8": "e4m3", "fp8_recipe": "blockwise"}
 
 
 def _build_chunk(

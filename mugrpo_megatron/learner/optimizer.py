@@ -190,10 +190,8 @@ def share_writing(optimizer: DistributedOptimizer, model: list[dict[str, Any]]) 
         sharded.replica_id = (*sharded.replica_id[:-1], (group.rank() - writer) % group.size())
 
 
-def gather_states(
-    optimizer: DistributedOptimizer, model: list[dict[str, Any]], to_host: Callable[[torch.Tensor], torch.Tensor]
-) -> list[Any]:
-    """Full float32 states of the parameters that this rank writes, by `to_host`, sharded as `model` shards them.
+def gather_states(optimizer: DistributedOptimizer, model: list[dict[str, Any]]) -> list[Any]:
+    """Full float32 states of the parameters that this rank writes, on the host, sharded as `model` shards them.
 
     Collective over the data parallel group, whose ranks each hold a slice of every parameter's states. `model` comes
     from `share_writing`; of a parameter that is stored by other groups of ranks, nothing is gathered.
@@ -213,7 +211,7 @@ def gather_states(
                 writer = (group.rank() - sharded.replica_id[-1]) % group.size()
                 dist.reduce(whole, group=group, group_dst=writer)  # the slices are disjoint, so the sum is exact
             if is_main_replica(sharded.replica_id):
-                gathered.append(_sharded_like(sharded, name, to_host(whole.view(parameter.shape))))
+                gathered.append(_sharded_like(sharded, name, whole.view(parameter.shape).cpu()))
     return gathered
 
 

@@ -149,8 +149,8 @@ def pack(
     ids = np.zeros(length, dtype=np.int64)
     ids[: lengths.sum()] = np.concatenate([s.ids for s in chosen]) if chosen else 0
     positions = np.arange(length) - np.repeat(offsets[:-1], segments)
-    mine = _share([s.trained for s in chosen], cp_rank, cp_size)
-    targets = _trained_rows(chosen, offsets, mine)
+    mine = fill([s.trained for s in chosen], cp_size)[0][cp_rank]  # whose loss this rank computes
+    targets = np.concatenate([np.empty(0, dtype=np.int64), *(offsets[i] + chosen[i].places for i in mine)])
     local, places = local_rows(length, cp_rank, cp_size), gathered_places(length, cp_size)
     trained = np.array([chosen[i].trained for i in mine], dtype=np.int64)
     chosen_here = np.array([indices[i] for i in mine], dtype=np.int64)
@@ -174,17 +174,6 @@ def _kept(mine: list[Tokens], device: torch.device) -> torch.Tensor | None:
     width = max(rows.shape[1] for rows in rows_kept)
     padded = [np.pad(rows, ((0, 0), (0, width - rows.shape[1])), constant_values=-1) for rows in rows_kept]
     return torch.from_numpy(np.concatenate(padded).astype(np.int64)).to(device)
-
-
-def _share(trained: list[int], rank: int, size: int) -> list[int]:
-    """The sequences whose loss a context parallel rank computes, balanced by trained tokens."""
-    return fill(trained, size)[0][rank]
-
-
-def _trained_rows(chosen: list[Tokens], offsets: np.ndarray, mine: list[int]) -> np.ndarray:
-    """int64: packed rows of the trained tokens of the sequences `mine`."""
-    rows = [offsets[i] + chosen[i].places for i in mine]
-    return np.concatenate([np.empty(0, dtype=np.int64), *rows])
 
 
 def _padding(rest: int, longest: int) -> np.ndarray:

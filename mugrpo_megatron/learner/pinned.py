@@ -1,4 +1,4 @@
-"""Move the bytes of tensors to pinned host memory and back; copy tensors to pageable memory through it.
+"""Move the bytes of tensors to pinned host memory and back.
 
 Only storages are emptied: every tensor object and every view of it (Megatron's buffers have many) stays valid and has
 its values again after `copy_back`.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import cycle
 
 import torch
 
@@ -41,36 +40,6 @@ class _Slabs:
             piece, self.left = self.left[:size], self.left[size:]
             size -= len(piece)
             yield piece
-
-
-class Staging:
-    """Copies tensors from the device to pageable memory: the device fills one pinned slab, the host empties another.
-
-    A checkpoint's copies are pageable because pinned memory stays with the process after it is freed.
-    """
-
-    def __init__(self, pinned: bool) -> None:
-        self._slabs = [torch.empty(SLAB, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
-
-    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of the tensor in pageable host memory, complete when this returns."""
-        out = torch.empty(tensor.shape, dtype=tensor.dtype)
-        source, target = (each.detach().reshape(-1).view(torch.uint8) for each in (tensor, out))
-        filled: list[tuple[torch.cuda.Event, torch.Tensor, torch.Tensor]] = []
-        for slab, part, into in zip(cycle(self._slabs), source.split(SLAB), target.split(SLAB), strict=False):
-            piece = slab[: len(part)]
-            piece.copy_(part, non_blocking=True)
-            filled.append((torch.cuda.current_stream().record_event(), piece, into))
-            if len(filled) == len(self._slabs):
-                _empty(*filled.pop(0))
-        for each in filled:
-            _empty(*each)
-        return out
-
-
-def _empty(ready: torch.cuda.Event, piece: torch.Tensor, into: torch.Tensor) -> None:
-    ready.synchronize()
-    into.copy_(piece)
 
 
 def move_to_host(tensors: Iterable[torch.Tensor], keep: bool = True) -> list[HostCopy]:

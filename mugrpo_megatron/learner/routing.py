@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -81,7 +80,8 @@ class Routing:
         """Before the forward pass of a chunk."""
         action = RouterReplayAction.RECORD if self.record else RouterReplayAction.REPLAY_FORWARD
         for layer, routes in layers_of(chunk).items():
-            routes.set_target_indices(_long(self.experts[layer]).to(self.places.device))
+            # Converted on the host: torch has few operations on uint16.
+            routes.set_target_indices(self.experts[layer].to(torch.int64).to(self.places.device))
             routes.fixed = self.places < 0 if self.record else None
             routes.set_router_replay_action(action)
 
@@ -92,7 +92,7 @@ class Routing:
             assert own is not None
             assert target is not None
             if self.record:
-                self.own[layer] = _narrow(own.cpu(), self.experts[layer].dtype)
+                self.own[layer] = own.cpu().to(self.experts[layer].dtype)
             else:
                 self.flips[layer] = (own.sort().values != target.sort().values).any(-1)
             routes.record_indices(None)  # type: ignore[arg-type]  # frees it
@@ -203,12 +203,3 @@ def gather_routes(
             dist.all_reduce(summed)
             table = summed.cpu().numpy().view(table.dtype)
         yield table
-
-
-def _long(experts: torch.Tensor) -> torch.Tensor:
-    """int64; torch has few operations on uint16, and its conversion is one of them."""
-    return experts.to(torch.int64)
-
-
-def _narrow(experts: torch.Tensor, dtype: Any) -> torch.Tensor:
-    return experts.to(dtype)

@@ -98,16 +98,18 @@ def token_logprobs(learner: Learner, samples: Sequence[Sample]) -> list[np.ndarr
     Collective; every rank gets all. Packs `samples` as `update` does: for the samples of one update the values are
     bitwise those that `update` computes, so its importance ratios are exactly 1. Tokens outside a loss mask get 0.
     """
+    return _scored(learner, samples)[0]
+
+
+def _scored(
+    learner: Learner, samples: Sequence[Sample], record_routes: bool = False
+) -> tuple[list[np.ndarray], list[Tokens], list[MicroBatch]]:
+    """`token_logprobs`, and the sequences and micro-batches of the pass."""
     with named_phase(learner.ranks, "learner log-probabilities"):
         sequences = _sequences(learner, samples)
-        batches = pack_share(learner, sequences, plan_update(learner, sequences))
+        batches = pack_share(learner, sequences, plan_update(learner, sequences), record_routes)
         values = scores(learner, batches, learner.recipe.rollout.temperature)
         logprobs = gather_tokens(learner, sequences, batches, values, k=2)[0].cpu()
-    return _in_place(logprobs, sequences, samples)
-
-
-def _in_place(logprobs: torch.Tensor, sequences: Sequence[Tokens], samples: Sequence[Sample]) -> list[np.ndarray]:
-    """The trained tokens' values float32 [T] as those of each response [R], 0 outside its loss mask."""
     parts = [part.numpy() for part in logprobs.split([sequence.trained for sequence in sequences])]
     responses = []
     for part, sample in zip(parts, samples, strict=True):
@@ -116,7 +118,7 @@ def _in_place(logprobs: torch.Tensor, sequences: Sequence[Tokens], samples: Sequ
             whole[sample.loss_mask] = part
             part = whole
         responses.append(part)
-    return responses
+    return responses, sequences, batches
 
 
 def record_routes(learner: Learner, samples: Sequence[Sample]) -> tuple[list[np.ndarray], Iterator[np.ndarray]]:
@@ -125,14 +127,10 @@ def record_routes(learner: Learner, samples: Sequence[Sample]) -> tuple[list[np.
     Each layer's are uint8 or uint16 [T, k] for all tokens but the last of every sample, in the order of the samples.
     Collective, every layer of the iterator too. A pass that replays these routes computes the same values bitwise.
     """
-    with named_phase(learner.ranks, "learner log-probabilities"):
-        sequences = _sequences(learner, samples)
-        batches = pack_share(learner, sequences, plan_update(learner, sequences), record_routes=True)
-        values = scores(learner, batches, learner.recipe.rollout.temperature)
-        logprobs = gather_tokens(learner, sequences, batches, values, k=2)[0].cpu()
+    logprobs, sequences, batches = _scored(learner, samples, record_routes=True)
     parts = [batch.routing for batch in batches if batch.routing]
     layers = gather_routes(parts, _routed_tokens(sequences), learner.architecture.layers, learner.routed, learner.ranks)
-    return _in_place(logprobs, sequences, samples), layers
+    return logprobs, layers
 
 
 def _flips(learner: Learner, sequences: Sequence[Tokens], batches: list[MicroBatch]) -> dict[str, float]:

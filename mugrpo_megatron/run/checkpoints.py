@@ -21,7 +21,6 @@ from mugrpo_megatron.files.durable import remove_leftovers, resumable
 from mugrpo_megatron.files.hf_config import STATE, read_state
 from mugrpo_megatron.learner import checkpoint
 from mugrpo_megatron.learner.learner import Learner
-from mugrpo_megatron.learner.pinned import Staging
 from mugrpo_megatron.observe.log import MetricLog
 from mugrpo_megatron.recipe.sections import CheckpointSection
 from mugrpo_megatron.run.cursor import CHECKPOINTS, Cursor, checkpoint_name
@@ -103,9 +102,7 @@ class Saver:
         if not self._section.asynchronous:
             save_hf(chunks, model, like, out, replace=True, notes=notes)
             return
-        cuda = self._learner.ranks.device.type == "cuda"
-        keep: Callable[[torch.Tensor], torch.Tensor] = Staging(pinned=True).to_host if cuda else torch.clone
-        self._hf.start(gather_hf(chunks, model, like, out, keep, notes))
+        self._hf.start(gather_hf(chunks, model, like, out, notes))
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until the last saves are durable; raises what one of them raised."""

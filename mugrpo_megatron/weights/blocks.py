@@ -36,139 +36,75 @@ class Row:
     """A buffer in float32 that training leaves as it is."""
 
 
+OURS, THEIRS = "decoder.layers.{layer}.", "model.layers.{layer}."
 TRUNK = (
+    Row("embedding.word_embeddings.weight", (("model.embed_tokens.weight", "V H"),), form="vocab", split="rows"),
+    Row(OURS + "input_layernorm.weight", ((THEIRS + "input_layernorm.weight", "H"),)),
     Row(
-        "embedding.word_embeddings.weight",
-        (("model.embed_tokens.weight", "V H"),),
-        form="vocab",
-        split="rows",
-    ),
-    Row(
-        "decoder.layers.{layer}.input_layernorm.weight",
-        (("model.layers.{layer}.input_layernorm.weight", "H"),),
-    ),
-    Row(
-        "decoder.layers.{layer}.self_attention.linear_qkv.weight",
+        OURS + "self_attention.linear_qkv.weight",
         (
-            ("model.layers.{layer}.self_attn.q_proj.weight", "Q H"),
-            ("model.layers.{layer}.self_attn.k_proj.weight", "K H"),
-            ("model.layers.{layer}.self_attn.v_proj.weight", "K H"),
+            (THEIRS + "self_attn.q_proj.weight", "Q H"),
+            (THEIRS + "self_attn.k_proj.weight", "K H"),
+            (THEIRS + "self_attn.v_proj.weight", "K H"),
         ),
         form="qkv",
         split="rows",
     ),
-    Row(
-        "decoder.layers.{layer}.self_attention.linear_proj.weight",
-        (("model.layers.{layer}.self_attn.o_proj.weight", "H Q"),),
-        split="columns",
-    ),
-    Row(
-        "decoder.layers.{layer}.pre_mlp_layernorm.weight",
-        (("model.layers.{layer}.post_attention_layernorm.weight", "H"),),
-    ),
-    Row(
-        "decoder.final_layernorm.weight",
-        (("model.norm.weight", "H"),),
-    ),
-    Row(
-        "output_layer.weight",
-        (("lm_head.weight", "V H"),),
-        form="vocab",
-        split="rows",
-    ),
+    Row(OURS + "self_attention.linear_proj.weight", ((THEIRS + "self_attn.o_proj.weight", "H Q"),), split="columns"),
+    Row(OURS + "pre_mlp_layernorm.weight", ((THEIRS + "post_attention_layernorm.weight", "H"),)),
+    Row("decoder.final_layernorm.weight", (("model.norm.weight", "H"),)),
+    Row("output_layer.weight", (("lm_head.weight", "V H"),), form="vocab", split="rows"),
 )
 """Rows that every decoder has: embedding, norms, attention projections, output layer."""
 
 QKV_BIAS = (
     Row(
-        "decoder.layers.{layer}.self_attention.linear_qkv.bias",
+        OURS + "self_attention.linear_qkv.bias",
         (
-            ("model.layers.{layer}.self_attn.q_proj.bias", "Q"),
-            ("model.layers.{layer}.self_attn.k_proj.bias", "K"),
-            ("model.layers.{layer}.self_attn.v_proj.bias", "K"),
+            (THEIRS + "self_attn.q_proj.bias", "Q"),
+            (THEIRS + "self_attn.k_proj.bias", "K"),
+            (THEIRS + "self_attn.v_proj.bias", "K"),
         ),
         form="qkv",
         split="rows",
     ),
 )
 
-QK_NORM = (
-    Row(
-        "decoder.layers.{layer}.self_attention.q_layernorm.weight",
-        (("model.layers.{layer}.self_attn.q_norm.weight", "D"),),
-    ),
-    Row(
-        "decoder.layers.{layer}.self_attention.k_layernorm.weight",
-        (("model.layers.{layer}.self_attn.k_norm.weight", "D"),),
-    ),
+QK_NORM = tuple(
+    Row(OURS + f"self_attention.{one}_layernorm.weight", ((THEIRS + f"self_attn.{one}_norm.weight", "D"),))
+    for one in ("q", "k")
 )
 
-GATED_MLP = (
-    Row(
-        "decoder.layers.{layer}.mlp.linear_fc1.weight",
-        (
-            ("model.layers.{layer}.mlp.gate_proj.weight", "F H"),
-            ("model.layers.{layer}.mlp.up_proj.weight", "F H"),
-        ),
-        form="gated",
-        split="rows",
-    ),
-    Row(
-        "decoder.layers.{layer}.mlp.linear_fc2.weight",
-        (("model.layers.{layer}.mlp.down_proj.weight", "H F"),),
-        split="columns",
-    ),
-)
+
+def gated(ours: str, gate: str, up: str, down: str, width: str) -> tuple[Row, Row]:
+    """A gated feed-forward of this width, under these names of its matrices."""
+    both = ((gate + ".weight", f"{width} H"), (up + ".weight", f"{width} H"))
+    return (
+        Row(ours + ".linear_fc1.weight", both, form="gated", split="rows"),
+        Row(ours + ".linear_fc2.weight", ((down + ".weight", f"H {width}"),), split="columns"),
+    )
+
+
+MLP = THEIRS + "mlp."
+GATED_MLP = gated(OURS + "mlp", MLP + "gate_proj", MLP + "up_proj", MLP + "down_proj", "F")
 
 
 def experts(block: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
     """A router and its gated experts, under the family's names: `{block}.experts.{expert}.{gate}`."""
-    of_layer = "model.layers.{layer}." + block
-    of_expert = of_layer + ".experts.{expert}."
+    theirs = THEIRS + block + ".experts.{expert}."
     return (
-        Row(
-            "decoder.layers.{layer}.mlp.router.weight",
-            ((of_layer + ".gate.weight", "E H"),),
-        ),
-        Row(
-            "decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc1.weight",
-            ((of_expert + gate + ".weight", "M H"), (of_expert + up + ".weight", "M H")),
-            form="gated",
-            split="rows",
-        ),
-        Row(
-            "decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc2.weight",
-            ((of_expert + down + ".weight", "H M"),),
-            split="columns",
-        ),
+        Row(OURS + "mlp.router.weight", ((THEIRS + block + ".gate.weight", "E H"),)),
+        *gated(OURS + "mlp.experts.local_experts.{expert}", theirs + gate, theirs + up, theirs + down, "M"),
     )
 
 
 def shared_experts(block: str) -> tuple[Row, ...]:
     """Experts that every token goes through, as one feed-forward of their width: `{block}.shared_experts`."""
-    of_layer = "model.layers.{layer}." + block + ".shared_experts."
-    return (
-        Row(
-            "decoder.layers.{layer}.mlp.shared_experts.linear_fc1.weight",
-            ((of_layer + "gate_proj.weight", "S H"), (of_layer + "up_proj.weight", "S H")),
-            form="gated",
-            split="rows",
-        ),
-        Row(
-            "decoder.layers.{layer}.mlp.shared_experts.linear_fc2.weight",
-            ((of_layer + "down_proj.weight", "H S"),),
-            split="columns",
-        ),
-    )
+    theirs = THEIRS + block + ".shared_experts."
+    return gated(OURS + "mlp.shared_experts", theirs + "gate_proj", theirs + "up_proj", theirs + "down_proj", "S")
 
 
-ROUTER_BIAS = (
-    Row(
-        "decoder.layers.{layer}.mlp.router.expert_bias",
-        (("model.layers.{layer}.mlp.gate.e_score_correction_bias", "E"),),
-        frozen=True,
-    ),
-)
+ROUTER_BIAS = (Row(OURS + "mlp.router.expert_bias", ((MLP + "gate.e_score_correction_bias", "E"),), frozen=True),)
 """What a sigmoid router adds to its scores to choose experts, and to nothing else (arXiv 2408.15664)."""
 
 
@@ -182,7 +118,7 @@ def latent_trunk(compressed: bool) -> tuple[Row, ...]:
 
     Both projections to latents are one parameter then: SGLang fuses them while it loads and needs both at a time.
     """
-    ours, theirs = "decoder.layers.{layer}.self_attention.", "model.layers.{layer}.self_attn."
+    ours, theirs = OURS + "self_attention.", THEIRS + "self_attn."
     latent = (theirs + "kv_a_proj_with_mqa.weight", "P H")
     queries: tuple[Row, ...]
     if compressed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ import torch.distributed as dist
 
 from mugrpo_megatron.megatron import parallel_state
 from mugrpo_megatron.weights.architecture import Architecture
+from mugrpo_megatron.weights.safetensors_dir import TensorSpec
 from mugrpo_megatron.weights.table import Entry, entries, local_parameters, split, tensor_group, unshard
 
 ALIGNMENT = 16
@@ -24,17 +24,10 @@ Held = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Slot:
-    """Offset, shape and type of a Hugging Face tensor in its bucket."""
+class Slot(TensorSpec):
+    """A Hugging Face tensor and its offset in its bucket."""
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
     start: int
-
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
         """The tensor inside the bucket's uint8 buffer."""

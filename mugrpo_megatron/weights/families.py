@@ -29,29 +29,20 @@ from mugrpo_megatron.weights.config import Fields, decoder, routing, sigmoid_rou
 
 
 def _llama(fields: Fields) -> Architecture:
-    """Llama 2 and 3, and models of the same shape: DeepSeek-LLM, DeepSeekMath 7B, the R1 distills on Llama.
-
-    Config of transformers' `LlamaForCausalLM`.
-    """
+    """Llama 2 and 3, and models of the same shape: DeepSeek-LLM, DeepSeekMath 7B, the R1 distills on Llama."""
     fields.only("attention_bias", (False,), False)
     fields.only("mlp_bias", (False,), False)
     return decoder(fields, family="llama", table=TRUNK + GATED_MLP)
 
 
 def _mistral(fields: Fields) -> Architecture:
-    """Mistral 7B and later models of the same shape, without a sliding window.
-
-    Config of transformers' `MistralForCausalLM`.
-    """
+    """Mistral 7B and later models of the same shape, without a sliding window."""
     fields.no_window(absent=4096)
     return decoder(fields, family="mistral", table=TRUNK + GATED_MLP)
 
 
 def _mixtral(fields: Fields) -> Architecture:
-    """Mixtral: Mistral's attention, every layer with routed experts, whose weights are renormalised.
-
-    Config of transformers' `MixtralForCausalLM`.
-    """
+    """Mixtral: Mistral's attention, every layer with routed experts, whose weights are renormalised."""
     fields.no_window(absent=None)
     fields.only("router_jitter_noise", (0.0,), 0.0)
     routed = routing(fields, ffn=fields.size("intermediate_size"), renormalised=True)
@@ -66,29 +57,20 @@ def _mixtral(fields: Fields) -> Architecture:
 
 
 def _qwen2(fields: Fields) -> Architecture:
-    """Qwen2 and Qwen2.5, including Math and Coder: biases on q, k and v.
-
-    Config of transformers' `Qwen2ForCausalLM`.
-    """
+    """Qwen2 and Qwen2.5, including Math and Coder: biases on q, k and v."""
     fields.full_attention()
     return decoder(fields, family="qwen2", table=TRUNK + QKV_BIAS + GATED_MLP, add_qkv_bias=True)
 
 
 def _qwen3(fields: Fields) -> Architecture:
-    """Qwen3, dense: RMSNorm on each head of q and k, head_dim independent of hidden/heads.
-
-    Config of transformers' `Qwen3ForCausalLM`.
-    """
+    """Qwen3, dense: RMSNorm on each head of q and k, head_dim independent of hidden/heads."""
     fields.full_attention()
     fields.only("attention_bias", (False,), False)
     return decoder(fields, family="qwen3", table=TRUNK + QK_NORM + GATED_MLP, head_dim=128, qk_layernorm=True)
 
 
 def _qwen3_moe(fields: Fields) -> Architecture:
-    """Qwen3 mixture of experts: Qwen3's attention, every layer with routed experts, no shared expert.
-
-    Config of transformers' `Qwen3MoeForCausalLM`.
-    """
+    """Qwen3 mixture of experts: Qwen3's attention, every layer with routed experts, no shared expert."""
     fields.full_attention()
     fields.only("attention_bias", (False,), False)
     fields.only("decoder_sparse_step", (1,), 1)
@@ -107,15 +89,12 @@ def _qwen3_moe(fields: Fields) -> Architecture:
 
 
 def _deepseek_v3(fields: Fields) -> Architecture:
-    """DeepSeek-V3 and R1, and Moonlight: latent attention, sigmoid routing, shared experts, first layers dense.
-
-    Config of transformers' `DeepseekV3ForCausalLM`; Kimi-K2's has the same fields.
-    """
+    """DeepSeek-V3 and R1, Moonlight, Kimi-K2: latent attention, sigmoid routing, shared experts, first layers dense."""
     return _latent(fields, "deepseek_v3", dense=fields.take("first_k_dense_replace", 3))
 
 
 def _glm4_moe_lite(fields: Fields) -> Architecture:
-    """GLM-4.7-Flash: DeepSeek-V3's shape. Config of transformers' `Glm4MoeLiteForCausalLM`."""
+    """GLM-4.7-Flash: DeepSeek-V3's shape."""
     fields.only("partial_rotary_factor", (1.0,), 1.0)
     dense = fields.take("first_k_dense_replace", 1)
     kinds = fields.take("mlp_layer_types", None)
@@ -161,10 +140,7 @@ def _latent(fields: Fields, family: str, dense: int) -> Architecture:
 
 
 def _glm4_moe(fields: Fields) -> Architecture:
-    """GLM-4.5 and 4.5-Air: sigmoid routing, shared experts, first layers dense; half of each head is rotated.
-
-    Config of transformers' `Glm4MoeForCausalLM`.
-    """
+    """GLM-4.5 and 4.5-Air: sigmoid routing, shared experts, first layers dense; half of each head is rotated."""
     for unused in ("num_nextn_predict_layers", "auto_map"):
         fields.take(unused, None)
     share = fields.take("partial_rotary_factor", 0.5)
@@ -203,7 +179,7 @@ FAMILIES = {
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
 }
-"""`model_type` -> the function that reads the family's config."""
+"""`model_type` -> the function that reads its config, which is that of transformers' `...ForCausalLM` of the type."""
 _SPARSE = "sparse attention (DSA), whose indexer the learner does not have"
 _LINEAR = "linear attention (Gated DeltaNet) over packed rows, which the pinned Megatron does not have"
 CLOSE = {

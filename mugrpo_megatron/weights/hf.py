@@ -19,11 +19,9 @@ from mugrpo_megatron.files.durable import durable_directory, write_content, writ
 from mugrpo_megatron.files.hf_config import CONFIG, read_config, reading
 from mugrpo_megatron.files.json_text import read_json
 from mugrpo_megatron.weights.architecture import Architecture
-from mugrpo_megatron.weights.buckets import BUCKET_BYTES, build_plan, planned_tensors
+from mugrpo_megatron.weights.buckets import BUCKET_BYTES, Plan, build_plan, planned_tensors
 from mugrpo_megatron.weights.safetensors_dir import (
     HFCheckpoint,
-    Shard,
-    TensorSpec,
     divide,
     open_checkpoint,
     write_index,
@@ -97,13 +95,10 @@ def save_hf(
     tensors = (tensor for _, tensor in planned_tensors(plan, chunks, architecture))
     failure: list[UserError | None] = [None]
     if dist.get_rank() == 0:
-        specs = [TensorSpec(slot.name, slot.shape, slot.dtype) for bucket in plan.buckets for slot in bucket.slots]
         try:
-            _write(out, divide(specs, shard_bytes), tensors, like, specs[0].dtype, notes or {})
+            _write(out, plan, shard_bytes, tensors, like, notes or {})
         except UserError as error:
             failure = [error]
-        except OSError as error:
-            failure = [UserError(f"{out} cannot be written ({error.filename}: {error.strerror})")]
     for _ in tensors:
         pass  # every rank takes part in every gather, also after a failure
     dist.broadcast_object_list(failure)
@@ -113,52 +108,40 @@ def save_hf(
 
 @torch.no_grad()
 def gather_hf(
-    chunks: Sequence[torch.nn.Module],
-    architecture: Architecture,
-    like: Path,
-    out: Path,
-    keep: Callable[[torch.Tensor], torch.Tensor],
-    notes: Mapping[str, Any],
+    chunks: Sequence[torch.nn.Module], architecture: Architecture, like: Path, out: Path, notes: Mapping[str, Any]
 ) -> Callable[[], None]:
     """Gather the learner's weights on rank 0's host, and return the function that writes them as `save_hf` does.
 
-    Collective; `keep` copies a tensor to the host. The function communicates with no rank, so training may continue
-    before it is called, in any thread; on other ranks than 0 it does nothing. It replaces an earlier `out`, and raises
-    UserError when that cannot be written. Rank 0's host holds the whole model until then.
+    Collective. The function communicates with no rank, so training may continue before it is called, in any thread; on
+    other ranks than 0 it does nothing. It replaces an earlier `out`, and raises UserError when that cannot be written.
+    Rank 0's host holds the whole model until then.
     """
     plan = build_plan(chunks, architecture, BUCKET_BYTES)
     is_main = dist.get_rank() == 0
     tensors = (tensor for _, tensor in planned_tensors(plan, chunks, architecture))
-    whole = [keep(tensor) for tensor in tensors if is_main]
+    whole = [tensor.to("cpu", copy=True) for tensor in tensors if is_main]
     if not is_main:
         return lambda: None
-    specs = [TensorSpec(slot.name, slot.shape, slot.dtype) for bucket in plan.buckets for slot in bucket.slots]
-
-    def write() -> None:
-        try:
-            _write(out, divide(specs, SHARD_BYTES), iter(whole), like, specs[0].dtype, notes)
-        except OSError as error:
-            raise UserError(f"{out} cannot be written ({error.filename}: {error.strerror})") from None
-
-    return write
+    return lambda: _write(out, plan, SHARD_BYTES, iter(whole), like, notes)
 
 
 def _write(
-    out: Path,
-    shards: list[Shard],
-    tensors: Iterator[torch.Tensor],
-    like: Path,
-    dtype: torch.dtype,
-    notes: Mapping[str, Any],
+    out: Path, plan: Plan, shard_bytes: int, tensors: Iterator[torch.Tensor], like: Path, notes: Mapping[str, Any]
 ) -> None:
-    with durable_directory(out) as partial:
-        for shard in shards:
-            write_shard(partial, shard, islice(tensors, len(shard.specs)))
-        write_index(partial, shards)
-        carry_files(like, partial, dtype)
-        for name, note in notes.items():
-            (partial / name).parent.mkdir(exist_ok=True)
-            write_content(partial / name, note)
+    """Write the plan's tensors, in its order; UserError where `out` cannot be written."""
+    specs = [slot for bucket in plan.buckets for slot in bucket.slots]
+    shards = divide(specs, shard_bytes)
+    try:
+        with durable_directory(out) as partial:
+            for shard in shards:
+                write_shard(partial, shard, islice(tensors, len(shard.specs)))
+            write_index(partial, shards)
+            carry_files(like, partial, specs[0].dtype)
+            for name, note in notes.items():
+                (partial / name).parent.mkdir(exist_ok=True)
+                write_content(partial / name, note)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written ({error.filename}: {error.strerror})") from None
 
 
 def carry_files(like: Path, out: Path, dtype: torch.dtype) -> None:

@@ -131,9 +131,7 @@ def sync(bridge: Bridge, engine: Engine | None, version: int) -> SyncStats:
         raise failure
     if engine is not None:
         engine.set_version(version)
-    return SyncStats(
-        version, sum(bucket.bytes for bucket in bridge.sent), len(bridge.plan.buckets), time.perf_counter() - start
-    )
+    return SyncStats(version, bridge.bytes, len(bridge.plan.buckets), time.perf_counter() - start)
 
 
 def filled(bridge: Bridge, number: int) -> tuple[Bucket, torch.Tensor]:

@@ -176,7 +176,6 @@ def table_name(name: str) -> str:
     return _GROUPED.sub(r".experts.local_experts.\2.\1.weight", name)
 
 
-WRAPPER = "module."
 ADAPTER = "adapter_"
 """What the name of an adapter's module begins with; its parameters are no weights of the model."""
 
@@ -213,9 +212,7 @@ def local_parameters(
 
 def whole_name(chunk: torch.nn.Module, name: str, architecture: Architecture) -> str:
     """A chunk's parameter as the table names it: layer and expert numbered over all pipeline stages and ranks."""
-    while name.startswith(WRAPPER):
-        name = name.removeprefix(WRAPPER)
-    name = table_name(name)
+    name = table_name(re.sub(r"^(module\.)+", "", name))
     first_layer = get_transformer_layer_offset(chunk.config, vp_stage=chunk.vp_stage)
     name = re.sub(r"(?<=^decoder\.layers\.)\d+", lambda found: str(int(found[0]) + first_layer), name)
     if "local_experts" in name:

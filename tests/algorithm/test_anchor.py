@@ -9,12 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mugrpo_megatron.algorithm.anchor import kl_loss, rewards_less_kl
-from mugrpo_megatron.algorithm.policy_loss import policy_loss, token_losses
 from mugrpo_megatron.algorithm.segments import make_segments
-from mugrpo_megatron.algorithm.statistics import neutral_statistics
-from mugrpo_megatron.algorithm.veto import initial_state
 from mugrpo_megatron.recipe import ObjectiveSection
-from tests.algorithm.batches import random_batch
 
 WORDS = 7
 
@@ -60,37 +56,6 @@ def test_mean_gradients_on_policy(seed: int) -> None:
 @given(st.integers(0, 10**6), st.sampled_from(["k1", "k2", "k3"]), st.booleans())
 def test_weighted_by_the_ratio_it_is_the_kl_gradient_at_any_staleness(seed: int, estimator: str, stale: bool) -> None:
     torch.testing.assert_close(mean_gradient(seed, estimator, True, stale), kl_gradient(seed))
-
-
-def test_the_veto_drops_no_penalty() -> None:
-    """A vetoed response still feels the anchor, with the weight that its tokens had before."""
-    batch = random_batch(4, [5, 3])
-    batch.advantages = [-1.0, 1.0]
-    batch.behaviour[0][1] = batch.logprobs[0][1] + 12
-    logprobs, behaviour, advantages = batch.tensors()
-    config = ObjectiveSection(veto="response", kl_anchor="start", kl_coef=0.5)
-    segments, anchor = batch.segments(config), batch.anchor_for(config)
-    losses = token_losses(
-        logprobs, behaviour, advantages, segments, config, neutral_statistics(logprobs.device),
-        initial_state(segments, config), anchor=anchor,
-    )  # fmt: skip
-    assert anchor is not None
-    assert not losses.keep[:5].any()
-    (gradient,) = torch.autograd.grad(losses.loss.sum(), logprobs)
-    torch.testing.assert_close(gradient[:5], 0.5 / 8 * (logprobs.detach() - anchor)[:5])
-
-
-def test_an_anchor_without_a_coefficient_is_only_measured() -> None:
-    batch = random_batch(0, [4, 6])
-    logprobs, behaviour, advantages = batch.tensors()
-    config = ObjectiveSection(kl_anchor="start")
-    segments, anchor = batch.segments(config), batch.anchor_for(config)
-    loss, metrics = policy_loss(logprobs, behaviour, advantages, segments, config, anchor=anchor)
-    assert loss == policy_loss(logprobs, behaviour, advantages, segments, config)[0]
-    assert anchor is not None
-    d = (logprobs.detach() - anchor).numpy()
-    assert metrics["kl_anchor"] == pytest.approx((np.exp(-d) - 1 + d).mean())
-    assert metrics["kl_anchor_k1"] == pytest.approx(d.mean())
 
 
 def test_rewards_lose_the_log_ratio_of_the_whole_response() -> None:

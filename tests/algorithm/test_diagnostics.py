@@ -1,18 +1,23 @@
-"""Diagnostics against numpy on the same tokens."""
+"""Diagnostics against numpy on the same tokens; triggers at six thresholds against sets of tokens."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mugrpo_megatron.algorithm.diagnostics import METRICS
 from mugrpo_megatron.algorithm.policy_loss import policy_loss
 from mugrpo_megatron.algorithm.segments import make_segments
+from mugrpo_megatron.algorithm.veto import THRESHOLDS, TRIGGER_METRICS
 from mugrpo_megatron.recipe import ObjectiveSection
-from tests.algorithm.batches import Batch, random_batch
+from mugrpo_megatron.recipe.objective import PRESETS
+from tests.algorithm.batches import Batch, batches, random_batch
 
 
 def metrics_of(batch: Batch, config: ObjectiveSection) -> dict[str, float]:
@@ -33,10 +38,11 @@ def test_every_documented_name_is_reported_on_an_ordinary_batch() -> None:
 def test_values() -> None:
     batch = random_batch(4, [50, 40, 30, 20])
     batch.advantages = [-1.5, 0.5, 0.0, 2.0]
-    found = metrics_of(batch, ObjectiveSection(name="grpo"))
+    found = metrics_of(batch, ObjectiveSection(name="grpo", kl_anchor="start"))
     log_ratio = np.concatenate([np.subtract(*pair) for pair in zip(batch.logprobs, batch.behaviour, strict=True)])
     advantage = np.repeat(batch.advantages, [50, 40, 30, 20])
     ratio = np.exp(log_ratio)
+    d = np.concatenate([np.subtract(*pair) for pair in zip(batch.logprobs, batch.anchor, strict=True)])
     clipped = ((advantage > 0) & (ratio > 1.2)) | ((advantage < 0) & (ratio < 0.8))
     expected = {
         "ratio_mean": ratio.mean(),
@@ -51,6 +57,8 @@ def test_values() -> None:
         "advantage_std": np.std(batch.advantages),
         "advantage_max": np.abs(batch.advantages).max(),
         "update_tokens": 140,
+        "kl_anchor": (np.exp(-d) - 1 + d).mean(),
+        "kl_anchor_k1": d.mean(),
     }
     for sign, tokens in (("neg", ratio[advantage < 0]), ("pos", ratio[advantage > 0])):
         expected[f"ratio_{sign}_mean"] = tokens.mean()
@@ -75,3 +83,48 @@ def test_first_trigger_is_a_share_of_the_response() -> None:
 def test_what_no_token_qualifies_for_is_left_out() -> None:
     found = metrics_of(random_batch(0, []), ObjectiveSection())
     assert found == {"loss": 0.0, "update_tokens": 0.0}
+
+
+SCOPES = ("trigger", "suffix", "suffix_non_trigger", "response")
+
+
+@st.composite
+def stale_batches(draw: st.DrawFn) -> Batch:
+    """Batches with ratios on either side of every threshold."""
+    batch = draw(batches())
+    far = st.sampled_from([math.log(10.0**k) + shift for k in range(-7, 0) for shift in (-0.1, 0.1)])
+    for row, logprobs in zip(batch.behaviour, batch.logprobs, strict=True):
+        for t in range(len(row)):
+            if draw(st.integers(0, 3)) == 0:
+                row[t] = logprobs[t] - draw(far)
+    return batch
+
+
+def by_sets(batch: Batch, threshold: float) -> dict[str, float]:
+    """Shares at one threshold, token by token."""
+    tokens = negative_tokens = negative = with_trigger = 0
+    dropped = dict.fromkeys(SCOPES, 0)
+    for logprobs, behaviour, a in zip(batch.logprobs, batch.behaviour, batch.advantages, strict=True):
+        tokens += len(logprobs)
+        if a >= 0 or not logprobs:
+            continue
+        negative_tokens += len(logprobs)
+        negative += 1
+        found = {t for t in range(len(logprobs)) if math.exp(logprobs[t] - behaviour[t]) < threshold}
+        if found:
+            suffix = set(range(min(found) + 1, len(logprobs)))
+            sets = (found, suffix, suffix - found, logprobs)
+            dropped = {scope: dropped[scope] + len(one) for scope, one in zip(SCOPES, sets, strict=True)}
+            with_trigger += 1
+    shares = {f"dropped_{scope}": count / tokens for scope, count in dropped.items()} if tokens else {}
+    if negative:
+        shares |= {"trigger_tokens": dropped["trigger"] / negative_tokens, "trigger_responses": with_trigger / negative}
+    return shares
+
+
+@settings(max_examples=100)
+@given(stale_batches(), st.sampled_from(sorted(PRESETS)))
+def test_equal_counts_of_tokens_whatever_the_objective(batch: Batch, name: str) -> None:
+    found = metrics_of(batch, ObjectiveSection(name=name))
+    expected = {f"{key}_{th}": share for th in THRESHOLDS for key, share in by_sets(batch, float(th)).items()}
+    assert {name: found[name] for name, _, _ in TRIGGER_METRICS if name in found} == pytest.approx(expected, abs=1e-12)

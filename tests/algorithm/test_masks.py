@@ -1,12 +1,13 @@
-"""Engine/learner mismatch corrections."""
+"""Engine/learner mismatch corrections; weights of the three reductions."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
-from mugrpo_megatron.algorithm.masks import mismatch_correction
+from mugrpo_megatron.algorithm.masks import mismatch_correction, response_weights
 from mugrpo_megatron.recipe import ObjectiveSection
 
 RATIO = torch.tensor([0.01, 0.5, 1.0, 1.9, 5.0, 100.0])
@@ -20,12 +21,31 @@ def test_tis_truncates_and_icepop_drops_outside_its_range() -> None:
     torch.testing.assert_close(correction(name="tis"), torch.tensor([0.01, 0.5, 1.0, 1.9, 2.0, 2.0]))
     kept = correction(name="icepop", mismatch_range=(0.4, 5.5))
     torch.testing.assert_close(kept, torch.tensor([0.0, 0.5, 1.0, 1.9, 5.0, 0.0]))
-
-
-def test_far_apart_engines_stay_finite() -> None:
+    apart = torch.tensor([-500.0, 0.0])
     for name in ("tis", "icepop"):
-        found = mismatch_correction(
-            torch.tensor([-500.0, 0.0]), torch.tensor([0.0, -500.0]), ObjectiveSection(name=name)
-        )
+        found = mismatch_correction(apart, apart.flip(0), ObjectiveSection(name=name))
         assert found is not None
         assert found.isfinite().all()
+
+
+LENGTHS = torch.tensor([4, 0, 1, 5])
+COUNTED = torch.tensor([True, True, False, True])
+
+
+@pytest.mark.parametrize(
+    ("reduction", "weights", "masked"),
+    [
+        ("token_mean", [1 / 10] * 4, [1 / 9, 1 / 9, 0, 1 / 9]),
+        ("sequence_mean", [1 / 16, 1 / 4, 1 / 4, 1 / 20], [1 / 12, 1 / 3, 0, 1 / 15]),
+        ("constant", [1 / 32] * 4, [1 / 24, 1 / 24, 0, 1 / 24]),
+    ],
+)
+def test_weights(reduction: str, weights: list[float], masked: list[float]) -> None:
+    config = ObjectiveSection(reduction=reduction)
+    found = response_weights(LENGTHS, config, constant_length=8)
+    assert found.tolist() == pytest.approx(weights)
+    found = response_weights(LENGTHS, config, constant_length=8, counted=COUNTED)
+    assert found.tolist() == pytest.approx(masked)
+    for lengths in (torch.zeros(0, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)):
+        assert response_weights(lengths, config, constant_length=8).isfinite().all()
+    assert not response_weights(LENGTHS, config, constant_length=8, counted=torch.zeros(4, dtype=torch.bool)).any()

@@ -72,6 +72,7 @@ def test_one_that_cannot_be_loaded_is_named(surrogate: str, words: str) -> None:
         ({"surrogate": "pop"}, "there are ppo, cispo"),
         ({"surrogate": "module:two:three"}, "there are ppo, cispo"),
         ({"reject": "sequence", "reject_range": (2.0, 2.0)}, "above its first"),
+        ({"diagnostics": "late_drift"}, "module:function"),
     ],
 )
 def test_impossible_settings_are_refused_in_a_sentence(fields: dict[str, object], words: str) -> None:

@@ -71,6 +71,11 @@ OBJECTIVES |= {
     for name, function in (("grpo", "again_ppo"), ("mu_grpo", "early_tokens"), ("grpo", "whole_response"))
 }
 
+TRIED = (
+    "mu_grpo", "grpo", "gspo", "vespo", "veto=response", "mu_grpo, k2 to an anchor",
+    "mu_grpo, entropy", "grpo, entropy and KL", "gspo, entropy",
+)  # fmt: skip
+"""What a loss asks of the row kernels and of other ranks; `test_fused_loss` has every objective, on one."""
 KEPT = {
     "prefix": ObjectiveSection(),
     "response": ObjectiveSection(name="gspo", entropy_coef=0.2),

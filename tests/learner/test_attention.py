@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.transformer.enums import AttnMaskType
@@ -13,29 +11,33 @@ from megatron.core.transformer.enums import AttnMaskType
 from mugrpo_megatron.learner.attention import PackedAttention, make_packing
 
 
-def alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+def alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], scale: float) -> torch.Tensor:
     """One scaled-dot-product call a segment, as a plain reading of the definition."""
     repeat = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
     parts = []
     for a, b, c in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
-        scores = torch.einsum("ihd,jhd->hij", a, b) / a.shape[-1] ** 0.5
+        scores = torch.einsum("ihd,jhd->hij", a, b) * scale
         hidden = torch.ones(len(a), len(a), dtype=torch.bool).triu(1)
         parts.append(torch.einsum("hij,jhd->ihd", scores.masked_fill(hidden, -torch.inf).softmax(-1), c))
     return torch.cat(parts)
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.sampled_from([(4, 4), (4, 2), (4, 1)]))
-def test_packed_equals_alone(lengths: list[int], heads: tuple[int, int]) -> None:
+@settings(max_examples=30)
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=20),
+    st.sampled_from([(4, 4), (4, 2), (4, 1)]),
+    st.sampled_from([None, 0.5]),
+)
+def test_packed_equals_alone(lengths: list[int], heads: tuple[int, int], scale: float | None) -> None:
     torch.manual_seed(0)
     tokens = sum(lengths)
     shapes = [(tokens, heads[0], 8), (tokens, heads[1], 8), (tokens, heads[1], 8)]
     q, k, v = qkv = [torch.randn(shape, requires_grad=True) for shape in shapes]
-    attention = PackedAttention(None, 1, AttnMaskType.causal, "self")
+    attention = PackedAttention(None, 1, AttnMaskType.causal, "self", softmax_scale=scale)
     packing = make_packing(np.array(lengths), torch.device("cpu"))
     out = attention(*(x.unsqueeze(1) for x in qkv), packed_seq_params=packing).view(tokens, heads[0], 8)
-    expected = alone(q, k, v, lengths)
+    expected = alone(q, k, v, lengths, scale or 8**-0.5)
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
     weights = torch.randn_like(out)
     found = torch.autograd.grad((out * weights).sum(), qkv)
@@ -48,22 +50,3 @@ def test_packed_equals_alone(lengths: list[int], heads: tuple[int, int]) -> None
 def test_buckets_waste_little(lengths: list[int]) -> None:
     packing = make_packing(np.array(lengths), torch.device("cpu"))
     assert sum(b.count * b.length for b in packing.padding.buckets) <= 1.25 * sum(lengths)
-
-
-@pytest.mark.gpu
-def test_cuda_equals_cpu() -> None:
-    lengths = [7, 130, 1, 33]
-    q, k, v = (torch.randn(sum(lengths), heads, 64) for heads in (4, 2, 2))
-    attention = PackedAttention(None, 1, AttnMaskType.causal, "self")
-    on_gpu = [x.unsqueeze(1).to("cuda", torch.bfloat16) for x in (q, k, v)]
-    out = attention(*on_gpu, packed_seq_params=make_packing(np.array(lengths), torch.device("cuda")))
-    torch.testing.assert_close(out.float().cpu().view_as(q), alone(q, k, v, lengths), atol=3e-2, rtol=3e-2)
-
-
-def test_softmax_scale_is_honoured() -> None:
-    q, k, v = (torch.randn(5, 1, 2, 8) for _ in range(3))
-    packing = make_packing(np.array([5]), torch.device("cpu"))
-    out = PackedAttention(None, 1, AttnMaskType.causal, "self", softmax_scale=0.5)(q, k, v, packed_seq_params=packing)
-    q, k, v = (x[:, 0].transpose(0, 1) for x in (q, k, v))
-    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.5)
-    torch.testing.assert_close(out.view(5, 2, 8), expected.transpose(0, 1), atol=1e-5, rtol=1e-5)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 from torch.nn.attention import list_flash_attention_impls
 from torch.nn.attention.varlen import varlen_attn
 
-from mugrpo_megatron.learner.context import Split, attend, fastest_flash, flash_attention, takes_flash
+from mugrpo_megatron.learner.context import Split, attend, fastest_flash, flash_attention
 
 
 def of_torch_2_11(
@@ -56,14 +55,6 @@ def test_the_call_fits_the_signature(wrapper: Callable[..., Any], groups: int, m
         assert (call["max_q"], call["max_k"], call["window_size"], call["scale"]) == (4, 4, (-1, 0), scale)
         named = "enable_gqa" in signature.parameters
         assert call.get("enable_gqa", False) == (named and groups < 4)
-
-
-@pytest.mark.parametrize(
-    ("cuda", "dtype", "flash"),
-    [(True, torch.bfloat16, True), (True, torch.float32, False), (False, torch.bfloat16, False)],
-)
-def test_flash_attention_is_for_half_precision_on_cuda(cuda: bool, dtype: torch.dtype, flash: bool) -> None:
-    assert takes_flash(SimpleNamespace(is_cuda=cuda, dtype=dtype)) is flash  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

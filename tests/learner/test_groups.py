@@ -16,8 +16,7 @@ from mugrpo_megatron.learner.groups import CHATTER, initialize, named_phase
 from mugrpo_megatron.learner.learner import build_learner
 from mugrpo_megatron.learner.model import policy
 from mugrpo_megatron.learner.update import update
-from tests import models
-from tests.learner.tiny import VOCAB, advantages, recipe, samples, save_model
+from tests.learner.tiny import advantages, recipe, samples
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.process
@@ -55,13 +54,24 @@ def test_a_layout_that_does_not_divide_the_world_is_refused() -> None:
     assert "needs a multiple of 2 ranks but 1 run" in message
 
 
+def refusal(model: str, sections: dict[str, dict[str, Any]]) -> str:
+    with pytest.raises(UserError) as refused:
+        build_learner(recipe(Path(model), **sections))
+    return str(refused.value)
+
+
+def test_what_gloo_cannot_gather_is_refused_on_cpu(routed: str) -> None:
+    sections = {"parallel": {"tensor": 2, "expert": 2}}
+    for said in run_ranks(4, refusal, routed, sections):
+        assert "tensor 2 with expert 2 needs CUDA" in said
+
+
 def one_sample(model: str) -> dict[str, float]:
     learner = build_learner(recipe(Path(model)))
     return update(learner, samples()[:1], advantages(1))
 
 
-def test_a_rank_without_a_sequence_takes_part(tmp_path: Path) -> None:
-    model = str(save_model(tmp_path / "model"))
+def test_a_rank_without_a_sequence_takes_part(model: str) -> None:
     [alone] = run_ranks(1, one_sample, model)
     for metrics in run_ranks(2, one_sample, model):
         assert metrics["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-4)
@@ -84,17 +94,14 @@ def two_updates(model: str, deterministic: bool) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
-def test_a_deterministic_learner(family: str, tmp_path: Path) -> None:
+def test_a_deterministic_learner(routed: str) -> None:
     """The flags are set in the rank's process, every operation has a fixed order, and it is the same update."""
-    models.save_model(tmp_path / "model", family, vocab_size=VOCAB)
-    model = str(tmp_path / "model")
-    [one], [again] = run_ranks(1, two_updates, model, True), run_ranks(1, two_updates, model, True)
+    [one], [again] = run_ranks(1, two_updates, routed, True), run_ranks(1, two_updates, routed, True)
     assert (one["torch"], one["fills"], one["embedding"]) == (True, False, True)
     assert one["variables"] == (":4096:8", "0")
     assert one["figures"] == again["figures"]
     assert all((mine == theirs).all() for mine, theirs in zip(one["weights"], again["weights"], strict=True))
-    [plain] = run_ranks(1, two_updates, model, False)
+    [plain] = run_ranks(1, two_updates, routed, False)
     assert (plain["torch"], plain["embedding"]) == (False, False)
     for mine, theirs in zip(one["figures"], plain["figures"], strict=True):
         assert mine == pytest.approx(theirs, rel=1e-3)

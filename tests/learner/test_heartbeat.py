@@ -6,6 +6,7 @@ import queue
 import re
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,15 @@ from tests.ranks import RankFailure, run_ranks
 PATIENCE_S = 1.0
 
 
-def two(directory: Path) -> tuple[Heartbeat, Heartbeat]:
+def two(directory: Path, on_loss: Callable[[str], None] | None = None) -> tuple[Heartbeat, Heartbeat]:
+    """Two ranks of which the first calls `on_loss` when the second is lost."""
     store = dist.FileStore(str(directory / "store"), 1)
-    return Heartbeat(store, 0, 2, "node 0", PATIENCE_S), Heartbeat(store, 1, 2, "node 1", PATIENCE_S)
+    return Heartbeat(store, 0, 2, "node 0", PATIENCE_S, on_loss), Heartbeat(store, 1, 2, "node 1", PATIENCE_S)
+
+
+def until_heard(first: Heartbeat, what: str) -> None:
+    while what not in first.last_heard():
+        first.ask(lambda store: store.add("nothing", 0))
 
 
 def test_ranks_meet_however_late_one_is(tmp_path: Path) -> None:
@@ -49,8 +56,7 @@ def test_a_rank_that_falls_silent_is_named_with_what_it_did_last(tmp_path: Path)
     first, second = two(tmp_path)
     first.note("generate stage 3")
     second.note("sync stage 3")
-    while "sync stage 3" not in first.last_heard():
-        first.ask(lambda store: store.add("nothing", 0))
+    until_heard(first, "sync stage 3")
     assert first.likely_cause() == ""
     second.leave()
     with pytest.raises(CollectiveFailure) as failure:
@@ -64,13 +70,9 @@ def test_a_rank_that_falls_silent_is_named_with_what_it_did_last(tmp_path: Path)
 
 
 def watched(directory: Path, lost: queue.Queue[str]) -> tuple[Heartbeat, Heartbeat]:
-    """Two ranks of which the first is ended when the second is lost; returned when it has heard the second."""
-    store = dist.FileStore(str(directory / "store"), 1)
-    first = Heartbeat(store, 0, 2, "node 0", PATIENCE_S, on_loss=lost.put)
-    second = Heartbeat(store, 1, 2, "node 1", PATIENCE_S)
+    first, second = two(directory, lost.put)
     second.note("update 7")
-    while "update 7" not in first.last_heard():
-        first.ask(lambda store: store.add("nothing", 0))
+    until_heard(first, "update 7")
     first.note("update 7")
     return first, second
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mugrpo_megatron.algorithm.segments import make_segments, select_responses
+from mugrpo_megatron.algorithm.segments import make_segments
 from mugrpo_megatron.learner import loss as loss_path
 from mugrpo_megatron.learner.loss import Objective
 from mugrpo_megatron.learner.packing import pack, sequence_of
@@ -87,12 +87,3 @@ def test_the_loss_waits_for_nothing(name: str, monkeypatch: pytest.MonkeyPatch) 
     assert waits.found == []
     assert hidden.grad is not None
     assert bool(weight.main_grad.any())  # type: ignore[attr-defined]
-
-
-def test_chosen_responses_are_the_same_when_their_tokens_are_counted_before() -> None:
-    segments = make_segments(torch.tensor([3, 0, 5, 2]), torch.rand(4))
-    chosen = torch.tensor([2, 1, 0])
-    for known in (None, 8):
-        part, places = select_responses(segments, chosen, known)
-        assert places.tolist() == [3, 4, 5, 6, 7, 0, 1, 2]
-        assert part.ids.tolist() == [0] * 5 + [2] * 3

@@ -12,12 +12,12 @@ from unittest.mock import patch
 import pytest
 import torch
 from megatron.core.models.backends import LocalSpecProvider
-from safetensors.torch import load_file
 
 from mugrpo_megatron.checks.layouts import check_layers
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner import model as layers
 from mugrpo_megatron.learner.groups import initialize
+from mugrpo_megatron.learner.linear import DirectLayers
 from mugrpo_megatron.learner.model import transformer_config
 from mugrpo_megatron.learner.operators import SwiGLU
 from mugrpo_megatron.learner.passes import row_multiple
@@ -27,10 +27,10 @@ from mugrpo_megatron.weights.families import architecture, read_architecture
 from mugrpo_megatron.weights.table import NORMS, entries, table_name
 from tests import models
 from tests.learner.fused import fused
-from tests.learner.tiny import recipe, save_model
-from tests.models import FAMILIES
+from tests.learner.tiny import recipe
 from tests.ranks import run_ranks
-from tests.weights.ranks_work import Layout, build, enter, round_trips, stored_shapes
+from tests.weights.ranks_work import Layout, round_trips, stored_shapes
+from tests.weights.tiny import assert_same_weights
 
 LAYER = "decoder.layers.0."
 DENSE = {
@@ -63,18 +63,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(save_model(tmp_path_factory.mktemp("dense")))
-
-
-@pytest.fixture(scope="module")
-def routed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    directory = tmp_path_factory.mktemp("routed")
-    models.save_model(directory, "qwen3_moe", num_hidden_layers=2)
-    return str(directory)
-
-
 def fused_name(name: str, model: Architecture) -> str:
     """Transformer Engine's name of the table's parameter `name`: norms before experts and latents are not fused."""
     layer = int(found[1]) if (found := re.match(r"decoder\.layers\.(\d+)\.", name)) else 0
@@ -85,24 +73,21 @@ def fused_name(name: str, model: Architecture) -> str:
     return re.sub(r"\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight$", r".experts.\2.weight\1", name)
 
 
-def parameter_names(model: str) -> list[str]:
-    """Parameter names of a whole model in this process."""
-    (chunk,), _ = build(Path(model), {}, enter({}))
-    buffers = [name for name, _ in chunk.named_buffers() if name.endswith("expert_bias")]
-    return [name for name, _ in chunk.named_parameters()] + buffers
-
-
 @pytest.mark.process
-@pytest.mark.parametrize("family", models.FAMILIES)
-def test_names_are_those_of_the_modules_and_come_back(checkpoints: Path, family: str) -> None:
-    model = architecture(json.loads((checkpoints / family / "config.json").read_text()))
-    known = {fused_name(name, model): name for name in entries(model)}
-    for name, expected in (LATENT if model.latent else DENSE if model.dense_layers else ROUTED).items():
-        assert known[LAYER + expected] == LAYER + name
-    assert {name: table_name(name) for name in known} == known
-    assert all(table_name(name) == name for name in known.values())
-    [found] = run_ranks(1, fused, parameter_names, str(checkpoints / family))
-    assert sorted(found) == sorted(known)
+def test_names_are_those_of_the_modules_and_come_back_and_checkpoints_have_those_of_local_layers(
+    checkpoints: Path,
+) -> None:
+    """Keys and shapes are the table's, which `tests/weights/test_table.py` finds in Megatron's own layers."""
+    [found] = run_ranks(1, fused, stored_shapes, [checkpoints / family for family in models.FAMILIES])
+    for family, (table, megatrons, names) in zip(models.FAMILIES, found, strict=True):
+        model = architecture(json.loads((checkpoints / family / "config.json").read_text()))
+        known = {fused_name(name, model): name for name in entries(model)}
+        for name, expected in (LATENT if model.latent else DENSE if model.dense_layers else ROUTED).items():
+            assert known[LAYER + expected] == LAYER + name
+        assert {name: table_name(name) for name in known} == known
+        assert all(table_name(name) == name for name in known.values())
+        assert sorted(names) == sorted(known)
+        assert table == megatrons, family
 
 
 LAYOUTS: dict[str, Layout] = {"tp2 pp2": {"tensor": 2, "pipeline": 2}, "pp2 ep2": {"pipeline": 2, "expert": 2}}
@@ -115,51 +100,39 @@ def test_round_trip_is_bitwise(checkpoints: Path, tmp_path: Path, name: str) -> 
     families = [family for family in models.FAMILIES if ("expert" in layout) == (family not in WITHOUT_EXPERTS)]
     run_ranks(4, fused, round_trips, [(checkpoints / family, tmp_path / family) for family in families], layout)
     for family in families:
-        expected = load_file(checkpoints / family / "model.safetensors")
-        found = load_file(tmp_path / family / "model.safetensors")
-        assert expected.keys() == found.keys(), family
-        for tensor, value in expected.items():
-            assert torch.equal(value, found[tensor]), f"{family}: {tensor}"
+        assert_same_weights(checkpoints / family, tmp_path / family)
 
 
-@pytest.mark.process
-def test_either_kind_of_layers_saves_under_the_keys_and_shapes_of_the_other(checkpoints: Path) -> None:
-    """Those of the table, which `tests/weights/test_table.py` finds in Megatron's own layers."""
-    [found] = run_ranks(1, fused, stored_shapes, [checkpoints / family for family in FAMILIES])
-    for family, (table, megatrons) in zip(FAMILIES, found, strict=True):
-        assert table == megatrons, family
-
-
-def test_what_the_machine_lacks_is_refused_before_anything_starts(dense: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = recipe(Path(dense), learner={"layers": "transformer_engine"})
+def test_what_the_machine_lacks_is_refused_before_anything_starts(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = recipe(Path(model), learner={"layers": "transformer_engine"})
     with pytest.raises(UserError, match='needs CUDA, and this learner runs on CPU; set it to "local"'):
         check_layers(asked, cuda=False)
     monkeypatch.setattr("mugrpo_megatron.checks.layouts.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"is not installed: `run_scripts/setup.sh --cuda --with-te`"):
         check_layers(asked, cuda=True)
     for layers_ in ("local", "auto"):
-        check_layers(recipe(Path(dense), learner={"layers": layers_}), cuda=True)
+        check_layers(recipe(Path(model), learner={"layers": layers_}), cuda=True)
 
 
-def test_fp8_in_another_type_than_bfloat16_is_refused(dense: str) -> None:
+def test_fp8_in_another_type_than_bfloat16_is_refused(model: str) -> None:
     with pytest.raises(UserError, match=r'needs model\.dtype = "bfloat16"'):
-        check_layers(recipe(Path(dense), learner={"layers": "fp8_tensorwise"}), cuda=True)
+        check_layers(recipe(Path(model), learner={"layers": "fp8_tensorwise"}), cuda=True)
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("kind", "asked"), [("dense", "tensorwise"), ("dense", "blockwise"), ("routed", "tensorwise")])
+@pytest.mark.parametrize(("kind", "asked"), [("model", "tensorwise"), ("model", "blockwise"), ("routed", "tensorwise")])
 def test_fp8_is_what_megatron_is_told_and_rows_are_whole_blocks(
     kind: str, asked: str, request: pytest.FixtureRequest
 ) -> None:
     expected = {"tensorwise": ("hybrid", 16), "blockwise": ("e4m3", 128)}
     told, multiple = run_ranks(2, told_in_fp8, request.getfixturevalue(kind), kind, asked)[0]
     assert told == (expected[asked][0], asked, kind == "routed")
-    assert multiple == {"dense": 2, "routed": 4}[kind] * expected[asked][1]
+    assert multiple == {"model": 2, "routed": 4}[kind] * expected[asked][1]
 
 
 def told_in_fp8(model: str, kind: str, asked: str) -> tuple[tuple[str, str, bool], int]:
     """Megatron's settings, and what a packed row that two ranks share is a multiple of."""
-    shared = {"dense": {"tensor": 2}, "routed": {"context": 2}}[kind]
+    shared = {"model": {"tensor": 2}, "routed": {"context": 2}}[kind]
     chosen = recipe(Path(model), model={"dtype": "bfloat16"}, learner={"layers": f"fp8_{asked}"}, parallel=shared)
     ranks = initialize(chosen)
     with patch("megatron.core.transformer.transformer_config.is_te_min_version", lambda version: True):
@@ -186,8 +159,8 @@ def test_auto_is_local_on_cpu_and_fused_on_cuda_where_it_loads(monkeypatch: pyte
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     for installed in (False, True):
         monkeypatch.setattr(layers, "HAVE_TE", installed)
-        assert isinstance(layers.choose_backend("auto", cpu), LocalSpecProvider)
-        assert isinstance(layers.choose_backend("local", cuda), LocalSpecProvider)
+        assert type(layers.choose_backend("auto", cpu)) is LocalSpecProvider
+        assert type(layers.choose_backend("local", cuda)) is DirectLayers
         assert layers.choose_backend("auto", cuda).fuse_layernorm_and_linear() is installed
     monkeypatch.setattr(layers, "HAVE_TE", False)
     with pytest.raises(UserError, match="does not load here: `mugrpo doctor` says why"):

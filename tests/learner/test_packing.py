@@ -35,15 +35,16 @@ def test_heavy_tailed_lengths_fill_at_least_95_percent(seed: int, dp_size: int, 
     assert plan(lengths, dp_size, 4 * max(lengths)).efficiency >= 0.95
 
 
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), max_size=12), st.integers(0, 30))
-def test_a_packed_row_says_what_the_sequences_say(sizes: list[tuple[int, int]], padding: int) -> None:
+@given(st.lists(st.tuples(st.integers(1, 9), st.lists(st.booleans(), max_size=9)), max_size=12), st.integers(0, 30))
+def test_a_packed_row_says_what_the_sequences_say(sizes: list[tuple[int, list[bool]]], padding: int) -> None:
+    """And trains the tokens of their masks."""
     rng = np.random.default_rng(0)
-    sequences = [Tokens(rng.integers(1, 99, prompt + response), prompt) for prompt, response in sizes]
+    sequences = [Tokens(rng.integers(1, 99, n + len(mask)), n, mask=np.array(mask, dtype=bool)) for n, mask in sizes]
     length = sum(len(s.ids) for s in sequences) + padding or 1
     batch = pack(sequences, list(range(len(sequences))), length, torch.device("cpu"))
     assert batch.ids.shape == batch.positions.shape == (1, length)
-    assert batch.targets.tolist() == [t for s in sequences for t in s.ids[s.prompt :]]
-    assert batch.lengths.tolist() == [s.trained for s in sequences]
+    assert batch.targets.tolist() == [t for s in sequences for t in s.ids[s.prompt :][s.mask]]
+    assert batch.lengths.tolist() == [sum(mask) for _, mask in sizes]
     assert batch.ids[0, batch.rows + 1].tolist() == batch.targets.tolist()
     cu = batch.packing.cu_seqlens_q
     assert cu[-1] == length

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
+import pytest
+from megatron.core.distributed import DistributedDataParallelConfig
 
+from mugrpo_megatron.learner import model as layers
+from mugrpo_megatron.learner.learner import Learner, build_learner
+from mugrpo_megatron.learner.linear import DirectLayers
+from mugrpo_megatron.learner.update import token_logprobs, update
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.samples import Sample
 from tests import models
 
 VOCAB = 90
+Updates = tuple[dict[str, float], dict[str, float], np.ndarray]
+"""Metrics of two updates, and the log-probabilities of all tokens after them."""
 
 
 def save_model(directory: Path, tied: bool = True, vocab: int = VOCAB, layers: int = 4) -> Path:
@@ -61,3 +73,41 @@ def left_behind(data: list[Sample]) -> list[Sample]:
 
 def advantages(count: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=count).astype(np.float32)
+
+
+def save_routed(directory: Path) -> Path:
+    """A mixture of experts of the same vocabulary."""
+    models.save_model(directory, "qwen3_moe", vocab_size=VOCAB, moe_intermediate_size=16, num_hidden_layers=2)
+    return directory
+
+
+@contextmanager
+def as_on_cuda() -> Iterator[None]:
+    """Linear layers that add to `main_grad`, and gradients reduced early, in small buckets."""
+    buckets = partial(DistributedDataParallelConfig, bucket_size=1000)
+    with (
+        patch.object(layers, "choose_backend", lambda *_: DirectLayers()),
+        patch.object(layers, "reduces_early", lambda ranks: ranks.dp_size * ranks.cp_size > 1),
+        patch.object(layers, "DistributedDataParallelConfig", buckets),
+    ):
+        yield
+
+
+def two_updates(model: str, sections: dict[str, dict[str, Any]]) -> Updates:
+    """What a rank does where updates of several layouts are compared."""
+    return updates_of(build_learner(recipe(Path(model), **sections)))
+
+
+def updates_of(learner: Learner) -> Updates:
+    data = left_behind(samples())
+    first, second = (update(learner, data, advantages(len(data))) for _ in range(2))
+    return first, second, np.concatenate(token_logprobs(learner, data))
+
+
+def assert_same_updates(found: Updates, alone: Updates) -> None:
+    """Adam's first step amplifies rounding, so what comes after it is compared less closely."""
+    for name in ("loss", "grad_norm"):
+        assert found[0][name] == pytest.approx(alone[0][name], rel=1e-4)
+        assert found[1][name] == pytest.approx(alone[1][name], rel=2e-3, abs=2e-4)
+    assert found[0]["vetoed_fraction"] == alone[0]["vetoed_fraction"]
+    np.testing.assert_allclose(found[2], alone[2], atol=2e-3)

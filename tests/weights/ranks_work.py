@@ -130,8 +130,11 @@ def save_training_checkpoint(source: Path, target: Path, layout: Layout) -> None
 Shapes = dict[str, tuple[int, ...]]
 
 
-def stored_shapes(hf_dirs: list[Path]) -> list[tuple[Shapes, Shapes]]:
-    """Keys and shapes of distributed checkpoints: by the table, and by the model's own `sharded_state_dict`."""
+def stored_shapes(hf_dirs: list[Path]) -> list[tuple[Shapes, Shapes, list[str]]]:
+    """Keys and shapes of distributed checkpoints, by the table and by the model's own `sharded_state_dict`.
+
+    And the names of the model's parameters and frozen buffers.
+    """
     ranks = enter({})
     found = []
     for hf_dir in hf_dirs:
@@ -143,7 +146,9 @@ def stored_shapes(hf_dirs: list[Path]) -> list[tuple[Shapes, Shapes]]:
         state = chunk.sharded_state_dict()
         apply_factories(state)
         tensors = [value for value in nested_values(state) if isinstance(value, ShardedTensor)]
-        found.append((table, {tensor.key: tuple(tensor.global_shape) for tensor in tensors}))
+        names = [name for name, _ in chunk.named_parameters()]
+        names += [name for name, _ in chunk.named_buffers() if name.endswith("expert_bias")]
+        found.append((table, {tensor.key: tuple(tensor.global_shape) for tensor in tensors}, names))
     return found
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mugrpo_megatron.recipe import Recipe
@@ -32,3 +33,11 @@ def recipe(hf_dir: Path, **parallel: Any) -> Recipe:
 def load(directory: Path) -> PreTrainedModel:
     """The checkpoint in transformers."""
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def assert_same_weights(expected: Path, found: Path) -> None:
+    """Both directories hold one file with the same tensors, bit by bit."""
+    ours, theirs = (load_file(directory / "model.safetensors") for directory in (expected, found))
+    assert ours.keys() == theirs.keys(), found
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), f"{found}: {name}"

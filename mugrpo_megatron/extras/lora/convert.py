@@ -15,9 +15,8 @@ from pathlib import Path
 
 import torch
 
-from checkpoints_convert.command import fill_hf, fingerprint, run
+from checkpoints_convert.command import check_sums, fill_hf, fingerprint, run
 from checkpoints_convert.output import checked_output, open_output
-from checkpoints_convert.source import check_sums
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.lora.low_rank import merge as merged
 from mugrpo_megatron.extras.lora.peft_files import adapter_files, check_base, read_adapter
