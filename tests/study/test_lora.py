@@ -54,7 +54,7 @@ def test_the_table_has_seeds_with_all_cells_and_replaces_the_old_one(tmp_path: P
 def test_the_full_rank_has_three_rates_beside_all_weights_on_one_stage() -> None:
     grid = load_grid(GRIDS["rates"])
     cells = [one for one in wanted(grid, {}) if isinstance(one, Cell)]
-    assert len(cells) == 3 * 6 + 2 == len(set(cells))
+    assert len(cells) == 3 * 3 + 5 == len(set(cells))
     assert next((cell.method, cell.rate) for cell in cells if cell.seed == 0) == ("all", 3e-5)
 
 
