@@ -54,6 +54,14 @@ def held_out_sets(sources: str, key: str = "data.eval") -> dict[str, str]:
     for source, times in Counter(named.values()).items():
         if times > 1:
             raise UserError(f"{key} names {source} {times} times: name it once")
+    files: dict[tuple[int, int], str] = {}
+    for source in named.values():
+        path = Path(source.rpartition("@")[2])
+        if path.is_file():
+            status = path.stat()
+            other = files.setdefault((status.st_dev, status.st_ino), source)
+            if other != source:
+                raise UserError(f"{key} names one file as {other} and as {source}: name it once")
     return named
 
 
