@@ -24,7 +24,7 @@ WALKS = (("train", "optimize_stage", "run"), ("train", "generate_stage", "run"))
 """(module, function, parameter) whose way through the calls is counted."""
 
 HELD = {
-    "core files": 204,
+    "core files": 200,
     "recipe keys": 135,
     "recipe keys that nothing shipped sets": 27,
     "modules with one importer": 54,
