@@ -95,12 +95,13 @@ def axis_of(updates: Iterable[float], seconds: Iterable[float]) -> dict[str, lis
 
 def _boundaries(run: RunData) -> list[dict[str, float]]:
     """Where each stage with an update begins; its time is that of its first phase, the sync."""
-    begins: dict[int, Any] = {}
+    begins: dict[int, float] = {}
     for row in run.phases:
         begins[row["stage"]] = min(row["start"], begins.get(row["stage"], row["start"]))
     return [
-        {"stage": row["stage"], "u": row["update"], "t": run.clock(begins.get(row["stage"], row["time"]))}
+        {"stage": stage, "u": row["update"], "t": run.clock(begins[stage] if stage in begins else row["time"])}
         for row in run.stage_starts()
+        for stage in (row["stage"],)
     ]
 
 
