@@ -90,8 +90,8 @@ class LoraSection(Section):
     alpha: PositiveFloat = Field(32.0, json_schema_extra=changes("method"))
     """The product B A counts alpha / rank times."""
     targets: Literal["all-linear"] | list[str] = Field("all-linear", json_schema_extra=changes("method"))
-    """Layers with an adapter, by the last part of their Hugging Face name, as in `["q_proj", "v_proj"]`; the experts of a
-    mixture are `gate_up_proj` and `down_proj`."""
+    """Layers with an adapter, by the last part of their Hugging Face name, as in `["q_proj", "v_proj"]`; the experts of
+    a mixture are `gate_up_proj` and `down_proj`."""
     start: Path | None = None
     """Directory of an adapter in PEFT's format that training starts from; unset, A is random and B is 0."""
 
