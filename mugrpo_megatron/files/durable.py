@@ -251,7 +251,7 @@ def full_disk(error: BaseException, path: Path) -> UserError | None:
     torch.save hides the cause in an error of its own; where it writes by itself, not to a stream, only the disk tells.
     """
     cause: BaseException | None = error
-    full = "inline_container.cc" in str(error) and _free(path) < LITTLE
+    full = any(name in str(error) for name in ("inline_container.cc", "iostream error")) and _free(path) < LITTLE
     while cause is not None and not full:
         full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
         cause = cause.__cause__ or cause.__context__

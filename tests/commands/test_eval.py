@@ -123,9 +123,9 @@ def test_the_table_fits_a_terminal_and_can_be_pasted() -> None:
     sets = [summarize("one", two, "accuracy"), summarize("two", four, "accuracy")]
     evaluation = Evaluation(sets, {"one": 1.0, "two": 0.0})
     console = Console(width=120, record=True)
-    console.print(on_screen(table(evaluation)))
+    console.print(on_screen(table(Evaluation(sets[:1], {"one": 1.0}))))
     head, *_, average = (line.split() for line in console.export_text().splitlines() if line.strip())
-    assert (head[:3], average[:2]) == (["set", "problems", "K"], ["average", "87.5"])
+    assert (head[:3], average[:2]) == (["set", "problems", "K"], ["average", "75.0"])
     lines = markdown(table(evaluation)).splitlines()
     assert lines[0].startswith("| set | problems | K | mean@K | pass@2 | pass@4 | majority@K |")
     assert lines[2].startswith("| one | 8 | 2 | 75.0 [")

@@ -47,7 +47,7 @@ EXPERT_LAYOUTS: dict[str, Layout] = {
     "pp2ep2": {"pipeline": 2, "expert": 2},
 }
 EIGHT: Layout = {"tensor": 2, "pipeline": 2, "expert": 2}
-IDS = [(7 * i * i + 3 * i) % 128 for i in range(150)]
+IDS = [(7 * i * i + 3 * i) % 128 for i in range(152)]
 
 
 @pytest.fixture(scope="module")
