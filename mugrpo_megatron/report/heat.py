@@ -100,8 +100,9 @@ def _turns(trained: np.ndarray, start: int, end: int) -> list[list[int]]:
 
 
 def _cells(log_ratio: np.ndarray, trained: np.ndarray) -> str:
-    """A letter for each token: its ratio, or OTHERS where the model did not sample it."""
-    return "".join(_letter(ratio) if inside else OTHERS for ratio, inside in zip(log_ratio, trained, strict=True))
+    """A letter for each token: its ratio, or OTHERS where the model did not sample it or the ratio is not finite."""
+    known = trained & np.isfinite(log_ratio)
+    return "".join(_letter(ratio) if inside else OTHERS for ratio, inside in zip(log_ratio, known, strict=True))
 
 
 def _letter(log_ratio: float) -> str:

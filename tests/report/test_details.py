@@ -20,7 +20,7 @@ from mugrpo_megatron.report import histograms
 from mugrpo_megatron.report.details import MOST_STAGES, StageResponses, read_details, spaced
 from mugrpo_megatron.report.drawing import draw
 from mugrpo_megatron.report.excerpts import sample_sections
-from mugrpo_megatron.report.heat import LEVELS, LOWEST, STEPS, WINDOW, heat_map
+from mugrpo_megatron.report.heat import LEVELS, LOWEST, OTHERS, STEPS, WINDOW, heat_map
 from mugrpo_megatron.report.page import page, write_report
 from mugrpo_megatron.report.probes import followed, verdicts
 from mugrpo_megatron.samples import Sample
@@ -122,6 +122,14 @@ def test_the_heat_map_follows_the_runs_veto(run: RunData) -> None:
     for veto, spans in dropped.items():
         for one in heat_of(run, veto=veto)["responses"]:
             assert (one["dropped"][-1], one["triggers"][-1]) == (spans, [2])
+
+
+def test_a_ratio_that_is_not_finite_has_no_colour(run: RunData) -> None:
+    probed = followed(read_details(run.path, run.recipe), run.recipe)
+    broken = [replace(one, log_ratio=np.full_like(one.log_ratio, np.nan)) for one in probed]
+    heat = heat_map(broken, ObjectiveSection())
+    assert heat
+    assert {letter for one in heat["responses"] for cells in one["cells"] for letter in cells} == {OTHERS}
 
 
 def test_of_a_long_response_the_tokens_around_the_first_trigger_are_shown(tmp_path: Path) -> None:

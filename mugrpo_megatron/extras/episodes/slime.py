@@ -11,6 +11,8 @@ from enum import Enum
 from functools import lru_cache
 from typing import Any
 
+from transformers import AutoTokenizer  # here: inside an episode its seconds would count as a process that is blocked
+
 from mugrpo_megatron.extras.episodes.turns import current
 
 
@@ -55,8 +57,6 @@ class GenerateState:
 
 @lru_cache(maxsize=1)
 def _tokenizer(path: str) -> Any:
-    from transformers import AutoTokenizer  # seconds, for functions that ask for it alone
-
     return AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
 
 

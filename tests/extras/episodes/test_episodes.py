@@ -255,7 +255,7 @@ def searches(context: str) -> str:
 
 def test_slimes_convention_runs(model: Path) -> None:
     function = "tests.extras.episodes.slime_search"
-    longer = recipe_of(model, f"{function}:generate")
+    longer = recipe_of(model, f"{function}:generate", seconds=120.0)  # it imports transformers first
     longer = longer.model_copy(update={"rollout": longer.rollout.model_copy(update={"max_response_tokens": 256})})
     [one] = played(longer, searches, ["6?"], n=1)["6?"]
     assert not one.episode.failed, one.episode.why
