@@ -42,7 +42,7 @@ def figures(out: Path) -> dict[str, dict[str, str]]:
 def test_cells_are_bitwise_the_branches_that_optimize_makes(finished_run: Path, tmp_path: Path) -> None:
     """One process for all cells: nothing of a cell reaches the next. It is asked to stop in the last, and called again.
 
-    The middle cell's learning rate leaves nothing finite behind: it is named, the others go on; the second call lacks it.
+    The middle cell's rate leaves nothing finite behind: it is named, the others go on, and the second call lacks it.
     """
     out, axis = tmp_path / "sweep", "optimizer.lr=1e-3,1e30,2e-3"
     command = ["sweep", finished_run, "--out", out, *words(axis, "objective.name=grpo")]
