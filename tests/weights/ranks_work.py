@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from safetensors.torch import load_file
 
 from mugrpo_megatron.errors import UserError
@@ -55,9 +56,11 @@ def logits(chunks: list[PolicyModel], ids: list[int], vocab_size: int) -> torch.
     tokens = torch.tensor(ids)[None]
     positions = torch.arange(len(ids))[None]
     packing = make_packing(np.array([len(ids)]), torch.device("cpu"))
-    hidden = chunk(tokens, positions, attention_mask=None, packed_seq_params=packing).squeeze(1)
-    local = hidden @ chunk.output_weight().T
+    hidden = chunk(tokens, positions, attention_mask=None, packed_seq_params=packing)
     group = parallel_state.get_tensor_model_parallel_group()
+    if group.size() > 1:  # each rank has its part of the tokens
+        hidden = gather_from_sequence_parallel_region(hidden)
+    local = hidden.squeeze(1) @ chunk.output_weight().T
     parts = [torch.empty_like(local) for _ in range(group.size())]
     dist.all_gather(parts, local.contiguous(), group=group)
     return torch.cat(parts, dim=1)[:, :vocab_size]
