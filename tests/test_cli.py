@@ -23,7 +23,7 @@ from mugrpo_megatron.cli import COMMANDS, EXAMPLES, Command, command_parser, mai
 from mugrpo_megatron.commands import training
 from mugrpo_megatron.data import arithmetic
 from mugrpo_megatron.data.prepare import Problems
-from mugrpo_megatron.engine import process
+from mugrpo_megatron.engine import launch
 from mugrpo_megatron.extras.sweep import grid as sweep_grid
 from mugrpo_megatron.recipe import Recipe, load_recipe
 from tests.tiny import save_model, write_recipe
@@ -268,7 +268,7 @@ def test_a_run_says_what_it_does_before_it_imports_what_trains(
     opening.open_run, training.train_stages = open_run, lambda opened: None  # type: ignore[attr-defined]
     for stand_in in (opening, training):
         monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
-    monkeypatch.setattr(process, "host_ahead", nullcontext)  # no engine
+    monkeypatch.setattr(launch, "host_ahead", nullcontext)  # no engine
     monkeypatch.setattr(arithmetic, "GENERATED", 70)
     recipe = write_recipe(tmp_path / "recipe.toml", model, tmp_path / "run")
     assert main(["train", str(recipe)]) == 0
@@ -291,7 +291,7 @@ def test_every_phase_is_checked_first(
 ) -> None:
     for name in ("mugrpo_megatron.commands.separate", "mugrpo_megatron.commands.sft"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))  # importing from it fails
-    monkeypatch.setattr(process, "host_ahead", nullcontext)  # no engine
+    monkeypatch.setattr(launch, "host_ahead", nullcontext)  # no engine
     recipe = write_recipe(tmp_path / "recipe.toml", model, tmp_path / "run")
     wrong = "data.train=/nowhere.jsonl" if command == "sft" else "parallel.tensor=3"
     assert main([command, str(recipe), "--set", wrong]) == 2

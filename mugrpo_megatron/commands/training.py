@@ -27,7 +27,7 @@ def train(options: Options) -> int:
             show_finished(RunDirectory(recipe.run.dir))
             return
         from mugrpo_megatron.checks.preflight import check_run
-        from mugrpo_megatron.engine.process import host_ahead
+        from mugrpo_megatron.engine.launch import host_ahead
 
         recipe, problems = check_run(recipe, say)
         with host_ahead(recipe) as warm_host:
@@ -75,7 +75,7 @@ def generate(options: Options) -> int:
 
     def run(recipe: Recipe) -> None:
         from mugrpo_megatron.checks.preflight import check_run
-        from mugrpo_megatron.engine.process import host_ahead
+        from mugrpo_megatron.engine.launch import host_ahead
 
         recipe, problems = check_run(recipe, say)
         with host_ahead(recipe) as warm_host:

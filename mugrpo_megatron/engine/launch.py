@@ -6,18 +6,20 @@ import json
 import os
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mugrpo_megatron.cpu.sglang import replicas_of
 from mugrpo_megatron.engine import door
-from mugrpo_megatron.engine.placement import ALONE, EngineSlot
+from mugrpo_megatron.engine.placement import ALONE, EngineSlot, slot_of_environment
+from mugrpo_megatron.engine.process import HostProcess
 from mugrpo_megatron.engine.wire import Routed, Sampling
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import experts_of, read_model_config
-from mugrpo_megatron.observe.environment import usable_cores
+from mugrpo_megatron.observe.environment import may_find_cuda, usable_cores
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.policy import RolloutSection
 from mugrpo_megatron.recipe.systems import BLOCK, EngineSection
@@ -351,3 +353,22 @@ def held_out_sampling(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, name: 
 def _stop_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """The tokenizer's end-of-sequence token; the engine adds those of config.json and generation_config.json."""
     return () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+
+
+@contextmanager
+def host_ahead(recipe: Recipe) -> Iterator[HostProcess | None]:
+    """A process that imports SGLang while this one imports Megatron, for the engine that this rank will lead.
+
+    Each import takes seconds. None on CUDA, where the learner loads first and importing SGLang may already take memory
+    of the device, and where the engine starts only when the ranks of several nodes have met. It is gone when the block
+    ends, whether an engine has used it or not.
+    """
+    slot = None if may_find_cuda() else slot_of_environment(recipe.engine, cuda=False)
+    if slot is None or not slot.leads_engine or recipe.engine.nodes > 1:
+        yield None
+        return
+    host = HostProcess(engine_environment(recipe, recipe.model.directory, cuda=False, slot=slot), cuda=False)
+    try:
+        yield host
+    finally:
+        host.end()

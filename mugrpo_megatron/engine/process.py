@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,8 @@ from typing import Any
 import psutil
 
 import mugrpo_megatron
-from mugrpo_megatron.engine.launch import engine_environment
-from mugrpo_megatron.engine.placement import slot_of_environment
 from mugrpo_megatron.engine.wire import Message
 from mugrpo_megatron.errors import EngineFailure, EngineStopped, UserError
-from mugrpo_megatron.observe.environment import may_find_cuda
-from mugrpo_megatron.recipe import Recipe
 
 HEADER = struct.Struct("!Q")
 """Length of the pickled message that follows."""
@@ -301,25 +297,6 @@ class HostProcess:
         self.end()
         tail = self._log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
         return EngineFailure("\n".join([cause, f"end of {self._log}:", *tail]))
-
-
-@contextmanager
-def host_ahead(recipe: Recipe) -> Iterator[HostProcess | None]:
-    """A process that imports SGLang while this one imports Megatron, for the engine that this rank will lead.
-
-    Each import takes seconds. None on CUDA, where the learner loads first and importing SGLang may already take memory
-    of the device, and where the engine starts only when the ranks of several nodes have met. It is gone when the block
-    ends, whether an engine has used it or not.
-    """
-    slot = None if may_find_cuda() else slot_of_environment(recipe.engine, cuda=False)
-    if slot is None or not slot.leads_engine or recipe.engine.nodes > 1:
-        yield None
-        return
-    host = HostProcess(engine_environment(recipe, recipe.model.directory, cuda=False, slot=slot), cuda=False)
-    try:
-        yield host
-    finally:
-        host.end()
 
 
 def _never() -> bool:

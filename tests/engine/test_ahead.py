@@ -8,9 +8,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mugrpo_megatron.engine import process
+from mugrpo_megatron.engine import launch
 from mugrpo_megatron.engine.client import Engine
-from mugrpo_megatron.engine.process import HostProcess, host_ahead
+from mugrpo_megatron.engine.launch import host_ahead
+from mugrpo_megatron.engine.process import HostProcess
 from mugrpo_megatron.errors import EngineFailure
 from mugrpo_megatron.recipe import Recipe
 from tests.engine.tiny import group_processes
@@ -34,7 +35,7 @@ def test_there_is_none(
     tiny_recipe: Recipe,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(process, "may_find_cuda", lambda: cuda)
+    monkeypatch.setattr(launch, "may_find_cuda", lambda: cuda)
     world = {"RANK": rank, "LOCAL_RANK": rank % local_world, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": local_world}
     for name, value in world.items():
         monkeypatch.setenv(name, str(value))
