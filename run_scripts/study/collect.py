@@ -14,10 +14,12 @@ import csv
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from mugrpo_megatron.observe.rundata import RunData, read_run
+from mugrpo_megatron.observe.rundata import RunData, paper_seconds, read_run
 from run_scripts.study.cells import Cell
 from run_scripts.study.grid import GRID, Grid, load_grid
 from run_scripts.study.results import CELLS, CURVES, DOCS, Row, cell_of, read_kept, read_results
@@ -29,6 +31,8 @@ EARLY = 100
 """The first updates of a run, in which the regime is checked."""
 LATE = 64
 """The last updates of a run."""
+TAIL = 16
+"""Updates at a stage's end whose mean says how far the stage has moved; a quarter of a shorter stage than 4 x this."""
 KEY = ("seed", "repeat", "method", "rate")
 CELL_COLUMNS = (
     *KEY,
@@ -38,10 +42,13 @@ CELL_COLUMNS = (
     *("ratio_neg_min", "first_trigger", "trigger_tokens", "trigger_responses", "vetoed", "vetoed_late"),
     *("ess_min", "ess_late", "kl_k3_late", "entropy_late"),
     *("stage_reward", "stage_truncated", "stage_tokens", "zero_variance", "mismatch_mean"),
+    *("nats_first", "nats", "nats_last", "stages", "rollout_seconds"),
 )
 """Accuracies and fractions are shares. `_early` is over the first 100 updates, `_late` over the last 64, else over all.
 `first_trigger` is the update before which the first ratio below the method's threshold was seen, empty if there was
-none; `trigger_tokens` and `trigger_responses` are of ratios below 1e-4 in every cell."""
+none; `trigger_tokens` and `trigger_responses` are of ratios below 1e-4 in every cell. The `nats` are those that the
+first, the mean and the last stage moved a response; `rollout_seconds` are those of `paper_seconds` that went into
+sampling. Cells of the first parts have none of these five."""
 AVERAGED = ("clipped_fraction", "ratio_neg_mean", "vetoed_fraction", "trigger_tokens_1e-4", "ess", "entropy")
 """Metrics of the updates whose means over a window stand in curves.csv, under their own names."""
 CURVE_COLUMNS = (*KEY, "update", "accuracy", "truncated", *AVERAGED, "ratio_neg_min")
@@ -90,6 +97,7 @@ def row_of(study: Study, cell: Cell, run: RunData, stage: RunData) -> Row:
     name = study.grid.set_of(cell.seed)
     first, last = stage.evals[0], run.evals[-1]
     early, late = run.updates[:EARLY], run.updates[-LATE:]
+    moved = nats_of(run.updates, tokens_of(run))
     return {
         "seed": cell.seed,
         "repeat": cell.repeat,
@@ -129,6 +137,11 @@ def row_of(study: Study, cell: Cell, run: RunData, stage: RunData) -> Row:
         "stage_tokens": over(run.stages, "generated_tokens", sum),
         "zero_variance": over(run.stages, "zero_variance_fraction"),
         "mismatch_mean": over(run.stages, "mismatch_mean"),
+        "nats_first": _short(moved[0]),
+        "nats": _short(statistics.fmean(moved)),
+        "nats_last": _short(moved[-1]),
+        "stages": len(moved),
+        "rollout_seconds": round(paper_seconds(stage.phases)["T_rollout"]),
     }
 
 
@@ -173,6 +186,23 @@ def write_rows(path: Path, columns: Sequence[str], rows: Iterable[Row]) -> None:
         writer = csv.DictWriter(file, columns, lineterminator="\n", restval="")
         writer.writeheader()
         writer.writerows(rows)
+
+
+def tokens_of(run: RunData) -> float:
+    """Mean tokens of the responses that a run has trained on."""
+    return float(sum(one["generated_tokens"] for one in run.stages) / sum(one["responses"] for one in run.stages))
+
+
+def nats_of(updates: Sequence[Row], tokens: float) -> list[float]:
+    """KL(behaviour | policy) of a response at the end of each stage, in nats, for responses of `tokens` tokens.
+
+    The k3 estimate a token, a mean over the stage's last `TAIL` updates, or its last quarter where that is shorter.
+    """
+    moved = []
+    for _, rows in groupby(updates, key=itemgetter("stage")):
+        values = [row["kl_k3"] for row in rows]
+        moved.append(tokens * statistics.fmean(values[-max(1, min(TAIL, len(values) // 4)) :]))
+    return moved
 
 
 def first_below(updates: Iterable[Row], threshold: float) -> int | None:

@@ -18,14 +18,12 @@ import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.observe.rundata import RunData, paper_seconds, read_run
+from mugrpo_megatron.observe.rundata import RunData, read_run
 from run_scripts.study.cells import Cell
-from run_scripts.study.collect import CELL_COLUMNS, CURVE_COLUMNS, collect, write_rows
+from run_scripts.study.collect import CELL_COLUMNS, CURVE_COLUMNS, collect, nats_of, tokens_of, write_rows
 from run_scripts.study.grid import Grid, load_grid
 from run_scripts.study.results import DOCS, Row, cell_of
 from run_scripts.study.run import BASE, BULK, ROOT, Interrupted, Study, interrupt, run_cell, run_logged
@@ -46,16 +44,10 @@ STEPS = (
 """(warm start, block of law_grid.toml), in the order in which they run."""
 FEW, MANY = 8, 64
 """Samples of each test problem, at temperature 1."""
-TAIL = 16
-"""Updates at a stage's end whose mean says how far the stage has moved; a quarter of a shorter stage than 4 x this."""
 CSV, CURVES, STAGES, PROBLEMS = "law.csv", "law_curves.csv", "law_stages.csv", "law_problems.csv"
-OWN_COLUMNS = (
-    *("start", "start_sampled", "sampled", "gap", "gap_half"),
-    *("nats_first", "nats", "nats_last", "stages", "rollout_seconds"),
-)
+OWN_COLUMNS = ("start", "start_sampled", "sampled", "gap", "gap_half")
 """What law.csv has besides the columns of cells.csv: the warm start and its sampled accuracy, that of the end, by how
-much it is below GRPO's, half of that difference's 95 % interval over problems, the nats that the first, the mean and
-the last stage moved a response, the number of stages, and the seconds of `paper_seconds` that went into sampling."""
+much it is below GRPO's, and half of that difference's 95 % interval over problems."""
 REFERENCE = ("grpo", 4e-5)
 """Method and rate of the cell that all of a warm start are compared with."""
 Z975 = 1.96
@@ -162,9 +154,11 @@ def write_all(studies: Mapping[str, Study], docs: Path) -> None:
             directory = study.directory(cell)
             after = read_sampled(directory / f"end-{FEW}")
             run = read_run(directory)
-            generating = read_run(study.stage(cell)) if row["stage"] else run
             stages += [{"start": start} | one for one in stage_rows(row, run)]
-            own_columns = _own(run, generating, before, after, row)
+            own_columns: Row = {
+                "start_sampled": before and round(before.accuracy, 5),
+                "sampled": after and round(after.accuracy, 5),
+            }
             if reference and after and (row["method"], row["rate"]) != REFERENCE:
                 own_columns |= dict(zip(("gap", "gap_half"), difference(reference, after), strict=True))
             rows.append({"start": start} | row | own_columns)
@@ -180,20 +174,6 @@ def write_all(studies: Mapping[str, Study], docs: Path) -> None:
     print(f"{len(rows)} cells into {docs / CSV}")
 
 
-def _own(run: RunData, generating: RunData, before: Sampled | None, after: Sampled | None, row: Row) -> Row:
-    """The row's `OWN_COLUMNS`. `generating` is the run that has sampled its responses."""
-    moved = nats_of(run.updates, tokens_of(run))
-    return {
-        "start_sampled": before and round(before.accuracy, 5),
-        "sampled": after and round(after.accuracy, 5),
-        "nats_first": float(f"{moved[0]:.4g}"),
-        "nats": float(f"{statistics.fmean(moved):.4g}"),
-        "nats_last": float(f"{moved[-1]:.4g}"),
-        "stages": len(moved),
-        "rollout_seconds": round(paper_seconds(generating.phases)["T_rollout"]),
-    }
-
-
 def stage_rows(row: Row, run: RunData) -> Iterator[Row]:
     """The rows of law_stages.csv of one cell."""
     moved = nats_of(run.updates, tokens_of(run))
@@ -201,23 +181,6 @@ def stage_rows(row: Row, run: RunData) -> Iterator[Row]:
     for one, update, nats in zip(run.stages, starts, moved, strict=True):
         known = {name: row[name] for name in ("method", "rate")}
         yield known | {"stage": one["stage"], "update": update, "sampled": one["reward_mean"], "nats": f"{nats:.4g}"}
-
-
-def tokens_of(run: RunData) -> float:
-    """Mean tokens of the responses that a run has trained on."""
-    return float(sum(one["generated_tokens"] for one in run.stages) / sum(one["responses"] for one in run.stages))
-
-
-def nats_of(updates: Sequence[Row], tokens: float) -> list[float]:
-    """KL(behaviour | policy) of a response at the end of each stage, in nats, for responses of `tokens` tokens.
-
-    The k3 estimate a token, a mean over the stage's last `TAIL` updates, or its last quarter where that is shorter.
-    """
-    moved = []
-    for _, rows in groupby(updates, key=itemgetter("stage")):
-        values = [row["kl_k3"] for row in rows]
-        moved.append(tokens * statistics.fmean(values[-max(1, min(TAIL, len(values) // 4)) :]))
-    return moved
 
 
 def difference(left: Sampled, right: Sampled) -> tuple[float, float]:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from run_scripts.study import law
+from run_scripts.study.collect import TAIL, nats_of
 from run_scripts.study.grid import load_grid
 
 GRID = load_grid(law.GRID)
@@ -34,14 +35,14 @@ def test_stages_of_e5_take_as_many_updates_as_grpo() -> None:
 @pytest.mark.parametrize(
     ("stages", "tokens", "nats"),
     [
-        ([[0.0] * (100 - law.TAIL) + [0.01] * law.TAIL] * 2, 60.0, [0.6, 0.6]),  # of each stage's end
+        ([[0.0] * (100 - TAIL) + [0.01] * TAIL] * 2, 60.0, [0.6, 0.6]),  # of each stage's end
         ([[0.0, 0.0, 0.0, 0.5]], 2.0, [1.0]),  # of a short stage's last quarter
         ([[0.0] * 24 + [0.1] * 8], 1.0, [0.1]),
         ([[0.25], [0.5]], 4.0, [1.0, 2.0]),
     ],
 )
 def test_nats_are_those_of_each_stages_end(stages: list[list[float]], tokens: float, nats: list[float]) -> None:
-    assert law.nats_of(updates(*stages), tokens=tokens) == pytest.approx(nats)
+    assert nats_of(updates(*stages), tokens=tokens) == pytest.approx(nats)
 
 
 def test_right_samples_are_counted_problem_by_problem(tmp_path: Path) -> None:

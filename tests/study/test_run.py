@@ -48,15 +48,18 @@ def evaluation(update, value):
 if command == "generate":
     stage = recipe.run.dir / "stages" / "00000"
     stage.mkdir(parents=True)
-    sealed = Sealed("stage.parquet", 64, 8, [], [], Span(0, 1, ""), {"seed": recipe.run.seed})
+    spans = [Span(0, 1, "")] * 64
+    sealed = Sealed("stage.parquet", 64, 8, spans, spans, Span(0, 1, ""), {"seed": recipe.run.seed})
     write_manifest(stage, Manifest([], sealed, Origin(recipe.run.dir.name, 0, 0)))
     rows = [evaluation(0, 0.4)]
 else:
     least = 1e-3 if recipe.optimizer.lr < 1e-3 else 1e-5
-    metrics = {"clipped_fraction": 0.5, "ratio_neg_mean": 1.0, "ratio_neg_min": least, "ess": 0.9}
+    metrics = {"clipped_fraction": 0.5, "ratio_neg_mean": 1.0, "ratio_neg_min": least, "ess": 0.9, "kl_k3": 1e-3}
     first = [evaluation(0, 0.4)] if recipe.schedule.stages > 1 else []
     updates = [{"kind": "update", "time": float(n), "update": n, **place, **metrics} for n in range(64)]
-    rows = [*first, *updates, evaluation(32, 0.45), evaluation(64, 0.5 if recipe.optimizer.lr == 1e-3 else 0.3)]
+    sampled = {"kind": "stage", "time": 0.0, **place, "generated_tokens": 6_000, "responses": 100}
+    after = 0.5 if recipe.optimizer.lr == 1e-3 else 0.3
+    rows = [sampled, *first, *updates, evaluation(32, 0.45), evaluation(64, after)]
     recipe.run.dir.joinpath("summary.json").write_text('{"updates": 64}')
 with (recipe.run.dir / "metrics.jsonl").open("a") as file:
     file.writelines(json.dumps(row) + "\\n" for row in rows)
@@ -64,7 +67,9 @@ with (recipe.run.dir / "metrics.jsonl").open("a") as file:
 
 
 @pytest.fixture
-def study(tmp_path: Path) -> run.Study:
+def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> run.Study:
+    """The stages of `PROGRAM` have a manifest and no responses, so that there is nothing to branch from."""
+    monkeypatch.setattr("mugrpo_megatron.commands.separate.branch", lambda recipe, source, stage: None)
     (tmp_path / "grid.toml").write_text(GRID)
     (tmp_path / "program.py").write_text(PROGRAM)
     out = tmp_path / "out"
