@@ -74,7 +74,7 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x)
         if x.is_cuda:
-            from mugrpo_megatron.kernels.triton_layers import swiglu  # Triton may be missing without CUDA
+            from mugrpo_megatron.kernels.triton_ops import swiglu  # Triton may be missing without CUDA
 
             return swiglu(x)
         gate, up = x.chunk(2, -1)
@@ -84,7 +84,7 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
         (x,) = ctx.saved_tensors
         if x.is_cuda:
-            from mugrpo_megatron.kernels.triton_layers import swiglu_gradient
+            from mugrpo_megatron.kernels.triton_ops import swiglu_gradient
 
             return swiglu_gradient(grads[0], x)
         gate, up = x.chunk(2, -1)
@@ -98,7 +98,7 @@ class _SwiGLU(torch.autograd.Function):
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool = False) -> torch.Tensor:
     """`rotate_` into new memory, or back: on CUDA one kernel, with one rounding for tables of any type."""
     if x.is_cuda:
-        from mugrpo_megatron.kernels.triton_layers import rotate
+        from mugrpo_megatron.kernels.triton_ops import rotate
 
         turning, plain = x.split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], dim=-1)
         turned = rotate(turning, cos, sin, inverse)
