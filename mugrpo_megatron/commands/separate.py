@@ -10,7 +10,7 @@ from mugrpo_megatron.data.prepare import Problems
 from mugrpo_megatron.engine.process import HostProcess
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.environment import rank_of_environment
-from mugrpo_megatron.phases.finish import export
+from mugrpo_megatron.phases.saves import export
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.branch import branch, stage_to_take
 from mugrpo_megatron.run.checkpoints import check_stage_held, newest_cursor

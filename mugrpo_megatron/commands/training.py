@@ -22,7 +22,7 @@ def train(options: Options) -> int:
         from mugrpo_megatron.run.directory import RunDirectory, is_finished
 
         if is_finished(recipe):
-            from mugrpo_megatron.phases.finish import show_finished
+            from mugrpo_megatron.phases.saves import show_finished
 
             show_finished(RunDirectory(recipe.run.dir))
             return
