@@ -6,8 +6,8 @@ from mugrpo_megatron.algorithm.advantages import group_advantages
 from mugrpo_megatron.checks.preflight import check_run
 from mugrpo_megatron.learner.update import update
 from mugrpo_megatron.phases.evaluate import evaluate_if_due
-from mugrpo_megatron.phases.finish import finish
 from mugrpo_megatron.phases.generate import generate, host_guests, sleep_engines, stage_to_generate, sync_weights
+from mugrpo_megatron.phases.saves import finish
 from mugrpo_megatron.phases.stage import open_stage
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.run import Cursor, Engines, Learner, Run, open_run

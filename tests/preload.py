@@ -9,8 +9,10 @@ import pytest
 import torch
 
 import mugrpo_megatron.cli
-import mugrpo_megatron.commands.separate
 import mugrpo_megatron.commands.sft
+import mugrpo_megatron.commands.training
+import mugrpo_megatron.run.branch
+import mugrpo_megatron.run.run
 import mugrpo_megatron.train
 import mugrpo_megatron.weights.check
 import tests.extras.plan.measured

@@ -289,7 +289,8 @@ def test_a_run_says_what_it_does_before_it_imports_what_trains(
 def test_every_phase_is_checked_first(
     command: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("mugrpo_megatron.commands.separate", "mugrpo_megatron.commands.sft"):
+    for part in ("run.run", "phases.saves", "commands.sft"):
+        name = f"mugrpo_megatron.{part}"
         monkeypatch.setitem(sys.modules, name, ModuleType(name))  # importing from it fails
     monkeypatch.setattr(launch, "host_ahead", nullcontext)  # no engine
     recipe = write_recipe(tmp_path / "recipe.toml", model, tmp_path / "run")

@@ -147,7 +147,7 @@ def report(options: Options) -> int:
     if options.live:
         if len(run_dirs) > 1 or out is not None:
             raise UserError("--live shows one run and writes nothing; name one run directory and leave --out out")
-        from mugrpo_megatron.report.live import serve
+        from mugrpo_megatron.report.page import serve
 
         serve(run_dirs[0], options.port)
         return 0

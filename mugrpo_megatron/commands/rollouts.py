@@ -24,7 +24,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import check_tokenizer
 from mugrpo_megatron.observe.streams import visible
 from mugrpo_megatron.recipe import ObjectiveSection, Recipe, load_recipe
-from mugrpo_megatron.rewards.shaping import verdict_in
+from mugrpo_megatron.rewards.pool import verdict_in
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.record import with_cached_model
 from mugrpo_megatron.samples import Sample

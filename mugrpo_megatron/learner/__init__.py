@@ -7,7 +7,7 @@ model       the policy as GPT chunks, and layer specs      loss              hid
 linear      linear layers that add to main_grad            optimizer         AdamW, its learning rate and states
 attention   causal attention over packed sequences         checkpoint        save and load in any layout
 context     flash attention; rows split over ranks         routing           experts that tokens went to before
-operators   RMSNorm, SwiGLU, rotary embedding              pinned            tensors whose bytes are in host memory
+operators   RMSNorm, SwiGLU, rotary embedding              latent            multi-head latent attention
 """
 
 import mugrpo_megatron.megatron  # noqa: F401  the CPU's stand-ins are there before the modules import Megatron

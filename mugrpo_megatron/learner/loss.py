@@ -19,8 +19,7 @@ from mugrpo_megatron.algorithm.masks import mismatch_correction, response_weight
 from mugrpo_megatron.algorithm.segments import Segments, make_segments, select_responses, with_turns
 from mugrpo_megatron.algorithm.statistics import UpdateStatistics
 from mugrpo_megatron.kernels.fused_loss import fused_policy_loss
-from mugrpo_megatron.kernels.head import HeadLayout
-from mugrpo_megatron.kernels.linear_logprob import token_logprobs
+from mugrpo_megatron.kernels.head import HeadLayout, token_logprobs
 from mugrpo_megatron.learner.context import gather_rows
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.linear import with_stand_in

@@ -29,12 +29,11 @@ from mugrpo_megatron.learner.attention import PackedAttention, Packing
 from mugrpo_megatron.learner.groups import Ranks
 from mugrpo_megatron.learner.latent import latent_spec
 from mugrpo_megatron.learner.linear import DirectLayers
-from mugrpo_megatron.learner.operators import RMSNorm, SwiGLU
+from mugrpo_megatron.learner.operators import RMSNorm, SwiGLU, frequencies
 from mugrpo_megatron.megatron import mlp_spec
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.functions import load_function
 from mugrpo_megatron.weights.architecture import Architecture, Latent, Rope, stage_layers
-from mugrpo_megatron.weights.rope import frequencies
 from mugrpo_megatron.weights.table import NORMS
 
 

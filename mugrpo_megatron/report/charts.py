@@ -16,8 +16,9 @@ from mugrpo_megatron.observe.log import Row
 from mugrpo_megatron.observe.results import measure_in, sets_in
 from mugrpo_megatron.observe.rundata import RunData
 from mugrpo_megatron.recipe.scoring import MATH
-from mugrpo_megatron.report import histograms, probes
+from mugrpo_megatron.report import probes
 from mugrpo_megatron.report.curves import (
+    BINS,
     Chart,
     Series,
     ages_of,
@@ -26,8 +27,11 @@ from mugrpo_megatron.report.curves import (
     each_set,
     has_values,
     held_out,
+    length_series,
     over_updates,
+    pass_series,
     ramp,
+    reward_series,
     rounded,
     spread,
 )
@@ -303,13 +307,13 @@ TABLE: tuple[Plan, ...] = (
     Plan(OPTIMIZATION, "lr", "Learning rate", (("lr", "lr", "yellow"),), "Learning rate of each update.",
          looks={"zero": True}),
 
-    Plan(RESPONSES, "rewards", "Rewards", lambda m: histograms.reward_series(m.details.stages),
+    Plan(RESPONSES, "rewards", "Rewards", lambda m: reward_series(m.details.stages),
          "Share of each stage's responses by reward.", looks=PERCENT | {"along": "reward"}),
-    Plan(RESPONSES, "lengths", "Response lengths", lambda m: histograms.length_series(m.details.stages),
-         f"Share of each stage's responses by length, in {histograms.BINS} equal parts; of a long stage 16 updates are "
+    Plan(RESPONSES, "lengths", "Response lengths", lambda m: length_series(m.details.stages),
+         f"Share of each stage's responses by length, in {BINS} equal parts; of a long stage 16 updates are "
          "counted.", looks=PERCENT | {"along": "length"}),
     Plan(RESPONSES, "pass_at_k", "pass@k of the training groups",
-         lambda m: histograms.pass_series(m.details.stages, [row["stage"] for row in m.stages]),
+         lambda m: pass_series(m.details.stages, [row["stage"] for row in m.stages]),
          "Chance that k responses to a problem of the stage have one with a reward of 1 or more.", looks=PERCENT),
     Plan(RESPONSES, "unparsed", "No answer found", _unparsed,
          "Share of responses from which no answer could be extracted.", looks=PERCENT),

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.examples import Example, read_examples, shortened
-from mugrpo_megatron.rewards.shaping import verdict_in
+from mugrpo_megatron.rewards.pool import verdict_in
 from mugrpo_megatron.stages.manifest import SEALED_NAME, check_origin, read_manifest
 from mugrpo_megatron.stages.probe import Probe, read_probe
 

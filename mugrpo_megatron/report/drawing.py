@@ -12,10 +12,17 @@ from mugrpo_megatron.observe.log import Row
 from mugrpo_megatron.observe.metrics import PHASES
 from mugrpo_megatron.observe.rundata import RunData
 from mugrpo_megatron.report.charts import Material, charts
-from mugrpo_megatron.report.curves import Chart, ages_of, sampled_early, staleness
+from mugrpo_megatron.report.curves import (
+    Chart,
+    ages_of,
+    axes_of,
+    longest,
+    reward_span,
+    sampled_early,
+    staleness,
+)
 from mugrpo_megatron.report.details import NONE, Details
 from mugrpo_megatron.report.heat import heat_map
-from mugrpo_megatron.report.histograms import axes_of, longest, reward_span
 from mugrpo_megatron.report.probes import AXIS, ages_of_probes, followed, objective_of, trigger_axes
 from mugrpo_megatron.report.triggers import thresholds_of
 

@@ -9,7 +9,7 @@ from typing import Any
 from mugrpo_megatron.observe.examples import Example, shortened
 from mugrpo_megatron.observe.streams import visible
 from mugrpo_megatron.report.details import Details, spaced
-from mugrpo_megatron.rewards.shaping import verdict_in
+from mugrpo_megatron.rewards.pool import verdict_in
 
 CHARACTERS = 32_000
 """Of all texts on the page together."""

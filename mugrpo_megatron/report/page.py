@@ -1,13 +1,15 @@
-"""The report: one self-contained HTML page of a finished or unfinished run."""
+"""The report: one self-contained HTML page of a finished or unfinished run, written or served while it runs."""
 
 from __future__ import annotations
 
 import re
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
 from mugrpo_megatron import __version__
+from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import write_text
 from mugrpo_megatron.files.outputs import check_output
 from mugrpo_megatron.observe.metrics import values_in
@@ -41,6 +44,13 @@ SCRIPTS = ("chart.js", "panel.js", "export.js", "timeline.js", "heat.js", "repor
 """The page's scripts, in an order in which each finds what it needs."""
 SILENT_S = 600
 """Seconds without a new row after which a live page no longer says that the run is running."""
+HOST = "127.0.0.1"
+NAMES = (HOST, "localhost")
+"""What a request may call this server: a page of another site that has its name point here calls it otherwise."""
+REFRESH_S = 10
+"""Seconds between two looks of the page at its run."""
+PATIENCE_S = 10.0
+"""A connection that sends nothing, or takes nothing, for so long is closed: each holds a thread."""
 
 LISTS = ("facts", "origin", "signs", "warnings", "tiles", "sections", "events", "summary", "environment", "recipe")
 EMPTY: dict[str, Any] = dict.fromkeys(("status", "runs", "stages", "part")) | dict.fromkeys(LISTS, ()) | {"live_s": 0}
@@ -162,6 +172,53 @@ def page(run: RunData, live_s: int = 0) -> str:
         environment=[(name, visible(str(value))) for name, value in environment.items()],
         recipe=recipe_sections(run),
     )
+
+
+def server_of(run_dir: Path, port: int = 0) -> ThreadingHTTPServer:
+    """A server on the loopback interface that answers every request with the run's report as it is now.
+
+    `port` 0 takes a free one. Raises UserError when `run_dir` is not a run directory or the port is taken.
+    """
+    read_run(run_dir)
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = PATIENCE_S
+
+        def do_GET(self) -> None:
+            name = self.headers.get("Host", "").partition(":")[0]
+            if self.path != "/" or name not in NAMES:
+                self.send_error(404)
+                return
+            try:
+                body, status = page(read_run(run_dir), live_s=REFRESH_S).encode(), 200
+            except UserError as error:  # a row that is being written, or a run that was moved
+                body, status = str(error).encode(), 503
+            self.send_response(status)
+            self.send_header("Content-Type", f"text/{'html' if status == 200 else 'plain'}; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Cache-Control", "no-store")
+            with suppress(OSError):  # the reader has gone, or does not read
+                self.end_headers()
+                self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Say nothing: the terminal shows the address."""
+
+    try:
+        return ThreadingHTTPServer((HOST, port), Handler)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"--port {port} cannot be used ({reason}); leave --port out to take a free one") from None
+
+
+def serve(run_dir: Path, port: int) -> None:
+    """Serve until interrupted."""
+    with server_of(run_dir, port) as server:
+        print(f"http://{HOST}:{server.server_address[1]}/ shows {run_dir}; Ctrl-C ends it", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return
 
 
 def page_sections(

@@ -9,7 +9,7 @@ from mugrpo_megatron.data.prepare import PreparedData, problem_at
 from mugrpo_megatron.evaluation.scoring import ScoredGroup
 from mugrpo_megatron.files.json_text import as_text
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.rewards.shaping import shaped
+from mugrpo_megatron.rewards.pool import shaped
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.samples import HeldRoutes, Prompt, Sample
 

@@ -48,15 +48,17 @@ from mugrpo_megatron.stages.manifest import (
 )
 from mugrpo_megatron.stages.routes import route_column, take_routes, with_routes, without_routes
 from mugrpo_megatron.stages.schema import (
+    COMPRESSION,
     StageStatistics,
+    Waiting,
     check_file,
     check_rows,
     check_same_columns,
     optional_columns,
     to_samples,
     training_columns,
+    write_shard,
 )
-from mugrpo_megatron.stages.shards import COMPRESSION, Waiting, write_shard
 
 ROW_GROUPS_IN_MEMORY = 32
 """Decoded row groups that sealing keeps: an update's groups finish at different times, so several hold them."""

@@ -12,14 +12,14 @@ from mugrpo_megatron.weights.blocks import Row
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding; `rope.frequencies` computes its radians per token."""
+    """Rotary position embedding; `learner.operators.frequencies` computes its radians per token."""
 
     kind: Literal["default", "linear", "llama3", "yarn"]
     base: float
     dim: int
     """Rotated dimensions of a head."""
     settings: tuple[Any, ...] = ()
-    """Further arguments of this kind's function in `rope`, after base and dim."""
+    """Further arguments of this kind's function in `learner.operators`, after base and dim."""
     attention_factor: float = 1.0
     """Factor of cos and sin (YaRN)."""
     score_factor: float = 1.0

@@ -22,8 +22,15 @@ import torch.multiprocessing
 
 from mugrpo_megatron.errors import EngineFailure
 from mugrpo_megatron.weights.architecture import Architecture
-from mugrpo_megatron.weights.buckets import Bucket, Plan, build_plan, fill, held_shards
-from mugrpo_megatron.weights.quantised import quantise_bucket, quantised_bucket
+from mugrpo_megatron.weights.buckets import (
+    Bucket,
+    Plan,
+    build_plan,
+    fill,
+    held_shards,
+    quantise_bucket,
+    quantised_bucket,
+)
 
 
 class Engine(Protocol):

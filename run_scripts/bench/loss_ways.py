@@ -15,8 +15,7 @@ from mugrpo_megatron.algorithm.masks import response_weights
 from mugrpo_megatron.algorithm.policy_loss import policy_loss
 from mugrpo_megatron.algorithm.segments import Segments, make_segments
 from mugrpo_megatron.kernels.fused_loss import fused_policy_loss
-from mugrpo_megatron.kernels.head import HeadLayout
-from mugrpo_megatron.kernels.linear_logprob import token_logprobs
+from mugrpo_megatron.kernels.head import HeadLayout, token_logprobs
 from mugrpo_megatron.recipe import ObjectiveSection
 
 MU_GRPO = ObjectiveSection(trigger_ratio=0.5)

@@ -156,7 +156,7 @@ def run_all(study: Study, seeds: Sequence[int] = ()) -> int:
 
 def run_cell(study: Study, cell: Cell) -> bool:
     """Run one cell with what it needs; whether it finished."""
-    from mugrpo_megatron.commands.separate import branch  # imports Megatron, which --dry-run does not need
+    from mugrpo_megatron.run.branch import branch  # imports torch, which --dry-run does not need
 
     directory, model = study.directory(cell), study.warm_start(cell.seed)
     directory.mkdir(parents=True, exist_ok=True)

@@ -18,9 +18,9 @@ from mugrpo_megatron.engine.launch import kv_bytes_per_token
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.plan.case import find_model
 from mugrpo_megatron.files.hf_config import ModelConfig, RopeParameters, checked, read_config, read_model_config
+from mugrpo_megatron.learner.operators import frequencies
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.weights.families import FAMILIES, architecture, read_architecture
-from mugrpo_megatron.weights.rope import frequencies
 
 DENSE: dict[str, Any] = {
     "vocab_size": 64,

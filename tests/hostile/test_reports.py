@@ -11,7 +11,7 @@ from threading import Thread
 import pytest
 
 from mugrpo_megatron.observe.streams import visible
-from mugrpo_megatron.report import live
+from mugrpo_megatron.report import page
 from mugrpo_megatron.report.details import read_details
 from tests.hostile.outcome import command, listing, refused
 from tests.hostile.rundir import make
@@ -78,8 +78,8 @@ def test_a_report_shows_every_character(tmp_path: Path) -> None:
 
 def test_a_live_report_does_not_wait_for_half_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them would hold a thread until it ends."""
-    monkeypatch.setattr(live, "PATIENCE_S", 0.05)
-    with live.server_of(write_run(tmp_path, rows_of(1, 2), recipe_of(1, 2))) as server:
+    monkeypatch.setattr(page, "PATIENCE_S", 0.05)
+    with page.server_of(write_run(tmp_path, rows_of(1, 2), recipe_of(1, 2))) as server:
         thread = Thread(target=server.serve_forever)
         thread.start()
         with socket.create_connection(server.server_address[:2]) as half:  # type: ignore[arg-type]

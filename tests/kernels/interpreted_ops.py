@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mugrpo_megatron.kernels import torch_ops, triton_layers, triton_ops
+from mugrpo_megatron.kernels import torch_ops, triton_ops
 from mugrpo_megatron.learner.operators import rotate_
 from tests.kernels.problems import (
     OBJECTIVES,
@@ -68,7 +68,7 @@ def test_gradient_equals_that_of_torch(
 @given(
     st.integers(0, 1000),
     st.integers(0, 4),
-    st.sampled_from([1, 40, triton_layers.BLOCK, 2 * triton_layers.BLOCK + 24]),
+    st.sampled_from([1, 40, triton_ops.LAYER_BLOCK, 2 * triton_ops.LAYER_BLOCK + 24]),
     st.sampled_from([torch.float32, torch.bfloat16]),
 )
 def test_swiglu_and_its_gradient_equal_autograd_in_float64(
@@ -82,7 +82,7 @@ def test_swiglu_and_its_gradient_equal_autograd_in_float64(
     tolerance = 1e-5 if dtype == torch.float32 else 8e-3
     value = torch.nn.functional.silu(gate) * up
     (d_exact,) = torch.autograd.grad(value, exact, dy.double())
-    for found, expected in ((triton_layers.swiglu(x), value), (triton_layers.swiglu_gradient(dy, x), d_exact)):
+    for found, expected in ((triton_ops.swiglu(x), value), (triton_ops.swiglu_gradient(dy, x), d_exact)):
         assert found.dtype == dtype
         torch.testing.assert_close(found.double(), expected.detach(), rtol=tolerance, atol=tolerance)
 
@@ -106,12 +106,12 @@ def test_rotation_and_its_inverse_equal_those_in_float64(
     cos, sin = angles.cos().to(of_tables), angles.sin().to(of_tables)
     exact = rotate_(x.double(), cos.double(), sin.double())
     back = rotate_(exact.clone(), cos.double(), -sin.double())
-    rotated = triton_layers.rotate(x, cos, sin)
+    rotated = triton_ops.rotate(x, cos, sin)
     assert rotated.dtype == dtype
     assert rotated.is_contiguous()
     tolerance = 1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps
     torch.testing.assert_close(rotated.double(), exact, rtol=tolerance, atol=tolerance)
-    again = triton_layers.rotate(exact.to(dtype), cos, sin, inverse=True)
+    again = triton_ops.rotate(exact.to(dtype), cos, sin, inverse=True)
     torch.testing.assert_close(again.double(), back, rtol=4 * tolerance, atol=4 * tolerance)
 
 

@@ -85,12 +85,12 @@ def test_rotation_equals_float64(heads: int, dtype: torch.dtype, tolerance: floa
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
 def test_swiglu_equals_float64(dtype: torch.dtype, tolerance: float) -> None:
-    from mugrpo_megatron.kernels import triton_layers
+    from mugrpo_megatron.kernels import triton_ops
 
     x, dy = (torch.randn(300, width, device="cuda").to(dtype) for width in (2 * 2432, 2432))
     exact = x.double().requires_grad_()
     gate, up = exact.chunk(2, -1)
     expected = torch.nn.functional.silu(gate) * up
     (d_x,) = torch.autograd.grad(expected, exact, dy.double())
-    assert distance(triton_layers.swiglu(x), expected.detach()) < tolerance
-    assert distance(triton_layers.swiglu_gradient(dy, x), d_x) < tolerance
+    assert distance(triton_ops.swiglu(x), expected.detach()) < tolerance
+    assert distance(triton_ops.swiglu_gradient(dy, x), d_x) < tolerance

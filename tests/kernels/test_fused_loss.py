@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mugrpo_megatron.algorithm.policy_loss import policy_loss
-from mugrpo_megatron.kernels.linear_logprob import token_logprobs
+from mugrpo_megatron.kernels.head import token_logprobs
 from mugrpo_megatron.recipe import ObjectiveSection
 from tests.kernels.problems import (
     KEPT,

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mugrpo_megatron.kernels.linear_logprob import token_logprobs
+from mugrpo_megatron.kernels.head import token_logprobs
 from tests.kernels.problems import (
     KEPT,
     OBJECTIVES,

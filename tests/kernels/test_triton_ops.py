@@ -50,15 +50,15 @@ def test_compile_for_hopper_with_wide_loads_and_stores(narrow: str, entropy: boo
 @pytest.mark.process
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
 def test_swiglu_compiles_for_hopper_with_wide_loads_and_stores(kind: str) -> None:
-    from mugrpo_megatron.kernels import triton_layers
+    from mugrpo_megatron.kernels import triton_ops
 
-    constants = {"BLOCK": triton_layers.BLOCK}
+    constants = {"BLOCK": triton_ops.LAYER_BLOCK}
     for kernel, tensors, read in (
-        (triton_layers._swiglu, "x out", 2),
-        (triton_layers._swiglu_gradient, "grad x dx", 3),
+        (triton_ops._swiglu, "x out", 2),
+        (triton_ops._swiglu_gradient, "grad x dx", 3),
     ):
         types = dict.fromkeys(tensors.split(), f"*{kind}") | {"width": "i32"}
-        found = ptx(kernel, types, constants, triton_layers.WARPS)
+        found = ptx(kernel, types, constants, triton_ops.LAYER_WARPS)
         assert found.count("ld.global.v4") == read * (1 if kind == "bf16" else 2)
         assert "st.global.v4" in found
 
@@ -67,13 +67,13 @@ def test_swiglu_compiles_for_hopper_with_wide_loads_and_stores(kind: str) -> Non
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
 @pytest.mark.parametrize(("heads", "half"), [(28, 64), (4, 64), (16, 32)])  # Qwen2.5-7B's queries and keys; 0.5B's
 def test_rotation_compiles_for_hopper_with_wide_loads_and_stores(kind: str, heads: int, half: int) -> None:
-    from mugrpo_megatron.kernels import triton_layers
+    from mugrpo_megatron.kernels import triton_ops
 
-    block, warps = triton_layers.tile(heads, half)
+    block, warps = triton_ops.tile(heads, half)
     signature = {"x": f"*{kind}", "token_stride": "i32", "head_stride": "i32", "cos": "*fp32", "sin": "*fp32"}
     for inverse in (False, True):
         found = ptx(
-            triton_layers._rotate,
+            triton_ops._rotate,
             signature | {"out": f"*{kind}", "heads": "i32", "half": "i32"},
             {"INVERSE": inverse, "HEADS": block, "HALF": half},
             warps,

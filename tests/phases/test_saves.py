@@ -1,4 +1,4 @@
-"""When a run saves, and that a resume from an earlier stage ends like the unbroken run."""
+"""When a run saves, what it prints at its end, and that a resume from an earlier stage ends like the unbroken run."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
+from rich.table import Table
 
 from mugrpo_megatron.observe.log import read_rows
+from mugrpo_megatron.observe.progress import Display
+from mugrpo_megatron.phases import saves
 from mugrpo_megatron.phases.saves import save_if_due
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.checkpoints import complete
@@ -33,7 +37,7 @@ class Saves:
         self.hf.append((cursor["stage"], cursor["age"]))
 
 
-def saves(stages: int, updates: int, engines: int = 1, age: int = 0, **checkpoint: int) -> Saves:
+def saved(stages: int, updates: int, engines: int = 1, age: int = 0, **checkpoint: int) -> Saves:
     """Where a run saves, and where it writes `hf/` besides."""
     schedule = {"stages": stages, "updates_per_stage": updates, "max_sample_age": age}
     recipe = Recipe.model_validate({"schedule": schedule, "checkpoint": checkpoint})
@@ -64,19 +68,29 @@ def saves(stages: int, updates: int, engines: int = 1, age: int = 0, **checkpoin
 def test_saves_at_the_ends_of_every_nth_stage_and_of_the_last(
     checkpoint: dict[str, int], expected: list[tuple[int, int]]
 ) -> None:
-    found = saves(5, 4, **checkpoint)
+    found = saved(5, 4, **checkpoint)
     assert found.learner == expected
     assert found.hf == [(stage, age) for stage, age in expected[:-1] if age == 0], "the last is written when it is over"
 
 
 def test_hf_is_written_inside_a_run_only_where_it_may_be() -> None:
-    assert saves(3, 2).hf == [(1, 0), (2, 0)]
-    assert saves(3, 2, age=1) == Saves([(1, 0), (2, 0), (3, 0)], [(0, 1), (1, 0), (1, 1), (2, 0)]), "no stage follows"
-    assert saves(3, 2, age=2).hf == [(1, 0), (2, 0)], "a run's first weights are its model's"
+    assert saved(3, 2).hf == [(1, 0), (2, 0)]
+    assert saved(3, 2, age=1) == Saves([(1, 0), (2, 0), (3, 0)], [(0, 1), (1, 0), (1, 1), (2, 0)]), "no stage follows"
+    assert saved(3, 2, age=2).hf == [(1, 0), (2, 0)], "a run's first weights are its model's"
 
 
 def test_a_stage_optimized_by_its_own_command_is_always_saved() -> None:
-    assert saves(3, 2, engines=0, every_stages=9).learner == [(1, 0), (2, 0), (3, 0)]
+    assert saved(3, 2, engines=0, every_stages=9).learner == [(1, 0), (2, 0), (3, 0)]
+
+
+def test_a_sign_is_a_line_of_its_own_below_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "equal rewards everywhere, " * 5
+    summary: dict[str, Any] = {"signs": [{"name": "equal rewards", "text": text, "remedy": "read some"}]}
+    monkeypatch.setattr(saves, "summarize", lambda directory: summary)
+    monkeypatch.setattr(saves, "summary_table", lambda summary: Table("narrow"))
+    console = Console(width=60, record=True)
+    saves.show(RunDirectory(tmp_path), Display(console, None))
+    assert f"sick? {text}; read some (docs/sick.md)\n" in console.export_text()
 
 
 @pytest.mark.process

@@ -16,7 +16,7 @@ import pytest
 
 from mugrpo_megatron.observe.rundata import RunData, read_run
 from mugrpo_megatron.recipe import ObjectiveSection
-from mugrpo_megatron.report import histograms
+from mugrpo_megatron.report import curves
 from mugrpo_megatron.report.details import MOST_STAGES, StageResponses, read_details, spaced
 from mugrpo_megatron.report.drawing import draw
 from mugrpo_megatron.report.excerpts import sample_sections
@@ -233,11 +233,11 @@ def test_histograms_count_every_response(run: RunData) -> None:
 def test_rewards_of_any_size_have_an_axis_that_holds_them(tmp_path: Path) -> None:
     rewards = np.linspace(-3, 7, 400)
     stages = {0: StageResponses(rewards, rewards, np.arange(400) // 8, np.full(400, 5), [])}
-    low, high = histograms.reward_span(stages)
+    low, high = curves.reward_span(stages)
     assert low <= -3
     assert high >= 7
-    assert len(histograms.axes_of(stages)["reward"]) == 24
-    [series] = histograms.reward_series(stages)
+    assert len(curves.axes_of(stages)["reward"]) == 24
+    [series] = curves.reward_series(stages)
     assert sum(value for value in series.y if value) == pytest.approx(1, abs=1e-4)
 
 

@@ -1,6 +1,6 @@
 """A branch links or copies, removes nothing, and says in one sentence why it cannot be made.
 
-`tests/commands/test_separate.py` has what the command refuses of a source.
+`tests/commands/test_training.py` has what the command refuses of a source.
 """
 
 from __future__ import annotations

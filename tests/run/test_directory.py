@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mugrpo_megatron.checks.preflight import check_on_paper, check_run
-from mugrpo_megatron.commands.separate import generate_alone, optimize_alone
+from mugrpo_megatron.commands.training import generate_alone, optimize_alone
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import write_json
 from mugrpo_megatron.recipe import Recipe, load_recipe

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import write_sealed
 from mugrpo_megatron.samples import Sample
-from mugrpo_megatron.stages import shards
+from mugrpo_megatron.stages import schema as files
 from mugrpo_megatron.stages import store as merge
 from mugrpo_megatron.stages.manifest import Origin, check_stage
 from mugrpo_megatron.stages.schema import COLUMNS, OPTIONAL, TOLD, TRAINING, schema
@@ -37,9 +37,9 @@ SHARD = 4
 
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "SHARD_RESPONSES", SHARD * 4)
+    monkeypatch.setattr(files, "SHARD_RESPONSES", SHARD * 4)
     monkeypatch.setattr(merge, "ROW_GROUPS_IN_MEMORY", 2)
-    monkeypatch.setattr(shards, "ROW_GROUP_TOKENS", 40)
+    monkeypatch.setattr(files, "ROW_GROUP_TOKENS", 40)
 
 
 def assert_same(found: Sequence[Sample], expected: Sequence[Sample], whole: bool = False) -> None:
@@ -103,7 +103,7 @@ def test_groups_that_are_buffered_only_are_lost_with_the_process_and_no_others(t
 def test_an_old_buffer_is_written_before_it_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = StageStore(tmp_path)
     store.append(group(0))
-    monkeypatch.setattr(shards, "SHARD_SECONDS", 0.0)
+    monkeypatch.setattr(files, "SHARD_SECONDS", 0.0)
     store.append(group(1))
     assert StageStore(tmp_path).present() == {0, 1}
 

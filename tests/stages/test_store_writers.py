@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.stages import shards
+from mugrpo_megatron.stages import schema
 from mugrpo_megatron.stages import store as store_module
 from mugrpo_megatron.stages.store import StageStore
 from tests.engine.tiny import group
@@ -20,7 +20,7 @@ WRITERS = 3
 
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "SHARD_RESPONSES", 2 * 4)
+    monkeypatch.setattr(schema, "SHARD_RESPONSES", 2 * 4)
 
 
 def write(directory: Path, writer: int, indices: list[int]) -> None:

@@ -13,8 +13,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.learner.operators import frequencies
 from mugrpo_megatron.weights.families import architecture
-from mugrpo_megatron.weights.rope import frequencies
 from tests import models
 from tests.weights import tiny
 

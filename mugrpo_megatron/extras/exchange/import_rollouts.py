@@ -27,8 +27,7 @@ from mugrpo_megatron.files.json_text import as_text
 from mugrpo_megatron.files.outputs import check_output
 from mugrpo_megatron.recipe import Recipe, dump_recipe
 from mugrpo_megatron.rewards.items import Score
-from mugrpo_megatron.rewards.pool import Verifier
-from mugrpo_megatron.rewards.shaping import shaped
+from mugrpo_megatron.rewards.pool import Verifier, shaped
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.published import Published, hub_name, portable, weight_sums, write_published
 from mugrpo_megatron.run.record import with_model

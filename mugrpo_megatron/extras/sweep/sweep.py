@@ -17,7 +17,7 @@ from mugrpo_megatron.extras.sweep.workshop import Workshop, open_workshop
 from mugrpo_megatron.files.durable import write_text
 from mugrpo_megatron.observe.log import FILE_NAME, Row, read_rows
 from mugrpo_megatron.observe.metrics import PLACE
-from mugrpo_megatron.phases.finish import conclude
+from mugrpo_megatron.phases.saves import conclude
 from mugrpo_megatron.recipe import load_recipe
 from mugrpo_megatron.run.branch import branch
 from mugrpo_megatron.run.cursor import Cursor

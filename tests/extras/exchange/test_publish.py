@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mugrpo_megatron.commands.separate import optimize_alone
+from mugrpo_megatron.commands.training import optimize_alone
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.exchange import publish as module
 from mugrpo_megatron.extras.exchange.publish import publish, upload

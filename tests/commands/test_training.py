@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mugrpo_megatron.commands.separate import generate_alone, optimize_alone
+from mugrpo_megatron.commands.training import generate_alone, optimize_alone
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.log import read_rows
 from mugrpo_megatron.recipe import load_recipe

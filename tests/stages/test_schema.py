@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mugrpo_megatron.samples import HeldRoutes, Sample
-from mugrpo_megatron.stages import shards
-from mugrpo_megatron.stages.shards import Waiting, write_shard
+from mugrpo_megatron.stages import schema
+from mugrpo_megatron.stages.schema import Waiting, write_shard
 from tests.engine.tiny import group
 
 
@@ -30,7 +30,7 @@ def test_a_row_group_has_whole_groups_up_to_its_limit(indices: list[int], limit:
     groups = [routed(index, layers=3) for index in indices]
     file = BytesIO()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shards, "ROW_GROUP_TOKENS", limit)
+        patch.setattr(schema, "ROW_GROUP_TOKENS", limit)
         write_shard(file, groups)
     found = pq.ParquetFile(BytesIO(file.getvalue()))
     assert found.read(columns=["group"])["group"].to_pylist() == [s.group for own in groups for s in own]
@@ -49,5 +49,5 @@ def test_routes_make_a_shard_due(monkeypatch: pytest.MonkeyPatch) -> None:
     waiting.add(routed(0, layers=3))
     assert waiting.routes == 3 * sum(sample.tokens - 1 for sample in group(0))
     assert not waiting.due
-    monkeypatch.setattr(shards, "SHARD_ROUTES", waiting.routes)
+    monkeypatch.setattr(schema, "SHARD_ROUTES", waiting.routes)
     assert waiting.due

@@ -9,14 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mugrpo_megatron.learner import pinned
-from mugrpo_megatron.learner.pinned import copy_back, move_to_host
+from mugrpo_megatron.learner import learner
+from mugrpo_megatron.learner.learner import copy_back, move_to_host
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("slab", [1 << 8, 1 << 26])
 def test_values_and_views_survive(dtype: torch.dtype, slab: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned, "SLAB", slab)
+    monkeypatch.setattr(learner, "SLAB", slab)
     whole = torch.randn(1000).to(dtype)
     view, before = whole[100:300].view(10, 20), whole.clone()
     copies = move_to_host([whole])
@@ -32,7 +32,7 @@ def test_tensors_share_slabs_without_gaps(sizes: list[int]) -> None:
     """Of 256 bytes here: no more of them than all bytes together fill, and every tensor comes back."""
     tensors = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
     before = [tensor.clone() for tensor in tensors]
-    with patch.object(pinned, "SLAB", 256):
+    with patch.object(learner, "SLAB", 256):
         copies = move_to_host(tensors)
     pieces = [piece for one in copies if one.host for piece in one.host]
     slabs = {piece.untyped_storage().data_ptr() for piece in pieces}
