@@ -87,13 +87,13 @@ KEPT = {
 def tolerance_of(config: ObjectiveSection) -> float:
     """Relative error in float32 that rounding explains.
 
-    The exp of a sum of log-ratios enlarges it, VESPO's power again; a teacher's term adds to GMPO's two sums.
+    The exp of a sum of log-ratios enlarges it, VESPO's power again; a teacher's term may cancel part of an advantage.
     """
     if config.surrogate == "vespo":
         return 1e-4
-    if config.surrogate == "gmpo" and config.teacher:
-        return 2e-6
-    return 1e-5 if config.ratio == "sequence" else 1e-6
+    if config.ratio == "sequence":
+        return 1e-5
+    return 2e-6 if config.teacher else 1e-6
 
 
 @dataclass

@@ -69,7 +69,7 @@ with (recipe.run.dir / "metrics.jsonl").open("a") as file:
 @pytest.fixture
 def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> run.Study:
     """The stages of `PROGRAM` have a manifest and no responses, so that there is nothing to branch from."""
-    monkeypatch.setattr("mugrpo_megatron.commands.separate.branch", lambda recipe, source, stage: None)
+    monkeypatch.setattr("mugrpo_megatron.run.branch.branch", lambda recipe, source, stage: None)
     (tmp_path / "grid.toml").write_text(GRID)
     (tmp_path / "program.py").write_text(PROGRAM)
     out = tmp_path / "out"
