@@ -118,8 +118,8 @@ def seal_arguments(parser: Parser) -> None:
 
 def seal(options: Options) -> int:
     """Close the stage at which the run stands."""
-    sealing = import_module("mugrpo_megatron.extras.prefetch.sealing")
-    say(visible(sealing.seal(options.run_dir)))
+    shares = import_module("mugrpo_megatron.extras.prefetch.shares")
+    say(visible(shares.seal(options.run_dir)))
     return 0
 
 
