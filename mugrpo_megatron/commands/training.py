@@ -5,12 +5,10 @@ from __future__ import annotations
 from importlib import import_module
 from pathlib import Path
 
-from mugrpo_megatron.commands.common import Options, Parser, recipe_arguments, say, with_recipe
+from mugrpo_megatron.commands.common import IMPORTING, Options, Parser, recipe_arguments, say, with_recipe
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.streams import visible
 from mugrpo_megatron.recipe import Recipe
-
-IMPORTING = "importing torch, transformers and Megatron"
 
 train_arguments = sft_arguments = recipe_arguments
 
