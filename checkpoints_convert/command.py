@@ -1,4 +1,4 @@
-"""What the commands share: exit codes, progress, and what tells whether a source has changed or is damaged."""
+"""What the commands share: exit codes, progress, and whether a source has changed, is damaged, or is another model."""
 
 from __future__ import annotations
 
@@ -11,12 +11,17 @@ import torch
 from checkpoints_convert.output import RECORD, Output, converted_files
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import digest
-from mugrpo_megatron.files.hf_config import STATE, read_state
+from mugrpo_megatron.files.hf_config import CONFIG, STATE, read_config, read_state
+from mugrpo_megatron.files.torch_dist import Reader
 from mugrpo_megatron.observe.progress import Bar, open_display
+from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.safetensors_dir import Shard, write_index, write_shard
+from mugrpo_megatron.weights.table import entries, stored, whole_shape
 
 DTYPES = {"keep": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MEGABYTE = 10**6
+ABOUT_THE_FILE = {"dtype", "torch_dtype", "transformers_version", "num_nextn_predict_layers"}
+"""Config fields that describe how a checkpoint was written and what is stored besides the model."""
 
 
 def run(name: str, command: Callable[[], None]) -> int:
@@ -91,3 +96,38 @@ def _checksums(directory: Path) -> tuple[Path, dict[str, str] | None]:
     if known is None and record.exists():
         raise UserError(f"{record} is damaged, so the other files of {directory} cannot be checked; convert it again")
     return record, known
+
+
+def compare_configs(megatron: Path, like: Path) -> int:
+    """Number of config fields, all equal; 0 for a training checkpoint, which has none. UserError if one differs."""
+    if not (megatron / CONFIG).is_file():
+        return 0
+    ours, theirs = (dict(read_config(side)) for side in (megatron, like))
+    names = sorted((ours.keys() | theirs.keys()) - ABOUT_THE_FILE, key=lambda name: (name != "model_type", name))
+    for name in names:
+        if ours.get(name) != theirs.get(name):
+            raise UserError(
+                f"config field {name} is {ours.get(name)!r} in {megatron} and {theirs.get(name)!r} in {like}; "
+                f"they are not the same model"
+            )
+    return len(names)
+
+
+def check_model(reader: Reader, megatron: Path, architecture: Architecture, like: Path) -> None:
+    """Raises UserError when a parameter of the model that `like` describes is missing or has another shape."""
+    for entry in entries(architecture).values():
+        place = stored(entry, architecture)
+        expected = place.stack + whole_shape(entry, architecture)
+        found = reader.shape(place.key)
+        if found is None:
+            raise UserError(
+                f"{megatron} has no {place.key}, which the {architecture.family} model in {like} needs; "
+                f"the checkpoint is of another model"
+            )
+        if entry.row.form == "vocab" and found[0] >= expected[0]:  # padded for tensor parallelism
+            found = (expected[0], *found[1:])
+        if found != expected:
+            raise UserError(
+                f"{megatron}: {place.key} has shape {list(found)}, the config in {like} says {list(expected)}; "
+                f"the checkpoint is of another model"
+            )

@@ -10,19 +10,14 @@ from pathlib import Path
 
 import torch
 
-from checkpoints_convert.command import DTYPES, check_sums, fill_hf, fingerprint, run
+from checkpoints_convert.command import DTYPES, check_model, check_sums, compare_configs, fill_hf, fingerprint, run
 from checkpoints_convert.output import checked_output, open_output
-from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.hf_config import CONFIG, read_config
 from mugrpo_megatron.files.torch_dist import Reader
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.families import read_architecture
 from mugrpo_megatron.weights.hf import SHARD_BYTES, carry_files, check_tokenizer
 from mugrpo_megatron.weights.safetensors_dir import Shard, TensorSpec, divide
 from mugrpo_megatron.weights.table import Entry, entries, split, stored, whole_shape
-
-ABOUT_THE_FILE = {"dtype", "torch_dtype", "transformers_version", "num_nextn_predict_layers"}
-"""Config fields that describe how a checkpoint was written and what is stored besides the model."""
 
 
 def convert(
@@ -59,41 +54,6 @@ def convert(
     with open_output(out, recipe, sum(shard.bytes for shard in shards), overwrite) as output:
         fill_hf(output, "Megatron", shards, lambda shard: tensors_of(reader, shard, owners, architecture))
         carry_files(like, output.directory, specs[0].dtype)
-
-
-def compare_configs(megatron: Path, like: Path) -> int:
-    """Number of config fields, all equal; 0 for a training checkpoint, which has none. UserError if one differs."""
-    if not (megatron / CONFIG).is_file():
-        return 0
-    ours, theirs = (dict(read_config(side)) for side in (megatron, like))
-    names = sorted((ours.keys() | theirs.keys()) - ABOUT_THE_FILE, key=lambda name: (name != "model_type", name))
-    for name in names:
-        if ours.get(name) != theirs.get(name):
-            raise UserError(
-                f"config field {name} is {ours.get(name)!r} in {megatron} and {theirs.get(name)!r} in {like}; "
-                f"they are not the same model"
-            )
-    return len(names)
-
-
-def check_model(reader: Reader, megatron: Path, architecture: Architecture, like: Path) -> None:
-    """Raises UserError when a parameter of the model that `like` describes is missing or has another shape."""
-    for entry in entries(architecture).values():
-        place = stored(entry, architecture)
-        expected = place.stack + whole_shape(entry, architecture)
-        found = reader.shape(place.key)
-        if found is None:
-            raise UserError(
-                f"{megatron} has no {place.key}, which the {architecture.family} model in {like} needs; "
-                f"the checkpoint is of another model"
-            )
-        if entry.row.form == "vocab" and found[0] >= expected[0]:  # padded for tensor parallelism
-            found = (expected[0], *found[1:])
-        if found != expected:
-            raise UserError(
-                f"{megatron}: {place.key} has shape {list(found)}, the config in {like} says {list(expected)}; "
-                f"the checkpoint is of another model"
-            )
 
 
 def specs_of(

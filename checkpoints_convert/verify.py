@@ -10,8 +10,7 @@ from pathlib import Path
 
 import torch
 
-from checkpoints_convert.command import MEGABYTE, advance, check_sums, run
-from checkpoints_convert.megatron_to_hf import check_model, compare_configs
+from checkpoints_convert.command import MEGABYTE, advance, check_model, check_sums, compare_configs, run
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.tensors import raw_bytes
 from mugrpo_megatron.files.torch_dist import Reader

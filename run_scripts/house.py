@@ -24,10 +24,10 @@ WALKS = (("train", "optimize_stage", "run"), ("train", "generate_stage", "run"))
 """(module, function, parameter) whose way through the calls is counted."""
 
 HELD = {
-    "core files": 189,
+    "core files": 188,
     "recipe keys": 135,
     "recipe keys that nothing shipped sets": 27,
-    "modules with one importer": 45,
+    "modules with one importer": 36,
     "basenames that occur twice": 4,
     "circles of rooms": 0,
     "words of pages": 35_000,

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 Parser = argparse.ArgumentParser
 Options = argparse.Namespace
+IMPORTING = "importing torch, transformers and Megatron"
 
 
 def recipe_arguments(parser: Parser) -> None:

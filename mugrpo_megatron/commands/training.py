@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mugrpo_megatron.commands.common import Options, Parser, recipe_arguments, say, with_recipe
+from mugrpo_megatron.commands.common import IMPORTING, Options, Parser, recipe_arguments, say, with_recipe
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.environment import rank_of_environment
 from mugrpo_megatron.observe.streams import visible
@@ -18,8 +18,6 @@ from mugrpo_megatron.recipe import Recipe
 if TYPE_CHECKING:
     from mugrpo_megatron.data.prepare import Problems
     from mugrpo_megatron.engine.process import HostProcess
-
-IMPORTING = "importing torch, transformers and Megatron"
 
 train_arguments = sft_arguments = recipe_arguments
 
@@ -148,8 +146,8 @@ def seal_arguments(parser: Parser) -> None:
 
 def seal(options: Options) -> int:
     """Close the stage at which the run stands."""
-    sealing = import_module("mugrpo_megatron.extras.prefetch.sealing")
-    say(visible(sealing.seal(options.run_dir)))
+    shares = import_module("mugrpo_megatron.extras.prefetch.shares")
+    say(visible(shares.seal(options.run_dir)))
     return 0
 
 

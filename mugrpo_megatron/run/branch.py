@@ -33,7 +33,7 @@ from mugrpo_megatron.stages.columns import LogprobColumn
 from mugrpo_megatron.stages.manifest import Origin, check_stage, manifest_name, read_manifest
 from mugrpo_megatron.stages.store import StageStore
 
-GUESTS = "mugrpo_megatron.extras.guests.taking:take_columns"
+GUESTS = "mugrpo_megatron.extras.guests.scoring:take_columns"
 """What guests have computed of the stage."""
 
 
@@ -196,17 +196,18 @@ def _link(source: Path, target: Path, key: str, leave_out: Sequence[str] = ()) -
     ignored = shutil.ignore_patterns("*.partial", *leave_out)  # partial: of a writer that works, or was killed
     with durable_directory(target, replace=False) as partial:
         try:
-            shutil.copytree(source, partial, copy_function=_link_or_copy, ignore=ignored, dirs_exist_ok=True)
+            shutil.copytree(source, partial, copy_function=link_or_copy, ignore=ignored, dirs_exist_ok=True)
         except shutil.Error as error:
             raise UserError(
                 f"{source} cannot be copied ({error.args[0][0][2]}); is its run still in progress?"
             ) from None
 
 
-def _link_or_copy(source: str, target: str) -> None:
+def link_or_copy(source: str | Path, target: str | Path) -> None:
+    """A hard link, or a copy on another file system."""
     try:
         os.link(source, target)
-    except OSError:  # another file system
+    except OSError:
         shutil.copy2(source, target)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from checkpoints_convert.distributed_checkpoint import write_metadata, write_part
+from checkpoints_convert.hf_to_megatron import write_metadata, write_part
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.torch_dist import INDEX, Reader, read_index
 

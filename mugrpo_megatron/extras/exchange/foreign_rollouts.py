@@ -110,11 +110,7 @@ def _check_even(path: Path, groups: list[list[Foreign]]) -> None:
 
 
 def _foreign(
-    row: dict[str, Any],
-    place: str,
-    tokenizer: PreTrainedTokenizerBase,
-    template: Template,
-    limits: tuple[int, int],
+    row: dict[str, Any], place: str, tokenizer: PreTrainedTokenizerBase, template: Template, limits: tuple[int, int]
 ) -> Foreign:
     finish = row.get("finish_reason") or "stop"
     if finish not in ("stop", "length"):
@@ -190,15 +186,14 @@ def _prompt(
     row: dict[str, Any], place: str, tokenizer: PreTrainedTokenizerBase, template: Template, most: int
 ) -> np.ndarray:
     asked = row.get("prompt")
-    if row.get("prompt_ids") is None:
-        turns = messages_of(asked) if isinstance(asked, list) else [("", asked)] if isinstance(asked, str) else []
-        _check_characters("prompt", "".join(text for _, text in turns), most, tokenizer)
     if (ids := row.get("prompt_ids")) is not None:
         prompt = _ids(ids, "prompt_ids", len(tokenizer))
     elif isinstance(asked, list):
-        problem = Problem(place, "", "", messages=messages_of(asked))
-        prompt = np.array(render(problem, tokenizer, "chat", template), dtype=np.int32)
+        turns = messages_of(asked)
+        _check_characters("prompt", "".join(text for _, text in turns), most, tokenizer)
+        prompt = np.array(render(Problem(place, "", "", messages=turns), tokenizer, "chat", template), dtype=np.int32)
     elif isinstance(asked, str):
+        _check_characters("prompt", asked, most, tokenizer)
         has_start = bool(tokenizer.bos_token) and asked.startswith(str(tokenizer.bos_token))
         ids = tokenizer.encode(asked, add_special_tokens=False)
         starts = [] if has_start or tokenizer.bos_token_id is None else [tokenizer.bos_token_id]

@@ -10,7 +10,7 @@ from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.engine.launch import check_extra, engine_arguments
 from mugrpo_megatron.engine.placement import slot_of_environment
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.extras.guests.judge import read_template
+from mugrpo_megatron.extras.guests.jobs import read_template
 from mugrpo_megatron.extras.guests.models import directory_of, judge_recipe, question_room, teacher_recipe
 from mugrpo_megatron.files.hf_config import CONFIG, check_tokenizer, check_weights, read_config, read_model_config
 from mugrpo_megatron.files.hub import model_name

@@ -1,4 +1,4 @@
-"""What a guest has to do of a stage, and how one engine does it: update by update, each written once it is finished."""
+"""What guests have to do of a stage, what of it a branch takes from another run, and how one engine does a job."""
 
 from __future__ import annotations
 
@@ -9,21 +9,18 @@ from pathlib import Path
 from mugrpo_megatron.engine.client import Engine
 from mugrpo_megatron.engine.queue import PromptQueue
 from mugrpo_megatron.errors import EngineFailure, EngineStopped, UserError
-from mugrpo_megatron.extras.guests.judge import Judge
+from mugrpo_megatron.extras.guests.jobs import Job, Judge, Teacher
 from mugrpo_megatron.extras.guests.models import directory_of
 from mugrpo_megatron.extras.guests.parts import Parts
-from mugrpo_megatron.extras.guests.taking import guest_columns
-from mugrpo_megatron.extras.guests.teacher import Teacher
+from mugrpo_megatron.phases.batches import score_column, teacher_column
 from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.run.branch import link_or_copy
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.stopping import StopRequest
 from mugrpo_megatron.samples import Prompt, Response, Sample
-from mugrpo_megatron.stages.columns import ScoreColumn, TableColumn
+from mugrpo_megatron.stages.columns import LogprobColumn, ScoreColumn, TableColumn
 from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.weights.families import fingerprint
-
-Job = Teacher | Judge
-"""What one guest computes of one stage; prompts and responses are by the place of their sample in the update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +74,39 @@ def _check_weights(column: TableColumn, name: str, weights: str, stage: int) -> 
                 f"guest.{name}.model holds other weights than when {one.path} was computed with them; put the right "
                 "ones back, or choose another run.dir"
             )
+
+
+def guest_columns(
+    recipe: Recipe, directory: RunDirectory, store: StageStore, stage: int
+) -> Iterator[tuple[str, str, LogprobColumn | ScoreColumn]]:
+    """The recipe's columns of a sealed stage, with the guest's name and, of a judge, the reward function's."""
+    if recipe.objective.teacher and (logprobs := teacher_column(recipe, directory, store, stage)):
+        yield recipe.objective.teacher, "", logprobs
+    for function, judge in recipe.reward.judges.items():
+        assert judge.model
+        yield judge.model, function, score_column(recipe, directory, store, stage, function)
+
+
+def take_columns(recipe: Recipe, source: RunDirectory, target: RunDirectory, stage: int) -> None:
+    """Give the branch in `target` the columns of `stage` in `source`: hard links, or copies on another file system.
+
+    One of another guest, or of other weights, questions or parsers, is left out: the branch computes its own.
+    """
+    for name, _, column in guest_columns(recipe, target, StageStore(target.stage(stage)), stage):
+        theirs = replace(column, path=source.path / column.path.relative_to(target.path))
+        if column.whole or not _fits(theirs, fingerprint(directory_of(recipe, name))):
+            continue
+        column.begin()
+        for path, copy in ((theirs.path, column.path), (theirs.index, column.index)):
+            copy.unlink(missing_ok=True)  # of a branch that was killed
+            link_or_copy(path, copy)
+
+
+def _fits(column: TableColumn, weights: str) -> bool:
+    try:
+        return column.whole and bool(column.body()["weights"] == weights)
+    except UserError:  # damaged, or of something else than the recipe's
+        return False
 
 
 def samples_per_update(recipe: Recipe) -> int:

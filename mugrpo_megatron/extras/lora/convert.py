@@ -28,13 +28,7 @@ from mugrpo_megatron.weights import families
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.families import read_architecture
 from mugrpo_megatron.weights.hf import SHARD_BYTES, carry_files, check_tokenizer
-from mugrpo_megatron.weights.safetensors_dir import (
-    HFCheckpoint,
-    Shard,
-    TensorSpec,
-    divide,
-    open_checkpoint,
-)
+from mugrpo_megatron.weights.safetensors_dir import HFCheckpoint, Shard, TensorSpec, divide, open_checkpoint
 from mugrpo_megatron.weights.table import ADAPTER, Entry, entries, stored
 
 

@@ -165,12 +165,7 @@ class LowRank(torch.nn.Module):
         axes = {f"{name}.{kind}": self._axis(factor) for kind, factor in factors.items()}
         state = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(
-            state,
-            prefix,
-            axes,
-            sharded_offsets,
-            tp_group=self.group,
-            dp_cp_group=(metadata or {})["dp_cp_group"],
+            state, prefix, axes, sharded_offsets, tp_group=self.group, dp_cp_group=(metadata or {})["dp_cp_group"]
         )
 
 

@@ -181,8 +181,7 @@ def rank_parameters(architecture: Architecture, layout: Layout, pp_stage: int) -
 
 def parameters(architecture: Architecture) -> int:
     """Parameters of the whole model, each counted once and without padding."""
-    whole = rank_parameters(architecture, Layout(), 0)
-    return whole.total
+    return rank_parameters(architecture, Layout(), 0).total
 
 
 def _numel(row: Row, architecture: Architecture, tensor: int) -> int:

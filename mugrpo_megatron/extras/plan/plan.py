@@ -14,15 +14,7 @@ from mugrpo_megatron.extras.plan.case import Case, Layout, Model, find_model, ma
 from mugrpo_megatron.extras.plan.guests import GuestCost, guest_costs, guest_problems
 from mugrpo_megatron.extras.plan.hardware import Assumptions, Cluster, assume, engines_of, make_cluster
 from mugrpo_megatron.extras.plan.memory import Batch, Memory, batch_of, engine_memory, memory
-from mugrpo_megatron.extras.plan.search import (
-    Candidate,
-    Split,
-    best_split,
-    compare,
-    fitting,
-    hiding_split,
-    recipe_keys,
-)
+from mugrpo_megatron.extras.plan.search import Candidate, Split, best_split, compare, fitting, hiding_split, recipe_keys
 from mugrpo_megatron.extras.plan.time import Phases, Schedule, bubble, checkpoint_bytes, phases, schedules, sync_bytes
 from mugrpo_megatron.recipe import Recipe
 

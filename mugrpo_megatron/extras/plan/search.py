@@ -12,14 +12,7 @@ from mugrpo_megatron.extras.plan.case import Case, Layout
 from mugrpo_megatron.extras.plan.decoding import decoding_seconds
 from mugrpo_megatron.extras.plan.hardware import Cluster
 from mugrpo_megatron.extras.plan.memory import RECOMPUTE, EngineMemory, engine_memory, memory, rest_bytes
-from mugrpo_megatron.extras.plan.time import (
-    Phases,
-    evaluations,
-    phases,
-    scoring_seconds,
-    sync_bytes,
-    update_seconds,
-)
+from mugrpo_megatron.extras.plan.time import Phases, evaluations, phases, scoring_seconds, sync_bytes, update_seconds
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.systems import ParallelSection
 
@@ -72,12 +65,6 @@ def _best(case: Case, parallel: ParallelSection, engine: EngineMemory) -> Candid
     return min(fitting, key=lambda one: one.seconds) if fitting else min(choices, key=lambda one: one.learn)
 
 
-def nearest_fitting(found: list[Candidate]) -> Candidate | None:
-    """The valid layout nearest to the recipe's; of equally near ones the fastest."""
-    valid = [one for one in found if not one.problems]
-    return min(valid, key=lambda one: (one.distance, one.seconds)) if valid else None
-
-
 FRACTIONS = tuple(percent / 100 for percent in range(95, 15, -5))
 """Values of engine.memory_fraction that are tried besides the recipe's."""
 
@@ -86,13 +73,13 @@ def fitting(case: Case) -> Case | None:
     """The fastest way to run the recipe's batch and schedule on the cluster; None where none fits.
 
     Tried together: `engine.tensor` and `engine.memory_fraction`; for each size of engines the layout nearest to the
-    recipe's that fits, with any recomputation, and where none does with shorter packed rows.
+    recipe's that fits, of equally near ones the fastest, with any recomputation, and where none does with shorter rows.
     """
     ways = []
     for engines in _engines_that_fit(case):
         for trial in (engines, _with_short_rows(engines)):
-            if nearest := nearest_fitting(compare(trial, engine_memory(trial))):
-                ways.append(trial.with_recipe(nearest.recipe))
+            if valid := [one for one in compare(trial, engine_memory(trial)) if not one.problems]:
+                ways.append(trial.with_recipe(min(valid, key=lambda one: (one.distance, one.seconds)).recipe))
                 break
     return min(ways, key=lambda way: phases(way, memory(way, engine_memory(way))).total, default=None)
 

@@ -18,8 +18,7 @@ from pathlib import Path
 
 from mugrpo_megatron.data.prepare import Problems
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.extras.prefetch.sealing import close_stage
-from mugrpo_megatron.extras.prefetch.shares import Position
+from mugrpo_megatron.extras.prefetch.shares import Position, close_stage
 from mugrpo_megatron.files.durable import durable_directory, publish, remove_leftovers
 from mugrpo_megatron.files.hf_config import CURSOR
 from mugrpo_megatron.files.json_text import read_json

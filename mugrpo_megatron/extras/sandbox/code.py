@@ -2,21 +2,27 @@ r"""`reward.function = "code"`: runs a response's program against its row's test
 
 The program sees the input of one test at a time. Expected outputs stay in the worker, and test code has a jail of its
 own: see docs/rewards.md.
+
+Text that it wrote is compared line by line, a line word by word: white space at the ends and its amount do not count.
+Words are equal as text, or as numbers: integers exactly, and within `close` where a number of the expected output is
+written with a decimal point or an exponent. Values are compared by their content, lists and tuples alike.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from typing import Any
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.sandbox import kernel
 from mugrpo_megatron.extras.sandbox.jail_check import check_jail, sees_files, weakness
 from mugrpo_megatron.extras.sandbox.limits import Limits
-from mugrpo_megatron.extras.sandbox.matching import same_output, same_value
+from mugrpo_megatron.extras.sandbox.packed import unpack
 from mugrpo_megatron.extras.sandbox.programs import call_function, check_asserts, run_program
 from mugrpo_megatron.extras.sandbox.row_tests import AssertTest, FunctionTest, ProgramTest, Test, read_tests
 from mugrpo_megatron.rewards.math.extract import after_thoughts
@@ -29,6 +35,12 @@ MOST_CHARACTERS = 65_536
 """A longer program scores 0 without being run."""
 _SPARE_S = 1.0
 """Kept of `reward.timeout_s`, so that the worker answers before it is killed."""
+TOLERANCE = "1e-6"
+"""Relative to the expected number, as most problem statements allow; absolute where that is less than what it shows."""
+_MOST_BITS = 1100
+"""A float has fewer."""
+_INTEGER = re.compile(r"[+-]?[0-9]{1,4000}")
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,3 +140,86 @@ def failure(program: str, test: Test, limits: Limits) -> str:
                 raise UserError("test code can be read by programs here: asserts need namespaces, or Landlock")
             outcome = check_asserts(program, test, limits)
             return outcome.why_failed() or ("" if outcome.answer == b"passed" else "the tests ended early")
+
+
+# ------------------------------------------------------------ comparing
+
+
+def same_output(written: bytes, expected: str) -> bool:
+    """Whether a program's stdout is the expected text."""
+    lines, others = written.decode("utf-8", "replace").strip().splitlines(), expected.strip().splitlines()
+    return len(lines) == len(others) and all(map(_same_line, lines, others))
+
+
+def _same_line(line: str, expected: str) -> bool:
+    words, others = line.split(), expected.split()
+    return len(words) == len(others) and all(map(_same_word, words, others))
+
+
+def _same_word(word: str, expected: str) -> bool:
+    if word == expected:
+        return True
+    if _INTEGER.fullmatch(expected):
+        return _INTEGER.fullmatch(word) is not None and int(word) == int(expected)
+    if len(expected) > 400 or len(word) > 400 or not _NUMBER.fullmatch(expected) or not _NUMBER.fullmatch(word):
+        return False
+    return close(Decimal(word), Decimal(expected))
+
+
+def same_value(answers: bytes, expected: Sequence[Any]) -> tuple[bool, str]:
+    """Whether what `served.py` wrote ends with a result that equals one of `expected`; with the reason if not."""
+    lines = answers.splitlines()
+    if len(lines) < 2:
+        return False, "returned nothing: the program ended first"
+    try:
+        answer = json.loads(lines[1])
+        if "error" in answer:
+            first = json.loads(lines[0])
+            problem = first if "error" in first else answer
+            return False, f"{problem['error']}: {str(problem['text'])[:160]}"
+        result = unpack(answer["value"], _refused)["result"]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
+        return False, "returned a value that is not plain data"
+    return any(same(result, one) for one in expected), "differs from the expected result"
+
+
+def same(result: Any, expected: Any) -> bool:
+    """Whether two values are equal. Iterative, because a program chooses the depth of what it returns."""
+    pairs = [(result, expected)]
+    while pairs:
+        left, right = pairs.pop()
+        if isinstance(left, list | tuple) and isinstance(right, list | tuple):
+            if len(left) != len(right):
+                return False
+            pairs += zip(left, right, strict=True)
+        elif isinstance(left, dict) and isinstance(right, dict):
+            texts = {str(key): value for key, value in left.items()}  # in JSON every key is text
+            if texts.keys() != right.keys() or len(texts) != len(left):
+                return False
+            pairs += [(texts[key], right[key]) for key in right]
+        elif isinstance(right, float) and type(left) in (int, float):
+            if (type(left) is int and left.bit_length() > _MOST_BITS) or not close(
+                Decimal(repr(left)), Decimal(repr(right))
+            ):
+                return False
+        elif (type(left) is bool) != (type(right) is bool) or left != right:
+            return False
+    return True
+
+
+def close(value: Decimal, expected: Decimal) -> bool:
+    """Whether a number is the expected one to TOLERANCE, or to half a unit of the last digit that the latter shows.
+
+    So the 0 for which one wrote 0.0000001 is wrong, and 1e-12 is right where 0.0 is expected.
+    """
+    if value == expected:
+        return True
+    if not (value.is_finite() and expected.is_finite()):
+        return False
+    exponent = int(expected.as_tuple().exponent)
+    shown = min(Decimal(TOLERANCE), Decimal((0, (5,), exponent - 1)))
+    return abs(value - expected) <= max(Decimal(TOLERANCE) * abs(expected), shown)
+
+
+def _refused(_handle: dict[str, Any]) -> Any:
+    raise TypeError

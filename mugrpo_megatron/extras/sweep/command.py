@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mugrpo_megatron import __version__
-from mugrpo_megatron.commands.common import Options, Parser, override_arguments, say
-from mugrpo_megatron.commands.training import IMPORTING
+from mugrpo_megatron.commands.common import IMPORTING, Options, Parser, override_arguments, say
 from mugrpo_megatron.observe.streams import visible
 
 

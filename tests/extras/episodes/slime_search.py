@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from mugrpo_megatron.extras.episodes.slime import GenerateState, Sample, post
+from mugrpo_megatron.extras.episodes.conventions import GenerateState, Sample, post
 
 FACTS = {"capital of France": "Paris"}
 

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from mugrpo_megatron.data.prepare import Problems
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.prefetch.following import ahead, claimed, seal_ahead, stages_ahead
-from mugrpo_megatron.extras.prefetch.sealing import close_stage
-from mugrpo_megatron.extras.prefetch.shares import Position, Share, begin, mark_share
+from mugrpo_megatron.extras.prefetch.shares import Position, Share, begin, close_stage, mark_share
 from mugrpo_megatron.files.durable import write_json
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.sections import ScheduleSection

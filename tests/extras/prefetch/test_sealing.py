@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.extras.prefetch.sealing import seal
+from mugrpo_megatron.extras.prefetch.shares import seal
 from mugrpo_megatron.run.checkpoints import newest_cursor
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.stages.manifest import manifest_name, read_manifest

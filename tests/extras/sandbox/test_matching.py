@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mugrpo_megatron.extras.sandbox.matching import same, same_output, same_value
+from mugrpo_megatron.extras.sandbox.code import same, same_output, same_value
 
 WORDS = st.text(st.characters(codec="utf-8", categories=("L", "N", "P")), min_size=1, max_size=8)
 LINES = st.lists(st.lists(WORDS, min_size=1, max_size=4), min_size=1, max_size=4)

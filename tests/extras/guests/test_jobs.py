@@ -12,7 +12,7 @@ from mugrpo_megatron.data.tokenizer import CHAT_ML, build_arithmetic_tokenizer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.guests import turn
 from mugrpo_megatron.extras.guests.checks import check_guests
-from mugrpo_megatron.extras.guests.judge import TOO_LONG, parsed
+from mugrpo_megatron.extras.guests.jobs import TOO_LONG, parsed
 from mugrpo_megatron.phases.batches import neutral_where_missing
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.load import validate

@@ -10,7 +10,7 @@ import pytest
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.guests import turn
-from mugrpo_megatron.extras.guests.taking import take_columns
+from mugrpo_megatron.extras.guests.scoring import take_columns
 from mugrpo_megatron.phases.batches import teacher_column
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor

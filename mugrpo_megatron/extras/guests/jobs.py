@@ -1,8 +1,11 @@
-"""A judge: a chat model is asked about every response of the stage, and a function reads a score from its answer.
+"""The jobs of guests: what one computes of a stage, as prompts for its engine and as rows of a column.
 
-Its question is a Jinja file, rendered with `prompt` (what the policy was asked, as text), `response`, `gold` and `row`.
-Questions and answers are kept beside the score. An answer without a score has none, which is counted: the reward then
-leaves the judge out of the comparison inside the group (`phases.batches.neutral_where_missing`).
+A teacher has the policy's vocabulary, and gives log-probabilities of the stage's own sampled tokens.
+
+A judge is a chat model that is asked about every response; a function reads a score from its answer. Its question is a
+Jinja file, rendered with `prompt` (what the policy was asked, as text), `response`, `gold` and `row`. Questions and
+answers are kept beside the score. An answer without a score has none, which is counted: the reward then leaves the
+judge out of the comparison inside the group (`phases.batches.neutral_where_missing`).
 """
 
 from __future__ import annotations
@@ -21,16 +24,65 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.extras.guests.models import judge_recipe, question_room
+from mugrpo_megatron.extras.guests.models import judge_recipe, question_room, teacher_recipe
 from mugrpo_megatron.extras.guests.parts import Parts
 from mugrpo_megatron.files.hf_config import read_model_config
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.functions import load_function, told
 from mugrpo_megatron.samples import Problem, Prompt, Response, Sample
-from mugrpo_megatron.stages.columns import ScoreColumn
+from mugrpo_megatron.stages.columns import LogprobColumn, ScoreColumn, logprob_table
 from mugrpo_megatron.stages.store import StageStore
 
+NOTHING = Problem("", "", "")
+"""Stands for the problem of a prompt that is not sampled from."""
 TOO_LONG = "the question is longer than the judge's context"
+
+
+class Teacher:
+    """Scores a stage for its column; a `Job`."""
+
+    what = "teacher logprobs"
+
+    def __init__(self, column: LogprobColumn, parts: Parts) -> None:
+        self.column, self.parts = column, parts
+        self.sampling = Sampling(1.0, 1.0, 1, ())
+        """Nothing is sampled; the temperature is in the engine's arguments."""
+
+    @staticmethod
+    def recipe(recipe: Recipe, name: str, directory: Path) -> Recipe:
+        return teacher_recipe(recipe, name, directory)
+
+    def read(self, store: StageStore, update: int) -> list[Sample]:
+        return store.read_update(update)
+
+    def prompts(self, samples: Sequence[Sample]) -> dict[int, Prompt]:
+        """By a sample's place; one without tokens has nothing to score."""
+        return {
+            place: Prompt(
+                place,
+                NOTHING,
+                [*one.prompt_ids.tolist(), *one.response_ids.tolist()],
+                len(one.response_ids),
+                one.kept,
+            )
+            for place, one in enumerate(samples)
+            if len(one.response_ids)
+        }
+
+    def rows(self, samples: Sequence[Sample], responses: Mapping[int, Response]) -> pa.Table:
+        """The update's rows of the column; `responses` by place, one for each prompt."""
+        none = np.zeros(0, dtype=np.float32)
+        return logprob_table([responses[i].logprobs if i in responses else none for i in range(len(samples))])
+
+    def metrics(self, store: StageStore) -> dict[str, float]:
+        """The mean of log behaviour - log teacher over the stage's tokens, as far as the behaviour is known."""
+        total, tokens = 0.0, 0
+        for update in range(store.updates):
+            own = np.concatenate([one.behaviour_logprobs for one in store.read_update(update)])
+            total += float(np.subtract(own, np.concatenate(self.column.read(update)), dtype=np.float64).sum())
+            tokens += len(own)
+        mean = total / max(1, tokens)
+        return {} if np.isnan(mean) else {"kl_teacher": mean}
 
 
 def read_template(key: str, path: Path) -> Template:
@@ -45,7 +97,7 @@ def read_template(key: str, path: Path) -> Template:
 
 
 class Judge:
-    """Scores a stage for its column; a `scoring.Job`."""
+    """Scores a stage for its column; a `Job`."""
 
     def __init__(self, recipe: Recipe, name: str, directory: Path, column: ScoreColumn, parts: Parts) -> None:
         """`name` is the reward function's, `directory` the guest's."""
@@ -128,3 +180,7 @@ def parsed(parse: Callable[[str], Any], answer: str) -> tuple[float | None, str]
     except Exception as error:
         return None, told(error, __file__)
     return (score, "") if math.isfinite(score) else (None, f"the score is {score}")
+
+
+Job = Teacher | Judge
+"""What one guest computes of one stage; prompts and responses are by the place of their sample in the update."""
