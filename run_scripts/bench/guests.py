@@ -2,7 +2,7 @@
 
     python -m run_scripts.bench.guests OUT_DIR [--docs docs]
 
-Trains what OUT_DIR lacks: a student, a teacher of 2.4 times its parameters, and from the student a run of each seed and
+Trains what OUT_DIR lacks: a student, a teacher of 2.3 times its parameters, and from the student a run of each seed and
 kind, by run_scripts/recipes/chain_teacher.toml. The same command continues after Ctrl-C. Then writes guests.csv and
 guests.svg of the runs that have ended.
 """

@@ -250,6 +250,10 @@ class Case:
         )
         return RankParameters(*counts, 0)
 
+    def trained(self, pp_stage: int) -> RankParameters:
+        """What a rank of a pipeline stage trains: its adapter's parameters, or all of its own."""
+        return self.adapter(self.layout) or rank_parameters(self.architecture, self.layout, pp_stage)
+
     def with_recipe(self, recipe: Recipe) -> Case:
         """The same case with another recipe, in that recipe's layout."""
         return replace(self, recipe=recipe, layout=layout_of(recipe, self.cluster.world))

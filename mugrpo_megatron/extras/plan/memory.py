@@ -230,7 +230,7 @@ def learner_memory(case: Case, batch: Batch, pp_stage: int) -> LearnerMemory:
     """Bytes of a rank of `pp_stage` in an update of `batch`."""
     recipe, architecture, layout, b = case.recipe, case.architecture, case.layout, case.itemsize
     mine, adapter = rank_parameters(architecture, layout, pp_stage), case.adapter(layout)
-    trained = adapter or mine
+    trained = case.trained(pp_stage)
     tokens = batch.length // layout.context
     layer = layer_bytes(architecture, layout, tokens, b, case.cuda)
     in_flight = micro_batches_in_flight(layout, pp_stage, batch.micro_batches)
@@ -371,10 +371,7 @@ def memory(case: Case, engine: EngineMemory) -> Memory:
     bucket = max(BUCKET_BYTES, copies * largest)
     state = max((one.state for one in stages), key=lambda one: one.total)
     offloaded = state.weights + state.optimizer if cuda else 0
-    saved = max(
-        (b + 12) * (case.adapter(layout) or rank_parameters(case.architecture, layout, pp_stage)).shared(layout)
-        for pp_stage in range(layout.pipeline)
-    )
+    saved = max((b + 12) * case.trained(pp_stage).shared(layout) for pp_stage in range(layout.pipeline))
     learn = fullest.state.total + fullest.update * (1 + assumptions.fragmentation * cuda)
     return Memory(
         device=cluster.device.memory,

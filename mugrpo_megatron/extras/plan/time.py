@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
 from mugrpo_megatron.data.problems import named_sources
-from mugrpo_megatron.extras.plan.case import Case, Layout, parameters, rank_parameters
+from mugrpo_megatron.extras.plan.case import Case, Layout, parameters
 from mugrpo_megatron.extras.plan.decoding import decoding_seconds, flops_of
 from mugrpo_megatron.extras.plan.guests import guest_costs
 from mugrpo_megatron.extras.plan.hardware import engines_of
@@ -111,8 +111,7 @@ def communication_seconds(case: Case) -> float:
 def step_seconds(case: Case) -> float:
     """Seconds to reduce gradients, update states and gather weights (not overlapped), on the largest pipeline stage."""
     layout, b = case.layout, case.itemsize
-    stages = [rank_parameters(case.architecture, layout, pp_stage) for pp_stage in range(layout.pipeline)]
-    mine = max(stages, key=lambda one: one.total)
+    mine = max((case.trained(pp_stage) for pp_stage in range(layout.pipeline)), key=lambda one: one.total)
     sharded = mine.dense / layout.shards + mine.experts / layout.expert_shards
     passed = (4 + b) * (mine.dense * _others(layout.shards) + mine.experts * _others(layout.expert_shards))
     touched = 3 * 4 * mine.total + 7 * 4 * sharded
@@ -191,10 +190,7 @@ def saving_seconds(others: float, case: Case) -> float:
     written = saves * checkpoint_bytes(case) / case.assumptions.disk
     if not section.asynchronous:
         return written
-    mine = max(
-        rank_parameters(case.architecture, case.layout, pp_stage).shared(case.layout)
-        for pp_stage in range(case.layout.pipeline)
-    )
+    mine = max(case.trained(pp_stage).shared(case.layout) for pp_stage in range(case.layout.pipeline))
     copied = saves * mine * (case.itemsize + 12.0) / case.assumptions.host_link if case.cuda else 0.0
     return copied + max(0.0, written - others - copied)
 

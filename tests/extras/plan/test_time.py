@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,8 +19,10 @@ from mugrpo_megatron.extras.plan.time import (
     evaluation_seconds,
     evaluations,
     logprob_seconds,
+    saving_seconds,
     schedules,
     stage_bytes,
+    step_seconds,
     work_of,
 )
 from mugrpo_megatron.recipe import Recipe
@@ -170,3 +173,17 @@ def test_a_stage_is_as_large_as_its_columns() -> None:
     )
     assumptions = Assumptions(mean_prompt=0.1, mean_response=0.5)
     assert stage_bytes(on_four_h200(small, assumptions)) == pytest.approx(32 * (50 * 8 + 51.2 * 4 + 40))
+
+
+def test_only_what_is_trained_is_stepped_and_saved() -> None:
+    """An adapter's step and save take the seconds of its share of the parameters."""
+    own: dict[str, dict[str, Any]] = {"checkpoint": {"asynchronous": False}, "parallel": {"tensor": 1}}
+    cases = [
+        make_case(recipe(**own, lora=lora), MODEL, CONFIG, make_cluster(1, 8, "h200"), ASSUMPTIONS)
+        for lora in ({}, {"rank": 8})
+    ]
+    share = cases[1].trained(0).total / cases[0].trained(0).total
+    assert 0.001 < share < 0.01
+    for seconds in (step_seconds, partial(saving_seconds, 0.0)):
+        whole, adapted = (seconds(case) for case in cases)
+        assert adapted == pytest.approx(share * whole, rel=0.05)
