@@ -12,7 +12,7 @@ from run_scripts.study.results import CELLS, Results, Row, read_results
 from run_scripts.study.six import CLAIMS, cells_table, claims_table, main, tuning_table, verdicts
 
 SEEDS = range(20, 28)
-RATE = 4e-5
+RATE = 8e-5
 
 
 def row(method: str, seed: int, rate: float, after: float, stages: int = 6) -> Row:
@@ -64,7 +64,7 @@ def test_tables_have_the_cells_at_the_tuned_rate(tmp_path: Path, capsys: pytest.
     )
     table = cells_table(results["six_large"])
     assert [line.split(" | ")[2] for line in table.splitlines()[2:]] == ["8"] * 3
-    assert "| 2·10⁻⁵ | 2 | 70.0" in tuning_table(results["six_small"])
+    assert "| 4·10⁻⁵ | 2 | 70.0" in tuning_table(results["six_small"])
     main(["--docs", str(tmp_path)])
     assert capsys.readouterr().out.count("| --- |") == 5
 
