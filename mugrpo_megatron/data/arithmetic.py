@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
+from math import gcd
 from typing import Literal
 
 import numpy as np
@@ -45,6 +46,11 @@ LONG_TERMS = (3, 48)
 
 CHAIN_TERMS = 6
 """Two-digit terms of a `chain` sum."""
+
+EUCLID_STEPS = (6, 12)
+"""Fewest and most subtractions of a `euclid` problem."""
+EUCLID_DIVISORS = (2, 40)
+"""The least and the greatest common divisor of a `euclid` problem."""
 
 Drawn = tuple[str, str, str]
 """Question, answer and the key whose hash decides the split."""
@@ -90,10 +96,15 @@ def problems(seed: int, split: Split, n: int, task: str = "arithmetic") -> list[
 def demonstration(problem: Problem) -> str:
     """The target response of a warm start: the bare answer, or the steps of a sum and a boxed answer.
 
-    The steps of `arithmetic_long` are running totals, those of `chain` whole equations: `37+58=95 95+91=186 ...`.
+    The steps of `arithmetic_long` are running totals, those of `chain` whole equations: `37+58=95 95+91=186 ...`, as
+    are the subtractions of `euclid`.
     """
     if problem.source == "arithmetic":
         return problem.answer
+    if problem.source == "euclid":
+        first, second = problem.question.removeprefix("gcd(").removesuffix(")=").split(",")
+        steps = [f"{larger}-{less}={larger - less}" for larger, less in _subtractions(int(first), int(second))]
+        return f"{' '.join(steps)} \\boxed{{{problem.answer}}}"
     terms = [int(term) for term in problem.question.rstrip("=").split("+")]
     totals = list(accumulate(terms))
     if problem.source == "arithmetic_long":
@@ -133,6 +144,26 @@ def _chain(rng: np.random.Generator) -> Iterator[Drawn]:
         yield "+".join(map(str, operands)) + "=", str(sum(operands)), "+" + ",".join(map(str, sorted(operands)))
 
 
+def _euclid(rng: np.random.Generator) -> Iterator[Drawn]:
+    """Endless pairs of three-digit numbers whose greatest common divisor is sought by subtraction."""
+    least, greatest = EUCLID_DIVISORS
+    fewest, most = EUCLID_STEPS
+    while True:
+        divisor = int(rng.integers(least, greatest + 1))
+        first, second = (divisor * int(rng.integers(100 // divisor + 1, 999 // divisor + 1)) for _ in range(2))
+        steps = sum(1 for _ in _subtractions(first, second))
+        if gcd(first, second) == divisor and fewest <= steps <= most:
+            yield f"gcd({first},{second})=", str(divisor), f"gcd{min(first, second)},{max(first, second)}"
+
+
+def _subtractions(first: int, second: int) -> Iterator[tuple[int, int]]:
+    """(larger, smaller) of each subtraction of Euclid's algorithm, until the numbers are equal."""
+    while first != second:
+        first, second = max(first, second), min(first, second)
+        yield first, second
+        first -= second
+
+
 def _number(rng: np.random.Generator, digits: int) -> int:
     return int(rng.integers(10 ** (digits - 1), 10**digits))
 
@@ -146,5 +177,6 @@ TASKS: dict[str, Task] = {
     "arithmetic_long": Task(_long),
     "chain": Task(_chain, reserved=2),
     "chain_validation": Task(_chain, held_out=1, reserved=2),
+    "euclid": Task(_euclid),
 }
 """By name. `chain_validation` has the training problems of `chain` and other held-out ones, to choose settings on."""

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from collections import Counter
+from math import gcd
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,14 +26,14 @@ def test_no_training_question_is_ever_held_out(train_seed: int, eval_seed: int, 
 
 def sorted_operands(question: str) -> tuple[str, ...]:
     """Two sums of the same terms are the same problem to a model."""
-    operator = next(sign for sign in "+-*" if sign in question)
-    return operator, *sorted(question.rstrip("=").split(operator))
+    operator = next(sign for sign in "+-*," if sign in question)
+    return operator, *sorted(question.removeprefix("gcd(").rstrip(")=").split(operator))
 
 
 @pytest.mark.parametrize("task", sorted(TASKS))
 def test_answers_are_right_and_seeds_repeat(task: str) -> None:
     made = problems(3, "train", 500, task)
-    assert [p.answer for p in made] == [str(eval(p.question.rstrip("="))) for p in made]
+    assert [p.answer for p in made] == [str(eval(p.question.rstrip("="), {"gcd": gcd})) for p in made]
     assert len({p.id for p in made}) == 500
     assert made == problems(3, "train", 500, task) != problems(4, "train", 500, task)
     assert made[:100] == problems(3, "train", 100, task)
@@ -67,6 +70,17 @@ def test_a_chain_restates_every_step() -> None:
     lengths = {len(demonstration(p)) for p in problems(0, "train", 500, "chain")}
     assert min(lengths) >= 55
     assert max(lengths) <= 75
+
+
+def test_a_divisor_is_found_by_subtraction() -> None:
+    made = Problem("1", "gcd(156,360)=", "12", "euclid")
+    steps = "360-156=204 204-156=48 156-48=108 108-48=60 60-48=12 48-12=36 36-12=24 24-12=12"
+    assert demonstration(made) == rf"{steps} \boxed{{12}}"
+    drawn = problems(0, "train", 500, "euclid")
+    lengths = {len(demonstration(p)) for p in drawn}
+    assert min(lengths) >= 60
+    assert max(lengths) <= 160
+    assert max(Counter(p.answer for p in drawn).values()) < 50, "no answer to guess"
 
 
 def test_long_sums_have_a_heavy_tail() -> None:
