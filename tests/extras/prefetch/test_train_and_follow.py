@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +68,12 @@ def kill(command: Command) -> None:
     command.wait()
 
 
-def hold_until_claimed(learner: Command, follower: Command, run: Path) -> None:
-    """Stop the learner between the writing of hf/ and the stage's end until the next stage is begun ahead."""
+@contextmanager
+def held(learner: Command, run: Path) -> Iterator[Path]:
+    """Stop the learner between the writing of hf/ and the stage's end; what appears once the next stage is claimed."""
     until(learner, (run / "hf" / MARK).exists)
     psutil.Process(learner.pid).suspend()
-    until(follower, (run / "ahead" / "00001").exists)
+    yield run / "ahead" / "00001"
     psutil.Process(learner.pid).resume()
 
 
@@ -81,7 +82,8 @@ def test_the_next_stage_is_generated_while_this_one_trains(tmp_path: Path) -> No
     recipe = recipe_of(tmp_path / "early", stages=2, age=3, prompts=40)
     run = recipe.parent / "run"
     with started(*follows(recipe, "0/1")) as follower, started("train", recipe) as learner:
-        hold_until_claimed(learner, follower, run)
+        with held(learner, run) as claim:
+            until(follower, claim.exists)
         for command in (learner, follower):
             assert command.wait() == 0, command.said
         assert "the run has no further stage; 1 were generated ahead" in follower.said
@@ -112,11 +114,14 @@ def test_kills_on_either_side_leave_a_run_with_the_same_data(tmp_path: Path) -> 
         kill(learner)
         followers = [start(*follows(recipe, f"{share}/2")) for share in range(2)]
         learner = start("train", recipe)
-        hold_until_claimed(learner, followers[0], run)
-        until(followers[1], lambda: groups(1) > 0)
-        kill(followers[1])
-        assert 0 < groups(1) < 2400
-        followers[1] = start(*follows(recipe, "1/2"))
+        with held(learner, run) as claim:  # a learner that finds nobody at work generates the stage itself
+            until(followers[0], claim.exists)
+            until(followers[1], lambda: groups(1) > 0)
+            kill(followers[1])
+            done = groups(1)
+            assert 0 < done < 2400
+            followers[1] = start(*follows(recipe, "1/2"))
+            until(followers[1], lambda: groups(1) > done)
         until(learner, lambda: newest_cursor(directory.checkpoints) == Cursor(1, 0, 4))
         kill(learner)
         learner = start("train", recipe)
