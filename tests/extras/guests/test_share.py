@@ -16,7 +16,7 @@ from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import locked
 from mugrpo_megatron.run.stopping import Stopped
 from tests.extras.guests.stand import COUNT, LEARNER, UPDATES, WIDTH, Answers, Killed, check_scored
-from tests.extras.prefetch.test_train_and_follow import follows, hold_until_claimed
+from tests.extras.prefetch.test_train_and_follow import follows, pause, until
 from tests.extras.prefetch.test_train_and_follow import recipe_of as following
 from tests.forked import started
 from tests.tiny import COIN, FINISHED, mugrpo, rows, take_stages, weights, write_run
@@ -124,7 +124,8 @@ def test_who_follows_a_run_also_scores_the_stage_ahead(tmp_path: Path) -> None:
     recipe = following(folder, stages=2, age=3, prompts=300, objective={"teacher": "wise"}, guest=guest)
     run_dir = folder / "run"
     with started(*follows(recipe, "0/1")) as follower, started("train", recipe) as learner:
-        hold_until_claimed(learner, follower, run_dir)
+        with pause(learner, run_dir) as claim:
+            until(follower, claim.exists)
         for command in (learner, follower):
             assert command.wait() == 0, command.said
         assert "stage 1, share 0/1: teacher logprobs of wise" in follower.said

@@ -69,7 +69,7 @@ def kill(command: Command) -> None:
 
 
 @contextmanager
-def held(learner: Command, run: Path) -> Iterator[Path]:
+def pause(learner: Command, run: Path) -> Iterator[Path]:
     """Stop the learner between the writing of hf/ and the stage's end; what appears once the next stage is claimed."""
     until(learner, (run / "hf" / MARK).exists)
     psutil.Process(learner.pid).suspend()
@@ -82,7 +82,7 @@ def test_the_next_stage_is_generated_while_this_one_trains(tmp_path: Path) -> No
     recipe = recipe_of(tmp_path / "early", stages=2, age=3, prompts=40)
     run = recipe.parent / "run"
     with started(*follows(recipe, "0/1")) as follower, started("train", recipe) as learner:
-        with held(learner, run) as claim:
+        with pause(learner, run) as claim:
             until(follower, claim.exists)
         for command in (learner, follower):
             assert command.wait() == 0, command.said
@@ -114,7 +114,7 @@ def test_kills_on_either_side_leave_a_run_with_the_same_data(tmp_path: Path) -> 
         kill(learner)
         followers = [start(*follows(recipe, f"{share}/2")) for share in range(2)]
         learner = start("train", recipe)
-        with held(learner, run) as claim:  # a learner that finds nobody at work generates the stage itself
+        with pause(learner, run) as claim:  # a learner that finds nobody at work generates the stage itself
             until(followers[0], claim.exists)
             until(followers[1], lambda: groups(1) > 0)
             kill(followers[1])
