@@ -190,6 +190,7 @@ def test_a_function_that_cannot_be_taken_ends_the_command_with_one_sentence(
         played(recipe_of(model, function), lambda context: "abc", ["1"])
 
 
+@pytest.mark.slow
 def test_hostile_tools_cost_their_own_episode_alone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every kind beside good ones: what it costs is one sentence, and the others' groups are whole."""
     monkeypatch.setattr("mugrpo_megatron.extras.episodes.episodes.RETRIES", 0)
