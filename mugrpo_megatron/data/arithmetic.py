@@ -101,17 +101,18 @@ def demonstration(problem: Problem) -> str:
     """
     if problem.source == "arithmetic":
         return problem.answer
+    return f"{' '.join(_steps(problem))} \\boxed{{{problem.answer}}}"
+
+
+def _steps(problem: Problem) -> list[str]:
     if problem.source == "euclid":
         first, second = problem.question.removeprefix("gcd(").removesuffix(")=").split(",")
-        steps = [f"{larger}-{less}={larger - less}" for larger, less in _subtractions(int(first), int(second))]
-        return f"{' '.join(steps)} \\boxed{{{problem.answer}}}"
+        return [f"{larger}-{less}={larger - less}" for larger, less in _subtractions(int(first), int(second))]
     terms = [int(term) for term in problem.question.rstrip("=").split("+")]
     totals = list(accumulate(terms))
     if problem.source == "arithmetic_long":
-        steps = [str(total) for total in totals[1:]]
-    else:
-        steps = [f"{before}+{term}={before + term}" for before, term in zip(totals, terms[1:], strict=False)]
-    return f"{' '.join(steps)} \\boxed{{{problem.answer}}}"
+        return [str(total) for total in totals[1:]]
+    return [f"{before}+{term}={before + term}" for before, term in zip(totals, terms[1:], strict=False)]
 
 
 def _short(rng: np.random.Generator) -> Iterator[Drawn]:

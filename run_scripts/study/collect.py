@@ -111,7 +111,7 @@ def row_of(study: Study, cell: Cell, run: RunData, stage: RunData) -> Row:
         "problems": last[f"problems/{name}"],
         "seconds": round(run.seconds),
         "before": first[f"accuracy/{name}"],
-        "after": statistics.fmean(row[f"accuracy/{name}"] for row in run.evals[-study.grid.last :]),
+        "after": study.grid.end([row[f"accuracy/{name}"] for row in run.evals]),
         "low": _short(last[f"low/{name}"]),
         "high": _short(last[f"high/{name}"]),
         "truncated_before": _short(first[f"truncated/{name}"]),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,10 @@ class Grid:
     def threshold(self, method: str) -> float:
         """The ratio below which a token is a trigger of the method's veto."""
         return self.methods[method].settings.get("objective.trigger_ratio", self.trigger_ratio)
+
+    def end(self, accuracies: Sequence[float]) -> float:
+        """The accuracy after training, from those of all a run's evaluations."""
+        return statistics.fmean(accuracies[-self.last :])
 
     def set_of(self, seed: int) -> str:
         """The held-out set that a seed's cells are evaluated on."""

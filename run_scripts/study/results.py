@@ -20,8 +20,10 @@ Row = dict[str, Any]
 DOCS = Path(__file__).parents[2] / "docs" / "study"
 CELLS, CURVES, SHORT, FIRST_DRAW = "cells.csv", "curves.csv", "short.csv", "first-draw.csv"
 TEXT = {"method", "stage", "same_as", "commit", "objective", "veto"}
-WHOLE = {"seed", "repeat", "warm_start", "updates", "problems", "update", "seconds"}
-WHOLE |= {"first_trigger", "stages", "rollout_seconds"}
+WHOLE = {
+    *("seed", "repeat", "warm_start", "updates", "problems", "update", "seconds"),
+    *("first_trigger", "stages", "rollout_seconds"),
+}
 
 
 @dataclass(frozen=True, slots=True)

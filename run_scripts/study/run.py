@@ -91,7 +91,7 @@ class Study:
             own = run.evals if not self.grid.shares_stage(cell.method) else read_run(self.stage(cell)).evals
             if len(run.updates) >= self.grid.methods[cell.method].updates:
                 name = self.grid.set_of(cell.seed)
-                after = statistics.fmean(row[f"accuracy/{name}"] for row in run.evals[-self.grid.last :])
+                after = self.grid.end([row[f"accuracy/{name}"] for row in run.evals])
                 least = min(row.get("ratio_neg_min", 1.0) for row in run.updates)
                 return Outcome(own[0][f"accuracy/{name}"], after, run.evals[-1][f"problems/{name}"], least)
         stage, outcome = self.kept.get(cell, ("", None))

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from run_scripts.study.cells import Cell
+from run_scripts.study.findings import LEVEL
 from run_scripts.study.grid import GRID, load_grid
 from run_scripts.study.results import (
     DOCS,
+    Mean,
     Results,
     differences,
     holm,
@@ -29,11 +31,10 @@ from run_scripts.study.results import (
     scientific,
     sign_flip,
 )
+from run_scripts.study.tables import level
 
 BOUND = -0.01
 """Both claims: the method ends less than a point below GRPO."""
-LEVEL = 0.05
-"""Of both claims together."""
 PHASES = 8
 """Claim 7 allows so many generation phases in the mean over seeds."""
 
@@ -58,8 +59,8 @@ class Verdict:
     """Accuracy of the method minus GRPO's, seed by seed."""
     seeds: int
     """That the plan asks for."""
-    phases: float | None
-    """Generation phases of the method's cells, their mean; None without a cell."""
+    phases: Mean | None
+    """Generation phases of the method's cells; None without one."""
     p: float | None
     """Corrected for both claims; None until all seeds of both have run."""
 
@@ -68,7 +69,7 @@ class Verdict:
         """`holds`, `not shown`, or `open` while seeds are missing."""
         if self.p is None:
             return "open"
-        allowed = self.phases is not None and self.phases <= PHASES
+        allowed = self.phases is not None and self.phases.value <= PHASES
         return "holds" if self.p < LEVEL and allowed else "not shown"
 
 
@@ -88,9 +89,9 @@ def claims_table(found: Sequence[Verdict]) -> str:
     rows = [
         [
             f"{claim.number}: `{claim.method}` minus GRPO",
-            points(mean_of(one.gaps), 1) if one.gaps else "–",
+            points(mean_of(one.gaps) if one.gaps else None, 1),
             f"{len(one.gaps)} of {one.seeds}",
-            "–" if one.phases is None else f"{one.phases:.1f}",
+            "–" if one.phases is None else f"{one.phases.value:.1f}",
             "–" if one.p is None else f"{one.p:.3f}",
             one.reading,
         ]
@@ -103,11 +104,8 @@ def cells_table(results: Results) -> str:
     """Each method of the grid at its tuned rate: accuracy, nats a stage, phases and their seconds, over the seeds."""
     rows = []
     for name, method in results.grid.methods.items():
-        columns = [
-            list(results.column(name, name, column).values())
-            for column in ("before", "after", "nats", "stages", "rollout_seconds")
-        ]
-        before, after, nats, stages, seconds = (mean_of(values) if values else None for values in columns)
+        columns = ("before", "after", "nats", "stages", "rollout_seconds")
+        before, after, nats, stages, seconds = (_mean(results, name, column) for column in columns)
         if before and after:
             figures = ["–" if one is None else f"{one.value:.3g}" for one in (nats, stages, seconds)]
             rate = scientific(results.rate(name, name))
@@ -125,7 +123,7 @@ def tuning_table(results: Results) -> str:
             cells = [outcomes.get(Cell(seed, name, rate)) for seed in grid.tuning_seeds]
             ends = [one.after for one in cells if one]
             if ends:
-                rows.append([grid.methods[name].title, scientific(rate), str(len(ends)), percent(mean_of(ends))])
+                rows.append([grid.methods[name].title, scientific(rate), str(len(ends)), level(ends)])
     return markdown(("Method", "Rate", "Seeds", "After %"), rows)
 
 
@@ -143,9 +141,10 @@ def _gaps(results: Results, method: str) -> list[float]:
     return differences(results.column(method, method, "after"), results.column("grpo", "grpo", "after"))
 
 
-def _mean(results: Results, method: str, column: str) -> float | None:
+def _mean(results: Results, method: str, column: str) -> Mean | None:
+    """Over the seeds; None without a cell."""
     values = list(results.column(method, method, column).values())
-    return mean_of(values).value if values else None
+    return mean_of(values) if values else None
 
 
 if __name__ == "__main__":

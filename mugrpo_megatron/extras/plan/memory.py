@@ -230,7 +230,7 @@ def learner_memory(case: Case, batch: Batch, pp_stage: int) -> LearnerMemory:
     """Bytes of a rank of `pp_stage` in an update of `batch`."""
     recipe, architecture, layout, b = case.recipe, case.architecture, case.layout, case.itemsize
     mine, adapter = rank_parameters(architecture, layout, pp_stage), case.adapter(layout)
-    trained = case.trained(pp_stage)
+    trained = adapter or mine
     tokens = batch.length // layout.context
     layer = layer_bytes(architecture, layout, tokens, b, case.cuda)
     in_flight = micro_batches_in_flight(layout, pp_stage, batch.micro_batches)
