@@ -86,6 +86,8 @@ class Grid:
     """The accuracy after training is the mean of so many evaluations, the last ones."""
     shared: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the recipe that every run sets, warm starts too."""
+    task: str = "chain"
+    """The held-out set. Tuning seeds have the one with `_validation` behind its name."""
 
     @property
     def tuning_seeds(self) -> tuple[int, ...]:
@@ -116,7 +118,7 @@ class Grid:
 
     def set_of(self, seed: int) -> str:
         """The held-out set that a seed's cells are evaluated on."""
-        return "chain_validation" if seed in self.tuning_seeds else "chain"
+        return f"{self.task}_validation" if seed in self.tuning_seeds else self.task
 
 
 def load_grid(path: Path = GRID) -> Grid:

@@ -61,7 +61,7 @@ def _draw_all(axes: Axes, study: Sequence[Point], own: Sequence[Point]) -> None:
     axes.yaxis.set_major_locator(FixedLocator([-5, 0, 5, 10, 20, 40, 80]))
     axes.yaxis.set_major_formatter(FixedFormatter(["-5", "0", "5", "10", "20", "40", "80"]))
     axes.yaxis.set_minor_locator(NullLocator())
-    _finish(axes, "Points below GRPO, greedy, every cell", "nats a response, mean over the last 64 updates (log scale)")
+    finish(axes, "Points below GRPO, greedy, every cell", "nats a response, mean over the last 64 updates (log scale)")
     axes.legend(frameon=False, labelcolor=LIGHT["ink"], fontsize=9, ncols=2, loc="lower right")
 
 
@@ -74,7 +74,7 @@ def _draw_gap(axes: Axes, rows: Sequence[Row]) -> None:
         axes.errorbar(xs, ys, halves, color=color, linewidth=0, elinewidth=1, marker="o", markersize=5, label=share)
         _numbers(axes, own, ys)
     axes.axhline(0, color=LIGHT["soft"], linewidth=1, linestyle="--")
-    _finish(axes, "Points below GRPO, sampled", "nats a response at a stage's end\nnumbers: stages")
+    finish(axes, "Points below GRPO, sampled", "nats a response at a stage's end\nnumbers: stages")
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, labelcolor=LIGHT["ink"], fontsize=8.5, loc="lower right")
 
@@ -86,7 +86,7 @@ def _draw_errors(axes: Axes, rows: Sequence[Row]) -> None:
         axes.scatter([row["nats"] for row in own], ys, s=28, color=LIGHT[COLORS[start]], linewidths=0)
         _numbers(axes, own, ys)
     axes.axhline(1, color=LIGHT["soft"], linewidth=1, linestyle="--")
-    _finish(axes, "Errors, GRPO's = 1, sampled", "nats a response at a stage's end")
+    finish(axes, "Errors, GRPO's = 1, sampled", "nats a response at a stage's end")
 
 
 def _compared(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
@@ -113,10 +113,10 @@ def _draw_bins(axes: Axes, bins: Sequence[Bin]) -> None:
     axes.set_xticks(range(len(bins)), labels)
     axes.set_xlim(-0.5, len(BINS) - 0.5)
     axes.axhline(0, color=LIGHT["soft"], linewidth=1, linestyle="--")
-    _finish(axes, "One stage: points, by problem", "pass rate of the warm start (problems)", log=False)
+    finish(axes, "One stage: points, by problem", "pass rate of the warm start (problems)", log=False)
 
 
-def _finish(axes: Axes, title: str, x: str, *, log: bool = True) -> None:
+def finish(axes: Axes, title: str, x: str, *, log: bool = True) -> None:
     """Heading, horizontal axis, grid and colours."""
     if log:
         axes.set_xscale("log")

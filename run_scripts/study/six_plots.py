@@ -1,0 +1,85 @@
+"""Part six's picture, docs/study/six.svg: gaps to GRPO by seed, and the law with its interval over all cells.
+
+python -m run_scripts.study.six_plots
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from run_scripts.study.law_formula import FITTED, PREDICTED, Gap, Law, fit, law_gaps, read_gaps
+from run_scripts.study.law_plots import finish
+from run_scripts.study.results import DOCS, mean_of
+from run_scripts.study.six import BOUND
+from run_scripts.svg import LIGHT, write_svg
+
+NAME = "six"
+COLORS = {"stage": "green", "rule": "blue", "eight": "orange"}
+"""Method of part six -> its colour."""
+EDGE = (0.1, 4.0)
+"""Nats at which the law's curve begins and ends."""
+
+
+def main() -> int:
+    grids = {name: read_gaps(DOCS, name) for name in (*FITTED, *PREDICTED)}
+    write_svg(six(law_gaps(DOCS), grids), DOCS / f"{NAME}.svg")
+    return 0
+
+
+def six(explored: Sequence[Gap], grids: dict[str, list[Gap]]) -> Figure:
+    """The gaps of part six's two grids, and every cell as a share of its warm start's errors."""
+    figure = Figure(figsize=(9.6, 3.8), layout="constrained", facecolor=LIGHT["paper"])
+    FigureCanvasAgg(figure)
+    panels = figure.subplot_mosaic([["six_small", "six_large", "law", "law"]])
+    for name, headroom in zip(FITTED, ("Small", "Large"), strict=True):
+        _draw_gaps(panels[name], f"{headroom} headroom", grids[name])
+    fitted = [*explored, *(one for name in FITTED for one in grids[name])]
+    _draw_law(panels["law"], fit(fitted), explored, grids)
+    return figure
+
+
+def _draw_gaps(axes: Axes, title: str, cells: Sequence[Gap]) -> None:
+    """Points above GRPO of each method, seed by seed; a line is the mean, its band the 95 % interval."""
+    for method, color in COLORS.items():
+        own = [-100 * one.gap for one in cells if one.method == method and one.gap is not None]
+        if not own:
+            continue
+        mean, paint = mean_of(own), LIGHT[color]
+        axes.scatter(own, range(len(own)), color=paint, s=24, linewidths=0, label=method)
+        axes.axvline(mean.value, color=paint, linewidth=2)
+        if mean.half is not None:
+            axes.axvspan(mean.value - mean.half, mean.value + mean.half, color=paint, alpha=0.15, linewidth=0)
+    axes.axvline(100 * BOUND, color=LIGHT["soft"], linewidth=1, linestyle="--")
+    axes.set_yticks([])
+    finish(axes, title, "points above GRPO, by seed", log=False)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, labelcolor=LIGHT["ink"], fontsize=8.5)
+
+
+def _draw_law(axes: Axes, law: Law, explored: Sequence[Gap], grids: dict[str, list[Gap]]) -> None:
+    """Gap in percent of the warm start's errors, against nats; the curve is the fit, the band its interval."""
+    nats = np.geomspace(*EDGE, 100)
+    ends = np.array([law.interval(Gap("", each, 1.0, None)) for each in nats])
+    axes.fill_between(nats, 100 * ends[:, 0], 100 * ends[:, 2], color=LIGHT["grey"], alpha=0.25, linewidth=0)
+    axes.plot(nats, 100 * ends[:, 1], color=LIGHT["soft"], linewidth=1.5)
+    groups = [("exploration", "grey", "o", explored)]
+    for method, color in COLORS.items():
+        groups.append((method, color, "o", [one for name in FITTED for one in grids[name] if one.method == method]))
+    groups.append(("predicted: euclid", "red", "D", [one for name in PREDICTED for one in grids[name]]))
+    for label, color, marker, cells in groups:
+        own = [(one.nats, 100 * one.gap / one.errors) for one in cells if one.gap is not None]
+        if own:
+            axes.scatter(*zip(*own, strict=True), s=26, color=LIGHT[color], marker=marker, linewidths=0, label=label)
+    axes.axhline(0, color=LIGHT["soft"], linewidth=1, linestyle="--")
+    finish(axes, "Gap, % of the start's errors", "nats a response at a stage's end, mean over stages (log scale)")
+    axes.legend(frameon=False, labelcolor=LIGHT["ink"], fontsize=8.5, loc="upper left")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
