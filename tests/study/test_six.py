@@ -30,7 +30,7 @@ def kept(docs: Path, gap: float, seeds: range = SEEDS, stages: int = 6) -> dict[
             row(name, seed, rate, 0.8 - (0.1 if rate != RATE else 0.0))
             for name in grid.methods
             for seed in grid.tuning_seeds
-            for rate in grid.start
+            for rate in (RATE / 2, RATE, 2 * RATE)
         ]
         cells = [row(name, seed, RATE, ends[name] + seed / 1000, stages) for name in grid.methods for seed in seeds]
         write_rows(docs / claim.grid / CELLS, CELL_COLUMNS, [*tuning, *cells])
