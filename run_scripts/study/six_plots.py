@@ -75,7 +75,8 @@ def _draw_law(axes: Axes, law: Law, explored: Sequence[Gap], grids: dict[str, li
     for label, color, marker, cells in groups:
         own = [(one.nats, 100 * one.gap / one.errors) for one in cells if one.gap is not None]
         if own:
-            axes.scatter(*zip(*own, strict=True), s=26, color=LIGHT[color], marker=marker, linewidths=0, label=label)
+            xs, ys = [x for x, _ in own], [y for _, y in own]
+            axes.scatter(xs, ys, s=26, color=LIGHT[color], marker=marker, linewidths=0, label=label)
     axes.axhline(0, color=LIGHT["soft"], linewidth=1, linestyle="--")
     finish(axes, "Gap, % of the start's errors", "nats a response at a stage's end, mean over stages (log scale)")
     axes.legend(frameon=False, labelcolor=LIGHT["ink"], fontsize=8.5, loc="upper left")
