@@ -24,7 +24,8 @@ from run_scripts.study.results import DOCS, Results, markdown, read_results
 
 SCALES = np.geomspace(0.05, 5.0, 400)
 """Nats that are tried as the formula's scale."""
-LEVEL = 0.9
+COVERAGE = 0.9
+"""Share of the cells that the interval holds."""
 NEEDED = 3
 """Claim 8 holds if so many of its gaps lie inside their intervals."""
 FITTED = ("six_small", "six_large")
@@ -61,6 +62,11 @@ class Law:
         low, middle, high = (cell.errors * (value + side * self.half) for side in (-1, 0, 1))
         return low, middle, high
 
+    def holds(self, cell: Gap) -> bool | None:
+        """Whether the cell's gap lies inside its interval; None while it is unknown."""
+        low, _, high = self.interval(cell)
+        return None if cell.gap is None else low <= cell.gap <= high
+
 
 def fit(gaps: Sequence[Gap]) -> Law:
     """The law of cells whose gaps are known; ValueError with fewer than nine.
@@ -69,9 +75,9 @@ def fit(gaps: Sequence[Gap]) -> Law:
     2018, section 2.2, without the split: the formula has only two constants).
     """
     known = [(one.nats, one.gap / one.errors) for one in gaps if one.gap is not None]
-    rank = math.ceil(LEVEL * (len(known) + 1))
+    rank = math.ceil(COVERAGE * (len(known) + 1))
     if rank > len(known):
-        raise ValueError(f"{len(known)} gaps are too few for an interval of {LEVEL:.0%}")
+        raise ValueError(f"{len(known)} gaps are too few for an interval of {COVERAGE:.0%}")
     nats, shares = np.array(known).T
     shapes = -np.expm1(-nats / SCALES[:, None])
     heights = shapes @ shares / (shapes**2).sum(axis=1)
@@ -107,7 +113,7 @@ def prediction_table(law: Law, cells: Sequence[tuple[str, Gap]]) -> str:
     for grid, cell in cells:
         low, middle, high = (100 * end for end in law.interval(cell))
         measured = "–" if cell.gap is None else f"{100 * cell.gap:.1f}"
-        inside = "–" if cell.gap is None else "yes" if low <= 100 * cell.gap <= high else "no"
+        inside = {None: "–", True: "yes", False: "no"}[law.holds(cell)]
         name, start = f"{grid}, {cell.method}", f"{100 - 100 * cell.errors:.1f}"
         rows.append([name, start, f"{cell.nats:.2g}", f"{middle:.1f} ({low:.1f} to {high:.1f})", measured, inside])
     return markdown(("Cell", "Start %", "Nats a stage", "Predicted gap", "Gap", "Inside"), rows)
@@ -115,10 +121,10 @@ def prediction_table(law: Law, cells: Sequence[tuple[str, Gap]]) -> str:
 
 def reading(law: Law, cells: Sequence[Gap]) -> str:
     """Of claim 8: `holds`, `does not hold`, or `open` until all four gaps are known."""
-    known = [(one.gap, law.interval(one)) for one in cells if one.gap is not None]
-    if len(known) < 2 * len(PREDICTED):
+    inside = [held for one in cells if (held := law.holds(one)) is not None]
+    if len(inside) < 2 * len(PREDICTED):
         return "open"
-    return "holds" if sum(low <= gap <= high for gap, (low, _, high) in known) >= NEEDED else "does not hold"
+    return "holds" if sum(inside) >= NEEDED else "does not hold"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -127,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     docs = parser.parse_args(arguments).docs
     law = fit([*law_gaps(docs), *(gap for name in FITTED for gap in read_gaps(docs, name))])
     print(f"gap = errors * {law.height:.3f} * (1 - exp(-nats / {law.scale:.2g})), ± {law.half:.3f} of the errors")
-    print(f"over {law.cells} cells; an interval holds {LEVEL:.0%} of them\n")
+    print(f"over {law.cells} cells; an interval holds {COVERAGE:.0%} of them\n")
     cells = [(name, gap) for name in PREDICTED for gap in read_gaps(docs, name)]
     print(prediction_table(law, cells))
     print(f"\nClaim 8: {reading(law, [gap for _, gap in cells])}")

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
 from run_scripts.study.law_figures import BINS, Bin, Point, bins_of, law_points, read
+from run_scripts.study.plots import frame
 from run_scripts.study.results import DOCS, Row
 from run_scripts.svg import LIGHT, write_svg
 
@@ -61,7 +62,9 @@ def _draw_all(axes: Axes, study: Sequence[Point], own: Sequence[Point]) -> None:
     axes.yaxis.set_major_locator(FixedLocator([-5, 0, 5, 10, 20, 40, 80]))
     axes.yaxis.set_major_formatter(FixedFormatter(["-5", "0", "5", "10", "20", "40", "80"]))
     axes.yaxis.set_minor_locator(NullLocator())
-    finish(axes, "Points below GRPO, greedy, every cell", "nats a response, mean over the last 64 updates (log scale)")
+    nats_frame(
+        axes, "Points below GRPO, greedy, every cell", "nats a response, mean over the last 64 updates (log scale)"
+    )
     axes.legend(frameon=False, labelcolor=LIGHT["ink"], fontsize=9, ncols=2, loc="lower right")
 
 
@@ -74,7 +77,7 @@ def _draw_gap(axes: Axes, rows: Sequence[Row]) -> None:
         axes.errorbar(xs, ys, halves, color=color, linewidth=0, elinewidth=1, marker="o", markersize=5, label=share)
         _numbers(axes, own, ys)
     axes.axhline(0, color=LIGHT["soft"], linewidth=1, linestyle="--")
-    finish(axes, "Points below GRPO, sampled", "nats a response at a stage's end\nnumbers: stages")
+    nats_frame(axes, "Points below GRPO, sampled", "nats a response at a stage's end\nnumbers: stages")
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, labelcolor=LIGHT["ink"], fontsize=8.5, loc="lower right")
 
@@ -86,7 +89,7 @@ def _draw_errors(axes: Axes, rows: Sequence[Row]) -> None:
         axes.scatter([row["nats"] for row in own], ys, s=28, color=LIGHT[COLORS[start]], linewidths=0)
         _numbers(axes, own, ys)
     axes.axhline(1, color=LIGHT["soft"], linewidth=1, linestyle="--")
-    finish(axes, "Errors, GRPO's = 1, sampled", "nats a response at a stage's end")
+    nats_frame(axes, "Errors, GRPO's = 1, sampled", "nats a response at a stage's end")
 
 
 def _compared(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
@@ -113,25 +116,16 @@ def _draw_bins(axes: Axes, bins: Sequence[Bin]) -> None:
     axes.set_xticks(range(len(bins)), labels)
     axes.set_xlim(-0.5, len(BINS) - 0.5)
     axes.axhline(0, color=LIGHT["soft"], linewidth=1, linestyle="--")
-    finish(axes, "One stage: points, by problem", "pass rate of the warm start (problems)", log=False)
+    frame(axes, "One stage: points, by problem", "pass rate of the warm start (problems)")
 
 
-def finish(axes: Axes, title: str, x: str, *, log: bool = True) -> None:
-    """Heading, horizontal axis, grid and colours."""
-    if log:
-        axes.set_xscale("log")
-        axes.xaxis.set_major_locator(FixedLocator(TICKS))
-        axes.xaxis.set_major_formatter(FixedFormatter([f"{tick:g}" for tick in TICKS]))
-        axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_title(title, loc="left", color=LIGHT["ink"], fontsize=11, fontweight="bold")
-    axes.set_facecolor(LIGHT["paper"])
-    axes.grid(axis="y", color=LIGHT["line"], linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(which="both", colors=LIGHT["soft"], length=0, labelsize=9.5)
-    axes.set_xlabel(x, color=LIGHT["soft"], fontsize=9.5)
-    for side in ("top", "left", "right", "bottom"):
-        axes.spines[side].set_visible(side == "bottom")
-        axes.spines[side].set_color(LIGHT["line"])
+def nats_frame(axes: Axes, title: str, x: str) -> None:
+    """The frame of a panel whose horizontal axis is nats, on a log scale."""
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(FixedLocator(TICKS))
+    axes.xaxis.set_major_formatter(FixedFormatter([f"{tick:g}" for tick in TICKS]))
+    axes.xaxis.set_minor_locator(NullLocator())
+    frame(axes, title, x)
 
 
 if __name__ == "__main__":

@@ -93,11 +93,7 @@ def claims(results: Results) -> Figure:
     for axes, (number, one) in zip(panels, found, strict=True):
         claim, scale = one.contrast, 100 if one.contrast.column == "after" else 1
         values = [scale * value for value in one.values]
-        axes.scatter(values, range(len(values)), color=LIGHT["blue"], s=28, linewidths=0)
-        mean = mean_of(values)
-        axes.axvline(mean.value, color=LIGHT["blue"], linewidth=2)
-        if mean.half is not None:
-            axes.axvspan(mean.value - mean.half, mean.value + mean.half, color=LIGHT["blue"], alpha=0.15, linewidth=0)
+        spread(axes, values, LIGHT["blue"])
         axes.axvline(scale * claim.bound, color=LIGHT["soft"], linewidth=1, linestyle="--")
         sides = " - ".join(LOOKS[name][2] for name in (claim.left, claim.right) if name)
         _finish(
@@ -240,10 +236,24 @@ def _claimed(results: Results) -> bool:
 
 
 def _finish(axes: Axes, title: str, x: str) -> None:
+    """`frame` around at most six steps of the vertical axis."""
+    axes.yaxis.set_major_locator(MaxNLocator(6))
+    frame(axes, title, x)
+
+
+def spread(axes: Axes, values: Sequence[float], color: str, label: str | None = None) -> None:
+    """Values of the seeds, one above the other; a line is their mean, its band the 95 % interval."""
+    axes.scatter(values, range(len(values)), color=color, s=28, linewidths=0, label=label)
+    mean = mean_of(values)
+    axes.axvline(mean.value, color=color, linewidth=2)
+    if mean.half is not None:
+        axes.axvspan(mean.value - mean.half, mean.value + mean.half, color=color, alpha=0.15, linewidth=0)
+
+
+def frame(axes: Axes, title: str, x: str) -> None:
     """Heading, grid, spines, colours and the label of the horizontal axis."""
     axes.set_title(title, loc="left", color=LIGHT["ink"], fontsize=11, fontweight="bold")
     axes.set_facecolor(LIGHT["paper"])
-    axes.yaxis.set_major_locator(MaxNLocator(6))
     axes.grid(axis="y", color=LIGHT["line"], linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(which="both", colors=LIGHT["soft"], length=0, labelsize=9.5)

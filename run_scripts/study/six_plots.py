@@ -14,8 +14,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from run_scripts.study.law_formula import FITTED, PREDICTED, Gap, Law, fit, law_gaps, read_gaps
-from run_scripts.study.law_plots import finish
-from run_scripts.study.results import DOCS, mean_of
+from run_scripts.study.law_plots import nats_frame
+from run_scripts.study.plots import frame, spread
+from run_scripts.study.results import DOCS
 from run_scripts.study.six import BOUND
 from run_scripts.svg import LIGHT, write_svg
 
@@ -45,19 +46,14 @@ def six(explored: Sequence[Gap], grids: dict[str, list[Gap]]) -> Figure:
 
 
 def _draw_gaps(axes: Axes, title: str, cells: Sequence[Gap]) -> None:
-    """Points above GRPO of each method, seed by seed; a line is the mean, its band the 95 % interval."""
+    """Points above GRPO of each method, seed by seed."""
     for method, color in COLORS.items():
         own = [-100 * one.gap for one in cells if one.method == method and one.gap is not None]
-        if not own:
-            continue
-        mean, paint = mean_of(own), LIGHT[color]
-        axes.scatter(own, range(len(own)), color=paint, s=24, linewidths=0, label=method)
-        axes.axvline(mean.value, color=paint, linewidth=2)
-        if mean.half is not None:
-            axes.axvspan(mean.value - mean.half, mean.value + mean.half, color=paint, alpha=0.15, linewidth=0)
+        if own:
+            spread(axes, own, LIGHT[color], label=method)
     axes.axvline(100 * BOUND, color=LIGHT["soft"], linewidth=1, linestyle="--")
     axes.set_yticks([])
-    finish(axes, title, "points above GRPO, by seed", log=False)
+    frame(axes, title, "points above GRPO, by seed")
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, labelcolor=LIGHT["ink"], fontsize=8.5)
 
@@ -78,7 +74,7 @@ def _draw_law(axes: Axes, law: Law, explored: Sequence[Gap], grids: dict[str, li
             xs, ys = [x for x, _ in own], [y for _, y in own]
             axes.scatter(xs, ys, s=26, color=LIGHT[color], marker=marker, linewidths=0, label=label)
     axes.axhline(0, color=LIGHT["soft"], linewidth=1, linestyle="--")
-    finish(axes, "Gap, % of the start's errors", "nats a response at a stage's end, mean over stages (log scale)")
+    nats_frame(axes, "Gap, % of the start's errors", "nats a response at a stage's end, mean over stages (log scale)")
     axes.legend(frameon=False, labelcolor=LIGHT["ink"], fontsize=8.5, loc="upper left")
 
 

@@ -13,8 +13,8 @@ from run_scripts.study import six_plots
 from run_scripts.study.collect import CELL_COLUMNS, write_rows
 from run_scripts.study.grid import GRID, load_grid
 from run_scripts.study.law_formula import (
+    COVERAGE,
     FITTED,
-    LEVEL,
     PREDICTED,
     Gap,
     Law,
@@ -51,7 +51,7 @@ def test_an_interval_holds_nine_of_ten_cells_and_not_all() -> None:
     known = cells(noise=0.05)
     law = fit(known)
     inside = sum(low <= one.gap <= high for one in known if one.gap is not None for low, _, high in [law.interval(one)])
-    assert inside == math.ceil(LEVEL * (len(known) + 1))
+    assert inside == math.ceil(COVERAGE * (len(known) + 1))
 
 
 def test_a_gap_grows_with_displacement_and_with_errors_and_is_nothing_without() -> None:
