@@ -13,7 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from run_scripts.figure import write_figure
-from run_scripts.study import law_plots
+from run_scripts.study import law_plots, six_plots
 from run_scripts.study.collect import CURVE_COLUMNS, KEY
 from run_scripts.study.grid import load_grid
 from run_scripts.study.page import text
@@ -49,7 +49,7 @@ def test_every_colour_of_a_published_picture_has_its_dark_twin(path: Path) -> No
 def test_published_pictures_are_those_of_the_kept_results_and_on_the_page(tmp_path: Path) -> None:
     """After a change of either, run `python -m run_scripts.study.page`."""
     names = write_plots(read_results(load_grid()), tmp_path)
-    assert {path.stem for path in DOCS.glob("*.svg")} - {law_plots.NAME} == set(names)
+    assert {path.stem for path in DOCS.glob("*.svg")} - {law_plots.NAME, six_plots.NAME} == set(names)
     page = (DOCS.parent / "study.md").read_text(encoding="utf-8")
     for name in names:
         assert (tmp_path / f"{name}.svg").read_bytes() == (DOCS / f"{name}.svg").read_bytes(), name
