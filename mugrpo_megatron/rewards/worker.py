@@ -109,8 +109,8 @@ def serve(socket: int, text: str) -> None:
     except UserError as error:
         connection.send_bytes(json.dumps({"failed": str(error)}).encode())
         return
-    except (MemoryError, ImportError, OSError, SystemError) as error:  # how Python and its libraries run out of memory
-        why = f"{type(error).__name__} in {options['memory_mb']} MiB of address space; raise reward.worker_memory_mb"
+    except (MemoryError, ImportError, OSError, SystemError) as error:  # no memory; a user's module raises UserError
+        why = f"{error!r} in {options['memory_mb']} MiB of address space; raise reward.worker_memory_mb"
         connection.send_bytes(json.dumps({"failed": f"a verifier process could not start: {why}"}).encode())
         return
     connection.send_bytes(json.dumps({"needs": needs, "note": note}).encode())
