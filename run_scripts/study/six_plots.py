@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -28,9 +29,13 @@ EDGE = (0.04, 4.0)
 
 
 def main() -> int:
-    grids = {name: read_gaps(DOCS, name) for name in (*FITTED, *PREDICTED)}
-    write_svg(six(law_gaps(DOCS), grids), DOCS / f"{NAME}.svg")
+    write_svg(six(*read(DOCS)), DOCS / f"{NAME}.svg")
     return 0
+
+
+def read(docs: Path) -> tuple[list[Gap], dict[str, list[Gap]]]:
+    """The exploration's cells, and those of every grid of part six."""
+    return law_gaps(docs), {name: read_gaps(docs, name) for name in (*FITTED, *PREDICTED)}
 
 
 def six(explored: Sequence[Gap], grids: dict[str, list[Gap]]) -> Figure:
