@@ -24,7 +24,7 @@ from run_scripts.svg import LIGHT, write_svg
 NAME = "six"
 COLORS = {"stage": "green", "rule": "blue", "eight": "orange"}
 """Method of part six -> its colour."""
-EDGE = (0.04, 4.0)
+EDGE = (0.02, 6.0)
 """Nats at which the law's curve begins and ends."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,12 +16,14 @@ from run_scripts.study.grid import GRID, load_grid
 from run_scripts.study.law_formula import (
     COVERAGE,
     FITTED,
+    NO_NATS,
     PREDICTED,
     Gap,
     Law,
     fit,
     law_gaps,
     main,
+    miss,
     prediction_table,
     read_gaps,
     reading,
@@ -52,6 +55,17 @@ def test_an_interval_holds_nine_of_ten_cells_and_not_all() -> None:
     law = fit(known)
     inside = sum(low <= one.gap <= high for one in known if one.gap is not None for low, _, high in [law.interval(one)])
     assert inside == math.ceil(COVERAGE * (len(known) + 1))
+
+
+def test_a_formula_without_nats_is_a_constant_share_and_misses_what_nats_explain() -> None:
+    known = cells(noise=0.0)
+    constant = fit(known, NO_NATS)
+    assert constant.height == pytest.approx(statistics.fmean(one.gap / one.errors for one in known if one.gap))
+    assert constant.interval(replace(known[0], nats=0.1)) == constant.interval(replace(known[0], nats=3.0))
+    assert miss(constant, known) > 0.02
+    assert miss(TRUE, known) == pytest.approx(0.0, abs=1e-12)
+    with pytest.raises(ValueError, match="no gap is known"):
+        miss(TRUE, [Gap("stage", 0.1, 0.5, None)])
 
 
 def test_a_gap_grows_with_displacement_and_with_errors_and_is_nothing_without() -> None:
