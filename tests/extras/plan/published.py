@@ -94,7 +94,7 @@ def speedup_row() -> str:
         [hours(model, "grpo").over(hours(model, "mu_grpo")) for model in PUBLISHED] for hours in (published, planned)
     ]
     paper, plan = (Hours(mean(one.rollout for one in each), mean(one.total for one in each)) for each in pairs)
-    return f"| ratio | {paper.rollout:.2f} | {plan.rollout:.2f} | {paper.total:.2f} | {plan.total:.2f} |"
+    return f"| mean | {paper.rollout:.2f} | {plan.rollout:.2f} | {paper.total:.2f} | {plan.total:.2f} |"
 
 
 def memory_row(model: str) -> str:
