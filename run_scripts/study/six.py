@@ -1,10 +1,10 @@
-"""What the kept cells of part six say of claims 6 and 7 (docs/study/part-six.md), as Markdown.
+"""What the kept cells of part six say of claims 6 and 7 and of weights by the prefix (docs/study/part-six.md).
 
     grid=run_scripts/study/six_small.toml
     python -m run_scripts.study.collect --out DIR/small --grid $grid --docs docs/study/six_small
     python -m run_scripts.study.six
 
-six_large.toml has its csv files in docs/study/six_large.
+six_large.toml has its csv files in docs/study/six_large, six_prefix.toml in docs/study/six_prefix.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from run_scripts.study.tables import level
 
 BOUND = -0.01
 """Both claims: the method ends less than a point below GRPO."""
+PREFIX = "six_prefix"
+"""The grid of weights by the prefix, on the stages of claim 6."""
 PHASES = 8
 """Claim 7 allows so many generation phases in the mean over seeds."""
 
@@ -127,14 +129,29 @@ def tuning_table(results: Results) -> str:
     return markdown(("Method", "Rate", "Seeds", "After %"), rows)
 
 
+def prefix_table(results: Results, base: Results) -> str:
+    """Each weight by the prefix minus `base`'s one stage with the veto, on the same stages and at the same rate."""
+    stage, rows = base.column("stage", "stage", "after"), []
+    for name, method in results.grid.methods.items():
+        apart = differences(results.column(name, name, "after"), stage)
+        if apart:
+            rows.append([method.title, str(len(apart)), points(mean_of(apart), 1)])
+    return markdown(("Method", "Seeds", "Minus one stage, points"), rows)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--docs", type=Path, default=DOCS, help="where six_small and six_large are")
+    parser.add_argument("--docs", type=Path, default=DOCS, help="where the grids' directories are")
     docs = parser.parse_args(arguments).docs
-    results = {one.grid: read_results(load_grid(GRID.with_name(f"{one.grid}.toml")), docs / one.grid) for one in CLAIMS}
+    results = {one.grid: _read(docs, one.grid) for one in CLAIMS}
     print(claims_table(verdicts(results)))
     for name, own in results.items():
         print(f"\n## {name}\n\n{cells_table(own)}\n\n{tuning_table(own)}")
+    print(f"\n## {PREFIX}\n\n{prefix_table(_read(docs, PREFIX), results[CLAIMS[0].grid])}")
+
+
+def _read(docs: Path, grid: str) -> Results:
+    return read_results(load_grid(GRID.with_name(f"{grid}.toml")), docs / grid)
 
 
 def _gaps(results: Results, method: str) -> list[float]:

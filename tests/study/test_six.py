@@ -9,7 +9,16 @@ import pytest
 from run_scripts.study.collect import CELL_COLUMNS, write_rows
 from run_scripts.study.grid import GRID, load_grid
 from run_scripts.study.results import CELLS, Results, Row, read_results
-from run_scripts.study.six import CLAIMS, cells_table, claims_table, main, tuning_table, verdicts
+from run_scripts.study.six import (
+    CLAIMS,
+    PREFIX,
+    cells_table,
+    claims_table,
+    main,
+    prefix_table,
+    tuning_table,
+    verdicts,
+)
 
 SEEDS = range(20, 28)
 RATE = 8e-5
@@ -66,7 +75,15 @@ def test_tables_have_the_cells_at_the_tuned_rate(tmp_path: Path, capsys: pytest.
     assert [line.split(" | ")[2] for line in table.splitlines()[2:]] == ["8"] * 3
     assert "| 4·10⁻⁵ | 2 | 70.0" in tuning_table(results["six_small"])
     main(["--docs", str(tmp_path)])
-    assert capsys.readouterr().out.count("| --- |") == 5
+    assert capsys.readouterr().out.count("| --- |") == 6
+
+
+def test_weights_by_the_prefix_stand_beside_one_stage_seed_by_seed(tmp_path: Path) -> None:
+    grid = load_grid(GRID.with_name(f"{PREFIX}.toml"))
+    ends = {20: 0.89, 21: 0.901, 22: 0.912}  # one stage ends at 0.92 to 0.922
+    write_rows(tmp_path / CELLS, CELL_COLUMNS, [row("product", seed, 2e-5, after) for seed, after in ends.items()])
+    table = prefix_table(read_results(grid, tmp_path), kept(tmp_path, 0.0)["six_small"])
+    assert table.splitlines()[2:] == ["| weight by the prefix's ratio | 3 | -2.0 ± 2.5 |"]
 
 
 def test_nothing_kept_is_open(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
