@@ -12,17 +12,16 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from run_scripts.study.grid import GRID, load_grid
 from run_scripts.study.law import CSV
 from run_scripts.study.law_figures import law_rows
-from run_scripts.study.results import DOCS, Results, markdown, read_results
+from run_scripts.study.results import DOCS, Results, markdown, read_named
 
 SCALES = np.geomspace(0.05, 5.0, 400)
 """Nats that are tried as the formula's scale."""
@@ -120,7 +119,17 @@ def law_gaps(docs: Path) -> list[Gap]:
 
 def read_gaps(docs: Path, name: str) -> list[Gap]:
     """The cells of the grid with this name, from its directory in `docs`."""
-    return gaps_of(read_results(load_grid(GRID.with_name(f"{name}.toml")), docs / name))
+    return gaps_of(read_named(name, docs))
+
+
+def read(docs: Path) -> tuple[list[Gap], dict[str, list[Gap]]]:
+    """The exploration's cells, and those of every grid of part six."""
+    return law_gaps(docs), {name: read_gaps(docs, name) for name in (*FITTED, *PREDICTED)}
+
+
+def fitted(explored: Sequence[Gap], grids: Mapping[str, Sequence[Gap]]) -> list[Gap]:
+    """The cells that the law is fitted to: all but the predicted ones."""
+    return [*explored, *(gap for name in FITTED for gap in grids[name])]
 
 
 def prediction_table(law: Law, cells: Sequence[tuple[str, Gap]]) -> str:
@@ -147,17 +156,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--docs", type=Path, default=DOCS, help="where law.csv and the grids' directories are")
     docs = parser.parse_args(arguments).docs
-    known = [*law_gaps(docs), *(gap for name in FITTED for gap in read_gaps(docs, name))]
+    explored, grids = read(docs)
+    known = fitted(explored, grids)
     law, constant = fit(known), fit(known, NO_NATS)
     print(f"gap = errors * {law.height:.3f} * (1 - exp(-nats / {law.scale:.2g})), ± {law.half:.3f} of the errors")
     print(f"over {law.cells} cells; an interval holds {COVERAGE:.0%} of them\n")
-    cells = [(name, gap) for name in PREDICTED for gap in read_gaps(docs, name)]
+    cells = [(name, gap) for name in PREDICTED for gap in grids[name]]
     print(prediction_table(law, cells))
     predicted = [gap for _, gap in cells]
     print(f"\nClaim 8: {reading(law, predicted)}")
     if any(one.gap is not None for one in predicted):
         print(f"\nWithout nats, gap = errors * ({constant.height:.3f} ± {constant.half:.3f}):")
-        print(f"{sum(constant.holds(one) or False for one in predicted)} of {len(predicted)} gaps lie inside;")
+        print(f"{sum(constant.holds(one) is True for one in predicted)} of {len(predicted)} gaps lie inside;")
         misses = [f"{miss(one, predicted):.3f}" for one in (constant, law)]
         print(f"it misses by {misses[0]} of the errors (root mean square), the formula by {misses[1]}")
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from mugrpo_megatron.evaluation.estimators import student
 from run_scripts.study.cells import Cell, Outcome
-from run_scripts.study.grid import Grid
+from run_scripts.study.grid import GRID, Grid, load_grid
 from run_scripts.study.search import Search, choose, tuned_rate
 
 Row = dict[str, Any]
@@ -98,6 +98,11 @@ class Results:
 def read_results(grid: Grid, docs: Path = DOCS) -> Results:
     """The results in `docs`, none before anything was collected."""
     return Results(grid, *(read_rows(docs / name) for name in (CELLS, CURVES, SHORT, FIRST_DRAW)))
+
+
+def read_named(name: str, docs: Path = DOCS) -> Results:
+    """The results of the grid with this name, which have a directory of the same name in `docs`."""
+    return read_results(load_grid(GRID.with_name(f"{name}.toml")), docs / name)
 
 
 def read_kept(docs: Path) -> dict[Cell, tuple[str, Outcome]]:

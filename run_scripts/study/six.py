@@ -16,7 +16,6 @@ from pathlib import Path
 
 from run_scripts.study.cells import Cell
 from run_scripts.study.findings import LEVEL
-from run_scripts.study.grid import GRID, load_grid
 from run_scripts.study.results import (
     DOCS,
     Mean,
@@ -27,7 +26,7 @@ from run_scripts.study.results import (
     mean_of,
     percent,
     points,
-    read_results,
+    read_named,
     scientific,
     sign_flip,
 )
@@ -143,15 +142,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--docs", type=Path, default=DOCS, help="where the grids' directories are")
     docs = parser.parse_args(arguments).docs
-    results = {one.grid: _read(docs, one.grid) for one in CLAIMS}
+    results = {one.grid: read_named(one.grid, docs) for one in CLAIMS}
     print(claims_table(verdicts(results)))
     for name, own in results.items():
         print(f"\n## {name}\n\n{cells_table(own)}\n\n{tuning_table(own)}")
-    print(f"\n## {PREFIX}\n\n{prefix_table(_read(docs, PREFIX), results[CLAIMS[0].grid])}")
-
-
-def _read(docs: Path, grid: str) -> Results:
-    return read_results(load_grid(GRID.with_name(f"{grid}.toml")), docs / grid)
+    print(f"\n## {PREFIX}\n\n{prefix_table(read_named(PREFIX, docs), results[CLAIMS[0].grid])}")
 
 
 def _gaps(results: Results, method: str) -> list[float]:

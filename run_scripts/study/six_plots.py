@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from run_scripts.study.law_formula import FITTED, PREDICTED, Gap, Law, fit, law_gaps, read_gaps
+from run_scripts.study.law_formula import FITTED, PREDICTED, Gap, Law, fit, fitted, read
 from run_scripts.study.law_plots import nats_frame
 from run_scripts.study.plots import frame, spread
 from run_scripts.study.results import DOCS
@@ -33,11 +32,6 @@ def main() -> int:
     return 0
 
 
-def read(docs: Path) -> tuple[list[Gap], dict[str, list[Gap]]]:
-    """The exploration's cells, and those of every grid of part six."""
-    return law_gaps(docs), {name: read_gaps(docs, name) for name in (*FITTED, *PREDICTED)}
-
-
 def six(explored: Sequence[Gap], grids: dict[str, list[Gap]]) -> Figure:
     """The gaps of part six's two grids, and every cell as a share of its warm start's errors."""
     figure = Figure(figsize=(9.6, 3.8), layout="constrained", facecolor=LIGHT["paper"])
@@ -45,8 +39,7 @@ def six(explored: Sequence[Gap], grids: dict[str, list[Gap]]) -> Figure:
     panels = figure.subplot_mosaic([["six_small", "six_large", "law", "law"]])
     for name, headroom in zip(FITTED, ("Small", "Large"), strict=True):
         _draw_gaps(panels[name], f"{headroom} headroom", grids[name])
-    fitted = [*explored, *(one for name in FITTED for one in grids[name])]
-    _draw_law(panels["law"], fit(fitted), explored, grids)
+    _draw_law(panels["law"], fit(fitted(explored, grids)), explored, grids)
     return figure
 
 

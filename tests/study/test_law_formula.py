@@ -25,6 +25,7 @@ from run_scripts.study.law_formula import (
     main,
     miss,
     prediction_table,
+    read,
     read_gaps,
     reading,
 )
@@ -122,5 +123,5 @@ def test_the_picture_has_every_method_and_the_predicted_cells(tmp_path: Path) ->
 
 def test_the_published_picture_is_that_of_the_kept_cells(tmp_path: Path) -> None:
     """After a change of either, run `python -m run_scripts.study.six_plots`."""
-    drawn = write_svg(six_plots.six(*six_plots.read(DOCS)), tmp_path / "six.svg")
+    drawn = write_svg(six_plots.six(*read(DOCS)), tmp_path / "six.svg")
     assert drawn.read_text() == (DOCS / f"{six_plots.NAME}.svg").read_text()
