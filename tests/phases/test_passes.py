@@ -47,13 +47,17 @@ def test_later_passes_take_the_same_updates_in_another_order(whole: Path) -> Non
 
 
 def test_the_clip_binds_between_refreshes_and_only_there(finished_run: Path, whole: Path, tmp_path: Path) -> None:
-    """Informative groups alone are lined up with it: else the first update after a refresh would not be at it."""
+    """Informative groups alone are lined up with it: else the first update after a refresh would not be at it.
+
+    The samples are the engine's and differ from run to run: one update need not move the next one's tokens to the clip.
+    """
     optimize(finished_run, tmp_path / "informative", *CLIPPED, "objective.zero_variance=leave_out")
     for run_dir in (whole, tmp_path / "informative"):
-        found = clipped_fractions(run_dir)
-        assert set(found[::EVERY]) == {0.0}, "at a refresh the ratio is exactly the reference's"
-        assert max(found) > 0
-    assert all(share > 0 for age, share in enumerate(clipped_fractions(whole)[:MU]) if age % EVERY)
+        shares = clipped_fractions(run_dir)
+        assert set(shares[::EVERY]) == {0.0}, "at a refresh the ratio is exactly the reference's"
+        assert max(shares) > 0
+    first_pass = clipped_fractions(whole)[:MU]
+    assert all(max(first_pass[refresh : refresh + EVERY]) > 0 for refresh in range(0, MU, EVERY))
 
 
 def test_a_run_stays_near_its_anchor(finished_run: Path, whole: Path, tmp_path: Path) -> None:
