@@ -42,6 +42,8 @@ STEPS = (
     *((E1, block) for block in ("stages_half", "fresh_half")),
 )
 """(warm start, block of law_grid.toml), in the order in which they run."""
+NOT_ENDS = tuple(name for name in BULK if name != "hf")
+"""What is deleted from a finished cell whose end is sampled."""
 FEW, MANY = 8, 64
 """Samples of each test problem, at temperature 1."""
 CSV, CURVES, STAGES, PROBLEMS = "law.csv", "law_curves.csv", "law_stages.csv", "law_problems.csv"
@@ -101,8 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def studies_of(grid: Grid, out: Path) -> dict[str, Study]:
     """Warm start -> its study, which keeps the models at the ends of its cells: they are sampled later."""
-    kept = tuple(name for name in BULK if name != "hf")
-    return {start: Study(grid, out / start, bulk=kept) for start in STARTS}
+    return {start: Study(grid, out / start, bulk=NOT_ENDS) for start in STARTS}
 
 
 def cells_of(grid: Grid, block: str) -> list[Cell]:
@@ -124,11 +125,15 @@ def run_step(study: Study, start: str, block: str) -> bool:
             return False
     samples = MANY if start == E1 else FEW
     finished = [sample(model / "hf", study.out / f"start-{samples}", samples)]
-    for cell in cells_of(study.grid, block):
-        end = study.directory(cell)
-        ran = study.outcome(cell) is not None or run_cell(study, cell)
-        finished.append(ran and sample(end / "hf", end / f"end-{FEW}", FEW))
+    finished += [run_sampled(study, cell) for cell in cells_of(study.grid, block)]
     return all(finished)
+
+
+def run_sampled(study: Study, cell: Cell) -> bool:
+    """Run a cell if it is missing and sample its end; whether both finished. The study keeps the ends of its cells."""
+    end = study.directory(cell)
+    ran = study.outcome(cell) is not None or run_cell(study, cell)
+    return ran and sample(end / "hf", end / f"end-{FEW}", FEW)
 
 
 def sample(model: Path, out: Path, samples: int) -> bool:

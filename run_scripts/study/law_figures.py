@@ -9,7 +9,7 @@ import csv
 import math
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,15 +106,19 @@ def bins_of(rows: Sequence[Row], stale: tuple[str, float] = ("veto", STALE_RATE)
     passes = _passes(rows, "start")
     fresh = _passes([row for row in rows if (row["method"], row["rate"]) == (FRESH, FRESH_RATE)], "end")
     other = _passes([row for row in rows if (row["method"], row["rate"]) == stale], "end")
-    if not (passes and fresh and other):
-        return []
+    return binned(passes, fresh, other) if passes and fresh and other else []
+
+
+def binned(passes: Mapping[str, float], fresh: Mapping[str, float], stale: Mapping[str, float]) -> list[Bin]:
+    """The bins that have a problem. Each mapping: problem -> sampled accuracy, of the warm start and the two ends."""
     bins = []
     for low, high in BINS:
         own = [name for name, share in passes.items() if low < share <= high or low == share == 0.0]
-        gaps = [fresh[name] - other[name] for name in own]
-        half = 100 * Z975 * statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.nan
-        start, ahead, behind = (statistics.fmean(shares[name] for name in own) for shares in (passes, fresh, other))
-        bins.append(Bin(low, high, len(own), start, ahead, behind, half))
+        if own:
+            gaps = [fresh[name] - stale[name] for name in own]
+            half = 100 * Z975 * statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.nan
+            start, ahead, behind = (statistics.fmean(shares[name] for name in own) for shares in (passes, fresh, stale))
+            bins.append(Bin(low, high, len(own), start, ahead, behind, half))
     return bins
 
 
