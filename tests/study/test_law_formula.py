@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from run_scripts.study import six_plots
+from run_scripts.study import six_passes, six_plots
 from run_scripts.study.collect import CELL_COLUMNS, write_rows
 from run_scripts.study.grid import GRID, load_grid
 from run_scripts.study.law_formula import (
@@ -116,12 +116,12 @@ def test_the_picture_has_every_method_and_the_predicted_cells(tmp_path: Path) ->
     known = cells(noise=0.05)
     both = [replace(one, method=method) for one in known[:8] for method in ("stage", "rule")]
     grids = dict.fromkeys(FITTED, both) | dict.fromkeys(PREDICTED, known[8:10])
-    text = write_svg(six_plots.six(known, grids), tmp_path / "six.svg").read_text()
+    text = write_svg(six_plots.six(known, grids, {}), tmp_path / "six.svg").read_text()
     assert all(f">{label}<" in text for label in ("exploration", "stage", "rule", "predicted: euclid"))
     assert ">eight<" not in text
 
 
 def test_the_published_picture_is_that_of_the_kept_cells(tmp_path: Path) -> None:
     """After a change of either, run `python -m run_scripts.study.six_plots`."""
-    drawn = write_svg(six_plots.six(*read(DOCS)), tmp_path / "six.svg")
+    drawn = write_svg(six_plots.six(*read(DOCS), six_passes.read(DOCS)), tmp_path / "six.svg")
     assert drawn.read_text() == (DOCS / f"{six_plots.NAME}.svg").read_text()
