@@ -153,12 +153,11 @@ def write_all(studies: Mapping[str, Study], docs: Path) -> None:
     for start, study in studies.items():
         own, own_curves = collect(study)
         before = read_sampled(study.out / f"start-{MANY if start == E1 else FEW}")
-        reference = read_sampled(study.directory(Cell(SEED, *REFERENCE)) / f"end-{FEW}")
+        reference = read_end(study, Cell(SEED, *REFERENCE))
         for row in own:
             cell = cell_of(row)
-            directory = study.directory(cell)
-            after = read_sampled(directory / f"end-{FEW}")
-            run = read_run(directory)
+            after = read_end(study, cell)
+            run = read_run(study.directory(cell))
             stages += [{"start": start} | one for one in stage_rows(row, run)]
             own_columns: Row = {
                 "start_sampled": before and round(before.accuracy, 5),
@@ -203,6 +202,11 @@ def read_sampled(directory: Path) -> Sampled | None:
     rewards = {row["problem"]["question"]: row["rewards"] for row in map(json.loads, lines)}
     right = {question: sum(reward >= 1.0 for reward in own) for question, own in rewards.items()}
     return Sampled(right, len(next(iter(rewards.values()))))
+
+
+def read_end(study: Study, cell: Cell) -> Sampled | None:
+    """The samples of the cell's end, by `run_sampled`; None before they are finished."""
+    return read_sampled(study.directory(cell) / f"end-{FEW}")
 
 
 def problem_rows(sampled: Sampled | None, **key: str | float) -> Iterator[Row]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from mugrpo_megatron.errors import UserError
 from run_scripts.study.cells import Cell
 from run_scripts.study.collect import write_rows
-from run_scripts.study.law import FEW, MANY, NOT_ENDS, Sampled, read_sampled, run_sampled, sample
+from run_scripts.study.law import MANY, NOT_ENDS, read_end, read_sampled, run_sampled, sample
 from run_scripts.study.law_figures import BINS, Bin, binned, law_rows
 from run_scripts.study.results import DOCS, Results, Row, markdown, mean_of, percent, points, read_named
 from run_scripts.study.run import Interrupted, Study, interrupt
@@ -31,7 +31,7 @@ METHODS = {"fresh": "grpo", "stale": "stage"}
 """Column -> the method whose end it is about."""
 PROBLEMS = "problems.csv"
 COLUMNS = ("seed", "problem", "before", *METHODS)
-"""Shares of right samples: `MANY` of the warm start, `FEW` of each method's end."""
+"""Shares of right samples: `MANY` of the warm start, `law.FEW` of each end."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -84,15 +84,14 @@ def run_seed(study: Study, cells: Sequence[Cell]) -> bool:
 def problem_rows(study: Study, cells: Sequence[Cell]) -> list[Row]:
     """The rows of problems.csv of one seed; none before its evaluations have finished."""
     seed = cells[0].seed
-    before = read_sampled(_start(study, seed))
-    ends = {name: read_sampled(study.directory(cell) / f"end-{FEW}") for name, cell in zip(METHODS, cells, strict=True)}
-    finished: dict[str, Sampled] = {name: one for name, one in {"before": before, **ends}.items() if one}
-    if before is None or len(finished) < len(COLUMNS) - 2:
+    evaluations = [read_sampled(_start(study, seed)), *(read_end(study, cell) for cell in cells)]
+    finished = [one for one in evaluations if one]
+    if len(finished) < len(evaluations):
         return []
+    named = dict(zip(COLUMNS[2:], finished, strict=True))
     return [
-        {"seed": seed, "problem": question}
-        | {name: one.right[question] / one.samples for name, one in finished.items()}
-        for question in sorted(before.right)
+        {"seed": seed, "problem": question} | {name: one.right[question] / one.samples for name, one in named.items()}
+        for question in sorted(finished[0].right)
     ]
 
 
