@@ -6,11 +6,11 @@ QUICK = not process and not slow and not night
 
 setup:
 	run_scripts/setup.sh
-check: setup  # linter, formatter, type checker, the size of the house
+check: setup  # linter, formatter, type checker, code metrics
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
-	$(PYTHON) -m run_scripts.house --check
+	$(PYTHON) -m run_scripts.code_metrics --check
 test-quick: setup  # starts no process, under 90 seconds
 	$(PYTHON) -m pytest -q -n 2 -m "$(QUICK)"
 test:  # what a change must pass: check and the whole suite

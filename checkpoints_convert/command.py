@@ -15,7 +15,7 @@ from mugrpo_megatron.files.hf_config import CONFIG, STATE, read_config, read_sta
 from mugrpo_megatron.files.torch_dist import Reader
 from mugrpo_megatron.observe.progress import Bar, open_display
 from mugrpo_megatron.weights.architecture import Architecture
-from mugrpo_megatron.weights.safetensors_dir import Shard, write_index, write_shard
+from mugrpo_megatron.weights.safetensors_dir import WeightFile, write_index, write_shard
 from mugrpo_megatron.weights.table import entries, stored, whole_shape
 
 DTYPES = {"keep": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -47,7 +47,7 @@ def advance(bar: Bar, done: int) -> None:
 
 
 def fill_hf(
-    output: Output, source: str, shards: Sequence[Shard], tensors: Callable[[Shard], Iterator[torch.Tensor]]
+    output: Output, source: str, shards: Sequence[WeightFile], tensors: Callable[[WeightFile], Iterator[torch.Tensor]]
 ) -> None:
     """Write what `output` lacks of the shards of a Hugging Face checkpoint, and their index, with a bar."""
     done = 0

@@ -76,7 +76,7 @@ def convert(
     parts = list(divide(checkpoint, architecture, dtype))
     total = sum(size for part in parts for _, size in part)
     recipe = {"source": fingerprint(hf), "layout": parallel.model_dump(), "dtype": str(dtype)}
-    items: list[Item] = []
+    items: list[ChunkRecord] = []
     done = 0
     with (
         open_output(out, recipe, total, overwrite) as output,
@@ -159,7 +159,7 @@ def divide(
 
 
 @dataclass(frozen=True)
-class Item:
+class ChunkRecord:
     """A chunk in a data file."""
 
     key: str
@@ -186,7 +186,7 @@ class PartWriter:
 
     def __init__(self, file: str, stream: IO[bytes]) -> None:
         self._file, self._stream = file, stream
-        self.items: list[Item] = []
+        self.items: list[ChunkRecord] = []
 
     def tensor(self, key: str, offsets: Sequence[int], shape: Sequence[int], chunk: torch.Tensor) -> None:
         """Append a chunk of the tensor `key`, whose whole shape is `shape`."""
@@ -194,12 +194,14 @@ class PartWriter:
             chunk = chunk.clone(memory_format=torch.contiguous_format)  # torch.save writes the whole storage of a view
         start, length = self._save(chunk)
         dtype = str(chunk.dtype).removeprefix("torch.")
-        self.items.append(Item(key, tuple(offsets), tuple(chunk.shape), tuple(shape), dtype, self._file, start, length))
+        self.items.append(
+            ChunkRecord(key, tuple(offsets), tuple(chunk.shape), tuple(shape), dtype, self._file, start, length)
+        )
 
     def object(self, key: str, value: Any) -> None:
         """Append a pickled object."""
         start, length = self._save(value)
-        self.items.append(Item(key, (), (), (), OBJECT, self._file, start, length))
+        self.items.append(ChunkRecord(key, (), (), (), OBJECT, self._file, start, length))
 
     def _save(self, value: Any) -> tuple[int, int]:
         start = self._stream.tell()
@@ -207,7 +209,7 @@ class PartWriter:
         return start, self._stream.tell() - start
 
 
-def write_metadata(directory: Path, items: Sequence[Item]) -> None:
+def write_metadata(directory: Path, items: Sequence[ChunkRecord]) -> None:
     """Write the files other than the data files; Megatron can then load the directory."""
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     placed: dict[MetadataIndex, _StorageInfo] = {}
@@ -232,14 +234,14 @@ def write_metadata(directory: Path, items: Sequence[Item]) -> None:
     write_json(directory / "metadata.json", CONFIG)
 
 
-def described(items: Sequence[Item]) -> list[dict[str, Any]]:
+def described(items: Sequence[ChunkRecord]) -> list[dict[str, Any]]:
     """The items of a finished data file as JSON values, for a later run that continues this one."""
     return [asdict(item) for item in items]
 
 
-def from_description(rows: list[dict[str, Any]]) -> list[Item]:
+def from_description(rows: list[dict[str, Any]]) -> list[ChunkRecord]:
     """Inverse of `described`."""
-    return [Item(**row | {name: tuple(row[name]) for name in ("offsets", "sizes", "shape")}) for row in rows]
+    return [ChunkRecord(**row | {name: tuple(row[name]) for name in ("offsets", "sizes", "shape")}) for row in rows]
 
 
 # ------------------------------------------------------------ the command

@@ -16,7 +16,7 @@ from mugrpo_megatron.files.torch_dist import Reader
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.families import read_architecture
 from mugrpo_megatron.weights.hf import SHARD_BYTES, carry_files, check_tokenizer
-from mugrpo_megatron.weights.safetensors_dir import Shard, TensorSpec, divide
+from mugrpo_megatron.weights.safetensors_dir import TensorSpec, WeightFile, divide
 from mugrpo_megatron.weights.table import Entry, entries, split, stored, whole_shape
 
 
@@ -66,7 +66,7 @@ def specs_of(
 
 
 def tensors_of(
-    reader: Reader, shard: Shard, owners: dict[str, Entry], architecture: Architecture
+    reader: Reader, shard: WeightFile, owners: dict[str, Entry], architecture: Architecture
 ) -> Iterator[torch.Tensor]:
     """The tensors of a shard in its order; a parameter is read once for its consecutive tensors."""
     current: Entry | None = None

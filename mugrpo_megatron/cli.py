@@ -59,7 +59,7 @@ class Command:
     name: str
     help: str
     """One line of at most 67 characters."""
-    door: str
+    entry_point: str
     """`module:function`: function(options) returns the exit code; `function_arguments(parser)` adds its arguments."""
     interrupted: str = STARTS_OVER
     """What a user who pressed Ctrl-C may do next."""
@@ -77,7 +77,7 @@ class Command:
         self._function("_arguments")(parser)
 
     def _function(self, suffix: str = "") -> Callable[..., Any]:
-        module, _, name = self.door.partition(":")
+        module, _, name = self.entry_point.partition(":")
         function: Callable[..., Any] = getattr(import_module(module), name + suffix)
         return function
 

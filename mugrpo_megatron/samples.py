@@ -26,7 +26,7 @@ class Routes(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class HeldRoutes:
+class InMemoryRoutes:
     """Routes in memory, uint8 or uint16 [layers, P + R - 1, k]."""
 
     experts: np.ndarray
@@ -75,7 +75,7 @@ class Prompt:
     ids: list[int]
     scored: int = 0
     """The last so many ids are a response that the engine is to score; 0 to sample one."""
-    kept: np.ndarray | None = field(default=None, hash=False)
+    support_ids: np.ndarray | None = field(default=None, hash=False)
     """int32 [scored, k]: the tokens that could be sampled at each place of a response to score, as in `Sample`."""
 
 
@@ -123,7 +123,7 @@ class Response:
     routes: np.ndarray | None = None
     """uint8 or uint16 [layers, P + R - 1, k]: experts of the prompt's and the response's tokens, if they were asked
     for."""
-    kept: np.ndarray | None = None
+    support_ids: np.ndarray | None = None
     """int32 [R, k]: the tokens that could be sampled at each place, -1 where fewer than k, if the engine was asked."""
     episode: Episode | None = None
     """Where a user's function has put it together."""
@@ -160,7 +160,7 @@ class Sample:
     finish_reason: str
     loss_mask: np.ndarray | None = None
     """bool [R]: the tokens that are trained on; None for all."""
-    kept: np.ndarray | None = None
+    support_ids: np.ndarray | None = None
     """int32 [R, k]: the tokens that could be sampled at each place, -1 where fewer than k; None for the vocabulary."""
     text: str = ""
     """The response's text, as the verifier read it."""
@@ -179,17 +179,17 @@ class Sample:
     """float32 [R]: the engine's own, where `behaviour_logprobs` are the learner's for the same weights; not stored."""
     routes: Routes | None = None
     """What the learner's routers choose for it (`learner.routing_replay`); None to let them choose."""
-    reference_logprobs: np.ndarray | None = None
+    proximal_logprobs: np.ndarray | None = None
     """float32 [R]: under the policy at the centre of the clip range, unless it is the current one; not stored."""
-    anchor_logprobs: np.ndarray | None = None
-    """float32 [R]: under the anchor, which the KL penalty keeps the policy near; not stored."""
+    ref_logprobs: np.ndarray | None = None
+    """float32 [R]: under the reference policy, which the KL penalty keeps the policy near; not stored."""
     teacher_logprobs: np.ndarray | None = None
     """float32 [R]: under the teacher, whose log-ratios are part of the tokens' advantages; not stored."""
 
     def __post_init__(self) -> None:
-        others = (self.engine_logprobs, self.reference_logprobs, self.anchor_logprobs, self.teacher_logprobs)
+        others = (self.engine_logprobs, self.proximal_logprobs, self.ref_logprobs, self.teacher_logprobs)
         rows = [("logprobs", each) for each in (self.behaviour_logprobs, *others)]
-        for what, values in (*rows, ("a loss mask", self.loss_mask), ("kept tokens", self.kept)):
+        for what, values in (*rows, ("a loss mask", self.loss_mask), ("support ids", self.support_ids)):
             if values is not None and len(values) != len(self.response_ids):
                 raise ValueError(f"group {self.group}: {len(self.response_ids)} token ids, {what} of {len(values)}")
 

@@ -6,7 +6,13 @@ from mugrpo_megatron.algorithm.advantages import group_advantages
 from mugrpo_megatron.checks.preflight import check_run
 from mugrpo_megatron.learner.update import update
 from mugrpo_megatron.phases.evaluate import evaluate_if_due
-from mugrpo_megatron.phases.generate import generate, host_guests, sleep_engines, stage_to_generate, sync_weights
+from mugrpo_megatron.phases.generate import (
+    generate,
+    run_auxiliary_models,
+    sleep_engines,
+    stage_to_generate,
+    sync_weights,
+)
 from mugrpo_megatron.phases.saves import finish
 from mugrpo_megatron.phases.stage import open_stage
 from mugrpo_megatron.recipe import Recipe
@@ -43,22 +49,22 @@ def generate_stage(run: Run, learner: Learner, engines: Engines, cursor: Cursor)
         evaluate_if_due(run, learner, engines, cursor)
         generate(run, engines, stage, cursor)  # engine -> verifier -> stage store
         sleep_engines(run.world, engines)
-    host_guests(run, learner, stage, cursor)  # a teacher, a judge: stage -> column
+    run_auxiliary_models(run, learner, stage, cursor)  # a teacher, a judge: stage -> column
     learner.reload()
 
 
 def optimize_stage(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> Cursor:
-    """µ updates on one stage, from the cursor on, `schedule.passes` times; its responses grow stale on the way.
+    """µ updates on one stage, from the cursor on, `schedule.epochs` times; its responses grow stale on the way.
 
     Relaxed clipping keeps their gradients, and the negative-advantage veto drops the part of a response that the
     policy would no longer produce. Returns where the next stage begins.
     """
-    with open_stage(run, learner, cursor) as stage:  # with its columns: behaviour, anchor, teacher
+    with open_stage(run, learner, cursor) as stage:  # with its columns: behaviour, ref, teacher
         for cursor in stage.cursors():
             evaluate_if_due(run, learner, engines, cursor)
             batch = stage.batch(cursor)
             advantages = group_advantages(batch.rewards, batch.groups, run.recipe.objective)
-            metrics = update(learner, batch.samples, advantages, batch.progress)
+            metrics = update(learner, batch.samples, advantages, batch.stage_progress)
             stage.record(cursor, batch, metrics)
             stage.save_if_due()
     return stage.cursor

@@ -34,7 +34,7 @@ MOMENTS: dict[str, Moment] = {
     "shard": lambda run_dir, rows: any(run_dir.glob("stages/*/.shard-*.partial")),
     "score": lambda run_dir, rows: any(row.get("phase") == "generate" for row in rows),
     "seal": lambda run_dir, rows: any(run_dir.glob("stages/*/.stage.parquet.*.partial")),
-    "reference": lambda run_dir, rows: any(run_dir.glob("reference/.*.partial")),
+    "proximal": lambda run_dir, rows: any(run_dir.glob("proximal/.*.partial")),
     "optimize": lambda run_dir, rows: any(row["kind"] == "update" for row in rows),
     "save": lambda run_dir, rows: any(run_dir.glob("checkpoints/.*.partial")),
     "published": lambda run_dir, rows: any(row.get("phase") == "save" for row in rows),
@@ -87,7 +87,7 @@ def killed_again_and_again(folder: Path, kills: list[str], stages: int, seed: in
     shape: dict[str, dict[str, Any]] = {
         "schedule": {"stages": stages, "updates_per_stage": UPDATES},
         "rollout": {"prompts_per_update": PROMPTS},
-        "objective": {"name": "off_policy_grpo", "reference_every": 5},
+        "objective": {"name": "off_policy_grpo", "proximal_every": 5},
         "checkpoint": {"every_updates": 3},
         "engine": {"max_running_requests": 256},
         "reward": COIN,
@@ -124,7 +124,7 @@ def killed_again_and_again(folder: Path, kills: list[str], stages: int, seed: in
 
 @pytest.mark.night
 def test_killed_while_generating_sealing_refreshing_optimizing_and_saving(tmp_path: Path) -> None:
-    hit = killed_again_and_again(tmp_path, ["shard", "seal", "reference", "optimize", "save"], stages=1, seed=0)
+    hit = killed_again_and_again(tmp_path, ["shard", "seal", "proximal", "optimize", "save"], stages=1, seed=0)
     assert sum(hit.values()) == 5
 
 

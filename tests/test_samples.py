@@ -20,7 +20,7 @@ def test_a_response_has_as_many_logprobs_as_tokens() -> None:
         Response(IDS, FEWER, "stop", 0)
 
 
-@pytest.mark.parametrize("which", ["behaviour_logprobs", "engine_logprobs", "reference_logprobs"])
+@pytest.mark.parametrize("which", ["behaviour_logprobs", "engine_logprobs", "proximal_logprobs"])
 def test_so_does_a_sample(which: str) -> None:
     whole = Sample(7, "p", IDS, IDS, np.zeros(3, dtype=np.float32), 0.0, 0, "stop")
     fewer: dict[str, Any] = {which: FEWER}
@@ -28,8 +28,8 @@ def test_so_does_a_sample(which: str) -> None:
         replace(whole, **fewer)
     with pytest.raises(ValueError, match="group 7: 3 token ids, a loss mask of 2"):
         replace(whole, loss_mask=FEWER > 0)
-    with pytest.raises(ValueError, match="group 7: 3 token ids, kept tokens of 2"):
-        replace(whole, kept=np.zeros((2, 4), np.int32))
+    with pytest.raises(ValueError, match="group 7: 3 token ids, support ids of 2"):
+        replace(whole, support_ids=np.zeros((2, 4), np.int32))
 
 
 def test_one_logprob_less_does_not_shift_those_of_later_responses() -> None:

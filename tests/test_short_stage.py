@@ -59,7 +59,7 @@ def test_a_stage_ends_with_its_last_responses(stages: int, tmp_path: Path, monke
     nothing: Any = None
     trained: list[int] = []
 
-    def update(learner: None, samples: list[Any], advantages: Any, of_stage: float) -> dict[str, float]:
+    def update(learner: None, samples: list[Any], advantages: Any, stage_progress: float) -> dict[str, float]:
         trained.extend(sample.group for sample in samples[::2])
         torch.ones(3) @ torch.ones(3)
         return {"ess": 1.0, "vetoed_fraction": 0.0, "tokens": 1.0, "loss": 0.0}

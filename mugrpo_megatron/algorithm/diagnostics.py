@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mugrpo_megatron.algorithm.anchor import kl_estimate
+from mugrpo_megatron.algorithm.ref_kl import kl_estimate
 from mugrpo_megatron.algorithm.segments import Segments
 from mugrpo_megatron.algorithm.surrogates import LOG_RATIO_LIMIT
 from mugrpo_megatron.algorithm.veto import NEVER, TRIGGER_METRICS, trigger_metrics
@@ -34,9 +34,9 @@ METRICS: tuple[tuple[str, str, str], ...] = (
     ("kl_k1", "nats", "mean of log behaviour - log pi: unbiased estimate of KL(behaviour | pi) per token"),
     ("kl_k3", "nats", "mean of r - 1 - log r: another estimate of the same KL, never negative"),
     (
-        "kl_anchor",
+        "kl_ref",
         "nats",
-        "mean of exp(-d) - 1 + d, d = log pi - log anchor: KL(pi | anchor) per token while the responses are fresh, "
+        "mean of exp(-d) - 1 + d, d = log pi - log ref: KL(pi | ref) per token while the responses are fresh, "
         "far above it when they are stale",
     ),
     ("kl_anchor_k1", "nats", "mean of d"),
@@ -66,11 +66,11 @@ def metrics(
     keep: Tensor,
     first_trigger: Tensor,
     config: ObjectiveSection,
-    anchor: Tensor | None = None,
+    ref: Tensor | None = None,
 ) -> dict[str, float]:
     """Diagnostics of T tokens of N responses, on the mask before the veto. Arguments as in `TokenLosses`.
 
-    `anchor` [T] are log-probabilities under the anchor, if there is one.
+    `ref` [T] are log-probabilities under the reference policy, if there is one.
     """
     values: dict[str, Tensor] = {"loss": loss, "update_tokens": loss.new_full((), len(logprobs), dtype=torch.float64)}
     if len(advantages):
@@ -93,9 +93,9 @@ def metrics(
             "second_moment": log_ratio.double().square().mean(),
             "logprob_mean": logprobs.double().mean(),
         }
-        if anchor is not None:
-            values["kl_anchor"] = kl_estimate(logprobs.double(), anchor, "k3").mean()
-            values["kl_anchor_k1"] = kl_estimate(logprobs.double(), anchor, "k1").mean()
+        if ref is not None:
+            values["kl_ref"] = kl_estimate(logprobs.double(), ref, "k3").mean()
+            values["kl_anchor_k1"] = kl_estimate(logprobs.double(), ref, "k1").mean()
         if segments.teacher is not None:
             values["kl_teacher"] = kl_estimate(logprobs.double(), segments.teacher, "k1").mean()
         values |= _ratio_summary("ratio_neg", ratio[sign < 0]) | _ratio_summary("ratio_pos", ratio[sign > 0])

@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 from mugrpo_megatron.algorithm import diagnostics
-from mugrpo_megatron.algorithm.anchor import kl_loss
 from mugrpo_megatron.algorithm.masks import keep_mask
+from mugrpo_megatron.algorithm.ref_kl import kl_loss
 from mugrpo_megatron.algorithm.segments import Segments
 from mugrpo_megatron.algorithm.statistics import UpdateStatistics, update_statistics
 from mugrpo_megatron.algorithm.surrogates import (
-    Tokens,
-    around,
+    TokenBatch,
     entropy_loss,
     importance_ratio,
     log_ratios,
-    own_metrics,
+    recentre_clip,
     surrogate_of,
+    user_metrics,
 )
 from mugrpo_megatron.algorithm.veto import initial_state
 from mugrpo_megatron.recipe.objective import ObjectiveSection
@@ -39,7 +39,7 @@ class TokenLosses:
     """bool [T]: neither vetoed nor masked."""
     first_trigger: Tensor
     """int64: the veto's state for the tokens that follow (`veto.Veto`)."""
-    tokens: Tokens
+    tokens: TokenBatch
     """What the surrogate saw of them."""
 
 
@@ -50,8 +50,8 @@ def policy_loss(
     segments: Segments,
     config: ObjectiveSection,
     statistics: UpdateStatistics | None = None,
-    reference: Tensor | None = None,
-    anchor: Tensor | None = None,
+    proximal: Tensor | None = None,
+    ref: Tensor | None = None,
     entropy: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
     """Loss and diagnostics of response tokens; the reference for every other path.
@@ -63,9 +63,9 @@ def policy_loss(
         segments: the response of each token and its weight.
         statistics: of the whole update, where `config.needs_statistics` and these tokens are a part of it;
             by default computed from these tokens.
-        reference: [T], log-probabilities under the policy that `config.clip_centre` clips around; by default the
+        proximal: [T], log-probabilities under the policy that `config.clip_centre` clips around; by default the
             current policy.
-        anchor: [T], log-probabilities under the policy that the KL penalty holds the current one near; None for no
+        ref: [T], log-probabilities under the policy that the KL penalty holds the current one near; None for no
             penalty.
         entropy: [T], nats, of the current policy's distribution at each token, differentiable where its gradient is
             wanted; needed where `config.entropy_coef` is not 0.
@@ -77,7 +77,7 @@ def policy_loss(
     if statistics is None:
         statistics = update_statistics(logprobs, behaviour, advantages, segments, config)
     start = initial_state(segments, config)
-    losses = token_losses(logprobs, behaviour, advantages, segments, config, statistics, start, reference, anchor)
+    losses = token_losses(logprobs, behaviour, advantages, segments, config, statistics, start, proximal, ref)
     loss = losses.loss.sum()
     if config.entropy_coef:
         if entropy is None:
@@ -93,9 +93,9 @@ def policy_loss(
         keep=losses.keep,
         first_trigger=losses.first_trigger,
         config=config,
-        anchor=anchor,
+        ref=ref,
     )
-    return loss, metrics | own_metrics(losses.tokens, config)
+    return loss, metrics | user_metrics(losses.tokens, config)
 
 
 def token_losses(
@@ -106,8 +106,8 @@ def token_losses(
     config: ObjectiveSection,
     statistics: UpdateStatistics,
     first_trigger: Tensor,
-    reference: Tensor | None = None,
-    anchor: Tensor | None = None,
+    proximal: Tensor | None = None,
+    ref: Tensor | None = None,
 ) -> TokenLosses:
     """Weighted loss of each token, of whole responses or of the next chunk of them in token order.
 
@@ -120,17 +120,17 @@ def token_losses(
     low = (-statistics.log_clip).exp().to(logprobs.dtype).clamp(min=config.clip_low)
     high = statistics.log_clip.exp().to(logprobs.dtype).clamp(max=config.clip_high)
     if config.clip_centre != "one":
-        low, high = around(_reference_ratio(ratio, reference, behaviour, segments, config), low, high, config)
+        low, high = recentre_clip(_proximal_ratio(ratio, proximal, behaviour, segments, config), low, high, config)
     sampled = behaviour.to(logprobs.dtype)
     own = token_advantage(advantage, logprobs, sampled, segments.teacher, config)
-    tokens = Tokens(logprobs, sampled, log_ratio, ratio, own, low, high, segments)
+    tokens = TokenBatch(logprobs, sampled, log_ratio, ratio, own, low, high, segments)
     terms = surrogate_of(config)(tokens, config)
     verdict = keep_mask(log_ratio, advantage, segments, config, statistics.log_drop, first_trigger)
     weight = segments.weights.to(logprobs.dtype)[segments.ids]
     weight = weight if segments.correction is None else weight * segments.correction.to(weight.dtype)
     loss = torch.where(verdict.keep, terms.loss, 0.0) * weight
-    if anchor is not None and config.kl_coef and config.kl_penalty != "reward":
-        loss = loss + kl_loss(logprobs, anchor, log_ratio, segments, config)
+    if ref is not None and config.kl_coef and config.kl_penalty != "reward":
+        loss = loss + kl_loss(logprobs, ref, log_ratio, segments, config)
     return TokenLosses(loss, log_ratio.detach(), terms.clipped, verdict.keep, verdict.first_trigger, tokens)
 
 
@@ -149,10 +149,10 @@ def token_advantage(
     return advantage - config.teacher_coef * (policy - teacher.to(policy.dtype))
 
 
-def _reference_ratio(
-    ratio: Tensor, reference: Tensor | None, behaviour: Tensor, segments: Segments, config: ObjectiveSection
+def _proximal_ratio(
+    ratio: Tensor, proximal: Tensor | None, behaviour: Tensor, segments: Segments, config: ObjectiveSection
 ) -> Tensor:
-    """The reference policy's importance ratio [T], at the level of the current policy's `ratio` and in its type."""
-    if reference is None:
+    """The proximal policy's importance ratio [T], at the level of the current policy's `ratio` and in its type."""
+    if proximal is None:
         return ratio.detach()
-    return importance_ratio(log_ratios(reference.to(ratio.dtype), behaviour), segments, config)
+    return importance_ratio(log_ratios(proximal.to(ratio.dtype), behaviour), segments, config)

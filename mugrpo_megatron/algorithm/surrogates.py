@@ -21,7 +21,7 @@ LOG_RATIO_LIMIT = 20.0
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class TokenBatch:
     """What a surrogate sees of T tokens: of whole responses, or of the next chunk if it depends on less.
 
     Losses are differentiable in `logprobs`; `log_ratio` and `ratio` are functions of it.
@@ -55,7 +55,7 @@ class Terms:
     """bool [T]: the clip takes away the token's gradient (`ppo`, `dppo`, `gmpo`) or caps its weight (others)."""
 
 
-Surrogate = Callable[[Tokens, ObjectiveSection], Terms]
+Surrogate = Callable[[TokenBatch, ObjectiveSection], Terms]
 
 
 def log_ratios(logprobs: Tensor, behaviour: Tensor) -> Tensor:
@@ -77,20 +77,22 @@ def importance_ratio(log_ratio: Tensor, segments: Segments, config: ObjectiveSec
     return level.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
-def around(centre: Tensor, low: Tensor, high: Tensor, config: ObjectiveSection) -> tuple[Tensor, Tensor]:
-    """The clip range at `centre` [T], the ratio of the reference policy; no gradient flows through it.
+def recentre_clip(centre: Tensor, low: Tensor, high: Tensor, config: ObjectiveSection) -> tuple[Tensor, Tensor]:
+    """The clip range at `centre` [T], the ratio of the proximal policy; no gradient flows through it.
 
-    `reference` moves the range from 1 to it: off-policy GRPO's f_eps (arXiv 2505.22257), which clips the ratio within
-    eps of that of the policy that the iteration started from. `proximal` multiplies by it: r_prox = pi_prox / beta, and
-    r_prox min(r / r_prox A, clip(r / r_prox, low, high) A) = min(r A, clip(r, low r_prox, high r_prox) A) is decoupled
+    `proximal_shifted` moves the range from 1 to it: off-policy GRPO's f_eps (arXiv 2505.22257), which clips the
+    ratio within eps of that of the policy that the iteration started from. `proximal_scaled` multiplies by it:
+    r_prox = pi_prox /
+    beta, and r_prox min(r / r_prox A, clip(r / r_prox, low, high) A) = min(r A, clip(r, low r_prox, high r_prox) A)
+    is decoupled
     PPO (arXiv 2110.00641; AReaL, arXiv 2505.24298, eq. 5).
     """
-    if config.clip_centre == "reference":
+    if config.clip_centre == "proximal_shifted":
         return (centre - (1 - low)).clamp(min=0), centre + (high - 1)
     return centre * low, centre * high
 
 
-def ppo(tokens: Tokens, config: ObjectiveSection) -> Terms:
+def ppo(tokens: TokenBatch, config: ObjectiveSection) -> Terms:
     """-min(r A, clip(r, low, high) A) (PPO, arXiv 1707.06347, eq. 7); with dual clip d, max(., d A) where A < 0."""
     ratio, advantage, low, high = tokens.ratio, tokens.advantage, tokens.low, tokens.high
     # torch 2.14 halves or drops clamp's gradient at a bound, and m2po's bound is a token's own ratio.
@@ -103,14 +105,14 @@ def ppo(tokens: Tokens, config: ObjectiveSection) -> Terms:
     return Terms(-gain, clipped)
 
 
-def cispo(tokens: Tokens, config: ObjectiveSection) -> Terms:
+def cispo(tokens: TokenBatch, config: ObjectiveSection) -> Terms:
     """-sg(clip(r, low, high)) A log pi (CISPO, arXiv 2506.13585, eq. 4): every token keeps its gradient."""
     ratio = tokens.ratio.detach()
     weight = ratio.clamp(tokens.low, tokens.high)
     return Terms(-weight * tokens.advantage * tokens.logprobs, weight != ratio)
 
 
-def topr(tokens: Tokens, config: ObjectiveSection) -> Terms:
+def topr(tokens: TokenBatch, config: ObjectiveSection) -> Terms:
     """-A log pi where A > 0, -sg(clip(r, low, high)) A log pi where A < 0 (TOPR, arXiv 2503.14286)."""
     ratio, advantage = tokens.ratio.detach(), tokens.advantage
     tapered = ratio.clamp(tokens.low, tokens.high)
@@ -126,7 +128,7 @@ VESPO_POSITIVE, VESPO_NEGATIVE = (2.0, 3.0), (3.0, 2.0)
 """VESPO's k and lambda for A > 0 and for other responses, the defaults of TRL."""
 
 
-def dppo(tokens: Tokens, config: ObjectiveSection) -> Terms:
+def dppo(tokens: TokenBatch, config: ObjectiveSection) -> Terms:
     """-sg(clip(r, low, high)) A log pi inside a trust region of probabilities (DPPO, arXiv 2602.04879).
 
     A token whose divergence exceeds the limit loses its gradient where that leads further away: p > m for A > 0, p < m
@@ -147,7 +149,7 @@ def dppo(tokens: Tokens, config: ObjectiveSection) -> Terms:
     return Terms(torch.where(outside, 0.0, loss), outside)
 
 
-def sapo(tokens: Tokens, config: ObjectiveSection) -> Terms:
+def sapo(tokens: TokenBatch, config: ObjectiveSection) -> Terms:
     """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the advantage's sign (SAPO, arXiv 2511.20347): no token is clipped."""
     positive = tokens.advantage > 0
     tau = _by_sign(positive, *SAPO_TAU, tokens.ratio)
@@ -155,7 +157,7 @@ def sapo(tokens: Tokens, config: ObjectiveSection) -> Terms:
     return Terms(-gate * tokens.advantage, torch.zeros_like(positive))
 
 
-def gmpo(tokens: Tokens, config: ObjectiveSection) -> Terms:
+def gmpo(tokens: TokenBatch, config: ObjectiveSection) -> Terms:
     """-exp(mean_t l'_t) A, l' the log-ratio clipped on PPO's side alone (GMPO, arXiv 2507.20673).
 
     The geometric mean of a response's clipped ratios; min(l, log high) where A > 0, max(l, log low) where A < 0.
@@ -168,7 +170,7 @@ def gmpo(tokens: Tokens, config: ObjectiveSection) -> Terms:
     return Terms(-level.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp() * advantage, clipped)
 
 
-def vespo(tokens: Tokens, config: ObjectiveSection) -> Terms:
+def vespo(tokens: TokenBatch, config: ObjectiveSection) -> Terms:
     """-sg(r^k exp(lambda (1 - r))) A log pi, k and lambda by the advantage's sign (VESPO, arXiv 2602.10693).
 
     r is the ratio of the whole response. The weight is 1 at r = 1, highest at r = k / lambda, and 0 in both limits.
@@ -185,10 +187,10 @@ def surrogate_of(config: ObjectiveSection) -> Surrogate:
     if config.surrogate in SURROGATES:
         return SURROGATES[config.surrogate]
     function = load_function("objective.surrogate", config.surrogate)
-    return lambda tokens, section: own_terms(function, tokens, section)
+    return lambda tokens, section: user_terms(function, tokens, section)
 
 
-def own_terms(function: Surrogate, tokens: Tokens, config: ObjectiveSection) -> Terms:
+def user_terms(function: Surrogate, tokens: TokenBatch, config: ObjectiveSection) -> Terms:
     """What the user's own surrogate says of T tokens.
 
     Raises TrainingFailure when it fails, and UserError when it returns anything but a differentiable loss [T] in the
@@ -210,7 +212,7 @@ def own_terms(function: Surrogate, tokens: Tokens, config: ObjectiveSection) -> 
     return terms
 
 
-def _answer(name: str, function: Callable[..., Any], tokens: Tokens, config: ObjectiveSection) -> Any:
+def _answer(name: str, function: Callable[..., Any], tokens: TokenBatch, config: ObjectiveSection) -> Any:
     """What a user's function returns. Raises TrainingFailure when it fails."""
     try:
         return function(tokens, config)
@@ -247,12 +249,12 @@ def entropy_loss(entropy: Tensor, segments: Segments, config: ObjectiveSection) 
     return -config.entropy_coef * segments.weights.to(entropy.dtype)[segments.ids] * entropy
 
 
-PREFIX = "own/"
+PREFIX = "user/"
 NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
-def own_metrics(tokens: Tokens, config: ObjectiveSection) -> dict[str, float]:
-    """What the function of `config.diagnostics` says of an update's tokens, as `own/NAME`; without gradients.
+def user_metrics(tokens: TokenBatch, config: ObjectiveSection) -> dict[str, float]:
+    """What the function of `config.diagnostics` says of an update's tokens, as `user/NAME`; without gradients.
 
     Raises TrainingFailure when the function fails, UserError when it returns something else than numbers by name.
     """

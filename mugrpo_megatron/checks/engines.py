@@ -28,7 +28,7 @@ UNWRITTEN = {"deepseek_v3": _DEEPSEEK, "kimi_k2": _DEEPSEEK, "glm4_moe_lite": ("
 """Fields that SGLang's class of a model type needs and transformers leaves out."""
 
 
-class Case(NamedTuple):
+class EngineSetup(NamedTuple):
     """What a row looks at."""
 
     recipe: Recipe
@@ -42,7 +42,7 @@ class Case(NamedTuple):
 class Gap:
     """One thing that an engine cannot do."""
 
-    when: Callable[[Case], object]
+    when: Callable[[EngineSetup], object]
     """True, or a value for `why`, where the recipe asks for it."""
     why: str
     """The sentence, with `{section.key}` of the recipe, `{model[key]}`, and `{it}` for what `when` returned."""
@@ -50,17 +50,17 @@ class Gap:
     """The newest SGLang in which it was seen."""
 
 
-def _scaling(case: Case) -> dict[str, Any]:
+def _scaling(case: EngineSetup) -> dict[str, Any]:
     """The config's rope scaling, of either version of transformers."""
     return {**(case.model.get("rope_scaling") or {}), **(case.model.get("rope_parameters") or {})}
 
 
-def _rope(case: Case) -> str:
+def _rope(case: EngineSetup) -> str:
     scaling = _scaling(case)
     return scaling.get("rope_type", scaling.get("type")) or "default"
 
 
-def _other_yarn(case: Case) -> bool:
+def _other_yarn(case: EngineSetup) -> bool:
     """Whether the config scales attention otherwise than by YaRN's factor alone."""
     scaling, factor = _scaling(case), _scaling(case).get("factor")
     if _rope(case) != "yarn" or not isinstance(factor, int | float) or _latent(case):
@@ -68,12 +68,12 @@ def _other_yarn(case: Case) -> bool:
     return not math.isclose(attention_factor(scaling, factor), attention_factor({}, factor), rel_tol=1e-6)
 
 
-def _other_head_dim(case: Case) -> bool:
+def _other_head_dim(case: EngineSetup) -> bool:
     head_dim, heads = case.model.get("head_dim"), case.model.get("num_attention_heads")
     return bool(head_dim and heads and head_dim * heads != case.model.get("hidden_size"))
 
 
-def _broken_blocks(case: Case) -> str:
+def _broken_blocks(case: EngineSetup) -> str:
     """Matrices whose shards are no whole fp8 blocks, where SGLang asks for that (fp8.py)."""
     model, tensor = case.model, case.recipe.engine.tensor
     heads = model.get("num_attention_heads") or 1
@@ -89,24 +89,24 @@ def _broken_blocks(case: Case) -> str:
     return " and ".join(f"{name} is {width:g}" for name, width in widths.items() if width % BLOCK)
 
 
-def _fp8(case: Case) -> bool:
+def _fp8(case: EngineSetup) -> bool:
     return case.recipe.engine.quantization == "fp8"
 
 
-def _latent(case: Case) -> bool:
+def _latent(case: EngineSetup) -> bool:
     return bool(case.model.get("kv_lora_rank"))
 
 
-def _unwritten(case: Case) -> str:
+def _unwritten(case: EngineSetup) -> str:
     needed = UNWRITTEN.get(case.model.get("model_type", ""), ())
     return " and ".join(name for name in needed if case.model.get(name) is None)
 
 
-def _mixtral(case: Case) -> bool:
+def _mixtral(case: EngineSetup) -> bool:
     return case.model.get("model_type") == "mixtral"
 
 
-def _extra(case: Case, name: str) -> Any:
+def _extra(case: EngineSetup, name: str) -> Any:
     return case.recipe.engine.extra.get(name)
 
 
@@ -249,7 +249,7 @@ SYNC_GAPS = (
 """Without a learner."""
 
 
-def sentences(gaps: Iterable[Gap], case: Case) -> Iterator[str]:
+def sentences(gaps: Iterable[Gap], case: EngineSetup) -> Iterator[str]:
     """Why the engines cannot be what the recipe says, a sentence for each row that applies."""
     sections = {name: getattr(case.recipe, name) for name in Recipe.model_fields if name != "model"}
     for gap in gaps:
@@ -259,21 +259,21 @@ def sentences(gaps: Iterable[Gap], case: Case) -> Iterator[str]:
 
 def engine_problems(recipe: Recipe, model: Mapping[str, Any]) -> Iterator[str]:
     """Why the engines cannot be what `[engine]` says, a sentence each; `model` is the Hugging Face config."""
-    yield from sentences(GAPS, Case(recipe, model))
+    yield from sentences(GAPS, EngineSetup(recipe, model))
 
 
 def check_engine_device(recipe: Recipe, cuda: bool) -> None:
     """Raise UserError when the engine on a machine with or without CUDA cannot do what the recipe asks of it."""
-    for problem in sentences(DEVICE_GAPS, Case(recipe, cuda=cuda)):
+    for problem in sentences(DEVICE_GAPS, EngineSetup(recipe, cuda=cuda)):
         raise UserError(problem)
 
 
 def needs_a_kind_of_device(recipe: Recipe) -> bool:
     """Whether the engine can do what the recipe asks only on CUDA, or only on CPU."""
-    return any(any(sentences(DEVICE_GAPS, Case(recipe, cuda=cuda))) for cuda in (True, False))
+    return any(any(sentences(DEVICE_GAPS, EngineSetup(recipe, cuda=cuda))) for cuda in (True, False))
 
 
 def check_without_sync(recipe: Recipe) -> None:
     """Raise UserError for what engines need a sync with a learner for."""
-    for problem in sentences(SYNC_GAPS, Case(recipe)):
+    for problem in sentences(SYNC_GAPS, EngineSetup(recipe)):
         raise UserError(problem)

@@ -51,7 +51,7 @@ from mugrpo_megatron.weights.families import architecture
 Say = Callable[[str], None]
 
 ADMISSION = "mugrpo_megatron.extras.lora.admission:check"
-GUESTS = "mugrpo_megatron.extras.guests.checks:check_guests"
+GUESTS = "mugrpo_megatron.extras.auxiliary.checks:check_auxiliaries"
 
 ANY_PROBLEM = Problem("a question", "1+1=", "2")
 """Stands for the data of another machine, when a chat template is tried."""
@@ -67,7 +67,7 @@ def check_run(recipe: Recipe, say: Say = lambda line: None, generates: bool = Tr
         check_directory(recipe)
         _check_tracking(recipe)
     _check_names(recipe)
-    _check_own_loss(recipe)
+    _check_user_loss(recipe)
     if generates and rank_of_environment() == 0:  # before a model is downloaded
         check_files(f"{recipe.data.train},{recipe.data.eval}")
         _try_rewards(recipe)
@@ -75,11 +75,11 @@ def check_run(recipe: Recipe, say: Say = lambda line: None, generates: bool = Tr
     directory = recipe.model.directory
     config = read_model_config(directory)
     shape = architecture(config, str(directory / CONFIG))
-    _check_anchor(recipe, shape)
+    _check_ref(recipe, shape)
     say(_model(shape, str(directory)))
     _check_lora(recipe, shape, say)
     check_tokenizer(directory)
-    _check_guests(recipe, say)
+    _check_auxiliaries(recipe, say)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     check_layout(recipe, config, world)
     if generates:
@@ -97,7 +97,7 @@ def check_on_paper(recipe: Recipe, say: Say) -> None:
     """`check_run` as far as it goes without a download and on as many ranks as the layout needs; `--dry-run`."""
     check_directory(recipe)
     _check_names(recipe)
-    _check_own_loss(recipe)
+    _check_user_loss(recipe)
     _check_tracking(recipe)
     recipe = with_cached_model(recipe, recipe.run.dir)
     config, source = _config(recipe)
@@ -110,7 +110,7 @@ def check_on_paper(recipe: Recipe, say: Say) -> None:
         world = int(os.environ.get("WORLD_SIZE", "0")) or fewest_ranks(recipe)
         check_layout(recipe, config, world)
         say(_layout(recipe, world))
-    _check_guests(recipe, say, on_paper=True)
+    _check_auxiliaries(recipe, say, on_paper=True)
     if missing := dict.fromkeys([*absent(recipe.data.train), *absent(recipe.data.eval)]):
         say(f"data: not on this machine, so not checked: {', '.join(missing)}")
         _check_prompts(recipe, [ANY_PROBLEM])
@@ -151,7 +151,7 @@ def check_engine_only(recipe: Recipe, say: Say) -> tuple[Recipe, Problems]:
     check_tokenizer(directory)
     check_without_sync(recipe)
     check_engine(recipe, config)
-    _check_guests(recipe, say)
+    _check_auxiliaries(recipe, say)
     return recipe, _read(recipe, say)
 
 
@@ -230,7 +230,7 @@ def _check_names(recipe: Recipe) -> None:
     check_extra(recipe.engine.extra)
 
 
-def _check_own_loss(recipe: Recipe) -> None:
+def _check_user_loss(recipe: Recipe) -> None:
     if ":" in recipe.objective.surrogate:
         load_function("objective.surrogate", recipe.objective.surrogate)
     if recipe.objective.diagnostics is not None:
@@ -259,17 +259,17 @@ def _try_rewards(recipe: Recipe) -> None:
             pass
 
 
-def _check_anchor(recipe: Recipe, model: Architecture) -> None:
-    """UserError when `objective.kl_anchor` names a directory whose weights the learner cannot hold."""
-    name = recipe.objective.kl_anchor
+def _check_ref(recipe: Recipe, model: Architecture) -> None:
+    """UserError when `objective.kl_ref` names a directory whose weights the learner cannot hold."""
+    name = recipe.objective.kl_ref
     if name in (None, "start", "stage"):
         return
     path, remedy = Path(name), 'name the directory of a checkpoint like the model\'s, or "start" or "stage"'
-    config = read_config(path, key="objective.kl_anchor", remedy=remedy)
-    check_weights(path, "objective.kl_anchor")
+    config = read_config(path, key="objective.kl_ref", remedy=remedy)
+    check_weights(path, "objective.kl_ref")
     if architecture(config, str(path / CONFIG)) != model:
         raise UserError(
-            f"objective.kl_anchor = {path} has another shape than {recipe.model.path}, so the learner cannot hold its "
+            f"objective.kl_ref = {path} has another shape than {recipe.model.path}, so the learner cannot hold its "
             f"weights; {remedy}"
         )
 
@@ -279,10 +279,11 @@ def _check_lora(recipe: Recipe, model: Architecture, say: Say) -> None:
         say(load_function("lora", ADMISSION)(recipe, model))
 
 
-def _check_guests(recipe: Recipe, say: Say, on_paper: bool = False) -> None:
-    """UserError when a guest of the recipe could not take its turn; downloads models of the hub unless `on_paper`."""
-    if recipe.guest.by_name:
-        load_function("guest", GUESTS)(recipe, say, on_paper)
+def _check_auxiliaries(recipe: Recipe, say: Say, on_paper: bool = False) -> None:
+    """UserError when an auxiliary model of the recipe could not take its turn; downloads models of the hub unless
+    `on_paper`."""
+    if recipe.auxiliary.by_name:
+        load_function("auxiliary", GUESTS)(recipe, say, on_paper)
 
 
 def _check_engine_device(recipe: Recipe) -> None:

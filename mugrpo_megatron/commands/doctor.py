@@ -35,8 +35,8 @@ with contextlib.suppress(BaseException):
     import torch
     if not torch.cuda.is_available():
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-        from mugrpo_megatron.engine import door
-        door.allow_import_on_cpu()
+        from mugrpo_megatron.engine import sglang_compat
+        sglang_compat.allow_import_on_cpu()
 for module in sys.argv[1:]:
     try:
         with contextlib.redirect_stdout(sys.stderr):
@@ -130,8 +130,8 @@ def findings() -> Generator[Finding, None, None]:
         for package in PACKAGES:
             yield _package(package, next(errors) if package.module in present else "", cuda)
     yield apex()
-    for door in EXTRAS:
-        module, _, function = door.partition(":")
+    for entry_point in EXTRAS:
+        module, _, function = entry_point.partition(":")
         yield getattr(importlib.import_module(module), function)()
 
 

@@ -80,7 +80,7 @@ def run(recipe: Recipe, sources: Sequence[str], output: Path) -> Evaluation:
     problems = spaced_of_each(held_out, recipe.data.eval_problems, notes)
     style, template = recipe.data.prompt_style, template_of(recipe.data)
     prompts = prompts_of(problems, tokenizer, style, recipe.data.max_prompt_tokens, template)
-    record = Record(output, settings_of(recipe, names, problems), inputs=[Path(one) for one in names.values()])
+    record = EvalRecord(output, settings_of(recipe, names, problems), inputs=[Path(one) for one in names.values()])
     with locked(output / ".lock"), open_display(show=True) as display:
         for note in notes:
             display.say(note)
@@ -120,7 +120,7 @@ def settings_of(recipe: Recipe, names: Mapping[str, str], problems: Sequence[Pro
     }
 
 
-class Record:
+class EvalRecord:
     """The rows of an evaluation on disk: appended as problems finish, read by the run that continues it."""
 
     def __init__(self, directory: Path, settings: dict[str, Any], inputs: Sequence[Path] = ()) -> None:
@@ -229,7 +229,7 @@ def _evaluate(
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerBase,
     prompts: list[Prompt],
-    record: Record,
+    record: EvalRecord,
     display: Display,
     output: Path,
 ) -> Evaluation:

@@ -92,9 +92,9 @@ def _of_response(sample: Sample, logits: torch.Tensor) -> np.ndarray:
     """float32 [R]: logprobs of the response's tokens; logits [R, vocabulary]."""
     ids = torch.from_numpy(sample.response_ids.astype(np.int64)).to(logits.device)
     chosen = logits.gather(1, ids[:, None])[:, 0]
-    if sample.kept is None:
+    if sample.support_ids is None:
         return np.asarray((chosen - logits.logsumexp(-1)).cpu().numpy())
-    support = torch.from_numpy(sample.kept.astype(np.int64)).to(logits.device)
+    support = torch.from_numpy(sample.support_ids.astype(np.int64)).to(logits.device)
     possible = logits.gather(1, support.clamp(min=0)).masked_fill(support < 0, -torch.inf)
     return np.asarray((chosen - possible.logsumexp(-1)).cpu().numpy())
 

@@ -29,7 +29,7 @@ from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.record import with_cached_model
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.columns import LogprobColumn
-from mugrpo_megatron.stages.manifest import check_stage, of_stage
+from mugrpo_megatron.stages.manifest import check_stage, stage_identity
 from mugrpo_megatron.stages.store import StageStore
 
 SIGNS = {"positive": 1, "negative": -1, "zero": 0}
@@ -239,7 +239,7 @@ def _rollouts(
 
 def _behaviour(path: Path, store: StageStore, update: int) -> list[np.ndarray]:
     """The learner's logprobs of an update's responses; UserError when they are missing or damaged."""
-    column = LogprobColumn(path, of_stage(store.content))
+    column = LogprobColumn(path, stage_identity(store.content))
     if not column.whole:
         raise UserError(
             f'{path} is missing: with rollout.behaviour = "learner" `mugrpo optimize` writes it before the first update'

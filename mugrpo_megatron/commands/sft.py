@@ -27,12 +27,12 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import write_text
 from mugrpo_megatron.learner.groups import joined
 from mugrpo_megatron.learner.learner import Learner, build_learner
-from mugrpo_megatron.learner.loss import TokenLoss, predicting
+from mugrpo_megatron.learner.loss import TokenLoss, states_before_targets
 from mugrpo_megatron.learner.model import PolicyModel
-from mugrpo_megatron.learner.packing import MicroBatch, Tokens
+from mugrpo_megatron.learner.packing import MicroBatch, TokenSequence
 from mugrpo_megatron.learner.passes import forward_only, gather_tokens, pack_share, plan_update
 from mugrpo_megatron.learner.update import optimize
-from mugrpo_megatron.megatron import gather_from_tensor_model_parallel_region
+from mugrpo_megatron.megatron_compat import gather_from_tensor_model_parallel_region
 from mugrpo_megatron.observe.environment import rank_of_environment
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.recipe import Recipe, dump_recipe
@@ -108,7 +108,7 @@ def _learn_rows(recipe: Recipe, source: str) -> None:
     rows_of_source = demonstrations(source, recipe.data)
     tokenizer = load_tokenizer(recipe.model.directory)
     read = sequences(rows_of_source, tokenizer, recipe.data, recipe.rollout.max_response_tokens)
-    rows = [Tokens(np.array([*prompt, *response]), len(prompt)) for prompt, response in read.pairs]
+    rows = [TokenSequence(np.array([*prompt, *response]), len(prompt)) for prompt, response in read.pairs]
     section = recipe.sft
     updates = updates_on(len(rows), section)
     learner = build_learner(_as_one_stage(recipe, recipe.model, updates))
@@ -172,14 +172,14 @@ def model_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Qwen2Con
     )
 
 
-def answered(problem: Problem, tokenizer: PreTrainedTokenizerBase) -> Tokens:
+def answered(problem: Problem, tokenizer: PreTrainedTokenizerBase) -> TokenSequence:
     """Question and answer as one sequence; the answer and the end-of-sequence token are learned."""
     prompt = tokenizer.encode(problem.question, add_special_tokens=False)
     answer = tokenizer.encode(demonstration(problem), add_special_tokens=False)
-    return Tokens(np.array([*prompt, *answer, tokenizer.eos_token_id]), len(prompt))
+    return TokenSequence(np.array([*prompt, *answer, tokenizer.eos_token_id]), len(prompt))
 
 
-def greedy_accuracy(learner: Learner, sequences: Sequence[Tokens]) -> float:
+def greedy_accuracy(learner: Learner, sequences: Sequence[TokenSequence]) -> float:
     """Share of sequences whose trained tokens are what greedy decoding gives; collective, the same on every rank.
 
     Greedy decoding gives an answer exactly when each of its tokens is the most likely one after those before it, so one
@@ -187,7 +187,9 @@ def greedy_accuracy(learner: Learner, sequences: Sequence[Tokens]) -> float:
     """
 
     def hits(model: PolicyModel, hidden: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        logits = gather_from_tensor_model_parallel_region(predicting(model, hidden, batch) @ model.output_weight().T)
+        logits = gather_from_tensor_model_parallel_region(
+            states_before_targets(model, hidden, batch) @ model.output_weight().T
+        )
         best = logits[:, : learner.architecture.vocab_size].argmax(-1)
         return (best == batch.targets).float()[None]
 
@@ -218,7 +220,7 @@ def _cross_entropy(tokens: int) -> TokenLoss:
     return lambda logprobs, batch: -logprobs.sum() / tokens
 
 
-def _batches(recipe: Recipe, rows: Sequence[Tokens], updates: int) -> Iterator[list[Tokens]]:
+def _batches(recipe: Recipe, rows: Sequence[TokenSequence], updates: int) -> Iterator[list[TokenSequence]]:
     size, seed = recipe.sft.batch, recipe.run.seed
     for update in range(updates):
         places = range(update * size, (update + 1) * size)

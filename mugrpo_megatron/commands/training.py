@@ -34,15 +34,15 @@ def train(options: Options) -> int:
             show_finished(RunDirectory(recipe.run.dir))
             return
         from mugrpo_megatron.checks.preflight import check_run
-        from mugrpo_megatron.engine.launch import host_ahead
+        from mugrpo_megatron.engine.launch import prelaunched_host
 
         recipe, problems = check_run(recipe, say)
-        with host_ahead(recipe) as warm_host:
+        with prelaunched_host(recipe) as prelaunched:
             say(IMPORTING)
             from mugrpo_megatron.run.run import open_run
             from mugrpo_megatron.train import train_stages
 
-            with open_run(recipe, problems, warm_host) as opened:
+            with open_run(recipe, problems, prelaunched) as opened:
                 train_stages(*opened)
 
     return with_recipe(options, run)
@@ -82,35 +82,35 @@ def generate(options: Options) -> int:
 
     def run(recipe: Recipe) -> None:
         from mugrpo_megatron.checks.preflight import check_run
-        from mugrpo_megatron.engine.launch import host_ahead
+        from mugrpo_megatron.engine.launch import prelaunched_host
 
         recipe, problems = check_run(recipe, say)
-        with host_ahead(recipe) as warm_host:
+        with prelaunched_host(recipe) as prelaunched:
             say(IMPORTING)
-            generate_alone(recipe, options.stage, problems, warm_host)
+            generate_alone(recipe, options.stage, problems, prelaunched)
 
     return with_recipe(options, run)
 
 
 def generate_alone(
-    recipe: Recipe, stage: int | None, problems: Problems | None = None, warm_host: HostProcess | None = None
+    recipe: Recipe, stage: int | None, problems: Problems | None = None, prelaunched: HostProcess | None = None
 ) -> None:
-    """Generate, score and seal the run's current stage, and have guests score it. Every rank runs this.
+    """Generate, score and seal the run's current stage, and have auxiliary models score it. Every rank runs this.
 
-    The recipe is checked; `problems` and `warm_host` are those of `open_run`. Raises UserError when `stage` is given
+    The recipe is checked; `problems` and `prelaunched` are those of `open_run`. Raises UserError when `stage` is given
     and is not the current one.
     """
     from mugrpo_megatron.run.run import open_run
     from mugrpo_megatron.train import generate_stage
 
-    if _sealed(recipe, _current_stage(recipe, stage)) and not recipe.guest.by_name:
+    if _sealed(recipe, _current_stage(recipe, stage)) and not recipe.auxiliary.by_name:
         say("the stage is sealed already; `mugrpo optimize` takes its updates")
         return
     if problems is None:
         from mugrpo_megatron.checks.preflight import check_run
 
         recipe, problems = check_run(recipe)
-    with open_run(recipe, problems, warm_host) as (run, learner, engines, cursor):
+    with open_run(recipe, problems, prelaunched) as (run, learner, engines, cursor):
         generate_stage(run, learner, engines, cursor)
     say(f"{run.directory.stage(cursor.stage)} is sealed; `mugrpo optimize` takes its updates")
 

@@ -21,7 +21,7 @@ USEFUL_FRACTION = 0.75
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class DecodeBatch:
     """B sequences with up to E query tokens and L keys each, padded at the right."""
 
     queries: torch.Tensor
@@ -34,7 +34,7 @@ class Batch:
 
 def plan(
     slot_table: torch.Tensor, requests: torch.Tensor, query_lengths: torch.Tensor, key_lengths: torch.Tensor
-) -> list[Batch]:
+) -> list[DecodeBatch]:
     """Group the sequences of a forward pass by length.
 
     `slot_table` [requests, positions] holds the cache row of every position; sequence i is its row `requests[i]`, has
@@ -48,7 +48,7 @@ def plan(
         query = torch.arange(int(queries.max())).minimum(queries - 1)  # [B, E]
         position = torch.arange(int(keys.max()))
         batches.append(
-            Batch(
+            DecodeBatch(
                 queries=(starts[members, None] + query).flatten(),
                 slots=slot_table[requests[members], : len(position)].flatten().long(),
                 visible=(position <= (keys - queries + query)[:, :, None])[:, None],
@@ -58,7 +58,7 @@ def plan(
 
 
 def attend(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batches: list[Batch], scale: float
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batches: list[DecodeBatch], scale: float
 ) -> torch.Tensor:
     """Causal attention of query [T, Hq, D] to the cache's keys and values [slots, Hkv, D]; returns [T, Hq, Dv].
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from setproctitle import setproctitle
 
-from mugrpo_megatron.cpu.batched_attention import Batch, attend, plan
+from mugrpo_megatron.cpu.batched_attention import DecodeBatch, attend, plan
 from mugrpo_megatron.cpu.deferred import compiler_deferred, compiling_deferred
 from mugrpo_megatron.cpu.kernels import Kernels, fits, use_large_pages
 from mugrpo_megatron.files.hf_config import read_config
@@ -59,11 +59,11 @@ class BatchedAttention(TorchNativeAttnBackend):
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Plan the pass once; every layer uses the plan."""
         super().init_forward_metadata(forward_batch)
-        self._batches: list[Batch] | None = None
+        self._batches: list[DecodeBatch] | None = None
         self._lengths = forward_batch.seq_lens.long()
         self._requests = forward_batch.req_pool_indices.long()
 
-    def _planned(self, forward_batch: ForwardBatch) -> list[Batch]:
+    def _planned(self, forward_batch: ForwardBatch) -> list[DecodeBatch]:
         if self._batches is None:
             extended = forward_batch.extend_seq_lens
             queries = torch.ones_like(self._lengths) if extended is None else extended.long()

@@ -1,4 +1,4 @@
-"""The learner's door: stand-ins for the `torch.cuda` call sites of megatron-core 0.16.1, and lanes.
+"""What the learner enters: stand-ins for the `torch.cuda` call sites of megatron-core 0.16.1, and lanes.
 
 With the stand-ins the same learner trains on CPU with gloo; they are put only where torch finds no CUDA device.
 Megatron asks CUDA for four things that have an obvious meaning on CPU: the current device (the CPU), streams and

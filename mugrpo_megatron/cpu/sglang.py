@@ -1,4 +1,4 @@
-"""The engine's door: what an engine on CPU needs beyond SGLang. Importing this module imports neither torch nor SGLang.
+"""What an engine on CPU needs beyond SGLang. Importing this module imports neither torch nor SGLang.
 
 SGLang's scheduler is one Python process: on short responses it is busy with requests, on long ones with a single
 thread's share of the memory's bandwidth. Replicas in processes of their own, which share the host's imports, use the

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from mugrpo_megatron.data.files import CONVERSATION, QUESTIONS, RESPONSES, Columns, found_in, has, messages_of, rows
+from mugrpo_megatron.data.files import CONVERSATION, QUESTIONS, RESPONSES, ColumnPaths, found_in, has, messages_of, rows
 from mugrpo_megatron.data.problems import named_sources, refuse_malformed, resolve, with_system
 from mugrpo_megatron.data.prompts import render, template_of
 from mugrpo_megatron.data.reading import problem_of
@@ -102,7 +102,7 @@ def _demonstration(row: dict[str, Any] | str, source: str, place: str) -> Demons
     return Demonstration(problem, response)
 
 
-def _columns(row: dict[str, Any]) -> Columns:
+def _columns(row: dict[str, Any]) -> ColumnPaths:
     question = next((name for name in QUESTIONS if row.get(name) is not None), None)
     if question is None:
         raise ValueError(f"has none of the columns {', '.join(QUESTIONS)} {found_in(row)}")
@@ -110,9 +110,9 @@ def _columns(row: dict[str, Any]) -> Columns:
     ends_with_response = isinstance(messages, list) and messages and messages_of(messages)[-1][0] == "assistant"
     columns = RESPONSES if ends_with_response else (*RESPONSES, *SOLUTIONS)
     if response := next((name for name in columns if has(row, name)), None):
-        return Columns(question, response)
+        return ColumnPaths(question, response)
     if ends_with_response:
-        return Columns(question, CONVERSATION)
+        return ColumnPaths(question, CONVERSATION)
     raise ValueError(
         f"has no response: none of {', '.join(columns)}, and no messages that end with the assistant's {found_in(row)}"
     )

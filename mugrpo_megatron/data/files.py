@@ -172,7 +172,7 @@ def _python_rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class ColumnPaths:
     """Where a row has its question and its gold: columns, or paths inside one."""
 
     question: str
@@ -207,7 +207,7 @@ NOTHING = ""
 """Stands for the gold of a row that has none: a user's function may judge by the row or by the response alone."""
 
 
-def recognised(row: dict[str, Any], any_gold: bool = False) -> Columns | None:
+def recognised(row: dict[str, Any], any_gold: bool = False) -> ColumnPaths | None:
     """The columns of a row that has a question under a usual name; None when it has none, or nothing to verify.
 
     With `any_gold` a program's tests are a gold too, and a row needs none.
@@ -216,11 +216,11 @@ def recognised(row: dict[str, Any], any_gold: bool = False) -> Columns | None:
     if question is None:
         return None
     if answer := gold_column(row, any_gold):
-        return Columns(question, answer)
+        return ColumnPaths(question, answer)
     messages = row[question]
     if isinstance(messages, list) and len(messages) > 1 and _role(messages[-1]) == "assistant":
-        return Columns(question, CONVERSATION)
-    return Columns(question, NOTHING) if any_gold else None
+        return ColumnPaths(question, CONVERSATION)
+    return ColumnPaths(question, NOTHING) if any_gold else None
 
 
 def gold_column(row: dict[str, Any], any_gold: bool) -> str:
@@ -228,15 +228,15 @@ def gold_column(row: dict[str, Any], any_gold: bool) -> str:
     return next((name for name in ((*ANSWERS, *TESTS) if any_gold else ANSWERS) if has(row, name)), "")
 
 
-def null_columns(row: dict[str, Any]) -> Columns | None:
+def null_columns(row: dict[str, Any]) -> ColumnPaths | None:
     """The columns of a row that has a question and a gold under usual names, null or not; None without both."""
     question = next((name for name in QUESTIONS if has(row, name)), None)
     question = question or next((name for name in QUESTIONS if name in row), None)
     answer = next((name for name in ANSWERS if has(row, name, or_null=True)), None)
-    return Columns(question, answer) if question and answer else None
+    return ColumnPaths(question, answer) if question and answer else None
 
 
-def described(columns: Columns) -> str:
+def described(columns: ColumnPaths) -> str:
     """The columns in words: `slime's (prompt, label)`."""
     if columns.answer == NOTHING:
         return f"{columns.question}, without a gold"

@@ -14,7 +14,7 @@ from mugrpo_megatron.data.arithmetic import TASKS
 from mugrpo_megatron.data.files import (
     ALIKE,
     SUFFIXES,
-    Columns,
+    ColumnPaths,
     check_file,
     described,
     names_alike,
@@ -92,7 +92,7 @@ def _numbered(name: str, number: int) -> str:
     return name if number == 1 else f"{name}-{number}"
 
 
-PLAIN = Columns("problem", "answer")
+PLAIN = ColumnPaths("problem", "answer")
 PARQUET_BRANCH = "refs/convert/parquet"
 """Branch on which the hub keeps every data set as Parquet files."""
 
@@ -102,7 +102,7 @@ class Preset:
     """How to find and read one data set."""
 
     repository: str
-    columns: Columns = PLAIN
+    columns: ColumnPaths = PLAIN
     """A gold that is a worked solution is read for its `####` line or its last box."""
     config: str = "default"
     """Folder of the hub's Parquet branch; `*` takes all."""
@@ -119,21 +119,21 @@ _DAPO_PREFIX = (
 _DAPO_SUFFIX = '\n\nRemember to put your answer on its own line after "Answer:".'
 
 PRESETS: dict[str, Preset] = {
-    "gsm8k": Preset("openai/gsm8k", Columns("question", "answer"), config="main"),
-    "math": Preset("EleutherAI/hendrycks_math", Columns("problem", "solution"), config="*"),
+    "gsm8k": Preset("openai/gsm8k", ColumnPaths("question", "answer"), config="main"),
+    "math": Preset("EleutherAI/hendrycks_math", ColumnPaths("problem", "solution"), config="*"),
     "deepscaler": Preset("agentica-org/DeepScaleR-Preview-Dataset", eval="train"),
     "dapo-math-17k": Preset(
         "BytedTsinghua-SIA/DAPO-Math-17k",
-        Columns("prompt.0.content", "reward_model.ground_truth", _DAPO_PREFIX, _DAPO_SUFFIX),
+        ColumnPaths("prompt.0.content", "reward_model.ground_truth", _DAPO_PREFIX, _DAPO_SUFFIX),
         eval="train",
     ),
-    "amc23": Preset("math-ai/amc23", Columns("question", "answer"), train="test"),
+    "amc23": Preset("math-ai/amc23", ColumnPaths("question", "answer"), train="test"),
     "amc24": Preset("rawsh/2024_AMC12", eval="train"),
     "aime24": Preset("HuggingFaceH4/aime_2024", eval="train"),
     "aime25": Preset("math-ai/aime25", train="test"),
     "math500": Preset("HuggingFaceH4/MATH-500", train="test"),
-    "minerva": Preset("math-ai/minervamath", Columns("question", "answer"), train="test"),
-    "olympiadbench": Preset("math-ai/olympiadbench", Columns("question", "final_answer"), train="test"),
+    "minerva": Preset("math-ai/minervamath", ColumnPaths("question", "answer"), train="test"),
+    "olympiadbench": Preset("math-ai/olympiadbench", ColumnPaths("question", "final_answer"), train="test"),
 }
 """Names that data.train, data.eval and `mugrpo eval --data` take; `NAME@FILE` reads a local copy the same way."""
 
@@ -170,7 +170,7 @@ class Source:
 
     name: str
     files: list[Path]
-    readings: tuple[Columns, ...]
+    readings: tuple[ColumnPaths, ...]
     """Columns to try; the first that a row has read the row."""
     recognises: bool = False
     """Whether a row without them may have its question and gold under other usual names."""
@@ -303,7 +303,7 @@ def _unknown(source: str) -> UserError:
 
 def resolve(source: str, section: DataSection, split: arithmetic.Split) -> Source:
     """The files of a source; downloads a data set of the hub."""
-    plain = Columns(section.question_field, section.answer_field)
+    plain = ColumnPaths(section.question_field, section.answer_field)
     any_columns = plain == PLAIN
     if file := _file_of(source):
         preset = PRESETS.get(source.partition("@")[0])

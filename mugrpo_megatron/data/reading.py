@@ -14,7 +14,7 @@ from typing import Any
 from mugrpo_megatron.data.files import (
     CONVERSATION,
     NOTHING,
-    Columns,
+    ColumnPaths,
     field_at,
     found_in,
     has,
@@ -36,8 +36,8 @@ _PYTHON_LIST = re.compile(r"\[\s*['\"].*['\"]\s*,?\s*\]", re.DOTALL)
 
 
 def columns_of(
-    row: dict[str, Any], readings: Sequence[Columns], recognises: bool, any_gold: bool
-) -> tuple[Columns, bool]:
+    row: dict[str, Any], readings: Sequence[ColumnPaths], recognises: bool, any_gold: bool
+) -> tuple[ColumnPaths, bool]:
     """The columns to read a row by: the first of `readings` that it has, else recognised ones; and whether those.
 
     Of a row in which the usual names hold null they are those names, so that the error is about the null.
@@ -52,7 +52,7 @@ def columns_of(
     return null_columns(row) or readings[0], False
 
 
-def problem_of(row: dict[str, Any], columns: Columns, source: str, place: str, any_gold: bool = False) -> Problem:
+def problem_of(row: dict[str, Any], columns: ColumnPaths, source: str, place: str, any_gold: bool = False) -> Problem:
     """The problem of a row; ValueError says why the row is malformed.
 
     With `any_gold` the gold may be any JSON value, or be missing where `columns` say so; else it has to be an answer
@@ -161,7 +161,7 @@ def _scalar(value: Any, path: str) -> Any:
     return value
 
 
-def _messages(value: list[Any], columns: Columns) -> tuple[Message, ...]:
+def _messages(value: list[Any], columns: ColumnPaths) -> tuple[Message, ...]:
     try:
         return messages_of(value)
     except ValueError as error:

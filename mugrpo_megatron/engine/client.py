@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 from mugrpo_megatron.cpu.sglang import replica_arguments
 from mugrpo_megatron.engine.launch import engine_arguments, engine_environment, replicas, starts_before
-from mugrpo_megatron.engine.nodes import Bond
+from mugrpo_megatron.engine.nodes import PeerFailure
 from mugrpo_megatron.engine.placement import ALONE, EngineSlot
 from mugrpo_megatron.engine.process import STARTING, EngineRefused, HostProcess
 from mugrpo_megatron.engine.queue import LoadRecord
-from mugrpo_megatron.engine.wire import Groups, Message, Sampling, Work
+from mugrpo_megatron.engine.wire import Groups, Message, Request, Sampling
 from mugrpo_megatron.errors import EngineFailure, EngineStopped, UserError
 from mugrpo_megatron.files.tensors import Sums
 from mugrpo_megatron.observe.environment import finds_cuda, group_memory
@@ -64,7 +64,7 @@ class Engine:
         self._arguments = engine_arguments(recipe, model_dir, self._cuda, slot)
         self._environment = engine_environment(recipe, model_dir, self._cuda, slot)
         self._replicas = replicas(self._section, model_dir, self._cuda, slot)
-        self.log, self._ahead, self._bond = log, ahead, Bond()
+        self.log, self._ahead, self._bond = log, ahead, PeerFailure()
         self._host: HostProcess | None = None
         self._ready, self._starts = False, starts_before(log)
         self._asleep: set[Tag] = set()
@@ -89,7 +89,7 @@ class Engine:
         engine.restart()
         return engine
 
-    def meet(self, bond: Bond) -> None:
+    def rendezvous(self, bond: PeerFailure) -> None:
         """`restart` an engine of several nodes, while its other nodes do the same (`engine.nodes`)."""
         self._bond, self._arguments = bond, self._arguments | {"dist_init_addr": bond.address}
         self._environment = self._environment | {"SGLANG_HOST_IP": bond.host}  # where SGLang's queues listen
@@ -220,7 +220,8 @@ class Engine:
             while True:
                 while prompts := take(len(in_flight), slots):
                     work = [
-                        Work(next(keys), one.ids, n, one.index, scored=one.scored, kept=one.kept) for one in prompts
+                        Request(next(keys), one.ids, n, one.index, scored=one.scored, support_ids=one.support_ids)
+                        for one in prompts
                     ]
                     in_flight.update((one.key, prompt) for one, prompt in zip(work, prompts, strict=True))
                     self.ask(work)
@@ -245,7 +246,7 @@ class Engine:
             if self._host is not None:
                 self._close_generation()
 
-    def ask(self, work: list[Work]) -> None:
+    def ask(self, work: list[Request]) -> None:
         """Have the engine answer prompts; returns at once."""
         self._send(("prompts", work), "generate")
 

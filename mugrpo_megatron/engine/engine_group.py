@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from mugrpo_megatron.engine import door
+from mugrpo_megatron.engine import sglang_compat
 from mugrpo_megatron.engine.launch import SUMMING
 from mugrpo_megatron.engine.queue import Load, read_load
 from mugrpo_megatron.files.tensors import Sums, sums
@@ -51,11 +51,11 @@ class EngineGroup:
         return self._engines[0].loop.run_until_complete(work)
 
     async def generate(self, input_ids: list[list[int]], masked: bool = False, **request: Any) -> list[dict[str, Any]]:
-        """SGLang's outputs of these prompts, which one engine answers together; `masked` as in the door."""
+        """SGLang's outputs of these prompts, which one engine answers together; `masked` as in `sglang_compat`."""
         number = self._running.index(min(self._running))
         self._running[number] += len(input_ids)
         try:
-            return await door.generate(self._engines[number], masked, input_ids=input_ids, **request)
+            return await sglang_compat.generate(self._engines[number], masked, input_ids=input_ids, **request)
         finally:
             self._running[number] -= len(input_ids)
 
@@ -83,17 +83,19 @@ class EngineGroup:
         loaders = [name for name in self._engines[0].server_args.custom_weight_loader if name != SUMMING]
         load_format = loaders[0] if loaders else "flattened_bucket"
         shares = [serialized[start : start + self.ranks] for start in range(0, len(serialized), self.ranks)]
-        self.run(_all(door.update_weights(*pair, load_format) for pair in zip(self._engines, shares, strict=True)))
+        self.run(
+            _all(sglang_compat.update_weights(*pair, load_format) for pair in zip(self._engines, shares, strict=True))
+        )
 
     def _begin_update(self) -> None:
         if not self._updating:
-            self.run(_all(map(door.begin_update, self._engines)))
+            self.run(_all(map(sglang_compat.begin_update, self._engines)))
         self._updating = True
 
     def end_update(self) -> None:
         """All weights of a sync are loaded."""
         if self._updating:
-            self.run(_all(map(door.end_update, self._engines)))
+            self.run(_all(map(sglang_compat.end_update, self._engines)))
         self._updating = False
 
     def checksums(self) -> list[Sums]:
@@ -101,7 +103,7 @@ class EngineGroup:
         replicas = []
         self._begin_update()
         for engine in self._engines:  # one after the other: they write to the same file
-            self.run(door.update_weights(engine, [pickle.dumps([])] * self.ranks, SUMMING))
+            self.run(sglang_compat.update_weights(engine, [pickle.dumps([])] * self.ranks, SUMMING))
             replicas.append(read_sums())
         self.end_update()
         if any(other != replicas[0] for other in replicas):
@@ -143,7 +145,7 @@ def write_sums(model: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]]) 
     scales of the KV cache in a quantised model, which are parameters there and no weights.
     """
     weights = ((name, one) for name, one in model.named_parameters() if not getattr(one, "_skip_weight_check", False))
-    if ranks := door.of_all_ranks(sums(weights)):
+    if ranks := sglang_compat.of_all_ranks(sums(weights)):
         _file().write_text(json.dumps(ranks), encoding="utf-8")
 
 

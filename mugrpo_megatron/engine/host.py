@@ -28,10 +28,10 @@ from typing import IO, Any
 
 import numpy as np
 
-from mugrpo_megatron.engine import door
+from mugrpo_megatron.engine import sglang_compat
 from mugrpo_megatron.engine.engine_group import EngineGroup
 from mugrpo_megatron.engine.process import SHARED_MEMORY, Channel
-from mugrpo_megatron.engine.wire import FINISH_REASONS, Message, Sampling, Work, answer, pack, pieces, request, seeds
+from mugrpo_megatron.engine.wire import FINISH_REASONS, Message, Request, Sampling, answer, pack, pieces, request, seeds
 from mugrpo_megatron.files.tensors import Sums
 
 
@@ -147,7 +147,7 @@ class Generation:
         self._outbox.put(None)
         writer.join()
 
-    async def _answer(self, work: Work) -> None:
+    async def _answer(self, work: Request) -> None:
         if self._closing:  # before it has begun: SGLang aborts what it knows of
             self._in_flight -= 1
             return
@@ -161,7 +161,7 @@ class Generation:
         if not self._in_flight:
             self._flush()
 
-    async def _sample(self, work: Work) -> list[dict[str, Any]]:
+    async def _sample(self, work: Request) -> list[dict[str, Any]]:
         # n copies of the prompt, not n samples of one: SGLang would run the prompt again to fill its prefix cache.
         return await self._engines.generate(
             input_ids=[work.ids] * work.n,
@@ -172,20 +172,22 @@ class Generation:
             masked=self._sampling.masked,
         )
 
-    async def _score(self, work: Work) -> list[dict[str, Any]]:
+    async def _score(self, work: Request) -> list[dict[str, Any]]:
         """The response at the end of `work.ids`, as if it had been sampled."""
         first, parts, reason = len(work.ids) - work.scored, [], {"type": "length"}
-        for piece in pieces(len(work.ids), work.scored, work.kept):
+        for piece in pieces(len(work.ids), work.scored, work.support_ids):
             (output,) = await self._engines.generate(**request(work.ids, piece))
             if output["meta_info"]["finish_reason"]["type"] not in FINISH_REASONS:  # aborted
                 return [output]
-            kept = None if work.kept is None else work.kept[piece.start - first : piece.end - first]
-            parts.append(answer(output, piece, kept))
+            support_ids = (
+                None if work.support_ids is None else work.support_ids[piece.start - first : piece.end - first]
+            )
+            parts.append(answer(output, piece, support_ids))
         logprobs = [(value,) for value in np.concatenate(parts).tolist()]
         meta = {"output_token_logprobs": logprobs, "finish_reason": reason}
         return [{"output_ids": work.ids[first:], "meta_info": meta}]
 
-    def _parameters_of(self, work: Work) -> dict[str, Any] | list[dict[str, Any]]:
+    def _parameters_of(self, work: Request) -> dict[str, Any] | list[dict[str, Any]]:
         """The parameters of all responses, or of each its own."""
         parameters = self._parameters
         if work.max_tokens is not None:
@@ -286,7 +288,7 @@ def main() -> None:
     os.register_at_fork(after_in_child=connection.close)
     os.register_at_fork(after_in_child=guard.close)
     try:
-        make = door.engine_type(device)
+        make = sglang_compat.engine_type(device)
         kind, (arguments, log) = connection.receive()
         assert kind == "start"
         log_to(Path(log))

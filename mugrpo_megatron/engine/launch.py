@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mugrpo_megatron.cpu.sglang import replicas_of
-from mugrpo_megatron.engine import door
+from mugrpo_megatron.engine import sglang_compat
 from mugrpo_megatron.engine.placement import ALONE, EngineSlot, slot_of_environment
 from mugrpo_megatron.engine.process import HostProcess
 from mugrpo_megatron.engine.wire import Routed, Sampling
@@ -301,14 +301,14 @@ def sampling(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Sampling:
         stop=tuple(rollout.stop),
         top_k=rollout.top_k,
         keep=keeps(rollout),
-        masked=keeps(rollout) and rollout.top_k > door.MOST_TOP_LOGPROBS,
+        masked=keeps(rollout) and rollout.top_k > sglang_compat.MOST_TOP_LOGPROBS,
         stream=_stream(recipe, "train"),
     )
 
 
 def keeps(rollout: RolloutSection) -> bool:
     """Whether a stage keeps the tokens that could be sampled, so that the learner's softmax runs over the same."""
-    return 0 < rollout.top_k <= door.most_kept()
+    return 0 < rollout.top_k <= sglang_compat.most_kept()
 
 
 def _stream(recipe: Recipe, name: str) -> str | None:
@@ -331,8 +331,9 @@ def sampling_note(recipe: Recipe) -> str:
         return ""
     return (
         "The engine samples from a part of the vocabulary, and probabilities are those of the whole one on both sides: "
-        f"ratios leave out how the part's share of the probability moves. Set rollout.top_k to {door.most_kept()} or "
-        "less, with top_p as it is, and the stage keeps the part, so that ratios are exact."
+        f"ratios leave out how the part's share of the probability moves. Set rollout.top_k to "
+        f"{sglang_compat.most_kept()} or less, with top_p as it is, and the stage keeps the part, so that ratios are "
+        "exact."
     )
 
 
@@ -356,7 +357,7 @@ def _stop_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
 
 @contextmanager
-def host_ahead(recipe: Recipe) -> Iterator[HostProcess | None]:
+def prelaunched_host(recipe: Recipe) -> Iterator[HostProcess | None]:
     """A process that imports SGLang while this one imports Megatron, for the engine that this rank will lead.
 
     Each import takes seconds. None on CUDA, where the learner loads first and importing SGLang may already take memory

@@ -21,7 +21,7 @@ from uuid import uuid4
 
 from mugrpo_megatron.engine.launch import engine_arguments, engine_environment
 from mugrpo_megatron.engine.placement import EngineSlot
-from mugrpo_megatron.engine.process import DEATH_SECONDS, STARTING, HostProcess, no_news
+from mugrpo_megatron.engine.process import DEATH_SECONDS, STARTING, HostProcess, no_peer_failure
 from mugrpo_megatron.errors import CollectiveFailure, EngineFailure, EngineStopped
 from mugrpo_megatron.observe.environment import finds_cuda, rank_of_environment
 from mugrpo_megatron.recipe import Recipe
@@ -32,19 +32,19 @@ PORTS = 8
 """SGLang derives further ports from its first one, when attention is data parallel: those that follow."""
 
 
-def tell_none(cause: str) -> None:
+def ignore_failure(cause: str) -> None:
     """An engine on one node has no other node to tell."""
 
 
 @dataclass
-class Bond:
+class PeerFailure:
     """The news among the processes of one start: why the first of them ended. Any thread may use it."""
 
     address: str = ""
     """Where SGLang's ranks meet: HOST:PORT on the leader's node."""
-    tell: Callable[[str], None] = tell_none
+    tell: Callable[[str], None] = ignore_failure
     """Tell the other nodes that the process of this one has ended, and why."""
-    news: Callable[[], str] = no_news
+    news: Callable[[], str] = no_peer_failure
     """What another node told; empty while none did."""
     _known: str = ""
     _next: float = 0.0
@@ -70,7 +70,7 @@ class Bond:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class NodeStatus:
     """What a rank says of the part of an engine that it runs."""
 
     engine: int
@@ -87,17 +87,17 @@ class Part:
     """Of the next start, if this part leads the engine: no other start has it."""
 
 
-def part_of(engine: int, node: int, running: bool) -> Part:
+def part_of(engine: int, node: int, running: bool) -> NodeStatus:
     """What this rank says, from torchrun's variables."""
     name, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
     family, kind, _, _, place = socket.getaddrinfo(name, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(place)  # sends nothing; the kernel chooses the way and with it the address
         here = probe.getsockname()[0]
-    return Part(engine, node, running, here, str(place[0]), free_port(), uuid4().hex)
+    return NodeStatus(engine, node, running, here, str(place[0]), free_port(), uuid4().hex)
 
 
-def address_of(parts: list[Part]) -> str:
+def address_of(parts: list[NodeStatus]) -> str:
     """HOST:PORT at which the leader's node is reached from the engine's other nodes; `parts` are those of one engine.
 
     The first engine is led by rank 0, whose own name may mean loopback there; the other nodes know its address.
@@ -126,7 +126,7 @@ WATCH_SECONDS = DEATH_SECONDS + 2.0
 """The watching thread ends the process within this time."""
 
 
-class JoinedEngine:
+class EngineFollowerNode:
     """The host process of one of an engine's other nodes, and the thread that watches it.
 
     When the process ends, the thread tells the leader why; when the leader's process or that of a third node has ended,
@@ -138,7 +138,7 @@ class JoinedEngine:
         self._section, self._cuda, self.slot, self.log = recipe.engine, finds_cuda(), slot, log
         self._arguments = engine_arguments(recipe, model_dir, self._cuda, slot)
         self._environment = engine_environment(recipe, model_dir, self._cuda, slot)
-        self._bond = Bond()
+        self._bond = PeerFailure()
         self._host: HostProcess | None = None
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
@@ -148,7 +148,7 @@ class JoinedEngine:
         """Whether there is a process that nothing has ended yet."""
         return self._thread is not None and self._thread.is_alive()
 
-    def meet(self, bond: Bond) -> None:
+    def rendezvous(self, bond: PeerFailure) -> None:
         """End the process if there is one, and start one that meets the leader's; returns at once."""
         self.stop()
         self._bond, self._stopping = bond, threading.Event()
@@ -172,7 +172,7 @@ class JoinedEngine:
             self._host.end()
             self._host, self._thread = None, None
 
-    def _watch(self, host: HostProcess, bond: Bond) -> None:
+    def _watch(self, host: HostProcess, bond: PeerFailure) -> None:
         try:
             host.receive(self._section.start_timeout_s, STARTING)
             host.receive(math.inf, "service")  # nothing comes but its end

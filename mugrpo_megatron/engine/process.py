@@ -110,7 +110,7 @@ class Channel:
             while_waiting()
 
 
-def no_news() -> str:
+def no_peer_failure() -> str:
     """Why a process of the engine on another node has ended, where there is none."""
     return ""
 
@@ -149,7 +149,7 @@ class HostProcess:
         alone: the engine has no other node.
         """
         self.cuda = cuda
-        self._broken: Callable[[], str] = no_news
+        self._broken: Callable[[], str] = no_peer_failure
         self._scratch = _scratch_folder()
         self._log, self._cancelled = self._scratch / "engine.log", _never
         # No name on disk, so that what it prints before it has a log outlives it, whatever ends it.
@@ -175,7 +175,7 @@ class HostProcess:
         arguments: Sequence[dict[str, Any]],
         log: Path,
         cancelled: Callable[[], bool],
-        broken: Callable[[], str] = no_news,
+        broken: Callable[[], str] = no_peer_failure,
     ) -> None:
         """Have it make an `sglang.Engine` of each of `arguments`, and append their output to `log`; returns at once.
 

@@ -23,10 +23,10 @@ import numpy as np
 from mugrpo_megatron.samples import Response, expert_type
 
 ABSENT = -1
-"""Fills a row of kept tokens that are fewer than in the longest row."""
+"""Fills a row of support ids that are fewer than in the longest row."""
 
 
-def kept_tokens(
+def support_of(
     ids: np.ndarray,
     logprobs: np.ndarray,
     sampled: np.ndarray,
@@ -93,7 +93,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class Request:
     """One prompt to answer `n` times; `key` names it in the reply."""
 
     key: int
@@ -107,7 +107,7 @@ class Work:
     """Texts that end its responses, besides the call's."""
     scored: int = 0
     """The last so many of `ids` are a response to score, and nothing is sampled; 0 to sample."""
-    kept: np.ndarray | None = None
+    support_ids: np.ndarray | None = None
     """int32 [scored, k]: the tokens that each softmax of a score runs over, -1 where fewer; None for the vocabulary."""
 
 
@@ -131,7 +131,7 @@ class Groups:
     """uint8 or uint16 [routed tokens, layers, k] of all responses."""
     routed: np.ndarray | None = None
     """int64 [responses]: tokens with routes of each, prompt included."""
-    kept: np.ndarray | None = None
+    support_ids: np.ndarray | None = None
     """int32 [tokens, most of a token]: the tokens that could be sampled, where the client asked for them."""
 
     def unpack(self) -> Iterator[tuple[int, list[Response]]]:
@@ -147,7 +147,7 @@ class Groups:
                 logprobs=self.logprobs[end - length : end],
                 finish_reason=FINISH_REASONS[finish],
                 weight_version=self.weight_version,
-                kept=None if self.kept is None else _narrow(self.kept[end - length : end]),
+                support_ids=None if self.support_ids is None else _narrow(self.support_ids[end - length : end]),
                 routes=experts,
             )
             for end, length, finish, experts in zip(
@@ -175,7 +175,7 @@ def decode_routes(output: dict[str, Any], routed: Routed) -> np.ndarray:
     return whole.astype(expert_type(routed.experts)).reshape(shape)
 
 
-def seeds(stream: str, version: int, work: Work) -> list[int]:
+def seeds(stream: str, version: int, work: Request) -> list[int]:
     """A random seed of 63 bits for each response to a prompt, under the weights of this version."""
     names = (f"{stream}/{version}/{work.place}/{number}".encode() for number in range(work.n))
     return [int.from_bytes(blake2b(name, digest_size=8).digest()) >> 1 for name in names]
@@ -184,7 +184,7 @@ def seeds(stream: str, version: int, work: Work) -> list[int]:
 def pack(groups: list[tuple[int, list[dict[str, Any]]]], weight_version: int, sampling: Sampling) -> Groups:
     """Flatten finished groups as SGLang returns them: per response `output_ids` and `meta_info`.
 
-    Where `sampling.keep` asks for it, with the kept tokens and with logprobs among them; where `sampling.routed`
+    Where `sampling.keep` asks for it, with the support ids and with logprobs among them; where `sampling.routed`
     does, with the experts.
     """
     outputs = [output for _, group in groups for output in group]
@@ -196,11 +196,11 @@ def pack(groups: list[tuple[int, list[dict[str, Any]]]], weight_version: int, sa
     logprobs = np.array(
         [entry[0] for output in outputs for entry in output["meta_info"]["output_token_logprobs"]], dtype=np.float32
     )
-    kept = None
+    support_ids = None
     if sampling.masked:
-        kept, logprobs = _masks(outputs, len(ids))
+        support_ids, logprobs = _masks(outputs, len(ids))
     elif sampling.keep:
-        kept, logprobs = _kept(outputs, ids, logprobs, sampling)
+        support_ids, logprobs = _support_ids(outputs, ids, logprobs, sampling)
     return Groups(
         keys=[key for key, _ in groups],
         sizes=[len(group) for _, group in groups],
@@ -213,14 +213,14 @@ def pack(groups: list[tuple[int, list[dict[str, Any]]]], weight_version: int, sa
         weight_version=weight_version,
         routes=np.concatenate(routes) if routes else None,
         routed=np.array([len(part) for part in routes]) if routes else None,
-        kept=kept,
+        support_ids=support_ids,
     )
 
 
-def _narrow(kept: np.ndarray) -> np.ndarray:
-    """A response's kept tokens, without columns that hold none: a message is as wide as its longest row."""
-    columns = np.flatnonzero((kept != ABSENT).any(0))
-    return kept[:, : columns[-1] + 1] if len(columns) else kept[:, :1]
+def _narrow(support_ids: np.ndarray) -> np.ndarray:
+    """A response's support ids, without columns that hold none: a message is as wide as its longest row."""
+    columns = np.flatnonzero((support_ids != ABSENT).any(0))
+    return support_ids[:, : columns[-1] + 1] if len(columns) else support_ids[:, :1]
 
 
 def _masks(outputs: list[dict[str, Any]], tokens: int) -> tuple[np.ndarray, np.ndarray]:
@@ -230,12 +230,12 @@ def _masks(outputs: list[dict[str, Any]], tokens: int) -> tuple[np.ndarray, np.n
     if not len(masks) == len(logprobs) == tokens:
         raise ValueError("a response with another number of masks than of token ids")
     lengths = np.array([len(mask) for mask in masks], dtype=np.int64)
-    kept = np.full((tokens, int(lengths.max(initial=1))), ABSENT, dtype=np.int32)
-    kept[np.arange(kept.shape[1]) < lengths[:, None]] = np.fromiter(chain.from_iterable(masks), np.int32)
-    return kept, np.array(logprobs, dtype=np.float32)
+    support_ids = np.full((tokens, int(lengths.max(initial=1))), ABSENT, dtype=np.int32)
+    support_ids[np.arange(support_ids.shape[1]) < lengths[:, None]] = np.fromiter(chain.from_iterable(masks), np.int32)
+    return support_ids, np.array(logprobs, dtype=np.float32)
 
 
-def _kept(
+def _support_ids(
     outputs: list[dict[str, Any]], ids: np.ndarray, logprobs: np.ndarray, sampling: Sampling
 ) -> tuple[np.ndarray, np.ndarray]:
     """Kept tokens and logprobs among them, from the most likely tokens that SGLang returns with each position."""
@@ -245,7 +245,7 @@ def _kept(
     values = np.array([[entry[0] for entry in entries] for entries in tops], dtype=np.float32)
     tokens = np.array([[entry[1] for entry in entries] for entries in tops], dtype=np.int32)
     shape = (len(ids), sampling.top_k)
-    return kept_tokens(tokens.reshape(shape), values.reshape(shape), ids, logprobs, sampling.top_p)
+    return support_of(tokens.reshape(shape), values.reshape(shape), ids, logprobs, sampling.top_p)
 
 
 MOST_IDS = 512
@@ -253,11 +253,11 @@ MOST_IDS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class LogprobRange:
     """A request for the log-probabilities of the tokens `start` to `end` of a sequence.
 
     SGLang gives them over the whole vocabulary, and those of further tokens, the same at all places of a request. Where
-    every place has kept tokens of its own, a response is asked for in pieces.
+    every place has support ids of its own, a response is asked for in pieces.
     """
 
     start: int
@@ -266,19 +266,20 @@ class Piece:
     """The tokens whose log-probabilities are asked for besides."""
 
 
-def pieces(length: int, scored: int, kept: np.ndarray | None) -> Iterator[Piece]:
-    """Requests that together score the last `scored` of `length` tokens; `kept` is int32 [scored, k], or None."""
+def pieces(length: int, scored: int, support_ids: np.ndarray | None) -> Iterator[LogprobRange]:
+    """Requests that together score the last `scored` of `length` tokens; `support_ids` is int32 [scored, k], or
+    None."""
     first = length - scored
-    if kept is None:
-        yield Piece(first, length, None)
+    if support_ids is None:
+        yield LogprobRange(first, length, None)
         return
-    size = max(1, MOST_IDS // kept.shape[1])
+    size = max(1, MOST_IDS // support_ids.shape[1])
     for start, end in pairwise([*range(0, scored, size), scored]):
-        ids = np.unique(kept[start:end])
-        yield Piece(first + start, first + end, ids[ids >= 0].tolist())
+        ids = np.unique(support_ids[start:end])
+        yield LogprobRange(first + start, first + end, ids[ids >= 0].tolist())
 
 
-def request(ids: Sequence[int], piece: Piece) -> dict[str, Any]:
+def request(ids: Sequence[int], piece: LogprobRange) -> dict[str, Any]:
     """The arguments of SGLang's `generate`; nothing is sampled."""
     others = {} if piece.among is None else {"token_ids_logprob": [piece.among]}
     return {
@@ -290,8 +291,9 @@ def request(ids: Sequence[int], piece: Piece) -> dict[str, Any]:
     }
 
 
-def answer(output: dict[str, Any], piece: Piece, kept: np.ndarray | None) -> np.ndarray:
-    """Log-probabilities float32 of the piece's tokens; with `kept`, int32 [tokens, k], among those of each place.
+def answer(output: dict[str, Any], piece: LogprobRange, support_ids: np.ndarray | None) -> np.ndarray:
+    """Log-probabilities float32 of the piece's tokens; with `support_ids`, int32 [tokens, k], among those of each
+    place.
 
     Raises ValueError when SGLang's answer has another number of places.
     """
@@ -300,13 +302,13 @@ def answer(output: dict[str, Any], piece: Piece, kept: np.ndarray | None) -> np.
     if len(entries) != tokens:
         raise ValueError(f"a score of {len(entries)} tokens, where {tokens} were asked for")
     logprobs = np.array([entry[0] for entry in entries], dtype=np.float32)
-    if kept is None:
+    if support_ids is None:
         return logprobs
     among = np.array(piece.among)
     places = [place for place in meta["input_token_ids_logprobs"] if place][-tokens:]
     values = np.array([[entry[0] for entry in place] for place in places], dtype=np.float64)
     if values.shape != (tokens, len(among)):
-        raise ValueError(f"scores of {values.shape} kept tokens, where {(tokens, len(among))} were asked for")
-    own = np.take_along_axis(values, np.searchsorted(among, kept.clip(min=among[0])), axis=1)
-    mass = np.log(np.where(kept >= 0, np.exp(own), 0.0).sum(1))
+        raise ValueError(f"scores of {values.shape} support ids, where {(tokens, len(among))} were asked for")
+    own = np.take_along_axis(values, np.searchsorted(among, support_ids.clip(min=among[0])), axis=1)
+    mass = np.log(np.where(support_ids >= 0, np.exp(own), 0.0).sum(1))
     return (logprobs - mass).astype(np.float32)

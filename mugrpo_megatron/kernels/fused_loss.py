@@ -38,30 +38,30 @@ class FusedLoss:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tokens:
+class _LossInputs:
     """Tokens in the order of evaluation, with what the loss needs of them; fields as in `fused_policy_loss`."""
 
     hidden: Tensor
     targets: Tensor
-    kept: Tensor | None
+    support_ids: Tensor | None
     behaviour: Tensor
     advantages: Tensor
     segments: Segments
     config: ObjectiveSection
     statistics: UpdateStatistics
-    reference: Tensor | None
-    anchor: Tensor | None
+    proximal: Tensor | None
+    ref: Tensor | None
 
-    def part(self, tokens: slice) -> _Tokens:
+    def part(self, tokens: slice) -> _LossInputs:
         return replace(
             self,
             hidden=self.hidden[tokens],
             targets=self.targets[tokens],
-            kept=of(self.kept, tokens),
+            support_ids=of(self.support_ids, tokens),
             behaviour=self.behaviour[tokens],
             segments=self.segments.part(tokens),
-            reference=of(self.reference, tokens),
-            anchor=of(self.anchor, tokens),
+            proximal=of(self.proximal, tokens),
+            ref=of(self.ref, tokens),
         )
 
 
@@ -87,10 +87,10 @@ def fused_policy_loss(
     config: ObjectiveSection,
     layout: HeadLayout,
     *,
-    kept: Tensor | None = None,
+    support_ids: Tensor | None = None,
     statistics: UpdateStatistics | None = None,
-    reference: Tensor | None = None,
-    anchor: Tensor | None = None,
+    proximal: Tensor | None = None,
+    ref: Tensor | None = None,
     main_grad: Tensor | None = None,
     grad_scale: float = 1.0,
 ) -> FusedLoss:
@@ -101,9 +101,9 @@ def fused_policy_loss(
             (gathered before, under sequence and context parallelism).
         weight: [V / tp, H], this rank's rows of the output weight, tied or not.
         targets: int64 [T] global token ids.
-        behaviour, advantages, segments, reference, anchor: as for `policy_loss`, of the micro-batch's T tokens of N
+        behaviour, advantages, segments, proximal, ref: as for `policy_loss`, of the micro-batch's T tokens of N
             whole responses.
-        kept: int64 [T, k] global token ids that each softmax runs over, -1 where fewer; None for the vocabulary.
+        support_ids: int64 [T, k] global token ids that each softmax runs over, -1 where fewer; None for the vocabulary.
         statistics: of the whole update; needed where `config.needs_statistics`.
         main_grad: float32 [V / tp, H]; the weight's gradient, times `grad_scale`, is added to it in this call, and
             autograd gets none for the weight, so its hooks do not fire. None: autograd accumulates the gradient.
@@ -121,7 +121,9 @@ def fused_policy_loss(
     with torch.no_grad():
         head = make_head(weight, layout, len(targets))
         statistics = neutral_statistics(hidden.device) if statistics is None else statistics
-        tokens = _Tokens(hidden, targets, kept, behaviour, advantages, segments, config, statistics, reference, anchor)
+        tokens = _LossInputs(
+            hidden, targets, support_ids, behaviour, advantages, segments, config, statistics, proximal, ref
+        )
         gradients = _buffers(hidden, weight, main_grad, grad_scale) if learn else None
         result = (_two_passes if config.dependence == "response" else _one_pass)(head, tokens, gradients)
     if gradients is None:
@@ -132,7 +134,7 @@ def fused_policy_loss(
     )
 
 
-def _one_pass(head: Head, tokens: _Tokens, gradients: _Gradients | None) -> FusedLoss:
+def _one_pass(head: Head, tokens: _LossInputs, gradients: _Gradients | None) -> FusedLoss:
     """Log-probabilities, losses and gradients of a chunk while its logits exist, then of the next."""
     count, device = len(tokens.targets), tokens.hidden.device
     loss = torch.zeros((), dtype=torch.float32, device=device)
@@ -140,7 +142,7 @@ def _one_pass(head: Head, tokens: _Tokens, gradients: _Gradients | None) -> Fuse
     triggers = initial_state(tokens.segments, tokens.config)
     for part in head.chunks(count):
         chunk = tokens.part(part)
-        logprobs[part], entropy[part], lse = scan(head, chunk.hidden, chunk.targets, chunk.kept)
+        logprobs[part], entropy[part], lse = scan(head, chunk.hidden, chunk.targets, chunk.support_ids)
         value, slope, triggers = _loss_and_slope(chunk, logprobs[part], triggers)
         bonus, pull = _bonus(chunk, entropy[part])
         loss += value.sum() + bonus
@@ -149,25 +151,25 @@ def _one_pass(head: Head, tokens: _Tokens, gradients: _Gradients | None) -> Fuse
     return FusedLoss(loss, logprobs, entropy)
 
 
-def _two_passes(head: Head, tokens: _Tokens, gradients: _Gradients | None) -> FusedLoss:
+def _two_passes(head: Head, tokens: _LossInputs, gradients: _Gradients | None) -> FusedLoss:
     """Log-probabilities of all tokens, then their losses, then each chunk's logits a second time for the gradient."""
     count = len(tokens.targets)
     logprobs, entropy, lse = torch.empty(3, count, dtype=torch.float32, device=tokens.hidden.device)
     for part in head.chunks(count):
         chunk = tokens.part(part)
-        logprobs[part], entropy[part], lse[part] = scan(head, chunk.hidden, chunk.targets, chunk.kept)
+        logprobs[part], entropy[part], lse[part] = scan(head, chunk.hidden, chunk.targets, chunk.support_ids)
     value, slope, _ = _loss_and_slope(tokens, logprobs, initial_state(tokens.segments, tokens.config))
     bonus, _ = _bonus(tokens, entropy)
     if gradients is not None:
         for part in head.chunks(count):
             chunk = tokens.part(part)
-            project(head, chunk.hidden, chunk.kept)
+            project(head, chunk.hidden, chunk.support_ids)
             _, pull = _bonus(chunk, entropy[part])
             gradients.hidden[part] = _gradient(head, chunk, lse[part], slope[part], pull, gradients)
     return FusedLoss(value.sum() + bonus, logprobs, entropy)
 
 
-def _loss_and_slope(tokens: _Tokens, logprobs: Tensor, triggers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _loss_and_slope(tokens: _LossInputs, logprobs: Tensor, triggers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Loss of each token, its derivative in the log-probabilities (autograd of the reference), and the veto's state."""
     with torch.enable_grad():
         logprobs = logprobs.detach().requires_grad_()
@@ -179,14 +181,14 @@ def _loss_and_slope(tokens: _Tokens, logprobs: Tensor, triggers: Tensor) -> tupl
             tokens.config,
             tokens.statistics,
             triggers,
-            tokens.reference,
-            tokens.anchor,
+            tokens.proximal,
+            tokens.ref,
         )
         (slope,) = torch.autograd.grad(losses.loss.sum(), logprobs)
     return losses.loss.detach(), slope, losses.first_trigger
 
 
-def _bonus(tokens: _Tokens, entropy: Tensor) -> tuple[Tensor, EntropyTerm | None]:
+def _bonus(tokens: _LossInputs, entropy: Tensor) -> tuple[Tensor, EntropyTerm | None]:
     """The entropy bonus of some tokens, and what its gradient needs; None without a bonus."""
     if not tokens.config.entropy_coef:
         return entropy.new_zeros(()), None
@@ -198,7 +200,7 @@ def _bonus(tokens: _Tokens, entropy: Tensor) -> tuple[Tensor, EntropyTerm | None
 
 
 def _gradient(
-    head: Head, chunk: _Tokens, lse: Tensor, slope: Tensor, pull: EntropyTerm | None, gradients: _Gradients
+    head: Head, chunk: _LossInputs, lse: Tensor, slope: Tensor, pull: EntropyTerm | None, gradients: _Gradients
 ) -> Tensor:
     """The gradient in a chunk's hidden states; that in the weight is added to its buffer."""
     pull = pull and replace(pull, coefficient=pull.coefficient * gradients.scale)

@@ -70,20 +70,22 @@ def make_head(weight: Tensor, layout: HeadLayout, tokens: int) -> Head:
     return Head(gemm_input(weight), first, valid, 1 / layout.temperature, layout.tp_group, rows, logits)
 
 
-def of(kept: Tensor | None, part: slice) -> Tensor | None:
-    """The kept tokens of a chunk."""
-    return None if kept is None else kept[part]
+def of(support_ids: Tensor | None, part: slice) -> Tensor | None:
+    """The support ids of a chunk."""
+    return None if support_ids is None else support_ids[part]
 
 
-def scan(head: Head, hidden: Tensor, targets: Tensor, kept: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def scan(
+    head: Head, hidden: Tensor, targets: Tensor, support_ids: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probability, entropy (nats) and log-sum-exp of a chunk's tokens, each float32 [n]; 1 GEMM.
 
-    With `kept`, of distributions over these tokens alone, as for `project`.
+    With `support_ids`, of distributions over these tokens alone, as for `project`.
 
     Leaves the chunk's logits in `head.logits`. Under vocabulary parallelism one all-gather of 16 bytes a token; every
     rank merges the same numbers in the same order, so the results are bitwise equal.
     """
-    logits = project(head, hidden, kept)
+    logits = project(head, hidden, support_ids)
     every: Tensor = head.rows.statistics(logits, head.scale, head.valid, targets - head.first)[None]
     if head.tp_group is not None:
         local = every
@@ -131,20 +133,20 @@ def gemm_input(matrix: Tensor) -> Tensor:
     return matrix if matrix.is_cuda else matrix.float()
 
 
-def project(head: Head, hidden: Tensor, kept: Tensor | None = None) -> Tensor:
+def project(head: Head, hidden: Tensor, support_ids: Tensor | None = None) -> Tensor:
     """Raw logits of a chunk in `head.logits`, float32 [n, V / tp].
 
-    With `kept` int64 [n, k], global token ids and -1 where there are fewer, all other tokens' logits are `FLOOR`, so
-    that they have probability 0 and no gradient.
+    With `support_ids` int64 [n, k], global token ids and -1 where there are fewer, all other tokens' logits are
+    `FLOOR`, so that they have probability 0 and no gradient.
     """
     logits, hidden = head.logits[: len(hidden)], gemm_input(hidden)
     if hidden.dtype == torch.float32:
         torch.mm(hidden, head.weight.T, out=logits)
     else:
         torch.mm(hidden, head.weight.T, out_dtype=torch.float32, out=logits)
-    if kept is not None:
-        columns = kept - head.first
-        mine = (kept >= 0) & (columns >= 0) & (columns < head.valid)
+    if support_ids is not None:
+        columns = support_ids - head.first
+        mine = (support_ids >= 0) & (columns >= 0) & (columns < head.valid)
         columns = columns.clamp(0, logits.shape[1] - 1)
         values = torch.where(mine, logits.gather(1, columns), FLOOR)
         logits.fill_(FLOOR).scatter_reduce_(1, columns, values, "amax")  # places of other ranks' tokens may coincide
@@ -160,7 +162,7 @@ def accumulate(total: Tensor, slope: Tensor, hidden: Tensor) -> None:
 
 
 def token_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, layout: HeadLayout, kept: Tensor | None = None
+    hidden: Tensor, weight: Tensor, targets: Tensor, layout: HeadLayout, support_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of its distribution; differentiable in `hidden` and `weight`.
 
@@ -171,7 +173,7 @@ def token_logprobs(
         hidden: [T, H], the same on every rank of `layout.tp_group` (gathered before, under sequence parallelism).
         weight: [V / tp, H], this rank's rows of the output weight.
         targets: int64 [T] global token ids below `layout.vocab_size`.
-        kept: int64 [T, k] global token ids that each softmax runs over, -1 where fewer; None for the vocabulary.
+        support_ids: int64 [T, k] global token ids that each softmax runs over, -1 where fewer; None for the vocabulary.
 
     Returns:
         logprobs float32 [T]; entropy float32 [T] in nats, not differentiable.
@@ -180,30 +182,30 @@ def token_logprobs(
     `copy_to_tensor_model_parallel_region` (all-reduce) or of
     `gather_from_sequence_parallel_region(tensor_parallel_output_grad=True)` (reduce-scatter) does.
     """
-    return _TokenLogprobs.apply(hidden, weight, targets, layout, kept)
+    return _TokenLogprobs.apply(hidden, weight, targets, layout, support_ids)
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, layout: HeadLayout, kept: Tensor | None
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, layout: HeadLayout, support_ids: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         head = make_head(weight, layout, len(targets))
         logprobs, entropy, lse = torch.empty(3, len(targets), dtype=torch.float32, device=hidden.device)
         for part in head.chunks(len(targets)):
-            logprobs[part], entropy[part], lse[part] = scan(head, hidden[part], targets[part], of(kept, part))
+            logprobs[part], entropy[part], lse[part] = scan(head, hidden[part], targets[part], of(support_ids, part))
         ctx.layout = layout
-        ctx.save_for_backward(hidden, weight, targets, lse, kept)
+        ctx.save_for_backward(hidden, weight, targets, lse, support_ids)
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, lse, kept = ctx.saved_tensors
+        hidden, weight, targets, lse, support_ids = ctx.saved_tensors
         head = make_head(weight, ctx.layout, len(targets))
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for part in head.chunks(len(targets)):
-            project(head, hidden[part], of(kept, part))
+            project(head, hidden[part], of(support_ids, part))
             d_hidden[part] = head_backward(head, hidden[part], targets[part], lse[part], grads[0][part], d_weight)
         return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None

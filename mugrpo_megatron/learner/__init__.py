@@ -10,4 +10,4 @@ context     flash attention; rows split over ranks         routing           exp
 operators   RMSNorm, SwiGLU, rotary embedding              latent            multi-head latent attention
 """
 
-import mugrpo_megatron.megatron  # noqa: F401  the CPU's stand-ins are there before the modules import Megatron
+import mugrpo_megatron.megatron_compat  # noqa: F401  the CPU's stand-ins are there before the modules import Megatron

@@ -19,14 +19,14 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mugrpo_megatron.learner.context import Split, attend, flash_attention, split_segments, takes_flash
+from mugrpo_megatron.learner.context import ContextSplit, attend, flash_attention, split_segments, takes_flash
 from mugrpo_megatron.learner.operators import rotate_, rotated
 
 _WASTE = 1.25  # a bucket takes segments while its padded area stays below this multiple of its tokens
 
 
 @dataclass(frozen=True)
-class Bucket:
+class LengthBucket:
     """Segments of similar length, padded to one length."""
 
     count: int
@@ -37,7 +37,7 @@ class Bucket:
 class Padding:
     """All segments of a packed micro-batch in a few buckets, with the indices that pad and unpad them."""
 
-    buckets: list[Bucket]
+    buckets: list[LengthBucket]
     rows: torch.Tensor
     """int64 [slots]: packed row of each padded slot; padding slots repeat their segment's first row."""
     slots: torch.Tensor
@@ -54,7 +54,7 @@ class Packing(PackedSeqParams):
     qkv_format: str = "sbhd"
     rotation: tuple[torch.Tensor, torch.Tensor] | None = None
     """cos and sin [tokens, 1, d / 2] of every row's rotary angles; the model fills them in, None rotates nothing."""
-    split: Split | None = None
+    split: ContextSplit | None = None
     """This rank's share under context parallelism; None when a rank holds whole rows."""
     lengths: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     """int [n], on the host: tokens of each segment."""
@@ -65,7 +65,7 @@ class Packing(PackedSeqParams):
         return _padding(self.lengths, self.cu_seqlens_q.device)
 
     @cached_property
-    def turned(self) -> Packing:
+    def pre_rotated(self) -> Packing:
         """The packing for queries and keys that are rotated already."""
         return replace(self, rotation=None)
 
@@ -97,7 +97,7 @@ def _padding(lengths: np.ndarray, device: torch.device) -> Padding:
         rows = offsets[chosen, None] + np.where(real, column, 0)
         slots[rows[real]] = base + np.flatnonzero(real)
         parts.append(rows.reshape(-1))
-        buckets.append(Bucket(count, longest))
+        buckets.append(LengthBucket(count, longest))
         base, start = base + count * longest, start + count
     return Padding(buckets, torch.from_numpy(np.concatenate(parts)).to(device), torch.from_numpy(slots).to(device))
 

@@ -81,7 +81,7 @@ def _asks_for_groups(wrapper: Callable[..., Any]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class ContextSplit:
     """A rank's share of a packed row: P parts, each the rows of one segment within one of the rank's two pieces."""
 
     queries: list[int]
@@ -111,7 +111,7 @@ def gathered_places(length: int, size: int) -> np.ndarray:
     return places
 
 
-def split_segments(offsets: np.ndarray, rank: int, size: int, device: torch.device) -> Split:
+def split_segments(offsets: np.ndarray, rank: int, size: int, device: torch.device) -> ContextSplit:
     """The share of `rank` of `size` in a packed row whose segments are bounded by `offsets` int [n + 1]."""
     length = int(offsets[-1])
     piece = length // (2 * size)
@@ -124,7 +124,7 @@ def split_segments(offsets: np.ndarray, rank: int, size: int, device: torch.devi
             keys.append(np.arange(segment, end))
     key_rows = gathered_places(length, size)[np.concatenate(keys)]
     counts = [len(rows) for rows in keys]
-    return Split(
+    return ContextSplit(
         queries,
         counts,
         torch.from_numpy(key_rows).to(device),
@@ -139,7 +139,7 @@ def gather_rows(x: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, gather_from_sequence_parallel_region(x.contiguous(), True, group))
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, split: Split, scale: float | None) -> torch.Tensor:
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, split: ContextSplit, scale: float | None) -> torch.Tensor:
     """Causal attention of this rank's queries [t, hq, d] to the gathered keys and values [., hkv, d] -> [t, hq, d]."""
     heads = (k.shape[1], v.shape[1])
     k, v = gather_rows(torch.cat([k, v], dim=1)).index_select(0, split.key_rows).split(heads, dim=1)

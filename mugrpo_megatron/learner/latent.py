@@ -77,7 +77,7 @@ class LatentAttention(Attention):
         value = F.pad(value, (0, self.sizes.head - self.sizes.value))
         recomputes = self.checkpoint_core_attention and self.training
         attend = self._checkpointed_attention_forward if recomputes else self.core_attention
-        out = attend(query, key, value, attention_mask, packed_seq_params=packed_seq_params.turned)
+        out = attend(query, key, value, attention_mask, packed_seq_params=packed_seq_params.pre_rotated)
         out = out.unflatten(-1, (-1, self.sizes.head))[..., : self.sizes.value].flatten(-2)
         return self.linear_proj(out)
 
@@ -95,9 +95,9 @@ class LatentAttention(Attention):
             query, _ = self.linear_q_proj(hidden)
         both, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
         key, value = both.unflatten(-1, (-1, sizes.plain + sizes.value)).split([sizes.plain, sizes.value], dim=-1)
-        plain, turning = query.unflatten(-1, (-1, sizes.head)).split([sizes.plain, sizes.rotary], dim=-1)
-        query = torch.cat([plain, _turned(turning, packing)], dim=-1)
-        shared = _turned(self._of_all_rows(rotary).unsqueeze(2), packing)
+        plain, rotary_part = query.unflatten(-1, (-1, sizes.head)).split([sizes.plain, sizes.rotary], dim=-1)
+        query = torch.cat([plain, _rotated(rotary_part, packing)], dim=-1)
+        shared = _rotated(self._of_all_rows(rotary).unsqueeze(2), packing)
         return query, torch.cat([key, shared.expand(-1, -1, key.shape[2], -1)], dim=-1), value
 
     def _of_all_rows(self, rotary: torch.Tensor) -> torch.Tensor:
@@ -116,6 +116,6 @@ def latent_spec(sizes: Latent, backend: BackendSpecProvider) -> ModuleSpec:
     )
 
 
-def _turned(x: torch.Tensor, packing: Packing) -> torch.Tensor:
+def _rotated(x: torch.Tensor, packing: Packing) -> torch.Tensor:
     """[t, 1, heads, d], whose neighbouring dimensions form pairs, rotated; pairs are then half a head apart."""
     return turn(x.squeeze(1).unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), packing).unsqueeze(1)

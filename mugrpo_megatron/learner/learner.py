@@ -227,7 +227,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def holding(learner: Learner, directory: Path) -> Iterator[None]:
+def swapped_weights(learner: Learner, directory: Path) -> Iterator[None]:
     """Inside the block every rank's parameters are those of the checkpoint; then its own again, bit by bit.
 
     The own ones wait in host memory: no second model on the device, and no communication. Moments, gradients and, but

@@ -18,7 +18,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mugrpo_megatron.kernels.head import accumulate, gemm_input
-from mugrpo_megatron.megatron import grouped_mlp
+from mugrpo_megatron.megatron_compat import grouped_mlp
 
 
 class ColumnParallel(ColumnParallelLinear):

@@ -46,9 +46,9 @@ class Objective:
     advantages: torch.Tensor
     """float32 [N]"""
     segments: Segments
-    reference: torch.Tensor | None
+    proximal: torch.Tensor | None
     """float32 [T]: under the policy that the clip range is centred on; None for the current policy."""
-    anchor: torch.Tensor | None = None
+    ref: torch.Tensor | None = None
     """float32 [T]: under the policy of the KL penalty; None without one."""
 
     def loss(self, learner: Learner, statistics: UpdateStatistics | None) -> HiddenLoss:
@@ -68,7 +68,7 @@ class Objective:
                 weight = with_stand_in(weight)
             segments, tokens = select_responses(self.segments, batch.responses, len(batch.targets))
             fused = fused_policy_loss(
-                predicting(model, hidden, batch),
+                states_before_targets(model, hidden, batch),
                 weight,
                 batch.targets,
                 self.behaviour[tokens],
@@ -76,10 +76,10 @@ class Objective:
                 segments,
                 self.section,
                 layout,
-                kept=batch.kept,
+                support_ids=batch.support_ids,
                 statistics=statistics,
-                reference=None if self.reference is None else self.reference[tokens],
-                anchor=None if self.anchor is None else self.anchor[tokens],
+                proximal=None if self.proximal is None else self.proximal[tokens],
+                ref=None if self.ref is None else self.ref[tokens],
                 main_grad=main_grad,
                 grad_scale=scale,
             )
@@ -112,16 +112,16 @@ def make_objective(learner: Learner, samples: Sequence[Sample], advantages: np.n
     segments = make_segments(lengths, weights, correction, tokens=len(behaviour))
     if recipe.objective.veto_reach == "turn":
         segments = with_turns(segments, [s.turns for s in samples])
-    section, reference, anchor = recipe.objective, None, None
-    if section.reference_every > 1:  # else the reference is the current policy
-        reference = _column(samples, "reference_logprobs", f"reference_every = {section.reference_every}", device)
-    if section.kl_anchor is not None:
-        anchor = _column(samples, "anchor_logprobs", f'kl_anchor = "{section.kl_anchor}"', device)
+    section, proximal, ref = recipe.objective, None, None
+    if section.proximal_every > 1:  # else the proximal policy is the current policy
+        proximal = _column(samples, "proximal_logprobs", f"proximal_every = {section.proximal_every}", device)
+    if section.kl_ref is not None:
+        ref = _column(samples, "ref_logprobs", f'kl_ref = "{section.kl_ref}"', device)
     if section.teacher is not None:
         teacher = _column(samples, "teacher_logprobs", f'teacher = "{section.teacher}"', device)
         segments = replace(segments, teacher=teacher)
     own = torch.from_numpy(np.asarray(advantages, dtype=np.float32)).to(device)
-    return Objective(section, behaviour, own, segments, reference, anchor)
+    return Objective(section, behaviour, own, segments, proximal, ref)
 
 
 def _column(samples: Sequence[Sample], field: str, key: str, device: torch.device) -> torch.Tensor:
@@ -140,24 +140,26 @@ def from_token_loss(learner: Learner, token_loss: TokenLoss, temperature: float)
     """The loss of any differentiable function of log-probabilities; computes the logits twice."""
 
     def loss(model: PolicyModel, hidden: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs, entropy = score(learner, model, hidden, batch, temperature)
+        logprobs, entropy = logprobs_and_entropy(learner, model, hidden, batch, temperature)
         return token_loss(logprobs, batch), torch.stack([logprobs.detach(), entropy])
 
     return loss
 
 
-def score(
+def logprobs_and_entropy(
     learner: Learner, model: PolicyModel, hidden: torch.Tensor, batch: MicroBatch, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability and entropy, float32 [T], of a micro-batch's trained tokens; differentiable.
 
     Rows of the output weight beyond the vocabulary are padding and take no part in the softmax.
     """
-    rows = predicting(model, hidden, batch)
-    return token_logprobs(rows, model.output_weight(), batch.targets, head_layout(learner, temperature), batch.kept)
+    rows = states_before_targets(model, hidden, batch)
+    return token_logprobs(
+        rows, model.output_weight(), batch.targets, head_layout(learner, temperature), batch.support_ids
+    )
 
 
-def predicting(model: PolicyModel, hidden: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+def states_before_targets(model: PolicyModel, hidden: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
     """Hidden states [T, h] that predict the trained tokens, from the last pipeline stage's output [t, 1, h].
 
     t is divided by TP under sequence parallelism. The backward pass sums the gradient over the tensor and context

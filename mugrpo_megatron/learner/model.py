@@ -30,7 +30,7 @@ from mugrpo_megatron.learner.groups import Ranks
 from mugrpo_megatron.learner.latent import latent_spec
 from mugrpo_megatron.learner.linear import DirectLayers
 from mugrpo_megatron.learner.operators import RMSNorm, SwiGLU, frequencies
-from mugrpo_megatron.megatron import mlp_spec
+from mugrpo_megatron.megatron_compat import mlp_spec
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.functions import load_function
 from mugrpo_megatron.weights.architecture import Architecture, Latent, Rope, stage_layers
@@ -147,7 +147,7 @@ ADAPTERS = "mugrpo_megatron.extras.lora.adapters:LoraAdapters"
 
 
 class Adapters(Protocol):
-    """What trains in place of the model's weights: the learner's one door for an extra, here `extras.lora`.
+    """What trains in place of the model's weights: the learner's only entry point for an extra, here `extras.lora`.
 
     It freezes a chunk's weights and adds modules whose names begin with `weights.table.ADAPTER`. A weight that it
     changes gets `merged()`: this rank's shard with the adapter in it, which every sync and save takes.

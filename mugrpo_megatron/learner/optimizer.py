@@ -121,17 +121,17 @@ def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer
     return [shard.optimizer for shard in shards(optimizer)]
 
 
-def learning_rate(section: OptimizerSection, update: int, total: int, of_stage: float = 0.0) -> float:
+def learning_rate(section: OptimizerSection, update: int, total: int, stage_progress: float = 0.0) -> float:
     """Learning rate of update number `update` (from 0) of `total`: linear warm-up, then the section's decay.
 
-    A decay over each stage begins at `lr` when `of_stage`, the part of the stage's updates that are taken, is 0.
+    A decay over each stage begins at `lr` when `stage_progress`, the part of the stage's updates that are taken, is 0.
     """
     if update < section.warmup_updates:
         return section.lr * (update + 1) / section.warmup_updates
     if section.decay == "constant":
         return section.lr
     of_run = (update - section.warmup_updates) / max(1, total - section.warmup_updates)
-    done = min(1.0, of_run if section.decay_over == "run" else of_stage)
+    done = min(1.0, of_run if section.decay_over == "run" else stage_progress)
     rest = 1.0 - done if section.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
     return section.min_lr + (section.lr - section.min_lr) * rest
 

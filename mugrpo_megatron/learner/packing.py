@@ -20,7 +20,7 @@ from mugrpo_megatron.samples import Routes, Sample
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class TokenSequence:
     """A sequence to train on; the loss covers the tokens from `prompt` on."""
 
     ids: np.ndarray
@@ -31,7 +31,7 @@ class Tokens:
     """The experts that every token but the last is sent to; None to let the routers choose."""
     mask: np.ndarray | None = None
     """bool [n - prompt]: which of the other tokens have a loss; None for all."""
-    kept: np.ndarray | None = None
+    support_ids: np.ndarray | None = None
     """int [trained, k]: the tokens that the softmax of each trained token runs over, -1 where fewer; None for all."""
 
     @property
@@ -46,7 +46,7 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PackingPlan:
     """Which sequences share a micro-batch."""
 
     shares: list[list[list[int]]]
@@ -82,19 +82,19 @@ class MicroBatch:
     """int64 [n]: `indices`, on the device."""
     routing: Routing | None = None
     """What the routers are told; None lets them choose."""
-    kept: torch.Tensor | None = None
+    support_ids: torch.Tensor | None = None
     """int64 [T, k]: the tokens that the softmax at each trained token runs over, -1 where fewer; None for all."""
 
 
-def sequence_of(sample: Sample, masked: bool = False) -> Tokens:
+def sequence_of(sample: Sample, masked: bool = False) -> TokenSequence:
     """A sample as a sequence whose trained tokens are the response, or its loss mask's part of it if `masked`."""
     ids = np.concatenate([sample.prompt_ids, sample.response_ids])
-    kept, mask = sample.kept, sample.loss_mask if masked else None
-    kept = kept if kept is None or mask is None else kept[mask]
-    return Tokens(ids, len(sample.prompt_ids), sample.routes, mask, kept)
+    support_ids, mask = sample.support_ids, sample.loss_mask if masked else None
+    support_ids = support_ids if support_ids is None or mask is None else support_ids[mask]
+    return TokenSequence(ids, len(sample.prompt_ids), sample.routes, mask, support_ids)
 
 
-def plan(lengths: Sequence[int], dp_size: int, budget: int, multiple: int = 1, count_multiple: int = 1) -> Plan:
+def plan(lengths: Sequence[int], dp_size: int, budget: int, multiple: int = 1, count_multiple: int = 1) -> PackingPlan:
     """Distribute sequences of `lengths` tokens evenly over as few micro-batches of `budget` tokens as possible.
 
     A budget below the longest sequence is raised to it, since memory has to hold that one anyway. Each sequence,
@@ -112,7 +112,7 @@ def plan(lengths: Sequence[int], dp_size: int, budget: int, multiple: int = 1, c
         per_rank += count_multiple
     length = _round_up(fullest, multiple)
     shares = [[bins[micro * dp_size + rank] for micro in range(per_rank)] for rank in range(dp_size)]
-    return Plan(shares, length, total / (length * per_rank * dp_size))
+    return PackingPlan(shares, length, total / (length * per_rank * dp_size))
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -131,7 +131,7 @@ def fill(lengths: Sequence[int], count: int) -> tuple[list[list[int]], int]:
 
 
 def pack(
-    sequences: Sequence[Tokens],
+    sequences: Sequence[TokenSequence],
     indices: list[int],
     length: int,
     device: torch.device,
@@ -158,21 +158,29 @@ def pack(
     on_device = [torch.from_numpy(array).to(device) for array in arrays]
     packing = make_packing(segments, device, cp_rank, cp_size)
     held_ids, held_positions, rows, answers, counts, responses = on_device
-    kept = _kept([chosen[i] for i in mine], device)
+    support_ids = _support_ids([chosen[i] for i in mine], device)
     return MicroBatch(
-        chosen_here.tolist(), held_ids, held_positions, packing, rows, answers, counts, responses, kept=kept
+        chosen_here.tolist(),
+        held_ids,
+        held_positions,
+        packing,
+        rows,
+        answers,
+        counts,
+        responses,
+        support_ids=support_ids,
     )
 
 
-def _kept(mine: list[Tokens], device: torch.device) -> torch.Tensor | None:
+def _support_ids(mine: list[TokenSequence], device: torch.device) -> torch.Tensor | None:
     """int64 [T, k]: the tokens that each trained token's softmax runs over; None for the vocabulary."""
-    rows_kept = [sequence.kept for sequence in mine if sequence.kept is not None]
-    if not rows_kept:
+    support_rows = [sequence.support_ids for sequence in mine if sequence.support_ids is not None]
+    if not support_rows:
         return None
-    if len(rows_kept) < len(mine):
-        raise ValueError("some responses of an update have kept tokens, others not")
-    width = max(rows.shape[1] for rows in rows_kept)
-    padded = [np.pad(rows, ((0, 0), (0, width - rows.shape[1])), constant_values=-1) for rows in rows_kept]
+    if len(support_rows) < len(mine):
+        raise ValueError("some responses of an update have support ids, others not")
+    width = max(rows.shape[1] for rows in support_rows)
+    padded = [np.pad(rows, ((0, 0), (0, width - rows.shape[1])), constant_values=-1) for rows in support_rows]
     return torch.from_numpy(np.concatenate(padded).astype(np.int64)).to(device)
 
 

@@ -17,9 +17,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from mugrpo_megatron.cpu.megatron import LANE_TOKENS, LANES_FROM, run_lanes
 from mugrpo_megatron.learner.groups import Ranks
 from mugrpo_megatron.learner.learner import Learner
-from mugrpo_megatron.learner.loss import HiddenLoss, score
+from mugrpo_megatron.learner.loss import HiddenLoss, logprobs_and_entropy
 from mugrpo_megatron.learner.model import PolicyModel, policy
-from mugrpo_megatron.learner.packing import MicroBatch, Plan, Tokens, pack, plan
+from mugrpo_megatron.learner.packing import MicroBatch, PackingPlan, TokenSequence, pack, plan
 from mugrpo_megatron.learner.routing import Routing, clear, layers_of, make_routing
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.systems import FP8_MULTIPLE
@@ -28,7 +28,7 @@ Read = Callable[[PolicyModel, torch.Tensor, MicroBatch], torch.Tensor]
 """(last chunk's model, its hidden states, micro-batch) -> float32 [k, T]: k values for each trained token."""
 
 
-def plan_update(learner: Learner, sequences: Sequence[Tokens]) -> Plan:
+def plan_update(learner: Learner, sequences: Sequence[TokenSequence]) -> PackingPlan:
     """The packing plan of an update; the same on every rank and for every pass over the same sequences."""
     ranks, recipe = learner.ranks, learner.recipe
     lengths = [len(s.ids) for s in sequences]
@@ -50,7 +50,7 @@ def row_multiple(recipe: Recipe, ranks: Ranks) -> int:
 
 
 def pack_share(
-    learner: Learner, sequences: Sequence[Tokens], plan: Plan, record_routes: bool = False
+    learner: Learner, sequences: Sequence[TokenSequence], plan: PackingPlan, record_routes: bool = False
 ) -> list[MicroBatch]:
     """The micro-batches of this rank's data parallel share, on its device.
 
@@ -68,7 +68,9 @@ def pack_share(
     ]
 
 
-def _routing(learner: Learner, sequences: Sequence[Tokens], indices: list[int], length: int, record: bool) -> Routing:
+def _routing(
+    learner: Learner, sequences: Sequence[TokenSequence], indices: list[int], length: int, record: bool
+) -> Routing:
     """The routing of the packed row of the sequences at `indices`."""
     lengths = np.array([len(sequence.ids) for sequence in sequences])
     starts, rows = np.cumsum(lengths - 1) - (lengths - 1), np.cumsum(lengths[indices]) - lengths[indices]
@@ -78,7 +80,8 @@ def _routing(learner: Learner, sequences: Sequence[Tokens], indices: list[int], 
 
 
 def forward_backward(learner: Learner, batches: list[MicroBatch], loss: HiddenLoss) -> list[torch.Tensor]:
-    """Accumulate an update's gradients over all ranks; returns `scores` per micro-batch on the last pp_stage, else [].
+    """Accumulate an update's gradients over all ranks; returns `logprobs_and_entropies` per micro-batch on the last
+    pp_stage, else [].
 
     Gradients are those of the sum of the micro-batches' losses, over all data parallel ranks too.
     """
@@ -88,14 +91,14 @@ def forward_backward(learner: Learner, batches: list[MicroBatch], loss: HiddenLo
     return _run(learner, batches, loss, forward_only=False)
 
 
-def scores(learner: Learner, batches: list[MicroBatch], temperature: float) -> list[torch.Tensor]:
+def logprobs_and_entropies(learner: Learner, batches: list[MicroBatch], temperature: float) -> list[torch.Tensor]:
     """Log-probability and entropy, float32 [2, T], of each micro-batch's trained tokens on the last pp_stage, else [].
 
     Bitwise equal to those of `forward_backward` on the same micro-batches and weights.
     """
 
     def read(model: PolicyModel, hidden: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        return torch.stack(score(learner, model, hidden, batch, temperature))
+        return torch.stack(logprobs_and_entropy(learner, model, hidden, batch, temperature))
 
     return forward_only(learner, batches, read)
 
@@ -111,7 +114,7 @@ def forward_only(learner: Learner, batches: list[MicroBatch], read: Read) -> lis
 
 
 def gather_tokens(
-    learner: Learner, sequences: Sequence[Tokens], batches: list[MicroBatch], values: list[torch.Tensor], k: int
+    learner: Learner, sequences: Sequence[TokenSequence], batches: list[MicroBatch], values: list[torch.Tensor], k: int
 ) -> torch.Tensor:
     """float32 [k, T] on every rank: the micro-batches' `values` of all trained tokens, in the order of `sequences`.
 

@@ -15,18 +15,24 @@ from mugrpo_megatron.learner.groups import named_phase
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.loss import Objective, TokenLoss, from_token_loss, make_objective
 from mugrpo_megatron.learner.optimizer import Step, learning_rate, loss_scale, take_step
-from mugrpo_megatron.learner.packing import MicroBatch, Tokens, sequence_of
-from mugrpo_megatron.learner.passes import forward_backward, gather_tokens, pack_share, plan_update, scores
+from mugrpo_megatron.learner.packing import MicroBatch, TokenSequence, sequence_of
+from mugrpo_megatron.learner.passes import (
+    forward_backward,
+    gather_tokens,
+    logprobs_and_entropies,
+    pack_share,
+    plan_update,
+)
 from mugrpo_megatron.learner.routing import gather_flips, gather_routes
 from mugrpo_megatron.samples import Sample
 
 
 def update(
-    learner: Learner, samples: Sequence[Sample], advantages: np.ndarray, of_stage: float = 0.0
+    learner: Learner, samples: Sequence[Sample], advantages: np.ndarray, stage_progress: float = 0.0
 ) -> dict[str, float]:
     """Take one optimizer update on `samples` with `advantages` float [N].
 
-    `of_stage` is the part of the stage's updates that are taken, for a learning rate that falls with it.
+    `stage_progress` is the part of the stage's updates that are taken, for a learning rate that falls with it.
     Collective: every rank passes the whole update and trains on its own share. Returns, on every rank, the objective's
     metrics over the whole update under the weights before the step, and `grad_norm` (before clipping), `lr`, `tokens`
     (trained), `packed_efficiency`, `skipped` (1 when a non-finite gradient left the weights as they were), `seconds`.
@@ -40,7 +46,7 @@ def update(
         statistics = _statistics(learner, objective, sequences, batches)
         values = forward_backward(learner, batches, objective.loss(learner, statistics))
         scale = loss_scale(learner.optimizer)
-        step = _step(learner, of_stage)
+        step = _step(learner, stage_progress)
         logprobs, entropy = gather_tokens(learner, sequences, batches, values, k=2)
         flips = _flips(learner, sequences, batches)
     with torch.no_grad():
@@ -50,8 +56,8 @@ def update(
             objective.advantages,
             objective.segments,
             objective.section,
-            reference=objective.reference,
-            anchor=objective.anchor,
+            proximal=objective.proximal,
+            ref=objective.ref,
             entropy=entropy,
         )
     metrics["loss"] = float(loss)
@@ -64,10 +70,10 @@ def update(
     return metrics
 
 
-def _sequences(learner: Learner, samples: Sequence[Sample]) -> list[Tokens]:
+def _sequences(learner: Learner, samples: Sequence[Sample]) -> list[TokenSequence]:
     """The samples to train on; UserError for a token that the model lacks, as a stage from elsewhere may hold."""
     sequences = [sequence_of(sample, masked=True) for sample in samples]
-    parts = [part for one in sequences for part in (one.ids, one.kept) if part is not None]
+    parts = [part for one in sequences for part in (one.ids, one.support_ids) if part is not None]
     largest = max(int(part.max(initial=0)) for part in parts)
     if largest >= learner.architecture.vocab_size:
         raise UserError(
@@ -85,7 +91,7 @@ def _step_metrics(learner: Learner, step: Step, scale: float) -> dict[str, float
     return metrics
 
 
-def optimize(learner: Learner, sequences: Sequence[Tokens], token_loss: TokenLoss) -> Step:
+def optimize(learner: Learner, sequences: Sequence[TokenSequence], token_loss: TokenLoss) -> Step:
     """One optimizer update on any token loss at temperature 1, as for supervised learning. Collective."""
     batches = pack_share(learner, sequences, plan_update(learner, sequences))
     forward_backward(learner, batches, from_token_loss(learner, token_loss, temperature=1.0))
@@ -103,12 +109,12 @@ def token_logprobs(learner: Learner, samples: Sequence[Sample]) -> list[np.ndarr
 
 def _scored(
     learner: Learner, samples: Sequence[Sample], record_routes: bool = False
-) -> tuple[list[np.ndarray], list[Tokens], list[MicroBatch]]:
+) -> tuple[list[np.ndarray], list[TokenSequence], list[MicroBatch]]:
     """`token_logprobs`, and the sequences and micro-batches of the pass."""
     with named_phase(learner.ranks, "learner log-probabilities"):
         sequences = _sequences(learner, samples)
         batches = pack_share(learner, sequences, plan_update(learner, sequences), record_routes)
-        values = scores(learner, batches, learner.recipe.rollout.temperature)
+        values = logprobs_and_entropies(learner, batches, learner.recipe.rollout.temperature)
         logprobs = gather_tokens(learner, sequences, batches, values, k=2)[0].cpu()
     parts = [part.numpy() for part in logprobs.split([sequence.trained for sequence in sequences])]
     responses = []
@@ -133,7 +139,7 @@ def record_routes(learner: Learner, samples: Sequence[Sample]) -> tuple[list[np.
     return logprobs, layers
 
 
-def _flips(learner: Learner, sequences: Sequence[Tokens], batches: list[MicroBatch]) -> dict[str, float]:
+def _flips(learner: Learner, sequences: Sequence[TokenSequence], batches: list[MicroBatch]) -> dict[str, float]:
     """How far the routers have moved from the routes that the update replayed; empty without replay."""
     if not any(sequence.routes for sequence in sequences):
         return {}
@@ -142,24 +148,24 @@ def _flips(learner: Learner, sequences: Sequence[Tokens], batches: list[MicroBat
     return gather_flips(parts, _routed_tokens(sequences), layers, learner.ranks)
 
 
-def _routed_tokens(sequences: Sequence[Tokens]) -> int:
+def _routed_tokens(sequences: Sequence[TokenSequence]) -> int:
     return sum(len(sequence.ids) - 1 for sequence in sequences)
 
 
 def _statistics(
-    learner: Learner, objective: Objective, sequences: list[Tokens], batches: list[MicroBatch]
+    learner: Learner, objective: Objective, sequences: list[TokenSequence], batches: list[MicroBatch]
 ) -> UpdateStatistics | None:
     """Statistics of the whole update that the objective needs before any gradient, from a forward pass, or None."""
     if not objective.section.needs_statistics:
         return None
-    values = scores(learner, batches, learner.recipe.rollout.temperature)
+    values = logprobs_and_entropies(learner, batches, learner.recipe.rollout.temperature)
     logprobs = gather_tokens(learner, sequences, batches, values, k=2)[0]
     return update_statistics(logprobs, objective.behaviour, objective.advantages, objective.segments, objective.section)
 
 
-def _step(learner: Learner, of_stage: float = 0.0) -> Step:
+def _step(learner: Learner, stage_progress: float = 0.0) -> Step:
     section, total = learner.recipe.optimizer, learner.recipe.schedule.total_updates
-    rate = learning_rate(section, learner.updates_done, total, of_stage)
+    rate = learning_rate(section, learner.updates_done, total, stage_progress)
     step = take_step(learner.optimizer, rate, section.clip_grad)
     learner.updates_done += 1
     learner.steps_done += not step.skipped

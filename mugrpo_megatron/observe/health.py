@@ -1,4 +1,4 @@
-"""Signs that a run is sick, read off its metric rows: a sentence for each, and the way out. docs/sick.md lists them.
+"""Signs that a run is sick, read off its metric rows: a sentence for each, and the way out. docs/health.md lists them.
 
 Bounds are wide, so that a healthy run has no sign. Those of ESS and veto are from docs/study.md: of 116 runs that
 improved, the worst ended at an ESS of 0.77 with 3.5 % of the tokens vetoed; half of the 62 that fell ended below 0.63.
@@ -35,7 +35,7 @@ LEAST_UPDATES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Sign:
+class HealthWarning:
     """Something in a run's metrics that a healthy run does not have."""
 
     name: str
@@ -49,12 +49,12 @@ class Sign:
     @property
     def line(self) -> str:
         """As the console has it."""
-        return f"sick? {self.sentence} (docs/sick.md)"
+        return f"warning: {self.sentence} (docs/health.md)"
 
 
-def signs(
+def health_warnings(
     updates: Sequence[Row], stages: Sequence[Row], evals: Sequence[Row], clip_grad: float | None = None
-) -> list[Sign]:
+) -> list[HealthWarning]:
     """Every sign in the rows of a run, which are in order and without repeated ones; `clip_grad` is the recipe's.
 
     Signs are of the run's last tenth: its last stage, or the last tenth of many stages or updates.
@@ -91,11 +91,11 @@ def _named(stages: Sequence[Row]) -> str:
     return f"stage {last}" if first == last else f"stages {first} to {last}"
 
 
-def _equal_rewards(stages: Sequence[Row]) -> Iterator[Sign]:
+def _equal_rewards(stages: Sequence[Row]) -> Iterator[HealthWarning]:
     share = mean_in(stages, "zero_variance_fraction")
     if share is not None and share >= EQUAL:
         reward = mean_in(stages, "reward_mean")
-        yield Sign(
+        yield HealthWarning(
             "equal rewards",
             f"{_percent(share)} of the groups of {_named(stages)} have equal rewards, {reward or 0.0:.3g} on average: "
             "they have no gradient, and nothing is learned from them",
@@ -104,14 +104,14 @@ def _equal_rewards(stages: Sequence[Row]) -> Iterator[Sign]:
         )
 
 
-def _truncated(stages: Sequence[Row], evals: Sequence[Row]) -> Iterator[Sign]:
+def _truncated(stages: Sequence[Row], evals: Sequence[Row]) -> Iterator[HealthWarning]:
     training, held_out = mean_in(stages, "truncated_fraction"), _of_sets(evals, "truncated")
     for share, whose, key in (
         (training, f"the responses of {_named(stages)}" if stages else "", "rollout.max_response_tokens"),
         (held_out, "the last evaluation's responses", "eval.max_tokens"),
     ):
         if share is not None and share >= CUT:
-            yield Sign(
+            yield HealthWarning(
                 "truncated",
                 f"{_percent(share)} of {whose} are cut off at the length limit",
                 f"raise {key}, or find out why the model does not stop: its chat template, its end token, a collapse",
@@ -119,24 +119,24 @@ def _truncated(stages: Sequence[Row], evals: Sequence[Row]) -> Iterator[Sign]:
             return
 
 
-def _no_answer(evals: Sequence[Row]) -> Iterator[Sign]:
+def _no_answer(evals: Sequence[Row]) -> Iterator[HealthWarning]:
     share = _of_sets(evals, "unparsed")
     if share is not None and share >= UNPARSED:
-        yield Sign(
+        yield HealthWarning(
             "no answer",
             f"no answer is found in {_percent(share)} of the held-out responses",
             "read some in the report; ask in data.system_prompt for the form that the reward reads, such as \\boxed{}",
         )
 
 
-def _entropy(updates: Sequence[Row], recent: Sequence[Row]) -> Iterator[Sign]:
+def _entropy(updates: Sequence[Row], recent: Sequence[Row]) -> Iterator[HealthWarning]:
     """Against the first tenth of the run; rising means that it is still within a tenth of its highest."""
     first, now = mean_in(updates[: len(recent)], "entropy"), mean_in(recent, "entropy")
     if first is None or now is None:
         return
     change = f"entropy has gone from {first:.3g} to {now:.3g} nats"
     if now < max(SILENT, FALLEN * first):
-        yield Sign(
+        yield HealthWarning(
             "entropy near zero",
             f"{change}: responses to one prompt hardly differ, so groups stop to have a signal",
             "lower optimizer.lr, raise objective.clip_high, or go back to an earlier checkpoint",
@@ -144,40 +144,40 @@ def _entropy(updates: Sequence[Row], recent: Sequence[Row]) -> Iterator[Sign]:
     parts = [mean_in(updates[at : at + len(recent)], "entropy") for at in range(0, len(updates), len(recent))]
     highest = max(part for part in parts if part is not None)
     if now > RISEN * first and now >= 0.9 * highest:
-        yield Sign(
+        yield HealthWarning(
             "entropy rising",
             f"{change} and does not come back: the policy dissolves",
             "lower optimizer.lr, or shorten the stages (schedule.updates_per_stage)",
         )
 
 
-def _beyond(recent: Sequence[Row], stages: Sequence[Row]) -> Iterator[Sign]:
+def _beyond(recent: Sequence[Row], stages: Sequence[Row]) -> Iterator[HealthWarning]:
     ess, vetoed, distance = mean_in(recent, "ess"), mean_in(recent, "vetoed_fraction"), mean_in(stages, "mismatch_mean")
     if ess is not None and ess < ESS:
-        yield Sign(
+        yield HealthWarning(
             "low ESS",
             f"the effective sample size is {_percent(ess)} of the tokens: a few of them carry each update",
             "lower optimizer.lr, or shorten the stages (schedule.updates_per_stage)",
         )
     if vetoed is not None and vetoed > VETOED:
-        yield Sign(
+        yield HealthWarning(
             "much vetoed",
             f"{_percent(vetoed)} of the tokens are dropped by the veto or a mask",
             "lower optimizer.lr, shorten the stages, or lower objective.trigger_ratio",
         )
     if distance is not None and distance > MISMATCH:
-        yield Sign(
+        yield HealthWarning(
             "mismatch",
             f"engine and learner differ by {distance:.3g} nats a token on the same weights ({_named(stages)})",
             'set rollout.behaviour = "learner", give both the same dtype, and see `mugrpo doctor`',
         )
 
 
-def _clipped_gradient(recent: Sequence[Row], clip_grad: float | None) -> Iterator[Sign]:
+def _clipped_gradient(recent: Sequence[Row], clip_grad: float | None) -> Iterator[HealthWarning]:
     norms = values_in(recent, "grad_norm")
     clipped = sum(norm > clip_grad for norm in norms) if clip_grad else 0
     if norms and clipped >= CLIPPED * len(norms):
-        yield Sign(
+        yield HealthWarning(
             "gradient always clipped",
             f"{clipped} of the last {len(norms)} gradients were clipped to {clip_grad:g}, their median norm is "
             f"{statistics.median(norms):.3g}: every update has the same size, whatever its data say",
@@ -185,7 +185,7 @@ def _clipped_gradient(recent: Sequence[Row], clip_grad: float | None) -> Iterato
         )
 
 
-def _fell(stages: Sequence[Row], evals: Sequence[Row]) -> Iterator[Sign]:
+def _fell(stages: Sequence[Row], evals: Sequence[Row]) -> Iterator[HealthWarning]:
     """The held-out mean's 95 % intervals, at the first and the last evaluation, do not touch."""
     if len(evals) < 2:
         return
@@ -197,13 +197,13 @@ def _fell(stages: Sequence[Row], evals: Sequence[Row]) -> Iterator[Sign]:
     rewards = values_in(stages, "reward_mean")
     text = f"held-out {measure} has fallen from {before:.3g} to {after:.3g}"
     if len(rewards) > 1 and rewards[-1] > rewards[0]:
-        yield Sign(
+        yield HealthWarning(
             "reward up, evaluation down",
             f"{text} while the training reward rose from {rewards[0]:.3g} to {rewards[-1]:.3g}",
             "read responses with a high reward: the reward is gamed, or the training problems are learned by heart",
         )
     else:
-        yield Sign(
+        yield HealthWarning(
             "evaluation down",
             text,
             "go back to an earlier checkpoint; lower optimizer.lr, or shorten the stages (schedule.updates_per_stage)",
@@ -226,7 +226,7 @@ class Watch:
         if row["kind"] == "stage" or (row["kind"] == "phase" and row["phase"] == "optimize"):
             rows = self.rows
             updates, stages, evals = in_order(rows, "update"), in_order(rows, "stage"), in_order(rows, "eval")
-            current = signs(updates, stages, evals, self.clip_grad)
+            current = health_warnings(updates, stages, evals, self.clip_grad)
             for sign in current:
                 if sign.name not in self.present:
                     self.say(sign.line)

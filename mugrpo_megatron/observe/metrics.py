@@ -47,9 +47,9 @@ PHASES: dict[str, str] = {
     "`schedule.max_sample_age` the learner waits for other processes that generate the stage.",
     "score": "Verification that remains after generation has ended.",
     "logprobs": "The learner computes logprobs of new responses: of a few to measure the engine's mismatch, or of "
-    'all with `rollout.behaviour = "learner"` and under `objective.kl_anchor`. Inside `optimize`, those of the clip\'s '
-    "reference policy if `objective.reference_every` is above 1.",
-    "guest": "A model of `[guest.NAME]` starts, scores the stage, and leaves.",
+    'all with `rollout.behaviour = "learner"` and under `objective.kl_ref`. Inside `optimize`, those of the clip\'s '
+    "proximal policy if `objective.proximal_every` is above 1.",
+    "auxiliary": "A model of `[auxiliary.NAME]` starts, scores the stage, and leaves.",
     "probe": "The learner computes logprobs of 32 responses, for the report's heat map.",
     "optimize": "The learner takes the stage's updates.",
     "save": "The learner's state is written to disk.",
@@ -89,7 +89,7 @@ METRICS_OF: dict[Kind, tuple[tuple[str, str, str], ...]] = {
         ("staleness", "updates",
          "Updates since the weights that sampled the responses: the age, or more with `schedule.max_sample_age`."),
         ("entropy", "nats", "Mean entropy of the policy's next-token distribution at response tokens."),
-        ("own/NAME", "any", "What `objective.diagnostics` returns under NAME."),
+        ("user/NAME", "any", "What `objective.diagnostics` returns under NAME."),
         ("kl_response", "nats",
          "`kl_k3` times the tokens of a response: how far the policy has moved from the stage's."),
         ("grad_norm", "1", "Global gradient norm before clipping."),
@@ -157,9 +157,10 @@ METRICS_OF: dict[Kind, tuple[tuple[str, str, str], ...]] = {
          "Resident host memory of the largest engine's processes at the end of the phase; on CUDA the memory in use "
          "on its leader's device, all processes together."),
         ("memory_before", "bytes",
-         "Memory in use on a rank's device before a guest starts, all processes together, the most over ranks; on a "
+         "Memory in use on a rank's device before an auxiliary model starts, all processes together, the most over "
+         "ranks; on a "
          "CPU resident memory of a rank's process."),
-        ("memory_after", "bytes", "The same after the guest has left."),
+        ("memory_after", "bytes", "The same after the auxiliary model has left."),
         ("kl_teacher", "nats",
          "Mean of log π − log π_teacher over the stage, π the policy that sampled it: an unbiased estimate of KL(π | "
          "teacher) per token."),

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from rich.table import Table
 from rich.text import Text
 
-from mugrpo_megatron.observe.health import signs
+from mugrpo_megatron.observe.health import health_warnings
 from mugrpo_megatron.observe.metrics import PHASES
 from mugrpo_megatron.observe.progress import duration, new_table
 from mugrpo_megatron.observe.rundata import RunData, paper_seconds, read_run, seconds_by_phase
@@ -79,7 +79,7 @@ def summarize(run_dir: Path) -> dict[str, Any]:
     and at its last evaluation after it; None where there was none.
     `accuracy_interval` is the 95 % interval [low, high] of `accuracy_after`, `accuracy_before_interval` that of
     `accuracy_before`. `sets` has the same of each set: before, before_interval, after, interval, problems, samples.
-    `signs` are those that the run is sick (observe/health.py): name, text and remedy of each.
+    `health_warnings` are those that the run is sick (observe/health.py): name, text and remedy of each.
     Where the figures are mean rewards, `measure` is "reward" and keys begin with `reward_` instead of `accuracy_`.
     """
     return summary_of(read_run(run_dir))
@@ -105,7 +105,7 @@ def summary_of(run: RunData) -> dict[str, Any]:
         "updates": len(run.updates),
         "skipped_updates": sum(bool(row.get("skipped")) for row in run.updates),
         "seed": run.recipe.get("run", {}).get("seed", 0),
-        "signs": [asdict(sign) for sign in signs(run.updates, run.stages, run.evals, clip_grad)],
+        "health_warnings": [asdict(sign) for sign in health_warnings(run.updates, run.stages, run.evals, clip_grad)],
     }
 
 

@@ -69,7 +69,7 @@ class RunData:
     @property
     def total_updates(self) -> int:
         """The updates that the recipe's schedule asks for; at least those that were taken."""
-        parts = [self.setting(f"schedule.{name}") or 1 for name in ("stages", "updates_per_stage", "passes")]
+        parts = [self.setting(f"schedule.{name}") or 1 for name in ("stages", "updates_per_stage", "epochs")]
         return max(round(math.prod(parts)), len(self.updates), 1)
 
     def stage_starts(self) -> list[Row]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mugrpo_megatron.algorithm.advantages import informative, informative_updates
-from mugrpo_megatron.algorithm.anchor import rewards_less_kl
+from mugrpo_megatron.algorithm.ref_kl import rewards_less_kl
 from mugrpo_megatron.data.prepare import update_at
 from mugrpo_megatron.recipe import ObjectiveSection, Recipe
 from mugrpo_megatron.recipe.functions import source_sum
@@ -20,12 +20,12 @@ from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.record import file_sum
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.columns import LogprobColumn, ScoreColumn, computed_again
-from mugrpo_megatron.stages.manifest import of_stage
+from mugrpo_megatron.stages.manifest import stage_identity
 from mugrpo_megatron.stages.routes import RouteColumn, route_column
 from mugrpo_megatron.stages.store import StageStore
 
-ASK_GUESTS = "remove both of its files, and `mugrpo train` or `mugrpo generate` with this recipe computes them"
-"""How a guest's column is repaired."""
+REPAIR_AUXILIARY = "remove both of its files, and `mugrpo train` or `mugrpo generate` with this recipe computes them"
+"""How an auxiliary model's column is repaired."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,57 +37,55 @@ class Batch:
     """float64 [N]: what advantages are computed from."""
     groups: np.ndarray
     """int64 [N]"""
-    progress: float
+    stage_progress: float
     """The part of the stage's updates that are taken, from 0 to below 1."""
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class StageColumns:
     """The columns of a stage that the recipe asks for; None for the others."""
 
     behaviour: LogprobColumn | None
     """Under the learner's weights at the stage's start, with `rollout.behaviour = "learner"`."""
     routes: RouteColumn | None
     """What the learner's routers chose then, with `learner.routing_replay = "learner"`."""
-    anchor: LogprobColumn | None
-    """Under the anchor of the KL penalty, unless that is the behaviour."""
-    anchor_weights: Path | None
-    """The anchor's checkpoint; None where it is the learner at the stage's start."""
+    ref: LogprobColumn | None
+    """Under the reference policy, unless that is the behaviour."""
+    ref_weights: Path | None
+    """The reference policy's checkpoint; None where it is the learner at the stage's start."""
     teacher: LogprobColumn | None
-    """Under the guest that `objective.teacher` names."""
+    """Under the auxiliary model that `objective.teacher` names."""
     scores: Mapping[str, ScoreColumn]
     """Of the reward functions that are judges, by name."""
-    reference: Callable[[int], LogprobColumn] | None
-    """Age -> under the weights at that age, for `objective.reference_every` updates from there on."""
+    proximal: Callable[[int], LogprobColumn] | None
+    """Age -> under the weights at that age, for `objective.proximal_every` updates from there on."""
 
 
-def columns_of(recipe: Recipe, directory: RunDirectory, run: str, store: StageStore, stage: int) -> Columns:
+def columns_of(recipe: Recipe, directory: RunDirectory, run: str, store: StageStore, stage: int) -> StageColumns:
     """The columns of a run's sealed stage, whether they are computed yet or not; `run` is the run's id."""
-    section, of = recipe.objective, of_stage(store.content)
+    section, of = recipe.objective, stage_identity(store.content)
 
     def after(age: int = 0) -> str:
         return f"after {checkpoint_name(Cursor(stage, age))} from {directory.checkpoints}"
 
-    def reference(age: int) -> LogprobColumn:
-        return LogprobColumn(
-            directory.reference(stage, age), {**of, "run": run, "age": age}, computed_again(after(age))
-        )
+    def proximal(age: int) -> LogprobColumn:
+        return LogprobColumn(directory.proximal(stage, age), {**of, "run": run, "age": age}, computed_again(after(age)))
 
     behaviour = LogprobColumn(directory.behaviour(stage), of, computed_again(after()))
-    weights = anchor_weights(recipe)
-    anchor = LogprobColumn(
-        directory.anchor(stage),
-        {**of, "anchor": section.kl_anchor},
+    weights = ref_weights(recipe)
+    ref = LogprobColumn(
+        directory.ref(stage),
+        {**of, "ref": section.kl_ref},
         computed_again("" if weights else after()),
     )
-    return Columns(
+    return StageColumns(
         behaviour=behaviour if recipe.rollout.behaviour == "learner" else None,
         routes=route_column(store.directory, "learner", of) if store.replay == "learner" else None,
-        anchor=anchor if section.kl_anchor and not anchor_is_behaviour(recipe) else None,
-        anchor_weights=weights,
+        ref=ref if section.kl_ref and not ref_is_behaviour(recipe) else None,
+        ref_weights=weights,
         teacher=teacher_column(recipe, directory, store, stage),
         scores={name: score_column(recipe, directory, store, stage, name) for name in recipe.reward.judges},
-        reference=reference if section.reference_every > 1 else None,
+        proximal=proximal if section.proximal_every > 1 else None,
     )
 
 
@@ -96,34 +94,36 @@ def teacher_column(recipe: Recipe, directory: RunDirectory, store: StageStore, s
     name, temperature = recipe.objective.teacher, recipe.rollout.temperature
     if name is None:
         return None
-    of = {**of_stage(store.content), "guest": name, "temperature": temperature}
-    return LogprobColumn(directory.guest(stage, f"teacher-{name}"), of, ASK_GUESTS)
+    of = {**stage_identity(store.content), "auxiliary": name, "temperature": temperature}
+    return LogprobColumn(directory.auxiliary(stage, f"teacher-{name}"), of, REPAIR_AUXILIARY)
 
 
 def score_column(recipe: Recipe, directory: RunDirectory, store: StageStore, stage: int, name: str) -> ScoreColumn:
     """The scores of a sealed stage by the judge that is the reward function `name`."""
     judge = recipe.reward.judges[name]
     of = {
-        **of_stage(store.content),
-        "guest": judge.model,
+        **stage_identity(store.content),
+        "auxiliary": judge.model,
         "prompt": file_sum(judge.prompt),
         "parse": [judge.parse, source_sum(judge.parse or "")],
         "sampling": [judge.max_tokens, judge.temperature],
     }
-    return ScoreColumn(directory.guest(stage, f"reward-{name}"), of, ASK_GUESTS)
+    return ScoreColumn(directory.auxiliary(stage, f"reward-{name}"), of, REPAIR_AUXILIARY)
 
 
-def anchor_weights(recipe: Recipe) -> Path | None:
-    """The checkpoint that `objective.kl_anchor` names; None where the anchor is the learner at the stage's start."""
-    name = recipe.objective.kl_anchor
+def ref_weights(recipe: Recipe) -> Path | None:
+    """The checkpoint that `objective.kl_ref` names; None where the reference policy is the learner at the stage's
+    start."""
+    name = recipe.objective.kl_ref
     if name is None or name == "stage":
         return None
     return recipe.model.directory if name == "start" else Path(name)
 
 
-def anchor_is_behaviour(recipe: Recipe) -> bool:
-    """Whether the anchor's logprobs are the behaviour's: both of the learner with the stage's first weights."""
-    return recipe.objective.kl_anchor == "stage" and recipe.rollout.behaviour == "learner"
+def ref_is_behaviour(recipe: Recipe) -> bool:
+    """Whether the reference policy's logprobs are the behaviour's: both of the learner with the stage's first
+    weights."""
+    return recipe.objective.kl_ref == "stage" and recipe.rollout.behaviour == "learner"
 
 
 @dataclass(frozen=True)
@@ -133,23 +133,23 @@ class StageUpdates:
     recipe: Recipe
     store: StageStore
     stage: int
-    columns: Columns
+    columns: StageColumns
 
     def batch(self, cursor: Cursor) -> Batch:
         """What the update at the cursor trains on. Raises UserError when a column of it is missing or damaged."""
         samples = self.samples(cursor.age)
-        if self.columns.reference:
-            place = cursor.age % self.recipe.objective.reference_every
-            samples = _with(samples, "reference_logprobs", self.columns.reference(cursor.age - place).read(place))
+        if self.columns.proximal:
+            place = cursor.age % self.recipe.objective.proximal_every
+            samples = _with(samples, "proximal_logprobs", self.columns.proximal(cursor.age - place).read(place))
         return Batch(
             samples,
             training_rewards(samples, self.recipe.objective),
             np.array([sample.group for sample in samples]),
-            cursor.of_stage(self.recipe.schedule, self.store.updates),
+            cursor.stage_progress(self.recipe.schedule, self.store.updates),
         )
 
     def samples(self, age: int) -> list[Sample]:
-        """The samples of the update taken at `age`, without their reference.
+        """The samples of the update taken at `age`, without their proximal logprobs.
 
         Passes over the stage after the first take its updates in an order that the run's seed shuffles. With
         `objective.zero_variance = "leave_out"` updates consist of informative groups only.
@@ -199,17 +199,17 @@ class StageUpdates:
         return samples
 
     def _stored(self, update: int) -> list[Sample]:
-        """The samples of an update as the stage holds it, with its columns but for the reference."""
+        """The samples of an update as the stage holds it, with its columns but for the proximal logprobs."""
         samples = self._judged(self.store.read_update(update), update)
         if self.columns.behaviour:
             samples = _with(samples, "engine_logprobs", [sample.behaviour_logprobs for sample in samples])
             samples = _with(samples, "behaviour_logprobs", self.columns.behaviour.read(update))
         if self.columns.teacher:
             samples = _with(samples, "teacher_logprobs", self.columns.teacher.read(update))
-        if anchor_is_behaviour(self.recipe):
-            samples = _with(samples, "anchor_logprobs", [sample.behaviour_logprobs for sample in samples])
-        elif self.columns.anchor:
-            samples = _with(samples, "anchor_logprobs", self.columns.anchor.read(update))
+        if ref_is_behaviour(self.recipe):
+            samples = _with(samples, "ref_logprobs", [sample.behaviour_logprobs for sample in samples])
+        elif self.columns.ref:
+            samples = _with(samples, "ref_logprobs", self.columns.ref.read(update))
         return samples
 
 
@@ -229,12 +229,12 @@ def neutral_where_missing(scores: np.ndarray, groups: np.ndarray) -> np.ndarray:
 def training_rewards(samples: Sequence[Sample], section: ObjectiveSection) -> np.ndarray:
     """The rewards [N] that advantages are computed from: with `kl_penalty = "reward"`, less the penalty.
 
-    Raises ValueError when a sample lacks its anchor's logprobs.
+    Raises ValueError when a sample lacks its reference policy's logprobs.
     """
     rewards = np.array([sample.reward for sample in samples])
-    if section.kl_penalty != "reward" or section.kl_anchor is None:
+    if section.kl_penalty != "reward" or section.kl_ref is None:
         return rewards
-    anchor = [s.trained(s.anchor_logprobs) for s in samples if s.anchor_logprobs is not None]
-    if len(anchor) < len(samples):
-        raise ValueError('objective.kl_penalty = "reward" needs every sample\'s anchor_logprobs')
-    return rewards_less_kl(rewards, [s.trained(s.behaviour_logprobs) for s in samples], anchor, section)
+    ref = [s.trained(s.ref_logprobs) for s in samples if s.ref_logprobs is not None]
+    if len(ref) < len(samples):
+        raise ValueError('objective.kl_penalty = "reward" needs every sample\'s ref_logprobs')
+    return rewards_less_kl(rewards, [s.trained(s.behaviour_logprobs) for s in samples], ref, section)

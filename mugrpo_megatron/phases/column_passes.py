@@ -1,4 +1,5 @@
-"""Passes over a stage without a gradient, of the learner and of guests: they compute the columns that it needs."""
+"""Passes over a stage without a gradient, of the learner and of auxiliary models: they compute the columns that it
+needs."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.learner.learner import Learner, holding
+from mugrpo_megatron.learner.learner import Learner, swapped_weights
 from mugrpo_megatron.learner.update import record_routes, token_logprobs
 from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.phases.batches import StageUpdates
@@ -49,7 +50,7 @@ def learner_pass(run: Run, cursor: Cursor, what: str, ages: Sequence[int]) -> It
     run.world.barrier()
 
 
-def lacks(column: Column | None, again: bool) -> bool:
+def is_missing(column: Column | None, again: bool) -> bool:
     """Whether a column has to be computed; UserError when it is missing and cannot be computed again."""
     if column is None or column.whole:
         return False
@@ -66,7 +67,7 @@ def record_behaviour(run: Run, learner: Learner, stage: StageUpdates, cursor: Cu
     `learner.routing_replay = "learner"`; the logprobs are those of a pass that replays them, bit by bit.
     """
     behaviour, routes = stage.columns.behaviour, stage.columns.routes
-    scores, records = lacks(behaviour, cursor.age == 0), lacks(routes, cursor.age == 0)
+    scores, records = is_missing(behaviour, cursor.age == 0), is_missing(routes, cursor.age == 0)
     if not scores and not records:
         return
     store = stage.store
@@ -86,18 +87,20 @@ def record_behaviour(run: Run, learner: Learner, stage: StageUpdates, cursor: Cu
 
 
 def compute_anchor(run: Run, learner: Learner, stage: StageUpdates, cursor: Cursor) -> None:
-    """With `objective.kl_anchor`, compute the anchor's logprobs of the stage's responses, before the first update.
+    """With `objective.kl_ref`, compute the reference policy's logprobs of the stage's responses, before the first
+    update.
 
-    One forward pass over the stage, whatever the number of its updates; the anchor's weights are in the learner only
-    during that pass, so no second model is kept. A run that resumes reads the file. Raises UserError when it belongs to
-    another stage or to other weights than the anchor's directory holds now, and when it is gone although it cannot be
-    computed again.
+    One forward pass over the stage, whatever the number of its updates; the reference policy's weights are in the
+    learner only during that pass, so no second model is kept. A run that resumes reads the file. Raises UserError
+    when it belongs to
+    another stage or to other weights than the reference policy's directory holds now, and when it is gone although
+    it cannot be computed again.
     """
-    column, weights = stage.columns.anchor, stage.columns.anchor_weights
+    column, weights = stage.columns.ref, stage.columns.ref_weights
     if column is None:
         return
     mark = fingerprint(weights) if weights else ""
-    if not lacks(column, cursor.age == 0 or weights is not None):
+    if not is_missing(column, cursor.age == 0 or weights is not None):
         if column.body()["weights"] != mark:
             raise UserError(
                 f"{weights} holds other weights than when {column.path} was computed under them; put the right ones "
@@ -105,57 +108,60 @@ def compute_anchor(run: Run, learner: Learner, stage: StageUpdates, cursor: Curs
             )
         return
     if weights:
-        _check_anchor(run, cursor.stage, weights, mark)
+        _check_ref(run, cursor.stage, weights, mark)
     with (
-        learner_pass(run, cursor, "anchor logprobs", range(stage.store.updates)) as ages,
+        learner_pass(run, cursor, "ref logprobs", range(stage.store.updates)) as ages,
         column.write(run.is_main, weights=mark) as append,
-        holding(learner, weights) if weights else nullcontext(),
+        swapped_weights(learner, weights) if weights else nullcontext(),
     ):
         for age in ages:
             append(token_logprobs(learner, stage.store.read_update(age)))
 
 
-def _check_anchor(run: Run, stage: int, weights: Path, mark: str) -> None:
-    """Raise UserError when the anchor's directory holds other weights than when the run began, or a stage ago."""
-    if run.recipe.objective.kl_anchor == "start":
-        check_begun(run.record, run.recipe, f"the anchor of {run.directory.path}")
-    before = LogprobColumn(run.directory.anchor(stage - 1), {}) if stage > 0 else None
+def _check_ref(run: Run, stage: int, weights: Path, mark: str) -> None:
+    """Raise UserError when the reference policy's directory holds other weights than when the run began, or a stage
+    ago."""
+    if run.recipe.objective.kl_ref == "start":
+        check_begun(run.record, run.recipe, f"the reference policy of {run.directory.path}")
+    before = LogprobColumn(run.directory.ref(stage - 1), {}) if stage > 0 else None
     if before and before.weights not in (None, mark):
         raise UserError(
             f"{weights} holds other weights than when {before.path} was computed under them; put the right ones back"
         )
 
 
-def refresh_reference(run: Run, learner: Learner, stage: StageUpdates, cursor: Cursor) -> None:
-    """Every `objective.reference_every` updates the clip's reference policy becomes the current one.
+def refresh_proximal(run: Run, learner: Learner, stage: StageUpdates, cursor: Cursor) -> None:
+    """Every `objective.proximal_every` updates the clip's proximal policy becomes the current one.
 
     That policy is kept as its logprobs of all samples until the next refresh, on disk before the first of these updates
     is taken. They are recomputed when a run resumes at this cursor.
     """
-    every = run.recipe.objective.reference_every
-    if stage.columns.reference is None:
+    every = run.recipe.objective.proximal_every
+    if stage.columns.proximal is None:
         return
-    column = stage.columns.reference(cursor.age - cursor.age % every)
+    column = stage.columns.proximal(cursor.age - cursor.age % every)
     if cursor.age % every:
-        lacks(column, again=False)
+        is_missing(column, again=False)
         return
     ages = range(cursor.stage_length(run.recipe.schedule, stage.store.updates))[cursor.age : cursor.age + every]
     with (
-        learner_pass(run, cursor, "reference logprobs", ages) as passed,
+        learner_pass(run, cursor, "proximal logprobs", ages) as passed,
         column.write(run.is_main) as append,
     ):
         for age in passed:
             append(token_logprobs(learner, stage.samples(age)))
     if run.is_main:
-        _remove_passed_references(run)
+        _remove_old_proximal_files(run)
 
 
-def _remove_passed_references(run: Run) -> None:
-    """Remove the reference files that no checkpoint can need: all before the one that the oldest checkpoint needs.
+def _remove_old_proximal_files(run: Run) -> None:
+    """Remove the proximal files that no checkpoint can need: all before the one that the oldest checkpoint needs.
 
     The run resumes from one of its complete checkpoints, or from a later one that is still being written.
     """
     for checkpoint in complete(run.directory.checkpoints)[:1]:
-        paths = [path for path in sorted(run.directory.references.glob("*.parquet")) if path.stem <= checkpoint.name]
+        paths = [
+            path for path in sorted(run.directory.proximal_files.glob("*.parquet")) if path.stem <= checkpoint.name
+        ]
         for path in paths[:-1]:
             LogprobColumn(path, {}).remove()

@@ -24,7 +24,7 @@ from mugrpo_megatron.observe.progress import Bar, Display
 from mugrpo_megatron.recipe.functions import load_function
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import InUse, locked
-from mugrpo_megatron.run.leader import EngineLeader, Engines, meet, sleep_joined
+from mugrpo_megatron.run.leader import EngineLeader, Engines, rendezvous, sleep_joined
 from mugrpo_megatron.run.responses import rows_of, stage_prompt
 from mugrpo_megatron.run.run import Run
 from mugrpo_megatron.run.stopping import StopRequest
@@ -34,7 +34,7 @@ from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.weights.check import check, unchecked
 from mugrpo_megatron.weights.sync import sync
 
-GUESTS = "mugrpo_megatron.extras.guests.turn:take_turns"
+GUESTS = "mugrpo_megatron.extras.auxiliary.turn:take_turns"
 """What other models than the policy compute of a stage, each with the devices to itself."""
 LOOK_S = 1.0
 """How often a learner that waits for other processes looks for them."""
@@ -82,7 +82,7 @@ def sync_weights(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -
         learner.reload()  # where it is offloaded already: an engine that failed is synced again
         learner.offload("optimizer")
         run.world.barrier()  # an engine spans several ranks' devices; all must have offloaded first
-        if engines.nodes > 1 and (ended := meet(run.world, engines.own)) and leader:
+        if engines.nodes > 1 and (ended := rendezvous(run.world, engines.own)) and leader:
             leader.failed(EngineFailure(ended))
         engine = _wake_weights(leader) if leader else None
         run.world.barrier()  # has no timeout, while a collective would time out on an engine that restarts
@@ -198,13 +198,13 @@ def generate(run: Run, engines: Engines, stage: StageStore, cursor: Cursor) -> N
         )
 
 
-def host_guests(run: Run, learner: Learner, stage: StageStore, cursor: Cursor) -> None:
-    """Have the recipe's guests compute the columns that the cursor's sealed stage lacks. Collective.
+def run_auxiliary_models(run: Run, learner: Learner, stage: StageStore, cursor: Cursor) -> None:
+    """Have the recipe's auxiliary models compute the columns that the cursor's sealed stage lacks. Collective.
 
     The policy's engines sleep, and the learner is offloaded where there is something to compute; it stays so.
     """
-    if run.recipe.guest.by_name:
-        load_function("guest", GUESTS)(run, learner, stage, cursor)
+    if run.recipe.auxiliary.by_name:
+        load_function("auxiliary", GUESTS)(run, learner, stage, cursor)
 
 
 def shared_queue(world: World, groups: Sequence[int]) -> PromptQueue:

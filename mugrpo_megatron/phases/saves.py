@@ -11,7 +11,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import write_json
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.observe.environment import rank_of_environment
-from mugrpo_megatron.observe.health import Sign
+from mugrpo_megatron.observe.health import HealthWarning
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.observe.results import summarize, summary_table
 from mugrpo_megatron.phases.evaluate import evaluate_weights
@@ -84,19 +84,19 @@ def show(directory: RunDirectory, display: Display) -> None:
     """Print a finished run's table and the paths of its results."""
     summary = summarize(directory.path)
     display.table(summary_table(summary))
-    for sign in summary.get("signs", ()):
-        display.say(Sign(**sign).line)
+    for sign in summary.get("health_warnings", ()):
+        display.say(HealthWarning(**sign).line)
     display.say(f"Hugging Face checkpoint: {directory.hf}\nreport: {directory.path / FILE_NAME}")
 
 
 def finish(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> None:
     """Evaluate the trained policy, write the run's results and show them."""
-    conclude(run, learner, engines, cursor)
+    write_results(run, learner, engines, cursor)
     if run.is_main:
         show(run.directory, run.display)
 
 
-def conclude(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> None:
+def write_results(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> None:
     """Evaluate the trained policy and write the run's results."""
     evaluate_weights(run, learner, engines, cursor)
     export(run, learner, cursor)

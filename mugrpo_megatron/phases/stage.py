@@ -21,7 +21,7 @@ from mugrpo_megatron.observe.environment import learner_memory_peak, peak_flops,
 from mugrpo_megatron.observe.metrics import MISMATCH_RESPONSES
 from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.phases.batches import Batch, StageUpdates, columns_of
-from mugrpo_megatron.phases.column_passes import compute_anchor, record_behaviour, refresh_reference
+from mugrpo_megatron.phases.column_passes import compute_anchor, record_behaviour, refresh_proximal
 from mugrpo_megatron.phases.saves import save_if_due
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor, nats_moved, stage_exhausted
@@ -87,7 +87,7 @@ class Stage:
         """What the update at the cursor trains on; begins to show and profile it. Collective."""
         if self._bar is None:
             self._bar = self._shown.enter_context(_optimizing(self._run, self._updates.store.updates, cursor))
-        refresh_reference(self._run, self._learner, self._updates, cursor)
+        refresh_proximal(self._run, self._learner, self._updates, cursor)
         batch = self._updates.batch(cursor)
         if cursor.updates in self._run.recipe.track.profile_updates:
             self._profile = self._shown.enter_context(ExitStack())

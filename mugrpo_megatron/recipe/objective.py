@@ -66,8 +66,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "icepop": GRPO | {"mismatch": "drop", "mismatch_range": (0.5, 5.0)},
     "m2po": GRPO | {"second_moment": "clip", "clip_low": 0.0, "clip_high": 1e9, "reduction": "token_mean"},
     "m2po_drop": GRPO | {"second_moment": "drop", "reduction": "token_mean"},
-    "off_policy_grpo": GRPO | {"clip_centre": "reference", "zero_variance": "mask"},
-    "decoupled_ppo": GRPO | {"clip_centre": "proximal", "reference_every": 4},
+    "off_policy_grpo": GRPO | {"clip_centre": "proximal_shifted", "zero_variance": "mask"},
+    "decoupled_ppo": GRPO | {"clip_centre": "proximal_scaled", "proximal_every": 4},
     "dppo": DPPO,
     "dppo_kl": DPPO | {"surrogate": "dppo_kl"},
     "sapo": GRPO | {"surrogate": "sapo"},
@@ -112,7 +112,7 @@ class Section(BaseModel):
     )
 
     named: ClassVar[type[Section] | None] = None
-    """Of a section whose tables the recipe names, as `[guest.NAME]`: the section that each of them is."""
+    """Of a section whose tables the recipe names, as `[auxiliary.NAME]`: the section that each of them is."""
 
     @classmethod
     def change_of(cls, key: str) -> Change | None:
@@ -152,7 +152,7 @@ def _kinds(annotation: Any) -> set[Any]:
     return set().union(*map(_kinds, parts)) if parts else {annotation}
 
 
-OWN_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+USER_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 """`module:function`"""
 
 
@@ -182,11 +182,12 @@ class ObjectiveSection(Section):
     """Lower bound of the importance ratio's clip range (1 - epsilon_low)."""
     clip_high: float = Field(5.0, ge=1.0)
     """Upper bound of the importance ratio's clip range (1 + epsilon_high)."""
-    clip_centre: Literal["one", "reference", "proximal"] = "one"
-    """Clip range around 1, shifted to a reference policy's ratio (`reference`), or multiplied by it (`proximal`); the
-    reference policy is the learner at the last refresh."""
-    reference_every: PositiveInt = 1
-    """Updates between refreshes of the reference policy that `clip_centre` names, from a stage's start; with 1 such a
+    clip_centre: Literal["one", "proximal_shifted", "proximal_scaled"] = "one"
+    """Clip range around 1, shifted to the proximal policy's ratio (`proximal_shifted`) or multiplied by it
+    (`proximal_scaled`); the
+    proximal policy is the learner at the last refresh."""
+    proximal_every: PositiveInt = 1
+    """Updates between refreshes of the proximal policy that `clip_centre` names, from a stage's start; with 1 such a
     clip has no effect."""
     dual_clip: float | None = Field(None, gt=1.0)
     """Ratio above which a negative token of the `ppo` surrogate has no gradient; unset turns it off (verl: 3)."""
@@ -210,16 +211,17 @@ class ObjectiveSection(Section):
     "learner"`."""
     mismatch_range: tuple[NonNegativeFloat, PositiveFloat] = (0.0, 2.0)
     """Bounds of the learner/engine probability ratio."""
-    kl_anchor: str | None = Field(None, min_length=1)
+    kl_ref: str | None = Field(None, min_length=1)
     """Policy of the KL penalty: `start` (the run's first weights), `stage` (the stage's), or a checkpoint directory."""
     kl_coef: float = Field(0.0, ge=0.0)
-    """Weight of the KL to the anchor; 0 with an anchor only measures it."""
+    """Weight of the KL to the reference policy; 0 with a reference policy only measures it."""
     kl_penalty: KlPenalty = "k2"
     """`reward`: the response's sum is subtracted from its reward before the advantage (InstructGPT). Else an estimate
-    from each token is a term of its loss: k2 has the gradient of KL(policy | anchor), k3 of KL(anchor | policy), and
-    times the token's importance ratio (`_weighted`) each has that of KL(policy | anchor) for stale tokens too."""
+    from each token is a term of its loss: k2 has the gradient of KL(policy | ref), k3 of KL(ref | policy), and
+    times the token's importance ratio (`_weighted`) each has that of KL(policy | ref) for stale tokens too."""
     teacher: str | None = Field(None, min_length=1)
-    """The `[guest.NAME]` whose log-probabilities of the sampled tokens enter their advantages (docs/guests.md)."""
+    """The `[auxiliary.NAME]` whose log-probabilities of the sampled tokens enter their advantages
+    (docs/auxiliary-models.md)."""
     teacher_coef: float = Field(0.0, ge=0.0)
     """Subtract this many times log pi - log teacher from each token's advantage; 0 with a teacher only measures it."""
     teacher_policy: Literal["behaviour", "current"] = "current"
@@ -235,13 +237,13 @@ class ObjectiveSection(Section):
         name = given.get("name", "mu_grpo")
         return {**(PRESETS.get(name, {}) if isinstance(name, str) else {}), **given}
 
-    @field_validator("reference_every")
+    @field_validator("proximal_every")
     @classmethod
-    def _check_there_is_a_reference(cls, value: int, info: ValidationInfo) -> int:
+    def _check_proximal_is_used(cls, value: int, info: ValidationInfo) -> int:
         if value > 1 and info.data.get("clip_centre") == "one":
             raise ValueError(
-                'the clip range is centred at 1, without a reference policy; set clip_centre = "reference" or leave '
-                "the key out"
+                'the clip range is centred at 1, without a proximal policy; set clip_centre = "proximal_shifted" '
+                "or leave the key out"
             )
         return value
 
@@ -255,14 +257,14 @@ class ObjectiveSection(Section):
     @field_validator("surrogate")
     @classmethod
     def _check_surrogate_exists(cls, value: str) -> str:
-        if value not in SURROGATES and not OWN_FUNCTION.fullmatch(value):
+        if value not in SURROGATES and not USER_FUNCTION.fullmatch(value):
             raise ValueError(f"there are {', '.join(SURROGATES)}, or your own function as module:function")
         return value
 
     @field_validator("diagnostics")
     @classmethod
     def _check_diagnostics_are_named(cls, value: str | None) -> str | None:
-        if value is not None and not OWN_FUNCTION.fullmatch(value):
+        if value is not None and not USER_FUNCTION.fullmatch(value):
             raise ValueError("name your own function as module:function")
         return value
 
@@ -270,17 +272,18 @@ class ObjectiveSection(Section):
     @classmethod
     def _check_there_is_a_teacher(cls, value: float, info: ValidationInfo) -> float:
         if value > 0 and info.data.get("teacher") is None:
-            raise ValueError("it needs a teacher; name a [guest.NAME] with objective.teacher")
+            raise ValueError("it needs a teacher; name a [auxiliary.NAME] with objective.teacher")
         return value
 
     @model_validator(mode="after")
     def _check_kl(self) -> Self:
-        if self.kl_coef > 0 and self.kl_anchor is None:
-            raise ValueError('kl_coef needs a policy to stay near; set kl_anchor = "start", "stage" or a directory')
-        if self.kl_penalty == "reward" and self.kl_anchor == "stage":
+        if self.kl_coef > 0 and self.kl_ref is None:
+            raise ValueError('kl_coef needs a policy to stay near; set kl_ref = "start", "stage" or a directory')
+        if self.kl_penalty == "reward" and self.kl_ref == "stage":
             raise ValueError(
-                'kl_penalty = "reward" compares the policy that sampled with the anchor, and with kl_anchor = "stage" '
-                'both are the same; take kl_anchor = "start" or a directory, or a penalty in the loss, such as "k2"'
+                'kl_penalty = "reward" compares the policy that sampled with the reference policy, and with '
+                'kl_ref = "stage" both are the same; take kl_ref = "start" or a directory, or a penalty in the loss, '
+                'such as "k2"'
             )
         return self
 

@@ -1,4 +1,5 @@
-"""The recipe's sections of models: the policy that a run starts from and how it samples, `mugrpo sft`, and guests."""
+"""The recipe's sections of models: the policy that a run starts from and how it samples, `mugrpo sft`, and auxiliary
+models."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from pydantic import (
 )
 
 from mugrpo_megatron.files.hub import REPOSITORY
-from mugrpo_megatron.recipe.objective import OWN_FUNCTION, Section, changes
+from mugrpo_megatron.recipe.objective import USER_FUNCTION, Section, changes
 from mugrpo_megatron.recipe.systems import EngineSection
 
 
@@ -121,7 +122,7 @@ class RolloutSection(Section):
     """Nucleus sampling: below 1, ratios are exact with a `top_k` that the stage stores, otherwise biased."""
     stop: list[str] = Field(default_factory=list)
     """Texts that end a response, besides the end-of-sequence token, for base models; the response includes them."""
-    function: str | None = Field(None, pattern=OWN_FUNCTION.pattern + "$")
+    function: str | None = Field(None, pattern=USER_FUNCTION.pattern + "$")
     """Your own `module:function` (or class) that makes a response of several turns, with tools; its parameters say how
     (docs/episodes.md)."""
     behaviour: Literal["engine", "learner"] = Field("engine", json_schema_extra=changes("method"))
@@ -189,19 +190,20 @@ class SftSection(Section):
 
 
 GUEST = re.compile(r"[A-Za-z0-9_-]+")
-"""A guest's name: it is part of files' names."""
+"""An auxiliary model's name: it is part of files' names."""
 
 
-class GuestSection(Section):
-    """A model that scores each stage in an engine of its own, between generation and optimization (docs/guests.md)."""
+class AuxiliarySection(Section):
+    """A model that scores each stage in an engine of its own, between generation and optimization
+    (docs/auxiliary-models.md)."""
 
     model: Path
     """Hugging Face checkpoint directory, or the name of a model on the hub, `owner/name`."""
     engine: dict[str, Any] = Field(default_factory=dict)
-    """`[guest.NAME.engine]`: keys of `[engine]` that are different for this model, such as `memory_fraction`."""
+    """`[auxiliary.NAME.engine]`: keys of `[engine]` that are different for this model, such as `memory_fraction`."""
 
     def engine_section(self, engine: EngineSection) -> EngineSection:
-        """`[engine]` with this guest's keys; its weights come from its files and not from a sync."""
+        """`[engine]` with this auxiliary model's keys; its weights come from its files and not from a sync."""
         own = {"quantization": "none", **self.engine}
         return EngineSection.model_validate({**engine.model_dump(), **own})
 
@@ -215,19 +217,19 @@ class GuestSection(Section):
         return self
 
 
-class GuestsSection(Section):
+class AuxiliariesSection(Section):
     """Tables whose names the recipe chooses: `objective.teacher` and reward functions that are judges refer to them."""
 
     model_config = ConfigDict(extra="allow", json_schema_extra=changes("method"))
-    named = GuestSection
-    __pydantic_extra__: dict[str, GuestSection]
+    named = AuxiliarySection
+    __pydantic_extra__: dict[str, AuxiliarySection]
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:
         if wrong := [name for name in self.__pydantic_extra__ if not GUEST.fullmatch(name)]:
-            raise ValueError(f"{wrong[0]!r}: name a guest with letters, digits, - and _")
+            raise ValueError(f"{wrong[0]!r}: name an auxiliary model with letters, digits, - and _")
         return self
 
     @property
-    def by_name(self) -> Mapping[str, GuestSection]:
+    def by_name(self) -> Mapping[str, AuxiliarySection]:
         return self.__pydantic_extra__

@@ -10,7 +10,7 @@ from typing import Literal, Self
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.recipe.objective import OWN_FUNCTION, Section, changes
+from mugrpo_megatron.recipe.objective import USER_FUNCTION, Section, changes
 
 STYLES_WITHOUT_BOX = frozenset({"auto", "plain", "chat"})
 """Prompt styles (`data.prompt_style`) that leave the form of the answer to the question or the tokenizer."""
@@ -48,7 +48,7 @@ class FunctionSection(Section):
     worker_memory_mb: int | None = Field(None, ge=LEAST_WORKER_MB)
     """Unset takes `reward.worker_memory_mb`."""
     model: str | None = None
-    """Of a `judge`: the `[guest.NAME]` that answers (docs/guests.md)."""
+    """Of a `judge`: the `[auxiliary.NAME]` that answers (docs/auxiliary-models.md)."""
     prompt: Path | None = None
     """Of a `judge`: a Jinja file; what it renders of `prompt`, `response`, `gold` and `row` is the judge's question."""
     parse: str | None = None
@@ -67,7 +67,7 @@ class FunctionSection(Section):
             return self
         if missing := [name for name in ("model", "prompt", "parse") if getattr(self, name) is None]:
             raise ValueError(f"a judge needs {missing[0]}")
-        if self.parse is not None and not OWN_FUNCTION.fullmatch(self.parse):
+        if self.parse is not None and not USER_FUNCTION.fullmatch(self.parse):
             raise ValueError("parse: name your own function as module:function")
         if self.sources:
             raise ValueError("sources: a judge scores every response; leave it out")

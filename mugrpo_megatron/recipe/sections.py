@@ -21,8 +21,8 @@ from pydantic import (
 
 from mugrpo_megatron.recipe.objective import Change, ObjectiveSection, Section, changes
 from mugrpo_megatron.recipe.policy import (
+    AuxiliariesSection,
     EpisodesSection,
-    GuestsSection,
     LoraSection,
     ModelSection,
     OwnDirectory,
@@ -132,8 +132,8 @@ class ScheduleSection(Section):
     growth: float = Field(1.0, ge=0.1, le=10.0)
     """Each stage has this many times the updates of the one before; S stages still have S µ updates in all.
     For short stages while the policy moves fast."""
-    passes: int = Field(1, ge=1, le=1000, json_schema_extra=changes("method"))
-    """Passes over each stage's updates, to sample less: µ x passes optimizer updates per stage, with later passes
+    epochs: int = Field(1, ge=1, le=1000, json_schema_extra=changes("method"))
+    """Epochs over each stage's updates, to sample less: µ x epochs optimizer updates per stage, with later epochs
     shuffled."""
     max_kl: float = Field(0.0, ge=0.0, allow_inf_nan=False, json_schema_extra=changes("method"))
     """End a stage early once the policy has moved this many nats a response from the one that sampled it; 0 never does.
@@ -141,21 +141,21 @@ class ScheduleSection(Section):
     max_sample_age: int = Field(0, ge=0, json_schema_extra=changes("branch"))
     """A stage that other processes have sealed ahead (`mugrpo generate --engine-only --follow`) is accepted if its
     weights are at most this many updates older than those at its start; `hf/` is written so long before a stage's end.
-    With 0 every stage is sampled with the weights at its start; at most µ x passes."""
+    With 0 every stage is sampled with the weights at its start; at most µ x epochs."""
 
     @field_validator("max_sample_age")
     @classmethod
     def _check_sample_age(cls, value: int, info: ValidationInfo) -> int:
         data = info.data
-        if value > data.get("updates_per_stage", value) * data.get("passes", 1):
-            raise ValueError("is above updates_per_stage x passes, the updates of the stage before")
+        if value > data.get("updates_per_stage", value) * data.get("epochs", 1):
+            raise ValueError("is above updates_per_stage x epochs, the updates of the stage before")
         if value and data.get("max_kl", 0.0) > 0:
             raise ValueError("needs stages whose end is known: set it to 0, or leave out max_kl")
         return value
 
     @model_validator(mode="after")
     def _check_longest(self) -> Self:
-        longest = self.passes * max(self.length(0), self.length(self.stages - 1))
+        longest = self.epochs * max(self.length(0), self.length(self.stages - 1))
         if longest > MOST_NUMBERED:
             raise ValueError(f"a stage has {longest:,} updates, and at most {MOST_NUMBERED:,} can be numbered")
         return self
@@ -182,12 +182,12 @@ class ScheduleSection(Section):
 
     @property
     def updates_on_stage(self) -> int:
-        """µ x passes: optimizer updates taken on a stage of full length; the mean over stages where they grow."""
-        return self.updates_per_stage * self.passes
+        """µ x epochs: optimizer updates taken on a stage of full length; the mean over stages where they grow."""
+        return self.updates_per_stage * self.epochs
 
     @property
     def total_updates(self) -> int:
-        """S µ x passes: optimizer updates of the whole run."""
+        """S µ x epochs: optimizer updates of the whole run."""
         return self.stages * self.updates_on_stage
 
 
@@ -276,7 +276,7 @@ class Recipe(Section):
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
     track: TrackSection = TrackSection()
-    guest: GuestsSection = GuestsSection()
+    auxiliary: AuxiliariesSection = AuxiliariesSection()
     sft: SftSection = SftSection()
 
     @classmethod
@@ -294,15 +294,15 @@ class Recipe(Section):
         return max(self.rollout.max_response_tokens, *(tokens or 0 for tokens in held_out))
 
     @model_validator(mode="after")
-    def _check_guests(self) -> Self:
-        """Every guest has work, and who is given work is a guest."""
+    def _check_auxiliaries(self) -> Self:
+        """Every auxiliary model has work, and who is given work is an auxiliary model."""
         work = {f"reward.functions.{name}.model": one.model for name, one in self.reward.judges.items()}
-        work, guests = {**work, "objective.teacher": self.objective.teacher}, self.guest.by_name
+        work, auxiliaries = {**work, "objective.teacher": self.objective.teacher}, self.auxiliary.by_name
         for key, name in work.items():
-            if name is not None and name not in guests:
-                raise ValueError(f"{key} = {name!r}: there is no such guest; add [guest.{name}]")
-        if idle := sorted(guests.keys() - set(work.values())):
-            raise ValueError(f"guest.{idle[0]}: neither objective.teacher nor a judge names it; remove it")
+            if name is not None and name not in auxiliaries:
+                raise ValueError(f"{key} = {name!r}: there is no such auxiliary model; add [auxiliary.{name}]")
+        if idle := sorted(auxiliaries.keys() - set(work.values())):
+            raise ValueError(f"auxiliary.{idle[0]}: neither objective.teacher nor a judge names it; remove it")
         return self
 
     @model_validator(mode="before")

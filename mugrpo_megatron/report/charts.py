@@ -49,7 +49,7 @@ SECTIONS = (LEARNING, SAMPLES, HEALTH, OPTIMIZATION, RESPONSES, EPISODES, VETO, 
 
 
 @dataclass(frozen=True, slots=True)
-class Material:
+class ChartData:
     """What the charts are made from."""
 
     run: RunData
@@ -88,13 +88,13 @@ class Material:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ChartSpec:
     """One row of the table: a chart before a run has filled it."""
 
     section: str
     id: str
     title: str
-    curves: Sequence[tuple[str, str, str]] | Callable[[Material], Iterable[Series]]
+    curves: Sequence[tuple[str, str, str]] | Callable[[ChartData], Iterable[Series]]
     """(metric, label, colour) of each curve, or a function that computes the series."""
     explains: str
     over: str = "update"
@@ -115,7 +115,7 @@ LOG: dict[str, Any] = {"scale": "log", "unit": "π/β"}
 ZEROS = "Lines are moving averages of the faint values. Below the smallest one, the log axis is linear down to 0."
 
 
-def charts(material: Material) -> list[Chart]:
+def charts(material: ChartData) -> list[Chart]:
     """Every chart of the table that has a value, in the table's order."""
     words = material.words
     filled = (_filled(plan, material, words) for plan in TABLE)
@@ -127,7 +127,7 @@ def section_of(id: str) -> str:
     return next(plan.section for plan in TABLE if plan.id == id)
 
 
-def _filled(plan: Plan, material: Material, words: dict[str, str]) -> Chart:
+def _filled(plan: ChartSpec, material: ChartData, words: dict[str, str]) -> Chart:
     if callable(plan.curves):
         series = list(plan.curves(material))
     else:
@@ -149,7 +149,7 @@ def _filled(plan: Plan, material: Material, words: dict[str, str]) -> Chart:
     )
 
 
-def _series(plan: Plan, material: Material, metric: str, label: str, color: str) -> Series:
+def _series(plan: ChartSpec, material: ChartData, metric: str, label: str, color: str) -> Series:
     if plan.over == "stage":
         return Series(label, color, "stage", column(material.stages, metric), draw="step")
     values = over_updates(material.buckets, metric)
@@ -166,7 +166,7 @@ def _at_temperature(sections: Iterable[dict[str, Any]]) -> str:
 # ---------------------------------------------------------------- series that are not metrics over time
 
 
-def _reward(material: Material) -> Iterable[Series]:
+def _reward(material: ChartData) -> Iterable[Series]:
     values = over_updates(material.buckets, "reward_mean")
     if has_values(values):
         yield Series("training reward", "orange", "update", values, smooth=True, restarts=True)
@@ -174,7 +174,7 @@ def _reward(material: Material) -> Iterable[Series]:
         yield Series("stage mean", "orange", "stage", column(material.stages, "reward_mean"), draw="step")
 
 
-def _unparsed(material: Material) -> Iterable[Series]:
+def _unparsed(material: ChartData) -> Iterable[Series]:
     """Of training and of each held-out set, where `math` looks for an answer."""
     reward, stages = material.run.recipe.get("reward", {}), material.details.stages
     if reward.get("function", MATH) != MATH or reward.get("functions"):
@@ -185,14 +185,14 @@ def _unparsed(material: Material) -> Iterable[Series]:
     yield from each_set(material.run.evals, "unparsed", "{set}, held out")
 
 
-def _called(material: Material) -> Iterable[Series]:
+def _called(material: ChartData) -> Iterable[Series]:
     values = over_updates(material.buckets, "reward/episode.called")
     yield Series("training", "orange", "update", values, smooth=True)
     yield from each_set(material.run.evals, "called", "{set}, held out")
 
 
 def _by_phase(
-    material: Material, value: Callable[[Sequence[Row]], float | None], generate: str, optimize: str
+    material: ChartData, value: Callable[[Sequence[Row]], float | None], generate: str, optimize: str
 ) -> Iterable[Series]:
     """A curve of each phase, named so, with a value for all parts of a stage's phase together."""
     parts: dict[tuple[str, int], list[Row]] = {}
@@ -216,7 +216,7 @@ def _largest(parts: Sequence[Row]) -> float | None:
     return max((rounded(row[key] / 2**30) for row in parts for key in keys if row.get(key)), default=None)
 
 
-def _each_stage(material: Material, metric: str, color: str) -> Iterable[Series]:
+def _each_stage(material: ChartData, metric: str, color: str) -> Iterable[Series]:
     """A metric against age: one curve for each stage, or median and 10-90 % band with many stages."""
     if not material.ages or not any(row["age"] for row in material.run.updates):
         return
@@ -240,7 +240,7 @@ def _each_stage(material: Material, metric: str, color: str) -> Iterable[Series]
     )
 
 
-def _thresholds(material: Material, metric: str, axis: str) -> Iterable[Series]:
+def _thresholds(material: ChartData, metric: str, axis: str) -> Iterable[Series]:
     buckets = material.ages if axis == "age" else material.buckets
     if not buckets:
         return ()
@@ -249,13 +249,14 @@ def _thresholds(material: Material, metric: str, axis: str) -> Iterable[Series]:
     return threshold_series(material.thresholds, buckets, metric, axis)
 
 
-def _triggers(axis: str) -> tuple[Plan, ...]:
+def _triggers(axis: str) -> tuple[ChartSpec, ...]:
     """The three charts of what thresholds find, along `axis`."""
     looks = LOG_PERCENT | ({"along": "age"} if axis == "age" else {})
     suffix, by = ("_by_age", " by age") if axis == "age" else ("", "")
     ends = f"{' Mean over stages.' if axis == 'age' else ''} {ZEROS}"
     return tuple(
-        Plan(TRIGGERS, f"{id}{suffix}", title, partial(_thresholds, metric=metric, axis=axis), says + ends, looks=looks)
+        ChartSpec(TRIGGERS, f"{id}{suffix}", title, partial(_thresholds, metric=metric, axis=axis), says + ends,
+                  looks=looks)
         for id, metric, title, says in (
             ("trigger_tokens", "trigger_tokens", f"Trigger tokens{by}",
              "Negative tokens with a ratio below each threshold, as a share of all of them."),
@@ -269,125 +270,127 @@ def _triggers(axis: str) -> tuple[Plan, ...]:
 
 # ---------------------------------------------------------------- the table
 
-TABLE: tuple[Plan, ...] = (
-    Plan(LEARNING, "accuracy", "Held-out {measure}", lambda m: held_out(m.run.evals),
+TABLE: tuple[ChartSpec, ...] = (
+    ChartSpec(LEARNING, "accuracy", "Held-out {measure}", lambda m: held_out(m.run.evals),
          "Held-out {measure}{sets}, with its 95 % interval. Responses are sampled {held_out_at}.",
          looks={"format": "measure"}),
-    Plan(LEARNING, "reward", "Training reward", _reward,
+    ChartSpec(LEARNING, "reward", "Training reward", _reward,
          "Mean reward of each update's responses, sampled {trained_at} when their stage began: other problems and "
          "other sampling than the held-out figures, so the two levels differ."),
-    Plan(LEARNING, "passed", "Held-out pass@k", lambda m: each_set(m.run.evals, "passed", "{set}, k = {samples}"),
+    ChartSpec(LEARNING, "passed", "Held-out pass@k", lambda m: each_set(m.run.evals, "passed", "{set}, k = {samples}"),
          "Share of each set's problems with at least one right response among the k sampled.", looks=PERCENT),
 
-    Plan(HEALTH, "dropped", "Tokens vetoed and clipped",
+    ChartSpec(HEALTH, "dropped", "Tokens vetoed and clipped",
          (("vetoed_fraction", "vetoed", "red"), ("clipped_fraction", "clipped", "blue")),
          "Shares of response tokens: dropped by the veto or another mask, and clipped.", restarts=True, looks=PERCENT),
-    Plan(HEALTH, "ratio_neg", "Importance ratio, negative advantage",
+    ChartSpec(HEALTH, "ratio_neg", "Importance ratio, negative advantage",
          (("ratio_neg_max", "max", "red"), ("ratio_neg_p99", "p99", "orange"), ("ratio_neg_mean", "mean", "blue")),
          "π/β of tokens in responses with negative advantage; 1 on policy.",
          rule="objective.clip_high", rule_label="clip", restarts=True, looks=LOG),
-    Plan(HEALTH, "ess", "Effective sample size", (("ess", "ESS", "teal"),),
+    ChartSpec(HEALTH, "ess", "Effective sample size", (("ess", "ESS", "teal"),),
          "(Σr)² / TΣr² of the token ratios; 1 on policy. It falls as the data become stale.",
          restarts=True, looks={"format": "percent"}),
-    Plan(HEALTH, "kl", "KL from the sampling policy", (("kl_k3", "k3", "violet"), ("kl_k1", "k1", "orange")),
+    ChartSpec(HEALTH, "kl", "KL from the sampling policy", (("kl_k3", "k3", "violet"), ("kl_k1", "k1", "orange")),
          "KL(β‖π) per token: k3 = r − 1 − log r, k1 = −log r.", restarts=True, looks={"unit": "nats"}),
-    Plan(HEALTH, "ess_by_age", "ESS by age", partial(_each_stage, metric="ess", color="teal"),
+    ChartSpec(HEALTH, "ess_by_age", "ESS by age", partial(_each_stage, metric="ess", color="teal"),
          "Effective sample size against the age of the data in updates.", looks={"format": "percent", "along": "age"}),
-    Plan(HEALTH, "vetoed_fraction_by_age", "Vetoed by age", partial(_each_stage, metric="vetoed_fraction", color="red"),
+    ChartSpec(HEALTH, "vetoed_fraction_by_age", "Vetoed by age",
+         partial(_each_stage, metric="vetoed_fraction", color="red"),
          "Tokens vetoed against the age of the data in updates.", looks=PERCENT | {"along": "age"}),
 
-    Plan(OPTIMIZATION, "grad_norm", "Gradient norm", (("grad_norm", "gradient norm", "blue"),),
+    ChartSpec(OPTIMIZATION, "grad_norm", "Gradient norm", (("grad_norm", "gradient norm", "blue"),),
          "Global norm before clipping.", rule="optimizer.clip_grad", rule_label="clip_grad", smooth=True,
          looks={"zero": True, "scale": "as spread"}),
-    Plan(OPTIMIZATION, "entropy", "Entropy", (("entropy", "entropy", "teal"),),
+    ChartSpec(OPTIMIZATION, "entropy", "Entropy", (("entropy", "entropy", "teal"),),
          "Mean entropy of the next-token distribution at response tokens, in nats.", smooth=True,
          looks={"unit": "nats"}),
-    Plan(OPTIMIZATION, "loss", "Loss", (("loss", "loss", "violet"),),
+    ChartSpec(OPTIMIZATION, "loss", "Loss", (("loss", "loss", "violet"),),
          "The loss that an update minimises. Watch its jumps, not its level.", smooth=True),
-    Plan(OPTIMIZATION, "lr", "Learning rate", (("lr", "lr", "yellow"),), "Learning rate of each update.",
+    ChartSpec(OPTIMIZATION, "lr", "Learning rate", (("lr", "lr", "yellow"),), "Learning rate of each update.",
          looks={"zero": True}),
 
-    Plan(RESPONSES, "rewards", "Rewards", lambda m: reward_series(m.details.stages),
+    ChartSpec(RESPONSES, "rewards", "Rewards", lambda m: reward_series(m.details.stages),
          "Share of each stage's responses by reward.", looks=PERCENT | {"along": "reward"}),
-    Plan(RESPONSES, "lengths", "Response lengths", lambda m: length_series(m.details.stages),
+    ChartSpec(RESPONSES, "lengths", "Response lengths", lambda m: length_series(m.details.stages),
          f"Share of each stage's responses by length, in {BINS} equal parts; of a long stage 16 updates are "
          "counted.", looks=PERCENT | {"along": "length"}),
-    Plan(RESPONSES, "pass_at_k", "pass@k of the training groups",
+    ChartSpec(RESPONSES, "pass_at_k", "pass@k of the training groups",
          lambda m: pass_series(m.details.stages, [row["stage"] for row in m.stages]),
          "Chance that k responses to a problem of the stage have one with a reward of 1 or more.", looks=PERCENT),
-    Plan(RESPONSES, "unparsed", "No answer found", _unparsed,
+    ChartSpec(RESPONSES, "unparsed", "No answer found", _unparsed,
          "Share of responses from which no answer could be extracted.", looks=PERCENT),
-    Plan(RESPONSES, "length", "Response length",
+    ChartSpec(RESPONSES, "length", "Response length",
          (("response_length_max", "longest", "orange"), ("response_length_mean", "mean", "blue")),
          "Tokens per response, by stage.", over="stage", looks={"format": "tokens", "zero": True, "unit": "tokens"}),
-    Plan(RESPONSES, "groups", "Groups without signal, truncated responses",
+    ChartSpec(RESPONSES, "groups", "Groups without signal, truncated responses",
          (("zero_variance_fraction", "zero-variance groups", "magenta"), ("truncated_fraction", "truncated", "yellow")),
          "Zero-variance groups have equal rewards and no gradient; truncated responses reached the length limit.",
          over="stage", looks=PERCENT),
-    Plan(RESPONSES, "mismatch", "Engine against learner",
+    ChartSpec(RESPONSES, "mismatch", "Engine against learner",
          (("mismatch_max", "max", "red"), ("mismatch_p99", "p99", "orange"), ("mismatch_mean", "mean", "blue")),
          "|log π_engine − log π_learner| per token with the same weights, in nats.", over="stage",
          looks={"scale": "log", "unit": "nats"}),
 
-    Plan(EPISODES, "called", "Episodes with a call", _called,
+    ChartSpec(EPISODES, "called", "Episodes with a call", _called,
          "Share of the responses in which the model called a tool: of each update's, and of the held-out ones.",
          looks=PERCENT),
-    Plan(EPISODES, "turns", "Turns and calls",
+    ChartSpec(EPISODES, "turns", "Turns and calls",
          (("reward/episode.turns", "turns", "blue"), ("reward/episode.calls", "calls", "teal")),
          "Turns of the model and calls of tools, mean of each update's episodes.", smooth=True, looks={"zero": True}),
-    Plan(EPISODES, "failures", "Failures",
+    ChartSpec(EPISODES, "failures", "Failures",
          (("reward/episode.failed_calls", "failed calls", "yellow"), ("reward/episode.retries", "retries", "orange"),
           ("reward/episode.lost", "episodes dropped", "red")),
          "For each episode: calls that raised, restarts, and the share of its group that was dropped.", smooth=True,
          looks={"zero": True}),
-    Plan(EPISODES, "tool_seconds", "Waiting for tools", (("reward/episode.tool_seconds", "seconds", "violet"),),
+    ChartSpec(EPISODES, "tool_seconds", "Waiting for tools", (("reward/episode.tool_seconds", "seconds", "violet"),),
          "Seconds that an episode waited for the user's function and its tools, while the engine worked on others.",
          smooth=True, looks={"zero": True, "unit": "s"}),
 
-    Plan(VETO, "atlas_ratio", "Ratio by age", lambda m: probes.ratio_series(m.followed),
+    ChartSpec(VETO, "atlas_ratio", "Ratio by age", lambda m: probes.ratio_series(m.followed),
          "Quantiles of π/β over the tokens of {negative}, the same ones at every age.",
          rule="objective.trigger_ratio", rule_label="trigger_ratio", looks=LOG | {"along": "age"}),
-    Plan(VETO, "atlas_trained", "Before and after training on it", lambda m: probes.trained_series(m.followed),
+    ChartSpec(VETO, "atlas_trained", "Before and after training on it", lambda m: probes.trained_series(m.followed),
          "10 % quantile of π/β over tokens of responses on which the stage has trained, and of those whose "
          "update is still to come: what the objective pushed down, and what moved with it.",
          rule=1.0, rule_label="on policy", looks=LOG | {"along": "age"}),
-    Plan(VETO, "atlas_triggers", "Responses with a trigger by threshold", lambda m: probes.share_series(m.followed),
+    ChartSpec(VETO, "atlas_triggers", "Responses with a trigger by threshold",
+         lambda m: probes.share_series(m.followed),
          "Share of {negative} with a token below each threshold.", looks=PERCENT | {"along": "age"}),
-    Plan(VETO, "atlas_first", "First trigger against length", lambda m: probes.first_series(m.followed),
+    ChartSpec(VETO, "atlas_first", "First trigger against length", lambda m: probes.first_series(m.followed),
          "Position of the first token below each threshold, at each stage's last probe, against the response's length.",
          looks={"format": "tokens", "zero": True, "along": "length", "unit": "token"}),
 
     *_triggers("age"),
     *_triggers("update"),
-    Plan(TRIGGERS, "ratio_neg_min", "Smallest importance ratio, negative advantage",
+    ChartSpec(TRIGGERS, "ratio_neg_min", "Smallest importance ratio, negative advantage",
          (("ratio_neg_min", "smallest", "blue"),),
          "The lowest π/β of a token with negative advantage in each update: a threshold below it finds no trigger. "
          f"Log-ratios are clamped at −{LOG_RATIO_LIMIT:g}, ratios at {ratio_text(math.exp(-LOG_RATIO_LIMIT))}.",
          rule="objective.trigger_ratio", rule_label="trigger_ratio", restarts=True, looks={"scale": "log"}),
 
-    Plan(PAPER, "paper_accuracy", "Figures 1, 2 and 3: average {measure}", lambda m: held_out(m.run.evals),
+    ChartSpec(PAPER, "paper_accuracy", "Figures 1, 2 and 3: average {measure}", lambda m: held_out(m.run.evals),
          "Unweighted mean of the held-out sets with its 95 % interval: over wall-clock Figure 1, over updates Figures "
          "2 and 3.", looks={"wide": True, "format": "measure"}),
-    Plan(PAPER, "paper_clipping", "Figure 2: token clipping rate",
+    ChartSpec(PAPER, "paper_clipping", "Figure 2: token clipping rate",
          (("clipped_fraction", "token clipping rate", "blue"),),
          "Share of response tokens whose gradient the clip removes; a fraction, as on the paper's axis.",
          restarts=True, looks={"zero": True}),
-    Plan(PAPER, "paper_ratio", "Figure 3: E[ρ_t | A_t < 0]", (("ratio_neg_mean", "E[ρ_t | A_t < 0]", "violet"),),
+    ChartSpec(PAPER, "paper_ratio", "Figure 3: E[ρ_t | A_t < 0]", (("ratio_neg_mean", "E[ρ_t | A_t < 0]", "violet"),),
          "Mean importance ratio of tokens with negative advantage, vetoed ones included. In the paper it stays at 1 in "
          "stable runs and falls in runs that collapse.", rule=1.0, rule_label="on policy", restarts=True,
          looks={"zero": True}),
-    Plan(PAPER, "paper_reward", "Figure 5: average reward", (("reward_mean", "average reward", "orange"),),
+    ChartSpec(PAPER, "paper_reward", "Figure 5: average reward", (("reward_mean", "average reward", "orange"),),
          "Mean reward of the responses that each update trains on; they were sampled when their stage began.",
          smooth=True, restarts=True),
-    Plan(PAPER, "paper_vetoed", "Figure 6: vetoed fraction", (("vetoed_fraction", "vetoed fraction", "red"),),
+    ChartSpec(PAPER, "paper_vetoed", "Figure 6: vetoed fraction", (("vetoed_fraction", "vetoed fraction", "red"),),
          "Share of response tokens that the veto removes; a fraction, as on the paper's axis.", restarts=True,
          looks={"zero": True}),
 
-    Plan(COST, "throughput", "Throughput",
+    ChartSpec(COST, "throughput", "Throughput",
          partial(_by_phase, value=_rate, generate="sampled", optimize="trained"),
          "Response tokens per second in generation and in optimization, by stage.",
          looks={"zero": True, "unit": "tokens/s"}),
-    Plan(COST, "memory", "Memory",
+    ChartSpec(COST, "memory", "Memory",
          partial(_by_phase, value=_largest, generate="engine", optimize="learner"),
          "Most memory that a rank's learner and an engine took in each stage: device memory on CUDA, else the "
          "processes' own.", looks={"zero": True, "unit": "GiB"}),

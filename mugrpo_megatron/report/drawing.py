@@ -11,7 +11,7 @@ from typing import Any
 from mugrpo_megatron.observe.log import Row
 from mugrpo_megatron.observe.metrics import PHASES
 from mugrpo_megatron.observe.rundata import RunData
-from mugrpo_megatron.report.charts import Material, charts
+from mugrpo_megatron.report.charts import ChartData, charts
 from mugrpo_megatron.report.curves import (
     Chart,
     ages_of,
@@ -81,7 +81,7 @@ def draw(run: RunData, details: Details = NONE) -> Drawing:
             "reward": last,
         },
         begin={"reward": first},
-        charts=charts(Material(run, buckets, stages, details, probed, thresholds_of(run))),
+        charts=charts(ChartData(run, buckets, stages, details, probed, thresholds_of(run))),
         timeline=_timeline(run),
         heat=heat_map(probed, objective_of(run.recipe)),
         bucket=bucket,

@@ -52,7 +52,18 @@ REFRESH_S = 10
 PATIENCE_S = 10.0
 """A connection that sends nothing, or takes nothing, for so long is closed: each holds a thread."""
 
-LISTS = ("facts", "origin", "signs", "warnings", "tiles", "sections", "events", "summary", "environment", "recipe")
+LISTS = (
+    "facts",
+    "origin",
+    "health_warnings",
+    "warnings",
+    "tiles",
+    "sections",
+    "events",
+    "summary",
+    "environment",
+    "recipe",
+)
 EMPTY: dict[str, Any] = dict.fromkeys(("status", "runs", "stages", "part")) | dict.fromkeys(LISTS, ()) | {"live_s": 0}
 """What a page leaves out by default."""
 
@@ -62,7 +73,7 @@ PHASE_COLORS = {
     "generate": "blue",
     "score": "yellow",
     "logprobs": "magenta",
-    "guest": "ramp-5",
+    "auxiliary": "ramp-5",
     "probe": "red",
     "optimize": "teal",
     "save": "grey",
@@ -160,7 +171,7 @@ def page(run: RunData, live_s: int = 0) -> str:
         drawing={**asdict(drawing), "colors": PHASE_COLORS},
         facts=_facts(run, summary),
         origin=_origin(run, environment),
-        signs=summary["signs"],
+        health_warnings=summary["health_warnings"],
         warnings=_warnings(run, drawing, summary, details),
         tiles=[_accuracy_tile(summary), _reward_tile(run), _time_tile(summary), _token_tile(run, summary)],
         progress=_progress(run),
@@ -268,7 +279,7 @@ def _facts(run: RunData, summary: dict[str, Any]) -> list[dict[str, Any]]:
     def recipe(section: str, key: str) -> Any:
         return run.recipe.get(section, {}).get(key, "?")
 
-    passes, growth = (run.recipe.get("schedule", {}).get(key, 1) for key in ("passes", "growth"))
+    epochs, growth = (run.recipe.get("schedule", {}).get(key, 1) for key in ("epochs", "growth"))
     each = " updates each" if growth == 1 else " updates a stage on average"
     return [
         {"before": before, "value": value, "after": after}
@@ -277,7 +288,7 @@ def _facts(run: RunData, summary: dict[str, Any]) -> list[dict[str, Any]]:
             ("S = ", recipe("schedule", "stages"), " stages"),
             ("µ = ", recipe("schedule", "updates_per_stage"), each),
             *((("growth ", growth, ""),) if growth != 1 else ()),
-            *((("", passes, " passes over each stage"),) if passes != 1 else ()),
+            *((("", epochs, " epochs over each stage"),) if epochs != 1 else ()),
             ("", recipe("rollout", "prompts_per_update"), " prompts an update"),
             ("", recipe("rollout", "responses_per_prompt"), " responses a prompt"),
             ("data ", recipe("data", "train"), ""),

@@ -181,8 +181,8 @@ def paper_remark(run: RunData) -> str:
     objective = run.recipe.get("objective", {})
     clip = ", ".join(f"{objective[key]:g}" if key in objective else "?" for key in ("clip_low", "clip_high"))
     schedule = run.recipe.get("schedule", {})
-    passes = f" x {schedule['passes']} passes" if schedule.get("passes", 1) != 1 else ""
-    stage = f"{schedule.get('updates_per_stage', '?')}{passes}"
+    epochs = f" x {schedule['epochs']} epochs" if schedule.get("epochs", 1) != 1 else ""
+    stage = f"{schedule.get('updates_per_stage', '?')}{epochs}"
     return f"This run's line: {objective.get('name', '?')}, µ = {stage}, clip [{clip}], {mask_name(objective)}"
 
 

@@ -12,7 +12,7 @@ from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
-from mugrpo_megatron.rewards.items import Item, Needs, Verdict
+from mugrpo_megatron.rewards.items import Needs, ScoringInput, Verdict
 
 TOGETHER = 256
 """Most responses in one call of a function that takes several: a whole group, in all but the largest."""
@@ -22,19 +22,19 @@ NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 TRAINERS = ("trainer_state", "environments")
 """What TRL's trainer alone can give."""
 
-Get = Callable[[Item], Any]
+Get = Callable[[ScoringInput], Any]
 OF_ROW = ("row", "rows", "extra_info", "extra_infos", "sample", "samples")
 OF_PROMPT = ("prompt", "prompts", "completions", "sample", "samples")
 OF_IDS = ("completion_ids", "sample", "samples")
 """Parameters for which a row, a prompt and token ids are sent to the worker."""
 
 
-def _extra_info(item: Item) -> Any:
+def _extra_info(item: ScoringInput) -> Any:
     """verl's column where the row has it, else the row."""
     return item.row["extra_info"] if isinstance(item.row.get("extra_info"), dict) else dict(item.row)
 
 
-def _sample(item: Item) -> SimpleNamespace:
+def _sample(item: ScoringInput) -> SimpleNamespace:
     """What slime's Sample says of a response."""
     metadata = item.row.get("metadata")
     return SimpleNamespace(
@@ -46,7 +46,7 @@ def _sample(item: Item) -> SimpleNamespace:
     )
 
 
-def _completion(item: Item) -> Any:
+def _completion(item: ScoringInput) -> Any:
     """As TRL has it: text after a text, and a message after messages."""
     return item.response if isinstance(item.prompt, str) else [{"role": "assistant", "content": item.response}]
 
@@ -145,12 +145,12 @@ def form_of(function: Callable[..., Any]) -> Form:
     return Form(key in SEVERAL, chosen, columns if is_trl else None, takes_all)
 
 
-def arguments_of_one(form: Form, item: Item) -> dict[str, Any]:
+def arguments_of_one(form: Form, item: ScoringInput) -> dict[str, Any]:
     """The arguments for one response."""
     return {name: get(item) for name, get in form.known.items()}
 
 
-def arguments_of_several(form: Form, items: Sequence[Item], metrics: dict[str, float]) -> dict[str, Any]:
+def arguments_of_several(form: Form, items: Sequence[ScoringInput], metrics: dict[str, float]) -> dict[str, Any]:
     """The arguments for several responses; what TRL's `log_metric` is given goes to `metrics`.
 
     Raises LookupError for a column that the function cannot do without.
@@ -217,12 +217,12 @@ class Caller:
         needs = self.form.needs
         return needs._replace(responses=AT_ONCE) if self.is_async and not self.form.several else needs
 
-    def __call__(self, items: Sequence[Item]) -> list[Verdict | BaseException]:
+    def __call__(self, items: Sequence[ScoringInput]) -> list[Verdict | BaseException]:
         """A verdict on each item, or what the function raised for it; raises what it raised for all of them."""
         returned = self._of_several(items) if self.form.several else self._of_each(items)
         return [self._verdict(one) for one in returned]
 
-    def _of_several(self, items: Sequence[Item]) -> list[Any]:
+    def _of_several(self, items: Sequence[ScoringInput]) -> list[Any]:
         metrics: dict[str, float] = {}
         returned = self.function(**arguments_of_several(self.form, items, metrics))
         if self.is_async:
@@ -236,11 +236,11 @@ class Caller:
         # What TRL's functions log is of the whole call.
         return [one if one is None or not metrics else {"score": one, **metrics} for one in rewards]
 
-    def _of_each(self, items: Sequence[Item]) -> list[Any]:
+    def _of_each(self, items: Sequence[ScoringInput]) -> list[Any]:
         if not self.is_async:
             return [self.function(**arguments_of_one(self.form, item)) for item in items]
 
-        async def one(item: Item) -> Any:
+        async def one(item: ScoringInput) -> Any:
             return await self._limited(self.function(**arguments_of_one(self.form, item)), self.limit_s)
 
         async def together() -> list[Any]:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from mugrpo_megatron.errors import RewardFailure
 from mugrpo_megatron.recipe.scoring import CODE, RewardSection
 from mugrpo_megatron.rewards.guard import END
-from mugrpo_megatron.rewards.items import Item, Needs, Verdict
+from mugrpo_megatron.rewards.items import Needs, ScoringInput, Verdict
 
 BATCH = 16
 """Responses sent to a worker at once, unless one call is over more: enough to hide the round trip, few enough to lose
@@ -30,7 +30,7 @@ MEMORY_SHARE = 64
 in it then leave the most for the function, though a list of small numbers takes twenty times its text."""
 
 
-class Taker(Protocol):
+class VerdictSink(Protocol):
     """Where verdicts go."""
 
     def put(self, place: int, verdict: Verdict) -> None:
@@ -44,8 +44,8 @@ class Taker(Protocol):
 class Call:
     """One call of the function, over one or more responses."""
 
-    items: Sequence[Item]
-    waiting: list[tuple[Taker, int]]
+    items: Sequence[ScoringInput]
+    waiting: list[tuple[VerdictSink, int]]
     """Where the verdict on each item goes; of a single item, it goes to all of them."""
     deaths: int = 0
     """Workers that died on it, or on the batch that it was the first of."""
@@ -191,7 +191,7 @@ class Worker:
         return self.batch.popleft() if surely or self.batch[0].deaths > 1 else None
 
 
-def calls_of(taker: Taker, places: Sequence[int], items: Sequence[Item], most: int) -> Iterator[Call]:
+def calls_of(taker: VerdictSink, places: Sequence[int], items: Sequence[ScoringInput], most: int) -> Iterator[Call]:
     """Calls over at most `most` consecutive items."""
     for start in range(0, len(items), most):
         part = slice(start, start + most)
@@ -223,7 +223,7 @@ def message(calls: Sequence[Call], needs: Needs, most: int) -> tuple[int, bytes]
     subjects: list[str] = []
     numbers: dict[tuple[int, int, int, str], int] = {}
 
-    def subject(item: Item) -> int:
+    def subject(item: ScoringInput) -> int:
         key = (id(item.gold), id(item.row), id(item.prompt), item.source)
         if key not in numbers:
             numbers[key] = len(subjects)

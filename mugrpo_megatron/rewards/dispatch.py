@@ -17,15 +17,15 @@ from mugrpo_megatron.rewards.calls import (
     BATCH,
     Call,
     FailureCount,
-    Taker,
+    VerdictSink,
     Worker,
     calls_of,
     most_bytes,
     next_batch,
     start_worker,
 )
-from mugrpo_megatron.rewards.items import Item, Needs, Verdict
-from mugrpo_megatron.rewards.math.literal import settle
+from mugrpo_megatron.rewards.items import Needs, ScoringInput, Verdict
+from mugrpo_megatron.rewards.math.literal import match_literally
 
 START_TIMEOUT_S = 120.0
 """Seconds in which a worker has to start, and to read a batch that it has got; neither is its function's time."""
@@ -82,7 +82,7 @@ class Dispatcher:
         os.close(self._wake_in)
         os.close(self._wake_out)
 
-    def submit(self, taker: Taker, places: Sequence[int], items: Sequence[Item]) -> None:
+    def submit(self, taker: VerdictSink, places: Sequence[int], items: Sequence[ScoringInput]) -> None:
         """Start scoring the items and return at once.
 
         Literal answers are scored here, the others go to the workers. Raises what ended the dispatcher, when it has
@@ -97,11 +97,11 @@ class Dispatcher:
         if any(queued):
             self._wake()
 
-    def _compare(self, taker: Taker, place: int, item: Item) -> bool:
+    def _compare(self, taker: VerdictSink, place: int, item: ScoringInput) -> bool:
         """Score by `math`; whether something was queued."""
-        settled = settle(item.response, item.answer, self._section)
+        settled = match_literally(item.response, item.answer, self._section)
         if isinstance(settled, str):
-            return self._put(Call([Item(settled, item.answer, item.answer)], [(taker, place)]))
+            return self._put(Call([ScoringInput(settled, item.answer, item.answer)], [(taker, place)]))
         taker.put(place, settled)
         return False
 

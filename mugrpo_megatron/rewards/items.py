@@ -22,7 +22,7 @@ def asked_of(problem: Problem) -> Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class ScoringInput:
     """A response, and all that is known of it."""
 
     response: str

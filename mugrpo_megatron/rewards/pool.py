@@ -11,7 +11,7 @@ from typing import Any
 
 from mugrpo_megatron.recipe.scoring import OVERLONG, RewardSection
 from mugrpo_megatron.rewards.dispatch import Dispatcher
-from mugrpo_megatron.rewards.items import Asked, Item, Pending, Row, Score, Verdict
+from mugrpo_megatron.rewards.items import Asked, Pending, Row, Score, ScoringInput, Verdict
 
 
 def combined(verdicts: Mapping[str, Verdict], weights: Mapping[str, float]) -> Score:
@@ -47,7 +47,7 @@ def _alone(name: str, one: Verdict, weight: float) -> Score:
     return Score(reward, one.extracted, one.why, one.seconds, components)
 
 
-def shaped(score: Score, tokens: int, max_tokens: int, section: RewardSection) -> Score:
+def with_length_penalty(score: Score, tokens: int, max_tokens: int, section: RewardSection) -> Score:
     """The score that training uses: less an overlong penalty, off by default. Reported accuracy uses the verdict alone.
 
     The penalty is one of the components, between 0 and 1. `tokens`: of the response, of at most `max_tokens`.
@@ -172,7 +172,7 @@ class Verifier:
         """
         count = len(responses)
         items = [
-            Item(response, gold, answer, row, prompt, source, tokens)
+            ScoringInput(response, gold, answer, row, prompt, source, tokens)
             for response, gold, answer, row, prompt, source, tokens in zip(
                 responses,
                 golds,

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from mugrpo_megatron.rewards.items import Item, Needs, Verdict
+from mugrpo_megatron.rewards.items import Needs, ScoringInput, Verdict
 
 ALARM_AGAIN_S = 0.25
 """Processor seconds. The alarm repeats: the first may ring where an exception is swallowed, as in a finalizer."""
@@ -24,14 +24,14 @@ GROWN = 0.75
 ASYNC_SHARE = 0.875
 """Share of the wall-clock limit after which an `async` function is cancelled for a response."""
 
-Grade = Callable[[Sequence[Item]], Sequence[Verdict | BaseException]]
+Grade = Callable[[Sequence[ScoringInput]], Sequence[Verdict | BaseException]]
 
 
 class TooLate(BaseException):
     """The alarm rang. Not an Exception, so that no `except Exception` of a library swallows it."""
 
 
-DOORS = {"code": "mugrpo_megatron.extras.sandbox.code:grader"}
+EXTRA_FUNCTIONS = {"code": "mugrpo_megatron.extras.sandbox.code:grader"}
 """Built-in names -> a function that makes the reward function of its options, which are plain data."""
 
 
@@ -43,7 +43,7 @@ def load(options: dict[str, Any]) -> tuple[Grade, Needs, str]:
     if options["function"] == "math":
         from mugrpo_megatron.rewards.math.grade import grade
 
-        def graded_by_math(items: Sequence[Item]) -> list[Verdict]:
+        def graded_by_math(items: Sequence[ScoringInput]) -> list[Verdict]:
             results = [grade(item.response, item.gold, options["policy"]) for item in items]
             return [Verdict(reward, "", why) for reward, why in results]
 
@@ -53,17 +53,17 @@ def load(options: dict[str, Any]) -> tuple[Grade, Needs, str]:
     from mugrpo_megatron.rewards.callers import Caller, Unsupported
 
     name = options["function"]
-    function = load_function(options["key"], DOORS.get(name, name))
-    if name in DOORS:
+    function = load_function(options["key"], EXTRA_FUNCTIONS.get(name, name))
+    if name in EXTRA_FUNCTIONS:
         function = function({"timeout_s": options["timeout_s"], **options[name]})
     try:
         caller = Caller(function, name, options["timeout_s"] * ASYNC_SHARE)
     except Unsupported as error:
         raise UserError(f"{options['key']} {name!r} {error}") from None
-    return caller, caller.needs, getattr(function, "note", "") if name in DOORS else ""
+    return caller, caller.needs, getattr(function, "note", "") if name in EXTRA_FUNCTIONS else ""
 
 
-def graded(grade: Grade, items: Sequence[Item], alarm_s: float) -> tuple[list[Verdict], bool]:
+def graded(grade: Grade, items: Sequence[ScoringInput], alarm_s: float) -> tuple[list[Verdict], bool]:
     """A verdict on each item, and whether the alarm rang. MemoryError ends the process; other failures score 0."""
     start = time.perf_counter()
     results: Sequence[Verdict | BaseException]
@@ -138,9 +138,9 @@ def _serve(connection: Connection, grade: Grade, alarm_s: float, max_bytes: floa
                 return
 
 
-def _item(response: str, subject: Sequence[Any], ids: Sequence[int]) -> Item:
+def _item(response: str, subject: Sequence[Any], ids: Sequence[int]) -> ScoringInput:
     gold, row, prompt, source = subject
-    return Item(response, gold, "", row, prompt, source, ids)
+    return ScoringInput(response, gold, "", row, prompt, source, ids)
 
 
 def _failure(error: BaseException) -> str:

@@ -33,8 +33,8 @@ from mugrpo_megatron.stages.columns import LogprobColumn
 from mugrpo_megatron.stages.manifest import Origin, check_stage, manifest_name, read_manifest
 from mugrpo_megatron.stages.store import StageStore
 
-GUESTS = "mugrpo_megatron.extras.guests.scoring:take_columns"
-"""What guests have computed of the stage."""
+GUESTS = "mugrpo_megatron.extras.auxiliary.scoring:take_columns"
+"""What auxiliary models have computed of the stage."""
 
 
 def branch(recipe: Recipe, source: Path, stage: int) -> None:
@@ -62,8 +62,8 @@ def branch(recipe: Recipe, source: Path, stage: int) -> None:
         if stage > 0:
             start = checkpoint_name(Cursor(stage))
             _link(of.checkpoints / start, directory.checkpoints / start, STATE)
-        if recipe.guest.by_name:
-            load_function("guest", GUESTS)(recipe, of, directory, stage)
+        if recipe.auxiliary.by_name:
+            load_function("auxiliary", GUESTS)(recipe, of, directory, stage)
         write_record(directory.path, replace(record, branch=start_of))
 
 
@@ -166,18 +166,18 @@ def _check_stage(source: RunDirectory, stage: int) -> tuple[Origin, Cursor]:
 
 
 def _check_length(recipe: Recipe, source: Recipe, start: Cursor, stage_updates: int) -> None:
-    """Raise UserError when the branch's own stages and passes end it before it has taken every pass of the stage.
+    """Raise UserError when the branch's own stages and epochs end it before it has taken every pass of the stage.
 
-    The updates before the stage are the source's: with fewer stages or passes than it had, none may be left.
+    The updates before the stage are the source's: with fewer stages or epochs than it had, none may be left.
     """
-    schedule, needed = recipe.schedule, stage_updates * recipe.schedule.passes
+    schedule, needed = recipe.schedule, stage_updates * recipe.schedule.epochs
     remaining = start.stage_length(schedule, stage_updates)
-    changed = (schedule.stages, schedule.passes) != (source.schedule.stages, source.schedule.passes)
+    changed = (schedule.stages, schedule.epochs) != (source.schedule.stages, source.schedule.epochs)
     if changed and remaining < needed:
         fitting = math.ceil((start.updates + needed) / schedule.updates_on_stage)
         raise UserError(
             f"stage {start.stage} begins after {start.updates:,} updates, and schedule.stages = {schedule.stages} with "
-            f"passes = {schedule.passes} is {schedule.total_updates:,} in all, which leaves {max(remaining, 0):,} of "
+            f"epochs = {schedule.epochs} is {schedule.total_updates:,} in all, which leaves {max(remaining, 0):,} of "
             f"the {needed:,} that the stage is for; set schedule.stages to {fitting} or more"
         )
 

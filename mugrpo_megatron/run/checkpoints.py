@@ -232,7 +232,7 @@ def check_place(path: Path, record: Record) -> None:
     cursor = Cursor(**state["cursor"])
     if path.name != checkpoint_name(cursor):
         raise UserError(f"{path} holds the checkpoint {checkpoint_name(cursor)}; give both their right names")
-    run = record.of_stage(cursor.stage) if cursor.age == 0 else record.id
+    run = record.run_of_stage(cursor.stage) if cursor.age == 0 else record.id
     if state.get("run") != run:
         raise UserError(f"{path} is a checkpoint of run {state.get('run')}, not of {run}; move it away")
 

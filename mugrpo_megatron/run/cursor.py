@@ -14,7 +14,7 @@ class Cursor:
 
     `age` counts the updates already taken on the stage's responses, so it is also how stale they are, but for those
     that were sampled before the stage began (`schedule.max_sample_age`). Each of the stage's µ updates is taken
-    `schedule.passes` times. A run is finished after S µ x passes updates; where stages end early, it takes more than S
+    `schedule.epochs` times. A run is finished after S µ x epochs updates; where stages end early, it takes more than S
     stages to get there.
     """
 
@@ -39,13 +39,13 @@ class Cursor:
         return min(schedule.length(self.stage), schedule.total_updates - self._before_stage)
 
     def stage_length(self, schedule: ScheduleSection, sampled: int) -> int:
-        """Updates taken on a stage that holds the responses of `sampled`: all of its passes, or the run's remaining."""
-        return min(sampled * schedule.passes, schedule.total_updates - self._before_stage)
+        """Updates taken on a stage that holds the responses of `sampled`: all of its epochs, or the run's remaining."""
+        return min(sampled * schedule.epochs, schedule.total_updates - self._before_stage)
 
     def stage_positions(self, schedule: ScheduleSection, prompts_per_update: int) -> range:
         """Positions in the run's prompt order that the stage samples: they start where the last stage's ended.
 
-        S=4, µ=64 and S=64, µ=4 therefore train on the same problems in the same order, whatever the passes.
+        S=4, µ=64 and S=64, µ=4 therefore train on the same problems in the same order, whatever the epochs.
         """
         start = (self._before_stage - self.repeated) * prompts_per_update
         return range(start, start + self.stage_updates(schedule) * prompts_per_update)
@@ -74,7 +74,7 @@ class Cursor:
         last = self._before_stage + length >= schedule.total_updates
         return not last and length - self.age == min(schedule.max_sample_age, length) > 0
 
-    def of_stage(self, schedule: ScheduleSection, sampled: int) -> float:
+    def stage_progress(self, schedule: ScheduleSection, sampled: int) -> float:
         """The part of the stage's updates that are taken, from 0 to below 1."""
         return self.age / self.stage_length(schedule, sampled)
 

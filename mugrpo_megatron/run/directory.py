@@ -22,11 +22,11 @@ from mugrpo_megatron.run.record import (
     check_hf,
     check_model,
     check_own,
-    check_own_files,
+    check_user_files,
     claim,
     hub_model,
     read_record,
-    record_own_files,
+    record_user_files,
 )
 
 WRITTEN = ("run.json", "data.json", "own_files.json", "recipe.toml", "summary.json", "hf")
@@ -82,33 +82,34 @@ class RunDirectory:
         return self.path / "profile" / f"update{update:06d}-rank{rank:05d}.json.gz"
 
     @property
-    def references(self) -> Path:
-        """The directory of `reference`; outside the stages' directories, since branches share those."""
-        return self.path / "reference"
+    def proximal_files(self) -> Path:
+        """The directory of `proximal`; outside the stages' directories, since branches share those."""
+        return self.path / "proximal"
 
-    def reference(self, stage: int, age: int) -> Path:
+    def proximal(self, stage: int, age: int) -> Path:
         """Logprobs of some updates' samples under the policy before update `age` of the stage."""
-        return self.references / f"stage{stage:05d}-age{age:05d}.parquet"
+        return self.proximal_files / f"stage{stage:05d}-age{age:05d}.parquet"
 
     def probe(self, stage: int) -> Path:
-        """How ratios of some of the stage's responses moved; outside the stage's directory, as `references`."""
+        """How ratios of some of the stage's responses moved; outside the stage's directory, as `proximal_files`."""
         return self.path / "probe" / f"stage{stage:05d}"
 
     def samples(self, updates: int) -> Path:
         """Some responses of the evaluation after `updates` updates of the run."""
         return self.path / "evaluations" / f"update{updates:06d}.jsonl"
 
-    def anchor(self, stage: int) -> Path:
-        """Logprobs of the stage's samples under the anchor; outside the stage's directory, which branches share."""
-        return self.path / "anchor" / f"stage{stage:05d}.parquet"
+    def ref(self, stage: int) -> Path:
+        """Logprobs of the stage's samples under the reference policy; outside the stage's directory, which branches
+        share."""
+        return self.path / "ref" / f"stage{stage:05d}.parquet"
 
-    def guest(self, stage: int, what: str) -> Path:
-        """What a guest says of the stage's samples; outside the stage's directory, as `anchor`."""
-        return self.path / "guests" / f"stage{stage:05d}-{what}.parquet"
+    def auxiliary(self, stage: int, what: str) -> Path:
+        """What an auxiliary model says of the stage's samples; outside the stage's directory, as `ref`."""
+        return self.path / "auxiliary" / f"stage{stage:05d}-{what}.parquet"
 
-    def guest_files(self, stage: int) -> list[Path]:
-        """The files of guests' columns of the stage, whole ones alone."""
-        indices = sorted(self.path.glob(f"guests/stage{stage:05d}-*.json"))
+    def auxiliary_files(self, stage: int) -> list[Path]:
+        """The files of auxiliary models' columns of the stage, whole ones alone."""
+        indices = sorted(self.path.glob(f"auxiliary/stage{stage:05d}-*.json"))
         return [path for index in indices for path in (index.with_suffix(".parquet"), index)]
 
     def behaviour(self, stage: int) -> Path:
@@ -134,7 +135,7 @@ def open_directory(recipe: Recipe) -> Iterator[RunDirectory]:
             remove_leftovers(directory.path, name)
         claim(directory.path, hub_model(recipe), begun_weights(recipe))
         check_directory(recipe)
-        record_own_files(recipe)
+        record_user_files(recipe)
         write_text(directory.recipe, dump_recipe(recipe))
         yield directory
 
@@ -144,7 +145,7 @@ def check_directory(recipe: Recipe) -> None:
     check_model(recipe.run.dir, recipe.model.path)
     check_own(recipe.run.dir)
     check_same_run(RunDirectory(recipe.run.dir), recipe)
-    check_own_files(recipe)
+    check_user_files(recipe)
     check_hf(recipe.run.dir)
     directory, record = RunDirectory(recipe.run.dir), read_record(recipe.run.dir)
     if record and not any(directory.checkpoints.glob("stage*")):

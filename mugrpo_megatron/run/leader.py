@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mugrpo_megatron.data.prepare import PreparedData
 from mugrpo_megatron.engine.client import Engine
-from mugrpo_megatron.engine.nodes import Bond, JoinedEngine, address_of, part_of
+from mugrpo_megatron.engine.nodes import EngineFollowerNode, PeerFailure, address_of, part_of
 from mugrpo_megatron.engine.placement import EngineSlot, slot_of_environment
 from mugrpo_megatron.engine.process import HostProcess
 from mugrpo_megatron.errors import EngineFailure, EngineStopped
@@ -20,7 +20,7 @@ from mugrpo_megatron.observe.environment import finds_cuda, usable_cores
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.run.world import World
-from mugrpo_megatron.weights.sync import Bridge
+from mugrpo_megatron.weights.sync import WeightSync
 
 
 @dataclass
@@ -48,7 +48,7 @@ class EngineLeader:
 
 
 @dataclass
-class Seat:
+class EngineRole:
     """This rank's place among the engines, and what it leads of them once that is started."""
 
     recipe: Recipe
@@ -64,11 +64,11 @@ class Seat:
         """Whether the engine starts only once the learner is offloaded, and the ranks of all its nodes have met."""
         return finds_cuda() or self.recipe.engine.nodes > 1
 
-    def start(self, stack: ExitStack, warm_host: HostProcess | None = None) -> None:
+    def start(self, stack: ExitStack, prelaunched: HostProcess | None = None) -> None:
         """Launch the engine, if this rank leads one, and a verifier with its share of the node's cores.
 
-        The engine loads while this returns, and takes the process `warm_host` if it can; `stack` ends both. One of
-        several nodes is not launched yet: `meet` does.
+        The engine loads while this returns, and takes the process `prelaunched` if it can; `stack` ends both. One of
+        several nodes is not launched yet: `rendezvous` does.
         """
         self.began = True
         if not self.slot.leads_engine:
@@ -76,36 +76,36 @@ class Seat:
         recipe, number = self.recipe, self.slot.number
         log = self.logs / (f"engine-{number:04d}.log" if number else "engine.log")
         make = Engine if recipe.engine.nodes > 1 else Engine.start
-        engine = make(recipe, recipe.model.directory, log, self.slot, self.stopping, warm_host)
+        engine = make(recipe, recipe.model.directory, log, self.slot, self.stopping, prelaunched)
         stack.callback(engine.stop)
         workers = recipe.reward.workers or max(1, usable_cores() // 2 // self.slot.local_engines)
         verifier = stack.enter_context(Verifier(recipe.reward.model_copy(update={"workers": workers})))
         self.started = engine, verifier
 
-    def join(self, stack: ExitStack) -> JoinedEngine | None:
+    def join(self, stack: ExitStack) -> EngineFollowerNode | None:
         """What this rank runs of an engine that a rank of another node leads, not started yet; `stack` ends it."""
         if not self.slot.joins:
             return None
         log = self.logs / f"engine-{self.slot.number:04d}-node-{self.slot.node}.log"
-        joined = JoinedEngine(self.recipe, self.recipe.model.directory, log, self.slot)
+        joined = EngineFollowerNode(self.recipe, self.recipe.model.directory, log, self.slot)
         stack.callback(joined.stop)
         return joined
 
 
-def seat_of(recipe: Recipe, logs: Path, stopping: Callable[[], bool]) -> Seat:
+def role_of(recipe: Recipe, logs: Path, stopping: Callable[[], bool]) -> EngineRole:
     """The seat that torchrun's variables give this rank."""
-    return Seat(recipe, logs, slot_of_environment(recipe.engine, finds_cuda()), stopping)
+    return EngineRole(recipe, logs, slot_of_environment(recipe.engine, finds_cuda()), stopping)
 
 
 @dataclass
 class Engines:
     """What a rank needs to sync all engines and to run its own."""
 
-    bridge: Bridge
+    bridge: WeightSync
     """Carries the learner's weights to the engines."""
     leader: EngineLeader | None
     """None on a rank that leads no engine."""
-    joined: JoinedEngine | None = None
+    joined: EngineFollowerNode | None = None
     """What this rank runs of an engine that a rank of another node leads."""
     nodes: int = 1
     """Of each engine."""
@@ -113,7 +113,7 @@ class Engines:
     """Whether the engines have the learner's weights and the devices; the same on every rank."""
 
     @property
-    def own(self) -> Engine | JoinedEngine | None:
+    def own(self) -> Engine | EngineFollowerNode | None:
         """What this rank runs of an engine."""
         return self.leader.engine if self.leader else self.joined
 
@@ -123,7 +123,7 @@ class Engines:
         return self.leader.slot.number if self.leader else 0
 
 
-def meet(world: World, own: Engine | JoinedEngine | None) -> str:
+def rendezvous(world: World, own: Engine | EngineFollowerNode | None) -> str:
     """Start all processes of every engine of which one does not run. Collective; `own` is what this rank runs of one.
 
     Returns at once, and on the leader of a running engine what had ended of it.
@@ -137,7 +137,7 @@ def meet(world: World, own: Engine | JoinedEngine | None) -> str:
     (leader,) = [part for part in parts if part.node == 0]
     name = f"engine/{leader.name}"
     ended = [str(part.node) for part in parts if part.node and not part.running]
-    own.meet(Bond(address_of(parts), partial(world.tell, name), partial(world.told, name)))
+    own.rendezvous(PeerFailure(address_of(parts), partial(world.tell, name), partial(world.told, name)))
     return f"the engine's processes on its nodes {', '.join(ended)} have ended" if leader.running else ""
 
 

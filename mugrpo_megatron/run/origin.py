@@ -23,7 +23,7 @@ def stage_origin(directory: RunDirectory, record: Record, cursor: Cursor, schedu
     A sealed stage may be of earlier weights of the run, by at most `schedule.max_sample_age` updates; a branch takes
     its first stage as it was sampled.
     """
-    start, run = cursor.updates - cursor.age, record.of_stage(cursor.stage)
+    start, run = cursor.updates - cursor.age, record.run_of_stage(cursor.stage)
     branched = record.branch is not None and record.branch.stage == cursor.stage
     earliest = 0 if branched else start - schedule.max_sample_age
     if earliest < start:

@@ -39,10 +39,10 @@ OF_A_RUN = (
     "hf",
     "stages",
     "checkpoints",
-    "reference",
+    "proximal",
     "probe",
-    "anchor",
-    "guests",
+    "ref",
+    "auxiliary",
 )
 """What a directory without a record must not hold: a run would replace it or continue it."""
 
@@ -79,7 +79,7 @@ class Record:
     weights: str = ""
     """Fingerprint of the weights in the directory that the run starts from; empty for a hub's model and in old runs."""
 
-    def of_stage(self, stage: int) -> str:
+    def run_of_stage(self, stage: int) -> str:
         """The id of the run that generated the stage: this one, but for the stage at which a branch began."""
         return self.branch.id if self.branch and self.branch.stage == stage else self.id
 
@@ -240,7 +240,7 @@ def _placed(recipe: Recipe, name: str, run_dir: Path | None, cached: bool) -> Re
 USER_FILES = "own_files.json"
 
 
-def own_files(recipe: Recipe) -> dict[str, str]:
+def user_files(recipe: Recipe) -> dict[str, str]:
     """The recipe's keys that name a file of the user's -> SHA-256; without those that are not on this machine."""
     rewards = {
         f"reward.functions.{name}" if recipe.reward.functions else "reward.function": one.function
@@ -269,7 +269,7 @@ def file_sum(path: Path | None) -> str:
         return ""
 
 
-def check_own_files(recipe: Recipe) -> None:
+def check_user_files(recipe: Recipe) -> None:
     """Raise UserError when a file of the run in `run.dir`, if there is one, was edited since the run began.
 
     A reward function's file may be edited as long as it has scored nothing, and after it ended the run
@@ -281,7 +281,7 @@ def check_own_files(recipe: Recipe) -> None:
     accept = f"remove {path} to continue with the files as they are now"
     try:
         before: dict[str, str] = read_sealed(path, "files")
-        now = own_files(recipe)
+        now = user_files(recipe)
         edited = [key for key in sorted(before.keys() & now.keys()) if before[key] != now[key]]
         if not _has_scores(recipe.run.dir):
             edited = [key for key in edited if not key.startswith("reward.")]
@@ -294,12 +294,12 @@ def check_own_files(recipe: Recipe) -> None:
         )
 
 
-def record_own_files(recipe: Recipe) -> None:
-    """`check_own_files`, and write the checksums of files without one; call it with the directory's lock."""
-    check_own_files(recipe)
+def record_user_files(recipe: Recipe) -> None:
+    """`check_user_files`, and write the checksums of files without one; call it with the directory's lock."""
+    check_user_files(recipe)
     path = recipe.run.dir / USER_FILES
     before: dict[str, str] = read_sealed(path, "files") if path.exists() else {}
-    now = own_files(recipe)
+    now = user_files(recipe)
     if not path.exists() or any(before.get(key) != digest for key, digest in now.items()):
         write_sealed(path, "files", {**before, **now})
 

@@ -9,9 +9,9 @@ from mugrpo_megatron.data.prepare import PreparedData, problem_at
 from mugrpo_megatron.evaluation.scoring import ScoredGroup
 from mugrpo_megatron.files.json_text import as_text
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.rewards.pool import shaped
+from mugrpo_megatron.rewards.pool import with_length_penalty
 from mugrpo_megatron.run.cursor import Cursor
-from mugrpo_megatron.samples import HeldRoutes, Prompt, Sample
+from mugrpo_megatron.samples import InMemoryRoutes, Prompt, Sample
 
 
 def stage_prompt(recipe: Recipe, problems: PreparedData, cursor: Cursor, group: int) -> Prompt:
@@ -31,7 +31,7 @@ def rows_of(group: ScoredGroup, recipe: Recipe) -> list[Sample]:
     prompt_ids = np.asarray(group.prompt.ids, dtype=np.int32)
     limit = recipe.rollout.max_response_tokens
     scores = [
-        shaped(group.scores[place], len(response.ids), limit, recipe.reward)
+        with_length_penalty(group.scores[place], len(response.ids), limit, recipe.reward)
         for place, response in zip(chosen, responses, strict=True)
     ]
     rewards = np.array([score.reward for score in scores])
@@ -49,8 +49,8 @@ def rows_of(group: ScoredGroup, recipe: Recipe) -> list[Sample]:
             weight_version=response.weight_version,
             finish_reason=response.finish_reason,
             loss_mask=None if response.episode is None else response.episode.mask,
-            routes=None if response.routes is None else HeldRoutes(response.routes),
-            kept=response.kept,
+            routes=None if response.routes is None else InMemoryRoutes(response.routes),
+            support_ids=response.support_ids,
             text=as_text(text),
             gold=gold,
             extracted=as_text(score.extracted),

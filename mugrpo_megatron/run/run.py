@@ -24,14 +24,14 @@ from mugrpo_megatron.run.checkpoints import Saver, check_stage_held, newest_curs
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.data import record_data
 from mugrpo_megatron.run.directory import RunDirectory, open_directory
-from mugrpo_megatron.run.leader import EngineLeader, Engines, Seat, meet, seat_of, sleep_joined
+from mugrpo_megatron.run.leader import EngineLeader, EngineRole, Engines, rendezvous, role_of, sleep_joined
 from mugrpo_megatron.run.origin import stage_origin
 from mugrpo_megatron.run.record import Record, editable_after_failure, read_record
-from mugrpo_megatron.run.stopping import StopRequest, listening
-from mugrpo_megatron.run.world import World, open_world, telling_failures
+from mugrpo_megatron.run.stopping import StopRequest, handle_signals
+from mugrpo_megatron.run.world import World, broadcast_failure, open_world
 from mugrpo_megatron.stages.manifest import Origin, check_stage
 from mugrpo_megatron.stages.store import StageStore
-from mugrpo_megatron.weights.sync import Bridge, build_bridge
+from mugrpo_megatron.weights.sync import WeightSync, build_weight_sync
 
 __all__ = ["Cursor", "Engines", "Learner", "Run", "open_run"]
 
@@ -83,7 +83,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Files:
+class RunFiles:
     """A run's directory, open, before there is a learner."""
 
     directory: RunDirectory
@@ -96,13 +96,13 @@ class Files:
 
 @contextmanager
 def open_run(
-    recipe: Recipe, problems: Problems | None, warm_host: HostProcess | None = None, generates: bool = True
+    recipe: Recipe, problems: Problems | None, prelaunched: HostProcess | None = None, generates: bool = True
 ) -> Iterator[tuple[Run, Learner, Engines, Cursor]]:
     """Start engines and learner of a recipe that `checks.preflight.check_run` has checked, and resume its run.
 
     On CPU both load in parallel. A GPU may not hold both: there the learner loads first and is then offloaded.
-    `problems` are those that the check has read, on rank 0; `warm_host` is the engine's process where it was started
-    before (`engine.launch.host_ahead`). With `generates` false there is neither engine nor verifier.
+    `problems` are those that the check has read, on rank 0; `prelaunched` is the engine's process where it was started
+    before (`engine.launch.prelaunched_host`). With `generates` false there is neither engine nor verifier.
     """
     if generates and finds_cuda():
         check_allocator()
@@ -113,9 +113,9 @@ def open_run(
     with open_files(recipe, problems) as files, ExitStack() as stack:
         directory, log = files.directory, files.log
         with log.phase("start", 0), files.stop.at_once(on_disk):
-            seat = seat_of(recipe, directory.logs, files.stop.heard) if generates else None
+            seat = role_of(recipe, directory.logs, files.stop.heard) if generates else None
             if seat and not seat.waits:
-                seat.start(stack, warm_host)
+                seat.start(stack, prelaunched)
             with files.display.waiting(f"building the learner{', the engine loads' if seat and seat.started else ''}"):
                 learner = build_learner(recipe)
             world = join_world(learner, seat, files.stop, stack)
@@ -126,13 +126,13 @@ def open_run(
             engines = Engines(bridge_of(learner), None)
             if seat:
                 engines = start_engines(learner, world, files.display, seat, prepared, engines.bridge, stack)
-        greet(files, cursor, recipe, prepared)
-        with telling_failures(learner.ranks):
+        print_resume_note(files, cursor, recipe, prepared)
+        with broadcast_failure(learner.ranks):
             yield Run(recipe, directory, world, log, files.display, saver, record), learner, engines, cursor
 
 
 @contextmanager
-def open_files(recipe: Recipe, problems: Problems | None) -> Iterator[Files]:
+def open_files(recipe: Recipe, problems: Problems | None) -> Iterator[RunFiles]:
     """The run's directory and log, held by the main rank, and what the run shows and hears."""
     is_main = rank_of_environment() == 0
     with ExitStack() as stack:
@@ -153,8 +153,8 @@ def open_files(recipe: Recipe, problems: Problems | None) -> Iterator[Files]:
             write=is_main,
             watch=Watch(display.say, recipe.optimizer.clip_grad),
         )
-        with log as opened, listening(is_main) as stop, editable_after_failure(directory.path):
-            yield Files(directory, record, opened, display, stop)
+        with log as opened, handle_signals(is_main) as stop, editable_after_failure(directory.path):
+            yield RunFiles(directory, record, opened, display, stop)
 
 
 def check_current_stage(directory: RunDirectory, origin: Origin, cursor: Cursor) -> None:
@@ -165,7 +165,7 @@ def check_current_stage(directory: RunDirectory, origin: Origin, cursor: Cursor)
         stage.remove_merged()
 
 
-def join_world(learner: Learner, seat: Seat | None, stop: StopRequest, stack: ExitStack) -> World:
+def join_world(learner: Learner, seat: EngineRole | None, stop: StopRequest, stack: ExitStack) -> World:
     """The world of the ranks that the learner's process groups connect, until `stack` ends. Collective."""
     stack.enter_context(joined(learner.ranks))
     stack.enter_context(named_phase(learner.ranks))
@@ -179,9 +179,9 @@ def start_engines(
     learner: Learner,
     world: World,
     display: Display,
-    seat: Seat,
+    seat: EngineRole,
     problems: PreparedData | None,
-    bridge: Bridge,
+    bridge: WeightSync,
     stack: ExitStack,
 ) -> Engines:
     """The engines, started and asleep, with the devices given back to the learner; `stack` ends them. Collective.
@@ -196,7 +196,7 @@ def start_engines(
     if seat.started and prepared:
         engines.leader = EngineLeader(seat.slot, *seat.started, load_tokenizer(recipe.model.directory), prepared)
     if engines.nodes > 1:
-        meet(world, engines.own)
+        rendezvous(world, engines.own)
     with display.waiting(f"waiting for the engine, see {seat.logs}"):
         first_start(engines.leader, world)
     if finds_cuda() or recipe.engine.between_stages == "sleep":
@@ -214,7 +214,7 @@ def give_devices(learner: Learner, world: World) -> None:
     world.barrier()
 
 
-def greet(files: Files, cursor: Cursor, recipe: Recipe, problems: PreparedData | None) -> None:
+def print_resume_note(files: RunFiles, cursor: Cursor, recipe: Recipe, problems: PreparedData | None) -> None:
     """Say where the run continues, and notes on its data and sampling."""
     if cursor != Cursor():
         total = recipe.schedule.total_updates
@@ -234,10 +234,10 @@ def restore(learner: Learner, directory: RunDirectory, record: Record, log: Metr
     return restore_newest(learner, directory.checkpoints, record, tell)
 
 
-def bridge_of(learner: Learner) -> Bridge:
+def bridge_of(learner: Learner) -> WeightSync:
     """The bridge from this learner to the engines. Collective."""
     engine = learner.recipe.engine
-    return build_bridge(
+    return build_weight_sync(
         learner.models,
         learner.architecture,
         BUCKET_BYTES,

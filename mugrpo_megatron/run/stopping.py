@@ -149,7 +149,8 @@ def notice(number: int) -> str:
 
 @contextmanager
 def stoppable(is_main: bool) -> Iterator[None]:
-    """SIGTERM ends the process with exit code 0 where `listening` does not hear it: before a run is open, and after it.
+    """SIGTERM ends the process with exit code 0 where `handle_signals` does not hear it: before a run is open, and
+    after it.
 
     All that the run has is on disk there, and by Python's own exit code a job that is pre-empted while it imports torch
     would count as failed. The main rank says so.
@@ -166,7 +167,7 @@ def stoppable(is_main: bool) -> Iterator[None]:
 
 
 @contextmanager
-def listening(is_main: bool) -> Iterator[StopRequest]:
+def handle_signals(is_main: bool) -> Iterator[StopRequest]:
     """Turn SIGTERM (pre-emption, a time limit), SIGHUP (a lost terminal) and Ctrl-C into a request in the block.
 
     The main rank says so. A second Ctrl-C raises KeyboardInterrupt. A signal stays ignored where it is: Ctrl-C in a

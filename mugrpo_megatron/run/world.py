@@ -110,7 +110,7 @@ def open_world(ranks: Ranks, timeout_s: float, engines: int, stop: StopRequest) 
 
 
 @contextmanager
-def telling_failures(ranks: Ranks) -> Iterator[None]:
+def broadcast_failure(ranks: Ranks) -> Iterator[None]:
     """Tell the other ranks of an exception that ends this one, so that none of them waits for it."""
     try:
         yield

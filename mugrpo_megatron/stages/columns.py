@@ -2,10 +2,10 @@
 
     stages/00003/behaviour.parquet               logprobs under the weights that the stage began with
     stages/00003/learner_routes.bin              experts that the learner's routers chose then (`routes.py`)
-    reference/stage00003-age00040.parquet        logprobs under the weights before update 40, from this update on
-    anchor/stage00003.parquet                    logprobs under the anchor of the KL penalty
-    guests/stage00003-teacher-NAME.parquet       logprobs under a teacher
-    guests/stage00003-reward-NAME.parquet        a judge's scores, with its prompts and answers
+    proximal/stage00003-age00040.parquet         logprobs under the weights before update 40, from this update on
+    ref/stage00003.parquet                       logprobs under the reference policy
+    auxiliary/stage00003-teacher-NAME.parquet       logprobs under a teacher
+    auxiliary/stage00003-reward-NAME.parquet        a judge's scores, with its prompts and answers
     behaviour.json, stage00003-age00040.json     what they belong to, and the checksums of every byte
 
 A column is whole once its JSON file is written. It is bound to the content of its stage and to its policy, so another's

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class StageShard:
     """A file of groups in order of completion; exists until the stage is sealed."""
 
     file: str
@@ -87,7 +87,7 @@ class Origin:
 class Manifest:
     """The complete files of a stage."""
 
-    shards: list[Shard]
+    shards: list[StageShard]
     sealed: Sealed | None = None
     origin: Origin | None = None
     """None for a stage that no run generated."""
@@ -130,7 +130,7 @@ def _unreadable(path: Path) -> str:
 
 
 def _manifest(body: Any) -> Manifest:
-    shards = [Shard(**{**shard, "whole": _span(shard["whole"])}) for shard in body["shards"]]
+    shards = [StageShard(**{**shard, "whole": _span(shard["whole"])}) for shard in body["shards"]]
     sealed = body["sealed"]
     for shard in shards:
         if not _counts(shard.groups + shard.rows) or len(shard.groups) != len(shard.rows):
@@ -201,7 +201,7 @@ def _described(origin: Origin | None) -> str:
     return f"stage {origin.stage} of run {origin.run}, sampled after {origin.updates} updates"
 
 
-def other_shards(directory: Path, writer: int) -> list[Shard]:
+def other_shards(directory: Path, writer: int) -> list[StageShard]:
     """The complete shards of all writers but one."""
     names = [manifest_name(0), *sorted(path.name for path in directory.glob(OTHER_MANIFESTS))]
     return [shard for n in names if n != manifest_name(writer) for shard in read_manifest(directory, n).shards]
@@ -212,7 +212,7 @@ def write_manifest(directory: Path, manifest: Manifest, name: str = manifest_nam
     write_sealed(directory / name, "stage", asdict(manifest), format=FORMAT)
 
 
-def of_stage(content: str) -> dict[str, Any]:
+def stage_identity(content: str) -> dict[str, Any]:
     """What a file of logprobs or routes belongs to: the stage of this content, and the weights that sampled it."""
     return {"stage": content}
 
@@ -227,7 +227,7 @@ def verify(path: Path, span: Span, remedy: str) -> None:
         )
 
 
-def intact(directory: Path, shards: list[Shard]) -> list[Shard]:
+def intact(directory: Path, shards: list[StageShard]) -> list[StageShard]:
     """The shards whose bytes match the manifest; the others are logged."""
     intact = []
     for shard in shards:

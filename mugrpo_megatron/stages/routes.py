@@ -27,9 +27,9 @@ import pyarrow as pa
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import durable_file
 from mugrpo_megatron.recipe.systems import Replay
-from mugrpo_megatron.samples import HeldRoutes, Sample
+from mugrpo_megatron.samples import InMemoryRoutes, Sample
 from mugrpo_megatron.stages.columns import Column, computed_again
-from mugrpo_megatron.stages.manifest import of_stage
+from mugrpo_megatron.stages.manifest import stage_identity
 
 NAMES = {"rollout": "routes.bin", "learner": "learner_routes.bin"}
 """By whose routers chose: the engine's, which sampled the tokens, or the learner's before the stage's first update."""
@@ -44,7 +44,7 @@ Append = Callable[[Sequence[int], Iterable[np.ndarray]], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RouteSpan:
     """Where the routes of one update lie."""
 
     start: int
@@ -117,7 +117,7 @@ class RouteColumn(Column):
             yield _pass
             return
         self.begin()
-        parts: list[Part] = []
+        parts: list[RouteSpan] = []
         shapes: set[Shape] = set()
         with durable_file(self.path) as file:
 
@@ -132,7 +132,7 @@ class RouteColumn(Column):
                 table = np.array(sums, dtype="<u4").tobytes()
                 file.write(table)
                 shapes.add(Shape(len(sums), *shape))
-                parts.append(Part(start, int(ends[-1]), len(lengths), hashlib.sha256(table).hexdigest()))
+                parts.append(RouteSpan(start, int(ends[-1]), len(lengths), hashlib.sha256(table).hexdigest()))
 
             yield append
         (shape,) = shapes
@@ -145,7 +145,7 @@ class RouteColumn(Column):
         """
         body = self.body()
         try:
-            shape, part = Shape(body["layers"], body["chosen"], body["width"]), Part(**body["updates"][update])
+            shape, part = Shape(body["layers"], body["chosen"], body["width"]), RouteSpan(**body["updates"][update])
         except (KeyError, TypeError, IndexError):
             raise UserError(f"{self.index}: damaged, so {self.path.name} cannot be read; {self.repair}") from None
         if (part.tokens, part.responses) != (sum(lengths), len(lengths)):
@@ -186,7 +186,7 @@ def with_routes(samples: list[Sample], directory: Path, content: str, update: in
     """
     if replay == "off":
         return samples
-    column = route_column(directory, replay, of_stage(content))
+    column = route_column(directory, replay, stage_identity(content))
     if replay == "learner" and not column.whole:
         return samples
     routes = column.read(update, [sample.tokens - 1 for sample in samples])
@@ -206,7 +206,7 @@ def add_routes(table: pa.Table, samples: Sequence[Sample]) -> pa.Table:
     routes = [sample.routes for sample in samples]
     if not any(routes):
         return table
-    experts = [one.experts for one in routes if isinstance(one, HeldRoutes)]
+    experts = [one.experts for one in routes if isinstance(one, InMemoryRoutes)]
     if len(experts) < len(routes):
         raise ValueError("all samples of a stage have the engine's routes, or none")
     (layers, _, chosen), width = experts[0].shape, experts[0].dtype.itemsize

@@ -21,16 +21,16 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.samples import HeldRoutes, Sample
+from mugrpo_megatron.samples import InMemoryRoutes, Sample
 from mugrpo_megatron.stages.routes import add_routes
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class FieldSpec:
     """One column: the field of `Sample` that has its name, as an Arrow type."""
 
     kind: pa.DataType
-    """A list type for an array of the sample's own length, times as many for each place in `kept`."""
+    """A list type for an array of the sample's own length, times as many for each place in `support_ids`."""
     meaning: str
     """Stored in the files as field metadata."""
     empty: bool = False
@@ -41,34 +41,36 @@ IDS, LOGPROBS, TEXT = pa.list_(pa.int32()), pa.list_(pa.float32()), pa.string()
 NAMED = pa.list_(pa.struct({"name": pa.string(), "value": pa.float64()}))
 """Numbers by name; not Arrow's map, which the `datasets` library cannot read."""
 
-TRAINING: dict[str, Column] = {
-    "group": Column(pa.int32(), "Index of the prompt in the stage: update * prompts_per_update + position."),
-    "problem": Column(TEXT, "The problem's id, `source:line`."),
-    "prompt_ids": Column(IDS, "Prompt tokens."),
-    "response_ids": Column(IDS, "Response tokens, the end-of-sequence token included when it was sampled."),
-    "behaviour_logprobs": Column(LOGPROBS, "Logprob of each response token under the policy that sampled it."),
-    "reward": Column(pa.float64(), "Score of the response, shaping included."),
-    "components": Column(NAMED, "The score's parts by name, before their weights."),
-    "weight_version": Column(pa.int64(), "Optimizer updates behind the weights that sampled the response."),
-    "finish_reason": Column(TEXT, "`stop` (end-of-sequence) or `length` (cut)."),
+TRAINING: dict[str, FieldSpec] = {
+    "group": FieldSpec(pa.int32(), "Index of the prompt in the stage: update * prompts_per_update + position."),
+    "problem": FieldSpec(TEXT, "The problem's id, `source:line`."),
+    "prompt_ids": FieldSpec(IDS, "Prompt tokens."),
+    "response_ids": FieldSpec(IDS, "Response tokens, the end-of-sequence token included when it was sampled."),
+    "behaviour_logprobs": FieldSpec(LOGPROBS, "Logprob of each response token under the policy that sampled it."),
+    "reward": FieldSpec(pa.float64(), "Score of the response, shaping included."),
+    "components": FieldSpec(NAMED, "The score's parts by name, before their weights."),
+    "weight_version": FieldSpec(pa.int64(), "Optimizer updates behind the weights that sampled the response."),
+    "finish_reason": FieldSpec(TEXT, "`stop` (end-of-sequence) or `length` (cut)."),
 }
 """What every stage has and training reads."""
-OPTIONAL: dict[str, Column] = {
-    "loss_mask": Column(pa.list_(pa.bool_()), "Whether each response token is trained on; a stage without it: all."),
-    "kept": Column(IDS, "Tokens that could be sampled at each place, -1 where fewer; without it: all."),
+OPTIONAL: dict[str, FieldSpec] = {
+    "loss_mask": FieldSpec(pa.list_(pa.bool_()), "Whether each response token is trained on; a stage without it: all."),
+    "support_ids": FieldSpec(IDS, "Tokens that could be sampled at each place, -1 where fewer; without it: all."),
 }
 """What training reads where a stage has it."""
-TOLD: dict[str, Column] = {
-    "text": Column(TEXT, "The response as text, as the verifier read it."),
-    "gold": Column(TEXT, "The gold answer; JSON where it is a structure."),
-    "extracted": Column(TEXT, "The answer that was found in the response; empty where none was looked for."),
-    "why": Column(TEXT, "Why the response has its score."),
-    "advantage": Column(pa.float64(), "Under the objective of the recipe that made the stage; null: none.", empty=True),
-    "row": Column(TEXT, "The problem's row in its data set, as JSON; empty for a bundled task."),
+TOLD: dict[str, FieldSpec] = {
+    "text": FieldSpec(TEXT, "The response as text, as the verifier read it."),
+    "gold": FieldSpec(TEXT, "The gold answer; JSON where it is a structure."),
+    "extracted": FieldSpec(TEXT, "The answer that was found in the response; empty where none was looked for."),
+    "why": FieldSpec(TEXT, "Why the response has its score."),
+    "advantage": FieldSpec(
+        pa.float64(), "Under the objective of the recipe that made the stage; null: none.", empty=True
+    ),
+    "row": FieldSpec(TEXT, "The problem's row in its data set, as JSON; empty for a bundled task."),
 }
 """What people read. Training computes its own advantages, from the rewards and the recipe's objective."""
-COLUMNS: dict[str, Column] = TRAINING | OPTIONAL | TOLD
-LISTS = ("prompt_ids", "response_ids", "behaviour_logprobs", "loss_mask", "kept")
+COLUMNS: dict[str, FieldSpec] = TRAINING | OPTIONAL | TOLD
+LISTS = ("prompt_ids", "response_ids", "behaviour_logprobs", "loss_mask", "support_ids")
 """As many values for each token."""
 
 
@@ -127,7 +129,7 @@ def _wrong(table: pa.Table, groups: Sequence[int]) -> Iterator[str]:
             yield f"{name} has no token in some rows"
         if name.endswith("_ids") and pc.min(pc.list_flatten(table[name])).as_py() < 0:
             yield f"{name} holds negative numbers"
-        each = lengths[name] // np.maximum(lengths["response_ids"], 1) if name == "kept" else 1
+        each = lengths[name] // np.maximum(lengths["response_ids"], 1) if name == "support_ids" else 1
         if name != "prompt_ids" and (lengths[name] != each * lengths["response_ids"]).any():
             yield "some responses have more or fewer values than tokens"
 
@@ -161,9 +163,9 @@ def to_samples(table: pa.Table) -> list[Sample]:
     Token arrays are views of the table's memory, except those of bool.
     """
     columns = {name: _values(table[name], table.schema.field(name)) for name in table.schema.names}
-    if "kept" in columns:
-        of_response = zip(columns["kept"], columns["response_ids"], strict=True)
-        columns["kept"] = [mask.reshape(len(ids), mask.size // max(1, len(ids))) for mask, ids in of_response]
+    if "support_ids" in columns:
+        of_response = zip(columns["support_ids"], columns["response_ids"], strict=True)
+        columns["support_ids"] = [mask.reshape(len(ids), mask.size // max(1, len(ids))) for mask, ids in of_response]
     return [Sample(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 
 
@@ -276,7 +278,7 @@ class Waiting:
         self.groups.append(group)
         self.tokens += _tokens(group)
         self.responses += len(group)
-        self.routes += sum(one.routes.experts.nbytes for one in group if isinstance(one.routes, HeldRoutes))
+        self.routes += sum(one.routes.experts.nbytes for one in group if isinstance(one.routes, InMemoryRoutes))
 
     @property
     def due(self) -> bool:

@@ -32,17 +32,17 @@ from mugrpo_megatron.stages.manifest import (
     Manifest,
     Origin,
     Sealed,
-    Shard,
+    StageShard,
     check_listed,
     check_origin,
     check_stage,
     intact,
     manifest_name,
-    of_stage,
     other_shards,
     parquet_spans,
     read_manifest,
     shard_name,
+    stage_identity,
     verify,
     write_manifest,
 )
@@ -64,7 +64,7 @@ ROW_GROUPS_IN_MEMORY = 32
 """Decoded row groups that sealing keeps: an update's groups finish at different times, so several hold them."""
 
 
-def covering(directory: Path, shards: list[Shard], groups: set[int]) -> list[Shard]:
+def covering(directory: Path, shards: list[StageShard], groups: set[int]) -> list[StageShard]:
     """The intact shards; UserError when a damaged shard holds a group that no intact one holds."""
     whole = intact(directory, shards)
     lost = groups.difference(*(shard.groups for shard in whole))
@@ -74,7 +74,7 @@ def covering(directory: Path, shards: list[Shard], groups: set[int]) -> list[Sha
     return whole
 
 
-def in_order(directory: Path, shards: list[Shard], updates: int, prompts_per_update: int) -> Iterator[pa.Table]:
+def in_order(directory: Path, shards: list[StageShard], updates: int, prompts_per_update: int) -> Iterator[pa.Table]:
     """Each update's rows, groups in order, gathered from the shards."""
     shard_of = {group: shard for shard in shards for group in shard.groups}
     places = {shard.file: _places(directory / shard.file, shard) for shard in shards}
@@ -96,7 +96,7 @@ def in_order(directory: Path, shards: list[Shard], updates: int, prompts_per_upd
         yield table
 
 
-def _places(path: Path, shard: Shard) -> dict[int, tuple[int, int, int]]:
+def _places(path: Path, shard: StageShard) -> dict[int, tuple[int, int, int]]:
     """The row group, first row and number of rows of each group; no group is in two row groups."""
     layout = pq.read_metadata(path)
     check_file(path, without_routes(layout.schema.to_arrow_schema()), REMEDY)
@@ -234,7 +234,7 @@ class StageStore:
         with durable_file(path) as file:
             write_shard(file, waiting)
         groups, rows = [group[0].group for group in waiting], [len(group) for group in waiting]
-        self._replace([*manifest.shards, Shard(path.name, number, groups, rows, digest(path))])
+        self._replace([*manifest.shards, StageShard(path.name, number, groups, rows, digest(path))])
         self._waiting = Waiting()
 
     def seal(self, updates: int, prompts_per_update: int) -> None:
@@ -264,7 +264,7 @@ class StageStore:
                         append_routes(*routes)
             row_groups, other, footer = parquet_spans(path, training_columns(schema))
             final = Sealed(path.name, updates, prompts_per_update, row_groups, other, footer, statistics.result())
-            of |= of_stage(final.content)
+            of |= stage_identity(final.content)
         self._replace([], final)
         self._final = final
         self.remove_merged()
@@ -324,7 +324,7 @@ class StageStore:
             self._layout = layout
         return self._layout
 
-    def _shards(self) -> list[Shard]:
+    def _shards(self) -> list[StageShard]:
         """The shards that the manifests of all writers list."""
         own = self._own or read_manifest(self.directory, manifest_name(self._writer))
         return [*own.shards, *other_shards(self.directory, self._writer)]
@@ -371,7 +371,7 @@ class StageStore:
         for name in (shards, manifest_name(self._writer), *([] if self._writer else [SEALED_NAME])):
             remove_leftovers(self.directory, name)
 
-    def _replace(self, shards: list[Shard], sealed: Sealed | None = None) -> None:
+    def _replace(self, shards: list[StageShard], sealed: Sealed | None = None) -> None:
         own = Manifest(shards, sealed, self._origin)
         write_manifest(self.directory, own, manifest_name(self._writer))
         self._own = own

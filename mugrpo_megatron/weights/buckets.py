@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from mugrpo_megatron.megatron import parallel_state
+from mugrpo_megatron.megatron_compat import parallel_state
 from mugrpo_megatron.recipe.systems import BLOCK
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.safetensors_dir import TensorSpec
@@ -50,7 +50,7 @@ class Slot(TensorSpec):
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterSlots:
     """A Megatron parameter and the slots that it fills."""
 
     entry: Entry
@@ -62,7 +62,7 @@ class Bucket:
     """Tensors that are sent together; one pipeline stage and expert rank holds all of them."""
 
     owner: Owner
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ParameterSlots, ...]
     bytes: int
 
     @property
@@ -71,7 +71,7 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BucketPlan:
     """All buckets of the model, in the order in which every rank fills them."""
 
     buckets: tuple[Bucket, ...]
@@ -85,13 +85,13 @@ class Plan:
         return max(bucket.bytes for bucket in self.buckets)
 
 
-def build_plan(chunks: Sequence[torch.nn.Module], architecture: Architecture, bucket_bytes: int) -> Plan:
+def build_plan(chunks: Sequence[torch.nn.Module], architecture: Architecture, bucket_bytes: int) -> BucketPlan:
     """Plan buckets of at most `bucket_bytes`; a larger parameter gets its own bucket. Collective.
 
     Raises RuntimeError when the ranks' plans differ, because their models do.
     """
     owners = _owners({entry.megatron: parameter.dtype for entry, parameter in local_parameters(chunks, architecture)})
-    plan = Plan(tuple(pack(owners, architecture, bucket_bytes)))
+    plan = BucketPlan(tuple(pack(owners, architecture, bucket_bytes)))
     summary = [[slot.name for slot in bucket.slots] for bucket in plan.buckets]
     summaries: list[list[list[str]] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(summaries, summary)
@@ -135,7 +135,7 @@ def pack(
         _, size = _slots(table[name], architecture, dtype, 0)
         return place[owner], size > bucket_bytes
 
-    pieces: list[Piece] = []
+    pieces: list[ParameterSlots] = []
     filled = 0
     current: Owner | None = None
     for name in sorted(table, key=order):
@@ -146,7 +146,7 @@ def pack(
             yield Bucket(current, tuple(pieces), filled)
             pieces = []
             slots, end = _slots(table[name], architecture, dtype, 0)
-        pieces.append(Piece(table[name], slots))
+        pieces.append(ParameterSlots(table[name], slots))
         current, filled = owner, end
     assert current is not None
     yield Bucket(current, tuple(pieces), filled)
@@ -167,7 +167,7 @@ def _slots(entry: Entry, architecture: Architecture, dtype: torch.dtype, start: 
 
 
 def planned_tensors(
-    plan: Plan, chunks: Sequence[torch.nn.Module], architecture: Architecture
+    plan: BucketPlan, chunks: Sequence[torch.nn.Module], architecture: Architecture
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, whole tensor) of the learner's weights as a Hugging Face checkpoint, on every rank.
 
@@ -265,7 +265,7 @@ def quantised_bucket(bucket: Bucket) -> Bucket:
             for one in _quantised_slots(slot):
                 slots.append(replace(one, start=start))
                 start += -(-one.bytes // ALIGNMENT) * ALIGNMENT
-        pieces.append(Piece(piece.entry, tuple(slots)))
+        pieces.append(ParameterSlots(piece.entry, tuple(slots)))
     return Bucket(bucket.owner, tuple(pieces), start)
 
 

@@ -16,7 +16,7 @@ from mugrpo_megatron.errors import EngineFailure, TrainingFailure
 from mugrpo_megatron.files.tensors import Sums, dtype_name, raw_bytes
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.buckets import Bucket
-from mugrpo_megatron.weights.sync import Bridge, filled
+from mugrpo_megatron.weights.sync import WeightSync, filled
 from mugrpo_megatron.weights.table import DIMENSION, Entry
 
 VOCAB_MULTIPLE = 64
@@ -43,7 +43,7 @@ class WeightMismatch(TrainingFailure):
     """An engine's weights differ from the learner's; names a tensor."""
 
 
-def check(bridge: Bridge, engine: SummedEngine | None) -> int:
+def check(bridge: WeightSync, engine: SummedEngine | None) -> int:
     """Compare every tensor of each leader's engine with the learner's, bitwise; returns how many were compared.
 
     An fp8 engine's are compared with the learner's quantised ones and their scales.
@@ -78,7 +78,7 @@ def check(bridge: Bridge, engine: SummedEngine | None) -> int:
     return sum(len(names) for names in expected)
 
 
-def unchecked(bridge: Bridge) -> str:
+def unchecked(bridge: WeightSync) -> str:
     """Why the engines' weights cannot be compared with the learner's; empty if they can."""
     if bridge.staging is not None and padded_on_cpu(bridge.architecture, bridge.engine_tensor):
         return (
@@ -95,7 +95,7 @@ def padded_on_cpu(architecture: Architecture, size: int) -> bool:
     return uneven_heads or uneven_experts
 
 
-def expected_checksums(bridge: Bridge, found: list[Sums]) -> list[Sums]:
+def expected_checksums(bridge: WeightSync, found: list[Sums]) -> list[Sums]:
     """The checksums that an engine should have, in the types that it `found`; collective, empty if it found none."""
     hashes: list[dict[str, hashlib._Hash]] = [{} for _ in found]
     dtypes: list[dict[str, str]] = [{name: dtype for name, (dtype, _) in sums.items()} for sums in found]
@@ -114,7 +114,7 @@ Shards = list[tuple[int, str, torch.Tensor]]
 """(tensor parallel rank of the engine, the engine's name, shard of a part of that parameter)"""
 
 
-def _by_name(bucket: Bucket, flat: torch.Tensor, bridge: Bridge) -> list[Shards]:
+def _by_name(bucket: Bucket, flat: torch.Tensor, bridge: WeightSync) -> list[Shards]:
     """The bucket's tensors as the engine shards them, grouped by the engine's parameter, in order.
 
     The plan has q, k, v, then gate, up, and the experts in order, so a fused parameter's bytes are theirs in sequence.

@@ -221,7 +221,7 @@ def read_architecture(directory: Path) -> Architecture:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class TokenFlops:
     """Forward FLOP of one token: 2 for each weight that it is multiplied with."""
 
     layers: float
@@ -231,7 +231,7 @@ class Work:
     """One product with the output weight; the learner computes it for trained tokens only."""
 
 
-def work_of(architecture: Architecture, sequence: float) -> Work:
+def work_of(architecture: Architecture, sequence: float) -> TokenFlops:
     """Per token of sequences of `sequence` tokens on average."""
     size, layers, dense = architecture.letters, architecture.layers, architecture.dense_layers
     feed_forward = dense * 3 * size["H"] * size["F"]
@@ -245,7 +245,7 @@ def work_of(architecture: Architecture, sequence: float) -> Work:
     else:
         attention = size["H"] * (size["Q"] + 2 * size["K"]) + size["Q"] * size["H"]
         scored = 2 * size["Q"]
-    return Work(
+    return TokenFlops(
         layers=2.0 * (layers * attention + feed_forward),
         attention=2.0 * layers * scored * sequence / 2,
         head=2.0 * size["V"] * size["H"],

@@ -19,7 +19,7 @@ from mugrpo_megatron.files.durable import durable_directory, write_content, writ
 from mugrpo_megatron.files.hf_config import CONFIG, read_config, reading
 from mugrpo_megatron.files.json_text import read_json
 from mugrpo_megatron.weights.architecture import Architecture
-from mugrpo_megatron.weights.buckets import BUCKET_BYTES, Plan, build_plan, planned_tensors
+from mugrpo_megatron.weights.buckets import BUCKET_BYTES, BucketPlan, build_plan, planned_tensors
 from mugrpo_megatron.weights.safetensors_dir import (
     HFCheckpoint,
     divide,
@@ -126,7 +126,7 @@ def gather_hf(
 
 
 def _write(
-    out: Path, plan: Plan, shard_bytes: int, tensors: Iterator[torch.Tensor], like: Path, notes: Mapping[str, Any]
+    out: Path, plan: BucketPlan, shard_bytes: int, tensors: Iterator[torch.Tensor], like: Path, notes: Mapping[str, Any]
 ) -> None:
     """Write the plan's tensors, in its order; UserError where `out` cannot be written."""
     specs = [slot for bucket in plan.buckets for slot in bucket.slots]

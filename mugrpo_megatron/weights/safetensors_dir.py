@@ -170,7 +170,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class Shard:
+class WeightFile:
     """A file and its tensors, in order."""
 
     file: str
@@ -181,7 +181,7 @@ class Shard:
         return sum(spec.bytes for spec in self.specs)
 
 
-def divide(specs: Sequence[TensorSpec], shard_bytes: int) -> list[Shard]:
+def divide(specs: Sequence[TensorSpec], shard_bytes: int) -> list[WeightFile]:
     """Tensors, in order, in files of at most `shard_bytes` (or one larger tensor), named as in transformers."""
     groups: list[list[TensorSpec]] = [[]]
     size = 0
@@ -192,14 +192,14 @@ def divide(specs: Sequence[TensorSpec], shard_bytes: int) -> list[Shard]:
         groups[-1].append(spec)
         size += spec.bytes
     if len(groups) == 1:
-        return [Shard(SINGLE, tuple(specs))]
+        return [WeightFile(SINGLE, tuple(specs))]
     return [
-        Shard(f"model-{number:05d}-of-{len(groups):05d}.safetensors", tuple(group))
+        WeightFile(f"model-{number:05d}-of-{len(groups):05d}.safetensors", tuple(group))
         for number, group in enumerate(groups, start=1)
     ]
 
 
-def write_shard(directory: Path, shard: Shard, tensors: Iterable[torch.Tensor]) -> None:
+def write_shard(directory: Path, shard: WeightFile, tensors: Iterable[torch.Tensor]) -> None:
     """Write a shard atomically. `tensors` come in the shard's order, on any device."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -221,7 +221,7 @@ def write_shard(directory: Path, shard: Shard, tensors: Iterable[torch.Tensor]) 
             file.write(raw_bytes(tensor.to("cpu", spec.dtype)))
 
 
-def write_index(directory: Path, shards: Sequence[Shard]) -> None:
+def write_index(directory: Path, shards: Sequence[WeightFile]) -> None:
     """Write the index of which file holds which tensor, unless there is only one file."""
     if len(shards) == 1:
         return

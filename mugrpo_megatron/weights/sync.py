@@ -24,7 +24,7 @@ from mugrpo_megatron.errors import EngineFailure
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.buckets import (
     Bucket,
-    Plan,
+    BucketPlan,
     build_plan,
     fill,
     held_shards,
@@ -33,7 +33,7 @@ from mugrpo_megatron.weights.buckets import (
 )
 
 
-class Engine(Protocol):
+class WeightReceiver(Protocol):
     """What a sync uses of `engine.client.Engine`."""
 
     @property
@@ -48,11 +48,11 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True)
-class Bridge:
+class WeightSync:
     """The plan of a sync and the memory that it uses; made once and used by every sync."""
 
     architecture: Architecture
-    plan: Plan
+    plan: BucketPlan
     held: Mapping[str, torch.Tensor]
     engine_tensor: int
     """Tensor parallel size of each engine."""
@@ -82,7 +82,7 @@ class SyncStats:
     seconds: float
 
 
-def build_bridge(
+def build_weight_sync(
     chunks: Sequence[torch.nn.Module],
     architecture: Architecture,
     bucket_bytes: int,
@@ -90,7 +90,7 @@ def build_bridge(
     quantised: bool = False,
     engine_nodes: int = 1,
     timeout_s: float = 1800.0,
-) -> Bridge:
+) -> WeightSync:
     """Make the plan and allocate the buffers; collective, once after the model is built. `quantised`: fp8 engines.
 
     `bucket_bytes` limits the bridge's memory beyond the model: two buckets are in flight at a time. Engines span
@@ -101,15 +101,17 @@ def build_bridge(
     shards = held_shards(chunks, architecture)
     sent = [quantised_bucket(bucket) for bucket in plan.buckets] if quantised else plan.buckets
     if next(iter(shards.values())).is_cuda:
-        return Bridge(architecture, plan, shards, engine_tensor, _engine_group(engine_tensor, timeout_s), sent, None)
+        return WeightSync(
+            architecture, plan, shards, engine_tensor, _engine_group(engine_tensor, timeout_s), sent, None
+        )
     # A file descriptor cannot be sent in a string; a name can.
     torch.multiprocessing.set_sharing_strategy("file_system")
     staging = [torch.empty(plan.largest, dtype=torch.uint8) for _ in plan.buckets[:2]]
     group = _engine_group(engine_tensor, timeout_s) if engine_nodes > 1 else None
-    return Bridge(architecture, plan, shards, engine_tensor, group, sent, staging)
+    return WeightSync(architecture, plan, shards, engine_tensor, group, sent, staging)
 
 
-def sync(bridge: Bridge, engine: Engine | None, version: int) -> SyncStats:
+def sync(bridge: WeightSync, engine: WeightReceiver | None, version: int) -> SyncStats:
     """Load the learner's current weights into every leader's engine, as weight version `version`.
 
     Collective: every rank fills every bucket; `engine` is None on ranks that do not lead one. The engine's weight
@@ -141,7 +143,7 @@ def sync(bridge: Bridge, engine: Engine | None, version: int) -> SyncStats:
     return SyncStats(version, bridge.bytes, len(bridge.plan.buckets), time.perf_counter() - start)
 
 
-def filled(bridge: Bridge, number: int) -> tuple[Bucket, torch.Tensor]:
+def filled(bridge: WeightSync, number: int) -> tuple[Bucket, torch.Tensor]:
     """What the engines are sent for a bucket of the plan, and its bytes; collective."""
     bucket, sent = bridge.plan.buckets[number], bridge.sent[number]
     flat = _buffer(bridge, bucket, number)
@@ -149,14 +151,14 @@ def filled(bridge: Bridge, number: int) -> tuple[Bucket, torch.Tensor]:
     return (sent, flat) if sent is bucket else (sent, quantise_bucket(bucket, flat, sent))
 
 
-def _buffer(bridge: Bridge, bucket: Bucket, number: int) -> torch.Tensor:
+def _buffer(bridge: WeightSync, bucket: Bucket, number: int) -> torch.Tensor:
     """Memory for a bucket: on CPU one of two in turn; on CUDA new, as an engine may answer before it has read all."""
     if bridge.staging is None:
         return torch.empty(bucket.bytes, dtype=torch.uint8, device="cuda")
     return bridge.staging[number % len(bridge.staging)]
 
 
-def _load(engine: Engine | None, serialized: list[bytes], flat: torch.Tensor) -> torch.Tensor:
+def _load(engine: WeightReceiver | None, serialized: list[bytes], flat: torch.Tensor) -> torch.Tensor:
     """Load a bucket into the engine; returns the memory, so that it is kept until then."""
     if engine is not None:
         engine.load_bucket(serialized)
@@ -172,12 +174,12 @@ def _result(loading: Future[torch.Tensor]) -> EngineFailure | None:
     return None
 
 
-def _leads(bridge: Bridge) -> bool:
+def _leads(bridge: WeightSync) -> bool:
     """Whether this rank may lead an engine: on CPU any rank, where an engine stays on a node."""
     return bridge.engine_group is None or bridge.engine_group.rank() == 0
 
 
-def _all_ok(bridge: Bridge, ok: bool) -> bool:
+def _all_ok(bridge: WeightSync, ok: bool) -> bool:
     """Whether `ok` holds on every rank of this rank's engine; a bucket's memory is freed only after this.
 
     The engine also reads the memory of the other ranks, and only the leader knows when it has finished.
@@ -219,7 +221,9 @@ def flattened(bucket: Bucket, flat: torch.Tensor) -> dict[str, Any]:
     return {"flattened_tensor": flat[: bucket.bytes], "metadata": places}
 
 
-def _serialize_for_engine(bridge: Bridge, engine: Engine | None, bucket: Bucket, flat: torch.Tensor) -> list[bytes]:
+def _serialize_for_engine(
+    bridge: WeightSync, engine: WeightReceiver | None, bucket: Bucket, flat: torch.Tensor
+) -> list[bytes]:
     """The bucket, serialised for each reader; `engine` is None on ranks whose engine another rank leads.
 
     On CUDA each is from that rank's device, and in an engine of several nodes from its node: neither a CUDA handle nor

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mugrpo_megatron.megatron import get_transformer_layer_offset, parallel_state
+from mugrpo_megatron.megatron_compat import get_transformer_layer_offset, parallel_state
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.blocks import Row
 

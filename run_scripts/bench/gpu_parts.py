@@ -168,7 +168,7 @@ def learner(small: bool) -> Result:
 def one_learner(name: str, small: bool, peak_flops: float, layers: str) -> Result:
     from mugrpo_megatron.extras.plan.case import make_case
     from mugrpo_megatron.extras.plan.hardware import Assumptions, make_cluster
-    from mugrpo_megatron.extras.plan.memory import Batch, learner_memory
+    from mugrpo_megatron.extras.plan.memory import PackedRows, learner_memory
     from mugrpo_megatron.extras.plan.time import work_of
     from mugrpo_megatron.learner.groups import shutdown
     from mugrpo_megatron.learner.learner import build_learner
@@ -198,7 +198,7 @@ def one_learner(name: str, small: bool, peak_flops: float, layers: str) -> Resul
         "share_of_matmul": flops / taken / peak_flops,
         "mfu": flops / taken / data_sheet if data_sheet else None,
         "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
-        "planned_bytes": learner_memory(case, Batch(tokens, 1), pp_stage=0).total,
+        "planned_bytes": learner_memory(case, PackedRows(tokens, 1), pp_stage=0).total,
     }
 
 
@@ -253,7 +253,7 @@ def switch(small: bool) -> Result:
     from mugrpo_megatron.engine.client import Engine
     from mugrpo_megatron.learner.learner import build_learner
     from mugrpo_megatron.recipe.systems import BUCKET_BYTES
-    from mugrpo_megatron.weights.sync import build_bridge, sync
+    from mugrpo_megatron.weights.sync import build_weight_sync, sync
 
     with tempfile.TemporaryDirectory() as folder:
         model = save_random("small" if small else "Qwen2.5-1.5B", Path(folder) / "model")
@@ -264,7 +264,7 @@ def switch(small: bool) -> Result:
             engine.sleep()
             mine = build_learner(recipe)
             chunks = mine.models
-            bridge = build_bridge(chunks, mine.architecture, BUCKET_BYTES, recipe.engine.tensor)
+            bridge = build_weight_sync(chunks, mine.architecture, BUCKET_BYTES, recipe.engine.tensor)
             rounds = [one_switch(mine, bridge, engine, sync) for _ in range(4)][1:]
         finally:
             engine.stop()

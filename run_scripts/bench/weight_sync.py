@@ -89,7 +89,7 @@ def bench_sync(options: argparse.Namespace, directory: Path) -> None:
     from mugrpo_megatron.learner.groups import shutdown
     from mugrpo_megatron.learner.learner import build_learner
     from mugrpo_megatron.weights.check import check
-    from mugrpo_megatron.weights.sync import build_bridge, sync
+    from mugrpo_megatron.weights.sync import build_weight_sync, sync
 
     hf = options.hf or directory / "hf"
     if not options.hf:
@@ -108,7 +108,7 @@ def bench_sync(options: argparse.Namespace, directory: Path) -> None:
         stack.callback(engine.stop)
         learner = build_learner(recipe)
         start = time.perf_counter()
-        bridge = build_bridge(
+        bridge = build_weight_sync(
             learner.models,
             learner.architecture,
             options.bucket_megabytes * 10**6,

@@ -25,9 +25,9 @@ class Batch:
     logprobs: list[list[float]]
     behaviour: list[list[float]]
     advantages: list[float]
-    reference: list[list[float]]
+    proximal: list[list[float]]
     """Log-probabilities under the policy that a clip range may lie around."""
-    anchor: list[list[float]] = field(default_factory=list)
+    ref: list[list[float]] = field(default_factory=list)
     """Log-probabilities under the policy of the KL penalty."""
 
     @property
@@ -42,13 +42,13 @@ class Batch:
         """float64 log-probabilities (a leaf), behaviour [T], advantages [N]."""
         return flat(self.logprobs).requires_grad_(), flat(self.behaviour), flat([self.advantages])
 
-    def reference_for(self, config: ObjectiveSection) -> torch.Tensor | None:
-        """float64 [T] reference log-probabilities where the objective asks for others than the current policy's."""
-        return flat(self.reference) if config.reference_every > 1 else None
+    def proximal_for(self, config: ObjectiveSection) -> torch.Tensor | None:
+        """float64 [T] proximal log-probabilities where the objective asks for others than the current policy's."""
+        return flat(self.proximal) if config.proximal_every > 1 else None
 
-    def anchor_for(self, config: ObjectiveSection) -> torch.Tensor | None:
-        """float64 [T] anchor log-probabilities where the objective has an anchor."""
-        return flat(self.anchor) if config.kl_anchor else None
+    def ref_for(self, config: ObjectiveSection) -> torch.Tensor | None:
+        """float64 [T] ref log-probabilities where the objective has a reference policy."""
+        return flat(self.ref) if config.kl_ref else None
 
 
 def flat(rows: Sequence[Sequence[float]]) -> torch.Tensor:
@@ -56,7 +56,8 @@ def flat(rows: Sequence[Sequence[float]]) -> torch.Tensor:
 
 
 def random_batch(seed: int, lengths: list[int], spread: float = 0.6) -> Batch:
-    """Log-ratios are normal with standard deviation `spread`, half of it against the reference, 0.5 against the anchor;
+    """Log-ratios are normal with standard deviation `spread`, half of it against the proximal policy, 0.5 against
+    the reference policy;
     advantages are normal, every third 0."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -81,7 +82,7 @@ def batches(draw: st.DrawFn) -> Batch:
     batch = random_batch(draw(st.integers(0, 2**32 - 1)), lengths, draw(st.sampled_from([0.0, 0.05, 0.6, 3.0])))
     far = st.sampled_from([-50.0, -12.0, -9.3, -9.1, 50.0])
     places = st.lists(st.tuples(st.integers(0, 5), st.integers(0, LONGEST - 1), far), max_size=12)
-    for other in (batch.behaviour, batch.anchor):
+    for other in (batch.behaviour, batch.ref):
         for i, t, log_ratio in draw(places):
             if i < len(lengths) and t < lengths[i]:
                 other[i][t] = batch.logprobs[i][t] - log_ratio
@@ -106,17 +107,17 @@ VARIANTS: list[dict[str, object]] = [
     {"veto": "suffix", "trigger_ratio": 1.0},
     {"reduction": "constant"},
     {"reduction": "sequence_mean"},
-    {"clip_centre": "reference"},
-    {"clip_centre": "reference", "reference_every": 4},
-    {"clip_centre": "proximal"},
-    {"clip_centre": "proximal", "reference_every": 4},
+    {"clip_centre": "proximal_shifted"},
+    {"clip_centre": "proximal_shifted", "proximal_every": 4},
+    {"clip_centre": "proximal_scaled"},
+    {"clip_centre": "proximal_scaled", "proximal_every": 4},
     {"reject": "sequence", "reject_range": (0.5, 2.0)},
     {"reject": "sequence_mean", "reject_range": (0.8, 1.1)},
-    {"kl_anchor": "start", "kl_coef": 0.1, "kl_penalty": "k2"},
-    {"kl_anchor": "start", "kl_coef": 0.1, "kl_penalty": "k3"},
-    {"kl_anchor": "start", "kl_coef": 0.1, "kl_penalty": "k1_weighted"},
-    {"kl_anchor": "start", "kl_coef": 0.1, "kl_penalty": "k2_weighted"},
-    {"kl_anchor": "start", "kl_coef": 0.1, "kl_penalty": "k3_weighted"},
+    {"kl_ref": "start", "kl_coef": 0.1, "kl_penalty": "k2"},
+    {"kl_ref": "start", "kl_coef": 0.1, "kl_penalty": "k3"},
+    {"kl_ref": "start", "kl_coef": 0.1, "kl_penalty": "k1_weighted"},
+    {"kl_ref": "start", "kl_coef": 0.1, "kl_penalty": "k2_weighted"},
+    {"kl_ref": "start", "kl_coef": 0.1, "kl_penalty": "k3_weighted"},
 ]
 
 configs = st.builds(

@@ -29,11 +29,11 @@ def objective(
     weights: list[float],
     config: ObjectiveSection,
     correction: list[list[float]] | None = None,
-    reference: list[list[float]] | None = None,
-    anchor: list[list[float]] | None = None,
+    proximal: list[list[float]] | None = None,
+    ref: list[list[float]] | None = None,
 ) -> Answer:
-    """Loss and gradient of an update of ragged responses; `weights` per token of each response, `reference` the
-    log-probabilities of the policy to clip around, None for the one that `logprobs` are of, `anchor` of the policy of
+    """Loss and gradient of an update of ragged responses; `weights` per token of each response, `proximal` the
+    log-probabilities of the policy to clip around, None for the one that `logprobs` are of, `ref` of the policy of
     the KL penalty."""
     ratios = [[lp - b for lp, b in zip(*pair, strict=True)] for pair in zip(logprobs, behaviour, strict=True)]
     kept = [veto(logs, a, config) for logs, a in zip(ratios, advantages, strict=True)]
@@ -56,7 +56,7 @@ def objective(
     for i, logs in enumerate(ratios):
         level_gradient = [0.0] * len(logs)
         clipped.append([False] * len(logs))
-        from_reference = [lp - b for lp, b in zip((reference or logprobs)[i], behaviour[i], strict=True)]
+        from_reference = [lp - b for lp, b in zip((proximal or logprobs)[i], behaviour[i], strict=True)]
         ranges = [clip_range(from_reference, t, low, high, config) for t in range(len(logs))]
         for t in range(len(logs)):
             level, reach = level_of(logs, t, config.ratio)
@@ -79,8 +79,8 @@ def objective(
             if inside:
                 for s, share in reach:
                     level_gradient[s] += weight * d_ratio * ratio * share
-            if anchor:
-                value, slope = kl(logprobs[i][t] - anchor[i][t], logs[t], config)
+            if ref:
+                value, slope = kl(logprobs[i][t] - ref[i][t], logs[t], config)
                 loss += weights[i] * config.kl_coef * value
                 level_gradient[t] += weights[i] * config.kl_coef * slope
         gradient.append(level_gradient)
@@ -88,7 +88,8 @@ def objective(
 
 
 def kl(d: float, log_ratio: float, config: ObjectiveSection) -> tuple[float, float]:
-    """Penalty of a token whose log-probability is `d` above the anchor's, and its derivative in the log-probability."""
+    """Penalty of a token whose log-probability is `d` above the reference policy's, and its derivative in the
+    log-probability."""
     grown = math.exp(min(max(-d, -20), 20))
     estimator = config.kl_penalty[:2]
     value, slope = {
@@ -115,11 +116,11 @@ def level_of(logs: list[float], t: int, kind: str) -> tuple[float, list[tuple[in
 def clip_range(
     from_reference: list[float], t: int, low: float, high: float, config: ObjectiveSection
 ) -> tuple[float, float]:
-    """Clip range of token t: around 1, moved to the reference policy's ratio, or times it."""
+    """Clip range of token t: around 1, moved to the proximal policy's ratio, or times it."""
     centre = math.exp(min(max(level_of(from_reference, t, config.ratio)[0], -20), 20))
     if config.clip_centre == "one":
         return low, high
-    if config.clip_centre == "proximal":
+    if config.clip_centre == "proximal_scaled":
         return centre * low, centre * high
     return max(centre - (1 - low), 0), centre + (high - 1)
 

@@ -32,8 +32,8 @@ def test_a_resolved_section_reads_back_as_itself(name: str) -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("reference_every=4", "objective.reference_every` = 4: .*without a reference policy"),
-        ("reference_every=0", "objective.reference_every` = 0"),
+        ("proximal_every=4", "objective.proximal_every` = 4: .*without a proximal policy"),
+        ("proximal_every=0", "objective.proximal_every` = 0"),
     ],
 )
 def test_a_clip_that_cannot_be_is_refused_in_a_sentence(override: str, words: str) -> None:

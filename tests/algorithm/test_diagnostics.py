@@ -22,27 +22,27 @@ from tests.algorithm.batches import Batch, batches, random_batch
 
 def metrics_of(batch: Batch, config: ObjectiveSection) -> dict[str, float]:
     with torch.no_grad():
-        return policy_loss(*batch.tensors(), batch.segments(config), config, anchor=batch.anchor_for(config))[1]
+        return policy_loss(*batch.tensors(), batch.segments(config), config, ref=batch.ref_for(config))[1]
 
 
 def test_every_documented_name_is_reported_on_an_ordinary_batch() -> None:
     batch = random_batch(0, [9, 8, 7, 6, 5])
     batch.advantages = [-1.0, 1.0, 0.0, -1.0, 1.0]
-    config = ObjectiveSection(trigger_ratio=0.9, kl_anchor="start", teacher="t")
+    config = ObjectiveSection(trigger_ratio=0.9, kl_ref="start", teacher="t")
     logprobs, behaviour, advantages = batch.tensors()
     segments = replace(batch.segments(config), teacher=behaviour)
-    found = policy_loss(logprobs, behaviour, advantages, segments, config, anchor=batch.anchor_for(config))[1]
+    found = policy_loss(logprobs, behaviour, advantages, segments, config, ref=batch.ref_for(config))[1]
     assert set(found) == {name for name, _, _ in METRICS}
 
 
 def test_values() -> None:
     batch = random_batch(4, [50, 40, 30, 20])
     batch.advantages = [-1.5, 0.5, 0.0, 2.0]
-    found = metrics_of(batch, ObjectiveSection(name="grpo", kl_anchor="start"))
+    found = metrics_of(batch, ObjectiveSection(name="grpo", kl_ref="start"))
     log_ratio = np.concatenate([np.subtract(*pair) for pair in zip(batch.logprobs, batch.behaviour, strict=True)])
     advantage = np.repeat(batch.advantages, [50, 40, 30, 20])
     ratio = np.exp(log_ratio)
-    d = np.concatenate([np.subtract(*pair) for pair in zip(batch.logprobs, batch.anchor, strict=True)])
+    d = np.concatenate([np.subtract(*pair) for pair in zip(batch.logprobs, batch.ref, strict=True)])
     clipped = ((advantage > 0) & (ratio > 1.2)) | ((advantage < 0) & (ratio < 0.8))
     expected = {
         "ratio_mean": ratio.mean(),
@@ -57,7 +57,7 @@ def test_values() -> None:
         "advantage_std": np.std(batch.advantages),
         "advantage_max": np.abs(batch.advantages).max(),
         "update_tokens": 140,
-        "kl_anchor": (np.exp(-d) - 1 + d).mean(),
+        "kl_ref": (np.exp(-d) - 1 + d).mean(),
         "kl_anchor_k1": d.mean(),
     }
     for sign, tokens in (("neg", ratio[advantage < 0]), ("pos", ratio[advantage > 0])):

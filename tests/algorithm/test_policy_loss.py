@@ -24,9 +24,9 @@ RIVALS = ("decoupled_ppo", "sapo", "gmpo", "vespo", "seq_mis", "geo_rs")
 
 def loss_and_gradient(batch: Batch, config: ObjectiveSection) -> tuple[float, torch.Tensor, dict[str, float]]:
     logprobs, behaviour, advantages = batch.tensors()
-    segments, reference = batch.segments(config), batch.reference_for(config)
-    anchor = batch.anchor_for(config)
-    loss, metrics = policy_loss(logprobs, behaviour, advantages, segments, config, reference=reference, anchor=anchor)
+    segments, proximal = batch.segments(config), batch.proximal_for(config)
+    ref = batch.ref_for(config)
+    loss, metrics = policy_loss(logprobs, behaviour, advantages, segments, config, proximal=proximal, ref=ref)
     (gradient,) = torch.autograd.grad(loss, logprobs)
     return loss.item(), gradient, metrics
 
@@ -42,8 +42,8 @@ def test_equals_the_loop_over_tokens(batch: Batch, config: ObjectiveSection) -> 
         batch.advantages,
         weights,
         config,
-        reference=batch.reference if config.reference_every > 1 else None,
-        anchor=batch.anchor if config.kl_anchor else None,
+        proximal=batch.proximal if config.proximal_every > 1 else None,
+        ref=batch.ref if config.kl_ref else None,
     )
     assert loss == pytest.approx(expected.loss, rel=1e-10, abs=1e-10)
     torch.testing.assert_close(gradient, flat(expected.gradient), rtol=1e-10, atol=1e-10)
@@ -57,18 +57,16 @@ def test_equals_the_loop_over_tokens(batch: Batch, config: ObjectiveSection) -> 
 def test_loss_and_gradient_are_finite_for_any_input(batch: Batch, config: ObjectiveSection, dtype: torch.dtype) -> None:
     logprobs, behaviour, advantages = (t.detach().to(dtype) for t in batch.tensors())
     logprobs = (logprobs - 60).requires_grad_()  # probabilities that float16 cannot hold
-    reference = batch.reference_for(config)
-    reference = None if reference is None else reference.to(dtype) - 60
-    anchor = batch.anchor_for(config)
-    anchor = None if anchor is None else anchor.to(dtype) - 60
+    proximal = batch.proximal_for(config)
+    proximal = None if proximal is None else proximal.to(dtype) - 60
+    ref = batch.ref_for(config)
+    ref = None if ref is None else ref.to(dtype) - 60
     segments = batch.segments(config)
-    loss, metrics = policy_loss(
-        logprobs, behaviour - 60, advantages, segments, config, reference=reference, anchor=anchor
-    )
+    loss, metrics = policy_loss(logprobs, behaviour - 60, advantages, segments, config, proximal=proximal, ref=ref)
     (gradient,) = torch.autograd.grad(loss, logprobs)
     assert loss.dtype == torch.float32
     assert loss.isfinite()
-    # k3 pulls back a token that the anchor prefers with up to e^20, which float16 does not hold.
+    # k3 pulls back a token that the reference policy prefers with up to e^20, which float16 does not hold.
     assert gradient.isfinite().all() or (dtype == torch.float16 and not gradient.isnan().any())
     assert all(math.isfinite(value) for value in metrics.values())
 
@@ -81,14 +79,14 @@ def test_micro_batches_in_any_order_add_up_to_the_update(
     logprobs, behaviour, advantages = batch.tensors()
     segments = batch.segments(config)
     whole, gradient, _ = loss_and_gradient(batch, config)
-    reference, anchor = batch.reference_for(config), batch.anchor_for(config)
+    proximal, ref = batch.proximal_for(config), batch.ref_for(config)
     statistics = update_statistics(logprobs.detach(), behaviour, advantages, segments, config)
     order = list(range(len(batch.lengths)))
     random.shuffle(order)  # type: ignore[attr-defined]
     total = torch.zeros((), dtype=torch.float64)
     for part in (order[k::parts] for k in range(parts)):
         micro, index = select_responses(segments, torch.tensor(part, dtype=torch.int64))
-        there, held = (None if other is None else other[index] for other in (reference, anchor))
+        there, held = (None if other is None else other[index] for other in (proximal, ref))
         values = logprobs[index], behaviour[index], advantages[part]
         total = total + policy_loss(*values, micro, config, statistics, there, held)[0]
     assert total.item() == pytest.approx(whole, rel=1e-12, abs=1e-12)
@@ -99,10 +97,10 @@ def test_micro_batches_in_any_order_add_up_to_the_update(
 @given(batches(), configs.filter(lambda c: c.dependence != "response"), st.integers(1, 20))
 def test_chunks_that_carry_the_state_equal_the_whole(batch: Batch, config: ObjectiveSection, chunk: int) -> None:
     logprobs, behaviour, advantages = batch.tensors()
-    segments, reference, anchor = batch.segments(config), batch.reference_for(config), batch.anchor_for(config)
+    segments, proximal, ref = batch.segments(config), batch.proximal_for(config), batch.ref_for(config)
     statistics = update_statistics(logprobs.detach(), behaviour, advantages, segments, config)
     first = initial_state(segments, config)
-    whole = token_losses(logprobs, behaviour, advantages, segments, config, statistics, first, reference, anchor)
+    whole = token_losses(logprobs, behaviour, advantages, segments, config, statistics, first, proximal, ref)
     first, losses, kept = initial_state(segments, config), [flat([])], [torch.zeros(0, dtype=torch.bool)]
     for start in range(0, len(logprobs), chunk):
         stop = min(start + chunk, len(logprobs))
@@ -114,8 +112,8 @@ def test_chunks_that_carry_the_state_equal_the_whole(batch: Batch, config: Objec
             config,
             statistics,
             first,
-            None if reference is None else reference[start:stop],
-            None if anchor is None else anchor[start:stop],
+            None if proximal is None else proximal[start:stop],
+            None if ref is None else ref[start:stop],
         )
         first = part.first_trigger
         losses.append(part.loss)

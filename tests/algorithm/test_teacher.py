@@ -25,8 +25,8 @@ def answer(
     batch: Batch, config: ObjectiveSection, segments: Segments
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
     logprobs, behaviour, advantages = batch.tensors()
-    reference, anchor = batch.reference_for(config), batch.anchor_for(config)
-    loss, metrics = policy_loss(logprobs, behaviour, advantages, segments, config, reference=reference, anchor=anchor)
+    proximal, ref = batch.proximal_for(config), batch.ref_for(config)
+    loss, metrics = policy_loss(logprobs, behaviour, advantages, segments, config, proximal=proximal, ref=ref)
     return loss.detach(), torch.autograd.grad(loss, logprobs, allow_unused=True)[0], metrics
 
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from mugrpo_megatron.cli import main
 from mugrpo_megatron.commands import eval
-from mugrpo_megatron.commands.eval import Evaluation, Record, markdown, on_screen, run, settings_of, table
+from mugrpo_megatron.commands.eval import EvalRecord, Evaluation, markdown, on_screen, run, settings_of, table
 from mugrpo_megatron.commands.reading import results_of, weights_of
 from mugrpo_megatron.data.tokenizer import VOCAB_SIZE, build_arithmetic_tokenizer, load_tokenizer
 from mugrpo_megatron.engine.wire import Sampling
@@ -36,10 +36,10 @@ def graded(number: int, reward: float) -> Graded:
 
 
 def test_a_record_gives_back_what_was_appended_and_a_row_that_a_kill_cut_short_is_made_again(tmp_path: Path) -> None:
-    record = Record(tmp_path, {})
+    record = EvalRecord(tmp_path, {})
     assert record.read() == []
     record.append(graded(1, 0.0))
-    assert Record(tmp_path, {}).read() == [graded(1, 0.0)]
+    assert EvalRecord(tmp_path, {}).read() == [graded(1, 0.0)]
     whole = (tmp_path / "problems.jsonl").read_bytes()
     for cut in (1, 10, len(whole) - 1):
         (tmp_path / "problems.jsonl").write_bytes(whole + whole[:cut])
@@ -50,7 +50,7 @@ def test_a_record_gives_back_what_was_appended_and_a_row_that_a_kill_cut_short_i
 
 def test_a_full_disk_is_one_sentence_and_finished_problems_stay(tmp_path: Path) -> None:
     with disk(tmp_path / "small", 1 << 14) as small:
-        record = Record(small, {})
+        record = EvalRecord(small, {})
         record.append(graded(1, 0.0))
         (small / "fill").write_bytes(bytes(shutil.disk_usage(small).free))
         with pytest.raises(UserError, match=r"no space left for problems\.jsonl"):  # noqa: PT012
@@ -65,10 +65,10 @@ def test_other_weights_of_one_path_are_another_evaluation(tmp_path: Path) -> Non
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "model.safetensors").write_bytes(b"first")
     recipe = Recipe.model_validate({"model": {"path": tmp_path / "hf"}})
-    Record(tmp_path / "out", settings_of(recipe, SUMS, []))
+    EvalRecord(tmp_path / "out", settings_of(recipe, SUMS, []))
     (tmp_path / "hf" / "model.safetensors").write_bytes(b"later")
     with pytest.raises(UserError, match=r"with other weights; choose another"):
-        Record(tmp_path / "out", settings_of(recipe, SUMS, []))
+        EvalRecord(tmp_path / "out", settings_of(recipe, SUMS, []))
 
 
 def test_other_problems_or_functions_behind_a_name_are_another_evaluation(
@@ -79,20 +79,20 @@ def test_other_problems_or_functions_behind_a_name_are_another_evaluation(
     code.write_text("def right(response):\n    return 1.0\n")
     recipe = Recipe.model_validate({"reward": {"function": "rewards_of_an_evaluation:right"}})
     problems = [Problem("file:1", "1+1=", "2", "file")]
-    Record(tmp_path / "out", settings_of(recipe, SUMS, problems))
-    Record(tmp_path / "out", settings_of(recipe, SUMS, [replace(problems[0], id="moved:1")]))
+    EvalRecord(tmp_path / "out", settings_of(recipe, SUMS, problems))
+    EvalRecord(tmp_path / "out", settings_of(recipe, SUMS, [replace(problems[0], id="moved:1")]))
     old = {
         key: value
         for key, value in settings_of(recipe, SUMS, problems).items()
         if key not in ("problems", "reward files")
     }
-    Record(tmp_path / "older", old)
-    Record(tmp_path / "older", settings_of(recipe, SUMS, problems))
+    EvalRecord(tmp_path / "older", old)
+    EvalRecord(tmp_path / "older", settings_of(recipe, SUMS, problems))
     with pytest.raises(UserError, match=r"with other problems; choose another"):
-        Record(tmp_path / "out", settings_of(recipe, SUMS, [replace(problems[0], answer="3")]))
+        EvalRecord(tmp_path / "out", settings_of(recipe, SUMS, [replace(problems[0], answer="3")]))
     code.write_text("def right(response):\n    return 0.0\n")
     with pytest.raises(UserError, match=r"with other reward files; choose another"):
-        Record(tmp_path / "out", settings_of(recipe, SUMS, problems))
+        EvalRecord(tmp_path / "out", settings_of(recipe, SUMS, problems))
 
 
 def test_results_lie_outside_the_checkpoint_that_a_run_replaces(tmp_path: Path) -> None:

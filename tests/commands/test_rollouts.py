@@ -27,7 +27,7 @@ from mugrpo_megatron.recipe import load_recipe
 from mugrpo_megatron.run.directory import open_directory
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.columns import LogprobColumn
-from mugrpo_megatron.stages.manifest import of_stage
+from mugrpo_megatron.stages.manifest import stage_identity
 from mugrpo_megatron.stages.store import StageStore
 from tests.tiny import save_model, write_recipe
 
@@ -129,7 +129,7 @@ def test_a_softmax_runs_over_the_tokens_that_could_be_sampled(model: Path) -> No
     one = sample(model, 0, WRONG, 0.0)
     alone = one.response_ids[:, None].astype(np.int32)
     kept = np.concatenate([alone, np.full_like(alone, -1)], axis=1)
-    certain = replace(one, kept=kept, behaviour_logprobs=0 * one.behaviour_logprobs)
+    certain = replace(one, support_ids=kept, behaviour_logprobs=0 * one.behaviour_logprobs)
     [found] = LaterPolicy(model, temperature=1.0).assess([certain], np.array([-1.0]), load_recipe(None).objective)
     np.testing.assert_allclose(found.log_ratio, 0, atol=1e-6)
 
@@ -142,7 +142,7 @@ def test_ratios_are_over_the_learners_logprobs_where_the_recipe_says_so(
         browse(run_dir, 0, Selection(vetoed=True), model, learner)
     store = StageStore(run_dir / "stages" / "00000")
     path = run_dir / "stages" / "00000" / "behaviour.parquet"
-    with LogprobColumn(path, of_stage(store.content)).write() as append:
+    with LogprobColumn(path, stage_identity(store.content)).write() as append:
         for update in range(UPDATES):
             excess = [0.0, LOST, 0.0, 0.0]  # of the engine in each wrong response; the learner never had it
             found = [one.behaviour_logprobs for one in store.read_update(update)]

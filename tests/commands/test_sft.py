@@ -15,7 +15,7 @@ from mugrpo_megatron.commands import sft
 from mugrpo_megatron.commands.sft import greedy_accuracy, train, updates_on
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner.learner import build_learner
-from mugrpo_megatron.learner.packing import Tokens
+from mugrpo_megatron.learner.packing import TokenSequence
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.policy import SftSection
 from tests.learner.tiny import VOCAB, recipe, save_model
@@ -77,7 +77,7 @@ def test_every_row_is_learned_epochs_times(epochs: int, rows: int, batch: int) -
         assert epochs * rows <= updates_on(rows, section) * batch < epochs * rows + batch
 
 
-def accuracy(model: str, sequences: list[Tokens], sections: dict[str, dict[str, int]]) -> float:
+def accuracy(model: str, sequences: list[TokenSequence], sections: dict[str, dict[str, int]]) -> float:
     return greedy_accuracy(build_learner(recipe(Path(model), **sections)), sequences)
 
 
@@ -94,5 +94,5 @@ def test_accuracy_is_that_of_greedy_decoding(tmp_path: Path, world: int, section
                 ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
         if number < 2:
             ids[-1] = (ids[-1] + 1) % VOCAB
-        sequences.append(Tokens(np.array(ids), 4))
+        sequences.append(TokenSequence(np.array(ids), 4))
     assert run_ranks(world, accuracy, str(path), sequences, sections) == [0.75] * world

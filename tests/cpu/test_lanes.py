@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from mugrpo_megatron.learner.learner import build_learner
 from mugrpo_megatron.learner.model import policy
-from mugrpo_megatron.learner.packing import Tokens, sequence_of
+from mugrpo_megatron.learner.packing import TokenSequence, sequence_of
 from mugrpo_megatron.learner.passes import plan_update
 from mugrpo_megatron.learner.update import optimize, token_logprobs, update
 from tests.learner.tiny import advantages, recipe, samples, save_model
@@ -119,7 +119,7 @@ def test_megatrons_schedule_runs_what_shares_state(model: str, world: int, secti
 def row_lengths(model: str, threads: int, responses: list[int]) -> list[int]:
     """Tokens of a micro-batch of updates of so many responses of 100 tokens."""
     learner = build_learner(recipe(Path(model), learner={"threads": threads, "micro_batch_tokens": 16384}))
-    one = Tokens(np.zeros(100, dtype=np.int32), 99)
+    one = TokenSequence(np.zeros(100, dtype=np.int32), 99)
     return [plan_update(learner, [one] * count).length for count in responses]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe import moe_utils
 
-import mugrpo_megatron.megatron  # noqa: F401  which completes the router
+import mugrpo_megatron.megatron_compat  # noqa: F401  which completes the router
 from mugrpo_megatron.cpu import megatron as cpu
 from tests.ranks import run_ranks
 

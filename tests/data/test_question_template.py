@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mugrpo_megatron.commands.eval import Record, settings_of
+from mugrpo_megatron.commands.eval import EvalRecord, settings_of
 from mugrpo_megatron.data import arithmetic
 from mugrpo_megatron.data.demonstrations import demonstrations, sequences
 from mugrpo_megatron.data.prepare import prepare
@@ -98,8 +98,8 @@ def test_an_evaluation_begun_before_the_key_is_continued(tmp_path: Path) -> None
     settings = settings_of(recipe_with(None), {"a": "a"}, [])
     before = {**settings, "data": {key: value for key, value in settings["data"].items() if key != "question_template"}}
     assert before != settings
-    Record(tmp_path, before)
-    Record(tmp_path, settings)
-    Record(tmp_path, before)
+    EvalRecord(tmp_path, before)
+    EvalRecord(tmp_path, settings)
+    EvalRecord(tmp_path, before)
     with pytest.raises(UserError, match="holds an evaluation with other data"):
-        Record(tmp_path, settings_of(recipe_with(TEXT), {"a": "a"}, []))
+        EvalRecord(tmp_path, settings_of(recipe_with(TEXT), {"a": "a"}, []))

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from mugrpo_megatron.engine import door
+from mugrpo_megatron.engine import sglang_compat
 from mugrpo_megatron.engine.client import Engine
 from mugrpo_megatron.engine.process import _shared_memory
 from mugrpo_megatron.engine.wire import Sampling
@@ -31,7 +31,7 @@ SAMPLED = Sampling(temperature=0.7, top_p=1.0, max_tokens=12, stop_ids=())
 GREEDY = Sampling(temperature=0.0, top_p=1.0, max_tokens=12, stop_ids=())
 TOLERANCE = 1e-4
 LOOPBACK = {"127.0.0.1", "::1"}
-MASKED = pytest.mark.skipif(not door.is_new(), reason="this SGLang returns no masks of its sampler")
+MASKED = pytest.mark.skipif(not sglang_compat.is_new(), reason="this SGLang returns no masks of its sampler")
 
 
 @pytest.fixture(scope="module")
@@ -63,21 +63,23 @@ def test_behaviour_logprobs_are_those_of_the_sampling_temperature(engine: Engine
 
 @pytest.mark.parametrize("most", [5, pytest.param(100, marks=MASKED)], ids=["top logprobs", "masks"])
 def test_a_truncated_sampler_says_what_it_kept(engine: Engine, reference: torch.nn.Module, most: int) -> None:
-    """Every response lies inside the kept tokens, and its logprobs are those of a softmax over them."""
-    masked = most > door.MOST_TOP_LOGPROBS
+    """Every response lies inside the support ids, and its logprobs are those of a softmax over them."""
+    masked = most > sglang_compat.MOST_TOP_LOGPROBS
     top_p = 0.8 if masked else 0.15  # of the whole vocabulary, of which five tokens have little
     how = Sampling(0.7, top_p, 12, (), top_k=most, keep=True, masked=masked)
     sizes = set()
     for prompt, responses in engine.generate(prompts(8), 4, how):
         for response in responses:
-            assert response.kept is not None
-            assert len(response.kept) == 12
-            assert response.kept.shape[1] <= most
+            assert response.support_ids is not None
+            assert len(response.support_ids) == 12
+            assert response.support_ids.shape[1] <= most
             ids = torch.tensor([prompt.ids + response.ids.tolist()])
             with torch.no_grad():
                 scores = reference(ids).logits[0, len(prompt.ids) - 1 : -1] / 0.7
-            for place, (token, kept) in enumerate(zip(response.ids.tolist(), response.kept.tolist(), strict=True)):
-                chosen = [other for other in kept if other >= 0]
+            for place, (token, support_ids) in enumerate(
+                zip(response.ids.tolist(), response.support_ids.tolist(), strict=True)
+            ):
+                chosen = [other for other in support_ids if other >= 0]
                 assert token in chosen
                 least = scores[place].topk(len(chosen)).values[-1]
                 assert scores[place, chosen].min() >= least - TOLERANCE, "the most likely ones"
@@ -90,13 +92,13 @@ def test_a_truncated_sampler_says_what_it_kept(engine: Engine, reference: torch.
 def given(prompt: Prompt, response: Response, index: int) -> Prompt:
     """The engine's own response, for it to score."""
     ids = [*prompt.ids, *response.ids.tolist()]
-    return Prompt(index, prompt.problem, ids, scored=len(response.ids), kept=response.kept)
+    return Prompt(index, prompt.problem, ids, scored=len(response.ids), support_ids=response.support_ids)
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_a_score_is_what_sampling_said(engine: Engine, kept: bool) -> None:
+@pytest.mark.parametrize("support_ids", [False, True])
+def test_a_score_is_what_sampling_said(engine: Engine, support_ids: bool) -> None:
     """Over the vocabulary, or over the tokens that each place kept: in pieces, as one request asks for few of them."""
-    how = Sampling(1.0, 0.9, 150, (), top_k=5, keep=True) if kept else Sampling(1.0, 1.0, 150, ())
+    how = Sampling(1.0, 0.9, 150, (), top_k=5, keep=True) if support_ids else Sampling(1.0, 1.0, 150, ())
     sampled = [(prompt, one) for prompt, responses in engine.generate(prompts(3), 2, how) for one in responses]
     questions = [given(prompt, response, index) for index, (prompt, response) in enumerate(sampled)]
     scores = {prompt.index: one for prompt, (one,) in engine.generate(questions, 1, Sampling(1.0, 1.0, 1, ()))}

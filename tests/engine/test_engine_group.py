@@ -84,7 +84,7 @@ def test_replicas_that_hold_other_weights_are_an_error(differs: bool, monkeypatc
     async def nothing(engine: object) -> None: ...
 
     for name, function in {"begin_update": nothing, "update_weights": asked, "end_update": nothing}.items():
-        monkeypatch.setattr(groups.door, name, function)
+        monkeypatch.setattr(groups.sglang_compat, name, function)
     monkeypatch.setattr(groups, "read_sums", lambda: next(found))
     group = EngineGroup([StubEngine(), StubEngine()])
     if not differs:
@@ -105,7 +105,7 @@ def test_a_sync_is_one_update_of_many_buckets(monkeypatch: pytest.MonkeyPatch) -
         return call
 
     for name in ("begin_update", "update_weights", "end_update"):
-        monkeypatch.setattr(groups.door, name, recorded(name))
+        monkeypatch.setattr(groups.sglang_compat, name, recorded(name))
     engine: Any = StubEngine()
     engine.server_args.custom_weight_loader = []
     group = EngineGroup([engine])

@@ -22,7 +22,7 @@ from mugrpo_megatron.engine import host
 from mugrpo_megatron.engine.engine_group import EngineGroup
 from mugrpo_megatron.engine.host import Generation, Host, first_cause, start_guard
 from mugrpo_megatron.engine.process import SHARED_MEMORY, Channel
-from mugrpo_megatron.engine.wire import Sampling, Work, seeds
+from mugrpo_megatron.engine.wire import Request, Sampling, seeds
 from tests.engine.stub import StubEngine
 from tests.engine.tiny import group_processes
 from tests.forked import fork
@@ -78,7 +78,7 @@ def test_the_client_hears_of_tokens_before_a_group_is_finished(
     monkeypatch.setattr(host, "PROGRESS_SECONDS", 0.01)
     engine = StubEngine()
     with generating(engine, ends) as client:
-        client.send(("prompts", [Work(0, [1, 2], 2)]))
+        client.send(("prompts", [Request(0, [1, 2], 2)]))
         for tokens in (50, 100):
             engine.rid_to_state["one"].output_ids = [7] * tokens
             kind, load = client.receive(PATIENCE_S)
@@ -112,7 +112,7 @@ def test_a_group_that_cannot_be_sent_ends_the_generation_with_its_cause(
     engine.answers.set()
     generation = Generation(EngineGroup([engine]), ends[1], SAMPLING, version=4)
     monkeypatch.setattr(generation, "_read", lambda loop: None)
-    generation._inbox.put_nowait(("prompts", [Work(0, [9], 1), Work(1, [1], 1)]))
+    generation._inbox.put_nowait(("prompts", [Request(0, [9], 1), Request(1, [1], 1)]))
     with pytest.raises(ExceptionGroup) as raised:
         engine.loop.run_until_complete(asyncio.wait_for(generation.run(), PATIENCE_S))
     assert str(first_cause(raised.value)) == "3 log-probabilities of 4 tokens"
@@ -144,7 +144,7 @@ def test_the_guard_removes_what_the_host_leaves(tmp_path: Path) -> None:
 def test_each_response_has_its_own_seed_where_there_is_a_stream(ends: tuple[Channel, Channel]) -> None:
     engine = StubEngine()
     engine.answers.set()
-    work = Work(0, [1, 2], 2, place=5)
+    work = Request(0, [1, 2], 2, place=5)
     with generating(engine, ends, replace(SAMPLING, stream="0/train")) as client:
         client.send(("prompts", [work]))
         assert client.receive(PATIENCE_S)[0] == "groups"
@@ -158,7 +158,7 @@ def test_a_prompt_may_have_a_limit_and_stop_texts_of_its_own(ends: tuple[Channel
     engine = StubEngine()
     engine.answers.set()
     with generating(engine, ends, replace(SAMPLING, stop=("a",))) as client:
-        client.send(("prompts", [Work(0, [1], 1, max_tokens=3, stop=("b",)), Work(1, [1], 1)]))
+        client.send(("prompts", [Request(0, [1], 1, max_tokens=3, stop=("b",)), Request(1, [1], 1)]))
         assert client.receive(PATIENCE_S)[0] == "groups"
         client.send(("close", None))
     limited, plain = (one["sampling_params"] for one in engine.asked)

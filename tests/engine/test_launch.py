@@ -14,7 +14,7 @@ import pytest
 
 from mugrpo_megatron.checks.engines import DETERMINISTIC_ATTENTION
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
-from mugrpo_megatron.engine import door, launch
+from mugrpo_megatron.engine import launch, sglang_compat
 from mugrpo_megatron.engine.launch import (
     CPU_KV_BYTES,
     EARLIER_STARTS,
@@ -195,7 +195,7 @@ def test_a_deterministic_engine_and_its_streams(checkpoint: Path) -> None:
 def test_a_stage_keeps_what_the_engine_can_return(
     top_k: int, new: bool, keep: bool, masked: bool, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "is_new", lambda: new)
+    monkeypatch.setattr(sglang_compat, "is_new", lambda: new)
     rollout = {"max_response_tokens": 9, "top_k": top_k, "top_p": 0.9}
     wanted = Recipe.model_validate(recipe(checkpoint).model_dump() | {"rollout": rollout})
     how = sampling(wanted, build_arithmetic_tokenizer())

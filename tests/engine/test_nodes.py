@@ -11,14 +11,22 @@ from typing import Any, ClassVar
 import pytest
 
 from mugrpo_megatron.engine import nodes
-from mugrpo_megatron.engine.nodes import PORTS, Bond, JoinedEngine, Part, address_of, free_port, part_of
+from mugrpo_megatron.engine.nodes import (
+    PORTS,
+    EngineFollowerNode,
+    NodeStatus,
+    PeerFailure,
+    address_of,
+    free_port,
+    part_of,
+)
 from mugrpo_megatron.engine.placement import EngineSlot
 from mugrpo_megatron.errors import CollectiveFailure, EngineFailure, EngineStopped
 from tests.engine.tiny import recipe
 
 
-def part(engine: int, node: int, here: str, first: str = "10.0.0.1") -> Part:
-    return Part(engine, node, running=True, here=here, first=first, port=7000 + node, name=f"{engine}-{node}")
+def part(engine: int, node: int, here: str, first: str = "10.0.0.1") -> NodeStatus:
+    return NodeStatus(engine, node, running=True, here=here, first=first, port=7000 + node, name=f"{engine}-{node}")
 
 
 def test_ranks_meet_where_all_nodes_of_the_engine_reach_its_leader() -> None:
@@ -27,7 +35,7 @@ def test_ranks_meet_where_all_nodes_of_the_engine_reach_its_leader() -> None:
     assert address_of(parts) == "10.0.0.1:7000"
     assert address_of([part(1, 0, "10.0.0.3"), part(1, 1, "10.0.0.4")]) == "10.0.0.3:7000"
     address = address_of([part(1, 0, "fd00::3"), part(1, 1, "fd00::4")])
-    assert (address, Bond(address).host) == ("[fd00::3]:7000", "fd00::3")
+    assert (address, PeerFailure(address).host) == ("[fd00::3]:7000", "fd00::3")
 
 
 def test_what_a_rank_says_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +63,7 @@ def test_the_first_process_that_ends_is_the_cause_and_the_store_is_asked_once_a_
         asked.append(1)
         return board[0] if board else ""
 
-    one, other = (Bond("", board.append, news) for _ in range(2))
+    one, other = (PeerFailure("", board.append, news) for _ in range(2))
     assert [one.broken() for _ in range(5)] == [""] * 5
     assert len(asked) == 1
     one.ended("killed")
@@ -100,28 +108,28 @@ class Host:
 
 
 @pytest.fixture
-def engine(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JoinedEngine:
+def engine(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineFollowerNode:
     monkeypatch.setattr(nodes, "HostProcess", Host)
     monkeypatch.setattr(Host, "made", [])
     monkeypatch.setenv("RANK", "5")
-    return JoinedEngine(recipe(checkpoint, tensor=2, nodes=2), checkpoint, tmp_path / "engine.log", SLOT)
+    return EngineFollowerNode(recipe(checkpoint, tensor=2, nodes=2), checkpoint, tmp_path / "engine.log", SLOT)
 
 
-def board() -> tuple[list[str], Bond]:
+def board() -> tuple[list[str], PeerFailure]:
     said: list[str] = []
-    return said, Bond("10.0.0.1:7000", said.append, lambda: said[0] if said else "")
+    return said, PeerFailure("10.0.0.1:7000", said.append, lambda: said[0] if said else "")
 
 
-def ended(engine: JoinedEngine) -> None:
+def ended(engine: EngineFollowerNode) -> None:
     assert engine._thread
     engine._thread.join(10)
     assert not engine.running
 
 
-def test_it_is_sglang_s_second_node_at_the_leader_s_address(engine: JoinedEngine) -> None:
+def test_it_is_sglang_s_second_node_at_the_leader_s_address(engine: EngineFollowerNode) -> None:
     assert not engine.running
     _, bond = board()
-    engine.meet(bond)
+    engine.rendezvous(bond)
     (host,) = Host.made
     (arguments,) = host.arguments
     wanted = {"nnodes": 2, "node_rank": 1, "dist_init_addr": "10.0.0.1:7000", "tp_size": 2}
@@ -135,9 +143,9 @@ def test_it_is_sglang_s_second_node_at_the_leader_s_address(engine: JoinedEngine
 
 
 @pytest.mark.parametrize("leader_first", [False, True])
-def test_its_end_is_told_unless_it_ends_with_the_leader_s(leader_first: bool, engine: JoinedEngine) -> None:
+def test_its_end_is_told_unless_it_ends_with_the_leader_s(leader_first: bool, engine: EngineFollowerNode) -> None:
     said, bond = board()
-    engine.meet(bond)
+    engine.rendezvous(bond)
     if leader_first:
         said.append("on the node that leads it: killed")
         bond.broken(now=True)
@@ -152,28 +160,28 @@ def test_its_end_is_told_unless_it_ends_with_the_leader_s(leader_first: bool, en
     )
 
 
-def test_a_second_meeting_ends_the_process_of_the_first(engine: JoinedEngine) -> None:
+def test_a_second_meeting_ends_the_process_of_the_first(engine: EngineFollowerNode) -> None:
     for _ in range(2):
-        engine.meet(board()[1])
+        engine.rendezvous(board()[1])
     first, second = Host.made
     assert (first.gone, second.gone, engine.running) == (True, False, True)
     engine.stop()
 
 
 @pytest.mark.parametrize("leader_is_gone", [False, True])
-def test_asleep_it_is_there_as_long_as_its_leader(engine: JoinedEngine, leader_is_gone: bool) -> None:
+def test_asleep_it_is_there_as_long_as_its_leader(engine: EngineFollowerNode, leader_is_gone: bool) -> None:
     said, bond = board()
-    engine.meet(bond)
+    engine.rendezvous(bond)
     said.extend(["killed"] * leader_is_gone)
     engine.sleep()
     assert engine.running is not leader_is_gone
     engine.stop()
 
 
-def test_a_rendezvous_that_is_gone_ends_it(engine: JoinedEngine) -> None:
+def test_a_rendezvous_that_is_gone_ends_it(engine: EngineFollowerNode) -> None:
     def news() -> str:
         raise CollectiveFailure("the rendezvous cannot be reached")
 
-    engine.meet(Bond("10.0.0.1:7000", news=news))
+    engine.rendezvous(PeerFailure("10.0.0.1:7000", news=news))
     ended(engine)
     assert Host.made[0].gone

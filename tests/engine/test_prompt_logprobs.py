@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mugrpo_megatron.engine.wire import MOST_IDS, Piece, answer, pieces, request
+from mugrpo_megatron.engine.wire import MOST_IDS, LogprobRange, answer, pieces, request
 
 WORDS = 40
 
@@ -31,19 +31,19 @@ def test_pieces_together_are_the_softmax_over_each_places_tokens(
     logits = rng.standard_normal((prompt + scored, WORDS))
     every = logits - np.log(np.exp(logits).sum(1, keepdims=True))
     ids = rng.integers(0, WORDS, prompt + scored)
-    kept = None
+    support_ids = None
     if top:
-        kept = np.array([rng.permutation(WORDS)[:top] for _ in range(scored)], dtype=np.int32)
-        kept[:, 0] = ids[prompt:]
-        kept[:, 1:][rng.random((scored, top - 1)) < 0.3] = -1
+        support_ids = np.array([rng.permutation(WORDS)[:top] for _ in range(scored)], dtype=np.int32)
+        support_ids[:, 0] = ids[prompt:]
+        support_ids[:, 1:][rng.random((scored, top - 1)) < 0.3] = -1
     scores = []
-    for piece in pieces(len(ids), scored, kept):
+    for piece in pieces(len(ids), scored, support_ids):
         assert piece.among is None or len(piece.among) <= MOST_IDS
-        own = None if kept is None else kept[piece.start - prompt : piece.end - prompt]
+        own = None if support_ids is None else support_ids[piece.start - prompt : piece.end - prompt]
         scores.append(answer(sglang(ids.tolist(), request(ids.tolist(), piece), every), piece, own))
     expected = every[np.arange(prompt, len(ids)), ids[prompt:]]
-    if kept is not None:
-        held = np.where(kept >= 0, np.exp(np.take_along_axis(every[prompt:], kept.clip(min=0), 1)), 0)
+    if support_ids is not None:
+        held = np.where(support_ids >= 0, np.exp(np.take_along_axis(every[prompt:], support_ids.clip(min=0), 1)), 0)
         expected = expected - np.log(held.sum(1))
     np.testing.assert_allclose(np.concatenate(scores), expected, atol=1e-5)
 
@@ -51,4 +51,4 @@ def test_pieces_together_are_the_softmax_over_each_places_tokens(
 def test_another_number_of_places_is_an_error() -> None:
     output = {"meta_info": {"input_token_logprobs": [(None, 1, None), (-1.0, 2, None)]}}
     with pytest.raises(ValueError, match="a score of 1 tokens, where 2"):
-        answer(output, Piece(1, 3, None), None)
+        answer(output, LogprobRange(1, 3, None), None)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mugrpo_megatron.engine.wire import Routed, Sampling, Work, pack, seeds
+from mugrpo_megatron.engine.wire import Request, Routed, Sampling, pack, seeds
 
 PROMPT = 3
 
@@ -60,15 +60,15 @@ def test_routes_that_are_not_whole_are_refused(experts: np.ndarray | None, said:
 
 def test_a_seed_is_of_the_stream_the_weights_the_prompt_and_the_response() -> None:
     """Not of the order in which prompts come; 63 bits, which SGLang keeps as int64."""
-    one = Work(key=9, ids=[1], n=4, place=3)
+    one = Request(key=9, ids=[1], n=4, place=3)
     found = seeds("0/train", 7, one)
-    assert found == seeds("0/train", 7, Work(key=0, ids=[2], n=8, place=3))[:4]
+    assert found == seeds("0/train", 7, Request(key=0, ids=[2], n=8, place=3))[:4]
     every = {
         seed
         for stream in ("0/train", "1/train", "0/eval/a")
         for version in (0, 7)
         for place in (3, 4)
-        for seed in seeds(stream, version, Work(0, [1], 4, place))
+        for seed in seeds(stream, version, Request(0, [1], 4, place))
     }
     assert len(every) == 3 * 2 * 2 * 4
     assert all(0 <= seed < 1 << 63 for seed in every)
@@ -93,11 +93,11 @@ def test_a_response_is_as_wide_as_its_longest_mask() -> None:
     packed = pack([(4, [masked(narrow, [0.0, -0.5]), masked(wide, [-1.0, 0.0, -0.25])])], 0, MASKS)
     [(key, (first, second))] = packed.unpack()
     assert key == 4
-    assert first.kept is not None
-    assert second.kept is not None
-    assert first.kept.tolist() == [[7, -1], [8, 9]]
-    assert second.kept.tolist() == [[5, 6, 7, 8], [3, -1, -1, -1], [2, 1, -1, -1]]
-    assert second.logprobs.tolist() == [-1.0, 0.0, -0.25], "those among the kept tokens"
+    assert first.support_ids is not None
+    assert second.support_ids is not None
+    assert first.support_ids.tolist() == [[7, -1], [8, 9]]
+    assert second.support_ids.tolist() == [[5, 6, 7, 8], [3, -1, -1, -1], [2, 1, -1, -1]]
+    assert second.logprobs.tolist() == [-1.0, 0.0, -0.25], "those among the support ids"
 
 
 def test_masks_that_are_not_whole_are_refused() -> None:

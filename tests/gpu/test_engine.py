@@ -21,7 +21,7 @@ from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.systems import BUCKET_BYTES
 from mugrpo_megatron.samples import Problem, Prompt, Response, Sample
 from mugrpo_megatron.weights.check import check
-from mugrpo_megatron.weights.sync import build_bridge, sync
+from mugrpo_megatron.weights.sync import build_weight_sync, sync
 from tests.gpu.tiny import CUDA, save_model, sections
 
 PROMPTS = [Prompt(i, Problem(str(i), "", ""), [3 + (i * step) % 40 for step in (1, 7, 31)]) for i in range(16)]
@@ -78,7 +78,7 @@ def test_they_take_turns(tmp_path: Path, record_property: Callable[[str, object]
         assert mismatch(learner, samples) < 0.02
         timed("first update", lambda: update(learner, samples, np.resize([1.0, -1.0], len(samples)).astype(np.float32)))
         chunks = [policy(chunk) for chunk in learner.chunks]
-        bridge = build_bridge(chunks, learner.architecture, BUCKET_BYTES, recipe.engine.tensor)
+        bridge = build_weight_sync(chunks, learner.architecture, BUCKET_BYTES, recipe.engine.tensor)
         for version in (1, 2):
             timed("optimizer offloaded", lambda: learner.offload("optimizer"))
             timed("engine's weights wake", lambda: engine.wake("weights"))

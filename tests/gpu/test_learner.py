@@ -14,7 +14,7 @@ import torch
 
 from mugrpo_megatron.extras.plan.case import make_case
 from mugrpo_megatron.extras.plan.hardware import Assumptions, make_cluster
-from mugrpo_megatron.extras.plan.memory import Batch, learner_memory
+from mugrpo_megatron.extras.plan.memory import PackedRows, learner_memory
 from mugrpo_megatron.learner import checkpoint
 from mugrpo_megatron.learner.groups import shutdown
 from mugrpo_megatron.learner.learner import build_learner
@@ -157,7 +157,7 @@ def test_planned_memory_is_what_the_device_holds(tmp_path: Path) -> None:
     update(learner, data, advantages(len(data)))
     peak = torch.cuda.max_memory_allocated() - before - state
     case = make_case(chosen, learner.architecture, {}, make_cluster(1, 1, "h200"), Assumptions())
-    planned = learner_memory(case, Batch(16384, 1), pp_stage=0)
+    planned = learner_memory(case, PackedRows(16384, 1), pp_stage=0)
     shutdown()
     assert planned.state.total == pytest.approx(state, rel=0.02)
     assert planned.update == pytest.approx(peak, rel=0.1)

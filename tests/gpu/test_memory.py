@@ -18,7 +18,7 @@ import torch
 import torch.multiprocessing
 
 from mugrpo_megatron.engine.launch import cuda_runtime_folders
-from mugrpo_megatron.weights.buckets import Bucket, Piece, Slot
+from mugrpo_megatron.weights.buckets import Bucket, ParameterSlots, Slot
 from mugrpo_megatron.weights.sync import flattened, serialize
 from tests.gpu.tiny import CUDA, DEVICE
 
@@ -80,7 +80,7 @@ def test_another_process_reads_a_bucket() -> None:
         slots.append(Slot(name, shape, dtype, 512 * len(slots)))
         slots[-1].view(flat).copy_(tensor)
         expected.append((name, tensor.tolist()))
-    bucket = Bucket((0, None), (Piece(cast(Any, None), tuple(slots)),), 1024)
+    bucket = Bucket((0, None), (ParameterSlots(cast(Any, None), tuple(slots)),), 1024)
     serialized = serialize(bucket, flat) if CUDA else bytes(ForkingPickler.dumps(flattened(bucket, flat)))
     if CUDA:
         torch.cuda.synchronize()

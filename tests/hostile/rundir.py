@@ -52,7 +52,7 @@ def group(index: int, version: int) -> list[Sample]:
 def stage_of(directory: RunDirectory, number: int) -> StageStore:
     record = read_record(directory.path)
     assert record
-    return StageStore(directory.stage(number), origin=Origin(record.of_stage(number), number, number * UPDATES))
+    return StageStore(directory.stage(number), origin=Origin(record.run_of_stage(number), number, number * UPDATES))
 
 
 def fill(store: StageStore, number: int, groups: range = range(GROUPS)) -> None:

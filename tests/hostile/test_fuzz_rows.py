@@ -17,7 +17,7 @@ from mugrpo_megatron.extras.sandbox.row_tests import read_tests
 from mugrpo_megatron.recipe.scoring import RewardSection
 from mugrpo_megatron.recipe.sections import DataSection
 from mugrpo_megatron.rewards.math.extract import answer_of
-from mugrpo_megatron.rewards.math.literal import settle
+from mugrpo_megatron.rewards.math.literal import match_literally
 from tests.hostile.fuzz import TEXTS, changed
 from tests.hostile.outcome import sentence
 
@@ -81,7 +81,7 @@ def test_a_row_to_score(tmp_path_factory: pytest.TempPathFactory, row: Any, own:
             assert str(error)
         else:
             json.dumps([asked.row, asked.answer], allow_nan=False).encode()
-            settle(asked.row["response"], asked.answer, RewardSection())
+            match_literally(asked.row["response"], asked.answer, RewardSection())
 
 
 @given(st.sampled_from([ASSERTS, CHECKED, CASES]).flatmap(changed))
@@ -103,5 +103,5 @@ PIECES = st.sampled_from([
 @given(st.lists(PIECES | TEXTS, max_size=14).map("".join), st.sampled_from(["120", "1/2", "f(x)=2", "(1,2)", "12 cm"]))
 def test_a_response(response: str, gold: str) -> None:
     for extract in ("auto", "boxed", "final", "last_number"):
-        settle(response, gold, RewardSection(extract=extract))
+        match_literally(response, gold, RewardSection(extract=extract))
     answer_of(response)

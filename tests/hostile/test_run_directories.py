@@ -206,7 +206,7 @@ def test_files_of_another_run_are_refused(changed: Recipe, tmp_path: Path) -> No
         check_place(renamed, record)
 
 
-@pytest.mark.parametrize("name", ["hf", "stages", "checkpoints", "reference", "metrics.jsonl", "recipe.toml"])
+@pytest.mark.parametrize("name", ["hf", "stages", "checkpoints", "proximal", "metrics.jsonl", "recipe.toml"])
 def test_a_directory_with_somebodys_files_is_left_alone(name: str, tmp_path: Path) -> None:
     path = tmp_path / "run" / name
     if "." in name:

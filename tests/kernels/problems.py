@@ -39,18 +39,20 @@ OBJECTIVES |= {
     for scope in ("suffix_non_trigger", "suffix", "response")
 }
 OBJECTIVES |= {
-    f"{name}, reference": ObjectiveSection(name=name, clip_centre="reference", reference_every=4)
+    f"{name}, proximal": ObjectiveSection(name=name, clip_centre="proximal_shifted", proximal_every=4)
     for name in ("off_policy_grpo", "mu_grpo", "gspo")
 }
 OBJECTIVES |= {
-    f"{name}, {penalty} to an anchor": ObjectiveSection(name=name, kl_anchor="start", kl_coef=0.3, kl_penalty=penalty)
+    f"{name}, {penalty} to a reference policy": ObjectiveSection(
+        name=name, kl_ref="start", kl_coef=0.3, kl_penalty=penalty
+    )
     for name, penalty in (("mu_grpo", "k2"), ("grpo", "k3"), ("gspo", "k1_weighted"), ("mu_grpo", "k3_weighted"))
 }
 OBJECTIVES |= {
     f"{name}, entropy{' and KL' * bool(kl)}": ObjectiveSection(name=name, entropy_coef=0.2, **kl)
     for name, kl in (
         ("mu_grpo", {}),
-        ("grpo", {"kl_anchor": "start", "kl_coef": 0.3}),
+        ("grpo", {"kl_ref": "start", "kl_coef": 0.3}),
         ("gspo", {}),
     )
 }
@@ -72,16 +74,16 @@ OBJECTIVES |= {
 }
 
 TRIED = (
-    "mu_grpo", "grpo", "gspo", "vespo", "veto=response", "mu_grpo, k2 to an anchor",
+    "mu_grpo", "grpo", "gspo", "vespo", "veto=response", "mu_grpo, k2 to a reference policy",
     "mu_grpo, entropy", "grpo, entropy and KL", "gspo, entropy",
 )  # fmt: skip
 """What a loss asks of the row kernels and of other ranks; `test_fused_loss` has every objective, on one."""
 KEPT = {
     "prefix": ObjectiveSection(),
     "response": ObjectiveSection(name="gspo", entropy_coef=0.2),
-    "entropy and KL": ObjectiveSection(name="grpo", entropy_coef=0.2, kl_anchor="start", kl_coef=0.3),
+    "entropy and KL": ObjectiveSection(name="grpo", entropy_coef=0.2, kl_ref="start", kl_coef=0.3),
 }
-"""Objectives for a softmax over `kept_of` a problem."""
+"""Objectives for a softmax over `support_of_problem` a problem."""
 
 
 def tolerance_of(config: ObjectiveSection) -> float:
@@ -108,8 +110,8 @@ class Problem:
     segments: Segments
     config: ObjectiveSection
     statistics: UpdateStatistics | None = None
-    reference: Tensor | None = None
-    anchor: Tensor | None = None
+    proximal: Tensor | None = None
+    ref: Tensor | None = None
 
     def leaves(self) -> Problem:
         """The same problem with fresh leaves to differentiate."""
@@ -151,12 +153,12 @@ def make_problem(
     problem = Problem(hidden, weight, targets, noise, advantages, segments, config)
     logprobs = materialised_scores(problem)[0]
     problem = replace(problem, behaviour=(logprobs - noise).float())
-    if config.reference_every > 1:
+    if config.proximal_every > 1:
         drift = 0.3 * torch.randn(tokens, generator=generator)
-        problem = replace(problem, reference=(logprobs - drift).float())
-    if config.kl_anchor:
+        problem = replace(problem, proximal=(logprobs - drift).float())
+    if config.kl_ref:
         away = 0.4 * torch.randn(tokens, generator=generator)
-        problem = replace(problem, anchor=(logprobs - away).float())
+        problem = replace(problem, ref=(logprobs - away).float())
     if config.teacher:
         away = 0.4 * torch.randn(tokens, generator=generator)
         problem = replace(problem, segments=replace(segments, teacher=(logprobs - away).float()))
@@ -175,13 +177,13 @@ def _plant_triggers(log_ratio: Tensor, lengths: tuple[int, ...]) -> None:
                 response[position] = value
 
 
-def kept_of(problem: Problem) -> Tensor:
+def support_of_problem(problem: Problem) -> Tensor:
     """Five tokens a place, the sampled one and up to four others, -1 where two coincide."""
     generator = torch.Generator().manual_seed(3)
     others = torch.randint(VOCAB, (len(problem.targets), 4), generator=generator)
-    kept = torch.cat([others, problem.targets[:, None]], 1)
-    double = (kept[:, :, None] == kept[:, None, :]).tril(-1).any(2)
-    return torch.where(double, -1, kept)
+    support_ids = torch.cat([others, problem.targets[:, None]], 1)
+    double = (support_ids[:, :, None] == support_ids[:, None, :]).tril(-1).any(2)
+    return torch.where(double, -1, support_ids)
 
 
 def layout_of(chunk: int, **options: Any) -> HeadLayout:
@@ -200,8 +202,8 @@ def run(problem: Problem, layout: HeadLayout, **options: Any) -> FusedLoss:
         problem.config,
         layout,
         statistics=problem.statistics,
-        reference=problem.reference,
-        anchor=problem.anchor,
+        proximal=problem.proximal,
+        ref=problem.ref,
         **options,
     )
 
@@ -214,20 +216,20 @@ def fused(problem: Problem, layout: HeadLayout, **options: Any) -> Answer:
     return Answer(found.loss.detach(), found.logprobs, found.entropy, d_hidden, d_weight)
 
 
-def materialised_scores(problem: Problem, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies [T] from all logits at once, or those of `kept` tokens, in float64."""
+def materialised_scores(problem: Problem, support_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies [T] from all logits at once, or those of `support_ids` tokens, in float64."""
     logits = (problem.hidden.double() @ problem.weight[:VOCAB].double().T) / TEMPERATURE
-    if kept is not None:
-        inside = torch.zeros(len(kept), VOCAB + 1, dtype=torch.bool).scatter(1, kept % (VOCAB + 1), True)
+    if support_ids is not None:
+        inside = torch.zeros(len(support_ids), VOCAB + 1, dtype=torch.bool).scatter(1, support_ids % (VOCAB + 1), True)
         logits = logits.masked_fill(~inside[:, :VOCAB], -1e30)
     every = logits.log_softmax(1)
     return every.gather(1, problem.targets[:, None])[:, 0], -(every.exp() * every).sum(1)
 
 
-def materialised(problem: Problem, kept: Tensor | None = None) -> Answer:
+def materialised(problem: Problem, support_ids: Tensor | None = None) -> Answer:
     """Loss and gradients through autograd over all logits."""
     problem = problem.leaves()
-    logprobs, entropy = materialised_scores(problem, kept)
+    logprobs, entropy = materialised_scores(problem, support_ids)
     loss, _ = policy_loss(
         logprobs,
         problem.behaviour,
@@ -235,8 +237,8 @@ def materialised(problem: Problem, kept: Tensor | None = None) -> Answer:
         problem.segments,
         problem.config,
         problem.statistics,
-        problem.reference,
-        problem.anchor,
+        problem.proximal,
+        problem.ref,
         entropy,
     )
     d_hidden, d_weight = torch.autograd.grad(loss, (problem.hidden, problem.weight))

@@ -18,12 +18,12 @@ from tests.kernels.problems import (
     assert_same,
     distance,
     fused,
-    kept_of,
     layout_of,
     make_problem,
     materialised,
     materialised_scores,
     run,
+    support_of_problem,
     tolerance_of,
 )
 
@@ -120,10 +120,10 @@ def test_the_problems_hold_triggers(name: str) -> None:
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
 def test_a_softmax_over_the_tokens_that_a_sampler_kept_equals_masked_logits(name: str, chunk: int) -> None:
     problem = make_problem(KEPT[name])
-    kept, layout = kept_of(problem), layout_of(chunk)
-    found = fused(problem, layout, kept=kept)
-    assert_same(found, materialised(problem, kept), 1e-5)
-    logprobs, entropy = token_logprobs(problem.hidden, problem.weight, problem.targets, layout, kept)
+    support_ids, layout = support_of_problem(problem), layout_of(chunk)
+    found = fused(problem, layout, support_ids=support_ids)
+    assert_same(found, materialised(problem, support_ids), 1e-5)
+    logprobs, entropy = token_logprobs(problem.hidden, problem.weight, problem.targets, layout, support_ids)
     assert logprobs.equal(found.logprobs)
     assert entropy.equal(found.entropy)
 

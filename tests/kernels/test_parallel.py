@@ -19,17 +19,17 @@ from tests.kernels.problems import (
     distance,
     errors,
     fused,
-    kept_of,
     layout_of,
     make_problem,
     materialised,
+    support_of_problem,
     tolerance_of,
 )
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.process
 CASES = {name: (OBJECTIVES[name], False) for name in TRIED}
-CASES |= {f"{name}, of kept tokens": (config, True) for name, config in KEPT.items()}
+CASES |= {f"{name}, of support ids": (config, True) for name, config in KEPT.items()}
 
 
 def vocabulary_parallel(dtype: torch.dtype) -> dict[str, float]:
@@ -38,11 +38,11 @@ def vocabulary_parallel(dtype: torch.dtype) -> dict[str, float]:
     worst: dict[str, float] = {}
     for name, (config, masked) in CASES.items():
         problem = make_problem(config, dtype=dtype)
-        kept = kept_of(problem) if masked else None
-        expected = materialised(problem, kept)
+        support_ids = support_of_problem(problem) if masked else None
+        expected = materialised(problem, support_ids)
         expected = replace(expected, d_weight=expected.d_weight[rows])
         for chunk in (5, 1000):
-            apart = errors(on_rank(problem, rows, chunk, kept), expected)
+            apart = errors(on_rank(problem, rows, chunk, support_ids), expected)
             worst[name] = max(*apart.values(), worst.get(name, 0.0))
     return worst
 
@@ -73,10 +73,10 @@ def own_rows() -> slice:
     return slice(dist.get_rank() * share, (dist.get_rank() + 1) * share)
 
 
-def on_rank(problem: Problem, rows: slice, chunk: int, kept: torch.Tensor | None = None) -> Answer:
+def on_rank(problem: Problem, rows: slice, chunk: int, support_ids: torch.Tensor | None = None) -> Answer:
     """The fused loss; the hidden gradient summed over the ranks, as the learner's gather does."""
     mine = replace(problem, weight=problem.weight[rows])
-    found = fused(mine, layout_of(chunk, tp_group=dist.group.WORLD), kept=kept)
+    found = fused(mine, layout_of(chunk, tp_group=dist.group.WORLD), support_ids=support_ids)
     d_hidden = found.d_hidden.float()
     dist.all_reduce(d_hidden)
     return replace(found, d_hidden=d_hidden)

@@ -19,7 +19,7 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from mugrpo_megatron.megatron import grouped_mlp
+from mugrpo_megatron.megatron_compat import grouped_mlp
 
 
 def fused(function: Callable[..., Any], *args: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention import list_flash_attention_impls
 from torch.nn.attention.varlen import varlen_attn
 
-from mugrpo_megatron.learner.context import Split, attend, fastest_flash, flash_attention
+from mugrpo_megatron.learner.context import ContextSplit, attend, fastest_flash, flash_attention
 
 
 def of_torch_2_11(
@@ -47,7 +47,7 @@ def test_the_call_fits_the_signature(wrapper: Callable[..., Any], groups: int, m
     q, k, v = (torch.randn(7, heads, 8) for heads in (4, groups, groups))
     cu = torch.tensor([0, 3, 7], dtype=torch.int32)
     flash_attention(q, k, v, cu, cu, (4, 4), None)
-    split = Split([3, 4], [3, 4], torch.arange(7), cu, cu)
+    split = ContextSplit([3, 4], [3, 4], torch.arange(7), cu, cu)
     monkeypatch.setattr("mugrpo_megatron.learner.context.takes_flash", lambda q: True)
     monkeypatch.setattr("mugrpo_megatron.learner.context.gather_rows", lambda rows: rows)
     attend(q, k, v, split, 0.5)

@@ -68,7 +68,9 @@ def test_the_loss_waits_for_nothing(name: str, monkeypatch: pytest.MonkeyPatch) 
     objective = Objective(
         section, behaviour, torch.from_numpy(advantages(len(data))), make_segments(lengths, torch.ones(24)), None
     )
-    monkeypatch.setattr(loss_path, "predicting", lambda model, hidden, batch: hidden.index_select(0, batch.rows))
+    monkeypatch.setattr(
+        loss_path, "states_before_targets", lambda model, hidden, batch: hidden.index_select(0, batch.rows)
+    )
     learner: Any = SimpleNamespace(
         recipe=recipe(Path("unused")),
         architecture=SimpleNamespace(vocab_size=VOCAB, experts=0),

@@ -41,10 +41,10 @@ def gradients(learner: Learner, model: str) -> dict[str, float]:
     hidden = chunk(ids[None], positions[None], attention_mask=None, packed_seq_params=packing).squeeze(1)
     ((hidden @ chunk.output_weight().T).log_softmax(-1) * slopes).sum().backward()
 
-    reference = tiny.load(Path(model))
+    proximal = tiny.load(Path(model))
     for sequence, slope in zip(ids.split(LENGTHS.tolist()), slopes.split(LENGTHS.tolist()), strict=True):
-        (reference(sequence[None]).logits[0].log_softmax(-1) * slope).sum().backward()
-    theirs = {name: parameter.grad for name, parameter in reference.named_parameters()}
+        (proximal(sequence[None]).logits[0].log_softmax(-1) * slope).sum().backward()
+    theirs = {name: parameter.grad for name, parameter in proximal.named_parameters()}
     apart = {}
     for entry, parameter in local_parameters([chunk], learner.architecture):
         if not entry.row.frozen:

@@ -21,7 +21,7 @@ from mugrpo_megatron.learner.linear import DirectLayers
 from mugrpo_megatron.learner.model import transformer_config
 from mugrpo_megatron.learner.operators import SwiGLU
 from mugrpo_megatron.learner.passes import row_multiple
-from mugrpo_megatron.megatron import mlp_parts
+from mugrpo_megatron.megatron_compat import mlp_parts
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.families import architecture, read_architecture
 from mugrpo_megatron.weights.table import NORMS, entries, table_name

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mugrpo_megatron.learner.packing import Tokens, pack, plan
+from mugrpo_megatron.learner.packing import TokenSequence, pack, plan
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=200)
 
@@ -39,7 +39,9 @@ def test_heavy_tailed_lengths_fill_at_least_95_percent(seed: int, dp_size: int, 
 def test_a_packed_row_says_what_the_sequences_say(sizes: list[tuple[int, list[bool]]], padding: int) -> None:
     """And trains the tokens of their masks."""
     rng = np.random.default_rng(0)
-    sequences = [Tokens(rng.integers(1, 99, n + len(mask)), n, mask=np.array(mask, dtype=bool)) for n, mask in sizes]
+    sequences = [
+        TokenSequence(rng.integers(1, 99, n + len(mask)), n, mask=np.array(mask, dtype=bool)) for n, mask in sizes
+    ]
     length = sum(len(s.ids) for s in sequences) + padding or 1
     batch = pack(sequences, list(range(len(sequences))), length, torch.device("cpu"))
     assert batch.ids.shape == batch.positions.shape == (1, length)
@@ -57,7 +59,7 @@ def test_a_packed_row_says_what_the_sequences_say(sizes: list[tuple[int, list[bo
 def test_context_ranks_hold_a_row_together(sizes: list[tuple[int, int]], cp_size: int) -> None:
     """Gathered rank after rank, their rows are the row; their trained tokens are all trained tokens, once."""
     rng = np.random.default_rng(0)
-    sequences = [Tokens(rng.integers(1, 99, prompt + response), prompt) for prompt, response in sizes]
+    sequences = [TokenSequence(rng.integers(1, 99, prompt + response), prompt) for prompt, response in sizes]
     length = -(-sum(len(s.ids) for s in sequences) // (2 * cp_size)) * 2 * cp_size
     every, cpu = list(range(len(sequences))), torch.device("cpu")
     whole = pack(sequences, every, length, cpu)

@@ -19,7 +19,7 @@ from mugrpo_megatron.learner.packing import sequence_of
 from mugrpo_megatron.learner.passes import forward_only, pack_share, plan_update
 from mugrpo_megatron.learner.routing import LayerRoutes, layers_of
 from mugrpo_megatron.learner.update import record_routes, token_logprobs, update
-from mugrpo_megatron.samples import HeldRoutes, Sample
+from mugrpo_megatron.samples import InMemoryRoutes, Sample
 from tests import models
 from tests.learner.tiny import VOCAB, advantages, recipe, samples
 from tests.ranks import run_ranks
@@ -35,7 +35,7 @@ def with_routes(data: list[Sample], table: np.ndarray) -> list[Sample]:
     """The samples with their parts of the routes [L, T, k] of all."""
     ends = np.cumsum([sample.tokens - 1 for sample in data])
     parts = np.split(table, ends[:-1], axis=1)
-    return [replace(sample, routes=HeldRoutes(part)) for sample, part in zip(data, parts, strict=True)]
+    return [replace(sample, routes=InMemoryRoutes(part)) for sample, part in zip(data, parts, strict=True)]
 
 
 def used_experts(learner: Learner, data: list[Sample]) -> np.ndarray:

@@ -52,11 +52,11 @@ def test_ratio_is_exactly_one_at_the_first_update(model: str, world: int, sectio
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_are_those_of_transformers(model: str, temperature: float) -> None:
     [(found, _)] = run_ranks(1, logprobs_and_first_update, model, {"rollout": {"temperature": temperature}})
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    proximal = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     for sample, logprobs in zip(samples(), found, strict=True):
         ids = torch.tensor(np.concatenate([sample.prompt_ids, sample.response_ids]))[None].long()
         with torch.no_grad():
-            table = (reference(ids).logits[0] / temperature).log_softmax(-1)
+            table = (proximal(ids).logits[0] / temperature).log_softmax(-1)
         start = len(sample.prompt_ids)
         expected = [table[i - 1, ids[0, i]].item() for i in range(start, ids.shape[1])]
         np.testing.assert_allclose(logprobs, expected, atol=2e-5)
@@ -79,20 +79,20 @@ def test_engine_mismatch_weighs_the_tokens(model: str) -> None:
 
 
 def around_a_reference(model: str, sections: dict[str, Any]) -> dict[str, float]:
-    """An update whose reference lies half-way between behaviour and current policy."""
+    """An update whose proximal policy lies half-way between behaviour and current policy."""
     learner = build_learner(recipe(Path(model), objective=REFERENCE, **sections))
     data = samples()
     halfway = [(own + s.behaviour_logprobs) / 2 for own, s in zip(token_logprobs(learner, data), data, strict=True)]
-    data = [replace(s, reference_logprobs=mine) for s, mine in zip(data, halfway, strict=True)]
+    data = [replace(s, proximal_logprobs=mine) for s, mine in zip(data, halfway, strict=True)]
     return update(learner, data, advantages(len(data)))
 
 
-REFERENCE = {"name": "off_policy_grpo", "reference_every": 4}
+REFERENCE = {"name": "off_policy_grpo", "proximal_every": 4}
 
 
 @pytest.mark.process
 def test_the_clip_around_a_reference_is_that_of_one_process(model: str) -> None:
-    """Every rank finds the reference of its own share of responses, under data and under context parallelism."""
+    """Every rank finds the proximal policy of its own share of responses, under data and under context parallelism."""
     [alone] = run_ranks(1, around_a_reference, model, {})
     assert 0 < alone["clipped_fraction"] < 1
     for sections in ({}, {"parallel": {"context": 2}}):
@@ -173,10 +173,14 @@ def truncated(model: str, sections: dict[str, Any]) -> tuple[dict[str, float], d
     generator = np.random.default_rng(0)
     data = []
     for number, sample in enumerate(samples()):
-        kept = generator.permuted(np.tile(np.arange(90, dtype=np.int32), (len(sample.response_ids), 1)), axis=1)[:, :4]
-        kept[~(kept == sample.response_ids[:, None]).any(1), 3] = -1
-        kept[:, 0] = np.where((kept == sample.response_ids[:, None]).any(1), kept[:, 0], sample.response_ids)
-        data.append(replace(sample, kept=np.pad(kept, ((0, 0), (0, number % 3)), constant_values=-1)))
+        support_ids = generator.permuted(np.tile(np.arange(90, dtype=np.int32), (len(sample.response_ids), 1)), axis=1)[
+            :, :4
+        ]
+        support_ids[~(support_ids == sample.response_ids[:, None]).any(1), 3] = -1
+        support_ids[:, 0] = np.where(
+            (support_ids == sample.response_ids[:, None]).any(1), support_ids[:, 0], sample.response_ids
+        )
+        data.append(replace(sample, support_ids=np.pad(support_ids, ((0, 0), (0, number % 3)), constant_values=-1)))
     own = token_logprobs(learner, data)
     data = [replace(sample, behaviour_logprobs=mine) for sample, mine in zip(data, own, strict=True)]
     return update(learner, data, advantages(len(data))), update(learner, data, advantages(len(data)))

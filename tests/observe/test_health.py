@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mugrpo_megatron.evaluation.estimators import SetFigures, clustered_interval, figures_of
-from mugrpo_megatron.observe.health import LEAST_UPDATES, Watch, signs
+from mugrpo_megatron.observe.health import LEAST_UPDATES, Watch, health_warnings
 
 Row = dict[str, Any]
 CURVES = Path(__file__).parents[2] / "docs" / "study" / "curves.csv"
@@ -52,7 +52,7 @@ def healthy() -> dict[str, list[Row]]:
 
 
 def names_of(rows: dict[str, list[Row]]) -> list[str]:
-    return [sign.name for sign in signs(rows["update"], rows["stage"], rows["eval"], clip_grad=1.0)]
+    return [sign.name for sign in health_warnings(rows["update"], rows["stage"], rows["eval"], clip_grad=1.0)]
 
 
 def late(kind: str, **values: float) -> Callable[[dict[str, list[Row]]], None]:
@@ -95,7 +95,7 @@ def test_every_sign_says_what_and_the_way_out() -> None:
     rows = healthy()
     for kind, values in (("update", {"ess": 0.1}), ("stage", {"zero_variance_fraction": 1.0}), ("eval", FALLEN)):
         late(kind, **values)(rows)
-    some = signs(rows["update"], rows["stage"], rows["eval"], clip_grad=1.0)
+    some = health_warnings(rows["update"], rows["stage"], rows["eval"], clip_grad=1.0)
     assert len(some) == 3
     for sign in some:
         assert sign.sentence == f"{sign.text}; {sign.remedy}"
@@ -126,7 +126,7 @@ def test_a_healthy_run_has_no_sign_at_any_time(cut: int, stages: int, evals: int
         rows = {
             kind: [{key: row[key] for key in ("update", "stage") if key in row} for row in rows[kind]] for kind in rows
         }
-    assert signs(rows["update"][:cut], rows["stage"][:stages], rows["eval"][:evals], clip_grad=1.0) == []
+    assert health_warnings(rows["update"][:cut], rows["stage"][:stages], rows["eval"][:evals], clip_grad=1.0) == []
 
 
 def test_no_false_alarm_in_the_studys_runs_and_most_that_fell_are_noticed() -> None:
@@ -141,7 +141,7 @@ def test_no_false_alarm_in_the_studys_runs_and_most_that_fell_are_noticed() -> N
             {name: float(row[name]) for name in ("entropy", "ess", "vetoed_fraction")} for row in rows if row["entropy"]
         ]
         evals = [evaluation(row) for row in rows if row["accuracy"]]
-        if signs(updates, [], evals):
+        if health_warnings(updates, [], evals):
             sick.append(key)
         if evals[-1]["accuracy/mean"] <= evals[0]["accuracy/mean"]:
             fell.append(key)
@@ -165,5 +165,5 @@ def test_a_sign_is_said_once_while_it_lasts_and_again_when_it_comes_back() -> No
     for stage, share in enumerate(shares):
         watch({"kind": "stage", "stage": stage, "zero_variance_fraction": share, "reward_mean": 0.0})
         watch({"kind": "phase", "phase": "optimize"})
-    assert [line.split(" % ")[0] for line in lines] == ["sick? 95", "sick? 95"]
-    assert lines[0].endswith("(docs/sick.md)")
+    assert [line.split(" % ")[0] for line in lines] == ["warning: 95", "warning: 95"]
+    assert lines[0].endswith("(docs/health.md)")

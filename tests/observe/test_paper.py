@@ -21,7 +21,7 @@ from tests.checkout import ROOT
 Phase = dict[str, Any]
 LETTERS = dict(
     zip(
-        ("start", "sync", "generate", "score", "logprobs", "optimize", "save", "eval", "probe", "guest"),
+        ("start", "sync", "generate", "score", "logprobs", "optimize", "save", "eval", "probe", "auxiliary"),
         "sygclovepu",
         strict=True,
     )

@@ -27,7 +27,7 @@ from mugrpo_megatron.run.record import Record
 from mugrpo_megatron.run.run import Run
 from mugrpo_megatron.run.world import World
 from mugrpo_megatron.samples import Problem, Prompt, Response
-from mugrpo_megatron.weights.sync import Bridge
+from mugrpo_megatron.weights.sync import WeightSync
 
 TOKENIZER = build_arithmetic_tokenizer()
 
@@ -99,4 +99,4 @@ def standing(
     leader = EngineLeader(slot, cast(Any, engine), verifier, TOKENIZER, prepared)
     world = World(cast(Ranks, SimpleNamespace(rank=0, world=1, heartbeat=None)), None, engines=1)
     run = Run(recipe, RunDirectory(path), world, log, Display(None, None), cast(Saver, None), Record("r"))
-    return Stand(run, Engines(cast(Bridge, None), leader), engine)
+    return Stand(run, Engines(cast(WeightSync, None), leader), engine)

@@ -15,7 +15,7 @@ from mugrpo_megatron.files.hf_config import STATE
 from mugrpo_megatron.phases import column_passes as learner_passes
 from mugrpo_megatron.phases import stage as module
 from mugrpo_megatron.phases.batches import StageUpdates, columns_of
-from mugrpo_megatron.phases.column_passes import refresh_reference
+from mugrpo_megatron.phases.column_passes import refresh_proximal
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
 from mugrpo_megatron.run.directory import RunDirectory
@@ -43,14 +43,14 @@ def sealed(directory: Path) -> StageStore:
     return store
 
 
-def problems_of_updates(directory: Path, zero_variance: str, passes: int = 1) -> list[list[str]]:
+def problems_of_updates(directory: Path, zero_variance: str, epochs: int = 1) -> list[list[str]]:
     store = sealed(directory)
     recipe = Recipe.model_validate(
         {"rollout": {"prompts_per_update": PROMPTS}, "objective": {"zero_variance": zero_variance}}
     )
     columns = columns_of(recipe, RunDirectory(directory), "r", store, 0)
     of_stage = StageUpdates(recipe, store, 0, columns)
-    updates = [of_stage.batch(Cursor(0, age, age)).samples for age in range(UPDATES * passes)]
+    updates = [of_stage.batch(Cursor(0, age, age)).samples for age in range(UPDATES * epochs)]
     for update in updates:
         assert len({sample.group for sample in update}) == PROMPTS
         assert len(update) == PROMPTS * RESPONSES
@@ -76,10 +76,10 @@ def test_groups_of_equal_rewards_are_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("zero_variance", ["count", "leave_out"])
 def test_later_passes_take_the_same_updates_in_another_order(tmp_path: Path, zero_variance: str) -> None:
-    taken = problems_of_updates(tmp_path, zero_variance, passes=3)
-    passes = [taken[:UPDATES], taken[UPDATES : 2 * UPDATES], taken[2 * UPDATES :]]
-    assert sorted(passes[0]) == sorted(passes[1]) == sorted(passes[2])
-    assert len({str(one) for one in passes}) > 1
+    taken = problems_of_updates(tmp_path, zero_variance, epochs=3)
+    epochs = [taken[:UPDATES], taken[UPDATES : 2 * UPDATES], taken[2 * UPDATES :]]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
+    assert len({str(one) for one in epochs}) > 1
 
 
 EVERY = 2
@@ -89,14 +89,14 @@ LEARNER: Any = None
 class Refreshed:
     """A sealed stage and a run of one rank on it, whose learner gives every token of problem p at update u p + u/10."""
 
-    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch, zero_variance: str, passes: int = 1) -> None:
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch, zero_variance: str, epochs: int = 1) -> None:
         self.directory = RunDirectory(path)
         self.store = sealed(self.directory.stage(0))
         recipe = Recipe.model_validate(
             {
                 "rollout": {"prompts_per_update": PROMPTS},
-                "schedule": {"stages": 1, "updates_per_stage": UPDATES, "passes": passes},
-                "objective": {"name": "off_policy_grpo", "reference_every": EVERY, "zero_variance": zero_variance},
+                "schedule": {"stages": 1, "updates_per_stage": UPDATES, "epochs": epochs},
+                "objective": {"name": "off_policy_grpo", "proximal_every": EVERY, "zero_variance": zero_variance},
             }
         )
         self.run = bare_run(recipe, self.directory)
@@ -109,7 +109,7 @@ class Refreshed:
 
     def take(self, age: int) -> list[Sample]:
         self.updates_taken = age
-        refresh_reference(self.run, LEARNER, self.updates, Cursor(0, age, age))
+        refresh_proximal(self.run, LEARNER, self.updates, Cursor(0, age, age))
         return self.updates.batch(Cursor(0, age, age)).samples
 
     def save(self, age: int) -> None:
@@ -120,28 +120,28 @@ class Refreshed:
 
     @property
     def files(self) -> list[str]:
-        found = sorted(path.name for path in self.directory.references.iterdir())
+        found = sorted(path.name for path in self.directory.proximal_files.iterdir())
         parquet = [name for name in found if name.endswith(".parquet")]
         assert found == sorted([*parquet, *(name.replace(".parquet", ".json") for name in parquet)])
         return parquet
 
 
-@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.parametrize("epochs", [1, 3])
 @pytest.mark.parametrize("zero_variance", ["mask", "leave_out"])
 def test_samples_carry_the_logprobs_of_the_policy_at_the_refresh(
-    zero_variance: str, passes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    zero_variance: str, epochs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where an update is formed of groups that lie in several stored ones; the last stretch is shorter.
 
-    With several passes a stretch between two refreshes reaches from one pass into the next.
+    With several epochs a stretch between two refreshes reaches from one pass into the next.
     """
-    refreshed = Refreshed(tmp_path, monkeypatch, zero_variance, passes)
-    for age in range(UPDATES * passes):
+    refreshed = Refreshed(tmp_path, monkeypatch, zero_variance, epochs)
+    for age in range(UPDATES * epochs):
         samples = refreshed.take(age)
         for sample in samples:
-            assert sample.reference_logprobs is not None
-            assert sample.reference_logprobs == np.float32(int(sample.problem[1:]) + (age - age % EVERY) / 10)
-    assert refreshed.files == [f"stage00000-age{age:05d}.parquet" for age in range(0, UPDATES * passes, EVERY)]
+            assert sample.proximal_logprobs is not None
+            assert sample.proximal_logprobs == np.float32(int(sample.problem[1:]) + (age - age % EVERY) / 10)
+    assert refreshed.files == [f"stage00000-age{age:05d}.parquet" for age in range(0, UPDATES * epochs, EVERY)]
 
 
 def test_a_run_that_resumes_between_refreshes_reads_what_is_there(
@@ -151,10 +151,10 @@ def test_a_run_that_resumes_between_refreshes_reads_what_is_there(
     before.take(0)
     first = before.take(1)
     before.updates_taken = 7  # whatever the learner is now, update 1 clips around what update 0 began with
-    assert [s.reference_logprobs for s in before.updates.batch(Cursor(0, 1, 1)).samples] == [
-        s.reference_logprobs for s in first
+    assert [s.proximal_logprobs for s in before.updates.batch(Cursor(0, 1, 1)).samples] == [
+        s.proximal_logprobs for s in first
     ]
-    for file in before.directory.references.iterdir():
+    for file in before.directory.proximal_files.iterdir():
         file.unlink()
     with pytest.raises(UserError, match=r"age00000\.parquet is missing.* the checkpoints after stage00000-age00000"):
         before.take(1)

@@ -85,12 +85,12 @@ def test_a_stage_optimized_by_its_own_command_is_always_saved() -> None:
 
 def test_a_sign_is_a_line_of_its_own_below_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "equal rewards everywhere, " * 5
-    summary: dict[str, Any] = {"signs": [{"name": "equal rewards", "text": text, "remedy": "read some"}]}
+    summary: dict[str, Any] = {"health_warnings": [{"name": "equal rewards", "text": text, "remedy": "read some"}]}
     monkeypatch.setattr(saves, "summarize", lambda directory: summary)
     monkeypatch.setattr(saves, "summary_table", lambda summary: Table("narrow"))
     console = Console(width=60, record=True)
     saves.show(RunDirectory(tmp_path), Display(console, None))
-    assert f"sick? {text}; read some (docs/sick.md)\n" in console.export_text()
+    assert f"warning: {text}; read some (docs/health.md)\n" in console.export_text()
 
 
 @pytest.mark.process

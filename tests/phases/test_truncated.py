@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from mugrpo_megatron.data.tokenizer import load_tokenizer
-from mugrpo_megatron.engine import door
+from mugrpo_megatron.engine import sglang_compat
 from mugrpo_megatron.observe.log import read_rows
 from mugrpo_megatron.stages.store import StageStore
 from tests.tiny import COIN, mugrpo, save_model, write_recipe
 
 pytestmark = pytest.mark.process
 STOPS = ["7", "12"]
-MASKED = pytest.mark.skipif(not door.is_new(), reason="this SGLang returns no masks of its sampler")
+MASKED = pytest.mark.skipif(not sglang_compat.is_new(), reason="this SGLang returns no masks of its sampler")
 
 
 @pytest.mark.parametrize("top_k", [3, pytest.param(90, marks=MASKED)], ids=["top logprobs", "masks"])
@@ -37,10 +37,10 @@ def test_engine_and_learner_agree_on_what_was_sampled_from(top_k: int, tmp_path:
     assert first["entropy"] < np.log(top_k)
     tokenizer, ends = load_tokenizer(tmp_path / "model"), []
     for sample in StageStore(tmp_path / "run" / "stages" / "00000").read_update(0):
-        assert sample.kept is not None
-        assert len(sample.kept) == len(sample.response_ids)
-        assert (sample.kept == sample.response_ids[:, None]).any(1).all()
-        assert sample.kept.shape[1] <= top_k
+        assert sample.support_ids is not None
+        assert len(sample.support_ids) == len(sample.response_ids)
+        assert (sample.support_ids == sample.response_ids[:, None]).any(1).all()
+        assert sample.support_ids.shape[1] <= top_k
         ids = sample.response_ids.tolist()
         assert not any(stop in tokenizer.decode(ids[:-1]) for stop in STOPS), "the last token completes a stop"
         if sample.finish_reason == "length":

@@ -137,14 +137,14 @@ def test_off_policy_grpo_is_v_iterations_a_stage_under_a_clip_that_binds() -> No
         load_recipe(RECIPES / "off_policy_grpo" / f"{name}.toml")
         for name in ("on_policy", "off_policy", "off_policy_unclipped")
     )
-    iterations = [one.schedule.updates_per_stage // one.objective.reference_every for one in (on, off, unclipped)]
+    iterations = [one.schedule.updates_per_stage // one.objective.proximal_every for one in (on, off, unclipped)]
     assert iterations == [1, 8, 8]
     assert len({one.schedule.stages * one.schedule.updates_per_stage for one in (on, off, unclipped)}) == 1
     assert on.objective == off.objective
-    assert (off.objective.clip_centre, off.objective.zero_variance) == ("reference", "mask")
+    assert (off.objective.clip_centre, off.objective.zero_variance) == ("proximal_shifted", "mask")
     assert (off.objective.clip_low, off.objective.clip_high) == STRICT
     assert (unclipped.objective.clip_low, unclipped.objective.clip_high) == NEVER
-    assert on.objective.reference_every > 1
+    assert on.objective.proximal_every > 1
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -120,9 +120,9 @@ def test_a_text_or_a_path_may_look_like_another_value(text: str) -> None:
         ("[schedual]\nstages = 4\n", [], r"`schedual` is not a recipe key; did you mean `schedule`"),
         ("[schedule\nstages = 4\n", [], r"not valid TOML"),
         (
-            "[schedule]\nupdates_per_stage = 4\npasses = 2\n",
+            "[schedule]\nupdates_per_stage = 4\nepochs = 2\n",
             ["schedule.max_sample_age=9"],
-            r"above updates_per_stage x passes",
+            r"above updates_per_stage x epochs",
         ),
         (
             "[schedule]\nmax_sample_age = 4\nmax_kl = 0.1\n",
@@ -144,7 +144,7 @@ def test_a_text_or_a_path_may_look_like_another_value(text: str) -> None:
         ("", ["schedule.stages=100000"], r"less than or equal to 99999"),
         (
             "",
-            ["schedule.updates_per_stage=1024", "schedule.passes=200"],
+            ["schedule.updates_per_stage=1024", "schedule.epochs=200"],
             r"a stage has 204,800 updates, and at most 99,999",
         ),
         ("", ["schedule.updates_per_stage=90000", "schedule.growth=10"], r"at most 99,999 can be numbered"),
@@ -183,17 +183,17 @@ def test_mistakes_are_named(tmp_path: Path, text: str, overrides: list[str], sai
 
 def test_the_file_that_brings_a_mistake_in_is_blamed(tmp_path: Path) -> None:
     write(tmp_path / "low.toml", "[schedule]\nstages = 0\nstagez = 3\n[optimizer]\nlr = -1.0\n")
-    write(tmp_path / "middle.toml", 'base = "low.toml"\n[objective]\nreject_range = [2, 1]\n[schedule]\npasses = 0\n')
+    write(tmp_path / "middle.toml", 'base = "low.toml"\n[objective]\nreject_range = [2, 1]\n[schedule]\nepochs = 0\n')
     top = write(tmp_path / "top.toml", 'base = "middle.toml"\n[optimizer]\nlr = 1e-6\n[run]\nseed = -1\n')
     with pytest.raises(UserError) as raised:
-        load_recipe(top, ["run.dir=/somewhere", "rollout.top_p=2", "schedule.passes=0"])
+        load_recipe(top, ["run.dir=/somewhere", "rollout.top_p=2", "schedule.epochs=0"])
     blamed = {one.split("`")[1]: one.split(": ")[0] for one in str(raised.value).split("; ") if ": `" in one}
     low, middle = (str(tmp_path / name) for name in ("low.toml", "middle.toml"))
     assert blamed == {
         "run.seed": str(top),
         "schedule.stages": low,
         "schedule.stagez": low,
-        "schedule.passes": middle,
+        "schedule.epochs": middle,
         "rollout.top_p": "--set rollout.top_p=2",
         "objective.reject_range": middle,
     }

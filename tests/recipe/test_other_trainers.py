@@ -71,7 +71,7 @@ def test_other_names_are_left_alone() -> None:
         ),
         ("temperature = 0.7\n", [], "a section: `rollout.temperature` or `eval.temperature`"),
         ("[runs]\nseedling = 1\n", [], "did you mean `run`?"),
-        ("qwerty = 1\n", [], "known keys: checkpoint, data,"),
+        ("qwerty = 1\n", [], "known keys: auxiliary, checkpoint, data,"),
     ],
 )
 def test_an_unknown_key_is_translated(tmp_path: Path, text: str, overrides: list[str], said: str) -> None:

@@ -65,11 +65,11 @@ def test_the_papers_figures_open_in_its_recipes(run: RunData) -> None:
 
 
 def test_a_sick_run_says_so_above_everything(run: RunData) -> None:
-    assert "Signs that this run is sick" not in page(run)
+    assert "Health warnings" not in page(run)
     stages = [{**row, "zero_variance_fraction": 0.97} for row in run.stages]
     html = page(replace(run, stages=stages))
     assert html.index("97 % of the groups of stage 1 have equal rewards") < html.index('class="tiles')
-    assert [sign["name"] for sign in summary_of(replace(run, stages=stages))["signs"]] == ["equal rewards"]
+    assert [sign["name"] for sign in summary_of(replace(run, stages=stages))["health_warnings"]] == ["equal rewards"]
 
 
 def test_no_gain_without_an_evaluation_after_training(run: RunData) -> None:

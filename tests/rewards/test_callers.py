@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mugrpo_megatron.rewards.callers import MOST_PARTS, Caller, GaveUp, verdict_of
-from mugrpo_megatron.rewards.items import Item, Verdict
+from mugrpo_megatron.rewards.items import ScoringInput, Verdict
 
 
-def items(*responses: str, gold: object = "4", **known: Any) -> list[Item]:
-    return [Item(response, gold, str(gold), ids=list(range(len(response))), **known) for response in responses]
+def items(*responses: str, gold: object = "4", **known: Any) -> list[ScoringInput]:
+    return [ScoringInput(response, gold, str(gold), ids=list(range(len(response))), **known) for response in responses]
 
 
-def rewards(function: Any, given: list[Item], limit_s: float = 60.0) -> list[object]:
+def rewards(function: Any, given: list[ScoringInput], limit_s: float = 60.0) -> list[object]:
     found = Caller(function, "own", limit_s)(given)
     return [one.reward if isinstance(one, Verdict) else type(one) for one in found]
 

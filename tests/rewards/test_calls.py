@@ -9,8 +9,8 @@ from typing import Any, cast
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mugrpo_megatron.rewards.calls import BATCH, Call, Taker, calls_of, message, next_batch
-from mugrpo_megatron.rewards.items import Item, Needs, Verdict
+from mugrpo_megatron.rewards.calls import BATCH, Call, VerdictSink, calls_of, message, next_batch
+from mugrpo_megatron.rewards.items import Needs, ScoringInput, Verdict
 
 ROW = {"tests": "x" * 10_000}
 
@@ -27,8 +27,8 @@ class Taken:
 @given(st.integers(0, 40), st.integers(1, 12))
 def test_every_verdict_reaches_its_place(count: int, most: int) -> None:
     taken = Taken()
-    items = [Item(str(n), "", "") for n in range(count)]
-    calls = list(calls_of(cast(Taker, taken), range(count), items, most))
+    items = [ScoringInput(str(n), "", "") for n in range(count)]
+    calls = list(calls_of(cast(VerdictSink, taken), range(count), items, most))
     assert all(1 <= len(call.items) <= most for call in calls)
     for call in reversed(calls):
         call.answer([Verdict(float(item.response), "", "") for item in call.items])
@@ -37,7 +37,7 @@ def test_every_verdict_reaches_its_place(count: int, most: int) -> None:
 
 @given(st.lists(st.integers(1, 40), max_size=40))
 def test_a_batch_is_bounded_and_takes_the_calls_in_order(sizes: list[int]) -> None:
-    queue = deque(Call([Item(str(n), "", "")] * size, []) for n, size in enumerate(sizes))
+    queue = deque(Call([ScoringInput(str(n), "", "")] * size, []) for n, size in enumerate(sizes))
     seen: list[Any] = []
     while queue:
         batch = next_batch(queue)
@@ -47,7 +47,7 @@ def test_a_batch_is_bounded_and_takes_the_calls_in_order(sizes: list[int]) -> No
 
 
 def test_a_row_is_sent_once_and_only_to_functions_that_read_it() -> None:
-    items = [Item(str(n), "gold", "", ROW, "asked", "s", [1, 2]) for n in range(8)]
+    items = [ScoringInput(str(n), "gold", "", ROW, "asked", "s", [1, 2]) for n in range(8)]
     call = Call(items, [])
     _, whole = message([call], Needs(8, True, True, True), 1 << 20)
     assert len(json.loads(whole)["subjects"]) == 1
@@ -61,7 +61,7 @@ def test_a_row_is_sent_once_and_only_to_functions_that_read_it() -> None:
 def test_a_message_is_bounded_and_takes_the_calls_in_order(sizes: list[int], most: int, shared: bool) -> None:
     rows = [{"n": n, "tests": "\u00e9" * size} for n, size in enumerate(sizes)]
     rows = [rows[0]] * len(rows) if shared else rows
-    calls = [Call([Item(str(n), "", "", row)], []) for n, row in enumerate(rows)]
+    calls = [Call([ScoringInput(str(n), "", "", row)], []) for n, row in enumerate(rows)]
     count, text = message(calls, Needs(row=True), most)
     found = json.loads(text)
     assert [call[0][0] for call in found["calls"]] == [str(n) for n in range(count)]
@@ -75,7 +75,7 @@ def test_a_message_is_bounded_and_takes_the_calls_in_order(sizes: list[int], mos
 
 
 def test_a_call_that_a_worker_died_on_is_sent_alone() -> None:
-    queue = deque(Call([Item(str(n), "", "")], [], deaths=n in (0, 3)) for n in range(6))
+    queue = deque(Call([ScoringInput(str(n), "", "")], [], deaths=n in (0, 3)) for n in range(6))
     batches = []
     while queue:
         batches.append([call.items[0].response for call in next_batch(queue)])

@@ -12,7 +12,7 @@ from mugrpo_megatron.recipe.scoring import RewardSection
 from mugrpo_megatron.rewards.math.extract import answer_of
 from mugrpo_megatron.rewards.math.gold import read_gold
 from mugrpo_megatron.rewards.math.grade import grade
-from mugrpo_megatron.rewards.math.literal import chosen, letter_of, settle
+from mugrpo_megatron.rewards.math.literal import chosen, letter_of, match_literally
 
 LETTERS = st.sampled_from("ABCDE")
 TEXTS = st.sampled_from(
@@ -76,7 +76,7 @@ def test_the_text_behind_the_letter_does_not_count(letter: str, gold: str, text:
 
 @pytest.mark.parametrize("text", ["about 12 apples", "the year 1984", "$x = 5$ and $y = 2$", "no more than 3 of them"])
 def test_numbers_behind_the_letter_are_not_the_answer(text: str) -> None:
-    settled = settle(f"The answer is (C) {text}.", "C", RewardSection())
+    settled = match_literally(f"The answer is (C) {text}.", "C", RewardSection())
     assert isinstance(settled, str)
     assert grade(settled, "C")[0] == 1.0
     assert grade(settled, "D")[0] == 0.0

@@ -10,7 +10,7 @@ from mugrpo_megatron.data.prompts import INSTRUCTION, STYLES
 from mugrpo_megatron.recipe.scoring import STYLES_WITHOUT_BOX, RewardSection
 from mugrpo_megatron.recipe.sections import Recipe
 from mugrpo_megatron.rewards.math.extract import answer_of
-from mugrpo_megatron.rewards.math.literal import settle
+from mugrpo_megatron.rewards.math.literal import match_literally
 
 TABLE = [
     ("so \\boxed{7}", "7", "7", "7"),
@@ -39,7 +39,7 @@ def test_without_a_box_the_strict_mode_finds_nothing(text: str) -> None:
 
 
 def test_the_verifier_obeys_the_recipe() -> None:
-    scores = {mode: settle("The answer is 7", "7", RewardSection(extract=mode)) for mode in ("boxed", "final")}
+    scores = {mode: match_literally("The answer is 7", "7", RewardSection(extract=mode)) for mode in ("boxed", "final")}
     assert {mode: getattr(score, "reward", None) for mode, score in scores.items()} == {"boxed": 0.0, "final": 1.0}
 
 

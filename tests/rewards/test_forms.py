@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mugrpo_megatron.rewards.callers import ONE, SEVERAL, Unsupported, arguments_of_one, arguments_of_several, form_of
-from mugrpo_megatron.rewards.items import Item
+from mugrpo_megatron.rewards.items import ScoringInput
 from tests.rewards.foreign import slime_reward, trl_rewards, verl_reward
 
 CHAT = [{"role": "user", "content": "1+1?"}]
 ITEMS = [
-    Item("2", ["gold"], "2", {"solution": "s", "extra_info": {"level": "easy"}}, "1+1=", "sums", [5, 6]),
-    Item("3", "2", "2", {"solution": "t"}, CHAT, "", [7]),
+    ScoringInput("2", ["gold"], "2", {"solution": "s", "extra_info": {"level": "easy"}}, "1+1=", "sums", [5, 6]),
+    ScoringInput("3", "2", "2", {"solution": "t"}, CHAT, "", [7]),
 ]
 
 
@@ -71,7 +71,7 @@ def test_a_column_that_the_row_lacks() -> None:
     assert "topic" not in arguments_of_several(form_of(made("completions, topic=None")), ITEMS, {})
     with pytest.raises(LookupError, match="needs the column 'topic', and the row has solution, extra_info"):
         arguments_of_several(form_of(made("completions, topic")), ITEMS, {})
-    bare = [Item("2", "4", "4")]
+    bare = [ScoringInput("2", "4", "4")]
     assert arguments_of_several(form_of(made("completions, **columns")), bare, {})["answer"] == ["4"]
 
 

@@ -17,7 +17,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.scoring import RewardSection
 from mugrpo_megatron.rewards.calls import BATCH
 from mugrpo_megatron.rewards.items import Score
-from mugrpo_megatron.rewards.pool import Verifier, overlong, shaped
+from mugrpo_megatron.rewards.pool import Verifier, overlong, with_length_penalty
 from tests.rewards.hostile import KINDS, hostile_answers
 
 pytestmark = pytest.mark.process
@@ -241,12 +241,12 @@ def test_an_answer_that_is_too_long_is_not_parsed(verifier: Verifier) -> None:
 
 def test_nothing_is_added_by_default() -> None:
     score = Score(1.0, "", "", 0.0, components={"math": 1.0})
-    assert shaped(score, 100, 100, RewardSection()) == score
+    assert with_length_penalty(score, 100, 100, RewardSection()) == score
 
 
 def test_length_takes_away_and_is_a_component() -> None:
     section = RewardSection(overlong_buffer_tokens=40)
-    score = shaped(Score(1.0, "", "", 0.0, {"math": 1.0}), 80, 100, section)
+    score = with_length_penalty(Score(1.0, "", "", 0.0, {"math": 1.0}), 80, 100, section)
     assert score.reward == 0.5
     assert score.components == {"math": 1.0, "overlong": 0.5}
 

@@ -6,10 +6,10 @@ from mugrpo_megatron.recipe.scoring import RewardSection
 from mugrpo_megatron.rewards.items import Verdict
 from mugrpo_megatron.rewards.math.extract import Extract
 from mugrpo_megatron.rewards.math.grade import grade
-from mugrpo_megatron.rewards.math.literal import settle
+from mugrpo_megatron.rewards.math.literal import match_literally
 
 
 def right(response: str, gold: str, extract: Extract = "final") -> bool:
     """Whether a response scores 1."""
-    settled = settle(response, gold, RewardSection(extract=extract))
+    settled = match_literally(response, gold, RewardSection(extract=extract))
     return (settled.reward if isinstance(settled, Verdict) else grade(settled, gold)[0]) == 1.0

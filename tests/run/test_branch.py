@@ -53,7 +53,7 @@ def test_a_branch_names_its_source(links: bool, source: Path, tmp_path: Path, mo
     assert record.branch
     assert (record.branch.run, record.branch.stage, record.branch.id) == (str(source), 1, of.id)
     assert record.id != of.id
-    assert [record.of_stage(stage) for stage in range(3)] == [record.id, of.id, record.id]
+    assert [record.run_of_stage(stage) for stage in range(3)] == [record.id, of.id, record.id]
     assert newest_cursor(tmp_path / "b" / "checkpoints") == Cursor(1, 0, 2)
     for name in (f"{STAGE}/stage.parquet", f"{START}/.metadata"):
         assert (tmp_path / "b" / name).samefile(source / name) == links
@@ -87,20 +87,20 @@ def test_a_branch_of_a_branch_is_of_the_run_that_generated(source: Path, tmp_pat
     record, of = read_record(tmp_path / "c"), read_manifest(source / STAGE).origin
     assert record
     assert of
-    assert record.of_stage(1) == of.run
+    assert record.run_of_stage(1) == of.run
 
 
 def test_a_branch_has_updates_left_for_the_whole_stage(source: Path, tmp_path: Path) -> None:
     """Stage 1 begins after the 2 updates of stage 0, which the source has taken, whatever the branch's schedule."""
-    for stages, passes in ((2, 1), (2, 2), (9, 1)):
-        schedule = [f"schedule.stages={stages}", f"schedule.passes={passes}"]
-        branch(recipe(tmp_path / f"{stages}-{passes}", *schedule), source, 1)
+    for stages, epochs in ((2, 1), (2, 2), (9, 1)):
+        schedule = [f"schedule.stages={stages}", f"schedule.epochs={epochs}"]
+        branch(recipe(tmp_path / f"{stages}-{epochs}", *schedule), source, 1)
     with pytest.raises(
         UserError, match=r"begins after 2 updates.* leaves 0 of the 2 .* set schedule.stages to 2 or more"
     ):
         branch(recipe(tmp_path / "b", "schedule.stages=1"), source, 1)
     with pytest.raises(UserError, match=r"leaves 2 of the 4 .* set schedule.stages to 2 or more"):
-        branch(recipe(tmp_path / "b", "schedule.stages=1", "schedule.passes=2"), source, 1)
+        branch(recipe(tmp_path / "b", "schedule.stages=1", "schedule.epochs=2"), source, 1)
     assert not (tmp_path / "b").exists()
 
 

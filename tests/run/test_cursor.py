@@ -14,14 +14,14 @@ from mugrpo_megatron.recipe.sections import ScheduleSection
 from mugrpo_megatron.run.cursor import SMOOTHING, Cursor, nats_moved, stage_exhausted
 
 schedules = st.builds(
-    ScheduleSection, stages=st.integers(1, 6), updates_per_stage=st.integers(1, 6), passes=st.integers(1, 3)
+    ScheduleSection, stages=st.integers(1, 6), updates_per_stage=st.integers(1, 6), epochs=st.integers(1, 3)
 )
 growing = st.builds(
     ScheduleSection,
     stages=st.integers(1, 6),
     updates_per_stage=st.integers(1, 6),
     growth=st.sampled_from([0.1, 0.5, 1.0, 1.5, 2.0, 10.0]),
-    passes=st.integers(1, 3),
+    epochs=st.integers(1, 3),
 )
 endings = st.lists(st.booleans(), min_size=108, max_size=108)
 
@@ -37,25 +37,25 @@ def visited(schedule: ScheduleSection, ends: list[bool]) -> list[Cursor]:
 
 @given(schedules)
 def test_stages_of_full_length_are_s_stages_of_all_passes(schedule: ScheduleSection) -> None:
-    """With one pass nothing is repeated: the cursors of a run without passes."""
+    """With one pass nothing is repeated: the cursors of a run without epochs."""
     cursors = visited(schedule, [False] * 108)
-    mu, passes = schedule.updates_per_stage, schedule.passes
-    own = mu * passes
+    mu, epochs = schedule.updates_per_stage, schedule.epochs
+    own = mu * epochs
     assert cursors == [
-        Cursor(k // own, k % own, k, k // own * mu * (passes - 1)) for k in range(schedule.total_updates + 1)
+        Cursor(k // own, k % own, k, k // own * mu * (epochs - 1)) for k in range(schedule.total_updates + 1)
     ]
 
 
 @given(growing)
 def test_stages_grow_and_add_up(schedule: ScheduleSection) -> None:
     lengths = [schedule.length(stage) for stage in range(schedule.stages)]
-    assert sum(lengths) * schedule.passes == schedule.total_updates
+    assert sum(lengths) * schedule.epochs == schedule.total_updates
     assert min(lengths) >= 1
     assert schedule.length(schedule.stages + 3) == lengths[-1]
     for before, after in pairwise(lengths):
         assert after >= before - 1 if schedule.growth >= 1 else after <= before + 1  # they are rounded
     assert [cursor.stage for cursor in visited(schedule, [False] * 108)[:-1]] == [
-        stage for stage, length in enumerate(lengths) for _ in range(length * schedule.passes)
+        stage for stage, length in enumerate(lengths) for _ in range(length * schedule.epochs)
     ]
 
 
@@ -74,8 +74,8 @@ def test_every_update_is_taken_once_however_early_stages_end(schedule: ScheduleS
     for before, after in pairwise(cursors):
         held = before.stage_updates(schedule)
         assert held <= schedule.length(before.stage)
-        assert 0 <= before.of_stage(schedule, held) < 1
-        assert before.age < before.stage_length(schedule, held) <= held * schedule.passes
+        assert 0 <= before.stage_progress(schedule, held) < 1
+        assert before.age < before.stage_length(schedule, held) <= held * schedule.epochs
         last = ends[before.updates] or before.age + 1 == before.stage_length(schedule, held)
         assert (after.stage, after.age) == ((before.stage + 1, 0) if last else (before.stage, before.age + 1))
 
@@ -84,14 +84,14 @@ def test_every_update_is_taken_once_however_early_stages_end(schedule: ScheduleS
 def test_problems_come_in_the_run_s_order_whatever_the_split_into_stages(
     schedule: ScheduleSection, ends: list[bool], prompts: int
 ) -> None:
-    """What a stage that ended early leaves untouched, the next one samples anew; later passes sample nothing."""
+    """What a stage that ended early leaves untouched, the next one samples anew; later epochs sample nothing."""
     taken: list[int] = []
     for cursor in visited(schedule, ends)[:-1]:
         positions = cursor.stage_positions(schedule, prompts)
         assert len(positions) == cursor.stage_updates(schedule) * prompts
         taken += positions[cursor.age * prompts : (cursor.age + 1) * prompts]  # nothing in a later pass
     assert taken == list(range(len(taken)))
-    if schedule.passes == 1:
+    if schedule.epochs == 1:
         assert len(taken) == schedule.total_updates * prompts
 
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from mugrpo_megatron.engine.nodes import Bond, Part
-from mugrpo_megatron.run.leader import Engines, meet, sleep_joined
+from mugrpo_megatron.engine.nodes import NodeStatus, PeerFailure
+from mugrpo_megatron.run.leader import Engines, rendezvous, sleep_joined
 
 
 class World:
     """A rank's world; the others' parts are given."""
 
-    def __init__(self, *others: Part | None) -> None:
+    def __init__(self, *others: NodeStatus | None) -> None:
         self._others, self.board = others, dict[str, str]()
         self.barriers = 0
 
@@ -36,36 +36,36 @@ class Own:
 
     def __init__(self, engine: int, node: int, running: bool) -> None:
         self.slot, self.running = SimpleNamespace(number=engine, node=node), running
-        self.met: list[Bond] = []
+        self.met: list[PeerFailure] = []
         self.slept = 0
 
-    def meet(self, bond: Bond) -> None:
+    def rendezvous(self, bond: PeerFailure) -> None:
         self.met.append(bond)
 
     def sleep(self) -> None:
         self.slept += 1
 
 
-def other(engine: int, node: int, running: bool) -> Part:
-    return Part(engine, node, running, f"10.0.{engine}.{node}", "10.0.0.0", 7000, f"start-{engine}-{node}")
+def other(engine: int, node: int, running: bool) -> NodeStatus:
+    return NodeStatus(engine, node, running, f"10.0.{engine}.{node}", "10.0.0.0", 7000, f"start-{engine}-{node}")
 
 
 @pytest.mark.parametrize("node", [0, 1])
 def test_nothing_happens_while_all_run(node: int) -> None:
     own = Own(0, node, running=True)
     world = World(other(0, 1 - node, True), other(1, 0, False), other(1, 1, False), None)
-    assert meet(world, own) == ""  # type: ignore[arg-type]
+    assert rendezvous(world, own) == ""  # type: ignore[arg-type]
     assert own.met == []
 
 
 def test_a_rank_that_runs_no_part_takes_part_in_the_vote() -> None:
-    assert meet(World(other(0, 0, False)), None) == ""  # type: ignore[arg-type]
+    assert rendezvous(World(other(0, 0, False)), None) == ""  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("mine", "leader"), [(True, False), (False, True), (False, False)])
 def test_all_start_where_one_does_not_run(mine: bool, leader: bool) -> None:
     own, world = Own(1, 1, mine), World(other(0, 0, True), other(0, 1, True), other(1, 0, leader))
-    meet(world, own)  # type: ignore[arg-type]
+    rendezvous(world, own)  # type: ignore[arg-type]
     (bond,) = own.met
     assert bond.address == "10.0.1.0:7000"
     bond.ended("killed")
@@ -76,7 +76,7 @@ def test_all_start_where_one_does_not_run(mine: bool, leader: bool) -> None:
 @pytest.mark.parametrize(("mine", "said"), [(True, "the engine's processes on its nodes 1, 2 have ended"), (False, "")])
 def test_a_leader_that_ran_hears_which_nodes_did_not(mine: bool, said: str) -> None:
     own = Own(0, 0, mine)
-    assert meet(World(other(0, 1, False), other(0, 2, False), other(0, 3, True)), own) == said  # type: ignore[arg-type]
+    assert rendezvous(World(other(0, 1, False), other(0, 2, False), other(0, 3, True)), own) == said  # type: ignore[arg-type]
     assert [bond.address for bond in own.met]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mugrpo_megatron.run import stopping
-from mugrpo_megatron.run.stopping import Stopped, StopRequest, listening, stoppable
+from mugrpo_megatron.run.stopping import Stopped, StopRequest, handle_signals, stoppable
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def in_the_foreground() -> Iterator[None]:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGHUP, 0), (signal.SIGINT, 130)])
 def test_a_signal_is_a_request(number: signal.Signals, code: int, capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(number)
-    with listening(is_main=True) as request:
+    with handle_signals(is_main=True) as request:
         assert not request.heard()
         signal.raise_signal(number)
         assert request.asked
@@ -47,7 +47,7 @@ def test_a_signal_stays_ignored(number: signal.Signals) -> None:
     """Ctrl-C in a command in the background, SIGHUP under nohup."""
     before = signal.signal(number, signal.SIG_IGN)
     try:
-        with listening(is_main=True) as request:
+        with handle_signals(is_main=True) as request:
             signal.raise_signal(number)
         assert not request.asked
         assert signal.getsignal(number) is signal.SIG_IGN
@@ -59,7 +59,7 @@ def test_a_signal_is_a_request_when_nothing_reads_its_notice(monkeypatch: pytest
     """As in `mugrpo train RECIPE 2>&1 | tee log`, where Ctrl-C ends tee as well."""
     reading, writing = os.pipe()
     os.close(reading)
-    with os.fdopen(writing, "w") as unread, listening(is_main=True) as request:
+    with os.fdopen(writing, "w") as unread, handle_signals(is_main=True) as request:
         monkeypatch.setattr(sys, "stderr", unread)
         signal.raise_signal(signal.SIGTERM)
         assert request.asked
@@ -69,7 +69,7 @@ def test_a_signal_is_a_request_when_nothing_reads_its_notice(monkeypatch: pytest
 def test_sigterm_before_and_after_a_run_ends_with_0(is_main: bool, capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as ended, stoppable(is_main):  # noqa: PT012
-        with listening(is_main=False) as request:
+        with handle_signals(is_main=False) as request:
             signal.raise_signal(signal.SIGTERM)
             assert request.asked, "an open run is asked, and saves"
         signal.raise_signal(signal.SIGTERM)
@@ -80,7 +80,7 @@ def test_sigterm_before_and_after_a_run_ends_with_0(is_main: bool, capfd: pytest
 
 def test_a_later_ctrl_c_ends_at_once(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(stopping, "SECOND_S", -1.0)
-    with listening(is_main=False):
+    with handle_signals(is_main=False):
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
@@ -89,12 +89,12 @@ def test_a_later_ctrl_c_ends_at_once(monkeypatch: pytest.MonkeyPatch, capfd: pyt
 
 
 def test_where_nothing_has_to_be_saved_a_signal_ends_the_run_at_once() -> None:
-    with listening(is_main=False) as request:
+    with handle_signals(is_main=False) as request:
         with pytest.raises(Stopped, match="all is on disk"), request.at_once("all is on disk"):
             signal.raise_signal(signal.SIGTERM)
         with pytest.raises(Stopped, match="on disk too"), request.at_once("on disk too"):
             raise AssertionError("it began although it was asked before")
-    with listening(is_main=False) as later:
+    with handle_signals(is_main=False) as later:
         with later.at_once("all is on disk"):
             pass
         signal.raise_signal(signal.SIGTERM)  # after such a part it only asks

@@ -12,7 +12,7 @@ from mugrpo_megatron.learner.groups import Ranks
 from mugrpo_megatron.learner.heartbeat import Heartbeat
 from mugrpo_megatron.run import world as world_module
 from mugrpo_megatron.run.stopping import StopRequest
-from mugrpo_megatron.run.world import World, open_world, telling_failures
+from mugrpo_megatron.run.world import World, broadcast_failure, open_world
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.process
@@ -41,7 +41,7 @@ def waits_and_is_asked() -> bool:
 def waits_for_a_rank_that_fails() -> str:
     world = opened()
     try:
-        with telling_failures(world.ranks):
+        with broadcast_failure(world.ranks):
             if world.ranks.rank == 1:
                 raise ValueError("no such file\nand more")
             world.barrier()

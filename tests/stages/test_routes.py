@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.systems import Replay
-from mugrpo_megatron.samples import HeldRoutes, Sample, expert_type
+from mugrpo_megatron.samples import InMemoryRoutes, Sample, expert_type
 from mugrpo_megatron.stages import routes as module
 from mugrpo_megatron.stages.routes import RouteColumn, route_column, with_routes
 from mugrpo_megatron.stages.store import StageStore
@@ -166,7 +166,7 @@ def generated(group: int, tokens: list[int], total: int) -> list[Sample]:
             0.0,
             0,
             "stop",
-            routes=HeldRoutes(rng.integers(0, total, (LAYERS, n, CHOSEN)).astype(expert_type(total))),
+            routes=InMemoryRoutes(rng.integers(0, total, (LAYERS, n, CHOSEN)).astype(expert_type(total))),
         )
         for n in tokens
     ]

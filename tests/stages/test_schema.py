@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mugrpo_megatron.samples import HeldRoutes, Sample
+from mugrpo_megatron.samples import InMemoryRoutes, Sample
 from mugrpo_megatron.stages import schema
 from mugrpo_megatron.stages.schema import Waiting, write_shard
 from tests.engine.tiny import group
@@ -20,7 +20,7 @@ from tests.engine.tiny import group
 
 def routed(index: int, layers: int) -> list[Sample]:
     """A group with one byte of routes for each token with routes and layer."""
-    held = (HeldRoutes(np.zeros((layers, sample.tokens - 1, 1), dtype=np.uint8)) for sample in group(index))
+    held = (InMemoryRoutes(np.zeros((layers, sample.tokens - 1, 1), dtype=np.uint8)) for sample in group(index))
     return [replace(sample, routes=routes) for sample, routes in zip(group(index), held, strict=True)]
 
 

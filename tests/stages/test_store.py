@@ -187,7 +187,7 @@ def span_of(row_group: Any, names: Collection[str]) -> tuple[int, int]:
 @given(seed=st.integers(0, 9))
 @settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_optional_columns_come_back(seed: int, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The loss mask is flat; of kept tokens a response has as many for each place, and others have another number."""
+    """The loss mask is flat; of support ids a response has as many for each place, and others have another number."""
     generator = np.random.default_rng(seed)
     directory = tmp_path_factory.mktemp("stage")
 
@@ -196,7 +196,9 @@ def test_optional_columns_come_back(seed: int, tmp_path_factory: pytest.TempPath
             replace(
                 one,
                 loss_mask=generator.integers(0, 2, len(one.response_ids)).astype(bool),
-                kept=generator.integers(0, 9, (len(one.response_ids), generator.integers(1, 70)), dtype=np.int32),
+                support_ids=generator.integers(
+                    0, 9, (len(one.response_ids), generator.integers(1, 70)), dtype=np.int32
+                ),
             )
             for one in group(index)
         ]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from mugrpo_megatron.errors import EngineFailure
-from mugrpo_megatron.weights.sync import build_bridge, sync
+from mugrpo_megatron.weights.sync import build_weight_sync, sync
 from tests import models
 from tests.ranks import run_ranks
 from tests.weights.ranks_work import build, enter
@@ -58,7 +58,7 @@ def engine_of_two_nodes(hf: Path) -> dict[str, object]:
     """What this rank sees of three syncs; its engine fails in the second."""
     layout = {"tensor": 2}
     chunks, architecture = build(hf, layout, enter(layout))
-    bridge = build_bridge(chunks, architecture, BUCKET, engine_tensor=2, engine_nodes=2)
+    bridge = build_weight_sync(chunks, architecture, BUCKET, engine_tensor=2, engine_nodes=2)
     leads = dist.get_rank() == 0
     reader, dead = Reader(), Reader(fails=True)
     stats = sync(bridge, reader if leads else None, version=3)

@@ -27,7 +27,7 @@ from mugrpo_megatron.weights.buckets import (
     ALIGNMENT,
     BLOCK,
     Bucket,
-    Piece,
+    ParameterSlots,
     Slot,
     pack,
     quantise,
@@ -215,7 +215,9 @@ def test_a_bucket_becomes_what_an_fp8_checkpoint_has() -> None:
     for name, shape in NAMES.items():
         slots.append(Slot(name, shape, torch.bfloat16, start))
         start += -(-slots[-1].bytes // ALIGNMENT) * ALIGNMENT
-    bucket = Bucket((0, None), (Piece(entry, tuple(slots[:3])), Piece(entry, tuple(slots[3:]))), start)
+    bucket = Bucket(
+        (0, None), (ParameterSlots(entry, tuple(slots[:3])), ParameterSlots(entry, tuple(slots[3:]))), start
+    )
     flat = torch.empty(bucket.bytes + 64, dtype=torch.uint8)
     for slot in slots:
         slot.view(flat).copy_(torch.randn(slot.shape))

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from mugrpo_megatron.errors import EngineFailure, TrainingFailure
 from mugrpo_megatron.files.tensors import Sums
 from mugrpo_megatron.weights.check import WeightMismatch, check, unchecked
-from mugrpo_megatron.weights.sync import build_bridge
+from mugrpo_megatron.weights.sync import build_weight_sync
 from tests import models
 from tests.ranks import run_ranks
 from tests.weights.ranks_work import build, enter
@@ -73,7 +73,7 @@ def told(bridge: Any, engine: Any) -> int | str:
 def engines_of_two_ranks(hf: Path) -> dict[str, int | str]:
     """Two data parallel ranks with an engine each; what each case says on this rank."""
     chunks, architecture = build(hf, {}, enter({}))
-    bridge = build_bridge(chunks, architecture, 16 * 1024)
+    bridge = build_weight_sync(chunks, architecture, 16 * 1024)
     rank = dist.get_rank()
     good, half = FakeEngine(hf, torch.float32), FakeEngine(hf, torch.bfloat16)
     wrong, lacking, strange = (FakeEngine(hf, torch.float32) for _ in range(3))
@@ -97,7 +97,7 @@ def engine_of_two_ranks(hf: Path) -> list[int | str]:
     """An engine of two tensor parallel ranks on a learner of two others."""
     layout = {"tensor": 2}
     chunks, architecture = build(hf, layout, enter(layout))
-    bridge = build_bridge(chunks, architecture, 16 * 1024, engine_tensor=2)
+    bridge = build_weight_sync(chunks, architecture, 16 * 1024, engine_tensor=2)
     good, wrong = (FakeEngine(hf, torch.float32, 2) for _ in range(2))
     wrong.parts[1]["model.layers.0.mlp.gate_up_proj.weight"][0, 0] += 1e-3
     leads = dist.get_rank() == 0
@@ -106,7 +106,7 @@ def engine_of_two_ranks(hf: Path) -> list[int | str]:
 
 def engine_with_padded_heads(hf: Path) -> tuple[int | str, str]:
     chunks, architecture = build(hf, {}, enter({}))
-    bridge = build_bridge(chunks, architecture, 16 * 1024, engine_tensor=3)
+    bridge = build_weight_sync(chunks, architecture, 16 * 1024, engine_tensor=3)
     return told(bridge, DeadEngine()), unchecked(bridge)
 
 

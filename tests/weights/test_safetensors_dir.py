@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from mugrpo_megatron.weights.safetensors_dir import INDEX, SINGLE, Shard, TensorSpec, divide, write_index, write_shard
+from mugrpo_megatron.weights.safetensors_dir import (
+    INDEX,
+    SINGLE,
+    TensorSpec,
+    WeightFile,
+    divide,
+    write_index,
+    write_shard,
+)
 
 SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=8)
 
@@ -41,14 +49,14 @@ def test_library_reads_what_was_written(
 
 def test_transposed_tensor_is_written_in_its_own_order(tmp_path: Path) -> None:
     tensor = torch.arange(6.0).view(2, 3).T
-    write_shard(tmp_path, Shard(SINGLE, (TensorSpec("t", (3, 2), torch.float32),)), [tensor])
+    write_shard(tmp_path, WeightFile(SINGLE, (TensorSpec("t", (3, 2), torch.float32),)), [tensor])
     with safe_open(tmp_path / SINGLE, framework="pt") as opened:
         assert torch.equal(opened.get_tensor("t"), tensor)
         assert opened.metadata() == {"format": "pt"}
 
 
 def test_stopped_shard_leaves_no_file_of_its_name(tmp_path: Path) -> None:
-    shard = Shard(SINGLE, (TensorSpec("a", (2,), torch.float32), TensorSpec("b", (2,), torch.float32)))
+    shard = WeightFile(SINGLE, (TensorSpec("a", (2,), torch.float32), TensorSpec("b", (2,), torch.float32)))
     with pytest.raises(ValueError, match="b has shape"):
         write_shard(tmp_path, shard, [torch.zeros(2), torch.zeros(3)])
     assert not (tmp_path / SINGLE).exists()

@@ -21,7 +21,7 @@ from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.samples import Problem, Prompt, Response, Sample
 from mugrpo_megatron.weights.check import WeightMismatch, check
 from mugrpo_megatron.weights.hf import load_hf
-from mugrpo_megatron.weights.sync import build_bridge, sync
+from mugrpo_megatron.weights.sync import build_weight_sync, sync
 from tests import models
 from tests.ranks import run_ranks
 from tests.weights import tiny
@@ -57,7 +57,7 @@ def feed_engine(recipe: Recipe, other: Path, bucket_bytes: int) -> dict[str, Any
     try:
         learner = build_learner(recipe)
         chunks = [policy(chunk) for chunk in learner.chunks]
-        bridge = build_bridge(chunks, learner.architecture, bucket_bytes, recipe.engine.tensor)
+        bridge = build_weight_sync(chunks, learner.architecture, bucket_bytes, recipe.engine.tensor)
         if engine:
             engine.wait_ready()
         seen: dict[str, Any] = {"equal_at_start": check(bridge, engine), "at_start": disagreement(learner, engine)}

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from mugrpo_megatron.data.arithmetic import problems
-from mugrpo_megatron.extras.episodes.turns import Model
+from mugrpo_megatron.extras.episodes.turns import EpisodeModel
 from mugrpo_megatron.files.durable import write_text
 from mugrpo_megatron.files.outputs import check_output
 from mugrpo_megatron.samples import Problem
@@ -28,7 +28,7 @@ CALLING = 0.2
 SUM = re.compile(r"\d{1,9}(?:\+\d{1,9})*")
 
 
-async def episode(problem: Problem, model: Model) -> None:
+async def episode(problem: Problem, model: EpisodeModel) -> None:
     """Turns until one does not end with a call; the verifier scores the last."""
     ids = model.prompt_ids
     for _ in range(MOST_CALLS):

@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from mugrpo_megatron.data.prompts import Template
-from mugrpo_megatron.engine import door
+from mugrpo_megatron.engine import sglang_compat
 from mugrpo_megatron.extras.episodes.trajectory import Broken, Trajectory
 
 Message = Mapping[str, Any]
@@ -99,7 +99,7 @@ class Chat:
         return message
 
     def _parse(self, text: str, tools: Sequence[Any]) -> tuple[str, list[dict[str, Any]]]:
-        parser = door.tool_parser(tools, self.parser)
+        parser = sglang_compat.tool_parser(tools, self.parser)
         if not parser.has_tool_call(text):
             return text, []
         try:

@@ -19,12 +19,12 @@ from typing import Any
 from transformers import AutoTokenizer  # here: inside an episode its seconds would count as a process that is blocked
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.extras.episodes.turns import Model, current
+from mugrpo_megatron.extras.episodes.turns import EpisodeModel, current
 from mugrpo_megatron.recipe.functions import load_function
 from mugrpo_megatron.rewards.callers import verdict_of
 from mugrpo_megatron.samples import Problem
 
-Play = Callable[[Problem, Model], Awaitable[dict[str, Any]]]
+Play = Callable[[Problem, EpisodeModel], Awaitable[dict[str, Any]]]
 """Runs one episode; the result is a JSON object: reward, why, parts, and slime's tokens."""
 FORMS = "async (problem, model), slime's async (args, sample, sampling_params) or a class with reset, as TRL's"
 
@@ -53,30 +53,30 @@ def _result(returned: Any, name: str) -> dict[str, Any]:
 
 
 def _ours(function: Callable[..., Any], name: str, options: Mapping[str, Any]) -> Play:
-    async def play(problem: Problem, model: Model) -> dict[str, Any]:
+    async def play(problem: Problem, model: EpisodeModel) -> dict[str, Any]:
         return _result(await function(problem=problem, model=model), name)
 
     return play
 
 
 def _slime(function: Callable[..., Any], name: str, options: Mapping[str, Any]) -> Play:
-    async def play(problem: Problem, model: Model) -> dict[str, Any]:
+    async def play(problem: Problem, model: EpisodeModel) -> dict[str, Any]:
         metadata = problem.row.get("metadata")
-        sample = Sample(
+        sample = SlimeSample(
             prompt=model.prompt,
             label=problem.gold,
             metadata=dict(metadata if isinstance(metadata, dict) else problem.row),
         )
         args = SimpleNamespace(**options["args"])
         returned = await function(args=args, sample=sample, sampling_params=dict(model.sampling))
-        if not isinstance(returned, Sample):
+        if not isinstance(returned, SlimeSample):
             raise TypeError(f"{name} returned a {type(returned).__name__} where one Sample belongs")
-        if returned.status in (Sample.Status.ABORTED, Sample.Status.FAILED):
+        if returned.status in (SlimeSample.Status.ABORTED, SlimeSample.Status.FAILED):
             raise RuntimeError(f"{name} returned a sample of status {returned.status.value}")
         own = {
             "tokens": list(map(int, returned.tokens)),
             "loss_mask": None if returned.loss_mask is None else list(map(int, returned.loss_mask)),
-            "cut": returned.status is Sample.Status.TRUNCATED,
+            "cut": returned.status is SlimeSample.Status.TRUNCATED,
         }
         return {**_result(returned.reward, name), **own}
 
@@ -84,7 +84,7 @@ def _slime(function: Callable[..., Any], name: str, options: Mapping[str, Any]) 
 
 
 def _trl(factory: Callable[[], Any], name: str) -> Play:
-    async def play(problem: Problem, model: Model) -> dict[str, Any]:
+    async def play(problem: Problem, model: EpisodeModel) -> dict[str, Any]:
         environment = await model.apart(factory)
         tools = [
             method
@@ -120,7 +120,7 @@ def _taken(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str
 
 
 @dataclass
-class Sample:
+class SlimeSample:
     """A sample, with the fields of slime's that have a meaning here."""
 
     class Status(Enum):

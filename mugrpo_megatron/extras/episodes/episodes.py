@@ -19,10 +19,10 @@ import numpy as np
 from mugrpo_megatron.data.prompts import messages_to_render, template_of, with_question_asked
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.engine.client import Engine, PromptSource
-from mugrpo_megatron.engine.wire import Sampling, Work
+from mugrpo_megatron.engine.wire import Request, Sampling
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.episodes.chat import Chat
-from mugrpo_megatron.extras.episodes.processes import Episode, Group, Pool, Process
+from mugrpo_megatron.extras.episodes.processes import Attempt, EpisodeProcess, Group, Pool
 from mugrpo_megatron.extras.episodes.trajectory import Broken, Trajectory
 from mugrpo_megatron.observe.environment import usable_cores
 from mugrpo_megatron.recipe import Recipe
@@ -62,8 +62,8 @@ class Episodes:
         """Groups of `n` episodes, in order of completion, until none is in flight and `take` returns no prompt."""
         self._sampling, self._n = sampling, n
         self._groups: dict[int, Group] = {}
-        self._requests: dict[int, Episode] = {}
-        self._work: list[Work] = []
+        self._requests: dict[int, Attempt] = {}
+        self._work: list[Request] = []
         last_answer = last = time.monotonic()
         silence_s = self._recipe.engine.request_timeout_s
         with self._engine.answering(sampling):
@@ -114,14 +114,14 @@ class Episodes:
             if not prompts:
                 return bool(self._groups)
 
-    def _live(self) -> list[Episode]:
+    def _live(self) -> list[Attempt]:
         return [*self._pool.waiting, *(one for process in self._pool.processes for one in process.episodes.values())]
 
     def _begin(self, group: Group, number: int, retries: int = 0, alone: bool = False) -> None:
         so_far = Trajectory(self._sampling.max_tokens)
-        self._pool.waiting.append(Episode(next(self._keys), group, number, so_far, retries, alone))
+        self._pool.waiting.append(Attempt(next(self._keys), group, number, so_far, retries, alone))
 
-    def _start(self, episode: Episode) -> dict[str, Any]:
+    def _start(self, episode: Attempt) -> dict[str, Any]:
         prompt, how = episode.group.prompt, self._sampling
         problem = prompt.problem
         names = ("id", "question", "answer", "source", "messages", "gold", "data_source", "row")
@@ -163,7 +163,7 @@ class Episodes:
 
     # ------------------------------------------------------------ requests and answers
 
-    def _handle(self, process: Process, message: dict[str, Any]) -> None:
+    def _handle(self, process: EpisodeProcess, message: dict[str, Any]) -> None:
         if "died" in message:
             self._stop(process, None, message["died"])
             return
@@ -181,7 +181,7 @@ class Episodes:
         else:
             self._request(process, episode, message)
 
-    def _request(self, process: Process, episode: Episode, message: dict[str, Any]) -> None:
+    def _request(self, process: EpisodeProcess, episode: Attempt, message: dict[str, Any]) -> None:
         """Ask the engine; a limit ends the episode with what it has, and a broken prefix fails it."""
         now, so_far = time.monotonic(), episode.so_far
         episode.waited_s += now - episode.answered_at
@@ -205,7 +205,7 @@ class Episodes:
         episode.request = {**message, "ids": ids}
         self._requests[episode.key] = episode
         place = f"{episode.group.prompt.index}/{episode.number}/{episode.retries}/{so_far.turns}"
-        self._work.append(Work(episode.key, ids, 1, place, most, tuple(message.get("stop") or ())))
+        self._work.append(Request(episode.key, ids, 1, place, most, tuple(message.get("stop") or ())))
 
     def _too_long(self, message: dict[str, Any], room: int) -> bool:
         """Whether a text is so long that it cannot fit, tokenized or not."""
@@ -213,7 +213,7 @@ class Episodes:
         texts = [message.get("text", ""), *(one.get("content") or "" for one in message.get("messages", ()))]
         return sum(map(len, map(str, texts))) > CHARS_A_TOKEN * room
 
-    def _ids(self, episode: Episode, message: dict[str, Any]) -> list[int]:
+    def _ids(self, episode: Attempt, message: dict[str, Any]) -> list[int]:
         """The request's token ids; ValueError for what is no request."""
         if message["what"] == "chat":
             if episode.so_far.turns and not episode.messages:
@@ -235,7 +235,7 @@ class Episodes:
             self._engine.ask(self._work)
             self._work = []
 
-    def _answer(self, episode: Episode | None, response: Response) -> None:
+    def _answer(self, episode: Attempt | None, response: Response) -> None:
         """Record what was sampled, and tell the episode."""
         if episode is None or episode.request is None:
             return
@@ -264,7 +264,7 @@ class Episodes:
 
     # ------------------------------------------------------------ ends
 
-    def _finish(self, episode: Episode, result: dict[str, Any]) -> None:
+    def _finish(self, episode: Attempt, result: dict[str, Any]) -> None:
         """Store an episode that has ended; `result` is what its process says of it."""
         so_far = episode.so_far
         if not so_far.turns:
@@ -295,7 +295,7 @@ class Episodes:
         outcome = Outcome(prompt, mask, result["reward"], result["why"], parts={k: float(v) for k, v in parts.items()})
         self._store(episode, so_far.response(outcome))
 
-    def _fail(self, episode: Episode, why: str) -> None:
+    def _fail(self, episode: Attempt, why: str) -> None:
         """Begin a failed episode again, or drop it."""
         self._requests.pop(episode.key, None)
         if episode.retries < RETRIES:
@@ -306,11 +306,13 @@ class Episodes:
         parts = {"retries": float(episode.retries)}
         outcome = Outcome(prompt, np.zeros(1, dtype=bool), None, f"the episode failed: {why}", failed=True, parts=parts)
         end = np.array([self._tokenizer.eos_token_id], dtype=np.int32)
-        kept = np.full((1, self._sampling.top_k), -1, dtype=np.int32) if self._sampling.keep else None
-        if kept is not None:
-            kept[:, 0] = end
+        support_ids = np.full((1, self._sampling.top_k), -1, dtype=np.int32) if self._sampling.keep else None
+        if support_ids is not None:
+            support_ids[:, 0] = end
         nothing = np.zeros(1, dtype=np.float32)
-        self._store(episode, Response(end, nothing, "stop", self._engine.version, kept=kept, episode=outcome))
+        self._store(
+            episode, Response(end, nothing, "stop", self._engine.version, support_ids=support_ids, episode=outcome)
+        )
         share = self._section.max_failure_share
         if self._dropped > share * max(FIRST, self._finished):
             raise UserError(
@@ -319,11 +321,11 @@ class Episodes:
                 f"episodes.max_failure_share (now {share:g})"
             )
 
-    def _store(self, episode: Episode, response: Response) -> None:
+    def _store(self, episode: Attempt, response: Response) -> None:
         self._finished += 1
         episode.group.responses[episode.number] = response
 
-    def _stop(self, process: Process, episode: Episode | None, why: str) -> None:
+    def _stop(self, process: EpisodeProcess, episode: Attempt | None, why: str) -> None:
         """End an episode that took too long, or a process: its episodes are begun again, one that was alone fails."""
         if episode is not None:
             self._pool.cancel(process, episode)

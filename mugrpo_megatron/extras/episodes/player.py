@@ -20,7 +20,7 @@ from typing import Any
 
 from mugrpo_megatron.extras.episodes import turns
 from mugrpo_megatron.extras.episodes.conventions import Play, play_of
-from mugrpo_megatron.extras.episodes.turns import Model, current
+from mugrpo_megatron.extras.episodes.turns import EpisodeModel, current
 from mugrpo_megatron.recipe.functions import told
 from mugrpo_megatron.samples import Problem
 
@@ -57,7 +57,7 @@ class _Worker:
     def __init__(self, connection: Connection, play: Play) -> None:
         self._connection, self._play = connection, play
         self._threads = ThreadPoolExecutor(THREADS)
-        self._episodes: dict[int, tuple[asyncio.Task[None], Model]] = {}
+        self._episodes: dict[int, tuple[asyncio.Task[None], EpisodeModel]] = {}
         self._pending: dict[int, asyncio.Future[Any]] = {}
 
     async def run(self) -> None:
@@ -83,7 +83,7 @@ class _Worker:
         elif message["cancel"] in self._episodes:
             self._episodes[message["cancel"]][0].cancel()
 
-    def _model(self, key: int, message: dict[str, Any]) -> Model:
+    def _model(self, key: int, message: dict[str, Any]) -> EpisodeModel:
         async def ask(what: str, **arguments: Any) -> Any:
             if key in self._pending:
                 raise RuntimeError("an episode asks the model one thing after another, and this one asked two at once")
@@ -100,9 +100,9 @@ class _Worker:
         own = message["problem"]
         problem = Problem(**{**own, "messages": tuple((role, text) for role, text in own["messages"])})
         rest = {name: message[name] for name in ("prompt_ids", "prompt", "messages", "sampling")}
-        return Model(problem, ask=ask, threads=self._threads, **rest)
+        return EpisodeModel(problem, ask=ask, threads=self._threads, **rest)
 
-    async def _run(self, key: int, model: Model) -> None:
+    async def _run(self, key: int, model: EpisodeModel) -> None:
         current.set(model)
         try:
             result = await self._play(model.problem, model)

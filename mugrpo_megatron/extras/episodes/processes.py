@@ -34,7 +34,7 @@ class Group:
 
 
 @dataclass(slots=True)
-class Episode:
+class Attempt:
     """One attempt at one response."""
 
     key: int
@@ -57,13 +57,13 @@ class Episode:
 
 
 @dataclass(slots=True)
-class Process:
+class EpisodeProcess:
     """One worker and the episodes in it."""
 
     worker: WorkerProcess
     last_message: float = field(default_factory=time.monotonic)
     ready: bool = False
-    episodes: dict[int, Episode] = field(default_factory=dict)
+    episodes: dict[int, Attempt] = field(default_factory=dict)
     cancelled: dict[int, float] = field(default_factory=dict)
     """Keys of episodes that have yet to end, and by when."""
     retiring: bool = False
@@ -95,8 +95,8 @@ class Pool:
         self._options = {"function": function, "args": args, "memory_mb": section.memory_mb}
         self._section, self._limit = section, limit
         self._silent_s = min(SILENT_S, section.seconds)
-        self.processes: list[Process] = []
-        self.waiting: deque[Episode] = deque()
+        self.processes: list[EpisodeProcess] = []
+        self.waiting: deque[Attempt] = deque()
         """Episodes that no process has yet."""
 
     def close(self) -> None:
@@ -119,7 +119,7 @@ class Pool:
             episode.start = episode.answered_at = time.monotonic()
             process.send(start(episode))
 
-    def _process_for(self, episode: Episode) -> Process | None:
+    def _process_for(self, episode: Attempt) -> EpisodeProcess | None:
         open_ = [one for one in self.processes if not one.retiring]
         shared = [one for one in open_ if not any(other.alone for other in one.episodes.values())]
         if episode.alone:
@@ -136,13 +136,13 @@ class Pool:
     def _start(self) -> None:
         environment = {"MALLOC_ARENA_MAX": "2"}  # an arena of 64 MB address space for each thread would fill the limit
         worker = start_guarded("mugrpo_megatron.extras.episodes.player", self._options, SILENT_S, environment)
-        self.processes.append(Process(worker))
+        self.processes.append(EpisodeProcess(worker))
 
     @property
     def connections(self) -> list[Any]:
         return [process.worker.connection for process in self.processes]
 
-    def messages(self) -> Iterator[tuple[Process, dict[str, Any]]]:
+    def messages(self) -> Iterator[tuple[EpisodeProcess, dict[str, Any]]]:
         """What the processes have sent. Raises UserError where the function cannot be loaded."""
         for process in list(self.processes):
             try:
@@ -166,7 +166,7 @@ class Pool:
                     ) from None
                 yield process, {"died": f"its process died ({process.worker.ending()})"}
 
-    def late(self, now: float) -> Iterator[tuple[Process, Episode | None, str]]:
+    def late(self, now: float) -> Iterator[tuple[EpisodeProcess, Attempt | None, str]]:
         """Episodes, and with None whole processes, that have taken too long, with a sentence each."""
         for process in list(self.processes):
             silent = self._silent_s if process.ready else START_TIMEOUT_S
@@ -184,18 +184,18 @@ class Pool:
             if process.retiring and not process.episodes:
                 self.discard(process)
 
-    def cancel(self, process: Process, episode: Episode) -> None:
+    def cancel(self, process: EpisodeProcess, episode: Attempt) -> None:
         """End an episode that its process still runs."""
         process.episodes.pop(episode.key, None)
         process.cancelled[episode.key] = time.monotonic() + ENDING_S
         process.send({"cancel": episode.key})
 
-    def discard(self, process: Process) -> list[Episode]:
+    def discard(self, process: EpisodeProcess) -> list[Attempt]:
         """Kill a process; its episodes."""
         self.processes.remove(process)
         process.kill()
         return list(process.episodes.values())
 
-    def _ended(self, process: Process, key: int, still_open: int) -> None:
+    def _ended(self, process: EpisodeProcess, key: int, still_open: int) -> None:
         process.cancelled.pop(key, None)
         process.retiring |= still_open > 0

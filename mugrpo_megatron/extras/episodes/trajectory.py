@@ -34,7 +34,7 @@ class Trajectory:
     """The response: sampled tokens, and the environment's between them."""
     mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    kept: list[np.ndarray] = field(default_factory=list)
+    support_ids: list[np.ndarray] = field(default_factory=list)
     """[tokens, k] of each part, where the stage keeps them."""
     turns: int = 0
     finish_reason: str = "length"
@@ -71,12 +71,12 @@ class Trajectory:
         if not self.turns:
             self.prompt = list(ids)
         between = list(ids[len(self.context) :])
-        k = 0 if response.kept is None else response.kept.shape[1]
+        k = 0 if response.support_ids is None else response.support_ids.shape[1]
         if k:
             # The softmax at a token that nobody sampled runs over that token alone: it takes no part in the loss.
             row = np.full((len(between), k), -1, dtype=np.int32)
             row[:, 0] = between
-            self.kept += [row, np.asarray(response.kept)]
+            self.support_ids += [row, np.asarray(response.support_ids)]
         self.ids += [*between, *response.ids.tolist()]
         self.mask += [False] * len(between) + [True] * len(response.ids)
         self.logprobs += [0.0] * len(between) + response.logprobs.tolist()
@@ -90,6 +90,6 @@ class Trajectory:
             logprobs=np.array(self.logprobs, dtype=np.float32),
             finish_reason=self.finish_reason,
             weight_version=self.weight_version,
-            kept=np.concatenate(self.kept) if self.kept else None,
+            support_ids=np.concatenate(self.support_ids) if self.support_ids else None,
             episode=episode,
         )

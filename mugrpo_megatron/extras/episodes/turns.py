@@ -34,7 +34,7 @@ class Turn:
 
 
 @dataclass(slots=True)
-class Model:
+class EpisodeModel:
     """The model of one episode. Every request continues the one before; a limit that is reached ends the episode."""
 
     problem: Problem
@@ -139,7 +139,7 @@ class Model:
             return json.dumps({"error": f"{type(error).__name__}: {error}"[:SHOWN_CHARS]})
 
 
-current: ContextVar[Model] = ContextVar("current")
+current: ContextVar[EpisodeModel] = ContextVar("current")
 """The model of the episode that runs here."""
 
 

@@ -27,7 +27,7 @@ from mugrpo_megatron.files.json_text import as_text
 from mugrpo_megatron.files.outputs import check_output
 from mugrpo_megatron.recipe import Recipe, dump_recipe
 from mugrpo_megatron.rewards.items import Score
-from mugrpo_megatron.rewards.pool import Verifier, shaped
+from mugrpo_megatron.rewards.pool import Verifier, with_length_penalty
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.published import Published, hub_name, portable, weight_sums, write_published
 from mugrpo_megatron.run.record import with_model
@@ -160,7 +160,10 @@ def _scores(
         verdicts = [one.result() for one in pending]
     limit = recipe.rollout.max_response_tokens
     return [
-        [shaped(score, len(one.response_ids), limit, recipe.reward) for one, score in zip(group, scores, strict=True)]
+        [
+            with_length_penalty(score, len(one.response_ids), limit, recipe.reward)
+            for one, score in zip(group, scores, strict=True)
+        ]
         for group, scores in zip(groups, verdicts, strict=True)
     ]
 

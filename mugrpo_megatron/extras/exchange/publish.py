@@ -49,8 +49,9 @@ def publish(
 ) -> None:
     """Write stage `stage` of the run in `run_dir` as a data set to the directory `to`, whole or not at all.
 
-    With it what guests have computed of the stage, and with `weights` the checkpoint at its start. Only files that the
-    stage's manifest or the checkpoint's state names are copied, and whole columns. Raises UserError when the stage is
+    With it what auxiliary models have computed of the stage, and with `weights` the checkpoint at its start. Only
+    files that the stage's manifest or the checkpoint's state names are copied, and whole columns. Raises UserError
+    when the stage is
     not sealed or is damaged, when one of the files is a link, when `to` is inside the run, or when it exists, unless it
     is a published stage without another file and `overwrite` is given.
     """
@@ -89,7 +90,7 @@ def publish(
         _copy(source, target.stage(stage), _of_stage(source))
         copied = StageStore(target.stage(stage))
         copied.verify()
-        if columns := run.guest_files(stage):
+        if columns := run.auxiliary_files(stage):
             _copy(columns[0].parent, target.path / columns[0].parent.name, [path.name for path in columns])
         if weights and stage:
             _copy(start, target.checkpoints / start.name, _of_checkpoint(start))
@@ -146,7 +147,7 @@ def _check_replaceable(directory: Path) -> None:
         for one in parent.iterdir() if parent.is_dir() else ():
             names |= {(one / name).relative_to(directory).as_posix() for name in listed(one)}
     for stage in run.stages():
-        names |= {path.relative_to(directory).as_posix() for path in run.guest_files(stage)}
+        names |= {path.relative_to(directory).as_posix() for path in run.auxiliary_files(stage)}
     for folder, folders, files in os.walk(directory):
         links = [name for name in folders if Path(folder, name).is_symlink()]
         empty = [] if folders or files or Path(folder) == directory else ["."]

@@ -13,7 +13,7 @@ from mugrpo_megatron.extras.lora.low_rank import LowRank
 from mugrpo_megatron.extras.lora.peft_files import adapter_files, read_adapter
 from mugrpo_megatron.extras.lora.targets import Leaf, adapted_rows, row_kinds, target_kinds
 from mugrpo_megatron.learner.model import PolicyModel
-from mugrpo_megatron.megatron import parallel_state
+from mugrpo_megatron.megatron_compat import parallel_state
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.record import ADAPTER as DIRECTORY
 from mugrpo_megatron.weights.architecture import Architecture

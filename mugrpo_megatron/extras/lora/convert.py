@@ -28,7 +28,7 @@ from mugrpo_megatron.weights import families
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.families import read_architecture
 from mugrpo_megatron.weights.hf import SHARD_BYTES, carry_files, check_tokenizer
-from mugrpo_megatron.weights.safetensors_dir import HFCheckpoint, Shard, TensorSpec, divide, open_checkpoint
+from mugrpo_megatron.weights.safetensors_dir import HFCheckpoint, TensorSpec, WeightFile, divide, open_checkpoint
 from mugrpo_megatron.weights.table import ADAPTER, Entry, entries, stored
 
 
@@ -58,7 +58,7 @@ def merge(hf: Path, adapter: Path, out: Path, overwrite: bool = False) -> None:
 
 
 def _merged(
-    checkpoint: HFCheckpoint, shard: Shard, factors: Mapping[str, Sequence[torch.Tensor]], scale: float
+    checkpoint: HFCheckpoint, shard: WeightFile, factors: Mapping[str, Sequence[torch.Tensor]], scale: float
 ) -> Iterator[torch.Tensor]:
     for spec in shard.specs:
         weight = checkpoint.read(spec.name)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from mugrpo_megatron.extras.lora.targets import Leaf, leaves_of
-from mugrpo_megatron.megatron import make_sharded_tensors_for_checkpoint, tensor_parallel
+from mugrpo_megatron.megatron_compat import make_sharded_tensors_for_checkpoint, tensor_parallel
 from mugrpo_megatron.recipe.policy import LoraSection
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.table import Entry, split

@@ -23,7 +23,7 @@ from mugrpo_megatron.weights.families import architecture
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelShape:
     """A model's shape, and where it was found."""
 
     config: dict[str, Any]
@@ -32,7 +32,7 @@ class Model:
     source: str
 
 
-def find_model(recipe: Recipe, config: Path | None = None) -> Model:
+def find_model(recipe: Recipe, config: Path | None = None) -> ModelShape:
     """The model to plan for: `config` if given, else `model.path`'s config.json, its bundled entry, the hub's.
 
     No weights are needed. Raises UserError, naming the ways, when none of them gives a shape.
@@ -44,14 +44,14 @@ def find_model(recipe: Recipe, config: Path | None = None) -> Model:
     raise UserError(f"--model-config {config}: no such file; it is the config.json of a Hugging Face model")
 
 
-def find_shape(path: Path, revision: str | None = None, key: str = "model.path") -> Model:
+def find_shape(path: Path, revision: str | None = None, key: str = "model.path") -> ModelShape:
     """The shape of the model that `key` of a recipe names: its config.json, its bundled entry, the hub's."""
     if (path / "config.json").is_file():
         return _from_file(path / "config.json")
     table = bundled()
     if path.name in table:
         source = f"bundled shape of {path.name}"
-        return Model(table[path.name], architecture(table[path.name], f"models.toml, {path.name}"), source)
+        return ModelShape(table[path.name], architecture(table[path.name], f"models.toml, {path.name}"), source)
     hub = model_name(path)
     return _from_hub(hub, revision, key) if hub else _unknown(path, key, table)
 
@@ -66,7 +66,7 @@ def _unknown(path: Path, key: str, table: Mapping[str, Any]) -> NoReturn:
     )
 
 
-def _from_hub(name: str, revision: str | None, key: str) -> Model:
+def _from_hub(name: str, revision: str | None, key: str) -> ModelShape:
     where = f"{name}'s config.json"
     try:
         config = json.loads(model_config(name, revision))
@@ -77,12 +77,12 @@ def _from_hub(name: str, revision: str | None, key: str) -> Model:
             + ", or pass --model-config FILE"
             * (key == "model.path")
         ) from None
-    return Model(config, architecture(checked(config, where), where), f"config.json of {name} on the hub")
+    return ModelShape(config, architecture(checked(config, where), where), f"config.json of {name} on the hub")
 
 
-def _from_file(path: Path) -> Model:
+def _from_file(path: Path) -> ModelShape:
     config = read_config_file(path)
-    return Model(dict(config), architecture(config, str(path)), str(path))
+    return ModelShape(dict(config), architecture(config, str(path)), str(path))
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -197,7 +197,7 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class PlanCase:
     """The input of every part of the plan; `layout` is the recipe's on the cluster."""
 
     recipe: Recipe
@@ -207,8 +207,8 @@ class Case:
     layout: Layout
     cluster: Cluster
     assumptions: Assumptions
-    guests: Mapping[str, Model] = field(default_factory=dict)
-    """Guest -> its shape."""
+    auxiliaries: Mapping[str, ModelShape] = field(default_factory=dict)
+    """AuxiliaryModel -> its shape."""
 
     @property
     def itemsize(self) -> int:
@@ -254,11 +254,11 @@ class Case:
         """What a rank of a pipeline stage trains: its adapter's parameters, or all of its own."""
         return self.adapter(self.layout) or rank_parameters(self.architecture, self.layout, pp_stage)
 
-    def with_recipe(self, recipe: Recipe) -> Case:
+    def with_recipe(self, recipe: Recipe) -> PlanCase:
         """The same case with another recipe, in that recipe's layout."""
         return replace(self, recipe=recipe, layout=layout_of(recipe, self.cluster.world))
 
-    def changed(self, section: str, **keys: Any) -> Case:
+    def changed(self, section: str, **keys: Any) -> PlanCase:
         """The same case with other values of these keys of a section of the recipe."""
         own = getattr(self.recipe, section).model_copy(update=keys)
         return self.with_recipe(self.recipe.model_copy(update={section: own}))
@@ -266,7 +266,9 @@ class Case:
 
 def make_case(
     recipe: Recipe, architecture: Architecture, config: Mapping[str, Any], cluster: Cluster, assumptions: Assumptions
-) -> Case:
+) -> PlanCase:
     """The recipe in its own layout; tensor x pipeline x context divides the cluster's ranks."""
-    guests = {name: find_shape(one.model, None, f"guest.{name}.model") for name, one in recipe.guest.by_name.items()}
-    return Case(recipe, architecture, config, layout_of(recipe, cluster.world), cluster, assumptions, guests)
+    auxiliaries = {
+        name: find_shape(one.model, None, f"auxiliary.{name}.model") for name, one in recipe.auxiliary.by_name.items()
+    }
+    return PlanCase(recipe, architecture, config, layout_of(recipe, cluster.world), cluster, assumptions, auxiliaries)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from mugrpo_megatron.engine.launch import kv_bytes_per_token
-from mugrpo_megatron.extras.plan.case import Case
+from mugrpo_megatron.extras.plan.case import PlanCase
 from mugrpo_megatron.extras.plan.hardware import engines_of
 from mugrpo_megatron.extras.plan.lengths import resident_mean, response_lengths, seconds_to_decode
 from mugrpo_megatron.extras.plan.memory import EngineMemory, cache_shares
 from mugrpo_megatron.weights.families import work_of
 
 
-def decoding_seconds(responses: int, case: Case, engine: EngineMemory) -> float:
+def decoding_seconds(responses: int, case: PlanCase, engine: EngineMemory) -> float:
     """Seconds until all engines, which share one queue, have decoded `responses`, prefill included."""
     assumptions, device, share = case.assumptions, case.cluster.device, case.recipe.engine.tensor
     lengths = response_lengths(case.mean_response, case.recipe.rollout.max_response_tokens, assumptions.spread)
@@ -34,7 +34,7 @@ def decoding_seconds(responses: int, case: Case, engine: EngineMemory) -> float:
     return reading + seconds_to_decode(mine, max(1, engine.requests), lengths, step)
 
 
-def reading_seconds(responses: int, case: Case) -> float:
+def reading_seconds(responses: int, case: PlanCase) -> float:
     """Seconds until all engines have read `responses` with their prompts, and scored every token of theirs."""
     work = work_of(case.architecture, case.mean_sequence)
     flops = case.mean_sequence * (work.layers + work.attention) + case.mean_response * work.head
@@ -42,7 +42,7 @@ def reading_seconds(responses: int, case: Case) -> float:
     return mine * flops / case.recipe.engine.tensor / flops_of(case)
 
 
-def flops_of(case: Case) -> float:
+def flops_of(case: PlanCase) -> float:
     """FLOP/s that one device is assumed to reach on this model."""
     share = case.assumptions.mfu_experts if case.architecture.experts else case.assumptions.mfu
     return case.cluster.device.flops * share

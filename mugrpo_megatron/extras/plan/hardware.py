@@ -132,7 +132,7 @@ class Assumptions:
     wake: float = 3.0
     """Seconds of an engine's sleep and wake, without copies."""
     engine_start: float = 40.0
-    """Seconds of an engine's start, without reading its weights: a guest starts in every stage."""
+    """Seconds of an engine's start, without reading its weights: an auxiliary model starts in every stage."""
     learner_rest: float = 2.0 * GIB
     """Bytes that an offloaded learner keeps on the device: CUDA context, NCCL, what the allocator cannot free."""
     engine_rest: float = 3.0 * GIB

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mugrpo_megatron.engine.launch import CPU_KV_BYTES, LENGTH_MARGIN, kv_bytes_per_token
-from mugrpo_megatron.extras.plan.case import Case, Layout, RankParameters, rank_parameters
+from mugrpo_megatron.extras.plan.case import Layout, PlanCase, RankParameters, rank_parameters
 from mugrpo_megatron.extras.plan.hardware import GIB, replicas_of_engines
 from mugrpo_megatron.extras.plan.lengths import resident_mean, response_lengths
 from mugrpo_megatron.recipe.systems import BLOCK, BUCKET_BYTES
@@ -160,7 +160,7 @@ def learner_state(mine: RankParameters, layout: Layout, itemsize: int, adapter: 
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class PackedRows:
     """The packed rows of one update on a data parallel rank."""
 
     length: int
@@ -169,7 +169,7 @@ class Batch:
     """Packed rows in an update of mean lengths."""
 
 
-def batch_of(case: Case) -> Batch:
+def batch_of(case: PlanCase) -> PackedRows:
     """Rows as long as `learner.packing.plan` allows; their number follows from mean lengths."""
     recipe, layout = case.recipe, case.layout
     longest = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
@@ -178,7 +178,7 @@ def batch_of(case: Case) -> Batch:
     tokens = case.responses * case.mean_sequence / case.assumptions.packing / layout.data
     multiple = layout.pipeline if layout.virtual > 1 else 1
     count = max(1, math.ceil(tokens / length))
-    return Batch(length, -(-count // multiple) * multiple)
+    return PackedRows(length, -(-count // multiple) * multiple)
 
 
 RECOMPUTE = ("none", "selective", "full")
@@ -226,7 +226,7 @@ class LearnerMemory:
         return self.state.total + self.update
 
 
-def learner_memory(case: Case, batch: Batch, pp_stage: int) -> LearnerMemory:
+def learner_memory(case: PlanCase, batch: PackedRows, pp_stage: int) -> LearnerMemory:
     """Bytes of a rank of `pp_stage` in an update of `batch`."""
     recipe, architecture, layout, b = case.recipe, case.architecture, case.layout, case.itemsize
     mine, adapter = rank_parameters(architecture, layout, pp_stage), case.adapter(layout)
@@ -276,7 +276,7 @@ def cache_shares(architecture: Architecture, tensor: int) -> int:
     return 1 if architecture.latent else min(tensor, architecture.transformer["num_query_groups"])
 
 
-def engine_weight_bytes(case: Case) -> float:
+def engine_weight_bytes(case: PlanCase) -> float:
     """Bytes of an engine's weights over all of its ranks: in fp8, one for each and a float32 scale for each block.
 
     Embedding and output layer keep the learner's type; so do the norms, which are too small to count apart.
@@ -287,7 +287,7 @@ def engine_weight_bytes(case: Case) -> float:
     return case.itemsize * whole.vocabulary + (whole.total - whole.vocabulary) * (1 + FLOAT / BLOCK**2)
 
 
-def engine_memory(case: Case) -> EngineMemory:
+def engine_memory(case: PlanCase) -> EngineMemory:
     """Bytes of one rank of an engine, as SGLang sizes it while the learner is offloaded."""
     recipe, assumptions, tp = case.recipe, case.assumptions, case.recipe.engine.tensor
     whole = engine_weight_bytes(case)
@@ -353,12 +353,12 @@ class Memory:
         return sentences
 
 
-def rest_bytes(case: Case) -> float:
+def rest_bytes(case: PlanCase) -> float:
     """Bytes that a sleeping learner and a sleeping engine keep on a GPU."""
     return case.assumptions.learner_rest + case.assumptions.engine_rest if case.cuda else 0.0
 
 
-def memory(case: Case, engine: EngineMemory) -> Memory:
+def memory(case: PlanCase, engine: EngineMemory) -> Memory:
     """Bytes of the run's fullest rank in each phase, with an engine of `engine` bytes."""
     layout, cluster, assumptions = case.layout, case.cluster, case.assumptions
     b, cuda = case.itemsize, case.cuda

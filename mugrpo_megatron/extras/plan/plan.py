@@ -10,11 +10,19 @@ from typing import Any
 from mugrpo_megatron.checks.engines import check_engine_device
 from mugrpo_megatron.checks.layouts import layout_problems, other_problems
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.extras.plan.case import Case, Layout, Model, find_model, make_case, parameters
-from mugrpo_megatron.extras.plan.guests import GuestCost, guest_costs, guest_problems
+from mugrpo_megatron.extras.plan.auxiliary import AuxiliaryCost, auxiliary_costs, auxiliary_problems
+from mugrpo_megatron.extras.plan.case import Layout, ModelShape, PlanCase, find_model, make_case, parameters
 from mugrpo_megatron.extras.plan.hardware import Assumptions, Cluster, assume, engines_of, make_cluster
-from mugrpo_megatron.extras.plan.memory import Batch, Memory, batch_of, engine_memory, memory
-from mugrpo_megatron.extras.plan.search import Candidate, Split, best_split, compare, fitting, hiding_split, recipe_keys
+from mugrpo_megatron.extras.plan.memory import Memory, PackedRows, batch_of, engine_memory, memory
+from mugrpo_megatron.extras.plan.search import (
+    Candidate,
+    DeviceSplit,
+    best_split,
+    compare,
+    fitting,
+    hiding_split,
+    recipe_keys,
+)
 from mugrpo_megatron.extras.plan.time import Phases, Schedule, bubble, checkpoint_bytes, phases, schedules, sync_bytes
 from mugrpo_megatron.recipe import Recipe
 
@@ -23,31 +31,31 @@ PLANNED = "plan such a number with --nodes and --gpus-per-node, or shrink the la
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RunPlan:
     """Everything that `mugrpo plan` prints."""
 
-    model: Model
+    model: ModelShape
     parameters: int
     cluster: Cluster
     assumptions: Assumptions
     layout: Layout
-    batch: Batch
+    batch: PackedRows
     memory: Memory
     phases: Phases
     """Of one stage, of mean length where `schedule.growth` makes them differ."""
     stage_lengths: tuple[int, int]
     """Updates that the first and the last stage sample responses for."""
     engines: int
-    guests: list[GuestCost]
+    auxiliaries: list[AuxiliaryCost]
     bubble: float
     checkpoint_bytes: float
     sync_bytes: int
     """To each engine, in every stage."""
     schedules: list[Schedule]
     layouts: list[Candidate]
-    prefetch: Split | None
+    prefetch: DeviceSplit | None
     """With `schedule.max_sample_age` on the same devices, divided at best."""
-    prefetch_hidden: Split | None
+    prefetch_hidden: DeviceSplit | None
     """With further nodes for the engines, so many that the learner never waits."""
 
     def gpu_hours(self, seconds: float) -> float:
@@ -62,7 +70,7 @@ def make_plan(
     device: str,
     model_config: Path | None = None,
     assumptions: Iterable[str] = (),
-) -> Plan:
+) -> RunPlan:
     """The plan of `recipe` on a cluster.
 
     Raises UserError when the device cannot do what the recipe asks, and, with settings that work, when the layout or
@@ -75,10 +83,10 @@ def make_plan(
     if problems := _problems(case):
         raise UserError("; ".join([*problems, *_advice(case)]))
     engine = engine_memory(case)
-    need, batch, guests = memory(case, engine), batch_of(case), guest_costs(case)
-    if problems := guest_problems(guests, need.resting, need.device):
+    need, batch, auxiliaries = memory(case, engine), batch_of(case), auxiliary_costs(case)
+    if problems := auxiliary_problems(auxiliaries, need.resting, need.device):
         raise UserError("; ".join(problems))
-    return Plan(
+    return RunPlan(
         model=model,
         parameters=parameters(model.architecture),
         cluster=cluster,
@@ -89,7 +97,7 @@ def make_plan(
         phases=phases(case, need),
         stage_lengths=(recipe.schedule.length(0), recipe.schedule.length(recipe.schedule.stages - 1)),
         engines=engines_of(recipe, cluster),
-        guests=guests,
+        auxiliaries=auxiliaries,
         bubble=bubble(case.layout, batch.micro_batches),
         checkpoint_bytes=checkpoint_bytes(case),
         sync_bytes=sync_bytes(case),
@@ -100,7 +108,7 @@ def make_plan(
     )
 
 
-def plan_as_dict(plan: Plan, launch: Mapping[str, str]) -> dict[str, Any]:
+def plan_as_dict(plan: RunPlan, launch: Mapping[str, str]) -> dict[str, Any]:
     """The plan as JSON values: bytes, seconds, shares; and the commands that start the run."""
     return {
         "fits": plan.memory.fits,
@@ -113,7 +121,7 @@ def plan_as_dict(plan: Plan, launch: Mapping[str, str]) -> dict[str, Any]:
         "stage_seconds": asdict(plan.phases),
         "stage_lengths": list(plan.stage_lengths),
         "engines": plan.engines,
-        "guests": [asdict(one) for one in plan.guests],
+        "auxiliary": [asdict(one) for one in plan.auxiliaries],
         "bubble": plan.bubble,
         "checkpoint_bytes": plan.checkpoint_bytes,
         "sync_bytes": plan.sync_bytes,
@@ -136,11 +144,11 @@ def plan_as_dict(plan: Plan, launch: Mapping[str, str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _split_as_dict(split: Split | None) -> dict[str, Any] | None:
+def _split_as_dict(split: DeviceSplit | None) -> dict[str, Any] | None:
     return asdict(split) | {"total": split.seconds, "gpu_hours": split.device_seconds / 3600} if split else None
 
 
-def _problems(case: Case) -> list[str]:
+def _problems(case: PlanCase) -> list[str]:
     """Why the recipe cannot run on the cluster, a sentence each; empty where it can."""
     recipe, config = case.recipe, dict(case.config)
     wrong = [*layout_problems(recipe, config, case.cluster.world, PLANNED), *other_problems(recipe, config)]
@@ -153,7 +161,7 @@ def _problems(case: Case) -> list[str]:
     return [f"{case.layout} on {case.cluster} does not fit: {'; '.join(need.problems)}"] if not need.fits else []
 
 
-def _advice(case: Case) -> list[str]:
+def _advice(case: PlanCase) -> list[str]:
     """What runs on the cluster, as settings, or that nothing does; empty where neither layout nor engine is wrong."""
     if any(other_problems(case.changed("engine", tensor=1, nodes=1).recipe, dict(case.config))):
         return []

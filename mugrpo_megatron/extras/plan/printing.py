@@ -15,7 +15,7 @@ from rich.table import Table
 
 from mugrpo_megatron.extras.plan.hardware import GIB, Cluster
 from mugrpo_megatron.extras.plan.memory import RECOMPUTE
-from mugrpo_megatron.extras.plan.plan import Plan, plan_as_dict
+from mugrpo_megatron.extras.plan.plan import RunPlan, plan_as_dict
 from mugrpo_megatron.files.json_text import json_value
 from mugrpo_megatron.observe.progress import new_table as _table
 
@@ -41,7 +41,7 @@ LISTED = 8
 """Layouts of each kind that are listed."""
 
 
-def print_plan(plan: Plan, launch: Mapping[str, str]) -> None:
+def print_plan(plan: RunPlan, launch: Mapping[str, str]) -> None:
     """Print all tables of a plan, and the commands that start the run."""
     console = Console()
     for line in (*_verdict(plan), *_head(plan)):
@@ -60,12 +60,12 @@ def print_plan(plan: Plan, launch: Mapping[str, str]) -> None:
     )
 
 
-def print_json(plan: Plan, launch: Mapping[str, str]) -> None:
+def print_json(plan: RunPlan, launch: Mapping[str, str]) -> None:
     """Print the plan as JSON: bytes, seconds and shares; null for what is infinite."""
     print(json.dumps(json_value(plan_as_dict(plan, launch)), indent=2))
 
 
-def _verdict(plan: Plan) -> Iterable[str]:
+def _verdict(plan: RunPlan) -> Iterable[str]:
     """Three lines: that it fits, what it costs, and what binds."""
     need, run = plan.memory, plan.schedules[0]
     fullest, peak = max(need.phases.items(), key=lambda phase: phase[1])
@@ -76,7 +76,7 @@ def _verdict(plan: Plan) -> Iterable[str]:
     yield f"[bold]binds:[/bold] of the time {longest}, {100 * seconds / run.total:.0f} %; of the memory {fullest}\n"
 
 
-def _head(plan: Plan) -> Iterable[str]:
+def _head(plan: RunPlan) -> Iterable[str]:
     cluster, device = plan.cluster, plan.cluster.device
     nodes = "1 node" if cluster.nodes == 1 else f"{cluster.nodes:,} nodes"
     yield (
@@ -91,7 +91,7 @@ def _head(plan: Plan) -> Iterable[str]:
     )
 
 
-def _memory(plan: Plan) -> Table:
+def _memory(plan: RunPlan) -> Table:
     need, state = plan.memory, plan.memory.learning.state
     learn, serve = need.learning, need.serving
     table = _table(f"Memory of the fullest rank (pipeline stage {learn.pp_stage})", "Part", ">GiB", "Note")
@@ -125,7 +125,7 @@ def _memory(plan: Plan) -> Table:
         ("phase: engine at work", need.generate, "learner offloaded"),
         *(
             (f"phase: {one.title}", one.engine.total + need.resting, f"{one.parameters / 1e9:.2f} B parameters")
-            for one in plan.guests
+            for one in plan.auxiliaries
         ),
     ):
         table.add_row(name, _gib(value), f"{note}; {100 * value / need.device:.0f} % of the device")
@@ -133,20 +133,20 @@ def _memory(plan: Plan) -> Table:
     return table
 
 
-def _phases(plan: Plan) -> Table:
+def _phases(plan: RunPlan) -> Table:
     table = _table(_stage_title(plan), "Phase", ">Time", ">Share")
     total = plan.phases.total
     for name, seconds in asdict(plan.phases).items():
         table.add_row(name, about(seconds), f"{100 * seconds / total:.0f} %")
-        if name == "guest":
-            for one in plan.guests:
+        if name == "auxiliary":
+            for one in plan.auxiliaries:
                 table.add_row(f"  of it: {one.title}", about(one.seconds), f"{about(one.start)} of it to start")
     table.add_section()
     table.add_row("stage", about(total), "")
     return table
 
 
-def _stage_title(plan: Plan) -> str:
+def _stage_title(plan: RunPlan) -> str:
     """What the table of a stage is about: with `schedule.growth`, one of mean length."""
     first, last = plan.stage_lengths
     if first == last:
@@ -155,12 +155,12 @@ def _stage_title(plan: Plan) -> str:
     return f"A stage of mean length, {mean:,} updates; this recipe's have {first:,} to {last:,}"
 
 
-def _schedules(plan: Plan) -> Table:
+def _schedules(plan: RunPlan) -> Table:
     title = "The whole run under three schedules, same objective"
     table = _table(title, "", *(f">{one.name}" for one in plan.schedules))
     table.add_row("stages x updates", *(f"{one.stages:,} x {one.updates_per_stage:,}" for one in plan.schedules))
-    if any(one.passes > 1 for one in plan.schedules):
-        table.add_row("  passes", *(f"{one.passes:,}" for one in plan.schedules))
+    if any(one.epochs > 1 for one in plan.schedules):
+        table.add_row("  epochs", *(f"{one.epochs:,}" for one in plan.schedules))
     for phase in plan.schedules[0].seconds:
         table.add_row(phase, *(about(one.seconds[phase]) for one in plan.schedules))
         if phase == "generate":
@@ -178,7 +178,7 @@ def _schedules(plan: Plan) -> Table:
     return table
 
 
-def _prefetch(plan: Plan) -> Table | None:
+def _prefetch(plan: RunPlan) -> Table | None:
     """The run with engines on other devices than the learner's, beside the run as it is."""
     splits = [split for split in (plan.prefetch, plan.prefetch_hidden) if split]
     if not splits:
@@ -189,7 +189,7 @@ def _prefetch(plan: Plan) -> Table | None:
     table.add_row("devices that train", f"{plan.cluster.world:,}", *(f"{split.training:,}" for split in splits))
     table.add_row("others that generate", "-", *(f"{split.generating:,}" for split in splits))
     table.add_row("schedule.max_sample_age", "0", *(f"{split.prefetch:,}" for split in splits))
-    last = own.updates_per_stage * own.passes - 1
+    last = own.updates_per_stage * own.epochs - 1
     ages = (f"{split.prefetch:,} to {split.longest_staleness:,}" for split in splits)
     table.add_row("staleness, updates", f"0 to {last:,}", *ages)
     table.add_row("learner waits, each stage", "-", *(about(split.wait) for split in splits))
@@ -200,11 +200,11 @@ def _prefetch(plan: Plan) -> Table | None:
     return table
 
 
-def _hours_name(plan: Plan) -> str:
+def _hours_name(plan: RunPlan) -> str:
     return "GPU-hours" if plan.cluster.device.cuda else "rank-hours"
 
 
-def _layouts(plan: Plan) -> Table:
+def _layouts(plan: RunPlan) -> Table:
     valid = [one for one in plan.layouts if not one.problems]
     table = _table(f"Fastest of {len(valid)} valid layouts", "Layout", ">Update", ">Learner GiB")
     for one in valid[:LISTED]:
@@ -213,7 +213,7 @@ def _layouts(plan: Plan) -> Table:
     return table
 
 
-def _refused(plan: Plan) -> Table | None:
+def _refused(plan: RunPlan) -> Table | None:
     refused = [one for one in plan.layouts if one.problems]
     if not refused:
         return None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from mugrpo_megatron.checks.layouts import candidates, distance, divisors, layout_problems, other_problems
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.extras.plan.case import Case, Layout
+from mugrpo_megatron.extras.plan.case import Layout, PlanCase
 from mugrpo_megatron.extras.plan.decoding import decoding_seconds
 from mugrpo_megatron.extras.plan.hardware import Cluster
 from mugrpo_megatron.extras.plan.memory import RECOMPUTE, EngineMemory, engine_memory, memory, rest_bytes
@@ -34,7 +34,7 @@ class Candidate:
     """From the recipe's own layout."""
 
 
-def compare(case: Case, engine: EngineMemory) -> list[Candidate]:
+def compare(case: PlanCase, engine: EngineMemory) -> list[Candidate]:
     """Valid layouts, fastest first, then the refused ones, nearest to the recipe's first.
 
     Tried is every candidate with at most twice the recipe's context parallelism. Each layout has the fastest recompute
@@ -46,7 +46,7 @@ def compare(case: Case, engine: EngineMemory) -> list[Candidate]:
     return sorted(options, key=lambda one: (bool(one.problems), one.distance if one.problems else one.seconds))
 
 
-def _best(case: Case, parallel: ParallelSection, engine: EngineMemory) -> Candidate:
+def _best(case: PlanCase, parallel: ParallelSection, engine: EngineMemory) -> Candidate:
     away = distance(parallel, case.recipe.parallel)
     trial = case.with_recipe(case.recipe.model_copy(update={"parallel": parallel}))
     world, per_node = case.cluster.world, case.cluster.per_node
@@ -69,7 +69,7 @@ FRACTIONS = tuple(percent / 100 for percent in range(95, 15, -5))
 """Values of engine.memory_fraction that are tried besides the recipe's."""
 
 
-def fitting(case: Case) -> Case | None:
+def fitting(case: PlanCase) -> PlanCase | None:
     """The fastest way to run the recipe's batch and schedule on the cluster; None where none fits.
 
     Tried together: `engine.tensor` and `engine.memory_fraction`; for each size of engines the layout nearest to the
@@ -84,7 +84,7 @@ def fitting(case: Case) -> Case | None:
     return min(ways, key=lambda way: phases(way, memory(way, engine_memory(way))).total, default=None)
 
 
-def _engines_that_fit(case: Case) -> Iterator[Case]:
+def _engines_that_fit(case: PlanCase) -> Iterator[PlanCase]:
     """The case with engines of each size that can run: the share of the device is the recipe's or the nearest below."""
     section = case.recipe.engine
     sizes = divisors(case.cluster.per_node) if section.nodes == 1 else [section.tensor]
@@ -98,7 +98,7 @@ def _engines_that_fit(case: Case) -> Iterator[Case]:
                 break
 
 
-def _engine_fits(case: Case) -> bool:
+def _engine_fits(case: PlanCase) -> bool:
     """Whether the recipe's engines can run on the cluster while the learner is offloaded."""
     if any(other_problems(case.recipe, dict(case.config))):
         return False
@@ -109,7 +109,7 @@ def _engine_fits(case: Case) -> bool:
     return engine.requests >= 1 and (not case.cuda or engine.total + rest_bytes(case) <= case.cluster.device.memory)
 
 
-def _with_short_rows(case: Case) -> Case:
+def _with_short_rows(case: PlanCase) -> PlanCase:
     """The case with packed rows as short as its longest sequence."""
     recipe = case.recipe
     longest = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
@@ -132,7 +132,7 @@ MOST_EXTRA = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class DeviceSplit:
     """A run whose learner has some devices and whose engines of later stages have others."""
 
     training: int
@@ -161,7 +161,7 @@ class Split:
         return (self.training + self.generating) * self.seconds
 
 
-def best_split(case: Case) -> Split | None:
+def best_split(case: PlanCase) -> DeviceSplit | None:
     """The fastest way to divide the cluster's devices; None where no division runs, or prefetch is out of place.
 
     Whole nodes; on one node its devices. Prefetch is the recipe's or, where that is 0, as many updates as help.
@@ -173,7 +173,7 @@ def best_split(case: Case) -> Split | None:
     return min(splits, key=lambda split: (split.seconds, split.generating), default=None)
 
 
-def hiding_split(case: Case) -> Split | None:
+def hiding_split(case: PlanCase) -> DeviceSplit | None:
     """The learner on the whole cluster, and the fewest further nodes with which it never waits; None if too many."""
     own = _learner(case, case.cluster)
     if own is None:
@@ -206,12 +206,12 @@ def _divisions(cluster: Cluster) -> Iterator[tuple[Cluster, Cluster]]:
         yield part(own), part(units - own)
 
 
-def _on(case: Case, cluster: Cluster) -> Case:
+def _on(case: PlanCase, cluster: Cluster) -> PlanCase:
     """The case on another cluster, in its recipe's layout there."""
     return replace(case, cluster=cluster).with_recipe(case.recipe)
 
 
-def _learner(case: Case, training: Cluster) -> Phases | None:
+def _learner(case: PlanCase, training: Cluster) -> Phases | None:
     """A stage of the run on the learner's devices alone; None if it cannot run there."""
     if not _possible(case.recipe) or any(layout_problems(case.recipe, dict(case.config), training.world)):
         return None
@@ -223,7 +223,7 @@ def _learner(case: Case, training: Cluster) -> Phases | None:
         return None
 
 
-def _split(case: Case, own: Phases, training: Cluster, generating: Cluster) -> Split | None:
+def _split(case: PlanCase, own: Phases, training: Cluster, generating: Cluster) -> DeviceSplit | None:
     """The run in that division; None if the devices of `generating` cannot be divided into engines."""
     schedule = case.recipe.schedule
     try:
@@ -236,20 +236,20 @@ def _split(case: Case, own: Phases, training: Cluster, generating: Cluster) -> S
     before, _ = evaluations(case.recipe)
     first = own.switch + own.sync + own.generate + own.score
     woken = (before - 1) * (own.switch + own.sync)  # the learner's engines sleep when a later stage begins
-    return Split(
+    return DeviceSplit(
         training=training.world,
         generating=generating.world,
         prefetch=prefetch,
         longest_staleness=prefetch + schedule.updates_on_stage - 1,
         wait=wait,
         rollout=first + (schedule.stages - 1) * wait,
-        train=schedule.stages * (own.guest + own.logprobs + own.optimize),
+        train=schedule.stages * (own.auxiliary + own.logprobs + own.optimize),
         evaluate=schedule.stages * own.evaluate + woken,
         save=schedule.stages * own.save,
     )
 
 
-def sampling_seconds(others: Case) -> float:
+def sampling_seconds(others: PlanCase) -> float:
     """Seconds from the learner's copy of its weights to the sealed stage, on the devices of `others`.
 
     The weights go over the disk: written once, read once by each node.

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
 from mugrpo_megatron.data.problems import named_sources
-from mugrpo_megatron.extras.plan.case import Case, Layout, parameters
+from mugrpo_megatron.extras.plan.auxiliary import auxiliary_costs
+from mugrpo_megatron.extras.plan.case import Layout, PlanCase, parameters
 from mugrpo_megatron.extras.plan.decoding import decoding_seconds, flops_of
-from mugrpo_megatron.extras.plan.guests import guest_costs
 from mugrpo_megatron.extras.plan.hardware import engines_of
 from mugrpo_megatron.extras.plan.memory import EngineMemory, Memory, batch_of
 from mugrpo_megatron.observe.metrics import MISMATCH_RESPONSES
@@ -20,7 +20,7 @@ PROBLEMS = {"aime24": 30, "aime25": 30, "amc23": 40, "amc24": 50, "gsm8k": 1319,
 """Problems of public held-out sets (amc24: two tests of 25); of another set, as many as `data.eval_problems` allows."""
 
 
-def scoring_seconds(responses: int, case: Case) -> float:
+def scoring_seconds(responses: int, case: PlanCase) -> float:
     """Seconds of the verifiers, one on each engine leader: `reward.workers` processes, or one per two cores."""
     engines = engines_of(case.recipe, case.cluster)
     cores = case.assumptions.cores * case.cluster.world / engines
@@ -40,7 +40,7 @@ def evaluations(recipe: Recipe) -> tuple[int, int]:
     return before, schedule.stages * inside + 1
 
 
-def evaluation_seconds(case: Case, engine: EngineMemory) -> float:
+def evaluation_seconds(case: PlanCase, engine: EngineMemory) -> float:
     """Seconds of one evaluation; sets with the same sampling settings are decoded together (phases/evaluate.py)."""
     recipe = case.recipe
     groups: Counter[tuple[int, float, float, int]] = Counter()
@@ -55,22 +55,22 @@ def evaluation_seconds(case: Case, engine: EngineMemory) -> float:
     )
 
 
-def logprob_seconds(case: Case) -> float:
+def logprob_seconds(case: PlanCase) -> float:
     """Seconds of a stage's forward passes: the mismatch with the engine, and those over whole stages.
 
-    One is for what the recipe records of the policy at the stage's start, one for an anchor that is another policy, and
-    one for the reference policy in each of the schedule's passes.
+    One is for what the recipe records of the policy at the stage's start, one for a reference policy that is another
+    policy, and one for the proximal policy in each of the schedule's passes.
     """
     recipe, responses = case.recipe, min(MISMATCH_RESPONSES, case.responses)
-    scored, anchor = recipe.rollout.behaviour == "learner", recipe.objective.kl_anchor
+    scored, ref = recipe.rollout.behaviour == "learner", recipe.objective.kl_ref
     whole = int(scored or recipe.learner.routing_replay == "learner")
-    whole += anchor is not None and not (anchor == "stage" and scored)
-    whole += (recipe.objective.reference_every > 1) * recipe.schedule.passes
+    whole += ref is not None and not (ref == "stage" and scored)
+    whole += (recipe.objective.proximal_every > 1) * recipe.schedule.epochs
     responses += whole * recipe.schedule.updates_per_stage * case.responses
     return responses * _sequence_flops(case, passes=1.0, head=1) / (case.cluster.world * flops_of(case))
 
 
-def update_seconds(case: Case) -> float:
+def update_seconds(case: PlanCase) -> float:
     """Seconds of one update: forward and backward, pipeline bubble, communication, optimizer step."""
     objective, layout = case.recipe.objective, case.layout
     passes = 4.0 if layout.recompute == "full" else 3.0
@@ -89,7 +89,7 @@ def bubble(layout: Layout, micro_batches: int) -> float:
     return idle / (micro_batches * layout.virtual + idle)
 
 
-def communication_seconds(case: Case) -> float:
+def communication_seconds(case: PlanCase) -> float:
     """Seconds of tensor, context and expert parallel communication in one update, over a rank's layers."""
     architecture, layout, b = case.architecture, case.layout, case.itemsize
     size = architecture.letters
@@ -108,7 +108,7 @@ def communication_seconds(case: Case) -> float:
     return architecture.layers / layout.pipeline * seconds
 
 
-def step_seconds(case: Case) -> float:
+def step_seconds(case: PlanCase) -> float:
     """Seconds to reduce gradients, update states and gather weights (not overlapped), on the largest pipeline stage."""
     layout, b = case.layout, case.itemsize
     mine = max((case.trained(pp_stage) for pp_stage in range(layout.pipeline)), key=lambda one: one.total)
@@ -118,7 +118,7 @@ def step_seconds(case: Case) -> float:
     return passed / _link(layout.tensor * layout.shards, case) + touched / case.cluster.device.bandwidth
 
 
-def _sequence_flops(case: Case, passes: float, head: int) -> float:
+def _sequence_flops(case: PlanCase, passes: float, head: int) -> float:
     """FLOP of one sequence: `passes` through the layers, `head` products with the output weight for trained tokens."""
     work = work_of(case.architecture, case.mean_sequence)
     return passes * case.mean_sequence * (work.layers + work.attention) + head * case.mean_response * work.head
@@ -129,7 +129,7 @@ def _others(ranks: int) -> float:
     return (ranks - 1) / ranks
 
 
-def _link(ranks: int, case: Case) -> float:
+def _link(ranks: int, case: PlanCase) -> float:
     """Bytes/s in a process group that spans `ranks` neighbouring ranks."""
     return case.assumptions.inside if ranks <= case.cluster.per_node else case.assumptions.between
 
@@ -147,8 +147,8 @@ class Phases:
     evaluate: float
     """All evaluations of the run divided by its stages, with the switches of those inside a stage."""
     logprobs: float
-    guest: float
-    """The guests' turns: their engines' starts and their work."""
+    auxiliary: float
+    """The auxiliary models' turns: their engines' starts and their work."""
     optimize: float
     save: float = 0.0
 
@@ -157,7 +157,7 @@ class Phases:
         return sum(getattr(self, name) for name in self.__slots__)
 
 
-def phases(case: Case, need: Memory) -> Phases:
+def phases(case: PlanCase, need: Memory) -> Phases:
     """Seconds of one stage of the recipe's schedule."""
     schedule, state = case.recipe.schedule, need.learning.state
     responses = schedule.updates_per_stage * case.responses
@@ -173,13 +173,13 @@ def phases(case: Case, need: Memory) -> Phases:
         score=max(0.0, scoring_seconds(responses, case) - generate),
         evaluate=evaluate / schedule.stages,
         logprobs=logprob_seconds(case),
-        guest=sum(cost.seconds for cost in guest_costs(case)),
+        auxiliary=sum(cost.seconds for cost in auxiliary_costs(case)),
         optimize=schedule.updates_on_stage * update_seconds(case),
     )
     return replace(phases, save=saving_seconds(phases.total, case))
 
 
-def saving_seconds(others: float, case: Case) -> float:
+def saving_seconds(others: float, case: PlanCase) -> float:
     """Seconds of a stage's saves, at its end (or its share of one) and inside it, next to `others` of other work.
 
     With `checkpoint.asynchronous` the run waits for the copy to host memory, and for the disk only if a save has not
@@ -195,18 +195,18 @@ def saving_seconds(others: float, case: Case) -> float:
     return copied + max(0.0, written - others - copied)
 
 
-def checkpoint_bytes(case: Case) -> float:
+def checkpoint_bytes(case: PlanCase) -> float:
     """Bytes of what is trained, its float32 master weights and both moments (learner/checkpoint.py)."""
     adapter = case.adapter(Layout())
     return (adapter.total if adapter else parameters(case.architecture)) * (case.itemsize + 12.0)
 
 
-def sync_bytes(case: Case) -> int:
+def sync_bytes(case: PlanCase) -> int:
     """Bytes of the weights: sent to each engine in every stage."""
     return parameters(case.architecture) * case.itemsize
 
 
-def stage_bytes(case: Case) -> float:
+def stage_bytes(case: PlanCase) -> float:
     """Bytes of a stage's Parquet before compression: 8 a response token, 4 a prompt token, 40 a response."""
     responses = case.recipe.schedule.updates_per_stage * case.responses
     return responses * (8 * case.mean_response + 4 * case.mean_prompt + 40)
@@ -225,7 +225,7 @@ class Schedule:
     name: str
     stages: int
     updates_per_stage: int
-    passes: int
+    epochs: int
     seconds: Mapping[str, float]
     """Phase -> seconds of the whole run."""
     tail: float
@@ -239,7 +239,7 @@ class Schedule:
         return sum(self.seconds.values())
 
 
-def schedules(case: Case, need: Memory) -> list[Schedule]:
+def schedules(case: PlanCase, need: Memory) -> list[Schedule]:
     """The recipe's, GRPO's and mu-GRPO's schedules over the same updates, evaluated equally often."""
     own = case.recipe.schedule
     updates = own.stages * own.updates_per_stage
@@ -256,6 +256,6 @@ def schedules(case: Case, need: Memory) -> list[Schedule]:
         seconds = {phase: stages * value for phase, value in asdict(phases(other, need)).items()}
         seconds["evaluate"] = evaluate
         tail = max(0.0, seconds["generate"] - in_one_stage)
-        rates = case.recipe.optimizer.lr * per_stage * own.passes
-        options.append(Schedule(name, stages, per_stage, own.passes, seconds, tail, stage_bytes(other), rates))
+        rates = case.recipe.optimizer.lr * per_stage * own.epochs
+        options.append(Schedule(name, stages, per_stage, own.epochs, seconds, tail, stage_bytes(other), rates))
     return options

@@ -17,7 +17,7 @@ from mugrpo_megatron.engine.launch import check_allocator, sampling
 from mugrpo_megatron.engine.placement import EngineSlot
 from mugrpo_megatron.errors import EngineFailure, EngineStopped, UserError
 from mugrpo_megatron.evaluation.scoring import Group, ScoredGroup, Scorer
-from mugrpo_megatron.extras.guests.share import ShareTurn
+from mugrpo_megatron.extras.auxiliary.share import ShareTurn
 from mugrpo_megatron.extras.prefetch.following import claimed, has_begun, seal_ahead, stages_ahead
 from mugrpo_megatron.extras.prefetch.shares import Position, Share, begin, mark_share
 from mugrpo_megatron.observe.environment import finds_cuda
@@ -27,7 +27,7 @@ from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.run.directory import RunDirectory, lock_soon, locked
 from mugrpo_megatron.run.record import editable_after_failure
 from mugrpo_megatron.run.responses import rows_of, stage_prompt
-from mugrpo_megatron.run.stopping import StopRequest, listening
+from mugrpo_megatron.run.stopping import StopRequest, handle_signals
 from mugrpo_megatron.stages.manifest import check_stage
 from mugrpo_megatron.stages.store import StageStore
 
@@ -36,10 +36,11 @@ LOOK_S = 1.0
 
 
 def generate_share(recipe: Recipe, share: Share, stage: int | None, problems: Problems) -> str:
-    """Sample and score what the stage lacks of the share, or have guests score the stage once it is sealed.
+    """Sample and score what the stage lacks of the share, or have auxiliary models score the stage once it is sealed.
 
-    Returns what is done, and what comes next. Groups go to disk as they are scored, and so does what guests compute of
-    an update: a process that was killed continues where it was. Raises UserError when `stage` is given and is not the
+    Returns what is done, and what comes next. Groups go to disk as they are scored, and so does what auxiliary
+    models compute of an update: a process that was killed continues where it was. Raises UserError when `stage` is
+    given and is not the
     run's next one, when another process generates the same share, or when the share was begun with other weights;
     EngineFailure after MOST_FAILURES failures in a row without a finished group; Stopped, with every scored
     group on disk, when asked to stop.
@@ -51,21 +52,21 @@ def generate_share(recipe: Recipe, share: Share, stage: int | None, problems: Pr
     with (
         lock_soon(directory.path / ".lock", shared=True),  # other shares may; learners and `mugrpo seal` may not
         _only_one(directory, share),
-        listening(is_main=True) as stop,
+        handle_signals(is_main=True) as stop,
         open_display() as display,
     ):
         groups = _generate_missing(recipe, share, where, problems, display, stop)
         lacking = None
-        if recipe.guest.by_name and StageStore(where.stage).sealed:
-            guests = _guests(recipe, share, where, display, stop)
-            guests.take()
-            lacking = guests.gather()
+        if recipe.auxiliary.by_name and StageStore(where.stage).sealed:
+            auxiliaries = _auxiliaries(recipe, share, where, display, stop)
+            auxiliaries.take()
+            lacking = auxiliaries.gather()
     if lacking is None:
         after = f"once all shares have, `mugrpo seal {directory.path}`"
     elif lacking:
         after = f"of other shares the stage lacks {lacking}; run them again"
     else:
-        after = "the stage has all that guests compute; `mugrpo optimize` takes its updates"
+        after = "the stage has all that auxiliary models compute; `mugrpo optimize` takes its updates"
     return f"share {share} has all of its {groups:,} groups; {after}"
 
 
@@ -77,7 +78,7 @@ def follow(recipe: Recipe, share: Share, problems: Problems) -> int:
     directory, stages = RunDirectory(recipe.run.dir), 0
     with ExitStack() as stack:
         display = stack.enter_context(open_display())
-        stop = stack.enter_context(listening(is_main=True))
+        stop = stack.enter_context(handle_signals(is_main=True))
 
         def wait() -> bool:
             time.sleep(LOOK_S)
@@ -94,15 +95,17 @@ def follow(recipe: Recipe, share: Share, problems: Problems) -> int:
                 groups = _generate_missing(run_recipe, share, where, problems, display, stop)
                 display.say(f"share {share} has all of its {groups:,} groups of stage {where.cursor.stage}")
                 sealed = seal_ahead(directory, run_recipe, where)
-                guests = _guests(run_recipe, share, where, display, stop) if run_recipe.guest.by_name else None
-                if sealed and guests:
-                    guests.take()
+                auxiliaries = (
+                    _auxiliaries(run_recipe, share, where, display, stop) if run_recipe.auxiliary.by_name else None
+                )
+                if sealed and auxiliaries:
+                    auxiliaries.take()
             while not sealed and wait():  # other shares are not done: the learner waits for those that are at work
                 sealed = seal_ahead(directory, run_recipe, where)
-                if sealed and guests:
-                    guests.take()
-            if sealed and guests:
-                guests.gather()
+                if sealed and auxiliaries:
+                    auxiliaries.take()
+            if sealed and auxiliaries:
+                auxiliaries.gather()
             stages += 1
         if stop.asked:
             raise stop.stopped(f"share {share} waited for the weights of the next stage")
@@ -114,7 +117,7 @@ def _only_one(directory: RunDirectory, share: Share) -> AbstractContextManager[N
     return locked(directory.logs / f"share-{share.writer:04d}.lock")
 
 
-def _guests(recipe: Recipe, share: Share, where: Position, display: Display, stop: StopRequest) -> ShareTurn:
+def _auxiliaries(recipe: Recipe, share: Share, where: Position, display: Display, stop: StopRequest) -> ShareTurn:
     stage = where.cursor.stage
     store = StageStore(RunDirectory(recipe.run.dir).stage(stage), origin=where.origin)
     return ShareTurn(recipe, store, stage, _slot(share), display, stop)

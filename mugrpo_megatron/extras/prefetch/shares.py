@@ -81,7 +81,7 @@ class Position:
 
     @property
     def origin(self) -> Origin:
-        return Origin(self.record.of_stage(self.cursor.stage), self.cursor.stage, self.version)
+        return Origin(self.record.run_of_stage(self.cursor.stage), self.cursor.stage, self.version)
 
 
 def position(directory: RunDirectory, recipe: Recipe) -> Position:
@@ -220,7 +220,11 @@ def seal(run_dir: Path) -> str:
             store.remove_merged()
             return f"{where.stage} is sealed already; `mugrpo optimize` takes its updates"
         count = close_stage(recipe, where)
-    after = "run its shares again for its guests, or" if recipe.guest.by_name else "go on with `mugrpo optimize` or"
+    after = (
+        "run its shares again for its auxiliary models, or"
+        if recipe.auxiliary.by_name
+        else "go on with `mugrpo optimize` or"
+    )
     return f"{where.stage} is sealed: {count:,} groups; {after} `mugrpo train`"
 
 

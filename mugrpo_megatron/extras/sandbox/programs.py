@@ -64,7 +64,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class JailedProcess:
     """What one jail of an execution runs."""
 
     files: Mapping[str, str]
@@ -80,7 +80,7 @@ class Process:
 def run_program(program: str, given: str, limits: Limits) -> Outcome:
     """Execute the program with `given` on its stdin. Raises UserError when the jail cannot be made."""
     with _readable(given) as stdin:
-        return execute([Process({"/main.py": program}, "/main.py", [], {0: stdin})], limits)
+        return execute([JailedProcess({"/main.py": program}, "/main.py", [], {0: stdin})], limits)
 
 
 def call_function(program: str, name: str, arguments: Sequence[object], limits: Limits) -> Outcome:
@@ -100,13 +100,13 @@ def check_asserts(program: str, test: AssertTest, limits: Limits) -> Outcome:
         requests, to_program = (opened.enter_context(end) for end in _pipe())
         answers, from_program = (opened.enter_context(end) for end in _pipe())
         arguments = ["3", "4", "5", test.entry, ",".join(test.names), json.dumps(test.library)]
-        judge = Process(files, asserting.__name__, arguments, {3: answers, 4: to_program})
+        judge = JailedProcess(files, asserting.__name__, arguments, {3: answers, 4: to_program})
         return execute([_served(program, {3: requests, 4: from_program}), judge], limits, answer_of=5)
 
 
-def _served(program: str, channels: Mapping[int, FileIO]) -> Process:
+def _served(program: str, channels: Mapping[int, FileIO]) -> JailedProcess:
     files = _modules(served, packed) | {f"/{served.PROGRAM}": program}
-    return Process(files, served.__name__, ["3", "4"], channels)
+    return JailedProcess(files, served.__name__, ["3", "4"], channels)
 
 
 @cache
@@ -119,7 +119,7 @@ def _not_kept(value: object) -> object:
     raise TypeError(f"a {type(value).__name__} cannot be an argument")
 
 
-def execute(processes: Sequence[Process], limits: Limits, answer_of: int | None = None) -> Outcome:
+def execute(processes: Sequence[JailedProcess], limits: Limits, answer_of: int | None = None) -> Outcome:
     """Run the processes, each in a jail, until the last one has ended; then the others are ended.
 
     stdin is empty unless a process has a channel 0. stdout and stderr are the last process's; another's are dropped.

@@ -31,22 +31,22 @@ from mugrpo_megatron.observe.environment import finds_cuda, rank_of_environment
 from mugrpo_megatron.observe.log import FILE_NAME, open_log, read_rows
 from mugrpo_megatron.observe.metrics import PLACE
 from mugrpo_megatron.observe.progress import Display, open_display
-from mugrpo_megatron.phases.saves import conclude
+from mugrpo_megatron.phases.saves import write_results
 from mugrpo_megatron.recipe import Recipe, load_recipe
 from mugrpo_megatron.run.branch import branch
 from mugrpo_megatron.run.checkpoints import newest_cursor, open_saver
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.data import record_data
 from mugrpo_megatron.run.directory import InUse, RunDirectory, open_directory
-from mugrpo_megatron.run.leader import Engines, seat_of
+from mugrpo_megatron.run.leader import Engines, role_of
 from mugrpo_megatron.run.origin import stage_origin
 from mugrpo_megatron.run.record import read_record
 from mugrpo_megatron.run.run import Run, bridge_of, check_current_stage, restore, start_engines
-from mugrpo_megatron.run.stopping import Stopped, listening
-from mugrpo_megatron.run.world import World, open_world, telling_failures
+from mugrpo_megatron.run.stopping import Stopped, handle_signals
+from mugrpo_megatron.run.world import World, broadcast_failure, open_world
 from mugrpo_megatron.stages.manifest import Origin
 from mugrpo_megatron.train import optimize_stage
-from mugrpo_megatron.weights.sync import Bridge
+from mugrpo_megatron.weights.sync import WeightSync
 
 
 def run_sweep(sweep: Sweep, origin: Origin, problems: Problems | None) -> int:
@@ -56,7 +56,7 @@ def run_sweep(sweep: Sweep, origin: Origin, problems: Problems | None) -> int:
     the cell that was asked to stop saved.
     """
     failed = 0
-    with open_workshop(sweep.cells[0].recipe, sweep.out / "logs", problems) as shop:
+    with open_sweep(sweep.cells[0].recipe, sweep.out / "logs", problems) as shop:
         if shop.is_main:
             claim_out(sweep, origin)
             (sweep.out / "logs").mkdir(exist_ok=True)
@@ -73,7 +73,7 @@ def run_sweep(sweep: Sweep, origin: Origin, problems: Problems | None) -> int:
     return 1 if failed else 0
 
 
-def _take(shop: Workshop, sweep: Sweep, cell: Cell) -> bool:
+def _take(shop: SweepContext, sweep: Sweep, cell: Cell) -> bool:
     """Run one cell to its end; whether it finished.
 
     A failure of the updates is the same on every rank, so the other cells can go on. Any other failure ends the sweep
@@ -97,13 +97,13 @@ def _take(shop: Workshop, sweep: Sweep, cell: Cell) -> bool:
     return True
 
 
-def _optimize(shop: Workshop, sweep: Sweep, cell: Cell) -> None:
+def _optimize(shop: SweepContext, sweep: Sweep, cell: Cell) -> None:
     with shop.open(cell.recipe) as (run, learner, engines, cursor):
         _take_over_evaluation(run, sweep, cursor)
         if cursor.stage == sweep.stage:
             cursor = optimize_stage(run, learner, engines, cursor)
         run, engines = shop.with_engines(run, learner, engines)
-        conclude(run, learner, engines, cursor)
+        write_results(run, learner, engines, cursor)
 
 
 def _take_over_evaluation(run: Run, sweep: Sweep, cursor: Cursor) -> None:
@@ -126,7 +126,7 @@ def _take_over_evaluation(run: Run, sweep: Sweep, cursor: Cursor) -> None:
 
 
 @dataclass
-class Workshop:
+class SweepContext:
     """What the cells share. Their recipes have the same model, data, layout, engine and rewards."""
 
     recipe: Recipe
@@ -191,12 +191,12 @@ class Workshop:
         started, number = self._started
         return replace(run, world=replace(self.world, engines=number)), replace(started, bridge=engines.bridge)
 
-    def _start(self, learner: Learner, bridge: Bridge) -> tuple[Engines, int]:
+    def _start(self, learner: Learner, bridge: WeightSync) -> tuple[Engines, int]:
         prepared = None
         if self.is_main and self.problems:
             tokenizer = load_tokenizer(self.recipe.model.directory)
             prepared = prepare(self.recipe.data, self.recipe.reward, tokenizer, self.problems)
-        seat = seat_of(self.recipe, self.logs, self.world.stop.heard)
+        seat = role_of(self.recipe, self.logs, self.world.stop.heard)
         try:
             engines = start_engines(learner, self.world, self.display, seat, prepared, bridge, self.stack)
         except UserError as error:
@@ -205,19 +205,19 @@ class Workshop:
 
 
 @contextmanager
-def open_workshop(recipe: Recipe, logs: Path, problems: Problems | None) -> Iterator[Workshop]:
+def open_sweep(recipe: Recipe, logs: Path, problems: Problems | None) -> Iterator[SweepContext]:
     """Join the world in the recipe's layout; SIGTERM and Ctrl-C become a request to stop while the block runs."""
     if finds_cuda():
         check_allocator()
     is_main = rank_of_environment() == 0
     with ExitStack() as stack:
         display = stack.enter_context(open_display(show=is_main))
-        stop = stack.enter_context(listening(is_main))
+        stop = stack.enter_context(handle_signals(is_main))
         with stop.at_once("the sweep was still starting"):
             ranks: Ranks = initialize(recipe)
             stack.enter_context(joined(ranks))
             stack.enter_context(named_phase(ranks))
         world = open_world(ranks, recipe.run.collective_timeout_s, 0, stop)
         stack.callback(stop.leave)
-        with telling_failures(ranks):
-            yield Workshop(recipe, logs, world, display, problems, stack)
+        with broadcast_failure(ranks):
+            yield SweepContext(recipe, logs, world, display, problems, stack)

@@ -20,7 +20,7 @@ _WRITTEN_OUT = re.compile(
 )
 
 
-def settle(response: str, gold: str, section: RewardSection) -> Verdict | str:
+def match_literally(response: str, gold: str, section: RewardSection) -> Verdict | str:
     """The verdict on a response when its characters decide it, else the answer that math-verify has to compare."""
     answer = answer_of(response, section.extract, is_text(gold))
     verdict = literal_verdict(answer, gold)

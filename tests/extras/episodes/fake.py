@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
-from mugrpo_megatron.engine.wire import Sampling, Work
+from mugrpo_megatron.engine.wire import Request, Sampling
 from mugrpo_megatron.samples import Response
 
 TOKENIZER = build_arithmetic_tokenizer()
@@ -29,8 +29,8 @@ class FakeEngine:
     def __init__(self, says: Says, slots: int = 64) -> None:
         self._says, self._slots = says, slots
         self.slot = SimpleNamespace(local_engines=1)
-        self.asked: list[Work] = []
-        self._waiting: list[Work] = []
+        self.asked: list[Request] = []
+        self._waiting: list[Request] = []
         self.most = 0
         """Most requests at a time."""
 
@@ -43,7 +43,7 @@ class FakeEngine:
         yield
         self._waiting.clear()
 
-    def ask(self, work: list[Work]) -> None:
+    def ask(self, work: list[Request]) -> None:
         self.asked += work
         self._waiting += work
         self.most = max(self.most, len(self._waiting))
@@ -55,7 +55,7 @@ class FakeEngine:
         work, self._waiting = self._waiting, []
         return [(one.key, [self._response(one)]) for one in work]
 
-    def _response(self, work: Work) -> Response:
+    def _response(self, work: Request) -> Response:
         text = self._says(str(TOKENIZER.decode(work.ids)))
         ids = TOKENIZER.encode(text, add_special_tokens=False)
         if not any(text.endswith(stop) for stop in (*self._sampling.stop, *work.stop)):

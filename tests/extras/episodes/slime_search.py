@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from mugrpo_megatron.extras.episodes.conventions import GenerateState, Sample, post
+from mugrpo_megatron.extras.episodes.conventions import GenerateState, SlimeSample, post
 
 FACTS = {"capital of France": "Paris"}
 
 
-async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+async def generate(args: Any, sample: SlimeSample, sampling_params: dict[str, Any]) -> SlimeSample:
     state = GenerateState(args)
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
     prompt_ids = state.tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
@@ -24,7 +24,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         logprobs += [item[0] for item in output["meta_info"]["output_token_logprobs"]]
         loss_mask += [1] * len(ids)
         if output["meta_info"]["finish_reason"]["type"] == "length":
-            sample.status = Sample.Status.TRUNCATED
+            sample.status = SlimeSample.Status.TRUNCATED
             break
         query = re.search(r"<search>(.*?)</search>", output["text"])
         if not query:
@@ -37,13 +37,13 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         loss_mask += [0] * len(found_ids)
     sample.tokens, sample.response, sample.loss_mask = prompt_ids + response_ids, response, loss_mask
     sample.response_length, sample.rollout_log_probs = len(response_ids), logprobs
-    if sample.status is Sample.Status.PENDING:
-        sample.status = Sample.Status.COMPLETED
+    if sample.status is SlimeSample.Status.PENDING:
+        sample.status = SlimeSample.Status.COMPLETED
     sample.reward = float(sample.label in response)
     return sample
 
 
-async def loses_a_token(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+async def loses_a_token(args: Any, sample: SlimeSample, sampling_params: dict[str, Any]) -> SlimeSample:
     sample = await generate(args, sample, sampling_params)
     sample.tokens = sample.tokens[:-2] + sample.tokens[-1:]
     return sample

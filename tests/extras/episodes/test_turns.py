@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mugrpo_megatron.extras.episodes.turns import MOST_CHARS, Model
+from mugrpo_megatron.extras.episodes.turns import MOST_CHARS, EpisodeModel
 from mugrpo_megatron.samples import Problem
 
 
@@ -31,7 +31,7 @@ def answers(tool: Callable[..., Any], arguments: Any = None, name: str | None = 
     """What the model reads after a call of the tool; calls, and those that failed."""
     call = {"function": {"name": name or tool.__name__, "arguments": {} if arguments is None else arguments}}
     with ThreadPoolExecutor(1) as threads:
-        model = Model(Problem("p", "", ""), [1], "", [], {}, unasked, threads)
+        model = EpisodeModel(Problem("p", "", ""), [1], "", [], {}, unasked, threads)
         messages = asyncio.run(model.answer({"tool_calls": [call]}, [tool]))
     return [one["content"] for one in messages], model.calls, model.failed_calls
 

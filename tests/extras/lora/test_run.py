@@ -17,7 +17,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "schedule": {"stages": 2, "updates_per_stage": 4},
     "checkpoint": {"every_updates": 1, "keep": 50},
     "engine": {"check_weights": "every"},
-    "objective": {"kl_anchor": "start", "kl_coef": 0.01},
+    "objective": {"kl_ref": "start", "kl_coef": 0.01},
     "lora": {"rank": 4},
 }
 
@@ -37,7 +37,7 @@ def test_engines_get_merged_weights(run: Path) -> None:
     stages = [row for row in rows if row["kind"] == "stage"]
     assert all(row["mismatch_max"] < 1e-4 for row in stages)
     first, last = [row for row in rows if row["kind"] == "update"][:: 2 * 4 - 1]
-    assert first["kl_anchor"] == 0.0 != last["kl_anchor"]
+    assert first["kl_ref"] == 0.0 != last["kl_ref"]
     base, merged = (load_file(path / "model.safetensors") for path in (run.parent / "model", run / "hf"))
     assert sum(not base[name].equal(merged[name]) for name in base) == 4 * 7
     assert {path.name for path in (run / "hf" / "adapter").iterdir()} == {

@@ -1,4 +1,4 @@
-"""What leaves a learner with adapters: merged weights, PEFT's files, a checkpoint; and the anchor inside."""
+"""What leaves a learner with adapters: merged weights, PEFT's files, a checkpoint; and the reference policy inside."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mugrpo_megatron.extras.lora.adapters import gather
 from mugrpo_megatron.extras.lora.low_rank import LowRank, merge
 from mugrpo_megatron.files.torch_dist import read_index
 from mugrpo_megatron.learner import checkpoint
-from mugrpo_megatron.learner.learner import build_learner, holding
+from mugrpo_megatron.learner.learner import build_learner, swapped_weights
 from mugrpo_megatron.learner.update import token_logprobs, update
 from mugrpo_megatron.weights.buckets import build_plan, planned_tensors
 from tests import models
@@ -78,13 +78,14 @@ OF_EXPERT = re.compile(r"(?P<module>.*\.experts)\.(?P<number>\d+)\.(?P<kind>gate
 
 
 def what_is_sent(model: str, other: str, sections: dict[str, Any], layers: int = 4 * 7) -> None:
-    """At the start the base bit by bit; after updates the merged weights; with an anchor's weights those alone."""
+    """At the start the base bit by bit; after updates the merged weights; with a reference policy's weights those
+    alone."""
     learner = adapted(model, sections)
     plain = recipe(Path(model), **{name: keys for name, keys in sections.items() if name != "lora"})
     base = sent(build_learner(plain, learner.ranks))
     section = plain.model.model_copy(update={"path": Path(other)})
-    anchor = build_learner(plain.model_copy(update={"model": section}), learner.ranks)
-    theirs = np.concatenate(token_logprobs(anchor, samples()))
+    ref = build_learner(plain.model_copy(update={"model": section}), learner.ranks)
+    theirs = np.concatenate(token_logprobs(ref, samples()))
     start = sent(learner)
     assert start.keys() == base.keys()
     assert all(bits(start[name]) == bits(base[name]) for name in base)
@@ -96,9 +97,9 @@ def what_is_sent(model: str, other: str, sections: dict[str, Any], layers: int =
     assert all(bits(now[name]) == bits(expected[name]) for name in base)
     assert sum(bits(now[name]) != bits(base[name]) for name in base) == layers
     before = factors(learner)
-    with holding(learner, Path(model)):
+    with swapped_weights(learner, Path(model)):
         assert np.array_equal(np.concatenate(token_logprobs(learner, samples())), first)
-    with holding(learner, Path(other)):
+    with swapped_weights(learner, Path(other)):
         assert np.array_equal(np.concatenate(token_logprobs(learner, samples())), theirs)
     assert np.array_equal(np.concatenate(token_logprobs(learner, samples())), moved)
     after = factors(learner)

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
 
-from mugrpo_megatron.extras.plan.case import Case, find_model, make_case
+from mugrpo_megatron.extras.plan.case import PlanCase, find_model, make_case
 from mugrpo_megatron.extras.plan.hardware import GIB, Assumptions, make_cluster
 from mugrpo_megatron.extras.plan.memory import engine_memory, memory
 from mugrpo_megatron.extras.plan.time import checkpoint_bytes, phases
@@ -57,7 +57,7 @@ def published(model: str, method: str) -> Hours:
     return Hours(*PUBLISHED[model][list(METHODS).index(method)])
 
 
-def bundled_case(model: str, method: str, assumptions: Assumptions | None = None) -> Case:
+def bundled_case(model: str, method: str, assumptions: Assumptions | None = None) -> PlanCase:
     """The bundled recipe on 1 x 4 H200."""
     recipe = load_recipe(RECIPES / f"{model}.{method}.toml")
     found = find_model(recipe)

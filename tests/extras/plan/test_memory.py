@@ -10,7 +10,7 @@ import pytest
 from mugrpo_megatron.checks.layouts import bundled
 from mugrpo_megatron.extras.plan.case import make_case
 from mugrpo_megatron.extras.plan.hardware import GIB, Assumptions, Cluster, make_cluster
-from mugrpo_megatron.extras.plan.memory import Batch, Memory, engine_memory, learner_memory, memory
+from mugrpo_megatron.extras.plan.memory import Memory, PackedRows, engine_memory, learner_memory, memory
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.weights.families import architecture
 from tests.extras.plan.measured import learner_bytes, save_random
@@ -72,7 +72,7 @@ def check(name: str, directory: Path, world: int, changes: dict[str, dict[str, A
     layout = case.layout
     tokens = responses * (PROMPT + RESPONSE) // layout.data
     for stage in range(layout.pipeline):
-        planned = learner_memory(case, Batch(min(ROW, tokens), -(-tokens // ROW)), stage)
+        planned = learner_memory(case, PackedRows(min(ROW, tokens), -(-tokens // ROW)), stage)
         state, peak = measured[stage * world // layout.pipeline]
         print(
             f"| {name} | {layout}, stage {stage} | {recipe.model.dtype} "

@@ -7,19 +7,19 @@ from typing import Any
 import pytest
 
 from mugrpo_megatron.checks.layouts import bundled
-from mugrpo_megatron.extras.plan.case import Case, find_model, make_case
+from mugrpo_megatron.extras.plan.case import PlanCase, find_model, make_case
 from mugrpo_megatron.extras.plan.hardware import Assumptions, make_cluster
 from mugrpo_megatron.extras.plan.memory import engine_memory, memory
 from mugrpo_megatron.extras.plan.plan import make_plan, plan_as_dict
 from mugrpo_megatron.extras.plan.printing import print_plan
-from mugrpo_megatron.extras.plan.search import Split, best_split, hiding_split, sampling_seconds
+from mugrpo_megatron.extras.plan.search import DeviceSplit, best_split, hiding_split, sampling_seconds
 from mugrpo_megatron.extras.plan.time import phases
 from mugrpo_megatron.recipe import Recipe
 
 STAGES, UPDATES = 4, 256
 
 
-def case_of(nodes: int, assumptions: Assumptions | None = None, **sections: dict[str, Any]) -> Case:
+def case_of(nodes: int, assumptions: Assumptions | None = None, **sections: dict[str, Any]) -> PlanCase:
     """Qwen2.5-Math-7B on H200s, TP2, without evaluations inside stages."""
     values: dict[str, dict[str, Any]] = {
         "model": {"path": "models/Qwen2.5-Math-7B", "dtype": "bfloat16"},
@@ -34,7 +34,7 @@ def case_of(nodes: int, assumptions: Assumptions | None = None, **sections: dict
     return make_case(recipe, found.architecture, found.config, cluster, assumptions or Assumptions())
 
 
-def alone(case: Case) -> float:
+def alone(case: PlanCase) -> float:
     """Seconds of the run without prefetch."""
     return case.recipe.schedule.stages * phases(case, memory(case, engine_memory(case))).total
 
@@ -56,7 +56,7 @@ def test_a_stage_takes_the_longer_of_its_updates_and_the_sampling_of_the_next() 
 
 def test_the_learner_waits_for_what_prefetch_does_not_hide() -> None:
     """The recipe's prefetch: each update of it hides an update's time, and no more than the sampling."""
-    splits: list[Split] = []
+    splits: list[DeviceSplit] = []
     for prefetch in (1, 2, UPDATES):
         found = hiding_split(case_of(1, schedule={"max_sample_age": prefetch})) or best_split(
             case_of(2, schedule={"max_sample_age": prefetch})

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mugrpo_megatron.checks.layouts import bundled
-from mugrpo_megatron.extras.plan.case import Case, Layout, make_case
+from mugrpo_megatron.extras.plan.case import Layout, PlanCase, make_case
 from mugrpo_megatron.extras.plan.decoding import decoding_seconds
 from mugrpo_megatron.extras.plan.hardware import Assumptions, make_cluster
 from mugrpo_megatron.extras.plan.memory import engine_memory, memory, micro_batches_in_flight
@@ -83,7 +83,7 @@ def test_micro_batches_in_flight(layout: Layout, micro_batches: int, in_flight: 
     assert [micro_batches_in_flight(layout, stage, micro_batches) for stage in stages] == in_flight
 
 
-def on_four_h200(chosen: Recipe, assumptions: Assumptions = ASSUMPTIONS) -> Case:
+def on_four_h200(chosen: Recipe, assumptions: Assumptions = ASSUMPTIONS) -> PlanCase:
     return make_case(chosen, MODEL, CONFIG, make_cluster(1, 4, "h200"), assumptions)
 
 
@@ -138,8 +138,8 @@ def test_each_held_out_set_costs_what_its_own_samples_do() -> None:
 
 
 def test_each_whole_stage_pass_is_counted_once() -> None:
-    learner, anchored = {"behaviour": "learner"}, {"name": "mu_grpo", "kl_coef": 0.01}
-    start, stage = ({**anchored, "kl_anchor": name} for name in ("start", "stage"))
+    learner, near_ref = {"behaviour": "learner"}, {"name": "mu_grpo", "kl_coef": 0.01}
+    start, stage = ({**near_ref, "kl_ref": name} for name in ("start", "stage"))
     replay = {"routing_replay": "learner"}
     wanted = [
         (recipe(), 0),
@@ -148,7 +148,7 @@ def test_each_whole_stage_pass_is_counted_once() -> None:
         (recipe(objective=start, rollout=learner), 2),
         (recipe(objective=stage, rollout=learner), 1),
         (recipe(learner=replay), 1),
-        (recipe(objective={"name": "off_policy_grpo", "reference_every": 4}), 1),
+        (recipe(objective={"name": "off_policy_grpo", "proximal_every": 4}), 1),
         (recipe(learner=replay, rollout=learner), 1),
     ]
     none, one = (logprob_seconds(on_four_h200(recipe(rollout=how))) for how in ({}, learner))

@@ -32,13 +32,13 @@ PROBLEMS = Problems([Problem("p", "1 + 1", "2", "p")], [], [])
 
 @st.composite
 def schedules(draw: st.DrawFn) -> ScheduleSection:
-    stages, updates, passes = draw(st.integers(1, 5)), draw(st.integers(1, 6)), draw(st.integers(1, 3))
+    stages, updates, epochs = draw(st.integers(1, 5)), draw(st.integers(1, 6)), draw(st.integers(1, 3))
     return ScheduleSection(
         stages=stages,
         updates_per_stage=updates,
-        passes=passes,
+        epochs=epochs,
         growth=draw(st.sampled_from([1.0, 0.5, 2.0])),
-        max_sample_age=draw(st.integers(0, updates * passes)),
+        max_sample_age=draw(st.integers(0, updates * epochs)),
     )
 
 

@@ -1,0 +1,64 @@
+"""The KL penalty that keeps the policy near a reference policy: a policy that stays fixed for the stage or for the run.
+
+With d = log pi - log ref of a sampled token, Schulman's estimators of KL(pi | ref) are
+(http://joschu.net/blog/kl-approx.html)
+
+    k1 = d      k2 = d^2 / 2      k3 = exp(-d) - 1 + d
+
+As a term of the loss what counts is the mean of the gradient, not of the value (Tang & Munos, arXiv 2506.09477). For a
+token drawn from pi the mean gradient of k1 is 0, that of k2 is the gradient of KL(pi | ref), that of k3 the gradient
+of KL(ref | pi). A `_weighted` penalty multiplies by the importance ratio, for tokens that beta has drawn: the mean
+gradient of each is then that of KL(pi | ref) at any staleness (k3: DeepSeek-V3.2, arXiv 2512.02556, eq. 7). k2,
+whose own gradient is right, has the ratio as a weight without a gradient.
+
+All of this is the KL of one token given its prefix, with the prefixes of beta.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mugrpo_megatron.algorithm.segments import Segments
+from mugrpo_megatron.algorithm.surrogates import LOG_RATIO_LIMIT, log_ratios
+from mugrpo_megatron.recipe.objective import ObjectiveSection
+
+
+def kl_estimate(logprobs: Tensor, ref: Tensor, estimator: str) -> Tensor:
+    """Estimate of KL(pi | ref) at each sampled token [T], in nats; differentiable in `logprobs` [T]."""
+    d = log_ratios(logprobs, ref)
+    if estimator == "k3":
+        return (-d).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp() - 1 + d
+    return d.square() / 2 if estimator == "k2" else d
+
+
+def kl_loss(logprobs: Tensor, ref: Tensor, log_ratio: Tensor, segments: Segments, config: ObjectiveSection) -> Tensor:
+    """The penalty's part of each token's loss [T].
+
+    It has the weight of the token in the update's loss, and neither veto nor masks drop it: they take away gradients
+    whose sign or size is wrong because the policy has left the prefix, and there of all places this term is to hold it.
+
+    Args:
+        log_ratio: [T], log of current over behaviour probability.
+    """
+    estimator, _, weighted = config.kl_penalty.partition("_")
+    estimate = kl_estimate(logprobs, ref, estimator)
+    if weighted:
+        ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+        estimate = (ratio.detach() if estimator == "k2" else ratio) * estimate
+        saturated = log_ratio.detach().abs() > LOG_RATIO_LIMIT  # no gradient there, as in the surrogates
+        estimate = torch.where(saturated, estimate.detach(), estimate)
+    return config.kl_coef * segments.weights.to(estimate.dtype)[segments.ids] * estimate
+
+
+def rewards_less_kl(
+    rewards: np.ndarray, behaviour: list[np.ndarray], ref: list[np.ndarray], config: ObjectiveSection
+) -> np.ndarray:
+    """Rewards [N] minus `kl_coef` times the sum of log beta - log ref over each response (InstructGPT, 2203.02155).
+
+    The log-ratios are those of the policy that sampled, so they are known before the first update, and their sum is an
+    unbiased estimate of the KL between the distributions of whole responses.
+    """
+    drift = [np.subtract(own, fixed, dtype=np.float64).sum() for own, fixed in zip(behaviour, ref, strict=True)]
+    return np.asarray(rewards, dtype=np.float64) - config.kl_coef * np.array(drift, dtype=np.float64)

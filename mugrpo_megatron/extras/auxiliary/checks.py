@@ -1,0 +1,100 @@
+"""Refusals of auxiliary models before a run starts anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from mugrpo_megatron.checks.engines import engine_problems
+from mugrpo_megatron.data.tokenizer import load_tokenizer
+from mugrpo_megatron.engine.launch import check_extra, engine_arguments
+from mugrpo_megatron.engine.placement import slot_of_environment
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.extras.auxiliary.jobs import read_template
+from mugrpo_megatron.extras.auxiliary.models import directory_of, judge_recipe, question_room, teacher_recipe
+from mugrpo_megatron.files.hf_config import CONFIG, check_tokenizer, check_weights, read_config, read_model_config
+from mugrpo_megatron.files.hub import model_name
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe.functions import load_function
+from mugrpo_megatron.weights.families import architecture
+
+REMEDY = "give the directory of a checkpoint, or the name of a model on the hub"
+
+
+def check_auxiliaries(recipe: Recipe, say: Callable[[str], None], on_paper: bool = False) -> None:
+    """Raise UserError, in one sentence, when an auxiliary model of the recipe could not take its turn.
+
+    Models of the hub are downloaded here. The tokenizers are compared token by token, so transformers is imported. With
+    `on_paper` nothing is downloaded, and what needs a model that is not on this machine is left out.
+    """
+    for function, judge in recipe.reward.judges.items():
+        key = f"reward.functions.{function}"
+        assert judge.prompt
+        assert judge.parse
+        read_template(f"{key}.prompt", judge.prompt)
+        load_function(f"{key}.parse", judge.parse)
+    for name, auxiliary in recipe.auxiliary.by_name.items():
+        key, section = f"auxiliary.{name}", auxiliary.engine_section(recipe.engine)
+        check_extra(section.extra)
+        if section.nodes > 1:
+            raise UserError(
+                f"{key}.engine.nodes = {section.nodes}: an auxiliary model's engine is on one node; set it to 1"
+            )
+        if not on_paper:
+            slot_of_environment(section, cuda=True)
+        elif not _here(recipe, name):
+            say(f"auxiliary model: {name}, not on this machine, so not checked: {auxiliary.model}")
+            continue
+        directory = directory_of(recipe, name, cached=on_paper)
+        config = read_config(directory, key=f"{key}.model", remedy=REMEDY)
+        check_weights(directory, f"{key}.model")
+        for own in _recipes(recipe, name, directory):
+            if problems := list(engine_problems(own, config)):
+                raise UserError(f"{key}: {'; '.join(problems)}")
+            engine_arguments(own, directory, cuda=True)
+        say(f"auxiliary model: {name}, {config['model_type']} ({directory})")
+
+
+def _here(recipe: Recipe, name: str) -> bool:
+    """Whether the auxiliary model's directory is there, or its model in the hub's cache."""
+    model = recipe.auxiliary.by_name[name].model
+    if model_name(model) is None:
+        return Path(model).exists()
+    try:
+        return bool(directory_of(recipe, name))
+    except UserError:
+        return False
+
+
+def _recipes(recipe: Recipe, name: str, directory: Path) -> Iterator[Recipe]:
+    """The recipes that the auxiliary model's engine is started with, checked as far as each job has checks of its
+    own."""
+    if recipe.objective.teacher == name:
+        _check_teacher(recipe, name, directory)
+        yield teacher_recipe(recipe, name, directory)
+    for function, judge in recipe.reward.judges.items():
+        if judge.model == name:
+            check_tokenizer(directory)
+            room = question_room(recipe, judge, read_model_config(directory))
+            if room < 1:
+                key = f"reward.functions.{function}.max_tokens"
+                raise UserError(f"{key} = {judge.max_tokens} leaves no room for a question; lower it")
+            yield judge_recipe(recipe, name, directory, judge, room)
+
+
+def _check_teacher(recipe: Recipe, name: str, directory: Path) -> None:
+    """UserError for another vocabulary, and for a model whose logits cannot be divided by the temperature."""
+    if recipe.rollout.temperature != 1.0:  # refuses families whose last norm is not known
+        architecture(read_config(directory, key=f"auxiliary.{name}.model", remedy=REMEDY), str(directory / CONFIG))
+    policy = recipe.model.directory
+    if not policy.exists():  # on paper
+        return
+    own, other = load_tokenizer(policy).get_vocab(), load_tokenizer(directory).get_vocab()
+    if own != other:
+        differing = sorted(own.items() ^ other.items(), key=lambda item: (item[1], item[0]))
+        token, number = differing[0]
+        raise UserError(
+            f"auxiliary.{name}.model = {directory} has another vocabulary than {policy} "
+            f"({len(differing)} entries differ, first {token!r} = {number}), so it cannot score the policy's "
+            "tokens; take a teacher with the same one"
+        )

@@ -1,0 +1,117 @@
+"""An auxiliary model's files on this machine, and the recipe that its engine is started with.
+
+SGLang 0.5.15 gives log-probabilities of a prompt's tokens at temperature 1 alone. Logits are linear in the output of a
+model's last norm, so dividing that divides them: its forward hooks (`ServerArgs.forward_hooks`) reach it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.hub import MODEL_FILES, model_name, snapshot
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe.policy import ModelSection
+from mugrpo_megatron.recipe.scoring import EvalSection, FunctionSection
+from mugrpo_megatron.recipe.systems import EngineSection
+
+if TYPE_CHECKING:
+    import torch
+
+TEMPLATE_TOKENS = 4096
+"""Of a judge's question, besides what it quotes of the policy."""
+OTHER_TOKENIZER = 2
+"""Tokens that a judge may need for one of the policy's."""
+LONGEST_QUESTION = 1 << 20
+"""Where a model's config names no largest position."""
+
+
+def directory_of(recipe: Recipe, name: str, cached: bool = True) -> Path:
+    """Where the auxiliary model's checkpoint lies; with `cached` false, one of the hub is downloaded.
+
+    Raises UserError when there is none.
+    """
+    path = recipe.auxiliary.by_name[name].model
+    repository = model_name(path)
+    if repository is None:
+        return path
+    try:
+        return snapshot(repository, "model", None, MODEL_FILES, cached)
+    except ValueError as error:
+        raise UserError(
+            f"auxiliary.{name}.model = {repository}: there is no such directory, and from the Hugging Face hub it "
+            f"could not be downloaded ({error}); check the name and the network, or give the directory of a "
+            "downloaded model"
+        ) from None
+
+
+def teacher_recipe(recipe: Recipe, name: str, directory: Path) -> Recipe:
+    """The recipe for an engine that scores the policy's tokens at the rollout's temperature and samples nothing."""
+    engine = recipe.auxiliary.by_name[name].engine_section(recipe.engine)
+    if recipe.rollout.temperature != 1.0:
+        engine = engine.model_copy(
+            update={"extra": {**engine.extra, "forward_hooks": hook_of(recipe.rollout.temperature)}}
+        )
+    return _recipe(recipe, directory, engine, {})
+
+
+def question_room(recipe: Recipe, judge: FunctionSection, config: Mapping[str, Any]) -> int:
+    """Most tokens of a judge's question."""
+    quoted = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
+    positions = config.get("max_position_embeddings") or LONGEST_QUESTION
+    return min(OTHER_TOKENIZER * quoted + TEMPLATE_TOKENS, positions - judge.max_tokens)
+
+
+def judge_recipe(recipe: Recipe, name: str, directory: Path, judge: FunctionSection, room: int) -> Recipe:
+    """The recipe for an engine that answers questions of at most `room` tokens."""
+    engine = recipe.auxiliary.by_name[name].engine_section(recipe.engine)
+    return _recipe(recipe, directory, engine, {"max_response_tokens": judge.max_tokens}, room)
+
+
+def _recipe(
+    recipe: Recipe, directory: Path, engine: EngineSection, rollout: Mapping[str, Any], room: int | None = None
+) -> Recipe:
+    """The recipe with an auxiliary model in the policy's place; `rollout` are keys of its section."""
+    # SGLang needs a tokenizer for stop texts, and an auxiliary model plays no episodes.
+    own: dict[str, Any] = {"stop": [], "function": None}
+    return recipe.model_copy(
+        update={
+            "model": ModelSection(path=directory, dtype=recipe.model.dtype),
+            "data": recipe.data.model_copy(update={} if room is None else {"max_prompt_tokens": room}),
+            "engine": engine,
+            "learner": recipe.learner.model_copy(update={"routing_replay": "off"}),
+            "rollout": recipe.rollout.model_copy(update=own | dict(rollout)),
+            "eval": EvalSection(),
+        }
+    )
+
+
+LAST_NORM = "model.norm"
+"""Its name in SGLang's models of every family that `weights.families` has."""
+
+
+def hook_of(temperature: float) -> list[dict[str, Any]]:
+    """The engine argument `forward_hooks` that divides all logits by `temperature`."""
+    factory = f"{__name__}:dividing"
+    return [
+        {
+            "name": "temperature",
+            "target_modules": [LAST_NORM],
+            "hook_factory": factory,
+            "config": {"temperature": temperature},
+        }
+    ]
+
+
+def dividing(config: Mapping[str, float]) -> Callable[[torch.nn.Module, Any, Any], Any]:
+    """SGLang calls it for the hook: a function that divides a norm's output, alone or before a residual."""
+    temperature = config["temperature"]
+
+    def divide(module: torch.nn.Module, inputs: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (output[0] / temperature, *output[1:])
+        return output / temperature
+
+    return divide

@@ -1,0 +1,79 @@
+"""What is done of an auxiliary model's column: a Parquet file for each update, until all are there and become the
+column.
+
+    auxiliary/stage00003-NAME.parts-3f2a90c1b7de/00017.parquet
+
+The folder's name ends with a digest of what the column belongs to, so the parts of another stage or model are never
+taken for this one's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.durable import durable_file, full_disk
+from mugrpo_megatron.stages.columns import TableColumn
+from mugrpo_megatron.stages.store import VISIBLE_SECONDS
+
+
+class Parts:
+    """The parts of one column of `updates` updates. Several processes may write, each its own updates."""
+
+    def __init__(self, column: TableColumn, weights: str, updates: int) -> None:
+        """`weights` is the fingerprint of the auxiliary model's checkpoint."""
+        belongs = json.dumps([dict(column.of), weights], sort_keys=True).encode()
+        name = f"{column.path.stem}.parts-{hashlib.sha256(belongs).hexdigest()[:12]}"
+        self._column, self._weights, self._updates = column, weights, updates
+        self.directory = column.path.with_name(name)
+
+    def missing(self) -> list[int]:
+        """The updates without a part; none once the column is whole."""
+        if self._column.whole:
+            return []
+        return [update for update in range(self._updates) if not self._path(update).exists()]
+
+    def wait_for(self, updates: set[int]) -> bool:
+        """Wait until the parts that other processes have written are visible; False after VISIBLE_SECONDS."""
+        deadline = time.monotonic() + VISIBLE_SECONDS
+        while updates & set(self.missing()):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.2)
+        return True
+
+    def write(self, update: int, table: pa.Table) -> None:
+        """Write a part, durably; it is complete or absent. UserError for a full disk."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise full_disk(error, self.directory) or error from error
+        with durable_file(self._path(update)) as file:
+            pq.write_table(table, file, write_page_checksum=True)
+
+    def read(self, update: int) -> pa.Table:
+        """A part; UserError when it is damaged."""
+        path = self._path(update)
+        try:
+            with pq.ParquetFile(path, page_checksum_verification=True) as file:  # `read_table` loads pyarrow.dataset
+                return file.read(use_threads=False)
+        except (OSError, pa.ArrowException) as error:
+            raise UserError(f"{path}: damaged ({error}); remove it, and the same command computes it again") from None
+
+    def merge(self) -> None:
+        """Write the column of all parts unless it is whole, and remove them, also what a kill between both has left."""
+        if not self._column.whole:
+            with self._column.write_tables(weights=self._weights) as append:
+                for update in range(self._updates):
+                    append(self.read(update))
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _path(self, update: int) -> Path:
+        return self.directory / f"{update:05d}.parquet"

@@ -1,0 +1,107 @@
+"""An auxiliary model's turn without a learner: processes that share only the run directory score a sealed stage,
+each its updates.
+
+Share I of N has every N-th update. What its auxiliary models finish goes to the same parts as in a run's own turn,
+so the run takes it from there, and a process that was killed goes on where it was. Scoring holds the stage's lock
+together with
+other shares; a process that makes a column of all parts holds it alone, as a run does in its turn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mugrpo_megatron.engine.client import MOST_FAILURES, Engine
+from mugrpo_megatron.engine.placement import EngineSlot
+from mugrpo_megatron.engine.queue import PromptQueue
+from mugrpo_megatron.errors import EngineFailure
+from mugrpo_megatron.extras.auxiliary.scoring import (
+    AuxiliaryModel,
+    Job,
+    auxiliaries_of,
+    samples_per_update,
+    write_parts,
+)
+from mugrpo_megatron.observe.progress import Display
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.run.directory import InUse, RunDirectory, lock_soon, locked
+from mugrpo_megatron.run.stopping import StopRequest
+from mugrpo_megatron.stages.store import StageStore
+
+
+@dataclass(frozen=True, slots=True)
+class ShareTurn:
+    """The auxiliary models' turn of one share: it has every update whose number is `slot.number` modulo
+    `slot.engines`."""
+
+    recipe: Recipe
+    store: StageStore
+    """The sealed stage."""
+    stage: int
+    slot: EngineSlot
+    display: Display
+    stop: StopRequest
+
+    @property
+    def directory(self) -> RunDirectory:
+        return RunDirectory(self.recipe.run.dir)
+
+    def take(self) -> None:
+        """Have the recipe's auxiliary models score what the stage lacks of the share, whose parts are then on disk.
+
+        Does nothing where the run has the auxiliary models' turn itself. Raises UserError as
+        `scoring.auxiliaries_of`, EngineFailure after MOST_FAILURES failures in a row without a part between them,
+        and Stopped when asked to stop.
+        """
+        try:
+            with lock_soon(self.directory.stage_lock(self.stage), shared=True):
+                for auxiliary in auxiliaries_of(self.recipe, self.directory, self.store, self.stage):
+                    for job in auxiliary.jobs:
+                        if missing := self._missing(job):
+                            self._score(auxiliary, job, missing)
+        except InUse:
+            self.display.say(f"the auxiliary models score stage {self.stage} in the run's own turn")
+
+    def _missing(self, job: Job) -> list[int]:
+        return [update for update in job.parts.missing() if update % self.slot.engines == self.slot.number]
+
+    def _score(self, auxiliary: AuxiliaryModel, job: Job, missing: list[int]) -> None:
+        own, stop = job.recipe(self.recipe, auxiliary.name, auxiliary.directory), self.stop
+        log = self.directory.logs / f"auxiliary model-{auxiliary.name}-share-{self.slot.number + 1:04d}.log"
+        title = f"stage {self.stage}, share {self.slot.number}/{self.slot.engines}: {job.what} of {auxiliary.name}"
+        width, failures = samples_per_update(self.recipe), 0
+        engine = Engine.start(own, auxiliary.directory, log, self.slot, stop.heard)
+        try:
+            with self.display.bar(title, len(missing), "updates") as bar:
+                while missing and not stop.heard():
+                    before, queue = len(missing), PromptQueue(missing)
+                    failure = write_parts(engine, self.store, job, queue, width, stop, lambda update: bar.advance())
+                    missing = self._missing(job)
+                    if failure:
+                        failures = failures + 1 if len(missing) == before else 1
+                        if failures >= MOST_FAILURES:
+                            raise EngineFailure(failure)
+                        self.display.say(f"{failure}\nThe auxiliary model's engine is restarted for what is missing.")
+                        engine.restart()
+        finally:
+            engine.stop()
+        if stop.asked:
+            raise stop.stopped(f"{job.what}: {len(missing)} updates of this share are missing")
+
+    def gather(self) -> str:
+        """Make columns of the parts where all are there; says what the stage lacks, empty when it lacks nothing.
+
+        Leaves the parts alone while other processes score the stage: the last of them makes the columns.
+        """
+        lacks = []
+        try:
+            with locked(self.directory.stage_lock(self.stage)):
+                for auxiliary in auxiliaries_of(self.recipe, self.directory, self.store, self.stage):
+                    for job in auxiliary.jobs:
+                        if missing := len(job.parts.missing()):
+                            lacks.append(f"{job.what} of {auxiliary.name} ({missing} of {self.store.updates} updates)")
+                        else:
+                            job.parts.merge()
+        except InUse:
+            return "what they are computing"
+        return ", ".join(lacks)

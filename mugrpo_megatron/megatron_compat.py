@@ -1,0 +1,75 @@
+"""Compatibility with Megatron-core 0.16.1 and 0.19: the CPU's stand-ins are in place before any part of it is imported.
+
+Importing this package installs them. The learner does that first, so its modules import Megatron directly; every other
+room takes the names below from here. ruff (TID251) and `tests/test_megatron_door.py` hold that. What differs between
+the two versions stands here too, each difference with the version that ends it (`tests/test_stack_versions.py`).
+"""
+
+import logging
+from functools import partial
+from importlib.metadata import version
+from typing import Any
+
+from mugrpo_megatron.cpu import megatron as cpu  # isort: split
+
+cpu.install()
+cpu.complete_router()
+
+from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+from megatron.core.models.backends import BackendSpecProvider  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend  # noqa: E402
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region  # noqa: E402
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset  # noqa: E402
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint  # noqa: E402
+
+__all__ = [
+    "gather_from_tensor_model_parallel_region",
+    "get_transformer_layer_offset",
+    "grouped_mlp",
+    "make_sharded_tensors_for_checkpoint",
+    "mlp_parts",
+    "mlp_spec",
+    "parallel_state",
+    "tensor_parallel",
+]
+
+BUILDERS = tuple(map(int, version("megatron-core").split(".")[:2])) >= (0, 18)
+"""Whether a layer's parts are functions that build them, no longer `ModuleSpec`s (0.17 has both). Ends with 0.16.1."""
+
+
+def mlp_spec(backend: BackendSpecProvider, experts: int | None, grouped: bool, activation: type | None) -> Any:
+    """The feed-forward part of a layer, with `activation` as its own module where there is one.
+
+    `grouped` selects one grouped GEMM for the experts, if any.
+    """
+    spec: Any = get_mlp_module_spec_for_backend(backend, experts, moe_grouped_gemm=grouped)
+    if activation is not None:
+        mlp_parts(spec).activation_func = activation
+    return spec
+
+
+def mlp_parts(spec: Any) -> Any:
+    """What `mlp_spec` is made of: `linear_fc1`, `linear_fc2` and `activation_func`, or `experts`."""
+    return spec.keywords["submodules"] if BUILDERS else spec.submodules
+
+
+def grouped_mlp(module: type, submodules: Any) -> Any:
+    """What a backend's `grouped_mlp_modules` returns: the experts' module with its parts."""
+    return partial(module, submodules=submodules) if BUILDERS else (module, submodules)
+
+
+LEFT_OUT = {
+    # docs/architecture.md has the plan for HybridModel, which ends this line.
+    "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
+    # What it computes is the layout that a caller would give. Ends when Megatron asks for one.
+    "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel: full_param_layout not provided",
+}
+"""Warnings of Megatron 0.19 that a user cannot act on and every rank would print: logger -> how the text begins."""
+
+
+def _leave_out(logger: str, start: str) -> None:
+    logging.getLogger(logger).addFilter(lambda record: not str(record.msg).startswith(start))
+
+
+for _logger, _start in LEFT_OUT.items():
+    _leave_out(_logger, _start)

@@ -1,0 +1,138 @@
+"""A stage scored in shares: which updates a share has, who makes the columns, and what a run takes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mugrpo_megatron.engine.placement import EngineSlot
+from mugrpo_megatron.errors import EngineFailure
+from mugrpo_megatron.extras.auxiliary import share, turn
+from mugrpo_megatron.extras.auxiliary.share import ShareTurn
+from mugrpo_megatron.observe.log import read_rows
+from mugrpo_megatron.run.cursor import Cursor
+from mugrpo_megatron.run.directory import locked
+from mugrpo_megatron.run.stopping import Stopped
+from tests.extras.auxiliary.stand import COUNT, LEARNER, UPDATES, WIDTH, Answers, Killed, check_scored
+from tests.extras.prefetch.test_train_and_follow import follows, pause, until
+from tests.extras.prefetch.test_train_and_follow import recipe_of as following
+from tests.forked import started
+from tests.tiny import COIN, FINISHED, mugrpo, rows, take_stages, weights, write_run
+
+
+def share_of(run: Any, number: int, of: int) -> ShareTurn:
+    slot = EngineSlot(True, number=number, engines=of, local=0, local_engines=1, gpu=0)
+    return ShareTurn(run.recipe, run.store, 0, slot, run.display, run.stop)
+
+
+@pytest.mark.parametrize("of", [1, 3, UPDATES + 1])
+def test_shares_divide_the_updates_and_the_last_makes_the_column(run: Any, answers: Answers, of: int) -> None:
+    for number in range(of):
+        own = len(range(number, UPDATES, of))
+        answers.prompts.clear()
+        share_of(run, number, of).take()
+        assert len(answers.prompts) == own * WIDTH
+        rest = UPDATES - sum(len(range(one, UPDATES, of)) for one in range(number + 1))
+        lacks = f"teacher logprobs of big ({rest} of {UPDATES} updates)" if rest else ""
+        assert share_of(run, number, of).gather() == lacks
+    check_scored(run, run.store)
+    answers.prompts.clear()
+    turn.take_turns(run, LEARNER, run.store, Cursor())
+    assert answers.prompts == [], "the run has nothing to ask"
+
+
+def test_the_run_takes_over_from_a_share_and_a_share_from_the_run(run: Any, answers: Answers) -> None:
+    share_of(run, 1, 2).take()
+    answers.after, answers.error = WIDTH, Killed
+    with pytest.raises(Killed):
+        turn.take_turns(run, LEARNER, run.store, Cursor())
+    share_of(run, 0, 4).take()
+    assert len(answers.prompts) == (2 + 1 + 1) * WIDTH, "updates 1 and 3, 0, 4"
+    turn.take_turns(run, LEARNER, run.store, Cursor())
+    assert len(answers.prompts) == COUNT, "nothing twice"
+    check_scored(run, run.store)
+
+
+def test_an_engine_that_fails_is_restarted_and_one_that_fails_again_ends_the_share(
+    run: Any, answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers.after = WIDTH + 1
+    share_of(run, 0, 2).take()
+    assert answers.starts == 2
+    assert run.said == ["it died\nThe auxiliary model's engine is restarted for what is missing."]
+    monkeypatch.setattr(share, "MOST_FAILURES", 1)
+    answers.after = 0
+    with pytest.raises(EngineFailure, match="it died"):
+        share_of(run, 1, 2).take()
+
+
+def test_asked_to_stop_a_share_keeps_what_is_done(run: Any, answers: Answers) -> None:
+    run.stop.asked = True
+    with pytest.raises(Stopped, match="3 updates of this share are missing"):
+        share_of(run, 0, 2).take()
+
+
+def test_a_share_leaves_the_stage_to_the_run_that_scores_it(
+    run: Any, answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mugrpo_megatron.run.directory.MOMENTS_S", 0.0)
+    with locked(run.directory.stage_lock(0)):
+        share_of(run, 0, 1).take()
+        assert share_of(run, 0, 1).gather() == "what they are computing"
+    assert answers.starts == 0
+    assert run.said == ["the auxiliary models score stage 0 in the run's own turn"]
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_a_process_without_a_learner_scores_a_stage_and_the_run_takes_it(finished_run: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    (tmp_path / "question.j2").write_text("{{ prompt }} {{ response }} {{ gold }}", encoding="utf-8")
+    judge = {"function": "judge", "model": "wise", "max_tokens": 8, "prompt": str(tmp_path / "question.j2")}
+    functions = {"coin": COIN, "quality": {**judge, "parse": "tests.extras.auxiliary.parsing:characters"}}
+    recipe = write_run(
+        tmp_path,
+        finished_run.parent / "model",
+        rollout={"behaviour": "engine"},
+        reward={"function": "math", "functions": functions},
+        auxiliary={"wise": {"model": str(finished_run.parent / "model")}},
+        eval={"every_stages": 0},
+        checkpoint={"every_updates": 0},
+    )
+    take_stages(finished_run, run_dir)
+    said = mugrpo("generate", recipe, "--engine-only", "--shard", "0/1").stdout
+    assert "the stage has all that auxiliary models compute" in said
+    mugrpo("optimize", recipe)
+    assert len(rows(run_dir, "update")) == FINISHED["updates_per_stage"]
+    assert not [row for row in rows(run_dir, "phase") if row["phase"] == "auxiliary"], (
+        "the run has started no auxiliary model"
+    )
+    mugrpo("publish", run_dir, "--stage", 0, "--to", tmp_path / "set")
+    mugrpo("optimize", recipe, "--from", tmp_path / "set", "--set", f"run.dir={tmp_path / 'again'}")
+    assert weights(run_dir) == weights(tmp_path / "again"), (
+        "a branch of the published stage has the auxiliary models' columns"
+    )
+    name = "auxiliary/stage00000-reward-quality.parquet"
+    assert (run_dir / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.night
+def test_who_follows_a_run_also_scores_the_stage_ahead(tmp_path: Path) -> None:
+    """The learner, which waits for that, has an auxiliary model in its own first stage alone."""
+    folder = tmp_path / "early"
+    auxiliary = {"wise": {"model": str(folder / "model")}}
+    recipe = following(folder, stages=2, age=3, prompts=300, objective={"teacher": "wise"}, auxiliary=auxiliary)
+    run_dir = folder / "run"
+    with started(*follows(recipe, "0/1")) as follower, started("train", recipe) as learner:
+        with pause(learner, run_dir) as claim:
+            until(follower, claim.exists)
+        for command in (learner, follower):
+            assert command.wait() == 0, command.said
+        assert "stage 1, share 0/1: teacher logprobs of wise" in follower.said
+    log = read_rows(run_dir / "metrics.jsonl")
+    assert [row["stage"] for row in log if row.get("phase") == "auxiliary"] == [0]
+    assert {row["stage"] for row in log if "kl_teacher" in row and row["kind"] == "update"} == {0, 1}

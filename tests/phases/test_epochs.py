@@ -1,0 +1,111 @@
+"""Whole runs with a reference policy, a proximal policy that is refreshed and several passes: what they train on,
+and a resume."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mugrpo_megatron.report.page import write_report
+from mugrpo_megatron.run.checkpoints import complete, newest_cursor
+from mugrpo_megatron.run.cursor import Cursor
+from tests.phases.branches import optimize
+from tests.tiny import FINISHED, rows, weights
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+MU, EVERY = FINISHED["updates_per_stage"], 7
+
+MOVING = ("objective.name=off_policy_grpo", "optimizer.lr=1e-2")
+"""At this learning rate each update moves the policy far."""
+CLIPPED = (*MOVING, f"objective.proximal_every={EVERY}")
+EPOCHS = (*CLIPPED, "schedule.epochs=2")
+"""So that one proximal policy serves both passes."""
+REF, HELD = "objective.kl_ref=start", "objective.kl_coef=0.5"
+
+
+@pytest.fixture(scope="module")
+def whole(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first stage of the finished run in two passes, clipped around a proximal policy and held near its first
+    weights."""
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    optimize(finished_run, run_dir, *EPOCHS, REF, HELD)
+    return run_dir
+
+
+def clipped_fractions(run_dir: Path) -> list[float]:
+    return [row["clipped_fraction"] for row in rows(run_dir, "update")]
+
+
+def test_later_passes_take_the_same_updates_in_another_order(whole: Path) -> None:
+    taken = rows(whole, "update")
+    assert [row["age"] for row in taken] == list(range(2 * MU))
+    rewards = [row["reward_mean"] for row in taken]
+    assert sorted(rewards[:MU]) == sorted(rewards[MU:])
+    assert rewards[:MU] != rewards[MU:]
+    assert newest_cursor(whole / "checkpoints") == Cursor(1, 0, 2 * MU, repeated=MU)
+    assert "passes over each stage" in write_report(whole).read_text(encoding="utf-8")
+
+
+def test_the_clip_binds_between_refreshes_and_only_there(finished_run: Path, whole: Path, tmp_path: Path) -> None:
+    """Informative groups alone are lined up with it: else the first update after a refresh would not be at it.
+
+    The samples are the engine's and differ from run to run: one update need not move the next one's tokens to the clip.
+    """
+    optimize(finished_run, tmp_path / "informative", *CLIPPED, "objective.zero_variance=leave_out")
+    for run_dir in (whole, tmp_path / "informative"):
+        shares = clipped_fractions(run_dir)
+        assert set(shares[::EVERY]) == {0.0}, "at a refresh the ratio is exactly the proximal policy's"
+        assert max(shares) > 0
+    first_pass = clipped_fractions(whole)[:MU]
+    assert all(max(first_pass[refresh : refresh + EVERY]) > 0 for refresh in range(0, MU, EVERY))
+
+
+def test_a_run_stays_near_its_anchor(finished_run: Path, whole: Path, tmp_path: Path) -> None:
+    """The stage's first weights cost no pass where the learner has scored it; a directory may hold any weights."""
+    optimize(finished_run, tmp_path / "free", *EPOCHS, REF)
+    held, free = rows(whole, "update"), rows(tmp_path / "free", "update")
+    assert held[0]["kl_ref"] == held[0]["kl_anchor_k1"] == 0.0
+    assert (held[0]["loss"], held[0]["grad_norm"]) == (free[0]["loss"], free[0]["grad_norm"])
+    assert 0 < held[-1]["kl_ref"] < free[-1]["kl_ref"]
+    assert (whole / "ref" / "stage00000.parquet").exists()
+
+    optimize(finished_run, tmp_path / "stage", *EPOCHS, "objective.kl_ref=stage", HELD)
+    assert [row["kl_ref"] for row in rows(tmp_path / "stage", "update")] == [row["kl_ref"] for row in held]
+    assert not (tmp_path / "stage" / "ref").exists()
+
+    moved = f"objective.kl_ref={tmp_path / 'stage' / 'hf'}"
+    optimize(finished_run, tmp_path / "towards", *MOVING, moved, "objective.kl_coef=50")
+    towards = rows(tmp_path / "towards", "update")
+    assert towards[-1]["kl_ref"] < towards[0]["kl_ref"] > 0
+    assert clipped_fractions(tmp_path / "towards") == [0.0] * MU, "without a proximal policy nothing is clipped"
+    assert not (tmp_path / "towards" / "proximal").exists()
+    refused = optimize(finished_run, tmp_path / "wrong", f"objective.kl_ref={tmp_path}", code=2)
+    assert 'name the directory of a checkpoint like the model\'s, or "start" or "stage"' in refused.stderr
+
+
+def test_a_run_that_resumes_in_the_second_pass_ends_bitwise_like_the_unbroken_one(
+    finished_run: Path, whole: Path, tmp_path: Path
+) -> None:
+    """What a kill between two refreshes leaves; the reference policy's pass is lost, its weights are not."""
+    run_dir, age = tmp_path / "run", MU + 4
+    shutil.copytree(whole, run_dir)
+    for path in [*complete(run_dir / "checkpoints"), *(run_dir / "proximal").iterdir()]:
+        if path.stem > f"stage00000-age{age:05d}":
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    shutil.rmtree(run_dir / "hf")
+    assert newest_cursor(run_dir / "checkpoints").age == age
+    shutil.copytree(run_dir, tmp_path / "lost")
+    shutil.rmtree(run_dir / "ref")
+    optimize(finished_run, run_dir, *EPOCHS, REF, HELD)
+    assert weights(run_dir) == weights(whole)
+    end = "checkpoints/stage00001-age00000/__0_0.distcp"
+    assert (run_dir / end).read_bytes() == (whole / end).read_bytes()
+
+    shutil.rmtree(tmp_path / "lost" / "proximal")
+    refused = optimize(finished_run, tmp_path / "lost", *EPOCHS, REF, HELD, code=2).stderr
+    begun = f"stage00000-age{age - age % EVERY:05d}"
+    assert f"{begun}.parquet is missing" in refused
+    assert f"the checkpoints after {begun}" in refused
+    assert "Traceback" not in refused

@@ -1,0 +1,136 @@
+"""A run goes on with the user's files that it began with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mugrpo_megatron.commands.eval import EvalRecord, settings_of
+from mugrpo_megatron.errors import RewardFailure, UserError
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe.load import validate
+from mugrpo_megatron.run.directory import check_directory, open_directory
+from mugrpo_megatron.run.record import USER_FILES as FILE_NAME
+from mugrpo_megatron.run.record import user_files
+from mugrpo_megatron.run.run import open_files
+
+CODE = "def right(response):\n    return 1.0\n"
+NAMES = {
+    "reward.functions.first": "own_files_rewards.py",
+    "reward.functions.second": "own_files_others.py",
+    "objective.surrogate": "own_files_loss.py",
+    "objective.diagnostics": "own_files_figures.py",
+    "data.chat_template": "own.jinja",
+}
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
+    monkeypatch.chdir(tmp_path)
+    for name in NAMES.values():
+        (tmp_path / name).write_text(CODE, encoding="utf-8")
+    return recipe_in(tmp_path / "run")
+
+
+def recipe_in(run_dir: Path) -> Recipe:
+    functions = {
+        "first": {"function": "own_files_rewards:right"},
+        "second": {"function": "own_files_others:right"},
+        "third": {"function": "math"},
+    }
+    table = {
+        "run": {"dir": str(run_dir)},
+        "reward": {"functions": functions},
+        "objective": {
+            "surrogate": "own_files_loss:right",
+            "diagnostics": "own_files_figures:right",
+        },
+        "data": {"chat_template": "own.jinja"},
+    }
+    return validate(table, "recipe")
+
+
+def begin(recipe: Recipe) -> None:
+    with open_directory(recipe):
+        pass
+
+
+def score(run_dir: Path, file: str = "stages/00000/shard-00000.parquet") -> None:
+    """The run gets a group, or an evaluation."""
+    (run_dir / file).parent.mkdir()
+    (run_dir / file).touch()
+
+
+@pytest.mark.parametrize("key", ["reward.functions.second", "data.chat_template"])
+def test_an_edited_file_is_refused_with_the_way_out(key: str, recipe: Recipe, tmp_path: Path) -> None:
+    begin(recipe)
+    begin(recipe)
+    assert user_files(recipe).keys() == NAMES.keys()
+    score(tmp_path / "run")
+    own = tmp_path / NAMES[key]
+    own.write_text(CODE + "# edited\n", encoding="utf-8")
+    said = rf"{key} names a file that was edited since .* began; restore it, begin a new run or a branch .*remove"
+    for refuses in (check_directory, begin):
+        with pytest.raises(UserError, match=said):
+            refuses(recipe)
+    begin(recipe_in(tmp_path / "another"))
+    own.write_text(CODE, encoding="utf-8")
+    begin(recipe)
+    own.write_text(CODE + "# edited\n", encoding="utf-8")
+    (tmp_path / "run" / FILE_NAME).unlink()
+    begin(recipe)
+    own.write_text(CODE, encoding="utf-8")
+    with pytest.raises(UserError, match=key):
+        begin(recipe)
+
+
+@pytest.mark.parametrize("scored", ["stages/00000/shard-00000.parquet", "evaluations/update000000.jsonl"])
+def test_an_edited_reward_is_accepted_until_it_has_scored(scored: str, recipe: Recipe, tmp_path: Path) -> None:
+    begin(recipe)
+    own = {key: tmp_path / name for key, name in NAMES.items()}
+    own["objective.surrogate"].write_text(CODE + "# edited\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"objective\.surrogate"):
+        begin(recipe)
+    own["objective.surrogate"].write_text(CODE, encoding="utf-8")
+    key = "reward.functions.first"
+    own[key].write_text(CODE + "# edited\n", encoding="utf-8")
+    check_directory(recipe)
+    begin(recipe)
+    score(tmp_path / "run", scored)
+    begin(recipe)  # the edited file is the run's now
+    (tmp_path / NAMES[key]).write_text(CODE, encoding="utf-8")
+    with pytest.raises(UserError, match=f"{key} names a file that was edited"):
+        begin(recipe)
+
+
+def test_a_reward_that_ended_the_run_may_be_edited(recipe: Recipe, tmp_path: Path) -> None:
+    def fail() -> None:
+        score(tmp_path / "run")
+        raise RewardFailure("the function failed", "reward.functions.first")
+
+    with pytest.raises(RewardFailure), open_files(recipe, None):
+        fail()
+    (tmp_path / NAMES["reward.functions.first"]).write_text(CODE + "# edited\n", encoding="utf-8")
+    begin(recipe)
+    (tmp_path / NAMES["reward.functions.second"]).write_text(CODE + "# edited\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"^reward\.functions\.second names"):
+        begin(recipe)
+
+
+def test_a_damaged_record_is_told(recipe: Recipe, tmp_path: Path) -> None:
+    begin(recipe)
+    (tmp_path / "run" / FILE_NAME).write_bytes(b"{}")
+    with pytest.raises(UserError, match=rf"{FILE_NAME}: damaged, .*remove .*{FILE_NAME} to continue"):
+        check_directory(recipe)
+
+
+def test_an_edited_template_is_another_evaluation(recipe: Recipe, tmp_path: Path) -> None:
+    settings = settings_of(recipe, {"a": "a"}, [])
+    EvalRecord(
+        tmp_path / "out", {key: value for key, value in settings.items() if key != "template file"}
+    )  # an older one
+    EvalRecord(tmp_path / "out", settings)
+    (tmp_path / "own.jinja").write_text("edited", encoding="utf-8")
+    with pytest.raises(UserError, match="holds an evaluation with other template file"):
+        EvalRecord(tmp_path / "out", settings_of(recipe, {"a": "a"}, []))
