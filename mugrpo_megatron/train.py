@@ -10,7 +10,6 @@ from mugrpo_megatron.phases.generate import (
     generate,
     run_auxiliary_models,
     sleep_engines,
-    stage_to_generate,
     sync_weights,
 )
 from mugrpo_megatron.phases.saves import finish
@@ -43,7 +42,7 @@ def train_stages(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -
 
 def generate_stage(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> None:
     """The engines generate all responses of the next µ updates with the learner's current weights."""
-    stage = stage_to_generate(run, engines, cursor)
+    stage = run.stage_store(cursor, engines.writer)
     while not stage.sealed:  # one pass, unless an engine fails and is restarted
         sync_weights(run, learner, engines, cursor)  # learner -> bridge -> engine
         evaluate_if_due(run, learner, engines, cursor)

@@ -66,19 +66,14 @@ def generate_arguments(parser: Parser) -> None:
         metavar="I/N",
         help="with --engine-only: the I-th of N processes, from 0; `mugrpo seal` closes the stage",
     )
-    parser.add_argument(
-        "--follow",
-        action="store_true",
-        help="with --engine-only: with schedule.max_sample_age, every stage ahead of the learner, until the run's last",
-    )
 
 
 def generate(options: Options) -> int:
     """Generate the stage at which the run stands, with the learner's ranks or by engines alone."""
     if options.engine_only:
         return _generate_share(options)
-    if options.shard or options.follow:
-        raise UserError(f"{'--shard' if options.shard else '--follow'} goes with --engine-only")
+    if options.shard:
+        raise UserError("--shard goes with --engine-only")
 
     def run(recipe: Recipe) -> None:
         from mugrpo_megatron.checks.preflight import check_run
@@ -117,23 +112,12 @@ def generate_alone(
 
 def _generate_share(options: Options) -> int:
     share = import_module("mugrpo_megatron.extras.prefetch.shares").parse_share(options.shard or "0/1")
-    if options.follow and options.stage is not None:
-        raise UserError("--follow generates the stages in their order; omit --stage")
 
     def run(recipe: Recipe) -> None:
         from mugrpo_megatron.checks.preflight import check_engine_only
 
-        if options.follow and not recipe.schedule.max_sample_age:
-            raise UserError(
-                "--follow generates stages that a learner accepts ahead: set schedule.max_sample_age, or leave out "
-                "--follow"
-            )
         recipe, problems = check_engine_only(recipe, say)
         engine_only = import_module("mugrpo_megatron.extras.prefetch.engine_only")
-        if options.follow:
-            stages = engine_only.follow(recipe, share, problems)
-            say(f"share {share}: the run has no further stage; {stages} were generated ahead")
-            return
         say(visible(engine_only.generate_share(recipe, share, options.stage, problems)))
 
     return with_recipe(options, run)

@@ -5,10 +5,8 @@ The devices are handed over around it: a device never holds learner and engine i
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
-from pathlib import Path
+from contextlib import closing
 from uuid import uuid4
 
 from mugrpo_megatron.engine.client import MOST_FAILURES, Engine, PromptSource
@@ -20,10 +18,9 @@ from mugrpo_megatron.evaluation.scoring import Group, Scorer
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.observe.environment import device_memory_in_use
 from mugrpo_megatron.observe.log import MetricLog
-from mugrpo_megatron.observe.progress import Bar, Display
+from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.recipe.functions import load_function
 from mugrpo_megatron.run.cursor import Cursor
-from mugrpo_megatron.run.directory import InUse, locked
 from mugrpo_megatron.run.leader import EngineLeader, Engines, rendezvous, sleep_joined
 from mugrpo_megatron.run.responses import rows_of, stage_prompt
 from mugrpo_megatron.run.run import Run
@@ -36,39 +33,6 @@ from mugrpo_megatron.weights.sync import sync
 
 GUESTS = "mugrpo_megatron.extras.auxiliary.turn:take_turns"
 """What other models than the policy compute of a stage, each with the devices to itself."""
-LOOK_S = 1.0
-"""How often a learner that waits for other processes looks for them."""
-
-
-def stage_to_generate(run: Run, engines: Engines, cursor: Cursor) -> StageStore:
-    """The cursor's stage on disk, sealed or not.
-
-    With `schedule.max_sample_age` other processes may be generating it ahead: waits while they do. Collective; raises
-    Stopped, with the learner saved, when the run is asked to stop meanwhile.
-    """
-    if run.recipe.schedule.max_sample_age:
-        path = run.directory.stage_lock(cursor.stage)
-        if run.is_main and path.exists():
-            with run.phase("generate", cursor), ExitStack() as stack:
-                lock_once_free(path, f"generate stage {cursor.stage}", run.display, run.stop, stack)
-        run.world.barrier()
-        if any(run.world.any_rank(run.stop.asked)):
-            raise run.stop.all_stopped(cursor)
-        stage = StageStore(run.directory.stage(cursor.stage))
-        if run.world.broadcast(run.is_main and stage.sealed):
-            check_shared(run.world, stage, stage.wait_for(set(), sealed=True))
-    return run.stage_store(cursor, engines.writer)
-
-
-def lock_once_free(path: Path, work: str, display: Display, stop: StopRequest, stack: ExitStack) -> None:
-    """Hold a lock in `stack` once those that `work` have let it go, or not at all when the run is asked to stop."""
-    with display.waiting(f"waiting for those that {work}"):
-        while not stop.heard():
-            try:
-                stack.enter_context(locked(path))
-                return
-            except InUse:
-                time.sleep(LOOK_S)
 
 
 def sync_weights(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> None:

@@ -29,9 +29,8 @@ def save_if_due(run: Run, cursor: Cursor) -> None:
 
     The run resumes from `cursor`. Saves at the end of every `checkpoint.every_stages`-th stage and of the last, after
     every `checkpoint.every_updates`-th update of a stage; without engines, in a run that takes one stage's updates,
-    always at its end. A save at a stage's end writes `hf/`, too; so do the
-    first weights of a stage that may sample the next one (`schedule.max_sample_age`). Raises Stopped, with everything
-    saved, when the run was asked to stop.
+    always at its end. A save at a stage's end writes `hf/`, too. Raises Stopped, with everything saved, when the run
+    was asked to stop.
 
     The stages since the last save are sealed: a resumed run generates none of them again and repeats their updates.
     """
@@ -40,12 +39,10 @@ def save_if_due(run: Run, cursor: Cursor) -> None:
     due = last or cursor.stage % section.every_stages == 0 if stage_ends else cursor.due(section.every_updates)
     [stopping] = run.world.any_rank(run.stop.asked)
     saves = stopping or due
-    exports = not last and (cursor.samples_next(run.recipe.schedule) or (stage_ends and saves))
-    if saves or exports:
+    if saves:
         with run.log.phase("save", cursor.stage):
-            if saves:
-                run.saver.save(cursor)
-            if exports:
+            run.saver.save(cursor)
+            if stage_ends and not last:
                 write_hf(run, cursor)
     if stopping:
         raise run.stop.all_stopped(cursor)

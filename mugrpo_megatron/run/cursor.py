@@ -12,10 +12,9 @@ from mugrpo_megatron.recipe.sections import ScheduleSection
 class Cursor:
     """The next optimizer update: `age` of stage `stage`.
 
-    `age` counts the updates already taken on the stage's responses, so it is also how stale they are, but for those
-    that were sampled before the stage began (`schedule.max_sample_age`). Each of the stage's µ updates is taken
-    `schedule.epochs` times. A run is finished after S µ x epochs updates; where stages end early, it takes more than S
-    stages to get there.
+    `age` counts the updates already taken on the stage's responses, which is also their staleness. Each of the stage's
+    µ updates is taken `schedule.epochs` times. A run is finished after S µ x epochs updates; where stages end early, it
+    takes more than S stages to get there.
     """
 
     stage: int = 0
@@ -59,20 +58,6 @@ class Cursor:
             repeated = max(0, self.age + 1 - sampled)
             return Cursor(self.stage + 1, 0, self.updates + 1, self.repeated + repeated)
         return Cursor(self.stage, self.age + 1, self.updates + 1, self.repeated, nats)
-
-    def next_stage(self, schedule: ScheduleSection, sampled: int) -> Cursor:
-        """The start of the stage after this one, which has responses of `sampled` updates and ends with its last."""
-        length = self.stage_length(schedule, sampled)
-        return Cursor(self.stage + 1, 0, self._before_stage + length, self.repeated + max(0, length - sampled))
-
-    def samples_next(self, schedule: ScheduleSection) -> bool:
-        """Whether the weights here are the first that may sample the next stage: `schedule.max_sample_age`.
-
-        They are of that many updates before the stage's end, or of its start where it is shorter.
-        """
-        length = self.stage_length(schedule, self.stage_updates(schedule))
-        last = self._before_stage + length >= schedule.total_updates
-        return not last and length - self.age == min(schedule.max_sample_age, length) > 0
 
     def stage_progress(self, schedule: ScheduleSection, sampled: int) -> float:
         """The part of the stage's updates that are taken, from 0 to below 1."""

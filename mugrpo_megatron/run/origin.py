@@ -10,26 +10,23 @@ from pydantic import ValidationError
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import CURSOR
 from mugrpo_megatron.files.json_text import read_json
-from mugrpo_megatron.recipe.sections import ScheduleSection
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.record import MARK, Record
 from mugrpo_megatron.stages.manifest import Origin, read_manifest
 
 
-def stage_origin(directory: RunDirectory, record: Record, cursor: Cursor, schedule: ScheduleSection) -> Origin:
+def stage_origin(directory: RunDirectory, record: Record, cursor: Cursor) -> Origin:
     """Where the stage at which the cursor stands has to come from: the weights at its start sample it.
 
-    A sealed stage may be of earlier weights of the run, by at most `schedule.max_sample_age` updates; a branch takes
-    its first stage as it was sampled.
+    A branch takes its first stage as it was sampled.
     """
     start, run = cursor.updates - cursor.age, record.run_of_stage(cursor.stage)
     branched = record.branch is not None and record.branch.stage == cursor.stage
-    earliest = 0 if branched else start - schedule.max_sample_age
-    if earliest < start:
+    if branched:
         manifest = read_manifest(directory.stage(cursor.stage))
         origin = manifest.origin if manifest.sealed else None
-        if origin and (origin.run, origin.stage) == (run, cursor.stage) and earliest <= origin.updates <= start:
+        if origin and (origin.run, origin.stage) == (run, cursor.stage) and origin.updates <= start:
             return origin
     return Origin(run, cursor.stage, start)
 

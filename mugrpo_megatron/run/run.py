@@ -66,7 +66,7 @@ class Run:
     def stage_store(self, cursor: Cursor, writer: int = 0) -> StageStore:
         """The cursor's stage on disk; each rank that generates into it is a `writer` of its own."""
         replay = self.recipe.learner.routing_replay
-        origin = stage_origin(self.directory, self.record, cursor, self.recipe.schedule)
+        origin = stage_origin(self.directory, self.record, cursor)
         return StageStore(self.directory.stage(cursor.stage), writer, origin, replay)
 
     @contextmanager
@@ -142,7 +142,7 @@ def open_files(recipe: Recipe, problems: Problems | None) -> Iterator[RunFiles]:
         if is_main and problems:
             record_data(directory.path, problems)
         if record:
-            check_current_stage(directory, stage_origin(directory, record, cursor, recipe.schedule), cursor)
+            check_current_stage(directory, stage_origin(directory, record, cursor), cursor)
         display = stack.enter_context(open_display(show=is_main))
         log = open_log(
             directory.path,

@@ -79,8 +79,7 @@ class Origin:
     """Id of the run that generated it."""
     stage: int
     updates: int
-    """The version of the weights that sampled its responses: optimizer updates before the stage, or fewer where it was
-    generated ahead (`schedule.max_sample_age`)."""
+    """The version of the weights that sampled its responses: optimizer updates before the stage."""
 
 
 @dataclass(frozen=True, slots=True)

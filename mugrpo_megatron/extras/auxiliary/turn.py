@@ -3,6 +3,7 @@ and leave."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -23,11 +24,13 @@ from mugrpo_megatron.extras.auxiliary.scoring import (
 )
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.observe.environment import device_memory_in_use, finds_cuda
-from mugrpo_megatron.phases.generate import check_shared, lock_once_free, shared_queue, show_totals
+from mugrpo_megatron.observe.progress import Display
+from mugrpo_megatron.phases.generate import check_shared, shared_queue, show_totals
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import InUse, locked
 from mugrpo_megatron.run.run import Run, give_devices
+from mugrpo_megatron.run.stopping import StopRequest
 from mugrpo_megatron.stages.store import StageStore
 
 
@@ -157,3 +160,18 @@ def _round(
         run.world.barrier(lambda: show_totals(bar, queue, run.is_main))
         show_totals(bar, queue, run.is_main)
     return failure, updates
+
+
+LOOK_S = 1.0
+"""Seconds between two attempts to take a lock that another process holds."""
+
+
+def lock_once_free(path: Path, work: str, display: Display, stop: StopRequest, stack: ExitStack) -> None:
+    """Hold a lock in `stack` once those that `work` have let it go, or not at all when the run is asked to stop."""
+    with display.waiting(f"waiting for those that {work}"):
+        while not stop.heard():
+            try:
+                stack.enter_context(locked(path))
+                return
+            except InUse:
+                time.sleep(LOOK_S)

@@ -6,7 +6,6 @@ and each may be killed and started again.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, closing
 
@@ -18,7 +17,6 @@ from mugrpo_megatron.engine.placement import EngineSlot
 from mugrpo_megatron.errors import EngineFailure, EngineStopped, UserError
 from mugrpo_megatron.evaluation.scoring import Group, ScoredGroup, Scorer
 from mugrpo_megatron.extras.auxiliary.share import ShareTurn
-from mugrpo_megatron.extras.prefetch.following import claimed, has_begun, seal_ahead, stages_ahead
 from mugrpo_megatron.extras.prefetch.shares import Position, Share, begin, mark_share
 from mugrpo_megatron.observe.environment import finds_cuda
 from mugrpo_megatron.observe.progress import Display, open_display
@@ -30,9 +28,6 @@ from mugrpo_megatron.run.responses import rows_of, stage_prompt
 from mugrpo_megatron.run.stopping import StopRequest, handle_signals
 from mugrpo_megatron.stages.manifest import check_stage
 from mugrpo_megatron.stages.store import StageStore
-
-LOOK_S = 1.0
-"""How often a process that follows a run looks for the next weights, and for the other shares."""
 
 
 def generate_share(recipe: Recipe, share: Share, stage: int | None, problems: Problems) -> str:
@@ -68,48 +63,6 @@ def generate_share(recipe: Recipe, share: Share, stage: int | None, problems: Pr
     else:
         after = "the stage has all that auxiliary models compute; `mugrpo optimize` takes its updates"
     return f"share {share} has all of its {groups:,} groups; {after}"
-
-
-def follow(recipe: Recipe, share: Share, problems: Problems) -> int:
-    """Generate the share of every stage ahead of the learner, until the run's last; the number of these stages.
-
-    The process may start before the run does. Errors are those of `generate_share`.
-    """
-    directory, stages = RunDirectory(recipe.run.dir), 0
-    with ExitStack() as stack:
-        display = stack.enter_context(open_display())
-        stop = stack.enter_context(handle_signals(is_main=True))
-
-        def wait() -> bool:
-            time.sleep(LOOK_S)
-            return not stop.heard()
-
-        display.say(f"share {share}: waits for weights in {directory.hf}")
-        while not has_begun(directory) and wait():
-            pass
-        if not stop.asked:
-            stack.enter_context(_only_one(directory, share))
-        for where, run_recipe in stages_ahead(recipe, problems, wait):
-            with lock_soon(directory.stage_lock(where.cursor.stage), shared=True):  # the learner waits meanwhile
-                where = claimed(directory, run_recipe, where)
-                groups = _generate_missing(run_recipe, share, where, problems, display, stop)
-                display.say(f"share {share} has all of its {groups:,} groups of stage {where.cursor.stage}")
-                sealed = seal_ahead(directory, run_recipe, where)
-                auxiliaries = (
-                    _auxiliaries(run_recipe, share, where, display, stop) if run_recipe.auxiliary.by_name else None
-                )
-                if sealed and auxiliaries:
-                    auxiliaries.take()
-            while not sealed and wait():  # other shares are not done: the learner waits for those that are at work
-                sealed = seal_ahead(directory, run_recipe, where)
-                if sealed and auxiliaries:
-                    auxiliaries.take()
-            if sealed and auxiliaries:
-                auxiliaries.gather()
-            stages += 1
-        if stop.asked:
-            raise stop.stopped(f"share {share} waited for the weights of the next stage")
-    return stages
 
 
 def _only_one(directory: RunDirectory, share: Share) -> AbstractContextManager[None]:

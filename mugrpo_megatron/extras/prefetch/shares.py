@@ -99,7 +99,7 @@ def position(directory: RunDirectory, recipe: Recipe) -> Position:
     if newest > checkpoint_name(cursor or Cursor()) or (cursor and cursor.age):
         raise UserError(
             f"{directory.path} is at {newest}, but its hf/ holds {checkpoint_name(cursor) if cursor else 'nothing'}: "
-            "finish the stage with `mugrpo optimize`, which writes hf/, or generate the next one ahead with `--follow`"
+            "finish the stage with `mugrpo optimize`, which writes hf/"
         )
     if cursor is None:
         cursor, weights = Cursor(), recipe.model.directory

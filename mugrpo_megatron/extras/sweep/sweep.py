@@ -159,7 +159,7 @@ class SweepContext:
             assert record is not None
             newest = self.world.broadcast(newest_cursor(directory.checkpoints) if self.is_main else Cursor())
             if self.is_main:
-                check_current_stage(directory, stage_origin(directory, record, newest, recipe.schedule), newest)
+                check_current_stage(directory, stage_origin(directory, record, newest), newest)
                 if self.problems:
                     record_data(directory.path, self.problems)
             tracked = open_log(

@@ -11,14 +11,10 @@ from mugrpo_megatron.engine.placement import EngineSlot
 from mugrpo_megatron.errors import EngineFailure
 from mugrpo_megatron.extras.auxiliary import share, turn
 from mugrpo_megatron.extras.auxiliary.share import ShareTurn
-from mugrpo_megatron.observe.log import read_rows
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import locked
 from mugrpo_megatron.run.stopping import Stopped
 from tests.extras.auxiliary.stand import COUNT, LEARNER, UPDATES, WIDTH, Answers, Killed, check_scored
-from tests.extras.prefetch.test_train_and_follow import follows, pause, until
-from tests.extras.prefetch.test_train_and_follow import recipe_of as following
-from tests.forked import started
 from tests.tiny import COIN, FINISHED, mugrpo, rows, take_stages, weights, write_run
 
 
@@ -116,23 +112,3 @@ def test_a_process_without_a_learner_scores_a_stage_and_the_run_takes_it(finishe
     )
     name = "auxiliary/stage00000-reward-quality.parquet"
     assert (run_dir / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
-
-
-@pytest.mark.process
-@pytest.mark.slow
-@pytest.mark.night
-def test_who_follows_a_run_also_scores_the_stage_ahead(tmp_path: Path) -> None:
-    """The learner, which waits for that, has an auxiliary model in its own first stage alone."""
-    folder = tmp_path / "early"
-    auxiliary = {"wise": {"model": str(folder / "model")}}
-    recipe = following(folder, stages=2, age=3, prompts=300, objective={"teacher": "wise"}, auxiliary=auxiliary)
-    run_dir = folder / "run"
-    with started(*follows(recipe, "0/1")) as follower, started("train", recipe) as learner:
-        with pause(learner, run_dir) as claim:
-            until(follower, claim.exists)
-        for command in (learner, follower):
-            assert command.wait() == 0, command.said
-        assert "stage 1, share 0/1: teacher logprobs of wise" in follower.said
-    log = read_rows(run_dir / "metrics.jsonl")
-    assert [row["stage"] for row in log if row.get("phase") == "auxiliary"] == [0]
-    assert {row["stage"] for row in log if "kl_teacher" in row and row["kind"] == "update"} == {0, 1}

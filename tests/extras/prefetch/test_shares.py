@@ -89,7 +89,7 @@ def test_a_run_begins_with_the_model_and_goes_on_with_its_hf(tmp_path: Path) -> 
     checkpoint(Cursor(1, 2, 5)).rename(directory.checkpoints / "stage00001-age00002.damaged")
     assert position(directory, recipe).cursor == Cursor(1, 0, 3), "what was set aside is no place to stand at"
     checkpoint(Cursor(1, 2, 5))
-    with pytest.raises(UserError, match=r"holds stage00001-age00000: finish the stage .* ahead with `--follow`"):
+    with pytest.raises(UserError, match=r"holds stage00001-age00000: finish the stage with `mugrpo optimize`"):
         position(directory, recipe)
     write_json(directory.hf / MARK, mark(first.record, asdict(Cursor(2, 0, 6))))
     with pytest.raises(UserError, match="taken all of its 6 updates"):
