@@ -11,6 +11,8 @@ from tests.checkout import ROOT
 
 PAGES = sorted([*ROOT.glob("*.md"), *Path(ROOT, "docs").rglob("*.md")])
 NAMED = re.compile(r"(?<![\w/.])(?:tests|run_scripts)/[\w/.-]*\w/?")
+OF_COMMIT = re.compile(r"`[\w/.-]+`\s+of\s+commit\s+[0-9a-f]{7,}")
+"""A path of history: code that is deleted."""
 LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"")
 
 
@@ -23,16 +25,16 @@ def anchors(page: str) -> set[str]:
 @pytest.mark.parametrize("path", PAGES, ids=str)
 def test_links_lead_somewhere_and_named_tests_and_scripts_exist(path: Path) -> None:
     page = path.read_text(encoding="utf-8")
-    named = [one for one in NAMED.findall(page) if "MODEL" not in one]
-    assert [one for one in named if not Path(ROOT, one.rstrip("/")).exists()] == []
-    for found in LINK.finditer(page):
-        target, _, anchor = (found[1] or found[2]).partition("#")
+    names = [name for name in NAMED.findall(OF_COMMIT.sub("", page)) if "MODEL" not in name]
+    assert [name for name in names if not Path(ROOT, name.rstrip("/")).exists()] == []
+    for link in LINK.finditer(page):
+        target, _, anchor = (link[1] or link[2]).partition("#")
         if "://" in target:
             continue
-        there = path.parent / target if target else path
-        assert there.exists(), f"{path}: {found[0]}"
+        linked = path.parent / target if target else path
+        assert linked.exists(), f"{path}: {link[0]}"
         if anchor:
-            assert anchor in anchors(there.read_text(encoding="utf-8")), f"{path}: {found[0]}"
+            assert anchor in anchors(linked.read_text(encoding="utf-8")), f"{path}: {link[0]}"
 
 
 def test_an_anchor_is_githubs() -> None:

@@ -1,0 +1,123 @@
+"""README's figures of the study, computed again from docs/study/*.csv."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+import pytest
+
+from mugrpo_megatron.evaluation.estimators import mean_interval
+from tests.checkout import ROOT
+
+README = " ".join(Path(ROOT, "README.md").read_text(encoding="utf-8").split())
+Figures = Mapping[int, float]
+"""Seed -> a figure."""
+
+
+def rows_of(name: str) -> list[dict[str, str]]:
+    with Path(ROOT, "docs/study", name).open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def column(name: str, method: str, rate: float, key: str = "after", drawn_again: Collection[int] = ()) -> Figures:
+    """A figure of a method's cells; tuning seeds are left out. Seeds in `drawn_again` take their second draw."""
+    rows = [row for row in rows_of(name) if (row["method"], float(row["rate"])) == (method, rate)]
+    draws = {(int(row["seed"]), int(row["repeat"])): float(row[key]) for row in rows}
+    return {seed: draws[seed, draw] for seed, draw in draws if seed < 100 and draw == (seed in drawn_again)}
+
+
+def minus(left: Figures, right: Figures) -> list[float]:
+    return [100 * (left[seed] - right[seed]) for seed in sorted(left.keys() & right.keys())]
+
+
+def interval(values: list[float], sign: str = "+") -> str:
+    """Mean with half of its 95 % interval, Student's t."""
+    mean = mean_interval(values)
+    return f"{mean.value:{sign}.1f} ± {mean.high - mean.value:.1f}"
+
+
+def test_one_stage_and_its_schedules() -> None:
+    grpo, strict, none, veto = (
+        column("cells.csv", name, rate)
+        for name, rate in (("grpo", 4e-5), ("strict", 8e-5), ("none", 1e-5), ("veto", 1e-5))
+    )
+    start, sampled = (fmean(column("cells.csv", "veto", 1e-5, key).values()) for key in ("before", "stage_reward"))
+    gain = fmean(minus(grpo, column("cells.csv", "grpo", 4e-5, "before")))
+    twins = [int(row["seed"]) for row in rows_of("cells.csv") if (row["method"], row["same_as"]) == ("veto", "none")]
+    idle = len({seed for seed in twins if seed < 100})
+    stage, falling = minus(veto, grpo), minus(column("cells.csv", "mild_decay", 8e-5), grpo)
+    again = {0, 3, 4}  # docs/study/plan.md, "Second draws"
+    fifth = minus(
+        *(column("cells.csv", name, rate, "after", again) for name, rate in (("grow_decay", 8e-5), ("grpo", 4e-5)))
+    )
+    for sentence in (
+        f"ends {-fmean(stage):.1f} points below GRPO ({interval(stage)} points over {len(stage)} seeds)",
+        f"from {100 * start:.0f} % ({100 * sampled:.0f} % when sampled) GRPO gains {gain:.0f} points",
+        f"grow by 1.5 and a rate that falls in each, {interval(falling)} points over {len(falling)} seeds",
+        f"double and a rate that falls in each, {interval(fifth)} points over {len(fifth)} seeds",
+        f"the relaxed clip is worth {interval(minus(none, strict))} points over GRPO's clip and the veto",
+        f"veto {interval(minus(veto, none))} more: at {idle} of {len(none)} seeds no ratio",
+        f"{-fmean(stage):.1f} points below on one stage, {-fmean(falling):.1f} with the best schedule",
+        f"{fmean(minus(veto, strict)):.1f} points below mu-GRPO, and it still learns",
+    ):
+        assert sentence in README
+
+
+def six(headroom: str, method: str, key: str = "after") -> Figures:
+    """A figure of part six at the method's tuned rate."""
+    rate = {"six_small": 8e-5, "six_large": 4e-5}[headroom.replace("euclid_", "")] if method == "grpo" else 2e-5
+    return column(f"{headroom}/cells.csv", method, rate, key)
+
+
+def test_part_six() -> None:
+    cells = (("six_small", "stage"), ("six_large", "eight"), ("six_large", "rule"))
+    stage, eight, rule = (interval(minus(six(grid, "grpo"), six(grid, name)), "") for grid, name in cells)
+    small, large = (100 * fmean(six(*cell, "before").values()) for cell in (cells[0], cells[2]))
+    phases = fmean(six("six_large", "rule", "stages").values())
+    seconds = [
+        [fmean(six(grid, method, "rollout_seconds").values()) for method in (name, "grpo")] for grid, name in cells
+    ]
+    saved = [100 * (1 - own / grpo) for own, grpo in seconds]
+    for sentence in (
+        f"Over 8 seeds, from {small:.0f} % sampled accuracy, one stage of 256 updates ended {stage} points",
+        f"from {large:.0f} %, 8 equal stages ended {eight} below, and {phases:.1f} that",
+        f"`schedule.max_kl = 0.5` ended {rule}. Generation took {min(saved):.0f} to {max(saved):.0f} % less time",
+    ):
+        assert sentence in README
+
+
+def shares(grid: str, *methods: str) -> list[tuple[float, float]]:
+    """(nats of a stage, gap to GRPO as a share of the start's errors) of the methods' cells."""
+    nats, before, after = ({name: six(grid, name, key) for name in methods} for key in ("nats", "before", "after"))
+    grpo = six(grid, "grpo")
+    return [
+        (nats[name][seed], (grpo[seed] - after[name][seed]) / (1 - before[name][seed]))
+        for name in methods
+        for seed in after[name]
+    ]
+
+
+def test_the_laws_formula_predicted_four_gaps() -> None:
+    """gap = errors · height · (1 − exp(−nats / scale)), fitted without `euclid`; `half` holds nine of ten cells."""
+    law = [row for row in rows_of("law.csv") if row["gap"]]
+    known = [(float(row["nats"]), float(row["gap"]) / (1 - float(row["start_sampled"]))) for row in law]
+    known += shares("six_small", "stage") + shares("six_large", "rule", "eight")
+    nats, gaps = np.array(known).T
+    scales = np.geomspace(0.05, 5.0, 400)
+    shapes = -np.expm1(-nats / scales[:, None])
+    heights = shapes @ gaps / (shapes**2).sum(axis=1)
+    residuals = np.abs(gaps - heights[:, None] * shapes)
+    best = (residuals**2).sum(axis=1).argmin()
+    half = np.sort(residuals[best])[math.ceil(0.9 * (len(known) + 1)) - 1]
+    page = Path(ROOT, "docs/study/part-six.md").read_text(encoding="utf-8")
+    assert f"e · {heights[best]:.3f} · (1 - exp(-n / {scales[best]:.2f})), ± {half:.3f} of e" in page
+    predicted = [*shares("six_euclid_small", "stage", "eight"), *shares("six_euclid_large", "stage", "eight")]
+    misses = [abs(gap + heights[best] * math.expm1(-moved / scales[best])) for moved, gap in predicted]
+    assert [miss <= half for miss in misses] == [True] * 4
+    assert math.sqrt(fmean(miss**2 for miss in misses)) == pytest.approx(0.019, abs=5e-4)
+    assert "A formula of errors and nats predicted four gaps of a second task" in README
