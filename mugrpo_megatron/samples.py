@@ -73,10 +73,10 @@ class Prompt:
     index: int
     problem: Problem
     ids: list[int]
-    scored: int = 0
-    """The last so many ids are a response that the engine is to score; 0 to sample one."""
+    logprob_tokens: int = 0
+    """Tokens at the end of `ids` whose logprobs the engine returns instead of sampling; 0 to sample a response."""
     support_ids: np.ndarray | None = field(default=None, hash=False)
-    """int32 [scored, k]: the tokens that could be sampled at each place of a response to score, as in `Sample`."""
+    """int32 [logprob_tokens, k]: `Sample.support_ids` of those tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from mugrpo_megatron.checks.preflight import check_engine
 from mugrpo_megatron.commands.common import say
 from mugrpo_megatron.data.files import rows
-from mugrpo_megatron.data.prepare import held_out_problems, spaced_of_each
+from mugrpo_megatron.data.prepare import evenly_spaced_by_set, held_out_problems
 from mugrpo_megatron.data.problems import check_sets, held_out_sets, named_sources
 from mugrpo_megatron.data.prompts import first_prompt, template_of
 from mugrpo_megatron.data.tokenizer import load_tokenizer
@@ -25,7 +25,15 @@ from mugrpo_megatron.engine.client import Engine
 from mugrpo_megatron.engine.launch import held_out_sampling
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.evaluation.estimators import Interval, Measure, macro_average
-from mugrpo_megatron.evaluation.scoring import Graded, Summary, grade, measure_of, prompts_of, scored, summarize
+from mugrpo_megatron.evaluation.scoring import (
+    ProblemResult,
+    Summary,
+    measure_of,
+    problem_result,
+    prompts_of,
+    scored,
+    summarize,
+)
 from mugrpo_megatron.files.durable import full_disk_told, write_json, write_text
 from mugrpo_megatron.files.hf_config import read_model_config
 from mugrpo_megatron.files.json_text import json_value, read_json
@@ -77,7 +85,7 @@ def run(recipe: Recipe, sources: Sequence[str], output: Path) -> Evaluation:
     notes: list[str] = []
     held_out = held_out_problems(",".join(sources), recipe.data, recipe.reward, notes, "--data")
     recipe.reward.check_sources(problem.data_source for problem in held_out)
-    problems = spaced_of_each(held_out, recipe.data.eval_problems, notes)
+    problems = evenly_spaced_by_set(held_out, recipe.data.eval_problems, notes)
     style, template = recipe.data.prompt_style, template_of(recipe.data)
     prompts = prompts_of(problems, tokenizer, style, recipe.data.max_prompt_tokens, template)
     record = EvalRecord(output, settings_of(recipe, names, problems), inputs=[Path(one) for one in names.values()])
@@ -144,7 +152,7 @@ class EvalRecord:
         make_directory(directory, f"--out {directory}")
         write_json(settings_file, settings)
 
-    def read(self) -> list[Graded]:
+    def read(self) -> list[ProblemResult]:
         """Finished problems; truncates a last line that was written in part. UserError names a damaged line."""
         if not self._rows.exists():
             return []
@@ -155,7 +163,7 @@ class EvalRecord:
                 file.truncate(len(whole))
         return [_graded(row, f"{self._rows}:{line}") for line, row in rows(self._rows)]
 
-    def append(self, graded: Graded) -> None:
+    def append(self, graded: ProblemResult) -> None:
         """Add a finished problem; UserError when the disk is full."""
         with full_disk_told(self._rows), self._rows.open("a", encoding="utf-8") as file:
             file.write(json.dumps(_written(graded)) + "\n")
@@ -168,7 +176,7 @@ def _same(before: Any, now: Any) -> bool:
     return bool(before == now)
 
 
-def _written(graded: Graded) -> dict[str, Any]:
+def _written(graded: ProblemResult) -> dict[str, Any]:
     """A line of problems.jsonl; the row and the untouched gold stay in the data, where the problem's id finds them."""
     bare = replace(graded.problem, gold=None, row={})
     written = asdict(replace(graded, problem=bare))
@@ -176,13 +184,13 @@ def _written(graded: Graded) -> dict[str, Any]:
     return written
 
 
-def _graded(row: dict[str, Any] | str, place: str) -> Graded:
+def _graded(row: dict[str, Any] | str, place: str) -> ProblemResult:
     """A row of problems.jsonl; UserError when it is not one."""
     try:
         if isinstance(row, str):
             raise TypeError(row)
         messages = tuple((role, text) for role, text in row["problem"].get("messages", ()))
-        return Graded(**{**row, "problem": Problem(**{**row["problem"], "messages": messages})})
+        return ProblemResult(**{**row, "problem": Problem(**{**row["problem"], "messages": messages})})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{place}: not a finished problem ({error}); delete the line to evaluate it again") from None
 
@@ -252,7 +260,7 @@ def _evaluate(
                         groups = engine.generate(missing, recipe.eval.of(name).samples, how)
                         for group in scored(groups, verifier, tokenizer):
                             bar.advance(tokens=group.tokens)
-                            known[group.prompt.problem.id] = graded = grade(group)
+                            known[group.prompt.problem.id] = graded = problem_result(group)
                             record.append(graded)
                     seconds[name] = time.perf_counter() - start
         finally:

@@ -24,7 +24,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import check_tokenizer
 from mugrpo_megatron.observe.streams import visible
 from mugrpo_megatron.recipe import ObjectiveSection, Recipe, load_recipe
-from mugrpo_megatron.rewards.pool import verdict_in
+from mugrpo_megatron.rewards.pool import reward_before_penalty
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.record import with_cached_model
 from mugrpo_megatron.samples import Sample
@@ -283,7 +283,10 @@ def _fits(sample: Sample, advantage: float, selection: Selection) -> bool:
         (selection.group is None or sample.group == selection.group)
         and (selection.min_reward is None or sample.reward >= selection.min_reward)
         and (selection.max_reward is None or sample.reward <= selection.max_reward)
-        and (selection.right is None or (verdict_in(sample.reward, sample.components) >= RIGHT) is selection.right)
+        and (
+            selection.right is None
+            or (reward_before_penalty(sample.reward, sample.components) >= RIGHT) is selection.right
+        )
         and (selection.advantage is None or np.sign(advantage) == SIGNS[selection.advantage])
         and (not selection.vetoed or advantage < 0)
     )

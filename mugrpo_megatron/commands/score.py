@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mugrpo_megatron.data.files import found_in, rows
-from mugrpo_megatron.data.reading import any_answer, asked_in, data_source_of, kept_row, verifiable_answer
+from mugrpo_megatron.data.reading import any_answer, data_source_of, kept_row, prompt_in_row, verifiable_answer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import durable_file
 from mugrpo_megatron.files.json_text import json_value
@@ -139,7 +139,7 @@ def _scored(source: Iterator[_Asked], verifier: Verifier) -> Iterator[tuple[Row,
             [row["response"] for row in rows_of_block],
             [row.get("answer") for row in rows_of_block],
             rows_of_block,
-            [asked_in(row) for row in rows_of_block],
+            [prompt_in_row(row) for row in rows_of_block],
             answers=[one.answer for one in block],
             sources=[data_source_of(row) for row in rows_of_block],
         )

@@ -21,7 +21,7 @@ from mugrpo_megatron.commands.warm_start import RECIPE, is_warm_started, locked_
 from mugrpo_megatron.data.arithmetic import GENERATED, demonstration, problems
 from mugrpo_megatron.data.demonstrations import demonstrations, sequences
 from mugrpo_megatron.data.prepare import problem_at
-from mugrpo_megatron.data.prompts import first_prompt, shown, template_of
+from mugrpo_megatron.data.prompts import decoded_line, first_prompt, template_of
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer, load_tokenizer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import write_text
@@ -120,7 +120,7 @@ def _learn_rows(recipe: Recipe, source: str) -> None:
                 display.say(f"{read.too_long:,} rows are longer than the recipe's token limits: left out")
             style, template = recipe.data.prompt_style, template_of(recipe.data)
             display.say(first_prompt(tokenizer, read.pairs[0][0], style, template))
-            display.say(f"and its response: {shown(tokenizer, read.pairs[0][1])}")
+            display.say(f"and its response: {decoded_line(tokenizer, read.pairs[0][1])}")
             with display.bar("supervised", updates, "updates") as bar:
                 for batch in _batches(recipe, rows, updates):
                     tokens = sum(sequence.trained for sequence in batch)

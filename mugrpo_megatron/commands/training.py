@@ -34,10 +34,10 @@ def train(options: Options) -> int:
             show_finished(RunDirectory(recipe.run.dir))
             return
         from mugrpo_megatron.checks.preflight import check_run
-        from mugrpo_megatron.engine.launch import prelaunched_host
+        from mugrpo_megatron.engine.launch import prelaunch_host
 
         recipe, problems = check_run(recipe, say)
-        with prelaunched_host(recipe) as prelaunched:
+        with prelaunch_host(recipe) as prelaunched:
             say(IMPORTING)
             from mugrpo_megatron.run.run import open_run
             from mugrpo_megatron.train import train_stages
@@ -77,10 +77,10 @@ def generate(options: Options) -> int:
 
     def run(recipe: Recipe) -> None:
         from mugrpo_megatron.checks.preflight import check_run
-        from mugrpo_megatron.engine.launch import prelaunched_host
+        from mugrpo_megatron.engine.launch import prelaunch_host
 
         recipe, problems = check_run(recipe, say)
-        with prelaunched_host(recipe) as prelaunched:
+        with prelaunch_host(recipe) as prelaunched:
             say(IMPORTING)
             generate_alone(recipe, options.stage, problems, prelaunched)
 

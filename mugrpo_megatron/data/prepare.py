@@ -17,7 +17,7 @@ from mugrpo_megatron.data.prompts import (
     FittingPrompts,
     first_prompt,
     fitting_prompts,
-    fitting_prompts_of_each,
+    fitting_prompts_by_set,
     template_of,
 )
 from mugrpo_megatron.errors import UserError
@@ -148,7 +148,7 @@ def prepare(
     rendering = data.prompt_style, data.max_prompt_tokens, template
     fits = (
         fitting_prompts(problems.train, tokenizer, *rendering),
-        fitting_prompts_of_each(problems.held_out, tokenizer, *rendering),
+        fitting_prompts_by_set(problems.held_out, tokenizer, *rendering),
     )
     for name, fit in zip(("training", "held-out"), fits, strict=True):
         if fit.too_long:
@@ -175,7 +175,7 @@ def read_problems(data: DataSection, reward: RewardSection) -> Problems:
     read = distinct
     if data.contamination != "off":
         read = _uncontaminated(read, held_out, data.contamination == "drop", notes)
-    return Problems(made + read, spaced_of_each(held_out, data.eval_problems, notes), notes)
+    return Problems(made + read, evenly_spaced_by_set(held_out, data.eval_problems, notes), notes)
 
 
 def held_out_problems(
@@ -191,7 +191,7 @@ def held_out_problems(
     return problems
 
 
-def spaced_of_each(problems: list[Problem], limit: int, notes: list[str]) -> list[Problem]:
+def evenly_spaced_by_set(problems: list[Problem], limit: int, notes: list[str]) -> list[Problem]:
     """At most `limit` problems of every data set, in their order; a note for each set that has more.
 
     They are evenly spaced: many sets are sorted by subject or difficulty, so the first ones are not like the rest.

@@ -55,17 +55,19 @@ class Template:
     """Where `text` was read."""
 
 
-OWN = Template()
+TOKENIZER_TEMPLATE = Template()
 """The tokenizer's template without arguments."""
 
 
-def first_prompt(tokenizer: PreTrainedTokenizerBase, ids: list[int], style: str, template: Template = OWN) -> str:
+def first_prompt(
+    tokenizer: PreTrainedTokenizerBase, ids: list[int], style: str, template: Template = TOKENIZER_TEMPLATE
+) -> str:
     """The line about the first prompt of a run or an evaluation, with the style that it was rendered in."""
-    style = chosen(style, tokenizer, template)
-    return f"the first prompt as the model sees it ({style}): {shown(tokenizer, ids)}"
+    style = resolved_style(style, tokenizer, template)
+    return f"the first prompt as the model sees it ({style}): {decoded_line(tokenizer, ids)}"
 
 
-def shown(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+def decoded_line(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
     """A prompt as one quoted line, special tokens included."""
     return quoted(str(tokenizer.decode(ids)))
 
@@ -102,19 +104,21 @@ def check_style(style: str) -> None:
         raise UserError(f"data.prompt_style {style!r} is unknown: choose one of auto, chat, {', '.join(STYLES)}")
 
 
-def chosen(style: str, tokenizer: PreTrainedTokenizerBase, template: Template = OWN) -> str:
+def resolved_style(style: str, tokenizer: PreTrainedTokenizerBase, template: Template = TOKENIZER_TEMPLATE) -> str:
     """The style that `auto` stands for: `chat` where there is a template, else `plain`; any other is itself."""
     if style != "auto":
         return style
     return "plain" if tokenizer.chat_template is None and template.text is None else "chat"
 
 
-def render(problem: Problem, tokenizer: PreTrainedTokenizerBase, style: str, template: Template = OWN) -> list[int]:
+def render(
+    problem: Problem, tokenizer: PreTrainedTokenizerBase, style: str, template: Template = TOKENIZER_TEMPLATE
+) -> list[int]:
     """Prompt token ids of one problem, with the tokenizer's beginning-of-sequence token where it has one.
 
     Only `chat` renders more than one message. Raises UserError for a chat that the style or the template cannot render.
     """
-    fitting = chosen(style, tokenizer, template)
+    fitting = resolved_style(style, tokenizer, template)
     if fitting == "chat":
         text = _chat(with_question_asked(problem, template), tokenizer, template)
         return tokenizer.encode(text, add_special_tokens=False)
@@ -195,7 +199,7 @@ def fitting_prompts(
     tokenizer: PreTrainedTokenizerBase,
     style: str,
     max_prompt_tokens: int,
-    template: Template = OWN,
+    template: Template = TOKENIZER_TEMPLATE,
 ) -> FittingPrompts:
     """Render every problem and leave out those whose prompt is longer than `max_prompt_tokens`."""
     rendered = [(problem, render(problem, tokenizer, style, template)) for problem in problems]
@@ -210,12 +214,12 @@ def fitting_prompts(
     return FittingPrompts([p for p, _ in fitting], [ids for _, ids in fitting], len(rendered) - len(fitting))
 
 
-def fitting_prompts_of_each(
+def fitting_prompts_by_set(
     problems: Sequence[Problem],
     tokenizer: PreTrainedTokenizerBase,
     style: str,
     max_prompt_tokens: int,
-    template: Template = OWN,
+    template: Template = TOKENIZER_TEMPLATE,
 ) -> FittingPrompts:
     """`fitting_prompts` of several data sets, concatenated; each must have a prompt that fits."""
     sets: dict[str, list[Problem]] = {}

@@ -23,7 +23,7 @@ from mugrpo_megatron.data.files import (
     recognised,
 )
 from mugrpo_megatron.files.json_text import json_value
-from mugrpo_megatron.rewards.items import Asked
+from mugrpo_megatron.rewards.items import ChatOrText
 from mugrpo_megatron.rewards.math.extract import boxed_answer
 from mugrpo_megatron.samples import Message, Problem
 
@@ -80,7 +80,7 @@ def problem_of(row: dict[str, Any], columns: ColumnPaths, source: str, place: st
     return Problem(place, question, answer, source, messages, gold, data_source_of(row), columns_of_row)
 
 
-def asked_in(row: Mapping[str, Any]) -> Asked:
+def prompt_in_row(row: Mapping[str, Any]) -> ChatOrText:
     """What the model was asked, for reward functions: the column `prompt`, text or a chat's messages; else empty."""
     prompt = row.get("prompt")
     if isinstance(prompt, list) and all(isinstance(turn, dict) for turn in prompt):

@@ -68,7 +68,7 @@ class Engine:
         self._host: HostProcess | None = None
         self._ready, self._starts = False, starts_before(log)
         self._asleep: set[Tag] = set()
-        self.record = LoadRecord()
+        self.load_record = LoadRecord()
         """Readings of the engine's load in the last generation."""
         self.version = 0
         """That responses are tagged with."""
@@ -220,7 +220,14 @@ class Engine:
             while True:
                 while prompts := take(len(in_flight), slots):
                     work = [
-                        Request(next(keys), one.ids, n, one.index, scored=one.scored, support_ids=one.support_ids)
+                        Request(
+                            next(keys),
+                            one.ids,
+                            n,
+                            one.index,
+                            logprob_tokens=one.logprob_tokens,
+                            support_ids=one.support_ids,
+                        )
                         for one in prompts
                     ]
                     in_flight.update((one.key, prompt) for one, prompt in zip(work, prompts, strict=True))
@@ -239,7 +246,7 @@ class Engine:
         """The block may `ask` and take `answers`; its end aborts what is in flight."""
         self.wait_ready()
         self._send(("generate", sampling), "generate")
-        self.record = LoadRecord()
+        self.load_record = LoadRecord()
         try:
             yield
         finally:
@@ -265,7 +272,7 @@ class Engine:
                 return None
             kind, value = host.receive(self._section.request_timeout_s, "generate")
         if kind == "progress":
-            self.record.add(value)
+            self.load_record.add(value)
             return []
         return list(value.unpack())
 
@@ -294,7 +301,7 @@ class Engine:
         """The next message other than `progress`: the engine is silent when no token comes for `timeout_s`."""
         with self._used() as host:
             while (message := host.receive(timeout_s, doing))[0] == "progress":
-                self.record.add(message[1])
+                self.load_record.add(message[1])
             return message
 
     @contextmanager

@@ -19,7 +19,7 @@ import torch
 
 from mugrpo_megatron.engine import sglang_compat
 from mugrpo_megatron.engine.launch import SUMMING
-from mugrpo_megatron.engine.queue import Load, read_load
+from mugrpo_megatron.engine.queue import EngineLoad, read_load
 from mugrpo_megatron.files.tensors import Sums, sums
 
 IDLE_SECONDS = 60.0
@@ -69,7 +69,7 @@ class EngineGroup:
         """What SGLang knows of each unfinished request."""
         return ChainMap(*[engine.tokenizer_manager.rid_to_state for engine in self._engines])
 
-    async def load(self, tokens: int) -> Load:
+    async def load(self, tokens: int) -> EngineLoad:
         """The load, `tokens` being sampled."""
         snapshots = [await engine.tokenizer_manager.get_loads() for engine in self._engines]
         return read_load(tokens, [one for of_engine in snapshots for one in of_engine])

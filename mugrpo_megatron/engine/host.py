@@ -151,7 +151,7 @@ class Generation:
         if self._closing:  # before it has begun: SGLang aborts what it knows of
             self._in_flight -= 1
             return
-        outputs = await (self._score(work) if work.scored else self._sample(work))
+        outputs = await (self._score(work) if work.logprob_tokens else self._sample(work))
         self._in_flight -= 1
         self._tokens += sum(len(output["output_ids"]) for output in outputs)
         # An aborted request ends with reason `abort`; the client does not wait for its group.
@@ -168,14 +168,16 @@ class Generation:
             sampling_params=self._parameters_of(work),
             return_logprob=True,
             return_routed_experts=self._sampling.routed is not None,
-            top_logprobs_num=self._sampling.top_k if self._sampling.keep and not self._sampling.masked else 0,
-            masked=self._sampling.masked,
+            top_logprobs_num=self._sampling.top_k
+            if self._sampling.support_ids and not self._sampling.sampling_masks
+            else 0,
+            masked=self._sampling.sampling_masks,
         )
 
     async def _score(self, work: Request) -> list[dict[str, Any]]:
         """The response at the end of `work.ids`, as if it had been sampled."""
-        first, parts, reason = len(work.ids) - work.scored, [], {"type": "length"}
-        for piece in pieces(len(work.ids), work.scored, work.support_ids):
+        first, parts, reason = len(work.ids) - work.logprob_tokens, [], {"type": "length"}
+        for piece in pieces(len(work.ids), work.logprob_tokens, work.support_ids):
             (output,) = await self._engines.generate(**request(work.ids, piece))
             if output["meta_info"]["finish_reason"]["type"] not in FINISH_REASONS:  # aborted
                 return [output]

@@ -300,15 +300,15 @@ def sampling(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Sampling:
         routed=_routed(recipe),
         stop=tuple(rollout.stop),
         top_k=rollout.top_k,
-        keep=keeps(rollout),
-        masked=keeps(rollout) and rollout.top_k > sglang_compat.MOST_TOP_LOGPROBS,
+        support_ids=returns_support_ids(rollout),
+        sampling_masks=returns_support_ids(rollout) and rollout.top_k > sglang_compat.MOST_TOP_LOGPROBS,
         stream=_stream(recipe, "train"),
     )
 
 
-def keeps(rollout: RolloutSection) -> bool:
+def returns_support_ids(rollout: RolloutSection) -> bool:
     """Whether a stage keeps the tokens that could be sampled, so that the learner's softmax runs over the same."""
-    return 0 < rollout.top_k <= sglang_compat.most_kept()
+    return 0 < rollout.top_k <= sglang_compat.most_support_ids()
 
 
 def _stream(recipe: Recipe, name: str) -> str | None:
@@ -327,13 +327,13 @@ def _routed(recipe: Recipe) -> Routed | None:
 def sampling_note(recipe: Recipe) -> str:
     """What to know of the recipe's sampling; empty where ratios are exact."""
     rollout = recipe.rollout
-    if not rollout.truncates or keeps(rollout):
+    if not rollout.truncates or returns_support_ids(rollout):
         return ""
     return (
         "The engine samples from a part of the vocabulary, and probabilities are those of the whole one on both sides: "
         f"ratios leave out how the part's share of the probability moves. Set rollout.top_k to "
-        f"{sglang_compat.most_kept()} or less, with top_p as it is, and the stage keeps the part, so that ratios are "
-        "exact."
+        f"{sglang_compat.most_support_ids()} or less, with top_p as it is, and the stage keeps the part, so ratios "
+        "are exact."
     )
 
 
@@ -357,7 +357,7 @@ def _stop_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
 
 @contextmanager
-def prelaunched_host(recipe: Recipe) -> Iterator[HostProcess | None]:
+def prelaunch_host(recipe: Recipe) -> Iterator[HostProcess | None]:
     """A process that imports SGLang while this one imports Megatron, for the engine that this rank will lead.
 
     Each import takes seconds. None on CUDA, where the learner loads first and importing SGLang may already take memory

@@ -87,7 +87,7 @@ class NodeStatus:
     """Of the next start, if this part leads the engine: no other start has it."""
 
 
-def part_of(engine: int, node: int, running: bool) -> NodeStatus:
+def node_status(engine: int, node: int, running: bool) -> NodeStatus:
     """What this rank says, from torchrun's variables."""
     name, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
     family, kind, _, _, place = socket.getaddrinfo(name, port, type=socket.SOCK_DGRAM)[0]
@@ -97,7 +97,7 @@ def part_of(engine: int, node: int, running: bool) -> NodeStatus:
     return NodeStatus(engine, node, running, here, str(place[0]), free_port(), uuid4().hex)
 
 
-def address_of(parts: list[NodeStatus]) -> str:
+def leader_address(parts: list[NodeStatus]) -> str:
     """HOST:PORT at which the leader's node is reached from the engine's other nodes; `parts` are those of one engine.
 
     The first engine is led by rank 0, whose own name may mean loopback there; the other nodes know its address.

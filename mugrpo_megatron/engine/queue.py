@@ -91,7 +91,7 @@ MOST_LOADS = 240
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class EngineLoad:
     """One reading."""
 
     time: float
@@ -110,9 +110,9 @@ class Load:
         return {"tokens": self.tokens, "running": self.running, "queued": self.queued, "kv_use": self.kv_use}
 
 
-def read_load(tokens: int, snapshots: Sequence[Any]) -> Load:
+def read_load(tokens: int, snapshots: Sequence[Any]) -> EngineLoad:
     """The engine's load from what its schedulers have published, one snapshot for each that works on its own data."""
-    return Load(
+    return EngineLoad(
         time=time.time(),
         tokens=tokens,
         running=sum(one.num_running_reqs for one in snapshots),
@@ -125,11 +125,11 @@ def read_load(tokens: int, snapshots: Sequence[Any]) -> Load:
 class LoadRecord:
     """Readings of one generation, evenly spread: when there are too many, every second one is dropped."""
 
-    loads: list[Load] = field(default_factory=list)
+    loads: list[EngineLoad] = field(default_factory=list)
     _every: int = 1
     _seen: int = 0
 
-    def add(self, load: Load) -> None:
+    def add(self, load: EngineLoad) -> None:
         if self._seen % self._every == 0:
             self.loads.append(load)
         self._seen += 1

@@ -29,7 +29,7 @@ def is_new() -> bool:
     return tuple(map(int, re.findall(r"\d+", found)[:3])) > (0, 5, 15)
 
 
-def most_kept() -> int:
+def most_support_ids() -> int:
     """Largest top-k whose tokens the engine can return, so that a stage keeps them."""
     return MOST_MASKED if is_new() else MOST_TOP_LOGPROBS
 

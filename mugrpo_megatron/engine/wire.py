@@ -83,10 +83,10 @@ class Sampling:
     """Texts that end a response."""
     top_k: int = 0
     """0 is the whole vocabulary."""
-    keep: bool = False
+    support_ids: bool = False
     """Return the tokens that could be sampled, and logprobs among them; needs `top_k`."""
-    masked: bool = False
-    """Take them from the sampler's own masks; needs `keep`."""
+    sampling_masks: bool = False
+    """Take them from the sampler's own masks; needs `support_ids`."""
     stream: str | None = None
     """Name of the random numbers: a response draws from this stream, for the weights, its prompt's place and its number
     alone. None: from the engine's, in the order in which requests meet."""
@@ -105,10 +105,10 @@ class Request:
     """Fewer than the call's `Sampling.max_tokens`."""
     stop: tuple[str, ...] = ()
     """Texts that end its responses, besides the call's."""
-    scored: int = 0
-    """The last so many of `ids` are a response to score, and nothing is sampled; 0 to sample."""
+    logprob_tokens: int = 0
+    """Tokens at the end of `ids` whose logprobs are returned instead of sampling; 0 to sample."""
     support_ids: np.ndarray | None = None
-    """int32 [scored, k]: the tokens that each softmax of a score runs over, -1 where fewer; None for the vocabulary."""
+    """int32 [logprob_tokens, k]: tokens that each softmax runs over, -1 where fewer; None for the vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +184,7 @@ def seeds(stream: str, version: int, work: Request) -> list[int]:
 def pack(groups: list[tuple[int, list[dict[str, Any]]]], weight_version: int, sampling: Sampling) -> Groups:
     """Flatten finished groups as SGLang returns them: per response `output_ids` and `meta_info`.
 
-    Where `sampling.keep` asks for it, with the support ids and with logprobs among them; where `sampling.routed`
+    Where `sampling.support_ids` asks for it, with the support ids and with logprobs among them; where `sampling.routed`
     does, with the experts.
     """
     outputs = [output for _, group in groups for output in group]
@@ -197,9 +197,9 @@ def pack(groups: list[tuple[int, list[dict[str, Any]]]], weight_version: int, sa
         [entry[0] for output in outputs for entry in output["meta_info"]["output_token_logprobs"]], dtype=np.float32
     )
     support_ids = None
-    if sampling.masked:
+    if sampling.sampling_masks:
         support_ids, logprobs = _masks(outputs, len(ids))
-    elif sampling.keep:
+    elif sampling.support_ids:
         support_ids, logprobs = _support_ids(outputs, ids, logprobs, sampling)
     return Groups(
         keys=[key for key, _ in groups],
@@ -267,7 +267,7 @@ class LogprobRange:
 
 
 def pieces(length: int, scored: int, support_ids: np.ndarray | None) -> Iterator[LogprobRange]:
-    """Requests that together score the last `scored` of `length` tokens; `support_ids` is int32 [scored, k], or
+    """Requests that together score the last `scored` of `length` tokens; `support_ids` is int32 [logprob_tokens, k], or
     None."""
     first = length - scored
     if support_ids is None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
-from mugrpo_megatron.data.prompts import OWN, Template, fitting_prompts_of_each
+from mugrpo_megatron.data.prompts import TOKENIZER_TEMPLATE, Template, fitting_prompts_by_set
 from mugrpo_megatron.evaluation.estimators import (
     Interval,
     Measure,
@@ -19,7 +19,7 @@ from mugrpo_megatron.evaluation.estimators import (
     pass_at_k,
 )
 from mugrpo_megatron.recipe.scoring import RewardSection
-from mugrpo_megatron.rewards.items import Pending, Score, asked_of
+from mugrpo_megatron.rewards.items import Pending, Score, prompt_of_problem
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.samples import Problem, Prompt, Response
 
@@ -82,7 +82,7 @@ class Scorer:
             texts,
             [problem.gold] * n,
             [problem.row] * n,
-            [asked_of(problem)] * n,
+            [prompt_of_problem(problem)] * n,
             answers=[problem.answer] * n,
             sources=[problem.data_source] * n,
             ids=ids,
@@ -131,7 +131,7 @@ def scored(
 
 
 @dataclass(frozen=True, slots=True)
-class Graded:
+class ProblemResult:
     """One problem's K samples."""
 
     problem: Problem
@@ -171,17 +171,17 @@ def prompts_of(
     tokenizer: PreTrainedTokenizerBase,
     style: str,
     max_prompt_tokens: int,
-    template: Template = OWN,
+    template: Template = TOKENIZER_TEMPLATE,
 ) -> list[Prompt]:
     """Problems as prompts, set by set; those that do not fit are left out."""
-    fits = fitting_prompts_of_each(problems, tokenizer, style, max_prompt_tokens, template)
+    fits = fitting_prompts_by_set(problems, tokenizer, style, max_prompt_tokens, template)
     pairs = zip(fits.problems, fits.prompts, strict=True)
     return [Prompt(index, problem, ids) for index, (problem, ids) in enumerate(pairs)]
 
 
-def grade(group: ScoredGroup) -> Graded:
+def problem_result(group: ScoredGroup) -> ProblemResult:
     """A scored group as one problem's result."""
-    return Graded(
+    return ProblemResult(
         problem=group.prompt.problem,
         rewards=[score.reward for score in group.scores],
         answers=[score.extracted for score in group.scores],
@@ -207,7 +207,7 @@ def mean_at_k(rewards: Sequence[Sequence[float]], measure: Measure) -> Interval:
     return clustered_interval(means, len(rewards[0])) if measure == "accuracy" else mean_interval(means)
 
 
-def summarize(name: str, graded: Sequence[Graded], measure: Measure) -> Summary:
+def summarize(name: str, graded: Sequence[ProblemResult], measure: Measure) -> Summary:
     """Figures of one data set from its graded problems, each with the same number of samples.
 
     A response passes with a reward of 1 or more.

@@ -243,7 +243,7 @@ def _engine_memory(leader: EngineLeader | None) -> float:
 
 def _log_loads(world: World, log: MetricLog, leader: EngineLeader | None, cursor: Cursor) -> None:
     """Log the engines' loads during the generation that has just ended. Collective."""
-    mine = (leader.slot.number, leader.engine.record.loads) if leader else (0, [])
+    mine = (leader.slot.number, leader.engine.load_record.loads) if leader else (0, [])
     for engine, loads in world.gather(mine):
         for load in loads:
             log.engine(cursor.stage, engine, load.time, load.metrics())

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.examples import Example, read_examples, shortened
-from mugrpo_megatron.rewards.pool import verdict_in
+from mugrpo_megatron.rewards.pool import reward_before_penalty
 from mugrpo_megatron.stages.manifest import SEALED_NAME, check_origin, read_manifest
 from mugrpo_megatron.stages.probe import Probe, read_probe
 
@@ -128,7 +128,9 @@ def _verdicts(file: pq.ParquetFile, rewards: np.ndarray, recipe: Mapping[str, An
     if not recipe.get("reward", {}).get("overlong_buffer_tokens") or "components" not in file.schema_arrow.names:
         return rewards
     parts = file.read(columns=["components"])["components"].to_pylist()
-    verdicts = [verdict_in(reward, _named(part)) for reward, part in zip(rewards.tolist(), parts, strict=True)]
+    verdicts = [
+        reward_before_penalty(reward, _named(part)) for reward, part in zip(rewards.tolist(), parts, strict=True)
+    ]
     return np.array(verdicts, dtype=np.float64)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from mugrpo_megatron.observe.examples import Example, shortened
 from mugrpo_megatron.observe.streams import visible
 from mugrpo_megatron.report.details import Details, spaced
-from mugrpo_megatron.rewards.pool import verdict_in
+from mugrpo_megatron.rewards.pool import reward_before_penalty
 
 CHARACTERS = 32_000
 """Of all texts on the page together."""
@@ -74,7 +74,7 @@ def _of_each_kind(examples: Sequence[Example], measure: str) -> list[Example]:
 
 def _is_right(one: Example) -> bool:
     """By the verdict: a right response may have lost reward to its length, a wrong one gained some by its form."""
-    return verdict_in(one.reward, one.components) >= 1.0
+    return reward_before_penalty(one.reward, one.components) >= 1.0
 
 
 def _counts(examples: Sequence[Example], measure: str) -> str:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 
 from mugrpo_megatron.recipe.scoring import CODE, MATH, RewardSection
-from mugrpo_megatron.rewards.items import asked_of
+from mugrpo_megatron.rewards.items import prompt_of_problem
 from mugrpo_megatron.rewards.math.extract import is_integer
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.samples import Problem
@@ -69,7 +69,7 @@ def scores_of_golds(problems: Sequence[Problem], section: RewardSection) -> Iter
                 [response],
                 [problem.gold],
                 [problem.row],
-                [asked_of(problem)],
+                [prompt_of_problem(problem)],
                 answers=[problem.answer],
                 sources=[problem.data_source],
             )

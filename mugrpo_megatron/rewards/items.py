@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 """A row of the data, every column of it, as JSON has it."""
-Asked = str | Sequence[Mapping[str, str]]
+ChatOrText = str | Sequence[Mapping[str, str]]
 """What the model was asked: a text, or the messages of a chat (`role`, `content`)."""
 
 
-def asked_of(problem: Problem) -> Asked:
+def prompt_of_problem(problem: Problem) -> ChatOrText:
     """What the model was asked: the messages where the problem is a chat, else the question."""
     return [{"role": role, "content": text} for role, text in problem.messages] or problem.question
 
@@ -31,7 +31,7 @@ class ScoringInput:
     answer: str
     """What `math` compares the response's answer with."""
     row: Row = field(default_factory=dict)
-    prompt: Asked = ""
+    prompt: ChatOrText = ""
     source: str = ""
     """The problem's `data_source`."""
     ids: Sequence[int] = ()

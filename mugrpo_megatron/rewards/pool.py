@@ -11,7 +11,7 @@ from typing import Any
 
 from mugrpo_megatron.recipe.scoring import OVERLONG, RewardSection
 from mugrpo_megatron.rewards.dispatch import Dispatcher
-from mugrpo_megatron.rewards.items import Asked, Pending, Row, Score, ScoringInput, Verdict
+from mugrpo_megatron.rewards.items import ChatOrText, Pending, Row, Score, ScoringInput, Verdict
 
 
 def combined(verdicts: Mapping[str, Verdict], weights: Mapping[str, float]) -> Score:
@@ -58,7 +58,7 @@ def with_length_penalty(score: Score, tokens: int, max_tokens: int, section: Rew
     return replace(score, reward=score.reward - penalty, components={**score.components, OVERLONG: penalty})
 
 
-def verdict_in(reward: float, components: Mapping[str, float]) -> float:
+def reward_before_penalty(reward: float, components: Mapping[str, float]) -> float:
     """The verdict in a shaped reward: what the reward function gave, where the penalty was taken from a single one."""
     verdicts = [value for name, value in components.items() if name != OVERLONG and "." not in name]
     return verdicts[0] if len(verdicts) == 1 and OVERLONG in components else reward
@@ -142,7 +142,7 @@ class Verifier:
         responses: Sequence[str],
         golds: Sequence[Any],
         rows: Sequence[Row] | None = None,
-        prompts: Sequence[Asked] | None = None,
+        prompts: Sequence[ChatOrText] | None = None,
         **known: Any,
     ) -> list[Score]:
         """Scores of `responses` against `golds`, in order; blocks until all are done. Takes what `submit` takes."""
@@ -153,7 +153,7 @@ class Verifier:
         responses: Sequence[str],
         golds: Sequence[Any],
         rows: Sequence[Row] | None = None,
-        prompts: Sequence[Asked] | None = None,
+        prompts: Sequence[ChatOrText] | None = None,
         *,
         answers: Sequence[str] | None = None,
         sources: Sequence[str] | None = None,

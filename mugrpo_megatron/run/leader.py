@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mugrpo_megatron.data.prepare import PreparedData
 from mugrpo_megatron.engine.client import Engine
-from mugrpo_megatron.engine.nodes import EngineFollowerNode, PeerFailure, address_of, part_of
+from mugrpo_megatron.engine.nodes import EngineFollowerNode, PeerFailure, leader_address, node_status
 from mugrpo_megatron.engine.placement import EngineSlot, slot_of_environment
 from mugrpo_megatron.engine.process import HostProcess
 from mugrpo_megatron.errors import EngineFailure, EngineStopped
@@ -128,7 +128,7 @@ def rendezvous(world: World, own: Engine | EngineFollowerNode | None) -> str:
 
     Returns at once, and on the leader of a running engine what had ended of it.
     """
-    gathered = world.gather(None if own is None else part_of(own.slot.number, own.slot.node, own.running))
+    gathered = world.gather(None if own is None else node_status(own.slot.number, own.slot.node, own.running))
     if own is None:
         return ""
     parts = [part for part in gathered if part is not None and part.engine == own.slot.number]
@@ -137,7 +137,7 @@ def rendezvous(world: World, own: Engine | EngineFollowerNode | None) -> str:
     (leader,) = [part for part in parts if part.node == 0]
     name = f"engine/{leader.name}"
     ended = [str(part.node) for part in parts if part.node and not part.running]
-    own.rendezvous(PeerFailure(address_of(parts), partial(world.tell, name), partial(world.told, name)))
+    own.rendezvous(PeerFailure(leader_address(parts), partial(world.tell, name), partial(world.told, name)))
     return f"the engine's processes on its nodes {', '.join(ended)} have ended" if leader.running else ""
 
 

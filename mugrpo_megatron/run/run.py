@@ -102,7 +102,7 @@ def open_run(
 
     On CPU both load in parallel. A GPU may not hold both: there the learner loads first and is then offloaded.
     `problems` are those that the check has read, on rank 0; `prelaunched` is the engine's process where it was started
-    before (`engine.launch.prelaunched_host`). With `generates` false there is neither engine nor verifier.
+    before (`engine.launch.prelaunch_host`). With `generates` false there is neither engine nor verifier.
     """
     if generates and finds_cuda():
         check_allocator()

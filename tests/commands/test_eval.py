@@ -21,7 +21,7 @@ from mugrpo_megatron.commands.reading import results_of, weights_of
 from mugrpo_megatron.data.tokenizer import VOCAB_SIZE, build_arithmetic_tokenizer, load_tokenizer
 from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import EngineFailure, UserError
-from mugrpo_megatron.evaluation.scoring import Graded, summarize
+from mugrpo_megatron.evaluation.scoring import ProblemResult, summarize
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.record import MARK
 from mugrpo_megatron.samples import Problem, Prompt, Response
@@ -31,8 +31,10 @@ from tests.hostile.places import disk
 SUMS = {"arithmetic": "arithmetic"}
 
 
-def graded(number: int, reward: float) -> Graded:
-    return Graded(Problem(f"s:{number}", "q", "1", "s"), [reward, 1.0], ["1", "1"], ["", ""], [3, 4], 0, ["1", "1"])
+def graded(number: int, reward: float) -> ProblemResult:
+    return ProblemResult(
+        Problem(f"s:{number}", "q", "1", "s"), [reward, 1.0], ["1", "1"], ["", ""], [3, 4], 0, ["1", "1"]
+    )
 
 
 def test_a_record_gives_back_what_was_appended_and_a_row_that_a_kill_cut_short_is_made_again(tmp_path: Path) -> None:
@@ -118,7 +120,10 @@ def test_a_run_stands_for_its_weights(tmp_path: Path) -> None:
 
 def test_the_table_fits_a_terminal_and_can_be_pasted() -> None:
     """Each set with its own number of responses; the mean is that of the sets."""
-    four = [Graded(Problem(f"s:{n}", "q", "1", "s"), [1.0] * 4, ["1"] * 4, [""] * 4, [3] * 4, 0, []) for n in range(8)]
+    four = [
+        ProblemResult(Problem(f"s:{n}", "q", "1", "s"), [1.0] * 4, ["1"] * 4, [""] * 4, [3] * 4, 0, [])
+        for n in range(8)
+    ]
     two = [graded(n, float(n % 2)) for n in range(8)]
     sets = [summarize("one", two, "accuracy"), summarize("two", four, "accuracy")]
     evaluation = Evaluation(sets, {"one": 1.0, "two": 0.0})

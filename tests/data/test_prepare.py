@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mugrpo_megatron.data import arithmetic
-from mugrpo_megatron.data.prepare import prepare, read_problems, spaced_of_each
+from mugrpo_megatron.data.prepare import evenly_spaced_by_set, prepare, read_problems
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.scoring import RewardSection
@@ -92,7 +92,7 @@ def test_held_out_problems_keep_the_name_of_their_set(tmp_path: Path, monkeypatc
 def test_problems_of_a_larger_set_are_evenly_spaced(size: int, limit: int) -> None:
     problems = [Problem(f"set:{place}", "q", "1", "set") for place in range(size)]
     notes: list[str] = []
-    kept = [problems.index(one) for one in spaced_of_each(problems, limit, notes)]
+    kept = [problems.index(one) for one in evenly_spaced_by_set(problems, limit, notes)]
     assert len(kept) == min(size, limit)
     assert bool(notes) == (size > limit)
     gaps = {after - before for before, after in pairwise([*kept, size])}

@@ -10,7 +10,7 @@ import pytest
 
 from mugrpo_megatron.engine import launch
 from mugrpo_megatron.engine.client import Engine
-from mugrpo_megatron.engine.launch import prelaunched_host
+from mugrpo_megatron.engine.launch import prelaunch_host
 from mugrpo_megatron.engine.process import HostProcess
 from mugrpo_megatron.errors import EngineFailure
 from mugrpo_megatron.recipe import Recipe
@@ -40,14 +40,14 @@ def test_there_is_none(
     for name, value in world.items():
         monkeypatch.setenv(name, str(value))
     recipe = tiny_recipe.model_copy(update={"engine": tiny_recipe.engine.model_copy(update=section)})
-    with prelaunched_host(recipe) as host:
+    with prelaunch_host(recipe) as host:
         assert host is None
 
 
 @pytest.mark.process
 def test_the_first_start_of_an_engine_takes_it_and_later_ones_do_not(tiny_recipe: Recipe, tmp_path: Path) -> None:
     recipe = tiny_recipe
-    with prelaunched_host(recipe) as host:
+    with prelaunch_host(recipe) as host:
         assert host
         engine = Engine.start(recipe, recipe.model.directory, tmp_path / "engine.log", ahead=host)
         assert engine._host is host
@@ -58,7 +58,7 @@ def test_the_first_start_of_an_engine_takes_it_and_later_ones_do_not(tiny_recipe
         assert group_processes(host.pid) == []
         engine.stop()
         assert group_processes(other.pid) == []
-    with prelaunched_host(recipe) as unused:
+    with prelaunch_host(recipe) as unused:
         assert unused
         assert psutil.pid_exists(unused.pid)
     assert group_processes(unused.pid) == []

@@ -66,7 +66,7 @@ def test_a_truncated_sampler_says_what_it_kept(engine: Engine, reference: torch.
     """Every response lies inside the support ids, and its logprobs are those of a softmax over them."""
     masked = most > sglang_compat.MOST_TOP_LOGPROBS
     top_p = 0.8 if masked else 0.15  # of the whole vocabulary, of which five tokens have little
-    how = Sampling(0.7, top_p, 12, (), top_k=most, keep=True, masked=masked)
+    how = Sampling(0.7, top_p, 12, (), top_k=most, support_ids=True, sampling_masks=masked)
     sizes = set()
     for prompt, responses in engine.generate(prompts(8), 4, how):
         for response in responses:
@@ -92,13 +92,13 @@ def test_a_truncated_sampler_says_what_it_kept(engine: Engine, reference: torch.
 def given(prompt: Prompt, response: Response, index: int) -> Prompt:
     """The engine's own response, for it to score."""
     ids = [*prompt.ids, *response.ids.tolist()]
-    return Prompt(index, prompt.problem, ids, scored=len(response.ids), support_ids=response.support_ids)
+    return Prompt(index, prompt.problem, ids, logprob_tokens=len(response.ids), support_ids=response.support_ids)
 
 
 @pytest.mark.parametrize("support_ids", [False, True])
 def test_a_score_is_what_sampling_said(engine: Engine, support_ids: bool) -> None:
     """Over the vocabulary, or over the tokens that each place kept: in pieces, as one request asks for few of them."""
-    how = Sampling(1.0, 0.9, 150, (), top_k=5, keep=True) if support_ids else Sampling(1.0, 1.0, 150, ())
+    how = Sampling(1.0, 0.9, 150, (), top_k=5, support_ids=True) if support_ids else Sampling(1.0, 1.0, 150, ())
     sampled = [(prompt, one) for prompt, responses in engine.generate(prompts(3), 2, how) for one in responses]
     questions = [given(prompt, response, index) for index, (prompt, response) in enumerate(sampled)]
     scores = {prompt.index: one for prompt, (one,) in engine.generate(questions, 1, Sampling(1.0, 1.0, 1, ()))}

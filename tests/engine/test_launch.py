@@ -199,7 +199,7 @@ def test_a_stage_keeps_what_the_engine_can_return(
     rollout = {"max_response_tokens": 9, "top_k": top_k, "top_p": 0.9}
     wanted = Recipe.model_validate(recipe(checkpoint).model_dump() | {"rollout": rollout})
     how = sampling(wanted, build_arithmetic_tokenizer())
-    assert (how.keep, how.masked) == (keep, masked)
+    assert (how.support_ids, how.sampling_masks) == (keep, masked)
     assert (f"rollout.top_k to {4096 if new else 64} or less" in sampling_note(wanted)) == (not keep)
 
 

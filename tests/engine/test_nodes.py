@@ -16,9 +16,9 @@ from mugrpo_megatron.engine.nodes import (
     EngineFollowerNode,
     NodeStatus,
     PeerFailure,
-    address_of,
     free_port,
-    part_of,
+    leader_address,
+    node_status,
 )
 from mugrpo_megatron.engine.placement import EngineSlot
 from mugrpo_megatron.errors import CollectiveFailure, EngineFailure, EngineStopped
@@ -32,16 +32,16 @@ def part(engine: int, node: int, here: str, first: str = "10.0.0.1") -> NodeStat
 def test_ranks_meet_where_all_nodes_of_the_engine_reach_its_leader() -> None:
     """On its own node the name of rank 0 may mean loopback, so its engine is where the others see it."""
     parts = [part(0, 1, "10.0.0.2"), part(0, 0, "127.0.1.1", first="127.0.1.1")]
-    assert address_of(parts) == "10.0.0.1:7000"
-    assert address_of([part(1, 0, "10.0.0.3"), part(1, 1, "10.0.0.4")]) == "10.0.0.3:7000"
-    address = address_of([part(1, 0, "fd00::3"), part(1, 1, "fd00::4")])
+    assert leader_address(parts) == "10.0.0.1:7000"
+    assert leader_address([part(1, 0, "10.0.0.3"), part(1, 1, "10.0.0.4")]) == "10.0.0.3:7000"
+    address = leader_address([part(1, 0, "fd00::3"), part(1, 1, "fd00::4")])
     assert (address, PeerFailure(address).host) == ("[fd00::3]:7000", "fd00::3")
 
 
 def test_what_a_rank_says_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    one, other = part_of(3, 1, running=False), part_of(3, 1, running=False)
+    one, other = node_status(3, 1, running=False), node_status(3, 1, running=False)
     assert (one.engine, one.node, one.running) == (3, 1, False)
     assert one.here == one.first
     assert one.here in ("127.0.0.1", "::1")

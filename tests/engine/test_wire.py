@@ -74,7 +74,7 @@ def test_a_seed_is_of_the_stream_the_weights_the_prompt_and_the_response() -> No
     assert all(0 <= seed < 1 << 63 for seed in every)
 
 
-MASKS = Sampling(1.0, 0.9, 9, (), top_k=100, keep=True, masked=True)
+MASKS = Sampling(1.0, 0.9, 9, (), top_k=100, support_ids=True, sampling_masks=True)
 
 
 def masked(masks: list[list[int]], logprobs: list[float]) -> dict[str, Any]:

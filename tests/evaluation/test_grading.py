@@ -8,7 +8,7 @@ import pytest
 
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.evaluation.scoring import Graded, grade, measure_of, prompts_of, scored, summarize
+from mugrpo_megatron.evaluation.scoring import ProblemResult, measure_of, problem_result, prompts_of, scored, summarize
 from mugrpo_megatron.recipe.scoring import RewardSection
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.samples import Problem, Prompt, Response
@@ -33,7 +33,7 @@ def backwards(prompts: list[Prompt], n: int) -> Iterator[tuple[Prompt, list[Resp
 def test_every_problem_is_graded_once_with_its_own_answers() -> None:
     prompts = prompts_of(PROBLEMS, TOKENIZER, "plain", 10)
     with Verifier(RewardSection()) as verifier:
-        found = {g.prompt.problem.id: grade(g) for g in scored(backwards(prompts, 3), verifier, TOKENIZER)}
+        found = {g.prompt.problem.id: problem_result(g) for g in scored(backwards(prompts, 3), verifier, TOKENIZER)}
     assert sorted(found) == [p.id for p in PROBLEMS]
     assert [sum(found[p.id].rewards) for p in PROBLEMS] == [0, 1, 2, 3, 3, 3]
     assert found["sums:2"].texts == ["3", "3", "-1"] == found["sums:2"].answers
@@ -52,9 +52,9 @@ def test_prompts_of_a_set_of_which_none_fits_are_the_users_mistake() -> None:
         prompts_of([*PROBLEMS, Problem("long:1", "1" * 50, "1", "long")], TOKENIZER, "plain", 10)
 
 
-def graded(place: int, rewards: list[float]) -> Graded:
+def graded(place: int, rewards: list[float]) -> ProblemResult:
     k = len(rewards)
-    return Graded(PROBLEMS[place], rewards, ["a", "a", *"bcdefg"][:k], [""] * k, [1] * k, 0, [""] * k)
+    return ProblemResult(PROBLEMS[place], rewards, ["a", "a", *"bcdefg"][:k], [""] * k, [1] * k, 0, [""] * k)
 
 
 def test_rewards_of_a_users_function_have_their_mean_unclipped() -> None:

@@ -48,7 +48,7 @@ class Oracle:
     asked: list[tuple[str, int, Sampling]] = field(default_factory=list)
     answering: Callable[[], None] = lambda: None
     memory: float = 0.0
-    record: LoadRecord = field(default_factory=LoadRecord)
+    load_record: LoadRecord = field(default_factory=LoadRecord)
 
     @property
     def finished(self) -> int:

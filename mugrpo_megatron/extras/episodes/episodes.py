@@ -306,7 +306,7 @@ class Episodes:
         parts = {"retries": float(episode.retries)}
         outcome = Outcome(prompt, np.zeros(1, dtype=bool), None, f"the episode failed: {why}", failed=True, parts=parts)
         end = np.array([self._tokenizer.eos_token_id], dtype=np.int32)
-        support_ids = np.full((1, self._sampling.top_k), -1, dtype=np.int32) if self._sampling.keep else None
+        support_ids = np.full((1, self._sampling.top_k), -1, dtype=np.int32) if self._sampling.support_ids else None
         if support_ids is not None:
             support_ids[:, 0] = end
         nothing = np.zeros(1, dtype=np.float32)

@@ -17,7 +17,7 @@ from mugrpo_megatron.algorithm.advantages import group_advantages
 from mugrpo_megatron.checks.layouts import divisors
 from mugrpo_megatron.data.files import ANSWERS, field_at, found_in, gold_column
 from mugrpo_megatron.data.prompts import template_of
-from mugrpo_megatron.data.reading import any_answer, asked_in, data_source_of, verifiable_answer
+from mugrpo_megatron.data.reading import any_answer, data_source_of, prompt_in_row, verifiable_answer
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.exchange.foreign_rollouts import Foreign, read_rollouts, small_enough
@@ -150,7 +150,7 @@ def _scores(
                 [one.text for one in group],
                 [gold.value for gold in own],
                 [one.row for one in group],
-                [asked_in(one.row) for one in group],
+                [prompt_in_row(one.row) for one in group],
                 answers=texts,
                 sources=[gold.source for gold in own],
                 ids=[one.response_ids.tolist() for one in group],

@@ -79,8 +79,8 @@ class StandInEngine:
             yield prompt, [self._response(prompt)]
 
     def _response(self, prompt: Prompt) -> Response:
-        if prompt.scored:
-            ids = np.array(prompt.ids[-prompt.scored :], dtype=np.int32)
+        if prompt.logprob_tokens:
+            ids = np.array(prompt.ids[-prompt.logprob_tokens :], dtype=np.int32)
             return Response(ids, score_of(ids), "length", 0)
         ids = self.answers.text_of(prompt)
         return Response(ids, np.zeros(len(ids), np.float32), "stop", 0)
