@@ -39,7 +39,7 @@ METRICS: tuple[tuple[str, str, str], ...] = (
         "mean of exp(-d) - 1 + d, d = log pi - log ref: KL(pi | ref) per token while the responses are fresh, "
         "far above it when they are stale",
     ),
-    ("kl_anchor_k1", "nats", "mean of d"),
+    ("kl_ref_k1", "nats", "mean of d"),
     ("kl_teacher", "nats", "mean of log pi - log teacher"),
     ("second_moment", "nats^2", "mean squared log-ratio per token"),
     ("logprob_mean", "nats", "mean log-probability of the sampled tokens under the current policy"),
@@ -95,7 +95,7 @@ def metrics(
         }
         if ref is not None:
             values["kl_ref"] = kl_estimate(logprobs.double(), ref, "k3").mean()
-            values["kl_anchor_k1"] = kl_estimate(logprobs.double(), ref, "k1").mean()
+            values["kl_ref_k1"] = kl_estimate(logprobs.double(), ref, "k1").mean()
         if segments.teacher is not None:
             values["kl_teacher"] = kl_estimate(logprobs.double(), segments.teacher, "k1").mean()
         values |= _ratio_summary("ratio_neg", ratio[sign < 0]) | _ratio_summary("ratio_pos", ratio[sign > 0])

@@ -51,7 +51,7 @@ from mugrpo_megatron.weights.families import architecture
 Say = Callable[[str], None]
 
 ADMISSION = "mugrpo_megatron.extras.lora.admission:check"
-GUESTS = "mugrpo_megatron.extras.auxiliary.checks:check_auxiliaries"
+AUXILIARY_CHECKS = "mugrpo_megatron.extras.auxiliary.checks:check_auxiliaries"
 
 ANY_PROBLEM = Problem("a question", "1+1=", "2")
 """Stands for the data of another machine, when a chat template is tried."""
@@ -283,7 +283,7 @@ def _check_auxiliaries(recipe: Recipe, say: Say, on_paper: bool = False) -> None
     """UserError when an auxiliary model of the recipe could not take its turn; downloads models of the hub unless
     `on_paper`."""
     if recipe.auxiliary.by_name:
-        load_function("auxiliary", GUESTS)(recipe, say, on_paper)
+        load_function("auxiliary", AUXILIARY_CHECKS)(recipe, say, on_paper)
 
 
 def _check_engine_device(recipe: Recipe) -> None:

@@ -86,7 +86,7 @@ def record_behaviour(run: Run, learner: Learner, stage: StageUpdates, cursor: Cu
             append(logprobs)
 
 
-def compute_anchor(run: Run, learner: Learner, stage: StageUpdates, cursor: Cursor) -> None:
+def compute_ref_logprobs(run: Run, learner: Learner, stage: StageUpdates, cursor: Cursor) -> None:
     """With `objective.kl_ref`, compute the reference policy's logprobs of the stage's responses, before the first
     update.
 

@@ -31,7 +31,7 @@ from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.weights.check import check, unchecked
 from mugrpo_megatron.weights.sync import sync
 
-GUESTS = "mugrpo_megatron.extras.auxiliary.turn:take_turns"
+AUXILIARY_TURNS = "mugrpo_megatron.extras.auxiliary.turn:take_turns"
 """What other models than the policy compute of a stage, each with the devices to itself."""
 
 
@@ -168,7 +168,7 @@ def run_auxiliary_models(run: Run, learner: Learner, stage: StageStore, cursor: 
     The policy's engines sleep, and the learner is offloaded where there is something to compute; it stays so.
     """
     if run.recipe.auxiliary.by_name:
-        load_function("auxiliary", GUESTS)(run, learner, stage, cursor)
+        load_function("auxiliary", AUXILIARY_TURNS)(run, learner, stage, cursor)
 
 
 def shared_queue(world: World, groups: Sequence[int]) -> PromptQueue:

@@ -21,7 +21,7 @@ from mugrpo_megatron.observe.environment import learner_memory_peak, peak_flops,
 from mugrpo_megatron.observe.metrics import MISMATCH_RESPONSES
 from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.phases.batches import Batch, StageUpdates, columns_of
-from mugrpo_megatron.phases.column_passes import compute_anchor, record_behaviour, refresh_proximal
+from mugrpo_megatron.phases.column_passes import compute_ref_logprobs, record_behaviour, refresh_proximal
 from mugrpo_megatron.phases.saves import save_if_due
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor, nats_moved, stage_exhausted
@@ -58,7 +58,7 @@ def open_stage(run: Run, learner: Learner, cursor: Cursor) -> Iterator[Stage]:
     updates = StageUpdates(run.recipe, store, cursor.stage, columns)
     _record_stage(run, learner, store, cursor)
     record_behaviour(run, learner, updates, cursor)
-    compute_anchor(run, learner, updates, cursor)
+    compute_ref_logprobs(run, learner, updates, cursor)
     with ExitStack() as shown:
         yield Stage(run, learner, updates, cursor, shown)
 

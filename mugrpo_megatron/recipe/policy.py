@@ -189,7 +189,7 @@ class SftSection(Section):
         return self.lr or (1e-5 if self.train else 1e-3)
 
 
-GUEST = re.compile(r"[A-Za-z0-9_-]+")
+AUXILIARY_NAME = re.compile(r"[A-Za-z0-9_-]+")
 """An auxiliary model's name: it is part of files' names."""
 
 
@@ -226,7 +226,7 @@ class AuxiliariesSection(Section):
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:
-        if wrong := [name for name in self.__pydantic_extra__ if not GUEST.fullmatch(name)]:
+        if wrong := [name for name in self.__pydantic_extra__ if not AUXILIARY_NAME.fullmatch(name)]:
             raise ValueError(f"{wrong[0]!r}: name an auxiliary model with letters, digits, - and _")
         return self
 

@@ -33,7 +33,7 @@ from mugrpo_megatron.stages.columns import LogprobColumn
 from mugrpo_megatron.stages.manifest import Origin, check_stage, manifest_name, read_manifest
 from mugrpo_megatron.stages.store import StageStore
 
-GUESTS = "mugrpo_megatron.extras.auxiliary.scoring:take_columns"
+AUXILIARY_COLUMNS = "mugrpo_megatron.extras.auxiliary.scoring:take_columns"
 """What auxiliary models have computed of the stage."""
 
 
@@ -63,7 +63,7 @@ def branch(recipe: Recipe, source: Path, stage: int) -> None:
             start = checkpoint_name(Cursor(stage))
             _link(of.checkpoints / start, directory.checkpoints / start, STATE)
         if recipe.auxiliary.by_name:
-            load_function("auxiliary", GUESTS)(recipe, of, directory, stage)
+            load_function("auxiliary", AUXILIARY_COLUMNS)(recipe, of, directory, stage)
         write_record(directory.path, replace(record, branch=start_of))
 
 

@@ -58,7 +58,7 @@ def test_values() -> None:
         "advantage_max": np.abs(batch.advantages).max(),
         "update_tokens": 140,
         "kl_ref": (np.exp(-d) - 1 + d).mean(),
-        "kl_anchor_k1": d.mean(),
+        "kl_ref_k1": d.mean(),
     }
     for sign, tokens in (("neg", ratio[advantage < 0]), ("pos", ratio[advantage > 0])):
         expected[f"ratio_{sign}_mean"] = tokens.mean()

@@ -34,12 +34,12 @@ def mean_gradient(seed: int, estimator: str, weighted: bool, stale: bool) -> tor
     return torch.autograd.grad((behaviour.exp() * loss).sum(), logits)[0]
 
 
-def kl_gradient(seed: int, of_anchor: bool = False) -> torch.Tensor:
+def kl_gradient(seed: int, of_ref: bool = False) -> torch.Tensor:
     """Gradient in the policy's logits of KL(pi | ref), or of KL(ref | pi), summed over the vocabulary."""
     logits, _, ref = draw(seed)
     logits.requires_grad_()
     pi, fixed = logits.softmax(0), ref.softmax(0)
-    value = (fixed * (fixed / pi).log()).sum() if of_anchor else (pi * (pi / fixed).log()).sum()
+    value = (fixed * (fixed / pi).log()).sum() if of_ref else (pi * (pi / fixed).log()).sum()
     return torch.autograd.grad(value, logits)[0]
 
 
@@ -49,7 +49,7 @@ def test_mean_gradients_on_policy(seed: int) -> None:
     """Tang & Munos, arXiv 2506.09477: zero for k1, the KL's for k2, the other direction's for k3."""
     assert mean_gradient(seed, "k1", False, False).abs().max() < 1e-12
     torch.testing.assert_close(mean_gradient(seed, "k2", False, False), kl_gradient(seed))
-    torch.testing.assert_close(mean_gradient(seed, "k3", False, False), kl_gradient(seed, of_anchor=True))
+    torch.testing.assert_close(mean_gradient(seed, "k3", False, False), kl_gradient(seed, of_ref=True))
 
 
 @settings(max_examples=25)

@@ -13,7 +13,7 @@ import pytest
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.phases.batches import StageUpdates, columns_of, training_rewards
-from mugrpo_megatron.phases.column_passes import compute_anchor
+from mugrpo_megatron.phases.column_passes import compute_ref_logprobs
 from mugrpo_megatron.recipe import ObjectiveSection, Recipe
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory
@@ -50,7 +50,7 @@ def test_the_fingerprint_follows_the_weights(tmp_path: Path) -> None:
     assert len({a, c, d}) == 3
 
 
-def test_an_anchor_keeps_its_weights_from_stage_to_stage(tmp_path: Path) -> None:
+def test_a_ref_keeps_its_weights_from_stage_to_stage(tmp_path: Path) -> None:
     """A run resumes at a stage's start, where that stage has no reference policy's file yet."""
     model = tmp_path / "model"
     model.mkdir()
@@ -71,8 +71,8 @@ def test_an_anchor_keeps_its_weights_from_stage_to_stage(tmp_path: Path) -> None
         assert first.columns.ref
         with first.columns.ref.write(weights=fingerprint(model)) as append:
             append([np.zeros(2, np.float32)])
-        compute_anchor(run, learner, first, Cursor(0, 0))  # it is there
+        compute_ref_logprobs(run, learner, first, Cursor(0, 0))  # it is there
         (model / "model.safetensors").write_bytes(b"later")
         with pytest.raises(UserError, match=r"other weights than"):
-            compute_anchor(run, learner, second, Cursor(1, 0, 4))
+            compute_ref_logprobs(run, learner, second, Cursor(1, 0, 4))
         (model / "model.safetensors").write_bytes(b"first")
