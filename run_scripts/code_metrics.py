@@ -1,20 +1,23 @@
 """Counts the size of the code: files, lines, imports, recipe keys, words, and how far `run` is carried.
 
     python -m run_scripts.code_metrics            # every figure beside its goal
-    python -m run_scripts.code_metrics --check    # fails where one of `HELD` is above its bound
+    python -m run_scripts.code_metrics --check    # fails where a figure is worse than its bound, or a name is banned
 
-`make check` runs it with --check. A bound is lowered whenever a figure falls; a commit that raises one says why.
+`make check` runs it with --check. A bound is tightened whenever a figure improves; a commit that loosens one says why.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
+import tokenize
 import tomllib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +25,22 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "mugrpo_megatron"
 WALKS = (("train", "optimize_stage", "run"), ("train", "generate_stage", "run"))
 """(module, function, parameter) whose way through the calls is counted."""
+MAIN_PATH = (
+    *("train", "samples", "phases.stage", "phases.batches", "phases.generate", "run.run", "learner.update"),
+    *("learner.loss", "kernels.fused_loss", "algorithm.policy_loss", "weights.sync", "weights.buckets", "stages.store"),
+)
+"""Where a reader follows a response from the engine to the gradient."""
 
 HELD = {
+    "product lines (core, extras, convert)": 42_450,
+    "lines of tests": 38_661,
+    "lines of run_scripts": 3_950,
     "core files": 188,
+    "parameters of type Recipe": 166,
+    "class names defined twice": 0,
+    "locals called one": 251,
     "recipe keys": 135,
-    "recipe keys that nothing shipped sets": 27,
+    "recipe keys that nothing shipped sets": 32,
     "modules with one importer": 36,
     "basenames that occur twice": 4,
     "circles of rooms": 0,
@@ -34,14 +48,24 @@ HELD = {
 }
 """Figures that may only fall. The suite holds its own CPU seconds (tests/conftest.py)."""
 
+HELD_FROM_BELOW = {"comments per 100 lines, main path": 0.8}
+"""Figures that may only rise."""
+
 GOALS = {
+    "product lines (core, extras, convert)": 41_000,
+    "core lines": 31_000,
     "core files": 190,
-    "core lines": 28_000,
     "lines of extras": 9_000,
+    "lines of run_scripts": 4_500,
+    "lines of tests": 35_000,
+    "parameters of type Recipe": 90,
+    "class names defined twice": 5,
+    "locals called one": 80,
+    "comments per 100 lines, main path": 4,
     "modules with one importer": 45,
     "basenames that occur twice": 6,
     "circles of rooms": 0,
-    "recipe keys": 130,
+    "recipe keys": 135,
     "recipe keys that nothing shipped sets": 30,
     "functions that run enters below optimize_stage": 25,
     "functions that run enters below generate_stage": 15,
@@ -49,8 +73,29 @@ GOALS = {
     "imports of train.py": 10,
     "header lines, per cent": 9,
     "words of pages": 35_000,
-    "lines of tests": 28_000,
 }
+"""What each figure should be at most; those of `HELD_FROM_BELOW` at least."""
+
+MISSED = {
+    "product lines (core, extras, convert)": "what README promises takes them; a new capability is paid for with lines",
+    "core lines": "the same; the review's 28k needed packages of their own for rewards/math and decoding in C",
+    "lines of extras": "plan, sandbox, episodes, exchange, auxiliary, lora, prefetch, sweep: none is without a user",
+    "lines of tests": "they hold every promise of docs/faults.md and SECURITY.md; prose tests go first",
+    "parameters of type Recipe": "checks/, learner/ and extras/ still pass it on",
+    "locals called one": "each needs a noun of its own; new code has none",
+    "comments per 100 lines, main path": "reasons are added where a line surprises, not to a number",
+    "recipe keys that nothing shipped sets": "the study's grids set five, and they left the branch",
+    "header lines, per cent": "imports are one a line, and a module's docstring says what it is for",
+}
+"""Why a figure misses its goal."""
+
+BANNED = {
+    "guest": "auxiliary model",
+    "anchor": "ref",
+    "reference_logprobs": "proximal_logprobs",
+    "anchor_logprobs": "ref_logprobs",
+}
+"""Words that no identifier and no docstring of the product may have, each with the field's word for it."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +131,10 @@ class Module:
         imports = [node for node in self.tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
         return sum((node.end_lineno or node.lineno) - node.lineno + 1 for node in (*docstring, *imports))
 
+    @property
+    def comments(self) -> int:
+        return sum(token.type == tokenize.COMMENT for token in tokenize.generate_tokens(StringIO(self.text).readline))
+
 
 def product() -> dict[str, Module]:
     """Every module of the package and of checkpoints_convert by its dotted name."""
@@ -107,14 +156,14 @@ def imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 def module_of(name: str, modules: Mapping[str, Module]) -> str:
-    """The module that a dotted name is of, "" for another library's."""
+    """The module that defines a dotted name, "" for another library's."""
     while name and name not in modules:
         name = name.rpartition(".")[0]
     return name
 
 
 def circles(arrows: Mapping[str, set[str]]) -> int:
-    """How many sets of rooms import one another, directly or through others."""
+    """Number of sets of rooms that import one another, directly or through others."""
 
     def reach(room: str) -> set[str]:
         reached: set[str] = set()
@@ -130,85 +179,74 @@ def circles(arrows: Mapping[str, set[str]]) -> int:
     return len(groups - {frozenset()})
 
 
-def walk(modules: Mapping[str, Module], module: str, function: str, parameter: str) -> list[str]:
+@dataclass(frozen=True)
+class Walk:
     """The functions through which a parameter is passed on, in the order of the calls, each entered once.
 
     A call passes it on as an argument that is just its name, or as the object of a method.
     """
-    start = f"{PACKAGE}.{module}"
-    way: list[str] = []
 
-    def enter(owner: Module, node: ast.FunctionDef, name: str) -> None:
-        place = f"{owner.name}:{node.name}"
-        if place in way:
+    modules: Mapping[str, Module]
+    functions: list[str]
+
+    def enter(self, owner: Module, function: ast.FunctionDef, name: str) -> None:
+        """Follow the parameter `name` of a function of the module `owner`."""
+        label = f"{owner.name}:{function.name}"
+        if label in self.functions:
             return
-        way.append(place)
-        names = {local: full for full, local in imported(owner.tree)}
-        for call in sorted(
-            (one for one in ast.walk(node) if isinstance(one, ast.Call)), key=lambda one: (one.lineno, one.col_offset)
-        ):
-            positions = [
-                place
-                for place, argument in enumerate(call.args)
-                if isinstance(argument, ast.Name) and argument.id == name
-            ]
-            keywords = [
-                word.arg for word in call.keywords if isinstance(word.value, ast.Name) and word.value.id == name
-            ]
-            if isinstance(call.func, ast.Name) and (positions or keywords):
-                target = definition(names.get(call.func.id, f"{owner.name}.{call.func.id}"))
-                if target:
-                    other, callee = target
-                    arguments = [*callee.args.posonlyargs, *callee.args.args]
-                    passed = keywords[0] if keywords else arguments[min(positions[0], len(arguments) - 1)].arg
-                    enter(other, callee, str(passed))
-            elif (
-                isinstance(call.func, ast.Attribute)
-                and is_name(call.func.value, name)
-                and (method := method_of(owner, node, name, call.func.attr, names))
-            ):
-                enter(method[0], method[1], "self")
+        self.functions.append(label)
+        calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+        for call in sorted(calls, key=lambda node: (node.lineno, node.col_offset)):
+            if isinstance(call.func, ast.Name):
+                self._enter_function(owner, call, call.func.id, name)
+            elif isinstance(call.func, ast.Attribute) and is_name(call.func.value, name):
+                for home, method in self._methods(owner, function, name, call.func.attr):
+                    self.enter(home, method, "self")
 
-    def definition(full: str) -> tuple[Module, ast.FunctionDef] | None:
-        owner = modules.get(module_of(full, modules))
-        name = full.rpartition(".")[2]
-        if owner:
-            for node in owner.tree.body:
-                if isinstance(node, ast.FunctionDef) and node.name == name:
-                    return owner, node
-        return None
+    def _enter_function(self, owner: Module, call: ast.Call, function: str, name: str) -> None:
+        positions = [index for index, argument in enumerate(call.args) if is_name(argument, name)]
+        keywords = [keyword.arg for keyword in call.keywords if is_name(keyword.value, name)]
+        if positions or keywords:
+            for home, callee in self.definitions(self._dotted(owner, function)):
+                arguments = [*callee.args.posonlyargs, *callee.args.args]
+                passed = keywords[0] if keywords else arguments[min(positions[0], len(arguments) - 1)].arg
+                self.enter(home, callee, str(passed))
 
-    def method_of(
-        owner: Module, node: ast.FunctionDef, name: str, attribute: str, names: Mapping[str, str]
-    ) -> tuple[Module, ast.FunctionDef] | None:
-        annotations = {argument.arg: argument.annotation for argument in node.args.args}
-        annotation = annotations.get(name)
-        if name == "self":
-            classes = [one for one in owner.tree.body if isinstance(one, ast.ClassDef) and node in one.body]
-        elif isinstance(annotation, ast.Name):
-            full = names.get(annotation.id, f"{owner.name}.{annotation.id}")
-            home = modules.get(module_of(full, modules))
-            if home is None:
-                return None
-            owner, classes = (
-                home,
-                [
-                    one
-                    for one in home.tree.body
-                    if isinstance(one, ast.ClassDef) and one.name == full.rpartition(".")[2]
-                ],
-            )
-        else:
-            return None
-        for one in classes:
-            for method in one.body:
-                if isinstance(method, ast.FunctionDef) and method.name == attribute:
-                    return owner, method
-        return None
+    def definitions(self, full: str) -> Iterator[tuple[Module, ast.FunctionDef]]:
+        """The function of a dotted name, if a module of the product defines it."""
+        home = self.modules.get(module_of(full, self.modules))
+        for node in home.tree.body if home else ():
+            if home and isinstance(node, ast.FunctionDef) and node.name == full.rpartition(".")[2]:
+                yield home, node
 
-    if entrance := definition(f"{start}.{function}"):
-        enter(*entrance, parameter)
-    return way
+    def _methods(
+        self, owner: Module, function: ast.FunctionDef, name: str, method: str
+    ) -> Iterator[tuple[Module, ast.FunctionDef]]:
+        """The method of the class that annotates the parameter, or of the function's own class for `self`."""
+        annotation = next((argument.annotation for argument in function.args.args if argument.arg == name), None)
+        home: Module | None = owner
+        wanted = ""
+        if name != "self":
+            full = self._dotted(owner, annotation.id) if isinstance(annotation, ast.Name) else ""
+            home, wanted = self.modules.get(module_of(full, self.modules)), full.rpartition(".")[2]
+        for node in home.tree.body if home else ():
+            if isinstance(node, ast.ClassDef) and (function in node.body if name == "self" else node.name == wanted):
+                for member in node.body:
+                    if home and isinstance(member, ast.FunctionDef) and member.name == method:
+                        yield home, member
+
+    @staticmethod
+    def _dotted(owner: Module, local: str) -> str:
+        names = {name: full for full, name in imported(owner.tree)}
+        return names.get(local, f"{owner.name}.{local}")
+
+
+def walk(modules: Mapping[str, Module], module: str, function: str, parameter: str) -> list[str]:
+    """The functions that a parameter of a function enters, with the function itself."""
+    way = Walk(modules, [])
+    for home, node in way.definitions(f"{PACKAGE}.{module}.{function}"):
+        way.enter(home, node, parameter)
+    return way.functions
 
 
 def is_name(node: ast.expr, name: str) -> bool:
@@ -229,21 +267,70 @@ def shipped_keys() -> set[str]:
                 yield from leaves(value, f"{prefix}{name}.")
 
     for path in (ROOT / "run_scripts").rglob("*.toml"):
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-        names |= set(leaves(table))
-        for part in ("set", "axes", "base"):  # grids of the study
-            if isinstance(table.get(part), dict):
-                names |= set(leaves(table[part]))
-        for method in table.get("methods", {}).values():
-            names |= set(leaves(method))
+        names |= set(leaves(tomllib.loads(path.read_text(encoding="utf-8"))))
     return names
 
 
-def figures() -> dict[str, float]:
+def recipe_parameters(modules: Iterable[Module]) -> int:
+    """Number of parameters annotated `Recipe`: functions that take all of it instead of a section."""
+    functions = (
+        node
+        for module in modules
+        for node in ast.walk(module.tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    )
+    arguments = (a for node in functions for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs))
+    return sum(argument.annotation is not None and is_name(argument.annotation, "Recipe") for argument in arguments)
+
+
+def bindings(modules: Iterable[Module], name: str) -> int:
+    """Number of assignments to a local name."""
+    return sum(
+        is_name(node, name) and isinstance(node.ctx, ast.Store)
+        for module in modules
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Name)
+    )
+
+
+def banned_names(modules: Iterable[Module]) -> Iterator[str]:
+    """`file:line: word ...` of every identifier and docstring that has a word of `BANNED`."""
+    for module in modules:
+        for line, text in names_and_docstrings(module.tree):
+            words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+", text)
+            forms = {word.lower() for word in words} | {word.lower().removesuffix("s") for word in words}
+            for word, better in BANNED.items():
+                if word in forms or ("_" in word and word in text):
+                    yield f"{module.path.relative_to(ROOT)}:{line}: `{word}` is banned; the field says `{better}`"
+
+
+def names_and_docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, text) of every identifier and of every string that is a statement."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.alias) and node.asname:
+            yield node.lineno, node.asname
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, node.value.value
+
+
+def lines_of(folder: str, *patterns: str) -> int:
+    """Lines of the files below a folder whose names match one of the patterns."""
+    paths = (path for pattern in patterns for path in (ROOT / folder).rglob(pattern))
+    return sum(path.read_text(encoding="utf-8").count("\n") for path in paths)
+
+
+def figures(modules: Mapping[str, Module]) -> dict[str, float]:
     """Every figure of `GOALS`."""
     from mugrpo_megatron.recipe.load import dotted_keys
 
-    modules = product()
     importers: dict[str, set[str]] = defaultdict(set)
     arrows: dict[str, set[str]] = defaultdict(set)
     for module in modules.values():
@@ -257,7 +344,11 @@ def figures() -> dict[str, float]:
     core = [module for module in modules.values() if not module.is_extra]
     files = [module for module in modules.values() if not module.path.name.startswith("__")]
     names = Counter(module.path.name for module in files)
+    classes = Counter(
+        node.name for module in modules.values() for node in module.tree.body if isinstance(node, ast.ClassDef)
+    )
     lines = sum(module.lines for module in modules.values())
+    path = [modules[name] for name in (f"{PACKAGE}.{name}" for name in MAIN_PATH) if name in modules]
     train = modules[f"{PACKAGE}.train"]
     ways = {
         f"functions that {what} enters below {name}": walk(modules, module, name, what) for module, name, what in WALKS
@@ -265,9 +356,18 @@ def figures() -> dict[str, float]:
     recipe = set(dotted_keys())
     pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
     return {
-        "core files": len(core),
+        "product lines (core, extras, convert)": lines,
         "core lines": sum(module.lines for module in core),
+        "core files": len(core),
         "lines of extras": sum(module.lines for module in modules.values() if module.is_extra),
+        "lines of run_scripts": lines_of("run_scripts", "*.py", "*.sh"),
+        "lines of tests": lines_of("tests", "*.py"),
+        "parameters of type Recipe": recipe_parameters(modules.values()),
+        "class names defined twice": sum(count > 1 for count in classes.values()),
+        "locals called one": bindings(modules.values(), "one"),
+        "comments per 100 lines, main path": round(
+            100 * sum(module.comments for module in path) / sum(module.lines for module in path), 1
+        ),
         "modules with one importer": sum(len(importers[module.name]) == 1 for module in files),
         "basenames that occur twice": sum(count > 1 for count in names.values()),
         "circles of rooms": circles(arrows),
@@ -278,23 +378,42 @@ def figures() -> dict[str, float]:
         "imports of train.py": sum(isinstance(node, (ast.Import, ast.ImportFrom)) for node in train.tree.body),
         "header lines, per cent": round(100 * sum(module.header for module in modules.values()) / lines, 1),
         "words of pages": sum(len(path.read_text(encoding="utf-8").split()) for path in pages),
-        "lines of tests": sum(path.read_text("utf-8").count("\n") for path in (ROOT / "tests").rglob("*.py")),
     }
 
 
+def failures(values: Mapping[str, float]) -> list[str]:
+    """A sentence for every bound of `HELD` or `HELD_FROM_BELOW` that is broken, and for every miss without a reason."""
+    found = [f"{name}: {values[name]}, held at most {bound}" for name, bound in HELD.items() if values[name] > bound]
+    found += [
+        f"{name}: {values[name]}, held at least {bound}"
+        for name, bound in HELD_FROM_BELOW.items()
+        if values[name] < bound
+    ]
+    return found + [
+        f"{name}: {values[name]} misses its goal {GOALS[name]}, and MISSED has no reason"
+        for name in GOALS
+        if misses(name, values[name]) and name not in MISSED
+    ]
+
+
+def misses(name: str, value: float) -> bool:
+    """Whether a figure misses its goal."""
+    return value < GOALS[name] if name in HELD_FROM_BELOW else value > GOALS[name]
+
+
 def main(arguments: list[str]) -> int:
-    """Print the figures; 1 where --check finds one above its bound."""
-    values = figures()
-    over = [name for name, bound in HELD.items() if values[name] > bound]
+    """Print the figures; 1 where --check finds a broken bound or a banned name."""
+    modules = product()
+    values = figures(modules)
     if "--check" in arguments:
-        for name in over:
-            print(
-                f"{name}: {values[name]}, and at most {HELD[name]} is held (run_scripts/code_metrics.py)",
-                file=sys.stderr,
-            )
-        return bool(over)
+        broken = [*failures(values), *banned_names(modules.values())]
+        for line in broken:
+            print(f"{line} (run_scripts/code_metrics.py)", file=sys.stderr)
+        return bool(broken)
     for name, goal in GOALS.items():
-        print(f"{name:48}{values[name]:>10,}   goal {goal:,}")
+        bound = "at least" if name in HELD_FROM_BELOW else "at most"
+        reason = f"   {MISSED.get(name, 'missed')}" if misses(name, values[name]) else ""
+        print(f"{name:48}{values[name]:>10,}   goal {bound} {goal:,}{reason}")
     return 0
 
 
