@@ -254,7 +254,6 @@ def other_problems(recipe: Recipe, model: Mapping[str, Any]) -> Iterator[str]:
             "checkpoint.every_stages above 1 repeats the updates of whole stages on resuming, and on a GPU rounding "
             "could end a stage (schedule.max_kl) at another update than before; set it to 1"
         )
-    yield from _sample_age_problems(recipe)
     limit = model.get("max_position_embeddings")
     response = recipe.longest_response
     longest = recipe.data.max_prompt_tokens + response
@@ -263,22 +262,4 @@ def other_problems(recipe: Recipe, model: Mapping[str, Any]) -> Iterator[str]:
         yield (
             f"data.max_prompt_tokens + {key} = {longest} exceeds the model's "
             f"{limit} positions (max_position_embeddings)"
-        )
-
-
-def _sample_age_problems(recipe: Recipe) -> Iterator[str]:
-    """Settings that need, at a stage's start, the weights that sampled it: not of a stage that is generated ahead."""
-    age = recipe.schedule.max_sample_age
-    if not age:
-        return
-    setting = f"schedule.max_sample_age = {age}"
-    if recipe.rollout.behaviour == "learner":
-        yield (
-            f"{setting}: when the stage begins, the learner no longer has the weights that sampled it, so "
-            'rollout.behaviour = "learner" would compute the logprobs of others; set it to "engine"'
-        )
-    if recipe.learner.routing_replay == "learner":
-        yield (
-            f"{setting}: when the stage begins, the routers no longer are those that sampled it; set "
-            'learner.routing_replay to "rollout" or "off"'
         )

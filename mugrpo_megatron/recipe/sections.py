@@ -138,20 +138,6 @@ class ScheduleSection(Section):
     max_kl: float = Field(0.0, ge=0.0, allow_inf_nan=False, json_schema_extra=changes("method"))
     """End a stage early once the policy has moved this many nats a response from the one that sampled it; 0 never does.
     The log's `kl_response`, smoothed; the next stage samples anew, and the run still takes all its updates."""
-    max_sample_age: int = Field(0, ge=0, json_schema_extra=changes("branch"))
-    """A stage that other processes have sealed ahead (`mugrpo generate --engine-only --follow`) is accepted if its
-    weights are at most this many updates older than those at its start; `hf/` is written so long before a stage's end.
-    With 0 every stage is sampled with the weights at its start; at most µ x epochs."""
-
-    @field_validator("max_sample_age")
-    @classmethod
-    def _check_sample_age(cls, value: int, info: ValidationInfo) -> int:
-        data = info.data
-        if value > data.get("updates_per_stage", value) * data.get("epochs", 1):
-            raise ValueError("is above updates_per_stage x epochs, the updates of the stage before")
-        if value and data.get("max_kl", 0.0) > 0:
-            raise ValueError("needs stages whose end is known: set it to 0, or leave out max_kl")
-        return value
 
     @model_validator(mode="after")
     def _check_longest(self) -> Self:

@@ -14,15 +14,7 @@ from mugrpo_megatron.extras.plan.auxiliary import AuxiliaryCost, auxiliary_costs
 from mugrpo_megatron.extras.plan.case import Layout, ModelShape, PlanCase, find_model, make_case, parameters
 from mugrpo_megatron.extras.plan.hardware import Assumptions, Cluster, assume, engines_of, make_cluster
 from mugrpo_megatron.extras.plan.memory import Memory, PackedRows, batch_of, engine_memory, memory
-from mugrpo_megatron.extras.plan.search import (
-    Candidate,
-    DeviceSplit,
-    best_split,
-    compare,
-    fitting,
-    hiding_split,
-    recipe_keys,
-)
+from mugrpo_megatron.extras.plan.search import Candidate, compare, fitting, recipe_keys
 from mugrpo_megatron.extras.plan.time import Phases, Schedule, bubble, checkpoint_bytes, phases, schedules, sync_bytes
 from mugrpo_megatron.recipe import Recipe
 
@@ -53,10 +45,6 @@ class RunPlan:
     """To each engine, in every stage."""
     schedules: list[Schedule]
     layouts: list[Candidate]
-    prefetch: DeviceSplit | None
-    """With `schedule.max_sample_age` on the same devices, divided at best."""
-    prefetch_hidden: DeviceSplit | None
-    """With further nodes for the engines, so many that the learner never waits."""
 
     def gpu_hours(self, seconds: float) -> float:
         """Hours of all devices together."""
@@ -103,8 +91,6 @@ def make_plan(
         sync_bytes=sync_bytes(case),
         schedules=schedules(case, need),
         layouts=compare(case, engine),
-        prefetch=best_split(case),
-        prefetch_hidden=hiding_split(case),
     )
 
 
@@ -128,8 +114,6 @@ def plan_as_dict(plan: RunPlan, launch: Mapping[str, str]) -> dict[str, Any]:
         "schedules": [
             {**asdict(one), "total": one.total, "gpu_hours": plan.gpu_hours(one.total)} for one in plan.schedules
         ],
-        "prefetch": _split_as_dict(plan.prefetch),
-        "prefetch_hidden": _split_as_dict(plan.prefetch_hidden),
         "layouts": [
             {
                 "layout": asdict(one.layout),
@@ -142,10 +126,6 @@ def plan_as_dict(plan: RunPlan, launch: Mapping[str, str]) -> dict[str, Any]:
         ],
         "launch": dict(launch),
     }  # fmt: skip
-
-
-def _split_as_dict(split: DeviceSplit | None) -> dict[str, Any] | None:
-    return asdict(split) | {"total": split.seconds, "gpu_hours": split.device_seconds / 3600} if split else None
 
 
 def _problems(case: PlanCase) -> list[str]:

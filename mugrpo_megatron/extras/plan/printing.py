@@ -46,7 +46,7 @@ def print_plan(plan: RunPlan, launch: Mapping[str, str]) -> None:
     console = Console()
     for line in (*_verdict(plan), *_head(plan)):
         console.print(line, highlight=False)
-    tables = (_memory(plan), _phases(plan), _schedules(plan), _prefetch(plan), _layouts(plan), _refused(plan))
+    tables = (_memory(plan), _phases(plan), _schedules(plan), _layouts(plan), _refused(plan))
     for table in tables:
         if table is not None:
             console.print(table)
@@ -175,28 +175,6 @@ def _schedules(plan: RunPlan) -> Table:
         f"GRPO's schedule takes {grpo.total / mu.total:.2f} times as long as mu-GRPO's. What stale responses cost in "
         "accuracy follows how far a stage moves the policy, not its age: docs/study/law.md. schedule.max_kl ends one."
     )
-    return table
-
-
-def _prefetch(plan: RunPlan) -> Table | None:
-    """The run with engines on other devices than the learner's, beside the run as it is."""
-    splits = [split for split in (plan.prefetch, plan.prefetch_hidden) if split]
-    if not splits:
-        return None
-    own = plan.schedules[0]
-    names = [name for name, split in ((">same devices", plan.prefetch), (">more nodes", plan.prefetch_hidden)) if split]
-    table = _table("The next stage while this one trains: schedule.max_sample_age", "", ">without", *names)
-    table.add_row("devices that train", f"{plan.cluster.world:,}", *(f"{split.training:,}" for split in splits))
-    table.add_row("others that generate", "-", *(f"{split.generating:,}" for split in splits))
-    table.add_row("schedule.max_sample_age", "0", *(f"{split.prefetch:,}" for split in splits))
-    last = own.updates_per_stage * own.epochs - 1
-    ages = (f"{split.prefetch:,} to {split.longest_staleness:,}" for split in splits)
-    table.add_row("staleness, updates", f"0 to {last:,}", *ages)
-    table.add_row("learner waits, each stage", "-", *(about(split.wait) for split in splits))
-    table.add_row("total", about(own.total), *(about(split.seconds) for split in splits))
-    hours = (two_digits(split.device_seconds / 3600) for split in splits)
-    table.add_row(_hours_name(plan), two_digits(plan.gpu_hours(own.total)), *hours)
-    table.caption = "takes without / with: " + ", ".join(f"{own.total / split.seconds:.2f}" for split in splits)
     return table
 
 

@@ -1,10 +1,8 @@
-"""An auxiliary model's turn without a learner: processes that share only the run directory score a sealed stage,
-each its updates.
+"""A sealed stage scored by auxiliary models without a learner: processes that share only the run directory.
 
-Share I of N has every N-th update. What its auxiliary models finish goes to the same parts as in a run's own turn,
-so the run takes it from there, and a process that was killed goes on where it was. Scoring holds the stage's lock
-together with
-other shares; a process that makes a column of all parts holds it alone, as a run does in its turn.
+Shard I of N has every N-th update. A process writes the same parts as the run itself would, so the run takes over from
+there, and a process that was killed continues where it was. Scoring holds the stage's lock together with other shards;
+a process that merges all parts to a column holds it alone, as a run does while it scores.
 """
 
 from __future__ import annotations
@@ -30,9 +28,8 @@ from mugrpo_megatron.stages.store import StageStore
 
 
 @dataclass(frozen=True, slots=True)
-class ShareTurn:
-    """The auxiliary models' turn of one share: it has every update whose number is `slot.number` modulo
-    `slot.engines`."""
+class ShardScoring:
+    """One shard of a stage's scoring: every update whose number is `slot.number` modulo `slot.engines`."""
 
     recipe: Recipe
     store: StageStore
@@ -46,12 +43,11 @@ class ShareTurn:
     def directory(self) -> RunDirectory:
         return RunDirectory(self.recipe.run.dir)
 
-    def take(self) -> None:
-        """Have the recipe's auxiliary models score what the stage lacks of the share, whose parts are then on disk.
+    def score(self) -> None:
+        """Have the recipe's auxiliary models score what the stage lacks of the shard, whose parts are then on disk.
 
-        Does nothing where the run has the auxiliary models' turn itself. Raises UserError as
-        `scoring.auxiliaries_of`, EngineFailure after MOST_FAILURES failures in a row without a part between them,
-        and Stopped when asked to stop.
+        Does nothing while the run itself scores the stage. Raises UserError as `scoring.auxiliaries_of`, EngineFailure
+        after MOST_FAILURES failures in a row without a part between them, and Stopped when asked to stop.
         """
         try:
             with lock_soon(self.directory.stage_lock(self.stage), shared=True):
@@ -60,17 +56,17 @@ class ShareTurn:
                         if missing := self._missing(job):
                             self._score(auxiliary, job, missing)
         except InUse:
-            self.display.say(f"the auxiliary models score stage {self.stage} in the run's own turn")
+            self.display.say(f"the run itself has stage {self.stage} scored by its auxiliary models")
 
     def _missing(self, job: Job) -> list[int]:
         return [update for update in job.parts.missing() if update % self.slot.engines == self.slot.number]
 
     def _score(self, auxiliary: AuxiliaryModel, job: Job, missing: list[int]) -> None:
-        own, stop = job.recipe(self.recipe, auxiliary.name, auxiliary.directory), self.stop
-        log = self.directory.logs / f"auxiliary model-{auxiliary.name}-share-{self.slot.number + 1:04d}.log"
-        title = f"stage {self.stage}, share {self.slot.number}/{self.slot.engines}: {job.what} of {auxiliary.name}"
+        engine_recipe, stop = job.recipe(self.recipe, auxiliary.name, auxiliary.directory), self.stop
+        log = self.directory.logs / f"auxiliary-{auxiliary.name}-shard-{self.slot.number + 1:04d}.log"
+        title = f"stage {self.stage}, shard {self.slot.number}/{self.slot.engines}: {job.what} of {auxiliary.name}"
         width, failures = samples_per_update(self.recipe), 0
-        engine = Engine.start(own, auxiliary.directory, log, self.slot, stop.heard)
+        engine = Engine.start(engine_recipe, auxiliary.directory, log, self.slot, stop.heard)
         try:
             with self.display.bar(title, len(missing), "updates") as bar:
                 while missing and not stop.heard():
@@ -86,22 +82,22 @@ class ShareTurn:
         finally:
             engine.stop()
         if stop.asked:
-            raise stop.stopped(f"{job.what}: {len(missing)} updates of this share are missing")
+            raise stop.stopped(f"{job.what}: {len(missing)} updates of this shard are missing")
 
-    def gather(self) -> str:
-        """Make columns of the parts where all are there; says what the stage lacks, empty when it lacks nothing.
+    def merge(self) -> str:
+        """Merge complete parts to columns; return a phrase on what the stage still lacks, empty when it lacks nothing.
 
-        Leaves the parts alone while other processes score the stage: the last of them makes the columns.
+        Leaves the parts alone while other processes score the stage: the last of them merges.
         """
-        lacks = []
+        incomplete = []
         try:
             with locked(self.directory.stage_lock(self.stage)):
                 for auxiliary in auxiliaries_of(self.recipe, self.directory, self.store, self.stage):
                     for job in auxiliary.jobs:
                         if missing := len(job.parts.missing()):
-                            lacks.append(f"{job.what} of {auxiliary.name} ({missing} of {self.store.updates} updates)")
+                            incomplete.append(f"{job.what} of {auxiliary.name} ({missing} of {self.store.updates} updates)")
                         else:
                             job.parts.merge()
         except InUse:
             return "what they are computing"
-        return ", ".join(lacks)
+        return ", ".join(incomplete)
