@@ -54,7 +54,7 @@ def _stage_arguments(parser: Parser) -> None:
 
 
 def generate_arguments(parser: Parser) -> None:
-    """A recipe, and how processes without a learner share a stage."""
+    """A recipe, and options of generation without a learner."""
     _stage_arguments(parser)
     parser.add_argument(
         "--engine-only",
@@ -71,7 +71,7 @@ def generate_arguments(parser: Parser) -> None:
 def generate(options: Options) -> int:
     """Generate the stage at which the run stands, with the learner's ranks or by engines alone."""
     if options.engine_only:
-        return _generate_share(options)
+        return _generate_shard(options)
     if options.shard:
         raise UserError("--shard goes with --engine-only")
 
@@ -110,15 +110,15 @@ def generate_alone(
     say(f"{run.directory.stage(cursor.stage)} is sealed; `mugrpo optimize` takes its updates")
 
 
-def _generate_share(options: Options) -> int:
-    share = import_module("mugrpo_megatron.extras.prefetch.shares").parse_share(options.shard or "0/1")
+def _generate_shard(options: Options) -> int:
+    shard = import_module("mugrpo_megatron.extras.engine_only.shards").parse_shard(options.shard or "0/1")
 
     def run(recipe: Recipe) -> None:
         from mugrpo_megatron.checks.preflight import check_engine_only
 
         recipe, problems = check_engine_only(recipe, say)
-        engine_only = import_module("mugrpo_megatron.extras.prefetch.engine_only")
-        say(visible(engine_only.generate_share(recipe, share, options.stage, problems)))
+        engine_only = import_module("mugrpo_megatron.extras.engine_only.generate")
+        say(visible(engine_only.generate_shard(recipe, shard, options.stage, problems)))
 
     return with_recipe(options, run)
 
@@ -130,8 +130,8 @@ def seal_arguments(parser: Parser) -> None:
 
 def seal(options: Options) -> int:
     """Close the stage at which the run stands."""
-    shares = import_module("mugrpo_megatron.extras.prefetch.shares")
-    say(visible(shares.seal(options.run_dir)))
+    shards = import_module("mugrpo_megatron.extras.engine_only.shards")
+    say(visible(shards.seal(options.run_dir)))
     return 0
 
 

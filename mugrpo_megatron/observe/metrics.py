@@ -43,8 +43,7 @@ PLACE: dict[Kind, tuple[str, ...]] = {
 PHASES: dict[str, str] = {
     "start": "Learner and engine start.",
     "sync": "The learner's weights are sent to the engine.",
-    "generate": "The engine samples the stage's responses; scoring overlaps with it. With "
-    "`schedule.max_sample_age` the learner waits for other processes that generate the stage.",
+    "generate": "The engine samples the stage's responses; scoring overlaps with it.",
     "score": "Verification that remains after generation has ended.",
     "logprobs": "The learner computes logprobs of new responses: of a few to measure the engine's mismatch, or of "
     'all with `rollout.behaviour = "learner"` and under `objective.kl_ref`. Inside `optimize`, those of the clip\'s '
@@ -87,7 +86,7 @@ METRICS_OF: dict[Kind, tuple[tuple[str, str, str], ...]] = {
     "update": (
         *((name, unit or "1", f"{meaning[0].upper()}{meaning[1:]}.") for name, unit, meaning in diagnostics.METRICS),
         ("staleness", "updates",
-         "Updates since the weights that sampled the responses: the age, or more with `schedule.max_sample_age`."),
+         "Updates since the weights that sampled the responses: the age."),
         ("entropy", "nats", "Mean entropy of the policy's next-token distribution at response tokens."),
         ("user/NAME", "any", "What `objective.diagnostics` returns under NAME."),
         ("kl_response", "nats",
@@ -124,8 +123,7 @@ METRICS_OF: dict[Kind, tuple[tuple[str, str, str], ...]] = {
         ("generated_tokens", "tokens", "Response tokens sampled."),
         ("responses", "responses", "Responses sampled."),
         ("mismatch_mean", "nats",
-         "Mean |log π_engine − log π_learner| over response tokens, same weights; missing where earlier weights "
-         "sampled (`schedule.max_sample_age`)."),
+         "Mean |log π_engine − log π_learner| over response tokens, same weights."),
         ("mismatch_p99", "nats", "99th percentile of the same."),
         ("mismatch_max", "nats", "Largest of the same."),
     ),

@@ -65,7 +65,7 @@ class RunDirectory:
         return self.path / "stages" / f"{stage:05d}"
 
     def stage_lock(self, stage: int) -> Path:
-        """Held by processes that generate the stage ahead of the learner, or score it; the learner waits for them."""
+        """Lock of processes that score the stage with auxiliary models."""
         return self.path / "stages" / f"{stage:05d}.lock"
 
     def stages(self) -> dict[int, Path]:

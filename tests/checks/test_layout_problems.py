@@ -58,16 +58,6 @@ def test_possible_layouts_pass(layout: dict[str, Any], world: int) -> None:
             r"multiples of 16, but the model's intermediate_size is 64 over 8 tensor parallel ranks",
         ),
         ({"checkpoint": {"every_stages": 2}, "schedule": {"max_kl": 0.1}}, 1, r"every_stages above 1 .* set it to 1"),
-        (
-            {"schedule": {"max_sample_age": 3}, "rollout": {"behaviour": "learner"}},
-            1,
-            r"max_sample_age = 3: .* set it to .engine.",
-        ),
-        (
-            {"schedule": {"max_sample_age": 3}, "learner": {"routing_replay": "learner"}},
-            1,
-            r"max_sample_age = 3: .*routing_replay to",
-        ),
         ({"rollout": {"max_response_tokens": 4000}}, 1, r"= 4512 exceeds the model's 4096 positions"),
     ],
 )

@@ -119,16 +119,6 @@ def test_a_text_or_a_path_may_look_like_another_value(text: str) -> None:
         ("[schedule]\nstagez = 4\n", [], r"`schedule.stagez` is not a recipe key; did you mean `schedule.stages`"),
         ("[schedual]\nstages = 4\n", [], r"`schedual` is not a recipe key; did you mean `schedule`"),
         ("[schedule\nstages = 4\n", [], r"not valid TOML"),
-        (
-            "[schedule]\nupdates_per_stage = 4\nepochs = 2\n",
-            ["schedule.max_sample_age=9"],
-            r"above updates_per_stage x epochs",
-        ),
-        (
-            "[schedule]\nmax_sample_age = 4\nmax_kl = 0.1\n",
-            [],
-            r"max_sample_age` = 4: needs stages whose end is known",
-        ),
         ("", ["schedule.stages"], r"write it as section.key=value"),
         ("", ["objective.name=ppo2"], r"`objective.name` = 'ppo2'"),
         ('base = "r.toml"\n', [], r"leads back to itself"),

@@ -211,7 +211,7 @@ def job(checkout: Path, *words: str, **environment: str) -> tuple[subprocess.Com
 
 
 TRAIN = ("slurm.sbatch", "--again", "2", "train", "r.toml", "--set", "a.b=two words")
-SHARE = ("generate.sbatch", "4", "r.toml", "--set", "a.b=c")
+SHARD = ("generate.sbatch", "4", "r.toml", "--set", "a.b=c")
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ SHARE = ("generate.sbatch", "4", "r.toml", "--set", "a.b=c")
         (TRAIN, {"ENDS": "limit", "SLURM_RESTART_COUNT": "2"}, 1, "restarted 2 times (--again); submit", False),
         (TRAIN, {"ENDS": "limit", "REFUSES": "1"}, 1, "Slurm does not queue this job again", True),
         *((TRAIN, {"ENDS": code}, int(code), "", False) for code in "012"),
-        (SHARE, {"ENDS": "limit", "SLURM_ARRAY_TASK_ID": "3"}, 0, "queueing job 20017 again", True),
+        (SHARD, {"ENDS": "limit", "SLURM_ARRAY_TASK_ID": "3"}, 0, "queueing job 20017 again", True),
     ],
 )
 def test_a_job_is_queued_again_only_where_its_time_limit_stopped_it(
@@ -232,7 +232,7 @@ def test_a_job_is_queued_again_only_where_its_time_limit_stopped_it(
     assert done.returncode == code, done.stderr
     assert said in done.stdout + done.stderr
     assert asked == ["requeue 20017"] * again
-    if words is SHARE:
+    if words is SHARD:
         assert started.endswith("-m mugrpo_megatron generate r.toml --set a.b=c --engine-only --shard 3/4")
     else:
         assert started.endswith("-m mugrpo_megatron train r.toml --set a.b=two words")
@@ -254,8 +254,8 @@ def test_a_job_is_queued_again_only_where_its_time_limit_stopped_it(
         (["slurm.sbatch", "--pyxis", "a", "--apptainer", "b", "train", "r"], {}, "exclude each other"),
         (["slurm.sbatch", "train", "r"], {"SLURM_GPUS_ON_NODE": ""}, "the job has no GPUs; ask for some"),
         (["generate.sbatch", "4", "r"], {}, "not an array; give sbatch --array"),
-        (["generate.sbatch", "4", "r"], {"SLURM_ARRAY_TASK_ID": "4"}, "there is no share 4 of 4"),
-        (["generate.sbatch", "r", "4"], {"SLURM_ARRAY_TASK_ID": "0"}, "r is not a number of shares"),
+        (["generate.sbatch", "4", "r"], {"SLURM_ARRAY_TASK_ID": "4"}, "there is no shard 4 of 4"),
+        (["generate.sbatch", "r", "4"], {"SLURM_ARRAY_TASK_ID": "0"}, "r is not a number of shards"),
         (["setup.sh", "--cpu", "--with-apex"], {}, "for CUDA machines"),
         (["setup.sh", "--gpu"], {}, "unknown option --gpu; it takes --cpu, --cuda"),
     ],

@@ -95,7 +95,9 @@ class ShardScoring:
                 for auxiliary in auxiliaries_of(self.recipe, self.directory, self.store, self.stage):
                     for job in auxiliary.jobs:
                         if missing := len(job.parts.missing()):
-                            incomplete.append(f"{job.what} of {auxiliary.name} ({missing} of {self.store.updates} updates)")
+                            incomplete.append(
+                                f"{job.what} of {auxiliary.name} ({missing} of {self.store.updates} updates)"
+                            )
                         else:
                             job.parts.merge()
         except InUse:

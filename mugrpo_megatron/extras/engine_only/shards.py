@@ -16,8 +16,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-
 from mugrpo_megatron.data.prepare import Problems
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import read_sealed, write_sealed
@@ -29,7 +27,7 @@ from mugrpo_megatron.run.data import record_data
 from mugrpo_megatron.run.directory import InUse, RunDirectory, check_directory, locked, open_directory
 from mugrpo_megatron.run.origin import hf_cursor
 from mugrpo_megatron.run.record import Record, read_record, with_model
-from mugrpo_megatron.stages.manifest import OTHER_MANIFESTS, Origin, check_stage, other_shards
+from mugrpo_megatron.stages.manifest import OTHER_MANIFESTS, Origin, check_stage
 from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.weights.families import fingerprint
 
@@ -169,8 +167,8 @@ def marked_shards(stage: Path, weights: Path) -> list[GenerationShard]:
 def close_stage(recipe: Recipe, stage: NextStage) -> int:
     """Seal the stage, and return the number of its groups. The caller holds a lock that keeps others from sealing.
 
-    Raises UserError, with nothing changed, when a group is missing, when a response was sampled with other weights
-    than the stage's, or when two shards had different weights or problems.
+    Raises UserError, with nothing changed, when a group is missing, when a shard's origin is another than the stage's,
+    or when two shards had different weights or problems.
     """
     check_stage(stage.directory, stage.origin)
     store = StageStore(stage.directory, 0, stage.origin)
@@ -187,13 +185,6 @@ def close_stage(recipe: Recipe, stage: NextStage) -> int:
             f"{stage.directory} lacks {len(missing):,} of {count:,} groups; shards that lack some: "
             f"{', '.join(incomplete) or 'none'}{unclaimed}; run them again: `mugrpo generate --engine-only --shard I/N`"
         )
-    for file in (stage.directory / entry.file for entry in other_shards(stage.directory, 0)):
-        versions = set(pq.read_table(file, columns=["weight_version"])["weight_version"].to_pylist())
-        if versions != {stage.cursor.updates}:
-            raise UserError(
-                f"{file} was sampled with weights after {sorted(versions)} updates, and those that sample the stage "
-                f"are after {stage.cursor.updates}; remove {stage.directory} to generate the stage again"
-            )
     store.seal(updates, recipe.rollout.prompts_per_update)
     return count
 

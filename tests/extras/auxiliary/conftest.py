@@ -1,4 +1,4 @@
-"""AuxiliaryModels whose engines need no model."""
+"""Auxiliary models whose engines need no model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mugrpo_megatron.extras.auxiliary import share, turn
+from mugrpo_megatron.extras.auxiliary import shard, turn
 from tests.extras.auxiliary.stand import Answers, StandInEngine, sealed_stage, stand, taught
 
 
@@ -16,7 +16,7 @@ from tests.extras.auxiliary.stand import Answers, StandInEngine, sealed_stage, s
 def answers(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Answers:
     """What all engines answer; of a kind that the test's module names."""
     answers: Answers = getattr(request.module, "ANSWERS", Answers)()
-    for module in (share, turn):
+    for module in (shard, turn):
         monkeypatch.setattr(module, "Engine", SimpleNamespace(start=lambda *_: StandInEngine(answers)))
     return answers
 

@@ -1,4 +1,4 @@
-"""A stage scored in shares: which updates a share has, who makes the columns, and what a run takes of it."""
+"""A stage scored in shards: which updates a shard has, who makes the columns, and what a run takes of it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from mugrpo_megatron.engine.placement import EngineSlot
 from mugrpo_megatron.errors import EngineFailure
-from mugrpo_megatron.extras.auxiliary import share, turn
-from mugrpo_megatron.extras.auxiliary.share import ShareTurn
+from mugrpo_megatron.extras.auxiliary import shard, turn
+from mugrpo_megatron.extras.auxiliary.shard import ShardScoring
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import locked
 from mugrpo_megatron.run.stopping import Stopped
@@ -18,67 +18,67 @@ from tests.extras.auxiliary.stand import COUNT, LEARNER, UPDATES, WIDTH, Answers
 from tests.tiny import COIN, FINISHED, mugrpo, rows, take_stages, weights, write_run
 
 
-def share_of(run: Any, number: int, of: int) -> ShareTurn:
+def shard_of(run: Any, number: int, of: int) -> ShardScoring:
     slot = EngineSlot(True, number=number, engines=of, local=0, local_engines=1, gpu=0)
-    return ShareTurn(run.recipe, run.store, 0, slot, run.display, run.stop)
+    return ShardScoring(run.recipe, run.store, 0, slot, run.display, run.stop)
 
 
 @pytest.mark.parametrize("of", [1, 3, UPDATES + 1])
-def test_shares_divide_the_updates_and_the_last_makes_the_column(run: Any, answers: Answers, of: int) -> None:
+def test_shards_divide_the_updates_and_the_last_makes_the_column(run: Any, answers: Answers, of: int) -> None:
     for number in range(of):
         own = len(range(number, UPDATES, of))
         answers.prompts.clear()
-        share_of(run, number, of).take()
+        shard_of(run, number, of).score()
         assert len(answers.prompts) == own * WIDTH
         rest = UPDATES - sum(len(range(one, UPDATES, of)) for one in range(number + 1))
         lacks = f"teacher logprobs of big ({rest} of {UPDATES} updates)" if rest else ""
-        assert share_of(run, number, of).gather() == lacks
+        assert shard_of(run, number, of).merge() == lacks
     check_scored(run, run.store)
     answers.prompts.clear()
     turn.take_turns(run, LEARNER, run.store, Cursor())
     assert answers.prompts == [], "the run has nothing to ask"
 
 
-def test_the_run_takes_over_from_a_share_and_a_share_from_the_run(run: Any, answers: Answers) -> None:
-    share_of(run, 1, 2).take()
+def test_the_run_takes_over_from_a_shard_and_a_shard_from_the_run(run: Any, answers: Answers) -> None:
+    shard_of(run, 1, 2).score()
     answers.after, answers.error = WIDTH, Killed
     with pytest.raises(Killed):
         turn.take_turns(run, LEARNER, run.store, Cursor())
-    share_of(run, 0, 4).take()
+    shard_of(run, 0, 4).score()
     assert len(answers.prompts) == (2 + 1 + 1) * WIDTH, "updates 1 and 3, 0, 4"
     turn.take_turns(run, LEARNER, run.store, Cursor())
     assert len(answers.prompts) == COUNT, "nothing twice"
     check_scored(run, run.store)
 
 
-def test_an_engine_that_fails_is_restarted_and_one_that_fails_again_ends_the_share(
+def test_an_engine_that_fails_is_restarted_and_one_that_fails_again_ends_the_shard(
     run: Any, answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers.after = WIDTH + 1
-    share_of(run, 0, 2).take()
+    shard_of(run, 0, 2).score()
     assert answers.starts == 2
     assert run.said == ["it died\nThe auxiliary model's engine is restarted for what is missing."]
-    monkeypatch.setattr(share, "MOST_FAILURES", 1)
+    monkeypatch.setattr(shard, "MOST_FAILURES", 1)
     answers.after = 0
     with pytest.raises(EngineFailure, match="it died"):
-        share_of(run, 1, 2).take()
+        shard_of(run, 1, 2).score()
 
 
-def test_asked_to_stop_a_share_keeps_what_is_done(run: Any, answers: Answers) -> None:
+def test_asked_to_stop_a_shard_keeps_what_is_done(run: Any, answers: Answers) -> None:
     run.stop.asked = True
-    with pytest.raises(Stopped, match="3 updates of this share are missing"):
-        share_of(run, 0, 2).take()
+    with pytest.raises(Stopped, match="3 updates of this shard are missing"):
+        shard_of(run, 0, 2).score()
 
 
-def test_a_share_leaves_the_stage_to_the_run_that_scores_it(
+def test_a_shard_leaves_the_stage_to_the_run_that_scores_it(
     run: Any, answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mugrpo_megatron.run.directory.MOMENTS_S", 0.0)
     with locked(run.directory.stage_lock(0)):
-        share_of(run, 0, 1).take()
-        assert share_of(run, 0, 1).gather() == "what they are computing"
+        shard_of(run, 0, 1).score()
+        assert shard_of(run, 0, 1).merge() == "what they are computing"
     assert answers.starts == 0
-    assert run.said == ["the auxiliary models score stage 0 in the run's own turn"]
+    assert run.said == ["the run itself has stage 0 scored by its auxiliary models"]
 
 
 @pytest.mark.process
