@@ -153,8 +153,8 @@ class Sample:
     """int32 [P]"""
     response_ids: np.ndarray
     """int32 [R]"""
-    behaviour_logprobs: np.ndarray
-    """float32 [R]"""
+    engine_logprobs: np.ndarray
+    """float32 [R]: the engine's, at the sampling temperature; NaN in an imported stage without any."""
     reward: float
     weight_version: int
     finish_reason: str
@@ -175,8 +175,9 @@ class Sample:
     """Under the objective of the recipe that generated it; training computes its own."""
     row: str = ""
     """The problem's row in its data set, as JSON; empty where it has none."""
-    engine_logprobs: np.ndarray | None = None
-    """float32 [R]: the engine's own, where `behaviour_logprobs` are the learner's for the same weights; not stored."""
+    behaviour_logprobs: np.ndarray | None = None
+    """float32 [R]: what importance ratios are taken against: the engine's, or with `rollout.behaviour = "learner"` the
+    learner's under the same weights; added when an update is read, not stored."""
     routes: Routes | None = None
     """What the learner's routers choose for it (`learner.routing_replay`); None to let them choose."""
     proximal_logprobs: np.ndarray | None = None
@@ -187,9 +188,9 @@ class Sample:
     """float32 [R]: under the teacher, whose log-ratios are part of the tokens' advantages; not stored."""
 
     def __post_init__(self) -> None:
-        others = (self.engine_logprobs, self.proximal_logprobs, self.ref_logprobs, self.teacher_logprobs)
-        rows = [("logprobs", each) for each in (self.behaviour_logprobs, *others)]
-        for what, values in (*rows, ("a loss mask", self.loss_mask), ("support ids", self.support_ids)):
+        columns = (self.behaviour_logprobs, self.proximal_logprobs, self.ref_logprobs, self.teacher_logprobs)
+        arrays = [("logprobs", logprobs) for logprobs in (self.engine_logprobs, *columns)]
+        for what, values in (*arrays, ("a loss mask", self.loss_mask), ("support ids", self.support_ids)):
             if values is not None and len(values) != len(self.response_ids):
                 raise ValueError(f"group {self.group}: {len(self.response_ids)} token ids, {what} of {len(values)}")
 

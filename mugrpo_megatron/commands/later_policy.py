@@ -47,8 +47,16 @@ class LaterPolicy:
         self._model = _load(checkpoint).to(self._device).eval()
         self._temperature = temperature
 
-    def assess(self, samples: Sequence[Sample], advantages: np.ndarray, objective: ObjectiveSection) -> list[Stale]:
-        """Each response under this policy, as training sees it; `advantages` float [N].
+    def assess(
+        self,
+        samples: Sequence[Sample],
+        behaviour: Sequence[np.ndarray],
+        advantages: np.ndarray,
+        objective: ObjectiveSection,
+    ) -> list[Stale]:
+        """Each response under this policy, as training sees it.
+
+        `behaviour` has float32 [R] for each sample, `advantages` is float [N].
 
         Tokens outside a loss mask take no part, and a softmax runs over the tokens that could be sampled. Raises
         UserError when the policy lacks the responses' tokens.
@@ -59,8 +67,8 @@ class LaterPolicy:
                 f"the policy has {self._model.config.vocab_size} tokens, the responses have token {largest}"
             )
         ratios = [
-            torch.from_numpy(sample.trained(logprobs - sample.behaviour_logprobs))
-            for sample, logprobs in zip(samples, self._logprobs(samples), strict=True)
+            torch.from_numpy(sample.trained(logprobs - sampled))
+            for sample, sampled, logprobs in zip(samples, behaviour, self._logprobs(samples), strict=True)
         ]
         lengths = torch.tensor([len(ratio) for ratio in ratios])
         segments = with_turns(make_segments(lengths, torch.ones(len(lengths))), [sample.turns for sample in samples])

@@ -227,9 +227,9 @@ def _rollouts(
         ]
         stale: list[Stale] | list[None] = [None] * len(places)
         if later and places:
-            behaviour = _behaviour(scored, store, update) if scored else [s.behaviour_logprobs for s in samples]
-            sampled = [replace(samples[i], behaviour_logprobs=behaviour[i]) for i in places]
-            stale = later.assess(sampled, advantages[places], objective)
+            behaviour = _behaviour(scored, store, update) if scored else [s.engine_logprobs for s in samples]
+            chosen = [samples[i] for i in places]
+            stale = later.assess(chosen, [behaviour[i] for i in places], advantages[places], objective)
         for i, one in zip(places, stale, strict=True):
             if not selection.vetoed or (one is not None and one.dropped.any()):
                 yield Rollout(

@@ -102,12 +102,12 @@ def make_objective(learner: Learner, samples: Sequence[Sample], advantages: np.n
     weights = response_weights(
         lengths, recipe.objective, constant_length=recipe.rollout.max_response_tokens, counted=counted
     )
-    behaviour = _flat([s.trained(s.behaviour_logprobs) for s in samples], device)
+    behaviour = _column(samples, "behaviour_logprobs", "name", device)
     if behaviour.isnan().any():  # a comparison with NaN is false, so the masks would drop these tokens silently
         raise ValueError("behaviour logprobs hold NaN: the stage has none of its own, the learner has to compute them")
     correction = None
     if recipe.objective.mismatch != "none":
-        engine = _flat([s.trained(s.engine_logprobs) for s in samples if s.engine_logprobs is not None], device)
+        engine = _flat([s.trained(s.engine_logprobs) for s in samples], device)
         correction = mismatch_correction(behaviour, engine, recipe.objective)
     segments = make_segments(lengths, weights, correction, tokens=len(behaviour))
     if recipe.objective.veto_reach == "turn":

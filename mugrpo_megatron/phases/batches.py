@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -139,8 +138,9 @@ class StageUpdates:
         """What the update at the cursor trains on. Raises UserError when a column of it is missing or damaged."""
         samples = self.samples(cursor.age)
         if self.columns.proximal:
-            place = cursor.age % self.recipe.objective.proximal_every
-            samples = _with(samples, "proximal_logprobs", self.columns.proximal(cursor.age - place).read(place))
+            since_refresh = cursor.age % self.recipe.objective.proximal_every
+            proximal = self.columns.proximal(cursor.age - since_refresh).read(since_refresh)
+            samples = with_columns(samples, {"proximal_logprobs": proximal})
         return Batch(
             samples,
             training_rewards(samples, self.recipe.objective),
@@ -199,23 +199,25 @@ class StageUpdates:
         return samples
 
     def _stored(self, update: int) -> list[Sample]:
-        """The samples of an update as the stage holds it, with its columns but for the proximal logprobs."""
+        """Returns the samples of an update as the stage holds it, with every column except the proximal logprobs."""
         samples = self._judged(self.store.read_update(update), update)
-        if self.columns.behaviour:
-            samples = _with(samples, "engine_logprobs", [sample.behaviour_logprobs for sample in samples])
-            samples = _with(samples, "behaviour_logprobs", self.columns.behaviour.read(update))
+        behaviour = self.columns.behaviour.read(update) if self.columns.behaviour else None
+        columns = {"behaviour_logprobs": behaviour or [sample.engine_logprobs for sample in samples]}
         if self.columns.teacher:
-            samples = _with(samples, "teacher_logprobs", self.columns.teacher.read(update))
+            columns["teacher_logprobs"] = self.columns.teacher.read(update)
         if ref_is_behaviour(self.recipe):
-            samples = _with(samples, "ref_logprobs", [sample.behaviour_logprobs for sample in samples])
+            columns["ref_logprobs"] = columns["behaviour_logprobs"]
         elif self.columns.ref:
-            samples = _with(samples, "ref_logprobs", self.columns.ref.read(update))
-        return samples
+            columns["ref_logprobs"] = self.columns.ref.read(update)
+        return with_columns(samples, columns)
 
 
-def _with(samples: Sequence[Sample], name: str, logprobs: Sequence[Any]) -> list[Sample]:
-    """The samples with logprobs, an array float32 [R] for each, in the field `name`."""
-    return [replace(sample, **{name: own}) for sample, own in zip(samples, logprobs, strict=True)]
+def with_columns(samples: Sequence[Sample], columns: Mapping[str, Sequence[np.ndarray]]) -> list[Sample]:
+    """Returns the samples with columns added: by field name an array float32 [R] for each sample."""
+    return [
+        replace(sample, **dict(zip(columns, values, strict=True)))
+        for sample, *values in zip(samples, *columns.values(), strict=True)
+    ]
 
 
 def neutral_where_missing(scores: np.ndarray, groups: np.ndarray) -> np.ndarray:
@@ -234,7 +236,8 @@ def training_rewards(samples: Sequence[Sample], section: ObjectiveSection) -> np
     rewards = np.array([sample.reward for sample in samples])
     if section.kl_penalty != "reward" or section.kl_ref is None:
         return rewards
+    behaviour = [s.trained(s.behaviour_logprobs) for s in samples if s.behaviour_logprobs is not None]
     ref = [s.trained(s.ref_logprobs) for s in samples if s.ref_logprobs is not None]
-    if len(ref) < len(samples):
-        raise ValueError('objective.kl_penalty = "reward" needs every sample\'s ref_logprobs')
-    return rewards_less_kl(rewards, [s.trained(s.behaviour_logprobs) for s in samples], ref, section)
+    if min(len(behaviour), len(ref)) < len(samples):
+        raise ValueError('objective.kl_penalty = "reward" needs behaviour_logprobs and ref_logprobs of every sample')
+    return rewards_less_kl(rewards, behaviour, ref, section)

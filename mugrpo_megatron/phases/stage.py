@@ -147,7 +147,7 @@ def _mismatch(run: Run, learner: Learner, samples: Sequence[Sample], cursor: Cur
     with run.log.phase("logprobs", cursor.stage):
         own = token_logprobs(learner, samples)
     learners = np.concatenate([sample.trained(logprobs) for sample, logprobs in zip(samples, own, strict=True)])
-    engines = np.concatenate([sample.trained(sample.behaviour_logprobs) for sample in samples])
+    engines = np.concatenate([sample.trained(sample.engine_logprobs) for sample in samples])
     if not len(engines) or np.isnan(engines).any():
         return {}
     distance = np.abs(engines - learners)
@@ -284,7 +284,7 @@ def _described(chosen: Chosen, recipe: Recipe) -> Sequence[Probed]:
             reward=sample.reward,
             advantage=advantage,
             tokens=[text[int(token)] for token in sample.response_ids],
-            behaviour_logprobs=sample.behaviour_logprobs,
+            engine_logprobs=sample.engine_logprobs,
             mask=None if sample.loss_mask is None else sample.loss_mask.tolist(),
         )
         for update, sample, advantage in chosen

@@ -72,7 +72,7 @@ def followed(
         ages = tuple(sorted(probe.logprobs))
         for place, response in enumerate(probe.responses):
             if ages and response.tokens:
-                base = probe.logprobs[ages[0]][place] if by_learner else response.behaviour_logprobs
+                base = probe.logprobs[ages[0]][place] if by_learner else response.engine_logprobs
                 log_ratio = _rows(probe, ages, place) - base
                 one = Followed(stage, response, ages, log_ratio, early.get(stage, 0))
                 responses += [one] if one.trained.any() else []

@@ -83,7 +83,7 @@ def have_logprobs(store: StageStore) -> bool:
 
     All responses of a stage have them, or none has.
     """
-    return not any(np.isnan(sample.behaviour_logprobs).any() for sample in store.read_update(0))
+    return not any(np.isnan(sample.engine_logprobs).any() for sample in store.read_update(0))
 
 
 def check_logprobs(store: StageStore, recipe: Recipe) -> None:

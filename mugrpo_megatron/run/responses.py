@@ -44,7 +44,7 @@ def rows_of(group: ScoredGroup, recipe: Recipe) -> list[Sample]:
             problem=problem.id,
             prompt_ids=prompt_ids if response.episode is None else response.episode.prompt_ids,
             response_ids=response.ids,
-            behaviour_logprobs=response.logprobs,
+            engine_logprobs=response.logprobs,
             reward=score.reward,
             weight_version=response.weight_version,
             finish_reason=response.finish_reason,

@@ -1,6 +1,6 @@
 """A stage's probe: the logprobs of some of its responses at several ages of the stage, for the report.
 
-probe/stage00003/responses.parquet   the responses: tokens as text, behaviour logprobs, reward, advantage
+probe/stage00003/responses.parquet   the responses: tokens as text, the engine's logprobs, reward, advantage
 probe/stage00003/age00128.parquet    their logprobs under the weights after 128 of the stage's updates
 """
 
@@ -30,7 +30,7 @@ SCHEMA = pa.schema(
         "reward": pa.float64(),
         "advantage": pa.float64(),
         "tokens": pa.list_(pa.string()),
-        "behaviour_logprobs": pa.list_(pa.float32()),
+        "engine_logprobs": pa.list_(pa.float32()),
         "mask": pa.list_(pa.bool_()),
     }
 )
@@ -49,7 +49,7 @@ class Probed:
     advantage: float
     tokens: list[str]
     """[R]: each token as text."""
-    behaviour_logprobs: np.ndarray
+    engine_logprobs: np.ndarray
     """float32 [R]"""
     mask: list[bool] | None = None
     """[R]: the tokens that are trained on; None for all."""
@@ -89,9 +89,7 @@ def read_probe(directory: Path) -> Probe | None:
         return None
     try:
         rows = pq.read_table(directory / RESPONSES, schema=SCHEMA).to_pylist()
-        responses = [
-            Probed(**{**row, "behaviour_logprobs": np.array(row["behaviour_logprobs"], np.float32)}) for row in rows
-        ]
+        responses = [Probed(**{**row, "engine_logprobs": np.array(row["engine_logprobs"], np.float32)}) for row in rows]
         logprobs = {}
         for path in sorted(directory.glob("age*.parquet")):
             values = pq.read_table(path, schema=LOGPROBS)["logprobs"].to_pylist()

@@ -46,7 +46,7 @@ TRAINING: dict[str, FieldSpec] = {
     "problem": FieldSpec(TEXT, "The problem's id, `source:line`."),
     "prompt_ids": FieldSpec(IDS, "Prompt tokens."),
     "response_ids": FieldSpec(IDS, "Response tokens, the end-of-sequence token included when it was sampled."),
-    "behaviour_logprobs": FieldSpec(LOGPROBS, "Logprob of each response token under the policy that sampled it."),
+    "engine_logprobs": FieldSpec(LOGPROBS, "Logprob of each response token as the engine that sampled it returned it."),
     "reward": FieldSpec(pa.float64(), "Score of the response, shaping included."),
     "components": FieldSpec(NAMED, "The score's parts by name, before their weights."),
     "weight_version": FieldSpec(pa.int64(), "Optimizer updates behind the weights that sampled the response."),
@@ -70,7 +70,7 @@ TOLD: dict[str, FieldSpec] = {
 }
 """What people read. Training computes its own advantages, from the rewards and the recipe's objective."""
 COLUMNS: dict[str, FieldSpec] = TRAINING | OPTIONAL | TOLD
-LISTS = ("prompt_ids", "response_ids", "behaviour_logprobs", "loss_mask", "support_ids")
+LISTS = ("prompt_ids", "response_ids", "engine_logprobs", "loss_mask", "support_ids")
 """As many values for each token."""
 
 

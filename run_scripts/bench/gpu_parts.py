@@ -140,12 +140,13 @@ def sample_update(recipe: Any, vocab: int) -> tuple[list[Any], np.ndarray]:
             problem=str(index // 8),
             prompt_ids=rng.integers(0, vocab, prompt).astype(np.int32),
             response_ids=rng.integers(0, vocab, response).astype(np.int32),
-            behaviour_logprobs=rng.normal(-11, 0.3, response).astype(np.float32),
+            engine_logprobs=logprobs,
+            behaviour_logprobs=logprobs,
             reward=float(index % 2),
             weight_version=0,
             finish_reason="length",
         )
-        for index in range(16)
+        for index, logprobs in enumerate(rng.normal(-11, 0.3, (16, response)).astype(np.float32))
     ]
     return samples, rng.normal(size=16).astype(np.float32)
 

@@ -117,7 +117,7 @@ def bare(rows: int, options: argparse.Namespace) -> tuple[Callable[[], tuple[flo
         hidden = model.model(tokens, use_cache=False).last_hidden_state  # padding on the right: causality hides it
         logits = model.lm_head(hidden[:, :-1][where[:, 1:]])
         logprobs = logits.log_softmax(-1).gather(1, tokens[where][:, None])[:, 0]
-        behaviour = torch.from_numpy(np.concatenate([sample.behaviour_logprobs for sample in picked]))
+        behaviour = torch.from_numpy(np.concatenate([sample.engine_logprobs for sample in picked]))
         gains = torch.from_numpy(np.repeat(advantages[chosen], [len(sample.response_ids) for sample in picked]))
         ratio = (logprobs - behaviour).exp()
         return -torch.minimum(ratio * gains, ratio.clamp(*CLIP) * gains).sum() / trained

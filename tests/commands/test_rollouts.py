@@ -18,12 +18,12 @@ from rich.text import Text
 from transformers import AutoModelForCausalLM
 
 from mugrpo_megatron.cli import main
-from mugrpo_megatron.commands.later_policy import LaterPolicy
+from mugrpo_megatron.commands.later_policy import LaterPolicy, Stale
 from mugrpo_megatron.commands.rollout_views import Rollout, print_in_full, print_table
 from mugrpo_megatron.commands.rollouts import Selection, browse
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.recipe import load_recipe
+from mugrpo_megatron.recipe import ObjectiveSection, load_recipe
 from mugrpo_megatron.run.directory import open_directory
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.columns import LogprobColumn
@@ -52,7 +52,7 @@ def run_dir(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         store = StageStore(directory.stage(0))
         for group in range(PROMPTS * UPDATES):
             right, wrong = sample(model, group, RIGHT, 1.0), sample(model, group, WRONG, 0.0)
-            wrong.behaviour_logprobs[1] += LOST
+            wrong.engine_logprobs[1] += LOST
             store.append([right, wrong])
         store.seal(UPDATES, PROMPTS)
     return folder / "run"
@@ -84,6 +84,11 @@ def sample(model: Path, group: int, response: str, reward: float) -> Sample:
     )
 
 
+def assess(model: Path, samples: list[Sample], advantages: list[float], objective: ObjectiveSection) -> list[Stale]:
+    behaviour = [sample.engine_logprobs for sample in samples]
+    return LaterPolicy(model, temperature=1.0).assess(samples, behaviour, np.array(advantages), objective)
+
+
 @pytest.mark.parametrize(
     ("scope", "dropped"),
     [("none", [False] * 4), ("trigger", [False, True, False, False]), ("suffix", [False, False, True, True])],
@@ -93,7 +98,7 @@ def test_only_the_token_that_lost_its_mass_is_a_trigger(
 ) -> None:
     samples = StageStore(run_dir / "stages" / "00000").read_update(0)
     objective = load_recipe(run_dir / "recipe.toml", [f"objective.veto={scope}"]).objective
-    looked = LaterPolicy(model, temperature=1.0).assess(samples, np.array([1.0, -1.0] * PROMPTS), objective)
+    looked = assess(model, samples, [1.0, -1.0] * PROMPTS, objective)
     for right, wrong in zip(looked[::2], looked[1::2], strict=True):
         np.testing.assert_allclose(right.log_ratio, 0, atol=1e-5)
         assert not right.dropped.any()
@@ -106,15 +111,16 @@ def test_only_the_token_that_lost_its_mass_is_a_trigger(
 def test_tokens_outside_the_loss_mask_are_no_triggers(model: Path) -> None:
     """A tool's token has no probability of its own: it drops nothing after it."""
     wrong = sample(model, 0, WRONG, 0.0)
-    wrong.behaviour_logprobs[1] += LOST
+    wrong.engine_logprobs[1] += LOST
     objective = load_recipe(None).objective
-    [whole, masked, nothing] = LaterPolicy(model, temperature=1.0).assess(
+    [whole, masked, nothing] = assess(
+        model,
         [
             wrong,
             replace(wrong, loss_mask=np.array([True, False, True, True])),
             replace(wrong, loss_mask=np.zeros(4, dtype=bool)),
         ],
-        np.array([-1.0, -1.0, -1.0]),
+        [-1.0, -1.0, -1.0],
         objective,
     )
     assert whole.dropped.tolist() == [False, False, True, True]
@@ -129,8 +135,8 @@ def test_a_softmax_runs_over_the_tokens_that_could_be_sampled(model: Path) -> No
     one = sample(model, 0, WRONG, 0.0)
     alone = one.response_ids[:, None].astype(np.int32)
     kept = np.concatenate([alone, np.full_like(alone, -1)], axis=1)
-    certain = replace(one, support_ids=kept, behaviour_logprobs=0 * one.behaviour_logprobs)
-    [found] = LaterPolicy(model, temperature=1.0).assess([certain], np.array([-1.0]), load_recipe(None).objective)
+    certain = replace(one, support_ids=kept, engine_logprobs=0 * one.engine_logprobs)
+    [found] = assess(model, [certain], [-1.0], load_recipe(None).objective)
     np.testing.assert_allclose(found.log_ratio, 0, atol=1e-6)
 
 
@@ -145,7 +151,7 @@ def test_ratios_are_over_the_learners_logprobs_where_the_recipe_says_so(
     with LogprobColumn(path, stage_identity(store.content)).write() as append:
         for update in range(UPDATES):
             excess = [0.0, LOST, 0.0, 0.0]  # of the engine in each wrong response; the learner never had it
-            found = [one.behaviour_logprobs for one in store.read_update(update)]
+            found = [one.engine_logprobs for one in store.read_update(update)]
             append([one if n % 2 == 0 else one - np.array(excess, dtype=np.float32) for n, one in enumerate(found)])
     browse(run_dir, 0, Selection(vetoed=True), model, learner)
     path.unlink()

@@ -62,7 +62,7 @@ def group(index: int, responses: int = 4, tokens: int = 6, seed: int = 0) -> lis
             problem=f"tiny:{index}",
             prompt_ids=generator.integers(0, VOCABULARY, 3 + index % 4, dtype=np.int32),
             response_ids=generator.integers(0, VOCABULARY, length, dtype=np.int32),
-            behaviour_logprobs=-generator.random(length, dtype=np.float32),
+            engine_logprobs=-generator.random(length, dtype=np.float32),
             reward=float(generator.integers(0, 2)),
             weight_version=7,
             finish_reason="stop" if length < tokens else "length",

@@ -47,7 +47,7 @@ def generate(engine: Engine, version: int) -> list[Sample]:
 def mismatch(learner: Any, samples: list[Sample]) -> float:
     """Mean distance of the engine's log-probabilities from the learner's, in nats."""
     own = np.concatenate(token_logprobs(learner, samples))
-    return float(np.abs(own - np.concatenate([sample.behaviour_logprobs for sample in samples])).mean())
+    return float(np.abs(own - np.concatenate([sample.engine_logprobs for sample in samples])).mean())
 
 
 @pytest.mark.process

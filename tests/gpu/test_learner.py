@@ -186,6 +186,7 @@ def full_rows() -> list[Sample]:
             problem=str(index // 4),
             prompt_ids=rng.integers(0, VOCAB, 24).astype(np.int32),
             response_ids=rng.integers(0, VOCAB, 1000).astype(np.int32),
+            engine_logprobs=np.zeros(1000, np.float32),
             behaviour_logprobs=rng.normal(-4.5, 0.3, 1000).astype(np.float32),
             reward=float(index % 2),
             weight_version=0,

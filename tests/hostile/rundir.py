@@ -89,7 +89,7 @@ def logprobs(directory: RunDirectory, number: int, part: int = 2) -> None:
     store = stage_of(directory, number)
     with LogprobColumn(directory.behaviour(number), {"stage": store.content}).write() as append:
         for update in range(UPDATES):
-            append([sample.behaviour_logprobs / part for sample in store.read_update(update)])
+            append([sample.engine_logprobs / part for sample in store.read_update(update)])
 
 
 def make(run_dir: Path) -> Recipe:
@@ -142,7 +142,7 @@ def resume(made: Recipe) -> tuple[str, list[str]]:
             for update in range(UPDATES):
                 own = LogprobColumn(directory.behaviour(number), of).read(update)
                 for sample, learners in zip(store.read_update(update), own, strict=True):
-                    arrays = sample.response_ids, sample.behaviour_logprobs, learners
+                    arrays = sample.response_ids, sample.engine_logprobs, learners
                     sum_.update(b"".join(array.tobytes() for array in arrays))
                     sum_.update(f"{sample.reward} {sample.group}".encode())
             sum_.update(repr(store.rewards()).encode())

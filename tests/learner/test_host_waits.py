@@ -64,7 +64,7 @@ def test_the_loss_waits_for_nothing(name: str, monkeypatch: pytest.MonkeyPatch) 
     sequences = [sequence_of(sample) for sample in data]
     batch = pack(sequences, [3, 1, 7], 160, CPU)
     lengths = torch.tensor([sequence.trained for sequence in sequences])
-    behaviour = torch.from_numpy(np.concatenate([sample.behaviour_logprobs for sample in data]))
+    behaviour = torch.from_numpy(np.concatenate([sample.engine_logprobs for sample in data]))
     objective = Objective(
         section, behaviour, torch.from_numpy(advantages(len(data))), make_segments(lengths, torch.ones(24)), None
     )

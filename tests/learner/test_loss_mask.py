@@ -42,7 +42,8 @@ def dropped(sample: Sample) -> Sample:
     return replace(
         sample,
         response_ids=sample.trained(sample.response_ids),
-        behaviour_logprobs=sample.trained(sample.behaviour_logprobs),
+        engine_logprobs=sample.trained(sample.engine_logprobs),
+        behaviour_logprobs=sample.trained(sample.engine_logprobs),
         loss_mask=None,
     )
 
@@ -59,7 +60,7 @@ def compared(model: str, objective: dict[str, Any]) -> dict[str, tuple[float, fl
     learner = build_learner(recipe(Path(model), objective=objective, optimizer=STILL))
     plain = samples()
     every, fewer, half = (masked(plain, kind) for kind in ("all", "all but the last", "half"))
-    noise = [replace(s, behaviour_logprobs=np.where(mask_of(s), s.behaviour_logprobs, np.float32(-30.0))) for s in half]
+    noise = [replace(s, behaviour_logprobs=np.where(mask_of(s), s.engine_logprobs, np.float32(-30.0))) for s in half]
     return {
         "plain": updated(learner, plain),
         "every": updated(learner, every),
@@ -105,7 +106,7 @@ def in_turns(data: list[Sample]) -> list[Sample]:
     """The samples as episodes: turns of three tokens with two of a tool between them, which has logprobs of 0."""
     masks = [np.arange(len(s.response_ids)) % 5 < 3 for s in data]
     return [
-        replace(s, loss_mask=mask, behaviour_logprobs=np.where(mask, s.behaviour_logprobs, np.float32(0)))
+        replace(s, loss_mask=mask, behaviour_logprobs=np.where(mask, s.engine_logprobs, np.float32(0)))
         for s, mask in zip(data, masks, strict=True)
     ]
 

@@ -65,7 +65,7 @@ def test_logprobs_are_those_of_transformers(model: str, temperature: float) -> N
 def corrected(model: str, name: str, doubt: float) -> list[float]:
     """Loss and gradient norm of one update, the engine's logprobs `doubt` nats above the learner's."""
     learner = build_learner(recipe(Path(model), objective={"name": name}, rollout={"behaviour": "learner"}))
-    data = [replace(s, engine_logprobs=s.behaviour_logprobs + np.float32(doubt)) for s in samples()]
+    data = [replace(s, engine_logprobs=s.engine_logprobs + np.float32(doubt)) for s in samples()]
     metrics = update(learner, data, advantages(len(data)))
     return [metrics["loss"], metrics["grad_norm"]]
 
@@ -82,7 +82,7 @@ def around_a_reference(model: str, sections: dict[str, Any]) -> dict[str, float]
     """An update whose proximal policy lies half-way between behaviour and current policy."""
     learner = build_learner(recipe(Path(model), objective=REFERENCE, **sections))
     data = samples()
-    halfway = [(own + s.behaviour_logprobs) / 2 for own, s in zip(token_logprobs(learner, data), data, strict=True)]
+    halfway = [(own + s.engine_logprobs) / 2 for own, s in zip(token_logprobs(learner, data), data, strict=True)]
     data = [replace(s, proximal_logprobs=mine) for s, mine in zip(data, halfway, strict=True)]
     return update(learner, data, advantages(len(data)))
 

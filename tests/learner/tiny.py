@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,9 @@ def samples(prompts: int = 6, responses: int = 4, seed: int = 0) -> list[Sample]
             length = int(rng.integers(1, 20))
             response = rng.integers(0, VOCAB, length).astype(np.int32)
             behaviour = rng.normal(-4.5, 0.3, length).astype(np.float32)
-            found.append(Sample(group, f"p{group}", prompt, response, behaviour, float(rng.integers(0, 2)), 0, "stop"))
+            reward = float(rng.integers(0, 2))
+            sample = Sample(group, f"p{group}", prompt, response, behaviour, reward, 0, "stop")
+            found.append(replace(sample, behaviour_logprobs=behaviour))
     return found
 
 
@@ -67,7 +70,7 @@ def left_behind(data: list[Sample]) -> list[Sample]:
     Whatever the model now gives such a token, its ratio is below 1e-4: a trigger where the advantage is negative.
     """
     for sample in data:
-        sample.behaviour_logprobs[3::7] += 14
+        sample.engine_logprobs[3::7] += 14
     return data
 
 

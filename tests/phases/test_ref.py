@@ -26,7 +26,7 @@ from tests.phases.bare import bare_run
 def sample(reward: float, behaviour: float, ref: float | None) -> Sample:
     ids, logprobs = np.zeros(3, np.int32), np.full(3, behaviour, np.float32)
     held = None if ref is None else np.full(3, ref, np.float32)
-    return Sample(0, "p", ids, ids, logprobs, reward, 0, "stop", ref_logprobs=held)
+    return Sample(0, "p", ids, ids, logprobs, reward, 0, "stop", behaviour_logprobs=logprobs, ref_logprobs=held)
 
 
 def test_rewards_are_those_of_the_verifier_unless_the_kl_is_in_them() -> None:
@@ -36,7 +36,7 @@ def test_rewards_are_those_of_the_verifier_unless_the_kl_is_in_them() -> None:
     np.testing.assert_array_equal(training_rewards(samples, in_loss), [1.0, 0.0])
     in_reward = ObjectiveSection(kl_ref="start", kl_coef=0.1, kl_penalty="reward")
     np.testing.assert_allclose(training_rewards(samples, in_reward), [1 - 0.1 * 1.5, 0.1 * 3])
-    with pytest.raises(ValueError, match="every sample's ref_logprobs"):
+    with pytest.raises(ValueError, match="ref_logprobs of every sample"):
         training_rewards([*samples, sample(1.0, -1.0, None)], in_reward)
 
 

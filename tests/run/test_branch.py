@@ -115,7 +115,7 @@ def test_a_stage_without_logprobs_needs_the_learner_s(tmp_path: Path) -> None:
     with open_directory(recipe(tmp_path / "a")) as directory:
         store = stage_of(directory, 0)
         for index in range(GROUPS):
-            store.append([replace(one, behaviour_logprobs=one.behaviour_logprobs * np.nan) for one in group(index, 0)])
+            store.append([replace(one, engine_logprobs=one.engine_logprobs * np.nan) for one in group(index, 0)])
         store.seal(UPDATES, PROMPTS)
     learner = "rollout.behaviour=learner"
     for changes in ([], [learner, "objective.mismatch=truncate"]):

@@ -48,7 +48,7 @@ def assert_same(found: Sequence[Sample], expected: Sequence[Sample], whole: bool
     for one, other in zip(found, expected, strict=True):
         for name in COLUMNS if whole else TRAINING | OPTIONAL:
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
-        for name in ("prompt_ids", "response_ids", "behaviour_logprobs"):
+        for name in ("prompt_ids", "response_ids", "engine_logprobs"):
             assert getattr(one, name).dtype == getattr(other, name).dtype
 
 

@@ -78,7 +78,7 @@ class Teacher:
         """The mean of log behaviour - log teacher over the stage's tokens, as far as the behaviour is known."""
         total, tokens = 0.0, 0
         for update in range(store.updates):
-            own = np.concatenate([one.behaviour_logprobs for one in store.read_update(update)])
+            own = np.concatenate([one.engine_logprobs for one in store.read_update(update)])
             total += float(np.subtract(own, np.concatenate(self.column.read(update)), dtype=np.float64).sum())
             tokens += len(own)
         mean = total / max(1, tokens)

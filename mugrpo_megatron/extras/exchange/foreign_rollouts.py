@@ -27,7 +27,7 @@ from mugrpo_megatron.samples import Problem
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # a second to import
 
-LOGPROBS = ("logprobs", "behaviour_logprobs")
+LOGPROBS = ("logprobs", "engine_logprobs")
 ROUNDING = 1e-5
 """Nats above 0 that a logprob may be: kernels that approximate exp and log round a certain token's to about 1e-7."""
 _LARGEST = float(np.finfo(np.float32).max)

@@ -219,7 +219,7 @@ def _samples(place: int, group: list[Foreign], gold: _Gold, scores: list[Score],
             prompt_ids=one.prompt_ids,
             response_ids=one.response_ids,
             # NaN: still to be computed
-            behaviour_logprobs=np.full(len(one.response_ids), np.nan, np.float32)
+            engine_logprobs=np.full(len(one.response_ids), np.nan, np.float32)
             if one.logprobs is None
             else one.logprobs,
             reward=score.reward,

@@ -37,7 +37,7 @@ def test_every_token_is_scored_once_and_in_its_place(run: Any, answers: Answers)
     assert facts["memory_after"] > 0
     updates = stage_updates(run, run.store)
     everything = [sample for age in range(UPDATES) for sample in updates.samples(age)]
-    gaps = np.concatenate([one.behaviour_logprobs - one.teacher_logprobs for one in everything])
+    gaps = np.concatenate([one.engine_logprobs - one.teacher_logprobs for one in everything])
     assert facts["kl_teacher"] == pytest.approx(gaps.mean(), rel=1e-5)
     turn.take_turns(run, LEARNER, run.store, Cursor())
     assert answers.starts == 1, "nothing lacks, so nothing starts"

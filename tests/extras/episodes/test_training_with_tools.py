@@ -64,7 +64,7 @@ def test_killed_in_mid_episode_no_group_is_doubled_or_lost(tmp_path: Path) -> No
     assert kills
     for sample in samples:
         assert sample.loss_mask is not None
-        assert (sample.behaviour_logprobs[~sample.loss_mask] == 0).all()
+        assert (sample.engine_logprobs[~sample.loss_mask] == 0).all()
         assert len(np.unique(sample.turns)) == sample.components["episode.turns"] == 2
     first = next(row for row in read_rows(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "update")
     exact = ("ratio_mean", "ratio_neg_min", "ratio_neg_max", "ratio_pos_min", "ratio_pos_max")

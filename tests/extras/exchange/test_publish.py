@@ -68,7 +68,7 @@ def test_the_card_says_what_the_stage_is_and_nothing_of_the_machine(finished_run
     text = (folder / "README.md").read_text()
     assert text.startswith("---\nconfigs:\n- config_name: default\n  data_files: stages/00001/stage.parquet\n")
     sha = hashlib.sha256((finished_run.parent / "model" / "model.safetensors").read_bytes()).hexdigest()
-    for fact in (json.loads((finished_run / "run.json").read_text())["run"]["id"], sha, "| `behaviour_logprobs` |"):
+    for fact in (json.loads((finished_run / "run.json").read_text())["run"]["id"], sha, "| `engine_logprobs` |"):
         assert fact in text
     assert StageStore(folder / "stages" / "00001").content in text
     assert "[objective]" in text

@@ -76,6 +76,6 @@ def test_files_go_both_ways(library: str, ours: dict[str, Any], files: list[str]
             assert not any(view["mask"][begin + length :])
             assert sample.loss_mask.tolist() == [bool(one) for one in view["mask"][begin : begin + length]]
             logprobs = view["logprobs"][begin : begin + length]
-            np.testing.assert_allclose(sample.behaviour_logprobs, logprobs, atol=ROUNDING)
+            np.testing.assert_allclose(sample.engine_logprobs, logprobs, atol=ROUNDING)
             assert sample.reward == pytest.approx(view["reward"])
             assert sample.finish_reason == ("length" if view["cut"] else "stop")

@@ -43,6 +43,7 @@ def learner_bytes(sections: dict[str, Any], responses: int, prompt: int, respons
             problem=str(index // 4),
             prompt_ids=rng.integers(0, vocab, prompt).astype(np.int32),
             response_ids=rng.integers(0, vocab, response).astype(np.int32),
+            engine_logprobs=np.zeros(response, np.float32),
             behaviour_logprobs=rng.normal(-8, 0.1, response).astype(np.float32),
             reward=float(index % 2),
             weight_version=0,
