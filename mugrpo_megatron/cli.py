@@ -25,15 +25,11 @@ from typing import Any
 from mugrpo_megatron import __version__
 from mugrpo_megatron.commands.common import say
 from mugrpo_megatron.cpu.heap import keep_freed_memory
+from mugrpo_megatron.cuda import may_find_cuda
 from mugrpo_megatron.errors import CollectiveFailure, EngineFailure, TrainingFailure, UserError, refused_by_system
-from mugrpo_megatron.observe.environment import (
-    commit,
-    leave_out_library_warnings,
-    may_find_cuda,
-    rank_of_environment,
-)
-from mugrpo_megatron.observe.streams import lasting_output, visible
+from mugrpo_megatron.observe.environment import commit, leave_out_library_warnings, rank_of_environment
 from mugrpo_megatron.run.stopping import Stopped, Terminated, stoppable, terminable
+from mugrpo_megatron.terminal import lasting_output, visible
 
 CORE, EXTRAS = "mugrpo_megatron.commands", "mugrpo_megatron.extras"
 CONTINUES = "the same command continues the run"
@@ -103,7 +99,7 @@ COMMANDS = (
     _trains(PARTS, "generate", "only sample, score and seal the stage at which a run stands"),
     Command(PARTS, "seal", "close a stage of `generate --engine-only` processes", f"{CORE}.training:seal"),
     _trains(PARTS, "optimize", "only take the updates of a sealed stage, without an engine"),
-    Command(BEFORE, "doctor", "what this machine has, needs and lacks", f"{CORE}.reading:doctor"),
+    Command(BEFORE, "doctor", "what this machine has, needs and lacks", f"{EXTRAS}.doctor.doctor:doctor"),
     Command(BEFORE, "plan", "memory, hours and layouts of a run, on paper", f"{EXTRAS}.plan.command:plan"),
     Command(BEFORE, "score", "score a file of responses with a reward function", f"{CORE}.reading:score"),
     Command(LOOK, "report", "a page about one run or several; live while one trains", f"{CORE}.reading:report"),

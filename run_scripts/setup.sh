@@ -68,7 +68,7 @@ if [ -z "$python" ]; then
 fi
 
 # Driver, C library and compilers, before anything is downloaded. What only an engine's start needs is just named.
-if [ "$device" = cuda ]; then "$python" -m mugrpo_megatron.observe.toolchain || exit 2; fi
+if [ "$device" = cuda ]; then "$python" -m mugrpo_megatron.checks.toolchain || exit 2; fi
 
 mkdir -p .venvs
 exec 9> .venvs/.lock

@@ -20,6 +20,8 @@ from mugrpo_megatron.checks.engines import (
     needs_a_kind_of_device,
 )
 from mugrpo_megatron.checks.layouts import bundled, check_layers, check_layout, describe
+from mugrpo_megatron.checks.toolchain import tools_here
+from mugrpo_megatron.cuda import driver_finds_gpu, finds_cuda, may_find_cuda
 from mugrpo_megatron.data.arithmetic import TASKS
 from mugrpo_megatron.data.prepare import Problems, read_problems
 from mugrpo_megatron.data.problems import absent, check_files, check_sets, held_out_sets, named_sources
@@ -28,14 +30,7 @@ from mugrpo_megatron.engine.launch import check_extra
 from mugrpo_megatron.engine.placement import slot_of_environment
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import CONFIG, check_tokenizer, check_weights, read_config, read_model_config
-from mugrpo_megatron.observe.environment import (
-    driver_finds_gpu,
-    finds_cuda,
-    may_find_cuda,
-    rank_of_environment,
-    without_wandb,
-)
-from mugrpo_megatron.observe.toolchain import tools_here
+from mugrpo_megatron.observe.environment import rank_of_environment, without_wandb
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.functions import check_function, load_function
 from mugrpo_megatron.recipe.scoring import CODE, MATH
@@ -296,8 +291,8 @@ def _check_toolkit() -> None:
     if os.environ.get("LOCAL_RANK", "0") != "0" or not driver_finds_gpu():
         return
     for tool in tools_here():
-        if not tool.fits and tool.found.startswith("not "):
-            raise UserError(f"an engine does not start on this machine's GPU: {tool.part} {tool.found}; {tool.remedy}")
+        if not tool.fits and tool.detail.startswith("not "):
+            raise UserError(f"an engine does not start on this machine's GPU: {tool.name} {tool.detail}; {tool.remedy}")
 
 
 def _check_layers(recipe: Recipe) -> None:

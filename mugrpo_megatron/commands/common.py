@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from mugrpo_megatron import __version__
 from mugrpo_megatron.observe.environment import rank_of_environment
-from mugrpo_megatron.observe.streams import visible
+from mugrpo_megatron.terminal import visible
 
 if TYPE_CHECKING:
     from mugrpo_megatron.recipe import Recipe

@@ -39,7 +39,6 @@ from mugrpo_megatron.files.hf_config import read_model_config
 from mugrpo_megatron.files.json_text import json_value, read_json
 from mugrpo_megatron.files.outputs import check_output, make_directory
 from mugrpo_megatron.observe.progress import Display, new_table, open_display
-from mugrpo_megatron.observe.streams import visible
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.functions import source_sum
 from mugrpo_megatron.rewards.pool import Verifier
@@ -47,6 +46,7 @@ from mugrpo_megatron.run.data import sums_by_set
 from mugrpo_megatron.run.directory import locked
 from mugrpo_megatron.run.record import begun_weights, file_sum, hub_model, with_model
 from mugrpo_megatron.samples import Problem, Prompt
+from mugrpo_megatron.terminal import visible
 
 SETTINGS = "settings.json"
 """The file that makes a directory an evaluation's own."""

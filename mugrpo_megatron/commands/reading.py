@@ -1,4 +1,4 @@
-"""`mugrpo eval`, `score`, `rollouts`, `report`, `doctor`, `convert`: what each takes, checks and imports."""
+"""`mugrpo eval`, `score`, `rollouts`, `report`, `convert`: what each takes, checks and imports."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from mugrpo_megatron.commands.common import Options, Parser, override_arguments,
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import CONFIG
 from mugrpo_megatron.files.hub import model_name
-from mugrpo_megatron.observe.streams import visible
 from mugrpo_megatron.recipe import load_recipe
+from mugrpo_megatron.terminal import visible
 
 
 def evaluate_arguments(parser: Parser) -> None:
@@ -126,10 +126,10 @@ def rollouts_arguments(parser: Parser) -> None:
 
 def rollouts(options: Options) -> int:
     """Show responses of a stage."""
-    from mugrpo_megatron.commands.rollouts import Selection, browse
+    from mugrpo_megatron.commands.rollouts import RolloutFilter, browse
 
-    selection = Selection(**{field.name: getattr(options, field.name) for field in fields(Selection)})
-    browse(options.run_dir, options.stage, selection, options.policy, options.overrides, options.json)
+    conditions = RolloutFilter(**{field.name: getattr(options, field.name) for field in fields(RolloutFilter)})
+    browse(options.run_dir, options.stage, conditions, options.policy, options.overrides, options.json)
     return 0
 
 
@@ -164,17 +164,6 @@ def report(options: Options) -> int:
 
     print(visible(str(write_comparison(run_dirs, out))))
     return 0
-
-
-def doctor_arguments(parser: Parser) -> None:
-    """None."""
-
-
-def doctor(options: Options) -> int:
-    """Show what this machine has."""
-    from mugrpo_megatron.commands.doctor import doctor
-
-    return doctor()
 
 
 CONVERSIONS = ("hf_to_megatron", "megatron_to_hf", "verify")

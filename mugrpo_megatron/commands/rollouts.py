@@ -1,4 +1,4 @@
-"""`mugrpo rollouts`: show and search the responses of a sealed stage, and the tokens that the veto would drop."""
+"""`mugrpo rollouts`: show and search the responses of a sealed stage."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,13 +17,12 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from mugrpo_megatron.algorithm.advantages import group_advantages
-from mugrpo_megatron.commands.later_policy import LaterPolicy, Stale
-from mugrpo_megatron.commands.rollout_views import Rollout, legend, print_in_full, print_json, print_table
+from mugrpo_megatron.commands.rollout_views import Rollout, print_group, print_json, print_table
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import check_tokenizer
-from mugrpo_megatron.observe.streams import visible
-from mugrpo_megatron.recipe import ObjectiveSection, Recipe, load_recipe
+from mugrpo_megatron.recipe import ObjectiveSection, load_recipe
+from mugrpo_megatron.recipe.functions import load_function
 from mugrpo_megatron.rewards.pool import reward_before_penalty
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.record import with_cached_model
@@ -31,137 +30,136 @@ from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.columns import LogprobColumn
 from mugrpo_megatron.stages.manifest import check_stage, stage_identity
 from mugrpo_megatron.stages.store import StageStore
+from mugrpo_megatron.terminal import visible
 
+LATER_POLICY = "mugrpo_megatron.extras.later_policy.later_policy:LaterPolicy"
 SIGNS = {"positive": 1, "negative": -1, "zero": 0}
 RIGHT = 0.5
-"""Verdict, the reward without shaping, from which a response counts as right."""
-PIPED_WIDTH = 180
-"""Columns where no terminal tells how many there are."""
+"""Verdict (the reward before shaping) from which a response counts as right."""
+WIDTH_WITHOUT_TERMINAL = 180
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
-    """Which responses to show."""
+class RolloutFilter:
+    """Conditions on the responses to show; None: any."""
 
     update: int | None = None
     group: int | None = None
     min_reward: float | None = None
     max_reward: float | None = None
     right: bool | None = None
-    """Only those with a verdict of at least `RIGHT`, or only the others."""
+    """Whether the verdict is at least `RIGHT`."""
     advantage: Literal["positive", "negative", "zero"] | None = None
     vetoed: bool = False
-    """Only those of which the veto drops tokens."""
+    """Only responses with tokens that the veto drops."""
     grep: str | None = None
-    """Regular expression that the prompt, the response, what is known of its score, or a value of its row contains."""
+    """Regular expression, searched in prompt, response, gold, extracted answer, reason, and values of the row."""
     limit: int = 20
 
     @property
-    def whole(self) -> bool:
-        """Whether every response of the stage is selected, but for the limit."""
-        return replace(self, limit=0) == Selection(limit=0)
+    def takes_all(self) -> bool:
+        """Whether every response of the stage passes, apart from `limit`."""
+        return replace(self, limit=0) == RolloutFilter(limit=0)
+
+    def accepts(self, sample: Sample, advantage: float) -> bool:
+        """Whether a response passes every condition but `update` and `grep`."""
+        return (
+            (self.group is None or sample.group == self.group)
+            and (self.min_reward is None or sample.reward >= self.min_reward)
+            and (self.max_reward is None or sample.reward <= self.max_reward)
+            and (self.right is None or (reward_before_penalty(sample.reward, sample.components) >= RIGHT) is self.right)
+            and (self.advantage is None or np.sign(advantage) == SIGNS[self.advantage])
+            and (not self.vetoed or advantage < 0)  # the veto drops tokens of negative advantage alone
+        )
 
 
 def browse(
     run_dir: Path,
     stage: int | None,
-    selection: Selection,
+    conditions: RolloutFilter,
     policy: Path | None,
     overrides: Sequence[str] = (),
     as_json: bool = False,
 ) -> None:
-    """Print the selected responses: a table, one group in full with its triggers marked, or JSON lines.
+    """Print the responses that pass: a table, one group in full with its triggers marked, or JSON lines.
 
-    The veto is applied under `policy`, a Hugging Face checkpoint; with `selection.vetoed` by default the trained one
-    in the run's `hf/`. `overrides` of the run's recipe show another veto: `objective.trigger_ratio=0.1`. Where neither
-    the run nor its model nor `policy` has a tokenizer, prompts are left out and responses are the stored texts. Raises
-    UserError when the run or the stage does not exist.
+    The veto is applied under `policy`, a Hugging Face checkpoint; with `conditions.vetoed` the default is the run's
+    `hf/`. `overrides` of the run's recipe try another veto: `objective.trigger_ratio=0.1`. Without a tokenizer, prompts
+    are left out and responses are the stored texts. Raises UserError when the run or the stage does not exist.
     """
     directory = RunDirectory(run_dir)
-    recipe = load_recipe(directory.recipe, overrides) if directory.recipe.exists() else None
-    if recipe is None:
+    if not directory.recipe.exists():
         raise UserError(f"{run_dir}: not a run directory (it has no {directory.recipe.name})")
-    policy = policy or (directory.hf if selection.vetoed else None)
+    recipe = load_recipe(directory.recipe, overrides)
+    policy = policy or (directory.hf if conditions.vetoed else None)
     number, store, note = _stage(directory, stage)
-    _check(selection, store, recipe)
-    later = LaterPolicy(policy, recipe.rollout.temperature) if policy else None
+    _check(conditions, store.updates, recipe.rollout.prompts_per_update)
+    later = policy and load_function("--policy", LATER_POLICY)(policy, recipe.rollout.temperature, recipe.objective)
     hf = directory.hf if directory.hf.exists() else with_cached_model(recipe, run_dir).model.directory
     tokenizer = _tokenizer([hf, *([policy] if policy else [])])
-    missing = "" if tokenizer else _without_tokenizer(run_dir, hf)
-    scored = directory.behaviour(number) if later and recipe.rollout.behaviour == "learner" else None
-    chosen_rollouts = islice(
-        _rollouts(store, selection, later, recipe, tokenizer, scored), min(selection.limit, sys.maxsize)
+    behaviour = directory.behaviour(number) if later and recipe.rollout.behaviour == "learner" else None
+    if conditions.group is not None:
+        conditions = replace(conditions, update=conditions.group // recipe.rollout.prompts_per_update)
+    rollouts = islice(
+        _rollouts(store, conditions, recipe.objective, later, tokenizer, behaviour),
+        min(conditions.limit, sys.maxsize),  # islice takes no larger number
     )
-    shown = Shown(chosen_rollouts)
     console = Console()
     notes = Console(stderr=True) if as_json else console
     if not console.is_terminal:
-        console.width = PIPED_WIDTH
-    for line in (note, missing):
-        _tell(notes, line)
-    vetoed = recipe.objective if later else None
-    first = next(shown, None)
-    chosen = shown if first is None else chain([first], shown)
-    if first is None and selection.limit:
-        _tell(notes, _nothing(number, selection, vetoed))
-    elif as_json:
-        print_json(console, chosen)
-    elif selection.group is not None:
-        print_in_full(console, chosen, tokenizer)
+        console.width = WIDTH_WITHOUT_TERMINAL
+    for line in (note, "" if tokenizer else _tokenizer_hint(run_dir, hf)):
+        _print_note(notes, line)
+    legend = later.legend if later else None
+    if as_json:
+        count = print_json(console, rollouts)
+    elif conditions.group is not None:
+        count = print_group(console, rollouts, tokenizer)
     else:
-        print_table(console, f"{run_dir}: stage {number}", chosen, vetoed)
-    _tell(notes, _cut(shown.count, selection, store))
+        count = print_table(console, f"{run_dir}: stage {number}", rollouts, legend)
+    if count or not conditions.limit:
+        _print_note(notes, _limit_note(count, conditions, store))
+    else:
+        _print_note(notes, f"stage {number}: {_empty_note(conditions, legend)}")
 
 
-class Shown(Iterator[Rollout]):
-    """Responses on their way to the screen, counted."""
-
-    def __init__(self, rollouts: Iterable[Rollout]) -> None:
-        self._rollouts, self.count = iter(rollouts), 0
-
-    def __next__(self) -> Rollout:
-        one = next(self._rollouts)
-        self.count += 1
-        return one
-
-
-def _tell(console: Console, line: str) -> None:
-    """Print a line on its own, not wrapped; none for an empty one."""
+def _print_note(console: Console, line: str) -> None:
+    """Print a line without wrapping; nothing if it is empty."""
     if line:
         console.print(visible(line), markup=False, highlight=False, soft_wrap=True)
 
 
-def _nothing(number: int, selection: Selection, vetoed: ObjectiveSection | None) -> str:
-    """What is said instead of an empty table."""
-    if not selection.vetoed:
-        return f"stage {number}: no response fits the options"
-    who = "no response" if replace(selection, vetoed=False).whole else "no response that fits the other options"
-    return f"stage {number}: {who} has a vetoed token ({legend(vetoed)})"
+def _empty_note(conditions: RolloutFilter, legend: str | None) -> str:
+    if not conditions.vetoed:
+        return "no response fits the options"
+    subject = "no response"
+    if not replace(conditions, vetoed=False).takes_all:
+        subject += " that fits the other options"
+    return f"{subject} has a vetoed token ({legend})"
 
 
-def _cut(shown: int, selection: Selection, store: StageStore) -> str:
-    """The line that the limit has left out responses; they are counted only where that costs no reading."""
-    if shown < selection.limit:
+def _limit_note(count: int, conditions: RolloutFilter, store: StageStore) -> str:
+    """Returns a line if the limit left responses out; they are counted only where the manifest has their number."""
+    if count < conditions.limit:
         return ""
-    if not selection.whole:
-        return f"{shown:,} shown, which is the limit; --limit shows more, if there are"
+    if not conditions.takes_all:
+        return f"{count:,} shown, which is the limit; --limit shows more, if there are"
     total = int(store.statistics()["responses"])
-    return f"{shown:,} of {total:,} shown; --limit shows more" if shown < total else ""
+    return f"{count:,} of {total:,} shown; --limit shows more" if count < total else ""
 
 
-def _tokenizer(places: Iterable[Path]) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of the first of these directories that has one."""
-    for place in places:
+def _tokenizer(directories: Iterable[Path]) -> PreTrainedTokenizerBase | None:
+    """Returns the tokenizer of the first directory that has one."""
+    for directory in directories:
         try:
-            check_tokenizer(place)
+            check_tokenizer(directory)
         except UserError:
             continue
-        return load_tokenizer(place)
+        return load_tokenizer(directory)
     return None
 
 
-def _without_tokenizer(run_dir: Path, directory: Path) -> str:
-    """What is not shown without a tokenizer, and the command that shows it."""
+def _tokenizer_hint(run_dir: Path, directory: Path) -> str:
     command = f"mugrpo rollouts {shlex.quote(str(run_dir))} --set model.path=DIR"
     return (
         f"{directory} holds no tokenizer, so prompts and marked tokens are left out; "
@@ -170,7 +168,7 @@ def _without_tokenizer(run_dir: Path, directory: Path) -> str:
 
 
 def _stage(directory: RunDirectory, stage: int | None) -> tuple[int, StageStore, str]:
-    """The stage asked for, or the newest sealed one, and a note when a newer one is not sealed."""
+    """Returns the given or the newest sealed stage, and a note if a newer one is not sealed."""
     folders = directory.stages()
     for path in folders.values():
         check_stage(path)
@@ -187,58 +185,53 @@ def _stage(directory: RunDirectory, stage: int | None) -> tuple[int, StageStore,
     return number, stages[number], note
 
 
-def _check(selection: Selection, store: StageStore, recipe: Recipe) -> None:
-    """UserError for a selection that the stage cannot have."""
-    groups = store.updates * recipe.rollout.prompts_per_update
-    if selection.update is not None and selection.update not in range(store.updates):
-        raise UserError(f"--update {selection.update}: the stage's updates are 0 to {store.updates - 1}")
-    if selection.group is not None and selection.group not in range(groups):
-        raise UserError(f"--group {selection.group}: the stage's groups are 0 to {groups - 1}")
-    if selection.limit < 0:
-        raise UserError(f"--limit {selection.limit}: is below 0")
+def _check(conditions: RolloutFilter, updates: int, prompts_per_update: int) -> None:
+    """Raise UserError for an update or a group that the stage does not have."""
+    groups = updates * prompts_per_update
+    if conditions.update is not None and conditions.update not in range(updates):
+        raise UserError(f"--update {conditions.update}: the stage's updates are 0 to {updates - 1}")
+    if conditions.group is not None and conditions.group not in range(groups):
+        raise UserError(f"--group {conditions.group}: the stage's groups are 0 to {groups - 1}")
+    if conditions.limit < 0:
+        raise UserError(f"--limit {conditions.limit}: is below 0")
 
 
 def _rollouts(
     store: StageStore,
-    selection: Selection,
-    later: LaterPolicy | None,
-    recipe: Recipe,
+    conditions: RolloutFilter,
+    objective: ObjectiveSection,
+    later: Any,
     tokenizer: PreTrainedTokenizerBase | None,
-    scored: Path | None,
+    behaviour: Path | None,
 ) -> Iterator[Rollout]:
-    """The selected responses, read update by update, so that memory holds one update.
+    """Yields the responses that pass; reads update by update, so that memory holds one update.
 
-    `scored` is the file of the learner's behaviour logprobs, where ratios are over those.
+    later: the LaterPolicy of the extra, or None. behaviour: file of the learner's behaviour logprobs that `later` takes
+    its ratios against; None: the engine's.
     """
-    objective, updates = recipe.objective, range(store.updates)
-    pattern = _pattern(selection.grep)
-    if selection.group is not None:
-        selection = replace(selection, update=selection.group // recipe.rollout.prompts_per_update)
-    for update in updates if selection.update is None else [selection.update]:
+    pattern = _pattern(conditions.grep)
+    for update in range(store.updates) if conditions.update is None else [conditions.update]:
         samples = store.read_update(update, whole=True)
-        groups = np.array([s.group for s in samples])
-        advantages = group_advantages(np.array([s.reward for s in samples]), groups, objective)
-        first = np.searchsorted(groups, groups)
-        places = [
-            i
-            for i, sample in enumerate(samples)
-            if _fits(sample, advantages[i], selection)
-            and (pattern is None or _matches(pattern, sample, _texts(sample, tokenizer)))
-        ]
-        stale: list[Stale] | list[None] = [None] * len(places)
-        if later and places:
-            behaviour = _behaviour(scored, store, update) if scored else [s.engine_logprobs for s in samples]
-            chosen = [samples[i] for i in places]
-            stale = later.assess(chosen, [behaviour[i] for i in places], advantages[places], objective)
-        for i, one in zip(places, stale, strict=True):
-            if not selection.vetoed or (one is not None and one.dropped.any()):
-                yield Rollout(
-                    update, i - int(first[i]), samples[i], float(advantages[i]), *_texts(samples[i], tokenizer), one
-                )
+        groups = np.array([sample.group for sample in samples])
+        advantages = group_advantages(np.array([sample.reward for sample in samples]), groups, objective)
+        index_in_group = np.arange(len(samples)) - np.searchsorted(groups, groups)
+        accepted = [i for i, sample in enumerate(samples) if conditions.accepts(sample, advantages[i])]
+        rollouts = {
+            i: Rollout(update, int(index_in_group[i]), samples[i], advantages[i], *_texts(samples[i], tokenizer))
+            for i in accepted
+        }
+        if pattern:
+            rollouts = {i: rollout for i, rollout in rollouts.items() if _matches(pattern, rollout)}
+        if later and rollouts:
+            chosen = list(rollouts)
+            logprobs = _behaviour(behaviour, store, update) if behaviour else [s.engine_logprobs for s in samples]
+            stale = later.assess([samples[i] for i in chosen], [logprobs[i] for i in chosen], advantages[chosen])
+            rollouts = {i: replace(rollouts[i], stale=response) for i, response in zip(chosen, stale, strict=True)}
+        yield from (r for r in rollouts.values() if not conditions.vetoed or (r.stale and r.stale.dropped.any()))
 
 
 def _behaviour(path: Path, store: StageStore, update: int) -> list[np.ndarray]:
-    """The learner's logprobs of an update's responses; UserError when they are missing or damaged."""
+    """Returns the learner's logprobs of an update's responses; UserError if they are missing or damaged."""
     column = LogprobColumn(path, stage_identity(store.content))
     if not column.whole:
         raise UserError(
@@ -255,38 +248,25 @@ def _pattern(grep: str | None) -> re.Pattern[str] | None:
 
 
 def _texts(sample: Sample, tokenizer: PreTrainedTokenizerBase | None) -> tuple[str | None, str]:
-    """Prompt and response as text; without a tokenizer no prompt, which is stored as tokens alone."""
+    """Returns prompt and response; without a tokenizer no prompt, which a stage stores as tokens alone."""
     if tokenizer is None:
         return None, sample.text
     prompt = str(tokenizer.decode(sample.prompt_ids.tolist()))
     return prompt, sample.text or str(tokenizer.decode(sample.response_ids.tolist()))
 
 
-def _matches(pattern: re.Pattern[str], sample: Sample, texts: tuple[str | None, str]) -> bool:
-    texts_of_scores = (*texts, sample.gold, sample.extracted, sample.why, sample.problem)
-    if any(text is not None and pattern.search(text) for text in texts_of_scores):
+def _matches(pattern: re.Pattern[str], rollout: Rollout) -> bool:
+    sample = rollout.sample
+    texts = (rollout.prompt, rollout.text, sample.gold, sample.extracted, sample.why, sample.problem)
+    if any(text is not None and pattern.search(text) for text in texts):
         return True
     return bool(sample.row) and any(pattern.search(text) for text in _values(json.loads(sample.row)))
 
 
 def _values(value: Any) -> Iterator[str]:
-    """The values inside a JSON value, each as text, without the names that they have in it."""
+    """Yields the values inside a JSON value as text, without the names of its columns."""
     if isinstance(value, dict | list):
         for inner in value.values() if isinstance(value, dict) else value:
             yield from _values(inner)
     else:
         yield value if isinstance(value, str) else json.dumps(value)
-
-
-def _fits(sample: Sample, advantage: float, selection: Selection) -> bool:
-    return (
-        (selection.group is None or sample.group == selection.group)
-        and (selection.min_reward is None or sample.reward >= selection.min_reward)
-        and (selection.max_reward is None or sample.reward <= selection.max_reward)
-        and (
-            selection.right is None
-            or (reward_before_penalty(sample.reward, sample.components) >= RIGHT) is selection.right
-        )
-        and (selection.advantage is None or np.sign(advantage) == SIGNS[selection.advantage])
-        and (not selection.vetoed or advantage < 0)
-    )

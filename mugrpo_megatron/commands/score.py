@@ -17,10 +17,10 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import durable_file
 from mugrpo_megatron.files.json_text import json_value
 from mugrpo_megatron.files.outputs import check_output, make_directory
-from mugrpo_megatron.observe.streams import visible
 from mugrpo_megatron.recipe.scoring import RewardSection
 from mugrpo_megatron.rewards.items import Pending, Score
 from mugrpo_megatron.rewards.pool import Verifier
+from mugrpo_megatron.terminal import visible
 
 BLOCK = 512
 """Rows that are read and written together."""

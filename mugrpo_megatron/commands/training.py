@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from mugrpo_megatron.commands.common import IMPORTING, Options, Parser, recipe_arguments, say, with_recipe
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.environment import rank_of_environment
-from mugrpo_megatron.observe.streams import visible
 from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.terminal import visible
 
 if TYPE_CHECKING:
     from mugrpo_megatron.data.prepare import Problems

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mugrpo_megatron.cpu.sglang import replica_arguments
+from mugrpo_megatron.cuda import finds_cuda
 from mugrpo_megatron.engine.launch import engine_arguments, engine_environment, replicas, starts_before
 from mugrpo_megatron.engine.nodes import PeerFailure
 from mugrpo_megatron.engine.placement import ALONE, EngineSlot
@@ -18,7 +19,7 @@ from mugrpo_megatron.engine.queue import LoadRecord
 from mugrpo_megatron.engine.wire import Groups, Message, Request, Sampling
 from mugrpo_megatron.errors import EngineFailure, EngineStopped, UserError
 from mugrpo_megatron.files.tensors import Sums
-from mugrpo_megatron.observe.environment import finds_cuda, group_memory
+from mugrpo_megatron.observe.environment import group_memory
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.functions import load_function
 from mugrpo_megatron.samples import Prompt, Response

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mugrpo_megatron.cpu.sglang import replicas_of
+from mugrpo_megatron.cuda import may_find_cuda
 from mugrpo_megatron.engine import sglang_compat
 from mugrpo_megatron.engine.placement import ALONE, EngineSlot, slot_of_environment
 from mugrpo_megatron.engine.process import HostProcess
 from mugrpo_megatron.engine.wire import Routed, Sampling
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import experts_of, read_model_config
-from mugrpo_megatron.observe.environment import may_find_cuda, usable_cores
+from mugrpo_megatron.observe.environment import usable_cores
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.policy import RolloutSection
 from mugrpo_megatron.recipe.systems import BLOCK, EngineSection

@@ -19,11 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import uuid4
 
+from mugrpo_megatron.cuda import finds_cuda
 from mugrpo_megatron.engine.launch import engine_arguments, engine_environment
 from mugrpo_megatron.engine.placement import EngineSlot
 from mugrpo_megatron.engine.process import DEATH_SECONDS, STARTING, HostProcess, no_peer_failure
 from mugrpo_megatron.errors import CollectiveFailure, EngineFailure, EngineStopped
-from mugrpo_megatron.observe.environment import finds_cuda, rank_of_environment
+from mugrpo_megatron.observe.environment import rank_of_environment
 from mugrpo_megatron.recipe import Recipe
 
 LOOK_EVERY_S = 1.0

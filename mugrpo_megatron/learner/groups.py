@@ -17,9 +17,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch.distributed.rendezvous import rendezvous
 
+from mugrpo_megatron.cuda import finds_cuda
 from mugrpo_megatron.errors import CollectiveFailure, UserError
 from mugrpo_megatron.learner.heartbeat import Heartbeat, named
-from mugrpo_megatron.observe.environment import finds_cuda, usable_cores
+from mugrpo_megatron.observe.environment import usable_cores
 from mugrpo_megatron.recipe import Recipe
 
 ARRIVAL = timedelta(minutes=15)

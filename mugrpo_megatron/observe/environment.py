@@ -16,7 +16,6 @@ from pathlib import Path
 import psutil
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.observe.toolchain import DRIVER, driver_answers
 
 PACKAGES = (
     "mugrpo-megatron",
@@ -89,40 +88,6 @@ def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
         limit, period = map(int, quota.read_text(encoding="ascii").split())
         cores = max(1, min(cores, -(-limit // period)))
     return cores
-
-
-def may_find_cuda() -> bool:
-    """False only where `finds_cuda` is: no driver has made a device, or it is hidden; imports nothing."""
-    return not _hidden() and any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))
-
-
-def driver_finds_gpu() -> bool:
-    """Whether nvidia-smi finds a GPU that CUDA_VISIBLE_DEVICES does not hide; imports nothing."""
-    return may_find_cuda() and driver_answers()
-
-
-def finds_cuda() -> bool:
-    """Whether torch finds a CUDA device.
-
-    Raises UserError if nvidia-smi finds a GPU that torch does not, unless CUDA_VISIBLE_DEVICES hides it: a run that was
-    meant for the GPU would train on the CPU, without a word. An environment that was made on a login node without a GPU
-    has a torch for CPUs.
-    """
-    import torch
-
-    if torch.cuda.is_available():
-        return True
-    if _hidden() or not driver_answers():
-        return False
-    remedy = f"update NVIDIA's driver to {DRIVER} or newer" if torch.version.cuda else "run run_scripts/setup.sh --cuda"
-    raise UserError(
-        f"nvidia-smi finds a GPU but torch {torch.__version__} does not: {remedy}; to train on the CPU, set "
-        'CUDA_VISIBLE_DEVICES=""'
-    )
-
-
-def _hidden() -> bool:
-    return os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
 
 
 def devices() -> str:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from mugrpo_megatron.observe.streams import visible
+from mugrpo_megatron.terminal import visible
 
 LINE_EVERY_S = 10.0
 WIDE = 130

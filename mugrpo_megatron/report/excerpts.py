@@ -7,9 +7,9 @@ from itertools import zip_longest
 from typing import Any
 
 from mugrpo_megatron.observe.examples import Example, shortened
-from mugrpo_megatron.observe.streams import visible
 from mugrpo_megatron.report.details import Details, spaced
 from mugrpo_megatron.rewards.pool import reward_before_penalty
+from mugrpo_megatron.terminal import visible
 
 CHARACTERS = 32_000
 """Of all texts on the page together."""

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from mugrpo_megatron.observe.streams import visible
 from mugrpo_megatron.recipe.objective import ObjectiveSection
 from mugrpo_megatron.report.details import spaced
 from mugrpo_megatron.report.probes import Followed, verdicts
 from mugrpo_megatron.samples import turns_in
+from mugrpo_megatron.terminal import visible
 
 LEVELS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 """A ratio is one letter: level n is 10^(n / STEPS + LOWEST)."""

@@ -25,7 +25,6 @@ from mugrpo_megatron.observe.metrics import values_in
 from mugrpo_megatron.observe.progress import duration, short
 from mugrpo_megatron.observe.results import between, difference, mean_of, shown, summary_of
 from mugrpo_megatron.observe.rundata import RunData, read_run
-from mugrpo_megatron.observe.streams import visible
 from mugrpo_megatron.report.charts import COST, PAPER, SAMPLES, SECTIONS, TRIGGERS, VETO, section_of
 from mugrpo_megatron.report.curves import Chart
 from mugrpo_megatron.report.details import Details, read_details
@@ -36,6 +35,7 @@ from mugrpo_megatron.report.probes import objective_of
 from mugrpo_megatron.report.tables import recipe_sections, stage_table, summary_rows
 from mugrpo_megatron.report.triggers import trigger_table
 from mugrpo_megatron.report.verdicts import folded, paper_notes, verdicts
+from mugrpo_megatron.terminal import visible
 
 FILE_NAME = "report.html"
 BRAND = "mu-GRPO run report"

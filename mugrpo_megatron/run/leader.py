@@ -10,13 +10,14 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from mugrpo_megatron.cuda import finds_cuda
 from mugrpo_megatron.data.prepare import PreparedData
 from mugrpo_megatron.engine.client import Engine
 from mugrpo_megatron.engine.nodes import EngineFollowerNode, PeerFailure, leader_address, node_status
 from mugrpo_megatron.engine.placement import EngineSlot, slot_of_environment
 from mugrpo_megatron.engine.process import HostProcess
 from mugrpo_megatron.errors import EngineFailure, EngineStopped
-from mugrpo_megatron.observe.environment import finds_cuda, usable_cores
+from mugrpo_megatron.observe.environment import usable_cores
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.run.world import World

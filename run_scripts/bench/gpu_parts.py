@@ -205,8 +205,8 @@ def one_learner(name: str, small: bool, peak_flops: float, layers: str) -> Resul
 
 def engine_bare(small: bool) -> Result:
     """Tokens/s of SGLang's own `generate`, all prompts in one call."""
+    from mugrpo_megatron.cuda import finds_cuda
     from mugrpo_megatron.engine.launch import engine_arguments, engine_environment
-    from mugrpo_megatron.observe.environment import finds_cuda
 
     with tempfile.TemporaryDirectory() as folder:
         model = save_random("small" if small else "Qwen2.5-1.5B", Path(folder) / "model")

@@ -7,7 +7,6 @@ import json
 import math
 import shlex
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +17,11 @@ from rich.text import Text
 from transformers import AutoModelForCausalLM
 
 from mugrpo_megatron.cli import main
-from mugrpo_megatron.commands.later_policy import LaterPolicy, Stale
-from mugrpo_megatron.commands.rollout_views import Rollout, print_in_full, print_table
-from mugrpo_megatron.commands.rollouts import Selection, browse
+from mugrpo_megatron.commands.rollout_views import Rollout, print_group, print_table
+from mugrpo_megatron.commands.rollouts import RolloutFilter, browse
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.recipe import ObjectiveSection, load_recipe
+from mugrpo_megatron.recipe import load_recipe
 from mugrpo_megatron.run.directory import open_directory
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.columns import LogprobColumn
@@ -84,68 +82,12 @@ def sample(model: Path, group: int, response: str, reward: float) -> Sample:
     )
 
 
-def assess(model: Path, samples: list[Sample], advantages: list[float], objective: ObjectiveSection) -> list[Stale]:
-    behaviour = [sample.engine_logprobs for sample in samples]
-    return LaterPolicy(model, temperature=1.0).assess(samples, behaviour, np.array(advantages), objective)
-
-
-@pytest.mark.parametrize(
-    ("scope", "dropped"),
-    [("none", [False] * 4), ("trigger", [False, True, False, False]), ("suffix", [False, False, True, True])],
-)
-def test_only_the_token_that_lost_its_mass_is_a_trigger(
-    model: Path, run_dir: Path, scope: str, dropped: list[bool]
-) -> None:
-    samples = StageStore(run_dir / "stages" / "00000").read_update(0)
-    objective = load_recipe(run_dir / "recipe.toml", [f"objective.veto={scope}"]).objective
-    looked = assess(model, samples, [1.0, -1.0] * PROMPTS, objective)
-    for right, wrong in zip(looked[::2], looked[1::2], strict=True):
-        np.testing.assert_allclose(right.log_ratio, 0, atol=1e-5)
-        assert not right.dropped.any()
-        np.testing.assert_allclose(wrong.log_ratio, [0, -LOST, 0, 0], atol=1e-5)
-        assert wrong.trigger.tolist() == [False, True, False, False]
-        assert wrong.dropped.tolist() == dropped
-        assert wrong.lowest_ratio == pytest.approx(1 / 20_000, rel=1e-3)
-
-
-def test_tokens_outside_the_loss_mask_are_no_triggers(model: Path) -> None:
-    """A tool's token has no probability of its own: it drops nothing after it."""
-    wrong = sample(model, 0, WRONG, 0.0)
-    wrong.engine_logprobs[1] += LOST
-    objective = load_recipe(None).objective
-    [whole, masked, nothing] = assess(
-        model,
-        [
-            wrong,
-            replace(wrong, loss_mask=np.array([True, False, True, True])),
-            replace(wrong, loss_mask=np.zeros(4, dtype=bool)),
-        ],
-        [-1.0, -1.0, -1.0],
-        objective,
-    )
-    assert whole.dropped.tolist() == [False, False, True, True]
-    assert not masked.dropped.any()
-    assert not masked.trigger.any()
-    assert masked.log_ratio[1] == 0.0
-    assert masked.lowest_ratio == pytest.approx(1.0, rel=1e-3)
-    assert nothing.lowest_ratio is None
-
-
-def test_a_softmax_runs_over_the_tokens_that_could_be_sampled(model: Path) -> None:
-    one = sample(model, 0, WRONG, 0.0)
-    alone = one.response_ids[:, None].astype(np.int32)
-    kept = np.concatenate([alone, np.full_like(alone, -1)], axis=1)
-    certain = replace(one, support_ids=kept, engine_logprobs=0 * one.engine_logprobs)
-    [found] = assess(model, [certain], [-1.0], load_recipe(None).objective)
-    np.testing.assert_allclose(found.log_ratio, 0, atol=1e-6)
-
-
 def test_ratios_are_over_the_learners_logprobs_where_the_recipe_says_so(
     model: Path, run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     learner = ["rollout.behaviour=learner"]
     with pytest.raises(UserError, match=r"behaviour\.parquet is missing: .* writes it before the first update"):
-        browse(run_dir, 0, Selection(vetoed=True), model, learner)
+        browse(run_dir, 0, RolloutFilter(vetoed=True), model, learner)
     store = StageStore(run_dir / "stages" / "00000")
     path = run_dir / "stages" / "00000" / "behaviour.parquet"
     with LogprobColumn(path, stage_identity(store.content)).write() as append:
@@ -153,22 +95,22 @@ def test_ratios_are_over_the_learners_logprobs_where_the_recipe_says_so(
             excess = [0.0, LOST, 0.0, 0.0]  # of the engine in each wrong response; the learner never had it
             found = [one.engine_logprobs for one in store.read_update(update)]
             append([one if n % 2 == 0 else one - np.array(excess, dtype=np.float32) for n, one in enumerate(found)])
-    browse(run_dir, 0, Selection(vetoed=True), model, learner)
+    browse(run_dir, 0, RolloutFilter(vetoed=True), model, learner)
     path.unlink()
     LogprobColumn(path, {}).index.unlink()
     assert "no response has a vetoed token" in capsys.readouterr().out
 
 
 def test_the_table_holds_what_was_asked_for(model: Path, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    browse(run_dir, None, Selection(), None)
+    browse(run_dir, None, RolloutFilter(), None)
     assert capsys.readouterr().out.count(PROMPT) == 2 * PROMPTS * UPDATES
-    browse(run_dir, 0, Selection(min_reward=0.5), None)
+    browse(run_dir, 0, RolloutFilter(min_reward=0.5), None)
     shown = capsys.readouterr().out
     assert shown.count(RIGHT) == PROMPTS * UPDATES
     assert WRONG not in shown
-    browse(run_dir, 0, Selection(advantage="negative", update=1, limit=1), None)
+    browse(run_dir, 0, RolloutFilter(advantage="negative", update=1, limit=1), None)
     assert capsys.readouterr().out.count(WRONG) == 1
-    browse(run_dir, 0, Selection(vetoed=True), model)
+    browse(run_dir, 0, RolloutFilter(vetoed=True), model)
     shown = capsys.readouterr().out
     assert shown.count(WRONG) == PROMPTS * UPDATES
     assert "dropped" in shown
@@ -179,34 +121,34 @@ def test_the_table_holds_what_was_asked_for(model: Path, run_dir: Path, capsys: 
 def test_a_veto_is_marked_and_another_than_the_recipe_s_can_be_looked_at(
     model: Path, run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    browse(run_dir, 0, Selection(vetoed=True), model, ["objective.trigger_ratio=1e-5"])
+    browse(run_dir, 0, RolloutFilter(vetoed=True), model, ["objective.trigger_ratio=1e-5"])
     shown = capsys.readouterr().out
     assert shown.startswith("stage 0: no response has a vetoed token (dropped: by veto ")
     assert "below 1e-05" in shown
-    browse(run_dir, 0, Selection(vetoed=True, update=1), model, ["objective.trigger_ratio=1e-5"])
+    browse(run_dir, 0, RolloutFilter(vetoed=True, update=1), model, ["objective.trigger_ratio=1e-5"])
     assert "no response that fits the other options has a vetoed token" in capsys.readouterr().out
     for veto, marked in (("suffix_non_trigger", "5«5»⟦+1⟧"), ("response", "⟦5«5»+1⟧")):
-        browse(run_dir, 0, Selection(group=3, advantage="negative"), model, [f"objective.veto={veto}"])
+        browse(run_dir, 0, RolloutFilter(group=3, advantage="negative"), model, [f"objective.veto={veto}"])
         shown = capsys.readouterr().out
         assert "test:3" in shown
         assert marked in shown
 
 
 @pytest.mark.parametrize(
-    ("selection", "texts"),
+    ("conditions", "texts"),
     [
-        (Selection(right=True), [RIGHT] * 4),
-        (Selection(grep="no answer", limit=3), [WRONG] * 3),
-        (Selection(grep="^[12]$", right=True), [RIGHT] * 2),
-        (Selection(grep="level|question|inner|deep|,"), []),
-        (Selection(grep="^kept$", update=0, right=False), [WRONG] * 2),
-        (Selection(grep=r"^12\+34=$", update=0), [RIGHT, WRONG] * 2),
+        (RolloutFilter(right=True), [RIGHT] * 4),
+        (RolloutFilter(grep="no answer", limit=3), [WRONG] * 3),
+        (RolloutFilter(grep="^[12]$", right=True), [RIGHT] * 2),
+        (RolloutFilter(grep="level|question|inner|deep|,"), []),
+        (RolloutFilter(grep="^kept$", update=0, right=False), [WRONG] * 2),
+        (RolloutFilter(grep=r"^12\+34=$", update=0), [RIGHT, WRONG] * 2),
     ],
 )
 def test_json_has_every_fact_of_the_responses_searched_for(
-    selection: Selection, texts: list[str], run_dir: Path, capsys: pytest.CaptureFixture[str]
+    conditions: RolloutFilter, texts: list[str], run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    browse(run_dir, 0, selection, None, as_json=True)
+    browse(run_dir, 0, conditions, None, as_json=True)
     out = capsys.readouterr().out
     rows = [json.loads(line) for line in out.splitlines()]
     assert [row["response"] for row in rows] == texts
@@ -219,7 +161,7 @@ def test_json_has_every_fact_of_the_responses_searched_for(
         assert row["components"] == {"math": row["reward"]} == {"math": float(right)}
         assert row["advantage"] == pytest.approx(0.7071 if right else -0.7071, abs=1e-4)
         assert row["row"].items() >= {"question": "a\x7f?", "level": row["group"]}.items()
-        assert row["place"] == (0 if right else 1)
+        assert row["index"] == (0 if right else 1)
         assert row["update"] == row["group"] // PROMPTS
 
 
@@ -229,7 +171,7 @@ def test_eighty_columns_hold_what_a_response_was_and_why(model: Path, colour: bo
     shown = [Rollout(1, place, long, -0.707, PROMPT, "a long\nresponse " * 20, None) for place in range(2)]
     screen = Console(width=80, file=io.StringIO(), force_terminal=colour, color_system="truecolor" if colour else None)
     print_table(screen, "run: stage 0", shown, None)
-    print_in_full(screen, shown, load_tokenizer(model))
+    print_group(screen, shown, load_tokenizer(model))
     assert isinstance(screen.file, io.StringIO)
     told = screen.file.getvalue()
     assert ("\x1b[" in told) is colour
@@ -240,21 +182,21 @@ def test_eighty_columns_hold_what_a_response_was_and_why(model: Path, colour: bo
 
 
 @pytest.mark.parametrize(
-    ("selection", "said"),
+    ("conditions", "said"),
     [
-        (Selection(limit=3), "3 of 8 shown; --limit shows more"),
-        (Selection(limit=8), ""),
-        (Selection(right=True, limit=3), "3 shown, which is the limit; --limit shows more, if there are"),
-        (Selection(grep="nowhere"), "stage 0: no response fits the options"),
+        (RolloutFilter(limit=3), "3 of 8 shown; --limit shows more"),
+        (RolloutFilter(limit=8), ""),
+        (RolloutFilter(right=True, limit=3), "3 shown, which is the limit; --limit shows more, if there are"),
+        (RolloutFilter(grep="nowhere"), "stage 0: no response fits the options"),
     ],
 )
 def test_what_the_limit_left_out_is_said_last(
-    selection: Selection, said: str, run_dir: Path, capsys: pytest.CaptureFixture[str]
+    conditions: RolloutFilter, said: str, run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    browse(run_dir, 0, selection, None)
+    browse(run_dir, 0, conditions, None)
     last = capsys.readouterr().out.rstrip().splitlines()[-1]
     assert last == said if said else "shown" not in last
-    browse(run_dir, 0, selection, None, as_json=True)
+    browse(run_dir, 0, conditions, None, as_json=True)
     out, err = capsys.readouterr()
     assert all(json.loads(line) for line in out.splitlines())
     assert err.strip() == said
@@ -266,14 +208,14 @@ def test_without_a_tokenizer_the_stored_texts_are_shown(
     """A published stage has none, and its recipe names the model without its folder."""
     published = shutil.copytree(run_dir, tmp_path / "set")
     nowhere = ["model.path=nowhere"]
-    browse(published, None, Selection(right=True), None, nowhere)
+    browse(published, None, RolloutFilter(right=True), None, nowhere)
     first, *shown = capsys.readouterr().out.splitlines()
     assert first.startswith("nowhere holds no tokenizer, so prompts and marked tokens are left out; ")
     assert "\n".join(shown).count(RIGHT) == PROMPTS * UPDATES
     assert not any(PROMPT in line for line in shown)
-    browse(published, None, Selection(group=1, grep=r"^46$"), None, nowhere)
+    browse(published, None, RolloutFilter(group=1, grep=r"^46$"), None, nowhere)
     assert capsys.readouterr().out.rstrip().splitlines()[-1] == RIGHT
-    browse(published, None, Selection(limit=1), None, nowhere, as_json=True)
+    browse(published, None, RolloutFilter(limit=1), None, nowhere, as_json=True)
     assert json.loads(capsys.readouterr().out)["prompt"] is None
     command = shlex.split(first.rpartition(": ")[2].replace("DIR", str(model)))
     assert command[:2] == ["mugrpo", "rollouts"]
@@ -281,18 +223,18 @@ def test_without_a_tokenizer_the_stored_texts_are_shown(
     shown = capsys.readouterr().out.splitlines()
     assert sum(PROMPT in line for line in shown) == 2 * PROMPTS * UPDATES
     assert not any("holds no tokenizer" in line for line in shown)
-    browse(published, None, Selection(limit=1), model, nowhere)  # the policy's does as well
+    browse(published, None, RolloutFilter(limit=1), model, nowhere)  # the policy's does as well
     assert PROMPT in capsys.readouterr().out
 
 
 def test_what_is_not_there_is_said(run_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not a run directory"):
-        browse(tmp_path, None, Selection(), None)
+        browse(tmp_path, None, RolloutFilter(), None)
     with pytest.raises(UserError, match="stage 3 holds nothing"):
-        browse(run_dir, 3, Selection(), None)
+        browse(run_dir, 3, RolloutFilter(), None)
     with pytest.raises(UserError, match="0 to 1"):
-        browse(run_dir, 0, Selection(update=9), None)
+        browse(run_dir, 0, RolloutFilter(update=9), None)
     with pytest.raises(UserError, match=r"--grep \(: not a regular expression"):
-        browse(run_dir, 0, Selection(grep="("), None)
+        browse(run_dir, 0, RolloutFilter(grep="("), None)
     with pytest.raises(UserError, match="--policy"):
-        browse(run_dir, 0, Selection(vetoed=True), None)
+        browse(run_dir, 0, RolloutFilter(vetoed=True), None)

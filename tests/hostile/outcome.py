@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mugrpo_megatron.cli import main
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.observe.streams import INVISIBLE, visible
+from mugrpo_megatron.terminal import INVISIBLE, visible
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import tomli_w
 
 from mugrpo_megatron.commands.warm_start import locked_warm_start
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.observe.streams import visible
 from mugrpo_megatron.run.directory import locked
+from mugrpo_megatron.terminal import visible
 from tests.hostile.outcome import listing, refused
 from tests.tiny import save_model
 

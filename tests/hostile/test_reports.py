@@ -10,9 +10,9 @@ from threading import Thread
 
 import pytest
 
-from mugrpo_megatron.observe.streams import visible
 from mugrpo_megatron.report import page
 from mugrpo_megatron.report.details import read_details
+from mugrpo_megatron.terminal import visible
 from tests.hostile.outcome import command, listing, refused
 from tests.hostile.rundir import make
 from tests.report.synthetic import recipe_of, rows_of, write_run

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from mugrpo_megatron.data.tokenizer import load_tokenizer
-from mugrpo_megatron.observe.streams import visible
 from mugrpo_megatron.recipe import load_recipe
 from mugrpo_megatron.run.directory import open_directory
 from mugrpo_megatron.stages.store import StageStore
+from mugrpo_megatron.terminal import visible
 from tests.commands.test_rollouts import sample
 from tests.hostile.outcome import answered, command, refused
 from tests.tiny import save_model, write_recipe

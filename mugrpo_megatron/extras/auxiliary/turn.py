@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from mugrpo_megatron.cuda import finds_cuda
 from mugrpo_megatron.engine.client import MOST_FAILURES, Engine
 from mugrpo_megatron.engine.placement import EngineSlot, slot_of_environment
 from mugrpo_megatron.engine.queue import PromptQueue
@@ -23,7 +24,7 @@ from mugrpo_megatron.extras.auxiliary.scoring import (
     write_parts,
 )
 from mugrpo_megatron.learner.learner import Learner
-from mugrpo_megatron.observe.environment import device_memory_in_use, finds_cuda
+from mugrpo_megatron.observe.environment import device_memory_in_use
 from mugrpo_megatron.observe.progress import Display
 from mugrpo_megatron.phases.generate import check_shared, shared_queue, show_totals
 from mugrpo_megatron.recipe import Recipe

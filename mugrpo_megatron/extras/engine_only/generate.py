@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 
+from mugrpo_megatron.cuda import finds_cuda
 from mugrpo_megatron.data.prepare import Problems, prepare
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.engine.client import MOST_FAILURES, Engine, first_start_problem
@@ -18,7 +19,6 @@ from mugrpo_megatron.errors import EngineFailure, EngineStopped, UserError
 from mugrpo_megatron.evaluation.scoring import Group, ScoredGroup, Scorer
 from mugrpo_megatron.extras.auxiliary.shard import ShardScoring
 from mugrpo_megatron.extras.engine_only.shards import GenerationShard, NextStage, begin, mark_shard
-from mugrpo_megatron.observe.environment import finds_cuda
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.rewards.pool import Verifier

@@ -11,7 +11,7 @@ from mugrpo_megatron.extras.sandbox.limits import Limits, Mode
 from mugrpo_megatron.extras.sandbox.programs import run_program
 
 if TYPE_CHECKING:
-    from mugrpo_megatron.commands.doctor import Finding
+    from mugrpo_megatron.extras.doctor.doctor import CheckResult
 
 
 def weakness(mode: str) -> str:
@@ -62,17 +62,17 @@ def _way_out(limits: Limits) -> str:
     )
 
 
-def jail() -> Finding:
+def jail() -> CheckResult:
     """In what programs of `reward.function = "code"` run here: the way in which one of a line has just run."""
-    from mugrpo_megatron.commands.doctor import Finding  # not for the verifier's workers
+    from mugrpo_megatron.extras.doctor.doctor import CheckResult  # not for the verifier's workers
 
     use = 'reward.function = "code": programs of responses'
     remedy = 'allow user namespaces to this user (docs/rewards.md); until then reward.code.sandbox = "limits"'
     if _jailed("namespaces"):
-        return Finding("code sandbox", "ok", "namespaces", use, needed=False)
+        return CheckResult("code sandbox", "ok", "namespaces", use, needed=False)
     if _jailed("limits"):
-        return Finding("code sandbox", "broken", "no namespaces, limits alone", use, needed=False, remedy=remedy)
-    return Finding("code sandbox", "absent", "programs cannot be held", use, needed=False, remedy="docs/rewards.md")
+        return CheckResult("code sandbox", "broken", "no namespaces, limits alone", use, needed=False, remedy=remedy)
+    return CheckResult("code sandbox", "absent", "programs cannot be held", use, needed=False, remedy="docs/rewards.md")
 
 
 def _jailed(mode: Mode) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mugrpo_megatron import __version__
 from mugrpo_megatron.commands.common import IMPORTING, Options, Parser, override_arguments, say
-from mugrpo_megatron.observe.streams import visible
+from mugrpo_megatron.terminal import visible
 
 
 def sweep_arguments(parser: Parser) -> None:

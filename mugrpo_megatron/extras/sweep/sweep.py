@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from mugrpo_megatron.cuda import finds_cuda
 from mugrpo_megatron.data.prepare import Problems, prepare
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.engine.launch import check_allocator
@@ -27,7 +28,7 @@ from mugrpo_megatron.extras.sweep.table import publish
 from mugrpo_megatron.files.durable import write_text
 from mugrpo_megatron.learner.groups import Ranks, initialize, joined, named_phase
 from mugrpo_megatron.learner.learner import Learner, build_learner
-from mugrpo_megatron.observe.environment import finds_cuda, rank_of_environment
+from mugrpo_megatron.observe.environment import rank_of_environment
 from mugrpo_megatron.observe.log import FILE_NAME, open_log, read_rows
 from mugrpo_megatron.observe.metrics import PLACE
 from mugrpo_megatron.observe.progress import Display, open_display

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mugrpo_megatron.commands.doctor import State
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.extras.doctor.doctor import State
 from mugrpo_megatron.extras.sandbox import kernel
 from mugrpo_megatron.extras.sandbox.code import failure
 from mugrpo_megatron.extras.sandbox.jail_check import check_jail, jail, weakness
@@ -187,5 +187,5 @@ def test_programs_are_held_as_well_as_this_machine_can(
     monkeypatch.setattr("mugrpo_megatron.extras.sandbox.jail_check.check_jail", check)
     finding = jail()
     assert (finding.state, finding.needed) == (state, False)
-    assert found in finding.found
+    assert found in finding.detail
     assert says in finding.remedy

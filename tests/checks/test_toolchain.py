@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from mugrpo_megatron.checks.preflight import _check_toolkit
-from mugrpo_megatron.commands.doctor import findings
+from mugrpo_megatron.checks.toolchain import Tool, tools
+from mugrpo_megatron.cuda import finds_cuda, may_find_cuda
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.observe.environment import finds_cuda, may_find_cuda
-from mugrpo_megatron.observe.toolchain import Tool, tools
+from mugrpo_megatron.extras.doctor.doctor import results
 from tests.test_cli import HEAVY
 from tests.tiny import save_model, write_recipe
 
@@ -42,7 +42,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         program(tmp_path, name)
     (tmp_path / "include").mkdir()
     (tmp_path / "include" / "Python.h").touch()
-    monkeypatch.setattr("mugrpo_megatron.observe.toolchain.TOOLKIT", str(tmp_path / "no-toolkit"))
+    monkeypatch.setattr("mugrpo_megatron.checks.toolchain.TOOLKIT", str(tmp_path / "no-toolkit"))
     return tmp_path
 
 
@@ -51,13 +51,13 @@ def seen(machine: Path, glibc: str = "glibc 2.36", **environment: str) -> list[T
 
 
 def missing(found: list[Tool]) -> dict[str, str]:
-    return {tool.part: tool.found for tool in found if not tool.fits}
+    return {tool.name: tool.detail for tool in found if not tool.fits}
 
 
 def test_a_machine_that_has_everything(machine: Path) -> None:
     found = seen(machine)
     assert missing(found) == {}
-    assert [tool.part for tool in found] == ["driver", "glibc", "nvcc", "c++", "gcc", "ninja", "Python.h"]
+    assert [tool.name for tool in found] == ["driver", "glibc", "nvcc", "c++", "gcc", "ninja", "Python.h"]
 
 
 def test_programs_and_headers_that_are_not_there(machine: Path) -> None:
@@ -65,8 +65,10 @@ def test_programs_and_headers_that_are_not_there(machine: Path) -> None:
     for path in absent.values():
         (machine / path).unlink()
     lacking = [tool for tool in seen(machine) if not tool.fits]
-    assert [tool.part for tool in lacking] == list(absent)
-    assert all(tool.found.startswith("not ") and "install" in tool.remedy and not tool.installs for tool in lacking)
+    assert [tool.name for tool in lacking] == list(absent)
+    assert all(
+        tool.detail.startswith("not ") and "install" in tool.remedy and not tool.blocks_setup for tool in lacking
+    )
     assert f"python3.{sys.version_info.minor}-dev" in lacking[-1].remedy
 
 
@@ -75,7 +77,7 @@ def test_what_is_too_old(machine: Path) -> None:
     program(machine, "nvcc", "Cuda compilation tools, release 12.8, V12.8.93")
     found = seen(machine, "glibc 2.28")
     assert missing(found) == {"driver": "570.124.06", "glibc": "2.28", "nvcc": f"release 12.8 ({machine}/nvcc)"}
-    assert [tool.part for tool in found if tool.installs] == ["driver", "glibc"]
+    assert [tool.name for tool in found if tool.blocks_setup] == ["driver", "glibc"]
     assert "glibc" not in missing(seen(machine, "glibc 2.34"))
     assert missing(seen(machine, ""))["glibc"] == "not found"
 
@@ -92,9 +94,9 @@ def test_the_variables_that_name_compilers_are_followed(machine: Path) -> None:
 
 def test_without_a_driver_nothing_is_said_of_it(machine: Path) -> None:
     nvidia_smi(machine, code=9)
-    assert seen(machine)[0].part == "glibc"
+    assert seen(machine)[0].name == "glibc"
     (machine / "nvidia-smi").unlink()
-    assert seen(machine)[0].part == "glibc"
+    assert seen(machine)[0].name == "glibc"
 
 
 def test_a_gpu_that_torch_does_not_find_is_an_error(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,9 +118,9 @@ def test_a_gpu_that_torch_does_not_find_is_an_error(machine: Path, monkeypatch: 
 
 TRAIN = f"""
 import sys
-from mugrpo_megatron.observe import environment
+from mugrpo_megatron import cuda
 
-environment.may_find_cuda = lambda: True
+cuda.may_find_cuda = lambda: True
 from mugrpo_megatron.cli import main
 
 print(main(["train", sys.argv[1]]), *sorted(set({HEAVY}) & set(sys.modules)))
@@ -139,7 +141,7 @@ def test_train_names_a_missing_toolkit_before_it_imports_anything_slow(machine: 
 
 def test_a_toolkit_is_asked_for_once_a_node(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (machine / "nvcc").unlink()
-    monkeypatch.setattr("mugrpo_megatron.observe.environment.may_find_cuda", lambda: True)
+    monkeypatch.setattr("mugrpo_megatron.cuda.may_find_cuda", lambda: True)
     monkeypatch.setenv("PATH", str(machine))
     monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -159,14 +161,14 @@ def test_doctor_tells_what_a_gpu_lacks(machine: Path, monkeypatch: pytest.Monkey
     nvidia_smi(machine, "550.1")
     monkeypatch.setenv("PATH", str(machine))
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr("mugrpo_megatron.commands.doctor.PACKAGES", ())
-    lacking = {found.part: found.state for found in findings() if found.needed and found.state != "ok"}
+    monkeypatch.setattr("mugrpo_megatron.extras.doctor.doctor.PACKAGES", ())
+    lacking = {check.name: check.state for check in results() if check.needed and check.state != "ok"}
     assert {"driver": "broken", "c++": "absent"}.items() <= lacking.items()
 
 
 def test_it_runs_before_anything_is_installed(machine: Path) -> None:
     command = [sys.executable, "-I", "-S", "-c", "import sys; sys.path.insert(0, sys.argv[1]); "]
-    command[-1] += "import mugrpo_megatron.observe.toolchain as t; t.driver_answers(); print('torch' in sys.modules)"
+    command[-1] += "import mugrpo_megatron.checks.toolchain as t; t.tools_here(); print('torch' in sys.modules)"
     root = Path(__file__).parents[2]
     done = subprocess.run([*command, str(root)], capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr

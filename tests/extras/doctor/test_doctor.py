@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from mugrpo_megatron.commands.doctor import Finding, Package, State, apex, doctor, findings, importing, shown, stack
+from mugrpo_megatron.extras.doctor.doctor import (
+    CheckResult,
+    Package,
+    State,
+    apex,
+    doctor,
+    importing,
+    results,
+    stack,
+    view,
+)
 
 TEXT = st.text(st.characters(codec="ascii", categories=["L", "N", "P"]) | st.just(" "), min_size=1, max_size=120)
 
@@ -51,23 +61,25 @@ def test_nvidias_apex_is_told_apart_from_the_unrelated_package(site: Path) -> No
     assert apex().state == "ok"
 
 
-def printed(finding: Finding, width: int = 80) -> str:
+def printed(result: CheckResult, width: int = 80) -> str:
     console = Console(width=width)
     with console.capture() as capture:
-        console.print(shown(finding))
+        console.print(view(result))
     return capture.get()
 
 
 def test_a_part_names_the_way_out_of_what_is_missing_and_only_that() -> None:
-    absent = Finding("sglang", "absent", "not installed", "samples", needed=True, remedy="run setup")
+    absent = CheckResult("sglang", "absent", "not installed", "samples", needed=True, remedy="run setup")
     assert "get it: run setup" in printed(absent)
-    assert "never shown" not in printed(Finding("triton", "ok", "3.7.1", "kernels", needed=True, remedy="never shown"))
+    assert "never shown" not in printed(
+        CheckResult("triton", "ok", "3.7.1", "kernels", needed=True, remedy="never shown")
+    )
 
 
 @settings(max_examples=25)
 @given(part=TEXT, found=TEXT, use=TEXT, remedy=TEXT, state=st.sampled_from(["ok", "absent", "broken"]))
 def test_a_part_fits_80_columns_and_loses_nothing(part: str, found: str, use: str, remedy: str, state: State) -> None:
-    told = printed(Finding(part, state, found, use, needed=False, remedy=remedy))
+    told = printed(CheckResult(part, state, found, use, needed=False, remedy=remedy))
     assert all(cell_len(line) <= 80 for line in told.splitlines())
     for text in (part, found, use, *([remedy] if state != "ok" else [])):
         for character in set(text) - {" "}:
@@ -84,11 +96,11 @@ def test_a_part_fits_80_columns_and_loses_nothing(part: str, found: str, use: st
     ],
 )
 def test_only_a_pair_that_was_tested_is_a_stack(megatron: str, sglang: str | None, state: State, name: str) -> None:
-    finding = stack(megatron, sglang)
-    assert finding.state == state
-    assert finding.found.startswith(name)
-    assert ("--stack new" in printed(finding)) == (state == "broken")
-    assert not finding.needed, "it may well run"
+    result = stack(megatron, sglang)
+    assert result.state == state
+    assert result.detail.startswith(name)
+    assert ("--stack new" in printed(result)) == (state == "broken")
+    assert not result.needed, "it may well run"
 
 
 @pytest.mark.process
@@ -96,10 +108,10 @@ def test_parts_are_told_while_the_imports_are_still_under_way(site: Path, monkey
     """The first package waits for ever; what is known before it is there all the same."""
     (site / "waiting.py").write_text("import signal; signal.pause()")
     package = Package("pip", "waiting", "never imported", "", "never")
-    monkeypatch.setattr("mugrpo_megatron.commands.doctor.PACKAGES", (package,))
-    monkeypatch.setattr("mugrpo_megatron.commands.doctor.installed", lambda distribution: "1")
-    with closing(findings()) as told:
-        before = [next(told).part for _ in range(8)]
+    monkeypatch.setattr("mugrpo_megatron.extras.doctor.doctor.PACKAGES", (package,))
+    monkeypatch.setattr("mugrpo_megatron.extras.doctor.doctor.installed", lambda distribution: "1")
+    with closing(results()) as told:
+        before = [next(told).name for _ in range(8)]
     assert before == ["Python", "cores", "memory", "devices", "torch", "gloo", "NCCL", "stack"]
 
 

@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from mugrpo_megatron.observe.streams import LastingStream, lasting_output
+from mugrpo_megatron.terminal import LastingStream, lasting_output
 
 PRINTS = """
 import sys
 from rich.console import Console
-from mugrpo_megatron.observe.streams import lasting_output
+from mugrpo_megatron.terminal import lasting_output
 with lasting_output():
     sys.stdin.read()
     for _ in range(3):

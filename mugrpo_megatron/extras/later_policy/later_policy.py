@@ -1,4 +1,4 @@
-"""A later policy: which tokens of a stage's responses the veto would drop under a Hugging Face checkpoint."""
+"""A later policy for `mugrpo rollouts`: the tokens that the veto would drop under a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.text import Text
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
@@ -26,41 +27,66 @@ BATCH_TOKENS = 8192
 
 @dataclass(frozen=True, slots=True)
 class Stale:
-    """One response under a later policy; all arrays [R]."""
+    """A response under a later policy; all arrays [R]."""
 
     log_ratio: np.ndarray
-    """float32: log of the policy's over the behaviour probability; 0 outside the loss mask."""
+    """float32: log of the importance ratio, policy over behaviour policy; 0 outside the loss mask."""
     trigger: np.ndarray
     """bool: tokens of a response with negative advantage whose ratio is below `trigger_ratio`."""
     dropped: np.ndarray
     """bool: tokens that the veto drops from the loss; none outside the loss mask."""
     lowest_ratio: float | None
-    """The smallest importance ratio of a token inside the loss mask; None without such tokens."""
+    """Smallest importance ratio inside the loss mask; None if no token is inside."""
+
+    def cells(self) -> list[str]:
+        """Returns the lowest ratio and the number of dropped tokens, for a table."""
+        lowest = "–" if self.lowest_ratio is None else f"{self.lowest_ratio:.1e}"
+        return [lowest, str(int(self.dropped.sum()))]
+
+    def record(self) -> dict[str, Any]:
+        """Returns the lowest ratio and the indices of triggers and dropped tokens, for JSON."""
+        return {
+            "lowest_ratio": self.lowest_ratio,
+            "triggers": np.flatnonzero(self.trigger).tolist(),
+            "dropped": np.flatnonzero(self.dropped).tolist(),
+        }
+
+    def marked(self, tokens: Sequence[str]) -> Text:
+        """Returns the response's tokens [R] as red text: triggers in «», dropped spans in ⟦⟧."""
+        text, inside = Text(), False
+        for token, trigger, dropped in zip(tokens, self.trigger, self.dropped, strict=True):
+            if dropped != inside:
+                text.append("⟦" if dropped else "⟧", style="red")
+                inside = bool(dropped)
+            style = "bold red" if trigger else "red" if dropped else ""
+            text.append(f"«{token}»" if trigger else token, style=style)
+        return text.append("⟧", style="red") if inside else text
 
 
 class LaterPolicy:
-    """A Hugging Face checkpoint, run by transformers, under which stale responses are scored."""
+    """A Hugging Face checkpoint, run by transformers, that stale responses are compared with."""
 
-    def __init__(self, checkpoint: Path, temperature: float) -> None:
+    def __init__(self, checkpoint: Path, temperature: float, objective: ObjectiveSection) -> None:
         """Raises UserError when `checkpoint` is not a complete Hugging Face checkpoint of a supported model."""
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._model = _load(checkpoint).to(self._device).eval()
         self._temperature = temperature
+        self._objective = objective
 
-    def assess(
-        self,
-        samples: Sequence[Sample],
-        behaviour: Sequence[np.ndarray],
-        advantages: np.ndarray,
-        objective: ObjectiveSection,
-    ) -> list[Stale]:
-        """Each response under this policy, as training sees it.
+    @property
+    def legend(self) -> str:
+        """The veto and its trigger in words, as a table's caption."""
+        veto, ratio = self._objective.veto, self._objective.trigger_ratio
+        return f"dropped: by veto {veto}; trigger: ratio below {ratio:g} where A < 0"
 
-        `behaviour` has float32 [R] for each sample, `advantages` is float [N].
+    def assess(self, samples: Sequence[Sample], behaviour: Sequence[np.ndarray], advantages: np.ndarray) -> list[Stale]:
+        """Returns each response under this policy, as training sees it.
 
+        behaviour: float32 [R] for each sample, the logprobs that ratios are taken against. advantages: float [N].
         Tokens outside a loss mask take no part, and a softmax runs over the tokens that could be sampled. Raises
-        UserError when the policy lacks the responses' tokens.
+        UserError when the policy's vocabulary lacks a token of the responses.
         """
+        objective = self._objective
         largest = max(max(s.prompt_ids.max(initial=0), s.response_ids.max(initial=0)) for s in samples)
         if largest >= self._model.config.vocab_size:
             raise UserError(
@@ -76,15 +102,14 @@ class LaterPolicy:
         log_ratio, start = torch.cat(ratios), initial_state(segments, objective)
         keep = veto(log_ratio, per_token, segments, objective, start).keep
         triggers = ~veto(log_ratio, per_token, segments, objective.model_copy(update={"veto": "trigger"}), start).keep
-        split = [part.split(lengths.tolist()) for part in (log_ratio, triggers, ~keep)]
+        columns = [column.split(lengths.tolist()) for column in (log_ratio, triggers, ~keep)]
         return [
-            _scattered(sample, *(part.numpy() for part in parts))
-            for sample, *parts in zip(samples, *split, strict=True)
+            _stale(sample, *(values.numpy() for values in row)) for sample, *row in zip(samples, *columns, strict=True)
         ]
 
     @torch.no_grad()
     def _logprobs(self, samples: Sequence[Sample]) -> Iterator[np.ndarray]:
-        """float32 [R] of each response at the rollout's temperature."""
+        """Yields float32 [R] for each response, at the rollout's temperature."""
         size = max(1, BATCH_TOKENS // max(sample.tokens for sample in samples))
         for start in range(0, len(samples), size):
             batch = samples[start : start + size]
@@ -93,11 +118,11 @@ class LaterPolicy:
             mask = torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
             logits = self._model(ids, attention_mask=mask.to(self._device)).logits.float() / self._temperature
             for sample, row in zip(batch, logits, strict=True):
-                yield _of_response(sample, row[len(sample.prompt_ids) - 1 : sample.tokens - 1])
+                yield _response_logprobs(sample, row[len(sample.prompt_ids) - 1 : sample.tokens - 1])
 
 
-def _of_response(sample: Sample, logits: torch.Tensor) -> np.ndarray:
-    """float32 [R]: logprobs of the response's tokens; logits [R, vocabulary]."""
+def _response_logprobs(sample: Sample, logits: torch.Tensor) -> np.ndarray:
+    """Returns float32 [R], the logprobs of the response's tokens; logits [R, vocabulary]."""
     ids = torch.from_numpy(sample.response_ids.astype(np.int64)).to(logits.device)
     chosen = logits.gather(1, ids[:, None])[:, 0]
     if sample.support_ids is None:
@@ -107,21 +132,21 @@ def _of_response(sample: Sample, logits: torch.Tensor) -> np.ndarray:
     return np.asarray((chosen - possible.logsumexp(-1)).cpu().numpy())
 
 
-def _scattered(sample: Sample, log_ratio: np.ndarray, trigger: np.ndarray, dropped: np.ndarray) -> Stale:
-    """Values of the tokens inside the loss mask as values of the whole response."""
+def _stale(sample: Sample, log_ratio: np.ndarray, trigger: np.ndarray, dropped: np.ndarray) -> Stale:
+    """Scatter values of the tokens inside the loss mask over the whole response."""
     inside = np.ones(len(sample.response_ids), dtype=bool) if sample.loss_mask is None else sample.loss_mask
 
-    def whole(part: np.ndarray) -> np.ndarray:
-        values = np.zeros(len(inside), dtype=part.dtype)
-        values[inside] = part
-        return values
+    def scatter(values: np.ndarray) -> np.ndarray:
+        response = np.zeros(len(inside), dtype=values.dtype)
+        response[inside] = values
+        return response
 
     lowest = float(np.exp(log_ratio.min())) if len(log_ratio) else None
-    return Stale(whole(log_ratio), whole(trigger), whole(dropped), lowest)
+    return Stale(scatter(log_ratio), scatter(trigger), scatter(dropped), lowest)
 
 
 def _load(checkpoint: Path) -> Any:
-    """The checkpoint's model; none of its files is run as code, and every weight is read from it."""
+    """Returns the checkpoint's model; none of its files is run as code, and every weight is read from it."""
     architecture(read_config(checkpoint, remedy="name one with --policy"), str(checkpoint / CONFIG))
     check_weights(checkpoint, "--policy")
     disable_progress_bar()

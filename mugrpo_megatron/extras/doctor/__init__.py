@@ -1,0 +1,1 @@
+"""`mugrpo doctor`: checks the machine and its software."""

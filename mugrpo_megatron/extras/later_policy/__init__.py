@@ -1,0 +1,1 @@
+"""`mugrpo rollouts --policy`: stale responses under a later checkpoint."""
