@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from mugrpo_megatron.cli import main
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import Recipe, load_recipe
 from mugrpo_megatron.recipe.other_trainers import others, ours, translated
+from tests.checkout import ROOT
 
 
 def is_a_key(name: str) -> bool:
@@ -89,3 +91,15 @@ def test_a_flag_of_another_trainer_is_translated(capsys: pytest.CaptureFixture[s
     assert "unrecognized arguments: --lr 1e-6 --tensor-model-parallel-size=2; " in said
     assert "`--lr` of another trainer is `optimizer.lr` here" in said
     assert "is `parallel.tensor` and `engine.tensor` here" in said
+
+
+def test_the_pages_table_names_the_same_keys() -> None:
+    page = Path(ROOT, "docs/coming-from.md").read_text(encoding="utf-8")
+    for row in re.findall(r"^\| (`.*) \|$", page, re.MULTILINE):
+        mine, *theirs = row.split("|")
+        section = mine.strip("` ").partition(".")[0]
+        keys = {key if is_a_key(key) else f"{section}.{key}" for key in re.findall(r"`([\w.]+)`", mine)}
+        for cell in theirs:
+            names = re.findall(r"`([\w.]+)`", cell)
+            there = set(names).union(*(other.keys for other in map(ours, names) if other))
+            assert not names or keys & there, (cell, keys)
