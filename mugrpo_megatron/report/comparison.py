@@ -142,7 +142,7 @@ def _warnings(runs: Sequence[RunData]) -> Iterable[str]:
             yield f"The runs differ in their {what} ({', '.join(keys)}): their curves do not compare one to one."
     for file, content, section, what in (
         ("data.json", "data", "data", "training problems"),
-        ("own_files.json", "files", "reward", "reward functions"),
+        ("user_files.json", "files", "reward", "reward functions"),
     ):
         named = any(key.startswith(f"{section}.") for key in differing)
         if not named and len(_contents(runs, file, content, section)) > 1:

@@ -29,7 +29,7 @@ from mugrpo_megatron.run.record import (
     record_user_files,
 )
 
-WRITTEN = ("run.json", "data.json", "own_files.json", "recipe.toml", "summary.json", "hf")
+WRITTEN = ("run.json", "data.json", "user_files.json", "recipe.toml", "summary.json", "hf")
 """Files that only the holder of the lock writes, so it may remove what a killed process left of them."""
 MOMENTS_S = 20.0
 """How long `lock_soon` waits for a lock."""

@@ -237,7 +237,7 @@ def _placed(recipe: Recipe, name: str, run_dir: Path | None, cached: bool) -> Re
     return recipe.model_copy(update={"model": recipe.model.at(snapshot)})
 
 
-USER_FILES = "own_files.json"
+USER_FILES = "user_files.json"
 
 
 def user_files(recipe: Recipe) -> dict[str, str]:

@@ -18,7 +18,7 @@ from tests.hostile.rundir import content, make, resume
 FILES = [
     "run.json",
     "data.json",
-    "own_files.json",
+    "user_files.json",
     "recipe.toml",
     "metrics.jsonl",
     "summary.json",

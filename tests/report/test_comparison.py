@@ -111,12 +111,12 @@ def test_runs_whose_files_were_edited_between_them_are_warned_of(tmp_path: Path)
     data, reward = "The runs' training problems differ", "The runs' reward functions differ"
     for run in runs[:2]:  # the third has no record
         write_sealed(run.path / "data.json", "data", {"train": {"own": "1"}, "held-out": {}})
-        write_sealed(run.path / "own_files.json", "files", {"reward.function": "1"})
+        write_sealed(run.path / "user_files.json", "files", {"reward.function": "1"})
     same = comparison(runs)
     assert data not in unescape(same)
     assert reward not in unescape(same)
     write_sealed(runs[1].path / "data.json", "data", {"train": {"own": "2"}, "held-out": {}})
-    write_sealed(runs[1].path / "own_files.json", "files", {"reward.function": "2", "objective.surrogate": "1"})
+    write_sealed(runs[1].path / "user_files.json", "files", {"reward.function": "2", "objective.surrogate": "1"})
     html = unescape(comparison(runs))
     assert data in html
     assert reward in html

@@ -17,10 +17,10 @@ from mugrpo_megatron.run.run import open_files
 
 CODE = "def right(response):\n    return 1.0\n"
 NAMES = {
-    "reward.functions.first": "own_files_rewards.py",
-    "reward.functions.second": "own_files_others.py",
-    "objective.surrogate": "own_files_loss.py",
-    "objective.diagnostics": "own_files_figures.py",
+    "reward.functions.first": "user_files_rewards.py",
+    "reward.functions.second": "user_files_others.py",
+    "objective.surrogate": "user_files_loss.py",
+    "objective.diagnostics": "user_files_figures.py",
     "data.chat_template": "own.jinja",
 }
 
@@ -35,16 +35,16 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
 
 def recipe_in(run_dir: Path) -> Recipe:
     functions = {
-        "first": {"function": "own_files_rewards:right"},
-        "second": {"function": "own_files_others:right"},
+        "first": {"function": "user_files_rewards:right"},
+        "second": {"function": "user_files_others:right"},
         "third": {"function": "math"},
     }
     table = {
         "run": {"dir": str(run_dir)},
         "reward": {"functions": functions},
         "objective": {
-            "surrogate": "own_files_loss:right",
-            "diagnostics": "own_files_figures:right",
+            "surrogate": "user_files_loss:right",
+            "diagnostics": "user_files_figures:right",
         },
         "data": {"chat_template": "own.jinja"},
     }
