@@ -7,7 +7,7 @@ import numpy as np
 from mugrpo_megatron.recipe.objective import ObjectiveSection
 
 STD_EPSILON = 1e-6
-"""Added to a group's standard deviation, so that a nearly constant group does not get huge advantages."""
+"""Added to a group's standard deviation: a nearly constant group would otherwise get huge advantages."""
 
 
 def group_advantages(rewards: np.ndarray, groups: np.ndarray, config: ObjectiveSection) -> np.ndarray:
@@ -40,7 +40,7 @@ def group_advantages(rewards: np.ndarray, groups: np.ndarray, config: ObjectiveS
 
 
 def informative(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """bool [N]: whether the rewards of the response's group differ, so that its advantages are not all 0."""
+    """bool [N]: whether the rewards in the response's group differ, so that its advantages are not all 0."""
     rewards = np.asarray(rewards, dtype=np.float64)
     _, inverse, sizes = np.unique(groups, return_inverse=True, return_counts=True)
     low, high = np.full(len(sizes), np.inf), np.full(len(sizes), -np.inf)
@@ -50,11 +50,11 @@ def informative(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
 
 
 def informative_updates(informative: np.ndarray, prompts_per_update: int) -> np.ndarray:
-    """Groups of each update when groups whose rewards are all equal are left out.
+    """Groups of each update, without the groups whose rewards are all equal.
 
-    The stage keeps its number of updates: its informative groups, in order and repeated from the first when they run
-    out, fill all of its places. So every update is full without generating more; with a share z of uninformative
-    groups, the last share z of the stage's places repeats groups.
+    The stage keeps its number of updates: its informative groups, in order, fill them and start again from the first
+    when they run out. So every update is full without generating more; with a fraction z of uninformative groups, the
+    last fraction z of the stage repeats groups.
 
     Args:
         informative: bool [updates * prompts_per_update], for each group in the order of the stage.
@@ -63,5 +63,5 @@ def informative_updates(informative: np.ndarray, prompts_per_update: int) -> np.
         int64 [updates, prompts_per_update] indices of groups. If no group is informative, the stage unchanged: its
         gradients are zero for any choice.
     """
-    places = np.flatnonzero(informative) if informative.any() else np.arange(len(informative))
-    return np.resize(places, len(informative)).reshape(-1, prompts_per_update)
+    indices = np.flatnonzero(informative) if informative.any() else np.arange(len(informative))
+    return np.resize(indices, len(informative)).reshape(-1, prompts_per_update)

@@ -6,16 +6,15 @@ import torch
 from torch import Tensor
 
 from mugrpo_megatron.algorithm.ref_kl import kl_estimate
-from mugrpo_megatron.algorithm.segments import Segments
-from mugrpo_megatron.algorithm.surrogates import LOG_RATIO_LIMIT
-from mugrpo_megatron.algorithm.veto import NEVER, TRIGGER_METRICS, trigger_metrics
-from mugrpo_megatron.recipe.objective import ObjectiveSection
+from mugrpo_megatron.algorithm.segments import LossInputs, Segments
+from mugrpo_megatron.algorithm.surrogates import LOG_RATIO_LIMIT, TokenBatch
+from mugrpo_megatron.algorithm.veto import NEVER, TRIGGER_METRICS, KeepMask, trigger_metrics
 
-MEAN_OF_A_SIGN = (
-    "mean importance ratio of tokens with negative, positive advantage; the first is the paper's E[ρ | A < 0]"
-)
-OF_A_SIGN = (
-    ("mean", MEAN_OF_A_SIGN),
+RATIO_STATISTICS = (
+    (
+        "mean",
+        "mean importance ratio of tokens with negative, positive advantage; the first is the paper's E[ρ | A < 0]",
+    ),
     ("p01", "1st percentile of these ratios"),
     ("p50", "median of these ratios"),
     ("p99", "99th percentile of these ratios"),
@@ -25,7 +24,7 @@ OF_A_SIGN = (
 METRICS: tuple[tuple[str, str, str], ...] = (
     ("loss", "", "loss of the update: minus the surrogate objective, plus the KL penalty, minus the entropy bonus"),
     ("ratio_mean", "ratio", "mean importance ratio of all response tokens; 1 on policy"),
-    *((f"ratio_{sign}_{name}", "ratio", meaning) for sign in ("neg", "pos") for name, meaning in OF_A_SIGN),
+    *((f"ratio_{sign}_{name}", "ratio", meaning) for sign in ("neg", "pos") for name, meaning in RATIO_STATISTICS),
     ("clipped_fraction", "fraction", "clipped response tokens, without a gradient: the paper's token clipping rate"),
     ("vetoed_fraction", "fraction", "response tokens that the veto (the paper's NAV) or a mask drops from the loss"),
     ("vetoed_responses", "fraction", "negative responses that have a trigger at the recipe's threshold"),
@@ -55,23 +54,14 @@ METRICS: tuple[tuple[str, str, str], ...] = (
 RATIO_QUANTILES = {"min": 0.0, "p01": 0.01, "p50": 0.5, "p99": 0.99, "max": 1.0}
 
 
-def metrics(
-    *,
-    loss: Tensor,
-    logprobs: Tensor,
-    log_ratio: Tensor,
-    advantages: Tensor,
-    segments: Segments,
-    clipped: Tensor,
-    keep: Tensor,
-    first_trigger: Tensor,
-    config: ObjectiveSection,
-    ref: Tensor | None = None,
-) -> dict[str, float]:
-    """Diagnostics of T tokens of N responses, on the mask before the veto. Arguments as in `TokenLosses`.
+def metrics(loss: Tensor, tokens: TokenBatch, clipped: Tensor, mask: KeepMask, inputs: LossInputs) -> dict[str, float]:
+    """Diagnostics of T tokens of N whole responses, on the mask before the veto; no tensor needs a gradient.
 
-    `ref` [T] are log-probabilities under the reference policy, if there is one.
+    Args:
+        loss: [], of the update.
+        clipped: bool [T], as in `surrogates.SurrogateLoss`.
     """
+    logprobs, log_ratio, advantages, segments = tokens.logprobs, tokens.log_ratio, inputs.advantages, inputs.segments
     values: dict[str, Tensor] = {"loss": loss, "update_tokens": loss.new_full((), len(logprobs), dtype=torch.float64)}
     if len(advantages):
         values |= {
@@ -86,22 +76,23 @@ def metrics(
         values |= {
             "ratio_mean": ratio.mean(),
             "clipped_fraction": clipped.double().mean(),
-            "vetoed_fraction": (~keep).double().mean(),
+            "vetoed_fraction": (~mask.keep).double().mean(),
             "ess": ratio.sum().square() / (len(ratio) * ratio.square().sum()),
             "kl_k1": -log_ratio.double().mean(),
             "kl_k3": (ratio - 1 - log_ratio.double()).mean(),
             "second_moment": log_ratio.double().square().mean(),
             "logprob_mean": logprobs.double().mean(),
         }
-        if ref is not None:
-            values["kl_ref"] = kl_estimate(logprobs.double(), ref, "k3").mean()
-            values["kl_ref_k1"] = kl_estimate(logprobs.double(), ref, "k1").mean()
-        if segments.teacher is not None:
-            values["kl_teacher"] = kl_estimate(logprobs.double(), segments.teacher, "k1").mean()
+        if inputs.ref is not None:
+            values["kl_ref"] = kl_estimate(logprobs.double(), inputs.ref, "k3").mean()
+            values["kl_ref_k1"] = kl_estimate(logprobs.double(), inputs.ref, "k1").mean()
+        if inputs.teacher is not None:
+            values["kl_teacher"] = kl_estimate(logprobs.double(), inputs.teacher, "k1").mean()
         values |= _ratio_summary("ratio_neg", ratio[sign < 0]) | _ratio_summary("ratio_pos", ratio[sign > 0])
     if segments.responses:
-        values |= _trigger_summary(first_trigger.view(segments.responses, -1).amin(1), advantages, segments)
-    values |= trigger_metrics(log_ratio, advantages, segments, config)
+        values |= _trigger_summary(mask.first_trigger.view(segments.responses, -1).amin(1), advantages, segments)
+    values |= trigger_metrics(log_ratio, advantages, segments, inputs.config)
+    # One stack and one tolist: each `.item()` of its own would wait for the device.
     return dict(zip(values, torch.stack([value.double() for value in values.values()]).tolist(), strict=True))
 
 
@@ -109,8 +100,8 @@ def _ratio_summary(prefix: str, ratio: Tensor) -> dict[str, Tensor]:
     if not len(ratio):
         return {}
     ascending = ratio.sort().values
-    places = {name: round(q * (len(ascending) - 1)) for name, q in RATIO_QUANTILES.items()}
-    return {f"{prefix}_mean": ratio.mean()} | {f"{prefix}_{name}": ascending[place] for name, place in places.items()}
+    indices = {name: round(q * (len(ascending) - 1)) for name, q in RATIO_QUANTILES.items()}
+    return {f"{prefix}_mean": ratio.mean()} | {f"{prefix}_{name}": ascending[i] for name, i in indices.items()}
 
 
 def _trigger_summary(first_trigger: Tensor, advantages: Tensor, segments: Segments) -> dict[str, Tensor]:

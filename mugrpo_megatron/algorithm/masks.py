@@ -1,4 +1,4 @@
-"""Which tokens take part in the loss (the veto and other methods' masks), and the engine mismatch correction."""
+"""Masks of the loss (the veto and other methods'), weights of responses, and the engine mismatch correction."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mugrpo_megatron.algorithm.segments import Segments, response_mean, response_sum
 from mugrpo_megatron.algorithm.surrogates import LOG_RATIO_LIMIT
-from mugrpo_megatron.algorithm.veto import Veto, veto
+from mugrpo_megatron.algorithm.veto import KeepMask, veto
 from mugrpo_megatron.recipe.objective import ObjectiveSection
 
 
@@ -18,27 +18,27 @@ def keep_mask(
     config: ObjectiveSection,
     log_drop: Tensor,
     first_trigger: Tensor,
-) -> Veto:
-    """Tokens that stay in the loss, and the first triggers up to their end.
+) -> KeepMask:
+    """Mask of the tokens that stay in the loss, and the veto state after these tokens.
 
     Args:
         log_ratio: [T] log of current over behaviour probability; no gradient flows through a mask.
         advantage: [T].
         log_drop: []: tokens whose log-ratio is larger in magnitude are dropped.
-        first_trigger: of the veto: its `initial_state`, or where the earlier tokens of the same responses left it.
+        first_trigger: the veto's `initial_state`, or its state after the earlier tokens of the same responses.
     """
     log_ratio = log_ratio.detach()
-    verdict = veto(log_ratio, advantage, segments, config, first_trigger)
-    keep = verdict.keep & (log_ratio.abs().double() <= log_drop)
+    veto_mask = veto(log_ratio, advantage, segments, config, first_trigger)
+    keep = veto_mask.keep & (log_ratio.abs().double() <= log_drop)
     if config.reject != "none":
         keep = keep & _accepted(log_ratio, advantage, segments, config)
-    return Veto(keep, verdict.first_trigger)
+    return KeepMask(keep, veto_mask.first_trigger)
 
 
 def _accepted(log_ratio: Tensor, advantage: Tensor, segments: Segments, config: ObjectiveSection) -> Tensor:
-    """bool [T]: the ratio of the response, or its geometric mean a token, is in bounds (verl: rejection sampling).
+    """bool [T]: whether the response's ratio, or its geometric mean per token, is in bounds (verl: rejection sampling).
 
-    `negative_mean` looks at negative responses alone: the off-policy sequence mask of DeepSeek-V3.2, arXiv 2512.02556.
+    `negative_mean` applies to negative responses only: the off-policy sequence mask of DeepSeek-V3.2, arXiv 2512.02556.
     """
     level = (response_sum if config.reject == "sequence" else response_mean)(log_ratio, segments)
     ratio = level.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
@@ -47,14 +47,14 @@ def _accepted(log_ratio: Tensor, advantage: Tensor, segments: Segments, config: 
 
 
 def mismatch_correction(learner: Tensor, engine: Tensor, config: ObjectiveSection) -> Tensor | None:
-    """Factor of each token's loss for the mismatch of engine and learner; None where `config.mismatch` is `none`.
+    """Factor of each token's loss for the mismatch of engine and learner; None if `config.mismatch` is `none`.
 
     Known before the update. With w = exp(learner - engine), both for the weights that sampled:
     `truncate`: min(max(w, low), high) (TIS); `drop`: w inside [low, high], else 0 (IcePop).
 
     Args:
-        learner: [T] log-probabilities that the learner gave the sampled tokens at the stage's start.
-        engine: [T] the engine's own.
+        learner: [T] the learner's log-probabilities of the sampled tokens at the stage's start.
+        engine: [T] the engine's.
     """
     if config.mismatch == "none":
         return None

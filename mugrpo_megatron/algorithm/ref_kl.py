@@ -6,10 +6,10 @@ With d = log pi - log ref of a sampled token, Schulman's estimators of KL(pi | r
     k1 = d      k2 = d^2 / 2      k3 = exp(-d) - 1 + d
 
 As a term of the loss what counts is the mean of the gradient, not of the value (Tang & Munos, arXiv 2506.09477). For a
-token drawn from pi the mean gradient of k1 is 0, that of k2 is the gradient of KL(pi | ref), that of k3 the gradient
-of KL(ref | pi). A `_weighted` penalty multiplies by the importance ratio, for tokens that beta has drawn: the mean
-gradient of each is then that of KL(pi | ref) at any staleness (k3: DeepSeek-V3.2, arXiv 2512.02556, eq. 7). k2,
-whose own gradient is right, has the ratio as a weight without a gradient.
+token drawn from pi the mean gradient of k1 is 0, of k2 the gradient of KL(pi | ref), of k3 the gradient of
+KL(ref | pi). A `_weighted` penalty multiplies by the importance ratio, for tokens that beta sampled: the mean gradient
+of each is then the gradient of KL(pi | ref) at any staleness (k3: DeepSeek-V3.2, arXiv 2512.02556, eq. 7). The ratio
+of k2, whose gradient is right without it, has no gradient.
 
 All of this is the KL of one token given its prefix, with the prefixes of beta.
 """
@@ -34,10 +34,10 @@ def kl_estimate(logprobs: Tensor, ref: Tensor, estimator: str) -> Tensor:
 
 
 def kl_loss(logprobs: Tensor, ref: Tensor, log_ratio: Tensor, segments: Segments, config: ObjectiveSection) -> Tensor:
-    """The penalty's part of each token's loss [T].
+    """The KL penalty in each token's loss [T], with the token's weight in the update's loss.
 
-    It has the weight of the token in the update's loss, and neither veto nor masks drop it: they take away gradients
-    whose sign or size is wrong because the policy has left the prefix, and there of all places this term is to hold it.
+    Neither veto nor masks drop it: they remove gradients whose sign or size is wrong because the policy has left the
+    prefix, and there the penalty is needed most.
 
     Args:
         log_ratio: [T], log of current over behaviour probability.
@@ -47,7 +47,8 @@ def kl_loss(logprobs: Tensor, ref: Tensor, log_ratio: Tensor, segments: Segments
     if weighted:
         ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
         estimate = (ratio.detach() if estimator == "k2" else ratio) * estimate
-        saturated = log_ratio.detach().abs() > LOG_RATIO_LIMIT  # no gradient there, as in the surrogates
+        # As in the surrogates a token beyond the clamp gets no gradient; the estimate's would be times exp(20).
+        saturated = log_ratio.detach().abs() > LOG_RATIO_LIMIT
         estimate = torch.where(saturated, estimate.detach(), estimate)
     return config.kl_coef * segments.weights.to(estimate.dtype)[segments.ids] * estimate
 
@@ -57,8 +58,9 @@ def rewards_less_kl(
 ) -> np.ndarray:
     """Rewards [N] minus `kl_coef` times the sum of log beta - log ref over each response (InstructGPT, 2203.02155).
 
-    The log-ratios are those of the policy that sampled, so they are known before the first update, and their sum is an
+    The log-ratios belong to the policy that sampled, so they are known before the first update, and their sum is an
     unbiased estimate of the KL between the distributions of whole responses.
     """
-    drift = [np.subtract(own, fixed, dtype=np.float64).sum() for own, fixed in zip(behaviour, ref, strict=True)]
+    # float64: a response of 10^4 tokens sums 10^4 differences of nearly equal numbers.
+    drift = [np.subtract(beta, fixed, dtype=np.float64).sum() for beta, fixed in zip(behaviour, ref, strict=True)]
     return np.asarray(rewards, dtype=np.float64) - config.kl_coef * np.array(drift, dtype=np.float64)

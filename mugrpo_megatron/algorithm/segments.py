@@ -1,4 +1,4 @@
-"""Ragged batches: the tokens of many responses, concatenated."""
+"""Ragged batches: the tokens of many responses, concatenated, and the columns that the loss reads."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from torch import Tensor
+
+from mugrpo_megatron.recipe.objective import ObjectiveSection
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,35 +23,77 @@ class Segments:
     ids: Tensor
     """int64 [T]: the response of each token, ascending."""
     positions: Tensor
-    """int64 [T]: place of each token in its response, from 0."""
+    """int64 [T]: index of each token in its response, from 0."""
     lengths: Tensor
-    """int64 [N]: tokens of each whole response, even if this batch holds only a part of it."""
+    """int64 [N]: tokens of each whole response, even if this batch holds only some of them."""
     weights: Tensor
     """float [N]: weight of a token of the response in the loss, including the update's denominators."""
-    correction: Tensor | None = None
-    """float [T]: another factor of each token's loss, e.g. for the engine mismatch; None is 1."""
     turns: Tensor | None = None
-    """int64 [T]: the turn of each token in its response, from 0, below `most_turns`; None where all are in one."""
+    """int64 [T]: the turn of each token in its response, from 0, below `most_turns`; None if every response is one."""
     most_turns: int = 1
-    teacher: Tensor | None = None
-    """float [T]: log-probability of each token under the teacher of `objective.teacher`; None without one."""
 
     @property
     def responses(self) -> int:
         return len(self.lengths)
 
-    def part(self, tokens: slice) -> Segments:
-        """Some tokens of the same responses, such as those of one chunk."""
-        return _with_values(replace(self, ids=self.ids[tokens], positions=self.positions[tokens]), self, tokens)
+    def chunk(self, tokens: slice) -> Segments:
+        """Some tokens of the same responses."""
+        return replace(
+            self, ids=self.ids[tokens], positions=self.positions[tokens], turns=slice_or_none(self.turns, tokens)
+        )
 
-    def of_turns(self) -> Tensor:
-        """int64 [T]: the turn of each token among the N * `most_turns` places that the responses have for turns."""
+    def turn_ids(self) -> Tensor:
+        """int64 [T]: the turn of each token, numbered over all responses, `most_turns` numbers for each."""
         return self.ids if self.turns is None else self.ids * self.most_turns + self.turns
 
 
-def make_segments(
-    lengths: Tensor, weights: Tensor, correction: Tensor | None = None, tokens: int | None = None
-) -> Segments:
+@dataclass(frozen=True, slots=True)
+class LossInputs:
+    """The objective, and the columns of T tokens of N responses that it reads besides the current log-probabilities."""
+
+    config: ObjectiveSection
+    behaviour: Tensor
+    """float [T]: log-probabilities under the policy that the importance ratio is taken against."""
+    advantages: Tensor
+    """float [N]"""
+    segments: Segments
+    correction: Tensor | None = None
+    """float [T]: factor of each token's loss for the mismatch of engine and learner; None is 1."""
+    proximal: Tensor | None = None
+    """float [T]: log-probabilities under the policy at the clip's centre; None is the current policy."""
+    ref: Tensor | None = None
+    """float [T]: log-probabilities under the reference policy of the KL penalty; None without a penalty."""
+    teacher: Tensor | None = None
+    """float [T]: log-probabilities under the teacher of `objective.teacher`; None without a teacher."""
+
+    def chunk(self, tokens: slice) -> LossInputs:
+        """Some tokens of the same responses, in order."""
+        return self._at(self.segments.chunk(tokens), self.advantages, tokens)
+
+    def select(self, responses: Tensor, tokens: int | None = None) -> LossInputs:
+        """The whole responses `responses` int64 [n]; `tokens` as in `select_responses`."""
+        segments, indices = select_responses(self.segments, responses, tokens)
+        return self._at(segments, self.advantages[responses], indices)
+
+    def _at(self, segments: Segments, advantages: Tensor, tokens: slice | Tensor) -> LossInputs:
+        return LossInputs(
+            self.config,
+            self.behaviour[tokens],
+            advantages,
+            segments,
+            correction=slice_or_none(self.correction, tokens),
+            proximal=slice_or_none(self.proximal, tokens),
+            ref=slice_or_none(self.ref, tokens),
+            teacher=slice_or_none(self.teacher, tokens),
+        )
+
+
+def slice_or_none(column: Tensor | None, tokens: slice | Tensor) -> Tensor | None:
+    """`column[tokens]`, or None without the column."""
+    return None if column is None else column[tokens]
+
+
+def make_segments(lengths: Tensor, weights: Tensor, tokens: int | None = None) -> Segments:
     """Segments of whole responses of `lengths` int64 [N] tokens (0 is allowed), on the device of `lengths`.
 
     With `tokens`, the sum of `lengths`, the host does not wait for the device to count them.
@@ -57,7 +101,7 @@ def make_segments(
     ids = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths, output_size=tokens)
     starts = lengths.cumsum(0) - lengths
     positions = torch.arange(len(ids), device=lengths.device) - starts[ids]
-    return Segments(ids, positions, lengths, weights, correction)
+    return Segments(ids, positions, lengths, weights)
 
 
 def with_turns(segments: Segments, turns: Sequence[np.ndarray]) -> Segments:
@@ -68,26 +112,16 @@ def with_turns(segments: Segments, turns: Sequence[np.ndarray]) -> Segments:
     )
 
 
-def select_responses(segments: Segments, chosen: Tensor, tokens: int | None = None) -> tuple[Segments, Tensor]:
-    """Segments of the whole responses `chosen` int64 [n], in this order, and int64 [t] indices of their tokens.
+def select_responses(segments: Segments, responses: Tensor, tokens: int | None = None) -> tuple[Segments, Tensor]:
+    """Segments of the whole responses `responses` int64 [n], in this order, and int64 [t] indices of their tokens.
 
     The indices are into `segments`; `tokens` is t, if it is known, as for `make_segments`.
     """
-    part = make_segments(segments.lengths[chosen], segments.weights[chosen], tokens=tokens)
-    starts = (segments.lengths.cumsum(0) - segments.lengths)[chosen]
-    places = starts[part.ids] + part.positions
-    return _with_values(part, segments, places), places
-
-
-def _with_values(part: Segments, whole: Segments, tokens: slice | Tensor) -> Segments:
-    """`part` with the values that `whole` has of its tokens."""
-    return replace(
-        part,
-        correction=None if whole.correction is None else whole.correction[tokens],
-        turns=None if whole.turns is None else whole.turns[tokens],
-        most_turns=whole.most_turns,
-        teacher=None if whole.teacher is None else whole.teacher[tokens],
-    )
+    selected = make_segments(segments.lengths[responses], segments.weights[responses], tokens)
+    starts = (segments.lengths.cumsum(0) - segments.lengths)[responses]
+    indices = starts[selected.ids] + selected.positions
+    turns = slice_or_none(segments.turns, indices)
+    return replace(selected, turns=turns, most_turns=segments.most_turns), indices
 
 
 def response_sum(values: Tensor, segments: Segments) -> Tensor:
@@ -101,10 +135,8 @@ def response_mean(values: Tensor, segments: Segments) -> Tensor:
 
 
 def running_sum(values: Tensor) -> Tensor:
-    """Sums of `values` [T] up to and with each one, each added in the same order on every device and in every run.
-
-    torch's cumsum of floats has no such order on CUDA, and raises where it is asked for. This one takes log2(T) steps.
-    """
+    """Inclusive prefix sums of `values` [T], added in the same order on every device and in every run."""
+    # Not cumsum: on CUDA torch adds its floats in no fixed order, and raises under use_deterministic_algorithms.
     reach = 1
     while reach < len(values):
         values = torch.cat([values[:reach], values[reach:] + values[:-reach]])

@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mugrpo_megatron.algorithm.segments import Segments, running_sum
+from mugrpo_megatron.algorithm.segments import LossInputs, running_sum
 from mugrpo_megatron.algorithm.surrogates import log_ratios
-from mugrpo_megatron.recipe.objective import ObjectiveSection
 
 M2PO_BUDGET = 0.04
-"""Of the second moment in squared nats, as its paper recommends (arXiv 2510.01161)."""
+"""Largest second moment in squared nats, the paper's recommendation (arXiv 2510.01161)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,30 +26,28 @@ class UpdateStatistics:
 
 
 def neutral_statistics(device: torch.device) -> UpdateStatistics:
-    """Statistics that change nothing."""
+    """Neutral (no-op) statistics: unbounded."""
     unbounded = torch.full((), math.inf, dtype=torch.float64, device=device)
     return UpdateStatistics(unbounded, unbounded)
 
 
-def update_statistics(
-    logprobs: Tensor, behaviour: Tensor, advantages: Tensor, segments: Segments, config: ObjectiveSection
-) -> UpdateStatistics:
+def update_statistics(logprobs: Tensor, inputs: LossInputs) -> UpdateStatistics:
     """Statistics of a whole update, from a forward-only pass; neutral ones if the objective needs no statistics.
 
-    Shapes as in `policy_loss`, over ALL tokens of the update: every data parallel rank must pass the same.
+    `logprobs` [T] and `inputs` have ALL tokens of the update, the same on every data parallel rank.
     """
     neutral = neutral_statistics(logprobs.device)
-    if not config.needs_statistics:
+    if not inputs.config.needs_statistics:
         return neutral
-    log_ratio = log_ratios(logprobs.detach(), behaviour).double()
-    if config.second_moment == "drop":
+    log_ratio = log_ratios(logprobs.detach(), inputs.behaviour).double()
+    if inputs.config.second_moment == "drop":
         return replace(neutral, log_drop=_m2po_drop(log_ratio, M2PO_BUDGET))
-    advantage = advantages.double()[segments.ids]
+    advantage = inputs.advantages.double()[inputs.segments.ids]
     return replace(neutral, log_clip=_m2po_clip(log_ratio, advantage, M2PO_BUDGET))
 
 
 def _m2po_clip(log_ratio: Tensor, advantage: Tensor, budget: float) -> Tensor:
-    """Clip bound in nats that holds the second moment of the tokens the clip can act on to the budget.
+    """Clip bound in nats that keeps the second moment of the tokens the clip can act on within the budget.
 
     M2PO (arXiv 2510.01161) as its authors released it. Of the n tokens with A > 0, r > 1 or A < 0, r < 1, with
     squared log-ratios d ascending: when their mean exceeds the budget, the bound is the root of the largest d before
@@ -58,7 +55,8 @@ def _m2po_clip(log_ratio: Tensor, advantage: Tensor, budget: float) -> Tensor:
     """
     harmful = ((advantage > 0) & (log_ratio > 0)) | ((advantage < 0) & (log_ratio < 0))
     squares = torch.where(harmful, log_ratio.square(), 0.0).sort().values
-    n = int(harmful.sum())  # times a tensor of integers, the budget would become float32
+    # An int, not a tensor: `budget` times an integer tensor would be float32.
+    n = int(harmful.sum())
     squares = squares[len(squares) - n :]
     sums = running_sum(squares)
     if n == 0 or sums[-1] <= budget * n:
@@ -71,7 +69,7 @@ def _m2po_clip(log_ratio: Tensor, advantage: Tensor, budget: float) -> Tensor:
 def _m2po_drop(log_ratio: Tensor, budget: float) -> Tensor:
     """Magnitude above which tokens are dropped so that the mean square of the rest is below the budget.
 
-    The form AReaL ships: largest squares first, at least one token kept.
+    As AReaL implements it: largest squares first, at least one token stays.
     """
     squares = log_ratio.square().sort().values
     if not len(squares):

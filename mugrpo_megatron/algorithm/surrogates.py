@@ -1,4 +1,4 @@
-"""Token losses: what one token contributes, given its importance ratio and its advantage."""
+"""Surrogates: the loss of one token, given its importance ratio and its advantage."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch import Tensor
 from mugrpo_megatron.algorithm.segments import Segments, response_mean, response_sum
 from mugrpo_megatron.errors import TrainingFailure, UserError
 from mugrpo_megatron.recipe.functions import load_function
-from mugrpo_megatron.recipe.functions import told as failure
+from mugrpo_megatron.recipe.functions import told as failure_text
 from mugrpo_megatron.recipe.objective import ObjectiveSection
 
 LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are held within this many nats before exp: exp(20) is 4.9e8, finite in every type but float16."""
+"""Log-ratios are clamped to this many nats before exp: exp(20) is 4.9e8, finite in every type except float16."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """What a surrogate sees of T tokens: of whole responses, or of the next chunk if it depends on less.
+    """T tokens as a surrogate gets them: of whole responses, or of the next chunk if it depends on less.
 
     Losses are differentiable in `logprobs`; `log_ratio` and `ratio` are functions of it.
     """
@@ -30,9 +30,9 @@ class TokenBatch:
     logprobs: Tensor
     """[T]: log-probabilities under the current policy."""
     behaviour: Tensor
-    """[T]: the same under the policy that sampled."""
+    """[T]: log-probabilities under the policy that sampled."""
     log_ratio: Tensor
-    """[T]: their difference, not clamped."""
+    """[T]: `logprobs - behaviour`, not clamped."""
     ratio: Tensor
     """[T]: importance ratio at the level that `objective.ratio` names."""
     advantage: Tensor
@@ -44,18 +44,24 @@ class TokenBatch:
     segments: Segments
     """The response and the position of each token."""
 
+    def detached(self) -> TokenBatch:
+        """The same tokens without gradients."""
+        return replace(
+            self, logprobs=self.logprobs.detach(), log_ratio=self.log_ratio.detach(), ratio=self.ratio.detach()
+        )
+
 
 @dataclass(frozen=True, slots=True)
-class Terms:
-    """Losses of T tokens before weights, and which of them the clip holds back."""
+class SurrogateLoss:
+    """Losses of T tokens before weights, and the tokens that the clip acts on."""
 
     loss: Tensor
     """[T]"""
     clipped: Tensor
-    """bool [T]: the clip takes away the token's gradient (`ppo`, `dppo`, `gmpo`) or caps its weight (others)."""
+    """bool [T]: the clip removes the token's gradient (`ppo`, `dppo`, `gmpo`) or caps its weight (others)."""
 
 
-Surrogate = Callable[[TokenBatch, ObjectiveSection], Terms]
+Surrogate = Callable[[TokenBatch, ObjectiveSection], SurrogateLoss]
 
 
 def log_ratios(logprobs: Tensor, behaviour: Tensor) -> Tensor:
@@ -74,25 +80,25 @@ def importance_ratio(log_ratio: Tensor, segments: Segments, config: ObjectiveSec
     if config.ratio != "token":
         reduced = (response_mean if config.ratio == "sequence_mean" else response_sum)(log_ratio, segments)
         level = reduced[segments.ids]
+    # At staleness of a whole stage single tokens move by 50 nats, and exp(50) times an advantage swamps the update.
     return level.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def recentre_clip(centre: Tensor, low: Tensor, high: Tensor, config: ObjectiveSection) -> tuple[Tensor, Tensor]:
     """The clip range at `centre` [T], the ratio of the proximal policy; no gradient flows through it.
 
-    `proximal_shifted` moves the range from 1 to it: off-policy GRPO's f_eps (arXiv 2505.22257), which clips the
-    ratio within eps of that of the policy that the iteration started from. `proximal_scaled` multiplies by it:
-    r_prox = pi_prox /
-    beta, and r_prox min(r / r_prox A, clip(r / r_prox, low, high) A) = min(r A, clip(r, low r_prox, high r_prox) A)
-    is decoupled
-    PPO (arXiv 2110.00641; AReaL, arXiv 2505.24298, eq. 5).
+    `proximal_shifted` adds `centre - 1` to it: off-policy GRPO's f_eps (arXiv 2505.22257), which clips the ratio within
+    eps of the ratio of the policy that the iteration started from.
+    `proximal_scaled` multiplies it: with r_prox = pi_prox / beta,
+    r_prox min(r / r_prox A, clip(r / r_prox, low, high) A) = min(r A, clip(r, low r_prox, high r_prox) A)
+    is decoupled PPO (arXiv 2110.00641; AReaL, arXiv 2505.24298, eq. 5).
     """
     if config.clip_centre == "proximal_shifted":
         return (centre - (1 - low)).clamp(min=0), centre + (high - 1)
     return centre * low, centre * high
 
 
-def ppo(tokens: TokenBatch, config: ObjectiveSection) -> Terms:
+def ppo(tokens: TokenBatch, config: ObjectiveSection) -> SurrogateLoss:
     """-min(r A, clip(r, low, high) A) (PPO, arXiv 1707.06347, eq. 7); with dual clip d, max(., d A) where A < 0."""
     ratio, advantage, low, high = tokens.ratio, tokens.advantage, tokens.low, tokens.high
     # torch 2.14 halves or drops clamp's gradient at a bound, and m2po's bound is a token's own ratio.
@@ -102,22 +108,22 @@ def ppo(tokens: TokenBatch, config: ObjectiveSection) -> Terms:
     if config.dual_clip is not None:
         gain = torch.where(advantage < 0, torch.maximum(gain, config.dual_clip * advantage), gain)
         clipped = clipped | ((advantage < 0) & (ratio > config.dual_clip))
-    return Terms(-gain, clipped)
+    return SurrogateLoss(-gain, clipped)
 
 
-def cispo(tokens: TokenBatch, config: ObjectiveSection) -> Terms:
+def cispo(tokens: TokenBatch, config: ObjectiveSection) -> SurrogateLoss:
     """-sg(clip(r, low, high)) A log pi (CISPO, arXiv 2506.13585, eq. 4): every token keeps its gradient."""
     ratio = tokens.ratio.detach()
     weight = ratio.clamp(tokens.low, tokens.high)
-    return Terms(-weight * tokens.advantage * tokens.logprobs, weight != ratio)
+    return SurrogateLoss(-weight * tokens.advantage * tokens.logprobs, weight != ratio)
 
 
-def topr(tokens: TokenBatch, config: ObjectiveSection) -> Terms:
+def topr(tokens: TokenBatch, config: ObjectiveSection) -> SurrogateLoss:
     """-A log pi where A > 0, -sg(clip(r, low, high)) A log pi where A < 0 (TOPR, arXiv 2503.14286)."""
     ratio, advantage = tokens.ratio.detach(), tokens.advantage
     tapered = ratio.clamp(tokens.low, tokens.high)
     weight = torch.where(advantage > 0, torch.ones_like(tapered), tapered)
-    return Terms(-weight * advantage * tokens.logprobs, (advantage < 0) & (tapered != ratio))
+    return SurrogateLoss(-weight * advantage * tokens.logprobs, (advantage < 0) & (tapered != ratio))
 
 
 DPPO_TV, DPPO_KL = 0.15, 0.05
@@ -128,7 +134,7 @@ VESPO_POSITIVE, VESPO_NEGATIVE = (2.0, 3.0), (3.0, 2.0)
 """VESPO's k and lambda for A > 0 and for other responses, the defaults of TRL."""
 
 
-def dppo(tokens: TokenBatch, config: ObjectiveSection) -> Terms:
+def dppo(tokens: TokenBatch, config: ObjectiveSection) -> SurrogateLoss:
     """-sg(clip(r, low, high)) A log pi inside a trust region of probabilities (DPPO, arXiv 2602.04879).
 
     A token whose divergence exceeds the limit loses its gradient where that leads further away: p > m for A > 0, p < m
@@ -146,18 +152,18 @@ def dppo(tokens: TokenBatch, config: ObjectiveSection) -> Terms:
     away = torch.where(advantage > 0, probability > sampled, (advantage < 0) & (probability < sampled))
     outside = away & far
     loss = -ratio.clamp(tokens.low, tokens.high) * advantage * tokens.logprobs
-    return Terms(torch.where(outside, 0.0, loss), outside)
+    return SurrogateLoss(torch.where(outside, 0.0, loss), outside)
 
 
-def sapo(tokens: TokenBatch, config: ObjectiveSection) -> Terms:
+def sapo(tokens: TokenBatch, config: ObjectiveSection) -> SurrogateLoss:
     """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the advantage's sign (SAPO, arXiv 2511.20347): no token is clipped."""
     positive = tokens.advantage > 0
     tau = _by_sign(positive, *SAPO_TAU, tokens.ratio)
     gate = torch.sigmoid(tau * (tokens.ratio - 1)) * 4 / tau
-    return Terms(-gate * tokens.advantage, torch.zeros_like(positive))
+    return SurrogateLoss(-gate * tokens.advantage, torch.zeros_like(positive))
 
 
-def gmpo(tokens: TokenBatch, config: ObjectiveSection) -> Terms:
+def gmpo(tokens: TokenBatch, config: ObjectiveSection) -> SurrogateLoss:
     """-exp(mean_t l'_t) A, l' the log-ratio clipped on PPO's side alone (GMPO, arXiv 2507.20673).
 
     The geometric mean of a response's clipped ratios; min(l, log high) where A > 0, max(l, log low) where A < 0.
@@ -167,10 +173,10 @@ def gmpo(tokens: TokenBatch, config: ObjectiveSection) -> Terms:
     clipped = torch.where(advantage > 0, log_ratio > high, (advantage < 0) & (log_ratio < low))
     limited = torch.where(clipped, torch.where(advantage > 0, high, low), log_ratio)
     level = response_mean(limited, tokens.segments)[tokens.segments.ids]
-    return Terms(-level.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp() * advantage, clipped)
+    return SurrogateLoss(-level.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp() * advantage, clipped)
 
 
-def vespo(tokens: TokenBatch, config: ObjectiveSection) -> Terms:
+def vespo(tokens: TokenBatch, config: ObjectiveSection) -> SurrogateLoss:
     """-sg(r^k exp(lambda (1 - r))) A log pi, k and lambda by the advantage's sign (VESPO, arXiv 2602.10693).
 
     r is the ratio of the whole response. The weight is 1 at r = 1, highest at r = k / lambda, and 0 in both limits.
@@ -179,45 +185,46 @@ def vespo(tokens: TokenBatch, config: ObjectiveSection) -> Terms:
     power = _by_sign(positive, VESPO_POSITIVE[0], VESPO_NEGATIVE[0], ratio)
     decay = _by_sign(positive, VESPO_POSITIVE[1], VESPO_NEGATIVE[1], ratio)
     weight = (decay * (1 - ratio) + power * ratio.log()).exp()
-    return Terms(-weight * tokens.advantage * tokens.logprobs, torch.zeros_like(positive))
+    return SurrogateLoss(-weight * tokens.advantage * tokens.logprobs, torch.zeros_like(positive))
 
 
 def surrogate_of(config: ObjectiveSection) -> Surrogate:
-    """The token loss that `config.surrogate` names. Raises UserError where the user's own cannot be loaded."""
+    """The token loss that `config.surrogate` names. Raises UserError if a user's function cannot be loaded."""
     if config.surrogate in SURROGATES:
         return SURROGATES[config.surrogate]
     function = load_function("objective.surrogate", config.surrogate)
-    return lambda tokens, section: user_terms(function, tokens, section)
+    return lambda tokens, section: user_surrogate(function, tokens, section)
 
 
-def user_terms(function: Surrogate, tokens: TokenBatch, config: ObjectiveSection) -> Terms:
-    """What the user's own surrogate says of T tokens.
+def user_surrogate(function: Surrogate, tokens: TokenBatch, config: ObjectiveSection) -> SurrogateLoss:
+    """The user's surrogate on T tokens.
 
     Raises TrainingFailure when it fails, and UserError when it returns anything but a differentiable loss [T] in the
     type of the log-ratios and a bool [T].
     """
     name = f"objective.surrogate = {config.surrogate}"
-    terms = _answer(name, function, tokens, config)
-    if not isinstance(terms, Terms):
-        raise UserError(f"{name} returned {type(terms).__name__}, not Terms(loss, clipped)")
+    result = _call(name, function, tokens, config)
+    if not isinstance(result, SurrogateLoss):
+        raise UserError(f"{name} returned {type(result).__name__}, not SurrogateLoss(loss, clipped)")
     shape = tuple(tokens.logprobs.shape)
-    for field, tensor, dtype in (("loss", terms.loss, tokens.log_ratio.dtype), ("clipped", terms.clipped, torch.bool)):
+    expected = (("loss", result.loss, tokens.log_ratio.dtype), ("clipped", result.clipped, torch.bool))
+    for field, tensor, dtype in expected:
         if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape or tensor.dtype != dtype:
-            shown = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            value = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise UserError(
-                f"{name} returned {field} as {shown}; it has to be {dtype} {list(shape)}, one value a token"
+                f"{name} returned {field} as {value}; it has to be {dtype} {list(shape)}, one value a token"
             )
-    if tokens.logprobs.requires_grad and not terms.loss.requires_grad:
+    if tokens.logprobs.requires_grad and not result.loss.requires_grad:
         raise UserError(f"{name} returned a loss without a gradient: compute it from tokens.logprobs or tokens.ratio")
-    return terms
+    return result
 
 
-def _answer(name: str, function: Callable[..., Any], tokens: TokenBatch, config: ObjectiveSection) -> Any:
-    """What a user's function returns. Raises TrainingFailure when it fails."""
+def _call(name: str, function: Callable[..., Any], tokens: TokenBatch, config: ObjectiveSection) -> Any:
+    """Call a user's function. Raises TrainingFailure when it fails."""
     try:
         return function(tokens, config)
     except (Exception, SystemExit) as error:
-        raise TrainingFailure(f"{name} failed: {failure(error, __file__)}; correct it and run it again") from None
+        raise TrainingFailure(f"{name} failed: {failure_text(error, __file__)}; correct it and run it again") from None
 
 
 def _by_sign(positive: Tensor, where_positive: float, elsewhere: float, like: Tensor) -> Tensor:
@@ -238,9 +245,9 @@ SURROGATES: dict[str, Surrogate] = {
 
 
 def entropy_loss(entropy: Tensor, segments: Segments, config: ObjectiveSection) -> Tensor:
-    """The bonus's part of each token's loss [T]: -`entropy_coef` x weight x H (A3C, arXiv 1602.01783, section 4).
+    """The entropy bonus in each token's loss [T]: -`entropy_coef` x weight x H (A3C, arXiv 1602.01783, section 4).
 
-    It has the weight of the token in the update's loss. As the KL penalty, it counts on the mask before the veto.
+    The weight is the token's in the update's loss. Like the KL penalty it applies to vetoed tokens too.
 
     Args:
         entropy: [T] nats: of the current policy's distribution where each token was sampled, at the sampling
@@ -254,17 +261,17 @@ NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def user_metrics(tokens: TokenBatch, config: ObjectiveSection) -> dict[str, float]:
-    """What the function of `config.diagnostics` says of an update's tokens, as `user/NAME`; without gradients.
+    """Numbers that the function of `config.diagnostics` returns for an update's tokens, as `user/NAME`; no gradients.
 
-    Raises TrainingFailure when the function fails, UserError when it returns something else than numbers by name.
+    `tokens` are detached. Raises TrainingFailure when the function fails, UserError when it returns anything but
+    numbers by name.
     """
     if config.diagnostics is None:
         return {}
     source = f"objective.diagnostics = {config.diagnostics}"
     function = load_function("objective.diagnostics", config.diagnostics)
-    detached = replace(tokens, **{name: getattr(tokens, name).detach() for name in ("logprobs", "log_ratio", "ratio")})
     with torch.no_grad():
-        values = _answer(source, function, detached, config)
+        values = _call(source, function, tokens, config)
     if not isinstance(values, Mapping):
         raise UserError(f"{source} returned {type(values).__name__}, not a mapping of numbers")
     metrics = {}

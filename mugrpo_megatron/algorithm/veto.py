@@ -3,7 +3,7 @@
 A trigger is a token of a negative-advantage response that has become extremely unlikely under the current policy: its
 ratio to the behaviour policy is below `trigger_ratio`. T is the set of a response's triggers, κ the position of the
 first one.
-The tokens after κ stand on a prefix that the policy would no longer produce, and the scope says what leaves the loss:
+The tokens after κ follow a prefix that the policy would no longer produce. The scope says which tokens are dropped:
 
     none                 ∅                   nothing
     trigger              T                   the triggers
@@ -11,8 +11,8 @@ The tokens after κ stand on a prefix that the policy would no longer produce, a
     suffix_non_trigger   H_κ = S_κ − T       the tokens after the first trigger that are not triggers
     response             S_seq               the whole response
 
-With `objective.veto_reach = "turn"`, every turn of an episode is judged as if it were a response of its own: κ is the
-first trigger of the turn, and nothing beyond the turn leaves the loss. Positions count sampled tokens in either case.
+With `objective.veto_reach = "turn"`, every turn of an episode is treated as a response: κ is the first trigger of the
+turn, and nothing beyond the turn leaves the loss. Positions count sampled tokens in either case.
 
 Whether a token is a trigger depends on that token alone, so a pass in token order carries no more than κ from one chunk
 to the next. Ratios are compared as log-ratios before the clamp of ±20 nats that the losses apply.
@@ -35,31 +35,33 @@ NEVER = torch.iinfo(torch.int64).max
 
 
 @dataclass(frozen=True, slots=True)
-class Veto:
-    """The veto's verdict on T tokens."""
+class KeepMask:
+    """Tokens that stay in the loss, and the veto's state after them."""
 
     keep: Tensor
-    """bool [T]: tokens that stay in the loss."""
+    """bool [T]"""
     first_trigger: Tensor
-    """int64 [N]: κ, position of the first trigger so far, `NEVER` without one; of each turn where the reach is one:
-    [N * most_turns], as `Segments.of_turns` counts them."""
+    """int64 [N]: κ of each response, the position of its first trigger so far, `NEVER` without one.
+
+    With `objective.veto_reach = "turn"`, κ of each turn: [N * most_turns], numbered as in `Segments.turn_ids`.
+    """
 
 
 def initial_state(segments: Segments, config: ObjectiveSection) -> Tensor:
-    """`Veto.first_trigger` with nothing seen of any response."""
+    """`KeepMask.first_trigger` before any token."""
     turns = segments.most_turns if config.veto_reach == "turn" else 1
     return segments.lengths.new_full((segments.responses * turns,), NEVER)
 
 
-def reached(segments: Segments, config: ObjectiveSection) -> Tensor:
-    """int64 [T]: the response of each token, or its turn, in which a trigger acts on it."""
-    return segments.of_turns() if config.veto_reach == "turn" else segments.ids
+def veto_unit(segments: Segments, config: ObjectiveSection) -> Tensor:
+    """int64 [T]: the response of each token, or its turn: a trigger vetoes tokens of the same unit only."""
+    return segments.turn_ids() if config.veto_reach == "turn" else segments.ids
 
 
 def veto(
     log_ratio: Tensor, advantage: Tensor, segments: Segments, config: ObjectiveSection, first_trigger: Tensor
-) -> Veto:
-    """Apply the veto to tokens that follow those that `first_trigger` is of.
+) -> KeepMask:
+    """Apply the veto to the next chunk of tokens, given the state after the previous one.
 
     Args:
         log_ratio: [T], log of current over behaviour probability, not clamped.
@@ -68,12 +70,12 @@ def veto(
     threshold = math.log(config.trigger_ratio) if config.trigger_ratio > 0 else -math.inf
     triggers = (advantage < 0) & (log_ratio.detach() < threshold)
     candidates = torch.where(triggers, segments.positions, NEVER)
-    within = reached(segments, config)
-    first = first_trigger.scatter_reduce(0, within, candidates, "amin")
-    return Veto(_SCOPES[config.veto](triggers, segments.positions, first[within]), first)
+    unit = veto_unit(segments, config)
+    first = first_trigger.scatter_reduce(0, unit, candidates, "amin")
+    return KeepMask(_SCOPES[config.veto](triggers, segments.positions, first[unit]), first)
 
 
-# Each scope: (triggers [T], positions [T], κ of the token's response [T]) -> tokens that stay.
+# Each scope: (triggers [T], positions [T], κ of the token's response [T]) -> bool [T], tokens that stay.
 _SCOPES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "none": lambda triggers, positions, first: torch.ones_like(triggers),
     "trigger": lambda triggers, positions, first: ~triggers,
@@ -105,8 +107,8 @@ def trigger_metrics(
 ) -> dict[str, Tensor]:
     """`TRIGGER_METRICS` by name, float64 [], of T tokens of N whole responses.
 
-    Without negative responses their shares are left out; without tokens, all metrics. One pass over tokens finds those
-    below the largest threshold; the rest is arithmetic on these few.
+    Fractions of negative responses are left out if there are none, all metrics if there are no tokens. One pass over
+    tokens finds those below the largest threshold; the rest is arithmetic on these few.
 
     Args:
         log_ratio: [T], log of current over behaviour probability, not clamped.
@@ -116,16 +118,16 @@ def trigger_metrics(
         return {}
     bounds = torch.tensor([math.log(float(th)) for th in THRESHOLDS], dtype=log_ratio.dtype, device=log_ratio.device)
     negative = advantages < 0
-    places = (negative[segments.ids] & (log_ratio < bounds[0])).nonzero()[:, 0]
-    below = log_ratio[places, None] < bounds
-    positions = torch.where(below, segments.positions[places, None], NEVER)
-    within = reached(segments, config)
+    candidates = (negative[segments.ids] & (log_ratio < bounds[0])).nonzero()[:, 0]
+    below = log_ratio[candidates, None] < bounds
+    positions = torch.where(below, segments.positions[candidates, None], NEVER)
+    unit = veto_unit(segments, config)
     first = initial_state(segments, config)[:, None].expand(-1, len(THRESHOLDS))
-    first = first.scatter_reduce(0, within[places, None].expand_as(positions), positions, "amin")
+    first = first.scatter_reduce(0, unit[candidates, None].expand_as(positions), positions, "amin")
     triggered = first != NEVER
-    nothing = positions.new_zeros(len(first))
-    lengths = nothing.index_add(0, within, torch.ones_like(within))[:, None]
-    last = nothing.scatter_reduce(0, within, segments.positions, "amax")[:, None]
+    zeros = positions.new_zeros(len(first))
+    lengths = zeros.index_add(0, unit, torch.ones_like(unit))[:, None]
+    last = zeros.scatter_reduce(0, unit, segments.positions, "amax")[:, None]
     triggers, firsts = below.sum(0).double(), triggered.sum(0).double()
     suffix = torch.where(triggered, last - first, 0).sum(0).double()
     dropped = {
@@ -135,8 +137,8 @@ def trigger_metrics(
         "response": torch.where(triggered, lengths, 0).sum(0).double(),
     }
     responses = triggered.view(segments.responses, -1, len(THRESHOLDS)).any(1).sum(0).double()
-    shares = {f"dropped_{scope}": tokens / len(log_ratio) for scope, tokens in dropped.items()}
+    fractions = {f"dropped_{scope}": tokens / len(log_ratio) for scope, tokens in dropped.items()}
     if (negatives := segments.lengths * negative).any():
-        shares["trigger_tokens"] = triggers / negatives.sum()
-        shares["trigger_responses"] = responses / (negatives > 0).sum()
-    return {f"{name}_{th}": value for name, row in shares.items() for th, value in zip(THRESHOLDS, row, strict=True)}
+        fractions["trigger_tokens"] = triggers / negatives.sum()
+        fractions["trigger_responses"] = responses / (negatives > 0).sum()
+    return {f"{name}_{th}": value for name, row in fractions.items() for th, value in zip(THRESHOLDS, row, strict=True)}

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from mugrpo_megatron.algorithm.policy_loss import token_losses
-from mugrpo_megatron.algorithm.segments import Segments
+from mugrpo_megatron.algorithm.segments import LossInputs, slice_or_none
 from mugrpo_megatron.algorithm.statistics import UpdateStatistics, neutral_statistics
 from mugrpo_megatron.algorithm.surrogates import entropy_loss
 from mugrpo_megatron.algorithm.veto import initial_state
-from mugrpo_megatron.kernels.head import Head, HeadLayout, head_backward, make_head, of, project, scan
+from mugrpo_megatron.kernels.head import Head, HeadLayout, head_backward, make_head, project, scan
 from mugrpo_megatron.kernels.torch_ops import EntropyTerm
-from mugrpo_megatron.recipe.objective import ObjectiveSection
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,30 +37,22 @@ class FusedLoss:
 
 
 @dataclass(frozen=True, slots=True)
-class _LossInputs:
-    """Tokens in the order of evaluation, with what the loss needs of them; fields as in `fused_policy_loss`."""
+class _HeadInputs:
+    """T tokens in token order: the output layer's inputs and the loss's; fields as in `fused_policy_loss`."""
 
     hidden: Tensor
     targets: Tensor
     support_ids: Tensor | None
-    behaviour: Tensor
-    advantages: Tensor
-    segments: Segments
-    config: ObjectiveSection
+    loss: LossInputs
     statistics: UpdateStatistics
-    proximal: Tensor | None
-    ref: Tensor | None
 
-    def part(self, tokens: slice) -> _LossInputs:
-        return replace(
-            self,
-            hidden=self.hidden[tokens],
-            targets=self.targets[tokens],
-            support_ids=of(self.support_ids, tokens),
-            behaviour=self.behaviour[tokens],
-            segments=self.segments.part(tokens),
-            proximal=of(self.proximal, tokens),
-            ref=of(self.ref, tokens),
+    def chunk(self, tokens: slice) -> _HeadInputs:
+        return _HeadInputs(
+            self.hidden[tokens],
+            self.targets[tokens],
+            slice_or_none(self.support_ids, tokens),
+            self.loss.chunk(tokens),
+            self.statistics,
         )
 
 
@@ -74,23 +65,18 @@ class _Gradients:
     weight: Tensor | None
     """float32 [V / tp, H]; None for a weight that is not trained."""
     scale: float
-    """Factor of all of them."""
+    """Factor of both."""
 
 
 def fused_policy_loss(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    behaviour: Tensor,
-    advantages: Tensor,
-    segments: Segments,
-    config: ObjectiveSection,
+    inputs: LossInputs,
     layout: HeadLayout,
     *,
     support_ids: Tensor | None = None,
     statistics: UpdateStatistics | None = None,
-    proximal: Tensor | None = None,
-    ref: Tensor | None = None,
     main_grad: Tensor | None = None,
     grad_scale: float = 1.0,
 ) -> FusedLoss:
@@ -101,10 +87,9 @@ def fused_policy_loss(
             (gathered before, under sequence and context parallelism).
         weight: [V / tp, H], this rank's rows of the output weight, tied or not.
         targets: int64 [T] global token ids.
-        behaviour, advantages, segments, proximal, ref: as for `policy_loss`, of the micro-batch's T tokens of N
-            whole responses.
+        inputs: of the micro-batch's T tokens of N whole responses.
         support_ids: int64 [T, k] global token ids that each softmax runs over, -1 where fewer; None for the vocabulary.
-        statistics: of the whole update; needed where `config.needs_statistics`.
+        statistics: of the whole update; needed if `config.needs_statistics`.
         main_grad: float32 [V / tp, H]; the weight's gradient, times `grad_scale`, is added to it in this call, and
             autograd gets none for the weight, so its hooks do not fire. None: autograd accumulates the gradient.
         grad_scale: with `main_grad`, the gradient that the backward pass will pass to the loss; a different one there
@@ -115,101 +100,104 @@ def fused_policy_loss(
     Raises:
         ValueError: statistics are missing.
     """
+    config = inputs.config
     if statistics is None and config.needs_statistics:
         raise ValueError(f"objective {config.name} needs update_statistics of the whole update's log-probabilities")
     learn = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    # Gradients are computed here, in the forward pass, so autograd must not record the GEMMs a second time.
     with torch.no_grad():
         head = make_head(weight, layout, len(targets))
         statistics = neutral_statistics(hidden.device) if statistics is None else statistics
-        tokens = _LossInputs(
-            hidden, targets, support_ids, behaviour, advantages, segments, config, statistics, proximal, ref
-        )
+        tokens = _HeadInputs(hidden, targets, support_ids, inputs, statistics)
         gradients = _buffers(hidden, weight, main_grad, grad_scale) if learn else None
         result = (_two_passes if config.dependence == "response" else _one_pass)(head, tokens, gradients)
     if gradients is None:
         return result
-    formed, expected_grad = (gradients.weight, None) if main_grad is None else (None, grad_scale)
+    # With main_grad autograd gets no weight gradient: Megatron's DDP hook would add it a second time (learner.linear).
+    d_weight, expected_grad = (gradients.weight, None) if main_grad is None else (None, grad_scale)
     return replace(
-        result, loss=_PrecomputedGradients.apply(result.loss, hidden, weight, gradients.hidden, formed, expected_grad)
+        result, loss=_PrecomputedGradients.apply(result.loss, hidden, weight, gradients.hidden, d_weight, expected_grad)
     )
 
 
-def _one_pass(head: Head, tokens: _LossInputs, gradients: _Gradients | None) -> FusedLoss:
+def _one_pass(head: Head, tokens: _HeadInputs, gradients: _Gradients | None) -> FusedLoss:
     """Log-probabilities, losses and gradients of a chunk while its logits exist, then of the next."""
     count, device = len(tokens.targets), tokens.hidden.device
     loss = torch.zeros((), dtype=torch.float32, device=device)
     logprobs, entropy = torch.empty(2, count, dtype=torch.float32, device=device)
-    triggers = initial_state(tokens.segments, tokens.config)
-    for part in head.chunks(count):
-        chunk = tokens.part(part)
-        logprobs[part], entropy[part], lse = scan(head, chunk.hidden, chunk.targets, chunk.support_ids)
-        value, slope, triggers = _loss_and_slope(chunk, logprobs[part], triggers)
-        bonus, pull = _bonus(chunk, entropy[part])
-        loss += value.sum() + bonus
+    # A trigger in one chunk vetoes tokens of the next, so chunks go in token order and carry the veto's state.
+    first_trigger = initial_state(tokens.loss.segments, tokens.loss.config)
+    for rows in head.chunks(count):
+        chunk = tokens.chunk(rows)
+        logprobs[rows], entropy[rows], lse = scan(head, chunk.hidden, chunk.targets, chunk.support_ids)
+        losses, d_logprobs, first_trigger = _token_losses(chunk, logprobs[rows], first_trigger)
+        entropy_bonus, entropy_term = _entropy_bonus(chunk, entropy[rows])
+        loss += losses.sum() + entropy_bonus
         if gradients is not None:
-            gradients.hidden[part] = _gradient(head, chunk, lse, slope, pull, gradients)
+            gradients.hidden[rows] = _gradient(head, chunk, lse, d_logprobs, entropy_term, gradients)
     return FusedLoss(loss, logprobs, entropy)
 
 
-def _two_passes(head: Head, tokens: _LossInputs, gradients: _Gradients | None) -> FusedLoss:
+def _two_passes(head: Head, tokens: _HeadInputs, gradients: _Gradients | None) -> FusedLoss:
     """Log-probabilities of all tokens, then their losses, then each chunk's logits a second time for the gradient."""
     count = len(tokens.targets)
     logprobs, entropy, lse = torch.empty(3, count, dtype=torch.float32, device=tokens.hidden.device)
-    for part in head.chunks(count):
-        chunk = tokens.part(part)
-        logprobs[part], entropy[part], lse[part] = scan(head, chunk.hidden, chunk.targets, chunk.support_ids)
-    value, slope, _ = _loss_and_slope(tokens, logprobs, initial_state(tokens.segments, tokens.config))
-    bonus, _ = _bonus(tokens, entropy)
+    for rows in head.chunks(count):
+        chunk = tokens.chunk(rows)
+        logprobs[rows], entropy[rows], lse[rows] = scan(head, chunk.hidden, chunk.targets, chunk.support_ids)
+    first_trigger = initial_state(tokens.loss.segments, tokens.loss.config)
+    losses, d_logprobs, _ = _token_losses(tokens, logprobs, first_trigger)
+    entropy_bonus, _ = _entropy_bonus(tokens, entropy)
     if gradients is not None:
-        for part in head.chunks(count):
-            chunk = tokens.part(part)
+        for rows in head.chunks(count):
+            chunk = tokens.chunk(rows)
+            # A fourth GEMM, because keeping the logits [T, V] would take 20 GB for 32k tokens and 152k ids.
             project(head, chunk.hidden, chunk.support_ids)
-            _, pull = _bonus(chunk, entropy[part])
-            gradients.hidden[part] = _gradient(head, chunk, lse[part], slope[part], pull, gradients)
-    return FusedLoss(value.sum() + bonus, logprobs, entropy)
+            _, entropy_term = _entropy_bonus(chunk, entropy[rows])
+            gradients.hidden[rows] = _gradient(head, chunk, lse[rows], d_logprobs[rows], entropy_term, gradients)
+    return FusedLoss(losses.sum() + entropy_bonus, logprobs, entropy)
 
 
-def _loss_and_slope(tokens: _LossInputs, logprobs: Tensor, triggers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss of each token, its derivative in the log-probabilities (autograd of the reference), and the veto's state."""
+def _token_losses(tokens: _HeadInputs, logprobs: Tensor, first_trigger: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss of each token, its derivative in the token's log-probability, and the veto's state after the tokens."""
+    # Autograd of the reference loss: no surrogate has a second, hand-written gradient that could disagree with it.
     with torch.enable_grad():
         logprobs = logprobs.detach().requires_grad_()
-        losses = token_losses(
-            logprobs,
-            tokens.behaviour,
-            tokens.advantages,
-            tokens.segments,
-            tokens.config,
-            tokens.statistics,
-            triggers,
-            tokens.proximal,
-            tokens.ref,
-        )
-        (slope,) = torch.autograd.grad(losses.loss.sum(), logprobs)
-    return losses.loss.detach(), slope, losses.first_trigger
+        losses = token_losses(logprobs, tokens.loss, tokens.statistics, first_trigger)
+        (d_logprobs,) = torch.autograd.grad(losses.loss.sum(), logprobs)
+    return losses.loss.detach(), d_logprobs, losses.mask.first_trigger
 
 
-def _bonus(tokens: _LossInputs, entropy: Tensor) -> tuple[Tensor, EntropyTerm | None]:
-    """The entropy bonus of some tokens, and what its gradient needs; None without a bonus."""
-    if not tokens.config.entropy_coef:
+def _entropy_bonus(tokens: _HeadInputs, entropy: Tensor) -> tuple[Tensor, EntropyTerm | None]:
+    """The entropy bonus of some tokens, and the inputs of its gradient; None without a bonus."""
+    if not tokens.loss.config.entropy_coef:
         return entropy.new_zeros(()), None
     with torch.enable_grad():
         leaf = entropy.detach().requires_grad_()
-        loss = entropy_loss(leaf, tokens.segments, tokens.config).sum()
-        (slope,) = torch.autograd.grad(loss, leaf)
-    return loss.detach(), EntropyTerm(entropy, slope)
+        loss = entropy_loss(leaf, tokens.loss.segments, tokens.loss.config).sum()
+        (d_entropy,) = torch.autograd.grad(loss, leaf)
+    return loss.detach(), EntropyTerm(entropy, d_entropy)
 
 
 def _gradient(
-    head: Head, chunk: _LossInputs, lse: Tensor, slope: Tensor, pull: EntropyTerm | None, gradients: _Gradients
+    head: Head,
+    chunk: _HeadInputs,
+    lse: Tensor,
+    d_logprobs: Tensor,
+    entropy_term: EntropyTerm | None,
+    gradients: _Gradients,
 ) -> Tensor:
-    """The gradient in a chunk's hidden states; that in the weight is added to its buffer."""
-    pull = pull and replace(pull, coefficient=pull.coefficient * gradients.scale)
-    return head_backward(head, chunk.hidden, chunk.targets, lse, slope * gradients.scale, gradients.weight, pull)
+    """Gradient of a chunk's hidden states; the weight's is added to its buffer."""
+    # float16's loss scale enters before the GEMMs, as it would through backward: afterwards small gradients are 0.
+    scale = gradients.scale
+    entropy_term = entropy_term and replace(entropy_term, d_entropy=entropy_term.d_entropy * scale)
+    return head_backward(head, chunk.hidden, chunk.targets, lse, d_logprobs * scale, gradients.weight, entropy_term)
 
 
 def _buffers(hidden: Tensor, weight: Tensor, main_grad: Tensor | None, grad_scale: float) -> _Gradients:
     d_weight = None
     if weight.requires_grad:
+        # float32 as Megatron's main_grad (grad_reduce_in_fp32): a bf16 sum would lose small chunks' gradients.
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if main_grad is None else main_grad
     return _Gradients(torch.empty_like(hidden), d_weight, 1.0 if main_grad is None else grad_scale)
 
@@ -227,7 +215,7 @@ class _PrecomputedGradients(torch.autograd.Function):
         d_weight: Tensor | None,
         expected_grad: float | None,
     ) -> Tensor:
-        """`expected_grad`: the gradient of the loss that is already in the gradients; None: it is 1."""
+        """`expected_grad`: upstream gradient already folded in; None means 1."""
         ctx.save_for_backward(d_hidden, d_weight)
         ctx.expected_grad, ctx.weight_dtype = expected_grad, weight.dtype
         return loss.clone()
@@ -241,5 +229,6 @@ class _PrecomputedGradients(torch.autograd.Function):
             if ctx.needs_input_grad[2]:
                 weight_grad = torch.mul(d_weight, grad, out=torch.empty_like(d_weight, dtype=ctx.weight_dtype))
             return None, d_hidden * grad, weight_grad, None, None, None
-        torch._assert_async(grad == ctx.expected_grad)  # checked without waiting for the device
+        # On the device: `if grad != expected` would make the host wait for every micro-batch.
+        torch._assert_async(grad == ctx.expected_grad)
         return None, d_hidden, None, None, None, None

@@ -1,4 +1,4 @@
-"""One rank's part of the output layer, a chunk of tokens at a time: log-probabilities forward, gradients backward."""
+"""One rank's shard of the output layer, a chunk of tokens at a time: log-probabilities forward, gradients backward."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mugrpo_megatron.algorithm.segments import slice_or_none
 from mugrpo_megatron.kernels import torch_ops
 from mugrpo_megatron.kernels.torch_ops import FLOOR, EntropyTerm
 
@@ -19,7 +20,7 @@ Backend = Literal["auto", "torch", "triton"]
 
 @dataclass(frozen=True, slots=True)
 class HeadLayout:
-    """How an output layer is sharded over ranks, and how its logits are computed."""
+    """Sharding of an output layer over ranks, and settings of its logits."""
 
     vocab_size: int
     """Tokens of the vocabulary; rows of the weight beyond it are padding and are ignored."""
@@ -42,7 +43,7 @@ class Head:
     first: int
     """Token id of the first row."""
     valid: int
-    """Rows that are tokens; the others are padding."""
+    """Number of rows that are tokens; the rows after them are padding."""
     scale: float
     """Inverse temperature."""
     tp_group: dist.ProcessGroup | None
@@ -70,28 +71,24 @@ def make_head(weight: Tensor, layout: HeadLayout, tokens: int) -> Head:
     return Head(gemm_input(weight), first, valid, 1 / layout.temperature, layout.tp_group, rows, logits)
 
 
-def of(support_ids: Tensor | None, part: slice) -> Tensor | None:
-    """The support ids of a chunk."""
-    return None if support_ids is None else support_ids[part]
-
-
 def scan(
     head: Head, hidden: Tensor, targets: Tensor, support_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probability, entropy (nats) and log-sum-exp of a chunk's tokens, each float32 [n]; 1 GEMM.
 
-    With `support_ids`, of distributions over these tokens alone, as for `project`.
+    With `support_ids`, each distribution is over these tokens only, as for `project`.
 
     Leaves the chunk's logits in `head.logits`. Under vocabulary parallelism one all-gather of 16 bytes a token; every
     rank merges the same numbers in the same order, so the results are bitwise equal.
     """
     logits = project(head, hidden, support_ids)
-    every: Tensor = head.rows.statistics(logits, head.scale, head.valid, targets - head.first)[None]
+    ranks: Tensor = head.rows.statistics(logits, head.scale, head.valid, targets - head.first)[None]
     if head.tp_group is not None:
-        local = every
-        every = local.new_empty(dist.get_world_size(head.tp_group), *local.shape[1:])
-        dist.all_gather_into_tensor(every, local, group=head.tp_group)
-    tops, sums, means, target = every.unbind(1)
+        local = ranks
+        ranks = local.new_empty(dist.get_world_size(head.tp_group), *local.shape[1:])
+        # One gather, not the three all-reduces of Megatron's tensor_parallel/cross_entropy.py: all ranks add in order.
+        dist.all_gather_into_tensor(ranks, local, group=head.tp_group)
+    tops, sums, means, target = ranks.unbind(1)
     top = tops.amax(0)
     factors = (tops - top).exp()
     total = (sums * factors).sum(0)
@@ -104,31 +101,31 @@ def head_backward(
     hidden: Tensor,
     targets: Tensor,
     lse: Tensor,
-    coefficient: Tensor,
+    d_logprobs: Tensor,
     d_weight: Tensor | None,
     entropy: EntropyTerm | None = None,
 ) -> Tensor:
-    """Gradient of sum(coefficient * logprob) in `hidden`, [n, H]; that in the weight is added to `d_weight`; 2 GEMMs.
+    """Gradient of sum(d_logprobs * logprob) in `hidden`, [n, H]; the weight's is added to `d_weight`; 2 GEMMs.
 
-    With `entropy`, of sum(coefficient * logprob) + sum(entropy.coefficient * H).
+    With `entropy`, the gradient of sum(d_logprobs * logprob) + sum(entropy.d_entropy * H).
 
     Overwrites the logits that `scan` or `project` left in `head.logits`. The result is this rank's part: the sum over
     `head.tp_group` is the gradient.
     """
     logits = head.logits[: len(hidden)]
-    slope: Tensor = head.rows.gradient(
-        logits, head.scale, head.valid, targets - head.first, lse, coefficient, head.weight.dtype, entropy
+    d_logits: Tensor = head.rows.gradient(
+        logits, head.scale, head.valid, targets - head.first, lse, d_logprobs, head.weight.dtype, entropy
     )
     if d_weight is not None:
-        accumulate(d_weight, slope, gemm_input(hidden))
-    return slope @ head.weight
+        accumulate(d_weight, d_logits, gemm_input(hidden))
+    return d_logits @ head.weight
 
 
 def gemm_input(matrix: Tensor) -> Tensor:
     """`matrix` in the type that the GEMMs read.
 
-    On CUDA its own type: tensor cores accumulate bf16 products in float32 and can return float32. A CPU GEMM rounds its
-    result to the type of its inputs, so there they are float32.
+    On CUDA unchanged: tensor cores accumulate bf16 products in float32 and can return float32. A CPU GEMM rounds its
+    result to the type of its inputs, so there it is float32.
     """
     return matrix if matrix.is_cuda else matrix.float()
 
@@ -136,8 +133,8 @@ def gemm_input(matrix: Tensor) -> Tensor:
 def project(head: Head, hidden: Tensor, support_ids: Tensor | None = None) -> Tensor:
     """Raw logits of a chunk in `head.logits`, float32 [n, V / tp].
 
-    With `support_ids` int64 [n, k], global token ids and -1 where there are fewer, all other tokens' logits are
-    `FLOOR`, so that they have probability 0 and no gradient.
+    With `support_ids` int64 [n, k], global token ids padded with -1, the logits of all other tokens are `FLOOR`:
+    probability 0 and no gradient.
     """
     logits, hidden = head.logits[: len(hidden)], gemm_input(hidden)
     if hidden.dtype == torch.float32:
@@ -146,19 +143,20 @@ def project(head: Head, hidden: Tensor, support_ids: Tensor | None = None) -> Te
         torch.mm(hidden, head.weight.T, out_dtype=torch.float32, out=logits)
     if support_ids is not None:
         columns = support_ids - head.first
-        mine = (support_ids >= 0) & (columns >= 0) & (columns < head.valid)
+        local = (support_ids >= 0) & (columns >= 0) & (columns < head.valid)
         columns = columns.clamp(0, logits.shape[1] - 1)
-        values = torch.where(mine, logits.gather(1, columns), FLOOR)
-        logits.fill_(FLOOR).scatter_reduce_(1, columns, values, "amax")  # places of other ranks' tokens may coincide
+        values = torch.where(local, logits.gather(1, columns), FLOOR)
+        # amax, not scatter: clamped columns of other ranks' tokens coincide with each other and with local ones.
+        logits.fill_(FLOOR).scatter_reduce_(1, columns, values, "amax")
     return logits
 
 
-def accumulate(total: Tensor, slope: Tensor, hidden: Tensor) -> None:
-    """total [m, n] += slope [t, m]^T hidden [t, n], in float32; both inputs of one type, as from `gemm_input`."""
-    if slope.dtype == torch.float32:
-        total.addmm_(slope.T, hidden)
+def accumulate(total: Tensor, d_output: Tensor, x: Tensor) -> None:
+    """total [m, n] += d_output [t, m]^T x [t, n], in float32; both inputs of one type, as from `gemm_input`."""
+    if d_output.dtype == torch.float32:
+        total.addmm_(d_output.T, x)
     else:
-        torch.addmm(total, slope.T, hidden, out_dtype=torch.float32, out=total)
+        torch.addmm(total, d_output.T, x, out_dtype=torch.float32, out=total)
 
 
 def token_logprobs(
@@ -166,8 +164,8 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of its distribution; differentiable in `hidden` and `weight`.
 
-    For any function of the log-probabilities: 1 GEMM forward; backward recomputes the logits, 4 GEMMs in total. Losses
-    of `algorithm` use `fused_loss`, which mostly needs 3.
+    For any function of the log-probabilities: 1 GEMM forward; backward recomputes the logits, 4 GEMMs in total.
+    `fused_policy_loss` needs 3 for most objectives.
 
     Args:
         hidden: [T, H], the same on every rank of `layout.tp_group` (gathered before, under sequence parallelism).
@@ -178,7 +176,7 @@ def token_logprobs(
     Returns:
         logprobs float32 [T]; entropy float32 [T] in nats, not differentiable.
 
-    The gradient of `hidden` is this rank's PART: the caller sums it over the group, as the backward of
+    The gradient of `hidden` is only this rank's: the caller sums it over the group, as the backward of
     `copy_to_tensor_model_parallel_region` (all-reduce) or of
     `gather_from_sequence_parallel_region(tensor_parallel_output_grad=True)` (reduce-scatter) does.
     """
@@ -192,8 +190,9 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         head = make_head(weight, layout, len(targets))
         logprobs, entropy, lse = torch.empty(3, len(targets), dtype=torch.float32, device=hidden.device)
-        for part in head.chunks(len(targets)):
-            logprobs[part], entropy[part], lse[part] = scan(head, hidden[part], targets[part], of(support_ids, part))
+        for rows in head.chunks(len(targets)):
+            support = slice_or_none(support_ids, rows)
+            logprobs[rows], entropy[rows], lse[rows] = scan(head, hidden[rows], targets[rows], support)
         ctx.layout = layout
         ctx.save_for_backward(hidden, weight, targets, lse, support_ids)
         ctx.mark_non_differentiable(entropy)
@@ -205,7 +204,7 @@ class _TokenLogprobs(torch.autograd.Function):
         head = make_head(weight, ctx.layout, len(targets))
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        for part in head.chunks(len(targets)):
-            project(head, hidden[part], of(support_ids, part))
-            d_hidden[part] = head_backward(head, hidden[part], targets[part], lse[part], grads[0][part], d_weight)
+        for rows in head.chunks(len(targets)):
+            project(head, hidden[rows], slice_or_none(support_ids, rows))
+            d_hidden[rows] = head_backward(head, hidden[rows], targets[rows], lse[rows], grads[0][rows], d_weight)
         return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None

@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 FLOOR = -1e30
-"""Maximum over zero logits; finite, so that the difference of two of them is finite."""
+"""Maximum over no logits; finite, so that the difference of two of them is finite."""
 CACHE_ELEMENTS = 1 << 17
 """Logits processed together: 512 KiB of float32 stay in a core's cache during the passes below."""
 
 
 @dataclass(frozen=True, slots=True)
 class EntropyTerm:
-    """A part of the loss that is a function of n tokens' entropies."""
+    """A term of the loss that is a function of n tokens' entropies."""
 
     value: Tensor
     """float32 [n], nats: H of each token's distribution over the whole vocabulary."""
-    coefficient: Tensor
+    d_entropy: Tensor
     """float32 [n]: derivative of the loss in each H."""
 
 
@@ -45,15 +45,15 @@ def statistics(logits: Tensor, scale: float, valid: int, targets: Tensor) -> Ten
     block = max(1, CACHE_ELEMENTS // valid)
     space = torch.empty(min(block, len(logits)), valid, dtype=torch.float32, device=logits.device)
     for start in range(0, len(logits), block):
-        part = logits[start : start + block, :valid]
-        rows = slice(start, start + len(part))
-        out[0, rows] = part.amax(1) * scale
-        weights = torch.add(-out[0, rows, None], part, alpha=scale, out=space[: len(part)]).exp_()
+        scores = logits[start : start + block, :valid]
+        rows = slice(start, start + len(scores))
+        out[0, rows] = scores.amax(1) * scale
+        weights = torch.add(-out[0, rows, None], scores, alpha=scale, out=space[: len(scores)]).exp_()
         out[1, rows] = weights.sum(1)
-        out[2, rows] = weights.mul_(part).sum(1) * scale
-    mine = (targets >= 0) & (targets < valid)
-    picked = logits.gather(1, targets.clamp(0, valid - 1)[:, None])[:, 0] * scale
-    out[3] = torch.where(mine, picked, 0.0)
+        out[2, rows] = weights.mul_(scores).sum(1) * scale
+    local = (targets >= 0) & (targets < valid)
+    target_logits = logits.gather(1, targets.clamp(0, valid - 1)[:, None])[:, 0] * scale
+    out[3] = torch.where(local, target_logits, 0.0)
     return out
 
 
@@ -63,32 +63,32 @@ def gradient(
     valid: int,
     targets: Tensor,
     lse: Tensor,
-    coefficient: Tensor,
+    d_logprobs: Tensor,
     dtype: torch.dtype,
     entropy: EntropyTerm | None = None,
 ) -> Tensor:
-    """Gradient of sum(coefficient * logprob) in the raw logits, [n, columns] of `dtype`; overwrites `logits`.
+    """Gradient of sum(d_logprobs * logprob) in the raw logits, [n, columns] of `dtype`; overwrites `logits`.
 
-    coefficient * scale * (onehot(target) - softmax), 0 in the columns from `valid` on. With `entropy`, that of
-    sum(entropy.coefficient * H) is added: -entropy.coefficient * scale * softmax * (log softmax + H).
+    d_logprobs * scale * (onehot(target) - softmax), 0 in the columns from `valid` on. With `entropy`, the gradient of
+    sum(entropy.d_entropy * H) is added: -entropy.d_entropy * scale * softmax * (log softmax + H).
 
     Args:
         lse: float32 [n], log-sum-exp of the scaled logits over the whole vocabulary.
-        coefficient: float32 [n], derivative of the loss in each log-probability.
+        d_logprobs: float32 [n], derivative of the loss in each log-probability.
     """
-    slope = coefficient * scale
+    factor = d_logprobs * scale
     block = max(1, CACHE_ELEMENTS // max(valid, 1))
     for start in range(0, len(logits), block):
-        part = logits[start : start + block, :valid]
+        scores = logits[start : start + block, :valid]
         rows = slice(start, start + block)
-        torch.add(-lse[rows, None], part, alpha=scale, out=part)
+        torch.add(-lse[rows, None], scores, alpha=scale, out=scores)
         if entropy is None:
-            part.exp_().mul_(-slope[rows, None])
+            scores.exp_().mul_(-factor[rows, None])
         else:
-            pull = entropy.coefficient[rows, None] * scale
-            factor = torch.add(part, entropy.value[rows, None]).mul_(pull).add_(slope[rows, None])
-            part.exp_().mul_(factor.neg_())
+            entropy_factor = entropy.d_entropy[rows, None] * scale
+            softmax_factor = torch.add(scores, entropy.value[rows, None]).mul_(entropy_factor).add_(factor[rows, None])
+            scores.exp_().mul_(softmax_factor.neg_())
     logits[:, valid:] = 0.0
-    mine = ((targets >= 0) & (targets < valid)).float() * slope
-    logits.scatter_add_(1, targets.clamp(0, logits.shape[1] - 1)[:, None], mine[:, None])
+    onehot = ((targets >= 0) & (targets < valid)).float() * factor
+    logits.scatter_add_(1, targets.clamp(0, logits.shape[1] - 1)[:, None], onehot[:, None])
     return logits.to(dtype)

@@ -1,12 +1,12 @@
 """This project's Triton kernels: the functions of `torch_ops`, and SwiGLU and the rotary embedding of the layers.
 
-Of a row of logits, one program each: `statistics` reads every logit once (running maximum and sums); `gradient` reads
-it once more and writes the gradient over it in the type that the GEMMs after it read, so no second buffer of a chunk's
+One program handles a row of logits: `statistics` reads every logit once (running maximum and sums); `gradient` reads it
+once more and writes the gradient over it in the type that the following GEMMs read, so no second buffer of a chunk's
 size exists.
 
-Those of the layers, forward and backward, read their inputs once, compute in float32 and round once. SwiGLU has one
-program a row, and is compiled once for a width, whatever the number of rows; the rotation's program takes one token and
-a block of its heads, which share the token's angles.
+The kernels of the layers, forward and backward, read their inputs once, compute in float32 and round once. SwiGLU has
+one program per row, and is compiled once for a width, whatever the number of rows; a program of the rotation takes one
+token and a block of its heads, which share the token's angles.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -50,14 +50,14 @@ def gradient(
     valid: int,
     targets: Tensor,
     lse: Tensor,
-    coefficient: Tensor,
+    d_logprobs: Tensor,
     dtype: torch.dtype,
     entropy: EntropyTerm | None = None,
 ) -> Tensor:
     """As `torch_ops.gradient`; the result is a view of `logits`' memory with the same row stride in bytes."""
     columns = logits.shape[1]
     out = logits.view(dtype)[:, :columns]
-    value, pull = (lse, lse) if entropy is None else (entropy.value, entropy.coefficient)
+    value, d_entropy = (lse, lse) if entropy is None else (entropy.value, entropy.d_entropy)
     if len(logits):
         _gradient[(len(logits),)](
             logits,
@@ -66,9 +66,9 @@ def gradient(
             out.stride(0),
             targets.contiguous(),
             lse.contiguous(),
-            coefficient.contiguous(),
+            d_logprobs.contiguous(),
             value.contiguous(),
-            pull.contiguous(),
+            d_entropy.contiguous(),
             columns,
             valid,
             scale,
@@ -97,11 +97,11 @@ def _statistics(logits, stride, targets, out, n, valid, scale, floor, BLOCK: tl.
         mean = mean * shrink + tl.sum(weight * score, 0)
         top = new
     target = tl.load(targets + row)
-    mine = (target >= 0) & (target < valid)
+    local = (target >= 0) & (target < valid)
     tl.store(out + row, top)
     tl.store(out + n + row, total)
     tl.store(out + 2 * n + row, mean)
-    tl.store(out + 3 * n + row, tl.load(base + target, mask=mine, other=0.0) * scale)
+    tl.store(out + 3 * n + row, tl.load(base + target, mask=local, other=0.0) * scale)
 
 
 @triton.jit
@@ -112,9 +112,9 @@ def _gradient(
     out_stride,
     targets,
     lse,
-    coefficient,
+    d_logprobs,
     entropy,
-    pull,
+    d_entropy,
     columns,
     valid,
     scale,
@@ -124,29 +124,29 @@ def _gradient(
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     normaliser = tl.load(lse + row)
-    slope = tl.load(coefficient + row) * scale
+    factor = tl.load(d_logprobs + row) * scale
     target = tl.load(targets + row)
-    mine = (target >= 0) & (target < valid)
-    height = tl.load(entropy + row) if ENTROPY else 0.0
-    upward = tl.load(pull + row) * scale if ENTROPY else 0.0
+    local = (target >= 0) & (target < valid)
+    value = tl.load(entropy + row) if ENTROPY else 0.0
+    entropy_factor = tl.load(d_entropy + row) * scale if ENTROPY else 0.0
     for start in range(0, columns, BLOCK):
         column = start + lanes
         score = tl.load(logits + row * stride + column, mask=column < valid, other=0.0) * scale
-        share = tl.where(column < valid, tl.exp(score - normaliser), 0.0)
-        onehot = tl.where(mine & (column == target), 1.0, 0.0)
+        probability = tl.where(column < valid, tl.exp(score - normaliser), 0.0)
+        onehot = tl.where(local & (column == target), 1.0, 0.0)
         if out.dtype.element_ty != logits.dtype.element_ty:
             # A narrower result overwrites logits of this block and earlier ones, also those of other threads, so all
             # threads must have read them. Without a barrier a warp may lag by a block or more.
             tl.debug_barrier()
-        grad = slope * (onehot - share)
+        grad = factor * (onehot - probability)
         if ENTROPY:
-            grad -= upward * share * (score - normaliser + height)
+            grad -= entropy_factor * probability * (score - normaliser + value)
         tl.store(out + row * out_stride + column, grad.to(out.dtype.element_ty), mask=column < columns)
 
 
 LAYER_BLOCK = 1024
 LAYER_WARPS = 4
-"""8 values of 2 bytes a thread: loads and stores of 16 bytes."""
+"""8 values of 2 bytes per thread: loads and stores of 16 bytes."""
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -192,15 +192,15 @@ def _swiglu_gradient(grad, x, dx, width, BLOCK: tl.constexpr):
         dy = tl.load(grad + row * width + column, mask=inside, other=0.0).to(tl.float32)
         gate = tl.load(x + here, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(x + here + width, mask=inside, other=0.0).to(tl.float32)
-        share = tl.sigmoid(gate)
-        d_gate = dy * up * share * (1.0 + gate * (1.0 - share))
-        d_up = dy * gate * share
+        s = tl.sigmoid(gate)
+        d_gate = dy * up * s * (1.0 + gate * (1.0 - s))
+        d_up = dy * gate * s
         tl.store(dx + here, d_gate.to(dx.dtype.element_ty), mask=inside)
         tl.store(dx + here + width, d_up.to(dx.dtype.element_ty), mask=inside)
 
 
 VALUES = 2048
-"""Most values of each half in a program of the rotation."""
+"""Largest number of values of each half in a program of the rotation."""
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
@@ -234,7 +234,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor
 
 
 def tile(heads: int, half: int) -> tuple[int, int]:
-    """Heads and warps of a program: 8 values of each half a thread, so that loads and stores take 16 bytes."""
+    """Heads and warps of a program: 8 values of each half per thread, so that loads and stores take 16 bytes."""
     block = min(triton.next_power_of_2(heads), max(1, VALUES // half))
     return block, max(1, block * half // 256)
 

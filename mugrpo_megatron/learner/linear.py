@@ -1,7 +1,7 @@
 """Megatron's parallel linear layers, whose weight gradient is added to the float32 buffer by its GEMM.
 
-Megatron has this as `gradient_accumulation_fusion`, with a kernel of apex. Otherwise it computes the gradient of each
-micro-batch in the weight's type and adds it afterwards: a rounding more, and 12 more bytes of traffic a parameter.
+Megatron has this as `gradient_accumulation_fusion`, with a kernel of apex. Without apex it computes each micro-batch's
+gradient in the weight's type and adds it afterwards: one more rounding, and 12 more bytes of traffic per parameter.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mugrpo_megatron.megatron_compat import grouped_mlp
 
 
 class ColumnParallel(ColumnParallelLinear):
-    """W is split by rows; the gradient of the input is reduced while that of W is computed."""
+    """W is split by rows; the input's gradient is reduced while W's is computed."""
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *_: Any, **options: Any) -> torch.Tensor:
         return _product(input, weight, **options)
@@ -36,9 +36,9 @@ class RowParallel(RowParallelLinear):
 
 
 class Replicated(torch.nn.Module):
-    """x W^T without a bias, W whole on every tensor parallel rank.
+    """x W^T without a bias; W is replicated on every tensor parallel rank.
 
-    Under sequence parallelism a rank has a part of x, and Megatron sums the gradients of W over the ranks.
+    Under sequence parallelism a rank has some rows of x, and Megatron sums the gradients of W over the ranks.
     """
 
     def __init__(self, config: TransformerConfig, inputs: int, outputs: int) -> None:
@@ -76,7 +76,7 @@ def _product(
     tp_group: dist.ProcessGroup | None,
     **_: Any,
 ) -> torch.Tensor:
-    """x W^T (+ bias), under sequence parallelism of the whole sequence; arguments as Megatron's implementation has."""
+    """x W^T (+ bias), of the gathered sequence under sequence parallelism; arguments as in Megatron."""
     output = _Product.apply(input, weight, tp_group, allreduce_dgrad, sequence_parallel)
     return output if bias is None else output + bias
 
@@ -101,26 +101,26 @@ class _Product(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        dy, whole, gathering = grads[0], x, None
+        dy, full_x, gather = grads[0], x, None
         if ctx.sequence and weight.requires_grad:
-            whole, gathering = _gathered(x, ctx.group, wait=False)
-        dx, reducing = dy @ weight, None
-        if gathering:
-            gathering.wait()
+            full_x, gather = _gathered(x, ctx.group, wait=False)
+        dx, reduction = dy @ weight, None
+        if gather:
+            gather.wait()
         if ctx.sequence:
-            parts, dx = dx, torch.empty_like(x)
-            reducing = dist.reduce_scatter_tensor(dx, parts, group=ctx.group, async_op=True)
+            full_dx, dx = dx, torch.empty_like(x)
+            reduction = dist.reduce_scatter_tensor(dx, full_dx, group=ctx.group, async_op=True)
         elif ctx.reduced:
-            reducing = dist.all_reduce(dx, group=ctx.group, async_op=True)
+            reduction = dist.all_reduce(dx, group=ctx.group, async_op=True)
         if weight.requires_grad:
-            accumulate(weight.main_grad, gemm_input(dy.flatten(0, -2)), gemm_input(whole.flatten(0, -2)))
-        if reducing:
-            reducing.wait()
-        return dx, _stand_in(weight), None, None, None
+            accumulate(weight.main_grad, gemm_input(dy.flatten(0, -2)), gemm_input(full_x.flatten(0, -2)))
+        if reduction:
+            reduction.wait()
+        return dx, _placeholder_grad(weight), None, None, None
 
 
-class _Added(torch.autograd.Function):
-    """The weight; in backward the stand-in for a gradient that the loss path has added to `main_grad`."""
+class _PlaceholderGrad(torch.autograd.Function):
+    """The weight; backward returns a placeholder for the gradient that the loss path has added to `main_grad`."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
@@ -130,19 +130,18 @@ class _Added(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> torch.Tensor | None:
-        return _stand_in(ctx.weight)
+        return _placeholder_grad(ctx.weight)
 
 
-def with_stand_in(weight: torch.Tensor) -> torch.Tensor:
-    """A weight whose gradient goes directly into `main_grad`, so that its hook still tells when that is done."""
-    return _Added.apply(weight)
+def with_placeholder_grad(weight: torch.Tensor) -> torch.Tensor:
+    """Weight with a dummy gradient, so DDP's hook still fires for a gradient that is already in `main_grad`."""
+    return _PlaceholderGrad.apply(weight)
 
 
-def _stand_in(weight: torch.Tensor) -> torch.Tensor | None:
-    """Memory in place of a gradient that is in `main_grad` already, as Megatron's own fusion returns it.
-
-    Megatron's hook then adds nothing, and counts the parameter as ready to be reduced. None without Megatron's wrapper.
-    """
+def _placeholder_grad(weight: torch.Tensor) -> torch.Tensor | None:
+    """Uninitialised memory in place of a gradient that is already in `main_grad`; None without Megatron's wrapper."""
+    # As in Megatron's fused layers (tensor_parallel/layers.py): with the flag set, DDP's hook
+    # (distributed_data_parallel.py) adds nothing, and registers the parameter as ready to be reduced.
     if not weight.requires_grad or not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
@@ -150,6 +149,6 @@ def _stand_in(weight: torch.Tensor) -> torch.Tensor | None:
 
 
 def _gathered(x: torch.Tensor, group: dist.ProcessGroup | None, wait: bool = True) -> tuple[torch.Tensor, Any]:
-    """The parts of all ranks, and what to wait for if not waited for here."""
-    whole = x.new_empty(x.shape[0] * dist.get_world_size(group), *x.shape[1:])
-    return whole, dist.all_gather_into_tensor(whole, x.contiguous(), group=group, async_op=not wait)
+    """The rows of all ranks, and the handle to wait for without `wait`."""
+    rows = x.new_empty(x.shape[0] * dist.get_world_size(group), *x.shape[1:])
+    return rows, dist.all_gather_into_tensor(rows, x.contiguous(), group=group, async_op=not wait)

@@ -9,11 +9,12 @@ import numpy as np
 import torch
 
 from mugrpo_megatron.algorithm.policy_loss import policy_loss
+from mugrpo_megatron.algorithm.segments import LossInputs
 from mugrpo_megatron.algorithm.statistics import UpdateStatistics, update_statistics
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner.groups import named_phase
 from mugrpo_megatron.learner.learner import Learner
-from mugrpo_megatron.learner.loss import Objective, TokenLoss, from_token_loss, make_objective
+from mugrpo_megatron.learner.loss import TokenLoss, from_token_loss, make_loss_inputs, objective_loss
 from mugrpo_megatron.learner.optimizer import Step, learning_rate, loss_scale, take_step
 from mugrpo_megatron.learner.packing import MicroBatch, TokenSequence, sequence_of
 from mugrpo_megatron.learner.passes import (
@@ -32,34 +33,30 @@ def update(
 ) -> dict[str, float]:
     """Take one optimizer update on `samples` with `advantages` float [N].
 
-    `stage_progress` is the part of the stage's updates that are taken, for a learning rate that falls with it.
+    `stage_progress` is the fraction of the stage's updates that are taken, for a learning rate that falls with it.
     Collective: every rank passes the whole update and trains on its own share. Returns, on every rank, the objective's
     metrics over the whole update under the weights before the step, and `grad_norm` (before clipping), `lr`, `tokens`
     (trained), `packed_efficiency`, `skipped` (1 when a non-finite gradient left the weights as they were), `seconds`.
     """
-    started = time.perf_counter()
+    started, recipe = time.perf_counter(), learner.recipe
     with named_phase(learner.ranks, f"update {learner.updates_done}"):
         sequences = _sequences(learner, samples)
         plan = plan_update(learner, sequences)
         batches = pack_share(learner, sequences, plan)
-        objective = make_objective(learner, samples, advantages)
-        statistics = _statistics(learner, objective, sequences, batches)
-        values = forward_backward(learner, batches, objective.loss(learner, statistics))
+        # Every rank builds the loss inputs of the whole update, so denominators need no communication.
+        inputs = make_loss_inputs(
+            recipe.objective, recipe.rollout.max_response_tokens, samples, advantages, learner.ranks.device
+        )
+        statistics = _statistics(learner, inputs, sequences, batches)
+        values = forward_backward(learner, batches, objective_loss(learner, inputs, statistics))
+        # Before the step: Megatron's scaler changes it there when a float16 gradient overflowed.
         scale = loss_scale(learner.optimizer)
         step = _step(learner, stage_progress)
         logprobs, entropy = gather_tokens(learner, sequences, batches, values, k=2)
         flips = _flips(learner, sequences, batches)
+    # The reference loss over the gathered tokens of all ranks: quantiles and means that no rank's share could give.
     with torch.no_grad():
-        loss, metrics = policy_loss(
-            logprobs,
-            objective.behaviour,
-            objective.advantages,
-            objective.segments,
-            objective.section,
-            proximal=objective.proximal,
-            ref=objective.ref,
-            entropy=entropy,
-        )
+        loss, metrics = policy_loss(logprobs, inputs, entropy=entropy)
     metrics["loss"] = float(loss)
     if len(entropy):
         metrics["entropy"] = float(entropy.mean())
@@ -71,10 +68,11 @@ def update(
 
 
 def _sequences(learner: Learner, samples: Sequence[Sample]) -> list[TokenSequence]:
-    """The samples to train on; UserError for a token that the model lacks, as a stage from elsewhere may hold."""
+    """The samples as sequences; UserError for a token id beyond the model's vocabulary."""
     sequences = [sequence_of(sample, masked=True) for sample in samples]
-    parts = [part for one in sequences for part in (one.ids, one.support_ids) if part is not None]
-    largest = max(int(part.max(initial=0)) for part in parts)
+    ids = [array for sequence in sequences for array in (sequence.ids, sequence.support_ids) if array is not None]
+    largest = max(int(array.max(initial=0)) for array in ids)
+    # On CUDA an embedding's index out of range is an assertion in a kernel, which ends the process without a name.
     if largest >= learner.architecture.vocab_size:
         raise UserError(
             f"the responses have token {largest}, and the model has {learner.architecture.vocab_size} tokens: the "
@@ -84,7 +82,7 @@ def _sequences(learner: Learner, samples: Sequence[Sample]) -> list[TokenSequenc
 
 
 def _step_metrics(learner: Learner, step: Step, scale: float) -> dict[str, float]:
-    """The metrics of an optimizer step; `scale` is the loss scale before it, which float16 alone has."""
+    """Metrics of an optimizer step; `scale` is the loss scale before it, reported for float16."""
     metrics = {"grad_norm": step.grad_norm, "lr": step.lr, "skipped": float(step.skipped and not step.overflowed)}
     if learner.recipe.model.dtype == "float16":
         metrics |= {"overflowed": float(step.overflowed), "loss_scale": scale}
@@ -92,7 +90,7 @@ def _step_metrics(learner: Learner, step: Step, scale: float) -> dict[str, float
 
 
 def optimize(learner: Learner, sequences: Sequence[TokenSequence], token_loss: TokenLoss) -> Step:
-    """One optimizer update on any token loss at temperature 1, as for supervised learning. Collective."""
+    """One optimizer update on any token loss at temperature 1, for supervised learning. Collective."""
     batches = pack_share(learner, sequences, plan_update(learner, sequences))
     forward_backward(learner, batches, from_token_loss(learner, token_loss, temperature=1.0))
     return _step(learner)
@@ -102,12 +100,12 @@ def token_logprobs(learner: Learner, samples: Sequence[Sample]) -> list[np.ndarr
     """Log-probabilities float32 [R] of every response under the current weights at the rollout's temperature.
 
     Collective; every rank gets all. Packs `samples` as `update` does: for the samples of one update the values are
-    bitwise those that `update` computes, so its importance ratios are exactly 1. Tokens outside a loss mask get 0.
+    bitwise equal to `update`'s, so its importance ratios are exactly 1. Tokens outside a loss mask get 0.
     """
-    return _scored(learner, samples)[0]
+    return _logprobs(learner, samples)[0]
 
 
-def _scored(
+def _logprobs(
     learner: Learner, samples: Sequence[Sample], record_routes: bool = False
 ) -> tuple[list[np.ndarray], list[TokenSequence], list[MicroBatch]]:
     """`token_logprobs`, and the sequences and micro-batches of the pass."""
@@ -116,59 +114,68 @@ def _scored(
         batches = pack_share(learner, sequences, plan_update(learner, sequences), record_routes)
         values = logprobs_and_entropies(learner, batches, learner.recipe.rollout.temperature)
         logprobs = gather_tokens(learner, sequences, batches, values, k=2)[0].cpu()
-    parts = [part.numpy() for part in logprobs.split([sequence.trained for sequence in sequences])]
-    responses = []
-    for part, sample in zip(parts, samples, strict=True):
-        if sample.loss_mask is not None:
-            whole = np.zeros(len(sample.response_ids), dtype=np.float32)
-            whole[sample.loss_mask] = part
-            part = whole
-        responses.append(part)
-    return responses, sequences, batches
+    trained = [values.numpy() for values in logprobs.split([sequence.trained for sequence in sequences])]
+    rows = [
+        values if sample.loss_mask is None else _scatter(values, sample.loss_mask)
+        for values, sample in zip(trained, samples, strict=True)
+    ]
+    return rows, sequences, batches
+
+
+def _scatter(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """float32 [R] of a response: `values` at the tokens of its loss mask, 0 elsewhere."""
+    row = np.zeros(len(mask), dtype=np.float32)
+    row[mask] = values
+    return row
 
 
 def record_routes(learner: Learner, samples: Sequence[Sample]) -> tuple[list[np.ndarray], Iterator[np.ndarray]]:
     """`token_logprobs`, and the experts that the routers chose on the way, layer by layer.
 
-    Each layer's are uint8 or uint16 [T, k] for all tokens but the last of every sample, in the order of the samples.
-    Collective, every layer of the iterator too. A pass that replays these routes computes the same values bitwise.
+    The iterator yields one array per layer: uint8 or uint16 [T, k], in the order of the samples, without the last token
+    of each. Collective, every layer of the iterator too. A pass that replays these routes gives the same values
+    bitwise.
     """
-    logprobs, sequences, batches = _scored(learner, samples, record_routes=True)
-    parts = [batch.routing for batch in batches if batch.routing]
-    layers = gather_routes(parts, _routed_tokens(sequences), learner.architecture.layers, learner.routed, learner.ranks)
-    return logprobs, layers
+    logprobs, sequences, batches = _logprobs(learner, samples, record_routes=True)
+    routings = [batch.routing for batch in batches if batch.routing]
+    tokens = _routed_tokens(sequences)
+    return logprobs, gather_routes(routings, tokens, learner.architecture.layers, learner.routed, learner.ranks)
 
 
 def _flips(learner: Learner, sequences: Sequence[TokenSequence], batches: list[MicroBatch]) -> dict[str, float]:
-    """How far the routers have moved from the routes that the update replayed; empty without replay."""
+    """Fractions of tokens and choices where the routers now differ from the replayed routes; empty without replay."""
     if not any(sequence.routes for sequence in sequences):
         return {}
-    parts = [batch.routing for batch in batches if batch.routing]
+    routings = [batch.routing for batch in batches if batch.routing]
     layers = learner.architecture.layers - learner.architecture.dense_layers
-    return gather_flips(parts, _routed_tokens(sequences), layers, learner.ranks)
+    return gather_flips(routings, _routed_tokens(sequences), layers, learner.ranks)
 
 
 def _routed_tokens(sequences: Sequence[TokenSequence]) -> int:
+    # The last token of a sequence predicts nothing, so its experts are neither recorded nor replayed.
     return sum(len(sequence.ids) - 1 for sequence in sequences)
 
 
 def _statistics(
-    learner: Learner, objective: Objective, sequences: list[TokenSequence], batches: list[MicroBatch]
+    learner: Learner, inputs: LossInputs, sequences: list[TokenSequence], batches: list[MicroBatch]
 ) -> UpdateStatistics | None:
-    """Statistics of the whole update that the objective needs before any gradient, from a forward pass, or None."""
-    if not objective.section.needs_statistics:
+    """Statistics of the whole update, from a forward pass; None if the objective needs none."""
+    if not inputs.config.needs_statistics:
         return None
+    # M2PO's bound is of all tokens of the update, and micro-batches are trained before the last of them is seen.
     values = logprobs_and_entropies(learner, batches, learner.recipe.rollout.temperature)
     logprobs = gather_tokens(learner, sequences, batches, values, k=2)[0]
-    return update_statistics(logprobs, objective.behaviour, objective.advantages, objective.segments, objective.section)
+    return update_statistics(logprobs, inputs)
 
 
 def _step(learner: Learner, stage_progress: float = 0.0) -> Step:
     section, total = learner.recipe.optimizer, learner.recipe.schedule.total_updates
     rate = learning_rate(section, learner.updates_done, total, stage_progress)
     step = take_step(learner.optimizer, rate, section.clip_grad)
+    # The schedule counts skipped updates, Adam's bias correction does not: its moments have not moved.
     learner.updates_done += 1
     learner.steps_done += not step.skipped
+    # Overflows are how float16's scaler finds its scale; only other skips in a row are a sign of failure.
     if not step.overflowed:
         learner.skipped_in_a_row = learner.skipped_in_a_row + 1 if step.skipped else 0
     return step

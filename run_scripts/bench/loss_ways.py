@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mugrpo_megatron.algorithm.masks import response_weights
 from mugrpo_megatron.algorithm.policy_loss import policy_loss
-from mugrpo_megatron.algorithm.segments import Segments, make_segments
+from mugrpo_megatron.algorithm.segments import LossInputs, Segments, make_segments
 from mugrpo_megatron.kernels.fused_loss import fused_policy_loss
 from mugrpo_megatron.kernels.head import HeadLayout, token_logprobs
 from mugrpo_megatron.recipe import ObjectiveSection
@@ -72,10 +72,7 @@ def fused(inputs: Inputs, config: ObjectiveSection = MU_GRPO) -> Tensor:
         inputs.hidden,
         inputs.weight,
         inputs.targets,
-        inputs.behaviour,
-        inputs.advantages,
-        inputs.segments,
-        config,
+        LossInputs(config, inputs.behaviour, inputs.advantages, inputs.segments),
         inputs.layout,
     ).loss
 
@@ -164,7 +161,7 @@ def trl_fused_head(inputs: Inputs) -> Tensor:
 
 
 def _loss(inputs: Inputs, logprobs: Tensor, config: ObjectiveSection) -> Tensor:
-    return policy_loss(logprobs, inputs.behaviour, inputs.advantages, inputs.segments, config)[0]
+    return policy_loss(logprobs, LossInputs(config, inputs.behaviour, inputs.advantages, inputs.segments))[0]
 
 
 WAYS: dict[str, Callable[[Inputs], Tensor]] = {

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from mugrpo_megatron.algorithm.masks import response_weights
-from mugrpo_megatron.algorithm.segments import Segments, make_segments, with_turns
+from mugrpo_megatron.algorithm.segments import LossInputs, Segments, make_segments, with_turns
 from mugrpo_megatron.recipe import ObjectiveSection
 from mugrpo_megatron.recipe.objective import PRESETS
 from tests.algorithm.oracle import TURN
@@ -38,17 +38,20 @@ class Batch:
         segments = make_segments(self.lengths, response_weights(self.lengths, config, constant_length=LONGEST))
         return with_turns(segments, [np.arange(length) // TURN for length in self.lengths.tolist()])
 
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """float64 log-probabilities (a leaf), behaviour [T], advantages [N]."""
-        return flat(self.logprobs).requires_grad_(), flat(self.behaviour), flat([self.advantages])
+    def leaf(self) -> torch.Tensor:
+        """float64 [T] log-probabilities that require a gradient."""
+        return flat(self.logprobs).requires_grad_()
 
-    def proximal_for(self, config: ObjectiveSection) -> torch.Tensor | None:
-        """float64 [T] proximal log-probabilities where the objective asks for others than the current policy's."""
-        return flat(self.proximal) if config.proximal_every > 1 else None
-
-    def ref_for(self, config: ObjectiveSection) -> torch.Tensor | None:
-        """float64 [T] ref log-probabilities where the objective has a reference policy."""
-        return flat(self.ref) if config.kl_ref else None
+    def inputs(self, config: ObjectiveSection) -> LossInputs:
+        """The other columns in float64, with proximal and ref log-probabilities if the objective reads them."""
+        return LossInputs(
+            config,
+            flat(self.behaviour),
+            flat([self.advantages]),
+            self.segments(config),
+            proximal=flat(self.proximal) if config.proximal_every > 1 else None,
+            ref=flat(self.ref) if config.kl_ref else None,
+        )
 
 
 def flat(rows: Sequence[Sequence[float]]) -> torch.Tensor:
@@ -56,13 +59,14 @@ def flat(rows: Sequence[Sequence[float]]) -> torch.Tensor:
 
 
 def random_batch(seed: int, lengths: list[int], spread: float = 0.6) -> Batch:
-    """Log-ratios are normal with standard deviation `spread`, half of it against the proximal policy, 0.5 against
-    the reference policy;
-    advantages are normal, every third 0."""
+    """Log-ratios are normal with standard deviation `spread`, half of it to the proximal policy, 0.5 to the ref policy.
+
+    Advantages are normal, every third 0.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def rows(draw: torch.Tensor) -> list[list[float]]:
-        return [part.tolist() for part in draw.split(lengths)]
+        return [row.tolist() for row in draw.split(lengths)]
 
     logprobs = -2 * torch.rand(sum(lengths), generator=generator, dtype=torch.float64)
     shift = spread * torch.randn(sum(lengths), generator=generator, dtype=torch.float64)
@@ -81,9 +85,9 @@ def batches(draw: st.DrawFn) -> Batch:
     lengths = draw(st.lists(st.integers(0, LONGEST), min_size=0, max_size=6))
     batch = random_batch(draw(st.integers(0, 2**32 - 1)), lengths, draw(st.sampled_from([0.0, 0.05, 0.6, 3.0])))
     far = st.sampled_from([-50.0, -12.0, -9.3, -9.1, 50.0])
-    places = st.lists(st.tuples(st.integers(0, 5), st.integers(0, LONGEST - 1), far), max_size=12)
+    edits = st.lists(st.tuples(st.integers(0, 5), st.integers(0, LONGEST - 1), far), max_size=12)
     for other in (batch.behaviour, batch.ref):
-        for i, t, log_ratio in draw(places):
+        for i, t, log_ratio in draw(edits):
             if i < len(lengths) and t < lengths[i]:
                 other[i][t] = batch.logprobs[i][t] - log_ratio
     return batch

@@ -80,9 +80,9 @@ def objective(
                 for s, share in reach:
                     level_gradient[s] += weight * d_ratio * ratio * share
             if ref:
-                value, slope = kl(logprobs[i][t] - ref[i][t], logs[t], config)
+                value, derivative = kl(logprobs[i][t] - ref[i][t], logs[t], config)
                 loss += weights[i] * config.kl_coef * value
-                level_gradient[t] += weights[i] * config.kl_coef * slope
+                level_gradient[t] += weights[i] * config.kl_coef * derivative
         gradient.append(level_gradient)
     return Answer(loss, gradient, kept, clipped)
 
@@ -92,17 +92,17 @@ def kl(d: float, log_ratio: float, config: ObjectiveSection) -> tuple[float, flo
     log-probability."""
     grown = math.exp(min(max(-d, -20), 20))
     estimator = config.kl_penalty[:2]
-    value, slope = {
+    value, derivative = {
         "k1": (d, 1.0),
         "k2": (d * d / 2, d),
         "k3": (grown - 1 + d, 1 - grown * (abs(d) <= 20)),
     }[estimator]
     if config.kl_penalty == estimator:
-        return value, slope
+        return value, derivative
     ratio = math.exp(min(max(log_ratio, -20), 20))
     if abs(log_ratio) > 20:
         return ratio * value, 0.0
-    return ratio * value, ratio * slope + (ratio * value if estimator != "k2" else 0.0)
+    return ratio * value, ratio * derivative + (ratio * value if estimator != "k2" else 0.0)
 
 
 def level_of(logs: list[float], t: int, kind: str) -> tuple[float, list[tuple[int, float]]]:

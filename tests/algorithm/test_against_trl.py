@@ -94,10 +94,12 @@ def test_equals_published_loss(seed: int, name: str) -> None:
     pytest.importorskip("trl")
     batch: Batch = random_batch(seed, [7, 1, LONGEST, 3, 12], spread=0.5 if name != "gspo" else 1e-3)
     config = ObjectiveSection(**FIELDS.get(name, {"name": name}))
-    logprobs, behaviour, advantages = batch.tensors()
-    ours, _ = policy_loss(logprobs, behaviour, advantages, batch.segments(config), config)
-    mask = padded(torch.ones_like(behaviour), batch.lengths)
-    theirs = trl_loss(name, padded(logprobs, batch.lengths), padded(behaviour, batch.lengths), advantages, mask)
+    logprobs, inputs = batch.leaf(), batch.inputs(config)
+    ours, _ = policy_loss(logprobs, inputs)
+    logps, old_logps, mask = (
+        padded(column, batch.lengths) for column in (logprobs, inputs.behaviour, torch.ones_like(inputs.behaviour))
+    )
+    theirs = trl_loss(name, logps, old_logps, inputs.advantages, mask)
     # TRL rounds SAPO's temperatures to float32.
     tolerance = 1e-6 if name == "sapo" else 1e-12
     assert ours.item() == pytest.approx(theirs.item(), rel=tolerance)

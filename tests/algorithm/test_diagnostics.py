@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mugrpo_megatron.algorithm.diagnostics import METRICS
 from mugrpo_megatron.algorithm.policy_loss import policy_loss
-from mugrpo_megatron.algorithm.segments import make_segments
+from mugrpo_megatron.algorithm.segments import LossInputs, make_segments
 from mugrpo_megatron.algorithm.veto import THRESHOLDS, TRIGGER_METRICS
 from mugrpo_megatron.recipe import ObjectiveSection
 from mugrpo_megatron.recipe.objective import PRESETS
@@ -22,17 +22,16 @@ from tests.algorithm.batches import Batch, batches, random_batch
 
 def metrics_of(batch: Batch, config: ObjectiveSection) -> dict[str, float]:
     with torch.no_grad():
-        return policy_loss(*batch.tensors(), batch.segments(config), config, ref=batch.ref_for(config))[1]
+        return policy_loss(batch.leaf(), batch.inputs(config))[1]
 
 
 def test_every_documented_name_is_reported_on_an_ordinary_batch() -> None:
     batch = random_batch(0, [9, 8, 7, 6, 5])
     batch.advantages = [-1.0, 1.0, 0.0, -1.0, 1.0]
     config = ObjectiveSection(trigger_ratio=0.9, kl_ref="start", teacher="t")
-    logprobs, behaviour, advantages = batch.tensors()
-    segments = replace(batch.segments(config), teacher=behaviour)
-    found = policy_loss(logprobs, behaviour, advantages, segments, config, ref=batch.ref_for(config))[1]
-    assert set(found) == {name for name, _, _ in METRICS}
+    inputs = batch.inputs(config)
+    metrics = policy_loss(batch.leaf(), replace(inputs, teacher=inputs.behaviour))[1]
+    assert set(metrics) == {name for name, _, _ in METRICS}
 
 
 def test_values() -> None:
@@ -74,7 +73,7 @@ def test_first_trigger_is_a_share_of_the_response() -> None:
     ratio[[1, 3, 4 + 5, 17]] = 1e-5
     segments = make_segments(torch.tensor([4, 10, 3, 2]), torch.ones(4))
     advantages = torch.tensor([-1.0, -1.0, -1.0, 1.0])
-    found = policy_loss(ratio.log(), torch.zeros(19), advantages, segments, ObjectiveSection())[1]
+    found = policy_loss(ratio.log(), LossInputs(ObjectiveSection(), torch.zeros(19), advantages, segments))[1]
     assert found["veto_first_trigger"] == pytest.approx((1 / 4 + 5 / 10) / 2)
     assert found["vetoed_responses"] == pytest.approx(2 / 3)
     assert found["vetoed_fraction"] == pytest.approx((1 + 4) / 19)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mugrpo_megatron.algorithm.policy_loss import policy_loss, token_losses
-from mugrpo_megatron.algorithm.segments import make_segments, running_sum, select_responses
+from mugrpo_megatron.algorithm.segments import LossInputs, make_segments, running_sum, select_responses
 from mugrpo_megatron.algorithm.statistics import update_statistics
 from mugrpo_megatron.algorithm.veto import initial_state
 from mugrpo_megatron.recipe import ObjectiveSection
@@ -23,10 +24,8 @@ RIVALS = ("decoupled_ppo", "sapo", "gmpo", "vespo", "seq_mis", "geo_rs")
 
 
 def loss_and_gradient(batch: Batch, config: ObjectiveSection) -> tuple[float, torch.Tensor, dict[str, float]]:
-    logprobs, behaviour, advantages = batch.tensors()
-    segments, proximal = batch.segments(config), batch.proximal_for(config)
-    ref = batch.ref_for(config)
-    loss, metrics = policy_loss(logprobs, behaviour, advantages, segments, config, proximal=proximal, ref=ref)
+    logprobs = batch.leaf()
+    loss, metrics = policy_loss(logprobs, batch.inputs(config))
     (gradient,) = torch.autograd.grad(loss, logprobs)
     return loss.item(), gradient, metrics
 
@@ -55,14 +54,20 @@ def test_equals_the_loop_over_tokens(batch: Batch, config: ObjectiveSection) -> 
 @settings(max_examples=50)
 @given(batches(), configs, st.sampled_from([torch.float16, torch.bfloat16, torch.float32]))
 def test_loss_and_gradient_are_finite_for_any_input(batch: Batch, config: ObjectiveSection, dtype: torch.dtype) -> None:
-    logprobs, behaviour, advantages = (t.detach().to(dtype) for t in batch.tensors())
-    logprobs = (logprobs - 60).requires_grad_()  # probabilities that float16 cannot hold
-    proximal = batch.proximal_for(config)
-    proximal = None if proximal is None else proximal.to(dtype) - 60
-    ref = batch.ref_for(config)
-    ref = None if ref is None else ref.to(dtype) - 60
-    segments = batch.segments(config)
-    loss, metrics = policy_loss(logprobs, behaviour - 60, advantages, segments, config, proximal=proximal, ref=ref)
+    inputs = batch.inputs(config)
+
+    def improbable(column: torch.Tensor) -> torch.Tensor:
+        return column.to(dtype) - 60  # probabilities that float16 cannot hold
+
+    logprobs = improbable(flat(batch.logprobs)).requires_grad_()
+    inputs = replace(
+        inputs,
+        behaviour=improbable(inputs.behaviour),
+        advantages=inputs.advantages.to(dtype),
+        proximal=None if inputs.proximal is None else improbable(inputs.proximal),
+        ref=None if inputs.ref is None else improbable(inputs.ref),
+    )
+    loss, metrics = policy_loss(logprobs, inputs)
     (gradient,) = torch.autograd.grad(loss, logprobs)
     assert loss.dtype == torch.float32
     assert loss.isfinite()
@@ -76,51 +81,36 @@ def test_loss_and_gradient_are_finite_for_any_input(batch: Batch, config: Object
 def test_micro_batches_in_any_order_add_up_to_the_update(
     batch: Batch, config: ObjectiveSection, random: object, parts: int
 ) -> None:
-    logprobs, behaviour, advantages = batch.tensors()
-    segments = batch.segments(config)
-    whole, gradient, _ = loss_and_gradient(batch, config)
-    proximal, ref = batch.proximal_for(config), batch.ref_for(config)
-    statistics = update_statistics(logprobs.detach(), behaviour, advantages, segments, config)
+    logprobs, inputs = batch.leaf(), batch.inputs(config)
+    loss, gradient, _ = loss_and_gradient(batch, config)
+    statistics = update_statistics(logprobs.detach(), inputs)
     order = list(range(len(batch.lengths)))
     random.shuffle(order)  # type: ignore[attr-defined]
     total = torch.zeros((), dtype=torch.float64)
-    for part in (order[k::parts] for k in range(parts)):
-        micro, index = select_responses(segments, torch.tensor(part, dtype=torch.int64))
-        there, held = (None if other is None else other[index] for other in (proximal, ref))
-        values = logprobs[index], behaviour[index], advantages[part]
-        total = total + policy_loss(*values, micro, config, statistics, there, held)[0]
-    assert total.item() == pytest.approx(whole, rel=1e-12, abs=1e-12)
+    for responses in (torch.tensor(order[k::parts], dtype=torch.int64) for k in range(parts)):
+        _, tokens = select_responses(inputs.segments, responses)
+        total = total + policy_loss(logprobs[tokens], inputs.select(responses), statistics)[0]
+    assert total.item() == pytest.approx(loss, rel=1e-12, abs=1e-12)
     torch.testing.assert_close(torch.autograd.grad(total, logprobs)[0], gradient, rtol=1e-12, atol=1e-12)
 
 
 @settings(max_examples=50)
 @given(batches(), configs.filter(lambda c: c.dependence != "response"), st.integers(1, 20))
 def test_chunks_that_carry_the_state_equal_the_whole(batch: Batch, config: ObjectiveSection, chunk: int) -> None:
-    logprobs, behaviour, advantages = batch.tensors()
-    segments, proximal, ref = batch.segments(config), batch.proximal_for(config), batch.ref_for(config)
-    statistics = update_statistics(logprobs.detach(), behaviour, advantages, segments, config)
-    first = initial_state(segments, config)
-    whole = token_losses(logprobs, behaviour, advantages, segments, config, statistics, first, proximal, ref)
-    first, losses, kept = initial_state(segments, config), [flat([])], [torch.zeros(0, dtype=torch.bool)]
+    logprobs, inputs = batch.leaf(), batch.inputs(config)
+    statistics = update_statistics(logprobs.detach(), inputs)
+    first = initial_state(inputs.segments, config)
+    expected = token_losses(logprobs, inputs, statistics, first)
+    losses, keep = [flat([])], [torch.zeros(0, dtype=torch.bool)]
     for start in range(0, len(logprobs), chunk):
-        stop = min(start + chunk, len(logprobs))
-        part = token_losses(
-            logprobs[start:stop],
-            behaviour[start:stop],
-            advantages,
-            segments.part(slice(start, stop)),
-            config,
-            statistics,
-            first,
-            None if proximal is None else proximal[start:stop],
-            None if ref is None else ref[start:stop],
-        )
-        first = part.first_trigger
-        losses.append(part.loss)
-        kept.append(part.keep)
-    torch.testing.assert_close(torch.cat(losses), whole.loss, rtol=1e-12, atol=1e-12)
-    assert torch.cat(kept).equal(whole.keep)
-    assert first.equal(whole.first_trigger)
+        tokens = slice(start, min(start + chunk, len(logprobs)))
+        result = token_losses(logprobs[tokens], inputs.chunk(tokens), statistics, first)
+        first = result.mask.first_trigger
+        losses.append(result.loss)
+        keep.append(result.mask.keep)
+    torch.testing.assert_close(torch.cat(losses), expected.loss, rtol=1e-12, atol=1e-12)
+    assert torch.cat(keep).equal(expected.mask.keep)
+    assert first.equal(expected.mask.first_trigger)
 
 
 def test_on_policy_gradient_is_that_of_reinforce() -> None:
@@ -150,11 +140,10 @@ def test_denominators_come_from_the_mask_before_the_veto() -> None:
 def test_correction_weighs_tokens() -> None:
     batch = random_batch(2, [4, 5])
     config = ObjectiveSection(name="grpo")
-    logprobs, behaviour, advantages = batch.tensors()
-    weights = batch.segments(config).weights
+    inputs = batch.inputs(config)
+    weights = inputs.segments.weights
     correction = torch.rand(9, dtype=torch.float64)
-    segments = make_segments(batch.lengths, weights, correction)
-    loss, _ = policy_loss(logprobs, behaviour, advantages, segments, config)
+    loss, _ = policy_loss(batch.leaf(), replace(inputs, correction=correction))
     rows = [row.tolist() for row in correction.split([4, 5])]
     expected = oracle.objective(batch.logprobs, batch.behaviour, batch.advantages, weights.tolist(), config, rows)
     assert loss.item() == pytest.approx(expected.loss, rel=1e-12)
@@ -166,21 +155,21 @@ def test_the_entropy_bonus_has_the_weights_of_the_tokens_and_no_veto_takes_it() 
     batch.behaviour[0] = [x + 12 for x in batch.logprobs[0]]
     entropy = torch.rand(6, dtype=torch.float64, requires_grad=True)
     config = ObjectiveSection(veto="response", entropy_coef=0.25, reduction="sequence_mean")
-    loss, metrics = policy_loss(*batch.tensors(), batch.segments(config), config, entropy=entropy)
+    loss, metrics = policy_loss(batch.leaf(), batch.inputs(config), entropy=entropy)
     assert metrics["vetoed_fraction"] == pytest.approx(4 / 6)
-    (slope,) = torch.autograd.grad(loss, entropy)
-    torch.testing.assert_close(slope, -0.25 * torch.tensor([1 / 8] * 4 + [1 / 4] * 2, dtype=torch.float64))
+    (gradient,) = torch.autograd.grad(loss, entropy)
+    torch.testing.assert_close(gradient, -0.25 * torch.tensor([1 / 8] * 4 + [1 / 4] * 2, dtype=torch.float64))
 
 
 class Called(TorchDispatchMode):
-    """Which of torch's functions are called, and whether on floats."""
+    """Names of the torch functions that are called, and whether on floats."""
 
     def __init__(self) -> None:
         super().__init__()
         self.functions: set[tuple[str, bool]] = set()
 
     def __torch_dispatch__(self, function, types, arguments=(), named=None):  # type: ignore[no-untyped-def]
-        tensor = next((each for each in arguments if isinstance(each, torch.Tensor)), None)
+        tensor = next((value for value in arguments if isinstance(value, torch.Tensor)), None)
         self.functions.add((function.__name__.split(".")[0], tensor is not None and tensor.is_floating_point()))
         return function(*arguments, **(named or {}))
 
@@ -210,12 +199,12 @@ def test_m2po_clips_no_further_than_its_budget_asks(log_ratios: list[float], sha
     values = torch.tensor(log_ratios, dtype=torch.float64)
     squares = values.square().sort().values
     moment = squares.mean().item()
-    segments, config = make_segments(torch.tensor([len(values)]), torch.ones(1)), ObjectiveSection(name="m2po")
+    segments = make_segments(torch.tensor([len(values)]), torch.ones(1))
+    inputs = LossInputs(ObjectiveSection(name="m2po"), torch.zeros_like(values), torch.ones(1), segments)
     for budget in (share * moment, math.nextafter(moment, 0.0)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("mugrpo_megatron.algorithm.statistics.M2PO_BUDGET", budget)
-            found = update_statistics(values, torch.zeros_like(values), torch.ones(1), segments, config)
-        bound = found.log_clip.square().item()
+            bound = update_statistics(values, inputs).log_clip.square().item()
         assert squares.clamp(max=bound).mean().item() <= budget * (1 + 1e-12)
         for larger in squares[squares > bound * (1 + 1e-12)][:1].tolist():
             assert squares.clamp(max=larger).mean().item() >= budget * (1 - 1e-12)

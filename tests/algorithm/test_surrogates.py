@@ -1,4 +1,4 @@
-"""Surrogates one at a time: the user's own, and what the others promise in words."""
+"""A user's surrogate, and impossible settings of the objective."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def test_every_surrogate_that_a_recipe_may_name_is_there() -> None:
 
 @settings(max_examples=25)
 @given(batches())
-def test_a_surrogate_of_ones_own_is_bitwise_the_same_one_of_ours(batch: Batch) -> None:
-    own = ObjectiveSection(name="grpo", surrogate="tests.algorithm.own:again_ppo")
-    found, expected = loss_and_gradient(batch, own), loss_and_gradient(batch, ObjectiveSection(name="grpo"))
-    assert (found[0], found[2]) == (expected[0], expected[2])
-    assert found[1].equal(expected[1])
+def test_a_users_surrogate_is_bitwise_the_built_in_one(batch: Batch) -> None:
+    user = ObjectiveSection(name="grpo", surrogate="tests.algorithm.user_surrogates:again_ppo")
+    result, expected = loss_and_gradient(batch, user), loss_and_gradient(batch, ObjectiveSection(name="grpo"))
+    assert (result[0], result[2]) == (expected[0], expected[2])
+    assert result[1].equal(expected[1])
 
 
 def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,10 +44,10 @@ def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     batch = random_batch(1, [5, 0, 8])
     config = ObjectiveSection(**fields)
     loss, gradient, _ = loss_and_gradient(batch, config)
-    logprobs, behaviour, advantages = batch.tensors()
-    segments = batch.segments(config)
+    logprobs, inputs = batch.leaf(), batch.inputs(config)
+    behaviour, segments = inputs.behaviour, inputs.segments
     weight = (-(logprobs.exp() - behaviour.exp()).abs() / 0.1).exp() * (logprobs - behaviour).exp()
-    expected = -(weight * advantages[segments.ids] * segments.weights[segments.ids]).detach()
+    expected = -(weight * inputs.advantages[segments.ids] * segments.weights[segments.ids]).detach()
     torch.testing.assert_close(gradient, expected)
     assert loss == pytest.approx((expected * logprobs).sum().item())
 
@@ -55,12 +55,12 @@ def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("surrogate", "words"),
     [
-        ("tests.algorithm.own:absent", "absent"),
-        ("tests.algorithm.own:NOT_A_FUNCTION", "not a function"),
+        ("tests.algorithm.user_surrogates:absent", "absent"),
+        ("tests.algorithm.user_surrogates:NOT_A_FUNCTION", "not a function"),
         ("no_such_module_anywhere:loss", "No module named"),
     ],
 )
-def test_one_that_cannot_be_loaded_is_named(surrogate: str, words: str) -> None:
+def test_a_surrogate_that_cannot_be_loaded_is_named(surrogate: str, words: str) -> None:
     config = ObjectiveSection(surrogate=surrogate)
     with pytest.raises(UserError, match=words):
         surrogate_of(config)

@@ -1,4 +1,4 @@
-"""The teacher's part of a token's advantage: its mean gradient, and that a teacher like the policy changes nothing."""
+"""The teacher's term in a token's advantage: its mean gradient, and that a teacher like the policy changes nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mugrpo_megatron.algorithm.policy_loss import policy_loss
-from mugrpo_megatron.algorithm.segments import Segments, make_segments
+from mugrpo_megatron.algorithm.segments import LossInputs, make_segments
 from mugrpo_megatron.recipe import ObjectiveSection
 from tests.algorithm.batches import Batch, batches, configs
 
@@ -21,29 +21,25 @@ def with_teacher(config: ObjectiveSection, policy: str, coef: float = 1.0) -> Ob
     return config.model_copy(update={"teacher": "t", "teacher_coef": coef, "teacher_policy": policy})
 
 
-def answer(
-    batch: Batch, config: ObjectiveSection, segments: Segments
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
-    logprobs, behaviour, advantages = batch.tensors()
-    proximal, ref = batch.proximal_for(config), batch.ref_for(config)
-    loss, metrics = policy_loss(logprobs, behaviour, advantages, segments, config, proximal=proximal, ref=ref)
+def loss_and_gradient(batch: Batch, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
+    logprobs = batch.leaf()
+    loss, metrics = policy_loss(logprobs, inputs)
     return loss.detach(), torch.autograd.grad(loss, logprobs, allow_unused=True)[0], metrics
 
 
 @given(batches(), configs, st.sampled_from(["behaviour", "current"]))
 def test_a_teacher_like_the_policy_changes_nothing_bitwise(batch: Batch, config: ObjectiveSection, policy: str) -> None:
-    logprobs, behaviour, _ = batch.tensors()
-    same = behaviour if policy == "behaviour" else logprobs.detach()
-    segments = batch.segments(config)
-    loss, gradient, metrics = answer(batch, config, segments)
-    taught = answer(batch, with_teacher(config, policy), replace(segments, teacher=same))
+    inputs, logprobs = batch.inputs(config), batch.leaf().detach()
+    teacher = inputs.behaviour if policy == "behaviour" else logprobs
+    loss, gradient, metrics = loss_and_gradient(batch, inputs)
+    taught = loss_and_gradient(batch, replace(inputs, config=with_teacher(config, policy), teacher=teacher))
     assert torch.equal(taught[0], loss)
     assert (gradient is None) == (taught[1] is None)
     assert gradient is None or torch.equal(taught[1], gradient)
-    own = taught[2].pop("kl_teacher", None)
+    kl = taught[2].pop("kl_teacher", None)
     assert {**taught[2]} == pytest.approx(metrics, nan_ok=True, rel=0)
     if policy == "current" and len(logprobs):
-        assert own == 0.0
+        assert kl == 0.0
 
 
 @settings(max_examples=25)
@@ -64,7 +60,7 @@ def test_the_mean_gradient_is_that_of_the_reverse_kl_at_any_staleness(seed: int,
         segments = make_segments(torch.ones(WORDS, dtype=torch.int64), sampled.exp())
         config = with_teacher(ObjectiveSection(clip_high=1e6, veto="none"), "current")
         rewards = torch.zeros(WORDS, dtype=torch.float64)
-        loss, _ = policy_loss(logprobs, sampled, rewards, replace(segments, teacher=teacher), config)
+        loss, _ = policy_loss(logprobs, LossInputs(config, sampled, rewards, segments, teacher=teacher))
         return torch.autograd.grad(loss, leaf)[0]
 
     torch.testing.assert_close(gradient_of(taught=True), gradient_of(taught=False))
@@ -74,12 +70,12 @@ def test_the_two_policies_differ_where_the_stage_is_stale() -> None:
     """A = 1, log ratios +-0.5, a teacher that gives every token what the behaviour policy gave it."""
     behaviour = torch.full((2,), -1.0, dtype=torch.float64)
     segments = make_segments(torch.tensor([2]), torch.ones(1, dtype=torch.float64))
-    segments = replace(segments, teacher=behaviour)
     losses = {}
     for policy in ("behaviour", "current"):
         logprobs = torch.tensor([-0.5, -1.5], dtype=torch.float64)
         config = with_teacher(ObjectiveSection(clip_high=1e6, veto="none"), policy, coef=2.0)
-        losses[policy] = float(policy_loss(logprobs, behaviour, torch.ones(1).double(), segments, config)[0])
+        inputs = LossInputs(config, behaviour, torch.ones(1).double(), segments, teacher=behaviour)
+        losses[policy] = float(policy_loss(logprobs, inputs)[0])
     up, down = torch.tensor([0.5, -0.5]).double().exp().tolist()
     assert losses["behaviour"] == pytest.approx(-(up + down))
     assert losses["current"] == pytest.approx(-(up * (1 - 2 * 0.5) + down * (1 + 2 * 0.5)))
@@ -92,5 +88,6 @@ def test_the_veto_goes_by_the_response_and_not_by_the_token() -> None:
     segments = make_segments(torch.tensor([2]), torch.ones(1, dtype=torch.float64))
     config = with_teacher(ObjectiveSection(veto="suffix"), "behaviour")
     teacher = torch.full((2,), -5.0, dtype=torch.float64)
-    _, metrics = policy_loss(logprobs, behaviour, torch.ones(1).double(), replace(segments, teacher=teacher), config)
+    inputs = LossInputs(config, behaviour, torch.ones(1).double(), segments, teacher=teacher)
+    _, metrics = policy_loss(logprobs, inputs)
     assert metrics["vetoed_fraction"] == 0.0

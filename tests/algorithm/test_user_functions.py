@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from mugrpo_megatron.algorithm.policy_loss import policy_loss
-from mugrpo_megatron.algorithm.surrogates import Terms, TokenBatch
+from mugrpo_megatron.algorithm.surrogates import SurrogateLoss, TokenBatch
 from mugrpo_megatron.errors import TrainingFailure, UserError
 from mugrpo_megatron.observe.metrics import defined
 from mugrpo_megatron.recipe import ObjectiveSection
-from tests.algorithm.batches import Batch, random_batch
+from tests.algorithm.batches import Batch, flat, random_batch
 from tests.checkout import ROOT
 
 HERE = "tests.algorithm.test_user_functions"
@@ -23,7 +23,7 @@ HERE = "tests.algorithm.test_user_functions"
 
 def metrics_of(batch: Batch, diagnostics: str) -> dict[str, float]:
     config = ObjectiveSection(name="grpo", diagnostics=diagnostics)
-    loss, metrics = policy_loss(*batch.tensors(), batch.segments(config), config)
+    loss, metrics = policy_loss(batch.leaf(), batch.inputs(config))
     assert loss.requires_grad, "whatever the function does, the loss keeps its gradient"
     return metrics
 
@@ -34,7 +34,7 @@ def looks(tokens: TokenBatch, config: ObjectiveSection) -> Mapping[str, object]:
 
 
 def answers(value: object) -> Callable[[TokenBatch, ObjectiveSection], object]:
-    """A function of one's own that returns this, or raises it."""
+    """A user's function that returns `value`, or raises it."""
 
     def function(tokens: TokenBatch, config: ObjectiveSection) -> object:
         if isinstance(value, BaseException):
@@ -79,14 +79,14 @@ def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "path", list(sys.path))
     batch = random_batch(1, [5, 0, 8])
     found = metrics_of(batch, fields["diagnostics"].replace("my_losses", "my_losses_too"))
-    logprobs, behaviour, _ = batch.tensors()
+    logprobs, behaviour = flat(batch.logprobs), flat(batch.behaviour)
     late = batch.segments(ObjectiveSection()).positions >= 3
     assert found["user/tokens_after_3"] == 2 + 5
     assert found["user/drift_after_3"] == pytest.approx((logprobs - behaviour)[late].square().mean().item())
 
 
 def surrogate(kind: str) -> Callable[[TokenBatch, ObjectiveSection], object]:
-    """An own token loss that is right, or wrong in one way."""
+    """A user's token loss that is right, or wrong in one way."""
 
     def loss(tokens: TokenBatch, config: ObjectiveSection) -> object:
         value = -tokens.ratio * tokens.advantage
@@ -99,7 +99,7 @@ def surrogate(kind: str) -> Callable[[TokenBatch, ObjectiveSection], object]:
             case "none":
                 return None
         wrong = {"scalar": value.mean(), "half": value.half(), "double": value.repeat(2), "detached": value.detach()}
-        return Terms(wrong.get(kind, value), clipped if kind != "floats" else value)
+        return SurrogateLoss(wrong.get(kind, value), clipped if kind != "floats" else value)
 
     return loss
 
@@ -112,7 +112,7 @@ def surrogate(kind: str) -> Callable[[TokenBatch, ObjectiveSection], object]:
         ("double", UserError, "returned loss as torch.float64 \\[26\\]"),
         ("detached", UserError, "without a gradient"),
         ("floats", UserError, "returned clipped as torch.float64"),
-        ("none", UserError, "returned NoneType, not Terms"),
+        ("none", UserError, "returned NoneType, not SurrogateLoss"),
         ("exits", TrainingFailure, "failed: SystemExit: 0"),
         ("raises", TrainingFailure, "failed: KeyError: 'lost'"),
     ],
@@ -124,10 +124,10 @@ def test_an_own_loss_is_what_it_says(
     config = ObjectiveSection(surrogate=f"{HERE}:chosen")
     batch = random_batch(1, [5, 0, 8])
     monkeypatch.setattr(sys.modules[HERE], "chosen", surrogate("right"))
-    policy_loss(*batch.tensors(), batch.segments(config), config)[0].backward()
+    policy_loss(batch.leaf(), batch.inputs(config))[0].backward()
     monkeypatch.setattr(sys.modules[HERE], "chosen", surrogate(kind))
     with pytest.raises(error, match=words):
-        policy_loss(*batch.tensors(), batch.segments(config), config)
+        policy_loss(batch.leaf(), batch.inputs(config))
 
 
 def chosen(tokens: TokenBatch, config: ObjectiveSection) -> object:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mugrpo_megatron.algorithm.masks import response_weights
 from mugrpo_megatron.algorithm.policy_loss import policy_loss
-from mugrpo_megatron.algorithm.segments import Segments, make_segments, with_turns
+from mugrpo_megatron.algorithm.segments import LossInputs, make_segments, with_turns
 from mugrpo_megatron.algorithm.statistics import UpdateStatistics, update_statistics
 from mugrpo_megatron.kernels.fused_loss import FusedLoss, fused_policy_loss
 from mugrpo_megatron.kernels.head import HeadLayout
@@ -69,7 +69,7 @@ OBJECTIVES |= {
     )
 }
 OBJECTIVES |= {
-    f"own {function}": ObjectiveSection(name=name, surrogate=f"tests.algorithm.own:{function}")
+    f"user {function}": ObjectiveSection(name=name, surrogate=f"tests.algorithm.user_surrogates:{function}")
     for name, function in (("grpo", "again_ppo"), ("mu_grpo", "early_tokens"), ("grpo", "whole_response"))
 }
 
@@ -78,7 +78,7 @@ TRIED = (
     "mu_grpo, entropy", "grpo, entropy and KL", "gspo, entropy",
 )  # fmt: skip
 """What a loss asks of the row kernels and of other ranks; `test_fused_loss` has every objective, on one."""
-KEPT = {
+SUPPORT_OBJECTIVES = {
     "prefix": ObjectiveSection(),
     "response": ObjectiveSection(name="gspo", entropy_coef=0.2),
     "entropy and KL": ObjectiveSection(name="grpo", entropy_coef=0.2, kl_ref="start", kl_coef=0.3),
@@ -105,13 +105,12 @@ class Problem:
     hidden: Tensor
     weight: Tensor
     targets: Tensor
-    behaviour: Tensor
-    advantages: Tensor
-    segments: Segments
-    config: ObjectiveSection
+    inputs: LossInputs
     statistics: UpdateStatistics | None = None
-    proximal: Tensor | None = None
-    ref: Tensor | None = None
+
+    @property
+    def config(self) -> ObjectiveSection:
+        return self.inputs.config
 
     def leaves(self) -> Problem:
         """The same problem with fresh leaves to differentiate."""
@@ -150,22 +149,22 @@ def make_problem(
     advantages[-2:] = torch.tensor([-1.5, -0.5])
     segments = make_segments(sizes, response_weights(sizes, config, constant_length=32))
     segments = with_turns(segments, [np.arange(length) // 6 for length in lengths])
-    problem = Problem(hidden, weight, targets, noise, advantages, segments, config)
-    logprobs = materialised_scores(problem)[0]
-    problem = replace(problem, behaviour=(logprobs - noise).float())
+    problem = Problem(hidden, weight, targets, LossInputs(config, noise, advantages, segments))
+    logprobs = materialised_logprobs(problem)[0]
+    inputs = replace(problem.inputs, behaviour=(logprobs - noise).float())
     if config.proximal_every > 1:
         drift = 0.3 * torch.randn(tokens, generator=generator)
-        problem = replace(problem, proximal=(logprobs - drift).float())
+        inputs = replace(inputs, proximal=(logprobs - drift).float())
     if config.kl_ref:
         away = 0.4 * torch.randn(tokens, generator=generator)
-        problem = replace(problem, ref=(logprobs - away).float())
+        inputs = replace(inputs, ref=(logprobs - away).float())
     if config.teacher:
         away = 0.4 * torch.randn(tokens, generator=generator)
-        problem = replace(problem, segments=replace(segments, teacher=(logprobs - away).float()))
-    found = update_statistics(logprobs.float(), problem.behaviour, advantages, segments, config)
+        inputs = replace(inputs, teacher=(logprobs - away).float())
+    statistics = update_statistics(logprobs.float(), inputs)
     # An update's threshold lies exactly on one of its tokens; a little beyond, rounding does not decide about that one.
-    found = replace(found, log_clip=found.log_clip * 1.001, log_drop=found.log_drop * 1.001)
-    return replace(problem, statistics=found)
+    statistics = replace(statistics, log_clip=statistics.log_clip * 1.001, log_drop=statistics.log_drop * 1.001)
+    return replace(problem, inputs=inputs, statistics=statistics)
 
 
 def _plant_triggers(log_ratio: Tensor, lengths: tuple[int, ...]) -> None:
@@ -178,7 +177,7 @@ def _plant_triggers(log_ratio: Tensor, lengths: tuple[int, ...]) -> None:
 
 
 def support_of_problem(problem: Problem) -> Tensor:
-    """Five tokens a place, the sampled one and up to four others, -1 where two coincide."""
+    """Five tokens per position: the sampled one and up to four others, -1 where two coincide."""
     generator = torch.Generator().manual_seed(3)
     others = torch.randint(VOCAB, (len(problem.targets), 4), generator=generator)
     support_ids = torch.cat([others, problem.targets[:, None]], 1)
@@ -196,14 +195,9 @@ def run(problem: Problem, layout: HeadLayout, **options: Any) -> FusedLoss:
         problem.hidden,
         problem.weight,
         problem.targets,
-        problem.behaviour,
-        problem.advantages,
-        problem.segments,
-        problem.config,
+        problem.inputs,
         layout,
         statistics=problem.statistics,
-        proximal=problem.proximal,
-        ref=problem.ref,
         **options,
     )
 
@@ -216,31 +210,21 @@ def fused(problem: Problem, layout: HeadLayout, **options: Any) -> Answer:
     return Answer(found.loss.detach(), found.logprobs, found.entropy, d_hidden, d_weight)
 
 
-def materialised_scores(problem: Problem, support_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def materialised_logprobs(problem: Problem, support_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies [T] from all logits at once, or those of `support_ids` tokens, in float64."""
     logits = (problem.hidden.double() @ problem.weight[:VOCAB].double().T) / TEMPERATURE
     if support_ids is not None:
         inside = torch.zeros(len(support_ids), VOCAB + 1, dtype=torch.bool).scatter(1, support_ids % (VOCAB + 1), True)
         logits = logits.masked_fill(~inside[:, :VOCAB], -1e30)
-    every = logits.log_softmax(1)
-    return every.gather(1, problem.targets[:, None])[:, 0], -(every.exp() * every).sum(1)
+    logprobs = logits.log_softmax(1)
+    return logprobs.gather(1, problem.targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(1)
 
 
 def materialised(problem: Problem, support_ids: Tensor | None = None) -> Answer:
     """Loss and gradients through autograd over all logits."""
     problem = problem.leaves()
-    logprobs, entropy = materialised_scores(problem, support_ids)
-    loss, _ = policy_loss(
-        logprobs,
-        problem.behaviour,
-        problem.advantages,
-        problem.segments,
-        problem.config,
-        problem.statistics,
-        problem.proximal,
-        problem.ref,
-        entropy,
-    )
+    logprobs, entropy = materialised_logprobs(problem, support_ids)
+    loss, _ = policy_loss(logprobs, problem.inputs, problem.statistics, entropy)
     d_hidden, d_weight = torch.autograd.grad(loss, (problem.hidden, problem.weight))
     return Answer(loss.detach(), logprobs.detach(), entropy.detach(), d_hidden, d_weight)
 

@@ -11,8 +11,8 @@ from mugrpo_megatron.algorithm.policy_loss import policy_loss
 from mugrpo_megatron.kernels.head import token_logprobs
 from mugrpo_megatron.recipe import ObjectiveSection
 from tests.kernels.problems import (
-    KEPT,
     OBJECTIVES,
+    SUPPORT_OBJECTIVES,
     VOCAB,
     Problem,
     assert_same,
@@ -21,7 +21,7 @@ from tests.kernels.problems import (
     layout_of,
     make_problem,
     materialised,
-    materialised_scores,
+    materialised_logprobs,
     run,
     support_of_problem,
     tolerance_of,
@@ -111,15 +111,15 @@ def test_no_tokens(name: str) -> None:
 def test_the_problems_hold_triggers(name: str) -> None:
     """What is compared is compared where the veto acts."""
     problem = make_problem(OBJECTIVES[name])
-    logprobs = materialised_scores(problem)[0]
-    _, metrics = policy_loss(logprobs, problem.behaviour, problem.advantages, problem.segments, problem.config)
+    logprobs = materialised_logprobs(problem)[0]
+    _, metrics = policy_loss(logprobs, problem.inputs)
     assert metrics["vetoed_fraction"] > 0.1
 
 
-@pytest.mark.parametrize("name", sorted(KEPT))
+@pytest.mark.parametrize("name", sorted(SUPPORT_OBJECTIVES))
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
 def test_a_softmax_over_the_tokens_that_a_sampler_kept_equals_masked_logits(name: str, chunk: int) -> None:
-    problem = make_problem(KEPT[name])
+    problem = make_problem(SUPPORT_OBJECTIVES[name])
     support_ids, layout = support_of_problem(problem), layout_of(chunk)
     found = fused(problem, layout, support_ids=support_ids)
     assert_same(found, materialised(problem, support_ids), 1e-5)
@@ -138,12 +138,12 @@ def test_equals_log_softmax(chunk: int, seed: int, lengths: list[int]) -> None:
     problem = make_problem(ObjectiveSection(), seed=seed, lengths=(1, 1, *lengths))
     ours, theirs = problem.leaves(), problem.leaves()
     logprobs, entropy = chunked(ours, chunk)
-    expected, expected_entropy = materialised_scores(theirs)
+    expected, expected_entropy = materialised_logprobs(theirs)
     assert distance(logprobs.detach(), expected.detach()) < 1e-6
     assert distance(entropy, expected_entropy.detach()) < 1e-6
-    slope = torch.randn(len(logprobs), generator=torch.Generator().manual_seed(seed))
-    logprobs.backward(slope)
-    expected.backward(slope)
+    d_logprobs = torch.randn(len(logprobs), generator=torch.Generator().manual_seed(seed))
+    logprobs.backward(d_logprobs)
+    expected.backward(d_logprobs)
     assert distance(ours.hidden.grad, theirs.hidden.grad) < 1e-6
     assert distance(ours.weight.grad, theirs.weight.grad) < 1e-6
 
@@ -153,7 +153,7 @@ def test_narrow_types_are_added_up_in_float32(dtype: torch.dtype) -> None:
     problem = make_problem(ObjectiveSection(), dtype=dtype)
     ours, theirs = problem.leaves(), problem.leaves()
     logprobs, _ = chunked(ours, 7)
-    expected, _ = materialised_scores(theirs)
+    expected, _ = materialised_logprobs(theirs)
     assert distance(logprobs.detach(), expected.detach()) < 1e-6
     logprobs.sum().backward()
     expected.sum().backward()

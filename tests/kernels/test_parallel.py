@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from mugrpo_megatron.kernels.head import token_logprobs
 from tests.kernels.problems import (
-    KEPT,
     OBJECTIVES,
     PADDED,
+    SUPPORT_OBJECTIVES,
     TRIED,
     Answer,
     Problem,
@@ -29,7 +29,7 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.process
 CASES = {name: (OBJECTIVES[name], False) for name in TRIED}
-CASES |= {f"{name}, of support ids": (config, True) for name, config in KEPT.items()}
+CASES |= {f"{name}, of support ids": (config, True) for name, config in SUPPORT_OBJECTIVES.items()}
 
 
 def vocabulary_parallel(dtype: torch.dtype) -> dict[str, float]:

@@ -38,7 +38,7 @@ def test_compile_for_hopper_with_wide_loads_and_stores(narrow: str, entropy: boo
     found = ptx(
         triton_ops._gradient,
         {"logits": "*fp32", "stride": "i32", "out": f"*{narrow}", "out_stride": "i32", "targets": "*i64"}
-        | {"lse": "*fp32", "coefficient": "*fp32", "entropy": "*fp32", "pull": "*fp32"}
+        | {"lse": "*fp32", "d_logprobs": "*fp32", "entropy": "*fp32", "d_entropy": "*fp32"}
         | {"columns": "i32", "valid": "i32"},
         {"BLOCK": triton_ops.BLOCK, "ENTROPY": entropy},
     )

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mugrpo_megatron.algorithm.segments import make_segments
+from mugrpo_megatron.algorithm.segments import LossInputs, make_segments
 from mugrpo_megatron.learner import loss as loss_path
-from mugrpo_megatron.learner.loss import Objective
+from mugrpo_megatron.learner.loss import objective_loss
 from mugrpo_megatron.learner.packing import pack, sequence_of
 from tests.kernels.problems import OBJECTIVES
 from tests.learner.tiny import VOCAB, advantages, recipe, samples
@@ -65,9 +65,8 @@ def test_the_loss_waits_for_nothing(name: str, monkeypatch: pytest.MonkeyPatch) 
     batch = pack(sequences, [3, 1, 7], 160, CPU)
     lengths = torch.tensor([sequence.trained for sequence in sequences])
     behaviour = torch.from_numpy(np.concatenate([sample.engine_logprobs for sample in data]))
-    objective = Objective(
-        section, behaviour, torch.from_numpy(advantages(len(data))), make_segments(lengths, torch.ones(24)), None
-    )
+    segments = make_segments(lengths, torch.ones(24))
+    inputs = LossInputs(section, behaviour, torch.from_numpy(advantages(len(data))), segments)
     monkeypatch.setattr(
         loss_path, "states_before_targets", lambda model, hidden, batch: hidden.index_select(0, batch.rows)
     )
@@ -78,7 +77,7 @@ def test_the_loss_waits_for_nothing(name: str, monkeypatch: pytest.MonkeyPatch) 
         lanes=1,
         optimizer=SimpleNamespace(grad_scaler=None, is_stub_optimizer=False),
     )
-    loss = objective.loss(learner, None)
+    loss = objective_loss(learner, inputs, None)
     hidden = torch.randn(160, 8, requires_grad=True)
     weight = torch.randn(VOCAB, 8, requires_grad=True)
     weight.main_grad = torch.zeros(VOCAB, 8)  # type: ignore[attr-defined]  # Megatron's gradient buffer

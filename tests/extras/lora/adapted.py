@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from mugrpo_megatron.extras.lora.targets import adapted_leaves, target_kinds
 from mugrpo_megatron.files.durable import write_json
 from mugrpo_megatron.learner.groups import Ranks
 from mugrpo_megatron.learner.learner import Learner, build_learner
-from mugrpo_megatron.learner.loss import make_objective
+from mugrpo_megatron.learner.loss import make_loss_inputs
 from mugrpo_megatron.learner.update import token_logprobs, update
 from mugrpo_megatron.weights.families import fingerprint, read_architecture
 from tests.learner.tiny import advantages, left_behind, recipe, samples
@@ -91,8 +90,7 @@ def updates_by_peft(model: str, start: str) -> Outcome:
     trained = {name: one for name, one in peft.named_parameters() if one.requires_grad}
     section = recipe(Path(model), **with_lora({}))
     data = left_behind(samples())
-    fake = SimpleNamespace(recipe=section, ranks=SimpleNamespace(device=torch.device("cpu")))
-    objective = make_objective(cast(Learner, fake), data, advantages(len(data)))
+    inputs = make_loss_inputs(section.objective, 24, data, advantages(len(data)), torch.device("cpu"))
     adam = torch.optim.AdamW(trained.values(), lr=LINEAR["lr"], eps=LINEAR["eps"], betas=(0.9, 0.95), weight_decay=0.0)
 
     def logprobs() -> torch.Tensor:
@@ -106,9 +104,7 @@ def updates_by_peft(model: str, start: str) -> Outcome:
     metrics = []
     for _ in range(UPDATES):
         adam.zero_grad()
-        loss, _ = policy_loss(
-            logprobs(), objective.behaviour, objective.advantages, objective.segments, objective.section
-        )
+        loss, _ = policy_loss(logprobs(), inputs)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
         metrics.append({"loss": float(loss.detach()), "grad_norm": float(norm)})
