@@ -118,16 +118,16 @@ def check_model(reader: Reader, megatron: Path, architecture: Architecture, like
     for entry in entries(architecture).values():
         place = stored(entry, architecture)
         expected = place.stack + whole_shape(entry, architecture)
-        found = reader.shape(place.key)
-        if found is None:
+        shape = reader.shape(place.key)
+        if shape is None:
             raise UserError(
                 f"{megatron} has no {place.key}, which the {architecture.family} model in {like} needs; "
                 f"the checkpoint is of another model"
             )
-        if entry.row.form == "vocab" and found[0] >= expected[0]:  # padded for tensor parallelism
-            found = (expected[0], *found[1:])
-        if found != expected:
+        if entry.row.form == "vocab" and shape[0] >= expected[0]:  # padded for tensor parallelism
+            shape = (expected[0], *shape[1:])
+        if shape != expected:
             raise UserError(
-                f"{megatron}: {place.key} has shape {list(found)}, the config in {like} says {list(expected)}; "
+                f"{megatron}: {place.key} has shape {list(shape)}, the config in {like} says {list(expected)}; "
                 f"the checkpoint is of another model"
             )

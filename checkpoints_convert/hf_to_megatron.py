@@ -109,17 +109,17 @@ def write_entry(
 ) -> None:
     """One whole parameter, cut where tensor parallel ranks will read it."""
     place = stored(entry, architecture)
-    whole = merge(entry, [checkpoint.read(name) for name in entry.hf], architecture)
-    kept = torch.float32 if entry.row.frozen else dtype or whole.dtype
-    whole = narrowed(whole, kept, " or ".join(entry.hf))
-    shape = place.stack + tuple(whole.shape)
+    parameter = merge(entry, [checkpoint.read(name) for name in entry.hf], architecture)
+    target = torch.float32 if entry.row.frozen else dtype or parameter.dtype
+    parameter = narrowed(parameter, target, " or ".join(entry.hf))
+    shape = place.stack + tuple(parameter.shape)
     dimension = DIMENSION.get(entry.row.split, 0)
     pieces = tensor_parallel if entry.row.split != "none" else 1
     if entry.row.form == "gated" and pieces > 1:
         pieces *= 2  # a rank's gate and up are not contiguous
     start = 0
-    for piece in whole.chunk(pieces, dim=dimension):
-        inner = [0] * whole.dim()
+    for piece in parameter.chunk(pieces, dim=dimension):
+        inner = [0] * parameter.dim()
         inner[dimension] = start
         chunk = piece.view((1,) * len(place.stack) + tuple(piece.shape)) if place.stack else piece
         writer.tensor(place.key, (*place.index, *inner), shape, chunk)
@@ -130,14 +130,14 @@ def write_entry(
         writer.object(f"{place.key.removesuffix('weight')}_extra_state/shard_{index}_{stack}", [None])
 
 
-def narrowed(whole: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+def narrowed(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
     """The tensor as `dtype`; UserError for NaN, and where it makes a finite value infinite: float16 above 65,504."""
-    if whole.dtype.itemsize > 1 and torch.isnan(whole).any():
+    if tensor.dtype.itemsize > 1 and torch.isnan(tensor).any():
         raise UserError(f"{name}: a value is not a number (NaN), so the checkpoint is damaged")
-    found = whole.to(dtype)
-    if dtype != whole.dtype and torch.isinf(found).any() and torch.isfinite(whole).all():
+    narrow = tensor.to(dtype)
+    if dtype != tensor.dtype and torch.isinf(narrow).any() and torch.isfinite(tensor).all():
         raise UserError(f"{name}: a value is too large for {str(dtype).removeprefix('torch.')}; take bfloat16")
-    return found
+    return narrow
 
 
 def divide(
@@ -266,8 +266,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--overwrite", action="store_true", help="replace DIR if a conversion wrote it")
     options = parser.parse_args(arguments)
     parallel = ParallelSection(tensor=options.tp, pipeline=options.pp, virtual_pipeline=options.vpp, expert=options.ep)
-    given = options.hf, options.out, parallel, DTYPES[options.dtype], options.overwrite
-    return run(parser.prog, partial(convert, *given))
+    settings = options.hf, options.out, parallel, DTYPES[options.dtype], options.overwrite
+    return run(parser.prog, partial(convert, *settings))
 
 
 if __name__ == "__main__":

@@ -60,9 +60,9 @@ def specs_of(
     reader: Reader, entry: Entry, architecture: Architecture, dtype: torch.dtype | None
 ) -> Iterator[TensorSpec]:
     """The Hugging Face tensors of a parameter, in their stored type or cast."""
-    held = torch.float32 if entry.row.frozen else dtype or reader.dtype(stored(entry, architecture).key)
+    target = torch.float32 if entry.row.frozen else dtype or reader.dtype(stored(entry, architecture).key)
     for name, shape in zip(entry.hf, entry.hf_shapes(architecture), strict=True):
-        yield TensorSpec(name, shape, held)
+        yield TensorSpec(name, shape, target)
 
 
 def tensors_of(
@@ -82,8 +82,8 @@ def tensors_of(
 def read_entry(reader: Reader, entry: Entry, architecture: Architecture) -> dict[str, torch.Tensor]:
     """The Hugging Face tensors that a stored parameter holds; those of q, k and v are still split by group."""
     place = stored(entry, architecture)
-    whole = reader.read(place.key, place.index, whole_shape(entry, architecture))
-    return dict(zip(entry.hf, split(entry, whole, architecture), strict=True))
+    parameter = reader.read(place.key, place.index, whole_shape(entry, architecture))
+    return dict(zip(entry.hf, split(entry, parameter, architecture), strict=True))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -170,4 +170,4 @@ def _holds(outer: Path, inner: Path) -> bool:
 
 def _existing(path: Path) -> Path:
     """The path, or the nearest directory above it that exists."""
-    return next(each for each in (path, *path.parents) if os.path.lexists(each))
+    return next(ancestor for ancestor in (path, *path.parents) if os.path.lexists(ancestor))

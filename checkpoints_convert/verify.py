@@ -74,7 +74,7 @@ def compare_tensors(
 def compare_logits(hf: Path, megatron: Path, architecture: Architecture) -> float:
     """Largest difference of log-probabilities between transformers and the Megatron learner, one model at a time."""
     prompts = [
-        [(31 * row + 7 * place * place + 3 * place) % architecture.vocab_size for place in range(TOKENS)]
+        [(31 * row + 7 * position * position + 3 * position) % architecture.vocab_size for position in range(TOKENS)]
         for row in range(PROMPTS)
     ]
     expected = transformers_logprobs(hf, prompts)

@@ -31,7 +31,7 @@ from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.weights.check import check, unchecked
 from mugrpo_megatron.weights.sync import sync
 
-AUXILIARY_TURNS = "mugrpo_megatron.extras.auxiliary.turn:take_turns"
+AUXILIARY_TURNS = "mugrpo_megatron.extras.auxiliary.phase:score_stage"
 """What other models than the policy compute of a stage, each with the devices to itself."""
 
 

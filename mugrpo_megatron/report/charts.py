@@ -58,8 +58,7 @@ class ChartData:
     stages: Sequence[Row]
     """The rows of the stages that the axis `stage` has a point for."""
     details: Details
-    followed: Sequence[probes.Followed]
-    """The responses that the run's probes followed."""
+    probed: Sequence[probes.ProbedResponse]
     thresholds: Thresholds
 
     @property
@@ -73,10 +72,13 @@ class ChartData:
     def words(self) -> dict[str, str]:
         """What titles and explanations say of this run."""
         run, recipe, names = self.run, self.run.recipe, self.thresholds.names
-        negative = [one for one in self.followed if one.negative]
-        stages = len({one.stage for one in negative})
+        negative = [response for response in self.probed if response.negative]
+        stages = len({response.stage for response in negative})
         evaluation = recipe.get("eval", {})
-        temperatures = [evaluation, *(one for one in evaluation.get("sets", {}).values() if "temperature" in one)]
+        temperatures = [
+            evaluation,
+            *(section for section in evaluation.get("sets", {}).values() if "temperature" in section),
+        ]
         return {
             "measure": measure_in(run.evals),
             "sets": " of each set, and their unweighted mean" if len(sets_in(run.evals)) > 1 else "",
@@ -115,45 +117,45 @@ LOG: dict[str, Any] = {"scale": "log", "unit": "π/β"}
 ZEROS = "Lines are moving averages of the faint values. Below the smallest one, the log axis is linear down to 0."
 
 
-def charts(material: ChartData) -> list[Chart]:
+def charts(data: ChartData) -> list[Chart]:
     """Every chart of the table that has a value, in the table's order."""
-    words = material.words
-    filled = (_filled(plan, material, words) for plan in TABLE)
+    words = data.words
+    filled = (_filled(spec, data, words) for spec in TABLE)
     return [chart for chart in filled if chart.series]
 
 
 def section_of(id: str) -> str:
     """The section in which a chart stands."""
-    return next(plan.section for plan in TABLE if plan.id == id)
+    return next(spec.section for spec in TABLE if spec.id == id)
 
 
-def _filled(plan: ChartSpec, material: ChartData, words: dict[str, str]) -> Chart:
-    if callable(plan.curves):
-        series = list(plan.curves(material))
+def _filled(spec: ChartSpec, data: ChartData, words: dict[str, str]) -> Chart:
+    if callable(spec.curves):
+        series = list(spec.curves(data))
     else:
-        series = [_series(plan, material, *curve) for curve in plan.curves]
-    rule = material.run.setting(plan.rule) or None if isinstance(plan.rule, str) else plan.rule  # 0 is on no log axis
-    looks = dict(plan.looks)
+        series = [_series(spec, data, *curve) for curve in spec.curves]
+    rule = data.run.setting(spec.rule) or None if isinstance(spec.rule, str) else spec.rule  # 0 is on no log axis
+    looks = dict(spec.looks)
     if looks.get("format") == "measure":
         looks["format"] = "percent" if words["measure"] == "accuracy" else "number"
     if looks.get("scale") == "as spread":
         looks["scale"] = "log" if spread(series[0].y) > 30 else "linear"
     return Chart(
-        plan.id,
-        plan.title.format_map(words),
-        plan.explains.format_map(words),
-        [one for one in series if has_values(one.y)],
+        spec.id,
+        spec.title.format_map(words),
+        spec.explains.format_map(words),
+        [curve for curve in series if has_values(curve.y)],
         rule=rule,
-        rule_label=plan.rule_label,
+        rule_label=spec.rule_label,
         **looks,
     )
 
 
-def _series(plan: ChartSpec, material: ChartData, metric: str, label: str, color: str) -> Series:
-    if plan.over == "stage":
-        return Series(label, color, "stage", column(material.stages, metric), draw="step")
-    values = over_updates(material.buckets, metric)
-    return Series(label, color, "update", values, smooth=plan.smooth, restarts=plan.restarts)
+def _series(spec: ChartSpec, data: ChartData, metric: str, label: str, color: str) -> Series:
+    if spec.over == "stage":
+        return Series(label, color, "stage", column(data.stages, metric), draw="step")
+    values = over_updates(data.buckets, metric)
+    return Series(label, color, "update", values, smooth=spec.smooth, restarts=spec.restarts)
 
 
 def _at_temperature(sections: Iterable[dict[str, Any]]) -> str:
@@ -166,40 +168,40 @@ def _at_temperature(sections: Iterable[dict[str, Any]]) -> str:
 # ---------------------------------------------------------------- series that are not metrics over time
 
 
-def _reward(material: ChartData) -> Iterable[Series]:
-    values = over_updates(material.buckets, "reward_mean")
+def _reward(data: ChartData) -> Iterable[Series]:
+    values = over_updates(data.buckets, "reward_mean")
     if has_values(values):
         yield Series("training reward", "orange", "update", values, smooth=True, restarts=True)
     else:
-        yield Series("stage mean", "orange", "stage", column(material.stages, "reward_mean"), draw="step")
+        yield Series("stage mean", "orange", "stage", column(data.stages, "reward_mean"), draw="step")
 
 
-def _unparsed(material: ChartData) -> Iterable[Series]:
+def _unparsed(data: ChartData) -> Iterable[Series]:
     """Of training and of each held-out set, where `math` looks for an answer."""
-    reward, stages = material.run.recipe.get("reward", {}), material.details.stages
+    reward, stages = data.run.recipe.get("reward", {}), data.details.stages
     if reward.get("function", MATH) != MATH or reward.get("functions"):
         return
-    shares = [stages[row["stage"]].unparsed if row["stage"] in stages else None for row in material.stages]
+    shares = [stages[row["stage"]].unparsed if row["stage"] in stages else None for row in data.stages]
     values = [None if share is None else rounded(share) for share in shares]
     yield Series("training, by stage", "orange", "stage", values, draw="step")
-    yield from each_set(material.run.evals, "unparsed", "{set}, held out")
+    yield from each_set(data.run.evals, "unparsed", "{set}, held out")
 
 
-def _called(material: ChartData) -> Iterable[Series]:
-    values = over_updates(material.buckets, "reward/episode.called")
+def _called(data: ChartData) -> Iterable[Series]:
+    values = over_updates(data.buckets, "reward/episode.called")
     yield Series("training", "orange", "update", values, smooth=True)
-    yield from each_set(material.run.evals, "called", "{set}, held out")
+    yield from each_set(data.run.evals, "called", "{set}, held out")
 
 
 def _by_phase(
-    material: ChartData, value: Callable[[Sequence[Row]], float | None], generate: str, optimize: str
+    data: ChartData, value: Callable[[Sequence[Row]], float | None], generate: str, optimize: str
 ) -> Iterable[Series]:
     """A curve of each phase, named so, with a value for all parts of a stage's phase together."""
     parts: dict[tuple[str, int], list[Row]] = {}
-    for row in material.run.phases:
+    for row in data.run.phases:
         parts.setdefault((row["phase"], row["stage"]), []).append(row)
     for phase, label, color in (("generate", generate, "blue"), ("optimize", optimize, "teal")):
-        values = [value(parts.get((phase, row["stage"]), ())) for row in material.stages]
+        values = [value(parts.get((phase, row["stage"]), ())) for row in data.stages]
         yield Series(label, color, "stage", values, draw="step")
 
 
@@ -216,18 +218,18 @@ def _largest(parts: Sequence[Row]) -> float | None:
     return max((rounded(row[key] / 2**30) for row in parts for key in keys if row.get(key)), default=None)
 
 
-def _each_stage(material: ChartData, metric: str, color: str) -> Iterable[Series]:
+def _each_stage(data: ChartData, metric: str, color: str) -> Iterable[Series]:
     """A metric against age: one curve for each stage, or median and 10-90 % band with many stages."""
-    if not material.ages or not any(row["age"] for row in material.run.updates):
+    if not data.ages or not any(row["age"] for row in data.run.updates):
         return
-    ages = ages_of(material.run.updates)
+    ages = ages_of(data.run.updates)
     curves = [
         (number, over_updates(by_age(list(rows), ages), metric))
-        for number, rows in groupby(material.run.updates, key=itemgetter("stage"))
+        for number, rows in groupby(data.run.updates, key=itemgetter("stage"))
     ]
     if len(curves) <= MAX_LINES_BY_AGE:
-        for place, (number, values) in enumerate(curves):
-            yield Series(f"stage {number}", ramp(place, len(curves)), "age", values)
+        for index, (number, values) in enumerate(curves):
+            yield Series(f"stage {number}", ramp(index, len(curves)), "age", values)
         return
     columns = [sorted(v for v in values if v is not None) for values in zip(*(y for _, y in curves), strict=True)]
     yield Series(
@@ -240,13 +242,13 @@ def _each_stage(material: ChartData, metric: str, color: str) -> Iterable[Series
     )
 
 
-def _thresholds(material: ChartData, metric: str, axis: str) -> Iterable[Series]:
-    buckets = material.ages if axis == "age" else material.buckets
+def _thresholds(data: ChartData, metric: str, axis: str) -> Iterable[Series]:
+    buckets = data.ages if axis == "age" else data.buckets
     if not buckets:
         return ()
     if metric == "dropped":
-        return scope_series(material.thresholds, buckets, axis)
-    return threshold_series(material.thresholds, buckets, metric, axis)
+        return scope_series(data.thresholds, buckets, axis)
+    return threshold_series(data.thresholds, buckets, metric, axis)
 
 
 def _triggers(axis: str) -> tuple[ChartSpec, ...]:
@@ -346,17 +348,17 @@ TABLE: tuple[ChartSpec, ...] = (
          "Seconds that an episode waited for the user's function and its tools, while the engine worked on others.",
          smooth=True, looks={"zero": True, "unit": "s"}),
 
-    ChartSpec(VETO, "atlas_ratio", "Ratio by age", lambda m: probes.ratio_series(m.followed),
+    ChartSpec(VETO, "atlas_ratio", "Ratio by age", lambda m: probes.ratio_series(m.probed),
          "Quantiles of π/β over the tokens of {negative}, the same ones at every age.",
          rule="objective.trigger_ratio", rule_label="trigger_ratio", looks=LOG | {"along": "age"}),
-    ChartSpec(VETO, "atlas_trained", "Before and after training on it", lambda m: probes.trained_series(m.followed),
+    ChartSpec(VETO, "atlas_trained", "Before and after training on it", lambda m: probes.trained_series(m.probed),
          "10 % quantile of π/β over tokens of responses on which the stage has trained, and of those whose "
          "update is still to come: what the objective pushed down, and what moved with it.",
          rule=1.0, rule_label="on policy", looks=LOG | {"along": "age"}),
     ChartSpec(VETO, "atlas_triggers", "Responses with a trigger by threshold",
-         lambda m: probes.share_series(m.followed),
+         lambda m: probes.share_series(m.probed),
          "Share of {negative} with a token below each threshold.", looks=PERCENT | {"along": "age"}),
-    ChartSpec(VETO, "atlas_first", "First trigger against length", lambda m: probes.first_series(m.followed),
+    ChartSpec(VETO, "atlas_first", "First trigger against length", lambda m: probes.first_series(m.probed),
          "Position of the first token below each threshold, at each stage's last probe, against the response's length.",
          looks={"format": "tokens", "zero": True, "along": "length", "unit": "token"}),
 

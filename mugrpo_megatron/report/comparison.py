@@ -125,8 +125,8 @@ def telling(runs: Sequence[RunData]) -> list[str]:
 def differences(runs: Sequence[RunData]) -> list[str]:
     """The settings in which the runs' recipes differ, as `section.key`, in the recipe's order."""
     flat = [_settings(run.recipe) for run in runs]
-    keys = dict.fromkeys(key for one in flat for key in one)
-    return [key for key in keys if key not in LEFT_OUT and len({str(one.get(key)) for one in flat}) > 1]
+    keys = dict.fromkeys(key for settings in flat for key in settings)
+    return [key for key in keys if key not in LEFT_OUT and len({str(settings.get(key)) for settings in flat}) > 1]
 
 
 def _shared(runs: Sequence[RunData]) -> Iterable[tuple[str, str]]:
@@ -144,8 +144,8 @@ def _warnings(runs: Sequence[RunData]) -> Iterable[str]:
         ("data.json", "data", "data", "training problems"),
         ("user_files.json", "files", "reward", "reward functions"),
     ):
-        named = any(key.startswith(f"{section}.") for key in differing)
-        if not named and len(_contents(runs, file, content, section)) > 1:
+        differs = any(key.startswith(f"{section}.") for key in differing)
+        if not differs and len(_contents(runs, file, content, section)) > 1:
             yield f"The runs' {what} differ, though their recipes name the same: the file was edited between them."
     sets = {tuple((name, row[f"problems/{name}"]) for name in sets_in([row])) for run in runs for row in run.evals[-1:]}
     if len(sets) > 1:
@@ -158,8 +158,10 @@ def _contents(runs: Sequence[RunData], file: str, content: str, section: str) ->
     for run in runs:
         with suppress(OSError, ValueError, AttributeError):
             record = read_sealed(run.path / file, content)
-            own = record["train"] if section == "data" else {k: v for k, v in record.items() if k.startswith("reward.")}
-            records.add(json.dumps(own, sort_keys=True))
+            relevant = (
+                record["train"] if section == "data" else {k: v for k, v in record.items() if k.startswith("reward.")}
+            )
+            records.add(json.dumps(relevant, sort_keys=True))
     return records
 
 
@@ -169,7 +171,7 @@ def _charts(runs: Sequence[RunData], labels: Sequence[str]) -> Iterable[Chart]:
             f"held_out_{measure}",
             f"Held-out {measure}",
             "Unweighted mean of the held-out sets with its 95 % interval.",
-            [one for number, run in enumerate(runs) for one in _evaluations(number, run, labels[number], measure)],
+            [curve for number, run in enumerate(runs) for curve in _evaluations(number, run, labels[number], measure)],
             format="percent" if measure == "accuracy" else "number",
             wide=True,
         )
@@ -177,11 +179,20 @@ def _charts(runs: Sequence[RunData], labels: Sequence[str]) -> Iterable[Chart]:
     for metric, title, explains, looks in PANELS:
         values = [over_updates(several, metric) for several in buckets]
         series = [
-            Series(labels[number], COLORS[number % len(COLORS)], f"update{number}", one, smooth=True, restarts=True)
-            for number, one in enumerate(values)
-            if has_values(one)
+            Series(
+                labels[number],
+                COLORS[number % len(COLORS)],
+                f"update{number}",
+                curve_values,
+                smooth=True,
+                restarts=True,
+            )
+            for number, curve_values in enumerate(values)
+            if has_values(curve_values)
         ]
-        if len(runs) == 1 or any(one != values[0] for one in values):  # branches of one stage share its rewards
+        if len(runs) == 1 or any(
+            curve_values != values[0] for curve_values in values
+        ):  # branches of one stage share its rewards
             yield Chart(metric, title, explains, series, **looks)
 
 

@@ -89,7 +89,7 @@ MAX_AGES = 256
 
 def ages_of(updates: Iterable[Row]) -> range:
     """The first age of each point of the axis `age`: that of the data, in updates."""
-    count = 1 + max((staleness(row) for row in updates), default=0)
+    count = 1 + max((row["age"] for row in updates), default=0)
     return range(0, count, -(-count // MAX_AGES))
 
 
@@ -97,19 +97,8 @@ def by_age(updates: Iterable[Row], ages: range) -> list[list[Row]]:
     """The updates that each point of `ages` stands for, over all stages."""
     buckets: list[list[Row]] = [[] for _ in ages]
     for row in updates:
-        buckets[staleness(row) // ages.step].append(row)
+        buckets[row["age"] // ages.step].append(row)
     return buckets
-
-
-def staleness(update: Row) -> int:
-    """Updates since the update's responses were sampled; a log of before the metric has the same in `age`."""
-    value = update.get("staleness")
-    return int(update["age"] if value is None else value)
-
-
-def sampled_early(updates: Iterable[Row]) -> dict[int, int]:
-    """Stage -> updates before its start at which its responses were sampled: 0 unless it was generated ahead."""
-    return {row["stage"]: staleness(row) - row["age"] for row in updates}
 
 
 def column(rows: Iterable[Row], metric: str) -> Values:
@@ -139,17 +128,17 @@ def with_interval(
 
 def each_set(evals: Sequence[Row], metric: str, label: str) -> Iterable[Series]:
     """A metric of each held-out set; of pass@k, those with several responses a problem."""
-    for place, name in enumerate(sets_in(evals)):
+    for index, name in enumerate(sets_in(evals)):
         samples = next((row[f"samples/{name}"] for row in reversed(evals) if f"samples/{name}" in row), 1)
         if metric != "passed" or samples > 1:
-            color = SET_COLORS[place % len(SET_COLORS)]
+            color = SET_COLORS[index % len(SET_COLORS)]
             text = label.format(set=name, samples=samples)
             yield Series(text, color, "eval", column(evals, f"{metric}/{name}"), draw="dots")
 
 
-def ramp(place: int, count: int, first: int = 0) -> str:
+def ramp(index: int, count: int, first: int = 0) -> str:
     """The colour of one of `count` ordered curves: from `ramp-first`, the faintest, to `ramp-7`."""
-    return f"ramp-{first + round((7 - first) * place / max(count - 1, 1))}"
+    return f"ramp-{first + round((7 - first) * index / max(count - 1, 1))}"
 
 
 def rounded(value: float) -> float:
@@ -219,8 +208,8 @@ def pass_series(stages: Stages, drawn: Sequence[int]) -> Iterable[Series]:
 
 
 def _curves(stages: Stages) -> Iterable[tuple[str, str, StageResponses]]:
-    for place, (number, stage) in enumerate(sorted(stages.items())):
-        yield f"stage {number}", ramp(place, len(stages)), stage
+    for index, (number, stage) in enumerate(sorted(stages.items())):
+        yield f"stage {number}", ramp(index, len(stages)), stage
 
 
 def _pass(stage: StageResponses, k: int) -> float | None:
@@ -241,4 +230,4 @@ def _shares(values: np.ndarray, places: Sequence[float], few: bool) -> Values:
 
 
 def _edges(low: float, high: float) -> list[float]:
-    return [rounded(low + part * (high - low) / BINS) for part in range(BINS + 1)]
+    return [rounded(low + index * (high - low) / BINS) for index in range(BINS + 1)]

@@ -83,7 +83,7 @@ def spaced(numbers: Sequence[int], most: int) -> list[int]:
     """At most `most` of the numbers, evenly spaced, the first and the last among them."""
     if len(numbers) <= most:
         return list(numbers)
-    return [numbers[round(part * (len(numbers) - 1) / (most - 1))] for part in range(most)]
+    return [numbers[round(index * (len(numbers) - 1) / (most - 1))] for index in range(most)]
 
 
 def _parts(

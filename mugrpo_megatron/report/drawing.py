@@ -18,12 +18,10 @@ from mugrpo_megatron.report.curves import (
     axes_of,
     longest,
     reward_span,
-    sampled_early,
-    staleness,
 )
 from mugrpo_megatron.report.details import NONE, Details
 from mugrpo_megatron.report.heat import heat_map
-from mugrpo_megatron.report.probes import AXIS, ages_of_probes, followed, objective_of, trigger_axes
+from mugrpo_megatron.report.probes import AXIS, ages_of_probes, objective_of, probed_responses, trigger_axes
 from mugrpo_megatron.report.triggers import thresholds_of
 
 MAX_POINTS = 400
@@ -56,7 +54,7 @@ class Drawing:
 
 def draw(run: RunData, details: Details = NONE) -> Drawing:
     """The drawing of a run, without charts that have no value."""
-    probed = followed(details, run.recipe, sampled_early(run.updates))
+    probed = probed_responses(details, run.recipe)
     bucket, buckets = buckets_of(run.updates)
     boundaries = _boundaries(run)
     begin = {boundary["stage"]: boundary for boundary in boundaries}
@@ -76,8 +74,8 @@ def draw(run: RunData, details: Details = NONE) -> Drawing:
         end={
             "u": run.updates[-1]["update"] + 1 if run.updates else 1,
             "t": run.seconds,
-            "age": max([1, *(staleness(row) for row in run.updates), *probe_ages]),
-            "length": max([longest(details.stages), *(len(one.response.tokens) + 1.0 for one in probed)]),
+            "age": max([1, *(row["age"] for row in run.updates), *probe_ages]),
+            "length": max([longest(details.stages), *(len(response.probe.tokens) + 1.0 for response in probed)]),
             "reward": last,
         },
         begin={"reward": first},
@@ -122,6 +120,6 @@ def _timeline(run: RunData) -> dict[str, Any]:
     width = run.seconds / SLICES
     slices = [[0.0] * SLICES for _ in names]
     for phase, _, start, end in spans:
-        for place in range(int(start / width), min(int(end / width), SLICES - 1) + 1):
-            slices[phase][place] += min(end, (place + 1) * width) - max(start, place * width)
+        for index in range(int(start / width), min(int(end / width), SLICES - 1) + 1):
+            slices[phase][index] += min(end, (index + 1) * width) - max(start, index * width)
     return {"phases": names, "spans": [], "slices": [[round(value / width, 3) for value in row] for row in slices]}

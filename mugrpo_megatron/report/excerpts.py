@@ -26,7 +26,7 @@ STAGES = 4
 
 def sample_sections(details: Details, measure: str) -> list[dict[str, Any]]:
     """One list of responses for each evaluation, newest first, and each stage; `measure` is accuracy or reward."""
-    shown = spaced(sorted(details.stages), STAGES)
+    stages = spaced(sorted(details.stages), STAGES)
     lists = [
         *(
             (
@@ -38,7 +38,7 @@ def sample_sections(details: Details, measure: str) -> list[dict[str, Any]]:
         *(
             (f"Stage {number}", _of_each_kind(stage.examples, measure))
             for number, stage in sorted(details.stages.items(), reverse=True)
-            if number in shown
+            if number in stages
         ),
     ]
     lists = [(title, examples) for title, examples in lists if examples]
@@ -48,33 +48,38 @@ def sample_sections(details: Details, measure: str) -> list[dict[str, Any]]:
         {
             "title": title,
             "counts": _counts(examples, measure),
-            "open": place == 0,
-            "responses": [_shown(one, measure, most) for one in examples],
+            "open": index == 0,
+            "responses": [_shown(example, measure, most) for example in examples],
         }
-        for place, (title, examples) in enumerate(lists)
+        for index, (title, examples) in enumerate(lists)
     ]
 
 
 def _of_each_kind(examples: Sequence[Example], measure: str) -> list[Example]:
     """Of each set some right and wrong ones, in their order; of rewards the highest and the lowest."""
     some: list[Example] = []
-    names = list(dict.fromkeys(one.set for one in examples))
-    each = max(1, min(EACH, MOST // (2 * len(names) or 1)))
+    names = list(dict.fromkeys(example.set for example in examples))
+    per_kind = max(1, min(EACH, MOST // (2 * len(names) or 1)))
     for name in names:
-        own = [one for one in examples if one.set == name]
+        of_set = [example for example in examples if example.set == name]
         if measure == "accuracy":
-            right, wrong = ([one for one in own if _is_right(one) == is_right] for is_right in (True, False))
+            right, wrong = (
+                [example for example in of_set if _is_right(example) == is_right] for is_right in (True, False)
+            )
         else:
-            by_reward = sorted(own, key=lambda one: -one.reward)
-            right, wrong = by_reward[: len(own) - len(own) // 2], by_reward[len(own) - len(own) // 2 :][::-1]
-        pairs = zip_longest(right[:each], wrong[:each])
-        some += [one for pair in pairs for one in pair if one]
+            by_reward = sorted(of_set, key=lambda example: -example.reward)
+            right, wrong = (
+                by_reward[: len(of_set) - len(of_set) // 2],
+                by_reward[len(of_set) - len(of_set) // 2 :][::-1],
+            )
+        pairs = zip_longest(right[:per_kind], wrong[:per_kind])
+        some += [example for pair in pairs for example in pair if example]
     return some
 
 
-def _is_right(one: Example) -> bool:
+def _is_right(example: Example) -> bool:
     """By the verdict: a right response may have lost reward to its length, a wrong one gained some by its form."""
-    return reward_before_penalty(one.reward, one.components) >= 1.0
+    return reward_before_penalty(example.reward, example.components) >= 1.0
 
 
 def _counts(examples: Sequence[Example], measure: str) -> str:
@@ -83,33 +88,35 @@ def _counts(examples: Sequence[Example], measure: str) -> str:
     return f"{count}: {right} right, {len(examples) - right} wrong" if measure == "accuracy" else count
 
 
-def _shown(one: Example, measure: str, most: int) -> dict[str, Any]:
-    right = _is_right(one)
+def _shown(example: Example, measure: str, most: int) -> dict[str, Any]:
+    right = _is_right(example)
     return {
         "kind": ("right" if right else "wrong") if measure == "accuracy" else "",
-        "reward": f"{one.reward:.4g}",
-        "problem": visible(one.problem),
-        "facts": [(name, visible(value)) for name, value in _facts(one)],
+        "reward": f"{example.reward:.4g}",
+        "problem": visible(example.problem),
+        "facts": [(name, visible(value)) for name, value in _facts(example)],
         "texts": [
-            _text(name, text, most) for name, text in (("Prompt", one.question), ("Response", one.text)) if text.strip()
+            _text(name, text, most)
+            for name, text in (("Prompt", example.question), ("Response", example.text))
+            if text.strip()
         ],
     }
 
 
-def _facts(one: Example) -> Iterable[tuple[str, str]]:
+def _facts(example: Example) -> Iterable[tuple[str, str]]:
     """Name and value of what explains the score."""
-    yield "gold", shortened(one.gold, 200)
-    yield "extracted", shortened(one.extracted, 200) if one.extracted else "nothing"
-    if one.why:
-        yield "why", shortened(one.why, 300)
-    for name, value in one.components.items():
+    yield "gold", shortened(example.gold, 200)
+    yield "extracted", shortened(example.extracted, 200) if example.extracted else "nothing"
+    if example.why:
+        yield "why", shortened(example.why, 300)
+    for name, value in example.components.items():
         yield name, f"{value:.4g}"
-    yield "tokens", f"{one.tokens:,}{', cut off' if one.truncated else ''}"
+    yield "tokens", f"{example.tokens:,}{', cut off' if example.truncated else ''}"
 
 
 def _text(name: str, text: str, most: int) -> dict[str, Any]:
     """A text, with its beginning where it is long enough to be folded."""
-    shown = visible(shortened(text, most))
-    folded = len(shown) > FOLDED or shown.count("\n") >= LINES
-    lines = "\n".join(shown.split("\n")[:LINES])
-    return {"name": name, "text": shown, "head": f"{lines[:FOLDED].rstrip()} …" if folded else ""}
+    excerpt = visible(shortened(text, most))
+    folded = len(excerpt) > FOLDED or excerpt.count("\n") >= LINES
+    lines = "\n".join(excerpt.split("\n")[:LINES])
+    return {"name": name, "text": excerpt, "head": f"{lines[:FOLDED].rstrip()} …" if folded else ""}

@@ -11,7 +11,7 @@ import numpy as np
 
 from mugrpo_megatron.recipe.objective import ObjectiveSection
 from mugrpo_megatron.report.details import spaced
-from mugrpo_megatron.report.probes import Followed, verdicts
+from mugrpo_megatron.report.probes import ProbedResponse, veto_masks
 from mugrpo_megatron.samples import turns_in
 from mugrpo_megatron.terminal import visible
 
@@ -28,16 +28,16 @@ PIECE = 24
 """Characters of a token's text."""
 
 
-def heat_map(responses: Sequence[Followed], objective: ObjectiveSection) -> dict[str, Any] | None:
-    """The data that heat.js draws; None without a negative response that was followed.
+def heat_map(responses: Sequence[ProbedResponse], objective: ObjectiveSection) -> dict[str, Any] | None:
+    """The data that heat.js draws; None without a negative response that was response.
 
     Of each stage the responses with a trigger at the last age come first, then those with the lowest ratios; the last
     place is for one of several turns where there is any.
     """
-    by_stage: dict[int, list[Followed]] = {}
-    for one in responses:
-        if one.negative:
-            by_stage.setdefault(one.stage, []).append(one)
+    by_stage: dict[int, list[ProbedResponse]] = {}
+    for response in responses:
+        if response.negative:
+            by_stage.setdefault(response.stage, []).append(response)
     if not by_stage:
         return None
     stages = spaced(sorted(by_stage), MOST_STAGES)
@@ -46,41 +46,46 @@ def heat_map(responses: Sequence[Followed], objective: ObjectiveSection) -> dict
         "steps": STEPS,
         "lowest": LOWEST,
         "threshold": objective.trigger_ratio,
-        "responses": [_drawn(one, objective) for stage in stages for one in _lowest(by_stage[stage])],
+        "responses": [_drawn(response, objective) for stage in stages for response in _lowest(by_stage[stage])],
     }
 
 
-def _lowest(responses: Sequence[Followed]) -> list[Followed]:
-    ordered = sorted(responses, key=lambda one: (float(one.log_ratio[-1][one.trained].min()), one.response.update))
+def _lowest(responses: Sequence[ProbedResponse]) -> list[ProbedResponse]:
+    ordered = sorted(
+        responses,
+        key=lambda response: (float(response.log_ratio[-1][response.trained].min()), response.probe.update),
+    )
     first, rest = ordered[: EACH - 1], ordered[EACH - 1 :]
-    return first + ([one for one in rest if len(_begins(one.trained)) > 1] or rest)[:1]
+    return first + ([response for response in rest if len(_begins(response.trained)) > 1] or rest)[:1]
 
 
-def _drawn(one: Followed, objective: ObjectiveSection) -> dict[str, Any]:
-    triggers, dropped = verdicts(one, objective)
-    start, end = _window(one, triggers)
-    response = one.response
+def _drawn(response: ProbedResponse, objective: ObjectiveSection) -> dict[str, Any]:
+    triggers, dropped = veto_masks(response, objective)
+    start, end = _window(response, triggers)
+    probe = response.probe
     return {
-        "stage": one.stage,
-        "update": response.update,
-        "problem": visible(response.problem),
-        "reward": round(response.reward, 4),
-        "length": len(response.tokens),
+        "stage": response.stage,
+        "update": probe.update,
+        "problem": visible(probe.problem),
+        "reward": round(probe.reward, 4),
+        "length": len(probe.tokens),
         "start": start,
-        "ages": list(one.ages),
-        "turns": _turns(one.trained, start, end),
-        "tokens": [visible(token.replace("\n", "⏎"))[:PIECE] for token in response.tokens[start:end]],
-        "cells": [_cells(row, one.trained)[start:end] for row in one.log_ratio],
+        "ages": list(response.ages),
+        "turns": _turns(response.trained, start, end),
+        "tokens": [visible(token.replace("\n", "⏎"))[:PIECE] for token in probe.tokens[start:end]],
+        "cells": [_cells(row, response.trained)[start:end] for row in response.log_ratio],
         "triggers": [np.flatnonzero(row[start:end]).tolist() for row in triggers],
         "dropped": [_spans(row[start:end]) for row in dropped],
     }
 
 
-def _window(one: Followed, triggers: np.ndarray) -> tuple[int, int]:
+def _window(response: ProbedResponse, triggers: np.ndarray) -> tuple[int, int]:
     """The tokens that are shown."""
-    length = len(one.response.tokens)
+    length = len(response.probe.tokens)
     last = triggers[-1]
-    centre = int(last.argmax()) if last.any() else int(np.where(one.trained, one.log_ratio[-1], np.inf).argmin())
+    centre = (
+        int(last.argmax()) if last.any() else int(np.where(response.trained, response.log_ratio[-1], np.inf).argmin())
+    )
     start = max(0, min(centre - WINDOW // 3, length - WINDOW))
     return start, min(length, start + WINDOW)
 

@@ -32,9 +32,9 @@ from mugrpo_megatron.report.drawing import Drawing, draw
 from mugrpo_megatron.report.excerpts import sample_sections
 from mugrpo_megatron.report.heat import heat_text
 from mugrpo_megatron.report.probes import objective_of
+from mugrpo_megatron.report.remarks import collapsed_sections, paper_notes, remarks
 from mugrpo_megatron.report.tables import recipe_sections, stage_table, summary_rows
 from mugrpo_megatron.report.triggers import trigger_table
-from mugrpo_megatron.report.verdicts import folded, paper_notes, verdicts
 from mugrpo_megatron.terminal import visible
 
 FILE_NAME = "report.html"
@@ -65,7 +65,7 @@ LISTS = (
     "recipe",
 )
 EMPTY: dict[str, Any] = dict.fromkeys(("status", "runs", "stages", "part")) | dict.fromkeys(LISTS, ()) | {"live_s": 0}
-"""What a page leaves out by default."""
+"""Values of a page's optional fields."""
 
 PHASE_COLORS = {
     "start": "grey",
@@ -237,13 +237,13 @@ def page_sections(
 ) -> list[PageSection]:
     """The sections that have anything to show."""
     charts = [*drawing.charts, TIME_LINE] if drawing.timeline["phases"] else drawing.charts
-    says, quiet = verdicts(run, summary), folded(run)
+    sentences, collapsed = remarks(run, summary), collapsed_sections(run)
     sections = [
         PageSection(
             title,
             [chart for chart in charts if (COST if chart is TIME_LINE else section_of(chart.id)) == title],
-            says[title],
-            title not in quiet,
+            sentences[title],
+            title not in collapsed,
             table=trigger_table(run) if title == TRIGGERS else None,
             notes=paper_notes(run, {chart.id for chart in charts}) if title == PAPER else (),
             samples=samples if title == SAMPLES else (),
@@ -339,7 +339,7 @@ def _accuracy_tile(summary: dict[str, Any]) -> dict[str, Any]:
         f"{len(sets)} sets, unweighted" if len(sets) > 1 else "",
         f"{summary['problems']:,.0f} problems",
     ]
-    more = ", ".join(part for part in parts if part)
+    more = ", ".join(clause for clause in parts if clause)
     tile = _tile(title if len(sets) <= 1 else f"{title}, mean", shown(value, measure), more, broad=True)
     if before is None or after is None:
         return tile
@@ -392,4 +392,4 @@ def _token_tile(run: RunData, summary: dict[str, Any]) -> dict[str, Any]:
 
 def _unbroken(parts: Iterable[str]) -> str:
     """The parts, each with non-breaking spaces."""
-    return " · ".join(part.replace(" ", "\N{NO-BREAK SPACE}") for part in parts)
+    return " · ".join(text.replace(" ", "\N{NO-BREAK SPACE}") for text in parts)

@@ -60,9 +60,9 @@ def _gains(summary: dict[str, Any]) -> Iterable[tuple[str, str]]:
     for when, interval in (("before", "before_interval"), ("after", "interval")):
         if len(sets) > 1:
             yield f"Mean {measure} {when}", _with_interval(mean[when], mean[interval], measure)
-        for name, one in sets.items():
+        for name, figures in sets.items():
             title = f"{name} {when}" if len(sets) > 1 else f"{measure.capitalize()} {when}"
-            yield title, _with_interval(one[when], one[interval], measure)
+            yield title, _with_interval(figures[when], figures[interval], measure)
 
 
 def recipe_sections(run: RunData) -> list[dict[str, Any]]:

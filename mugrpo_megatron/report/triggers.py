@@ -64,10 +64,10 @@ def threshold_series(
     thresholds: Thresholds, buckets: Sequence[Sequence[Row]], metric: str, axis: str
 ) -> Iterable[Series]:
     """A metric at each threshold along `axis`; smaller thresholds have a stronger colour."""
-    for place, name in enumerate(thresholds.names):
+    for index, name in enumerate(thresholds.names):
         yield Series(
             thresholds.label(name),
-            ramp(place, len(thresholds.names), first=2),
+            ramp(index, len(thresholds.names), first=2),
             axis,
             over_updates(buckets, f"{metric}_{name}"),
             smooth=True,

@@ -22,11 +22,11 @@ from mugrpo_megatron.report.drawing import draw
 from mugrpo_megatron.report.excerpts import sample_sections
 from mugrpo_megatron.report.heat import LEVELS, LOWEST, OTHERS, STEPS, WINDOW, heat_map
 from mugrpo_megatron.report.page import page, write_report
-from mugrpo_megatron.report.probes import followed, verdicts
+from mugrpo_megatron.report.probes import probed_responses, veto_masks
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.probe import probe_ages
 from mugrpo_megatron.stages.store import StageStore
-from tests.report.followed import write_evaluation, write_probe, write_stage
+from tests.report.run_files import write_evaluation, write_probe, write_stage
 from tests.report.synthetic import charts_of, recipe_of, rows_of, write_run
 
 UPDATES = 16
@@ -97,7 +97,7 @@ def test_of_many_stages_some_are_read_evenly_spaced() -> None:
 
 
 def heat_of(run: RunData, **objective: Any) -> dict[str, Any]:
-    probed = followed(read_details(run.path, run.recipe), run.recipe)
+    probed = probed_responses(read_details(run.path, run.recipe), run.recipe)
     heat = heat_map(probed, ObjectiveSection.model_validate(objective))
     assert heat
     return heat
@@ -125,7 +125,7 @@ def test_the_heat_map_follows_the_runs_veto(run: RunData) -> None:
 
 
 def test_a_ratio_that_is_not_finite_has_no_colour(run: RunData) -> None:
-    probed = followed(read_details(run.path, run.recipe), run.recipe)
+    probed = probed_responses(read_details(run.path, run.recipe), run.recipe)
     broken = [replace(one, log_ratio=np.full_like(one.log_ratio, np.nan)) for one in probed]
     heat = heat_map(broken, ObjectiveSection())
     assert heat
@@ -163,9 +163,9 @@ def test_a_response_of_several_turns_has_a_place_in_the_heat_map(tmp_path: Path)
     write_probe(path, 0, UPDATES, count=8, tokens=WINDOW + 40)
     run = read_run(path)
     mask = np.arange(WINDOW + 40) % 10 < 6
-    probed = followed(read_details(run.path, run.recipe), run.recipe)
-    last = max((one for one in probed if one.negative), key=lambda one: (one.log_ratio[-1].min(), one.response.update))
-    several = replace(last, response=replace(last.response, mask=mask.tolist()))
+    probed = probed_responses(read_details(run.path, run.recipe), run.recipe)
+    last = max((one for one in probed if one.negative), key=lambda one: (one.log_ratio[-1].min(), one.probe.update))
+    several = replace(last, probe=replace(last.probe, mask=mask.tolist()))
     heat = heat_map([several if one is last else one for one in probed], ObjectiveSection())
     assert heat
     assert [len(one["turns"]) for one in heat["responses"]] == [0, 0, 13]
@@ -175,18 +175,18 @@ def test_a_response_of_several_turns_has_a_place_in_the_heat_map(tmp_path: Path)
 
 
 def test_positive_responses_have_no_trigger(run: RunData) -> None:
-    probed = followed(read_details(run.path, run.recipe), run.recipe)
+    probed = probed_responses(read_details(run.path, run.recipe), run.recipe)
     positive = [one for one in probed if not one.negative]
     assert len(positive) == 4
     for one in positive:
-        triggers, dropped = verdicts(one, ObjectiveSection())
+        triggers, dropped = veto_masks(one, ObjectiveSection())
         assert not triggers.any()
         assert not dropped.any()
 
 
 def test_with_the_learners_behaviour_ratios_begin_at_one(run: RunData) -> None:
     recipe = {**run.recipe, "rollout": {"behaviour": "learner"}}
-    for one in followed(read_details(run.path, recipe), recipe):
+    for one in probed_responses(read_details(run.path, recipe), recipe):
         assert not one.log_ratio[0].any()
 
 
@@ -204,22 +204,6 @@ def test_the_atlas_is_of_the_negative_responses_of_all_stages(run: RunData) -> N
     assert trained.y[0] is None, "nothing is trained on at age 0"
     for series in charts["atlas_first"].series:
         assert series.y == [2.0] * 12
-
-
-def test_of_a_stage_that_was_sampled_early_the_atlas_counts_from_its_sampling(run: RunData) -> None:
-    """The first stage is sampled at its start, the second 3 updates before."""
-    updates = [{**row, "staleness": row["age"] + 3 * (row["stage"] == 1)} for row in run.updates]
-    drawing = draw(replace(run, updates=updates), read_details(run.path, run.recipe))
-    own = list(probe_ages(UPDATES))
-    assert drawing.axes["probe"]["u"] == sorted([*own, *(3 + age for age in own)])
-    charts = {chart.id: chart for chart in drawing.charts}
-    (one,) = [series.y for series in charts["atlas_triggers"].series if series.label == "1e-4"]
-    below = {early + age: float(age > 4 * math.log(10)) for early in (0, 3) for age in own}
-    assert one == pytest.approx([below[place] for place in drawing.axes["probe"]["u"]])
-    trained = next(series for series in charts["atlas_trained"].series if series.label == "trained on")
-    assert [trained.y[drawing.axes["probe"]["u"].index(start)] for start in (0, 3)] == [None, None]
-    assert drawing.heat is not None
-    assert {tuple(found["ages"]) for found in drawing.heat["responses"]} == {tuple(own)}
 
 
 def test_histograms_count_every_response(run: RunData) -> None:

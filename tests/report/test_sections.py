@@ -15,7 +15,7 @@ from mugrpo_megatron.observe.results import summary_of
 from mugrpo_megatron.observe.rundata import RunData, read_run
 from mugrpo_megatron.report.charts import SECTIONS, TABLE, VETO
 from mugrpo_megatron.report.page import page, slug
-from mugrpo_megatron.report.verdicts import folded, verdicts
+from mugrpo_megatron.report.remarks import collapsed_sections, remarks
 from tests.report.synthetic import recipe_of, rows_of, write_run
 
 
@@ -55,13 +55,13 @@ def test_the_table_has_each_chart_once_and_its_sections_in_order() -> None:
 def test_the_vetos_sections_open_where_the_veto_matters(share: float, opens: bool, run: RunData) -> None:
     run = replace(run, updates=[{**row, "vetoed_fraction": share} for row in run.updates])
     assert sections_in(page(run))["triggers-by-threshold"] == opens
-    assert ("too few to matter" in verdicts(run, summary_of(run))[VETO]) != opens
+    assert ("too few to matter" in remarks(run, summary_of(run))[VETO]) != opens
 
 
 def test_the_papers_figures_open_in_its_recipes(run: RunData) -> None:
-    assert "The paper's figures" in folded(run)
+    assert "The paper's figures" in collapsed_sections(run)
     renamed = [row | {f"problems/{name}": 30 for name in ("aime24", "aime25", "math500")} for row in run.evals]
-    assert "The paper's figures" not in folded(replace(run, evals=renamed))
+    assert "The paper's figures" not in collapsed_sections(replace(run, evals=renamed))
 
 
 def test_a_sick_run_says_so_above_everything(run: RunData) -> None:
@@ -122,4 +122,4 @@ def test_a_gain_is_clear_where_the_intervals_are_apart(
     names = ("accuracy/mean", "low/mean", "high/mean")
     ends = [{**run.evals[place], **dict(zip(names, one, strict=True))} for place, one in ((0, before), (-1, after))]
     ends_only = replace(run, evals=ends)
-    assert says in verdicts(ends_only, summary_of(ends_only))["Learning"]
+    assert says in remarks(ends_only, summary_of(ends_only))["Learning"]

@@ -1,10 +1,11 @@
-"""Other models that take a turn in each stage, on the devices between the policy's engines and the learner.
+"""Auxiliary models: a teacher or a judge scores each stage on the run's devices, between generation and optimization.
 
-turn         starts an auxiliary model's engines, has them do what the stage lacks, and ends them
-share        the same without a learner: one process's share of a sealed stage
-scoring      the columns that auxiliary models compute or a branch takes, and how an engine works on one
-jobs         a teacher's log-probabilities of the stage's own tokens, and a judge's scores
-parts        what is done of a column, update by update, so that a killed turn goes on where it was
-models       an auxiliary model's files and its engine's settings, with a hook for the temperature
-checks       what can be refused before the start
+phase         starts an auxiliary model's engines, has them compute what the stage lacks, and stops them
+shard         the same without a learner: one process's shard of a sealed stage
+scoring       the models and their jobs on a stage, and the loop of one engine
+columns       the stage's columns that auxiliary models compute, and those that a branch takes over
+jobs          a teacher's log-probabilities of the stage's own tokens, and a judge's scores
+column_parts  the finished updates of a column, so that a killed run continues there
+models        an auxiliary model's files and its engine's recipe, with a hook for the temperature
+checks        refusals before the start
 """

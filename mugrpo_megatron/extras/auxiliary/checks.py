@@ -16,16 +16,17 @@ from mugrpo_megatron.files.hf_config import CONFIG, check_tokenizer, check_weigh
 from mugrpo_megatron.files.hub import model_name
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.functions import load_function
+from mugrpo_megatron.recipe.policy import AuxiliariesSection
 from mugrpo_megatron.weights.families import architecture
 
 REMEDY = "give the directory of a checkpoint, or the name of a model on the hub"
 
 
 def check_auxiliaries(recipe: Recipe, say: Callable[[str], None], on_paper: bool = False) -> None:
-    """Raise UserError, in one sentence, when an auxiliary model of the recipe could not take its turn.
+    """Raise UserError when an auxiliary model of the recipe could not do its jobs.
 
-    Models of the hub are downloaded here. The tokenizers are compared token by token, so transformers is imported. With
-    `on_paper` nothing is downloaded, and what needs a model that is not on this machine is left out.
+    Models of the hub are downloaded here, and tokenizers are compared token by token. With `on_paper` nothing is
+    downloaded, and models that are not on this machine are left out.
     """
     for function, judge in recipe.reward.judges.items():
         key = f"reward.functions.{function}"
@@ -42,56 +43,55 @@ def check_auxiliaries(recipe: Recipe, say: Callable[[str], None], on_paper: bool
             )
         if not on_paper:
             slot_of_environment(section, cuda=True)
-        elif not _here(recipe, name):
+        elif not _on_this_machine(recipe.auxiliary, name):
             say(f"auxiliary model: {name}, not on this machine, so not checked: {auxiliary.model}")
             continue
-        directory = directory_of(recipe, name, cached=on_paper)
+        directory = directory_of(recipe.auxiliary, name, cached=on_paper)
         config = read_config(directory, key=f"{key}.model", remedy=REMEDY)
         check_weights(directory, f"{key}.model")
-        for own in _recipes(recipe, name, directory):
-            if problems := list(engine_problems(own, config)):
+        for engine_recipe in _recipes(recipe, name, directory):
+            if problems := list(engine_problems(engine_recipe, config)):
                 raise UserError(f"{key}: {'; '.join(problems)}")
-            engine_arguments(own, directory, cuda=True)
+            engine_arguments(engine_recipe, directory, cuda=True)
         say(f"auxiliary model: {name}, {config['model_type']} ({directory})")
 
 
-def _here(recipe: Recipe, name: str) -> bool:
-    """Whether the auxiliary model's directory is there, or its model in the hub's cache."""
-    model = recipe.auxiliary.by_name[name].model
+def _on_this_machine(auxiliaries: AuxiliariesSection, name: str) -> bool:
+    """Whether the auxiliary model's directory exists, or its model is in the hub's cache."""
+    model = auxiliaries.by_name[name].model
     if model_name(model) is None:
         return Path(model).exists()
     try:
-        return bool(directory_of(recipe, name))
+        return bool(directory_of(auxiliaries, name))
     except UserError:
         return False
 
 
 def _recipes(recipe: Recipe, name: str, directory: Path) -> Iterator[Recipe]:
-    """The recipes that the auxiliary model's engine is started with, checked as far as each job has checks of its
-    own."""
+    """Checks each job of the auxiliary model, and yields the recipe of its engine."""
     if recipe.objective.teacher == name:
-        _check_teacher(recipe, name, directory)
+        _check_teacher(recipe.rollout.temperature, recipe.model.directory, name, directory)
         yield teacher_recipe(recipe, name, directory)
     for function, judge in recipe.reward.judges.items():
         if judge.model == name:
             check_tokenizer(directory)
-            room = question_room(recipe, judge, read_model_config(directory))
+            quoted = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
+            room = question_room(quoted, judge, read_model_config(directory))
             if room < 1:
                 key = f"reward.functions.{function}.max_tokens"
                 raise UserError(f"{key} = {judge.max_tokens} leaves no room for a question; lower it")
             yield judge_recipe(recipe, name, directory, judge, room)
 
 
-def _check_teacher(recipe: Recipe, name: str, directory: Path) -> None:
-    """UserError for another vocabulary, and for a model whose logits cannot be divided by the temperature."""
-    if recipe.rollout.temperature != 1.0:  # refuses families whose last norm is not known
+def _check_teacher(temperature: float, policy: Path, name: str, directory: Path) -> None:
+    """Raise UserError for another vocabulary than the policy's, and for a family whose logits cannot be scaled."""
+    if temperature != 1.0:  # `architecture` refuses families whose last norm is not known
         architecture(read_config(directory, key=f"auxiliary.{name}.model", remedy=REMEDY), str(directory / CONFIG))
-    policy = recipe.model.directory
     if not policy.exists():  # on paper
         return
-    own, other = load_tokenizer(policy).get_vocab(), load_tokenizer(directory).get_vocab()
-    if own != other:
-        differing = sorted(own.items() ^ other.items(), key=lambda item: (item[1], item[0]))
+    expected, vocabulary = load_tokenizer(policy).get_vocab(), load_tokenizer(directory).get_vocab()
+    if expected != vocabulary:
+        differing = sorted(expected.items() ^ vocabulary.items(), key=lambda item: (item[1], item[0]))
         token, number = differing[0]
         raise UserError(
             f"auxiliary.{name}.model = {directory} has another vocabulary than {policy} "

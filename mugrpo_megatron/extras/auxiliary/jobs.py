@@ -1,4 +1,4 @@
-"""The jobs of auxiliary models: what one computes of a stage, as prompts for its engine and as rows of a column.
+"""Jobs of auxiliary models: prompts for the engine, and rows of the stage's column.
 
 A teacher has the policy's vocabulary, and gives log-probabilities of the stage's own sampled tokens.
 
@@ -24,8 +24,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.extras.auxiliary.column_parts import ColumnParts
 from mugrpo_megatron.extras.auxiliary.models import judge_recipe, question_room, teacher_recipe
-from mugrpo_megatron.extras.auxiliary.parts import Parts
 from mugrpo_megatron.files.hf_config import read_model_config
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.functions import load_function, told
@@ -34,7 +34,7 @@ from mugrpo_megatron.stages.columns import LogprobColumn, ScoreColumn, logprob_t
 from mugrpo_megatron.stages.store import StageStore
 
 NOTHING = Problem("", "", "")
-"""Stands for the problem of a prompt that is not sampled from."""
+"""Problem of a prompt that only scores given tokens."""
 TOO_LONG = "the question is longer than the judge's context"
 
 
@@ -43,7 +43,7 @@ class Teacher:
 
     what = "teacher logprobs"
 
-    def __init__(self, column: LogprobColumn, parts: Parts) -> None:
+    def __init__(self, column: LogprobColumn, parts: ColumnParts) -> None:
         self.column, self.parts = column, parts
         self.sampling = Sampling(1.0, 1.0, 1, ())
         """Nothing is sampled; the temperature is in the engine's arguments."""
@@ -56,31 +56,31 @@ class Teacher:
         return store.read_update(update)
 
     def prompts(self, samples: Sequence[Sample]) -> dict[int, Prompt]:
-        """By a sample's place; one without tokens has nothing to score."""
+        """Prompts by the sample's index in the update; a response without tokens has none."""
         return {
-            place: Prompt(
-                place,
+            index: Prompt(
+                index,
                 NOTHING,
-                [*one.prompt_ids.tolist(), *one.response_ids.tolist()],
-                len(one.response_ids),
-                one.support_ids,
+                [*sample.prompt_ids.tolist(), *sample.response_ids.tolist()],
+                len(sample.response_ids),
+                sample.support_ids,
             )
-            for place, one in enumerate(samples)
-            if len(one.response_ids)
+            for index, sample in enumerate(samples)
+            if len(sample.response_ids)
         }
 
     def rows(self, samples: Sequence[Sample], responses: Mapping[int, Response]) -> pa.Table:
-        """The update's rows of the column; `responses` by place, one for each prompt."""
+        """The update's rows of the column; `responses` by the sample's index, one for each prompt."""
         none = np.zeros(0, dtype=np.float32)
         return logprob_table([responses[i].logprobs if i in responses else none for i in range(len(samples))])
 
     def metrics(self, store: StageStore) -> dict[str, float]:
-        """The mean of log behaviour - log teacher over the stage's tokens, as far as the behaviour is known."""
+        """Mean of log engine - log teacher over the stage's tokens; empty if the engine's logprobs are missing."""
         total, tokens = 0.0, 0
         for update in range(store.updates):
-            own = np.concatenate([one.engine_logprobs for one in store.read_update(update)])
-            total += float(np.subtract(own, np.concatenate(self.column.read(update)), dtype=np.float64).sum())
-            tokens += len(own)
+            engine = np.concatenate([sample.engine_logprobs for sample in store.read_update(update)])
+            total += float(np.subtract(engine, np.concatenate(self.column.read(update)), dtype=np.float64).sum())
+            tokens += len(engine)
         mean = total / max(1, tokens)
         return {} if np.isnan(mean) else {"kl_teacher": mean}
 
@@ -99,7 +99,7 @@ def read_template(key: str, path: Path) -> Template:
 class Judge:
     """Scores a stage for its column; a `Job`."""
 
-    def __init__(self, recipe: Recipe, name: str, directory: Path, column: ScoreColumn, parts: Parts) -> None:
+    def __init__(self, recipe: Recipe, name: str, directory: Path, column: ScoreColumn, parts: ColumnParts) -> None:
         """`name` is the reward function's, `directory` the auxiliary model's."""
         section, key = recipe.reward.judges[name], f"reward.functions.{name}"
         assert section.prompt
@@ -108,8 +108,9 @@ class Judge:
         self._name, self._section, self._key = name, section, key
         self._template = read_template(f"{key}.prompt", section.prompt)
         self._parse: Callable[[str], Any] = load_function(f"{key}.parse", section.parse)
-        self._tokenizer, self._policys = load_tokenizer(directory), load_tokenizer(recipe.model.directory)
-        self._room = question_room(recipe, section, read_model_config(directory))
+        self._tokenizer, self._policy_tokenizer = load_tokenizer(directory), load_tokenizer(recipe.model.directory)
+        quoted = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
+        self._room = question_room(quoted, section, read_model_config(directory))
         end = self._tokenizer.eos_token_id
         self.sampling = Sampling(section.temperature, 1.0, section.max_tokens, () if end is None else (end,))
         """Greedy at temperature 0."""
@@ -121,17 +122,17 @@ class Judge:
         return store.read_update(update, whole=True)
 
     def prompts(self, samples: Sequence[Sample]) -> dict[int, Prompt]:
-        """By a sample's place; a question that is too long is not asked."""
-        questions = {place: self._question(one) for place, one in enumerate(samples)}
+        """Prompts by the sample's index in the update; a question that is too long has none."""
+        questions = {index: self._question(sample) for index, sample in enumerate(samples)}
         return {
-            place: Prompt(place, Problem(samples[place].problem, "", ""), ids)
-            for place, ids in questions.items()
+            index: Prompt(index, Problem(samples[index].problem, "", ""), ids)
+            for index, ids in questions.items()
             if len(ids) <= self._room
         }
 
     def _question(self, sample: Sample) -> list[int]:
         facts = {
-            "prompt": self._policys.decode(sample.prompt_ids.tolist(), skip_special_tokens=True),
+            "prompt": self._policy_tokenizer.decode(sample.prompt_ids.tolist(), skip_special_tokens=True),
             "response": sample.text,
             "gold": sample.gold,
             "row": json.loads(sample.row) if sample.row else {},
@@ -149,8 +150,8 @@ class Judge:
         return list(ids)
 
     def rows(self, samples: Sequence[Sample], responses: Mapping[int, Response]) -> pa.Table:
-        """The update's rows of the column; `responses` by place, one for each prompt."""
-        rows = [self._row(one, responses.get(place)) for place, one in enumerate(samples)]
+        """The update's rows of the column; `responses` by the sample's index, one for each prompt."""
+        rows = [self._row(sample, responses.get(index)) for index, sample in enumerate(samples)]
         return pa.Table.from_pylist(rows, schema=self.column.schema)
 
     def _row(self, sample: Sample, response: Response | None) -> dict[str, float | str | None]:
@@ -158,7 +159,7 @@ class Judge:
         answer, why = "", TOO_LONG
         if response is not None:
             answer = str(self._tokenizer.decode(response.ids.tolist(), skip_special_tokens=True))
-            score, why = parsed(self._parse, answer)
+            score, why = parse_score(self._parse, answer)
         question = str(self._tokenizer.decode(self._question(sample)))
         return {"score": score, "prompt": question, "answer": answer, "why": why}
 
@@ -170,8 +171,8 @@ class Judge:
         return {f"unparsed/{self._name}": float(unparsed.sum()), **mean}
 
 
-def parsed(parse: Callable[[str], Any], answer: str) -> tuple[float | None, str]:
-    """The score in a judge's answer, or None and why there is none; the user's function may fail in any way."""
+def parse_score(parse: Callable[[str], Any], answer: str) -> tuple[float | None, str]:
+    """The score in a judge's answer, or None with the reason; the user's function may fail in any way."""
     try:
         value = parse(answer)
         if value is None:
@@ -183,5 +184,4 @@ def parsed(parse: Callable[[str], Any], answer: str) -> tuple[float | None, str]
 
 
 Job = Teacher | Judge
-"""What one auxiliary model computes of one stage; prompts and responses are by the place of their sample in the
-update."""
+"""One auxiliary model's work on one stage."""

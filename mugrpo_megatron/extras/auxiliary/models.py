@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hub import MODEL_FILES, model_name, snapshot
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.recipe.policy import ModelSection
+from mugrpo_megatron.recipe.policy import AuxiliariesSection, ModelSection
 from mugrpo_megatron.recipe.scoring import EvalSection, FunctionSection
 from mugrpo_megatron.recipe.systems import EngineSection
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     import torch
 
 TEMPLATE_TOKENS = 4096
-"""Of a judge's question, besides what it quotes of the policy."""
+"""Tokens of a judge's question besides the quoted prompt and response."""
 OTHER_TOKENIZER = 2
-"""Tokens that a judge may need for one of the policy's."""
+"""Tokens of the judge's tokenizer for one token of the policy's, at most."""
 LONGEST_QUESTION = 1 << 20
-"""Where a model's config names no largest position."""
+"""Tokens of a question if the model's config has no largest position."""
 
 
-def directory_of(recipe: Recipe, name: str, cached: bool = True) -> Path:
-    """Where the auxiliary model's checkpoint lies; with `cached` false, one of the hub is downloaded.
+def directory_of(auxiliaries: AuxiliariesSection, name: str, cached: bool = True) -> Path:
+    """Directory of the auxiliary model's checkpoint; with `cached` false, a model of the hub is downloaded.
 
     Raises UserError when there is none.
     """
-    path = recipe.auxiliary.by_name[name].model
+    path = auxiliaries.by_name[name].model
     repository = model_name(path)
     if repository is None:
         return path
@@ -52,14 +52,13 @@ def teacher_recipe(recipe: Recipe, name: str, directory: Path) -> Recipe:
     engine = recipe.auxiliary.by_name[name].engine_section(recipe.engine)
     if recipe.rollout.temperature != 1.0:
         engine = engine.model_copy(
-            update={"extra": {**engine.extra, "forward_hooks": hook_of(recipe.rollout.temperature)}}
+            update={"extra": {**engine.extra, "forward_hooks": temperature_hook(recipe.rollout.temperature)}}
         )
     return _recipe(recipe, directory, engine, {})
 
 
-def question_room(recipe: Recipe, judge: FunctionSection, config: Mapping[str, Any]) -> int:
-    """Most tokens of a judge's question."""
-    quoted = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
+def question_room(quoted: int, judge: FunctionSection, config: Mapping[str, Any]) -> int:
+    """Most tokens of a judge's question, which quotes up to `quoted` tokens of the policy."""
     positions = config.get("max_position_embeddings") or LONGEST_QUESTION
     return min(OTHER_TOKENIZER * quoted + TEMPLATE_TOKENS, positions - judge.max_tokens)
 
@@ -73,28 +72,28 @@ def judge_recipe(recipe: Recipe, name: str, directory: Path, judge: FunctionSect
 def _recipe(
     recipe: Recipe, directory: Path, engine: EngineSection, rollout: Mapping[str, Any], room: int | None = None
 ) -> Recipe:
-    """The recipe with an auxiliary model in the policy's place; `rollout` are keys of its section."""
+    """The recipe with an auxiliary model in place of the policy; `rollout` replaces keys of its section."""
     # SGLang needs a tokenizer for stop texts, and an auxiliary model plays no episodes.
-    own: dict[str, Any] = {"stop": [], "function": None}
+    plain: dict[str, Any] = {"stop": [], "function": None}
     return recipe.model_copy(
         update={
             "model": ModelSection(path=directory, dtype=recipe.model.dtype),
             "data": recipe.data.model_copy(update={} if room is None else {"max_prompt_tokens": room}),
             "engine": engine,
             "learner": recipe.learner.model_copy(update={"routing_replay": "off"}),
-            "rollout": recipe.rollout.model_copy(update=own | dict(rollout)),
+            "rollout": recipe.rollout.model_copy(update=plain | dict(rollout)),
             "eval": EvalSection(),
         }
     )
 
 
 LAST_NORM = "model.norm"
-"""Its name in SGLang's models of every family that `weights.families` has."""
+"""Name of the last norm in SGLang's models, for every family in `weights.families`."""
 
 
-def hook_of(temperature: float) -> list[dict[str, Any]]:
-    """The engine argument `forward_hooks` that divides all logits by `temperature`."""
-    factory = f"{__name__}:dividing"
+def temperature_hook(temperature: float) -> list[dict[str, Any]]:
+    """SGLang's argument `forward_hooks` that divides all logits by `temperature`."""
+    factory = f"{__name__}:make_divider"
     return [
         {
             "name": "temperature",
@@ -105,8 +104,8 @@ def hook_of(temperature: float) -> list[dict[str, Any]]:
     ]
 
 
-def dividing(config: Mapping[str, float]) -> Callable[[torch.nn.Module, Any, Any], Any]:
-    """SGLang calls it for the hook: a function that divides a norm's output, alone or before a residual."""
+def make_divider(config: Mapping[str, float]) -> Callable[[torch.nn.Module, Any, Any], Any]:
+    """Hook factory that SGLang calls: returns a hook that divides a norm's output, also in (output, residual)."""
     temperature = config["temperature"]
 
     def divide(module: torch.nn.Module, inputs: Any, output: Any) -> Any:

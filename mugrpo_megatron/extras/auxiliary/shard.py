@@ -65,7 +65,7 @@ class ShardScoring:
         engine_recipe, stop = job.recipe(self.recipe, auxiliary.name, auxiliary.directory), self.stop
         log = self.directory.logs / f"auxiliary-{auxiliary.name}-shard-{self.slot.number + 1:04d}.log"
         title = f"stage {self.stage}, shard {self.slot.number}/{self.slot.engines}: {job.what} of {auxiliary.name}"
-        width, failures = samples_per_update(self.recipe), 0
+        width, failures = samples_per_update(self.recipe.rollout), 0
         engine = Engine.start(engine_recipe, auxiliary.directory, log, self.slot, stop.heard)
         try:
             with self.display.bar(title, len(missing), "updates") as bar:

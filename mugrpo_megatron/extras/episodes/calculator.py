@@ -53,10 +53,10 @@ def demonstrations(count: int = ROWS) -> list[dict[str, str]]:
     """Rows of a prompt and a response; every fifth calls."""
     every = round(1 / CALLING)
     rows = []
-    for place, problem in enumerate(problems(1, "train", count, "chain")):
+    for index, problem in enumerate(problems(1, "train", count, "chain")):
         answer = f"\\boxed{{{problem.answer}}}"
         call = f"{problem.question.rstrip('=')}{CALL} {problem.answer} "
-        rows.append({"prompt": problem.question, "response": answer if place % every else call + answer})
+        rows.append({"prompt": problem.question, "response": answer if index % every else call + answer})
     return rows
 
 

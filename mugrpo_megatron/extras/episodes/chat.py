@@ -54,22 +54,22 @@ class Chat:
         if common != list(before) or len(messages) == len(before):
             so_far.check(self._encode(self._render(messages, tools, True)), self.shown)
             raise Broken(_different(common, before, so_far.turns))
-        whole, earlier = self._render(messages, tools, True), self._render(before, tools, False)
+        rendered, earlier = self._render(messages, tools, True), self._render(before, tools, False)
         end, closed = self._end(earlier, so_far)
-        if not whole.startswith(earlier[:end]):
-            so_far.check(self._encode(whole), self.shown)
+        if not rendered.startswith(earlier[:end]):
+            so_far.check(self._encode(rendered), self.shown)
             raise Broken(
                 f"the chat template renders turn {so_far.turns} differently once turn {so_far.turns + 1} is there; "
                 "name a template that does not with data.chat_template"
             )
-        return so_far.context + self._encode(whole[end if closed else end - len(self._closing) :])
+        return so_far.context + self._encode(rendered[end if closed else end - len(self._closing) :])
 
     def _end(self, earlier: str, so_far: Trajectory) -> tuple[int, bool]:
         """Where the last turn ends in the rendered text, its closing token included; whether that was sampled."""
-        place = earlier.rfind(self._closing)
-        if place < 0 or earlier[place + len(self._closing) :].strip():
+        end = earlier.rfind(self._closing)
+        if end < 0 or earlier[end + len(self._closing) :].strip():
             raise ValueError(f"the chat template does not end the assistant's turn with {self._closing!r}")
-        return place + len(self._closing), so_far.ids[-1] == self._tokenizer.eos_token_id
+        return end + len(self._closing), so_far.ids[-1] == self._tokenizer.eos_token_id
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Any], prompt: bool) -> str:
         try:
@@ -150,10 +150,11 @@ def _arguments(text: str) -> Any:
 
 
 def _different(messages: Sequence[Message], before: Sequence[Message], turn: int) -> str:
-    place = next(
-        (k for k, (one, other) in enumerate(zip(messages, before, strict=False)) if one != other), len(messages)
+    index = next(
+        (k for k, (message, earlier) in enumerate(zip(messages, before, strict=False)) if message != earlier),
+        len(messages),
     )
     return (
-        f"message {place} of turn {turn + 1} is not the one of turn {turn}, though its tokens are the same; pass on "
+        f"message {index} of turn {turn + 1} is not the one of turn {turn}, though its tokens are the same; pass on "
         "the messages as they were returned, and add to them"
     )

@@ -39,12 +39,17 @@ def play_of(name: str, options: Mapping[str, Any]) -> Play:
     except (TypeError, ValueError) as error:
         raise UserError(f"rollout.function {name!r} has no signature that could be read ({error})") from None
     for known, make in ((("problem", "model"), _ours), (("args", "sample", "sampling_params"), _slime)):
-        needed = [key for key, one in parameters.items() if one.default is one.empty and one.kind < one.VAR_POSITIONAL]
+        needed = [name for name, parameter in parameters.items() if _is_needed(parameter)]
         if set(known) <= parameters.keys() and set(needed) <= set(known):
             if not inspect.iscoroutinefunction(function):
                 raise UserError(f"rollout.function {name!r} is a plain function: write async def, and await the model")
             return make(function, name, options)
     raise UserError(f"rollout.function {name!r} takes ({', '.join(parameters)}): name its parameters as in {FORMS}")
+
+
+def _is_needed(parameter: inspect.Parameter) -> bool:
+    """Whether a call must give the parameter a value."""
+    return parameter.default is parameter.empty and parameter.kind < parameter.VAR_POSITIONAL
 
 
 def _result(returned: Any, name: str) -> dict[str, Any]:
@@ -73,12 +78,12 @@ def _slime(function: Callable[..., Any], name: str, options: Mapping[str, Any]) 
             raise TypeError(f"{name} returned a {type(returned).__name__} where one Sample belongs")
         if returned.status in (SlimeSample.Status.ABORTED, SlimeSample.Status.FAILED):
             raise RuntimeError(f"{name} returned a sample of status {returned.status.value}")
-        own = {
+        sampled = {
             "tokens": list(map(int, returned.tokens)),
             "loss_mask": None if returned.loss_mask is None else list(map(int, returned.loss_mask)),
             "cut": returned.status is SlimeSample.Status.TRUNCATED,
         }
-        return {**_result(returned.reward, name), **own}
+        return {**_result(returned.reward, name), **sampled}
 
     return play
 
@@ -111,7 +116,7 @@ def _trl(factory: Callable[[], Any], name: str) -> Play:
 def _taken(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
     """The columns that a function takes: all of them, unless it names some."""
     parameters = inspect.signature(function).parameters
-    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(columns)
     return {name: value for name, value in columns.items() if name in parameters}
 

@@ -86,9 +86,9 @@ class Episodes:
                     for process, episode, why in self._pool.late(now):
                         self._stop(process, episode, why)
                     self._flush()  # before the caller stores what is finished
-                    for group in [one for one in self._groups.values() if all(one.responses)]:
+                    for group in [group for group in self._groups.values() if all(group.responses)]:
                         del self._groups[id(group)]
-                        yield group.prompt, _with_shares([one for one in group.responses if one])
+                        yield group.prompt, _with_shares([response for response in group.responses if response])
             finally:
                 self._pool.waiting.clear()
                 for process in self._pool.processes:
@@ -101,7 +101,7 @@ class Episodes:
         """Begin episodes where the engine has room; whether there is anything in flight."""
         at_once = IN_FLIGHT * self._n * self._engine.slots(self._n)
         while True:
-            live = sum(one is None for group in self._groups.values() for one in group.responses)
+            live = sum(response is None for group in self._groups.values() for response in group.responses)
             idle = sum(not episode.so_far.turns and episode.key not in self._requests for episode in self._live())
             in_engine = -(-(len(self._requests) + idle) // self._n)
             room = max(0, at_once - live) // self._n if live else max(1, at_once // self._n)
@@ -115,7 +115,10 @@ class Episodes:
                 return bool(self._groups)
 
     def _live(self) -> list[Attempt]:
-        return [*self._pool.waiting, *(one for process in self._pool.processes for one in process.episodes.values())]
+        return [
+            *self._pool.waiting,
+            *(attempt for process in self._pool.processes for attempt in process.episodes.values()),
+        ]
 
     def _begin(self, group: Group, number: int, retries: int = 0, alone: bool = False) -> None:
         so_far = Trajectory(self._sampling.max_tokens)
@@ -204,13 +207,13 @@ class Episodes:
         most = max(1, min(room - between, message.get("max_tokens") or room))
         episode.request = {**message, "ids": ids}
         self._requests[episode.key] = episode
-        place = f"{episode.group.prompt.index}/{episode.number}/{episode.retries}/{so_far.turns}"
-        self._work.append(Request(episode.key, ids, 1, place, most, tuple(message.get("stop") or ())))
+        stream = f"{episode.group.prompt.index}/{episode.number}/{episode.retries}/{so_far.turns}"
+        self._work.append(Request(episode.key, ids, 1, stream, most, tuple(message.get("stop") or ())))
 
     def _too_long(self, message: dict[str, Any], room: int) -> bool:
         """Whether a text is so long that it cannot fit, tokenized or not."""
         room += self._recipe.data.max_prompt_tokens
-        texts = [message.get("text", ""), *(one.get("content") or "" for one in message.get("messages", ()))]
+        texts = [message.get("text", ""), *(message.get("content") or "" for message in message.get("messages", ()))]
         return sum(map(len, map(str, texts))) > CHARS_A_TOKEN * room
 
     def _ids(self, episode: Attempt, message: dict[str, Any]) -> list[int]:
@@ -224,7 +227,7 @@ class Episodes:
         else:
             ids = message["ids"]
         most, vocabulary = self._recipe.data.max_prompt_tokens, len(self._tokenizer)
-        if not ids or not all(0 <= one < vocabulary for one in ids):
+        if not ids or not all(0 <= token < vocabulary for token in ids):
             raise ValueError(f"a prompt has at least one token, and ids below {vocabulary}")
         if not episode.so_far.turns and len(ids) > most:
             raise ValueError(f"its prompt has {len(ids)} tokens: raise data.max_prompt_tokens, which is {most}")
@@ -240,7 +243,7 @@ class Episodes:
         if episode is None or episode.request is None:
             return
         request, episode.request = episode.request, None
-        process = next((one for one in self._pool.processes if episode.key in one.episodes), None)
+        process = next((process for process in self._pool.processes if episode.key in process.episodes), None)
         if process is None:  # it has failed meanwhile
             return
         episode.so_far.extend(request["ids"], response)
@@ -277,8 +280,8 @@ class Episodes:
             except Broken as error:
                 self._fail(episode, str(error))
                 return
-            own = (result["loss_mask"] or [1] * len(mask))[: len(mask)]
-            mask &= np.pad(np.array(own, dtype=bool), (0, len(mask) - len(own)))
+            mask_of_function = (result["loss_mask"] or [1] * len(mask))[: len(mask)]
+            mask &= np.pad(np.array(mask_of_function, dtype=bool), (0, len(mask) - len(mask_of_function)))
         if result.get("cut"):
             so_far.finish_reason = "length"
         calls = result.get("calls", 0)
@@ -336,18 +339,20 @@ class Episodes:
         if not process.ready:
             raise UserError(f"a process of rollout.function did not start in time: {why}")
         episodes = self._pool.discard(process)
-        for one in episodes:
-            innocent = self._requests.pop(one.key, None) is not None
+        for attempt in episodes:
+            innocent = self._requests.pop(attempt.key, None) is not None
             if len(episodes) == 1:
-                self._fail(one, why)
+                self._fail(attempt, why)
             else:
-                self._begin(one.group, one.number, one.retries, one.alone or not innocent)
+                self._begin(attempt.group, attempt.number, attempt.retries, attempt.alone or not innocent)
 
 
 def _with_shares(responses: Sequence[Response]) -> list[Response]:
     """The responses of a group, each with the share of the group that has failed."""
-    lost = sum(one.episode is not None and one.episode.failed for one in responses) / len(responses)
+    lost = sum(response.episode is not None and response.episode.failed for response in responses) / len(responses)
     return [
-        replace(one, episode=replace(one.episode, parts={**one.episode.parts, "lost": lost})) if one.episode else one
-        for one in responses
+        replace(response, episode=replace(response.episode, parts={**response.episode.parts, "lost": lost}))
+        if response.episode
+        else response
+        for response in responses
     ]

@@ -97,8 +97,8 @@ class _Worker:
             finally:
                 self._pending.pop(key, None)
 
-        own = message["problem"]
-        problem = Problem(**{**own, "messages": tuple((role, text) for role, text in own["messages"])})
+        fields = message["problem"]
+        problem = Problem(**{**fields, "messages": tuple((role, text) for role, text in fields["messages"])})
         rest = {name: message[name] for name in ("prompt_ids", "prompt", "messages", "sampling")}
         return EpisodeModel(problem, ask=ask, threads=self._threads, **rest)
 
@@ -111,8 +111,8 @@ class _Worker:
         except asyncio.CancelledError:
             self._send({"ended": key, "open": model.open})
         except BaseException as error:  # SystemExit too: it would end the other episodes
-            own = (__file__, turns.__file__, asyncio.__file__)
-            self._send({"failed": key, "why": told(error, *own), "open": model.open})
+            internal = (__file__, turns.__file__, asyncio.__file__)
+            self._send({"failed": key, "why": told(error, *internal), "open": model.open})
         finally:
             self._episodes.pop(key, None)
 

@@ -120,18 +120,18 @@ class Pool:
             process.send(start(episode))
 
     def _process_for(self, episode: Attempt) -> EpisodeProcess | None:
-        open_ = [one for one in self.processes if not one.retiring]
-        shared = [one for one in open_ if not any(other.alone for other in one.episodes.values())]
+        open_ = [process for process in self.processes if not process.retiring]
+        shared = [process for process in open_ if not any(attempt.alone for attempt in process.episodes.values())]
         if episode.alone:
-            idle = [one for one in open_ if one.ready and not one.episodes]
+            idle = [process for process in open_ if process.ready and not process.episodes]
             if not idle and len(open_) <= self._limit:
                 self._start()
             return idle[0] if idle else None
         if len(shared) < self._limit:
             self._start()
             shared.append(self.processes[-1])
-        ready = [one for one in shared if one.ready]
-        return min(ready, key=lambda one: len(one.episodes)) if ready else None
+        ready = [process for process in shared if process.ready]
+        return min(ready, key=lambda process: len(process.episodes)) if ready else None
 
     def _start(self) -> None:
         environment = {"MALLOC_ARENA_MAX": "2"}  # an arena of 64 MB address space for each thread would fill the limit

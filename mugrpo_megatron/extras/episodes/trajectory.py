@@ -55,14 +55,14 @@ class Trajectory:
         context = self.context
         if not self.turns or list(ids[: len(context)]) == context:
             return
-        place = next(
+        position = next(
             (k for k, (ours, theirs) in enumerate(zip(context, ids, strict=False)) if ours != theirs), len(ids)
         )
-        shown_theirs = f"{shown([ids[place]])!r} (id {ids[place]})" if place < len(ids) else "missing"
-        sampled = place >= len(self.prompt) and self.mask[place - len(self.prompt)]
+        shown_theirs = f"{shown([ids[position]])!r} (id {ids[position]})" if position < len(ids) else "missing"
+        sampled = position >= len(self.prompt) and self.mask[position - len(self.prompt)]
         raise Broken(
-            f"turn {self.turns + 1} does not continue turn {self.turns}: its token {place} is {shown_theirs} where "
-            f"{shown([context[place]])!r} (id {context[place]}) was {'sampled' if sampled else 'given'} before; "
+            f"turn {self.turns + 1} does not continue turn {self.turns}: its token {position} is {shown_theirs} where "
+            f"{shown([context[position]])!r} (id {context[position]}) was {'sampled' if sampled else 'given'} before; "
             "pass on the ids, or the messages, as they were returned"
         )
 

@@ -74,7 +74,7 @@ class EpisodeModel:
         schemas.
         """
         schemas = [tool if isinstance(tool, dict) else schema_of(tool) for tool in tools]
-        answer = await self.ask("chat", messages=[dict(one) for one in messages], tools=schemas)
+        answer = await self.ask("chat", messages=[dict(message) for message in messages], tools=schemas)
         self.ids = answer["ids"]
         return dict(answer["message"])
 
@@ -114,7 +114,7 @@ class EpisodeModel:
     async def answer(self, message: Mapping[str, Any], tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
         """Run the tools that the assistant's message calls; a message of each, also where one fails, as in TRL."""
         by_name = {tool.__name__: tool for tool in tools}
-        calls = [one["function"] for one in message.get("tool_calls") or ()]
+        calls = [call["function"] for call in message.get("tool_calls") or ()]
         return [
             {"role": "tool", "name": call["name"], "content": await self._said(by_name.get(call["name"]), call)}
             for call in calls

@@ -34,10 +34,10 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, slots=True)
-class Foreign:
+class ForeignRollout:
     """One response of a file."""
 
-    place: str
+    location: str
     """`file:line`"""
     row: Mapping[str, Any]
     """The whole row, as JSON values."""
@@ -55,7 +55,7 @@ class Foreign:
 
 def read_rollouts(
     path: Path, tokenizer: PreTrainedTokenizerBase, template: Template, limits: tuple[int, int]
-) -> list[list[Foreign]]:
+) -> list[list[ForeignRollout]]:
     """The groups of a file, in the order in which they begin: rows with the same `group`, or prompt and `step`.
 
     Text prompts are taken as the model saw them, messages go through the chat template. A response that is text is
@@ -65,20 +65,22 @@ def read_rollouts(
     Args:
         limits: most tokens of a prompt and of a response.
     """
-    groups: dict[str, list[Foreign]] = {}
+    groups: dict[str, list[ForeignRollout]] = {}
     for line, row in rows(path):
-        place = f"{path.name}:{line}"
+        location = f"{path.name}:{line}"
         if isinstance(row, str):
-            raise UserError(f"{place}: {row}")
+            raise UserError(f"{location}: {row}")
         try:
             _check_text(row)
-            rollouts = [_foreign(kept_row(flattened(one)), place, tokenizer, template, limits) for one in unfolded(row)]
+            rollouts = [
+                _parse_row(kept_row(flattened(trace)), location, tokenizer, template, limits) for trace in unfolded(row)
+            ]
         except ValueError as error:
-            raise UserError(f"{place}: {error}") from None
-        for one in rollouts:
-            prompt = one.prompt_ids.tolist()
+            raise UserError(f"{location}: {error}") from None
+        for rollout in rollouts:
+            prompt = rollout.prompt_ids.tolist()
             key = row["group"] if row.get("group") is not None else [row.get("step"), prompt]
-            groups.setdefault(json.dumps([key, prompt] if len(rollouts) > 1 else key, default=str), []).append(one)
+            groups.setdefault(json.dumps([key, prompt] if len(rollouts) > 1 else key, default=str), []).append(rollout)
     _check_even(path, list(groups.values()))
     return list(groups.values())
 
@@ -90,34 +92,34 @@ def _check_text(row: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} is binary; write the column as text (a string type)")
 
 
-def _check_even(path: Path, groups: list[list[Foreign]]) -> None:
+def _check_even(path: Path, groups: list[list[ForeignRollout]]) -> None:
     if not groups:
         raise UserError(f"{path}: holds no rows")
     sizes = sorted({len(group) for group in groups})
     if len(sizes) > 1:
         odd = next(group for group in groups if len(group) != len(groups[0]))
         raise UserError(
-            f"{path}: the group of {odd[0].place} has {len(odd)} responses and that of {groups[0][0].place} has "
+            f"{path}: the group of {odd[0].location} has {len(odd)} responses and that of {groups[0][0].location} has "
             f"{len(groups[0])}: every group needs as many; leave rows out, or name the groups in a column `group`"
         )
     for group in groups:
-        if any(not np.array_equal(one.prompt_ids, group[0].prompt_ids) for one in group):
-            raise UserError(f"{group[0].place}: the responses of one group have different prompts")
+        if any(not np.array_equal(rollout.prompt_ids, group[0].prompt_ids) for rollout in group):
+            raise UserError(f"{group[0].location}: the responses of one group have different prompts")
         for name in ("logprobs", "loss_mask"):
-            have = {getattr(one, name) is not None for one in (group[0], groups[0][0], *group)}
+            have = {getattr(rollout, name) is not None for rollout in (group[0], groups[0][0], *group)}
             if len(have) > 1:
-                raise UserError(f"{path}: only some rows have {name}, {group[0].place} among the first that differ")
+                raise UserError(f"{path}: only some rows have {name}, {group[0].location} among the first that differ")
 
 
-def _foreign(
-    row: dict[str, Any], place: str, tokenizer: PreTrainedTokenizerBase, template: Template, limits: tuple[int, int]
-) -> Foreign:
+def _parse_row(
+    row: dict[str, Any], location: str, tokenizer: PreTrainedTokenizerBase, template: Template, limits: tuple[int, int]
+) -> ForeignRollout:
     finish = row.get("finish_reason") or "stop"
     if finish not in ("stop", "length"):
         raise ValueError(f"finish_reason {shown(finish)} is neither `stop` nor `length`")
-    given = row.get("response_ids")
-    if given is not None:
-        response = _ids(given, "response_ids", len(tokenizer))
+    given_ids = row.get("response_ids")
+    if given_ids is not None:
+        response = _ids(given_ids, "response_ids", len(tokenizer))
         text = str(tokenizer.decode(response.tolist(), skip_special_tokens=True))
     else:
         text = _response(row)
@@ -131,14 +133,14 @@ def _foreign(
     for name, values in (("logprobs", given_logprobs), ("loss_mask", given_mask)):
         if values is None:
             continue
-        if given is None:
+        if given_ids is None:
             raise ValueError(f"{name} are per token, so the row needs its response_ids too")
         if not isinstance(values, list) or len(values) != len(response):
             raise ValueError(f"{name} need one value for each of the {len(response)} response_ids")
-    return Foreign(
-        place,
+    return ForeignRollout(
+        location,
         row,
-        _prompt(row, place, tokenizer, template, limits[0]),
+        _prompt(row, location, tokenizer, template, limits[0]),
         response,
         text,
         None if given_logprobs is None else _logprobs(given_logprobs),
@@ -157,8 +159,8 @@ def _logprobs(values: list[Any]) -> np.ndarray:
     if not all(type(value) in (int, float) for value in values):
         raise ValueError("logprobs hold something that is not a number")
     if (highest := max(values)) > ROUNDING:
-        shown = highest if small_enough(highest) else "a number beyond float32"
-        raise ValueError(f"logprobs hold {shown}, and the logarithm of a probability is at most 0")
+        value_text = highest if small_enough(highest) else "a number beyond float32"
+        raise ValueError(f"logprobs hold {value_text}, and the logarithm of a probability is at most 0")
     if not all(map(small_enough, values)):
         raise ValueError("logprobs hold a number that is not finite as float32")
     return np.minimum(np.array(values, dtype=np.float32), np.float32(0.0))
@@ -183,19 +185,21 @@ def _longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _prompt(
-    row: dict[str, Any], place: str, tokenizer: PreTrainedTokenizerBase, template: Template, most: int
+    row: dict[str, Any], location: str, tokenizer: PreTrainedTokenizerBase, template: Template, most: int
 ) -> np.ndarray:
-    asked = row.get("prompt")
+    content = row.get("prompt")
     if (ids := row.get("prompt_ids")) is not None:
         prompt = _ids(ids, "prompt_ids", len(tokenizer))
-    elif isinstance(asked, list):
-        turns = messages_of(asked)
+    elif isinstance(content, list):
+        turns = messages_of(content)
         _check_characters("prompt", "".join(text for _, text in turns), most, tokenizer)
-        prompt = np.array(render(Problem(place, "", "", messages=turns), tokenizer, "chat", template), dtype=np.int32)
-    elif isinstance(asked, str):
-        _check_characters("prompt", asked, most, tokenizer)
-        has_start = bool(tokenizer.bos_token) and asked.startswith(str(tokenizer.bos_token))
-        ids = tokenizer.encode(asked, add_special_tokens=False)
+        prompt = np.array(
+            render(Problem(location, "", "", messages=turns), tokenizer, "chat", template), dtype=np.int32
+        )
+    elif isinstance(content, str):
+        _check_characters("prompt", content, most, tokenizer)
+        has_start = bool(tokenizer.bos_token) and content.startswith(str(tokenizer.bos_token))
+        ids = tokenizer.encode(content, add_special_tokens=False)
         starts = [] if has_start or tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
         prompt = np.array([*starts, *ids], dtype=np.int32)
     else:

@@ -20,7 +20,7 @@ from mugrpo_megatron.data.prompts import template_of
 from mugrpo_megatron.data.reading import any_answer, data_source_of, prompt_in_row, verifiable_answer
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.extras.exchange.foreign_rollouts import Foreign, read_rollouts, small_enough
+from mugrpo_megatron.extras.exchange.foreign_rollouts import ForeignRollout, read_rollouts, small_enough
 from mugrpo_megatron.extras.exchange.publish import CARD, card, say_leftovers
 from mugrpo_megatron.files.durable import durable_directory, write_text
 from mugrpo_megatron.files.json_text import as_text
@@ -68,33 +68,33 @@ def import_rollouts(
     updates = _check_fits(file, groups, recipe)
     _check_trained(file, groups, recipe.rollout.prompts_per_update)
     known = groups[0][0].logprobs is not None
-    golds = [[_gold(one, recipe, file.stem) for one in group] for group in groups]
+    golds = [[_gold(rollout, recipe, file.stem) for rollout in group] for group in groups]
     scores = _scores(groups, golds, recipe, reward)
-    shown, hidden = portable(recipe)
+    portable_recipe, hidden = portable(recipe)
     run = secrets.token_hex(8)
     published = Published(run, 0, *hub_name(model), weights, hidden, logprobs=known)
     say_leftovers(to, say)
     with durable_directory(to, replace=False) as partial:
         target = RunDirectory(partial)
         store = StageStore(target.stage(0), origin=Origin(run, 0, 0))
-        for place, (group, own, scored) in enumerate(zip(groups, golds, scores, strict=True)):
-            store.append(_samples(place, group, own[0], scored, recipe))
+        for index, (group, group_golds, scored) in enumerate(zip(groups, golds, scores, strict=True)):
+            store.append(_samples(index, group, group_golds[0], scored, recipe))
         store.seal(updates, recipe.rollout.prompts_per_update)
-        write_text(target.recipe, dump_recipe(shown))
+        write_text(target.recipe, dump_recipe(portable_recipe))
         write_published(partial, published)
-        write_text(partial / CARD, card(published, shown, store, weights=True))
+        write_text(partial / CARD, card(published, portable_recipe, store, weights=True))
         mean = store.statistics()["reward_mean"]
     count = sum(len(group) for group in groups)
     say(f"{to}: {count:,} responses in {len(groups):,} groups, {updates:,} updates, mean reward {mean:.4g}")
 
 
-def _check_fits(file: Path, groups: list[list[Foreign]], recipe: Recipe) -> int:
+def _check_fits(file: Path, groups: list[list[ForeignRollout]], recipe: Recipe) -> int:
     """The updates that the groups make; UserError with all settings that fit, unless the recipe's do."""
     rollout, size = recipe.rollout, len(groups[0])
     # The size that divides all groups and is nearest to the recipe's, in ratio.
     per_update = min(divisors(len(groups)), key=lambda size: abs(math.log(size / rollout.prompts_per_update)))
     updates = len(groups) // per_update
-    longest = max(len(one.response_ids) for group in groups for one in group)
+    longest = max(len(rollout.response_ids) for group in groups for rollout in group)
     facts = [f"holds {_counted(len(groups), 'group')} of {_counted(size, 'response')}, the longest of {longest} tokens"]
     fitting: dict[str, object] = {
         "rollout.prompts_per_update": per_update,
@@ -121,59 +121,59 @@ def _counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
-def _check_trained(file: Path, groups: list[list[Foreign]], size: int) -> None:
+def _check_trained(file: Path, groups: list[list[ForeignRollout]], size: int) -> None:
     """Raise UserError for an update of `size` groups whose loss masks leave no token to train on."""
     for start in range(0, len(groups), size):
-        masks = [one.loss_mask for group in groups[start : start + size] for one in group]
+        masks = [rollout.loss_mask for group in groups[start : start + size] for rollout in group]
         if all(mask is not None and not mask.any() for mask in masks):
             raise UserError(
                 f"{file}: the loss masks of update {start // size} (from 0), whose responses begin at "
-                f"{groups[start][0].place}, are all 0, so it has no token to train on; set some to 1, or leave its "
+                f"{groups[start][0].location}, are all 0, so it has no token to train on; set some to 1, or leave its "
                 "rows out"
             )
 
 
 def _scores(
-    groups: list[list[Foreign]], golds: list[list[_Gold]], recipe: Recipe, reward: str | None
+    groups: list[list[ForeignRollout]], golds: list[list[_Gold]], recipe: Recipe, reward: str | None
 ) -> list[list[Score]]:
     """Every response's score: the one in the column `reward`, else in one called so, else the verifier's."""
     column = reward or ("reward" if "reward" in groups[0][0].row else None)
     if column is not None:
-        return [[_given(one, column) for one in group] for group in groups]
+        return [[_given(rollout, column) for rollout in group] for group in groups]
     answers = [
-        [_answer(one, gold) for one, gold in zip(group, own, strict=True)]
-        for group, own in zip(groups, golds, strict=True)
+        [_answer(rollout, gold) for rollout, gold in zip(group, group_golds, strict=True)]
+        for group, group_golds in zip(groups, golds, strict=True)
     ]
     with Verifier(recipe.reward) as verifier:
         pending = [
             verifier.submit(
-                [one.text for one in group],
-                [gold.value for gold in own],
-                [one.row for one in group],
-                [prompt_in_row(one.row) for one in group],
+                [rollout.text for rollout in group],
+                [gold.value for gold in group_golds],
+                [rollout.row for rollout in group],
+                [prompt_in_row(rollout.row) for rollout in group],
                 answers=texts,
-                sources=[gold.source for gold in own],
-                ids=[one.response_ids.tolist() for one in group],
+                sources=[gold.source for gold in group_golds],
+                ids=[rollout.response_ids.tolist() for rollout in group],
             )
-            for group, own, texts in zip(groups, golds, answers, strict=True)
+            for group, group_golds, texts in zip(groups, golds, answers, strict=True)
         ]
-        verdicts = [one.result() for one in pending]
+        verdicts = [batch.result() for batch in pending]
     limit = recipe.rollout.max_response_tokens
     return [
         [
-            with_length_penalty(score, len(one.response_ids), limit, recipe.reward)
-            for one, score in zip(group, scores, strict=True)
+            with_length_penalty(score, len(rollout.response_ids), limit, recipe.reward)
+            for rollout, score in zip(group, scores, strict=True)
         ]
         for group, scores in zip(groups, verdicts, strict=True)
     ]
 
 
-def _given(one: Foreign, column: str) -> Score:
-    value = one.row.get(column)
-    if column not in one.row:
-        alike = get_close_matches(column, map(str, one.row), n=1)
+def _given(rollout: ForeignRollout, column: str) -> Score:
+    value = rollout.row.get(column)
+    if column not in rollout.row:
+        alike = get_close_matches(column, map(str, rollout.row), n=1)
         meant = f"; did you mean --reward {alike[0]}?" if alike else ""
-        raise UserError(f"{one.place}: has no column {column} of rewards {found_in(one.row)}{meant}")
+        raise UserError(f"{rollout.location}: has no column {column} of rewards {found_in(rollout.row)}{meant}")
     if isinstance(value, str):  # CSV has no numbers
         try:
             value = float(value)
@@ -181,58 +181,58 @@ def _given(one: Foreign, column: str) -> Score:
             value = None
     if not isinstance(value, bool | int | float) or not small_enough(value):
         raise UserError(
-            f"{one.place}: {column} holds no finite number that fits float32; --reward names another column"
+            f"{rollout.location}: {column} holds no finite number that fits float32; --reward names another column"
         )
     return Score(float(value), "", f"given in {column}", 0.0, components={column: float(value)})
 
 
-def _gold(one: Foreign, recipe: Recipe, name: str) -> _Gold:
+def _gold(rollout: ForeignRollout, recipe: Recipe, name: str) -> _Gold:
     """The row's gold, found as training finds it; `name` is the data source of a row that names none."""
-    source, row = data_source_of(one.row) or name, dict(one.row)
+    source, row = data_source_of(rollout.row) or name, dict(rollout.row)
     takes_any = recipe.reward.any_gold(source)
     column = gold_column(row, takes_any)
     return _Gold(source, column, field_at(row, column) if column else None, takes_any)
 
 
-def _answer(one: Foreign, gold: _Gold) -> str:
+def _answer(rollout: ForeignRollout, gold: _Gold) -> str:
     """The answer in the row's gold, read as training reads it."""
     if gold.any:
         return any_answer(gold.value)
     if not gold.column:
         raise UserError(
-            f"{one.place}: has neither a reward nor a gold ({', '.join(ANSWERS)}) {found_in(one.row)}; --reward names "
-            "the column of rewards"
+            f"{rollout.location}: has neither a reward nor a gold ({', '.join(ANSWERS)}) {found_in(rollout.row)}; "
+            "--reward names the column of rewards"
         )
     try:
         return verifiable_answer(gold.value, gold.column)
     except ValueError as error:
-        raise UserError(f"{one.place}: {error}") from None
+        raise UserError(f"{rollout.location}: {error}") from None
 
 
-def _samples(place: int, group: list[Foreign], gold: _Gold, scores: list[Score], recipe: Recipe) -> list[Sample]:
+def _samples(index: int, group: list[ForeignRollout], gold: _Gold, scores: list[Score], recipe: Recipe) -> list[Sample]:
     rewards = np.array([score.reward for score in scores])
     advantages = group_advantages(rewards, np.zeros(len(rewards), dtype=np.int64), recipe.objective)
     return [
         Sample(
-            group=place,
-            problem=group[0].place,
-            prompt_ids=one.prompt_ids,
-            response_ids=one.response_ids,
+            group=index,
+            problem=group[0].location,
+            prompt_ids=rollout.prompt_ids,
+            response_ids=rollout.response_ids,
             # NaN: still to be computed
-            engine_logprobs=np.full(len(one.response_ids), np.nan, np.float32)
-            if one.logprobs is None
-            else one.logprobs,
+            engine_logprobs=np.full(len(rollout.response_ids), np.nan, np.float32)
+            if rollout.logprobs is None
+            else rollout.logprobs,
             reward=score.reward,
             weight_version=0,
-            finish_reason=one.finish_reason,
-            loss_mask=one.loss_mask,
-            text=as_text(one.text),
+            finish_reason=rollout.finish_reason,
+            loss_mask=rollout.loss_mask,
+            text=as_text(rollout.text),
             gold="" if gold.value is None else as_text(gold.value),
             extracted=as_text(score.extracted),
             why=as_text(score.why),
             components=score.components,
             advantage=advantage,
-            row=as_text(one.row),
+            row=as_text(rollout.row),
         )
-        for one, score, advantage in zip(group, scores, advantages.tolist(), strict=True)
+        for rollout, score, advantage in zip(group, scores, advantages.tolist(), strict=True)
     ]

@@ -79,11 +79,11 @@ def publish(
     if weights and stage and not start.exists():
         raise UserError(f"{start} is missing, and with it the weights at the start of stage {stage}; omit --weights")
     recipe, hidden = portable(load_recipe(run.recipe))
-    whole = with_cached_model(load_recipe(run.recipe), run_dir)
-    model = whole.model.directory
+    cached = with_cached_model(load_recipe(run.recipe), run_dir)
+    model = cached.model.directory
     published = Published(origin.run, stage, *hub_name(model), weight_sums(model), hidden, have_logprobs(store))
     if record := read_record(run_dir):
-        check_begun(record, whole, f"{run_dir}: the run")
+        check_begun(record, cached, f"{run_dir}: the run")
     say_leftovers(to, say)
     with durable_directory(to, replace=published_before) as partial:
         target = RunDirectory(partial)
@@ -144,8 +144,8 @@ def _check_replaceable(directory: Path) -> None:
     run = RunDirectory(directory)
     names = {run.recipe.name, FILE_NAME, CARD}
     for parent, listed in ((directory / "stages", _of_stage), (run.checkpoints, _of_checkpoint)):
-        for one in parent.iterdir() if parent.is_dir() else ():
-            names |= {(one / name).relative_to(directory).as_posix() for name in listed(one)}
+        for child in parent.iterdir() if parent.is_dir() else ():
+            names |= {(child / name).relative_to(directory).as_posix() for name in listed(child)}
     for stage in run.stages():
         names |= {path.relative_to(directory).as_posix() for path in run.auxiliary_files(stage)}
     for folder, folders, files in os.walk(directory):

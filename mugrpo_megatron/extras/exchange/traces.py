@@ -33,12 +33,12 @@ def unfolded(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     if not {"traces", "task", "env"} <= row.keys():
         return [dict(row)]
     traces = _list(row["traces"], "traces")
-    if not all(isinstance(one, Mapping) for one in traces):
+    if not all(isinstance(trace, Mapping) for trace in traces):
         raise ValueError("traces of the episode are no objects")
-    agents = [one.get("agent") for one in traces]
+    agents = [trace.get("agent") for trace in traces]
     trained = [
-        {"trace": one}
-        for one, agent in zip(traces, agents, strict=True)
+        {"trace": trace}
+        for trace, agent in zip(traces, agents, strict=True)
         if not isinstance(agent, Mapping) or agent.get("trainable", True)
     ]
     if not trained:
@@ -58,29 +58,29 @@ def flattened(row: Mapping[str, Any]) -> dict[str, Any]:
         return dict(row)
     if trace["schema_version"] != SCHEMA:
         raise ValueError(f"a trace of schema {shown(trace['schema_version'])}, and {SCHEMA} is read")
-    turns = [_turn(place, one) for place, one in enumerate(_list(trace["turns"], "turns"))]
-    trained = [one for one in turns if any(one["loss_mask"])]
+    turns = [_turn(position, turn) for position, turn in enumerate(_list(trace["turns"], "turns"))]
+    trained = [turn for turn in turns if any(turn["loss_mask"])]
     if not trained:
         raise ValueError("a trace whose loss masks leave no token to train on")
     prompt = list(trained[0]["prompt_token_ids"])
     response: list[Any] = []
     logprobs: list[Any] = []
     mask: list[Any] = []
-    for number, one in enumerate(trained):
-        ids, completion = one["prompt_token_ids"], one["completion_token_ids"]
+    for number, turn in enumerate(trained):
+        ids, completion = turn["prompt_token_ids"], turn["completion_token_ids"]
         context = prompt + response
         if ids[: len(context)] != context:
             pairs = enumerate(zip(context, ids, strict=False))
-            place = next((place for place, (ours, theirs) in pairs if ours != theirs), len(ids))
-            token = shown(ids[place]) if place < len(ids) else "missing"
+            position = next((position for position, (ours, theirs) in pairs if ours != theirs), len(ids))
+            token = shown(ids[position]) if position < len(ids) else "missing"
             raise ValueError(
-                f"trained turn {number} of the trace does not continue the one before: its token {place} is {token}, "
-                f"and was {shown(context[place])}"
+                f"trained turn {number} of the trace does not continue the one before: its token {position} is "
+                f"{token}, and was {shown(context[position])}"
             )
         between = ids[len(context) :]
         response += [*between, *completion]
-        logprobs += [0.0] * len(between) + one["per_token_logps"]
-        mask += [0] * len(between) + one["loss_mask"][len(ids) :]
+        logprobs += [0.0] * len(between) + turn["per_token_logps"]
+        mask += [0] * len(between) + turn["loss_mask"][len(ids) :]
     rest = {name: value for name, value in row.items() if name not in ("trace", "turns", "schema_version")}
     return {**rest, "prompt_ids": prompt, "response_ids": response, "logprobs": logprobs, "loss_mask": mask}
 
@@ -92,15 +92,17 @@ def _of_verifiers(row: Mapping[str, Any], trace: Mapping[str, Any]) -> dict[str,
     ids: list[Any] = []
     mask: list[Any] = []
     logprobs: list[Any] = []
-    for place, node in enumerate(nodes):
-        if not isinstance(node, Mapping) or node.get("parent") != (place - 1 if place else None):
-            raise ValueError(f"node {place} of the trace does not follow the one before: one branch is read")
-        own, inside, values = (_list(node.get(name), f"{name} of node {place}") for name in NODE)
-        if len(inside) != len(own) or len(values) != sum(map(bool, inside)):
-            raise ValueError(f"node {place} of the trace has {len(own)} token_ids, {len(inside)} values of its mask")
+    for index, node in enumerate(nodes):
+        if not isinstance(node, Mapping) or node.get("parent") != (index - 1 if index else None):
+            raise ValueError(f"node {index} of the trace does not follow the one before: one branch is read")
+        tokens, sampled, values = (_list(node.get(name), f"{name} of node {index}") for name in NODE)
+        if len(sampled) != len(tokens) or len(values) != sum(map(bool, sampled)):
+            raise ValueError(
+                f"node {index} of the trace has {len(tokens)} token_ids, {len(sampled)} values of its mask"
+            )
         rest = iter(values)
-        ids, mask = ids + own, mask + inside
-        logprobs += [next(rest) if one else 0.0 for one in inside]
+        ids, mask = ids + tokens, mask + sampled
+        logprobs += [next(rest) if is_sampled else 0.0 for is_sampled in sampled]
     if not any(mask):
         raise ValueError("a trace whose masks leave no token to train on")
     first, end = mask.index(True), len(mask) - mask[::-1].index(True)
@@ -117,26 +119,26 @@ def _reward(rewards: Any) -> dict[str, float]:
     """The sum of a trace's weighted scores as `reward`; nothing without a score."""
     if rewards is not None and not isinstance(rewards, Mapping):
         raise ValueError("rewards of the trace is no object")
-    terms = {name: one for name, one in (rewards or {}).items() if one is not None}
-    for name, one in terms.items():
-        if not isinstance(one, Mapping) or not all(isinstance(one.get(key), int | float) for key in TERM):
+    terms = {name: term for name, term in (rewards or {}).items() if term is not None}
+    for name, term in terms.items():
+        if not isinstance(term, Mapping) or not all(isinstance(term.get(key), int | float) for key in TERM):
             raise ValueError(f"the reward {shown(name)} of the trace has no numbers as score and weight")
-    return {"reward": sum(one["score"] * one["weight"] for one in terms.values())} if terms else {}
+    return {"reward": sum(term["score"] * term["weight"] for term in terms.values())} if terms else {}
 
 
-def _turn(place: int, turn: Any) -> dict[str, list[Any]]:
+def _turn(index: int, turn: Any) -> dict[str, list[Any]]:
     if not isinstance(turn, Mapping):
-        raise ValueError(f"turn {place} of the trace is no object")
-    lists = {name: _list(turn.get(name), f"{name} of turn {place}") for name in LISTS}
+        raise ValueError(f"turn {index} of the trace is no object")
+    lists = {name: _list(turn.get(name), f"{name} of turn {index}") for name in LISTS}
     prompt, completion, logprobs, mask = (len(lists[name]) for name in LISTS)
     if logprobs != completion:
         raise ValueError(
-            f"turn {place} of the trace has {completion} completion_token_ids and {logprobs} per_token_logps"
+            f"turn {index} of the trace has {completion} completion_token_ids and {logprobs} per_token_logps"
         )
     if mask != prompt + completion:
-        raise ValueError(f"the loss_mask of turn {place} has {mask} values for {prompt + completion} tokens")
+        raise ValueError(f"the loss_mask of turn {index} has {mask} values for {prompt + completion} tokens")
     if any(lists["loss_mask"][:prompt]):
-        raise ValueError(f"the loss_mask of turn {place} trains tokens of its prompt")
+        raise ValueError(f"the loss_mask of turn {index} trains tokens of its prompt")
     return lists
 
 

@@ -47,9 +47,9 @@ class LoraAdapters:
             entry = table.get(whole_name(chunk, f"{name}.weight", self._architecture))
             if entry is None or entry.row not in rows or not {*row_kinds(entry.row)} & {*self._kinds}:
                 continue
-            above, _, own = name.rpartition(".")
+            above, _, child = name.rpartition(".")
             adapter = LowRank(module, entry, self._architecture, section, self._kinds)
-            chunk.get_submodule(above).add_module(f"{ADAPTER}{own}", adapter)
+            chunk.get_submodule(above).add_module(f"{ADAPTER}{child}", adapter)
         if chunk.pre_process and self._recipe.learner.recompute == "full":
             # A recomputed layer has gradients only if its input has one, and a frozen embedding's output has none.
             chunk.embedding.register_forward_hook(lambda _, inputs, output: output.requires_grad_())
@@ -98,7 +98,7 @@ class LoraAdapters:
 @torch.no_grad()
 def gather(chunks: Sequence[PolicyModel]) -> dict[str, torch.Tensor]:
     """Every adapter's whole factors by PEFT's names, on the host of every rank; collective."""
-    own: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     experts: dict[Leaf, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for adapter in _adapters(chunks):
         for leaf in adapter.adapted():
@@ -106,12 +106,12 @@ def gather(chunks: Sequence[PolicyModel]) -> dict[str, torch.Tensor]:
             if leaf.experts:
                 experts.setdefault(leaf, []).append((a, b))
             else:
-                own |= leaf.named(a.cpu(), b.cpu())
+                tensors |= leaf.named(a.cpu(), b.cpu())
     for leaf, here in experts.items():
-        own |= leaf.named(*(_over_experts(torch.stack(factor)).cpu() for factor in zip(*here, strict=True)))
+        tensors |= leaf.named(*(_over_experts(torch.stack(factor)).cpu() for factor in zip(*here, strict=True)))
     group = parallel_state.get_pipeline_model_parallel_group()
     stages: list[dict[str, torch.Tensor]] = [{}] * group.size()
-    dist.all_gather_object(stages, own, group=group)
+    dist.all_gather_object(stages, tensors, group=group)
     return {name: tensor for stage in stages for name, tensor in stage.items()}
 
 

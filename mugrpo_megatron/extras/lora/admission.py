@@ -26,14 +26,14 @@ def check(recipe: Recipe, architecture: Architecture) -> str:
         )
     if section.start is not None:
         start = read_adapter(section.start, architecture)
-        for key, given, found in (
+        for key, setting, stored in (
             ("rank", rank, start.rank),
             ("alpha", section.alpha, start.alpha),
             ("targets", list(kinds), list(start.kinds)),
         ):
-            if given != found:
+            if setting != stored:
                 raise UserError(
-                    f"lora.start = {section.start} has {key} {found}, and lora.{key} gives {given}; set it to the "
+                    f"lora.start = {section.start} has {key} {stored}, and lora.{key} gives {setting}; set it to the "
                     "adapter's"
                 )
         if recipe.model.directory.exists():

@@ -41,10 +41,10 @@ def merge(hf: Path, adapter: Path, out: Path, overwrite: bool = False) -> None:
     architecture = read_architecture(hf)
     check_tokenizer(hf, architecture)
     checkpoint = open_checkpoint(hf, architecture)
-    found = read_adapter(adapter, architecture, "--adapter")
-    check_base(found, hf, "--adapter")
-    scale = found.alpha / found.rank
-    factors = _by_weight(architecture, found.kinds, found.read())
+    file = read_adapter(adapter, architecture, "--adapter")
+    check_base(file, hf, "--adapter")
+    scale = file.alpha / file.rank
+    factors = _by_weight(architecture, file.kinds, file.read())
     specs = [
         TensorSpec(name, shape, checkpoint.dtypes[name])
         for entry in entries(architecture).values()
@@ -81,17 +81,19 @@ def _by_weight(
     architecture: Architecture, kinds: Sequence[str], factors: Mapping[str, torch.Tensor]
 ) -> dict[str, list[torch.Tensor]]:
     """A and B of every tensor of the model's checkpoint that an adapter changes, by the tensor's name."""
-    found = {}
+    factors_of = {}
     for entry, leaf in _adapted(architecture, kinds):
         a, b = factors[leaf.a], factors[leaf.b]
         if not leaf.experts:
-            found[f"{leaf.name}.weight"] = [a, b]
+            factors_of[f"{leaf.name}.weight"] = [a, b]
             continue
         for expert in range(leaf.experts):
-            own, rows = leaf.of_expert(a, b, expert)
+            expert_a, expert_b = leaf.of_expert(a, b, expert)
             names = replace(entry, expert=expert).hf
-            found |= {name: [own, part] for name, part in zip(names, rows.chunk(leaf.tensors), strict=True)}
-    return found
+            factors_of |= {
+                name: [expert_a, rows] for name, rows in zip(names, expert_b.chunk(leaf.tensors), strict=True)
+            }
+    return factors_of
 
 
 def extract(megatron: Path, hf: Path, out: Path, overwrite: bool = False) -> None:
@@ -113,17 +115,17 @@ def extract(megatron: Path, hf: Path, out: Path, overwrite: bool = False) -> Non
     tensors: dict[str, torch.Tensor] = {}
     for entry, leaf in _adapted(architecture, kinds):
         place = stored(entry, architecture)
-        above, _, own = place.key.removesuffix(".weight").rpartition(".")
+        above, _, layer = place.key.removesuffix(".weight").rpartition(".")
         experts = (leaf.experts,) if leaf.experts else ()
         index = place.index[: len(place.index) - len(experts)]
         a, b = (
-            reader.read(f"{above}.{ADAPTER}{own}.{factor}.{leaf.kind}", index, (*experts, *shape))
+            reader.read(f"{above}.{ADAPTER}{layer}.{factor}.{leaf.kind}", index, (*experts, *shape))
             for factor, shape in (("a", (rank, leaf.inputs)), ("b", leaf.shape_of_b(leaf.outputs, rank)))
         )
         tensors |= leaf.named(a, b)
     files = adapter_files(tensors, rank, alpha, kinds, hf, str(model["base"]))
     recipe = {"source": fingerprint(megatron), "like": fingerprint(hf)}
-    with open_output(out, recipe, sum(one.nbytes for one in tensors.values()), overwrite) as output:
+    with open_output(out, recipe, sum(tensor.nbytes for tensor in tensors.values()), overwrite) as output:
         for name, content in files.items():
             write_content(output.directory / name, content)
 
@@ -135,11 +137,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("merge", "--adapter", "adapter in PEFT's format"),
         ("extract", "--megatron", "checkpoint of a run with [lora]"),
     ):
-        one = commands.add_parser(name)
-        one.add_argument(option, type=Path, required=True, metavar="DIR", help=text)
-        one.add_argument("--hf", type=Path, required=True, metavar="DIR", help="model that the adapter began with")
-        one.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory to write")
-        one.add_argument("--overwrite", action="store_true", help="replace DIR if a conversion wrote it")
+        subparser = commands.add_parser(name)
+        subparser.add_argument(option, type=Path, required=True, metavar="DIR", help=text)
+        subparser.add_argument(
+            "--hf", type=Path, required=True, metavar="DIR", help="model that the adapter began with"
+        )
+        subparser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory to write")
+        subparser.add_argument("--overwrite", action="store_true", help="replace DIR if a conversion wrote it")
     options = vars(parser.parse_args(arguments))
     command = {"merge": merge, "extract": extract}[options.pop("command")]
     return run(parser.prog, partial(command, **options))

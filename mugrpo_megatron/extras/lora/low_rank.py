@@ -131,13 +131,13 @@ class LowRank(torch.nn.Module):
         """This rank's shard of W + scale B A, in float32 and then cast, layer by layer."""
         weight = self._linear.weight
         out = torch.empty_like(weight)
-        pairs = zip(*(split(self.entry, one, self.architecture) for one in (out, weight)), strict=True)
+        pairs = zip(*(split(self.entry, tensor, self.architecture) for tensor in (out, weight)), strict=True)
         for leaf in self.leaves:
             b = self.b[leaf.kind].view(leaf.tensors, -1, self.b[leaf.kind].shape[-1]) if leaf.kind in self.b else None
-            for place, (target, part) in enumerate(islice(pairs, leaf.tensors)):
+            for index, (target, part) in enumerate(islice(pairs, leaf.tensors)):
                 if b is not None:
                     whole = part.reshape(-1, weight.shape[1])
-                    part = merge(whole, self.a[leaf.kind], b[place], self.scale).view(part.shape)
+                    part = merge(whole, self.a[leaf.kind], b[index], self.scale).view(part.shape)
                 target.copy_(part)
         return out
 
@@ -187,7 +187,7 @@ class _Up(torch.autograd.Function):
         parts = [part for leaf, part in zip(adapter.leaves, adapter.parts(dy), strict=True) if leaf.kind in adapter.b]
         du = torch.cat([part @ factor for part, factor in zip(parts, b, strict=True)], dim=-1).mul_(adapter.scale)
         db = [
-            (part.flatten(0, -2).T @ one.flatten(0, -2)).mul_(adapter.scale)
-            for part, one in zip(parts, u.chunk(len(b), dim=-1), strict=True)
+            (part.flatten(0, -2).T @ activations.flatten(0, -2)).mul_(adapter.scale)
+            for part, activations in zip(parts, u.chunk(len(b), dim=-1), strict=True)
         ]
         return dy, du, None, *db

@@ -152,8 +152,8 @@ def adapter_parameters(
     for row in adapted_rows(architecture):
         copies = sum(architecture.has(row, layer) for layer in layers)
         for leaf in leaves_of(row, 0, architecture, kinds):
-            divided, whole = (leaf.outputs, leaf.inputs) if row.split == "rows" else (leaf.inputs, leaf.outputs)
-            numel = copies * rank * (divided // tensor + whole) * (leaf.kind in kinds)
+            divided, undivided = (leaf.outputs, leaf.inputs) if row.split == "rows" else (leaf.inputs, leaf.outputs)
+            numel = copies * rank * (divided // tensor + undivided) * (leaf.kind in kinds)
             dense += 0 if leaf.experts else numel
             routed += leaf.experts // expert * numel
     return dense, routed

@@ -50,11 +50,15 @@ def _costs(case: PlanCase, name: str, model: ModelShape) -> Iterator[AuxiliaryCo
         yield _cost(replace(shaped, recipe=teacher_recipe(recipe, name, path)), name, "teacher")
     for function, judge in recipe.reward.judges.items():
         if judge.model == name:
-            room = question_room(recipe, judge, model.config)
+            room = question_room(
+                recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens, judge, model.config
+            )
             quoted = min(1.0, case.mean_sequence / room)  # a question is little more than what it quotes
-            own = judge_recipe(recipe, name, path, judge, room)
-            asked = replace(shaped, recipe=own, assumptions=replace(case.assumptions, mean_prompt=quoted))
-            yield _cost(asked, name, f"judge {function}")
+            engine_recipe = judge_recipe(recipe, name, path, judge, room)
+            judge_case = replace(
+                shaped, recipe=engine_recipe, assumptions=replace(case.assumptions, mean_prompt=quoted)
+            )
+            yield _cost(judge_case, name, f"judge {function}")
 
 
 def _cost(case: PlanCase, name: str, job: str) -> AuxiliaryCost:

@@ -59,10 +59,10 @@ def find_shape(path: Path, revision: str | None = None, key: str = "model.path")
 def _unknown(path: Path, key: str, table: Mapping[str, Any]) -> NoReturn:
     close = difflib.get_close_matches(path.name, table, n=3)
     meant = f"did you mean {' or '.join(close)}?" if close else f"those are {', '.join(sorted(table))};"
-    way = ", or pass --model-config FILE" if key == "model.path" else ""
+    alternative = ", or pass --model-config FILE" if key == "model.path" else ""
     raise UserError(
         f"{key} = {path} holds no config.json and {path.name!r} is not one of the bundled shapes: {meant} else "
-        f"name a model of the hub{way}"
+        f"name a model of the hub{alternative}"
     )
 
 
@@ -260,8 +260,8 @@ class PlanCase:
 
     def changed(self, section: str, **keys: Any) -> PlanCase:
         """The same case with other values of these keys of a section of the recipe."""
-        own = getattr(self.recipe, section).model_copy(update=keys)
-        return self.with_recipe(self.recipe.model_copy(update={section: own}))
+        changed = getattr(self.recipe, section).model_copy(update=keys)
+        return self.with_recipe(self.recipe.model_copy(update={section: changed}))
 
 
 def make_case(
@@ -269,6 +269,7 @@ def make_case(
 ) -> PlanCase:
     """The recipe in its own layout; tensor x pipeline x context divides the cluster's ranks."""
     auxiliaries = {
-        name: find_shape(one.model, None, f"auxiliary.{name}.model") for name, one in recipe.auxiliary.by_name.items()
+        name: find_shape(auxiliary.model, None, f"auxiliary.{name}.model")
+        for name, auxiliary in recipe.auxiliary.by_name.items()
     }
     return PlanCase(recipe, architecture, config, layout_of(recipe, cluster.world), cluster, assumptions, auxiliaries)

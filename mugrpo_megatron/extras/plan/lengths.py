@@ -78,8 +78,8 @@ def decode(supplies: Sequence[Supply], slots: int, step: Callable[[int], float])
         while len(running) < slots and (length := supplies[engine](len(running))) is not None:
             heapq.heappush(running, tokens[engine] + length)
         if running:
-            taken = (running[0] - tokens[engine]) * step(len(running))
-            heapq.heappush(events, (seconds[engine] + taken, engine))
+            duration = (running[0] - tokens[engine]) * step(len(running))
+            heapq.heappush(events, (seconds[engine] + duration, engine))
 
     for engine in range(len(supplies)):
         refill(engine)

@@ -281,17 +281,17 @@ def engine_weight_bytes(case: PlanCase) -> float:
 
     Embedding and output layer keep the learner's type; so do the norms, which are too small to count apart.
     """
-    whole = rank_parameters(case.architecture, Layout(), 0)
+    parameters = rank_parameters(case.architecture, Layout(), 0)
     if case.recipe.engine.quantization != "fp8":
-        return case.itemsize * whole.total
-    return case.itemsize * whole.vocabulary + (whole.total - whole.vocabulary) * (1 + FLOAT / BLOCK**2)
+        return case.itemsize * parameters.total
+    return case.itemsize * parameters.vocabulary + (parameters.total - parameters.vocabulary) * (1 + FLOAT / BLOCK**2)
 
 
 def engine_memory(case: PlanCase) -> EngineMemory:
     """Bytes of one rank of an engine, as SGLang sizes it while the learner is offloaded."""
     recipe, assumptions, tp = case.recipe, case.assumptions, case.recipe.engine.tensor
-    whole = engine_weight_bytes(case)
-    weights = whole / tp * replicas_of_engines(recipe, case.cluster, whole)
+    weight_bytes = engine_weight_bytes(case)
+    weights = weight_bytes / tp * replicas_of_engines(recipe, case.cluster, weight_bytes)
     sharing = cache_shares(case.architecture, tp)
     per_token = kv_bytes_per_token(dict(case.config), recipe.model.dtype) / sharing
     limit = recipe.engine.extra.get("max_total_tokens") or float("inf")
@@ -364,12 +364,12 @@ def memory(case: PlanCase, engine: EngineMemory) -> Memory:
     b, cuda = case.itemsize, case.cuda
     batch = batch_of(case)
     stages = [learner_memory(case, batch, pp_stage) for pp_stage in range(layout.pipeline)]
-    fullest = max(stages, key=lambda one: one.total)
+    fullest = max(stages, key=lambda stage: stage.total)
     rests = rest_bytes(case)
     largest = b * case.architecture.vocab_size * case.architecture.letters["H"]
     copies = 2 + 2 * (layout.tensor > 1)  # embedding and output layer in turn; shards gathered, then joined
     bucket = max(BUCKET_BYTES, copies * largest)
-    state = max((one.state for one in stages), key=lambda one: one.total)
+    state = max((stage.state for stage in stages), key=lambda stage: stage.total)
     offloaded = state.weights + state.optimizer if cuda else 0
     saved = max((b + 12) * case.trained(pp_stage).shared(layout) for pp_stage in range(layout.pipeline))
     learn = fullest.state.total + fullest.update * (1 + assumptions.fragmentation * cuda)

@@ -107,22 +107,23 @@ def plan_as_dict(plan: RunPlan, launch: Mapping[str, str]) -> dict[str, Any]:
         "stage_seconds": asdict(plan.phases),
         "stage_lengths": list(plan.stage_lengths),
         "engines": plan.engines,
-        "auxiliary": [asdict(one) for one in plan.auxiliaries],
+        "auxiliary": [asdict(cost) for cost in plan.auxiliaries],
         "bubble": plan.bubble,
         "checkpoint_bytes": plan.checkpoint_bytes,
         "sync_bytes": plan.sync_bytes,
         "schedules": [
-            {**asdict(one), "total": one.total, "gpu_hours": plan.gpu_hours(one.total)} for one in plan.schedules
+            {**asdict(schedule), "total": schedule.total, "gpu_hours": plan.gpu_hours(schedule.total)}
+            for schedule in plan.schedules
         ],
         "layouts": [
             {
-                "layout": asdict(one.layout),
-                "seconds": one.seconds if not one.problems else None,
-                "learn": one.learn,
-                "problems": one.problems,
-                "distance": one.distance,
+                "layout": asdict(candidate.layout),
+                "seconds": candidate.seconds if not candidate.problems else None,
+                "learn": candidate.learn,
+                "problems": candidate.problems,
+                "distance": candidate.distance,
             }
-            for one in plan.layouts
+            for candidate in plan.layouts
         ],
         "launch": dict(launch),
     }  # fmt: skip
@@ -145,10 +146,10 @@ def _advice(case: PlanCase) -> list[str]:
     """What runs on the cluster, as settings, or that nothing does; empty where neither layout nor engine is wrong."""
     if any(other_problems(case.changed("engine", tensor=1, nodes=1).recipe, dict(case.config))):
         return []
-    if way := fitting(case):
-        tensor = way.recipe.engine.tensor
+    if fit := fitting(case):
+        tensor = fit.recipe.engine.tensor
         engines = f"engines of {tensor} devices" if tensor > 1 else "an engine on each device"
-        return [f"what fits is {way.layout} with {engines}: {recipe_keys(case.recipe, way.recipe)}"]
+        return [f"what fits is {fit.layout} with {engines}: {recipe_keys(case.recipe, fit.recipe)}"]
     return [
         f"no layout, recomputation, engine.tensor or engine.memory_fraction fits {case.cluster}: use more devices, or "
         "a smaller model"

@@ -124,8 +124,8 @@ def _memory(plan: RunPlan) -> Table:
         ("phase: sync", need.sync, "both weights, buckets"),
         ("phase: engine at work", need.generate, "learner offloaded"),
         *(
-            (f"phase: {one.title}", one.engine.total + need.resting, f"{one.parameters / 1e9:.2f} B parameters")
-            for one in plan.auxiliaries
+            (f"phase: {cost.title}", cost.engine.total + need.resting, f"{cost.parameters / 1e9:.2f} B parameters")
+            for cost in plan.auxiliaries
         ),
     ):
         table.add_row(name, _gib(value), f"{note}; {100 * value / need.device:.0f} % of the device")
@@ -139,8 +139,8 @@ def _phases(plan: RunPlan) -> Table:
     for name, seconds in asdict(plan.phases).items():
         table.add_row(name, about(seconds), f"{100 * seconds / total:.0f} %")
         if name == "auxiliary":
-            for one in plan.auxiliaries:
-                table.add_row(f"  of it: {one.title}", about(one.seconds), f"{about(one.start)} of it to start")
+            for cost in plan.auxiliaries:
+                table.add_row(f"  of it: {cost.title}", about(cost.seconds), f"{about(cost.start)} of it to start")
     table.add_section()
     table.add_row("stage", about(total), "")
     return table
@@ -157,19 +157,21 @@ def _stage_title(plan: RunPlan) -> str:
 
 def _schedules(plan: RunPlan) -> Table:
     title = "The whole run under three schedules, same objective"
-    table = _table(title, "", *(f">{one.name}" for one in plan.schedules))
-    table.add_row("stages x updates", *(f"{one.stages:,} x {one.updates_per_stage:,}" for one in plan.schedules))
-    if any(one.epochs > 1 for one in plan.schedules):
-        table.add_row("  epochs", *(f"{one.epochs:,}" for one in plan.schedules))
+    table = _table(title, "", *(f">{schedule.name}" for schedule in plan.schedules))
+    table.add_row(
+        "stages x updates", *(f"{schedule.stages:,} x {schedule.updates_per_stage:,}" for schedule in plan.schedules)
+    )
+    if any(schedule.epochs > 1 for schedule in plan.schedules):
+        table.add_row("  epochs", *(f"{schedule.epochs:,}" for schedule in plan.schedules))
     for phase in plan.schedules[0].seconds:
-        table.add_row(phase, *(about(one.seconds[phase]) for one in plan.schedules))
+        table.add_row(phase, *(about(schedule.seconds[phase]) for schedule in plan.schedules))
         if phase == "generate":
-            table.add_row("  of it: tails", *(about(one.tail) for one in plan.schedules))
+            table.add_row("  of it: tails", *(about(schedule.tail) for schedule in plan.schedules))
     table.add_section()
-    table.add_row("total", *(about(one.total) for one in plan.schedules))
-    table.add_row(_hours_name(plan), *(two_digits(plan.gpu_hours(one.total)) for one in plan.schedules))
-    table.add_row("a stage on disk", *(f"{_gib(one.stage_bytes)} GiB" for one in plan.schedules))
-    table.add_row("rates of a stage, summed", *(f"{one.rates:.1e}" for one in plan.schedules))
+    table.add_row("total", *(about(schedule.total) for schedule in plan.schedules))
+    table.add_row(_hours_name(plan), *(two_digits(plan.gpu_hours(schedule.total)) for schedule in plan.schedules))
+    table.add_row("a stage on disk", *(f"{_gib(schedule.stage_bytes)} GiB" for schedule in plan.schedules))
+    table.add_row("rates of a stage, summed", *(f"{schedule.rates:.1e}" for schedule in plan.schedules))
     _, grpo, mu = plan.schedules
     table.caption = (
         f"GRPO's schedule takes {grpo.total / mu.total:.2f} times as long as mu-GRPO's. What stale responses cost in "
@@ -183,24 +185,24 @@ def _hours_name(plan: RunPlan) -> str:
 
 
 def _layouts(plan: RunPlan) -> Table:
-    valid = [one for one in plan.layouts if not one.problems]
+    valid = [candidate for candidate in plan.layouts if not candidate.problems]
     table = _table(f"Fastest of {len(valid)} valid layouts", "Layout", ">Update", ">Learner GiB")
-    for one in valid[:LISTED]:
-        mark = " (this recipe)" if one.layout == plan.layout else ""
-        table.add_row(f"{one.layout}{mark}", about(one.seconds), _gib(one.learn))
+    for candidate in valid[:LISTED]:
+        mark = " (this recipe)" if candidate.layout == plan.layout else ""
+        table.add_row(f"{candidate.layout}{mark}", about(candidate.seconds), _gib(candidate.learn))
     return table
 
 
 def _refused(plan: RunPlan) -> Table | None:
-    refused = [one for one in plan.layouts if one.problems]
+    refused = [candidate for candidate in plan.layouts if candidate.problems]
     if not refused:
         return None
     table = _table(f"{len(refused)} refused layouts, the nearest for each reason", "Layout", "Why")
-    alike = Counter(one.problems for one in refused)
-    nearest = {one.problems: one for one in reversed(refused)}
-    for one in sorted(nearest.values(), key=lambda one: one.distance)[:LISTED]:
-        more = f" and {alike[one.problems] - 1} more" if alike[one.problems] > 1 else ""
-        table.add_row(f"{one.layout}{more}", "; ".join(one.problems))
+    alike = Counter(candidate.problems for candidate in refused)
+    nearest = {candidate.problems: candidate for candidate in reversed(refused)}
+    for candidate in sorted(nearest.values(), key=lambda candidate: candidate.distance)[:LISTED]:
+        more = f" and {alike[candidate.problems] - 1} more" if alike[candidate.problems] > 1 else ""
+        table.add_row(f"{candidate.layout}{more}", "; ".join(candidate.problems))
     return table
 
 

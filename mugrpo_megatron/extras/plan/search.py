@@ -40,7 +40,13 @@ def compare(case: PlanCase, engine: EngineMemory) -> list[Candidate]:
     most = 2 * case.recipe.parallel.context
     layouts = candidates(dict(case.config), case.cluster.world)
     options = [_best(case, parallel, engine) for parallel in layouts if parallel.context <= most]
-    return sorted(options, key=lambda one: (bool(one.problems), one.distance if one.problems else one.seconds))
+    return sorted(
+        options,
+        key=lambda candidate: (
+            bool(candidate.problems),
+            candidate.distance if candidate.problems else candidate.seconds,
+        ),
+    )
 
 
 def _best(case: PlanCase, parallel: ParallelSection, engine: EngineMemory) -> Candidate:
@@ -58,8 +64,12 @@ def _best(case: PlanCase, parallel: ParallelSection, engine: EngineMemory) -> Ca
         need = memory(choice, engine)
         seconds, refusals = update_seconds(choice), tuple(need.problems)
         choices.append(Candidate(choice.recipe, choice.layout, seconds, need.learn, refusals, away))
-    fitting = [one for one in choices if not one.problems]
-    return min(fitting, key=lambda one: one.seconds) if fitting else min(choices, key=lambda one: one.learn)
+    fitting = [candidate for candidate in choices if not candidate.problems]
+    return (
+        min(fitting, key=lambda candidate: candidate.seconds)
+        if fitting
+        else min(choices, key=lambda candidate: candidate.learn)
+    )
 
 
 FRACTIONS = tuple(percent / 100 for percent in range(95, 15, -5))
@@ -72,13 +82,19 @@ def fitting(case: PlanCase) -> PlanCase | None:
     Tried together: `engine.tensor` and `engine.memory_fraction`; for each size of engines the layout nearest to the
     recipe's that fits, of equally near ones the fastest, with any recomputation, and where none does with shorter rows.
     """
-    ways = []
+    cases = []
     for engines in _engines_that_fit(case):
         for trial in (engines, _with_short_rows(engines)):
-            if valid := [one for one in compare(trial, engine_memory(trial)) if not one.problems]:
-                ways.append(trial.with_recipe(min(valid, key=lambda one: (one.distance, one.seconds)).recipe))
+            if valid := [candidate for candidate in compare(trial, engine_memory(trial)) if not candidate.problems]:
+                cases.append(
+                    trial.with_recipe(min(valid, key=lambda candidate: (candidate.distance, candidate.seconds)).recipe)
+                )
                 break
-    return min(ways, key=lambda way: phases(way, memory(way, engine_memory(way))).total, default=None)
+    return min(cases, key=_stage_seconds, default=None)
+
+
+def _stage_seconds(case: PlanCase) -> float:
+    return phases(case, memory(case, engine_memory(case))).total
 
 
 def _engines_that_fit(case: PlanCase) -> Iterator[PlanCase]:

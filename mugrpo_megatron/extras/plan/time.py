@@ -45,10 +45,10 @@ def evaluation_seconds(case: PlanCase, engine: EngineMemory) -> float:
     recipe = case.recipe
     groups: Counter[tuple[int, float, float, int]] = Counter()
     for name in named_sources(recipe.data.eval):
-        own = recipe.eval.of(name)
-        longest = own.max_tokens or recipe.rollout.max_response_tokens
+        sampling = recipe.eval.of(name)
+        longest = sampling.max_tokens or recipe.rollout.max_response_tokens
         problems = min(recipe.data.eval_problems, PROBLEMS.get(name, recipe.data.eval_problems))
-        groups[own.samples, own.temperature, own.top_p, longest] += problems * own.samples
+        groups[sampling.samples, sampling.temperature, sampling.top_p, longest] += problems * sampling.samples
     return sum(  # the mean length scales with the limit
         decoding_seconds(count, case.changed("rollout", max_response_tokens=longest), engine)
         for (*_, longest), count in groups.items()
@@ -63,10 +63,10 @@ def logprob_seconds(case: PlanCase) -> float:
     """
     recipe, responses = case.recipe, min(MISMATCH_RESPONSES, case.responses)
     scored, ref = recipe.rollout.behaviour == "learner", recipe.objective.kl_ref
-    whole = int(scored or recipe.learner.routing_replay == "learner")
-    whole += ref is not None and not (ref == "stage" and scored)
-    whole += (recipe.objective.proximal_every > 1) * recipe.schedule.epochs
-    responses += whole * recipe.schedule.updates_per_stage * case.responses
+    stage_passes = int(scored or recipe.learner.routing_replay == "learner")
+    stage_passes += ref is not None and not (ref == "stage" and scored)
+    stage_passes += (recipe.objective.proximal_every > 1) * recipe.schedule.epochs
+    responses += stage_passes * recipe.schedule.updates_per_stage * case.responses
     return responses * _sequence_flops(case, passes=1.0, head=1) / (case.cluster.world * flops_of(case))
 
 
@@ -111,7 +111,7 @@ def communication_seconds(case: PlanCase) -> float:
 def step_seconds(case: PlanCase) -> float:
     """Seconds to reduce gradients, update states and gather weights (not overlapped), on the largest pipeline stage."""
     layout, b = case.layout, case.itemsize
-    mine = max((case.trained(pp_stage) for pp_stage in range(layout.pipeline)), key=lambda one: one.total)
+    mine = max((case.trained(pp_stage) for pp_stage in range(layout.pipeline)), key=lambda rank: rank.total)
     sharded = mine.dense / layout.shards + mine.experts / layout.expert_shards
     passed = (4 + b) * (mine.dense * _others(layout.shards) + mine.experts * _others(layout.expert_shards))
     touched = 3 * 4 * mine.total + 7 * 4 * sharded
@@ -241,14 +241,14 @@ class Schedule:
 
 def schedules(case: PlanCase, need: Memory) -> list[Schedule]:
     """The recipe's, GRPO's and mu-GRPO's schedules over the same updates, evaluated equally often."""
-    own = case.recipe.schedule
-    updates = own.stages * own.updates_per_stage
+    schedule = case.recipe.schedule
+    updates = schedule.stages * schedule.updates_per_stage
     shapes = {
-        "this recipe": (own.stages, own.updates_per_stage),
+        "this recipe": (schedule.stages, schedule.updates_per_stage),
         "GRPO's": (-(-updates // GRPO_UPDATES), min(GRPO_UPDATES, updates)),
         "mu-GRPO's": (min(MU_GRPO_STAGES, updates), -(-updates // MU_GRPO_STAGES)),
     }
-    evaluate = own.stages * phases(case, need).evaluate
+    evaluate = schedule.stages * phases(case, need).evaluate
     in_one_stage = decoding_seconds(updates * case.responses, case, need.serving)
     options = []
     for name, (stages, per_stage) in shapes.items():
@@ -256,6 +256,6 @@ def schedules(case: PlanCase, need: Memory) -> list[Schedule]:
         seconds = {phase: stages * value for phase, value in asdict(phases(other, need)).items()}
         seconds["evaluate"] = evaluate
         tail = max(0.0, seconds["generate"] - in_one_stage)
-        rates = case.recipe.optimizer.lr * per_stage * own.epochs
-        options.append(Schedule(name, stages, per_stage, own.epochs, seconds, tail, stage_bytes(other), rates))
+        rates = case.recipe.optimizer.lr * per_stage * schedule.epochs
+        options.append(Schedule(name, stages, per_stage, schedule.epochs, seconds, tail, stage_bytes(other), rates))
     return options

@@ -142,7 +142,7 @@ def is_assertion(statement: ast.stmt) -> bool:
 def is_test_class(node: ast.ClassDef) -> bool:
     """Whether its methods are run: a TestCase, or a class `Test*` that is made without arguments."""
     bases = [ast.unparse(base) for base in node.bases]
-    plain = not any(isinstance(one, ast.FunctionDef) and one.name == "__init__" for one in node.body)
+    plain = not any(isinstance(statement, ast.FunctionDef) and statement.name == "__init__" for statement in node.body)
     return any(base.endswith("TestCase") for base in bases) or (node.name.startswith("Test") and plain)
 
 
@@ -167,7 +167,7 @@ class Ledger(ast.NodeTransformer):
         for field in ("body", "orelse", "finalbody"):
             statements = getattr(node, field, None)
             if isinstance(statements, list):
-                setattr(node, field, [new for one in statements for new in self._with_note(one)])
+                setattr(node, field, [new for statement in statements for new in self._with_note(statement)])
         return super().generic_visit(node)
 
     def _with_note(self, statement: ast.stmt) -> list[ast.stmt]:
@@ -186,11 +186,11 @@ class Ledger(ast.NodeTransformer):
     def _run_by_name(self, tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
         for node in tree.body:
             members = node.body if isinstance(node, ast.ClassDef) and is_test_class(node) else [node]
-            for one in members:
-                if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef) and (
-                    one.name.startswith("test_") or (one.name == "check" and self._entry)
+            for member in members:
+                if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef) and (
+                    member.name.startswith("test_") or (member.name == "check" and self._entry)
                 ):
-                    yield one
+                    yield member
 
 
 def _is_main_guard(statement: ast.stmt) -> bool:
@@ -212,8 +212,8 @@ def main(root: str, answered: str, requested: str, verdict: str, entry: str, nam
     values = {name: value for name, value in program.ask("names").items() if not name.startswith("__")}
     for name in MODULES:
         sys.modules[name] = types.ModuleType(name)
-        public = {one: value for one, value in values.items() if value is not MODULE}
-        sys.modules[name].__dict__.update(public, __all__=[one for one in names.split(",") if one in public])
+        public = {key: value for key, value in values.items() if value is not MODULE}
+        sys.modules[name].__dict__.update(public, __all__=[key for key in names.split(",") if key in public])
     ledger = Ledger(entry)
     space: dict[str, Any] = {"__name__": "__main__", "__mugrpo_asserted__": ledger.noted.add}
     for name, module in json.loads(library).items():
@@ -264,7 +264,7 @@ def _run_class(name: str, kind: type) -> None:
         if result.skipped or result.expectedFailures or result.unexpectedSuccesses:
             raise AssertionError("a test was skipped, or expected to fail")
     elif name.startswith("Test") and "__init__" not in vars(kind):
-        for method in [one for one in dir(kind) if one.startswith("test_")]:
+        for method in [attribute for attribute in dir(kind) if attribute.startswith("test_")]:
             instance = kind()
             getattr(instance, "setup_method", _nothing)()
             _run(getattr(instance, method))

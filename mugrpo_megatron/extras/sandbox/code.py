@@ -100,7 +100,7 @@ def grade(response: str, gold: object, row: Mapping[str, Any], options: Grader) 
     """
     tests = read_tests(gold, row)
     if options.most_tests and len(tests) > options.most_tests:
-        tests = [tests[place * len(tests) // options.most_tests] for place in range(options.most_tests)]
+        tests = [tests[index * len(tests) // options.most_tests] for index in range(options.most_tests)]
     program = program_in(response)
     if not program.strip():
         return 0.0, "no program found"
@@ -108,14 +108,14 @@ def grade(response: str, gold: object, row: Mapping[str, Any], options: Grader) 
         return 0.0, f"program longer than {MOST_CHARACTERS} characters"
     deadline = time.monotonic() + max(options.timeout_s - _SPARE_S, options.timeout_s / 2)
     passed, reason = 0, ""
-    for place, test in enumerate(tests):
+    for index, test in enumerate(tests):
         remaining = deadline - time.monotonic()
         if remaining <= 0:
-            reason = reason or f"test {place + 1} of {len(tests)}: no time left"
+            reason = reason or f"test {index + 1} of {len(tests)}: no time left"
             break
         limits = replace(options.limits, wall_s=min(options.limits.wall_s, remaining))
         if why := failure(program, test, limits):
-            reason = reason or f"test {place + 1} of {len(tests)}: {why}"
+            reason = reason or f"test {index + 1} of {len(tests)}: {why}"
             if not options.share:
                 return 0.0, reason
         else:
@@ -180,7 +180,7 @@ def same_value(answers: bytes, expected: Sequence[Any]) -> tuple[bool, str]:
         result = unpack(answer["value"], _refused)["result"]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
         return False, "returned a value that is not plain data"
-    return any(same(result, one) for one in expected), "differs from the expected result"
+    return any(same(result, value) for value in expected), "differs from the expected result"
 
 
 def same(result: Any, expected: Any) -> bool:

@@ -170,9 +170,9 @@ def _place(channels: Mapping[int, int], tell: int) -> int:
 
 def _libraries() -> list[str]:
     """What the interpreter reads: its own library and the system's."""
-    own = [os.path.join(sys.base_prefix, name) for name in ("lib", "lib64")]
+    interpreter = [os.path.join(sys.base_prefix, name) for name in ("lib", "lib64")]
     system = ["/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache"]
-    return [path for path in dict.fromkeys([*system, *own]) if os.path.exists(path)]
+    return [path for path in dict.fromkeys([*system, *interpreter]) if os.path.exists(path)]
 
 
 def _enter_root(files: Mapping[str, str], limits: Limits) -> None:
@@ -215,12 +215,12 @@ def _mounts(root: str) -> list[tuple[str, int]]:
         elif parent in inside:
             inside.add(number)
             points.append(point)
-    found = []
+    mounts = []
     for point in points:
         status = os.statvfs(point).f_flag
-        kept = status & (kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV | os.ST_NOEXEC)
-        found.append((point, kept | _times(status)))
-    return found
+        locked_flags = status & (kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV | os.ST_NOEXEC)
+        mounts.append((point, locked_flags | _times(status)))
+    return mounts
 
 
 def _times(status: int) -> int:

@@ -26,17 +26,17 @@ def pack(value: Any, keep: Callable[[Any], Any]) -> Any:
     if kind is float:
         return value if math.isfinite(value) else {"float": repr(value)}
     if kind is list:
-        return [pack(one, keep) for one in value]
+        return [pack(item, keep) for item in value]
     if kind is complex:
         return {"complex": [value.real, value.imag]}
     if kind in (bytes, bytearray):
         return {"bytes": bytes(value).hex()}
     if kind in _MAPPINGS:
-        return {"dict": [[pack(key, keep), pack(one, keep)] for key, one in dict.items(value)]}
+        return {"dict": [[pack(key, keep), pack(item, keep)] for key, item in dict.items(value)]}
     if kind.__name__ in _SEQUENCES and kind is _SEQUENCES[kind.__name__]:
-        return {kind.__name__: [pack(one, keep) for one in value]}
+        return {kind.__name__: [pack(item, keep) for item in value]}
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
-        return {"tuple": [pack(one, keep) for one in tuple.__iter__(value)]}
+        return {"tuple": [pack(item, keep) for item in tuple.__iter__(value)]}
     if kind is types.ModuleType:
         return {"module": str(value.__name__)}
     return keep(value)
@@ -45,14 +45,14 @@ def pack(value: Any, keep: Callable[[Any], Any]) -> Any:
 def unpack(packed: Any, handle: Callable[[dict[str, Any]], Any]) -> Any:
     """The value; `handle` is given what is not a copy. Raises ValueError or TypeError for what `pack` never wrote."""
     if isinstance(packed, list):
-        return [unpack(one, handle) for one in packed]
+        return [unpack(item, handle) for item in packed]
     if not isinstance(packed, dict):
         return packed
     ((kind, content),) = packed.items()
     if kind == "dict":
         return {unpack(key, handle): unpack(value, handle) for key, value in content}
     if kind in _SEQUENCES:
-        return _SEQUENCES[kind](unpack(one, handle) for one in content)
+        return _SEQUENCES[kind](unpack(item, handle) for item in content)
     if kind == "float":
         return float(content)
     if kind == "complex":

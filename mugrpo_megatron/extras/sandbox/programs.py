@@ -77,9 +77,9 @@ class JailedProcess:
     """The jail's descriptors -> what they are; closed here once the jail has them."""
 
 
-def run_program(program: str, given: str, limits: Limits) -> Outcome:
+def run_program(program: str, stdin_text: str, limits: Limits) -> Outcome:
     """Execute the program with `given` on its stdin. Raises UserError when the jail cannot be made."""
-    with _readable(given) as stdin:
+    with _readable(stdin_text) as stdin:
         return execute([JailedProcess({"/main.py": program}, "/main.py", [], {0: stdin})], limits)
 
 
@@ -89,8 +89,8 @@ def call_function(program: str, name: str, arguments: Sequence[object], limits: 
         {"do": "entry", "name": name},
         {"do": "call", "on": 0, "arguments": pack(list(arguments), _not_kept)},
     ]
-    with _readable("".join(json.dumps(request) + "\n" for request in requests)) as given:
-        return execute([_served(program, {3: given})], limits, answer_of=4)
+    with _readable("".join(json.dumps(request) + "\n" for request in requests)) as requests_file:
+        return execute([_served(program, {3: requests_file})], limits, answer_of=4)
 
 
 def check_asserts(program: str, test: AssertTest, limits: Limits) -> Outcome:
@@ -112,7 +112,7 @@ def _served(program: str, channels: Mapping[int, FileIO]) -> JailedProcess:
 @cache
 def _modules(*modules: ModuleType) -> dict[str, str]:
     """The modules' own text, at the places from which a jail imports them."""
-    return {f"/{one.__name__.replace('.', '/')}.py": inspect.getsource(one) for one in modules}
+    return {f"/{module.__name__.replace('.', '/')}.py": inspect.getsource(module) for module in modules}
 
 
 def _not_kept(value: object) -> object:
@@ -128,9 +128,9 @@ def execute(processes: Sequence[JailedProcess], limits: Limits, answer_of: int |
     with ExitStack() as opened:
         nothing = opened.enter_context(open(os.devnull, "r+b", buffering=0))
         reads: dict[int, bytearray] = {}
-        for place, process in enumerate(processes):
+        for index, process in enumerate(processes):
             theirs = dict(process.channels)
-            if place == len(processes) - 1:
+            if index == len(processes) - 1:
                 for name in [1, 2, *([] if answer_of is None else [answer_of])]:
                     ours, theirs[name] = (opened.enter_context(end) for end in _pipe())
                     os.set_blocking(ours.fileno(), False)
@@ -144,11 +144,11 @@ def execute(processes: Sequence[JailedProcess], limits: Limits, answer_of: int |
             opened.callback(_end, keeper)
             for file in theirs.values():
                 file.close()
-            with open(errors, "rb") as told:
-                if problem := told.read():
+            with open(errors, "rb") as message_file:
+                if problem := message_file.read():
                     raise UserError(f"a program's jail could not be made: {problem.decode('utf-8', 'replace')}")
         ending, code = _watch(keeper, reads, limits)
-        output, words, *answer = (bytes(found) for found in reads.values())
+        output, words, *answer = (bytes(buffer) for buffer in reads.values())
         return Outcome(ending, code, output, words, *answer)
 
 
@@ -176,21 +176,21 @@ def _watch(keeper: int, reads: dict[int, bytearray], limits: Limits) -> tuple[En
     finally:
         os.close(ended)
     code = _end(keeper)
-    for descriptor, found in reads.items():
-        while len(found) <= limits.output_bytes and _read(descriptor, found):
+    for descriptor, buffer in reads.items():
+        while len(buffer) <= limits.output_bytes and _read(descriptor, buffer):
             pass
-        if len(found) > limits.output_bytes:
+        if len(buffer) > limits.output_bytes:
             ending = "output"
     return ending, code
 
 
-def _read(descriptor: int, found: bytearray) -> bool:
+def _read(descriptor: int, buffer: bytearray) -> bool:
     """Take what is there; whether there may be more."""
     try:
         piece = os.read(descriptor, _PIECE)
     except BlockingIOError:
         return False
-    found += piece
+    buffer += piece
     return bool(piece)
 
 

@@ -87,13 +87,13 @@ def _read(content: object, row: Mapping[str, Any]) -> list[Test]:
             return _of_columns({"inputs": value["input"], "outputs": value["output"]}, row)
         return [_of_case(value, row)]
     if isinstance(value, list) and value:
-        if all(isinstance(one, str) for one in value):
-            return [assert_test(one, row) for one in value if _asserts(one)]
-        if all(isinstance(one, Mapping) and "input" in one and "output" in one for one in value):
-            return [_of_case(one, row) for one in value]
+        if all(isinstance(test, str) for test in value):
+            return [assert_test(test, row) for test in value if _asserts(test)]
+        if all(isinstance(test, Mapping) and "input" in test and "output" in test for test in value):
+            return [_of_case(test, row) for test in value]
         raise ValueError("tests are a list of neither asserts nor {input, output}")
     if isinstance(value, str) and _asserts(value):
-        return [assert_test(one, row) for one in _separate(value)]
+        return [assert_test(test, row) for test in _separate(value)]
     return []
 
 
@@ -136,19 +136,19 @@ def _function(holder: Mapping[str, Any]) -> str:
     return str(name or holder.get("fn_name") or "")
 
 
-def _function_test(name: str, given: object, output: object) -> FunctionTest:
+def _function_test(name: str, inputs: object, output: object) -> FunctionTest:
     """Text holds one argument in JSON on each line, and the result in JSON; lists are the arguments themselves.
 
     Beside a list, a text may be the result itself, or the result in JSON: both are right.
     """
-    if isinstance(given, str):
-        arguments = tuple(_value(line) for line in given.split("\n") if line.strip())
+    if isinstance(inputs, str):
+        arguments = tuple(_value(line) for line in inputs.split("\n") if line.strip())
     else:
-        arguments = tuple(given) if isinstance(given, list) else (given,)
+        arguments = tuple(inputs) if isinstance(inputs, list) else (inputs,)
     expected: tuple[Any, ...] = (_value(output),) if isinstance(output, str) else (output,)
-    if isinstance(output, str) and not isinstance(given, str) and expected != (output,):
+    if isinstance(output, str) and not isinstance(inputs, str) and expected != (output,):
         expected = (*expected, output)
-    if isinstance(output, list) and len(output) == 1 and not isinstance(given, str):
+    if isinstance(output, list) and len(output) == 1 and not isinstance(inputs, str):
         expected = (output, output[0])  # APPS wraps some results in a list
     return FunctionTest(name, arguments, expected)
 
@@ -183,7 +183,7 @@ def assert_test(code: str, row: Mapping[str, Any]) -> AssertTest:
     setup = row.get("test_setup_code") or ""
     imports = row.get("test_imports") or []
     before = [*(imports if isinstance(imports, list) else [imports]), setup]
-    text = "\n".join([*(str(part) for part in before if part), code])
+    text = "\n".join([*(str(section) for section in before if section), code])
     entry, prompt = _entry(row), _definitions(row)
     try:
         tree = ast.parse(text)
@@ -208,8 +208,12 @@ def _definitions(row: Mapping[str, Any]) -> str:
         tree = ast.parse(prompt)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return ""
-    whole = [one for one in tree.body if not isinstance(one, ast.Expr) and not _is_stub(one)]
-    return "\n".join(ast.unparse(one) for one in whole if getattr(one, "name", "") != _entry(row))
+    definitions = [
+        statement for statement in tree.body if not isinstance(statement, ast.Expr) and not _is_stub(statement)
+    ]
+    return "\n".join(
+        ast.unparse(statement) for statement in definitions if getattr(statement, "name", "") != _entry(row)
+    )
 
 
 def _entry(row: Mapping[str, Any]) -> str:
@@ -220,25 +224,29 @@ def _entry(row: Mapping[str, Any]) -> str:
 def _is_stub(statement: ast.stmt) -> bool:
     """Whether it is a function of which only the description is there."""
     return isinstance(statement, ast.FunctionDef) and all(
-        isinstance(one, ast.Expr | ast.Pass) for one in statement.body
+        isinstance(statement, ast.Expr | ast.Pass) for statement in statement.body
     )
 
 
 def _reached(tree: ast.Module, entry: str) -> Iterator[ast.stmt]:
     """The assertions in statements, tests, and functions that something names."""
-    named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    named |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    referenced = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    referenced |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     places: list[ast.AST] = list(tree.body)
     while places:
         node = places.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            is_run = node.name.startswith("test_") or node.name in named or (node.name == "check" and entry)
+            is_run = node.name.startswith("test_") or node.name in referenced or (node.name == "check" and entry)
             places += node.body if is_run else []
         elif isinstance(node, ast.ClassDef):
-            is_named = node.name in named and not is_test_class(node)
-            methods = [one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
+            is_named = node.name in referenced and not is_test_class(node)
+            methods = [member for member in node.body if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef)]
             if is_test_class(node) or is_named:
-                places += [one for one in methods if is_named or one.name.startswith("test") or one.name in named]
+                places += [
+                    method
+                    for method in methods
+                    if is_named or method.name.startswith("test") or method.name in referenced
+                ]
         elif isinstance(node, ast.stmt):
             if is_assertion(node):
                 yield node
@@ -271,12 +279,12 @@ def _owners(tree: ast.Module, prompt: ast.Module, entry: str) -> tuple[tuple[str
     """
     imported = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     for node in imported:
-        for name in [node.module or ""] if isinstance(node, ast.ImportFrom) else [one.name for one in node.names]:
+        for name in [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]:
             if (root := name.partition(".")[0]) not in (*MODULES, "__future__") and root not in sys.stdlib_module_names:
                 raise ValueError(f"the tests import {name}; programs have the standard library, `solution` and `main`")
     explicit = any(
         (isinstance(node, ast.ImportFrom) and node.module in MODULES and node.names[0].name != "*")
-        or (isinstance(node, ast.Import) and any(one.name in MODULES for one in node.names))
+        or (isinstance(node, ast.Import) and any(alias.name in MODULES for alias in node.names))
         for node in ast.walk(tree)
     )
     bound = set(_bound(tree)) | set(_bound(prompt))
@@ -314,7 +322,7 @@ def _bound(tree: ast.AST) -> Iterator[str]:
             case ast.ExceptHandler() | ast.MatchAs() | ast.MatchStar():
                 yield node.name or ""
             case ast.Import() | ast.ImportFrom():
-                yield from ((one.asname or one.name).partition(".")[0] for one in node.names)
+                yield from ((alias.asname or alias.name).partition(".")[0] for alias in node.names)
 
 
 def _asserts(code: str) -> bool:
@@ -332,7 +340,7 @@ def _separate(code: str) -> list[str]:
     while first and isinstance(statements[first - 1], ast.Assert):
         first -= 1
     last = statements[first:]
-    if len({one.lineno for one in last}) < max(2, len(last)):
+    if len({statement.lineno for statement in last}) < max(2, len(last)):
         return [code]
     before = "".join(lines[: last[0].lineno - 1])
-    return [before + "".join(lines[one.lineno - 1 : one.end_lineno]) for one in last]
+    return [before + "".join(lines[statement.lineno - 1 : statement.end_lineno]) for statement in last]

@@ -29,14 +29,14 @@ def main(root: str, requested: str, answered: str) -> None:
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
     exec(compile(text, PROGRAM, "exec"), module.__dict__)
-    kept: list[Any] = []
+    values: list[Any] = []
 
     def keep(value: Any) -> Any:
-        kept.append(value)
-        return {"handle": len(kept) - 1}
+        values.append(value)
+        return {"handle": len(values) - 1}
 
     def take(packed: dict[str, Any]) -> Any:
-        return kept[packed["handle"]]
+        return values[packed["handle"]]
 
     def do(request: dict[str, Any]) -> Any:
         what = request["do"]
@@ -44,7 +44,7 @@ def main(root: str, requested: str, answered: str) -> None:
             return {name: value for name, value in vars(module).items() if not name.startswith("__")}
         if what == "entry":
             return _entry(module, request["name"])
-        on = kept[request["on"]]
+        on = values[request["on"]]
         arguments = unpack(request.get("arguments", []), take)
         if what == "call":
             options = {name: unpack(value, take) for name, value in request.get("options", {}).items()}
@@ -55,7 +55,7 @@ def main(root: str, requested: str, answered: str) -> None:
         if what == "item":
             return on[arguments[0]]
         if what == "list":
-            return [one for one, _ in zip(on, range(MOST), strict=False)]
+            return [item for item, _ in zip(on, range(MOST), strict=False)]
         return _ABOUT[what](on)
 
     for line in requests:

@@ -110,8 +110,8 @@ def _source_seconds(sweep: Sweep) -> float:
         run = read_run(sweep.source)
     except UserError:
         return 0.0
-    own = [row for row in run.phases if row["stage"] == sweep.stage]
-    return seconds_by_phase(own).get("optimize", 0.0) if any(r["stage"] > sweep.stage for r in run.phases) else 0.0
+    phases = [row for row in run.phases if row["stage"] == sweep.stage]
+    return seconds_by_phase(phases).get("optimize", 0.0) if any(r["stage"] > sweep.stage for r in run.phases) else 0.0
 
 
 def _check_out(sweep: Sweep, origin: Origin) -> None:

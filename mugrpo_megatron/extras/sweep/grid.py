@@ -60,7 +60,7 @@ def read_grid(overrides: Iterable[str], file: Path | None) -> Grid:
     if unknown := sorted(table.keys() - set(PARTS)):
         raise UserError(f"{file}: `{unknown[0]}` is not a table of a grid; there are [set], [axes] and [[cells]]")
     extra = table.get("cells", [])
-    if not isinstance(extra, list) or not all(isinstance(one, dict) for one in extra):
+    if not isinstance(extra, list) or not all(isinstance(settings, dict) for settings in extra):
         raise UserError(f"{file}: write each cell as [[cells]] and its keys below")
     common, axes = _flat(table.get("set", {}), f"{file}: [set]"), _flat(table.get("axes", {}), f"{file}: [axes]")
     for key, values in axes.items():
@@ -77,7 +77,7 @@ def read_grid(overrides: Iterable[str], file: Path | None) -> Grid:
             common[key] = fitting(key, text, values[0])
         else:
             axes[key] = values
-    return Grid(common, axes, [_flat(one, f"{file}: [[cells]]") for one in extra])
+    return Grid(common, axes, [_flat(settings, f"{file}: [[cells]]") for settings in extra])
 
 
 def cells_of(grid: Grid, run: RunDirectory, out: Path) -> list[Cell]:
@@ -87,7 +87,9 @@ def cells_of(grid: Grid, run: RunDirectory, out: Path) -> list[Cell]:
     and those of one objective are not another's. Raises UserError for a key that cells cannot differ in, for two equal
     cells, and for every recipe that is not valid.
     """
-    several = {key for key, values in grid.axes.items() if len(values) > 1} | {key for one in grid.extra for key in one}
+    several = {key for key, values in grid.axes.items() if len(values) > 1} | {
+        key for settings in grid.extra for key in settings
+    }
     if wrong := sorted(key for key in several if Recipe.changes_of(key) != "method"):
         raise UserError(
             f"{wrong[0]} cannot differ between the cells of a sweep, which differ in what is done with the stage's "

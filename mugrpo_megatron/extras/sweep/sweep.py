@@ -57,24 +57,24 @@ def run_sweep(sweep: Sweep, origin: Origin, problems: Problems | None) -> int:
     the cell that was asked to stop saved.
     """
     failed = 0
-    with open_sweep(sweep.cells[0].recipe, sweep.out / "logs", problems) as shop:
-        if shop.is_main:
+    with open_sweep(sweep.cells[0].recipe, sweep.out / "logs", problems) as context:
+        if context.is_main:
             claim_out(sweep, origin)
             (sweep.out / "logs").mkdir(exist_ok=True)
-        unfinished = shop.world.broadcast([not sweep.finished(cell) for cell in sweep.cells])
+        unfinished = context.world.broadcast([not sweep.finished(cell) for cell in sweep.cells])
         for number, cell in enumerate(sweep.cells):
             if unfinished[number]:
-                shop.display.say(f"cell {number + 1} of {len(sweep.cells)}: {cell.name}")
-                failed += not _take(shop, sweep, cell)
-                if shop.is_main:
+                context.display.say(f"cell {number + 1} of {len(sweep.cells)}: {cell.name}")
+                failed += not _run_cell(context, sweep, cell)
+                if context.is_main:
                     publish(sweep, page=False)
-        if shop.is_main:
-            shop.display.table(publish(sweep, page=True))
-            shop.display.say(f"cells: {sweep.out}, figures: cells.csv, curves: report.html")
+        if context.is_main:
+            context.display.table(publish(sweep, page=True))
+            context.display.say(f"cells: {sweep.out}, figures: cells.csv, curves: report.html")
     return 1 if failed else 0
 
 
-def _take(shop: SweepContext, sweep: Sweep, cell: Cell) -> bool:
+def _run_cell(context: SweepContext, sweep: Sweep, cell: Cell) -> bool:
     """Run one cell to its end; whether it finished.
 
     A failure of the updates is the same on every rank, so the other cells can go on. Any other failure ends the sweep
@@ -82,36 +82,36 @@ def _take(shop: SweepContext, sweep: Sweep, cell: Cell) -> bool:
     """
     note = sweep.failure(cell)
     try:
-        if shop.is_main:
+        if context.is_main:
             branch(cell.recipe, sweep.source, sweep.stage)
             note.unlink(missing_ok=True)
-        _optimize(shop, sweep, cell)
+        _optimize_cell(context, sweep, cell)
     except (Stopped, InUse, EngineFailure, CollectiveFailure):
         raise
     except Exception as error:
-        if shop.world.ranks.world > 1 and not isinstance(error, TrainingFailure):
+        if context.world.ranks.world > 1 and not isinstance(error, TrainingFailure):
             raise
-        if shop.is_main:
+        if context.is_main:
             write_text(note, "".join(traceback.format_exception(error)))
-            shop.display.say(f"cell {cell.name} FAILED: {str(error) or type(error).__name__}; see {note}")
+            context.display.say(f"cell {cell.name} FAILED: {str(error) or type(error).__name__}; see {note}")
         return False
     return True
 
 
-def _optimize(shop: SweepContext, sweep: Sweep, cell: Cell) -> None:
-    with shop.open(cell.recipe) as (run, learner, engines, cursor):
+def _optimize_cell(context: SweepContext, sweep: Sweep, cell: Cell) -> None:
+    with context.open(cell.recipe) as (run, learner, engines, cursor):
         _take_over_evaluation(run, sweep, cursor)
         if cursor.stage == sweep.stage:
             cursor = optimize_stage(run, learner, engines, cursor)
-        run, engines = shop.with_engines(run, learner, engines)
+        run, engines = context.with_engines(run, learner, engines)
         write_results(run, learner, engines, cursor)
 
 
 def _take_over_evaluation(run: Run, sweep: Sweep, cursor: Cursor) -> None:
     """Log the source's evaluation of the weights at the stage's start, where the cell would evaluate them alike."""
     source = load_recipe(RunDirectory(sweep.source).recipe)
-    own = run.recipe
-    if (source.eval, source.data, source.reward) != (own.eval, own.data, own.reward):
+    recipe = run.recipe
+    if (source.eval, source.data, source.reward) != (recipe.eval, recipe.data, recipe.reward):
         return
     updates = cursor.updates - cursor.age
     if not run.is_main or cursor.stage != sweep.stage or updates in run.log.evaluated:
@@ -120,8 +120,8 @@ def _take_over_evaluation(run: Run, sweep: Sweep, cursor: Cursor) -> None:
     for row in reversed(read_rows(log)) if log.exists() else ():
         if row["kind"] == "eval" and row["update"] == updates:
             run.log.event("evaluation", f"the one of the stage's start is that of {sweep.source}")
-            place = ("kind", "not_finite", *PLACE["eval"])
-            figures = {key: value for key, value in row.items() if key not in place and value is not None}
+            known_keys = ("kind", "not_finite", *PLACE["eval"])
+            figures = {key: value for key, value in row.items() if key not in known_keys and value is not None}
             run.log.evaluation(cursor.stage, updates, 0, figures)
             return
 
@@ -197,12 +197,12 @@ class SweepContext:
         if self.is_main and self.problems:
             tokenizer = load_tokenizer(self.recipe.model.directory)
             prepared = prepare(self.recipe.data, self.recipe.reward, tokenizer, self.problems)
-        seat = role_of(self.recipe, self.logs, self.world.stop.heard)
+        role = role_of(self.recipe, self.logs, self.world.stop.heard)
         try:
-            engines = start_engines(learner, self.world, self.display, seat, prepared, bridge, self.stack)
+            engines = start_engines(learner, self.world, self.display, role, prepared, bridge, self.stack)
         except UserError as error:
             raise EngineFailure(str(error)) from None
-        return engines, seat.slot.engines
+        return engines, role.slot.engines
 
 
 @contextmanager

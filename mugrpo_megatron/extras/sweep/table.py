@@ -73,27 +73,29 @@ def figures_of(sweep: Sweep, cell: Cell) -> Figures:
     }
 
 
-def as_csv(cells: Sequence[Cell], found: dict[str, Figures]) -> str:
+def as_csv(cells: Sequence[Cell], figures_by_cell: dict[str, Figures]) -> str:
     """One line for each cell: its name, the settings of any cell, its figures."""
     keys = _keys(cells)
     text = io.StringIO()
     lines = csv.writer(text, lineterminator="\n")
     lines.writerow(["cell", *keys, *FIGURES])
     for cell in cells:
-        figures = found[cell.name]
+        figures = figures_by_cell[cell.name]
         settings = [text_of(cell.settings[key]) if key in cell.settings else "" for key in keys]
         lines.writerow([cell.name, *settings, *(_plain(figures.get(name)) for name in FIGURES)])
     return text.getvalue()
 
 
-def as_table(sweep: Sweep, found: dict[str, Figures]) -> Table:
+def as_table(sweep: Sweep, figures_by_cell: dict[str, Figures]) -> Table:
     """Settings, accuracy with its interval, ESS at the end, vetoed share and time of each cell, in 80 columns."""
     keys = _keys(sweep.cells)
-    finished = [figures for figures in found.values() if figures["state"] == "finished"]
+    finished = [figures for figures in figures_by_cell.values() if figures["state"] == "finished"]
     befores = [figures["before"] for figures in finished if figures["before"] is not None]
     measure = finished[0]["measure"] if finished else "accuracy"
     start = f", {shown(befores[0], measure)} before" if befores else ""
-    title = f"Stage {sweep.stage} of {sweep.source.resolve().name}: {len(finished)} of {len(found)} cells{start}"
+    title = (
+        f"Stage {sweep.stage} of {sweep.source.resolve().name}: {len(finished)} of {len(figures_by_cell)} cells{start}"
+    )
     table = new_table(title)
     for key in keys:
         table.add_column(key.rpartition(".")[2], overflow="fold")
@@ -101,7 +103,7 @@ def as_table(sweep: Sweep, found: dict[str, Figures]) -> Table:
         table.add_column(name, justify="right")
     best = max((figures["after"] for figures in finished if figures["after"] is not None), default=None)
     for cell in sweep.cells:
-        figures = found[cell.name]
+        figures = figures_by_cell[cell.name]
         settings = [text_of(cell.settings[key]) if key in cell.settings else "–" for key in keys]
         if figures["state"] != "finished":
             table.add_row(*settings, Text(figures["state"], style="red" if figures["state"] == "failed" else "dim"))

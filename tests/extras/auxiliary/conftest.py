@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mugrpo_megatron.extras.auxiliary import shard, turn
+from mugrpo_megatron.extras.auxiliary import phase, shard
 from tests.extras.auxiliary.stand import Answers, StandInEngine, sealed_stage, stand, taught
 
 
@@ -16,7 +16,7 @@ from tests.extras.auxiliary.stand import Answers, StandInEngine, sealed_stage, s
 def answers(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Answers:
     """What all engines answer; of a kind that the test's module names."""
     answers: Answers = getattr(request.module, "ANSWERS", Answers)()
-    for module in (shard, turn):
+    for module in (phase, shard):
         monkeypatch.setattr(module, "Engine", SimpleNamespace(start=lambda *_: StandInEngine(answers)))
     return answers
 

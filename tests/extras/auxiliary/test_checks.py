@@ -12,7 +12,7 @@ import torch
 from mugrpo_megatron.cli import main
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.auxiliary.checks import check_auxiliaries
-from mugrpo_megatron.extras.auxiliary.models import LAST_NORM, dividing, hook_of, teacher_recipe
+from mugrpo_megatron.extras.auxiliary.models import LAST_NORM, make_divider, teacher_recipe, temperature_hook
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.load import validate
 from tests.tiny import save_model, write_recipe
@@ -116,7 +116,7 @@ def test_a_auxiliaries_engine_loads_its_own_weights_at_the_rollouts_temperature(
     of_policy = recipe(model, model, {"memory_fraction": 0.9}, temperature=0.5, stop=["\n"], function="play:episode")
     own = teacher_recipe(of_policy, "big", model)
     assert own.engine.memory_fraction == 0.9
-    assert own.engine.extra == {"forward_hooks": hook_of(0.5)}
+    assert own.engine.extra == {"forward_hooks": temperature_hook(0.5)}
     assert own.engine.quantization == "none"
     assert own.rollout.stop == []
     assert own.rollout.function is None, "an auxiliary model plays no episodes"
@@ -125,12 +125,12 @@ def test_a_auxiliaries_engine_loads_its_own_weights_at_the_rollouts_temperature(
 
 def test_the_hook_divides_logits() -> None:
     """As SGLang's models call their last norm: with a residual, or alone."""
-    (hook,) = hook_of(0.5)
+    (hook,) = temperature_hook(0.5)
     assert hook["target_modules"] == [LAST_NORM]
     norm = torch.nn.Identity()
-    norm.register_forward_hook(dividing(hook["config"]))
+    norm.register_forward_hook(make_divider(hook["config"]))
     assert norm(torch.ones(2)).tolist() == [2.0, 2.0]
     pair = torch.nn.Identity()
-    pair.register_forward_hook(dividing(hook["config"]))
+    pair.register_forward_hook(make_divider(hook["config"]))
     hidden, residual = pair((torch.ones(2), torch.ones(2)))
     assert (hidden.tolist(), residual.tolist()) == ([2.0, 2.0], [1.0, 1.0])

@@ -10,9 +10,9 @@ import pytest
 
 from mugrpo_megatron.data.tokenizer import CHAT_ML, build_arithmetic_tokenizer
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.extras.auxiliary import turn
+from mugrpo_megatron.extras.auxiliary import phase
 from mugrpo_megatron.extras.auxiliary.checks import check_auxiliaries
-from mugrpo_megatron.extras.auxiliary.jobs import TOO_LONG, parsed
+from mugrpo_megatron.extras.auxiliary.jobs import TOO_LONG, parse_score
 from mugrpo_megatron.phases.batches import neutral_where_missing
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.load import validate
@@ -90,7 +90,7 @@ def run(tmp_path: Path, model: Path) -> Any:
 
 def test_scores_are_in_their_places_with_what_was_asked_and_answered(run: Any, answers: Answers) -> None:
     store = sealed_stage(run.directory)
-    turn.take_turns(run, LEARNER, store, Cursor())
+    phase.score_stage(run, LEARNER, store, Cursor())
     assert len(answers.prompts) == COUNT
     updates = stage_updates(run, store)
     silent = 0
@@ -121,7 +121,7 @@ def test_updates_of_informative_groups_count_the_judge(tmp_path: Path, model: Pa
     objective = recipe.objective.model_copy(update={"zero_variance": "leave_out"})
     run = stand(recipe.model_copy(update={"objective": objective}), tmp_path / "run")
     store = sealed_stage(run.directory)
-    turn.take_turns(run, LEARNER, store, Cursor())
+    phase.score_stage(run, LEARNER, store, Cursor())
     updates = stage_updates(run, store)
     problems = [sample.problem for age in range(UPDATES) for sample in updates.samples(age)][::RESPONSES]
     assert problems == [f"tiny:{group}" for group in range(UPDATES * PROMPTS)]
@@ -131,7 +131,7 @@ def test_a_question_that_is_too_long_is_counted_and_not_asked(tmp_path: Path, mo
     question = "{% if '1 of 3' in response %}{{ 'x' * 5000 }}{% else %}" + QUESTION.strip() + "{% endif %}"
     run = stand(judged(tmp_path, model, question), tmp_path / "run")
     store = sealed_stage(run.directory)
-    turn.take_turns(run, LEARNER, store, Cursor())
+    phase.score_stage(run, LEARNER, store, Cursor())
     assert len(answers.prompts) == COUNT - 1
     rows = stage_updates(run, store).columns.scores["quality"].read_table(1).to_pylist()
     assert [row["why"] for row in rows].count(TOO_LONG) == 1
@@ -139,11 +139,11 @@ def test_a_question_that_is_too_long_is_counted_and_not_asked(tmp_path: Path, mo
 
 
 def test_what_cannot_be_read_has_no_score() -> None:
-    assert parsed(score, "score 7.5") == (7.5, "")
-    assert parsed(score, "none") == (None, "no score in the answer")
-    assert parsed(score, "score nan") == (None, "the score is nan")
-    assert parsed(score, "score 1.2.3")[1].startswith("ValueError: could not convert string to float")
-    assert parsed(lambda answer: [], "")[0] is None
+    assert parse_score(score, "score 7.5") == (7.5, "")
+    assert parse_score(score, "none") == (None, "no score in the answer")
+    assert parse_score(score, "score nan") == (None, "the score is nan")
+    assert parse_score(score, "score 1.2.3")[1].startswith("ValueError: could not convert string to float")
+    assert parse_score(lambda answer: [], "")[0] is None
 
 
 def test_a_missing_score_is_its_groups_mean() -> None:
@@ -157,7 +157,7 @@ def test_a_question_that_cannot_be_rendered_names_its_problem(tmp_path: Path, mo
         check_auxiliaries(judged(tmp_path, model, "{{ response"), print)
     run = stand(judged(tmp_path, model, "{{ answer }}"), tmp_path / "run")
     with pytest.raises(UserError, match=r"quality\.prompt = .*: fails on tiny:0 \(UndefinedError: 'answer'"):
-        turn.take_turns(run, LEARNER, sealed_stage(run.directory), Cursor())
+        phase.score_stage(run, LEARNER, sealed_stage(run.directory), Cursor())
 
 
 @pytest.mark.parametrize(

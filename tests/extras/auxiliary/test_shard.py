@@ -9,7 +9,7 @@ import pytest
 
 from mugrpo_megatron.engine.placement import EngineSlot
 from mugrpo_megatron.errors import EngineFailure
-from mugrpo_megatron.extras.auxiliary import shard, turn
+from mugrpo_megatron.extras.auxiliary import phase, shard
 from mugrpo_megatron.extras.auxiliary.shard import ShardScoring
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import locked
@@ -35,7 +35,7 @@ def test_shards_divide_the_updates_and_the_last_makes_the_column(run: Any, answe
         assert shard_of(run, number, of).merge() == lacks
     check_scored(run, run.store)
     answers.prompts.clear()
-    turn.take_turns(run, LEARNER, run.store, Cursor())
+    phase.score_stage(run, LEARNER, run.store, Cursor())
     assert answers.prompts == [], "the run has nothing to ask"
 
 
@@ -43,10 +43,10 @@ def test_the_run_takes_over_from_a_shard_and_a_shard_from_the_run(run: Any, answ
     shard_of(run, 1, 2).score()
     answers.after, answers.error = WIDTH, Killed
     with pytest.raises(Killed):
-        turn.take_turns(run, LEARNER, run.store, Cursor())
+        phase.score_stage(run, LEARNER, run.store, Cursor())
     shard_of(run, 0, 4).score()
     assert len(answers.prompts) == (2 + 1 + 1) * WIDTH, "updates 1 and 3, 0, 4"
-    turn.take_turns(run, LEARNER, run.store, Cursor())
+    phase.score_stage(run, LEARNER, run.store, Cursor())
     assert len(answers.prompts) == COUNT, "nothing twice"
     check_scored(run, run.store)
 

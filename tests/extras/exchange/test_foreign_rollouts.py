@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mugrpo_megatron.data.prompts import Template
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.extras.exchange.foreign_rollouts import ROUNDING, Foreign, read_rollouts, small_enough
+from mugrpo_megatron.extras.exchange.foreign_rollouts import ROUNDING, ForeignRollout, read_rollouts, small_enough
 
 TOKENIZER = build_arithmetic_tokenizer()
 TEMPLATE = Template("{% for m in messages %}{{ m.content }}{% endfor %}=")
@@ -24,7 +24,7 @@ END = TOKENIZER.eos_token_id
 IDS = {"prompt": "1+1=", "response_ids": [5, 6, 7]}
 
 
-def read(folder: Path, *found: dict[str, Any]) -> list[list[Foreign]]:
+def read(folder: Path, *found: dict[str, Any]) -> list[list[ForeignRollout]]:
     path = folder / "rollouts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in found))
     return read_rollouts(path, TOKENIZER, TEMPLATE, (1000, 1000))

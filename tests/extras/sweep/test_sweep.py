@@ -87,7 +87,7 @@ def test_a_cell_that_another_sweep_is_at_has_not_failed(tmp_path: Path, monkeypa
     monkeypatch.setattr(module, "branch", taken)
     shop, cell = SimpleNamespace(is_main=True), SimpleNamespace(name="lr=1", recipe=None)
     with pytest.raises(InUse):
-        module._take(cast(Any, shop), Sweep(tmp_path, 0, tmp_path / "out", []), cast(Any, cell))
+        module._run_cell(cast(Any, shop), Sweep(tmp_path, 0, tmp_path / "out", []), cast(Any, cell))
     assert not list(tmp_path.iterdir())
 
 

@@ -1,10 +1,8 @@
-"""What is done of an auxiliary model's column: a Parquet file for each update, until all are there and become the
-column.
+"""The finished part of an auxiliary model's column: one Parquet file for each update, merged once all are there.
 
     auxiliary/stage00003-NAME.parts-3f2a90c1b7de/00017.parquet
 
-The folder's name ends with a digest of what the column belongs to, so the parts of another stage or model are never
-taken for this one's.
+The folder's name ends with a digest of the column's stage, weights and settings: parts of another are never mixed in.
 """
 
 from __future__ import annotations
@@ -24,8 +22,8 @@ from mugrpo_megatron.stages.columns import TableColumn
 from mugrpo_megatron.stages.store import VISIBLE_SECONDS
 
 
-class Parts:
-    """The parts of one column of `updates` updates. Several processes may write, each its own updates."""
+class ColumnParts:
+    """Parts of a column of `updates` updates; several processes may write, each its own updates."""
 
     def __init__(self, column: TableColumn, weights: str, updates: int) -> None:
         """`weights` is the fingerprint of the auxiliary model's checkpoint."""
@@ -35,13 +33,13 @@ class Parts:
         self.directory = column.path.with_name(name)
 
     def missing(self) -> list[int]:
-        """The updates without a part; none once the column is whole."""
+        """Updates without a part; none once the column is merged."""
         if self._column.whole:
             return []
         return [update for update in range(self._updates) if not self._path(update).exists()]
 
     def wait_for(self, updates: set[int]) -> bool:
-        """Wait until the parts that other processes have written are visible; False after VISIBLE_SECONDS."""
+        """Wait until parts of other processes are visible on a shared file system; False after VISIBLE_SECONDS."""
         deadline = time.monotonic() + VISIBLE_SECONDS
         while updates & set(self.missing()):
             if time.monotonic() > deadline:
@@ -59,7 +57,7 @@ class Parts:
             pq.write_table(table, file, write_page_checksum=True)
 
     def read(self, update: int) -> pa.Table:
-        """A part; UserError when it is damaged."""
+        """Read a part; raise UserError when it is damaged."""
         path = self._path(update)
         try:
             with pq.ParquetFile(path, page_checksum_verification=True) as file:  # `read_table` loads pyarrow.dataset
@@ -68,7 +66,7 @@ class Parts:
             raise UserError(f"{path}: damaged ({error}); remove it, and the same command computes it again") from None
 
     def merge(self) -> None:
-        """Write the column of all parts unless it is whole, and remove them, also what a kill between both has left."""
+        """Merge all parts to the column and remove them; after a kill in between, only remove them."""
         if not self._column.whole:
             with self._column.write_tables(weights=self._weights) as append:
                 for update in range(self._updates):

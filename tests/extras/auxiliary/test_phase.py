@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from mugrpo_megatron.errors import EngineFailure, UserError
-from mugrpo_megatron.extras.auxiliary import turn
-from mugrpo_megatron.extras.auxiliary.parts import Parts
+from mugrpo_megatron.extras.auxiliary import phase
+from mugrpo_megatron.extras.auxiliary.column_parts import ColumnParts
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.stopping import Stopped
 from tests.extras.auxiliary.stand import (
@@ -27,7 +27,7 @@ from tests.extras.auxiliary.stand import (
 
 
 def test_every_token_is_scored_once_and_in_its_place(run: Any, answers: Answers) -> None:
-    turn.take_turns(run, LEARNER, run.store, Cursor())
+    phase.score_stage(run, LEARNER, run.store, Cursor())
     assert len(answers.prompts) == COUNT
     assert answers.starts == 1
     check_scored(run, run.store)
@@ -39,7 +39,7 @@ def test_every_token_is_scored_once_and_in_its_place(run: Any, answers: Answers)
     everything = [sample for age in range(UPDATES) for sample in updates.samples(age)]
     gaps = np.concatenate([one.engine_logprobs - one.teacher_logprobs for one in everything])
     assert facts["kl_teacher"] == pytest.approx(gaps.mean(), rel=1e-5)
-    turn.take_turns(run, LEARNER, run.store, Cursor())
+    phase.score_stage(run, LEARNER, run.store, Cursor())
     assert answers.starts == 1, "nothing lacks, so nothing starts"
     assert sorted(path.name for path in run.directory.auxiliary(0, "teacher-big").parent.iterdir()) == [
         "stage00000-teacher-big.json",
@@ -51,12 +51,12 @@ def test_every_token_is_scored_once_and_in_its_place(run: Any, answers: Answers)
 def test_killed_in_its_turn_it_asks_only_for_what_is_missing(run: Any, answers: Answers, after: int) -> None:
     answers.after, answers.error = after, Killed
     with pytest.raises(Killed):
-        turn.take_turns(run, LEARNER, run.store, Cursor())
+        phase.score_stage(run, LEARNER, run.store, Cursor())
     first = list(answers.prompts)
     durable = len(list(run.directory.auxiliary(0, "teacher-big").parent.glob("*.parts-*/*.parquet"))) * WIDTH
     assert durable == after // WIDTH * WIDTH
     answers.prompts.clear()
-    turn.take_turns(run, LEARNER, run.store, Cursor())
+    phase.score_stage(run, LEARNER, run.store, Cursor())
     assert len(answers.prompts) == COUNT - durable
     asked_twice = {one.index for one in first} & {one.index for one in answers.prompts}
     assert len(asked_twice) == after - durable, "those of the update that was in flight"
@@ -65,7 +65,7 @@ def test_killed_in_its_turn_it_asks_only_for_what_is_missing(run: Any, answers: 
 
 def test_an_engine_that_fails_is_restarted_for_the_rest(run: Any, answers: Answers) -> None:
     answers.after = 10
-    turn.take_turns(run, LEARNER, run.store, Cursor())
+    phase.score_stage(run, LEARNER, run.store, Cursor())
     assert answers.starts == 2
     assert run.said == ["engine_failure", "it died\nThe auxiliary model's engine is restarted for what is missing."]
 
@@ -73,45 +73,45 @@ def test_an_engine_that_fails_is_restarted_for_the_rest(run: Any, answers: Answe
 def test_an_engine_that_fails_again_and_again_ends_the_run(
     run: Any, answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turn, "MOST_FAILURES", 1)
+    monkeypatch.setattr(phase, "MOST_FAILURES", 1)
     answers.after = 0
     with pytest.raises(EngineFailure, match="it died"):
-        turn.take_turns(run, LEARNER, run.store, Cursor())
+        phase.score_stage(run, LEARNER, run.store, Cursor())
 
 
 def test_asked_to_stop_it_keeps_what_is_done(run: Any, answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = Parts.write
+    write = ColumnParts.write
 
     def stopping(self: Any, update: int, table: Any) -> None:
         write(self, update, table)
         run.stop.asked = True
 
     with monkeypatch.context() as patch:
-        patch.setattr(Parts, "write", stopping)
+        patch.setattr(ColumnParts, "write", stopping)
         with pytest.raises(Stopped, match=f"1 of {UPDATES} updates are on disk"):
-            turn.take_turns(run, LEARNER, run.store, Cursor())
+            phase.score_stage(run, LEARNER, run.store, Cursor())
     run.stop.asked = False
     answers.prompts.clear()
-    turn.take_turns(run, LEARNER, run.store, Cursor())
+    phase.score_stage(run, LEARNER, run.store, Cursor())
     assert len(answers.prompts) == COUNT - WIDTH
 
 
 def test_other_weights_are_refused_in_the_same_stage_and_in_the_next(run: Any, answers: Answers) -> None:
-    turn.take_turns(run, LEARNER, run.store, Cursor())
+    phase.score_stage(run, LEARNER, run.store, Cursor())
     model = run.recipe.auxiliary.by_name["big"].model
     (model / "model.safetensors").write_bytes(b"other")
     for number in (0, 1):
         with pytest.raises(UserError, match=r"auxiliary\.big\.model holds other weights"):
-            turn.take_turns(run, LEARNER, sealed_stage(run.directory, 1) if number else run.store, Cursor(number))
+            phase.score_stage(run, LEARNER, sealed_stage(run.directory, 1) if number else run.store, Cursor(number))
 
 
 def test_a_damaged_part_is_told_by_its_name(run: Any, answers: Answers) -> None:
     answers.after, answers.error = COUNT - 1, Killed
     with pytest.raises(Killed):
-        turn.take_turns(run, LEARNER, run.store, Cursor())
+        phase.score_stage(run, LEARNER, run.store, Cursor())
     part = sorted(run.directory.auxiliary(0, "teacher-big").parent.glob("*.parts-*/*.parquet"))[0]
     content = bytearray(part.read_bytes())
     content[40] ^= 255
     part.write_bytes(content)
     with pytest.raises(UserError, match=f"{part.name}: damaged"):
-        turn.take_turns(run, LEARNER, run.store, Cursor())
+        phase.score_stage(run, LEARNER, run.store, Cursor())

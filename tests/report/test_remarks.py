@@ -10,7 +10,7 @@ import pytest
 from mugrpo_megatron.observe.rundata import RunData, read_run
 from mugrpo_megatron.report.drawing import draw
 from mugrpo_megatron.report.page import page
-from mugrpo_megatron.report.verdicts import paper_notes, paper_remark
+from mugrpo_megatron.report.remarks import paper_notes, paper_remark
 from tests.report.synthetic import charts_of, recipe_of, rows_of, write_run
 
 SETS = ("easy", "hard")

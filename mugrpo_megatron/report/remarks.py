@@ -1,4 +1,4 @@
-"""A sentence for each section of the page: what its curves say of this run; and whether the section begins unfolded."""
+"""A sentence for each section of the page that sums up its curves, and the sections that begin collapsed."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from mugrpo_megatron.report.charts import (
 from mugrpo_megatron.report.triggers import mask_name, ratio_text, share_text, thresholds_of
 
 MATTERS = 0.001
-"""Share of tokens from which on the veto has something to say."""
+"""Fraction of vetoed tokens below which the veto's sections begin collapsed."""
 PAPER_SETS = {"aime24", "aime25", "math500"}
 """Held-out sets of the paper's recipes."""
 
 
-def verdicts(run: RunData, summary: Mapping[str, Any]) -> dict[str, str]:
+def remarks(run: RunData, summary: Mapping[str, Any]) -> dict[str, str]:
     """Section -> its sentence."""
     return {
         LEARNING: _learning(summary),
@@ -45,15 +45,15 @@ def verdicts(run: RunData, summary: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def folded(run: RunData) -> set[str]:
-    """Sections for specialists that have nothing to say of this run."""
+def collapsed_sections(run: RunData) -> set[str]:
+    """Sections that begin collapsed: those for specialists whose curves show nothing in this run."""
     vetoed = mean_in(run.updates, "vetoed_fraction") or 0.0
-    quiet = {VETO, TRIGGERS} if vetoed < MATTERS else set()
-    return quiet | (set() if set(sets_in(run.evals)) >= PAPER_SETS else {PAPER})
+    unused = {VETO, TRIGGERS} if vetoed < MATTERS else set()
+    return unused | (set() if set(sets_in(run.evals)) >= PAPER_SETS else {PAPER})
 
 
 def _joined(parts: Iterable[str]) -> str:
-    text = "; ".join(part for part in parts if part)
+    text = "; ".join(clause for clause in parts if clause)
     return f"{text[0].upper()}{text[1:]}." if text else ""
 
 
@@ -213,6 +213,6 @@ def paper_notes(run: RunData, drawn: Container[str]) -> list[str]:
 def _cost(summary: Mapping[str, Any]) -> str:
     seconds = summary["seconds"]
     total = seconds["total"] or 1.0
-    largest = sorted(((name, took) for name, took in seconds.items() if name != "total"), key=lambda one: -one[1])[:2]
+    largest = sorted(((name, took) for name, took in seconds.items() if name != "total"), key=lambda item: -item[1])[:2]
     shares = ", ".join(f"{100 * took / total:.0f} % of it {name}" for name, took in largest if took)
     return f"{duration(seconds['total'])}, {shares}." if shares else ""

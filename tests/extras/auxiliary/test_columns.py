@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.extras.auxiliary import turn
-from mugrpo_megatron.extras.auxiliary.scoring import take_columns
+from mugrpo_megatron.extras.auxiliary import phase
+from mugrpo_megatron.extras.auxiliary.columns import link_columns
 from mugrpo_megatron.phases.batches import teacher_column
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor
@@ -20,7 +20,7 @@ from tests.extras.auxiliary.stand import LEARNER, UPDATES, Answers, score_of, se
 
 @pytest.fixture
 def source(run: Any, answers: Answers) -> Any:
-    turn.take_turns(run, LEARNER, run.store, Cursor())
+    phase.score_stage(run, LEARNER, run.store, Cursor())
     return run
 
 
@@ -31,7 +31,7 @@ def taken(recipe: Recipe, source: Any, tmp_path: Path, seed: int = 0) -> Any:
     if seed:
         target.stage(seed).rename(target.stage(0))
         store = type(store)(target.stage(0))
-    take_columns(recipe, source.directory, target, 0)
+    link_columns(recipe, source.directory, target, 0)
     return store, teacher_column(recipe, target, store, 0)
 
 
@@ -41,7 +41,7 @@ def test_the_same_auxiliary_s_column_is_taken(source: Any, tmp_path: Path) -> No
     for update in range(UPDATES):
         for sample, logprobs in zip(store.read_update(update), column.read(update), strict=True):
             np.testing.assert_array_equal(logprobs, score_of(sample.response_ids))
-    take_columns(source.recipe, source.directory, RunDirectory(tmp_path / "branch"), 0)
+    link_columns(source.recipe, source.directory, RunDirectory(tmp_path / "branch"), 0)
     assert column.whole
 
 

@@ -1,5 +1,5 @@
-"""An auxiliary model's turn: its engines start while the policy's sleep and the learner is offloaded, do their work,
-and leave."""
+"""The phase `auxiliary`: engines of auxiliary models start while the policy's engines sleep and the learner is
+offloaded, score the stage, and stop."""
 
 from __future__ import annotations
 
@@ -35,15 +35,14 @@ from mugrpo_megatron.run.stopping import StopRequest
 from mugrpo_megatron.stages.store import StageStore
 
 
-def take_turns(run: Run, learner: Learner, store: StageStore, cursor: Cursor) -> None:
+def score_stage(run: Run, learner: Learner, store: StageStore, cursor: Cursor) -> None:
     """Have each auxiliary model of the recipe compute the columns that the cursor's sealed stage lacks. Collective.
 
-    Where a column lacks, the learner is offloaded and stays so. Parts of columns are on disk as they are finished: a
-    run that is killed or stopped in the turn asks for the others alone, and so does one whose stage processes without a
-    learner have scored (`share.py`); it waits for those that are at work. Raises UserError when an auxiliary model's
-    weights are not those of its earlier columns, EngineFailure after MOST_FAILURES rounds in a row in which an
-    engine fails
-    and nothing is done, and Stopped, with the finished parts on disk, when the run was asked to stop.
+    If a column is missing, the learner is offloaded and stays so. Each update's part of a column goes to disk when it
+    is finished, so a killed or stopped run computes only what is missing. Waits for processes without a learner that
+    score the stage (`shard.py`), and takes over their parts. Raises UserError when an auxiliary model's weights differ
+    from those of its earlier columns, EngineFailure after MOST_FAILURES rounds in a row in which an engine fails and
+    nothing is finished, and Stopped, with the finished parts on disk, when the run was asked to stop.
     """
     for auxiliary in auxiliaries_of(run.recipe, run.directory, store, cursor.stage):
         jobs = []
@@ -53,13 +52,13 @@ def take_turns(run: Run, learner: Learner, store: StageStore, cursor: Cursor) ->
             elif run.is_main:
                 job.parts.merge()
         if jobs:
-            with _alone(run, cursor):
-                _take_turn(run, learner, store, cursor, auxiliary, jobs)
+            with _stage_lock(run, cursor):
+                _run_jobs(run, learner, store, cursor, auxiliary, jobs)
 
 
 @contextmanager
-def _alone(run: Run, cursor: Cursor) -> Iterator[None]:
-    """No process without a learner scores the stage in the block; waits for those that do. Collective."""
+def _stage_lock(run: Run, cursor: Cursor) -> Iterator[None]:
+    """Keep processes without a learner from scoring the stage; waits for those that do. Collective."""
     with ExitStack() as stack:
         if run.is_main:
             path = run.directory.stage_lock(cursor.stage)
@@ -73,19 +72,19 @@ def _alone(run: Run, cursor: Cursor) -> Iterator[None]:
         yield
 
 
-def _take_turn(
+def _run_jobs(
     run: Run, learner: Learner, store: StageStore, cursor: Cursor, auxiliary: AuxiliaryModel, jobs: Sequence[Job]
 ) -> None:
-    """One auxiliary model starts where parts lack, does its jobs, and leaves; the log says what it took. Collective."""
+    """Run one auxiliary model's jobs in an engine each, and log the phase. Collective."""
     with run.phase("auxiliary", cursor) as facts:
         give_devices(learner, run.world)
         facts["memory_before"] = _memory(run)
         for job in jobs:
             if run.world.broadcast(job.parts.missing()):
-                own = job.recipe(run.recipe, auxiliary.name, auxiliary.directory)
-                with _engine(run, own, auxiliary.directory, auxiliary.name) as (slot, engine):
+                engine_recipe = job.recipe(run.recipe, auxiliary.name, auxiliary.directory)
+                with _engine(run, engine_recipe, auxiliary.directory, auxiliary.name) as (slot, engine):
                     title = f"{cursor.title(run.recipe.schedule)}: {job.what} of {auxiliary.name}"
-                    _work(run, slot, engine, store, job, title, cursor)
+                    _run_job(run, slot, engine, store, job, title, cursor)
                     memory = (device_memory_in_use() or engine.memory) if engine else 0.0
                     facts["engine_memory"] = max(run.world.gather(memory))
             run.world.barrier()
@@ -97,33 +96,32 @@ def _take_turn(
 
 
 def _memory(run: Run) -> float:
-    """Bytes of the rank that uses most, as the metric `memory_before` counts them. Collective."""
+    """Bytes of the fullest rank, for the metrics `memory_before` and `memory_after`. Collective."""
     return max(run.world.gather(device_memory_in_use() or float(psutil.Process().memory_info().rss)))
 
 
 @contextmanager
-def _engine(run: Run, own: Recipe, directory: Path, name: str) -> Iterator[tuple[EngineSlot, Engine | None]]:
-    """This rank's place among the auxiliary model's engines, and the one that it leads; that has left when the block
-    ends."""
-    slot = slot_of_environment(own.engine, finds_cuda())
+def _engine(run: Run, recipe: Recipe, directory: Path, name: str) -> Iterator[tuple[EngineSlot, Engine | None]]:
+    """Yields this rank's engine slot and the engine that it leads, or None; stops the engine at the end."""
+    slot = slot_of_environment(recipe.engine, finds_cuda())
     with ExitStack() as stack:
         engine = None
         if slot.leads_engine:
-            log = run.directory.logs / f"auxiliary model-{name}-{slot.number:04d}.log"
-            engine = Engine.start(own, directory, log, slot, run.stop.heard)
+            log = run.directory.logs / f"auxiliary-{name}-{slot.number:04d}.log"
+            engine = Engine.start(recipe, directory, log, slot, run.stop.heard)
             stack.callback(engine.stop)
         yield slot, engine
 
 
-def _work(
+def _run_job(
     run: Run, slot: EngineSlot, engine: Engine | None, store: StageStore, job: Job, title: str, cursor: Cursor
 ) -> None:
-    """Rounds until every update has its part. Collective."""
+    """Run rounds until every update has its part. Collective."""
     failures = 0
     while missing := run.world.broadcast(job.parts.missing()):
         queue = shared_queue(replace(run.world, engines=slot.engines), missing)
-        failure, own = _round(run, engine, store, job, queue, title)
-        updates = set().union(*run.world.gather(own))
+        failure, written = _round(run, engine, store, job, queue, title)
+        updates = set().union(*run.world.gather(written))
         check_shared(run.world, store, not run.is_main or job.parts.wait_for(updates))
         if any(run.world.any_rank(run.stop.asked)):
             rest = len(run.world.broadcast(job.parts.missing()))
@@ -146,7 +144,7 @@ def _round(
 ) -> tuple[str, set[int]]:
     """All engines take updates from the queue until it is empty. Collective.
 
-    Returns why this rank's engine has failed, and the updates of which it has written the parts.
+    Returns the error of this rank's engine, empty if it did not fail, and the updates whose parts it has written.
     """
     updates: set[int] = set()
     failure = ""
@@ -157,7 +155,7 @@ def _round(
             show_totals(bar, queue, run.is_main)
 
         if engine:
-            failure = write_parts(engine, store, job, queue, samples_per_update(run.recipe), run.stop, written)
+            failure = write_parts(engine, store, job, queue, samples_per_update(run.recipe.rollout), run.stop, written)
         run.world.barrier(lambda: show_totals(bar, queue, run.is_main))
         show_totals(bar, queue, run.is_main)
     return failure, updates
@@ -168,7 +166,7 @@ LOOK_S = 1.0
 
 
 def lock_once_free(path: Path, work: str, display: Display, stop: StopRequest, stack: ExitStack) -> None:
-    """Hold a lock in `stack` once those that `work` have let it go, or not at all when the run is asked to stop."""
+    """Take a lock in `stack` once other processes that `work` release it, unless the run is asked to stop."""
     with display.waiting(f"waiting for those that {work}"):
         while not stop.heard():
             try:
