@@ -31,8 +31,8 @@ def write_concept(path: Path) -> Path:
     grpo, mu, tokens = figure.subplots(3, 1, height_ratios=(2, 2, 1.6))
     _schedule(grpo, "GRPO: 16 stages of µ = 4", 4)
     _schedule(mu, "mu-GRPO: 2 stages of µ = 32", 32)
-    for place, (name, color) in enumerate((("generate", "blue"), ("optimize", "green"), ("staleness", "orange"))):
-        grpo.text(0.7 + 0.11 * place, 1.07, name, color=LIGHT[color], fontsize=9.5, transform=grpo.transAxes)
+    for index, (name, color) in enumerate((("generate", "blue"), ("optimize", "green"), ("staleness", "orange"))):
+        grpo.text(0.7 + 0.11 * index, 1.07, name, color=LIGHT[color], fontsize=9.5, transform=grpo.transAxes)
     _tokens(tokens)
     return write_svg(figure, path)
 
@@ -53,15 +53,15 @@ def _schedule(axes: Axes, title: str, mu: int) -> None:
 
 
 def _tokens(axes: Axes) -> None:
-    """The tokens of one response: kept ones, triggers, and what H_κ drops behind the first trigger."""
+    """The tokens of one response: those in the loss, triggers, and what H_κ drops after the first trigger."""
     triggers = [float(ratio) < THRESHOLD for ratio in RATIOS]
     first = triggers.index(True)
-    for place, (ratio, trigger) in enumerate(zip(RATIOS, triggers, strict=True)):
-        color = "red" if trigger else "grey" if place > first else "green"
-        axes.add_patch(Rectangle((place, 0), 0.92, 0.8, color=LIGHT[color], linewidth=0, alpha=0.85))
-        axes.text(place + 0.46, 0.4, ratio, color=LIGHT["ink"], fontsize=9, ha="center", va="center")
+    for index, (ratio, trigger) in enumerate(zip(RATIOS, triggers, strict=True)):
+        color = "red" if trigger else "grey" if index > first else "green"
+        axes.add_patch(Rectangle((index, 0), 0.92, 0.8, color=LIGHT[color], linewidth=0, alpha=0.85))
+        axes.text(index + 0.46, 0.4, ratio, color=LIGHT["ink"], fontsize=9, ha="center", va="center")
     dropped = "dropped: π no longer reaches this prefix"
-    notes = ((0.0, "kept"), (float(first), "κ: first trigger"), (first + 1.1, dropped))
+    notes = ((0.0, "in the loss"), (float(first), "κ: first trigger"), (first + 1.1, dropped))
     for start, note in notes:
         axes.text(start, -0.2, note, color=LIGHT["soft"], fontsize=9, ha="left", va="top")
     axes.set_title(
