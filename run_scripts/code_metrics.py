@@ -11,18 +11,13 @@ from __future__ import annotations
 import ast
 import re
 import sys
-import tokenize
 import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
-from io import StringIO
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-PACKAGE = "mugrpo_megatron"
+from run_scripts.modules import PACKAGE, ROOT, Module, imported, is_name, module_of, product, walk
+
 WALKS = (("train", "optimize_stage", "run"), ("train", "generate_stage", "run"))
 """(module, function, parameter) whose way through the calls is counted."""
 MAIN_PATH = (
@@ -39,6 +34,8 @@ HELD = {
     "parameters of type Recipe": 166,
     "class names defined twice": 0,
     "locals called one": 251,
+    "docstrings that begin with a question word": 270,
+    "turns of dialect in docstrings": 120,
     "recipe keys": 135,
     "recipe keys that nothing shipped sets": 32,
     "modules with one importer": 36,
@@ -61,6 +58,8 @@ GOALS = {
     "parameters of type Recipe": 90,
     "class names defined twice": 5,
     "locals called one": 80,
+    "docstrings that begin with a question word": 0,
+    "turns of dialect in docstrings": 20,
     "comments per 100 lines, main path": 4,
     "modules with one importer": 45,
     "basenames that occur twice": 6,
@@ -83,6 +82,8 @@ MISSED = {
     "lines of tests": "they hold every promise of docs/faults.md and SECURITY.md; prose tests go first",
     "parameters of type Recipe": "checks/, learner/ and extras/ still pass it on",
     "locals called one": "each needs a noun of its own; new code has none",
+    "docstrings that begin with a question word": "the rooms of this edition's last hour are not through",
+    "turns of dialect in docstrings": "the same",
     "comments per 100 lines, main path": "reasons are added where a line surprises, not to a number",
     "recipe keys that nothing shipped sets": "the study's grids set five, and they left the branch",
     "header lines, per cent": "imports are one a line, and a module's docstring says what it is for",
@@ -96,70 +97,9 @@ BANNED = {
     "anchor_logprobs": "ref_logprobs",
 }
 """Words that no identifier and no docstring of the product may have, each with the field's word for it."""
-
-
-@dataclass(frozen=True)
-class Module:
-    """One product file."""
-
-    name: str
-    path: Path
-    text: str
-
-    @cached_property
-    def tree(self) -> ast.Module:
-        return ast.parse(self.text)
-
-    @property
-    def lines(self) -> int:
-        return self.text.count("\n")
-
-    @property
-    def room(self) -> str:
-        """The folder below the package; each extra is a room of its own."""
-        folders = self.path.relative_to(ROOT).parts[:-1]
-        return ".".join(folders[1:3] if folders[1:2] == ("extras",) else folders[1:2] or folders[:1])
-
-    @property
-    def is_extra(self) -> bool:
-        return self.name.startswith(f"{PACKAGE}.extras")
-
-    @property
-    def header(self) -> int:
-        """Lines of the docstring and of the imports at the top level."""
-        docstring = self.tree.body[:1] if ast.get_docstring(self.tree) else []
-        imports = [node for node in self.tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
-        return sum((node.end_lineno or node.lineno) - node.lineno + 1 for node in (*docstring, *imports))
-
-    @property
-    def comments(self) -> int:
-        return sum(token.type == tokenize.COMMENT for token in tokenize.generate_tokens(StringIO(self.text).readline))
-
-
-def product() -> dict[str, Module]:
-    """Every module of the package and of checkpoints_convert by its dotted name."""
-    modules = {}
-    for path in sorted(path for base in (PACKAGE, "checkpoints_convert") for path in (ROOT / base).rglob("*.py")):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        modules[name] = Module(name, path, path.read_text(encoding="utf-8"))
-    return modules
-
-
-def imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """(dotted name of what is imported, its local name)."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, alias.asname or alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield from ((f"{node.module}.{alias.name}", alias.asname or alias.name) for alias in node.names)
-
-
-def module_of(name: str, modules: Mapping[str, Module]) -> str:
-    """The module that defines a dotted name, "" for another library's."""
-    while name and name not in modules:
-        name = name.rpartition(".")[0]
-    return name
+QUESTION = re.compile(r"(What|Why|How|Where|Which)\b")
+DIALECT = re.compile(r"\b(that of|those of|but for|is of|of which|there is none)\b")
+"""Turns of phrase for which plain English has subject, verb and object."""
 
 
 def circles(arrows: Mapping[str, set[str]]) -> int:
@@ -177,81 +117,6 @@ def circles(arrows: Mapping[str, set[str]]) -> int:
     reachable = {room: reach(room) for room in arrows}
     groups = {frozenset(o for o in reachable[room] if room in reachable.get(o, ())) for room in arrows}
     return len(groups - {frozenset()})
-
-
-@dataclass(frozen=True)
-class Walk:
-    """The functions through which a parameter is passed on, in the order of the calls, each entered once.
-
-    A call passes it on as an argument that is just its name, or as the object of a method.
-    """
-
-    modules: Mapping[str, Module]
-    functions: list[str]
-
-    def enter(self, owner: Module, function: ast.FunctionDef, name: str) -> None:
-        """Follow the parameter `name` of a function of the module `owner`."""
-        label = f"{owner.name}:{function.name}"
-        if label in self.functions:
-            return
-        self.functions.append(label)
-        calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
-        for call in sorted(calls, key=lambda node: (node.lineno, node.col_offset)):
-            if isinstance(call.func, ast.Name):
-                self._enter_function(owner, call, call.func.id, name)
-            elif isinstance(call.func, ast.Attribute) and is_name(call.func.value, name):
-                for home, method in self._methods(owner, function, name, call.func.attr):
-                    self.enter(home, method, "self")
-
-    def _enter_function(self, owner: Module, call: ast.Call, function: str, name: str) -> None:
-        positions = [index for index, argument in enumerate(call.args) if is_name(argument, name)]
-        keywords = [keyword.arg for keyword in call.keywords if is_name(keyword.value, name)]
-        if positions or keywords:
-            for home, callee in self.definitions(self._dotted(owner, function)):
-                arguments = [*callee.args.posonlyargs, *callee.args.args]
-                passed = keywords[0] if keywords else arguments[min(positions[0], len(arguments) - 1)].arg
-                self.enter(home, callee, str(passed))
-
-    def definitions(self, full: str) -> Iterator[tuple[Module, ast.FunctionDef]]:
-        """The function of a dotted name, if a module of the product defines it."""
-        home = self.modules.get(module_of(full, self.modules))
-        for node in home.tree.body if home else ():
-            if home and isinstance(node, ast.FunctionDef) and node.name == full.rpartition(".")[2]:
-                yield home, node
-
-    def _methods(
-        self, owner: Module, function: ast.FunctionDef, name: str, method: str
-    ) -> Iterator[tuple[Module, ast.FunctionDef]]:
-        """The method of the class that annotates the parameter, or of the function's own class for `self`."""
-        annotation = next((argument.annotation for argument in function.args.args if argument.arg == name), None)
-        home: Module | None = owner
-        wanted = ""
-        if name != "self":
-            full = self._dotted(owner, annotation.id) if isinstance(annotation, ast.Name) else ""
-            home, wanted = self.modules.get(module_of(full, self.modules)), full.rpartition(".")[2]
-        for node in home.tree.body if home else ():
-            if isinstance(node, ast.ClassDef) and (function in node.body if name == "self" else node.name == wanted):
-                for member in node.body:
-                    if home and isinstance(member, ast.FunctionDef) and member.name == method:
-                        yield home, member
-
-    @staticmethod
-    def _dotted(owner: Module, local: str) -> str:
-        names = {name: full for full, name in imported(owner.tree)}
-        return names.get(local, f"{owner.name}.{local}")
-
-
-def walk(modules: Mapping[str, Module], module: str, function: str, parameter: str) -> list[str]:
-    """The functions that a parameter of a function enters, with the function itself."""
-    way = Walk(modules, [])
-    for home, node in way.definitions(f"{PACKAGE}.{module}.{function}"):
-        way.enter(home, node, parameter)
-    return way.functions
-
-
-def is_name(node: ast.expr, name: str) -> bool:
-    """Whether an expression is just this name."""
-    return isinstance(node, ast.Name) and node.id == name
 
 
 def shipped_keys() -> set[str]:
@@ -317,7 +182,13 @@ def names_and_docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.name
         elif isinstance(node, ast.alias) and node.asname:
             yield node.lineno, node.asname
-        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+    yield from docstrings(tree)
+
+
+def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, text) of every string that is a statement."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.lineno, node.value.value
 
 
@@ -348,6 +219,7 @@ def figures(modules: Mapping[str, Module]) -> dict[str, float]:
         node.name for module in modules.values() for node in module.tree.body if isinstance(node, ast.ClassDef)
     )
     lines = sum(module.lines for module in modules.values())
+    texts = [text for module in modules.values() for _, text in docstrings(module.tree)]
     path = [modules[name] for name in (f"{PACKAGE}.{name}" for name in MAIN_PATH) if name in modules]
     train = modules[f"{PACKAGE}.train"]
     ways = {
@@ -365,6 +237,8 @@ def figures(modules: Mapping[str, Module]) -> dict[str, float]:
         "parameters of type Recipe": recipe_parameters(modules.values()),
         "class names defined twice": sum(count > 1 for count in classes.values()),
         "locals called one": bindings(modules.values(), "one"),
+        "docstrings that begin with a question word": sum(bool(QUESTION.match(text)) for text in texts),
+        "turns of dialect in docstrings": sum(len(DIALECT.findall(text)) for text in texts),
         "comments per 100 lines, main path": round(
             100 * sum(module.comments for module in path) / sum(module.lines for module in path), 1
         ),

@@ -18,7 +18,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-from run_scripts.code_metrics import PACKAGE, Module, imported, module_of, product
+from run_scripts.modules import PACKAGE, Module, imported, module_of, product
 from run_scripts.svg import LIGHT, write_svg
 
 WIDTH = 7.2

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from run_scripts.code_metrics import GOALS, HELD, HELD_FROM_BELOW, ROOT, Module, banned_names, failures, walk
+from run_scripts.code_metrics import GOALS, HELD, HELD_FROM_BELOW, banned_names, failures
+from run_scripts.modules import ROOT, Module, walk
 
 TEXT = '''
 """A guest's columns."""
