@@ -11,12 +11,14 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from tests.engine_server import forked_engines, hosts_of, start_server
 
 STARTED = "tests.forked"
 """The audit event of every process that is started here."""
@@ -31,7 +33,8 @@ def fork(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def fork_server() -> Any:
-    """The multiprocessing context whose server has imported `tests.preload`."""
+    """The multiprocessing context whose server has imported `tests.preload`, and knows where engines are forked."""
+    start_server()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preload"])
     return context
@@ -61,8 +64,16 @@ class Command:
         return self.stdout + self.stderr
 
     @property
+    def hosts(self) -> list[psutil.Process]:
+        """Of the engines of the command and its ranks."""
+        mine = psutil.Process(self.pid)
+        return [host for process in (mine, *mine.children(recursive=True)) for host in hosts_of(process.pid)]
+
+    @property
     def offspring(self) -> list[psutil.Process]:
-        return psutil.Process(self.pid).children(recursive=True)
+        """Every process that it has started; forked hosts are among them, though they are not its children."""
+        hosts = {member for host in self.hosts for member in (host, *host.children(recursive=True))}
+        return list(hosts | set(psutil.Process(self.pid).children(recursive=True)))
 
     @property
     def family(self) -> list[psutil.Process]:
@@ -75,13 +86,16 @@ class Command:
 
 
 @contextmanager
-def started(*arguments: object) -> Iterator[Command]:
-    """`mugrpo *arguments` with this process's environment; what is left of it is killed when the block ends."""
+def started(*arguments: object, real_engine: bool = False) -> Iterator[Command]:
+    """`mugrpo *arguments` with this process's environment; what is left of it is killed when the block ends.
+
+    Its engines are forked from a server that has imported SGLang, but with `real_engine`.
+    """
     with tempfile.TemporaryDirectory() as folder:
         for name in ("stdout", "stderr"):
             (Path(folder) / name).touch()
         words = [str(argument) for argument in arguments]
-        command = Command(fork(_run, words, dict(os.environ), folder), Path(folder))
+        command = Command(fork(_run, words, dict(os.environ), folder, real_engine), Path(folder))
         try:
             yield command
         finally:
@@ -92,7 +106,7 @@ def started(*arguments: object) -> Iterator[Command]:
             command.process.join()
 
 
-def _run(arguments: list[str], environment: Mapping[str, str], folder: str) -> None:
+def _run(arguments: list[str], environment: Mapping[str, str], folder: str, real_engine: bool) -> None:
     from mugrpo_megatron.cli import main
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # however the suite was started
@@ -103,4 +117,5 @@ def _run(arguments: list[str], environment: Mapping[str, str], folder: str) -> N
         with (Path(folder) / name).open("ab") as file:
             os.dup2(file.fileno(), stream.fileno())
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    sys.exit(main(arguments))
+    with nullcontext() if real_engine else forked_engines():
+        sys.exit(main(arguments))

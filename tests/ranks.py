@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from tests.engine_server import forked_engines
 from tests.forked import fork, fork_server
 
 
@@ -78,7 +79,8 @@ def _rank(
     store = dist.FileStore(str(meeting), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s))
     try:
-        results.put((rank, function(*args), None))
+        with forked_engines():
+            results.put((rank, function(*args), None))
         if dist.is_initialized():
             dist.barrier()  # nobody leaves while another still talks
     except BaseException:

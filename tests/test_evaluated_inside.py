@@ -65,7 +65,7 @@ def assert_ends_like(run_dir: Path, plain: Path) -> None:
 @contextmanager
 def while_it_is_evaluated(path: Path, run_dir: Path, times: int) -> Iterator[Command]:
     """The run whose weights have gone to the engine `times` times: the evaluation that it was for is under way."""
-    with started("train", path) as command:
+    with started("train", path, real_engine=True) as command:
         while sum(row["phase"] == "sync" for row in rows(run_dir, "phase")) < times:
             assert command.wait(0.02) is None, command.said
         yield command
@@ -120,7 +120,7 @@ def test_an_engine_killed_while_it_is_evaluated(finished_run: Path, tmp_path: Pa
     many = {**SAMPLED, "samples": 64, "sets": {}}
     path, run_dir = on_the_same_responses(tmp_path, finished_run, eval=many)
     with while_it_is_evaluated(path, run_dir, 2) as command:
-        [engine] = [one for one in command.offspring if "mugrpo_megatron.engine.host" in one.cmdline()]
+        [engine] = command.hosts
         engine.kill()
         assert command.wait() == 0, command.said
     assert [row["event"] for row in rows(run_dir, "event")] == ["engine_failure"]

@@ -69,7 +69,7 @@ def kill_at(moment: Moment, delay_s: float, recipe: Path, run_dir: Path) -> bool
     log = run_dir / "metrics.jsonl"
     before = len(read_rows(log)) if log.exists() else 0
     due: float | None = None
-    with started("train", recipe) as command:
+    with started("train", recipe, real_engine=True) as command:
         while due is None or time.monotonic() < due:
             if command.wait(0.005) is not None:
                 return False

@@ -109,9 +109,9 @@ def test_an_engine_killed_while_generating_costs_no_group(tmp_path: Path) -> Non
         "rollout": {"prompts_per_update": prompts},
     }
     recipe = write_recipe(tmp_path / "recipe.toml", save_model(tmp_path / "model"), tmp_path / "run", **shape)
-    with started("generate", recipe) as command:
+    with started("generate", recipe, real_engine=True) as command:
         wait_for(command, tmp_path / "run", "eval", 1)
-        [engine] = [child for child in command.offspring if "mugrpo_megatron.engine.host" in child.cmdline()]
+        [engine] = command.hosts
         engine.kill()
         assert command.wait() == 0, command.said
         assert "restarted for what is missing" in command.said

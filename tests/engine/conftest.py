@@ -11,6 +11,7 @@ from mugrpo_megatron.engine import client
 from mugrpo_megatron.engine.client import Engine
 from mugrpo_megatron.recipe import Recipe
 from tests.engine.tiny import recipe, save_checkpoint
+from tests.engine_server import forked_engines
 
 
 @pytest.fixture(scope="session")
@@ -28,6 +29,7 @@ def engine(tiny_recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Ite
     """Of two replicas, whatever the number of cores."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(client, "replicas", lambda *_: 2)
-        engine = Engine.start(tiny_recipe, tiny_recipe.model.path, tmp_path_factory.mktemp("engine") / "engine.log")
+        with forked_engines():
+            engine = Engine.start(tiny_recipe, tiny_recipe.model.path, tmp_path_factory.mktemp("engine") / "engine.log")
     yield engine
     engine.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 import shutil
 from collections import Counter
 from collections.abc import Generator
@@ -24,6 +25,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.samples import Problem, Prompt, Response
 from tests.engine.tiny import group_processes, named_tensors, prompts, recipe, save_checkpoint
+from tests.engine_server import forked_engines, hosts_of
 
 pytestmark = pytest.mark.process
 
@@ -198,7 +200,8 @@ def test_an_engine_without_a_compiler_answers_the_same(
 ) -> None:
     (tmp_path / "lscpu").symlink_to(str(shutil.which("lscpu")))  # SGLang asks for it
     monkeypatch.setenv("PATH", str(tmp_path))
-    plain = Engine.start(recipe(checkpoint), checkpoint, tmp_path / "plain.log")
+    with forked_engines():
+        plain = Engine.start(recipe(checkpoint), checkpoint, tmp_path / "plain.log")
     how = Sampling(temperature=0.0, top_p=1.0, max_tokens=40, stop_ids=())
     try:
         found = [{p.index: one for p, (one,) in each.generate(prompts(24), 1, how)} for each in (engine, plain)]
@@ -225,7 +228,7 @@ def test_two_tensor_parallel_ranks(checkpoint: Path, tmp_path: Path) -> None:
         assert first["model.norm.weight"] == second["model.norm.weight"]
         assert first["model.layers.0.mlp.down_proj.weight"] != second["model.layers.0.mlp.down_proj.weight"]
         assert set(_listening_addresses()) <= LOOPBACK
-        shared = {name for host in _hosts() for name in _shared_memory(host.pid) if "sgl_shm" in name}
+        shared = {name for host in hosts_of(os.getpid()) for name in _shared_memory(host.pid) if "sgl_shm" in name}
         assert shared
     finally:
         engine.stop()
@@ -238,13 +241,9 @@ def _schedulers(engine: Engine) -> list[psutil.Process]:
     return [one for one in group_processes(engine._host.pid) if one.name().startswith("sglang::schedul")]
 
 
-def _hosts() -> list[psutil.Process]:
-    return [p for p in psutil.Process().children() if "mugrpo_megatron.engine.host" in p.cmdline()]
-
-
 def _listening_addresses() -> list[str]:
     """The sockets of every engine that this process has started."""
-    members = [member for host in _hosts() for member in group_processes(host.pid)]
+    members = [member for host in hosts_of(os.getpid()) for member in group_processes(host.pid)]
     assert len(members) >= 3
     return [c.laddr.ip for p in members for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
 

@@ -6,7 +6,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import psutil
@@ -19,6 +19,7 @@ from mugrpo_megatron.errors import EngineFailure, EngineStopped
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.samples import Prompt
 from tests.engine.tiny import group_processes, prompts, recipe, save_checkpoint
+from tests.engine_server import forked_engines, hosts_of
 from tests.forked import fork
 
 pytestmark = pytest.mark.process
@@ -27,7 +28,14 @@ LONG = Sampling(temperature=1.0, top_p=1.0, max_tokens=64, stop_ids=())
 PATIENCE_S = 30.0
 
 
-@pytest.mark.slow
+@pytest.fixture
+def forked() -> Iterator[None]:
+    """An engine that starts in a second."""
+    with forked_engines():
+        yield
+
+
+@pytest.mark.usefixtures("forked")
 def test_an_engine_killed_and_frozen_in_mid_generation(checkpoint: Path, tmp_path: Path) -> None:
     """One engine, two starts: its scheduler is killed, it recovers, and then all its processes are stopped."""
     engine = Engine.start(recipe(checkpoint), checkpoint, tmp_path / "engine.log")
@@ -89,6 +97,7 @@ def test_a_wait_ends_when_the_process_on_another_node_has(tmp_path: Path) -> Non
     assert group_processes(host._process.pid) == []
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_frozen_engine_is_named_with_the_state_of_its_processes(checkpoint: Path, tmp_path: Path) -> None:
     engine = Engine.start(recipe(checkpoint, request_timeout_s=0.5), checkpoint, tmp_path / "engine.log")
     host = _host(engine)
@@ -100,6 +109,7 @@ def test_a_frozen_engine_is_named_with_the_state_of_its_processes(checkpoint: Pa
         engine.checksums()
 
 
+@pytest.mark.usefixtures("forked")
 def test_an_engine_that_cannot_load_its_model(tmp_path: Path) -> None:
     broken = save_checkpoint(tmp_path / "broken", seed=0)
     weights = broken / "model.safetensors"
@@ -111,9 +121,10 @@ def test_an_engine_that_cannot_load_its_model(tmp_path: Path) -> None:
     assert group_processes(host) == []
 
 
-def _start_and_wait(recipe: Recipe, folder: Path) -> None:
+def _start_and_wait(recipe: Recipe, folder: Path, real: bool) -> None:
     tempfile.tempdir = str(folder)
-    engine = Engine.start(recipe, recipe.model.directory, folder / "engine.log")
+    with nullcontext() if real else forked_engines():
+        engine = Engine.start(recipe, recipe.model.directory, folder / "engine.log")
     signal.pause()
     engine.stop()
 
@@ -121,11 +132,11 @@ def _start_and_wait(recipe: Recipe, folder: Path) -> None:
 @pytest.mark.parametrize("victim", ["client", "host"])
 def test_nothing_outlives_the_client_or_the_host(victim: str, tiny_recipe: Recipe, tmp_path: Path) -> None:
     """The kill comes during the engine's start, when SGLang's children do not yet watch their parent."""
-    client = fork(_start_and_wait, tiny_recipe, tmp_path)
+    client = fork(_start_and_wait, tiny_recipe, tmp_path, victim == "client")
     hosts: list[psutil.Process] = []
     while not hosts:  # a process that has just been started may not show its command line yet
         assert client.is_alive()
-        hosts = [p for p in psutil.Process(client.pid).children() if "mugrpo_megatron.engine.host" in p.cmdline()]
+        hosts = hosts_of(client.pid)
     (host,) = hosts
     members = _members_with_scheduler(host.pid)
     os.kill(client.pid if victim == "client" else host.pid, signal.SIGKILL)

@@ -48,7 +48,7 @@ def recipe_of(folder: Path, **objective: object) -> Path:
 def kill_in_turn(recipe: Path, what: str, *words: object) -> dict[str, list[dict[str, object]]]:
     """Kill the command and its engines once a part of a column is there; the rows of the parts by name."""
     auxiliaries = recipe.parent / "run" / "auxiliary"
-    with started(*words) as command:
+    with started(*words, real_engine=True) as command:
         while not any(auxiliaries.glob(f"*{what}*.parts-*/*.parquet")):
             assert command.wait(0.005) is None, command.said
         family = command.family
