@@ -7,6 +7,6 @@
 One process; needs no launcher and no GPU. Names and shapes come from `mugrpo_megatron.weights`.
 """
 
-from mugrpo_megatron.observe.environment import leave_out_library_warnings
+from mugrpo_megatron.observe.environment import ignore_library_warnings
 
-leave_out_library_warnings()  # the commands' modules import Megatron
+ignore_library_warnings()  # the commands' modules import Megatron

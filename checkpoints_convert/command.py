@@ -10,8 +10,9 @@ import torch
 
 from checkpoints_convert.output import RECORD, Output, converted_files
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.checkpoint_state import STATE, read_state
 from mugrpo_megatron.files.durable import digest
-from mugrpo_megatron.files.hf_config import CONFIG, STATE, read_config, read_state
+from mugrpo_megatron.files.hf_config import CONFIG, read_config
 from mugrpo_megatron.files.torch_dist import Reader
 from mugrpo_megatron.observe.progress import Bar, open_display
 from mugrpo_megatron.weights.architecture import Architecture

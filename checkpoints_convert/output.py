@@ -18,7 +18,14 @@ from typing import Any
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files import durable
-from mugrpo_megatron.files.durable import digest, full_disk_told, read_sealed, remove_leftovers, resumable, write_sealed
+from mugrpo_megatron.files.durable import (
+    digest,
+    full_disk_as_user_error,
+    read_checksummed_json,
+    remove_leftovers,
+    resumable,
+    write_checksummed_json,
+)
 
 RECORD = "conversion.json"
 DONE = ".done"
@@ -36,13 +43,13 @@ class Output:
         """Note that a data file is complete, with a JSON value about it."""
         span = digest(self.directory / file)
         note = {"bytes": span.end, "sha256": span.sha256, "body": body}
-        write_sealed(self.directory / f"{file}{DONE}", "file", note)
+        write_checksummed_json(self.directory / f"{file}{DONE}", "file", note)
 
     def finished(self, file: str) -> dict[str, Any] | None:
         """The note about a data file that is as `finish` saw it; else None, and what is there of it is removed."""
         data, noted = self.directory / file, self.directory / f"{file}{DONE}"
         try:
-            note = read_sealed(noted, "file")
+            note = read_checksummed_json(noted, "file")
             span = digest(data)
             if (span.end, span.sha256) == (note["bytes"], note["sha256"]):
                 return dict(note)
@@ -56,9 +63,11 @@ class Output:
         """List the checksums of all files in `conversion.json`, and remove the notes."""
         names = {path.name for path in self.directory.iterdir()} - {RECORD}
         notes = {name for name in names if name.endswith(DONE)}
-        known = {name.removesuffix(DONE): read_sealed(self.directory / name, "file")["sha256"] for name in notes}
+        known = {
+            name.removesuffix(DONE): read_checksummed_json(self.directory / name, "file")["sha256"] for name in notes
+        }
         files = {name: known.get(name) or digest(self.directory / name).sha256 for name in sorted(names - notes)}
-        write_sealed(self.directory / RECORD, "conversion", {"files": files})
+        write_checksummed_json(self.directory / RECORD, "conversion", {"files": files})
         for name in notes:
             (self.directory / name).unlink()
 
@@ -98,7 +107,7 @@ def open_output(out: Path, recipe: Mapping[str, Any], needed: int, overwrite: bo
         raise UserError(
             f"{out.parent} has {free / 1e9:.1f} GB free, {out.name} takes {needed / 1e9:.1f} GB; free some space"
         )
-    with full_disk_told(out):
+    with full_disk_as_user_error(out):
         partial.mkdir(parents=True, exist_ok=True)
         with _locked(partial, out):
             output = _opened(partial, dict(recipe))
@@ -115,13 +124,13 @@ def _opened(partial: Path, recipe: dict[str, Any]) -> Output:
     if names and RECORD not in names:
         raise UserError(f"{partial} has files that no conversion wrote ({sorted(names)[0]!r}); move them and try again")
     try:
-        same = bool(read_sealed(partial / RECORD, "recipe") == recipe)
+        same = bool(read_checksummed_json(partial / RECORD, "recipe") == recipe)
     except (OSError, ValueError):
         same = False
     if not same:
         for path in sorted(partial.iterdir(), key=lambda path: path.name == RECORD):
             durable.remove(path)
-        write_sealed(partial / RECORD, "recipe", recipe)
+        write_checksummed_json(partial / RECORD, "recipe", recipe)
     return Output(partial)
 
 
@@ -147,7 +156,7 @@ def _locked(partial: Path, out: Path) -> Iterator[None]:
 def converted_files(directory: Path) -> dict[str, str] | None:
     """Name -> SHA-256 of the files that a conversion wrote to the directory; None when it is not one's output."""
     try:
-        return dict(read_sealed(directory / RECORD, "conversion")["files"])
+        return dict(read_checksummed_json(directory / RECORD, "conversion")["files"])
     except (OSError, *MALFORMED):
         return None
 

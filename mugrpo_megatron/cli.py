@@ -27,9 +27,9 @@ from mugrpo_megatron.commands.common import say
 from mugrpo_megatron.cpu.heap import keep_freed_memory
 from mugrpo_megatron.cuda import may_find_cuda
 from mugrpo_megatron.errors import CollectiveFailure, EngineFailure, TrainingFailure, UserError, refused_by_system
-from mugrpo_megatron.observe.environment import commit, leave_out_library_warnings, rank_of_environment
+from mugrpo_megatron.observe.environment import commit, ignore_library_warnings, rank_of_environment
 from mugrpo_megatron.run.stopping import Stopped, Terminated, stoppable, terminable
-from mugrpo_megatron.terminal import lasting_output, visible
+from mugrpo_megatron.terminal import ignore_broken_pipe, visible
 
 CORE, EXTRAS = "mugrpo_megatron.commands", "mugrpo_megatron.extras"
 CONTINUES = "the same command continues the run"
@@ -146,10 +146,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not may_find_cuda():
         keep_freed_memory()
     options = _options(command, words)
-    leave_out_library_warnings()
+    ignore_library_warnings()
     with ExitStack() as stack:
         if command.long:
-            stack.enter_context(lasting_output())
+            stack.enter_context(ignore_broken_pipe())
         stack.enter_context(stoppable(rank_of_environment() == 0) if command.stops else terminable())
         return _run(command, options)
 
@@ -221,10 +221,10 @@ def _options(command: Command, words: Sequence[str]) -> argparse.Namespace:
 
 def _meant(word: str) -> str:
     """What an argument that no command takes may stand for; empty where that is not known."""
-    from mugrpo_megatron.recipe.other_trainers import translated  # pydantic takes a fifth of a second
+    from mugrpo_megatron.recipe.other_trainers import translate_key  # pydantic takes a fifth of a second
 
     if word.startswith("--"):
-        return translated(word.partition("=")[0])
+        return translate_key(word.partition("=")[0])
     return f"each key needs its own --set: `--set {word}`" if "=" in word else ""
 
 

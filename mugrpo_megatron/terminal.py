@@ -11,11 +11,11 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any, TextIO, cast
 
-GONE = (errno.EPIPE, errno.EIO)
+DISCONNECTED = (errno.EPIPE, errno.EIO)
 """A pipe without a reader, and a terminal that is no longer there."""
 
 
-class LastingStream:
+class TolerantStream:
     """A text stream whose writes do not raise: what cannot be written is lost."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -39,7 +39,7 @@ class LastingStream:
         try:
             yield
         except OSError as error:
-            if error.errno in GONE:  # else Python fails when it flushes the stream at its end
+            if error.errno in DISCONNECTED:  # else Python fails when it flushes the stream at its end
                 with suppress(OSError):
                     nowhere = os.open(os.devnull, os.O_WRONLY)
                     os.dup2(nowhere, self._stream.fileno())
@@ -47,10 +47,10 @@ class LastingStream:
 
 
 @contextmanager
-def lasting_output() -> Iterator[None]:
+def ignore_broken_pipe() -> Iterator[None]:
     """In the block, nothing that is printed raises because its reader has ended."""
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (cast("TextIO", LastingStream(stream)) for stream in before)
+    sys.stdout, sys.stderr = (cast("TextIO", TolerantStream(stream)) for stream in before)
     try:
         yield
     finally:
@@ -59,7 +59,7 @@ def lasting_output() -> Iterator[None]:
 
 INVISIBLE = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 """Unicode categories that a terminal obeys instead of showing: control, format (text direction), line separators."""
-KEPT = "\n\t"
+ALLOWED = "\n\t"
 
 
 def visible(text: str) -> str:
@@ -69,11 +69,11 @@ def visible(text: str) -> str:
     """
     if text.isascii() and text.isprintable():
         return text
-    return "".join(map(_shown, text))
+    return "".join(map(_escape, text))
 
 
 @cache
-def _shown(character: str) -> str:
-    if unicodedata.category(character) not in INVISIBLE or character in KEPT:
+def _escape(character: str) -> str:
+    if unicodedata.category(character) not in INVISIBLE or character in ALLOWED:
         return character
     return character.encode("unicode_escape").decode("ascii")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-from mugrpo_megatron.observe.metrics import KINDS, METRICS, PHASES, PLACE, Metric
+from mugrpo_megatron.observe.metrics import KINDS, METRICS, PHASES, ROW_KEYS, Metric
 
 _THRESHOLD = re.compile(r"_1e-\d$")
 _THRESHOLD_IN_TEXT = re.compile(r"(threshold )?\b1e-\d\b")
@@ -22,7 +22,7 @@ def markdown() -> str:
         "threshold: 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6.",
     ]
     for kind, meaning in KINDS.items():
-        sections.append(f"## `{kind}`\n\n{meaning}\n\nKeys: {', '.join(f'`{key}`' for key in PLACE[kind])}.")
+        sections.append(f"## `{kind}`\n\n{meaning}\n\nKeys: {', '.join(f'`{key}`' for key in ROW_KEYS[kind])}.")
         if rows := [metric for metric in METRICS if metric.kind == kind]:
             sections.append("\n".join(_lines(rows)))
     sections.append("## Phases\n\n" + _table(("Phase", "What happens"), [(f"`{k}`", v) for k, v in PHASES.items()]))

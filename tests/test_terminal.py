@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
-from mugrpo_megatron.terminal import LastingStream, lasting_output
+from mugrpo_megatron.terminal import TolerantStream, ignore_broken_pipe
 
 PRINTS = """
 import sys
 from rich.console import Console
-from mugrpo_megatron.terminal import lasting_output
-with lasting_output():
+from mugrpo_megatron.terminal import ignore_broken_pipe
+with ignore_broken_pipe():
     sys.stdin.read()
     for _ in range(3):
         print("line", flush=True)
@@ -28,7 +28,7 @@ def test_what_nothing_reads_is_lost_and_raises_nothing() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as unread:
-        stream = LastingStream(unread)
+        stream = TolerantStream(unread)
         assert [stream.write("text"), stream.write("more")] == [4, 4]
         stream.flush()
         assert os.readlink(f"/proc/self/fd/{unread.fileno()}") == os.devnull
@@ -37,7 +37,7 @@ def test_what_nothing_reads_is_lost_and_raises_nothing() -> None:
 
 def test_what_is_read_arrives(capfd: pytest.CaptureFixture[str]) -> None:
     before = sys.stdout, sys.stderr
-    with lasting_output():
+    with ignore_broken_pipe():
         print("out", flush=True)
         print("err", file=sys.stderr, flush=True)
     assert capfd.readouterr() == ("out\n", "err\n")

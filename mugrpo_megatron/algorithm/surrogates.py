@@ -12,8 +12,8 @@ from torch import Tensor
 
 from mugrpo_megatron.algorithm.segments import Segments, response_mean, response_sum
 from mugrpo_megatron.errors import TrainingFailure, UserError
+from mugrpo_megatron.recipe.functions import describe_exception as failure_text
 from mugrpo_megatron.recipe.functions import load_function
-from mugrpo_megatron.recipe.functions import told as failure_text
 from mugrpo_megatron.recipe.objective import ObjectiveSection
 
 LOG_RATIO_LIMIT = 20.0

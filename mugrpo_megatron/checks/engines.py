@@ -16,7 +16,7 @@ from mugrpo_megatron.recipe.systems import BLOCK
 from mugrpo_megatron.weights.config import attention_factor
 
 SGLANG = "0.5.15"
-OURS = ""
+PROJECT_LIMIT = ""
 """A row's `until` where this project draws the line."""
 DETERMINISTIC_ATTENTION = ("fa3", "flashinfer", "triton")
 """What `engine.extra.attention_backend` may be where SGLang computes a response alike in every batch."""
@@ -115,13 +115,13 @@ GAPS = (
         lambda c: c.recipe.engine.tensor % c.recipe.engine.nodes,
         "engine.nodes = {engine.nodes} does not divide engine.tensor = {engine.tensor}: each node runs as many of an "
         "engine's ranks; set engine.tensor to {engine.nodes} times the devices of a node",
-        OURS,
+        PROJECT_LIMIT,
     ),
     Gap(
         lambda c: c.recipe.rollout.function and c.recipe.learner.routing_replay == "rollout",
         'learner.routing_replay = "rollout" with rollout.function: an engine returns the experts of one request, and '
         'an episode has several; set it to "learner"',
-        OURS,
+        PROJECT_LIMIT,
     ),
     Gap(
         lambda c: c.model.get("model_type") in UNTIED and c.model.get("tie_word_embeddings"),
@@ -173,7 +173,7 @@ GAPS = (
         lambda c: _fp8(c) and c.recipe.model.dtype != "bfloat16",
         'engine.quantization = "fp8" quantises a bfloat16 learner: set model.dtype = "bfloat16", or '
         'engine.quantization = "none"',
-        OURS,
+        PROJECT_LIMIT,
     ),
     Gap(
         lambda c: (
@@ -188,7 +188,7 @@ GAPS = (
         'engine.quantization = "fp8" samples from another policy than the learner\'s, and rollout.behaviour = '
         '"learner" would take it for the learner\'s: set it to "engine", whose ratios are of the policy that sampled, '
         'or keep it and set objective.mismatch = "truncate" or "drop"',
-        OURS,
+        PROJECT_LIMIT,
     ),
     Gap(
         _unwritten,
@@ -199,7 +199,7 @@ GAPS = (
         lambda c: _fp8(c) and _latent(c),
         'engine.quantization = "fp8" of a model with latent attention: the sync does not know which of its projections '
         'SGLang multiplies in fp8; set it to "none"',
-        OURS,
+        PROJECT_LIMIT,
     ),
     Gap(
         _broken_blocks,
@@ -238,18 +238,18 @@ SYNC_GAPS = (
         lambda c: c.recipe.engine.quantization != "none",
         'engine.quantization = "{engine.quantization}" needs a learner, whose weight sync quantises: leave '
         "--engine-only out, or set it to none",
-        OURS,
+        PROJECT_LIMIT,
     ),
     Gap(
         lambda c: c.recipe.engine.nodes > 1,
         "an engine of several nodes needs a learner's ranks on each: leave --engine-only out",
-        OURS,
+        PROJECT_LIMIT,
     ),
 )
 """Without a learner."""
 
 
-def sentences(gaps: Iterable[Gap], case: EngineSetup) -> Iterator[str]:
+def gap_messages(gaps: Iterable[Gap], case: EngineSetup) -> Iterator[str]:
     """Why the engines cannot be what the recipe says, a sentence for each row that applies."""
     sections = {name: getattr(case.recipe, name) for name in Recipe.model_fields if name != "model"}
     for gap in gaps:
@@ -259,21 +259,21 @@ def sentences(gaps: Iterable[Gap], case: EngineSetup) -> Iterator[str]:
 
 def engine_problems(recipe: Recipe, model: Mapping[str, Any]) -> Iterator[str]:
     """Why the engines cannot be what `[engine]` says, a sentence each; `model` is the Hugging Face config."""
-    yield from sentences(GAPS, EngineSetup(recipe, model))
+    yield from gap_messages(GAPS, EngineSetup(recipe, model))
 
 
 def check_engine_device(recipe: Recipe, cuda: bool) -> None:
     """Raise UserError when the engine on a machine with or without CUDA cannot do what the recipe asks of it."""
-    for problem in sentences(DEVICE_GAPS, EngineSetup(recipe, cuda=cuda)):
+    for problem in gap_messages(DEVICE_GAPS, EngineSetup(recipe, cuda=cuda)):
         raise UserError(problem)
 
 
-def needs_a_kind_of_device(recipe: Recipe) -> bool:
+def depends_on_device(recipe: Recipe) -> bool:
     """Whether the engine can do what the recipe asks only on CUDA, or only on CPU."""
-    return any(any(sentences(DEVICE_GAPS, EngineSetup(recipe, cuda=cuda))) for cuda in (True, False))
+    return any(any(gap_messages(DEVICE_GAPS, EngineSetup(recipe, cuda=cuda))) for cuda in (True, False))
 
 
 def check_without_sync(recipe: Recipe) -> None:
     """Raise UserError for what engines need a sync with a learner for."""
-    for problem in sentences(SYNC_GAPS, EngineSetup(recipe)):
+    for problem in gap_messages(SYNC_GAPS, EngineSetup(recipe)):
         raise UserError(problem)

@@ -20,7 +20,7 @@ VIRTUAL = (1, 2, 4)
 """Chunks per pipeline rank to try."""
 
 
-def bundled() -> dict[str, dict[str, Any]]:
+def bundled_configs() -> dict[str, dict[str, Any]]:
     """Folder name -> config of the bundled public models, for checks and plans before a model is on this machine."""
     table = tomllib.loads(files(__package__).joinpath("models.toml").read_text(encoding="utf-8"))
 
@@ -59,7 +59,7 @@ def candidates(model: Mapping[str, Any], world: int) -> Iterator[ParallelSection
                     )
 
 
-def distance(one: ParallelSection, other: ParallelSection) -> float:
+def layout_distance(one: ParallelSection, other: ParallelSection) -> float:
     """Distance of two layouts: doublings of each size; context parallelism costs most, as the last resort."""
     sizes = ("tensor", "pipeline", "virtual_pipeline", "context", "expert")
     weights = (1.0, 1.0, 0.5, 2.0, 1.0)
@@ -70,18 +70,18 @@ def nearest(
     wanted: ParallelSection, model: Mapping[str, Any], world: int, allowed: Callable[[ParallelSection], bool]
 ) -> ParallelSection | None:
     """The candidate closest to `wanted` that is `allowed`; None when the model has no layout on `world` ranks."""
-    for candidate in sorted(candidates(model, world), key=lambda one: distance(one, wanted)):
+    for candidate in sorted(candidates(model, world), key=lambda one: layout_distance(one, wanted)):
         if allowed(candidate):
             return candidate
     return None
 
 
-def describe(layout: ParallelSection) -> str:
+def describe_layout(layout: ParallelSection) -> str:
     """The layout as recipe keys, those at 1 left out."""
     return ", ".join(f"{name} = {value}" for name, value in layout if value > 1) or "every size 1"
 
 
-LAUNCHED = "start `torchrun --nproc-per-node {block}` or shrink the layout"
+LAUNCH_HINT = "start `torchrun --nproc-per-node {block}` or shrink the layout"
 """The way out for a run whose ranks are not a multiple of `block`."""
 RECIPE_KEYS = {
     "tensor": "parallel.tensor",
@@ -95,8 +95,8 @@ def check_layout(
     recipe: Recipe,
     model: Mapping[str, Any],
     world_size: int,
-    way_out: str = LAUNCHED,
-    told: Callable[[ParallelSection], str] = describe,
+    way_out: str = LAUNCH_HINT,
+    told: Callable[[ParallelSection], str] = describe_layout,
 ) -> None:
     """Check the layout before a process group or an engine exists.
 
@@ -105,7 +105,7 @@ def check_layout(
     `layout_problems`.
     """
     wrong = list(layout_problems(recipe, model, world_size, way_out))
-    problems = [*wrong, *other_problems(recipe, model)]
+    problems = [*wrong, *problems_of_any_layout(recipe, model)]
     if wrong:
         nearest = nearest_layout(recipe, model, world_size)
         rank = "1 rank" if world_size == 1 else f"{world_size} ranks"
@@ -144,7 +144,7 @@ def nearest_layout(recipe: Recipe, model: Mapping[str, Any], world_size: int) ->
 
 
 def layout_problems(
-    recipe: Recipe, model: Mapping[str, Any], world_size: int, way_out: str = LAUNCHED
+    recipe: Recipe, model: Mapping[str, Any], world_size: int, way_out: str = LAUNCH_HINT
 ) -> Iterator[str]:
     """Why the recipe's `parallel` section cannot run this model on these ranks, a sentence each.
 
@@ -230,7 +230,7 @@ def _fp8_problems(recipe: Recipe, model: Mapping[str, Any]) -> Iterator[str]:
             )
 
 
-def other_problems(recipe: Recipe, model: Mapping[str, Any]) -> Iterator[str]:
+def problems_of_any_layout(recipe: Recipe, model: Mapping[str, Any]) -> Iterator[str]:
     """Problems that no layout of the learner solves."""
     yield from _shard_problems("engine.tensor", recipe.engine.tensor, model)
     yield from engine_problems(recipe, model)

@@ -16,10 +16,10 @@ from typing import Any
 from mugrpo_megatron.checks.engines import (
     check_engine_device,
     check_without_sync,
+    depends_on_device,
     engine_problems,
-    needs_a_kind_of_device,
 )
-from mugrpo_megatron.checks.layouts import bundled, check_layers, check_layout, describe
+from mugrpo_megatron.checks.layouts import bundled_configs, check_layers, check_layout, describe_layout
 from mugrpo_megatron.checks.toolchain import tools_here
 from mugrpo_megatron.cuda import driver_finds_gpu, finds_cuda, may_find_cuda
 from mugrpo_megatron.data.arithmetic import TASKS
@@ -30,7 +30,7 @@ from mugrpo_megatron.engine.launch import check_extra
 from mugrpo_megatron.engine.placement import slot_of_environment
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import CONFIG, check_tokenizer, check_weights, read_config, read_model_config
-from mugrpo_megatron.observe.environment import rank_of_environment, without_wandb
+from mugrpo_megatron.observe.environment import missing_wandb_error, rank_of_environment
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.functions import check_function, load_function
 from mugrpo_megatron.recipe.scoring import CODE, MATH
@@ -215,7 +215,7 @@ def _config(recipe: Recipe) -> tuple[Mapping[str, Any] | None, str]:
         config = read_model_config(directory)
         check_tokenizer(directory)
         return config, str(directory / CONFIG)
-    return bundled().get(directory.name), f"the bundled shape of {directory.name}"
+    return bundled_configs().get(directory.name), f"the bundled shape of {directory.name}"
 
 
 def _check_names(recipe: Recipe) -> None:
@@ -234,7 +234,7 @@ def _check_user_loss(recipe: Recipe) -> None:
 
 def _check_tracking(recipe: Recipe) -> None:
     if recipe.track.wandb_project is not None and find_spec("wandb") is None:
-        raise without_wandb(recipe.track.wandb_project)
+        raise missing_wandb_error(recipe.track.wandb_project)
 
 
 def _check_rewards(recipe: Recipe) -> None:
@@ -282,7 +282,7 @@ def _check_auxiliaries(recipe: Recipe, say: Say, on_paper: bool = False) -> None
 
 
 def _check_engine_device(recipe: Recipe) -> None:
-    if needs_a_kind_of_device(recipe):
+    if depends_on_device(recipe):
         check_engine_device(recipe, may_find_cuda() and finds_cuda())
 
 
@@ -318,4 +318,4 @@ def _model(model: Architecture, source: str) -> str:
 
 
 def _layout(recipe: Recipe, world: int) -> str:
-    return f"layout: {describe(recipe.parallel)}, on {world} rank{'s' * (world > 1)}"
+    return f"layout: {describe_layout(recipe.parallel)}, on {world} rank{'s' * (world > 1)}"

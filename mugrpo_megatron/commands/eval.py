@@ -34,9 +34,9 @@ from mugrpo_megatron.evaluation.scoring import (
     scored,
     summarize,
 )
-from mugrpo_megatron.files.durable import full_disk_told, write_json, write_text
+from mugrpo_megatron.files.durable import full_disk_as_user_error, write_json, write_text
 from mugrpo_megatron.files.hf_config import read_model_config
-from mugrpo_megatron.files.json_text import json_value, read_json
+from mugrpo_megatron.files.json_text import read_json, to_json_value
 from mugrpo_megatron.files.outputs import check_output, make_directory
 from mugrpo_megatron.observe.progress import Display, new_table, open_display
 from mugrpo_megatron.recipe import Recipe
@@ -101,7 +101,7 @@ def run(recipe: Recipe, sources: Sequence[str], output: Path) -> Evaluation:
         "sets": [asdict(one) for one in evaluation.sets],
         "seconds": evaluation.seconds,
     }
-    write_json(output / "summary.json", json_value(summary))
+    write_json(output / "summary.json", to_json_value(summary))
     return evaluation
 
 
@@ -165,7 +165,7 @@ class EvalRecord:
 
     def append(self, graded: ProblemResult) -> None:
         """Add a finished problem; UserError when the disk is full."""
-        with full_disk_told(self._rows), self._rows.open("a", encoding="utf-8") as file:
+        with full_disk_as_user_error(self._rows), self._rows.open("a", encoding="utf-8") as file:
             file.write(json.dumps(_written(graded)) + "\n")
 
 

@@ -15,7 +15,7 @@ from mugrpo_megatron.data.files import found_in, rows
 from mugrpo_megatron.data.reading import any_answer, data_source_of, kept_row, prompt_in_row, verifiable_answer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import durable_file
-from mugrpo_megatron.files.json_text import json_value
+from mugrpo_megatron.files.json_text import to_json_value
 from mugrpo_megatron.files.outputs import check_output, make_directory
 from mugrpo_megatron.recipe.scoring import RewardSection
 from mugrpo_megatron.rewards.items import Pending, Score
@@ -81,7 +81,7 @@ def run(
 ) -> ScoreSummary:
     """Score rows {"response", "answer", ...} of a JSONL or Parquet file into `output_path`, one JSON object a line.
 
-    Each row gains `reward`, `extracted`, `why`, `seconds` and `components`; its other columns are kept as `json_value`
+    Each row gains `reward`, `extracted`, `why`, `seconds` and `components`; its other columns stay, as `to_json_value`
     writes them. Its gold (`answer`) is read as training reads it: text, `#### 42`, a box, a number, a list of them. The
     output appears complete or not at all. Raises UserError before anything is scored when the output may not be written
     (`check_output`), for a file without rows, and with `strict` for the first malformed row.
@@ -101,7 +101,7 @@ def run(
         for row, score in _scored(chain([first], source), verifier):
             columns = {name: value for name, value in asdict(score).items() if value is not None}
             replaced.update(name for name in row if name in columns)
-            output.write(json.dumps(row | json_value(columns)).encode() + b"\n")
+            output.write(json.dumps(row | to_json_value(columns)).encode() + b"\n")
             total += 1
             reward += score.reward
             without_answer += not score.extracted and section.finds_answers

@@ -37,7 +37,7 @@ from mugrpo_megatron.observe.environment import rank_of_environment
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.recipe import Recipe, dump_recipe
 from mugrpo_megatron.recipe.policy import LoraSection, ModelSection, SftSection
-from mugrpo_megatron.recipe.sections import MOST_NUMBERED, OptimizerSection, ScheduleSection
+from mugrpo_megatron.recipe.sections import MAX_STAGE_UPDATES, OptimizerSection, ScheduleSection
 from mugrpo_megatron.run.record import MARK, hub_model
 from mugrpo_megatron.samples import Problem
 from mugrpo_megatron.weights.hf import save_hf
@@ -95,9 +95,9 @@ def train(recipe: Recipe) -> None:
 def updates_on(rows: int, section: SftSection) -> int:
     """Updates of `epochs` passes over so many rows; UserError for more than can be numbered."""
     updates = math.ceil(section.epochs * rows / section.batch)
-    if updates > MOST_NUMBERED:
+    if updates > MAX_STAGE_UPDATES:
         raise UserError(
-            f"sft.epochs = {section.epochs} over {rows:,} rows is {updates:,} updates, and at most {MOST_NUMBERED:,} "
+            f"sft.epochs = {section.epochs} over {rows:,} rows is {updates:,} updates; at most {MAX_STAGE_UPDATES:,} "
             "can be numbered; raise sft.batch"
         )
     return updates

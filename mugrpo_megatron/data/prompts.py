@@ -12,7 +12,7 @@ from jinja2 import TemplateError, TemplateSyntaxError
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.json_text import read_json
-from mugrpo_megatron.recipe.sections import DataSection, asked
+from mugrpo_megatron.recipe.sections import DataSection, fill_template
 from mugrpo_megatron.samples import Problem
 
 if TYPE_CHECKING:
@@ -147,9 +147,9 @@ def with_question_asked(problem: Problem, template: Template) -> Problem:
     turns = problem.messages
     last = max((place for place, (role, _) in enumerate(turns) if role == "user"), default=None)
     if last is not None:
-        turn = ("user", asked(turns[last][1], template.question))
+        turn = ("user", fill_template(turns[last][1], template.question))
         turns = (*turns[:last], turn, *turns[last + 1 :])
-    return replace(problem, question=asked(problem.question, template.question), messages=turns)
+    return replace(problem, question=fill_template(problem.question, template.question), messages=turns)
 
 
 def messages_to_render(problem: Problem) -> list[dict[str, str]]:

@@ -22,7 +22,7 @@ from mugrpo_megatron.data.files import (
     null_columns,
     recognised,
 )
-from mugrpo_megatron.files.json_text import json_value
+from mugrpo_megatron.files.json_text import to_json_value
 from mugrpo_megatron.rewards.items import ChatOrText
 from mugrpo_megatron.rewards.math.extract import boxed_answer
 from mugrpo_megatron.samples import Message, Problem
@@ -100,7 +100,7 @@ def kept_row(row: dict[str, Any]) -> dict[str, Any]:
     Raises ValueError for a value that has no form in JSON.
     """
     try:
-        return {sys.intern(str(name)): json_value(value) for name, value in row.items()}
+        return {sys.intern(str(name)): to_json_value(value) for name, value in row.items()}
     except TypeError as error:
         raise ValueError(str(error)) from None
     except RecursionError:

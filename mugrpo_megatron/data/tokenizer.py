@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.hf_config import check_tokenizer, reading
+from mugrpo_megatron.files.hf_config import check_tokenizer, unreadable_as_user_error
 
 VOCAB_SIZE = 272
 """256 bytes and 16 special tokens: a multiple of 16, so it splits evenly over tensor parallel ranks."""
@@ -24,7 +24,7 @@ CHAT_ML = (
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a Hugging Face checkpoint directory; it has an end-of-sequence token and a padding token."""
     check_tokenizer(directory)
-    with reading(directory, "a directory with a readable tokenizer"):
+    with unreadable_as_user_error(directory, "a directory with a readable tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
         if (directory / "tokenizer.model").is_file() and not (directory / "tokenizer.json").is_file():
             _check_conversion(tokenizer, directory)

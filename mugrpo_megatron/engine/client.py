@@ -18,7 +18,7 @@ from mugrpo_megatron.engine.process import STARTING, EngineRefused, HostProcess
 from mugrpo_megatron.engine.queue import LoadRecord
 from mugrpo_megatron.engine.wire import Groups, Message, Request, Sampling
 from mugrpo_megatron.errors import EngineFailure, EngineStopped, UserError
-from mugrpo_megatron.files.tensors import Sums
+from mugrpo_megatron.files.tensors import TensorChecksums
 from mugrpo_megatron.observe.environment import group_memory
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.functions import load_function
@@ -185,7 +185,7 @@ class Engine:
         self._call("set_version", version)
         self.version = version
 
-    def checksums(self) -> list[Sums]:
+    def checksums(self) -> list[TensorChecksums]:
         """Per tensor parallel rank: SGLang's name of each weight (q, k, v and gate, up fused) -> type and SHA-256."""
         return self._call("checksums")
 

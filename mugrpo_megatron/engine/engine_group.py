@@ -20,7 +20,7 @@ import torch
 from mugrpo_megatron.engine import sglang_compat
 from mugrpo_megatron.engine.launch import SUMMING
 from mugrpo_megatron.engine.queue import EngineLoad, read_load
-from mugrpo_megatron.files.tensors import Sums, sums
+from mugrpo_megatron.files.tensors import TensorChecksums, tensor_checksums
 
 IDLE_SECONDS = 60.0
 """An engine that has answered everything has to become idle within this time."""
@@ -98,7 +98,7 @@ class EngineGroup:
             self.run(_all(map(sglang_compat.end_update, self._engines)))
         self._updating = False
 
-    def checksums(self) -> list[Sums]:
+    def checksums(self) -> list[TensorChecksums]:
         """Of each tensor parallel rank; RuntimeError when two engines differ."""
         replicas = []
         self._begin_update()
@@ -145,11 +145,11 @@ def write_sums(model: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]]) 
     scales of the KV cache in a quantised model, which are parameters there and no weights.
     """
     weights = ((name, one) for name, one in model.named_parameters() if not getattr(one, "_skip_weight_check", False))
-    if ranks := sglang_compat.of_all_ranks(sums(weights)):
+    if ranks := sglang_compat.of_all_ranks(tensor_checksums(weights)):
         _file().write_text(json.dumps(ranks), encoding="utf-8")
 
 
-def read_sums() -> list[Sums]:
+def read_sums() -> list[TensorChecksums]:
     """Read what was written of each rank of this host's engine."""
     ranks = json.loads(_file().read_text(encoding="utf-8"))
     return [{name: (dtype, sha256) for name, (dtype, sha256) in of_rank.items()} for of_rank in ranks]

@@ -32,7 +32,7 @@ from mugrpo_megatron.engine import sglang_compat
 from mugrpo_megatron.engine.engine_group import EngineGroup
 from mugrpo_megatron.engine.process import SHARED_MEMORY, Channel
 from mugrpo_megatron.engine.wire import FINISH_REASONS, Message, Request, Sampling, answer, pack, pieces, request, seeds
-from mugrpo_megatron.files.tensors import Sums
+from mugrpo_megatron.files.tensors import TensorChecksums
 
 
 def log_to(log: Path) -> None:
@@ -268,7 +268,7 @@ class Host:
     def wake(self, tags: list[str]) -> None:
         self._engines.resume(tags)
 
-    def checksums(self) -> list[Sums]:
+    def checksums(self) -> list[TensorChecksums]:
         return self._engines.checksums()
 
 

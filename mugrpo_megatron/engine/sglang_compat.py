@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mugrpo_megatron.cpu import sglang as cpu
-from mugrpo_megatron.observe.environment import installed
+from mugrpo_megatron.observe.environment import installed_version
 
 MOST_TOP_LOGPROBS = 64
 """Largest top-k whose tokens are read from the most likely tokens that SGLang returns with each position."""
@@ -25,7 +25,7 @@ def is_new() -> bool:
     It then updates weights between a call that begins it and one that ends it, and returns the sampler's masks. Ends
     with 0.5.15.
     """
-    found = installed("sglang") or ""  # a machine that only reads runs may have none
+    found = installed_version("sglang") or ""  # a machine that only reads runs may have none
     return tuple(map(int, re.findall(r"\d+", found)[:3])) > (0, 5, 15)
 
 

@@ -24,9 +24,9 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.json_text import parse_json
 
 HASH_BLOCK = 1 << 20
-LITTLE = 1 << 20
+MIN_FREE_BYTES = 1 << 20
 """A disk with fewer free bytes is full."""
-TOKEN = "[0-9a-f]" * 8
+RANDOM_SUFFIX = "[0-9a-f]" * 8
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 """Constants of Linux's renameat2(2)."""
 
@@ -58,7 +58,7 @@ def durable_file(path: Path) -> Iterator[IO[bytes]]:
     try:
         file = temporary.open("xb")
     except OSError as error:
-        raise full_disk(error, path) or UserError(f"{path} cannot be written ({error.strerror})") from error
+        raise full_disk_error(error, path) or UserError(f"{path} cannot be written ({error.strerror})") from error
     try:
         with file:
             if target.exists():
@@ -70,7 +70,7 @@ def durable_file(path: Path) -> Iterator[IO[bytes]]:
         fsync(target.parent)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        if full := full_disk(error, path):
+        if full := full_disk_error(error, path):
             raise full from error
         raise
 
@@ -86,7 +86,7 @@ def durable_directory(path: Path, replace: bool = True) -> Iterator[Path]:
     try:
         partial.mkdir(parents=True)
     except OSError as error:
-        raise full_disk(error, path) or UserError(f"{path} cannot be created ({error.strerror})") from error
+        raise full_disk_error(error, path) or UserError(f"{path} cannot be created ({error.strerror})") from error
     try:
         yield partial
         publish(partial, path, replace)
@@ -94,7 +94,7 @@ def durable_directory(path: Path, replace: bool = True) -> Iterator[Path]:
         raise
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
-        if full := full_disk(error, path):
+        if full := full_disk_error(error, path):
             raise full from error
         raise
 
@@ -130,13 +130,13 @@ def remove_leftovers(directory: Path, names: str) -> None:
     Call it only when no writer of them is alive. A directory that was moved aside for an unfinished swap gets its name
     back.
     """
-    for aside in directory.glob(f".{names}.{TOKEN}.old"):
+    for aside in directory.glob(f".{names}.{RANDOM_SUFFIX}.old"):
         path = directory / aside.name[1 : -len(".XXXXXXXX.old")]
         if os.path.lexists(path):
             remove(aside)
         else:
             aside.rename(path)
-    for leftover in directory.glob(f".{names}.{TOKEN}.partial"):
+    for leftover in directory.glob(f".{names}.{RANDOM_SUFFIX}.partial"):
         remove(leftover)
 
 
@@ -160,13 +160,13 @@ def write_content(path: Path, content: Any) -> None:
         file.write(content)
 
 
-def write_sealed(path: Path, name: str, body: Any, **head: Any) -> None:
+def write_checksummed_json(path: Path, name: str, body: Any, **head: Any) -> None:
     """Write a JSON value with its SHA-256: {"sha256": ..., NAME: body}, and the keys of `head`."""
     write_text(path, json.dumps({**head, "sha256": _sum(body), name: body}))
 
 
-def read_sealed(path: Path, name: str, **head: Any) -> Any:
-    """The body that `write_sealed` wrote; ValueError when it is not JSON of that checksum and `head`."""
+def read_checksummed_json(path: Path, name: str, **head: Any) -> Any:
+    """The body that `write_checksummed_json` wrote; ValueError when it is not JSON of that checksum and `head`."""
     stored = parse_json(path.read_bytes())
     try:
         if stored["sha256"] == _sum(stored[name]) and all(stored[key] == value for key, value in head.items()):
@@ -216,7 +216,7 @@ def remove(path: Path) -> None:
 
 def _exchange(new: Path, old: Path) -> None:
     """Swap two names: atomically where the file system can (NFS cannot), else through a third name."""
-    if _exchanged(new, old):
+    if _exchange_atomically(new, old):
         return
     aside = old.with_name(f".{old.name}.{secrets.token_hex(4)}.old")
     old.rename(aside)
@@ -228,30 +228,32 @@ def _exchange(new: Path, old: Path) -> None:
     aside.rename(new)
 
 
-def _exchanged(one: Path, other: Path) -> bool:
+def _exchange_atomically(one: Path, other: Path) -> bool:
     renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
     names = os.fsencode(one), os.fsencode(other)
     return bool(renameat2 and renameat2(AT_FDCWD, names[0], AT_FDCWD, names[1], RENAME_EXCHANGE) == 0)
 
 
 @contextmanager
-def full_disk_told(path: Path) -> Iterator[None]:
+def full_disk_as_user_error(path: Path) -> Iterator[None]:
     """Raise UserError for what a full disk raises in the block, which writes `path`."""
     try:
         yield
     except (OSError, RuntimeError) as error:
-        if full := full_disk(error, path):
+        if full := full_disk_error(error, path):
             raise full from error
         raise
 
 
-def full_disk(error: BaseException, path: Path) -> UserError | None:
+def full_disk_error(error: BaseException, path: Path) -> UserError | None:
     """A UserError when `error` comes from a full disk, else None.
 
     torch.save hides the cause in an error of its own; where it writes by itself, not to a stream, only the disk tells.
     """
     cause: BaseException | None = error
-    full = any(name in str(error) for name in ("inline_container.cc", "iostream error")) and _free(path) < LITTLE
+    full = (
+        any(name in str(error) for name in ("inline_container.cc", "iostream error")) and _free(path) < MIN_FREE_BYTES
+    )
     while cause is not None and not full:
         full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
         cause = cause.__cause__ or cause.__context__

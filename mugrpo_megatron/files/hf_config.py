@@ -5,22 +5,19 @@ It imports neither torch nor transformers. `weights.families` is stricter: it re
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NotRequired, Required, cast
+from typing import Annotated, Any, Required, cast
 
 from pydantic import ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files import durable
-from mugrpo_megatron.files.durable import digest, read_sealed, write_sealed
-from mugrpo_megatron.files.json_text import file_inside, read_json
+from mugrpo_megatron.files.json_text import read_json
 
 CONFIG = "config.json"
-SHOWN = 3
+MAX_ERRORS = 3
 """Wrong fields that one message names."""
 
 MOST_EXPERTS = 1_000_000
@@ -135,10 +132,10 @@ def read_config(directory: Path, key: str = "", remedy: str = "") -> ModelConfig
 
 def read_config_file(path: Path) -> ModelConfig:
     """The config in a file of any name."""
-    return checked(read_json(path), str(path))
+    return check_config(read_json(path), str(path))
 
 
-def checked(config: Any, where: str) -> ModelConfig:
+def check_config(config: Any, where: str) -> ModelConfig:
     """`config` itself once every known field has its type and range; UserError names `where` and the wrong fields."""
     if not isinstance(config, dict) or "model_type" not in config:
         raise UserError(f"{where}: has no model_type, so it does not describe a model")
@@ -146,8 +143,8 @@ def checked(config: Any, where: str) -> ModelConfig:
         FIELDS.validate_python(config)
     except ValidationError as error:
         wrong = [_sentence(dict(one)) for one in error.errors()]
-        more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-        raise UserError(f"{where}: {'; '.join(wrong[:SHOWN])}{more}") from None
+        more = f"; and {len(wrong) - MAX_ERRORS} more" if len(wrong) > MAX_ERRORS else ""
+        raise UserError(f"{where}: {'; '.join(wrong[:MAX_ERRORS])}{more}") from None
     experts = (experts_of(config) or 1) * (config.get("num_hidden_layers") or 1)
     if experts > MOST_EXPERTS:
         raise UserError(f"{where}: its layers have {experts:,} experts together, more than {MOST_EXPERTS:,}")
@@ -197,7 +194,7 @@ SHOWN_CHARACTERS = 200
 
 
 @contextmanager
-def reading(path: Path, what: str) -> Iterator[None]:
+def unreadable_as_user_error(path: Path, what: str) -> Iterator[None]:
     """Raise UserError, "`path` is not `what`", for anything but a UserError that the block raises.
 
     Also for a BaseException: the panic of a library in Rust is one.
@@ -209,113 +206,3 @@ def reading(path: Path, what: str) -> Iterator[None]:
     except BaseException as error:
         reason = " ".join(str(error).split())[:SHOWN_CHARACTERS] or type(error).__name__
         raise UserError(f"{path} is not {what} ({reason}); restore it from its source") from None
-
-
-STATE = "state.json"
-"""Written last, so a directory that has it is complete."""
-
-
-Count = Annotated[int, Field(ge=0)]
-
-
-@with_config(ConfigDict(strict=True, extra="forbid"))
-class SavedCursor(TypedDict):
-    """The fields of a cursor (`run/cursor.py`)."""
-
-    stage: Count
-    age: Count
-    updates: Count
-    repeated: NotRequired[Count]
-    """Absent before there were several passes."""
-    nats: NotRequired[Annotated[float, Field(ge=0, allow_inf_nan=False)]]
-    """Absent before `schedule.max_kl`."""
-
-
-@with_config(ConfigDict(strict=True))
-class Saved(TypedDict):
-    """What `state.json` says of a checkpoint."""
-
-    run: NotRequired[str]
-    """The id of the run that saved it; a checkpoint without one continues no run."""
-    cursor: SavedCursor
-    updates_done: Count
-    steps_done: Count
-    loss_scaler: NotRequired[dict[str, float]]
-    """Of a float16 learner; empty or absent otherwise."""
-    model: dict[str, str | int]
-    files: dict[str, str]
-    """Name -> SHA-256 of every other file."""
-
-
-SAVED, CURSOR = TypeAdapter(Saved), TypeAdapter(SavedCursor)
-
-
-def checksums(directory: Path, rank: int, world: int) -> dict[str, str]:
-    """File name -> SHA-256 of the files assigned to `rank` of `world`; all ranks together cover every file."""
-    files = sorted(path for path in directory.iterdir() if path.name != STATE)
-    return {path.name: digest(path).sha256 for path in files[rank::world]}
-
-
-def publish(partial: Path, directory: Path, state: Mapping[str, Any]) -> None:
-    """Write the state into `partial` and rename it to `directory`; durable when this returns.
-
-    Its `files` are the checksums of all ranks. A file that none of them has listed, since a shared file system may show
-    late what another node has written, gets its own here: without it the checkpoint would count as damaged.
-    """
-    files: Mapping[str, str] = state["files"]
-    unlisted = sorted(path for path in partial.iterdir() if path.name not in {*files, STATE})
-    late = {path.name: digest(path).sha256 for path in unlisted}
-    write_sealed(partial / STATE, "state", {**state, "files": {**files, **late}})
-    durable.publish(partial, directory)
-
-
-def read_state(directory: Path) -> Saved:
-    """The state of a complete checkpoint; UserError when it is missing or damaged."""
-    path = directory / STATE
-    if not path.is_file():
-        raise UserError(
-            f"{directory} is not a complete checkpoint: it has no {STATE}; use an older one or start a new run"
-        )
-    try:
-        return SAVED.validate_python(read_sealed(path, "state"))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror})") from None
-    except ValidationError as error:
-        field = ".".join(map(str, error.errors()[0]["loc"])) or "state"
-        raise UserError(f"{path} is damaged: {field} is not what a checkpoint has; use an older checkpoint") from None
-    except ValueError:
-        raise UserError(f"{path} is damaged: its checksum does not match; use an older checkpoint") from None
-
-
-def damage(directory: Path, rank: int, world: int) -> str | None:
-    """What is wrong with the files of a checkpoint assigned to `rank` of `world`; None if nothing is."""
-    from mugrpo_megatron.files.torch_dist import INDEX, read_index  # imports torch
-
-    try:
-        written = read_state(directory)["files"]
-        for name in sorted(written)[rank::world]:
-            path = file_inside(directory / STATE, name)
-            if digest(path).sha256 != written[name]:
-                return f"{path} is damaged: its checksum does not match"
-        tensors = read_index(directory)
-    except UserError as error:
-        return str(error)
-    except OSError as error:
-        return f"{directory} cannot be read ({error.strerror})"
-    needed = {INDEX, *(chunk.file for tensor in tensors.values() for chunk in tensor.chunks)}
-    if unknown := sorted(needed - written.keys()):
-        return f"{directory / STATE} has no checksum of {unknown[0]}"
-    return None
-
-
-def make_room(partial: Path, needed: int) -> None:
-    """Make `partial` an empty directory; UserError when its disk has less than `needed` bytes free."""
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    free = shutil.disk_usage(partial).free
-    if free < needed:
-        partial.rmdir()
-        raise UserError(
-            f"{partial.parent}: a checkpoint takes about {needed / 2**20:,.1f} MiB and {free / 2**20:,.1f} MiB are "
-            "free; free some space or move run.dir, then run the same command again to resume"
-        )

@@ -54,7 +54,7 @@ def _kind(value: Any) -> str:
     return names.get(type(value), "number")
 
 
-def json_value(value: Any) -> Any:
+def to_json_value(value: Any) -> Any:
     """`value` with everything that JSON lacks replaced, inside dictionaries and lists too.
 
     NaN and infinities become null, dates and times ISO 8601 text, durations seconds, decimals and UUIDs their text,
@@ -66,9 +66,9 @@ def json_value(value: Any) -> Any:
         case float():
             return value if math.isfinite(value) else None
         case dict():
-            return {str(key): json_value(inner) for key, inner in value.items()}
+            return {str(key): to_json_value(inner) for key, inner in value.items()}
         case list() | tuple():
-            return [json_value(inner) for inner in value]
+            return [to_json_value(inner) for inner in value]
         case date() | time():
             return value.isoformat()
         case timedelta():
@@ -87,7 +87,7 @@ def as_text(value: Any) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-LONGEST_NAME = 255
+MAX_NAME_BYTES = 255
 """Bytes; Linux has no longer file names."""
 
 
@@ -97,7 +97,7 @@ def file_inside(index: Path, name: Any) -> Path:
     Raises UserError when the file is missing, or `name` is not a plain file name: an index could otherwise make a
     command read outside its directory. A link in the directory is followed, as in the hub's cache of snapshots.
     """
-    if not is_plain(name):
+    if not is_file_name(name):
         raise UserError(f"{index} names the file {name!r}, but only a file name of its own directory is allowed")
     path = index.parent / str(name)
     if not path.is_file():
@@ -105,7 +105,7 @@ def file_inside(index: Path, name: Any) -> Path:
     return path
 
 
-def is_plain(name: Any) -> bool:
+def is_file_name(name: Any) -> bool:
     """Whether a name can only be that of a file in the directory at hand."""
     if not isinstance(name, str) or name in ("", ".", ".."):
         return False
@@ -113,4 +113,4 @@ def is_plain(name: Any) -> bool:
         encoded = name.encode("utf-8")
     except UnicodeEncodeError:
         return False
-    return len(encoded) <= LONGEST_NAME and name.isprintable() and not {"/", "\\"} & set(name)
+    return len(encoded) <= MAX_NAME_BYTES and name.isprintable() and not {"/", "\\"} & set(name)

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-Sums = dict[str, tuple[str, str]]
+TensorChecksums = dict[str, tuple[str, str]]
 """Name of a tensor -> its type (`bfloat16`, ...) and the SHA-256 of its bytes in row-major order."""
 
 
@@ -22,7 +22,7 @@ def dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def sums(named: Iterable[tuple[str, torch.Tensor]]) -> Sums:
+def tensor_checksums(named: Iterable[tuple[str, torch.Tensor]]) -> TensorChecksums:
     """The sum of each tensor, as many at a time as this process has cores."""
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         pending = [(name, dtype_name(tensor), pool.submit(_sum, tensor)) for name, tensor in named]

@@ -31,8 +31,15 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.durable import full_disk_told, resumable
-from mugrpo_megatron.files.hf_config import Saved, checksums, damage, make_room, publish, read_state
+from mugrpo_megatron.files.checkpoint_state import (
+    Saved,
+    create_empty_directory,
+    file_checksums,
+    first_damage,
+    publish,
+    read_state,
+)
+from mugrpo_megatron.files.durable import full_disk_as_user_error, resumable
 from mugrpo_megatron.files.torch_dist import Reader
 from mugrpo_megatron.learner.groups import Ranks, named_phase
 from mugrpo_megatron.learner.learner import Learner
@@ -96,11 +103,11 @@ class DiskWriter(torch_checkpoint.FileSystemWriter):
     """Says that the disk is full while the cause is still known: other ranks get only the last error, without it."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        with full_disk_told(Path(self.path)):
+        with full_disk_as_user_error(Path(self.path)):
             return super().write_data(plan, planner)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        with full_disk_told(Path(self.path)):
+        with full_disk_as_user_error(Path(self.path)):
             super().finish(metadata, results)
 
 
@@ -150,8 +157,8 @@ def begin_save(
     ranks = learner.ranks
     partial = resumable(directory)  # the same name on every rank
     with named_phase(ranks, f"saving {directory}"):
-        _on_rank_zero(ranks, None, lambda: make_room(partial, _bytes(learner)))
-        with full_disk_told(directory):
+        _on_rank_zero(ranks, None, lambda: create_empty_directory(partial, _bytes(learner)))
+        with full_disk_as_user_error(directory):
             request = dist_checkpointing.save(
                 _to_save(learner, copy), str(partial), WriteInProcess(group), async_sharded_save=True
             )
@@ -166,7 +173,7 @@ def begin_save(
             except torch_checkpoint.CheckpointException as failure:
                 raise _explained(failure) from failure
             shares: list[dict[str, str]] = [{}] * ranks.world
-            dist.all_gather_object(shares, checksums(partial, ranks.rank, ranks.world), group=group)
+            dist.all_gather_object(shares, file_checksums(partial, ranks.rank, ranks.world), group=group)
             files = {name: sha256 for share in shares for name, sha256 in share.items()}
             _on_rank_zero(ranks, group, lambda: publish(partial, directory, {**state, "files": files}))
 
@@ -190,7 +197,7 @@ def find_damage(learner: Learner, directory: Path) -> str | None:
     """What is wrong with the checkpoint in `directory`, or None when every checksum matches. Collective."""
     ranks = learner.ranks
     causes: list[str | None] = [None] * ranks.world
-    dist.all_gather_object(causes, damage(directory, ranks.rank, ranks.world))
+    dist.all_gather_object(causes, first_damage(directory, ranks.rank, ranks.world))
     return next((one for one in causes if one), None)
 
 

@@ -32,7 +32,7 @@ PACKAGES = (
 """Distributions that affect what a run computes and how fast."""
 
 
-def installed(distribution: str) -> str | None:
+def installed_version(distribution: str) -> str | None:
     """The version of a distribution; None if it is not installed."""
     try:
         return version(distribution)
@@ -42,7 +42,7 @@ def installed(distribution: str) -> str | None:
 
 def environment() -> dict[str, str]:
     """Name -> version or description: installed packages, Python, system, cores, memory, devices."""
-    packages = {name: number for name in PACKAGES if (number := installed(name))}
+    packages = {name: number for name in PACKAGES if (number := installed_version(name))}
     return packages | {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -52,7 +52,7 @@ def environment() -> dict[str, str]:
     }
 
 
-def origin() -> dict[str, str]:
+def invocation() -> dict[str, str]:
     """Where and how this process was started: host, command line, and the commit of a checkout that it runs from."""
     program = Path(sys.argv[0]).name
     command = shlex.join(["mugrpo" if program == "__main__.py" else program, *sys.argv[1:]])
@@ -160,12 +160,12 @@ def group_memory(leader: int) -> float:
     return total
 
 
-def leave_out_library_warnings() -> None:
+def ignore_library_warnings() -> None:
     """Ignore what Megatron and torch warn of, which `mugrpo doctor` reports in full; before they are imported."""
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
 
 
-def without_wandb(project: str | None) -> UserError:
+def missing_wandb_error(project: str | None) -> UserError:
     """The error of `track.wandb_project` where the package is not installed."""
     return UserError(
         f'track.wandb_project = "{project}" needs the wandb package: pip install "mugrpo-megatron[wandb]", or remove '

@@ -15,7 +15,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import remove_leftovers, write_text
 from mugrpo_megatron.files.json_text import parse_json
 
-MOST = 16_000
+MAX_EXAMPLES = 16_000
 """Characters of a text that are stored; of a longer one its two ends."""
 
 
@@ -37,7 +37,7 @@ class Example:
     components: Mapping[str, float] = field(default_factory=dict)
 
 
-def shortened(text: str, most: int = MOST) -> str:
+def shorten(text: str, most: int = MAX_EXAMPLES) -> str:
     """The text, or its two ends with a note of what is left out between them."""
     if len(text) <= most:
         return text
@@ -46,7 +46,7 @@ def shortened(text: str, most: int = MOST) -> str:
     return f"{text[:head]}\n[… {len(text) - most:,} characters are left out …]\n{text[len(text) - tail :]}"
 
 
-def example_places(names: Sequence[str], count: int) -> list[int]:
+def example_indices(names: Sequence[str], count: int) -> list[int]:
     """Places of at most `count` problems of each set, evenly spaced in it; `names` holds the set of each problem."""
     places: list[int] = []
     for name in dict.fromkeys(names):
@@ -72,7 +72,7 @@ def read_examples(path: Path) -> list[Example]:
 
 
 def _plain(one: Example) -> dict[str, Any]:
-    texts = {name: shortened(getattr(one, name)) for name in ("question", "gold", "text", "extracted", "why")}
+    texts = {name: shorten(getattr(one, name)) for name in ("question", "gold", "text", "extracted", "why")}
     return asdict(one) | texts | {"components": dict(one.components)}
 
 

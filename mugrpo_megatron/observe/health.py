@@ -211,7 +211,7 @@ def _fell(stages: Sequence[Row], evals: Sequence[Row]) -> Iterator[HealthWarning
 
 
 @dataclass(slots=True)
-class Watch:
+class HealthMonitor:
     """A sink of the metric log that says each sign when it appears: before a stage's updates, and after them."""
 
     say: Callable[[str], None]

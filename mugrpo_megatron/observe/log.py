@@ -15,9 +15,9 @@ from typing import Any
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.json_text import parse_json
-from mugrpo_megatron.observe.environment import environment, origin, without_wandb
-from mugrpo_megatron.observe.health import Watch
-from mugrpo_megatron.observe.metrics import PHASES, Kind, Row, check, check_row, defined
+from mugrpo_megatron.observe.environment import environment, invocation, missing_wandb_error
+from mugrpo_megatron.observe.health import HealthMonitor
+from mugrpo_megatron.observe.metrics import PHASES, Kind, Row, check_metrics, check_row, is_defined
 from mugrpo_megatron.recipe.sections import TrackSection
 
 Sink = Callable[[Row], None]
@@ -27,7 +27,7 @@ AXES = {"update": "update", "eval": "update", "stage": "stage", "phase": "stage"
 
 
 @contextmanager
-def _refusal_told(path: Path) -> Iterator[None]:
+def _write_error_as_user_error(path: Path) -> Iterator[None]:
     """Raise UserError when the block cannot write `path`; the errors of a full disk name no file."""
     try:
         yield
@@ -48,7 +48,7 @@ def json_lines(path: Path) -> Iterator[Sink]:
             if row["kind"] == "samples":
                 return  # the stage has them
             rest = memoryview((json.dumps(_finite(row)) + "\n").encode())
-            with _refusal_told(path):
+            with _write_error_as_user_error(path):
                 while rest:
                     rest = rest[file.write(rest) :]
 
@@ -60,11 +60,11 @@ def tensorboard(directory: Path, updates_done: int, kept: Sequence[Row]) -> Iter
     """Curves that continue at `updates_done`: later points are dropped, except the rows `kept`."""
     from torch.utils.tensorboard import SummaryWriter  # half a second to import, and only the main rank needs it
 
-    with _refusal_told(directory):
+    with _write_error_as_user_error(directory):
         writer = SummaryWriter(str(directory), purge_step=updates_done)
 
     def sink(row: Row) -> None:
-        with _refusal_told(directory):  # what its thread was refused since the last row
+        with _write_error_as_user_error(directory):  # what its thread was refused since the last row
             for name, value, step in _scalars(row):
                 writer.add_scalar(name, value, step, walltime=row.get("time", row.get("end")))
 
@@ -76,7 +76,7 @@ def tensorboard(directory: Path, updates_done: int, kept: Sequence[Row]) -> Iter
         with suppress(OSError):  # the block's own error matters more
             writer.close()
         raise
-    with _refusal_told(directory):
+    with _write_error_as_user_error(directory):
         writer.close()
 
 
@@ -89,7 +89,7 @@ def wandb_run(run_dir: Path, section: TrackSection, run_id: str, config: Mapping
     try:
         import wandb
     except ModuleNotFoundError:
-        raise without_wandb(section.wandb_project) from None
+        raise missing_wandb_error(section.wandb_project) from None
     resumed: dict[str, Any] = {"id": run_id, "resume": "allow"} if run_id else {}
     with wandb.init(
         project=section.wandb_project, name=run_dir.name, dir=str(run_dir), config=dict(config), **resumed
@@ -116,11 +116,11 @@ def _scalars(row: Row) -> Iterator[tuple[str, float, int]]:
     if kind == "phase":
         yield f"phase/{row['phase']}", row["end"] - row["start"], row["stage"]
     elif kind == "engine":
-        for name in (name for name in row if defined(kind, name)):
+        for name in (name for name in row if is_defined(kind, name)):
             yield f"engine/{row['engine']}/{name}", row[name], int(row["time"])
     elif kind in ("update", "stage", "eval"):
         step = row["update"] if "update" in row else row["stage"]
-        for name in (name for name in row if defined(kind, name)):
+        for name in (name for name in row if is_defined(kind, name)):
             yield f"{kind}/{name}", row[name], step
 
 
@@ -189,7 +189,7 @@ class MetricLog:
             self._write("phase", {"phase": phase, "stage": stage, "start": start, "end": self.clock()}, metrics)
 
     def _write(self, kind: Kind, place: Row, metrics: Mapping[str, float]) -> None:
-        check(kind, metrics)
+        check_metrics(kind, metrics)
         row = {"kind": kind, **place, **metrics}
         for sink in self.sinks:
             sink(row)
@@ -204,7 +204,7 @@ def open_log(
     run_id: str = "",
     config: Mapping[str, Any] = MappingProxyType({}),
     write: bool = True,
-    watch: Watch | None = None,
+    watch: HealthMonitor | None = None,
 ) -> Iterator[MetricLog]:
     """Open the run's log to append to it; `write` is true only on the main rank.
 
@@ -234,7 +234,7 @@ def open_log(
                 watch.take(row)
             sinks.append(watch)
         for sink in sinks:
-            sink({"kind": "process", "time": clock(), "environment": environment() | origin()})
+            sink({"kind": "process", "time": clock(), "environment": environment() | invocation()})
         yield MetricLog(tuple(sinks), clock, evaluated)
 
 
@@ -251,8 +251,8 @@ def steady_clock(rows: Sequence[Row]) -> Callable[[], float]:
 def read_rows(path: Path) -> list[Row]:
     """The rows of a metrics.jsonl, without a last line that a crash left incomplete; the only reader of this file.
 
-    Every row is an object with the keys of its kind (`metrics.PLACE`), in their types. Raises UserError when the file
-    is missing or unreadable, or a line is anything else.
+    Every row is an object with the keys of its kind (`metrics.ROW_KEYS`), in their types. Raises UserError when the
+    file is missing or unreadable, or a line is anything else.
     """
     try:
         lines = path.read_bytes().split(b"\n")

@@ -29,7 +29,7 @@ KINDS: dict[Kind, str] = {
 }
 """`kind` of a row of metrics.jsonl -> what the row stands for."""
 
-PLACE: dict[Kind, tuple[str, ...]] = {
+ROW_KEYS: dict[Kind, tuple[str, ...]] = {
     "update": ("time", "stage", "update", "age"),
     "stage": ("time", "stage"),
     "eval": ("time", "stage", "update", "age"),
@@ -183,7 +183,7 @@ NAMES = {kind: frozenset(name for name, *_ in METRICS_OF.get(kind, ())) for kind
 """Kind of a row -> its metric names."""
 
 
-def defined(kind: Kind, name: str) -> bool:
+def is_defined(kind: Kind, name: str) -> bool:
     """Whether a row of `kind` may have this metric."""
     base, slash, own = name.partition("/")
     if not slash or own == MEAN:
@@ -192,9 +192,9 @@ def defined(kind: Kind, name: str) -> bool:
     return any(f"{base}/{form}" in NAMES[kind] and pattern.fullmatch(own) for form, pattern in forms)
 
 
-def check(kind: Kind, given: Iterable[str]) -> None:
+def check_metrics(kind: Kind, given: Iterable[str]) -> None:
     """Raise ValueError for a metric that is not defined for rows of `kind`."""
-    if unknown := sorted(name for name in given if not defined(kind, name)):
+    if unknown := sorted(name for name in given if not is_defined(kind, name)):
         raise ValueError(f"{kind} row with undefined metrics {', '.join(unknown)}; define them in observe/metrics.py")
 
 
@@ -204,13 +204,13 @@ def check_row(row: Any) -> None:
     Metrics of other names pass, since versions differ in them; their values are finite numbers, or null but for a
     phase's.
     """
-    if not isinstance(row, dict) or not isinstance(row.get("kind"), str) or row["kind"] not in PLACE:
+    if not isinstance(row, dict) or not isinstance(row.get("kind"), str) or row["kind"] not in ROW_KEYS:
         raise ValueError("no object of a known kind")
     kind: Kind = row["kind"]
-    wrong = [key for key in PLACE[kind] if key not in row or not _placed(key, row[key])]
+    wrong = [key for key in ROW_KEYS[kind] if key not in row or not _placed(key, row[key])]
     counts = [key for key in row if key.startswith(("problems/", "samples/"))]
     wrong += [key for key in counts if not _number(row[key])]
-    metrics = row.keys() - {"kind", "not_finite", *PLACE[kind], *counts}
+    metrics = row.keys() - {"kind", "not_finite", *ROW_KEYS[kind], *counts}
     wrong += [key for key in sorted(metrics) if not (_number(row[key]) or (row[key] is None and kind != "phase"))]
     if not isinstance(row.get("not_finite", {}), dict):
         wrong.append("not_finite")
@@ -244,7 +244,7 @@ def mean_in(rows: Iterable[Row], *names: str) -> float | None:
 
 
 def _placed(key: str, value: Any) -> bool:
-    """Whether the value of a key of `PLACE` is of its type."""
+    """Whether the value of a key of `ROW_KEYS` is of its type."""
     if key in ("time", "start", "end"):
         return _number(value) and 0 <= value < LARGEST_TIME
     if key in ("stage", "update", "age", "engine"):

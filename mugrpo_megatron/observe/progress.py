@@ -58,9 +58,9 @@ class Bar:
         seconds = self.seconds
         if not self.done or seconds <= 0:
             return ""
-        parts = [f"{short(self.done / seconds)} {self.unit}/s"]
+        parts = [f"{short_number(self.done / seconds)} {self.unit}/s"]
         if self.tokens:
-            parts.append(f"{short(self.tokens / seconds)} tok/s")
+            parts.append(f"{short_number(self.tokens / seconds)} tok/s")
         return ", ".join(parts)
 
     def left(self) -> str:
@@ -194,7 +194,7 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def short(value: float) -> str:
+def short_number(value: float) -> str:
     """A number with three digits and a suffix: 4.21, 355, 9.1k, 1.2M."""
     for limit, letter in ((1e6, "M"), (1e3, "k")):
         if value >= limit:

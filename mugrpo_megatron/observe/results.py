@@ -52,23 +52,23 @@ def problems_in(row: Row) -> int:
     return sum(int(row[f"problems/{name}"]) for name in sets_in([row]))
 
 
-def shown(value: float | None, measure: str) -> str:
+def format_value(value: float | None, measure: str) -> str:
     """A held-out figure as text: accuracy in percent, mean reward as a number."""
     if value is None:
         return "–"
     return f"{100 * value:.1f} %" if measure == "accuracy" else f"{value:.4g}"
 
 
-def difference(gain: float, measure: str) -> str:
+def format_difference(gain: float, measure: str) -> str:
     """A gain as text: accuracy in points, mean reward as a number."""
     return f"{100 * gain:+.1f} points" if measure == "accuracy" else f"{gain:+.4g}"
 
 
-def between(interval: Sequence[float] | None, measure: str) -> str:
+def format_interval(interval: Sequence[float] | None, measure: str) -> str:
     """An interval as text; empty for None."""
     if interval is None:
         return ""
-    low, high = (shown(end, measure).removesuffix(" %") for end in interval)
+    low, high = (format_value(end, measure).removesuffix(" %") for end in interval)
     return f"{low} to {high}{' %' if measure == 'accuracy' else ''}"
 
 
@@ -140,9 +140,9 @@ def summary_table(summary: dict[str, Any]) -> Table:
         table.add_row("gain", _gain(mean, measure), f"{summary['problems']:,} held-out problems{of}")
     table.add_section()
     for name, one in sets.items() if len(sets) > 1 else ():
-        before, after = (shown(one[when], measure) for when in ("before", "after"))
+        before, after = (format_value(one[when], measure) for when in ("before", "after"))
         size = f"{one['problems']:,} problems x {one['samples']}" if one["problems"] else ""
-        table.add_row(name, f"{before} → {after}", f"{between(one['interval'], measure)}, {size}".strip(", "))
+        table.add_row(name, f"{before} → {after}", f"{format_interval(one['interval'], measure)}, {size}".strip(", "))
     table.add_section()
     for phase in (name for name in PHASES if seconds.get(name)):
         table.add_row(phase, duration(seconds[phase]), f"{100 * seconds[phase] / seconds['total']:.0f} %")
@@ -159,11 +159,13 @@ def _gain(mean: dict[str, Any], measure: str) -> Text:
     if mean["before"] is None:
         return Text("not known: not evaluated before the first update", style="dim")
     gain = mean["after"] - mean["before"]
-    return Text(difference(gain, measure), style="bold green" if gain > 0 else "bold red" if gain < 0 else "bold")
+    return Text(
+        format_difference(gain, measure), style="bold green" if gain > 0 else "bold red" if gain < 0 else "bold"
+    )
 
 
 def _figure(value: float, interval: list[float] | None, measure: str) -> tuple[Text, str]:
-    return Text(shown(value, measure), style="bold"), between(interval, measure)
+    return Text(format_value(value, measure), style="bold"), format_interval(interval, measure)
 
 
 def _steps(summary: dict[str, Any]) -> str:

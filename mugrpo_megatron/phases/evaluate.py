@@ -10,7 +10,7 @@ from mugrpo_megatron.engine.queue import PromptQueue
 from mugrpo_megatron.evaluation.estimators import SetFigures, figures_of
 from mugrpo_megatron.evaluation.scoring import EPISODE, ScoredGroup, mean_at_k, measure_of, scored
 from mugrpo_megatron.learner.learner import Learner
-from mugrpo_megatron.observe.examples import Example, example_places, shortened, write_examples
+from mugrpo_megatron.observe.examples import Example, example_indices, shorten, write_examples
 from mugrpo_megatron.observe.log import MetricLog
 from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.phases.generate import report_failures, sampled, shared_queue, sleep_engines, sync_weights
@@ -169,7 +169,7 @@ def _answered(
     samples = recipe.eval.of(name).samples
     how = held_out_sampling(recipe, leader.tokenizer, name)
     names = [problem.source for problem in held_out.problems]
-    shown = set(example_places(names, SHOWN))
+    shown = set(example_indices(names, SHOWN))
     answers: ByPlace = {}
 
     def take(waiting: int, slots: int) -> list[Prompt]:
@@ -203,8 +203,8 @@ def _kept(group: ScoredGroup) -> Example:
         problem=problem.id,
         question=problem.question or (problem.messages[-1][1] if problem.messages else ""),
         gold=problem.answer,
-        text=shortened(group.texts[0]),
-        extracted=shortened(score.extracted),
+        text=shorten(group.texts[0]),
+        extracted=shorten(score.extracted),
         why=score.why,
         reward=score.reward,
         tokens=len(response.ids),

@@ -17,7 +17,7 @@ from typing import Any
 
 from mugrpo_megatron.errors import UserError
 
-SHOWN_CHARS = 300
+MAX_MESSAGE_CHARS = 300
 
 
 def load_function(key: str, name: str) -> Callable[..., Any]:
@@ -33,9 +33,9 @@ def load_function(key: str, name: str) -> Callable[..., Any]:
             sys.path.append(here)
         function = getattr(import_module(module), attribute)
     except (Exception, SystemExit) as error:  # a user's module may fail in any way when it is imported
-        raise _unnamed(key, name, told(error)) from error
+        raise _unnamed(key, name, describe_exception(error)) from error
     if not callable(function):
-        raise UserError(f"{key} {name!r} cannot be loaded: it is {str(function)[:SHOWN_CHARS]}, not a function")
+        raise UserError(f"{key} {name!r} cannot be loaded: it is {str(function)[:MAX_MESSAGE_CHARS]}, not a function")
     return function
 
 
@@ -49,7 +49,7 @@ def check_function(key: str, name: str) -> None:
         source = _source_of(module) if attribute else None
         tree = ast.parse(source.read_bytes()) if source else None
     except (ImportError, OSError, SyntaxError, ValueError) as error:
-        raise _unnamed(key, name, f"{type(error).__name__}: {error}"[:SHOWN_CHARS]) from None
+        raise _unnamed(key, name, f"{type(error).__name__}: {error}"[:MAX_MESSAGE_CHARS]) from None
     if not attribute:
         raise _unnamed(key, name, "it has no `:function`")
     if tree and (names := _names(tree)) is not None and attribute not in names:
@@ -102,7 +102,7 @@ def _names(tree: ast.Module) -> set[str] | None:
     return None if "__getattr__" in names else names
 
 
-def told(error: BaseException, *own: str) -> str:
+def describe_exception(error: BaseException, *own: str) -> str:
     """An exception's type, text and place; no place when one of the files `own`, or this one, raised it."""
     hidden = (*own, __file__, importlib.__file__)
     frames = [
@@ -111,4 +111,4 @@ def told(error: BaseException, *own: str) -> str:
         if frame.filename not in hidden and not frame.filename.startswith("<frozen")
     ]
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}"[:SHOWN_CHARS] + place
+    return f"{type(error).__name__}: {error}"[:MAX_MESSAGE_CHARS] + place

@@ -20,12 +20,12 @@ from pydantic_core import ErrorDetails
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.objective import Section
-from mugrpo_megatron.recipe.other_trainers import translated
+from mugrpo_megatron.recipe.other_trainers import translate_key
 from mugrpo_megatron.recipe.sections import Recipe
 
-SHOWN_CHARS = 60
+MAX_VALUE_CHARS = 60
 """Characters of a wrong value that a message shows."""
-MOST_LISTED = 12
+MAX_LISTED_KEYS = 12
 """Keys of a section that a message lists; a recipe of an earlier version may have ten wrong ones."""
 
 
@@ -39,17 +39,17 @@ def sentence(error: ErrorDetails) -> str:
         choices = re.findall(r"'([^']*)'", error["ctx"]["expected"])
         if close := difflib.get_close_matches(str(error["input"]), choices, n=1):
             message = f"did you mean `{close[0]}`? {message}"
-    value = "" if isinstance(error["input"], dict) else f" = {shown(error['input'])}"
+    value = "" if isinstance(error["input"], dict) else f" = {short_repr(error['input'])}"
     return f"`{place}`{value}: {message}" if place else message
 
 
-def shown(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """The value as text of a readable length."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # a number of more than 4,300 digits
         return f"a huge {type(value).__name__}"
-    return text if len(text) <= SHOWN_CHARS else f"{text[: SHOWN_CHARS - 3]}..."
+    return text if len(text) <= MAX_VALUE_CHARS else f"{text[: MAX_VALUE_CHARS - 3]}..."
 
 
 def _meant(loc: tuple[int | str, ...], value: Any) -> str:
@@ -58,10 +58,10 @@ def _meant(loc: tuple[int | str, ...], value: Any) -> str:
     known = _known_keys(loc[:-1])
     close = difflib.get_close_matches(key, known, n=1)
     near = f"did you mean `{'.'.join([*sections, *close])}`?" if close else ""
-    other = translated(".".join([*sections, key]), value) or _elsewhere(key)
+    other = translate_key(".".join([*sections, key]), value) or _elsewhere(key)
     if near or other:
         return " ".join(filter(None, (near, other)))
-    if sections and len(known) > MOST_LISTED:
+    if sections and len(known) > MAX_LISTED_KEYS:
         return f"docs/recipe.md lists the {len(known)} keys of [{'.'.join(sections)}]"
     return f"known keys: {', '.join(sorted(known))}"
 
@@ -137,7 +137,7 @@ def merged(base: Table, top: Table) -> Table:
     return both
 
 
-def to_blame(mistake: str, layers: Sequence[Layer], mistakes: Callable[[Table], Collection[str]]) -> str | None:
+def layer_of_mistake(mistake: str, layers: Sequence[Layer], mistakes: Callable[[Table], Collection[str]]) -> str | None:
     """The name of the layer that brings a mistake in: the first with which it is there and stays to the end.
 
     `mistakes` are those of a table. None when the layers do not have it, one over the other.
@@ -150,11 +150,11 @@ def to_blame(mistake: str, layers: Sequence[Layer], mistakes: Callable[[Table], 
 BUNDLED = Path(__file__).parents[1] / "recipes"
 """The recipes that are shipped: in a checkout a link to run_scripts/recipes/."""
 OF_CHECKOUT = Path("run_scripts/recipes")
-MOST_BASES = 64
+MAX_BASES = 64
 """Recipes that one recipe may be composed of."""
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 """Bytes of one TOML file; a device has no end."""
-MOST_SHOWN = 100
+MAX_OVERRIDE_CHARS = 100
 """Characters of a `--set` that a message shows."""
 
 
@@ -170,7 +170,7 @@ def load_recipe(
     value out of range.
     """
     layers: list[Layer] = []
-    read = _read_with_base(located(path), within=(), read=[], layers=layers) if path else {}
+    read = _read_with_base(find_recipe_file(path), within=(), read=[], layers=layers) if path else {}
     texts = {override.partition("=")[0].strip(): override for override in overrides}
     base = for_objective(read, _objective_of(texts))
     table = for_rewards(base, reduce(_applied, overrides, Table()).get("reward"))
@@ -190,7 +190,7 @@ def validate(table: Table, source: str, layers: Sequence[Layer] = ()) -> Recipe:
     """
     if not (wrong := _mistakes(table)):
         return Recipe.model_validate(table)
-    raise UserError("; ".join(f"{to_blame(one, layers, _mistakes) or source}: {one}" for one in wrong))
+    raise UserError("; ".join(f"{layer_of_mistake(one, layers, _mistakes) or source}: {one}" for one in wrong))
 
 
 def _mistakes(table: Table) -> list[str]:
@@ -240,7 +240,7 @@ def dotted_keys(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator
             yield f"{prefix}{name}"
 
 
-def located(name: Path, folder: Path = Path()) -> Path:
+def find_recipe_file(name: Path, folder: Path = Path()) -> Path:
     """The file of a recipe in `folder`, else the bundled one of this name, with `run_scripts/recipes/` or without."""
     path = folder / name
     bundled = BUNDLED / (name.relative_to(OF_CHECKOUT) if name.is_relative_to(OF_CHECKOUT) else name)
@@ -251,9 +251,9 @@ def read_toml(path: Path) -> Table:
     """The tables of a TOML file; UserError when it is missing, unreadable or not TOML."""
     try:
         with path.open("rb") as file:
-            raw = file.read(MOST_BYTES + 1)
-        if len(raw) > MOST_BYTES:
-            raise UserError(f"{path}: longer than {MOST_BYTES:,} bytes, so not a recipe")
+            raw = file.read(MAX_BYTES + 1)
+        if len(raw) > MAX_BYTES:
+            raise UserError(f"{path}: longer than {MAX_BYTES:,} bytes, so not a recipe")
         return parse_toml(raw.decode("utf-8-sig"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such recipe; {_near(path)}") from None
@@ -290,13 +290,15 @@ def _read_with_base(path: Path, within: tuple[Path, ...], read: list[Path], laye
     if (own := path.resolve()) in within:
         raise UserError(f"{path}: its `base` leads back to itself; break the cycle")
     read.append(own)
-    if len(read) > MOST_BASES:
-        raise UserError(f"{path}: more than {MOST_BASES} recipes are composed by `base`; write fewer")
+    if len(read) > MAX_BASES:
+        raise UserError(f"{path}: more than {MAX_BASES} recipes are composed by `base`; write fewer")
     base = table.pop("base", None)
     names = [] if base is None else [base] if isinstance(base, str) else base
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise UserError(f'{path}: `base` is the path of another recipe, or a list of them, as in base = "common.toml"')
-    tables = [_read_with_base(located(Path(name), path.parent), (*within, own), read, layers) for name in names]
+    tables = [
+        _read_with_base(find_recipe_file(Path(name), path.parent), (*within, own), read, layers) for name in names
+    ]
     layers.append(Layer(str(path), table))
     return reduce(layered, [*tables, table])
 
@@ -307,9 +309,9 @@ def _dropped(section: Table, recipe: Recipe) -> str | None:
     keys = [key for key, value in section.items() if key != "name" and now.get(key) != value]
     if not keys:
         return None
-    listed = ", ".join(f"{key} = {shown(section[key])}" for key in keys)
+    listed = ", ".join(f"{key} = {short_repr(section[key])}" for key in keys)
     return (
-        f"its objective is {shown(section['name'])}, and --set objective.name={recipe.objective.name} takes that "
+        f"its objective is {short_repr(section['name'])}, and --set objective.name={recipe.objective.name} takes that "
         f"preset whole; no longer in force: {listed}; use --set to keep one"
     )
 
@@ -317,12 +319,12 @@ def _dropped(section: Table, recipe: Recipe) -> str | None:
 def _applied(table: Table, override: str) -> Table:
     """`table` with `a.b=c`; c is TOML where it parses as such (numbers, booleans, lists), else a plain string.
 
-    A key that takes text alone gets the text (`fitting`).
+    A key that takes text alone gets the text (`coerce_override`).
     """
     dotted, equals, text = override.partition("=")
     *sections, key = dotted.strip().split(".")
     if not equals or not key or not sections:
-        meant = translated(dotted)
+        meant = translate_key(dotted)
         raise UserError(
             f"--set {override}: write it as section.key=value, for instance --set schedule.stages=8"
             + (f"; {meant}" if meant else "")
@@ -333,7 +335,7 @@ def _applied(table: Table, override: str) -> Table:
         if not isinstance(below, dict):
             raise UserError(f"--set {override}: {section} is a value, not a section")
         inner[section] = inner = dict(below)
-    inner[key] = fitting(dotted.strip(), text.strip(), _value(override, text))
+    inner[key] = coerce_override(dotted.strip(), text.strip(), _value(override, text))
     return result
 
 
@@ -346,10 +348,10 @@ def _objective_of(overrides: Mapping[str, str]) -> object:
 def _short(override: str) -> str:
     """The override as it can be printed, cut where it is long."""
     text = override if override.isprintable() else ascii(override)[1:-1]
-    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 3]}..."
+    return text if len(text) <= MAX_OVERRIDE_CHARS else f"{text[: MAX_OVERRIDE_CHARS - 3]}..."
 
 
-def fitting(key: str, text: str, value: Any) -> Any:
+def coerce_override(key: str, text: str, value: Any) -> Any:
     """`value`, the TOML value of `text`; the text where `key` takes texts or paths alone.
 
     `model.revision=1.0` is no number, and `run.dir=2026-05-01` no date.
@@ -372,7 +374,7 @@ def _value(override: str, text: str) -> Any:
     except tomllib.TOMLDecodeError:
         return text
     except ValueError as error:
-        raise UserError(f"--set {shown(override)}: {error}") from None
+        raise UserError(f"--set {short_repr(override)}: {error}") from None
     if parsed.keys() != {"value"}:
         raise UserError(f"--set {override}: sets several keys; pass --set once for each")
     return parsed["value"]

@@ -137,12 +137,12 @@ class Section(BaseModel):
     def _check_integers(self) -> Self:
         """No key needs a larger integer, and beyond it an array's size or a C long overflows."""
         for name, value in self:
-            if isinstance(value, int) and value > MOST:
-                raise ValueError(f"{name} is above {MOST:,}")
+            if isinstance(value, int) and value > MAX_INTEGER:
+                raise ValueError(f"{name} is above {MAX_INTEGER:,}")
         return self
 
 
-MOST = 2**53
+MAX_INTEGER = 2**53
 """Largest integer of a recipe."""
 
 

@@ -24,13 +24,13 @@ MATH = "math"
 CODE = "code"
 JUDGE = "judge"
 """The names of the built-in reward functions."""
-NAME = re.compile(r"[A-Za-z0-9_-]+")
+FUNCTION_NAME = re.compile(r"[A-Za-z0-9_-]+")
 """Of a reward function: it is part of a metric's name."""
 OVERLONG = "overlong"
 """The name of the penalty that is taken from what the functions give."""
-TAKEN = (OVERLONG, "mean")
+RESERVED_NAMES = (OVERLONG, "mean")
 """Names that no function has."""
-LEAST_WORKER_MB = 64
+MIN_WORKER_MB = 64
 """Python itself takes about 40 of a worker's address space."""
 
 
@@ -45,7 +45,7 @@ class FunctionSection(Section):
     """Values of `data_source` (else names of data sets) whose responses it scores; empty scores all."""
     timeout_s: float | None = Field(None, gt=0.0, le=86400.0)
     """Unset takes `reward.timeout_s`."""
-    worker_memory_mb: int | None = Field(None, ge=LEAST_WORKER_MB)
+    worker_memory_mb: int | None = Field(None, ge=MIN_WORKER_MB)
     """Unset takes `reward.worker_memory_mb`."""
     model: str | None = None
     """Of a `judge`: the `[auxiliary.NAME]` that answers (docs/auxiliary-models.md)."""
@@ -109,7 +109,7 @@ class RewardSection(Section):
     timeout_s: float = Field(8.0, gt=0.0, le=86400.0, json_schema_extra=changes("work"))
     """Wall-clock seconds after which a worker is killed; the worker itself stops a comparison after 1/8 of this in CPU
     time."""
-    worker_memory_mb: int = Field(1024, ge=LEAST_WORKER_MB, json_schema_extra=changes("work"))
+    worker_memory_mb: int = Field(1024, ge=MIN_WORKER_MB, json_schema_extra=changes("work"))
     """Address space of a verifier process, so that one answer cannot take the machine's memory; a function that loads
     a library as large as torch needs several thousand. A program of `code` has half of it."""
     overlong_buffer_tokens: NonNegativeInt = 0
@@ -123,8 +123,10 @@ class RewardSection(Section):
         if self.functions and self.function != MATH:
             raise ValueError("function and functions are both set; make the one function an entry of functions")
         for name in self.functions:
-            if not NAME.fullmatch(name) or name in TAKEN:
-                raise ValueError(f"functions.{name}: name it with letters, digits, - and _, and not {', '.join(TAKEN)}")
+            if not FUNCTION_NAME.fullmatch(name) or name in RESERVED_NAMES:
+                raise ValueError(
+                    f"functions.{name}: name it with letters, digits, - and _, and not {', '.join(RESERVED_NAMES)}"
+                )
         if self.functions and not self.table:
             raise ValueError(
                 "functions: a judge answers once a stage is sampled, and evaluations need a function that scores at "
@@ -140,7 +142,7 @@ class RewardSection(Section):
         if self.functions:
             return {name: one for name, one in self.functions.items() if one.function != JUDGE}
         name = re.sub(r"[^A-Za-z0-9_-]", "_", self.function.rpartition(":")[2]) or "reward"
-        return {f"{name}_" if name in TAKEN else name: FunctionSection(function=self.function)}
+        return {f"{name}_" if name in RESERVED_NAMES else name: FunctionSection(function=self.function)}
 
     @property
     def judges(self) -> Mapping[str, FunctionSection]:

@@ -52,7 +52,7 @@ def question_template(text: str) -> str:
     return text
 
 
-def asked(question: str, template: str | None) -> str:
+def fill_template(question: str, template: str | None) -> str:
     """The question inside the template; without one the question itself."""
     return question if template is None else template.replace(QUESTION, question)
 
@@ -118,14 +118,14 @@ class DataSection(Section):
         return None if value is None else question_template(value)
 
 
-MOST_NUMBERED = 99_999
+MAX_STAGE_UPDATES = 99_999
 """Most stages of a run, and most updates on a stage: the largest number in the names of their files."""
 
 
 class ScheduleSection(Section):
     """S stages of µ updates each. GRPO and mu-GRPO differ in this section and in `[objective]`."""
 
-    stages: int = Field(4, gt=0, le=MOST_NUMBERED, json_schema_extra=changes("branch"))
+    stages: int = Field(4, gt=0, le=MAX_STAGE_UPDATES, json_schema_extra=changes("branch"))
     """S: number of stages, each generated once; stages that end early are followed by more."""
     updates_per_stage: PositiveInt = 64
     """µ: updates that one stage's responses are sampled for; the paper has 4 for GRPO and 1024 for mu-GRPO."""
@@ -142,8 +142,8 @@ class ScheduleSection(Section):
     @model_validator(mode="after")
     def _check_longest(self) -> Self:
         longest = self.epochs * max(self.length(0), self.length(self.stages - 1))
-        if longest > MOST_NUMBERED:
-            raise ValueError(f"a stage has {longest:,} updates, and at most {MOST_NUMBERED:,} can be numbered")
+        if longest > MAX_STAGE_UPDATES:
+            raise ValueError(f"a stage has {longest:,} updates, and at most {MAX_STAGE_UPDATES:,} can be numbered")
         return self
 
     def length(self, stage: int) -> int:

@@ -12,10 +12,10 @@ from typing import Any
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.evaluation.estimators import Measure
-from mugrpo_megatron.files.durable import read_sealed, write_text
+from mugrpo_megatron.files.durable import read_checksummed_json, write_text
 from mugrpo_megatron.files.outputs import check_output
 from mugrpo_megatron.observe.progress import duration
-from mugrpo_megatron.observe.results import between, mean_of, measure_in, sets_in, shown, summary_of
+from mugrpo_megatron.observe.results import format_interval, format_value, mean_of, measure_in, sets_in, summary_of
 from mugrpo_megatron.observe.rundata import RunData, read_run
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.scoring import MEAN
@@ -157,7 +157,7 @@ def _contents(runs: Sequence[RunData], file: str, content: str, section: str) ->
     records = set()
     for run in runs:
         with suppress(OSError, ValueError, AttributeError):
-            record = read_sealed(run.path / file, content)
+            record = read_checksummed_json(run.path / file, content)
             relevant = (
                 record["train"] if section == "data" else {k: v for k, v in record.items() if k.startswith("reward.")}
             )
@@ -227,15 +227,15 @@ def _table(runs: Sequence[RunData], labels: Sequence[str]) -> dict[str, Any]:
     for number, run in enumerate(runs):
         summary = summary_of(run)
         mean, measure, seconds = mean_of(summary), summary["measure"], summary["seconds"]
-        after = shown(mean["after"], measure)
+        after = format_value(mean["after"], measure)
         rows.append(
             {
                 "color": COLORS[number % len(COLORS)],
                 "name": run.path.resolve().name,
                 "settings": [_setting(run, key) for key in settings],
                 "figures": [
-                    shown(mean["before"], measure),
-                    f"{after} ({between(mean['interval'], measure)})" if mean["interval"] else after,
+                    format_value(mean["before"], measure),
+                    f"{after} ({format_interval(mean['interval'], measure)})" if mean["interval"] else after,
                     f"{summary['updates']:,}",
                     *(duration(seconds[name]) for name in ("total", "generate", "optimize")),
                 ],

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from tokenizers import Tokenizer
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.observe.examples import Example, read_examples, shortened
+from mugrpo_megatron.observe.examples import Example, read_examples, shorten
 from mugrpo_megatron.rewards.pool import reward_before_penalty
 from mugrpo_megatron.stages.manifest import SEALED_NAME, check_origin, read_manifest
 from mugrpo_megatron.stages.probe import Probe, read_probe
@@ -159,7 +159,7 @@ def _examples(file: pq.ParquetFile, run_dir: Path, recipe: Mapping[str, Any]) ->
             problem=row["problem"],
             question=question,
             gold=row["gold"],
-            text=shortened(row["text"]),
+            text=shorten(row["text"]),
             extracted=row["extracted"],
             why=row["why"],
             reward=row["reward"],

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from mugrpo_megatron.observe.examples import Example, shortened
+from mugrpo_megatron.observe.examples import Example, shorten
 from mugrpo_megatron.report.details import Details, spaced
 from mugrpo_megatron.rewards.pool import reward_before_penalty
 from mugrpo_megatron.terminal import visible
@@ -105,10 +105,10 @@ def _shown(example: Example, measure: str, most: int) -> dict[str, Any]:
 
 def _facts(example: Example) -> Iterable[tuple[str, str]]:
     """Name and value of what explains the score."""
-    yield "gold", shortened(example.gold, 200)
-    yield "extracted", shortened(example.extracted, 200) if example.extracted else "nothing"
+    yield "gold", shorten(example.gold, 200)
+    yield "extracted", shorten(example.extracted, 200) if example.extracted else "nothing"
     if example.why:
-        yield "why", shortened(example.why, 300)
+        yield "why", shorten(example.why, 300)
     for name, value in example.components.items():
         yield name, f"{value:.4g}"
     yield "tokens", f"{example.tokens:,}{', cut off' if example.truncated else ''}"
@@ -116,7 +116,7 @@ def _facts(example: Example) -> Iterable[tuple[str, str]]:
 
 def _text(name: str, text: str, most: int) -> dict[str, Any]:
     """A text, with its beginning where it is long enough to be folded."""
-    excerpt = visible(shortened(text, most))
+    excerpt = visible(shorten(text, most))
     folded = len(excerpt) > FOLDED or excerpt.count("\n") >= LINES
     lines = "\n".join(excerpt.split("\n")[:LINES])
     return {"name": name, "text": excerpt, "head": f"{lines[:FOLDED].rstrip()} …" if folded else ""}

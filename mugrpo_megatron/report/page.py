@@ -22,8 +22,8 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import write_text
 from mugrpo_megatron.files.outputs import check_output
 from mugrpo_megatron.observe.metrics import values_in
-from mugrpo_megatron.observe.progress import duration, short
-from mugrpo_megatron.observe.results import between, difference, mean_of, shown, summary_of
+from mugrpo_megatron.observe.progress import duration, short_number
+from mugrpo_megatron.observe.results import format_difference, format_interval, format_value, mean_of, summary_of
 from mugrpo_megatron.observe.rundata import RunData, read_run
 from mugrpo_megatron.report.charts import COST, PAPER, SAMPLES, SECTIONS, TRIGGERS, VETO, section_of
 from mugrpo_megatron.report.curves import Chart
@@ -335,18 +335,18 @@ def _accuracy_tile(summary: dict[str, Any]) -> dict[str, Any]:
     value, interval = (before, mean["before_interval"]) if after is None else (after, mean["interval"])
     parts = [
         "before training" if after is None else "",
-        f"95 % interval {between(interval, measure)}" if interval else "",
+        f"95 % interval {format_interval(interval, measure)}" if interval else "",
         f"{len(sets)} sets, unweighted" if len(sets) > 1 else "",
         f"{summary['problems']:,.0f} problems",
     ]
     more = ", ".join(clause for clause in parts if clause)
-    tile = _tile(title if len(sets) <= 1 else f"{title}, mean", shown(value, measure), more, broad=True)
+    tile = _tile(title if len(sets) <= 1 else f"{title}, mean", format_value(value, measure), more, broad=True)
     if before is None or after is None:
         return tile
     gain = after - before
     return tile | {
-        "start": shown(before, measure).removesuffix(" %"),
-        "gain": difference(gain, measure).replace("-", "−"),
+        "start": format_value(before, measure).removesuffix(" %"),
+        "gain": format_difference(gain, measure).replace("-", "−"),
         "trend": "up" if gain > 0.0005 else "down" if gain < -0.0005 else "",
     }
 
@@ -380,14 +380,14 @@ def _token_tile(run: RunData, summary: dict[str, Any]) -> dict[str, Any]:
     phases = sum(row.get("tokens") or 0 for row in run.phases if row["phase"] == "generate")
     sampled = max(summary["tokens"]["generated"], round(phases))
     rates = [
-        f"{text} at {short(count / took)}/s"
+        f"{text} at {short_number(count / took)}/s"
         for text, count, took in (
             ("sampled", sampled, seconds["generate"]),
-            (f"{short(trained)} trained", trained, seconds["optimize"]),
+            (f"{short_number(trained)} trained", trained, seconds["optimize"]),
         )
         if count and took
     ]
-    return _tile("Response tokens", short(sampled or trained), _unbroken(rates) or "sampled")
+    return _tile("Response tokens", short_number(sampled or trained), _unbroken(rates) or "sampled")
 
 
 def _unbroken(parts: Iterable[str]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from mugrpo_megatron.observe.metrics import Row, mean_in, values_in
 from mugrpo_megatron.observe.progress import duration
-from mugrpo_megatron.observe.results import difference, mean_of, sets_in, shown
+from mugrpo_megatron.observe.results import format_difference, format_value, mean_of, sets_in
 from mugrpo_megatron.observe.rundata import RunData
 from mugrpo_megatron.report.charts import (
     COST,
@@ -63,16 +63,18 @@ def _learning(summary: Mapping[str, Any]) -> str:
     if before is None and after is None:
         return "Not evaluated yet."
     if after is None:
-        return f"Held-out {measure} was {shown(before, measure)} before training, and has not been measured since."
+        return (
+            f"Held-out {measure} was {format_value(before, measure)} before training, and has not been measured since."
+        )
     if before is None:
-        return f"Held-out {measure} is {shown(after, measure)}; before training it was not measured."
-    change = f"Held-out {measure} went from {shown(before, measure)} to {shown(after, measure)}"
+        return f"Held-out {measure} is {format_value(after, measure)}; before training it was not measured."
+    change = f"Held-out {measure} went from {format_value(before, measure)} to {format_value(after, measure)}"
     first, last = mean["before_interval"], mean["interval"]
     if not first or not last:
-        return f"{change} ({difference(after - before, measure)}), without a 95 % interval."
+        return f"{change} ({format_difference(after - before, measure)}), without a 95 % interval."
     apart = first[1] < last[0] or last[1] < first[0]
     what = ("a clear gain" if after > before else "a clear loss") if apart else "the 95 % intervals overlap"
-    return f"{change} ({difference(after - before, measure)}): {what}."
+    return f"{change} ({format_difference(after - before, measure)}): {what}."
 
 
 def _samples(evals: Sequence[Row]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from mugrpo_megatron.observe.metrics import Row, mean_in
 from mugrpo_megatron.observe.progress import duration
-from mugrpo_megatron.observe.results import between, mean_of, measure_in, sets_in, shown, value_in
+from mugrpo_megatron.observe.results import format_interval, format_value, mean_of, measure_in, sets_in, value_in
 from mugrpo_megatron.observe.rundata import RunData, seconds_by_phase
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.scoring import MEAN
@@ -33,7 +33,7 @@ def stage_table(run: RunData) -> dict[str, Any] | None:
     rows = [
         (
             *_stage_row(stage, updates, stages.get(stage, {}), phases.get(stage, {})),
-            *(shown(value_in(evals.get(updates[-1]["update"] + 1, {}), name), measure) for name in names),
+            *(format_value(value_in(evals.get(updates[-1]["update"] + 1, {}), name), measure) for name in names),
         )
         for stage, updates in _by_stage(run.updates)
     ]
@@ -108,8 +108,8 @@ def _number(value: float | None) -> str:
 
 def _with_interval(value: float | None, interval: Sequence[float] | None, measure: str) -> str:
     if value is None or interval is None:
-        return shown(value, measure)
-    return f"{shown(value, measure)} ({between(interval, measure).removesuffix(' %')})"
+        return format_value(value, measure)
+    return f"{format_value(value, measure)} ({format_interval(interval, measure).removesuffix(' %')})"
 
 
 def flat_settings(table: dict[str, Any], within: str = "") -> Iterable[tuple[str, Any]]:

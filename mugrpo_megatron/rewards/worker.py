@@ -144,12 +144,12 @@ def _item(response: str, subject: Sequence[Any], ids: Sequence[int]) -> ScoringI
 
 
 def _failure(error: BaseException) -> str:
-    from mugrpo_megatron.recipe.functions import told
+    from mugrpo_megatron.recipe.functions import describe_exception
     from mugrpo_megatron.rewards import callers
 
     if isinstance(error, callers.GaveUp):
         return str(error)
-    return f"failed: {told(error, __file__, callers.__file__)}"
+    return f"failed: {describe_exception(error, __file__, callers.__file__)}"
 
 
 def _on_alarm(_number: int, _frame: Any) -> None:

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.checkpoint_state import STATE, read_state
 from mugrpo_megatron.files.durable import digest, durable_directory
-from mugrpo_megatron.files.hf_config import STATE, read_state
 from mugrpo_megatron.observe.log import FILE_NAME
 from mugrpo_megatron.recipe import Recipe, load_recipe
 from mugrpo_megatron.recipe.functions import load_function

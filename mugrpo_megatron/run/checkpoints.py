@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.checkpoint_state import STATE, read_state
 from mugrpo_megatron.files.durable import remove_leftovers, resumable
-from mugrpo_megatron.files.hf_config import STATE, read_state
 from mugrpo_megatron.learner import checkpoint
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.observe.log import MetricLog

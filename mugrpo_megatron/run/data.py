@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mugrpo_megatron.data.prepare import Problems
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.durable import read_sealed, write_sealed
+from mugrpo_megatron.files.durable import read_checksummed_json, write_checksummed_json
 from mugrpo_megatron.samples import Problem
 
 FILE_NAME = "data.json"
@@ -31,7 +31,7 @@ def check_data(run_dir: Path, problems: Problems) -> None:
         return
     accept = f"remove {path} to continue with the problems as they are now"
     try:
-        before: Fingerprint = read_sealed(path, "data")
+        before: Fingerprint = read_checksummed_json(path, "data")
     except (OSError, ValueError):
         raise UserError(f"{path}: damaged, so the run's data cannot be checked; {accept}") from None
     now = fingerprint(problems)
@@ -52,7 +52,7 @@ def record_data(run_dir: Path, problems: Problems) -> None:
     """`check_data`, and write the fingerprint of a run that has none; call it with the directory's lock."""
     check_data(run_dir, problems)
     if not (run_dir / FILE_NAME).exists():
-        write_sealed(run_dir / FILE_NAME, "data", fingerprint(problems))
+        write_checksummed_json(run_dir / FILE_NAME, "data", fingerprint(problems))
 
 
 def sums_by_set(problems: Sequence[Problem]) -> dict[str, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pydantic import ValidationError
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.hf_config import CURSOR
+from mugrpo_megatron.files.checkpoint_state import CURSOR
 from mugrpo_megatron.files.json_text import read_json
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.durable import digest, read_sealed, write_sealed
+from mugrpo_megatron.files.durable import digest, read_checksummed_json, write_checksummed_json
 from mugrpo_megatron.files.hub import model_name
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.load import validate
@@ -55,14 +55,14 @@ def read_published(directory: Path) -> Published | None:
     if not path.is_file():
         return None
     try:
-        return Published(**read_sealed(path, "published", format=FORMAT))
+        return Published(**read_checksummed_json(path, "published", format=FORMAT))
     except (OSError, ValueError, TypeError, KeyError):
         raise UserError(f"{path}: damaged or of another version; publish the stage again, or fetch it again") from None
 
 
 def write_published(directory: Path, published: Published) -> None:
     """Write the file that makes a directory a published stage."""
-    write_sealed(directory / FILE_NAME, "published", asdict(published), format=FORMAT)
+    write_checksummed_json(directory / FILE_NAME, "published", asdict(published), format=FORMAT)
 
 
 def check_start(published: Published, recipe: Recipe) -> None:

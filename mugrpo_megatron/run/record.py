@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mugrpo_megatron.errors import RewardFailure, UserError
-from mugrpo_megatron.files.durable import read_sealed, write_sealed
+from mugrpo_megatron.files.durable import read_checksummed_json, write_checksummed_json
 from mugrpo_megatron.files.hub import download_model, model_name
 from mugrpo_megatron.files.json_text import read_json
 from mugrpo_megatron.recipe import Recipe
@@ -90,7 +90,7 @@ def read_record(run_dir: Path) -> Record | None:
     if not path.exists():
         return None
     try:
-        body = read_sealed(path, "run")
+        body = read_checksummed_json(path, "run")
         branch, model = body["branch"], body.get("model")
         origin = Branch(**branch) if branch else None, HubModel(**model) if model else None
         return Record(body["id"], *origin, body.get("weights", ""))
@@ -100,7 +100,7 @@ def read_record(run_dir: Path) -> Record | None:
 
 def write_record(run_dir: Path, record: Record) -> None:
     """Write the record of a run directory, atomically."""
-    write_sealed(run_dir / FILE_NAME, "run", asdict(record))
+    write_checksummed_json(run_dir / FILE_NAME, "run", asdict(record))
 
 
 def claim(run_dir: Path, model: HubModel | None = None, weights: str = "") -> Record:
@@ -280,7 +280,7 @@ def check_user_files(recipe: Recipe) -> None:
         return
     accept = f"remove {path} to continue with the files as they are now"
     try:
-        before: dict[str, str] = read_sealed(path, "files")
+        before: dict[str, str] = read_checksummed_json(path, "files")
         now = user_files(recipe)
         edited = [key for key in sorted(before.keys() & now.keys()) if before[key] != now[key]]
         if not _has_scores(recipe.run.dir):
@@ -298,10 +298,10 @@ def record_user_files(recipe: Recipe) -> None:
     """`check_user_files`, and write the checksums of files without one; call it with the directory's lock."""
     check_user_files(recipe)
     path = recipe.run.dir / USER_FILES
-    before: dict[str, str] = read_sealed(path, "files") if path.exists() else {}
+    before: dict[str, str] = read_checksummed_json(path, "files") if path.exists() else {}
     now = user_files(recipe)
     if not path.exists() or any(before.get(key) != digest for key, digest in now.items()):
-        write_sealed(path, "files", {**before, **now})
+        write_checksummed_json(path, "files", {**before, **now})
 
 
 @contextmanager
@@ -312,8 +312,8 @@ def editable_after_failure(run_dir: Path) -> Iterator[None]:
         yield
     except RewardFailure as failure:
         if path.exists():
-            before: dict[str, str] = read_sealed(path, "files")
-            write_sealed(path, "files", {key: digest for key, digest in before.items() if key != failure.key})
+            before: dict[str, str] = read_checksummed_json(path, "files")
+            write_checksummed_json(path, "files", {key: digest for key, digest in before.items() if key != failure.key})
         raise
 
 

@@ -16,7 +16,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner.groups import joined, named_phase
 from mugrpo_megatron.learner.learner import PARTS, Learner, build_learner
 from mugrpo_megatron.observe.environment import rank_of_environment
-from mugrpo_megatron.observe.health import Watch
+from mugrpo_megatron.observe.health import HealthMonitor
 from mugrpo_megatron.observe.log import MetricLog, open_log
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.recipe import Recipe
@@ -152,7 +152,7 @@ def open_files(recipe: Recipe, problems: Problems | None) -> Iterator[RunFiles]:
             run_id=record.id if record else "",
             config=recipe.model_dump(mode="json"),
             write=is_main,
-            watch=Watch(display.say, recipe.optimizer.clip_grad),
+            watch=HealthMonitor(display.say, recipe.optimizer.clip_grad),
         )
         with log as opened, handle_signals(is_main) as stop, editable_after_failure(directory.path):
             yield RunFiles(directory, record, opened, display, stop)

@@ -29,10 +29,10 @@ from mugrpo_megatron.files.durable import (
     Span,
     durable_file,
     fsync,
-    full_disk,
-    read_sealed,
+    full_disk_error,
+    read_checksummed_json,
     remove_leftovers,
-    write_sealed,
+    write_checksummed_json,
 )
 from mugrpo_megatron.stages.manifest import parquet_spans, verify
 
@@ -75,7 +75,7 @@ class Column:
     def body(self) -> dict[str, Any]:
         """The JSON file's content; UserError when it is missing or damaged, or belongs to something else than `of`."""
         try:
-            body: dict[str, Any] = read_sealed(self.index, self.name, format=FORMAT)
+            body: dict[str, Any] = read_checksummed_json(self.index, self.name, format=FORMAT)
             of = body["of"]
         except (OSError, ValueError, KeyError):
             raise UserError(
@@ -95,11 +95,11 @@ class Column:
                 self.index.unlink()
                 fsync(self.path.parent)
         except OSError as error:
-            raise full_disk(error, self.path) or error from error
+            raise full_disk_error(error, self.path) or error from error
 
     def finish(self, body: Mapping[str, Any]) -> None:
         """Write the JSON file: from now on the column is whole."""
-        write_sealed(self.index, self.name, {"of": dict(self.of), **body}, format=FORMAT)
+        write_checksummed_json(self.index, self.name, {"of": dict(self.of), **body}, format=FORMAT)
 
     def remove(self) -> None:
         self.index.unlink(missing_ok=True)
@@ -143,7 +143,7 @@ class TableColumn(Column):
     def weights(self) -> str | None:
         """The fingerprint of the checkpoint that computed it; None where that is not known."""
         try:
-            return str(read_sealed(self.index, self.name, format=FORMAT)["weights"])
+            return str(read_checksummed_json(self.index, self.name, format=FORMAT)["weights"])
         except (OSError, ValueError, KeyError):
             return None
 

@@ -17,8 +17,8 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.durable import Span, digest, read_sealed, write_sealed
-from mugrpo_megatron.files.json_text import is_plain, read_json
+from mugrpo_megatron.files.durable import Span, digest, read_checksummed_json, write_checksummed_json
+from mugrpo_megatron.files.json_text import is_file_name, read_json
 
 FORMAT = 3
 """3: what a response said and why it has its score, and a checksum for them beside the one of what training reads."""
@@ -109,7 +109,7 @@ def read_manifest(directory: Path, name: str = manifest_name(0)) -> Manifest:
     if not path.exists():
         return Manifest([])
     try:
-        return _manifest(read_sealed(path, "stage", format=FORMAT))
+        return _manifest(read_checksummed_json(path, "stage", format=FORMAT))
     except (OSError, ValueError, TypeError, KeyError):
         raise UserError(f"{path}: {_unreadable(path)}, or remove {directory} to generate the stage again") from None
 
@@ -140,7 +140,7 @@ def _manifest(body: Any) -> Manifest:
         if not _counts([sealed.prompts_per_update]) or len({*map(len, spans.values()), sealed.updates}) > 1:
             raise ValueError("the manifest lists other updates than row groups")
     for file in [*(shard.file for shard in shards), *([sealed.file] if sealed else [])]:
-        if not is_plain(file):
+        if not is_file_name(file):
             raise ValueError(f"the manifest lists {file!r}, which is no file name of its directory")
     return Manifest(shards, sealed, Origin(**body["origin"]) if body["origin"] else None)
 
@@ -208,7 +208,7 @@ def other_shards(directory: Path, writer: int) -> list[StageShard]:
 
 def write_manifest(directory: Path, manifest: Manifest, name: str = manifest_name(0)) -> None:
     """Replace a manifest of the stage durably."""
-    write_sealed(directory / name, "stage", asdict(manifest), format=FORMAT)
+    write_checksummed_json(directory / name, "stage", asdict(manifest), format=FORMAT)
 
 
 def stage_identity(content: str) -> dict[str, Any]:

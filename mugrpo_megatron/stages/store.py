@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.durable import digest, durable_file, fsync, full_disk, remove_leftovers
+from mugrpo_megatron.files.durable import digest, durable_file, fsync, full_disk_error, remove_leftovers
 from mugrpo_megatron.recipe.systems import Replay
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.manifest import (
@@ -342,7 +342,7 @@ class StageStore:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 fsync(self.directory.parent)
             except OSError as error:
-                raise full_disk(error, self.directory) or error from error
+                raise full_disk_error(error, self.directory) or error from error
             if self._writer:
                 check_listed(self.directory, self._writer)  # else they would be removed as leftovers
             else:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mugrpo_megatron.errors import EngineFailure, TrainingFailure
-from mugrpo_megatron.files.tensors import Sums, dtype_name, raw_bytes
+from mugrpo_megatron.files.tensors import TensorChecksums, dtype_name, raw_bytes
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.buckets import Bucket
 from mugrpo_megatron.weights.sync import WeightSync, filled
@@ -35,7 +35,7 @@ COMPRESSED = (re.compile(r"\.(q_a_proj|kv_a_proj_with_mqa)\."), ".fused_qkv_a_pr
 class SummedEngine(Protocol):
     """The method of `engine.client.Engine` that the check calls."""
 
-    def checksums(self) -> list[Sums]:
+    def checksums(self) -> list[TensorChecksums]:
         """For each tensor parallel rank, the checksum of every parameter that it holds."""
 
 
@@ -55,7 +55,7 @@ def check(bridge: WeightSync, engine: SummedEngine | None) -> int:
     """
     if unchecked(bridge):
         return 0
-    engine_sums: list[Sums] = []
+    engine_sums: list[TensorChecksums] = []
     failure: EngineFailure | None = None
     if engine is not None:
         try:
@@ -95,7 +95,7 @@ def padded_on_cpu(architecture: Architecture, size: int) -> bool:
     return uneven_heads or uneven_experts
 
 
-def expected_checksums(bridge: WeightSync, found: list[Sums]) -> list[Sums]:
+def expected_checksums(bridge: WeightSync, found: list[TensorChecksums]) -> list[TensorChecksums]:
     """The checksums that an engine should have, in the types that it `found`; collective, empty if it found none."""
     hashes: list[dict[str, hashlib._Hash]] = [{} for _ in found]
     dtypes: list[dict[str, str]] = [{name: dtype for name, (dtype, _) in sums.items()} for sums in found]
@@ -135,7 +135,7 @@ def _add(shards: Shards, hashes: list[dict[str, Any]], dtypes: list[dict[str, st
         hashes[rank].setdefault(name, hashlib.sha256()).update(raw_bytes(shard.to(dtype)))
 
 
-def _without_tied_name(sums: Sums, architecture: Architecture) -> Sums:
+def _without_tied_name(sums: TensorChecksums, architecture: Architecture) -> TensorChecksums:
     """Rename a tied weight to the embedding: the engine may report it as the output layer."""
     if not architecture.tied:
         return sums
@@ -143,7 +143,7 @@ def _without_tied_name(sums: Sums, architecture: Architecture) -> Sums:
     return {embedding if name == head else name: value for name, value in sums.items()}
 
 
-def _difference(expected: list[Sums], found: list[Sums]) -> str:
+def _difference(expected: list[TensorChecksums], found: list[TensorChecksums]) -> str:
     """What differs, as a clause; empty if nothing does."""
     for rank, (ours, theirs) in enumerate(zip(expected, found, strict=True)):
         where = f" on its tensor parallel rank {rank}" if len(expected) > 1 else ""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.hf_config import CONFIG, checked, read_config
+from mugrpo_megatron.files.hf_config import CONFIG, check_config, read_config
 from mugrpo_megatron.weights.architecture import Architecture, Latent
 from mugrpo_megatron.weights.blocks import (
     GATED_MLP,
@@ -200,7 +200,7 @@ def architecture(config: Mapping[str, Any], where: str = "config.json") -> Archi
 
     Raises UserError for a family that has no table, and for any field that is missing, malformed or unknown.
     """
-    family = checked(config, where)["model_type"]
+    family = check_config(config, where)["model_type"]
     if family in CLOSE:
         raise UserError(f"{where}: model_type {family!r} is not supported: it needs {CLOSE[family]}")
     if config.get("quantization_config"):

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import durable_directory, write_content, write_text
-from mugrpo_megatron.files.hf_config import CONFIG, read_config, reading
+from mugrpo_megatron.files.hf_config import CONFIG, read_config, unreadable_as_user_error
 from mugrpo_megatron.files.json_text import read_json
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.buckets import BUCKET_BYTES, BucketPlan, build_plan, planned_tensors
@@ -186,15 +186,15 @@ def tokenizer_size(directory: Path) -> int:
     Raises UserError when one of them is damaged.
     """
     if (directory / "tokenizer.json").is_file():
-        with reading(directory / "tokenizer.json", "a readable tokenizer"):
+        with unreadable_as_user_error(directory / "tokenizer.json", "a readable tokenizer"):
             return _largest(Tokenizer.from_file(str(directory / "tokenizer.json")).get_vocab())
     sizes = [0]
     if (directory / "tokenizer.model").is_file():
-        with reading(directory / "tokenizer.model", "a readable sentencepiece model"):
+        with unreadable_as_user_error(directory / "tokenizer.model", "a readable sentencepiece model"):
             sizes.append(SentencePieceProcessor(model_file=str(directory / "tokenizer.model")).get_piece_size())
     for name in ("added_tokens.json", "vocab.json"):
         if (directory / name).is_file():
-            with reading(directory / name, "a map of tokens to ids"):
+            with unreadable_as_user_error(directory / name, "a map of tokens to ids"):
                 sizes.append(_largest(read_json(directory / name)))
     return max(sizes)
 

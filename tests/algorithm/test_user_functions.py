@@ -13,7 +13,7 @@ import torch
 from mugrpo_megatron.algorithm.policy_loss import policy_loss
 from mugrpo_megatron.algorithm.surrogates import SurrogateLoss, TokenBatch
 from mugrpo_megatron.errors import TrainingFailure, UserError
-from mugrpo_megatron.observe.metrics import defined
+from mugrpo_megatron.observe.metrics import is_defined
 from mugrpo_megatron.recipe import ObjectiveSection
 from tests.algorithm.batches import Batch, flat, random_batch
 from tests.checkout import ROOT
@@ -49,7 +49,7 @@ def test_numbers_are_logged_under_their_names() -> None:
     assert found["user/mean_ratio"] == pytest.approx(found["ratio_mean"])
     assert found["user/responses"] == 3.0
     assert found["user/nan"] != found["user/nan"]
-    assert all(defined("update", name) for name in found)
+    assert all(is_defined("update", name) for name in found)
 
 
 @pytest.mark.parametrize(

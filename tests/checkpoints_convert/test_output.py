@@ -16,7 +16,7 @@ import pytest
 from checkpoints_convert import hf_to_megatron, megatron_to_hf
 from checkpoints_convert.output import RECORD, Output, open_output
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.durable import resumable, write_sealed
+from mugrpo_megatron.files.durable import resumable, write_checksummed_json
 from tests import models
 from tests.hostile.places import permissions_count
 
@@ -259,7 +259,7 @@ def test_a_note_of_another_shape_costs_its_file(tmp_path: Path) -> None:
     output = Output(tmp_path)
     for body in (3, {}, {"bytes": 1, "sha256": "0"}):
         (tmp_path / "x").write_bytes(b"1")
-        write_sealed(tmp_path / "x.done", "file", body)
+        write_checksummed_json(tmp_path / "x.done", "file", body)
         assert output.finished("x") is None
         assert not list(tmp_path.iterdir())
 
@@ -289,7 +289,7 @@ def test_a_damaged_record_is_not_passed_over(
     shutil.copytree(megatron, tmp_path / "m")
     sealed: list[bytes] = []
     for body in (3, {}, {"files": [1]}):
-        write_sealed(tmp_path / "sealed", "conversion", body)
+        write_checksummed_json(tmp_path / "sealed", "conversion", body)
         sealed.append((tmp_path / "sealed").read_bytes())
     for content in (b"", b"{}", b"[" * 100_000, b"\xff", *sealed):
         (tmp_path / "m" / RECORD).write_bytes(content)

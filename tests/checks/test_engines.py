@@ -10,8 +10,8 @@ import pytest
 from mugrpo_megatron.checks.engines import (
     check_engine_device,
     check_without_sync,
+    depends_on_device,
     engine_problems,
-    needs_a_kind_of_device,
 )
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import Recipe
@@ -116,7 +116,7 @@ def test_the_engines_routes_need_cuda() -> None:
     ],
 )
 def test_a_run_looks_for_a_device_only_where_the_recipe_needs_one_kind(sections: dict[str, Any], needs: bool) -> None:
-    assert needs_a_kind_of_device(recipe(**sections)) == needs
+    assert depends_on_device(recipe(**sections)) == needs
 
 
 def test_engines_of_several_nodes_need_a_learner() -> None:

@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mugrpo_megatron.checks.layouts import candidates, check_layout, describe, distance, layout_problems, nearest_layout
+from mugrpo_megatron.checks.layouts import (
+    candidates,
+    check_layout,
+    describe_layout,
+    layout_distance,
+    layout_problems,
+    nearest_layout,
+)
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.systems import ParallelSection
@@ -86,6 +93,6 @@ def test_the_nearest_layout_is_valid_and_a_valid_one_is_its_own_nearest(
 
 def test_distance_is_zero_to_itself_and_counts_doublings() -> None:
     one = ParallelSection(tensor=2)
-    assert distance(one, one) == 0
-    assert distance(one, ParallelSection(tensor=8)) == pytest.approx(2)
-    assert describe(ParallelSection()) == "every size 1"
+    assert layout_distance(one, one) == 0
+    assert layout_distance(one, ParallelSection(tensor=8)) == pytest.approx(2)
+    assert describe_layout(ParallelSection()) == "every size 1"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mugrpo_megatron.data.arithmetic import TASKS
 from mugrpo_megatron.data.problems import PRESETS, check_sets, held_out_sets, named_sources
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.observe.metrics import defined
+from mugrpo_megatron.observe.metrics import is_defined
 from mugrpo_megatron.recipe.scoring import MEAN, EvalSection
 
 WORDS = st.sampled_from(["a", "b", "test", "arithmetic", "math500", "mean", "x y", "ü"])
@@ -31,7 +31,7 @@ def test_every_source_has_a_name_of_its_own_that_a_metric_and_a_toml_key_can_hav
     for name, source in named.items():
         assert re.fullmatch(r"[A-Za-z0-9_-]+", name)
         assert name != MEAN
-        assert defined("eval", f"accuracy/{name}")
+        assert is_defined("eval", f"accuracy/{name}")
         if source in TASKS or source in PRESETS:
             assert re.fullmatch(rf"{source}(-\d)?", name)
 

@@ -14,7 +14,7 @@ import torch
 
 from mugrpo_megatron.engine import engine_group as groups
 from mugrpo_megatron.engine.engine_group import EngineGroup, read_sums, write_sums
-from mugrpo_megatron.files.tensors import sums
+from mugrpo_megatron.files.tensors import tensor_checksums
 from tests.engine.stub import StubEngine
 
 
@@ -122,7 +122,7 @@ def test_scales_that_sglang_does_not_check_are_no_weights(tmp_path: Path, monkey
     monkeypatch.setitem(sys.modules, "sglang.srt.distributed", SimpleNamespace(get_tp_group=lambda: alone))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     model = torch.nn.Linear(3, 2)
-    wanted = sums(model.named_parameters())
+    wanted = tensor_checksums(model.named_parameters())
     scale = torch.nn.Parameter(torch.ones(()), requires_grad=False)
     model.k_scale = scale
     write_sums(model, [])

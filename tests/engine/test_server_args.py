@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mugrpo_megatron.checks.layouts import bundled
+from mugrpo_megatron.checks.layouts import bundled_configs
 from mugrpo_megatron.engine.launch import engine_arguments
 from mugrpo_megatron.engine.placement import ALONE
 from mugrpo_megatron.recipe import Recipe
@@ -19,11 +19,11 @@ from tests.engine.simulated_cuda import NVIDIA_SMI
 
 pytestmark = pytest.mark.process
 
-QWEN2_7B = bundled()["Qwen2.5-7B"] | {
+QWEN2_7B = bundled_configs()["Qwen2.5-7B"] | {
     "architectures": ["Qwen2ForCausalLM"], "hidden_act": "silu", "torch_dtype": "bfloat16",
     "max_position_embeddings": 4096,
 }  # fmt: skip
-QWEN3_MOE = bundled()["Qwen3-30B-A3B"] | {
+QWEN3_MOE = bundled_configs()["Qwen3-30B-A3B"] | {
     "architectures": ["Qwen3MoeForCausalLM"], "hidden_act": "silu", "torch_dtype": "bfloat16",
     "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip

@@ -25,11 +25,11 @@ from mugrpo_megatron.files.durable import (
     durable_directory,
     durable_file,
     publish,
-    read_sealed,
+    read_checksummed_json,
     remove_leftovers,
     resumable,
+    write_checksummed_json,
     write_json,
-    write_sealed,
     write_text,
 )
 
@@ -243,13 +243,13 @@ def test_a_directory_that_several_commands_fill_replaces_the_old_one(tmp_path: P
 @given(body=JSON, head=st.dictionaries(st.sampled_from(["format", "kind"]), st.integers(0, 3)))
 def test_a_sealed_value_comes_back(tmp_path_factory: pytest.TempPathFactory, body: Any, head: dict[str, int]) -> None:
     path = tmp_path_factory.mktemp("sealed") / "state.json"
-    write_sealed(path, "state", body, **head)
-    assert read_sealed(path, "state", **head) == body
+    write_checksummed_json(path, "state", body, **head)
+    assert read_checksummed_json(path, "state", **head) == body
     for other in ({**head, "format": 7}, {**head, "unknown": None}):
         with pytest.raises(ValueError, match="checksum"):
-            read_sealed(path, "state", **other)
+            read_checksummed_json(path, "state", **other)
     with pytest.raises(ValueError, match="checksum"):
-        read_sealed(path, "stage")
+        read_checksummed_json(path, "stage")
 
 
 def flips(whole: bytes) -> Iterator[bytes]:
@@ -260,11 +260,11 @@ def flips(whole: bytes) -> Iterator[bytes]:
 def test_a_flipped_bit_in_a_sealed_value_is_found(tmp_path: Path) -> None:
     path = tmp_path / "manifest.json"
     body = {"shards": [{"file": "shard-00000.parquet", "rows": [4, 4], "share": 0.5}], "sealed": None}
-    write_sealed(path, "stage", body, format=1)
+    write_checksummed_json(path, "stage", body, format=1)
     for flipped in flips(path.read_bytes()):
         path.write_bytes(flipped)
         try:
-            found = read_sealed(path, "stage", format=1)
+            found = read_checksummed_json(path, "stage", format=1)
         except ValueError:
             continue
         assert found == body  # white space
@@ -276,7 +276,7 @@ def test_a_flipped_bit_in_a_sealed_value_is_found(tmp_path: Path) -> None:
 def test_other_json_is_not_taken_for_a_sealed_value(text: str, tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(text.encode("latin-1"))
     with pytest.raises(ValueError, match=r"checksum|Expecting value|decode"):
-        read_sealed(tmp_path / "x", "stage")
+        read_checksummed_json(tmp_path / "x", "stage")
 
 
 def test_json_for_people_ends_with_a_newline(tmp_path: Path) -> None:

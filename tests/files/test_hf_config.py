@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mugrpo_megatron.checks.layouts import bundled, check_layout
+from mugrpo_megatron.checks.layouts import bundled_configs, check_layout
 from mugrpo_megatron.engine.launch import kv_bytes_per_token
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.plan.case import find_model
-from mugrpo_megatron.files.hf_config import ModelConfig, RopeParameters, checked, read_config, read_model_config
+from mugrpo_megatron.files.hf_config import ModelConfig, RopeParameters, check_config, read_config, read_model_config
 from mugrpo_megatron.learner.operators import frequencies
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.weights.families import FAMILIES, architecture, read_architecture
@@ -110,10 +110,10 @@ def test_a_directory_without_a_config_is_named_with_the_key_it_was_given_as(tmp_
         read_model_config(tmp_path)
 
 
-@pytest.mark.parametrize("name", sorted(bundled()))
+@pytest.mark.parametrize("name", sorted(bundled_configs()))
 def test_published_configs_are_taken_as_they_are(name: str) -> None:
-    config = bundled()[name]
-    assert checked(config, name) is config
+    config = bundled_configs()[name]
+    assert check_config(config, name) is config
 
 
 @settings(max_examples=100)
@@ -136,7 +136,7 @@ def test_odd_values_are_honoured_or_refused_in_a_sentence(
     try:
         model = architecture(config)
         recipe = Recipe.model_validate({"parallel": {"tensor": tensor}, "data": {"max_prompt_tokens": 8}})
-        check_layout(recipe, checked(config, "config.json"), tensor)
+        check_layout(recipe, check_config(config, "config.json"), tensor)
     except UserError:
         return
     assert frequencies(model.rope).shape == (model.letters["D"] // 2,)

@@ -88,6 +88,6 @@ def failing(disk: Disk) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("fsync", "mkdir", "link", "rename", "replace", "unlink", "rmdir", "ftruncate"):
             patch.setattr(os, name, counted(getattr(os, name), name))
-        patch.setattr(durable, "_exchanged", counted(durable._exchanged, "rename"))
+        patch.setattr(durable, "_exchange_atomically", counted(durable._exchange_atomically, "rename"))
         patch.setattr(io, "open", open_)
         yield

@@ -15,8 +15,8 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
+from mugrpo_megatron.files.checkpoint_state import STATE, publish, read_state
 from mugrpo_megatron.files.durable import digest
-from mugrpo_megatron.files.hf_config import STATE, publish, read_state
 
 TORCH = "torch.distributed.checkpoint"
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as torch_checkpoint
 
 from mugrpo_megatron.data.prepare import Problems
-from mugrpo_megatron.files import hf_config as checkpoint
+from mugrpo_megatron.files import checkpoint_state
 from mugrpo_megatron.files.durable import write_json
 from mugrpo_megatron.observe.log import open_log
 from mugrpo_megatron.recipe import Recipe, load_recipe
@@ -72,8 +72,8 @@ def save(directory: RunDirectory, cursor: Cursor) -> None:
         (partial / name).write_bytes(data)
     place = {"run": record.id, "cursor": {"stage": cursor.stage, "age": cursor.age, "updates": cursor.updates}}
     counters = {"updates_done": cursor.updates, "steps_done": cursor.updates, "model": {"family": "qwen2"}}
-    state = {**place, **counters, "files": checkpoint.checksums(partial, 0, 1)}
-    checkpoint.publish(partial, directory.checkpoints / checkpoint_name(cursor), state)
+    state = {**place, **counters, "files": checkpoint_state.file_checksums(partial, 0, 1)}
+    checkpoint_state.publish(partial, directory.checkpoints / checkpoint_name(cursor), state)
 
 
 @cache
@@ -128,7 +128,7 @@ def resume(made: Recipe) -> tuple[str, list[str]]:
         record_data(directory.path, PROBLEMS)
         cursor = newest_cursor(directory.checkpoints)
         for one in named(directory.checkpoints):
-            found += filter(None, [checkpoint.damage(one, 0, 1)])
+            found += filter(None, [checkpoint_state.first_damage(one, 0, 1)])
         check_stage(directory.stage(cursor.stage), stage_of(directory, cursor.stage)._origin)
         check_stage_held(directory, cursor)
         with open_log(directory.path, TrackSection(tensorboard=False), write=False):

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from checkpoints_convert import hf_to_megatron, megatron_to_hf, output, verify
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files import hf_config as checkpoint
+from mugrpo_megatron.files import checkpoint_state
 from mugrpo_megatron.files.durable import resumable
 from tests import models
 from tests.hostile.damage import ODD_JSON, ODD_TEXTS, damages
@@ -54,8 +54,8 @@ def trained(megatron: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in (".metadata", "__0_0.distcp", "common.pt", "metadata.json"):
         shutil.copy(megatron / name, partial)
     state: dict[str, Any] = {"cursor": {"stage": 0, "age": 1, "updates": 1}, "updates_done": 1, "steps_done": 1}
-    files = checkpoint.checksums(partial, 0, 1)
-    checkpoint.publish(partial, directory, {**state, "model": {"family": "qwen2"}, "files": files})
+    files = checkpoint_state.file_checksums(partial, 0, 1)
+    checkpoint_state.publish(partial, directory, {**state, "model": {"family": "qwen2"}, "files": files})
     return directory
 
 
@@ -148,7 +148,7 @@ def test_a_damaged_megatron_checkpoint_is_refused_or_still_gives_its_weights(
 ) -> None:
     clean = Path(shutil.copytree(request.getfixturevalue(kind), tmp_path / "copy"))
     out, expected = tmp_path / "out", tensors(hf)
-    for name, directory in versions(clean, count, seed, [*READ, "common.pt", checkpoint.STATE]):
+    for name, directory in versions(clean, count, seed, [*READ, "common.pt", checkpoint_state.STATE]):
         capsys.readouterr()
         code = to_hf(directory, hf, out)
         said = capsys.readouterr().err
@@ -209,26 +209,30 @@ def test_odd_values_in_an_index(hf: Path, tmp_path: Path, ends_well: Callable[..
 def test_odd_values_in_a_state(trained: Path, tmp_path: Path) -> None:
     """A state whose checksum fits is still checked: someone may have edited it."""
     copy = Path(shutil.copytree(trained, tmp_path / "copy"))
-    state = checkpoint.read_state(copy)
+    state = checkpoint_state.read_state(copy)
     accepted = 0
     for field in state:
         for odd in ODD_JSON[::2]:
             if isinstance(odd, float) and odd != odd:
                 continue
-            checkpoint.write_sealed(copy / checkpoint.STATE, "state", {**state, field: odd})
+            checkpoint_state.write_checksummed_json(copy / checkpoint_state.STATE, "state", {**state, field: odd})
             with suppress(UserError):
-                checkpoint.read_state(copy)
+                checkpoint_state.read_state(copy)
                 accepted += 1
-            checkpoint.damage(copy, 0, 1)
+            checkpoint_state.first_damage(copy, 0, 1)
     assert accepted < 40
     for name in ("../checkpoint/.metadata", "/etc/passwd", "a\0b", "no such"):
-        checkpoint.write_sealed(copy / checkpoint.STATE, "state", {**state, "files": {**state["files"], name: "0"}})
-        assert name.split("/")[-1] in repr(checkpoint.damage(copy, 0, 1)).replace("\\\\", "\\").replace("\\x00", "\0")
+        checkpoint_state.write_checksummed_json(
+            copy / checkpoint_state.STATE, "state", {**state, "files": {**state["files"], name: "0"}}
+        )
+        assert name.split("/")[-1] in repr(checkpoint_state.first_damage(copy, 0, 1)).replace("\\\\", "\\").replace(
+            "\\x00", "\0"
+        )
     for name in state["files"]:
         fewer = {file: sha256 for file, sha256 in state["files"].items() if file != name}
-        checkpoint.write_sealed(copy / checkpoint.STATE, "state", {**state, "files": fewer})
+        checkpoint_state.write_checksummed_json(copy / checkpoint_state.STATE, "state", {**state, "files": fewer})
         if name in (".metadata", "__0_0.distcp"):
-            assert f"has no checksum of {name}" in str(checkpoint.damage(copy, 0, 1))
+            assert f"has no checksum of {name}" in str(checkpoint_state.first_damage(copy, 0, 1))
 
 
 def test_a_full_disk_is_one_sentence_wherever_it_fills(

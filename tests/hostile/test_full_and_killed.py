@@ -15,7 +15,7 @@ import pytest
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files import durable
-from mugrpo_megatron.files.durable import durable_directory, full_disk, remove_leftovers, write_json
+from mugrpo_megatron.files.durable import durable_directory, full_disk_error, remove_leftovers, write_json
 from mugrpo_megatron.observe.log import open_log, read_rows
 from mugrpo_megatron.recipe.sections import TrackSection
 from mugrpo_megatron.run.branch import branch
@@ -96,7 +96,7 @@ def saves(path: Path, source: Path) -> None:
     try:
         save(directory, Cursor(0, 1, 1))
     except OSError as error:
-        raise full_disk(error, directory.checkpoints) or error from error
+        raise full_disk_error(error, directory.checkpoints) or error from error
 
 
 def check_saves(path: Path, before: Any, done: bool) -> Any:
@@ -205,7 +205,7 @@ def test_each_operation_may_be_the_last(
     """
     prepare, act, check = WRITERS[writer]
     if not swaps:
-        monkeypatch.setattr(durable, "_exchanged", lambda one, other: False)
+        monkeypatch.setattr(durable, "_exchange_atomically", lambda one, other: False)
     (tmp_path / "prepared").mkdir()
     prepare(tmp_path / "prepared")
     for last in count(step=1 if fault == "killed" else 2):

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mugrpo_megatron.files.durable import write_sealed
+from mugrpo_megatron.files.durable import write_checksummed_json
 from mugrpo_megatron.run.published import FILE_NAME, have_logprobs, read_published
 from mugrpo_megatron.run.published import FORMAT as PUBLISHED_FORMAT
 from mugrpo_megatron.stages.store import StageStore
@@ -140,5 +140,5 @@ def test_a_file_with_its_checksums(whole: Path, tmp_path_factory: pytest.TempPat
                 "logprobs": True}))  # fmt: skip
 def test_what_a_published_stage_says(tmp_path_factory: pytest.TempPathFactory, body: Any) -> None:
     folder = tmp_path_factory.getbasetemp()
-    write_sealed(folder / FILE_NAME, "published", body, format=PUBLISHED_FORMAT)
+    write_checksummed_json(folder / FILE_NAME, "published", body, format=PUBLISHED_FORMAT)
     sentence(lambda: read_published(folder))

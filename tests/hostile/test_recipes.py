@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mugrpo_megatron.recipe import Recipe, load_recipe
-from mugrpo_megatron.recipe.load import MOST_BASES
+from mugrpo_megatron.recipe.load import MAX_BASES
 from tests.checkout import ROOT
 from tests.hostile.outcome import answered, command, refused, sentence
 
@@ -135,14 +135,14 @@ def test_files_that_are_not_recipes(tmp_path: Path) -> None:
 def test_chains_and_fans_of_bases_end(tmp_path: Path) -> None:
     for number in range(1500):
         (tmp_path / f"{number}.toml").write_text(f'base = "{number + 1}.toml"\n')
-    refused("train", tmp_path / "0.toml", says=f"more than {MOST_BASES} recipes")
+    refused("train", tmp_path / "0.toml", says=f"more than {MAX_BASES} recipes")
     (tmp_path / "1500.toml").write_text("[run]\nseed = 5\n")
-    refused("train", tmp_path / "0.toml", says=f"more than {MOST_BASES} recipes")
+    refused("train", tmp_path / "0.toml", says=f"more than {MAX_BASES} recipes")
     assert "seed = 5" in command("train", tmp_path / "1450.toml", "--dry-run").out
     for number in range(30):  # each twice the next: 2^30 files to read
         (tmp_path / f"f{number}.toml").write_text(f'base = ["f{number + 1}.toml", "f{number + 1}.toml"]\n')
     (tmp_path / "f30.toml").touch()
-    refused("train", tmp_path / "f0.toml", says=f"more than {MOST_BASES} recipes")
+    refused("train", tmp_path / "f0.toml", says=f"more than {MAX_BASES} recipes")
     (tmp_path / "a.toml").write_text('base = "b.toml"\n')
     (tmp_path / "b.toml").write_text(f'base = "../{tmp_path.name}/./a.toml"\n')
     refused("train", tmp_path / "a.toml", says="leads back to itself")

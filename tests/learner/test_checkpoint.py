@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory, is_main_replica
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.hf_config import STATE
+from mugrpo_megatron.files.checkpoint_state import STATE
 from mugrpo_megatron.learner import checkpoint
 from mugrpo_megatron.learner.learner import build_learner
 from mugrpo_megatron.learner.update import update

@@ -15,8 +15,8 @@ import pytest
 from mugrpo_megatron.observe.environment import (
     commit,
     group_memory,
+    invocation,
     learner_memory_peak,
-    origin,
     peak_flops,
     usable_cores,
 )
@@ -32,7 +32,7 @@ def test_a_containers_quota_limits_the_cores(tmp_path: Path, quota: str, cores: 
 
 def test_a_run_records_where_and_how_it_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/somewhere/mugrpo_megatron/__main__.py", "train", "my recipe.toml"])
-    places = origin()
+    places = invocation()
     assert places["command"] == "mugrpo train 'my recipe.toml'"
     assert places["host"] == platform.node()
     assert re.fullmatch(r"[0-9a-f]{12}\+?", places.get("commit", "0" * 12))

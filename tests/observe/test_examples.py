@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.observe.examples import MOST, Example, example_places, read_examples, shortened, write_examples
+from mugrpo_megatron.observe.examples import (
+    MAX_EXAMPLES,
+    Example,
+    example_indices,
+    read_examples,
+    shorten,
+    write_examples,
+)
 
 WORDS = st.text(max_size=30)
 
@@ -26,21 +33,21 @@ def test_any_text_comes_back(
 
 
 def test_a_long_text_keeps_both_ends(tmp_path: Path) -> None:
-    text = "begin" + "x" * 10 * MOST + "end"
+    text = "begin" + "x" * 10 * MAX_EXAMPLES + "end"
     write_examples(tmp_path / "e" / "a.jsonl", [Example("", "", "", "", text, "", "", 0.0, 1, True)])
     (one,) = read_examples(tmp_path / "e" / "a.jsonl")
-    assert len(one.text) < MOST + 80
+    assert len(one.text) < MAX_EXAMPLES + 80
     assert one.text.startswith("beginxxx")
     assert one.text.endswith("xxxend")
-    assert f"{len(text) - MOST:,} characters are left out" in one.text
-    assert shortened("short") == "short"
+    assert f"{len(text) - MAX_EXAMPLES:,} characters are left out" in one.text
+    assert shorten("short") == "short"
 
 
 @settings(max_examples=30)
 @given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=5), count=st.integers(0, 10))
 def test_places_are_of_every_set_and_distinct(sizes: list[int], count: int) -> None:
     names = [f"set{k}" for k, size in enumerate(sizes) for _ in range(size)]
-    places = example_places(names, count)
+    places = example_indices(names, count)
     assert len(set(places)) == len(places) == sum(min(count, size) for size in sizes)
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mugrpo_megatron.evaluation.estimators import SetFigures, clustered_interval, figures_of
-from mugrpo_megatron.observe.health import LEAST_UPDATES, Watch, health_warnings
+from mugrpo_megatron.observe.health import LEAST_UPDATES, HealthMonitor, health_warnings
 
 Row = dict[str, Any]
 CURVES = Path(__file__).parents[2] / "docs" / "study" / "curves.csv"
@@ -160,7 +160,7 @@ def evaluation(row: Row) -> Row:
 
 def test_a_sign_is_said_once_while_it_lasts_and_again_when_it_comes_back() -> None:
     lines: list[str] = []
-    watch = Watch(lines.append, clip_grad=1.0)
+    watch = HealthMonitor(lines.append, clip_grad=1.0)
     shares = [0.95, 1.0, 0.2, 0.95]
     for stage, share in enumerate(shares):
         watch({"kind": "stage", "stage": stage, "zero_variance_fraction": share, "reward_mean": 0.0})

@@ -28,7 +28,7 @@ PLAIN = TrackSection(tensorboard=False)
 def _same_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a log's first row says takes a while to find out."""
     monkeypatch.setattr("mugrpo_megatron.observe.log.environment", dict)
-    monkeypatch.setattr("mugrpo_megatron.observe.log.origin", dict)
+    monkeypatch.setattr("mugrpo_megatron.observe.log.invocation", dict)
 
 
 @given(value=st.floats())

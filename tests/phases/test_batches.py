@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.hf_config import STATE
+from mugrpo_megatron.files.checkpoint_state import STATE
 from mugrpo_megatron.phases import column_passes as learner_passes
 from mugrpo_megatron.phases import stage as module
 from mugrpo_megatron.phases.batches import StageUpdates, columns_of

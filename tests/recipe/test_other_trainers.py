@@ -10,7 +10,7 @@ import pytest
 from mugrpo_megatron.cli import main
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import Recipe, load_recipe
-from mugrpo_megatron.recipe.other_trainers import others, ours, translated
+from mugrpo_megatron.recipe.other_trainers import equivalent_of, equivalents, translate_key
 from tests.checkout import ROOT
 
 
@@ -21,8 +21,8 @@ def is_a_key(name: str) -> bool:
 
 
 def test_all_names_lead_to_keys_of_the_recipe() -> None:
-    assert [key for there in others().values() for key in there.keys if not is_a_key(key)] == []
-    assert [name for name in others() if is_a_key(name) or name != name.lower() or "-" in name] == []
+    assert [key for there in equivalents().values() for key in there.keys if not is_a_key(key)] == []
+    assert [name for name in equivalents() if is_a_key(name) or name != name.lower() or "-" in name] == []
 
 
 @pytest.mark.parametrize(
@@ -48,15 +48,15 @@ def test_all_names_lead_to_keys_of_the_recipe() -> None:
     ],
 )
 def test_names_are_found_whatever_stands_before_them(name: str, key: str) -> None:
-    there = ours(name)
+    there = equivalent_of(name)
     assert there is not None
     assert key in there.keys
-    assert f"`{key}`" in translated(name)
+    assert f"`{key}`" in translate_key(name)
 
 
 def test_other_names_are_left_alone() -> None:
-    assert ours("stagez") is None
-    assert translated("schedule.stagez") == translated("optimizer.lr") == ""
+    assert equivalent_of("stagez") is None
+    assert translate_key("schedule.stagez") == translate_key("optimizer.lr") == ""
 
 
 @pytest.mark.parametrize(
@@ -101,5 +101,5 @@ def test_the_pages_table_names_the_same_keys() -> None:
         keys = {key if is_a_key(key) else f"{section}.{key}" for key in re.findall(r"`([\w.]+)`", mine)}
         for cell in theirs:
             names = re.findall(r"`([\w.]+)`", cell)
-            there = set(names).union(*(other.keys for other in map(ours, names) if other))
+            there = set(names).union(*(other.keys for other in map(equivalent_of, names) if other))
             assert not names or keys & there, (cell, keys)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.durable import write_sealed
+from mugrpo_megatron.files.durable import write_checksummed_json
 from mugrpo_megatron.observe.rundata import RunData, read_run
 from mugrpo_megatron.recipe.load import validate
 from mugrpo_megatron.report.comparison import comparison, differences, labels_of, telling, write_comparison
@@ -110,13 +110,16 @@ def test_runs_whose_files_were_edited_between_them_are_warned_of(tmp_path: Path)
     runs = runs_of(tmp_path, {"run": {"seed": 1}}, {"run": {"seed": 2}}, {"run": {"seed": 3}})
     data, reward = "The runs' training problems differ", "The runs' reward functions differ"
     for run in runs[:2]:  # the third has no record
-        write_sealed(run.path / "data.json", "data", {"train": {"own": "1"}, "held-out": {}})
-        write_sealed(run.path / "user_files.json", "files", {"reward.function": "1"})
+        write_checksummed_json(run.path / "data.json", "data", {"train": {"own": "1"}, "held-out": {}})
+        write_checksummed_json(run.path / "user_files.json", "files", {"reward.function": "1"})
     same = comparison(runs)
     assert data not in unescape(same)
     assert reward not in unescape(same)
-    write_sealed(runs[1].path / "data.json", "data", {"train": {"own": "2"}, "held-out": {}})
-    write_sealed(runs[1].path / "user_files.json", "files", {"reward.function": "2", "objective.surrogate": "1"})
+    write_checksummed_json(runs[1].path / "data.json", "data", {"train": {"own": "2"}, "held-out": {}})
+    changed = {"train": {"own": "2"}, "held-out": {}}
+    write_checksummed_json(runs[1].path / "data.json", "data", changed)
+        runs[1].path / "user_files.json", "files", {"reward.function": "2", "objective.surrogate": "1"}
+    )
     html = unescape(comparison(runs))
     assert data in html
     assert reward in html

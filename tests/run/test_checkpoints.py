@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.hf_config import STATE, damage
+from mugrpo_megatron.files.checkpoint_state import STATE, first_damage
 from mugrpo_megatron.learner import checkpoint
 from mugrpo_megatron.learner.learner import Learner, build_learner
 from mugrpo_megatron.learner.update import update
@@ -108,9 +108,9 @@ def test_a_flipped_byte_of_any_file_is_found_and_the_checkpoint_before_it_resume
     for path in newest.iterdir():
         whole = path.read_bytes()
         flip(path)
-        assert path.name in str(damage(newest, 0, 1))
+        assert path.name in str(first_damage(newest, 0, 1))
         path.write_bytes(whole)
-    assert damage(newest, 0, 1) is None
+    assert first_damage(newest, 0, 1) is None
     flip(newest / "__0_0.distcp")
     [(cursor, [said], left)] = run_ranks(1, resume, model, copied)
     assert cursor == Cursor(0, 2)

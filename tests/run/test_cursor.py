@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mugrpo_megatron.files.hf_config import CURSOR
+from mugrpo_megatron.files.checkpoint_state import CURSOR
 from mugrpo_megatron.recipe.sections import ScheduleSection
 from mugrpo_megatron.run.cursor import SMOOTHING, Cursor, nats_moved, stage_exhausted
 

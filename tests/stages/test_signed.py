@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.durable import digest, write_sealed
+from mugrpo_megatron.files.durable import digest, write_checksummed_json
 from mugrpo_megatron.stages.manifest import FORMAT, parquet_spans, read_manifest
 from mugrpo_megatron.stages.schema import training_columns
 from mugrpo_megatron.stages.store import StageStore
@@ -47,7 +47,7 @@ def read(directory: Path) -> None:
 
 
 def signed(directory: Path, body: Any) -> None:
-    write_sealed(directory / "manifest.json", "stage", body, format=FORMAT)
+    write_checksummed_json(directory / "manifest.json", "stage", body, format=FORMAT)
 
 
 def tables_of(directory: Path) -> Tables:

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.durable import write_sealed
+from mugrpo_megatron.files.durable import write_checksummed_json
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages import schema as files
 from mugrpo_megatron.stages import store as merge
@@ -221,7 +221,9 @@ def test_groups_with_and_without_an_optional_column_do_not_share_a_stage(tmp_pat
 
 
 def test_a_stage_of_an_older_format_is_refused_by_name(tmp_path: Path) -> None:
-    write_sealed(tmp_path / "manifest.json", "stage", {"shards": [], "sealed": None, "origin": None}, format=2)
+    write_checksummed_json(
+        tmp_path / "manifest.json", "stage", {"shards": [], "sealed": None, "origin": None}, format=2
+    )
     with pytest.raises(UserError, match=r"manifest\.json: the stage has format 2, and this version reads format 3"):
         StageStore(tmp_path).present()
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from mugrpo_megatron.errors import EngineFailure, TrainingFailure
-from mugrpo_megatron.files.tensors import Sums
+from mugrpo_megatron.files.tensors import TensorChecksums
 from mugrpo_megatron.weights.check import WeightMismatch, check, unchecked
 from mugrpo_megatron.weights.sync import build_weight_sync
 from tests import models
@@ -45,7 +45,7 @@ class FakeEngine:
             found[fused] = torch.cat([found[fused], tensor]) if fused in found else tensor
         return found
 
-    def checksums(self) -> list[Sums]:
+    def checksums(self) -> list[TensorChecksums]:
         return [
             {
                 name: (
@@ -59,7 +59,7 @@ class FakeEngine:
 
 
 class DeadEngine:
-    def checksums(self) -> list[Sums]:
+    def checksums(self) -> list[TensorChecksums]:
         raise EngineFailure("it died")
 
 

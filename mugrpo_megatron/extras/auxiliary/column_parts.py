@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.durable import durable_file, full_disk
+from mugrpo_megatron.files.durable import durable_file, full_disk_error
 from mugrpo_megatron.stages.columns import TableColumn
 from mugrpo_megatron.stages.store import VISIBLE_SECONDS
 
@@ -52,7 +52,7 @@ class ColumnParts:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise full_disk(error, self.directory) or error from error
+            raise full_disk_error(error, self.directory) or error from error
         with durable_file(self._path(update)) as file:
             pq.write_table(table, file, write_page_checksum=True)
 

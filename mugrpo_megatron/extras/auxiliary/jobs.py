@@ -28,7 +28,7 @@ from mugrpo_megatron.extras.auxiliary.column_parts import ColumnParts
 from mugrpo_megatron.extras.auxiliary.models import judge_recipe, question_room, teacher_recipe
 from mugrpo_megatron.files.hf_config import read_model_config
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.recipe.functions import load_function, told
+from mugrpo_megatron.recipe.functions import describe_exception, load_function
 from mugrpo_megatron.samples import Problem, Prompt, Response, Sample
 from mugrpo_megatron.stages.columns import LogprobColumn, ScoreColumn, logprob_table
 from mugrpo_megatron.stages.store import StageStore
@@ -141,7 +141,8 @@ class Judge:
             text = self._template.render(facts)
         except Exception as error:  # a template may fail in any way on a row
             raise UserError(
-                f"{self._key}.prompt = {self._section.prompt}: fails on {sample.problem} ({told(error)}); correct it"
+                f"{self._key}.prompt = {self._section.prompt}: fails on {sample.problem} "
+                f"({describe_exception(error)}); correct it"
             ) from None
         if not self._tokenizer.chat_template:
             return list(self._tokenizer.encode(text))
@@ -179,7 +180,7 @@ def parse_score(parse: Callable[[str], Any], answer: str) -> tuple[float | None,
             return None, "no score in the answer"
         score = float(value)
     except Exception as error:
-        return None, told(error, __file__)
+        return None, describe_exception(error, __file__)
     return (score, "") if math.isfinite(score) else (None, f"the score is {score}")
 
 

@@ -23,7 +23,7 @@ from rich.text import Text
 from mugrpo_megatron.checks.toolchain import Tool, tools_here
 from mugrpo_megatron.cuda import driver_answers
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.observe.environment import devices, installed, usable_cores
+from mugrpo_megatron.observe.environment import devices, installed_version, usable_cores
 
 SETUP = "run_scripts/setup.sh"
 State = Literal["ok", "absent", "broken"]
@@ -122,14 +122,14 @@ def doctor(options: argparse.Namespace | None = None) -> int:
 
 def results() -> Generator[CheckResult, None, None]:
     """Yields the result of every check as soon as it is known, the machine's first."""
-    present = [package.module for package in PACKAGES if installed(package.distribution)]
+    present = [package.module for package in PACKAGES if installed_version(package.distribution)]
     with importing(present) as errors:
         yield from _machine()
         import torch  # not at the top: `doctor` runs without torch, and says so
 
         cuda = torch.cuda.is_available()
         yield from _torch(cuda)
-        yield stack(installed("megatron-core"), installed("sglang"))
+        yield stack(installed_version("megatron-core"), installed_version("sglang"))
         has_gpu = driver_answers()
         if torch.version.cuda or has_gpu:
             yield from (_tool(tool, needed=has_gpu) for tool in tools_here())
@@ -197,7 +197,7 @@ def apex() -> CheckResult:
     if spec is None:
         return CheckResult("apex", "absent", "not installed", use, False, remedy)
     if any((Path(folder) / "multi_tensor_apply").is_dir() for folder in spec.submodule_search_locations or ()):
-        return CheckResult("apex", "ok", installed("apex") or "found", use, False)
+        return CheckResult("apex", "ok", installed_version("apex") or "found", use, False)
     unrelated = "an unrelated package of that name, not NVIDIA's"
     return CheckResult("apex", "broken", unrelated, use, False, f"pip uninstall apex; {remedy}")
 
@@ -237,7 +237,7 @@ def _tool(tool: Tool, needed: bool) -> CheckResult:
 
 def _package(package: Package, error: str, cuda: bool) -> CheckResult:
     needed = package.needed == "always" or (package.needed == "on CUDA" and cuda)
-    version = installed(package.distribution)
+    version = installed_version(package.distribution)
     state: State = "absent" if version is None else "broken" if error else "ok"
     text = "not installed" if version is None else f"{version}: {error}" if error else version
     return CheckResult(package.distribution, state, text, package.use, needed, package.remedy)

@@ -18,8 +18,8 @@ from typing import Any
 
 from mugrpo_megatron.data.prepare import Problems
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.durable import read_sealed, write_sealed
-from mugrpo_megatron.files.hf_config import STATE
+from mugrpo_megatron.files.checkpoint_state import STATE
+from mugrpo_megatron.files.durable import read_checksummed_json, write_checksummed_json
 from mugrpo_megatron.recipe import Recipe, load_recipe
 from mugrpo_megatron.run.cursor import CHECKPOINTS, Cursor, checkpoint_name
 from mugrpo_megatron.run.data import fingerprint as problems_fingerprint
@@ -139,7 +139,7 @@ def mark_shard(shard: GenerationShard, stage: NextStage, problems: Problems) -> 
             f"again, or remove {stage.directory} to generate the stage again"
         )
     stage.directory.mkdir(parents=True, exist_ok=True)
-    write_sealed(path, "shard", mark)
+    write_checksummed_json(path, "shard", mark)
 
 
 def marked_shards(stage: Path, weights: Path) -> list[GenerationShard]:
@@ -216,7 +216,7 @@ def seal(run_dir: Path) -> str:
 
 def _read_mark(path: Path) -> dict[str, Any]:
     try:
-        return dict(read_sealed(path, "shard"))
+        return dict(read_checksummed_json(path, "shard"))
     except (OSError, ValueError):
         raise UserError(f"{path}: damaged; {_remedy(path)}") from None
 

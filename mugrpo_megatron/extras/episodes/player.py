@@ -21,7 +21,7 @@ from typing import Any
 from mugrpo_megatron.extras.episodes import turns
 from mugrpo_megatron.extras.episodes.conventions import Play, play_of
 from mugrpo_megatron.extras.episodes.turns import EpisodeModel, current
-from mugrpo_megatron.recipe.functions import told
+from mugrpo_megatron.recipe.functions import describe_exception
 from mugrpo_megatron.samples import Problem
 
 ALIVE_S = 1.0
@@ -112,7 +112,7 @@ class _Worker:
             self._send({"ended": key, "open": model.open})
         except BaseException as error:  # SystemExit too: it would end the other episodes
             internal = (__file__, turns.__file__, asyncio.__file__)
-            self._send({"failed": key, "why": told(error, *internal), "open": model.open})
+            self._send({"failed": key, "why": describe_exception(error, *internal), "open": model.open})
         finally:
             self._episodes.pop(key, None)
 

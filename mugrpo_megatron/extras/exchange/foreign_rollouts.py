@@ -21,7 +21,7 @@ from mugrpo_megatron.data.prompts import Template, render
 from mugrpo_megatron.data.reading import kept_row
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.exchange.traces import flattened, unfolded
-from mugrpo_megatron.recipe.load import shown
+from mugrpo_megatron.recipe.load import short_repr
 from mugrpo_megatron.samples import Problem
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def _parse_row(
 ) -> ForeignRollout:
     finish = row.get("finish_reason") or "stop"
     if finish not in ("stop", "length"):
-        raise ValueError(f"finish_reason {shown(finish)} is neither `stop` nor `length`")
+        raise ValueError(f"finish_reason {short_repr(finish)} is neither `stop` nor `length`")
     given_ids = row.get("response_ids")
     if given_ids is not None:
         response = _ids(given_ids, "response_ids", len(tokenizer))

@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 
 from mugrpo_megatron import __version__
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.durable import TOKEN, durable_directory, write_text
-from mugrpo_megatron.files.hf_config import STATE, read_state
+from mugrpo_megatron.files.checkpoint_state import STATE, read_state
+from mugrpo_megatron.files.durable import RANDOM_SUFFIX, durable_directory, write_text
 from mugrpo_megatron.files.json_text import file_inside
 from mugrpo_megatron.files.outputs import check_output
 from mugrpo_megatron.recipe import Recipe, dump_recipe, load_recipe
@@ -106,7 +106,7 @@ def publish(
 
 def say_leftovers(to: Path, say: Callable[[str], None]) -> None:
     """Say which directories a killed command left beside `to`: one that still runs has such a directory too."""
-    for left in sorted(to.parent.glob(f".{glob.escape(to.name)}.{TOKEN}.partial")):
+    for left in sorted(to.parent.glob(f".{glob.escape(to.name)}.{RANDOM_SUFFIX}.partial")):
         say(f"{left} is of another command that writes {to}, or wrote it and was killed; remove it if none runs")
 
 

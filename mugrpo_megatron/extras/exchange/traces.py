@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mugrpo_megatron.recipe.load import shown
+from mugrpo_megatron.recipe.load import short_repr
 
 SCHEMA = 1
 NODE = ("token_ids", "mask", "logprobs")
@@ -57,7 +57,7 @@ def flattened(row: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(trace, Mapping) or "schema_version" not in trace or "turns" not in trace:
         return dict(row)
     if trace["schema_version"] != SCHEMA:
-        raise ValueError(f"a trace of schema {shown(trace['schema_version'])}, and {SCHEMA} is read")
+        raise ValueError(f"a trace of schema {short_repr(trace['schema_version'])}, and {SCHEMA} is read")
     turns = [_turn(position, turn) for position, turn in enumerate(_list(trace["turns"], "turns"))]
     trained = [turn for turn in turns if any(turn["loss_mask"])]
     if not trained:
@@ -72,10 +72,10 @@ def flattened(row: Mapping[str, Any]) -> dict[str, Any]:
         if ids[: len(context)] != context:
             pairs = enumerate(zip(context, ids, strict=False))
             position = next((position for position, (ours, theirs) in pairs if ours != theirs), len(ids))
-            token = shown(ids[position]) if position < len(ids) else "missing"
+            token = short_repr(ids[position]) if position < len(ids) else "missing"
             raise ValueError(
                 f"trained turn {number} of the trace does not continue the one before: its token {position} is "
-                f"{token}, and was {shown(context[position])}"
+                f"{token}, and was {short_repr(context[position])}"
             )
         between = ids[len(context) :]
         response += [*between, *completion]
@@ -87,7 +87,7 @@ def flattened(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _of_verifiers(row: Mapping[str, Any], trace: Mapping[str, Any]) -> dict[str, Any]:
     if trace["version"] != SCHEMA:
-        raise ValueError(f"a trace of version {shown(trace['version'])}, and {SCHEMA} is read")
+        raise ValueError(f"a trace of version {short_repr(trace['version'])}, and {SCHEMA} is read")
     nodes = _list(trace["nodes"], "nodes")
     ids: list[Any] = []
     mask: list[Any] = []
@@ -122,7 +122,7 @@ def _reward(rewards: Any) -> dict[str, float]:
     terms = {name: term for name, term in (rewards or {}).items() if term is not None}
     for name, term in terms.items():
         if not isinstance(term, Mapping) or not all(isinstance(term.get(key), int | float) for key in TERM):
-            raise ValueError(f"the reward {shown(name)} of the trace has no numbers as score and weight")
+            raise ValueError(f"the reward {short_repr(name)} of the trace has no numbers as score and weight")
     return {"reward": sum(term["score"] * term["weight"] for term in terms.values())} if terms else {}
 
 

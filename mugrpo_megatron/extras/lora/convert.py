@@ -21,8 +21,8 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.lora.low_rank import merge as merged
 from mugrpo_megatron.extras.lora.peft_files import adapter_files, check_base, read_adapter
 from mugrpo_megatron.extras.lora.targets import Leaf, adapted_rows, leaves_of
+from mugrpo_megatron.files.checkpoint_state import read_state
 from mugrpo_megatron.files.durable import write_content
-from mugrpo_megatron.files.hf_config import read_state
 from mugrpo_megatron.files.torch_dist import Reader
 from mugrpo_megatron.weights import families
 from mugrpo_megatron.weights.architecture import Architecture

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.lora.targets import DOWN, EXPERTS, GATE_UP, adapted_leaves, target_kinds
 from mugrpo_megatron.files.json_text import read_json
-from mugrpo_megatron.recipe.load import shown
+from mugrpo_megatron.recipe.load import short_repr
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.families import fingerprint
 
@@ -75,14 +75,16 @@ def read_adapter(directory: Path, architecture: Architecture, key: str = "lora.s
     config = read_json(directory / CONFIG)
     for name, plain in PLAIN.items():
         if config.get(name, plain[-1]) not in plain:
-            raise UserError(f"{where}: {name} = {shown(config[name])}, and only plain LoRA adapters are read")
+            raise UserError(f"{where}: {name} = {short_repr(config[name])}, and only plain LoRA adapters are read")
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not (isinstance(rank, int) and isinstance(alpha, int | float) and 0 < rank < MOST and 0 < alpha < MOST):
-        raise UserError(f"{where}: r = {shown(rank)} and lora_alpha = {shown(alpha)} are not those of an adapter")
+        raise UserError(
+            f"{where}: r = {short_repr(rank)} and lora_alpha = {short_repr(alpha)} are not those of an adapter"
+        )
     shapes, base = _header(directory / WEIGHTS)
     parameters = config.get("target_parameters") or []
     if not (isinstance(parameters, list) and all(isinstance(name, str) for name in parameters)):
-        raise UserError(f"{where}: target_parameters = {shown(parameters)} is not a list of names")
+        raise UserError(f"{where}: target_parameters = {short_repr(parameters)} is not a list of names")
     modules = {name.partition(".lora_")[0] for name in shapes if not OF_EXPERTS.search(name)}
     kinds = {name.rpartition(".")[2] for name in (*modules, *parameters)}
     chosen = target_kinds(architecture, sorted(kinds), where)

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mugrpo_megatron.checks.layouts import bundled
+from mugrpo_megatron.checks.layouts import bundled_configs
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.lora.targets import adapter_parameters
 from mugrpo_megatron.extras.plan.hardware import Assumptions, Cluster
-from mugrpo_megatron.files.hf_config import checked, read_config_file
+from mugrpo_megatron.files.hf_config import check_config, read_config_file
 from mugrpo_megatron.files.hub import model_config, model_name
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.weights.architecture import Architecture, stage_layers
@@ -48,7 +48,7 @@ def find_shape(path: Path, revision: str | None = None, key: str = "model.path")
     """The shape of the model that `key` of a recipe names: its config.json, its bundled entry, the hub's."""
     if (path / "config.json").is_file():
         return _from_file(path / "config.json")
-    table = bundled()
+    table = bundled_configs()
     if path.name in table:
         source = f"bundled shape of {path.name}"
         return ModelShape(table[path.name], architecture(table[path.name], f"models.toml, {path.name}"), source)
@@ -77,7 +77,7 @@ def _from_hub(name: str, revision: str | None, key: str) -> ModelShape:
             + ", or pass --model-config FILE"
             * (key == "model.path")
         ) from None
-    return ModelShape(config, architecture(checked(config, where), where), f"config.json of {name} on the hub")
+    return ModelShape(config, architecture(check_config(config, where), where), f"config.json of {name} on the hub")
 
 
 def _from_file(path: Path) -> ModelShape:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mugrpo_megatron.checks.engines import check_engine_device
-from mugrpo_megatron.checks.layouts import layout_problems, other_problems
+from mugrpo_megatron.checks.layouts import layout_problems, problems_of_any_layout
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.plan.auxiliary import AuxiliaryCost, auxiliary_costs, auxiliary_problems
 from mugrpo_megatron.extras.plan.case import Layout, ModelShape, PlanCase, find_model, make_case, parameters
@@ -132,7 +132,7 @@ def plan_as_dict(plan: RunPlan, launch: Mapping[str, str]) -> dict[str, Any]:
 def _problems(case: PlanCase) -> list[str]:
     """Why the recipe cannot run on the cluster, a sentence each; empty where it can."""
     recipe, config = case.recipe, dict(case.config)
-    wrong = [*layout_problems(recipe, config, case.cluster.world, PLANNED), *other_problems(recipe, config)]
+    wrong = [*layout_problems(recipe, config, case.cluster.world, PLANNED), *problems_of_any_layout(recipe, config)]
     if wrong:
         return wrong
     try:
@@ -144,7 +144,7 @@ def _problems(case: PlanCase) -> list[str]:
 
 def _advice(case: PlanCase) -> list[str]:
     """What runs on the cluster, as settings, or that nothing does; empty where neither layout nor engine is wrong."""
-    if any(other_problems(case.changed("engine", tensor=1, nodes=1).recipe, dict(case.config))):
+    if any(problems_of_any_layout(case.changed("engine", tensor=1, nodes=1).recipe, dict(case.config))):
         return []
     if fit := fitting(case):
         tensor = fit.recipe.engine.tensor

@@ -16,7 +16,7 @@ from rich.table import Table
 from mugrpo_megatron.extras.plan.hardware import GIB, Cluster
 from mugrpo_megatron.extras.plan.memory import RECOMPUTE
 from mugrpo_megatron.extras.plan.plan import RunPlan, plan_as_dict
-from mugrpo_megatron.files.json_text import json_value
+from mugrpo_megatron.files.json_text import to_json_value
 from mugrpo_megatron.observe.progress import new_table as _table
 
 UNITS = ((3600.0, "h"), (60.0, "min"), (1.0, "s"))
@@ -62,7 +62,7 @@ def print_plan(plan: RunPlan, launch: Mapping[str, str]) -> None:
 
 def print_json(plan: RunPlan, launch: Mapping[str, str]) -> None:
     """Print the plan as JSON: bytes, seconds and shares; null for what is infinite."""
-    print(json.dumps(json_value(plan_as_dict(plan, launch)), indent=2))
+    print(json.dumps(to_json_value(plan_as_dict(plan, launch)), indent=2))
 
 
 def _verdict(plan: RunPlan) -> Iterable[str]:

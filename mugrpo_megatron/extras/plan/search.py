@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mugrpo_megatron.checks.layouts import candidates, distance, divisors, layout_problems, other_problems
+from mugrpo_megatron.checks.layouts import (
+    candidates,
+    divisors,
+    layout_distance,
+    layout_problems,
+    problems_of_any_layout,
+)
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.plan.case import Layout, PlanCase
 from mugrpo_megatron.extras.plan.memory import RECOMPUTE, EngineMemory, engine_memory, memory, rest_bytes
@@ -50,7 +56,7 @@ def compare(case: PlanCase, engine: EngineMemory) -> list[Candidate]:
 
 
 def _best(case: PlanCase, parallel: ParallelSection, engine: EngineMemory) -> Candidate:
-    away = distance(parallel, case.recipe.parallel)
+    away = layout_distance(parallel, case.recipe.parallel)
     trial = case.with_recipe(case.recipe.model_copy(update={"parallel": parallel}))
     world, per_node = case.cluster.world, case.cluster.per_node
     problems = list(layout_problems(trial.recipe, dict(case.config), world))
@@ -113,7 +119,7 @@ def _engines_that_fit(case: PlanCase) -> Iterator[PlanCase]:
 
 def _engine_fits(case: PlanCase) -> bool:
     """Whether the recipe's engines can run on the cluster while the learner is offloaded."""
-    if any(other_problems(case.recipe, dict(case.config))):
+    if any(problems_of_any_layout(case.recipe, dict(case.config))):
         return False
     try:
         engine = engine_memory(case)

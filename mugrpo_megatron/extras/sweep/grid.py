@@ -23,7 +23,7 @@ from typing import Any
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.recipe.load import fitting, parse_toml, read_toml, validate
+from mugrpo_megatron.recipe.load import coerce_override, parse_toml, read_toml, validate
 from mugrpo_megatron.run.directory import RunDirectory
 
 Settings = dict[str, Any]
@@ -74,7 +74,7 @@ def read_grid(overrides: Iterable[str], file: Path | None) -> Grid:
         common.pop(key, None)
         axes.pop(key, None)
         if len(values) == 1:
-            common[key] = fitting(key, text, values[0])
+            common[key] = coerce_override(key, text, values[0])
         else:
             axes[key] = values
     return Grid(common, axes, [_flat(settings, f"{file}: [[cells]]") for settings in extra])

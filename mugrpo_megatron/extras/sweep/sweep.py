@@ -30,7 +30,7 @@ from mugrpo_megatron.learner.groups import Ranks, initialize, joined, named_phas
 from mugrpo_megatron.learner.learner import Learner, build_learner
 from mugrpo_megatron.observe.environment import rank_of_environment
 from mugrpo_megatron.observe.log import FILE_NAME, open_log, read_rows
-from mugrpo_megatron.observe.metrics import PLACE
+from mugrpo_megatron.observe.metrics import ROW_KEYS
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.phases.saves import write_results
 from mugrpo_megatron.recipe import Recipe, load_recipe
@@ -120,7 +120,7 @@ def _take_over_evaluation(run: Run, sweep: Sweep, cursor: Cursor) -> None:
     for row in reversed(read_rows(log)) if log.exists() else ():
         if row["kind"] == "eval" and row["update"] == updates:
             run.log.event("evaluation", f"the one of the stage's start is that of {sweep.source}")
-            known_keys = ("kind", "not_finite", *PLACE["eval"])
+            known_keys = ("kind", "not_finite", *ROW_KEYS["eval"])
             figures = {key: value for key, value in row.items() if key not in known_keys and value is not None}
             run.log.evaluation(cursor.stage, updates, 0, figures)
             return

@@ -14,7 +14,14 @@ from mugrpo_megatron.extras.sweep.cells import Sweep
 from mugrpo_megatron.extras.sweep.grid import Cell, text_of
 from mugrpo_megatron.files.durable import write_text
 from mugrpo_megatron.observe.progress import duration, new_table
-from mugrpo_megatron.observe.results import between, interval_in, measure_in, problems_in, shown, value_in
+from mugrpo_megatron.observe.results import (
+    format_interval,
+    format_value,
+    interval_in,
+    measure_in,
+    problems_in,
+    value_in,
+)
 from mugrpo_megatron.observe.rundata import read_run, seconds_by_phase
 from mugrpo_megatron.report.comparison import write_comparison
 
@@ -92,7 +99,7 @@ def as_table(sweep: Sweep, figures_by_cell: dict[str, Figures]) -> Table:
     finished = [figures for figures in figures_by_cell.values() if figures["state"] == "finished"]
     befores = [figures["before"] for figures in finished if figures["before"] is not None]
     measure = finished[0]["measure"] if finished else "accuracy"
-    start = f", {shown(befores[0], measure)} before" if befores else ""
+    start = f", {format_value(befores[0], measure)} before" if befores else ""
     title = (
         f"Stage {sweep.stage} of {sweep.source.resolve().name}: {len(finished)} of {len(figures_by_cell)} cells{start}"
     )
@@ -109,7 +116,7 @@ def as_table(sweep: Sweep, figures_by_cell: dict[str, Figures]) -> Table:
             table.add_row(*settings, Text(figures["state"], style="red" if figures["state"] == "failed" else "dim"))
             continue
         interval = None if figures["low"] is None else (figures["low"], figures["high"])
-        reached = f"{shown(figures['after'], measure)} ({between(interval, measure)})".replace(" ()", "")
+        reached = f"{format_value(figures['after'], measure)} ({format_interval(interval, measure)})".replace(" ()", "")
         table.add_row(
             *settings,
             Text(reached, style="bold" if figures["after"] == best else ""),

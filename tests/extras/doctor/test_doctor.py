@@ -109,7 +109,7 @@ def test_parts_are_told_while_the_imports_are_still_under_way(site: Path, monkey
     (site / "waiting.py").write_text("import signal; signal.pause()")
     package = Package("pip", "waiting", "never imported", "", "never")
     monkeypatch.setattr("mugrpo_megatron.extras.doctor.doctor.PACKAGES", (package,))
-    monkeypatch.setattr("mugrpo_megatron.extras.doctor.doctor.installed", lambda distribution: "1")
+    monkeypatch.setattr("mugrpo_megatron.extras.doctor.doctor.installed_version", lambda distribution: "1")
     with closing(results()) as told:
         before = [next(told).name for _ in range(8)]
     assert before == ["Python", "cores", "memory", "devices", "torch", "gloo", "NCCL", "stack"]

@@ -27,8 +27,8 @@ from mugrpo_megatron.extras.engine_only.shards import (
     parse_shard,
     seal,
 )
+from mugrpo_megatron.files.checkpoint_state import STATE
 from mugrpo_megatron.files.durable import write_json
-from mugrpo_megatron.files.hf_config import STATE
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
 from mugrpo_megatron.run.directory import RunDirectory

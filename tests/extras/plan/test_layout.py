@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mugrpo_megatron.checks.layouts import bundled
+from mugrpo_megatron.checks.layouts import bundled_configs
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.lora.targets import adapted_leaves, adapter_parameters, target_kinds
 from mugrpo_megatron.extras.plan.case import Layout, layout_of, make_case, parameters, rank_parameters
@@ -24,7 +24,7 @@ LARGE = Path(__file__).parents[3] / "run_scripts" / "recipes" / "multi_node" / "
 
 
 def shape(name: str) -> Architecture:
-    return architecture(bundled()[name])
+    return architecture(bundled_configs()[name])
 
 
 def replicated(model: Architecture, layers: int) -> int:
@@ -53,7 +53,7 @@ def test_a_tied_output_layer_is_a_copy_only_on_another_stage() -> None:
 
 
 def test_the_vocabulary_is_padded_for_tensor_parallelism() -> None:
-    config = bundled()["Qwen2.5-0.5B"] | {"vocab_size": 1001}
+    config = bundled_configs()["Qwen2.5-0.5B"] | {"vocab_size": 1001}
     assert rank_parameters(architecture(config), Layout(tensor=2), 0).vocabulary == 501 * 896
 
 
@@ -90,7 +90,7 @@ def test_an_adapter_alone_has_gradients_and_optimizer_states(name: str) -> None:
     case = make_case(
         Recipe.model_validate({"lora": {"rank": rank}}),
         model,
-        bundled()[name],
+        bundled_configs()[name],
         make_cluster(1, 1, "h100"),
         Assumptions(),
     )
@@ -140,7 +140,7 @@ def test_too_few_ranks_are_answered_with_options_of_the_plan() -> None:
 def test_the_options_of_a_candidate_give_its_layout(name: str) -> None:
     recipe = Recipe.model_validate({"parallel": {"context": 2}, "learner": {"recompute": "selective"}})
     cluster = make_cluster(1, 4, "h200")
-    case = make_case(recipe, shape(name), bundled()[name], cluster, Assumptions())
+    case = make_case(recipe, shape(name), bundled_configs()[name], cluster, Assumptions())
     found = compare(case, engine_memory(case))
     assert len(found) > 10
     for one in found:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mugrpo_megatron.checks.layouts import bundled
+from mugrpo_megatron.checks.layouts import bundled_configs
 from mugrpo_megatron.extras.plan.case import make_case
 from mugrpo_megatron.extras.plan.hardware import GIB, Assumptions, Cluster, make_cluster
 from mugrpo_megatron.extras.plan.memory import Memory, PackedRows, engine_memory, learner_memory, memory
@@ -114,7 +114,7 @@ def test_state_and_update_within_a_tenth(name: str, world: int, changes: dict[st
     check(name, tmp_path, world, changes)
 
 
-CONFIG = bundled()["Qwen2.5-Math-7B"]
+CONFIG = bundled_configs()["Qwen2.5-Math-7B"]
 MODEL = architecture(CONFIG)
 
 

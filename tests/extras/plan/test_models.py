@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mugrpo_megatron.checks.layouts import bundled
+from mugrpo_megatron.checks.layouts import bundled_configs
 from mugrpo_megatron.engine.launch import kv_bytes_per_token
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.plan.case import find_model, parameters
@@ -73,19 +73,19 @@ def named(name: str) -> Recipe:
     return Recipe.model_validate({"model": {"path": f"models/{name}"}})
 
 
-@pytest.mark.parametrize("name", sorted(bundled()))
+@pytest.mark.parametrize("name", sorted(bundled_configs()))
 def test_bundled_shapes_have_the_published_number_of_parameters(name: str) -> None:
     assert parameters(find_model(named(name)).architecture) == PUBLISHED[VARIANT.sub("", name)]
 
 
 @pytest.mark.parametrize("name", sorted(KV_NUMBERS))
 def test_the_cache_of_a_token_is_the_published_one(name: str) -> None:
-    assert kv_bytes_per_token(bundled()[name], "bfloat16") == 2 * KV_NUMBERS[name]
+    assert kv_bytes_per_token(bundled_configs()[name], "bfloat16") == 2 * KV_NUMBERS[name]
 
 
 def test_a_config_alone_is_enough_and_wins_over_the_table(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(bundled()["Qwen3-8B"]), encoding="utf-8")
+    path.write_text(json.dumps(bundled_configs()["Qwen3-8B"]), encoding="utf-8")
     assert find_model(named("Qwen2.5-32B"), path).architecture.layers == 36
     assert find_model(Recipe.model_validate({"model": {"path": str(tmp_path)}})).architecture.layers == 36
 
@@ -105,7 +105,7 @@ def test_a_model_that_nothing_describes(tmp_path: Path) -> None:
 def test_the_hub_gives_a_shape_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also its cache has nothing of the model then, so a run does not take it for downloaded."""
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(bundled()["Qwen3-8B"]), encoding="utf-8")
+    (tmp_path / "model" / "config.json").write_text(json.dumps(bundled_configs()["Qwen3-8B"]), encoding="utf-8")
     with used(tmp_path / "model", tmp_path, monkeypatch) as hub:
         found = find_model(Recipe.model_validate({"model": {"path": NAME}}))
         assert found.architecture.layers == 36

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mugrpo_megatron.checks.layouts import bundled
+from mugrpo_megatron.checks.layouts import bundled_configs
 from mugrpo_megatron.extras.plan.case import PlanCase, find_model, make_case
 from mugrpo_megatron.extras.plan.hardware import Assumptions, make_cluster
 from mugrpo_megatron.extras.plan.memory import engine_memory, memory
@@ -57,7 +57,9 @@ def test_a_plan_of_growing_stages_says_that_its_stage_is_of_mean_length(capsys: 
 def test_fp8_halves_an_engines_weights_and_several_nodes_slow_its_steps() -> None:
     plain, fp8 = case_of(2), case_of(2, engine={"quantization": "fp8"})
     weights = [engine_memory(case).weights for case in (plain, fp8)]
-    vocabulary = 2 * bundled()["Qwen2.5-Math-7B"]["vocab_size"] * bundled()["Qwen2.5-Math-7B"]["hidden_size"]
+    vocabulary = (
+        2 * bundled_configs()["Qwen2.5-Math-7B"]["vocab_size"] * bundled_configs()["Qwen2.5-Math-7B"]["hidden_size"]
+    )
     whole = weights[0] / 2
     assert weights[1] == pytest.approx((whole - vocabulary) * (1 + 4 / 128**2) + 2 * vocabulary, rel=1e-3)
     inside, across = case_of(2, engine={"tensor": 8}), case_of(2, engine={"tensor": 16, "nodes": 2})

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mugrpo_megatron.checks.layouts import bundled
+from mugrpo_megatron.checks.layouts import bundled_configs
 from mugrpo_megatron.extras.plan.case import Layout, PlanCase, make_case
 from mugrpo_megatron.extras.plan.decoding import decoding_seconds
 from mugrpo_megatron.extras.plan.hardware import Assumptions, make_cluster
@@ -29,7 +29,7 @@ from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.weights.families import architecture
 
 ASSUMPTIONS = Assumptions()
-CONFIG = bundled()["Qwen2.5-Math-7B"]
+CONFIG = bundled_configs()["Qwen2.5-Math-7B"]
 MODEL = architecture(CONFIG)
 
 
@@ -52,7 +52,7 @@ def test_forward_and_backward_of_a_7b_token_are_42_gflop() -> None:
 
 
 def test_only_chosen_experts_cost_work() -> None:
-    work = work_of(architecture(bundled()["Qwen3-30B-A3B"]), 1)
+    work = work_of(architecture(bundled_configs()["Qwen3-30B-A3B"]), 1)
     assert (work.layers + work.head) / 2 == pytest.approx(3.0e9, rel=0.05)  # "A3B", less the embedding
 
 

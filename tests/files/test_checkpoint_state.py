@@ -13,8 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.durable import write_sealed
-from mugrpo_megatron.files.hf_config import STATE, checksums, damage, make_room, publish, read_state
+from mugrpo_megatron.files.checkpoint_state import (
+    STATE,
+    create_empty_directory,
+    file_checksums,
+    first_damage,
+    publish,
+    read_state,
+)
+from mugrpo_megatron.files.durable import write_checksummed_json
 from mugrpo_megatron.run.cursor import Cursor
 
 WHOLE = {"stage": 1, "age": 2, "updates": 5, "repeated": 0}
@@ -22,7 +29,7 @@ WHOLE = {"stage": 1, "age": 2, "updates": 5, "repeated": 0}
 
 def write(directory: Path, cursor: Any) -> Path:
     body = {"cursor": cursor, "updates_done": 5, "steps_done": 5, "model": {}, "files": {}}
-    write_sealed(directory / STATE, "state", body)
+    write_checksummed_json(directory / STATE, "state", body)
     return directory
 
 
@@ -48,7 +55,7 @@ def test_another_cursor_is_damage(cursor: Any) -> None:
         directory = write(Path(folder), cursor)
         with pytest.raises(UserError, match=r"state.json is damaged: cursor.* use an older checkpoint"):
             read_state(directory)
-        assert "is damaged: cursor" in str(damage(directory, 0, 1))
+        assert "is damaged: cursor" in str(first_damage(directory, 0, 1))
 
 
 def test_a_file_that_no_rank_has_listed_gets_its_checksum(tmp_path: Path) -> None:
@@ -57,7 +64,7 @@ def test_a_file_that_no_rank_has_listed_gets_its_checksum(tmp_path: Path) -> Non
     partial.mkdir()
     for name in ("a", "b", "c"):
         (partial / name).write_text(name)
-    listed = checksums(partial, 0, 2) | checksums(partial, 1, 2)
+    listed = file_checksums(partial, 0, 2) | file_checksums(partial, 1, 2)
     state = {"cursor": WHOLE, "updates_done": 5, "steps_done": 5, "model": {}}
     publish(partial, directory, {**state, "files": {name: listed[name] for name in ("a", "c")}})
     assert read_state(directory)["files"] == listed
@@ -67,5 +74,5 @@ def test_a_full_disk_is_told_in_megabytes(tmp_path: Path) -> None:
     """0.0 GiB of 0.0 GiB said nothing."""
     free = shutil.disk_usage(tmp_path).free
     with pytest.raises(UserError, match=r"a checkpoint takes about [\d,]+\.\d MiB and [\d,]+\.\d MiB are free"):
-        make_room(tmp_path / "partial", free + (300 << 20))
+        create_empty_directory(tmp_path / "partial", free + (300 << 20))
     assert not list(tmp_path.iterdir())
