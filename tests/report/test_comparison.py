@@ -115,11 +115,10 @@ def test_runs_whose_files_were_edited_between_them_are_warned_of(tmp_path: Path)
     same = comparison(runs)
     assert data not in unescape(same)
     assert reward not in unescape(same)
-    write_checksummed_json(runs[1].path / "data.json", "data", {"train": {"own": "2"}, "held-out": {}})
     changed = {"train": {"own": "2"}, "held-out": {}}
     write_checksummed_json(runs[1].path / "data.json", "data", changed)
-        runs[1].path / "user_files.json", "files", {"reward.function": "2", "objective.surrogate": "1"}
-    )
+    functions = {"reward.function": "2", "objective.surrogate": "1"}
+    write_checksummed_json(runs[1].path / "user_files.json", "files", functions)
     html = unescape(comparison(runs))
     assert data in html
     assert reward in html
