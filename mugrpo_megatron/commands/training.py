@@ -117,7 +117,7 @@ def _generate_shard(options: Options) -> int:
         from mugrpo_megatron.checks.preflight import check_engine_only
 
         recipe, problems = check_engine_only(recipe, say)
-        engine_only = import_module("mugrpo_megatron.extras.engine_only.generate")
+        engine_only = import_module("mugrpo_megatron.extras.engine_only.shard_generation")
         say(visible(engine_only.generate_shard(recipe, shard, options.stage, problems)))
 
     return with_recipe(options, run)

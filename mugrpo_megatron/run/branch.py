@@ -33,7 +33,7 @@ from mugrpo_megatron.stages.columns import LogprobColumn
 from mugrpo_megatron.stages.manifest import Origin, check_stage, manifest_name, read_manifest
 from mugrpo_megatron.stages.store import StageStore
 
-AUXILIARY_COLUMNS = "mugrpo_megatron.extras.auxiliary.columns:link_columns"
+AUXILIARY_COLUMNS = "mugrpo_megatron.extras.auxiliary.auxiliary_columns:link_columns"
 """What auxiliary models have computed of the stage."""
 
 

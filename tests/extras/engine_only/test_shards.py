@@ -61,7 +61,7 @@ def test_shards_divide_a_stage(of: int, count: int) -> None:
 @pytest.mark.process
 def test_a_process_without_a_learner_imports_no_megatron() -> None:
     """As its page says; the import takes seconds, and memory of a device."""
-    code = "import sys, mugrpo_megatron.extras.engine_only.generate; sys.exit('megatron' in sys.modules)"
+    code = "import sys, mugrpo_megatron.extras.engine_only.shard_generation; sys.exit('megatron' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

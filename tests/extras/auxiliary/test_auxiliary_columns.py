@@ -10,7 +10,7 @@ import pytest
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.auxiliary import phase
-from mugrpo_megatron.extras.auxiliary.columns import link_columns
+from mugrpo_megatron.extras.auxiliary.auxiliary_columns import link_columns
 from mugrpo_megatron.phases.batches import teacher_column
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor
