@@ -25,12 +25,12 @@ from mugrpo_megatron.data.prompts import decoded_line, first_prompt, template_of
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer, load_tokenizer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import write_text
-from mugrpo_megatron.learner.groups import joined
+from mugrpo_megatron.learner.groups import shutdown_after
 from mugrpo_megatron.learner.learner import Learner, build_learner
 from mugrpo_megatron.learner.loss import TokenLoss, states_before_targets
 from mugrpo_megatron.learner.model import PolicyModel
 from mugrpo_megatron.learner.packing import MicroBatch, TokenSequence
-from mugrpo_megatron.learner.passes import forward_only, gather_tokens, pack_share, plan_update
+from mugrpo_megatron.learner.passes import forward_only, gather_tokens, pack_local, plan_update
 from mugrpo_megatron.learner.update import optimize
 from mugrpo_megatron.megatron_compat import gather_from_tensor_model_parallel_region
 from mugrpo_megatron.observe.environment import rank_of_environment
@@ -84,7 +84,7 @@ def train(recipe: Recipe) -> None:
             Qwen2ForCausalLM(model_config(recipe, tokenizer)).save_pretrained(fresh)
             model = recipe.model.model_copy(update={"path": fresh})
             learner = build_learner(_as_one_stage(recipe, model, MOST_UPDATES))
-            with joined(learner.ranks):
+            with shutdown_after(learner.ranks):
                 _write_recipe(recipe, learner)
                 with open_display(show=learner.ranks.rank == 0) as display:
                     _imitate(learner, tokenizer, display)
@@ -112,7 +112,7 @@ def _learn_rows(recipe: Recipe, source: str) -> None:
     section = recipe.sft
     updates = updates_on(len(rows), section)
     learner = build_learner(_as_one_stage(recipe, recipe.model, updates))
-    with joined(learner.ranks):
+    with shutdown_after(learner.ranks):
         _write_recipe(recipe, learner)
         with open_display(show=learner.ranks.rank == 0) as display:
             display.say(f"sft.train: {len(rows):,} rows, {updates:,} updates")
@@ -193,7 +193,7 @@ def greedy_accuracy(learner: Learner, sequences: Sequence[TokenSequence]) -> flo
         best = logits[:, : learner.architecture.vocab_size].argmax(-1)
         return (best == batch.targets).float()[None]
 
-    batches = pack_share(learner, sequences, plan_update(learner, sequences))
+    batches = pack_local(learner, sequences, plan_update(learner, sequences))
     hits_of_all = gather_tokens(learner, sequences, batches, forward_only(learner, batches, hits), k=1)[0]
     return float(np.mean([part.min().item() for part in hits_of_all.split([s.trained for s in sequences])]))
 

@@ -20,7 +20,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mugrpo_megatron.learner.context import ContextSplit, attend, flash_attention, split_segments, takes_flash
-from mugrpo_megatron.learner.operators import rotate_, rotated
+from mugrpo_megatron.learner.operators import rotate, rotate_
 
 _WASTE = 1.25  # a bucket takes segments while its padded area stays below this multiple of its tokens
 
@@ -133,12 +133,12 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
-        return rotated(x, cos, sin)
+        return rotate(x, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return rotated(grads[0], cos, sin, inverse=True), None, None
+        return rotate(grads[0], cos, sin, inverse=True), None, None
 
 
 class _Unpad(torch.autograd.Function):
@@ -187,10 +187,10 @@ class PackedAttention(torch.nn.Module):
     ) -> torch.Tensor:
         query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
         if packed_seq_params.split:
-            query, key = turn(query, packed_seq_params), turn(key, packed_seq_params)
+            query, key = rotate_packed(query, packed_seq_params), rotate_packed(key, packed_seq_params)
             out = attend(query, key, value, packed_seq_params.split, self.scale)
         elif takes_flash(query):
-            query, key = turn(query, packed_seq_params), turn(key, packed_seq_params)
+            query, key = rotate_packed(query, packed_seq_params), rotate_packed(key, packed_seq_params)
             cu, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
             out = flash_attention(query, key, value, cu, cu, (longest, longest), self.scale)
         else:
@@ -198,7 +198,7 @@ class PackedAttention(torch.nn.Module):
         return out.flatten(1).unsqueeze(1)
 
 
-def turn(x: torch.Tensor, packing: Packing) -> torch.Tensor:
+def rotate_packed(x: torch.Tensor, packing: Packing) -> torch.Tensor:
     """x [t, heads, d] rotated, each row at its own position."""
     return _Rotate.apply(x, *packing.rotation) if packing.rotation else x
 

@@ -45,19 +45,19 @@ from mugrpo_megatron.learner.groups import Ranks, named_phase
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.model import PolicyModel, policy
 from mugrpo_megatron.learner.optimizer import (
+    assign_writers,
     gather_states,
     read_states,
     scaler_state,
     set_scaler_state,
     set_steps,
     shards,
-    share_writing,
 )
 
 EXTRA_STATE = "_extra_state"
 
 
-def fill(state: Any, reader: Reader) -> Any:
+def fill_state(state: Any, reader: Reader) -> Any:
     """The state with a filled tensor for each sharded one, in its own memory where it has some, and without objects.
 
     Every rank reads what it holds; nothing is collective. Raises UserError when the checkpoint lacks a tensor, holds
@@ -67,18 +67,18 @@ def fill(state: Any, reader: Reader) -> Any:
         case ShardedTensor():
             return _tensor(state, reader)
         case ShardedTensorFactory():
-            return state.merge_fn(fill(state.build(), reader))
+            return state.merge_fn(fill_state(state.build(), reader))
         case Mapping():
             values = {name: value for name, value in state.items() if not isinstance(value, ShardedObject)}
-            return {name: fill(value, reader) for name, value in values.items()}
+            return {name: fill_state(value, reader) for name, value in values.items()}
         case list():
-            return [fill(value, reader) for value in state]
+            return [fill_state(value, reader) for value in state]
         case _:
             raise TypeError(f"a sharded state holds tensors, not {type(state).__name__}")
 
 
 def load_weights(chunk: PolicyModel, tensors: dict[str, torch.Tensor]) -> None:
-    """Load what a chunk trains, without the objects that `fill` leaves out."""
+    """Load what a chunk trains, without the objects that `fill_state` leaves out."""
     missing, unexpected = chunk.load_state_dict(tensors, strict=False)
     frozen = {name for name, parameter in chunk.named_parameters() if not parameter.requires_grad}
     if unexpected or (lost := [name for name in missing if name not in frozen and not name.endswith(EXTRA_STATE)]):
@@ -89,7 +89,7 @@ def load_model(chunks: list[PolicyModel], directory: Path) -> None:
     """Fill this rank's parameters from a distributed checkpoint of any layout."""
     reader = Reader(directory)
     for chunk in chunks:
-        load_weights(chunk, fill(chunk.sharded_state_dict(), reader))
+        load_weights(chunk, fill_state(chunk.sharded_state_dict(), reader))
 
 
 def _tensor(sharded: ShardedTensor, reader: Reader) -> torch.Tensor:
@@ -216,9 +216,9 @@ def load(learner: Learner, directory: Path) -> Saved:
     with named_phase(learner.ranks, f"loading {directory}"), torch.no_grad():
         reader, model = Reader(directory), _model(learner)
         for chunk, sharded in zip(learner.chunks, model, strict=True):
-            load_weights(policy(chunk), fill(sharded, reader))
+            load_weights(policy(chunk), fill_state(sharded, reader))
         for shard in shards(learner.optimizer):
-            read_states(shard, model, lambda state: cast(torch.Tensor, fill(state, reader)))
+            read_states(shard, model, lambda state: cast(torch.Tensor, fill_state(state, reader)))
         set_steps(learner.optimizer, state["steps_done"])
         set_scaler_state(learner.optimizer, state.get("loss_scaler", {}))
     learner.updates_done, learner.steps_done = state["updates_done"], state["steps_done"]
@@ -232,7 +232,7 @@ def _to_save(learner: Learner, copy: bool) -> dict[str, Any]:
     """
     model = _model(learner)
     for shard in shards(learner.optimizer):
-        share_writing(shard, model)
+        assign_writers(shard, model)
     states = [state for shard in shards(learner.optimizer) for state in gather_states(shard, model)]
     if copy:
         for value in nested_values(model):

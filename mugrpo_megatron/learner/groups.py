@@ -19,7 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from mugrpo_megatron.cuda import finds_cuda
 from mugrpo_megatron.errors import CollectiveFailure, UserError
-from mugrpo_megatron.learner.heartbeat import Heartbeat, named
+from mugrpo_megatron.learner.heartbeat import Heartbeat, rank_list
 from mugrpo_megatron.observe.environment import usable_cores
 from mugrpo_megatron.recipe import Recipe
 
@@ -121,7 +121,7 @@ def shutdown(ranks: Ranks | None = None, failed: bool = False) -> None:
 
 
 @contextmanager
-def joined(ranks: Ranks) -> Iterator[None]:
+def shutdown_after(ranks: Ranks) -> Iterator[None]:
     """Shut down when the block ends."""
     try:
         yield
@@ -187,7 +187,7 @@ def _join(backend: str, timeout: timedelta) -> None:
             time.sleep(ARRIVAL_POLL_S if late else 0.0)
         if late:
             raise CollectiveFailure(
-                f"rank {rank} of {world}: {named(late)} did not join within {ARRIVAL.seconds // 60} minutes; "
+                f"rank {rank} of {world}: {rank_list(late)} did not join within {ARRIVAL.seconds // 60} minutes; "
                 "the log of that rank or of its node says why"
             )
     group_store = dist.PrefixStore("world", store)

@@ -112,7 +112,7 @@ class Heartbeat:
             here = self.ask(lambda store: store.add(key, 1))
             while here < self._world:
                 if silent := self.silent(self._patience_s):
-                    raise self._failure(f"no heartbeat from {named(silent)} for {self._patience_s:g} s")
+                    raise self._failure(f"no heartbeat from {rank_list(silent)} for {self._patience_s:g} s")
                 meanwhile()
                 self._leaving.wait(BARRIER_POLL_S * max(1, self._world // 16))
                 here = self.ask(lambda store: store.add(key, 0))
@@ -142,7 +142,7 @@ class Heartbeat:
         if unheard_s > seconds:
             return f"the rendezvous on rank 0's node was out of reach for {unheard_s:.0f} s: it ended or was cut off"
         if silent := [rank for rank in self.silent(seconds) if rank in ranks]:
-            return f"no heartbeat from {named(silent)} for over {seconds:.0f} s: dead, or cut off"
+            return f"no heartbeat from {rank_list(silent)} for over {seconds:.0f} s: dead, or cut off"
         return ""
 
     def last_heard(self) -> str:
@@ -158,7 +158,7 @@ class Heartbeat:
         for (node, doing, quiet), ranks in groups:
             age = f"{max(now - self._heard[rank].at for rank in ranks):.0f} s"
             heard = f"silent for {age}" if quiet else f"{age} ago"
-            parts.append(f"{named(ranks)} ({node}): {doing}{'' if ranks == [self._rank] else f', {heard}'}")
+            parts.append(f"{rank_list(ranks)} ({node}): {doing}{'' if ranks == [self._rank] else f', {heard}'}")
         return "; ".join(parts) or "no rank"
 
     def _failure(self, cause: str) -> CollectiveFailure:
@@ -209,7 +209,7 @@ class Heartbeat:
         self._listened = now
 
 
-def named(ranks: list[int]) -> str:
+def rank_list(ranks: list[int]) -> str:
     """Ranks as text: "rank 3"; "ranks 0-3, 6"."""
     runs: list[list[int]] = []
     for rank in ranks:

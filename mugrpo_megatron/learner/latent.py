@@ -20,7 +20,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mugrpo_megatron.learner.attention import PackedAttention, Packing, turn
+from mugrpo_megatron.learner.attention import PackedAttention, Packing, rotate_packed
 from mugrpo_megatron.learner.linear import Replicated
 from mugrpo_megatron.learner.operators import RMSNorm
 from mugrpo_megatron.weights.architecture import Latent
@@ -118,4 +118,4 @@ def latent_spec(sizes: Latent, backend: BackendSpecProvider) -> ModuleSpec:
 
 def _rotated(x: torch.Tensor, packing: Packing) -> torch.Tensor:
     """[t, 1, heads, d], whose neighbouring dimensions form pairs, rotated; pairs are then half a head apart."""
-    return turn(x.squeeze(1).unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), packing).unsqueeze(1)
+    return rotate_packed(x.squeeze(1).unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), packing).unsqueeze(1)

@@ -104,13 +104,13 @@ class _SwiGLU(torch.autograd.Function):
         return dx
 
 
-def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool = False) -> torch.Tensor:
-    """`rotate_` into new memory, or back: on CUDA one kernel, with one rounding for tables of any type."""
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool = False) -> torch.Tensor:
+    """`rotate_` into new memory; `inverse` rotates back. On CUDA one kernel, one rounding for tables of any type."""
     if x.is_cuda:
-        from mugrpo_megatron.kernels.triton_ops import rotate
+        from mugrpo_megatron.kernels import triton_ops
 
-        rotary_part, plain = x.split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], dim=-1)
-        rotated = rotate(rotary_part, cos, sin, inverse)
+        rotary, plain = x.split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], dim=-1)
+        rotated = triton_ops.rotate(rotary, cos, sin, inverse)
         return torch.cat([rotated, plain], dim=-1) if plain.shape[-1] else rotated
     return rotate_(x.clone(), cos, -sin if inverse else sin)
 
@@ -122,9 +122,9 @@ def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     which is also the gradient. With float32 tables a half-precision x is rotated in float32 and rounded once.
     """
     first, second = x[..., : 2 * cos.shape[-1]].chunk(2, -1)
-    rotated = (first * cos).addcmul_(second, sin, value=-1)
+    rotate = (first * cos).addcmul_(second, sin, value=-1)
     second.copy_((second * cos).addcmul_(first, sin))
-    first.copy_(rotated)
+    first.copy_(rotate)
     return x
 
 

@@ -16,7 +16,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from mugrpo_megatron.learner.packing import fill
+from mugrpo_megatron.learner.packing import fill_bins
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.sections import OptimizerSection
 
@@ -171,13 +171,13 @@ STATES = ("param", "exp_avg", "exp_avg_sq")
 def writers(sizes: Sequence[int], ranks: int) -> list[int]:
     """For parameters of `sizes` elements, which of the data parallel `ranks` writes each: about equal shares."""
     ranks_of = [0] * len(sizes)
-    for rank, share in enumerate(fill(sizes, ranks)[0]):
+    for rank, share in enumerate(fill_bins(sizes, ranks)[0]):
         for index in share:
             ranks_of[index] = rank
     return ranks_of
 
 
-def share_writing(optimizer: DistributedOptimizer, model: list[dict[str, Any]]) -> None:
+def assign_writers(optimizer: DistributedOptimizer, model: list[dict[str, Any]]) -> None:
     """Make the `writers` of the optimizer's parameters their main replicas in `model` (sharded state dicts).
 
     Megatron's main replica is the first data parallel rank, which would then write everything alone. A replica is named
@@ -194,7 +194,7 @@ def gather_states(optimizer: DistributedOptimizer, model: list[dict[str, Any]]) 
     """Full float32 states of the parameters that this rank writes, on the host, sharded as `model` shards them.
 
     Collective over the data parallel group, whose ranks each hold a slice of every parameter's states. `model` comes
-    from `share_writing`; of a parameter that is stored by other groups of ranks, nothing is gathered.
+    from `assign_writers`; of a parameter that is stored by other groups of ranks, nothing is gathered.
     """
     gathered = []
     group = optimizer.data_parallel_group

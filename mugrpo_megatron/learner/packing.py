@@ -106,7 +106,7 @@ def plan(lengths: Sequence[int], dp_size: int, budget: int, multiple: int = 1, c
     capacity = max(budget, longest)
     per_rank = _round_up(-(-total // (capacity * dp_size)), count_multiple)
     while True:
-        bins, fullest = fill(lengths, per_rank * dp_size)
+        bins, fullest = fill_bins(lengths, per_rank * dp_size)
         if fullest <= capacity or per_rank >= len(lengths):
             break
         per_rank += count_multiple
@@ -119,7 +119,7 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def fill(lengths: Sequence[int], count: int) -> tuple[list[list[int]], int]:
+def fill_bins(lengths: Sequence[int], count: int) -> tuple[list[list[int]], int]:
     """Indices of `lengths` in `count` bins of about equal sums, longest first into the emptiest; the largest sum."""
     bins: list[list[int]] = [[] for _ in range(count)]
     heap = [(0, i) for i in range(count)]
@@ -149,7 +149,7 @@ def pack(
     ids = np.zeros(length, dtype=np.int64)
     ids[: lengths.sum()] = np.concatenate([s.ids for s in chosen]) if chosen else 0
     positions = np.arange(length) - np.repeat(offsets[:-1], segments)
-    mine = fill([s.trained for s in chosen], cp_size)[0][cp_rank]  # whose loss this rank computes
+    mine = fill_bins([s.trained for s in chosen], cp_size)[0][cp_rank]  # whose loss this rank computes
     targets = np.concatenate([np.empty(0, dtype=np.int64), *(offsets[i] + chosen[i].places for i in mine)])
     local, places = local_rows(length, cp_rank, cp_size), gathered_places(length, cp_size)
     trained = np.array([chosen[i].trained for i in mine], dtype=np.int64)

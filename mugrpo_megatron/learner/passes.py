@@ -49,7 +49,7 @@ def row_multiple(recipe: Recipe, ranks: Ranks) -> int:
     return parts * FP8_MULTIPLE[recipe.learner.fp8]
 
 
-def pack_share(
+def pack_local(
     learner: Learner, sequences: Sequence[TokenSequence], plan: PackingPlan, record_routes: bool = False
 ) -> list[MicroBatch]:
     """The micro-batches of this rank's data parallel share, on its device.

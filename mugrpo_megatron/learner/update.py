@@ -21,7 +21,7 @@ from mugrpo_megatron.learner.passes import (
     forward_backward,
     gather_tokens,
     logprobs_and_entropies,
-    pack_share,
+    pack_local,
     plan_update,
 )
 from mugrpo_megatron.learner.routing import gather_flips, gather_routes
@@ -42,7 +42,7 @@ def update(
     with named_phase(learner.ranks, f"update {learner.updates_done}"):
         sequences = _sequences(learner, samples)
         plan = plan_update(learner, sequences)
-        batches = pack_share(learner, sequences, plan)
+        batches = pack_local(learner, sequences, plan)
         # Every rank builds the loss inputs of the whole update, so denominators need no communication.
         inputs = make_loss_inputs(
             recipe.objective, recipe.rollout.max_response_tokens, samples, advantages, learner.ranks.device
@@ -91,7 +91,7 @@ def _step_metrics(learner: Learner, step: Step, scale: float) -> dict[str, float
 
 def optimize(learner: Learner, sequences: Sequence[TokenSequence], token_loss: TokenLoss) -> Step:
     """One optimizer update on any token loss at temperature 1, for supervised learning. Collective."""
-    batches = pack_share(learner, sequences, plan_update(learner, sequences))
+    batches = pack_local(learner, sequences, plan_update(learner, sequences))
     forward_backward(learner, batches, from_token_loss(learner, token_loss, temperature=1.0))
     return _step(learner)
 
@@ -111,7 +111,7 @@ def _logprobs(
     """`token_logprobs`, and the sequences and micro-batches of the pass."""
     with named_phase(learner.ranks, "learner log-probabilities"):
         sequences = _sequences(learner, samples)
-        batches = pack_share(learner, sequences, plan_update(learner, sequences), record_routes)
+        batches = pack_local(learner, sequences, plan_update(learner, sequences), record_routes)
         values = logprobs_and_entropies(learner, batches, learner.recipe.rollout.temperature)
         logprobs = gather_tokens(learner, sequences, batches, values, k=2)[0].cpu()
     trained = [values.numpy() for values in logprobs.split([sequence.trained for sequence in sequences])]

@@ -28,7 +28,7 @@ from mugrpo_megatron.run.stopping import StopRequest
 from mugrpo_megatron.run.world import World
 from mugrpo_megatron.samples import Prompt
 from mugrpo_megatron.stages.store import StageStore
-from mugrpo_megatron.weights.check import check, unchecked
+from mugrpo_megatron.weights.check import compare_weights, uncheckable_reason
 from mugrpo_megatron.weights.sync import sync
 
 AUXILIARY_TURNS = "mugrpo_megatron.extras.auxiliary.phase:score_stage"
@@ -51,7 +51,7 @@ def sync_weights(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -
         engine = _wake_weights(leader) if leader else None
         run.world.barrier()  # has no timeout, while a collective would time out on an engine that restarts
         try:
-            sync(engines.bridge, engine, version=cursor.updates)
+            sync(engines.weight_sync, engine, version=cursor.updates)
         except EngineFailure as failure:
             assert leader
             leader.failed(failure)
@@ -61,7 +61,7 @@ def sync_weights(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -
         run.world.barrier()
         if leader and leader.engine.running:
             _wake_kv_cache(leader)
-        facts["bytes"] = float(engines.bridge.bytes)
+        facts["bytes"] = float(engines.weight_sync.bytes)
         engines.awake = True
 
 
@@ -75,14 +75,14 @@ def _check_weights(run: Run, engines: Engines, engine: Engine | None, facts: dic
     if mode == "never" or not any(run.world.any_rank(due)):
         return
     try:
-        compared = check(engines.bridge, engine if due else None)
+        compared = compare_weights(engines.weight_sync, engine if due else None)
     except EngineFailure as failure:
         assert leader
         leader.failed(failure)
         return
     if leader and due and not leader.checked:
         leader.checked = True
-        if reason := unchecked(engines.bridge):
+        if reason := uncheckable_reason(engines.weight_sync):
             run.display.say(f"The engine's weights are not compared with the learner's: {reason}.")
     facts["checked"] = float(compared)
 

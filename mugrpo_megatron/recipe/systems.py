@@ -11,8 +11,8 @@ from mugrpo_megatron.recipe.objective import Section, changes
 
 BLOCK = 128
 """Rows and columns of a weight that share an fp8 scale in an engine with `engine.quantization`."""
-BUCKET_BYTES = 512 * 1024 * 1024
-"""Largest flattened bucket of a weight sync; the peak extra memory of the bridge."""
+SYNC_BUCKET_BYTES = 512 * 1024 * 1024
+"""Memory of a weight sync beyond the model, at most: two flattened buckets of half of it are in flight."""
 FP8_MULTIPLE = {"none": 1, "tensorwise": 16, "blockwise": 128}
 """All dimensions of a product in fp8 are multiples of this: 16 for the tensor cores, 128 for a block."""
 Replay = Literal["off", "rollout", "learner"]

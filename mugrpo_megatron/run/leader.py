@@ -102,7 +102,7 @@ def role_of(recipe: Recipe, logs: Path, stopping: Callable[[], bool]) -> EngineR
 class Engines:
     """What a rank needs to sync all engines and to run its own."""
 
-    bridge: WeightSync
+    weight_sync: WeightSync
     """Carries the learner's weights to the engines."""
     leader: EngineLeader | None
     """None on a rank that leads no engine."""

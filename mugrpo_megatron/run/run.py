@@ -13,14 +13,14 @@ from mugrpo_megatron.engine.client import first_start_problem
 from mugrpo_megatron.engine.launch import check_allocator, sampling_note
 from mugrpo_megatron.engine.process import HostProcess
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.learner.groups import joined, named_phase
+from mugrpo_megatron.learner.groups import named_phase, shutdown_after
 from mugrpo_megatron.learner.learner import PARTS, Learner, build_learner
 from mugrpo_megatron.observe.environment import rank_of_environment
 from mugrpo_megatron.observe.health import HealthMonitor
 from mugrpo_megatron.observe.log import MetricLog, open_log
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.recipe.systems import BUCKET_BYTES
+from mugrpo_megatron.recipe.systems import SYNC_BUCKET_BYTES
 from mugrpo_megatron.run.checkpoints import Saver, check_stage_held, newest_cursor, open_saver, restore_newest
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.data import record_data
@@ -124,9 +124,9 @@ def open_run(
             assert record
             cursor = restore(learner, directory, record, log, files.display)
             saver = stack.enter_context(open_saver(learner, directory.checkpoints, recipe.checkpoint, record.id, log))
-            engines = Engines(bridge_of(learner), None)
+            engines = Engines(weight_sync_of(learner), None)
             if seat:
-                engines = start_engines(learner, world, files.display, seat, prepared, engines.bridge, stack)
+                engines = start_engines(learner, world, files.display, seat, prepared, engines.weight_sync, stack)
         print_resume_note(files, cursor, recipe, prepared)
         with broadcast_failure(learner.ranks):
             yield Run(recipe, directory, world, log, files.display, saver, record), learner, engines, cursor
@@ -168,7 +168,7 @@ def check_current_stage(directory: RunDirectory, origin: Origin, cursor: Cursor)
 
 def join_world(learner: Learner, seat: EngineRole | None, stop: StopRequest, stack: ExitStack) -> World:
     """The world of the ranks that the learner's process groups connect, until `stack` ends. Collective."""
-    stack.enter_context(joined(learner.ranks))
+    stack.enter_context(shutdown_after(learner.ranks))
     stack.enter_context(named_phase(learner.ranks))
     engines, timeout_s = seat.slot.engines if seat else 0, learner.recipe.run.collective_timeout_s
     world = open_world(learner.ranks, timeout_s, engines, stop)
@@ -182,7 +182,7 @@ def start_engines(
     display: Display,
     seat: EngineRole,
     problems: PreparedData | None,
-    bridge: WeightSync,
+    weight_sync: WeightSync,
     stack: ExitStack,
 ) -> Engines:
     """The engines, started and asleep, with the devices given back to the learner; `stack` ends them. Collective.
@@ -193,7 +193,7 @@ def start_engines(
     if not seat.began:
         give_devices(learner, world)
         seat.start(stack)
-    engines = Engines(bridge, None, seat.join(stack), recipe.engine.nodes)
+    engines = Engines(weight_sync, None, seat.join(stack), recipe.engine.nodes)
     if seat.started and prepared:
         engines.leader = EngineLeader(seat.slot, *seat.started, load_tokenizer(recipe.model.directory), prepared)
     if engines.nodes > 1:
@@ -235,13 +235,13 @@ def restore(learner: Learner, directory: RunDirectory, record: Record, log: Metr
     return restore_newest(learner, directory.checkpoints, record, tell)
 
 
-def bridge_of(learner: Learner) -> WeightSync:
-    """The bridge from this learner to the engines. Collective."""
+def weight_sync_of(learner: Learner) -> WeightSync:
+    """The sync of this learner's weights to the engines. Collective."""
     engine = learner.recipe.engine
     return build_weight_sync(
         learner.models,
         learner.architecture,
-        BUCKET_BYTES,
+        SYNC_BUCKET_BYTES,
         engine.tensor,
         quantised=engine.quantization != "none",
         engine_nodes=engine.nodes,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from mugrpo_megatron.errors import CollectiveFailure
 from mugrpo_megatron.learner.groups import Ranks, named_phase
-from mugrpo_megatron.learner.heartbeat import named
+from mugrpo_megatron.learner.heartbeat import rank_list
 from mugrpo_megatron.run.stopping import Stopped, StopRequest
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ class World:
             heard_at.extend([] if heard_at else [time.monotonic()])
             waited_s = time.monotonic() - heard_at[0]
             if waited_s > STOP_PATIENCE_S and (silent := heartbeat.silent(MISSED_BEAT_S)):
-                raise _failure(self.ranks, f"the run stops, and there is no heartbeat from {named(silent)}")
+                raise _failure(self.ranks, f"the run stops, and there is no heartbeat from {rank_list(silent)}")
 
         heartbeat.barrier(look)
 

@@ -24,7 +24,7 @@ from mugrpo_megatron.weights.table import Entry, entries, local_parameters, spli
 
 ALIGNMENT = 16
 """Tensors start at multiples of this many bytes in a bucket, so that they can be viewed in their own type."""
-BUCKET_BYTES = 256 * 1024**2
+SAVE_BUCKET_BYTES = 256 * 1024**2
 LARGEST = 448.0
 """The largest finite value of float8_e4m3fn, which has no infinity: the cast makes larger ones nan."""
 STRIP = 1 << 24
@@ -91,7 +91,7 @@ def build_plan(chunks: Sequence[torch.nn.Module], architecture: Architecture, bu
     Raises RuntimeError when the ranks' plans differ, because their models do.
     """
     owners = _owners({entry.megatron: parameter.dtype for entry, parameter in local_parameters(chunks, architecture)})
-    plan = BucketPlan(tuple(pack(owners, architecture, bucket_bytes)))
+    plan = BucketPlan(tuple(pack_parameters(owners, architecture, bucket_bytes)))
     summary = [[slot.name for slot in bucket.slots] for bucket in plan.buckets]
     summaries: list[list[list[str]] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(summaries, summary)
@@ -120,7 +120,7 @@ def _all_gather(item: Mapping, group: dist.ProcessGroup) -> list[Mapping]:
     return gathered
 
 
-def pack(
+def pack_parameters(
     owners: Mapping[str, tuple[Owner, torch.dtype]], architecture: Architecture, bucket_bytes: int
 ) -> Iterator[Bucket]:
     """Parameters sorted by owner, in the model's order, with a new bucket when the owner changes or one is full.
@@ -174,16 +174,16 @@ def planned_tensors(
     Collective: every rank must exhaust the iterator, or the others wait for it. The tensors are views of a bucket's
     buffer, which is freed with the last of them. Vocabulary padding is cut off; a tied output layer has no tensor.
     """
-    shards = held_shards(chunks, architecture)
+    shards = local_shards(chunks, architecture)
     device = next(iter(shards.values())).device
     for bucket in plan.buckets:
         flat = torch.empty(bucket.bytes, dtype=torch.uint8, device=device)
-        fill(bucket, shards, architecture, flat)
+        fill_bucket(bucket, shards, architecture, flat)
         for slot in bucket.slots:
             yield slot.name, slot.view(flat)
 
 
-def held_shards(chunks: Sequence[torch.nn.Module], architecture: Architecture) -> dict[str, torch.Tensor]:
+def local_shards(chunks: Sequence[torch.nn.Module], architecture: Architecture) -> dict[str, torch.Tensor]:
     """This rank's shards: the parameters themselves, so always the current weights."""
     shards: dict[str, torch.Tensor] = {}
     for entry, parameter in local_parameters(chunks, architecture):
@@ -192,7 +192,7 @@ def held_shards(chunks: Sequence[torch.nn.Module], architecture: Architecture) -
 
 
 @torch.no_grad()
-def fill(bucket: Bucket, held: Held, architecture: Architecture, flat: torch.Tensor) -> None:
+def fill_bucket(bucket: Bucket, held: Held, architecture: Architecture, flat: torch.Tensor) -> None:
     """Fill `flat` (uint8, at least the bucket's bytes) with the bucket's tensors on every rank; collective.
 
     The owner's tensor parallel ranks gather and split, parameter by parameter; then the bucket is broadcast to the
@@ -205,7 +205,7 @@ def fill(bucket: Bucket, held: Held, architecture: Architecture, flat: torch.Ten
         experts = parallel_state.get_expert_model_parallel_group()
         if expert_rank is None or experts.rank() == expert_rank:
             for piece in bucket.pieces:
-                whole = _gather(piece.entry, adapted(held[piece.entry.megatron]))
+                whole = _gather(piece.entry, with_adapter(held[piece.entry.megatron]))
                 for slot, part in zip(piece.slots, split(piece.entry, whole, architecture), strict=True):
                     slot.view(flat).view(part.shape).copy_(part)
         if expert_rank is not None and experts.size() > 1:
@@ -214,7 +214,7 @@ def fill(bucket: Bucket, held: Held, architecture: Architecture, flat: torch.Ten
         dist.broadcast(flat, group=pp_group, group_src=pp_stage)
 
 
-def adapted(weight: torch.Tensor) -> torch.Tensor:
+def with_adapter(weight: torch.Tensor) -> torch.Tensor:
     """The weight, with an adapter merged into it where there is one (`learner.model.Adapters`)."""
     merged: Callable[[], torch.Tensor] | None = getattr(weight, "merged", None)
     return weight if merged is None else merged()

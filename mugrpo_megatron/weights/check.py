@@ -16,7 +16,7 @@ from mugrpo_megatron.errors import EngineFailure, TrainingFailure
 from mugrpo_megatron.files.tensors import TensorChecksums, dtype_name, raw_bytes
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.buckets import Bucket
-from mugrpo_megatron.weights.sync import WeightSync, filled
+from mugrpo_megatron.weights.sync import WeightSync, fill_for_engines
 from mugrpo_megatron.weights.table import DIMENSION, Entry
 
 VOCAB_MULTIPLE = 64
@@ -43,26 +43,26 @@ class WeightMismatch(TrainingFailure):
     """An engine's weights differ from the learner's; names a tensor."""
 
 
-def check(bridge: WeightSync, engine: SummedEngine | None) -> int:
+def compare_weights(weight_sync: WeightSync, engine: SummedEngine | None) -> int:
     """Compare every tensor of each leader's engine with the learner's, bitwise; returns how many were compared.
 
     An fp8 engine's are compared with the learner's quantised ones and their scales.
 
     Collective, and fills every bucket once; `engine` is None on ranks that do not lead one. A tensor that the engine
-    holds in another type is compared in that type. Returns 0 without comparing where `unchecked` gives a reason.
+    holds in another type is compared in that type. Returns 0 without comparing if there is an `uncheckable_reason`.
     Raises WeightMismatch on every rank when a tensor of any engine differs, is missing, or was never sent by the
     learner; EngineFailure when this rank's engine fails, after this rank has done its part for the others.
     """
-    if unchecked(bridge):
+    if uncheckable_reason(weight_sync):
         return 0
     engine_sums: list[TensorChecksums] = []
     failure: EngineFailure | None = None
     if engine is not None:
         try:
-            engine_sums = [_without_tied_name(sums, bridge.architecture) for sums in engine.checksums()]
+            engine_sums = [_without_tied_name(sums, weight_sync.architecture) for sums in engine.checksums()]
         except EngineFailure as error:
             failure = error
-    expected = expected_checksums(bridge, engine_sums)
+    expected = expected_checksums(weight_sync, engine_sums)
     faults: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(faults, _difference(expected, engine_sums))
     for rank, fault in enumerate(faults):
@@ -78,12 +78,12 @@ def check(bridge: WeightSync, engine: SummedEngine | None) -> int:
     return sum(len(names) for names in expected)
 
 
-def unchecked(bridge: WeightSync) -> str:
+def uncheckable_reason(weight_sync: WeightSync) -> str:
     """Why the engines' weights cannot be compared with the learner's; empty if they can."""
-    if bridge.staging is not None and padded_on_cpu(bridge.architecture, bridge.engine_tensor):
+    if weight_sync.staging is not None and padded_on_cpu(weight_sync.architecture, weight_sync.engine_tensor):
         return (
-            f"on CPU SGLang pads this model's heads or experts for engine.tensor = {bridge.engine_tensor}, in a layout "
-            "that this check does not know"
+            f"on CPU SGLang pads this model's heads or experts for engine.tensor = {weight_sync.engine_tensor}, in a "
+            "layout that this check does not know"
         )
     return ""
 
@@ -95,15 +95,15 @@ def padded_on_cpu(architecture: Architecture, size: int) -> bool:
     return uneven_heads or uneven_experts
 
 
-def expected_checksums(bridge: WeightSync, found: list[TensorChecksums]) -> list[TensorChecksums]:
+def expected_checksums(weight_sync: WeightSync, found: list[TensorChecksums]) -> list[TensorChecksums]:
     """The checksums that an engine should have, in the types that it `found`; collective, empty if it found none."""
     hashes: list[dict[str, hashlib._Hash]] = [{} for _ in found]
     dtypes: list[dict[str, str]] = [{name: dtype for name, (dtype, _) in sums.items()} for sums in found]
     with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
-        for number in range(len(bridge.plan.buckets)):
-            bucket, flat = filled(bridge, number)
+        for number in range(len(weight_sync.plan.buckets)):
+            bucket, flat = fill_for_engines(weight_sync, number)
             if found:
-                list(pool.map(lambda shards: _add(shards, hashes, dtypes), _by_name(bucket, flat, bridge)))
+                list(pool.map(lambda shards: _add(shards, hashes, dtypes), _by_name(bucket, flat, weight_sync)))
     return [
         {name: (dtypes[rank].get(name, ""), total.hexdigest()) for name, total in by_name.items()}
         for rank, by_name in enumerate(hashes)
@@ -114,7 +114,7 @@ Shards = list[tuple[int, str, torch.Tensor]]
 """(tensor parallel rank of the engine, the engine's name, shard of a part of that parameter)"""
 
 
-def _by_name(bucket: Bucket, flat: torch.Tensor, bridge: WeightSync) -> list[Shards]:
+def _by_name(bucket: Bucket, flat: torch.Tensor, weight_sync: WeightSync) -> list[Shards]:
     """The bucket's tensors as the engine shards them, grouped by the engine's parameter, in order.
 
     The plan has q, k, v, then gate, up, and the experts in order, so a fused parameter's bytes are theirs in sequence.
@@ -122,9 +122,9 @@ def _by_name(bucket: Bucket, flat: torch.Tensor, bridge: WeightSync) -> list[Sha
     parts: defaultdict[str, Shards] = defaultdict(list)
     for piece in bucket.pieces:
         for slot in piece.slots:
-            name = engine_name(slot.name, bridge.architecture)
+            name = engine_name(slot.name, weight_sync.architecture)
             whole = slot.view(flat)
-            shards = engine_shards(piece.entry, slot.name, whole, bridge.engine_tensor, bridge.architecture)
+            shards = engine_shards(piece.entry, slot.name, whole, weight_sync.engine_tensor, weight_sync.architecture)
             parts[name] += [(rank, name, shard) for rank, shard in enumerate(shards)]
     return list(parts.values())
 

@@ -231,7 +231,7 @@ class TokenFlops:
     """One product with the output weight; the learner computes it for trained tokens only."""
 
 
-def work_of(architecture: Architecture, sequence: float) -> TokenFlops:
+def token_flops(architecture: Architecture, sequence: float) -> TokenFlops:
     """Per token of sequences of `sequence` tokens on average."""
     size, layers, dense = architecture.letters, architecture.layers, architecture.dense_layers
     feed_forward = dense * 3 * size["H"] * size["F"]
@@ -263,7 +263,7 @@ def model_flops(architecture: Architecture, lengths: Sequence[int], trained: int
         trained: tokens with a loss, whose logits are computed.
     """
     tokens = np.asarray(lengths, dtype=np.float64)
-    work = work_of(architecture, 1.0)
+    work = token_flops(architecture, 1.0)
     return 3.0 * float(work.layers * tokens.sum() + work.attention * np.square(tokens).sum() + work.head * trained)
 
 

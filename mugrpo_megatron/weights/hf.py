@@ -19,7 +19,7 @@ from mugrpo_megatron.files.durable import durable_directory, write_content, writ
 from mugrpo_megatron.files.hf_config import CONFIG, read_config, unreadable_as_user_error
 from mugrpo_megatron.files.json_text import read_json
 from mugrpo_megatron.weights.architecture import Architecture
-from mugrpo_megatron.weights.buckets import BUCKET_BYTES, BucketPlan, build_plan, planned_tensors
+from mugrpo_megatron.weights.buckets import SAVE_BUCKET_BYTES, BucketPlan, build_plan, planned_tensors
 from mugrpo_megatron.weights.safetensors_dir import (
     HFCheckpoint,
     divide,
@@ -91,7 +91,7 @@ def save_hf(
         raise UserError(f"{out} is the model that config and tokenizer come from; name another directory")
     if out.exists() and not replace:
         raise UserError(f"{out} exists already; remove it or name another directory")
-    plan = build_plan(chunks, architecture, BUCKET_BYTES)
+    plan = build_plan(chunks, architecture, SAVE_BUCKET_BYTES)
     tensors = (tensor for _, tensor in planned_tensors(plan, chunks, architecture))
     failure: list[UserError | None] = [None]
     if dist.get_rank() == 0:
@@ -116,7 +116,7 @@ def gather_hf(
     other ranks than 0 it does nothing. It replaces an earlier `out`, and raises UserError when that cannot be written.
     Rank 0's host holds the whole model until then.
     """
-    plan = build_plan(chunks, architecture, BUCKET_BYTES)
+    plan = build_plan(chunks, architecture, SAVE_BUCKET_BYTES)
     is_main = dist.get_rank() == 0
     tensors = (tensor for _, tensor in planned_tensors(plan, chunks, architecture))
     whole = [tensor.to("cpu", copy=True) for tensor in tensors if is_main]

@@ -26,8 +26,8 @@ from mugrpo_megatron.weights.buckets import (
     Bucket,
     BucketPlan,
     build_plan,
-    fill,
-    held_shards,
+    fill_bucket,
+    local_shards,
     quantise_bucket,
     quantised_bucket,
 )
@@ -98,7 +98,7 @@ def build_weight_sync(
     wait up to `timeout_s` for a leader whose engine loads a bucket.
     """
     plan = build_plan(chunks, architecture, bucket_bytes // 2)
-    shards = held_shards(chunks, architecture)
+    shards = local_shards(chunks, architecture)
     sent = [quantised_bucket(bucket) for bucket in plan.buckets] if quantised else plan.buckets
     if next(iter(shards.values())).is_cuda:
         return WeightSync(
@@ -111,7 +111,7 @@ def build_weight_sync(
     return WeightSync(architecture, plan, shards, engine_tensor, group, sent, staging)
 
 
-def sync(bridge: WeightSync, engine: WeightReceiver | None, version: int) -> SyncStats:
+def sync(weight_sync: WeightSync, engine: WeightReceiver | None, version: int) -> SyncStats:
     """Load the learner's current weights into every leader's engine, as weight version `version`.
 
     Collective: every rank fills every bucket; `engine` is None on ranks that do not lead one. The engine's weight
@@ -122,40 +122,40 @@ def sync(bridge: WeightSync, engine: WeightReceiver | None, version: int) -> Syn
     start = time.perf_counter()
     loading: Future[torch.Tensor] | None = None
     failure: EngineFailure | None = None
-    served = _all_ok(bridge, engine is not None or not _leads(bridge))
+    served = _all_ok(weight_sync, engine is not None or not _leads(weight_sync))
     with ThreadPoolExecutor(1) as loader:
-        for number in range(len(bridge.plan.buckets)):
-            bucket, flat = filled(bridge, number)
+        for number in range(len(weight_sync.plan.buckets)):
+            bucket, flat = fill_for_engines(weight_sync, number)
             if loading:
                 failure = _result(loading) or failure
-                served = _all_ok(bridge, served and failure is None)
+                served = _all_ok(weight_sync, served and failure is None)
             # Only for an engine that loads it: CUDA memory whose handle is never opened would not be freed.
-            serialized = _serialize_for_engine(bridge, engine, bucket, flat) if served else []
+            serialized = _serialize_for_engine(weight_sync, engine, bucket, flat) if served else []
             loading = loader.submit(_load, engine if served else None, serialized, flat)
             del flat  # only the load holds it now, so memory is freed bucket by bucket
         if loading:
             failure = _result(loading) or failure
-            _all_ok(bridge, failure is None)
+            _all_ok(weight_sync, failure is None)
     if failure:
         raise failure
     if engine is not None:
         engine.set_version(version)
-    return SyncStats(version, bridge.bytes, len(bridge.plan.buckets), time.perf_counter() - start)
+    return SyncStats(version, weight_sync.bytes, len(weight_sync.plan.buckets), time.perf_counter() - start)
 
 
-def filled(bridge: WeightSync, number: int) -> tuple[Bucket, torch.Tensor]:
+def fill_for_engines(weight_sync: WeightSync, number: int) -> tuple[Bucket, torch.Tensor]:
     """What the engines are sent for a bucket of the plan, and its bytes; collective."""
-    bucket, sent = bridge.plan.buckets[number], bridge.sent[number]
-    flat = _buffer(bridge, bucket, number)
-    fill(bucket, bridge.held, bridge.architecture, flat)
+    bucket, sent = weight_sync.plan.buckets[number], weight_sync.sent[number]
+    flat = _buffer(weight_sync, bucket, number)
+    fill_bucket(bucket, weight_sync.held, weight_sync.architecture, flat)
     return (sent, flat) if sent is bucket else (sent, quantise_bucket(bucket, flat, sent))
 
 
-def _buffer(bridge: WeightSync, bucket: Bucket, number: int) -> torch.Tensor:
+def _buffer(weight_sync: WeightSync, bucket: Bucket, number: int) -> torch.Tensor:
     """Memory for a bucket: on CPU one of two in turn; on CUDA new, as an engine may answer before it has read all."""
-    if bridge.staging is None:
+    if weight_sync.staging is None:
         return torch.empty(bucket.bytes, dtype=torch.uint8, device="cuda")
-    return bridge.staging[number % len(bridge.staging)]
+    return weight_sync.staging[number % len(weight_sync.staging)]
 
 
 def _load(engine: WeightReceiver | None, serialized: list[bytes], flat: torch.Tensor) -> torch.Tensor:
@@ -174,21 +174,21 @@ def _result(loading: Future[torch.Tensor]) -> EngineFailure | None:
     return None
 
 
-def _leads(bridge: WeightSync) -> bool:
+def _leads(weight_sync: WeightSync) -> bool:
     """Whether this rank may lead an engine: on CPU any rank, where an engine stays on a node."""
-    return bridge.engine_group is None or bridge.engine_group.rank() == 0
+    return weight_sync.engine_group is None or weight_sync.engine_group.rank() == 0
 
 
-def _all_ok(bridge: WeightSync, ok: bool) -> bool:
+def _all_ok(weight_sync: WeightSync, ok: bool) -> bool:
     """Whether `ok` holds on every rank of this rank's engine; a bucket's memory is freed only after this.
 
     The engine also reads the memory of the other ranks, and only the leader knows when it has finished.
     """
-    if bridge.engine_group is None:
+    if weight_sync.engine_group is None:
         return ok
-    votes = [ok] * bridge.engine_group.size()
-    dist.all_gather_object(votes, ok, group=bridge.engine_group)
-    if bridge.staging is None:
+    votes = [ok] * weight_sync.engine_group.size()
+    dist.all_gather_object(votes, ok, group=weight_sync.engine_group)
+    if weight_sync.staging is None:
         torch.cuda.ipc_collect()
     return all(votes)
 
@@ -196,16 +196,16 @@ def _all_ok(bridge: WeightSync, ok: bool) -> bool:
 def serialize(bucket: Bucket, flat: torch.Tensor) -> bytes:
     """The bucket for one reader, as a reference to the memory of `flat`."""
     pickled = io.BytesIO()
-    ForkingPickler(pickled).dump(flattened(bucket, flat) if flat.is_cuda else named(bucket, flat))
+    ForkingPickler(pickled).dump(flattened_bucket(bucket, flat) if flat.is_cuda else named_tensors(bucket, flat))
     return pickled.getvalue()
 
 
-def named(bucket: Bucket, flat: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+def named_tensors(bucket: Bucket, flat: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     """What `cpu.sglang.load_mapped` reads."""
     return [(slot.name, slot.view(flat)) for slot in bucket.slots]
 
 
-def flattened(bucket: Bucket, flat: torch.Tensor) -> dict[str, Any]:
+def flattened_bucket(bucket: Bucket, flat: torch.Tensor) -> dict[str, Any]:
     """SGLang's flattened bucket: one handle for all tensors."""
     places = [
         SimpleNamespace(
@@ -222,19 +222,19 @@ def flattened(bucket: Bucket, flat: torch.Tensor) -> dict[str, Any]:
 
 
 def _serialize_for_engine(
-    bridge: WeightSync, engine: WeightReceiver | None, bucket: Bucket, flat: torch.Tensor
+    weight_sync: WeightSync, engine: WeightReceiver | None, bucket: Bucket, flat: torch.Tensor
 ) -> list[bytes]:
     """The bucket, serialised for each reader; `engine` is None on ranks whose engine another rank leads.
 
     On CUDA each is from that rank's device, and in an engine of several nodes from its node: neither a CUDA handle nor
     a name in /dev/shm means anything on another one.
     """
-    if bridge.engine_group is None:
+    if weight_sync.engine_group is None:
         return [serialize(bucket, flat) for _ in range(engine.readers if engine else 0)]
-    if bridge.staging is None:
+    if weight_sync.staging is None:
         torch.cuda.current_stream().synchronize()  # another process will read what this stream wrote
-    gathered: list[bytes] = [b""] * bridge.engine_group.size()
-    dist.all_gather_object(gathered, serialize(bucket, flat), group=bridge.engine_group)
+    gathered: list[bytes] = [b""] * weight_sync.engine_group.size()
+    dist.all_gather_object(gathered, serialize(bucket, flat), group=weight_sync.engine_group)
     return gathered
 
 

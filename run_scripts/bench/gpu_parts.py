@@ -170,7 +170,7 @@ def one_learner(name: str, small: bool, peak_flops: float, layers: str) -> Resul
     from mugrpo_megatron.extras.plan.case import make_case
     from mugrpo_megatron.extras.plan.hardware import Assumptions, make_cluster
     from mugrpo_megatron.extras.plan.memory import PackedRows, learner_memory
-    from mugrpo_megatron.extras.plan.time import work_of
+    from mugrpo_megatron.extras.plan.time import token_flops
     from mugrpo_megatron.learner.groups import shutdown
     from mugrpo_megatron.learner.learner import build_learner
     from mugrpo_megatron.learner.update import update
@@ -189,7 +189,7 @@ def one_learner(name: str, small: bool, peak_flops: float, layers: str) -> Resul
     shutdown()
     tokens = sum(sample.tokens for sample in samples)
     trained = sum(len(sample.response_ids) for sample in samples)
-    work = work_of(mine.architecture, tokens / len(samples))
+    work = token_flops(mine.architecture, tokens / len(samples))
     flops = 3 * (tokens * (work.layers + work.attention) + trained * work.head)
     data_sheet = peak_of_data_sheet(torch.cuda.get_device_name()) if cuda else None
     case = make_case(recipe, mine.architecture, {}, make_cluster(1, 1, "h200" if cuda else "cpu"), Assumptions())
@@ -253,7 +253,7 @@ def switch(small: bool) -> Result:
     """Seconds of the switch from learner to engine and back, as in phases/generate.py."""
     from mugrpo_megatron.engine.client import Engine
     from mugrpo_megatron.learner.learner import build_learner
-    from mugrpo_megatron.recipe.systems import BUCKET_BYTES
+    from mugrpo_megatron.recipe.systems import SYNC_BUCKET_BYTES
     from mugrpo_megatron.weights.sync import build_weight_sync, sync
 
     with tempfile.TemporaryDirectory() as folder:
@@ -265,22 +265,22 @@ def switch(small: bool) -> Result:
             engine.sleep()
             mine = build_learner(recipe)
             chunks = mine.models
-            bridge = build_weight_sync(chunks, mine.architecture, BUCKET_BYTES, recipe.engine.tensor)
-            rounds = [one_switch(mine, bridge, engine, sync) for _ in range(4)][1:]
+            weight_sync = build_weight_sync(chunks, mine.architecture, SYNC_BUCKET_BYTES, recipe.engine.tensor)
+            rounds = [one_switch(mine, weight_sync, engine, sync) for _ in range(4)][1:]
         finally:
             engine.stop()
     found = {name: statistics.median(round_[name] for round_ in rounds) for name in rounds[0]}
     copy = ceilings(small)["copy_bytes_per_s"]
-    return {**found, "bridge_bytes_per_s": bridge.plan.bytes / found["sync"], "copy_bytes_per_s": copy}
+    return {**found, "bridge_bytes_per_s": weight_sync.plan.bytes / found["sync"], "copy_bytes_per_s": copy}
 
 
-def one_switch(mine: Any, bridge: Any, engine: Any, sync: Any) -> dict[str, float]:
+def one_switch(mine: Any, weight_sync: Any, engine: Any, sync: Any) -> dict[str, float]:
     """Seconds of each step."""
 
     steps: dict[str, Callable[[], object]] = {
         "optimizer_sleeps": lambda: mine.offload("optimizer"),
         "engine_weights_wake": lambda: engine.wake("weights"),
-        "sync": lambda: sync(bridge, engine, version=1),
+        "sync": lambda: sync(weight_sync, engine, version=1),
         "learner_weights_sleep": lambda: mine.offload("weights"),
         "engine_cache_wakes": lambda: engine.wake("kv_cache"),
         "engine_sleeps": engine.sleep,

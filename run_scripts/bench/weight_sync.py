@@ -3,7 +3,7 @@
     python -m run_scripts.bench.weight_sync [--megabytes 200] [--dtype float32] [--repeats 7] [--bucket-megabytes 512]
     python -m run_scripts.bench.weight_sync --convert --megabytes 1000      # both conversions instead, with memory
 
-`check` is what `engine.check_weights` does: it compares checksums of every tensor.
+`compare_weights` is what `engine.check_weights` does: it compares checksums of every tensor.
 
 The model is a random Qwen2 of about the given size; learner and engine run on CUDA if there is a device, else on CPU.
 The copy is `Tensor.copy_` between two existing buffers of the device, with as many threads as the learner uses.
@@ -88,7 +88,7 @@ def bench_sync(options: argparse.Namespace, directory: Path) -> None:
     from mugrpo_megatron.engine.client import Engine
     from mugrpo_megatron.learner.groups import shutdown
     from mugrpo_megatron.learner.learner import build_learner
-    from mugrpo_megatron.weights.check import check
+    from mugrpo_megatron.weights.check import compare_weights
     from mugrpo_megatron.weights.sync import build_weight_sync, sync
 
     hf = options.hf or directory / "hf"
@@ -108,7 +108,7 @@ def bench_sync(options: argparse.Namespace, directory: Path) -> None:
         stack.callback(engine.stop)
         learner = build_learner(recipe)
         start = time.perf_counter()
-        bridge = build_weight_sync(
+        weight_sync = build_weight_sync(
             learner.models,
             learner.architecture,
             options.bucket_megabytes * 10**6,
@@ -116,13 +116,18 @@ def bench_sync(options: argparse.Namespace, directory: Path) -> None:
         )
         planning = time.perf_counter() - start
         engine.wait_ready()
-        compared, size = check(bridge, engine), bridge.plan.bytes
-        actions = [plain_copy(size), lambda: sync(bridge, engine, version=0), lambda: check(bridge, engine)]
+        plan = weight_sync.plan
+        compared, size = compare_weights(weight_sync, engine), plan.bytes
+        actions = [
+            plain_copy(size),
+            lambda: sync(weight_sync, engine, version=0),
+            lambda: compare_weights(weight_sync, engine),
+        ]
         copies, syncs, checks = timed(actions, options.repeats)
     shutdown()
     report(
-        f"{size / 1e6:.0f} MB of {options.dtype}, {len(bridge.plan.buckets)} buckets of at most "
-        f"{bridge.plan.largest / 1e6:.0f} MB, {compared} tensors equal in the engine, plan {planning * 1e3:.0f} ms",
+        f"{size / 1e6:.0f} MB of {options.dtype}, {len(plan.buckets)} buckets of at most "
+        f"{plan.largest / 1e6:.0f} MB, {compared} tensors equal in the engine, plan {planning * 1e3:.0f} ms",
         size,
         [("plain copy", copies), ("sync", syncs), ("check", checks)],
     )

@@ -18,9 +18,9 @@ from mugrpo_megatron.learner.learner import build_learner
 from mugrpo_megatron.learner.model import policy
 from mugrpo_megatron.learner.update import token_logprobs, update
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.recipe.systems import BUCKET_BYTES
+from mugrpo_megatron.recipe.systems import SYNC_BUCKET_BYTES
 from mugrpo_megatron.samples import Problem, Prompt, Response, Sample
-from mugrpo_megatron.weights.check import check
+from mugrpo_megatron.weights.check import compare_weights
 from mugrpo_megatron.weights.sync import build_weight_sync, sync
 from tests.gpu.tiny import CUDA, save_model, sections
 
@@ -78,12 +78,12 @@ def test_they_take_turns(tmp_path: Path, record_property: Callable[[str, object]
         assert mismatch(learner, samples) < 0.02
         timed("first update", lambda: update(learner, samples, np.resize([1.0, -1.0], len(samples)).astype(np.float32)))
         chunks = [policy(chunk) for chunk in learner.chunks]
-        bridge = build_weight_sync(chunks, learner.architecture, BUCKET_BYTES, recipe.engine.tensor)
+        weight_sync = build_weight_sync(chunks, learner.architecture, SYNC_BUCKET_BYTES, recipe.engine.tensor)
         for version in (1, 2):
             timed("optimizer offloaded", lambda: learner.offload("optimizer"))
             timed("engine's weights wake", lambda: engine.wake("weights"))
-            timed(f"sync {version}", partial(sync, bridge, engine, version))
-            assert timed("check of every weight", lambda: check(bridge, engine)) > 0
+            timed(f"sync {version}", partial(sync, weight_sync, engine, version))
+            assert timed("check of every weight", lambda: compare_weights(weight_sync, engine)) > 0
             timed("learner offloaded", lambda: learner.offload("weights"))
             timed("cache wakes", lambda: engine.wake("kv_cache"))
             samples = timed("generation", partial(generate, engine, version))

@@ -19,7 +19,7 @@ import torch.multiprocessing
 
 from mugrpo_megatron.engine.launch import cuda_runtime_folders
 from mugrpo_megatron.weights.buckets import Bucket, ParameterSlots, Slot
-from mugrpo_megatron.weights.sync import flattened, serialize
+from mugrpo_megatron.weights.sync import flattened_bucket, serialize
 from tests.gpu.tiny import CUDA, DEVICE
 
 pytestmark = pytest.mark.process
@@ -81,7 +81,7 @@ def test_another_process_reads_a_bucket() -> None:
         slots[-1].view(flat).copy_(tensor)
         expected.append((name, tensor.tolist()))
     bucket = Bucket((0, None), (ParameterSlots(cast(Any, None), tuple(slots)),), 1024)
-    serialized = serialize(bucket, flat) if CUDA else bytes(ForkingPickler.dumps(flattened(bucket, flat)))
+    serialized = serialize(bucket, flat) if CUDA else bytes(ForkingPickler.dumps(flattened_bucket(bucket, flat)))
     if CUDA:
         torch.cuda.synchronize()
     context = multiprocessing.get_context("spawn")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mugrpo_megatron.kernels import torch_ops
-from mugrpo_megatron.learner.operators import rotate_, rotated
+from mugrpo_megatron.learner.operators import rotate, rotate_
 from tests.gpu.tiny import DEVICE
 from tests.kernels.problems import (
     OBJECTIVES,
@@ -77,9 +77,9 @@ def test_rotation_equals_float64(heads: int, dtype: torch.dtype, tolerance: floa
     x = torch.randn(300, 36, 128, device=DEVICE).to(dtype)[:, :heads]
     angles = 1000 * torch.rand(300, 1, 64, device=DEVICE)
     exact = rotate_(x.double(), angles.double().cos(), angles.double().sin())
-    found = rotated(x, angles.cos(), angles.sin())
+    found = rotate(x, angles.cos(), angles.sin())
     assert distance(found, exact) < tolerance
-    assert distance(rotated(found, angles.cos(), angles.sin(), inverse=True), x) < 2 * tolerance
+    assert distance(rotate(found, angles.cos(), angles.sin(), inverse=True), x) < 2 * tolerance
 
 
 @pytest.mark.gpu

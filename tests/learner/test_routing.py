@@ -16,7 +16,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplay, RouterRepl
 from mugrpo_megatron.learner.learner import Learner, build_learner
 from mugrpo_megatron.learner.model import policy
 from mugrpo_megatron.learner.packing import sequence_of
-from mugrpo_megatron.learner.passes import forward_only, pack_share, plan_update
+from mugrpo_megatron.learner.passes import forward_only, pack_local, plan_update
 from mugrpo_megatron.learner.routing import LayerRoutes, layers_of
 from mugrpo_megatron.learner.update import record_routes, token_logprobs, update
 from mugrpo_megatron.samples import InMemoryRoutes, Sample
@@ -51,7 +51,7 @@ def used_experts(learner: Learner, data: list[Sample]) -> np.ndarray:
                 lambda module, inputs, output, number=number: seen.append((number, output[1]))
             )
     sequences = [sequence_of(sample) for sample in data]
-    batches = pack_share(learner, sequences, plan_update(learner, sequences))
+    batches = pack_local(learner, sequences, plan_update(learner, sequences))
     forward_only(learner, batches, lambda model, hidden, batch: hidden)
     found = np.zeros((LAYERS, sum(sample.tokens - 1 for sample in data), EXPERTS), dtype=bool)
     for number in {number for number, _ in seen}:

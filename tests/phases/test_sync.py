@@ -33,13 +33,13 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The engines that were compared; an exception among them is raised instead."""
     seen: list[Any] = []
 
-    def check(bridge: object, engine: Any) -> int:
+    def check(weight_sync: object, engine: Any) -> int:
         seen.append(engine)
         if isinstance(engine, Exception):
             raise engine
         return 7 if engine else 0
 
-    monkeypatch.setattr(generate, "check", check)
+    monkeypatch.setattr(generate, "compare_weights", check)
     return seen
 
 
@@ -92,7 +92,7 @@ def test_a_difference_is_not_held_back(compared: list[Any]) -> None:
 
 
 def test_a_run_says_when_it_cannot_compare(compared: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate, "unchecked", lambda bridge: "SGLang pads heads")
+    monkeypatch.setattr(generate, "uncheckable_reason", lambda weight_sync: "SGLang pads heads")
     run = Run("every")
     for _ in range(3):
         synced(run, "engine")

@@ -58,16 +58,16 @@ def engine_of_two_nodes(hf: Path) -> dict[str, object]:
     """What this rank sees of three syncs; its engine fails in the second."""
     layout = {"tensor": 2}
     chunks, architecture = build(hf, layout, enter(layout))
-    bridge = build_weight_sync(chunks, architecture, BUCKET, engine_tensor=2, engine_nodes=2)
+    weight_sync = build_weight_sync(chunks, architecture, BUCKET, engine_tensor=2, engine_nodes=2)
     leads = dist.get_rank() == 0
     reader, dead = Reader(), Reader(fails=True)
-    stats = sync(bridge, reader if leads else None, version=3)
+    stats = sync(weight_sync, reader if leads else None, version=3)
     try:
-        sync(bridge, dead if leads else None, version=4)
+        sync(weight_sync, dead if leads else None, version=4)
         failed = False
     except EngineFailure:
         failed = True
-    sync(bridge, reader if leads else None, version=5)
+    sync(weight_sync, reader if leads else None, version=5)
     return {
         "read": [{name: tensor.numpy() for name, tensor in read.items()} for read in reader.read],
         "mine": mapped(),

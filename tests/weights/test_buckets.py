@@ -29,13 +29,13 @@ from mugrpo_megatron.weights.buckets import (
     Bucket,
     ParameterSlots,
     Slot,
-    pack,
+    pack_parameters,
     quantise,
     quantise_bucket,
     quantised_bucket,
 )
 from mugrpo_megatron.weights.families import read_architecture
-from mugrpo_megatron.weights.sync import flattened, serialize
+from mugrpo_megatron.weights.sync import flattened_bucket, serialize
 from mugrpo_megatron.weights.table import Entry, entries
 from tests import models
 from tests.ranks import run_ranks
@@ -61,7 +61,7 @@ def test_buckets_hold_every_tensor_once(model: Path, bucket_bytes: int, stages: 
         for name, entry in entries(architecture).items()
         for dtype in [torch.float32 if "router" in name else torch.bfloat16]
     }
-    buckets = list(pack(owners, architecture, bucket_bytes))
+    buckets = list(pack_parameters(owners, architecture, bucket_bytes))
     pieces = [piece for bucket in buckets for piece in bucket.pieces]
     assert sorted(piece.entry.megatron for piece in pieces) == sorted(owners)
     for bucket in buckets:
@@ -87,7 +87,7 @@ def test_stream_is_the_model_for_any_bucket_size(model: Path) -> None:
 
 def test_sglang_reads_a_flattened_bucket(model: Path) -> None:
     bucket, flat = _bucket(model)
-    received = MultiprocessingSerializer.deserialize(bytes(ForkingPickler.dumps(flattened(bucket, flat))))
+    received = MultiprocessingSerializer.deserialize(bytes(ForkingPickler.dumps(flattened_bucket(bucket, flat))))
     assert received["flattened_tensor"].data_ptr() != 0
     flat[0] += 1  # the memory is shared, not copied
     _check_same(bucket, flat, FlattenedTensorBucket(**received).reconstruct_tensors())
@@ -118,7 +118,7 @@ def _bucket(model: Path) -> tuple[Bucket, torch.Tensor]:
     torch.multiprocessing.set_sharing_strategy("file_system")
     architecture = read_architecture(model)
     owners = dict.fromkeys(entries(architecture), ((0, None), torch.bfloat16))
-    bucket, *_ = pack(owners, architecture, 20_000)
+    bucket, *_ = pack_parameters(owners, architecture, 20_000)
     return bucket, torch.randint(0, 255, (bucket.bytes + 100,), dtype=torch.uint8).share_memory_()
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from mugrpo_megatron.errors import EngineFailure, TrainingFailure
 from mugrpo_megatron.files.tensors import TensorChecksums
-from mugrpo_megatron.weights.check import WeightMismatch, check, unchecked
+from mugrpo_megatron.weights.check import WeightMismatch, compare_weights, uncheckable_reason
 from mugrpo_megatron.weights.sync import build_weight_sync
 from tests import models
 from tests.ranks import run_ranks
@@ -63,9 +63,9 @@ class DeadEngine:
         raise EngineFailure("it died")
 
 
-def told(bridge: Any, engine: Any) -> int | str:
+def told(weight_sync: Any, engine: Any) -> int | str:
     try:
-        return check(bridge, engine)
+        return compare_weights(weight_sync, engine)
     except (WeightMismatch, EngineFailure) as error:
         return f"{type(error).__name__}: {error}"
 
@@ -73,7 +73,7 @@ def told(bridge: Any, engine: Any) -> int | str:
 def engines_of_two_ranks(hf: Path) -> dict[str, int | str]:
     """Two data parallel ranks with an engine each; what each case says on this rank."""
     chunks, architecture = build(hf, {}, enter({}))
-    bridge = build_weight_sync(chunks, architecture, 16 * 1024)
+    weight_sync = build_weight_sync(chunks, architecture, 16 * 1024)
     rank = dist.get_rank()
     good, half = FakeEngine(hf, torch.float32), FakeEngine(hf, torch.bfloat16)
     wrong, lacking, strange = (FakeEngine(hf, torch.float32) for _ in range(3))
@@ -82,14 +82,14 @@ def engines_of_two_ranks(hf: Path) -> dict[str, int | str]:
     strange.parts[0]["model.layers.0.self_attn.attn.k_scale"] = torch.ones(1)
     alone = None if rank else good
     return {
-        "equal": told(bridge, good),
-        "in bfloat16": told(bridge, half),
-        "one engine": told(bridge, alone),
-        "wrong": told(bridge, wrong if rank else good),
-        "lacking": told(bridge, good if rank else lacking),
-        "strange": told(bridge, strange),
-        "dead": told(bridge, DeadEngine() if rank else good),
-        "after": told(bridge, good),
+        "equal": told(weight_sync, good),
+        "in bfloat16": told(weight_sync, half),
+        "one engine": told(weight_sync, alone),
+        "wrong": told(weight_sync, wrong if rank else good),
+        "lacking": told(weight_sync, good if rank else lacking),
+        "strange": told(weight_sync, strange),
+        "dead": told(weight_sync, DeadEngine() if rank else good),
+        "after": told(weight_sync, good),
     }
 
 
@@ -97,17 +97,17 @@ def engine_of_two_ranks(hf: Path) -> list[int | str]:
     """An engine of two tensor parallel ranks on a learner of two others."""
     layout = {"tensor": 2}
     chunks, architecture = build(hf, layout, enter(layout))
-    bridge = build_weight_sync(chunks, architecture, 16 * 1024, engine_tensor=2)
+    weight_sync = build_weight_sync(chunks, architecture, 16 * 1024, engine_tensor=2)
     good, wrong = (FakeEngine(hf, torch.float32, 2) for _ in range(2))
     wrong.parts[1]["model.layers.0.mlp.gate_up_proj.weight"][0, 0] += 1e-3
     leads = dist.get_rank() == 0
-    return [told(bridge, good if leads else None), told(bridge, wrong if leads else None)]
+    return [told(weight_sync, good if leads else None), told(weight_sync, wrong if leads else None)]
 
 
 def engine_with_padded_heads(hf: Path) -> tuple[int | str, str]:
     chunks, architecture = build(hf, {}, enter({}))
-    bridge = build_weight_sync(chunks, architecture, 16 * 1024, engine_tensor=3)
-    return told(bridge, DeadEngine()), unchecked(bridge)
+    weight_sync = build_weight_sync(chunks, architecture, 16 * 1024, engine_tensor=3)
+    return told(weight_sync, DeadEngine()), uncheckable_reason(weight_sync)
 
 
 @pytest.fixture(scope="module")

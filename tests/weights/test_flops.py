@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from mugrpo_megatron.weights.families import model_flops, read_architecture, work_of
+from mugrpo_megatron.weights.families import model_flops, read_architecture, token_flops
 from tests.models import save_model
 
 
@@ -22,7 +22,7 @@ def test_forward_flop_are_those_that_torch_counts(tmp_path: Path, family: str, c
     tokens = 24
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(torch.arange(tokens)[None])
-    work = work_of(architecture, tokens)
+    work = token_flops(architecture, tokens)
     chosen = architecture.transformer.get("moe_router_topk", 0)
     routed = (architecture.layers - architecture.dense_layers) * chosen * architecture.letters["M"]
     layers = work.layers - 2 * 3 * architecture.letters["H"] * routed  # torch does not count the experts' products
@@ -36,13 +36,13 @@ def test_a_token_of_a_mixture_pays_for_its_experts_and_the_router(tmp_path: Path
     save_model(tmp_path / "dense", "qwen3", head_dim=8, intermediate_size=120)
     moe, dense = (read_architecture(tmp_path / name) for name in ("moe", "dense"))
     router = 2 * moe.layers * moe.letters["H"] * moe.experts
-    assert work_of(moe, 9.0).layers == work_of(dense, 9.0).layers + router
+    assert token_flops(moe, 9.0).layers == token_flops(dense, 9.0).layers + router
 
 
 def test_an_update_counts_every_sequence_and_only_trained_logits(tmp_path: Path) -> None:
     save_model(tmp_path)
     architecture = read_architecture(tmp_path)
     lengths, trained = [5, 17, 9], 12
-    parts = [work_of(architecture, length) for length in lengths]
+    parts = [token_flops(architecture, length) for length in lengths]
     forward = sum(length * (one.layers + one.attention) for length, one in zip(lengths, parts, strict=True))
     assert model_flops(architecture, lengths, trained) == pytest.approx(3 * (forward + trained * parts[0].head))

@@ -19,7 +19,7 @@ from mugrpo_megatron.learner.model import policy
 from mugrpo_megatron.learner.update import token_logprobs
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.samples import Problem, Prompt, Response, Sample
-from mugrpo_megatron.weights.check import WeightMismatch, check
+from mugrpo_megatron.weights.check import WeightMismatch, compare_weights
 from mugrpo_megatron.weights.hf import load_hf
 from mugrpo_megatron.weights.sync import build_weight_sync, sync
 from tests import models
@@ -57,19 +57,26 @@ def feed_engine(recipe: Recipe, other: Path, bucket_bytes: int) -> dict[str, Any
     try:
         learner = build_learner(recipe)
         chunks = [policy(chunk) for chunk in learner.chunks]
-        bridge = build_weight_sync(chunks, learner.architecture, bucket_bytes, recipe.engine.tensor)
+        weight_sync = build_weight_sync(chunks, learner.architecture, bucket_bytes, recipe.engine.tensor)
         if engine:
             engine.wait_ready()
-        seen: dict[str, Any] = {"equal_at_start": check(bridge, engine), "at_start": disagreement(learner, engine)}
+        seen: dict[str, Any] = {
+            "equal_at_start": compare_weights(weight_sync, engine),
+            "at_start": disagreement(learner, engine),
+        }
         load_hf(chunks, other, learner.architecture)
         seen["unsynced"] = disagreement(learner, engine)
         try:
-            check(bridge, engine)
+            compare_weights(weight_sync, engine)
         except WeightMismatch as error:
             seen["refused"] = str(error)
-        stats = sync(bridge, engine, version=7)
-        seen |= {"equal": check(bridge, engine), "synced": disagreement(learner, engine), "buckets": stats.buckets}
-        sync(bridge, engine, version=8)
+        stats = sync(weight_sync, engine, version=7)
+        seen |= {
+            "equal": compare_weights(weight_sync, engine),
+            "synced": disagreement(learner, engine),
+            "buckets": stats.buckets,
+        }
+        sync(weight_sync, engine, version=8)
         seen |= {"again": disagreement(learner, engine), "version": engine.version if engine else None}
         return seen
     finally:

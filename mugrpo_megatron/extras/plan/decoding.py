@@ -7,7 +7,7 @@ from mugrpo_megatron.extras.plan.case import PlanCase
 from mugrpo_megatron.extras.plan.hardware import engines_of
 from mugrpo_megatron.extras.plan.lengths import resident_mean, response_lengths, seconds_to_decode
 from mugrpo_megatron.extras.plan.memory import EngineMemory, cache_shares
-from mugrpo_megatron.weights.families import work_of
+from mugrpo_megatron.weights.families import token_flops
 
 
 def decoding_seconds(responses: int, case: PlanCase, engine: EngineMemory) -> float:
@@ -17,7 +17,7 @@ def decoding_seconds(responses: int, case: PlanCase, engine: EngineMemory) -> fl
     resident = case.mean_prompt + resident_mean(lengths)
     sharing = cache_shares(case.architecture, share)
     cached = kv_bytes_per_token(dict(case.config), case.recipe.model.dtype) / sharing * resident
-    work = work_of(case.architecture, case.mean_sequence)
+    work = token_flops(case.architecture, case.mean_sequence)
     of_token = (work.layers + work.head + 2 * work.attention) / share
 
     # An engine of several nodes reduces two tensors in each layer over the network.
@@ -36,7 +36,7 @@ def decoding_seconds(responses: int, case: PlanCase, engine: EngineMemory) -> fl
 
 def reading_seconds(responses: int, case: PlanCase) -> float:
     """Seconds until all engines have read `responses` with their prompts, and scored every token of theirs."""
-    work = work_of(case.architecture, case.mean_sequence)
+    work = token_flops(case.architecture, case.mean_sequence)
     flops = case.mean_sequence * (work.layers + work.attention) + case.mean_response * work.head
     mine = -(-responses // engines_of(case.recipe, case.cluster))
     return mine * flops / case.recipe.engine.tensor / flops_of(case)

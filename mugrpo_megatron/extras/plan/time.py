@@ -14,7 +14,7 @@ from mugrpo_megatron.extras.plan.hardware import engines_of
 from mugrpo_megatron.extras.plan.memory import EngineMemory, Memory, batch_of
 from mugrpo_megatron.observe.metrics import MISMATCH_RESPONSES
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.weights.families import work_of
+from mugrpo_megatron.weights.families import token_flops
 
 PROBLEMS = {"aime24": 30, "aime25": 30, "amc23": 40, "amc24": 50, "gsm8k": 1319, "math500": 500}
 """Problems of public held-out sets (amc24: two tests of 25); of another set, as many as `data.eval_problems` allows."""
@@ -120,7 +120,7 @@ def step_seconds(case: PlanCase) -> float:
 
 def _sequence_flops(case: PlanCase, passes: float, head: int) -> float:
     """FLOP of one sequence: `passes` through the layers, `head` products with the output weight for trained tokens."""
-    work = work_of(case.architecture, case.mean_sequence)
+    work = token_flops(case.architecture, case.mean_sequence)
     return passes * case.mean_sequence * (work.layers + work.attention) + head * case.mean_response * work.head
 
 

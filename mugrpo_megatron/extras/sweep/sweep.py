@@ -26,7 +26,7 @@ from mugrpo_megatron.extras.sweep.cells import Sweep, claim_out
 from mugrpo_megatron.extras.sweep.grid import Cell
 from mugrpo_megatron.extras.sweep.table import publish
 from mugrpo_megatron.files.durable import write_text
-from mugrpo_megatron.learner.groups import Ranks, initialize, joined, named_phase
+from mugrpo_megatron.learner.groups import Ranks, initialize, named_phase, shutdown_after
 from mugrpo_megatron.learner.learner import Learner, build_learner
 from mugrpo_megatron.observe.environment import rank_of_environment
 from mugrpo_megatron.observe.log import FILE_NAME, open_log, read_rows
@@ -42,7 +42,7 @@ from mugrpo_megatron.run.directory import InUse, RunDirectory, open_directory
 from mugrpo_megatron.run.leader import Engines, role_of
 from mugrpo_megatron.run.origin import stage_origin
 from mugrpo_megatron.run.record import read_record
-from mugrpo_megatron.run.run import Run, bridge_of, check_current_stage, restore, start_engines
+from mugrpo_megatron.run.run import Run, check_current_stage, restore, start_engines, weight_sync_of
 from mugrpo_megatron.run.stopping import Stopped, handle_signals
 from mugrpo_megatron.run.world import World, broadcast_failure, open_world
 from mugrpo_megatron.stages.manifest import Origin
@@ -178,7 +178,7 @@ class SweepContext:
                 saver = stack.enter_context(
                     open_saver(learner, directory.checkpoints, recipe.checkpoint, record.id, log)
                 )
-                engines = Engines(bridge_of(learner), None)
+                engines = Engines(weight_sync_of(learner), None)
             yield Run(recipe, directory, self.world, log, self.display, saver, record), learner, engines, cursor
 
     def with_engines(self, run: Run, learner: Learner, engines: Engines) -> tuple[Run, Engines]:
@@ -188,18 +188,19 @@ class SweepContext:
         """
         if self._started is None:
             with run.log.phase("start", 0):
-                self._started = self._start(learner, engines.bridge)
+                self._started = self._start(learner, engines.weight_sync)
         started, number = self._started
-        return replace(run, world=replace(self.world, engines=number)), replace(started, bridge=engines.bridge)
+        started = replace(started, weight_sync=engines.weight_sync)
+        return replace(run, world=replace(self.world, engines=number)), started
 
-    def _start(self, learner: Learner, bridge: WeightSync) -> tuple[Engines, int]:
+    def _start(self, learner: Learner, weight_sync: WeightSync) -> tuple[Engines, int]:
         prepared = None
         if self.is_main and self.problems:
             tokenizer = load_tokenizer(self.recipe.model.directory)
             prepared = prepare(self.recipe.data, self.recipe.reward, tokenizer, self.problems)
         role = role_of(self.recipe, self.logs, self.world.stop.heard)
         try:
-            engines = start_engines(learner, self.world, self.display, role, prepared, bridge, self.stack)
+            engines = start_engines(learner, self.world, self.display, role, prepared, weight_sync, self.stack)
         except UserError as error:
             raise EngineFailure(str(error)) from None
         return engines, role.slot.engines
@@ -216,7 +217,7 @@ def open_sweep(recipe: Recipe, logs: Path, problems: Problems | None) -> Iterato
         stop = stack.enter_context(handle_signals(is_main))
         with stop.at_once("the sweep was still starting"):
             ranks: Ranks = initialize(recipe)
-            stack.enter_context(joined(ranks))
+            stack.enter_context(shutdown_after(ranks))
             stack.enter_context(named_phase(ranks))
         world = open_world(ranks, recipe.run.collective_timeout_s, 0, stop)
         stack.callback(stop.leave)

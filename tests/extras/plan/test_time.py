@@ -23,7 +23,7 @@ from mugrpo_megatron.extras.plan.time import (
     schedules,
     stage_bytes,
     step_seconds,
-    work_of,
+    token_flops,
 )
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.weights.families import architecture
@@ -46,13 +46,13 @@ def recipe(**sections: dict[str, Any]) -> Recipe:
 
 def test_forward_and_backward_of_a_7b_token_are_42_gflop() -> None:
     """6 x (parameters - embedding), the usual count, without attention."""
-    work = work_of(MODEL, 1000)
+    work = token_flops(MODEL, 1000)
     assert 3 * (work.layers + work.head) == pytest.approx(42.4e9, rel=0.005)
     assert 3 * work.attention == pytest.approx(6 * 28 * 3584 * 1000)
 
 
 def test_only_chosen_experts_cost_work() -> None:
-    work = work_of(architecture(bundled_configs()["Qwen3-30B-A3B"]), 1)
+    work = token_flops(architecture(bundled_configs()["Qwen3-30B-A3B"]), 1)
     assert (work.layers + work.head) / 2 == pytest.approx(3.0e9, rel=0.05)  # "A3B", less the embedding
 
 
