@@ -160,9 +160,8 @@ def report(options: Options) -> int:
         return 0
     if out is None:
         raise UserError("several runs need --out PAGE.html for their common page")
-    from mugrpo_megatron.report.comparison import write_comparison
-
-    print(visible(str(write_comparison(run_dirs, out))))
+    comparison = import_module("mugrpo_megatron.extras.comparison.comparison")
+    print(visible(str(comparison.write_comparison(run_dirs, out))))
     return 0
 
 

@@ -53,7 +53,7 @@ def write(directory: Path, config: Any) -> Path:
 
 
 def planned(directory: Path) -> object:
-    return find_model(Recipe.model_validate({"model": {"path": str(directory)}}))
+    return find_model(Recipe.model_validate({"model": {"path": str(directory)}}).model)
 
 
 READERS: dict[str, Callable[[Path], object]] = {

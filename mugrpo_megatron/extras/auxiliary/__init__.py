@@ -1,11 +1,10 @@
 """Auxiliary models: a teacher or a judge scores each stage on the run's devices, between generation and optimization.
 
-phase         starts an auxiliary model's engines, has them compute what the stage lacks, and stops them
-shard         the same without a learner: one process's shard of a sealed stage
-scoring       the models and their jobs on a stage, and the loop of one engine
-columns       the stage's columns that auxiliary models compute, and those that a branch takes over
-jobs          a teacher's log-probabilities of the stage's own tokens, and a judge's scores
-column_parts  the finished updates of a column, so that a killed run continues there
-models        an auxiliary model's files and its engine's recipe, with a hook for the temperature
-checks        refusals before the start
+phase              starts an auxiliary model's engines, has them compute what the stage lacks, and stops them
+shard              the same without a learner: one process's shard of a sealed stage
+scoring            the models and their jobs on a stage, and the loop of one engine
+jobs               a teacher's log-probabilities of the stage's own tokens, and a judge's scores
+auxiliary_columns  columns of the stage, their finished parts, and those that a branch takes over
+models             an auxiliary model's files and its engine's recipe, with a hook for the temperature
+checks             refusals before the start
 """

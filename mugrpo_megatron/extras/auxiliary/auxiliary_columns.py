@@ -1,18 +1,32 @@
-"""Columns of a stage that auxiliary models compute: which the recipe asks for, and which a branch takes over."""
+"""Columns of a stage that auxiliary models compute: which the recipe asks for, their parts, and links in a branch.
+
+    auxiliary/stage00003-NAME.parts-3f2a90c1b7de/00017.parquet    an update's part; merged to a column once all exist
+
+The folder's name ends with a digest of the column's stage, weights and settings: parts of another are never mixed in.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.auxiliary.models import directory_of
+from mugrpo_megatron.files.durable import durable_file, full_disk_error
 from mugrpo_megatron.phases.batches import score_column, teacher_column
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.branch import link_or_copy
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.stages.columns import LogprobColumn, ScoreColumn, TableColumn
-from mugrpo_megatron.stages.store import StageStore
+from mugrpo_megatron.stages.store import VISIBLE_SECONDS, StageStore
 from mugrpo_megatron.weights.families import fingerprint
 
 
@@ -51,3 +65,58 @@ def _has_weights(column: TableColumn, weights: str) -> bool:
         return column.whole and bool(column.body()["weights"] == weights)
     except UserError:  # damaged, or computed with other settings than the recipe's
         return False
+
+
+class ColumnParts:
+    """Parts of a column of `updates` updates; several processes may write, each its own updates."""
+
+    def __init__(self, column: TableColumn, weights: str, updates: int) -> None:
+        """`weights` is the fingerprint of the auxiliary model's checkpoint."""
+        belongs = json.dumps([dict(column.of), weights], sort_keys=True).encode()
+        name = f"{column.path.stem}.parts-{hashlib.sha256(belongs).hexdigest()[:12]}"
+        self._column, self._weights, self._updates = column, weights, updates
+        self.directory = column.path.with_name(name)
+
+    def missing(self) -> list[int]:
+        """Updates without a part; none once the column is merged."""
+        if self._column.whole:
+            return []
+        return [update for update in range(self._updates) if not self._path(update).exists()]
+
+    def wait_for(self, updates: set[int]) -> bool:
+        """Wait until parts of other processes are visible on a shared file system; False after VISIBLE_SECONDS."""
+        deadline = time.monotonic() + VISIBLE_SECONDS
+        while updates & set(self.missing()):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.2)
+        return True
+
+    def write(self, update: int, table: pa.Table) -> None:
+        """Write a part, durably; it is complete or absent. UserError for a full disk."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise full_disk_error(error, self.directory) or error from error
+        with durable_file(self._path(update)) as file:
+            pq.write_table(table, file, write_page_checksum=True)
+
+    def read(self, update: int) -> pa.Table:
+        """Read a part; raise UserError when it is damaged."""
+        path = self._path(update)
+        try:
+            with pq.ParquetFile(path, page_checksum_verification=True) as file:  # `read_table` loads pyarrow.dataset
+                return file.read(use_threads=False)
+        except (OSError, pa.ArrowException) as error:
+            raise UserError(f"{path}: damaged ({error}); remove it, and the same command computes it again") from None
+
+    def merge(self) -> None:
+        """Merge all parts to the column and remove them; after a kill in between, only remove them."""
+        if not self._column.whole:
+            with self._column.write_tables(weights=self._weights) as append:
+                for update in range(self._updates):
+                    append(self.read(update))
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _path(self, update: int) -> Path:
+        return self.directory / f"{update:05d}.parquet"

@@ -24,7 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.extras.auxiliary.column_parts import ColumnParts
+from mugrpo_megatron.extras.auxiliary.auxiliary_columns import ColumnParts
 from mugrpo_megatron.extras.auxiliary.models import judge_recipe, question_room, teacher_recipe
 from mugrpo_megatron.files.hf_config import read_model_config
 from mugrpo_megatron.recipe import Recipe

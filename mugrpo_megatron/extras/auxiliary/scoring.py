@@ -9,8 +9,7 @@ from pathlib import Path
 from mugrpo_megatron.engine.client import Engine
 from mugrpo_megatron.engine.queue import PromptQueue
 from mugrpo_megatron.errors import EngineFailure, EngineStopped, UserError
-from mugrpo_megatron.extras.auxiliary.auxiliary_columns import auxiliary_columns
-from mugrpo_megatron.extras.auxiliary.column_parts import ColumnParts
+from mugrpo_megatron.extras.auxiliary.auxiliary_columns import ColumnParts, auxiliary_columns
 from mugrpo_megatron.extras.auxiliary.jobs import Job, Judge, Teacher
 from mugrpo_megatron.extras.auxiliary.models import directory_of
 from mugrpo_megatron.recipe import Recipe

@@ -21,6 +21,8 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.checkpoint_state import STATE
 from mugrpo_megatron.files.durable import read_checksummed_json, write_checksummed_json
 from mugrpo_megatron.recipe import Recipe, load_recipe
+from mugrpo_megatron.recipe.policy import ModelSection
+from mugrpo_megatron.recipe.sections import ScheduleSection
 from mugrpo_megatron.run.cursor import CHECKPOINTS, Cursor, checkpoint_name
 from mugrpo_megatron.run.data import fingerprint as problems_fingerprint
 from mugrpo_megatron.run.data import record_data
@@ -81,7 +83,7 @@ class NextStage:
         return Origin(self.record.run_of_stage(self.cursor.stage), self.cursor.stage, self.cursor.updates)
 
 
-def next_stage(directory: RunDirectory, recipe: Recipe) -> NextStage:
+def next_stage(directory: RunDirectory, model: ModelSection, schedule: ScheduleSection) -> NextStage:
     """The stage that the run generates next; a run without `hf/` and without checkpoints begins with `model.path`.
 
     Raises UserError when there is no run, when it has taken all of its updates, and when `hf/` lacks the run's current
@@ -99,8 +101,8 @@ def next_stage(directory: RunDirectory, recipe: Recipe) -> NextStage:
             "finish the stage with `mugrpo optimize`, which writes hf/"
         )
     if cursor is None:
-        cursor, weights = Cursor(), recipe.model.directory
-    if cursor.finished(recipe.schedule):
+        cursor, weights = Cursor(), model.directory
+    if cursor.finished(schedule):
         raise UserError(
             f"{directory.path} has taken all of its {cursor.updates} updates; a larger schedule.stages continues it"
         )
@@ -126,7 +128,7 @@ def begin(recipe: Recipe, problems: Problems) -> NextStage:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.1)
-    return next_stage(RunDirectory(recipe.run.dir), recipe)
+    return next_stage(RunDirectory(recipe.run.dir), recipe.model, recipe.schedule)
 
 
 def mark_shard(shard: GenerationShard, stage: NextStage, problems: Problems) -> None:
@@ -164,7 +166,7 @@ def marked_shards(stage: Path, weights: Path) -> list[GenerationShard]:
     return [GenerationShard(**mark["shard"]) for mark in marks]
 
 
-def close_stage(recipe: Recipe, stage: NextStage) -> int:
+def close_stage(stage: NextStage, updates: int, prompts_per_update: int) -> int:
     """Seal the stage, and return the number of its groups. The caller holds a lock that keeps others from sealing.
 
     Raises UserError, with nothing changed, when a group is missing, when a shard's origin is another than the stage's,
@@ -172,8 +174,7 @@ def close_stage(recipe: Recipe, stage: NextStage) -> int:
     """
     check_stage(stage.directory, stage.origin)
     store = StageStore(stage.directory, 0, stage.origin)
-    updates = stage.cursor.stage_updates(recipe.schedule)
-    count = updates * recipe.rollout.prompts_per_update
+    count = updates * prompts_per_update
     if store.sealed:
         return count
     shards = marked_shards(stage.directory, stage.weights)
@@ -185,7 +186,7 @@ def close_stage(recipe: Recipe, stage: NextStage) -> int:
             f"{stage.directory} lacks {len(missing):,} of {count:,} groups; shards that lack some: "
             f"{', '.join(incomplete) or 'none'}{unclaimed}; run them again: `mugrpo generate --engine-only --shard I/N`"
         )
-    store.seal(updates, recipe.rollout.prompts_per_update)
+    store.seal(updates, prompts_per_update)
     return count
 
 
@@ -199,13 +200,13 @@ def seal(run_dir: Path) -> str:
     if not directory.recipe.exists():
         raise UserError(f"{run_dir}: not a run directory (it has no {directory.recipe.name})")
     recipe = with_model(load_recipe(directory.recipe), run_dir=run_dir)
-    stage = next_stage(directory, recipe)
+    stage = next_stage(directory, recipe.model, recipe.schedule)
     with locked(directory.path / ".lock"):
         store = StageStore(stage.directory, 0, stage.origin)
         if store.sealed:
             store.remove_merged()
             return f"{stage.directory} is sealed already; `mugrpo optimize` takes its updates"
-        count = close_stage(recipe, stage)
+        count = close_stage(stage, stage.cursor.stage_updates(recipe.schedule), recipe.rollout.prompts_per_update)
     after = (
         "run its shards again for its auxiliary models, or"
         if recipe.auxiliary.by_name

@@ -21,15 +21,18 @@ from mugrpo_megatron.data.reading import any_answer, data_source_of, prompt_in_r
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.exchange.foreign_rollouts import ForeignRollout, read_rollouts, small_enough
+from mugrpo_megatron.extras.exchange.local_paths import hub_name, without_local_paths
 from mugrpo_megatron.extras.exchange.publish import CARD, card, say_leftovers
 from mugrpo_megatron.files.durable import durable_directory, write_text
 from mugrpo_megatron.files.json_text import as_text
 from mugrpo_megatron.files.outputs import check_output
 from mugrpo_megatron.recipe import Recipe, dump_recipe
+from mugrpo_megatron.recipe.objective import ObjectiveSection
+from mugrpo_megatron.recipe.scoring import RewardSection
 from mugrpo_megatron.rewards.items import Score
 from mugrpo_megatron.rewards.pool import Verifier, with_length_penalty
 from mugrpo_megatron.run.directory import RunDirectory
-from mugrpo_megatron.run.published import Published, hub_name, portable, weight_sums, write_published
+from mugrpo_megatron.run.published import Published, weight_sums, write_published
 from mugrpo_megatron.run.record import with_model
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.manifest import Origin
@@ -68,9 +71,10 @@ def import_rollouts(
     updates = _check_fits(file, groups, recipe)
     _check_trained(file, groups, recipe.rollout.prompts_per_update)
     known = groups[0][0].logprobs is not None
-    golds = [[_gold(rollout, recipe, file.stem) for rollout in group] for group in groups]
-    scores = _scores(groups, golds, recipe, reward)
-    portable_recipe, hidden = portable(recipe)
+    golds = [[_gold(rollout, recipe.reward, file.stem) for rollout in group] for group in groups]
+    scores = _scores(groups, golds, recipe.reward, limits[1], reward)
+    portable_recipe, hidden = without_local_paths(recipe)
+    recipe_text = dump_recipe(portable_recipe)
     run = secrets.token_hex(8)
     published = Published(run, 0, *hub_name(model), weights, hidden, logprobs=known)
     say_leftovers(to, say)
@@ -78,11 +82,11 @@ def import_rollouts(
         target = RunDirectory(partial)
         store = StageStore(target.stage(0), origin=Origin(run, 0, 0))
         for index, (group, group_golds, scored) in enumerate(zip(groups, golds, scores, strict=True)):
-            store.append(_samples(index, group, group_golds[0], scored, recipe))
+            store.append(_samples(index, group, group_golds[0], scored, recipe.objective))
         store.seal(updates, recipe.rollout.prompts_per_update)
-        write_text(target.recipe, dump_recipe(portable_recipe))
+        write_text(target.recipe, recipe_text)
         write_published(partial, published)
-        write_text(partial / CARD, card(published, portable_recipe, store, weights=True))
+        write_text(partial / CARD, card(published, recipe_text, store, weights=True))
         mean = store.statistics()["reward_mean"]
     count = sum(len(group) for group in groups)
     say(f"{to}: {count:,} responses in {len(groups):,} groups, {updates:,} updates, mean reward {mean:.4g}")
@@ -134,17 +138,17 @@ def _check_trained(file: Path, groups: list[list[ForeignRollout]], size: int) ->
 
 
 def _scores(
-    groups: list[list[ForeignRollout]], golds: list[list[_Gold]], recipe: Recipe, reward: str | None
+    groups: list[list[ForeignRollout]], golds: list[list[_Gold]], section: RewardSection, limit: int, column: str | None
 ) -> list[list[Score]]:
-    """Every response's score: the one in the column `reward`, else in one called so, else the verifier's."""
-    column = reward or ("reward" if "reward" in groups[0][0].row else None)
+    """Scores from `column`, else from a column `reward`, else the verifier's, whose length limit is `limit` tokens."""
+    column = column or ("reward" if "reward" in groups[0][0].row else None)
     if column is not None:
         return [[_given(rollout, column) for rollout in group] for group in groups]
     answers = [
         [_answer(rollout, gold) for rollout, gold in zip(group, group_golds, strict=True)]
         for group, group_golds in zip(groups, golds, strict=True)
     ]
-    with Verifier(recipe.reward) as verifier:
+    with Verifier(section) as verifier:
         pending = [
             verifier.submit(
                 [rollout.text for rollout in group],
@@ -158,10 +162,9 @@ def _scores(
             for group, group_golds, texts in zip(groups, golds, answers, strict=True)
         ]
         verdicts = [batch.result() for batch in pending]
-    limit = recipe.rollout.max_response_tokens
     return [
         [
-            with_length_penalty(score, len(rollout.response_ids), limit, recipe.reward)
+            with_length_penalty(score, len(rollout.response_ids), limit, section)
             for rollout, score in zip(group, scores, strict=True)
         ]
         for group, scores in zip(groups, verdicts, strict=True)
@@ -186,10 +189,10 @@ def _given(rollout: ForeignRollout, column: str) -> Score:
     return Score(float(value), "", f"given in {column}", 0.0, components={column: float(value)})
 
 
-def _gold(rollout: ForeignRollout, recipe: Recipe, name: str) -> _Gold:
+def _gold(rollout: ForeignRollout, section: RewardSection, name: str) -> _Gold:
     """The row's gold, found as training finds it; `name` is the data source of a row that names none."""
     source, row = data_source_of(rollout.row) or name, dict(rollout.row)
-    takes_any = recipe.reward.any_gold(source)
+    takes_any = section.any_gold(source)
     column = gold_column(row, takes_any)
     return _Gold(source, column, field_at(row, column) if column else None, takes_any)
 
@@ -209,9 +212,11 @@ def _answer(rollout: ForeignRollout, gold: _Gold) -> str:
         raise UserError(f"{rollout.location}: {error}") from None
 
 
-def _samples(index: int, group: list[ForeignRollout], gold: _Gold, scores: list[Score], recipe: Recipe) -> list[Sample]:
+def _samples(
+    index: int, group: list[ForeignRollout], gold: _Gold, scores: list[Score], objective: ObjectiveSection
+) -> list[Sample]:
     rewards = np.array([score.reward for score in scores])
-    advantages = group_advantages(rewards, np.zeros(len(rewards), dtype=np.int64), recipe.objective)
+    advantages = group_advantages(rewards, np.zeros(len(rewards), dtype=np.int64), objective)
     return [
         Sample(
             group=index,

@@ -14,19 +14,18 @@ import pyarrow.parquet as pq
 
 from mugrpo_megatron import __version__
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.extras.exchange.local_paths import hub_name, without_local_paths
 from mugrpo_megatron.files.checkpoint_state import STATE, read_state
 from mugrpo_megatron.files.durable import RANDOM_SUFFIX, durable_directory, write_text
 from mugrpo_megatron.files.json_text import file_inside
 from mugrpo_megatron.files.outputs import check_output
-from mugrpo_megatron.recipe import Recipe, dump_recipe, load_recipe
+from mugrpo_megatron.recipe import dump_recipe, load_recipe
 from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.published import (
     FILE_NAME,
     Published,
     have_logprobs,
-    hub_name,
-    portable,
     read_published,
     weight_sums,
     write_published,
@@ -78,7 +77,8 @@ def publish(
     start = run.checkpoints / checkpoint_name(Cursor(stage))
     if weights and stage and not start.exists():
         raise UserError(f"{start} is missing, and with it the weights at the start of stage {stage}; omit --weights")
-    recipe, hidden = portable(load_recipe(run.recipe))
+    portable_recipe, hidden = without_local_paths(load_recipe(run.recipe))
+    recipe_text = dump_recipe(portable_recipe)
     cached = with_cached_model(load_recipe(run.recipe), run_dir)
     model = cached.model.directory
     published = Published(origin.run, stage, *hub_name(model), weight_sums(model), hidden, have_logprobs(store))
@@ -94,9 +94,9 @@ def publish(
             _copy(columns[0].parent, target.path / columns[0].parent.name, [path.name for path in columns])
         if weights and stage:
             _copy(start, target.checkpoints / start.name, _of_checkpoint(start))
-        write_text(target.recipe, dump_recipe(recipe))
+        write_text(target.recipe, recipe_text)
         write_published(partial, published)
-        write_text(partial / CARD, card(published, recipe, copied, weights=weights or not stage))
+        write_text(partial / CARD, card(published, recipe_text, copied, weights=weights or not stage))
     say(f"{to}: stage {stage} of run {origin.run}, {int(store.statistics()['responses']):,} responses, see {CARD}")
     if hidden:
         say(f"left out, as places of this machine: {', '.join(hidden)}")
@@ -157,8 +157,8 @@ def _check_replaceable(directory: Path) -> None:
                 raise UserError(f"--to {directory}: {path} is not of `mugrpo publish`; move it, or choose another path")
 
 
-def card(published: Published, recipe: Recipe, store: StageStore, weights: bool) -> str:
-    """The data set's README.md, with the header that the Hugging Face hub reads."""
+def card(published: Published, recipe: str, store: StageStore, weights: bool) -> str:
+    """The data set's README.md, with the hub's header; `recipe` is the recipe's TOML."""
     path = store.directory / store.file
     name = f"stages/{published.stage:05d}/{store.file}"
     schema = pq.read_schema(path)
@@ -214,7 +214,7 @@ and their rewards. A row is a response; the rows of a group share their prompt; 
 Paths are cut to their last part, and settings that do not concern the stage are left out.
 
 ```toml
-{dump_recipe(recipe).rstrip()}
+{recipe.rstrip()}
 ```
 """
 

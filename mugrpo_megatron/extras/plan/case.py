@@ -17,6 +17,8 @@ from mugrpo_megatron.extras.plan.hardware import Assumptions, Cluster
 from mugrpo_megatron.files.hf_config import check_config, read_config_file
 from mugrpo_megatron.files.hub import model_config, model_name
 from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe.policy import ModelSection
+from mugrpo_megatron.recipe.systems import ParallelSection
 from mugrpo_megatron.weights.architecture import Architecture, stage_layers
 from mugrpo_megatron.weights.blocks import Row
 from mugrpo_megatron.weights.families import architecture
@@ -32,13 +34,13 @@ class ModelShape:
     source: str
 
 
-def find_model(recipe: Recipe, config: Path | None = None) -> ModelShape:
+def find_model(section: ModelSection, config: Path | None = None) -> ModelShape:
     """The model to plan for: `config` if given, else `model.path`'s config.json, its bundled entry, the hub's.
 
     No weights are needed. Raises UserError, naming the ways, when none of them gives a shape.
     """
     if config is None:
-        return find_shape(recipe.model.path, recipe.model.revision)
+        return find_shape(section.path, section.revision)
     if config.is_file():
         return _from_file(config)
     raise UserError(f"--model-config {config}: no such file; it is the config.json of a Hugging Face model")
@@ -119,9 +121,8 @@ class Layout:
         return " ".join(sizes + extras) or "one rank"
 
 
-def layout_of(recipe: Recipe, world: int) -> Layout:
-    """The recipe's layout on `world` ranks, a multiple of tensor x pipeline x context."""
-    parallel = recipe.parallel
+def layout_of(parallel: ParallelSection, recompute: str, world: int) -> Layout:
+    """The layout on `world` ranks, a multiple of tensor x pipeline x context."""
     replica = parallel.tensor * parallel.pipeline * parallel.context
     return Layout(
         tensor=parallel.tensor,
@@ -131,7 +132,7 @@ def layout_of(recipe: Recipe, world: int) -> Layout:
         expert=parallel.expert,
         data=max(1, world // replica),
         sequence=parallel.sequence,
-        recompute=recipe.learner.recompute,
+        recompute=recompute,
     )
 
 
@@ -256,7 +257,9 @@ class PlanCase:
 
     def with_recipe(self, recipe: Recipe) -> PlanCase:
         """The same case with another recipe, in that recipe's layout."""
-        return replace(self, recipe=recipe, layout=layout_of(recipe, self.cluster.world))
+        return replace(
+            self, recipe=recipe, layout=layout_of(recipe.parallel, recipe.learner.recompute, self.cluster.world)
+        )
 
     def changed(self, section: str, **keys: Any) -> PlanCase:
         """The same case with other values of these keys of a section of the recipe."""
@@ -272,4 +275,5 @@ def make_case(
         name: find_shape(auxiliary.model, None, f"auxiliary.{name}.model")
         for name, auxiliary in recipe.auxiliary.by_name.items()
     }
-    return PlanCase(recipe, architecture, config, layout_of(recipe, cluster.world), cluster, assumptions, auxiliaries)
+    layout = layout_of(recipe.parallel, recipe.learner.recompute, cluster.world)
+    return PlanCase(recipe, architecture, config, layout, cluster, assumptions, auxiliaries)

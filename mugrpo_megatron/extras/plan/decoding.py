@@ -29,7 +29,7 @@ def decoding_seconds(responses: int, case: PlanCase, engine: EngineMemory) -> fl
         moved = (engine.weights + running * cached) / (device.bandwidth * assumptions.decode)
         return network + max(assumptions.step_floor, moved, running * of_token / flops_of(case))
 
-    mine = -(-responses // engines_of(case.recipe, case.cluster))
+    mine = -(-responses // engines_of(case.recipe.engine, case.cluster))
     reading = mine * case.mean_prompt * (work.layers + work.attention) / share / flops_of(case)
     return reading + seconds_to_decode(mine, max(1, engine.requests), lengths, step)
 
@@ -38,7 +38,7 @@ def reading_seconds(responses: int, case: PlanCase) -> float:
     """Seconds until all engines have read `responses` with their prompts, and scored every token of theirs."""
     work = token_flops(case.architecture, case.mean_sequence)
     flops = case.mean_sequence * (work.layers + work.attention) + case.mean_response * work.head
-    mine = -(-responses // engines_of(case.recipe, case.cluster))
+    mine = -(-responses // engines_of(case.recipe.engine, case.cluster))
     return mine * flops / case.recipe.engine.tensor / flops_of(case)
 
 

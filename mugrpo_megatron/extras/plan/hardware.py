@@ -11,7 +11,7 @@ import psutil
 from mugrpo_megatron.cpu.sglang import replicas_of
 from mugrpo_megatron.engine.placement import EngineSlot, engine_slot
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe.systems import EngineSection
 
 GIB = 1 << 30
 MOST_NODES, MOST_PER_NODE = 100_000, 1024
@@ -60,21 +60,21 @@ class Cluster:
         return f"{self.nodes} x {self.per_node} {self.device.name}"
 
 
-def engines_of(recipe: Recipe, cluster: Cluster) -> int:
+def engines_of(section: EngineSection, cluster: Cluster) -> int:
     """Engines of the whole cluster, which share one queue of prompts.
 
     Raises UserError, naming the sizes that work, when the ranks of a node cannot be divided into engines.
     """
-    return _first_slot(recipe, cluster).engines
+    return _first_slot(section, cluster).engines
 
 
-def replicas_of_engines(recipe: Recipe, cluster: Cluster, weight_bytes: float) -> int:
+def replicas_of_engines(section: EngineSection, cluster: Cluster, weight_bytes: float) -> int:
     """Replicas of each engine, whose weights take so many bytes; UserError as in `engines_of`."""
-    return replicas_of(recipe.engine, weight_bytes, _first_slot(recipe, cluster).local_engines, _cores(cluster))
+    return replicas_of(section, weight_bytes, _first_slot(section, cluster).local_engines, _cores(cluster))
 
 
-def _first_slot(recipe: Recipe, cluster: Cluster) -> EngineSlot:
-    return engine_slot(recipe.engine, 0, cluster.world, 0, cluster.per_node, _cores(cluster))
+def _first_slot(section: EngineSection, cluster: Cluster) -> EngineSlot:
+    return engine_slot(section, 0, cluster.world, 0, cluster.per_node, _cores(cluster))
 
 
 def _cores(cluster: Cluster) -> int | None:

@@ -291,7 +291,7 @@ def engine_memory(case: PlanCase) -> EngineMemory:
     """Bytes of one rank of an engine, as SGLang sizes it while the learner is offloaded."""
     recipe, assumptions, tp = case.recipe, case.assumptions, case.recipe.engine.tensor
     weight_bytes = engine_weight_bytes(case)
-    weights = weight_bytes / tp * replicas_of_engines(recipe, case.cluster, weight_bytes)
+    weights = weight_bytes / tp * replicas_of_engines(recipe.engine, case.cluster, weight_bytes)
     sharing = cache_shares(case.architecture, tp)
     per_token = kv_bytes_per_token(dict(case.config), recipe.model.dtype) / sharing
     limit = recipe.engine.extra.get("max_total_tokens") or float("inf")

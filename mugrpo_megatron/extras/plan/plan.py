@@ -66,7 +66,7 @@ def make_plan(
     """
     cluster, assumed = make_cluster(nodes, per_node, device), assume(assumptions)
     check_engine_device(recipe, cluster.device.cuda)
-    model = find_model(recipe, model_config)
+    model = find_model(recipe.model, model_config)
     case = make_case(recipe, model.architecture, model.config, cluster, assumed)
     if problems := _problems(case):
         raise UserError("; ".join([*problems, *_advice(case)]))
@@ -84,7 +84,7 @@ def make_plan(
         memory=need,
         phases=phases(case, need),
         stage_lengths=(recipe.schedule.length(0), recipe.schedule.length(recipe.schedule.stages - 1)),
-        engines=engines_of(recipe, cluster),
+        engines=engines_of(recipe.engine, cluster),
         auxiliaries=auxiliaries,
         bubble=bubble(case.layout, batch.micro_batches),
         checkpoint_bytes=checkpoint_bytes(case),

@@ -13,7 +13,8 @@ from mugrpo_megatron.extras.plan.decoding import decoding_seconds, flops_of
 from mugrpo_megatron.extras.plan.hardware import engines_of
 from mugrpo_megatron.extras.plan.memory import EngineMemory, Memory, batch_of
 from mugrpo_megatron.observe.metrics import MISMATCH_RESPONSES
-from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe.scoring import EvalSection
+from mugrpo_megatron.recipe.sections import ScheduleSection
 from mugrpo_megatron.weights.families import token_flops
 
 PROBLEMS = {"aime24": 30, "aime25": 30, "amc23": 40, "amc24": 50, "gsm8k": 1319, "math500": 500}
@@ -22,19 +23,18 @@ PROBLEMS = {"aime24": 30, "aime25": 30, "amc23": 40, "amc24": 50, "gsm8k": 1319,
 
 def scoring_seconds(responses: int, case: PlanCase) -> float:
     """Seconds of the verifiers, one on each engine leader: `reward.workers` processes, or one per two cores."""
-    engines = engines_of(case.recipe, case.cluster)
+    engines = engines_of(case.recipe.engine, case.cluster)
     cores = case.assumptions.cores * case.cluster.world / engines
     workers = min(case.recipe.reward.workers, cores) or max(1, int(cores // 2))
     return responses / (case.assumptions.verifier * workers * engines)
 
 
-def evaluations(recipe: Recipe) -> tuple[int, int]:
+def evaluations(schedule: ScheduleSection, section: EvalSection) -> tuple[int, int]:
     """(before stages, others): evaluations of a run; before a stage the engines are awake anyway.
 
     Before: the first stage and every `eval.every_stages`-th one. Others: inside a stage after every
     `eval.every_updates`-th update except the last, and at the end of the run.
     """
-    schedule, section = recipe.schedule, recipe.eval
     before = 1 + ((schedule.stages - 1) // section.every_stages if section.every_stages else 0)
     inside = (schedule.updates_on_stage - 1) // section.every_updates if section.every_updates else 0
     return before, schedule.stages * inside + 1
@@ -164,7 +164,7 @@ def phases(case: PlanCase, need: Memory) -> Phases:
     generate = decoding_seconds(responses, case, need.serving)
     moved = 2 * (state.weights + state.optimizer) / case.assumptions.host_link + case.assumptions.wake
     switch, sync = moved if case.cuda else 0.0, sync_bytes(case) / case.assumptions.bridge
-    before, woken = evaluations(case.recipe)
+    before, woken = evaluations(schedule, case.recipe.eval)
     evaluate = (before + woken) * evaluation_seconds(case, need.serving) + woken * (switch + sync)
     phases = Phases(
         switch=switch,

@@ -10,6 +10,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from mugrpo_megatron.extras.comparison.comparison import write_comparison
 from mugrpo_megatron.extras.sweep.cells import Sweep
 from mugrpo_megatron.extras.sweep.grid import Cell, text_of
 from mugrpo_megatron.files.durable import write_text
@@ -23,7 +24,6 @@ from mugrpo_megatron.observe.results import (
     value_in,
 )
 from mugrpo_megatron.observe.rundata import read_run, seconds_by_phase
-from mugrpo_megatron.report.comparison import write_comparison
 
 CSV, PAGE = "cells.csv", "report.html"
 FIGURES = (

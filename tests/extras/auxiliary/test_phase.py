@@ -10,7 +10,7 @@ import pytest
 
 from mugrpo_megatron.errors import EngineFailure, UserError
 from mugrpo_megatron.extras.auxiliary import phase
-from mugrpo_megatron.extras.auxiliary.column_parts import ColumnParts
+from mugrpo_megatron.extras.auxiliary.auxiliary_columns import ColumnParts
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.stopping import Stopped
 from tests.extras.auxiliary.stand import (

@@ -76,7 +76,7 @@ def test_a_run_begins_with_the_model_and_goes_on_with_its_hf(tmp_path: Path) -> 
     recipe = recipe_of(tmp_path)
     directory = RunDirectory(recipe.run.dir)
     with pytest.raises(UserError, match="holds no run"):
-        next_stage(directory, recipe)
+        next_stage(directory, recipe.model, recipe.schedule)
     first = begin(recipe, PROBLEMS)
     assert (first.cursor, first.weights) == (Cursor(), recipe.model.path)
     assert first.origin == Origin(first.record.id, 0, 0)
@@ -90,25 +90,27 @@ def test_a_run_begins_with_the_model_and_goes_on_with_its_hf(tmp_path: Path) -> 
 
     checkpoint(Cursor(1, 0, 3))
     with pytest.raises(UserError, match="is at stage00001-age00000, but its hf/ holds nothing"):
-        next_stage(directory, recipe)
+        next_stage(directory, recipe.model, recipe.schedule)
     directory.hf.mkdir()
     write_json(directory.hf / MARK, mark(first.record))
     with pytest.raises(UserError, match="does not say at which update"):
-        next_stage(directory, recipe)
+        next_stage(directory, recipe.model, recipe.schedule)
     write_json(directory.hf / MARK, mark(first.record, asdict(Cursor(1, 0, 3))))
-    assert next_stage(directory, recipe).origin == Origin(first.record.id, 1, 3)
-    assert next_stage(directory, recipe).weights == directory.hf
+    assert next_stage(directory, recipe.model, recipe.schedule).origin == Origin(first.record.id, 1, 3)
+    assert next_stage(directory, recipe.model, recipe.schedule).weights == directory.hf
     checkpoint(Cursor(1, 2, 5)).rename(directory.checkpoints / "stage00001-age00002.damaged")
-    assert next_stage(directory, recipe).cursor == Cursor(1, 0, 3), "what was set aside is no place to stand at"
+    assert next_stage(directory, recipe.model, recipe.schedule).cursor == Cursor(1, 0, 3), (
+        "what was set aside is no place to stand at"
+    )
     checkpoint(Cursor(1, 2, 5))
     with pytest.raises(UserError, match=r"holds stage00001-age00000: finish the stage with `mugrpo optimize`"):
-        next_stage(directory, recipe)
+        next_stage(directory, recipe.model, recipe.schedule)
     write_json(directory.hf / MARK, mark(first.record, asdict(Cursor(2, 0, 6))))
     with pytest.raises(UserError, match="taken all of its 6 updates"):
-        next_stage(directory, recipe)
+        next_stage(directory, recipe.model, recipe.schedule)
     write_json(directory.hf / MARK, {"run": "another", "cursor": asdict(Cursor(2, 0, 6))})
     with pytest.raises(UserError, match="does not say"):
-        next_stage(directory, recipe)
+        next_stage(directory, recipe.model, recipe.schedule)
 
 
 def test_shards_have_the_same_weights_and_problems(tmp_path: Path) -> None:
@@ -167,19 +169,19 @@ def test_a_stage_is_sealed_once_all_groups_of_its_weights_are_there(tmp_path: Pa
     shards = [GenerationShard(number, 2) for number in range(2)]
     mark_shard(shards[0], stage, PROBLEMS)
     with pytest.raises(UserError, match=r"lacks 6 of 6 groups; shards that lack some: 0/2 \(3\); no shard .* for 3;"):
-        close_stage(recipe, stage)
+        close_stage(stage, 3, 2)
     mark_shard(shards[1], stage, PROBLEMS)
     write_groups(stage, shards[0])
     with pytest.raises(UserError, match=r"lacks 3 of 6 groups; shards that lack some: 1/2 \(3\); run them again"):
-        close_stage(recipe, stage)
+        close_stage(stage, 3, 2)
     write_groups(stage, shards[1], version=2)
     with pytest.raises(UserError, match=r"sampled after 2 updates, not .* sampled after 0 updates;"):
-        close_stage(recipe, stage)
+        close_stage(stage, 3, 2)
     for path in stage.directory.glob("*-0002*"):
         path.unlink()
     mark_shard(shards[1], stage, PROBLEMS)
     write_groups(stage, shards[1])
-    assert close_stage(recipe, stage) == 6
+    assert close_stage(stage, 3, 2) == 6
     assert "is sealed already" in seal(recipe.run.dir)
 
 

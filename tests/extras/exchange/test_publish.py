@@ -16,10 +16,10 @@ import pytest
 from mugrpo_megatron.commands.training import optimize_alone
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.exchange import publish as module
+from mugrpo_megatron.extras.exchange.local_paths import hub_name, without_local_paths
 from mugrpo_megatron.extras.exchange.publish import publish, upload
 from mugrpo_megatron.recipe import load_recipe
 from mugrpo_megatron.run.branch import branch
-from mugrpo_megatron.run.published import hub_name, portable
 from mugrpo_megatron.stages.store import StageStore
 from tests.stages.test_signed import rewritten, tables_of
 from tests.tiny import mugrpo
@@ -189,11 +189,13 @@ def test_a_published_stage_trains_only_with_what_made_it(finished_run: Path, tmp
 def test_places_of_the_machine_are_cut_from_the_recipe(given: str, left: str) -> None:
     overrides = [f"data.train={given}", "model.path=/home/me/secret/base", "run.dir=/home/me/secret/run"]
     recipe = load_recipe(None, [*overrides, "track.wandb_project=secret"])
-    found, hidden = portable(recipe)
+    found, hidden = without_local_paths(recipe)
     assert found.data.train == left
     assert hidden == ["model.path", *(["data.train"] if given != left else [])]
     assert "secret" not in found.model_dump_json()
-    assert portable(load_recipe(None, ["model.path=Qwen/Qwen2.5-0.5B"]))[0].model.path == Path("Qwen/Qwen2.5-0.5B")
+    assert without_local_paths(load_recipe(None, ["model.path=Qwen/Qwen2.5-0.5B"]))[0].model.path == Path(
+        "Qwen/Qwen2.5-0.5B"
+    )
 
 
 def test_a_model_from_the_hub_s_cache_is_named_with_its_revision() -> None:

@@ -60,7 +60,7 @@ def published(model: str, method: str) -> Hours:
 def bundled_case(model: str, method: str, assumptions: Assumptions | None = None) -> PlanCase:
     """The bundled recipe on 1 x 4 H200."""
     recipe = load_recipe(RECIPES / f"{model}.{method}.toml")
-    found = find_model(recipe)
+    found = find_model(recipe.model)
     return make_case(recipe, found.architecture, found.config, make_cluster(1, 4, "h200"), assumptions or Assumptions())
 
 

@@ -17,6 +17,7 @@ from mugrpo_megatron.extras.plan.plan import make_plan
 from mugrpo_megatron.extras.plan.search import compare, recipe_keys
 from mugrpo_megatron.extras.plan.time import checkpoint_bytes
 from mugrpo_megatron.recipe import Recipe, load_recipe
+from mugrpo_megatron.recipe.systems import ParallelSection
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.families import architecture
 
@@ -104,7 +105,7 @@ def test_an_adapter_alone_has_gradients_and_optimizer_states(name: str) -> None:
 
 def test_a_recipe_on_a_cluster_has_one_layout() -> None:
     parallel = {"tensor": 2, "pipeline": 2, "virtual_pipeline": 2, "context": 2}
-    layout = layout_of(Recipe.model_validate({"parallel": parallel, "learner": {"recompute": "full"}}), 16)
+    layout = layout_of(ParallelSection.model_validate(parallel), "full", 16)
     assert layout == Layout(tensor=2, pipeline=2, virtual=2, context=2, data=2, sequence=True, recompute="full")
     assert layout.world == 16
     assert str(layout) == "TP2 PP2 VPP2 CP2 DP2 SP full recompute"
@@ -146,7 +147,7 @@ def test_the_options_of_a_candidate_give_its_layout(name: str) -> None:
     for one in found:
         options = recipe_keys(recipe, one.recipe).replace("--set ", "").split()
         again = load_recipe(None, ["parallel.context=2", "learner.recompute=selective", *options])
-        assert layout_of(again, cluster.world) == one.layout
+        assert layout_of(again.parallel, again.learner.recompute, cluster.world) == one.layout
 
 
 OWN = ["parallel.tensor=1", "parallel.pipeline=1", "parallel.virtual_pipeline=1"]

@@ -75,7 +75,7 @@ def named(name: str) -> Recipe:
 
 @pytest.mark.parametrize("name", sorted(bundled_configs()))
 def test_bundled_shapes_have_the_published_number_of_parameters(name: str) -> None:
-    assert parameters(find_model(named(name)).architecture) == PUBLISHED[VARIANT.sub("", name)]
+    assert parameters(find_model(named(name).model).architecture) == PUBLISHED[VARIANT.sub("", name)]
 
 
 @pytest.mark.parametrize("name", sorted(KV_NUMBERS))
@@ -86,20 +86,20 @@ def test_the_cache_of_a_token_is_the_published_one(name: str) -> None:
 def test_a_config_alone_is_enough_and_wins_over_the_table(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(bundled_configs()["Qwen3-8B"]), encoding="utf-8")
-    assert find_model(named("Qwen2.5-32B"), path).architecture.layers == 36
-    assert find_model(Recipe.model_validate({"model": {"path": str(tmp_path)}})).architecture.layers == 36
+    assert find_model(named("Qwen2.5-32B").model, path).architecture.layers == 36
+    assert find_model(Recipe.model_validate({"model": {"path": str(tmp_path)}}).model).architecture.layers == 36
 
 
 def test_a_model_that_nothing_describes(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"not one of the bundled shapes: those are .*Qwen3-8B.*--model-config"):
-        find_model(Recipe.model_validate({"model": {"path": str(tmp_path / "unknown")}}))
+        find_model(Recipe.model_validate({"model": {"path": str(tmp_path / "unknown")}}).model)
     with pytest.raises(UserError, match=r"did you mean Qwen3-14B"):
-        find_model(Recipe.model_validate({"model": {"path": str(tmp_path / "Qwen3-15B")}}))
+        find_model(Recipe.model_validate({"model": {"path": str(tmp_path / "Qwen3-15B")}}).model)
     with pytest.raises(UserError, match=r"no such file"):
-        find_model(named("Qwen3-8B"), tmp_path / "config.json")
+        find_model(named("Qwen3-8B").model, tmp_path / "config.json")
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
     with pytest.raises(UserError, match=r"config\.json is not JSON"):
-        find_model(named("Qwen3-8B"), tmp_path / "config.json")
+        find_model(named("Qwen3-8B").model, tmp_path / "config.json")
 
 
 def test_the_hub_gives_a_shape_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,10 +107,10 @@ def test_the_hub_gives_a_shape_and_nothing_else(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(bundled_configs()["Qwen3-8B"]), encoding="utf-8")
     with used(tmp_path / "model", tmp_path, monkeypatch) as hub:
-        found = find_model(Recipe.model_validate({"model": {"path": NAME}}))
+        found = find_model(Recipe.model_validate({"model": {"path": NAME}}).model)
         assert found.architecture.layers == 36
         assert found.source == f"config.json of {NAME} on the hub"
         assert {path.rpartition("/")[2] for path in hub.asked if NAME in path} == {"config.json"}
         assert with_cached_model(Recipe.model_validate({"model": {"path": NAME}})).model.commit is None
         with pytest.raises(UserError, match=r"someone/else: .*could not be downloaded .*no such repository.*network"):
-            find_model(Recipe.model_validate({"model": {"path": "someone/else"}}))
+            find_model(Recipe.model_validate({"model": {"path": "someone/else"}}).model)

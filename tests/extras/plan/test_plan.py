@@ -28,7 +28,7 @@ def case_of(nodes: int, assumptions: Assumptions | None = None, **sections: dict
         "eval": {"every_stages": 0},
     }
     recipe = Recipe.model_validate({**values, **{k: {**values.get(k, {}), **v} for k, v in sections.items()}})
-    found = find_model(recipe)
+    found = find_model(recipe.model)
     cluster = make_cluster(nodes, 8, "h200")
     return make_case(recipe, found.architecture, found.config, cluster, assumptions or Assumptions())
 

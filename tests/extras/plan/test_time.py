@@ -121,7 +121,7 @@ def test_evaluations_are_those_that_training_makes(
 ) -> None:
     """`before` and `woken`: updates taken at each evaluation."""
     chosen = recipe(schedule={"stages": stages, "updates_per_stage": updates}, eval=section)
-    assert evaluations(chosen) == (len(before), len(woken))
+    assert evaluations(chosen.schedule, chosen.eval) == (len(before), len(woken))
 
 
 def test_each_held_out_set_costs_what_its_own_samples_do() -> None:

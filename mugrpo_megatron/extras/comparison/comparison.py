@@ -1,4 +1,4 @@
-"""Several runs on one page: their curves in the same panels, their figures in one table."""
+"""A page that compares runs: their curves in the same panels, their figures in one table."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from mugrpo_megatron.report.page import PageSection, is_page, render
 from mugrpo_megatron.report.tables import flat_settings, setting_text
 
 BRAND = "mu-GRPO comparison"
-"""Every such page says this; a page that does not is not replaced."""
+"""Text of every such page; a file without it is not replaced."""
 COLORS = ("blue", "orange", "teal", "violet", "red", "yellow", "magenta", "grey")
-"""One for each run; with more runs they repeat."""
+"""Colours of the runs; with more runs they repeat."""
 LEFT_OUT = {"run.dir"}
-"""Settings that do not tell runs apart."""
+"""Settings that labels and differences leave out."""
 
 SHARED = ("objective.name", "schedule.stages", "schedule.updates_per_stage", "data.train", "model.path", "optimizer.lr")
-"""Settings that the page's head shows where all runs have the same."""
+"""Settings that the page's head shows if all runs have the same."""
 
 PANELS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("reward_mean", "Training reward", "Mean reward of each update's responses.", {}),
@@ -49,7 +49,7 @@ PANELS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
 """Metric, title, explanation and looks of the panels over updates."""
 
 ALIKE = {"data": "training data", "reward": "reward", "eval": "evaluation"}
-"""Sections in which runs should agree where their curves are compared, and what each is."""
+"""Recipe section -> its name in a warning, if the runs differ in it."""
 
 
 def write_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
@@ -98,8 +98,8 @@ def comparison(runs: Sequence[RunData]) -> str:
 
 
 def labels_of(runs: Sequence[RunData]) -> list[str]:
-    """What tells each run from the others: the fewest settings that do, or the directories' names."""
-    labels = [", ".join(f"{_short(key)} {_setting(run, key)}" for key in telling(runs)) for run in runs]
+    """A label for each run: the settings that tell it from the others, or its directory's name."""
+    labels = [", ".join(f"{_short(key)} {_setting(run, key)}" for key in distinguishing_settings(runs)) for run in runs]
     return labels if len(set(labels)) == len(labels) else [run.path.resolve().name for run in runs]
 
 
@@ -109,8 +109,8 @@ def _short(key: str) -> str:
     return section if name == "name" else name
 
 
-def telling(runs: Sequence[RunData]) -> list[str]:
-    """Some of `differences`, each of which tells more of the runs apart."""
+def distinguishing_settings(runs: Sequence[RunData]) -> list[str]:
+    """The first of `differences` that together tell as many runs apart as all of them do."""
     chosen: list[str] = []
 
     def apart(keys: Sequence[str]) -> int:
@@ -135,25 +135,25 @@ def _shared(runs: Sequence[RunData]) -> Iterable[tuple[str, str]]:
 
 
 def _warnings(runs: Sequence[RunData]) -> Iterable[str]:
-    """Where the runs are not on the same terms, so that their curves do not compare."""
+    """Differences that make the runs' curves not comparable."""
     differing = differences(runs)
-    for section, what in ALIKE.items():
+    for section, name in ALIKE.items():
         if keys := [key for key in differing if key.startswith(f"{section}.")]:
-            yield f"The runs differ in their {what} ({', '.join(keys)}): their curves do not compare one to one."
-    for file, content, section, what in (
+            yield f"The runs differ in their {name} ({', '.join(keys)}): their curves do not compare one to one."
+    for file, content, section, name in (
         ("data.json", "data", "data", "training problems"),
         ("user_files.json", "files", "reward", "reward functions"),
     ):
         differs = any(key.startswith(f"{section}.") for key in differing)
         if not differs and len(_contents(runs, file, content, section)) > 1:
-            yield f"The runs' {what} differ, though their recipes name the same: the file was edited between them."
+            yield f"The runs' {name} differ, though their recipes name the same: the file was edited between them."
     sets = {tuple((name, row[f"problems/{name}"]) for name in sets_in([row])) for run in runs for row in run.evals[-1:]}
     if len(sets) > 1:
         yield "The runs were evaluated on other problems: their held-out figures do not compare."
 
 
 def _contents(runs: Sequence[RunData], file: str, content: str, section: str) -> set[str]:
-    """What the runs recorded of their training problems or reward functions; runs without a record are left out."""
+    """Distinct records of the runs' training problems or reward functions, as JSON; runs without one are left out."""
     records = set()
     for run in runs:
         with suppress(OSError, ValueError, AttributeError):
@@ -197,7 +197,7 @@ def _charts(runs: Sequence[RunData], labels: Sequence[str]) -> Iterable[Chart]:
 
 
 def _measures(runs: Sequence[RunData]) -> list[Measure]:
-    """What the runs' held-out figures are means of, in the order of the runs; `accuracy` where no run has any."""
+    """Measures of the runs' held-out figures, in the order of the runs; `accuracy` if no run has any."""
     return list(dict.fromkeys(measure_in(run.evals) for run in runs if run.evals)) or ["accuracy"]
 
 
@@ -222,7 +222,7 @@ def _axes(number: int, run: RunData) -> dict[str, dict[str, list[float]]]:
 
 def _table(runs: Sequence[RunData], labels: Sequence[str]) -> dict[str, Any]:
     """One row for each run: its colour, the settings that differ, and its figures."""
-    settings = telling(runs)
+    settings = distinguishing_settings(runs)
     rows = []
     for number, run in enumerate(runs):
         summary = summary_of(run)
@@ -248,7 +248,7 @@ def _table(runs: Sequence[RunData], labels: Sequence[str]) -> dict[str, Any]:
 
 
 def _settings(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Every setting of a recipe, by `section.key`; one that the run's version did not know has its default."""
+    """Every setting by `section.key`; one that the run's version did not have gets its default."""
     return _defaults() | dict(flat_settings(recipe))
 
 

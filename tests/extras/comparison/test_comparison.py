@@ -11,10 +11,16 @@ from typing import Any
 import pytest
 
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.extras.comparison.comparison import (
+    comparison,
+    differences,
+    distinguishing_settings,
+    labels_of,
+    write_comparison,
+)
 from mugrpo_megatron.files.durable import write_checksummed_json
 from mugrpo_megatron.observe.rundata import RunData, read_run
 from mugrpo_megatron.recipe.load import validate
-from mugrpo_megatron.report.comparison import comparison, differences, labels_of, telling, write_comparison
 from tests.report.synthetic import drawing_in, rows_of, write_run
 
 
@@ -32,7 +38,7 @@ def test_the_fewest_settings_tell_runs_apart(tmp_path: Path) -> None:
         {"objective": {"name": "mu_grpo", "veto": "none"}, "run": {"dir": "b"}},
         {"objective": {"name": "grpo"}, "run": {"dir": "c"}},
     )
-    assert telling(runs) == ["objective.name", "objective.veto"]
+    assert distinguishing_settings(runs) == ["objective.name", "objective.veto"]
     assert {"objective.clip_low", "objective.clip_high"} < set(differences(runs))
     assert not any(key.startswith("run.") for key in differences(runs))
     assert labels_of(runs) == [
