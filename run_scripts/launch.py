@@ -41,7 +41,7 @@ from torch.distributed.launcher.api import LaunchConfig
 LOOPBACK = "127.0.0.1"
 STORE_TIMEOUT = timedelta(minutes=10)
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""What torchrun handles and passes on to its ranks."""
+"""Signals that torchrun handles and passes on to its ranks."""
 VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 INTERRUPTED = 130
 """Exit code of a command that Ctrl-C has ended."""
@@ -125,7 +125,7 @@ def reason(code: int) -> str:
 
 
 def ended(code: int) -> str:
-    """What a process's exit code says."""
+    """A process's exit code in words."""
     return f"exit code {code}" if code >= 0 else f"{signal.Signals(-code).name}"
 
 

@@ -21,9 +21,9 @@ class Ended:
     code: int | None
     """Exit code; None: it was killed at its limit."""
     output: str
-    """What it printed."""
+    """Its output."""
     scratch: Path
-    """Its temporary files; `output.log` and `errors.log` are what it printed."""
+    """Its temporary files; `output.log` and `errors.log` hold its output."""
 
     @property
     def failure(self) -> str:

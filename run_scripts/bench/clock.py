@@ -1,4 +1,4 @@
-"""What a run's training took until each evaluation: wall-clock, and processor time of its whole process tree.
+"""Seconds of a run's training until each evaluation: wall-clock, and processor time of its process tree.
 
 Other work on the machine changes processor time far less than wall-clock.
 """
@@ -82,7 +82,7 @@ def read_cpu_clock(run_dir: Path) -> CpuClock | None:
 def points(run: RunData, clock: CpuClock | None) -> list[list[Any]]:
     """[update, wall seconds, processor seconds, accuracy or mean reward] of every evaluation of the run.
 
-    Seconds are those of training until the evaluation began: without start-up, evaluations and pauses.
+    Seconds of training until the evaluation began, without start-up, evaluations and pauses.
     """
     found = []
     for row in run.evals:

@@ -34,7 +34,7 @@ class Probe:
     """One rung of the ladder."""
 
     tests: tuple[str, ...]
-    """What pytest runs."""
+    """Arguments of pytest."""
     limit_s: int
     question: str
     cuda: bool = False
@@ -121,7 +121,7 @@ def main() -> int:
             limit_s = min(float(patience * PROBES[name].limit_s), end - time.monotonic())
             results[name] = attempt(name, limit_s, Path(folder) / "logs")
             print(verdict_line(name, results[name]), flush=True)
-            # After every probe: whoever ends this early keeps what there is.
+            # After every probe: an early end keeps the finished probes.
             report = {**describe(sys.argv), "probes": results}
             options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
             with tarfile.open(options.out.with_name(f"{options.out.stem}-logs.tar.gz"), "w:gz") as archive:
@@ -131,7 +131,7 @@ def main() -> int:
 
 
 def verdict_line(name: str, result: Result) -> str:
-    """What a reader has to know of a probe, in one line."""
+    """The probe's verdict and figures in one line."""
     number = list(PROBES).index(name) + 1
     what = result.get("why") or PROBES[name].question
     return f"{number:2} {name:<10} {result['verdict']:<8} {result.get('seconds', 0.0):6.1f} s  {what}"
