@@ -268,7 +268,7 @@ def test_a_run_says_what_it_does_before_it_imports_what_trains(
     opening.open_run, training.train_stages = open_run, lambda opened: None  # type: ignore[attr-defined]
     for stand_in in (opening, training):
         monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
-    monkeypatch.setattr(launch, "prelaunch_host", nullcontext)  # no engine
+    monkeypatch.setattr(launch, "prelaunch_host", lambda *_: nullcontext())  # no engine
     monkeypatch.setattr(arithmetic, "GENERATED", 70)
     recipe = write_recipe(tmp_path / "recipe.toml", model, tmp_path / "run")
     assert main(["train", str(recipe)]) == 0
@@ -292,7 +292,7 @@ def test_every_phase_is_checked_first(
     for part in ("run.run", "phases.saves", "commands.sft"):
         name = f"mugrpo_megatron.{part}"
         monkeypatch.setitem(sys.modules, name, ModuleType(name))  # importing from it fails
-    monkeypatch.setattr(launch, "prelaunch_host", nullcontext)  # no engine
+    monkeypatch.setattr(launch, "prelaunch_host", lambda *_: nullcontext())  # no engine
     recipe = write_recipe(tmp_path / "recipe.toml", model, tmp_path / "run")
     wrong = "data.train=/nowhere.jsonl" if command == "sft" else "parallel.tensor=3"
     assert main([command, str(recipe), "--set", wrong]) == 2

@@ -44,6 +44,7 @@ from mugrpo_megatron.recipe.functions import source_sum
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.run.data import sums_by_set
 from mugrpo_megatron.run.directory import locked
+from mugrpo_megatron.run.engine_spec import engine_spec
 from mugrpo_megatron.run.record import begun_weights, file_sum, hub_model, with_model
 from mugrpo_megatron.samples import Problem, Prompt
 from mugrpo_megatron.terminal import visible
@@ -248,13 +249,13 @@ def _evaluate(
         by_set.setdefault(prompt.problem.source, []).append(prompt)
     seconds = dict.fromkeys(by_set, 0.0)
     if any(prompt.problem.id not in known for prompt in prompts):
-        engine = Engine.start(recipe, recipe.model.directory, output / "engine.log")
+        engine = Engine.start(engine_spec(recipe), recipe.model.directory, output / "engine.log")
         try:
             with Verifier(recipe.reward) as verifier:
                 engine.wait_ready()
                 for name, own in by_set.items():
                     missing = [prompt for prompt in own if prompt.problem.id not in known]
-                    how = held_out_sampling(recipe, tokenizer, name)
+                    how = held_out_sampling(recipe.eval, name, recipe.rollout, recipe.run, tokenizer)
                     start = time.perf_counter()
                     with display.bar(name, len(missing), "problems") as bar:
                         groups = engine.generate(missing, recipe.eval.of(name).samples, how)

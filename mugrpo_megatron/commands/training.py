@@ -37,7 +37,7 @@ def train(options: Options) -> int:
         from mugrpo_megatron.engine.launch import prelaunch_host
 
         recipe, problems = check_run(recipe, say)
-        with prelaunch_host(recipe) as prelaunched:
+        with prelaunch_host(recipe.engine, recipe.model.directory) as prelaunched:
             say(IMPORTING)
             from mugrpo_megatron.run.run import open_run
             from mugrpo_megatron.train import train_stages
@@ -80,7 +80,7 @@ def generate(options: Options) -> int:
         from mugrpo_megatron.engine.launch import prelaunch_host
 
         recipe, problems = check_run(recipe, say)
-        with prelaunch_host(recipe) as prelaunched:
+        with prelaunch_host(recipe.engine, recipe.model.directory) as prelaunched:
             say(IMPORTING)
             generate_alone(recipe, options.stage, problems, prelaunched)
 

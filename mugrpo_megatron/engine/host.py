@@ -2,11 +2,10 @@
 
     python -m mugrpo_megatron.engine.host SOCKET_FD PARENT_PID cpu|cuda SCRATCH
 
-It imports SGLang before it is told what to load. Its main thread then waits for a command, carries it out with SGLang's
-public calls, answers, and waits again. While it generates, SGLang's event loop runs and reads the socket as one more
-event source, so prompts arrive and groups leave without a pause. It leads a process group of its own. A guard kills the
-whole group when this process ends, for any reason, and this process ends with its parent: nothing outlives a killed
-learner.
+It imports SGLang before it receives its arguments, then executes one command after the other (the table in wire.py).
+While it generates, SGLang's event loop runs and the socket is read by a thread, so prompts arrive and groups leave
+without a pause. It leads a process group of its own. A guard kills the whole group when this process ends, for any
+reason, and this process ends with its parent: nothing outlives a killed learner.
 """
 
 from __future__ import annotations
@@ -30,13 +29,22 @@ import numpy as np
 
 from mugrpo_megatron.engine import sglang_compat
 from mugrpo_megatron.engine.engine_group import EngineGroup
-from mugrpo_megatron.engine.process import SHARED_MEMORY, Channel
-from mugrpo_megatron.engine.wire import FINISH_REASONS, Message, Request, Sampling, answer, pack, pieces, request, seeds
-from mugrpo_megatron.files.tensors import TensorChecksums
+from mugrpo_megatron.engine.process import SHARED_MEMORY, Channel, Message
+from mugrpo_megatron.engine.wire import (
+    FINISH_REASONS,
+    Reply,
+    Request,
+    Sampling,
+    logprob_ranges,
+    logprob_request,
+    pack,
+    range_logprobs,
+    sampling_seeds,
+)
 
 
-def log_to(log: Path) -> None:
-    """Append this process's output to `log`, first what has gone to the file that it was started with."""
+def redirect_output(log: Path) -> None:
+    """Redirect stdout and stderr to `log`, keeping early output."""
     with log.open("ab", buffering=0) as file:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -46,13 +54,11 @@ def log_to(log: Path) -> None:
             os.dup2(file.fileno(), stream.fileno())
 
 
-def stay(connection: Channel) -> None:
-    """Where the engine's leader is on another node: wait until one of SGLang's processes here ends, or the client.
-
-    They answer to the leader's over SGLang's process group. SGLang watches them on the leader's node alone.
-    """
+def watch_follower_node(connection: Channel) -> None:
+    """Secondary node: block until a local SGLang process or the client exits; RuntimeError for the former."""
+    # SGLang returns from a secondary node before it starts its watchdog (entrypoints/engine.py), so nobody watches.
     schedulers = multiprocessing.active_children()
-    connection.send(("ready", None))
+    connection.reply("ready")
     ended = wait([connection.fileno(), *(scheduler.sentinel for scheduler in schedulers)])
     for scheduler in schedulers:
         if scheduler.sentinel in ended:
@@ -61,14 +67,15 @@ def stay(connection: Channel) -> None:
 
 
 if __name__ in ("__main__", "__mp_main__"):  # the latter is this module in a scheduler that SGLang spawns, on CUDA
-    # SGLang's dumper of tensors imports Megatron where it finds it: seconds, and memory that no engine needs.
-    sys.modules["megatron"] = None  # type: ignore[assignment]  # an import raises ImportError, which the dumper expects
+    # SGLang imports Megatron where it finds it (debug_utils/dumper.py, which expects an ImportError): seconds, and
+    # memory that no engine needs.
+    sys.modules["megatron"] = None  # type: ignore[assignment]
 
 PR_SET_PDEATHSIG = 1
 GATHER_SECONDS = 0.02
-"""Finished groups are sent together, at most this long after the first of them."""
+"""Longest wait of a finished group for others to be sent with."""
 PROGRESS_SECONDS = 5.0
-"""While tokens come, the client hears of them this often, so that it can tell long responses from a hung engine."""
+"""Interval of progress messages while tokens are sampled: they tell long responses from a hung engine."""
 
 
 def die_with_parent(parent: int) -> None:
@@ -79,17 +86,18 @@ def die_with_parent(parent: int) -> None:
 
 
 def start_guard(scratch: str) -> IO[bytes]:
-    """A shell that waits for this process to end, then removes the folder `scratch` and kills its process group.
+    """Start a shell that removes `scratch` and kills this process group once every copy of the returned file is closed.
 
-    SGLang's children ask to die with this process too, but only seconds into their start; the guard has no such gap.
-    The guard is in the group itself, so it cannot kill a reused process id. It is not a child of this process, because
-    SGLang kills all children when it ends by itself. It acts when every copy of the returned file is closed.
+    SGLang's children also die with their parent (`kill_itself_when_parent_died`, utils/common.py), but only once they
+    run, seconds into their start. The guard is in the group, so it cannot kill a reused process id.
     """
-    act = (
+    clean_up = (
         'read -r _ <&3; [ -f "$1/$2" ] && while read -r name; do rm -f -- "$name"; done <"$1/$2"; '
         'rm -rf -- "$1"; kill -KILL 0'
     )
-    script = f'exec 3<&0; {{ trap "" INT TERM QUIT; {act}; }} &'  # without 3, the shell would give it /dev/null
+    # A background job reads /dev/null instead of the shell's stdin, hence descriptor 3. In the background, because
+    # SGLang kills every child of this process when it ends by itself (`kill_process_tree`, utils/common.py).
+    script = f'exec 3<&0; {{ trap "" INT TERM QUIT; {clean_up}; }} &'
     command = ["/bin/sh", "-c", script, "sh", scratch, SHARED_MEMORY]
     shell = subprocess.Popen(command, stdin=subprocess.PIPE)
     shell.wait()
@@ -98,7 +106,7 @@ def start_guard(scratch: str) -> IO[bytes]:
 
 
 class Generation:
-    """One generate command: every prompt is a task, and finished groups are sent together."""
+    """A generate command: every request is a task, and finished groups are sent together."""
 
     def __init__(self, engines: EngineGroup, connection: Channel, sampling: Sampling, version: int) -> None:
         self._engines = engines
@@ -114,93 +122,99 @@ class Generation:
         }
         self._sampling = sampling
         self._finished: list[tuple[int, list[dict[str, Any]]]] = []
-        self._gathering = asyncio.Event()
+        self._has_finished = asyncio.Event()
         """Set while finished groups wait to be sent."""
         self._in_flight = 0
         self._tokens = 0
-        """Of finished requests."""
+        """Tokens of finished requests."""
         self._closing = False
-        # Two threads for the blocking socket: a client that is busy scoring must not block the event loop or the
-        # reading of prompts. Daemons, so that a dying host does not wait for them.
+        # Two threads for the blocking socket: a client that is busy must block neither the event loop nor the reading
+        # of requests. Daemons, so that a dying host does not wait for them.
         self._inbox: asyncio.Queue[Message] = asyncio.Queue()
-        self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[Reply | None] = queue.SimpleQueue()
 
     async def run(self) -> None:
-        """Answer prompts until the client closes the command; abort what is in flight then."""
+        """Answer requests until the client closes the generation, then abort those in flight."""
         reader = threading.Thread(target=self._read, args=[asyncio.get_running_loop()], daemon=True)
         writer = threading.Thread(target=self._write, daemon=True)
         reader.start()
         writer.start()
-        async with asyncio.TaskGroup() as meanwhile:  # the first request or message that raises ends the command
-            messages = [meanwhile.create_task(self._report()), meanwhile.create_task(self._send_gathered())]
+        async with asyncio.TaskGroup() as senders:  # the first request or message that raises ends the command
+            messages = [senders.create_task(self._report_progress()), senders.create_task(self._send_finished())]
             async with asyncio.TaskGroup() as tasks:
-                while (message := await self._inbox.get())[0] == "prompts":
-                    for work in message[1]:
+                while (message := await self._inbox.get())[0] == "requests":
+                    for request in message[1]:
                         self._in_flight += 1
-                        tasks.create_task(self._answer(work))
+                        tasks.create_task(self._answer(request))
                 self._closing = True
                 if self._in_flight:
                     self._engines.abort()
             for task in messages:
                 task.cancel()
-        self._flush()  # what came with the last of them
+        self._flush()
         self._outbox.put(None)
         writer.join()
 
-    async def _answer(self, work: Request) -> None:
-        if self._closing:  # before it has begun: SGLang aborts what it knows of
+    async def _answer(self, request: Request) -> None:
+        # `abort_request(abort_all=True)` reaches only requests that SGLang has received; this one is not sent at all.
+        if self._closing:
             self._in_flight -= 1
             return
-        outputs = await (self._score(work) if work.logprob_tokens else self._sample(work))
+        outputs = await (self._prompt_logprobs(request) if request.logprob_tokens else self._sample(request))
         self._in_flight -= 1
         self._tokens += sum(len(output["output_ids"]) for output in outputs)
         # An aborted request ends with reason `abort`; the client does not wait for its group.
         if all(output["meta_info"]["finish_reason"]["type"] in FINISH_REASONS for output in outputs):
-            self._finished.append((work.key, outputs))
-            self._gathering.set()
+            self._finished.append((request.key, outputs))
+            self._has_finished.set()
         if not self._in_flight:
             self._flush()
 
-    async def _sample(self, work: Request) -> list[dict[str, Any]]:
-        # n copies of the prompt, not n samples of one: SGLang would run the prompt again to fill its prefix cache.
+    async def _sample(self, request: Request) -> list[dict[str, Any]]:
+        # n copies of the prompt, not n samples of one: for n > 1 SGLang first runs the prompt alone to fill its prefix
+        # cache (`parallel_sample_num`, managers/tokenizer_manager.py).
         return await self._engines.generate(
-            input_ids=[work.ids] * work.n,
-            sampling_params=self._parameters_of(work),
+            input_ids=[request.ids] * request.n,
+            sampling_params=self._sampling_params(request),
             return_logprob=True,
-            return_routed_experts=self._sampling.routed is not None,
+            return_routed_experts=self._sampling.routers is not None,
             top_logprobs_num=self._sampling.top_k
             if self._sampling.support_ids and not self._sampling.sampling_masks
             else 0,
             masked=self._sampling.sampling_masks,
         )
 
-    async def _score(self, work: Request) -> list[dict[str, Any]]:
-        """The response at the end of `work.ids`, as if it had been sampled."""
-        first, parts, reason = len(work.ids) - work.logprob_tokens, [], {"type": "length"}
-        for piece in pieces(len(work.ids), work.logprob_tokens, work.support_ids):
-            (output,) = await self._engines.generate(**request(work.ids, piece))
+    async def _prompt_logprobs(self, request: Request) -> list[dict[str, Any]]:
+        """Logprobs of the response at the end of `request.ids`, in the form of a sampled one."""
+        ids, support_ids, logprobs = request.ids, request.support_ids, []
+        first = len(ids) - request.logprob_tokens
+        for tokens in logprob_ranges(len(ids), request.logprob_tokens, support_ids):
+            (output,) = await self._engines.generate(**logprob_request(ids, tokens))
             if output["meta_info"]["finish_reason"]["type"] not in FINISH_REASONS:  # aborted
                 return [output]
-            support_ids = (
-                None if work.support_ids is None else work.support_ids[piece.start - first : piece.end - first]
-            )
-            parts.append(answer(output, piece, support_ids))
-        logprobs = [(value,) for value in np.concatenate(parts).tolist()]
-        meta = {"output_token_logprobs": logprobs, "finish_reason": reason}
-        return [{"output_ids": work.ids[first:], "meta_info": meta}]
+            rows = None if support_ids is None else support_ids[tokens.start - first : tokens.end - first]
+            logprobs.append(range_logprobs(output, tokens, rows))
+        entries = [(value,) for value in np.concatenate(logprobs).tolist()]
+        return [
+            {
+                "output_ids": ids[first:],
+                "meta_info": {"output_token_logprobs": entries, "finish_reason": {"type": "length"}},
+            }
+        ]
 
-    def _parameters_of(self, work: Request) -> dict[str, Any] | list[dict[str, Any]]:
-        """The parameters of all responses, or of each its own."""
+    def _sampling_params(self, request: Request) -> dict[str, Any] | list[dict[str, Any]]:
+        """SGLang's sampling parameters: one dictionary for all responses, or one each where they have seeds."""
         parameters = self._parameters
-        if work.max_tokens is not None:
-            parameters = {**parameters, "max_new_tokens": work.max_tokens, "stop": [*self._sampling.stop, *work.stop]}
+        if request.max_tokens is not None:
+            stop = [*self._sampling.stop, *request.stop]
+            parameters = {**parameters, "max_new_tokens": request.max_tokens, "stop": stop}
         if self._sampling.stream is None:
             return parameters
-        own = seeds(self._sampling.stream, self._version, work)
-        return [{**parameters, "sampling_seed": seed} for seed in own]
+        seeds = sampling_seeds(self._sampling.stream, self._version, request)
+        return [{**parameters, "sampling_seed": seed} for seed in seeds]
 
-    async def _report(self) -> None:
-        """Tell the client whenever there are more tokens than before; SGLang reports unfinished requests in steps."""
+    async def _report_progress(self) -> None:
+        """Send the engines' load whenever more tokens are sampled than before."""
         before = 0
         while True:
             await asyncio.sleep(PROGRESS_SECONDS)
@@ -209,12 +223,11 @@ class Generation:
                 self._outbox.put(("progress", await self._engines.load(tokens)))
             before = tokens
 
-    async def _send_gathered(self) -> None:
-        """Send finished groups, a moment after the first of them."""
+    async def _send_finished(self) -> None:
         while True:
-            await self._gathering.wait()
+            await self._has_finished.wait()
             await asyncio.sleep(GATHER_SECONDS)
-            self._gathering.clear()
+            self._has_finished.clear()
             self._flush()
 
     def _flush(self) -> None:
@@ -223,14 +236,14 @@ class Generation:
             self._finished = []
 
     def _read(self, loop: asyncio.AbstractEventLoop) -> None:
-        kind = "prompts"
-        while kind == "prompts":
+        kind = "requests"
+        while kind == "requests":
             kind, value = self._connection.receive()
             loop.call_soon_threadsafe(self._inbox.put_nowait, (kind, value))
 
     def _write(self) -> None:
-        while (message := self._outbox.get()) is not None:
-            self._connection.send(message)
+        while (reply := self._outbox.get()) is not None:
+            self._connection.reply(*reply)
 
 
 class Host:
@@ -242,38 +255,37 @@ class Host:
         self._version = 0
 
     def serve(self) -> None:
-        """Answer commands until `stop`."""
+        """Execute commands until `stop`."""
         while (message := self._connection.receive())[0] != "stop":
-            kind, value = message
-            if kind == "generate":
+            self._connection.reply(*self.execute(*message))
+
+    def execute(self, kind: str, value: Any) -> Reply:
+        """Execute one command of the table in wire.py; returns the reply."""
+        match kind:
+            case "generate":
                 self._engines.run(Generation(self._engines, self._connection, value, self._version).run())
-                self._connection.send(("done", None))
-            else:
-                name, arguments = value
-                self._connection.send(("result", getattr(self, name)(*arguments)))
-
-    def load_bucket(self, serialized: list[bytes]) -> None:
-        self._engines.update_weights(serialized)
-
-    def set_version(self, version: int) -> None:
-        self._engines.end_update()
-        # Keys and values in the prefix cache belong to the old weights.
-        self._engines.flush_cache()
-        self._version = version
-
-    def sleep(self, tags: list[str]) -> None:
-        self._engines.flush_cache()
-        self._engines.release(tags)
-
-    def wake(self, tags: list[str]) -> None:
-        self._engines.resume(tags)
-
-    def checksums(self) -> list[TensorChecksums]:
-        return self._engines.checksums()
+                return "done", None
+            case "load_bucket":
+                self._engines.update_weights(value)
+            case "set_version":
+                self._engines.end_update()
+                # Keys and values in the prefix cache belong to the old weights.
+                self._engines.flush_cache()
+                self._version = value
+            case "sleep":
+                self._engines.flush_cache()
+                self._engines.release(value)
+            case "wake":
+                self._engines.resume(value)
+            case "checksums":
+                return "result", self._engines.checksums()
+            case _:
+                raise ValueError(f"unknown command {kind!r}")
+        return "result", None
 
 
 def first_cause(error: Exception) -> Exception:
-    """The error itself, or the first of the group that a generation's tasks raise."""
+    """The error itself, or the first of an exception group."""
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     return error
@@ -281,8 +293,8 @@ def first_cause(error: Exception) -> Exception:
 
 def main() -> None:
     descriptor, parent, device = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    # First: it cleans up even if the parent is gone already. Not what `tempfile` names: that is /tmp, or the current
-    # directory, where the disk of the scratch folder is full.
+    # The guard comes first: it cleans up even if the parent is gone already. The scratch folder is an argument, because
+    # `tempfile` names another one where the disk of TMPDIR is full.
     guard = start_guard(sys.argv[4])
     die_with_parent(parent)
     connection = Channel(socket.socket(fileno=descriptor))
@@ -290,30 +302,26 @@ def main() -> None:
     os.register_at_fork(after_in_child=connection.close)
     os.register_at_fork(after_in_child=guard.close)
     try:
-        make = sglang_compat.engine_type(device)
+        make_engine = sglang_compat.engine_type(device)
         kind, (arguments, log) = connection.receive()
         assert kind == "start"
-        log_to(Path(log))
+        redirect_output(Path(log))
         try:
-            engines = EngineGroup([make(**one) for one in arguments])
-        except (
-            AssertionError,
-            TypeError,
-            ValueError,
-        ) as error:  # what SGLang raises for arguments that it does not take
+            engines = EngineGroup([make_engine(**replica) for replica in arguments])
+        except (AssertionError, TypeError, ValueError) as error:  # SGLang's errors for arguments that it refuses
             traceback.print_exc()
-            connection.send(("refused", f"{type(error).__name__}: {error}"))
+            connection.reply("refused", f"{type(error).__name__}: {error}")
             sys.exit(1)
         if arguments[0].get("node_rank"):
-            stay(connection)
+            watch_follower_node(connection)
             return
         engines.freeze_gc()
-        connection.send(("ready", None))
+        connection.reply("ready")
         Host(engines, connection).serve()
     except Exception as error:
-        traceback.print_exc()  # to the log, before the client hears of it, because that ends this process
+        traceback.print_exc()  # to the log first: the client kills this process when it reads the error
         cause = first_cause(error)
-        connection.send(("error", f"{type(cause).__name__}: {cause}"))
+        connection.reply("error", f"{type(cause).__name__}: {cause}")
         sys.exit(1)
 
 

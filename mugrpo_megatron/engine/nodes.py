@@ -1,9 +1,8 @@
-"""An engine over several nodes: the rendezvous of its processes, and its part on a node other than its leader's.
+"""An engine over several nodes: rendezvous of its processes, and the host process on a follower node.
 
-SGLang's ranks meet at an address of the leader's node. The learner's ranks agree on it (`run.leader`), and the
-rendezvous store carries the news that one of the processes has ended, so that the others do not wait for it. SGLang's
-rank 0 hands every request, of weights and of memory too, to the ranks of all nodes: the part of another node gets no
-commands, it is started with the leader's, watched, and ended with it.
+SGLang's ranks meet at an address of the leader's node, on which the learner's ranks agree (`run.leader`). SGLang's rank
+0 broadcasts every request to the ranks of all nodes, those about weights and memory too: a follower node receives no
+commands. It is started with the leader, watched, and ended with it.
 """
 
 from __future__ import annotations
@@ -20,49 +19,48 @@ from pathlib import Path
 from uuid import uuid4
 
 from mugrpo_megatron.cuda import finds_cuda
-from mugrpo_megatron.engine.launch import engine_arguments, engine_environment
+from mugrpo_megatron.engine.launch import EngineSpec, engine_arguments, engine_environment
 from mugrpo_megatron.engine.placement import EngineSlot
 from mugrpo_megatron.engine.process import DEATH_SECONDS, STARTING, HostProcess, no_peer_failure
 from mugrpo_megatron.errors import CollectiveFailure, EngineFailure, EngineStopped
 from mugrpo_megatron.observe.environment import rank_of_environment
-from mugrpo_megatron.recipe import Recipe
 
-LOOK_EVERY_S = 1.0
-"""How often a process that waits looks whether one on another node has ended."""
+POLL_S = 1.0
+"""Interval at which a waiting process polls for failures on other nodes."""
 PORTS = 8
-"""SGLang derives further ports from its first one, when attention is data parallel: those that follow."""
+"""Consecutive ports of a rendezvous: with data parallel attention SGLang derives further ones from the first."""
 
 
 def ignore_failure(cause: str) -> None:
-    """An engine on one node has no other node to tell."""
+    pass
 
 
 @dataclass
 class PeerFailure:
-    """The news among the processes of one start: why the first of them ended. Any thread may use it."""
+    """Shares the first failure among the processes of one start of an engine. Thread-safe."""
 
     address: str = ""
-    """Where SGLang's ranks meet: HOST:PORT on the leader's node."""
-    tell: Callable[[str], None] = ignore_failure
-    """Tell the other nodes that the process of this one has ended, and why."""
-    news: Callable[[], str] = no_peer_failure
-    """What another node told; empty while none did."""
-    _known: str = ""
-    _next: float = 0.0
-    _looking: threading.Lock = field(default_factory=threading.Lock)
+    """Rendezvous of SGLang's ranks: HOST:PORT on the leader's node."""
+    publish: Callable[[str], None] = ignore_failure
+    """Tells the other nodes that the process of this one has ended, and why."""
+    fetch: Callable[[], str] = no_peer_failure
+    """Returns the failure that a node has published; empty if none has."""
+    _cause: str = ""
+    _next_poll: float = 0.0
+    _polling: threading.Lock = field(default_factory=threading.Lock)
 
-    def broken(self, now: bool = False) -> str:
-        """Why a process of the engine has ended, empty while none has; looks once a second, or `now`."""
-        with self._looking:
-            if not self._known and (now or time.monotonic() >= self._next):
-                self._next = time.monotonic() + LOOK_EVERY_S
-                self._known = self.news()
-            return self._known
+    def cause(self, now: bool = False) -> str:
+        """The first failure of a process, empty if none has failed; polls every POLL_S, or `now`."""
+        with self._polling:
+            if not self._cause and (now or time.monotonic() >= self._next_poll):
+                self._next_poll = time.monotonic() + POLL_S
+                self._cause = self.fetch()
+            return self._cause
 
-    def ended(self, cause: str) -> None:
-        """Tell the other nodes of the first process that ends, which is this one unless they have told already."""
-        if not self.broken(now=True):
-            self.tell(cause)
+    def report(self, cause: str) -> None:
+        """Publish the failure of this node's process, unless another node has published one."""
+        if not self.cause(now=True):
+            self.publish(cause)
 
     @property
     def host(self) -> str:
@@ -72,44 +70,42 @@ class PeerFailure:
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
-    """What a rank says of the part of an engine that it runs."""
+    """A rank's report on the node of an engine that it runs."""
 
     engine: int
     node: int
     """Index of its node among the engine's; the leader is on the first."""
     running: bool
-    here: str
+    address: str
     """Address of this node as it reaches the node of rank 0."""
-    first: str
+    rank0_address: str
     """Address of rank 0's node as this one reaches it."""
     port: int
     """A free port of this node."""
     name: str
-    """Of the next start, if this part leads the engine: no other start has it."""
+    """Unique name of the next start, if this node leads the engine."""
 
 
 def node_status(engine: int, node: int, running: bool) -> NodeStatus:
-    """What this rank says, from torchrun's variables."""
+    """This rank's status, from torchrun's variables."""
     name, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
-    family, kind, _, _, place = socket.getaddrinfo(name, port, type=socket.SOCK_DGRAM)[0]
+    family, kind, _, _, target = socket.getaddrinfo(name, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        probe.connect(place)  # sends nothing; the kernel chooses the way and with it the address
-        here = probe.getsockname()[0]
-    return NodeStatus(engine, node, running, here, str(place[0]), free_port(), uuid4().hex)
+        probe.connect(target)  # UDP sends nothing here; the kernel picks the route and with it the local address
+        address = probe.getsockname()[0]
+    return NodeStatus(engine, node, running, address, str(target[0]), free_port(), uuid4().hex)
 
 
-def leader_address(parts: list[NodeStatus]) -> str:
-    """HOST:PORT at which the leader's node is reached from the engine's other nodes; `parts` are those of one engine.
-
-    The first engine is led by rank 0, whose own name may mean loopback there; the other nodes know its address.
-    """
-    leader, *others = sorted(parts, key=lambda part: part.node)
-    host = others[0].first if leader.engine == 0 and others else leader.here
+def leader_address(statuses: list[NodeStatus]) -> str:
+    """HOST:PORT at which the other nodes of an engine reach its leader; `statuses` are those of its nodes."""
+    leader, *others = sorted(statuses, key=lambda status: status.node)
+    # On its own node the name of rank 0 may resolve to loopback; the other nodes know its address.
+    host = others[0].rank0_address if leader.engine == 0 and others else leader.address
     return f"[{host}]:{leader.port}" if ":" in host else f"{host}:{leader.port}"
 
 
 def free_port() -> int:
-    """A port of this machine that nothing listens on, nor on the `PORTS` that follow it."""
+    """A port of this machine that is free, as are the next PORTS - 1."""
     while True:
         with ExitStack() as stack:
             port = 0
@@ -124,59 +120,59 @@ def free_port() -> int:
 
 
 WATCH_SECONDS = DEATH_SECONDS + 2.0
-"""The watching thread ends the process within this time."""
+"""Time within which the watching thread ends the process."""
 
 
 class EngineFollowerNode:
-    """The host process of one of an engine's other nodes, and the thread that watches it.
+    """The host process on a node that does not lead its engine, and the thread that watches it.
 
-    When the process ends, the thread tells the leader why; when the leader's process or that of a third node has ended,
-    it ends this one. Either way the engine's leader reports the failure, and the next `meet` starts all parts again.
+    The thread reports a failure of the process to the other nodes, and ends the process when another node has failed.
+    The leader reports either to the run, and the next `rendezvous` restarts all nodes.
     """
 
-    def __init__(self, recipe: Recipe, model_dir: Path, log: Path, slot: EngineSlot) -> None:
-        """Prepare it, with its output in `log`; UserError when the recipe cannot be served."""
-        self._section, self._cuda, self.slot, self.log = recipe.engine, finds_cuda(), slot, log
-        self._arguments = engine_arguments(recipe, model_dir, self._cuda, slot)
-        self._environment = engine_environment(recipe, model_dir, self._cuda, slot)
-        self._bond = PeerFailure()
+    def __init__(self, spec: EngineSpec, model_dir: Path, log: Path, slot: EngineSlot) -> None:
+        """Prepare the process, with its output in `log`; UserError when the recipe cannot be served."""
+        self._section, self._cuda, self.slot, self.log = spec.section, finds_cuda(), slot, log
+        self._arguments = engine_arguments(spec, model_dir, self._cuda, slot)
+        self._environment = engine_environment(spec.section, model_dir, self._cuda, slot)
+        self._peers = PeerFailure()
         self._host: HostProcess | None = None
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
 
     @property
     def running(self) -> bool:
-        """Whether there is a process that nothing has ended yet."""
+        """Whether the process is running."""
         return self._thread is not None and self._thread.is_alive()
 
-    def rendezvous(self, bond: PeerFailure) -> None:
-        """End the process if there is one, and start one that meets the leader's; returns at once."""
+    def rendezvous(self, peers: PeerFailure) -> None:
+        """Restart the process, which meets the leader's at `peers.address`; returns at once."""
         self.stop()
-        self._bond, self._stopping = bond, threading.Event()
-        # Made in this thread: the kernel ends it with the thread that made it.
-        host = HostProcess(self._environment, self._cuda, alone=False)
-        host.load([self._arguments | {"dist_init_addr": bond.address}], self.log, self._stopping.is_set, bond.broken)
+        self._peers, self._stopping = peers, threading.Event()
+        # In this thread and not in the watching one: the kernel kills a process with the thread that created it.
+        host = HostProcess(self._environment, self._cuda, single_node=False)
+        host.load([self._arguments | {"dist_init_addr": peers.address}], self.log, self._stopping.is_set, peers.cause)
         self._host = host
-        self._thread = threading.Thread(target=self._watch, args=(host, bond), name="joined engine", daemon=True)
+        self._thread = threading.Thread(target=self._watch, args=(host, peers), name="engine follower", daemon=True)
         self._thread.start()
 
     def sleep(self) -> None:
-        """After the leader's engine was put to sleep: end the process where the leader's has ended, for any reason."""
-        if self._section.between_stages == "restart" or self._bond.broken(now=True):
+        """Follow the leader's `sleep`: end the process if the leader's has ended."""
+        if self._section.between_stages == "restart" or self._peers.cause(now=True):
             self.stop()
 
     def stop(self) -> None:
-        """End the process; returns when it has gone."""
+        """End the process; returns once it is gone."""
         if self._thread is not None and self._host is not None:
             self._stopping.set()
-            self._thread.join(WATCH_SECONDS)  # which ends it, unless it waits for a rendezvous that is gone
+            self._thread.join(WATCH_SECONDS)  # the thread ends the process, unless it hangs in a lost rendezvous
             self._host.end()
             self._host, self._thread = None, None
 
-    def _watch(self, host: HostProcess, bond: PeerFailure) -> None:
+    def _watch(self, host: HostProcess, peers: PeerFailure) -> None:
         try:
             host.receive(self._section.start_timeout_s, STARTING)
-            host.receive(math.inf, "service")  # nothing comes but its end
+            host.receive(math.inf, "service")  # never returns: it raises when a process ends
         except EngineStopped:
             return
         except CollectiveFailure:  # the run ends, and its other ranks with it
@@ -184,4 +180,4 @@ class EngineFollowerNode:
             return
         except EngineFailure as failure:
             with suppress(CollectiveFailure):
-                bond.ended(f"on its node {self.slot.node}, that of rank {rank_of_environment()}: {failure}")
+                peers.report(f"on its node {self.slot.node}, that of rank {rank_of_environment()}: {failure}")

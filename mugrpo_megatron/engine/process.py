@@ -25,18 +25,20 @@ from typing import Any
 import psutil
 
 import mugrpo_megatron
-from mugrpo_megatron.engine.wire import Message
+from mugrpo_megatron.engine.wire import Command, ReplyKind
 from mugrpo_megatron.errors import EngineFailure, EngineStopped, UserError
 
 HEADER = struct.Struct("!Q")
 """Length of the pickled message that follows."""
 CHUNK = 1 << 20
 SLICE_S = 0.25
-"""A wait with a limit looks this often at `while_waiting`."""
+"""Longest time between two calls of `while_waiting`."""
+Message = tuple[str, Any]
+"""(kind, value); the kinds are listed in wire.py."""
 
 
 def nothing() -> None:
-    """Do nothing while waiting."""
+    pass
 
 
 class Channel:
@@ -52,48 +54,52 @@ class Channel:
     ) -> None:
         """Send a message; `while_waiting` is called repeatedly and may raise.
 
-        Raises TimeoutError when the other end reads nothing for `silence_s`, OSError when it is closed. The channel
-        cannot be used after either.
+        Raises TimeoutError when the other end reads nothing for `silence_s`, OSError when it is closed. After either
+        the channel is unusable.
         """
         content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         with self._sending:
-            rest = memoryview(HEADER.pack(len(content)) + content)
-            while rest:
+            unsent = memoryview(HEADER.pack(len(content)) + content)
+            while unsent:
                 try:
-                    rest = rest[self._socket.send(rest[:CHUNK]) :]
+                    unsent = unsent[self._socket.send(unsent[:CHUNK]) :]
                 except BlockingIOError:
                     self._wait(select.POLLOUT, silence_s, while_waiting)
 
-    def receive(self, silence_s: float | None = None, while_waiting: Callable[[], None] = nothing) -> Message:
-        """The next message; `while_waiting` is called repeatedly and may raise.
+    def reply(self, kind: ReplyKind, value: Any = None) -> None:
+        """Send a message of the host to its client."""
+        self.send((kind, value))
 
-        Raises TimeoutError when the other end sends nothing for `silence_s`, in the middle of a message too. Raises
-        EOFError or OSError when it is closed.
+    def receive(self, silence_s: float | None = None, while_waiting: Callable[[], None] = nothing) -> Message:
+        """Return the next message; `while_waiting` is called repeatedly and may raise.
+
+        Raises TimeoutError when the other end sends nothing for `silence_s`, even within a message; EOFError or OSError
+        when it is closed.
         """
         (size,) = HEADER.unpack(self._read(HEADER.size, silence_s, while_waiting))
         message: Message = pickle.loads(self._read(size, silence_s, while_waiting))
         return message
 
     def fileno(self) -> int:
-        """Readable when a message has come, or the other end is closed."""
+        """File descriptor that is readable when a message has arrived or the other end is closed."""
         return self._socket.fileno()
 
     def close(self) -> None:
-        """Close this end; the other one sees the end of the file."""
+        """Close this end; the other one reads EOF."""
         self._socket.close()
 
     def _read(self, size: int, silence_s: float | None, while_waiting: Callable[[], None]) -> bytearray:
         content = bytearray(size)
-        rest = memoryview(content)
-        while rest:
+        unread = memoryview(content)
+        while unread:
             try:
-                count = self._socket.recv_into(rest[:CHUNK])
+                count = self._socket.recv_into(unread[:CHUNK])
             except BlockingIOError:
                 self._wait(select.POLLIN, silence_s, while_waiting)
                 continue
             if count == 0:
                 raise EOFError
-            rest = rest[count:]
+            unread = unread[count:]
         return content
 
     def _wait(self, event: int, silence_s: float | None, while_waiting: Callable[[], None]) -> None:
@@ -111,23 +117,23 @@ class Channel:
 
 
 def no_peer_failure() -> str:
-    """Why a process of the engine on another node has ended, where there is none."""
+    """Single-node engine: no peer can fail."""
     return ""
 
 
 LOG_TAIL_LINES = 15
 SHARED_MEMORY = "shared-memory"
-"""File in the scratch folder: a line for each file in /dev/shm that SGLang made and does not remove when killed."""
+"""File in the scratch folder with the paths in /dev/shm that SGLang created, one a line."""
 STARTING = "start"
-"""What the engine does until its model is loaded: the time in which SGLang makes these files."""
+"""The operation that lasts until the model is loaded; SGLang creates its files in /dev/shm during it."""
 PROBE_BYTES = 1 << 16
-"""What has to fit into the scratch folder: sockets and a few short texts."""
+"""Free space that the scratch folder needs: sockets and a few short texts."""
 DEATH_SECONDS = 10.0
-"""Killed processes are waited for this long; one that hangs in the kernel must not hang the run."""
+"""Longest wait for killed processes: one that hangs in the kernel must not hang the run."""
 
 
 class EngineRefused(EngineFailure):
-    """SGLang raised an error for the arguments that it was to start with; `reason` is that error in one line."""
+    """SGLang refused its arguments; `reason` is its error in one line."""
 
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
@@ -135,27 +141,25 @@ class EngineRefused(EngineFailure):
 
 
 class HostProcess:
-    """A running host and the socket to it.
+    """A host process and the socket to it.
 
-    Every failure kills its whole process group before EngineFailure is raised, so nothing is left behind. The kernel
-    kills it as well when the thread that made it ends: make it in one that outlives it.
+    Every failure kills its whole process group before EngineFailure is raised, so nothing is left behind. Create it in
+    a thread that outlives it: PR_SET_PDEATHSIG fires when the creating *thread* ends (prctl(2)).
     """
 
-    def __init__(self, environment: dict[str, str], cuda: bool, alone: bool = True) -> None:
-        """Start it in `environment`; returns at once. It imports SGLang, then waits for `load`.
+    def __init__(self, environment: dict[str, str], cuda: bool, single_node: bool = True) -> None:
+        """Start the process in `environment` and return at once; it imports SGLang, then waits for `load`.
 
         Raises UserError when there is no room for its temporary files.
-
-        alone: the engine has no other node.
         """
         self.cuda = cuda
-        self._broken: Callable[[], str] = no_peer_failure
+        self._peer_failure: Callable[[], str] = no_peer_failure
         self._scratch = _scratch_folder()
         self._log, self._cancelled = self._scratch / "engine.log", _never
-        # No name on disk, so that what it prints before it has a log outlives it, whatever ends it.
+        # An unlinked file keeps what the process prints before it has a log, whatever ends it.
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  closed in `end`
         ours, theirs = socket.socketpair()
-        # -P: a file in the current directory that is named like a package is not imported.
+        # -P: no import from the current directory, where a file may have the name of a package.
         command, device = [sys.executable, "-P", "-m", "mugrpo_megatron.engine.host"], "cuda" if cuda else "cpu"
         with theirs:
             self._process = subprocess.Popen(
@@ -163,7 +167,7 @@ class HostProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=self._output,
-                env=_same_package(environment) | _places(self._scratch, alone),
+                env=_with_this_package(environment) | _local_paths(self._scratch, single_node),
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
@@ -175,18 +179,17 @@ class HostProcess:
         arguments: Sequence[dict[str, Any]],
         log: Path,
         cancelled: Callable[[], bool],
-        broken: Callable[[], str] = no_peer_failure,
+        peer_failure: Callable[[], str] = no_peer_failure,
     ) -> None:
-        """Have it make an `sglang.Engine` of each of `arguments`, and append their output to `log`; returns at once.
+        """Start an `sglang.Engine` from each of `arguments`, with output appended to `log`; returns at once.
 
-        `cancelled` is called repeatedly during every wait; once it returns True, the wait ends with EngineStopped.
-        So is `broken`; once it says why the engine's process on another node has ended, the wait ends with
-        EngineFailure.
+        Both callables are called repeatedly during every wait. The wait ends with EngineStopped once `cancelled`
+        returns True, and with EngineFailure once `peer_failure` returns the failure of another node.
         """
-        self._log, self._cancelled, self._broken = log, cancelled, broken
+        self._log, self._cancelled, self._peer_failure = log, cancelled, peer_failure
         log.parent.mkdir(parents=True, exist_ok=True)
         log.touch()
-        with suppress(OSError):  # it is gone; the next message that is waited for says why
+        with suppress(OSError):  # the process is gone; the next `receive` reports the cause
             self._channel.send(("start", (list(arguments), str(log))))
 
     @property
@@ -195,66 +198,65 @@ class HostProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the process exists; says nothing about whether it answers."""
+        """Whether the process exists; it may hang."""
         return self._process.returncode is None and self._process.poll() is None
 
-    def send(self, message: Message, timeout_s: float, doing: str) -> None:
-        """Send a message; EngineFailure when the process is gone, or reads nothing for `timeout_s`."""
+    def send(self, message: Command, timeout_s: float, operation: str) -> None:
+        """Send a command; EngineFailure when the process is gone, or reads nothing for `timeout_s`."""
         try:
-            self._channel.send(message, timeout_s, lambda: self._while_waiting(doing))
+            self._channel.send(message, timeout_s, lambda: self._while_waiting(operation))
         except TimeoutError:
-            raise self._hung("read nothing", timeout_s, doing) from None
+            raise self._hung("read nothing", timeout_s, operation) from None
         except OSError:
-            raise self._gone(doing) from None
+            raise self._gone(operation) from None
 
-    def receive(self, timeout_s: float, doing: str) -> Message:
-        """The next message; EngineFailure when the process is gone, reports an error, or is silent for `timeout_s`."""
+    def receive(self, timeout_s: float, operation: str) -> Message:
+        """Return the next reply; EngineFailure when the process is gone, fails, or is silent for `timeout_s`."""
         try:
-            kind, value = self._channel.receive(timeout_s, lambda: self._while_waiting(doing))
+            kind, value = self._channel.receive(timeout_s, lambda: self._while_waiting(operation))
         except TimeoutError:
-            raise self._hung("was silent", timeout_s, doing) from None
+            raise self._hung("was silent", timeout_s, operation) from None
         except (EOFError, OSError):
-            raise self._gone(doing) from None
-        if doing == STARTING:
+            raise self._gone(operation) from None
+        if operation == STARTING:
             self._note_shared_memory()
         if kind in ("error", "refused"):
-            failure = self._failed(f"the engine failed during {doing}: {value}")
+            failure = self._failed(f"the engine failed during {operation}: {value}")
             raise failure if kind == "error" else EngineRefused(str(failure), value)
         return kind, value
 
-    def wait(self, others: Sequence[Any], timeout_s: float, doing: str) -> bool:
-        """Whether a message has come; False once one of `others` (with a `fileno`) is readable, or after `timeout_s`.
+    def wait(self, others: Sequence[Any], timeout_s: float, operation: str) -> bool:
+        """Wait for a message, for one of `others` (with a `fileno`), or at most `timeout_s` and SLICE_S.
 
-        Waits at most SLICE_S.
+        Returns whether a message has arrived.
         """
-        own = self._channel.fileno()
-        ready = wait([own, *others], min(timeout_s, SLICE_S))
-        self._while_waiting(doing)
-        return own in ready
+        descriptor = self._channel.fileno()
+        ready = wait([descriptor, *others], min(timeout_s, SLICE_S))
+        self._while_waiting(operation)
+        return descriptor in ready
 
-    def _while_waiting(self, doing: str) -> None:
-        if doing == STARTING:
+    def _while_waiting(self, operation: str) -> None:
+        if operation == STARTING:
             self._note_shared_memory()
         if self._cancelled():
             self.end()
-            raise EngineStopped(f"the run was asked to stop during the engine's {doing}; the engine was ended")
-        if cause := self._broken():
-            raise self._failed(f"a process of the engine ended during {doing}, {cause}")
+            raise EngineStopped(f"the run was asked to stop during the engine's {operation}; the engine was ended")
+        if cause := self._peer_failure():
+            raise self._failed(f"a process of the engine ended during {operation}, {cause}")
 
     def _note_shared_memory(self) -> None:
-        """Write down what SGLang has in /dev/shm, for this process and the engine's guard."""
+        """Record SGLang's files in /dev/shm for `end` and for the guard: SGLang does not remove them when killed."""
         names = "".join(f"{name}\n" for name in sorted(_shared_memory(self._process.pid)))
         if names:
-            with suppress(OSError):  # the disk is full by now: they stay in /dev/shm if the engine is killed
+            with suppress(OSError):  # the disk is full: the files stay in /dev/shm if the engine is killed
                 (self._scratch / SHARED_MEMORY).write_text(names, encoding="utf-8")
 
     def end(self, patience_s: float = 0.0) -> None:
-        """Kill the process group, after `patience_s` for it to leave by itself, and remove what it left on disk.
+        """Kill the process group, after `patience_s` for it to exit by itself, and remove its files.
 
-        Returns once the group is gone: only then is its memory free. Another call does nothing: the group's number may
-        be that of others by then.
+        Returns once the group is gone: only then is its memory free.
         """
-        if self._ended:
+        if self._ended:  # its process group id may have been reused
             return
         self._ended = True
         with suppress(subprocess.TimeoutExpired):
@@ -268,30 +270,30 @@ class HostProcess:
             time.sleep(0.01)
         self._channel.close()
         self._log_early_output()
-        with suppress(FileNotFoundError):  # it failed before SGLang made any, or the guard was here first
+        with suppress(FileNotFoundError):  # SGLang has created none yet, or the guard has removed them
             for name in (self._scratch / SHARED_MEMORY).read_text(encoding="utf-8").splitlines():
                 Path(name).unlink(missing_ok=True)
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _log_early_output(self) -> None:
-        """Append to the log what a process printed that ended before it heard of the log."""
+        """Append to the log the output of a process that ended before it redirected it."""
         self._output.seek(0)
         if self._log.exists() and (output := self._output.read()):
             with self._log.open("ab") as file:
                 file.write(output)
         self._output.close()
 
-    def _hung(self, how: str, timeout_s: float, doing: str) -> EngineFailure:
+    def _hung(self, how: str, timeout_s: float, operation: str) -> EngineFailure:
         states = "; ".join(_group_states(self._process.pid))
-        return self._failed(f"the engine {how} for {timeout_s:g} s during {doing}; its processes: {states}")
+        return self._failed(f"the engine {how} for {timeout_s:g} s during {operation}; its processes: {states}")
 
-    def _gone(self, doing: str) -> EngineFailure:
-        # Its end of the socket is closed, so it is ending; what it ends with is the cause.
+    def _gone(self, operation: str) -> EngineFailure:
+        # Its end of the socket is closed, so it is exiting: the exit code is the cause.
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
         code = self._process.returncode
         how = "without exiting" if code is None else signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        return self._failed(f"the engine's host process is gone ({how}) during {doing}")
+        return self._failed(f"the engine's host process is gone ({how}) during {operation}")
 
     def _failed(self, cause: str) -> EngineFailure:
         self.end()
@@ -304,12 +306,12 @@ def _never() -> bool:
 
 
 def _scratch_folder() -> Path:
-    """A new folder for temporary files that can be written; UserError where the disk is full or none is there."""
+    """Create a folder for temporary files; UserError when nothing can be written to it."""
     try:
         folder = Path(tempfile.mkdtemp(prefix="mugrpo-engine-"))
         try:
             probe = folder / "probe"
-            probe.write_bytes(bytes(PROBE_BYTES))  # a folder can be made where no file fits
+            probe.write_bytes(bytes(PROBE_BYTES))  # `mkdtemp` succeeds on a full disk
             probe.unlink()
         except OSError:
             shutil.rmtree(folder, ignore_errors=True)
@@ -323,25 +325,23 @@ def _scratch_folder() -> Path:
     return folder
 
 
-def _same_package(environment: dict[str, str]) -> dict[str, str]:
-    """The environment in which the host imports the same package, which need not be the installed one."""
+def _with_this_package(environment: dict[str, str]) -> dict[str, str]:
+    """The environment in which the host imports this copy of the package, which need not be the installed one."""
     root = str(Path(mugrpo_megatron.__file__).parents[1])
     if root in site.getsitepackages():
         return environment
     return environment | {"PYTHONPATH": os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH", "")]))}
 
 
-def _places(scratch: Path, alone: bool) -> dict[str, str]:
-    """Where SGLang puts its sockets: files that can be removed when it is killed, and no port beyond loopback.
-
-    Without the override torch's rendezvous listens on every interface, which an engine of several nodes needs.
-    """
-    override = {"SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch}/rendezvous"} if alone else {}
+def _local_paths(scratch: Path, single_node: bool) -> dict[str, str]:
+    """Environment that puts SGLang's sockets into the scratch folder, where they are removed when it is killed."""
+    # torch's TCP rendezvous would listen on every interface; several nodes need that (model_executor/model_runner.py).
+    override = {"SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch}/rendezvous"} if single_node else {}
     return {"TMPDIR": str(scratch)} | override
 
 
 def _group_states(group: int) -> Iterator[str]:
-    """`name (pid) state` of every process in a process group that has not ended."""
+    """Yield `name (pid) state` of every living process of a process group."""
     for process in psutil.process_iter(["name", "status"]):
         with suppress(ProcessLookupError):
             if os.getpgid(process.pid) == group and process.info["status"] != psutil.STATUS_ZOMBIE:
@@ -349,7 +349,7 @@ def _group_states(group: int) -> Iterator[str]:
 
 
 def _shared_memory(group: int) -> set[str]:
-    """The files in /dev/shm that processes of the group map and SGLang made: not the learner's weights."""
+    """SGLang's files in /dev/shm that processes of the group map (utils/stale_shm_cleanup.py); not learner weights."""
     files: set[str] = set()
     for process in psutil.pids():
         with suppress(OSError):

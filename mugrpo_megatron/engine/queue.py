@@ -1,8 +1,7 @@
 """One queue of prompts for all engines: they claim groups from a shared counter as they have capacity.
 
-There is no dispatcher. Every leader holds the same list of the groups that a stage lacks; a leader that adds n to the
-counter `claimed` owns the n groups that the counter passed. An engine with long responses claims fewer, so it delays
-no other engine.
+There is no dispatcher. Every leader holds the same list of a stage's missing groups; adding n to the counter `claimed`
+claims the n groups that the counter passes. An engine with long responses claims fewer, so it delays no other.
 """
 
 from __future__ import annotations
@@ -21,34 +20,33 @@ CLAIM = 64
 
 
 class PromptQueue:
-    """The groups of one round of generation, as one engine sees them; `add` connects it to the other engines."""
+    """One engine's view of the groups of a round of generation."""
 
     def __init__(self, groups: Sequence[int], engines: int = 1, add: Add | None = None) -> None:
-        """`groups` are the same on every engine; without `add` this is the only engine."""
+        """`groups` are the same on every engine, `add` connects them; without `add` this is the only engine."""
         self._groups = groups
         self._engines = engines
-        self._add = add or _counters_of_one()
+        self._add = add or _local_counters()
         self._exhausted = not groups
 
     @property
     def total(self) -> int:
-        """Groups of this round."""
+        """Number of groups of this round."""
         return len(self._groups)
 
-    def take(self, held: int, slots: int) -> list[int]:
-        """The next groups of an engine that holds `held` unfinished ones and decodes `slots` together.
+    def take(self, in_flight: int, slots: int) -> list[int]:
+        """Claim the next groups for an engine with `in_flight` unfinished ones, which decodes `slots` together.
 
-        While many groups are left, an engine holds twice what it decodes, so that it never waits for the queue. Once
-        the rest fits into the engines' slots, it holds only what it decodes: a group that would wait inside one engine
-        is better left to the next engine with a free slot. A round that fits into the slots from its start is shared
-        evenly. Returns an empty list when there is nothing to take now, and with `held` = 0 when the round is over.
+        Returns an empty list when there is nothing to claim now; with `in_flight` = 0 the round is then over.
         """
         if self._exhausted:
             return []
         unclaimed = len(self._groups) - self._add("claimed", 0)
+        # Twice what it decodes, so that an engine never waits for the queue. Once the rest fits into the engines'
+        # slots, only what it decodes: a group that waits inside one engine could run in another's free slot.
         plenty = unclaimed >= self._engines * slots
         depth = 2 * slots if plenty else min(slots, -(-len(self._groups) // self._engines))
-        room = min(depth - held, CLAIM)
+        room = min(depth - in_flight, CLAIM)
         if room <= 0:
             return []
         if 2 * self._add("out", 0) >= self._engines:
@@ -59,7 +57,7 @@ class PromptQueue:
         return list(self._groups[end - room : end])
 
     def leave(self) -> None:
-        """Report that this engine failed. Once half of the engines have, all stop claiming, to restart together."""
+        """Report that this engine failed; once half of the engines have, all stop claiming, to restart together."""
         self._add("out", 1)
 
     def close(self) -> None:
@@ -72,11 +70,11 @@ class PromptQueue:
         self._add("tokens", tokens)
 
     def totals(self) -> tuple[int, int]:
-        """Groups and tokens that all engines together have finished in this round."""
+        """Groups and tokens that all engines together have finished in this round, as counted by `finished`."""
         return self._add("groups", 0), self._add("tokens", 0)
 
 
-def _counters_of_one() -> Add:
+def _local_counters() -> Add:
     counters: Counter[str] = Counter()
 
     def add(name: str, amount: int) -> int:
@@ -87,43 +85,43 @@ def _counters_of_one() -> Add:
 
 
 MOST_LOADS = 240
-"""Readings that a record keeps of one generation, however long it takes."""
+"""Most readings in a record of one generation."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """One reading."""
+    """One reading of an engine's load."""
 
     time: float
     """Unix seconds."""
     tokens: int
-    """Sampled since the generation began, those of unfinished responses included."""
+    """Tokens sampled since the generation began, unfinished responses included."""
     running: int
-    """Requests that are decoded together."""
+    """Requests being decoded."""
     queued: int
-    """Requests that the engine holds and does not decode yet."""
+    """Requests waiting inside the engine."""
     kv_use: float
-    """Share of the KV cache that holds tokens."""
+    """Fraction of the KV cache in use."""
 
     def metrics(self) -> dict[str, float]:
-        """What a row of the metric log says of it, besides its time."""
+        """Fields of a row of the metric log, without the time."""
         return {"tokens": self.tokens, "running": self.running, "queued": self.queued, "kv_use": self.kv_use}
 
 
 def read_load(tokens: int, snapshots: Sequence[Any]) -> EngineLoad:
-    """The engine's load from what its schedulers have published, one snapshot for each that works on its own data."""
+    """The engine's load from its schedulers' snapshots, one a data parallel scheduler."""
     return EngineLoad(
         time=time.time(),
         tokens=tokens,
-        running=sum(one.num_running_reqs for one in snapshots),
-        queued=sum(one.num_waiting_reqs for one in snapshots),
-        kv_use=max((float(one.token_usage) for one in snapshots), default=0.0),
+        running=sum(snapshot.num_running_reqs for snapshot in snapshots),
+        queued=sum(snapshot.num_waiting_reqs for snapshot in snapshots),
+        kv_use=max((float(snapshot.token_usage) for snapshot in snapshots), default=0.0),
     )
 
 
 @dataclass(slots=True)
 class LoadRecord:
-    """Readings of one generation, evenly spread: when there are too many, every second one is dropped."""
+    """Readings of one generation at equal distances: every second one is dropped whenever there are too many."""
 
     loads: list[EngineLoad] = field(default_factory=list)
     _every: int = 1

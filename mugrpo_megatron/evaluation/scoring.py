@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedTokenizerBase
 
 from mugrpo_megatron.data.prompts import TOKENIZER_TEMPLATE, Template, fitting_prompts_by_set
+from mugrpo_megatron.engine.wire import SampledGroup
 from mugrpo_megatron.evaluation.estimators import (
     Interval,
     Measure,
@@ -22,9 +23,6 @@ from mugrpo_megatron.recipe.scoring import RewardSection
 from mugrpo_megatron.rewards.items import Pending, Score, prompt_of_problem
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.samples import Problem, Prompt, Response
-
-Group = tuple[Prompt, list[Response]]
-"""The responses to one prompt, as `Engine.generate` yields them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +52,7 @@ class Scorer:
         self._verifier, self._tokenizer = verifier, tokenizer
         self._waiting: deque[tuple[Prompt, list[Response], list[str], Pending]] = deque()
 
-    def during(self, groups: Iterable[Group]) -> Iterator[ScoredGroup]:
+    def during(self, groups: Iterable[SampledGroup]) -> Iterator[ScoredGroup]:
         """Submit each group as it is sampled, and yield those whose scores are there; waits for no score."""
         for prompt, responses in groups:
             ids = [response.ids.tolist() for response in responses]
@@ -119,7 +117,7 @@ def score_of(response: Response, verdicts: Iterator[Score]) -> Score:
 
 
 def scored(
-    groups: Iterable[Group],
+    groups: Iterable[SampledGroup],
     verifier: Verifier,
     tokenizer: PreTrainedTokenizerBase,
     stopping: Callable[[], bool] = lambda: False,

@@ -167,7 +167,7 @@ def _answered(
     """The answers to what this rank's engine takes from the queue."""
     held_out = leader.problems.held_out
     samples = recipe.eval.of(name).samples
-    how = held_out_sampling(recipe, leader.tokenizer, name)
+    how = held_out_sampling(recipe.eval, name, recipe.rollout, recipe.run, leader.tokenizer)
     names = [problem.source for problem in held_out.problems]
     shown = set(example_indices(names, SHOWN))
     answers: ByPlace = {}

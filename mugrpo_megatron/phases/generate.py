@@ -10,11 +10,11 @@ from contextlib import closing
 from uuid import uuid4
 
 from mugrpo_megatron.engine.client import MOST_FAILURES, Engine, PromptSource
-from mugrpo_megatron.engine.launch import sampling
+from mugrpo_megatron.engine.launch import replayed_routers, training_sampling
 from mugrpo_megatron.engine.queue import PromptQueue
-from mugrpo_megatron.engine.wire import Sampling
+from mugrpo_megatron.engine.wire import SampledGroup, Sampling
 from mugrpo_megatron.errors import EngineFailure, UserError
-from mugrpo_megatron.evaluation.scoring import Group, Scorer
+from mugrpo_megatron.evaluation.scoring import Scorer
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.observe.environment import device_memory_in_use
 from mugrpo_megatron.observe.log import MetricLog
@@ -181,7 +181,7 @@ def shared_queue(world: World, groups: Sequence[int]) -> PromptQueue:
 
 def sampled(
     leader: EngineLeader, queue: PromptQueue, take: PromptSource, n: int, how: Sampling, stop: StopRequest
-) -> Iterator[Group]:
+) -> Iterator[SampledGroup]:
     """The groups that this rank's engine takes from the queue, as they are finished.
 
     Ends early when the engine fails or the run is asked to `stop`; what is in flight is then dropped.
@@ -217,17 +217,19 @@ def report_failures(run: Run, leader: EngineLeader | None) -> None:
         run.display.say(f"{text}\nThe engine is restarted for what is missing.")
 
 
-def _sampled(run: Run, leader: EngineLeader, cursor: Cursor, queue: PromptQueue, bar: Bar) -> Iterator[Group]:
+def _sampled(run: Run, leader: EngineLeader, cursor: Cursor, queue: PromptQueue, bar: Bar) -> Iterator[SampledGroup]:
     """`sampled` for the stage at `cursor`; counts finished groups, and leaves the queue where the engine fails."""
     recipe = run.recipe
 
     def take(waiting: int, slots: int) -> list[Prompt]:
         return [stage_prompt(recipe, leader.problems, cursor, g) for g in queue.take(waiting, slots)]
 
-    how = sampling(recipe, leader.tokenizer)
+    how = training_sampling(
+        recipe.rollout, recipe.run, leader.tokenizer, replayed_routers(recipe.learner, recipe.model)
+    )
     for prompt, responses in sampled(leader, queue, take, recipe.rollout.responses_per_prompt, how, run.stop):
         leader.failures_in_a_row = 0
-        yield prompt, responses
+        yield SampledGroup(prompt, responses)
         queue.finished(sum(len(response.ids) for response in responses))
         show_totals(bar, queue, run.is_main)
     if not leader.engine.running:

@@ -20,6 +20,7 @@ from mugrpo_megatron.errors import EngineFailure, EngineStopped
 from mugrpo_megatron.observe.environment import usable_cores
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.rewards.pool import Verifier
+from mugrpo_megatron.run.engine_spec import engine_spec
 from mugrpo_megatron.run.world import World
 from mugrpo_megatron.weights.sync import WeightSync
 
@@ -77,7 +78,7 @@ class EngineRole:
         recipe, number = self.recipe, self.slot.number
         log = self.logs / (f"engine-{number:04d}.log" if number else "engine.log")
         make = Engine if recipe.engine.nodes > 1 else Engine.start
-        engine = make(recipe, recipe.model.directory, log, self.slot, self.stopping, prelaunched)
+        engine = make(engine_spec(recipe), recipe.model.directory, log, self.slot, self.stopping, prelaunched)
         stack.callback(engine.stop)
         workers = recipe.reward.workers or max(1, usable_cores() // 2 // self.slot.local_engines)
         verifier = stack.enter_context(Verifier(recipe.reward.model_copy(update={"workers": workers})))
@@ -88,7 +89,7 @@ class EngineRole:
         if not self.slot.joins:
             return None
         log = self.logs / f"engine-{self.slot.number:04d}-node-{self.slot.node}.log"
-        joined = EngineFollowerNode(self.recipe, self.recipe.model.directory, log, self.slot)
+        joined = EngineFollowerNode(engine_spec(self.recipe), self.recipe.model.directory, log, self.slot)
         stack.callback(joined.stop)
         return joined
 

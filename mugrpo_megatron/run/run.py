@@ -220,7 +220,7 @@ def print_resume_note(files: RunFiles, cursor: Cursor, recipe: Recipe, problems:
     if cursor != Cursor():
         total = recipe.schedule.total_updates
         files.display.say(f"{files.directory.path} continues after {cursor.updates:,} of {total:,} updates")
-    for note in (*problems.notes, sampling_note(recipe)) if problems else ():
+    for note in (*problems.notes, sampling_note(recipe.rollout)) if problems else ():
         if note:
             files.display.say(note)
 

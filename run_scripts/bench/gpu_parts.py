@@ -207,15 +207,16 @@ def engine_bare(small: bool) -> Result:
     """Tokens/s of SGLang's own `generate`, all prompts in one call."""
     from mugrpo_megatron.cuda import finds_cuda
     from mugrpo_megatron.engine.launch import engine_arguments, engine_environment
+    from mugrpo_megatron.run.engine_spec import engine_spec
 
     with tempfile.TemporaryDirectory() as folder:
         model = save_random("small" if small else "Qwen2.5-1.5B", Path(folder) / "model")
         recipe = recipe_of(model, small)
         cuda = finds_cuda()
-        os.environ.update(engine_environment(recipe, model, cuda))
+        os.environ.update(engine_environment(recipe.engine, model, cuda))
         import sglang  # reads the environment at import
 
-        bare = sglang.Engine(**engine_arguments(recipe, model, cuda))
+        bare = sglang.Engine(**engine_arguments(engine_spec(recipe), model, cuda))
         limit = recipe.rollout.max_response_tokens
         settings = {"temperature": 1.0, "max_new_tokens": limit}
         inputs = [ids for ids in prompt_ids(small) for _ in range(RESPONSES)]
@@ -230,6 +231,7 @@ def engine_ours(small: bool) -> Result:
     """Tokens/s of the project's engine process on the same prompts."""
     from mugrpo_megatron.engine.client import Engine
     from mugrpo_megatron.engine.wire import Sampling
+    from mugrpo_megatron.run.engine_spec import engine_spec
     from mugrpo_megatron.samples import Problem, Prompt
 
     with tempfile.TemporaryDirectory() as folder:
@@ -237,7 +239,7 @@ def engine_ours(small: bool) -> Result:
         recipe = recipe_of(model, small)
         prompts = [Prompt(i, Problem(str(i), "", ""), ids) for i, ids in enumerate(prompt_ids(small))]
         sampling = Sampling(1.0, 1.0, recipe.rollout.max_response_tokens, ())
-        mine = Engine.start(recipe, model, Path(folder) / "engine.log")
+        mine = Engine.start(engine_spec(recipe), model, Path(folder) / "engine.log")
         try:
             taken = seconds(lambda: list(mine.generate(prompts, RESPONSES, sampling)), repeats=2)
         finally:
@@ -254,12 +256,13 @@ def switch(small: bool) -> Result:
     from mugrpo_megatron.engine.client import Engine
     from mugrpo_megatron.learner.learner import build_learner
     from mugrpo_megatron.recipe.systems import SYNC_BUCKET_BYTES
+    from mugrpo_megatron.run.engine_spec import engine_spec
     from mugrpo_megatron.weights.sync import build_weight_sync, sync
 
     with tempfile.TemporaryDirectory() as folder:
         model = save_random("small" if small else "Qwen2.5-1.5B", Path(folder) / "model")
         recipe = recipe_of(model, small)
-        engine = Engine.start(recipe, model, Path(folder) / "engine.log")
+        engine = Engine.start(engine_spec(recipe), model, Path(folder) / "engine.log")
         try:
             engine.wait_ready()
             engine.sleep()

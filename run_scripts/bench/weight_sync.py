@@ -88,6 +88,7 @@ def bench_sync(options: argparse.Namespace, directory: Path) -> None:
     from mugrpo_megatron.engine.client import Engine
     from mugrpo_megatron.learner.groups import shutdown
     from mugrpo_megatron.learner.learner import build_learner
+    from mugrpo_megatron.run.engine_spec import engine_spec
     from mugrpo_megatron.weights.check import compare_weights
     from mugrpo_megatron.weights.sync import build_weight_sync, sync
 
@@ -103,7 +104,7 @@ def bench_sync(options: argparse.Namespace, directory: Path) -> None:
             "rollout": {"max_response_tokens": 128},
         }
     )
-    engine = Engine.start(recipe, hf, directory / "engine.log")
+    engine = Engine.start(engine_spec(recipe), hf, directory / "engine.log")
     with ExitStack() as stack:
         stack.callback(engine.stop)
         learner = build_learner(recipe)

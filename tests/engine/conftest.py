@@ -10,6 +10,7 @@ import pytest
 from mugrpo_megatron.engine import client
 from mugrpo_megatron.engine.client import Engine
 from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.run.engine_spec import engine_spec
 from tests.engine.tiny import recipe, save_checkpoint
 from tests.engine_server import forked_engines
 
@@ -29,7 +30,8 @@ def engine(tiny_recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Ite
     """Of two replicas, whatever the number of cores."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(client, "replicas", lambda *_: 2)
+        log = tmp_path_factory.mktemp("engine") / "engine.log"
         with forked_engines():
-            engine = Engine.start(tiny_recipe, tiny_recipe.model.path, tmp_path_factory.mktemp("engine") / "engine.log")
+            engine = Engine.start(engine_spec(tiny_recipe), tiny_recipe.model.path, log)
     yield engine
     engine.stop()

@@ -48,7 +48,7 @@ def test_messages_of_two_threads_arrive_whole(sizes: list[int]) -> None:
 
 def test_an_end_that_reads_nothing(ends: tuple[Channel, socket.socket]) -> None:
     with pytest.raises(TimeoutError):
-        ends[0].send(("prompts", MORE_THAN_FITS), BRIEF_S)
+        ends[0].send(("requests", MORE_THAN_FITS), BRIEF_S)
 
 
 @pytest.mark.parametrize("sent", [0, 3, HEADER.size, HEADER.size + 5])
@@ -66,7 +66,7 @@ def test_an_end_that_is_closed(sent: bytes, ends: tuple[Channel, socket.socket])
     with pytest.raises(EOFError):
         ends[0].receive(30)
     with pytest.raises(OSError, match="Broken pipe"):
-        ends[0].send(("prompts", MORE_THAN_FITS), 30)
+        ends[0].send(("requests", MORE_THAN_FITS), 30)
 
 
 @pytest.mark.parametrize("call", ["send", "receive"])

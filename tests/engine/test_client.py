@@ -23,8 +23,9 @@ from mugrpo_megatron.engine.process import _shared_memory
 from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.run.engine_spec import engine_spec
 from mugrpo_megatron.samples import Problem, Prompt, Response
-from tests.engine.tiny import group_processes, named_tensors, prompts, recipe, save_checkpoint
+from tests.engine.tiny import group_processes, named_tensors, prompts, recipe, save_checkpoint, spec
 from tests.engine_server import forked_engines, hosts_of
 
 pytestmark = pytest.mark.process
@@ -173,12 +174,12 @@ def test_sockets_are_on_loopback(engine: Engine) -> None:
 def test_prompt_and_response_must_fit_the_model(checkpoint: Path, tmp_path: Path) -> None:
     long = Recipe.model_validate({**recipe(checkpoint).model_dump(), "rollout": {"max_response_tokens": 300}})
     with pytest.raises(UserError, match="exceed the 256 positions"):
-        Engine.start(long, checkpoint, tmp_path / "engine.log")
+        Engine.start(engine_spec(long), checkpoint, tmp_path / "engine.log")
 
 
 def test_a_directory_without_a_model(tiny_recipe: Recipe, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not a Hugging Face checkpoint"):
-        Engine.start(tiny_recipe, tmp_path, tmp_path / "engine.log")
+        Engine.start(engine_spec(tiny_recipe), tmp_path, tmp_path / "engine.log")
 
 
 def test_two_replicas_answer_as_one_engine(engine: Engine) -> None:
@@ -201,7 +202,7 @@ def test_an_engine_without_a_compiler_answers_the_same(
     (tmp_path / "lscpu").symlink_to(str(shutil.which("lscpu")))  # SGLang asks for it
     monkeypatch.setenv("PATH", str(tmp_path))
     with forked_engines():
-        plain = Engine.start(recipe(checkpoint), checkpoint, tmp_path / "plain.log")
+        plain = Engine.start(spec(checkpoint), checkpoint, tmp_path / "plain.log")
     how = Sampling(temperature=0.0, top_p=1.0, max_tokens=40, stop_ids=())
     try:
         found = [{p.index: one for p, (one,) in each.generate(prompts(24), 1, how)} for each in (engine, plain)]
@@ -215,7 +216,7 @@ def test_an_engine_without_a_compiler_answers_the_same(
 
 @pytest.mark.night
 def test_two_tensor_parallel_ranks(checkpoint: Path, tmp_path: Path) -> None:
-    engine = Engine.start(recipe(checkpoint, tensor=2), checkpoint, tmp_path / "engine.log")
+    engine = Engine.start(spec(checkpoint, tensor=2), checkpoint, tmp_path / "engine.log")
     try:
         other = save_checkpoint(tmp_path / "other", seed=2)
         _load(engine, other, version=1)

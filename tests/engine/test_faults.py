@@ -17,8 +17,9 @@ from mugrpo_megatron.engine.process import HostProcess, _shared_memory
 from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import EngineFailure, EngineStopped
 from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.run.engine_spec import engine_spec
 from mugrpo_megatron.samples import Prompt
-from tests.engine.tiny import group_processes, prompts, recipe, save_checkpoint
+from tests.engine.tiny import group_processes, prompts, save_checkpoint, spec
 from tests.engine_server import forked_engines, hosts_of
 from tests.forked import fork
 
@@ -38,7 +39,7 @@ def forked() -> Iterator[None]:
 @pytest.mark.usefixtures("forked")
 def test_an_engine_killed_and_frozen_in_mid_generation(checkpoint: Path, tmp_path: Path) -> None:
     """One engine, two starts: its scheduler is killed, it recovers, and then all its processes are stopped."""
-    engine = Engine.start(recipe(checkpoint), checkpoint, tmp_path / "engine.log")
+    engine = Engine.start(spec(checkpoint), checkpoint, tmp_path / "engine.log")
     missing = {prompt.index: prompt for prompt in prompts(120)}
     hosts: list[int] = []
     shared: list[set[str]] = []
@@ -84,12 +85,12 @@ def test_a_frozen_host_that_reads_nothing(cancelled: bool, tmp_path: Path) -> No
     host.load([{}], tmp_path / "engine.log", lambda: cancelled)
     expected = EngineStopped if cancelled else EngineFailure
     with pytest.raises(expected, match=r"asked to stop during" if cancelled else r"read nothing for 1 s .*stopped"):
-        host.send(("prompts", [b"x" * (16 << 20)]), 600 if cancelled else 1, "generate")
+        host.send(("requests", [b"x" * (16 << 20)]), 600 if cancelled else 1, "generate")
     assert group_processes(host._process.pid) == []
 
 
 def test_a_wait_ends_when_the_process_on_another_node_has(tmp_path: Path) -> None:
-    host = HostProcess(dict(os.environ), cuda=False, alone=False)
+    host = HostProcess(dict(os.environ), cuda=False, single_node=False)
     os.kill(host._process.pid, signal.SIGSTOP)
     host.load([{}], tmp_path / "engine.log", lambda: False, lambda: "on its node 1, that of rank 8: killed")
     with pytest.raises(EngineFailure, match=r"ended during generate, on its node 1, that of rank 8: killed\n"):
@@ -99,7 +100,7 @@ def test_a_wait_ends_when_the_process_on_another_node_has(tmp_path: Path) -> Non
 
 @pytest.mark.usefixtures("forked")
 def test_a_frozen_engine_is_named_with_the_state_of_its_processes(checkpoint: Path, tmp_path: Path) -> None:
-    engine = Engine.start(recipe(checkpoint, request_timeout_s=0.5), checkpoint, tmp_path / "engine.log")
+    engine = Engine.start(spec(checkpoint, request_timeout_s=0.5), checkpoint, tmp_path / "engine.log")
     host = _host(engine)
     os.killpg(host, signal.SIGSTOP)
     with pytest.raises(EngineFailure, match=rf"silent for 1.5 s during start.*\({host}\) stopped"):
@@ -114,7 +115,7 @@ def test_an_engine_that_cannot_load_its_model(tmp_path: Path) -> None:
     broken = save_checkpoint(tmp_path / "broken", seed=0)
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    engine = Engine.start(recipe(broken), broken, tmp_path / "engine.log")
+    engine = Engine.start(spec(broken), broken, tmp_path / "engine.log")
     host = _host(engine)
     with pytest.raises(EngineFailure, match=r"(?s)engine.*end of .*engine\.log.*afetensor"):
         engine.wait_ready()
@@ -124,7 +125,7 @@ def test_an_engine_that_cannot_load_its_model(tmp_path: Path) -> None:
 def _start_and_wait(recipe: Recipe, folder: Path, real: bool) -> None:
     tempfile.tempdir = str(folder)
     with nullcontext() if real else forked_engines():
-        engine = Engine.start(recipe, recipe.model.directory, folder / "engine.log")
+        engine = Engine.start(engine_spec(recipe), recipe.model.directory, folder / "engine.log")
     signal.pause()
     engine.stop()
 

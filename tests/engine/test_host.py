@@ -22,7 +22,7 @@ from mugrpo_megatron.engine import host
 from mugrpo_megatron.engine.engine_group import EngineGroup
 from mugrpo_megatron.engine.host import Generation, Host, first_cause, start_guard
 from mugrpo_megatron.engine.process import SHARED_MEMORY, Channel
-from mugrpo_megatron.engine.wire import Request, Sampling, seeds
+from mugrpo_megatron.engine.wire import Request, Sampling, sampling_seeds
 from tests.engine.stub import StubEngine
 from tests.engine.tiny import group_processes
 from tests.forked import fork
@@ -63,12 +63,12 @@ def test_memory_is_not_released_before_the_engine_is_idle(ends: tuple[Channel, C
     engine = StubEngine(busy=2)
     served = Host(EngineGroup([engine]), ends[1])
     with pytest.raises(RuntimeError, match="not idle after 60 s: pending requests"):
-        served.sleep(["weights"])
+        served.execute("sleep", ["weights"])
     with pytest.raises(RuntimeError, match="not idle"):
-        served.set_version(3)
+        served.execute("set_version", 3)
     assert engine.released == []
     assert served._version == 0, "keys and values of the old weights may be left"
-    served.sleep(["weights"])
+    served.execute("sleep", ["weights"])
     assert engine.released == [["weights"]]
 
 
@@ -78,7 +78,7 @@ def test_the_client_hears_of_tokens_before_a_group_is_finished(
     monkeypatch.setattr(host, "PROGRESS_SECONDS", 0.01)
     engine = StubEngine()
     with generating(engine, ends) as client:
-        client.send(("prompts", [Request(0, [1, 2], 2)]))
+        client.send(("requests", [Request(0, [1, 2], 2)]))
         for tokens in (50, 100):
             engine.rid_to_state["one"].output_ids = [7] * tokens
             kind, load = client.receive(PATIENCE_S)
@@ -112,7 +112,7 @@ def test_a_group_that_cannot_be_sent_ends_the_generation_with_its_cause(
     engine.answers.set()
     generation = Generation(EngineGroup([engine]), ends[1], SAMPLING, version=4)
     monkeypatch.setattr(generation, "_read", lambda loop: None)
-    generation._inbox.put_nowait(("prompts", [Request(0, [9], 1), Request(1, [1], 1)]))
+    generation._inbox.put_nowait(("requests", [Request(0, [9], 1), Request(1, [1], 1)]))
     with pytest.raises(ExceptionGroup) as raised:
         engine.loop.run_until_complete(asyncio.wait_for(generation.run(), PATIENCE_S))
     assert str(first_cause(raised.value)) == "3 log-probabilities of 4 tokens"
@@ -144,13 +144,13 @@ def test_the_guard_removes_what_the_host_leaves(tmp_path: Path) -> None:
 def test_each_response_has_its_own_seed_where_there_is_a_stream(ends: tuple[Channel, Channel]) -> None:
     engine = StubEngine()
     engine.answers.set()
-    work = Request(0, [1, 2], 2, place=5)
+    work = Request(0, [1, 2], 2, seed_key=5)
     with generating(engine, ends, replace(SAMPLING, stream="0/train")) as client:
-        client.send(("prompts", [work]))
+        client.send(("requests", [work]))
         assert client.receive(PATIENCE_S)[0] == "groups"
         client.send(("close", None))
     asked = engine.asked[0]["sampling_params"]
-    assert [one["sampling_seed"] for one in asked] == seeds("0/train", 4, work)
+    assert [one["sampling_seed"] for one in asked] == sampling_seeds("0/train", 4, work)
     assert {one["max_new_tokens"] for one in asked} == {SAMPLING.max_tokens}
 
 
@@ -158,7 +158,7 @@ def test_a_prompt_may_have_a_limit_and_stop_texts_of_its_own(ends: tuple[Channel
     engine = StubEngine()
     engine.answers.set()
     with generating(engine, ends, replace(SAMPLING, stop=("a",))) as client:
-        client.send(("prompts", [Request(0, [1], 1, max_tokens=3, stop=("b",)), Request(1, [1], 1)]))
+        client.send(("requests", [Request(0, [1], 1, max_tokens=3, stop=("b",)), Request(1, [1], 1)]))
         assert client.receive(PATIENCE_S)[0] == "groups"
         client.send(("close", None))
     limited, plain = (one["sampling_params"] for one in engine.asked)

@@ -6,6 +6,7 @@ import ast
 import os
 import re
 import sys
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,34 +19,39 @@ from mugrpo_megatron.engine import launch, sglang_compat
 from mugrpo_megatron.engine.launch import (
     CPU_KV_BYTES,
     EARLIER_STARTS,
+    EngineSpec,
     check_allocator,
     check_extra,
     engine_arguments,
     engine_environment,
     held_out_sampling,
     kv_bytes_per_token,
-    sampling,
+    replayed_routers,
     sampling_note,
     starts_before,
+    training_sampling,
 )
 from mugrpo_megatron.engine.placement import EngineSlot, engine_slot
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.recipe import Recipe, load_recipe
+from mugrpo_megatron.recipe import load_recipe
+from mugrpo_megatron.recipe.policy import RolloutSection
+from mugrpo_megatron.recipe.scoring import EvalSection
+from mugrpo_megatron.recipe.sections import RunSection
+from mugrpo_megatron.recipe.systems import EngineSection
 from tests import models
-from tests.engine.tiny import recipe
+from tests.engine.tiny import spec
 
 
-def half(checkpoint: Path, **engine: object) -> Recipe:
-    """`recipe` in bfloat16, as engines on CUDA need it."""
-    found = recipe(checkpoint, **engine)
-    return found.model_copy(update={"model": found.model.model_copy(update={"dtype": "bfloat16"})})
+def half(checkpoint: Path, **engine: object) -> EngineSpec:
+    """`spec` in bfloat16, as engines on CUDA need it."""
+    return replace(spec(checkpoint, **engine), dtype="bfloat16")
 
 
 def test_torchrun_does_not_leak_into_the_engine(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("HF_HOME", "/somewhere")
-    environment = engine_environment(recipe(checkpoint), checkpoint, cuda=False)
+    environment = engine_environment(EngineSection(), checkpoint, cuda=False)
     assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} & environment.keys()
     assert "TORCHELASTIC_RUN_ID" not in environment
     assert environment["HF_HOME"] == "/somewhere"
@@ -59,7 +65,7 @@ def test_the_engine_finds_the_tools_of_its_interpreter_first(
     monkeypatch.delenv("PATH")
     if path:
         monkeypatch.setenv("PATH", path)
-    found = engine_environment(recipe(checkpoint), checkpoint, cuda=False)["PATH"]
+    found = engine_environment(EngineSection(), checkpoint, cuda=False)["PATH"]
     assert found == f"{os.path.dirname(sys.executable)}:{path or os.defpath}"
 
 
@@ -77,9 +83,9 @@ def test_the_memory_saver_finds_pip_s_cuda_runtime(
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
     if before:
         monkeypatch.setenv("LD_LIBRARY_PATH", before)
-    found = engine_environment(recipe(checkpoint), checkpoint, cuda=True)["LD_LIBRARY_PATH"]
+    found = engine_environment(EngineSection(), checkpoint, cuda=True)["LD_LIBRARY_PATH"]
     assert found == (f"{before}:{folder}" if before else str(folder))
-    assert engine_environment(recipe(checkpoint), checkpoint, cuda=False).get("LD_LIBRARY_PATH") == before
+    assert engine_environment(EngineSection(), checkpoint, cuda=False).get("LD_LIBRARY_PATH") == before
 
 
 def test_nothing_is_made_up_where_pip_has_no_cuda_runtime(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +93,7 @@ def test_nothing_is_made_up_where_pip_has_no_cuda_runtime(checkpoint: Path, monk
     whole = launch.find_spec
     monkeypatch.setattr(launch, "find_spec", lambda name: None if name == "nvidia" else whole(name))
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
-    assert "LD_LIBRARY_PATH" not in engine_environment(recipe(checkpoint), checkpoint, cuda=True)
+    assert "LD_LIBRARY_PATH" not in engine_environment(EngineSection(), checkpoint, cuda=True)
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
@@ -98,50 +104,47 @@ def test_expandable_segments_reach_no_engine_and_are_refused_in_the_learner(
         monkeypatch.setenv(name, harmless)
         check_allocator()
     monkeypatch.setenv(name, "max_split_size_mb:128,expandable_segments: True")
-    assert name not in engine_environment(recipe(checkpoint), checkpoint, cuda=True)
+    assert name not in engine_environment(EngineSection(), checkpoint, cuda=True)
     with pytest.raises(UserError, match=rf"{name}=.*unset the variable"):
         check_allocator()
 
 
 def test_only_the_checkpoint_s_architecture_is_imported(checkpoint: Path) -> None:
-    left_out = engine_environment(recipe(checkpoint), checkpoint, cuda=False)["SGLANG_DISABLED_MODEL_ARCHS"].split(",")
+    left_out = engine_environment(EngineSection(), checkpoint, cuda=False)["SGLANG_DISABLED_MODEL_ARCHS"].split(",")
     assert "llama" in left_out
     assert "qwen2" not in left_out
 
 
 def test_an_engine_of_several_nodes_is_not_bound_to_loopback(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
-    assert engine_environment(recipe(checkpoint), checkpoint, cuda=False)["GLOO_SOCKET_IFNAME"] == "lo"
-    slots = engine_slots(wide := recipe(checkpoint, tensor=4, nodes=2))
-    first, second = (engine_environment(wide, checkpoint, cuda=False, slot=slot) for slot in slots)
+    assert engine_environment(EngineSection(), checkpoint, cuda=False)["GLOO_SOCKET_IFNAME"] == "lo"
+    wide = spec(checkpoint, tensor=4, nodes=2).section
+    first, second = (engine_environment(wide, checkpoint, cuda=False, slot=slot) for slot in node_slots(wide))
     for environment in (first, second):
         assert environment["GLOO_SOCKET_IFNAME"] == "eth0"
-        shares = environment["SGLANG_CPU_OMP_THREADS_BIND"].split("|")
-        assert len(shares) == 4
-        assert shares[:2] == shares[2:], "each node gives its own ranks all of its cores"
+        bindings = environment["SGLANG_CPU_OMP_THREADS_BIND"].split("|")
+        assert len(bindings) == 4
+        assert bindings[:2] == bindings[2:], "each node gives its own ranks all of its cores"
     assert "SGLANG_BLOCK_NONZERO_RANK_CHILDREN" not in first
     assert second["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] == "0"
 
 
 def test_each_node_of_an_engine_has_its_number(checkpoint: Path) -> None:
     wide = half(checkpoint, tensor=4, nodes=2)
-    found = [engine_arguments(wide, checkpoint, cuda=True, slot=slot) for slot in engine_slots(wide)]
-    assert [(one["nnodes"], one["node_rank"], one["tp_size"]) for one in found] == [(2, 0, 4), (2, 1, 4)]
-    assert found[0] == {**found[1], "node_rank": 0}, "and nothing else differs"
+    nodes = [engine_arguments(wide, checkpoint, cuda=True, slot=slot) for slot in node_slots(wide.section)]
+    assert [(node["nnodes"], node["node_rank"], node["tp_size"]) for node in nodes] == [(2, 0, 4), (2, 1, 4)]
+    assert nodes[0] == {**nodes[1], "node_rank": 0}, "and nothing else differs"
 
 
-def engine_slots(wide: Recipe) -> list[EngineSlot]:
-    """Those of the leader and of the rank that joins it, on two nodes of two ranks."""
-    return [engine_slot(wide.engine, rank, 4, local_rank=0, local_world=2, cores=None) for rank in (0, 2)]
+def node_slots(wide: EngineSection) -> list[EngineSlot]:
+    """Slots of the leader and of the follower node, on two nodes of two ranks."""
+    return [engine_slot(wide, rank, 4, local_rank=0, local_world=2, cores=None) for rank in (0, 2)]
 
 
 def test_the_prefix_cache_is_off_where_prompts_are_too_short_to_share(checkpoint: Path) -> None:
-    def disabled(max_prompt_tokens: int) -> bool:
-        given = recipe(checkpoint).model_dump() | {"data": {"max_prompt_tokens": max_prompt_tokens}}
-        return engine_arguments(Recipe.model_validate(given), checkpoint, cuda=False)["disable_radix_cache"]
-
-    assert disabled(32)
-    assert not disabled(33)
+    for tokens, disabled in ((32, True), (33, False)):
+        arguments = engine_arguments(replace(spec(checkpoint), max_prompt_tokens=tokens), checkpoint, cuda=False)
+        assert arguments["disable_radix_cache"] is disabled
 
 
 def test_extra_arguments_come_last(checkpoint: Path) -> None:
@@ -158,10 +161,9 @@ def test_kv_bytes_of_qwen2_5_7b() -> None:
 
 
 def test_the_cpu_cache_is_bounded(checkpoint: Path) -> None:
-    wide = recipe(checkpoint, max_running_requests=100_000)
-    arguments = engine_arguments(wide, checkpoint, cuda=False)
+    arguments = engine_arguments(spec(checkpoint, max_running_requests=100_000), checkpoint, cuda=False)
     assert arguments["max_total_tokens"] * 2 * 2 * 2 * 16 * 4 <= CPU_KV_BYTES
-    assert engine_arguments(recipe(checkpoint), checkpoint, cuda=False)["max_total_tokens"] == 64 * (232 + 8)
+    assert engine_arguments(spec(checkpoint), checkpoint, cuda=False)["max_total_tokens"] == 64 * (232 + 8)
 
 
 def test_the_routers_are_those_of_the_model_on_this_machine(tmp_path: Path) -> None:
@@ -170,21 +172,20 @@ def test_the_routers_are_those_of_the_model_on_this_machine(tmp_path: Path) -> N
     models.save_model(snapshot, "qwen3_moe")
     wanted = load_recipe(None, ["model.path=owner/name", "learner.routing_replay=rollout"])
     wanted = wanted.model_copy(update={"model": wanted.model.at(snapshot)})
-    routed = sampling(wanted, build_arithmetic_tokenizer()).routed
-    assert routed
-    assert routed.layers > 0
-    assert routed.experts > routed.chosen > 0
+    routers = replayed_routers(wanted.learner, wanted.model)
+    assert routers
+    assert routers.layers > 0
+    assert routers.experts > routers.top_k > 0
 
 
 def test_a_deterministic_engine_and_its_streams(checkpoint: Path) -> None:
-    tokenizer = build_arithmetic_tokenizer()
-    given = recipe(checkpoint).model_dump() | {"run": {"deterministic": True, "seed": 3}}
-    wanted = Recipe.model_validate(given)
-    assert engine_arguments(wanted, checkpoint, cuda=True)["enable_deterministic_inference"]
+    tokenizer, rollout, run = build_arithmetic_tokenizer(), RolloutSection(), RunSection(deterministic=True, seed=3)
+    arguments = engine_arguments(replace(half(checkpoint), deterministic=True), checkpoint, cuda=True)
+    assert arguments["enable_deterministic_inference"]
     assert "enable_deterministic_inference" not in engine_arguments(half(checkpoint), checkpoint, cuda=True)
-    assert sampling(wanted, tokenizer).stream == "3/train"
-    assert held_out_sampling(wanted, tokenizer, "arithmetic").stream == "3/eval/arithmetic"
-    assert sampling(recipe(checkpoint), tokenizer).stream is None
+    assert training_sampling(rollout, run, tokenizer, None).stream == "3/train"
+    assert held_out_sampling(EvalSection(), "arithmetic", rollout, run, tokenizer).stream == "3/eval/arithmetic"
+    assert training_sampling(rollout, RunSection(), tokenizer, None).stream is None
 
 
 @pytest.mark.parametrize(
@@ -193,14 +194,13 @@ def test_a_deterministic_engine_and_its_streams(checkpoint: Path) -> None:
      (65, True, True, True), (4096, True, True, True), (4097, True, False, False)],
 )  # fmt: skip
 def test_a_stage_keeps_what_the_engine_can_return(
-    top_k: int, new: bool, keep: bool, masked: bool, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    top_k: int, new: bool, keep: bool, masked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sglang_compat, "is_new", lambda: new)
-    rollout = {"max_response_tokens": 9, "top_k": top_k, "top_p": 0.9}
-    wanted = Recipe.model_validate(recipe(checkpoint).model_dump() | {"rollout": rollout})
-    how = sampling(wanted, build_arithmetic_tokenizer())
-    assert (how.support_ids, how.sampling_masks) == (keep, masked)
-    assert (f"rollout.top_k to {4096 if new else 64} or less" in sampling_note(wanted)) == (not keep)
+    rollout = RolloutSection(max_response_tokens=9, top_k=top_k, top_p=0.9)
+    sampling = training_sampling(rollout, RunSection(), build_arithmetic_tokenizer(), None)
+    assert (sampling.support_ids, sampling.sampling_masks) == (keep, masked)
+    assert (f"rollout.top_k to {4096 if new else 64} or less" in sampling_note(rollout)) == (not keep)
 
 
 def test_the_deterministic_backends_are_those_of_the_installed_sglang() -> None:

@@ -22,30 +22,30 @@ from mugrpo_megatron.engine.nodes import (
 )
 from mugrpo_megatron.engine.placement import EngineSlot
 from mugrpo_megatron.errors import CollectiveFailure, EngineFailure, EngineStopped
-from tests.engine.tiny import recipe
+from tests.engine.tiny import spec
 
 
-def part(engine: int, node: int, here: str, first: str = "10.0.0.1") -> NodeStatus:
-    return NodeStatus(engine, node, running=True, here=here, first=first, port=7000 + node, name=f"{engine}-{node}")
+def status(engine: int, node: int, address: str, rank0: str = "10.0.0.1") -> NodeStatus:
+    return NodeStatus(engine, node, True, address, rank0, port=7000 + node, name=f"{engine}-{node}")
 
 
 def test_ranks_meet_where_all_nodes_of_the_engine_reach_its_leader() -> None:
     """On its own node the name of rank 0 may mean loopback, so its engine is where the others see it."""
-    parts = [part(0, 1, "10.0.0.2"), part(0, 0, "127.0.1.1", first="127.0.1.1")]
-    assert leader_address(parts) == "10.0.0.1:7000"
-    assert leader_address([part(1, 0, "10.0.0.3"), part(1, 1, "10.0.0.4")]) == "10.0.0.3:7000"
-    address = leader_address([part(1, 0, "fd00::3"), part(1, 1, "fd00::4")])
+    statuses = [status(0, 1, "10.0.0.2"), status(0, 0, "127.0.1.1", rank0="127.0.1.1")]
+    assert leader_address(statuses) == "10.0.0.1:7000"
+    assert leader_address([status(1, 0, "10.0.0.3"), status(1, 1, "10.0.0.4")]) == "10.0.0.3:7000"
+    address = leader_address([status(1, 0, "fd00::3"), status(1, 1, "fd00::4")])
     assert (address, PeerFailure(address).host) == ("[fd00::3]:7000", "fd00::3")
 
 
 def test_what_a_rank_says_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    one, other = node_status(3, 1, running=False), node_status(3, 1, running=False)
-    assert (one.engine, one.node, one.running) == (3, 1, False)
-    assert one.here == one.first
-    assert one.here in ("127.0.0.1", "::1")
-    assert one.name != other.name
+    first, second = node_status(3, 1, running=False), node_status(3, 1, running=False)
+    assert (first.engine, first.node, first.running) == (3, 1, False)
+    assert first.address == first.rank0_address
+    assert first.address in ("127.0.0.1", "::1")
+    assert first.name != second.name
 
 
 def test_a_free_port_has_free_ones_after_it() -> None:
@@ -59,17 +59,17 @@ def test_the_first_process_that_ends_is_the_cause_and_the_store_is_asked_once_a_
     board: list[str] = []
     asked: list[int] = []
 
-    def news() -> str:
+    def fetch() -> str:
         asked.append(1)
         return board[0] if board else ""
 
-    one, other = (PeerFailure("", board.append, news) for _ in range(2))
-    assert [one.broken() for _ in range(5)] == [""] * 5
+    first, second = (PeerFailure("", board.append, fetch) for _ in range(2))
+    assert [first.cause() for _ in range(5)] == [""] * 5
     assert len(asked) == 1
-    one.ended("killed")
-    other.ended("its connection was closed")
+    first.report("killed")
+    second.report("its connection was closed")
     assert board == ["killed"]
-    assert one.broken(now=True) == other.broken(now=True) == "killed"
+    assert first.cause(now=True) == second.cause(now=True) == "killed"
 
 
 SLOT = EngineSlot(False, number=2, engines=3, local=0, local_engines=1, gpu=0, node=1, joins=True)
@@ -80,24 +80,28 @@ class Host:
 
     made: ClassVar[list[Host]] = []
 
-    def __init__(self, environment: dict[str, str], cuda: bool, alone: bool) -> None:
-        self.environment, self.alone = environment, alone
+    def __init__(self, environment: dict[str, str], cuda: bool, single_node: bool) -> None:
+        self.environment, self.single_node = environment, single_node
         self.dies, self.gone = threading.Event(), False
         Host.made.append(self)
 
     def load(
-        self, arguments: Sequence[dict[str, Any]], log: Path, cancelled: Callable[[], bool], broken: Callable[[], str]
+        self,
+        arguments: Sequence[dict[str, Any]],
+        log: Path,
+        cancelled: Callable[[], bool],
+        peer_failure: Callable[[], str],
     ) -> None:
-        self.arguments, self.cancelled, self.broken = arguments, cancelled, broken
+        self.arguments, self.cancelled, self.peer_failure = arguments, cancelled, peer_failure
 
-    def receive(self, timeout_s: float, doing: str) -> tuple[str, None]:
-        if doing == nodes.STARTING:
+    def receive(self, timeout_s: float, operation: str) -> tuple[str, None]:
+        if operation == nodes.STARTING:
             return "ready", None
         while not self.dies.wait(0.01):
             if self.cancelled():
                 self.gone = True
                 raise EngineStopped("asked to stop")
-            if cause := self.broken():
+            if cause := self.peer_failure():
                 self.gone = True
                 raise EngineFailure(cause)
         self.gone = True
@@ -112,7 +116,7 @@ def engine(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(nodes, "HostProcess", Host)
     monkeypatch.setattr(Host, "made", [])
     monkeypatch.setenv("RANK", "5")
-    return EngineFollowerNode(recipe(checkpoint, tensor=2, nodes=2), checkpoint, tmp_path / "engine.log", SLOT)
+    return EngineFollowerNode(spec(checkpoint, tensor=2, nodes=2), checkpoint, tmp_path / "engine.log", SLOT)
 
 
 def board() -> tuple[list[str], PeerFailure]:
@@ -128,14 +132,14 @@ def ended(engine: EngineFollowerNode) -> None:
 
 def test_it_is_sglang_s_second_node_at_the_leader_s_address(engine: EngineFollowerNode) -> None:
     assert not engine.running
-    _, bond = board()
-    engine.rendezvous(bond)
+    _, peers = board()
+    engine.rendezvous(peers)
     (host,) = Host.made
     (arguments,) = host.arguments
     wanted = {"nnodes": 2, "node_rank": 1, "dist_init_addr": "10.0.0.1:7000", "tp_size": 2}
     assert {name: arguments[name] for name in wanted} == wanted
     assert host.environment["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] == "0"
-    assert not host.alone
+    assert not host.single_node
     assert engine.running
     engine.stop()
     assert host.gone
@@ -144,11 +148,11 @@ def test_it_is_sglang_s_second_node_at_the_leader_s_address(engine: EngineFollow
 
 @pytest.mark.parametrize("leader_first", [False, True])
 def test_its_end_is_told_unless_it_ends_with_the_leader_s(leader_first: bool, engine: EngineFollowerNode) -> None:
-    said, bond = board()
-    engine.rendezvous(bond)
+    said, peers = board()
+    engine.rendezvous(peers)
     if leader_first:
         said.append("on the node that leads it: killed")
-        bond.broken(now=True)
+        peers.cause(now=True)
     else:
         Host.made[0].dies.set()
     ended(engine)
@@ -170,8 +174,8 @@ def test_a_second_meeting_ends_the_process_of_the_first(engine: EngineFollowerNo
 
 @pytest.mark.parametrize("leader_is_gone", [False, True])
 def test_asleep_it_is_there_as_long_as_its_leader(engine: EngineFollowerNode, leader_is_gone: bool) -> None:
-    said, bond = board()
-    engine.rendezvous(bond)
+    said, peers = board()
+    engine.rendezvous(peers)
     said.extend(["killed"] * leader_is_gone)
     engine.sleep()
     assert engine.running is not leader_is_gone
@@ -179,9 +183,9 @@ def test_asleep_it_is_there_as_long_as_its_leader(engine: EngineFollowerNode, le
 
 
 def test_a_rendezvous_that_is_gone_ends_it(engine: EngineFollowerNode) -> None:
-    def news() -> str:
+    def fetch() -> str:
         raise CollectiveFailure("the rendezvous cannot be reached")
 
-    engine.rendezvous(PeerFailure("10.0.0.1:7000", news=news))
+    engine.rendezvous(PeerFailure("10.0.0.1:7000", fetch=fetch))
     ended(engine)
     assert Host.made[0].gone

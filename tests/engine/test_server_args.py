@@ -15,6 +15,7 @@ from mugrpo_megatron.checks.layouts import bundled_configs
 from mugrpo_megatron.engine.launch import engine_arguments
 from mugrpo_megatron.engine.placement import ALONE
 from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.run.engine_spec import engine_spec
 from tests.engine.simulated_cuda import NVIDIA_SMI
 
 pytestmark = pytest.mark.process
@@ -61,7 +62,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
                 "engine": engine,
             }
         )
-        arguments.append(engine_arguments(recipe, model, cuda=True, slot=replace(ALONE, gpu=2)))
+        arguments.append(engine_arguments(engine_spec(recipe), model, cuda=True, slot=replace(ALONE, gpu=2)))
     environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.engine.simulated_cuda"],

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mugrpo_megatron.engine.wire import ABSENT, support_of
+from mugrpo_megatron.engine.wire import PADDING, top_p_support
 
 WORDS = 12
 
@@ -35,8 +35,8 @@ def test_the_kept_tokens_are_those_of_the_rules(seed: int, top_k: int, top_p: fl
     expected = by_the_rules(np.exp(every).tolist(), top_k, top_p)
     order = np.argsort(-every)[:top_k]
     for token in expected:
-        support_ids, logprobs = support_of(order[None], every[order][None], np.array([token]), every[[token]], top_p)
-        assert {int(other) for other in support_ids[0] if other != ABSENT} == expected
+        support_ids, logprobs = top_p_support(order[None], every[order][None], np.array([token]), every[[token]], top_p)
+        assert {int(other) for other in support_ids[0] if other != PADDING} == expected
         assert logprobs[0] == pytest.approx(
             every[token] - math.log(sum(math.exp(every[i]) for i in expected)), abs=1e-6
         )
@@ -58,12 +58,12 @@ def test_sglang_samples_exactly_these(monkeypatch: pytest.MonkeyPatch) -> None:
         logprobs.exp(), (7 * same).int(), 0.8 * same, 0 * same, False, None, torch.arange(50)
     )
     top, own = logprobs.topk(7), logprobs.gather(1, sampled[:, None].long())[:, 0]
-    support_ids, _ = support_of(top.indices.numpy(), top.values.numpy(), sampled.numpy(), own.numpy(), 0.8)
-    np.testing.assert_array_equal((support_ids != ABSENT).sum(1), (seen[0] > 0).sum(1).numpy())
-    assert len(set((support_ids != ABSENT).sum(1).tolist())) > 3
+    support_ids, _ = top_p_support(top.indices.numpy(), top.values.numpy(), sampled.numpy(), own.numpy(), 0.8)
+    np.testing.assert_array_equal((support_ids != PADDING).sum(1), (seen[0] > 0).sum(1).numpy())
+    assert len(set((support_ids != PADDING).sum(1).tolist())) > 3
 
 
 def test_a_sampled_token_that_a_tie_put_outside_is_kept() -> None:
-    support_ids, logprobs = support_of(np.array([[4, 2]]), np.log([[0.5, 0.25]]), np.array([9]), np.log([0.25]), 1.0)
+    support_ids, logprobs = top_p_support(np.array([[4, 2]]), np.log([[0.5, 0.25]]), np.array([9]), np.log([0.25]), 1.0)
     assert support_ids.tolist() == [[4, 9]]
     assert logprobs[0] == pytest.approx(math.log(0.25 / 0.75))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mugrpo_megatron.engine.wire import Request, Routed, Sampling, pack, seeds
+from mugrpo_megatron.engine.wire import Request, RouterShape, Sampling, pack, sampling_seeds
 
 PROMPT = 3
 
@@ -29,13 +29,13 @@ def output(experts: np.ndarray | None, tokens: int) -> dict[str, Any]:
 def test_every_response_gets_its_own_routes(total: int, width: int) -> None:
     """uint8 or uint16 [L, P + R - 1, k], in groups and responses of different lengths."""
     rng = np.random.default_rng(0)
-    routed = Routed(layers=5, chosen=2, experts=total)
+    routers = RouterShape(layers=5, top_k=2, experts=total)
     lengths = [[1, 4], [2, 7]]
     sent = [[rng.integers(0, total, (PROMPT + n - 1, 5, 2)) for n in group] for group in lengths]
     groups = [
         (key, [output(experts, n) for experts, n in zip(sent[key], lengths[key], strict=True)]) for key in range(2)
     ]
-    packed = pack(groups, 0, Sampling(1.0, 1.0, 9, (), routed))
+    packed = pack(groups, 0, Sampling(1.0, 1.0, 9, (), routers))
     assert packed.routes is not None
     assert packed.routes.itemsize == width
     for key, responses in packed.unpack():
@@ -47,28 +47,28 @@ def test_every_response_gets_its_own_routes(total: int, width: int) -> None:
 @pytest.mark.parametrize(
     ("experts", "said"),
     [
-        (None, "with 0 routed experts, where its"),
-        (np.zeros((4, 5, 2)), "with 40 routed experts, where its"),
-        (np.full((5, 5, 2), 4), "an expert 4 or 4, of 4"),
-        (np.full((5, 5, 2), -1), "an expert -1 or -1, of 4"),
+        (None, "got 0$"),
+        (np.zeros((4, 5, 2)), "got 40$"),
+        (np.full((5, 5, 2), 4), "routed experts 4 to 4, of 4"),
+        (np.full((5, 5, 2), -1), "routed experts -1 to -1, of 4"),
     ],
 )
 def test_routes_that_are_not_whole_are_refused(experts: np.ndarray | None, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        pack([(0, [output(experts, 3)])], 0, Sampling(1.0, 1.0, 9, (), Routed(layers=5, chosen=2, experts=4)))
+        pack([(0, [output(experts, 3)])], 0, Sampling(1.0, 1.0, 9, (), RouterShape(layers=5, top_k=2, experts=4)))
 
 
 def test_a_seed_is_of_the_stream_the_weights_the_prompt_and_the_response() -> None:
     """Not of the order in which prompts come; 63 bits, which SGLang keeps as int64."""
-    one = Request(key=9, ids=[1], n=4, place=3)
-    found = seeds("0/train", 7, one)
-    assert found == seeds("0/train", 7, Request(key=0, ids=[2], n=8, place=3))[:4]
+    one = Request(key=9, ids=[1], n=4, seed_key=3)
+    found = sampling_seeds("0/train", 7, one)
+    assert found == sampling_seeds("0/train", 7, Request(key=0, ids=[2], n=8, seed_key=3))[:4]
     every = {
         seed
         for stream in ("0/train", "1/train", "0/eval/a")
         for version in (0, 7)
         for place in (3, 4)
-        for seed in seeds(stream, version, Request(0, [1], 4, place))
+        for seed in sampling_seeds(stream, version, Request(0, [1], 4, place))
     }
     assert len(every) == 3 * 2 * 2 * 4
     assert all(0 <= seed < 1 << 63 for seed in every)
@@ -101,5 +101,5 @@ def test_a_response_is_as_wide_as_its_longest_mask() -> None:
 
 
 def test_masks_that_are_not_whole_are_refused() -> None:
-    with pytest.raises(ValueError, match="another number of masks"):
+    with pytest.raises(ValueError, match="2 sampler masks and 1 logprobs"):
         pack([(0, [masked([[1], [2]], [0.0])])], 0, MASKS)

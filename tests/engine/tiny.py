@@ -12,7 +12,9 @@ import psutil
 import torch
 import torch.multiprocessing
 
+from mugrpo_megatron.engine.launch import EngineSpec
 from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.run.engine_spec import engine_spec
 from mugrpo_megatron.samples import Problem, Prompt, Sample
 from tests import models
 
@@ -47,6 +49,10 @@ def recipe(checkpoint: Path, **engine: object) -> Recipe:
             "engine": {"max_running_requests": 64, "request_timeout_s": 600, **engine},
         }
     )
+
+
+def spec(checkpoint: Path, **engine: object) -> EngineSpec:
+    return engine_spec(recipe(checkpoint, **engine))
 
 
 def prompts(count: int) -> list[Prompt]:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
+from mugrpo_megatron.engine.wire import SampledGroup
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.evaluation.scoring import ProblemResult, measure_of, problem_result, prompts_of, scored, summarize
 from mugrpo_megatron.recipe.scoring import RewardSection
@@ -22,12 +23,12 @@ def response(text: str, finish_reason: str = "stop") -> Response:
     return Response(ids, np.zeros(len(ids), dtype=np.float32), finish_reason, 0)
 
 
-def backwards(prompts: list[Prompt], n: int) -> Iterator[tuple[Prompt, list[Response]]]:
+def backwards(prompts: list[Prompt], n: int) -> Iterator[SampledGroup]:
     """An engine that finishes last what came first: sample j is right for problems above j, cut for problem 5."""
     for prompt in reversed(prompts):
         right = int(prompt.problem.answer)
         reason = "length" if right == 6 else "stop"
-        yield prompt, [response(str(right if right > j + 1 else -1), reason) for j in range(n)]
+        yield SampledGroup(prompt, [response(str(right if right > j + 1 else -1), reason) for j in range(n)])
 
 
 def test_every_problem_is_graded_once_with_its_own_answers() -> None:

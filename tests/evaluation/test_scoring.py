@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
+from mugrpo_megatron.engine.wire import SampledGroup
 from mugrpo_megatron.errors import EngineFailure
-from mugrpo_megatron.evaluation.scoring import Group, Scorer
+from mugrpo_megatron.evaluation.scoring import Scorer
 from mugrpo_megatron.rewards.items import Pending, Score
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.samples import Episode, Problem, Prompt, Response
@@ -24,11 +25,11 @@ class Slow:
 
     def __init__(self) -> None:
         self.submitted: list[tuple[Pending, list[str], list[str]]] = []
-        self.told: list[tuple[object, ...]] = []
+        self.arguments: list[tuple[object, ...]] = []
 
     def submit(self, responses: Sequence[str], golds: Sequence[str], *about: object, **known: object) -> Pending:
         pending = Pending(len(responses))
-        self.told.append((*about, known))
+        self.arguments.append((*about, known))
         self.submitted.append((pending, list(responses), list(golds)))
         return pending
 
@@ -48,16 +49,17 @@ def scorer(verifier: Slow) -> Scorer:
     return Scorer(cast(Verifier, verifier), TOKENIZER)
 
 
-def group(index: int, *texts: str) -> Group:
+def group(index: int, *texts: str) -> SampledGroup:
     problem = Problem(f"p{index}", "?", f"gold {index}")
     ids = [np.array([*TOKENIZER.encode(text), TOKENIZER.eos_token_id], dtype=np.int32) for text in texts]
-    return Prompt(index, problem, [1]), [Response(i, np.zeros(len(i), dtype=np.float32), "stop", 0) for i in ids]
+    responses = [Response(row, np.zeros(len(row), dtype=np.float32), "stop", 0) for row in ids]
+    return SampledGroup(Prompt(index, problem, [1]), responses)
 
 
 def test_groups_are_yielded_as_their_scores_come_and_in_the_order_of_sampling(verifier: Slow, scorer: Scorer) -> None:
     sampling: list[int] = []
 
-    def groups() -> Iterator[Group]:
+    def groups() -> Iterator[SampledGroup]:
         for index in range(4):
             sampling.append(index)
             yield group(index, "12", "3")
@@ -71,7 +73,7 @@ def test_groups_are_yielded_as_their_scores_come_and_in_the_order_of_sampling(ve
     assert list(during) == [], "it waits for no score"
     verifier.finish(2)
     verifier.finish(3)
-    assert [one.prompt.index for one in scorer.rest()] == [2, 3]
+    assert [group.prompt.index for group in scorer.rest()] == [2, 3]
     assert list(scorer.rest()) == []
 
 
@@ -80,34 +82,35 @@ def test_a_group_carries_its_texts_its_scores_and_its_tokens(verifier: Slow, sco
     ((_, texts, golds),) = verifier.submitted
     assert (texts, golds) == (["123", "4"], ["gold 5"] * 2)
     verifier.finish(0)
-    (one,) = scorer.rest()
-    assert (one.prompt.index, one.texts, [score.reward for score in one.scores]) == (5, ["123", "4"], [3.0, 1.0])
-    assert one.tokens == 3 + 1 + 2
-    assert [len(response.ids) for response in one.responses] == [4, 2]
+    (scored,) = scorer.rest()
+    assert (scored.prompt.index, scored.texts) == (5, ["123", "4"])
+    assert [score.reward for score in scored.scores] == [3.0, 1.0]
+    assert scored.tokens == 3 + 1 + 2
+    assert [len(response.ids) for response in scored.responses] == [4, 2]
 
 
 def test_what_ends_the_source_ends_the_pipeline_and_keeps_what_was_submitted(verifier: Slow, scorer: Scorer) -> None:
-    def dies() -> Iterator[Group]:
+    def dies() -> Iterator[SampledGroup]:
         yield group(0, "1")
         raise EngineFailure("it died")
 
     with pytest.raises(EngineFailure, match="it died"):
         list(scorer.during(dies()))
     verifier.finish(0)
-    assert [one.prompt.index for one in scorer.rest()] == [0]
+    assert [group.prompt.index for group in scorer.rest()] == [0]
 
 
 def test_a_reward_function_can_see_the_row_the_chat_and_the_tokens(verifier: Slow, scorer: Scorer) -> None:
     row = {"problem": "1+1?", "tests": [1, {"a": None}]}
     chat = (("system", "Be terse."), ("user", "1+1?"))
-    asked = Problem("p", "1+1?", "2", "sums", chat, ["two", 2], "hard_sums", row)
-    ((prompt, responses),) = [group(0, "12", "3")]
-    bare = (Prompt(1, Problem("q", "2+2?", "4", "sums"), [1]), responses)
-    assert list(scorer.during([(replace(prompt, problem=asked), responses), bare])) == []
+    problem = Problem("p", "1+1?", "2", "sums", chat, ["two", 2], "hard_sums", row)
+    prompt, responses = group(0, "12", "3")
+    bare = SampledGroup(Prompt(1, Problem("q", "2+2?", "4", "sums"), [1]), responses)
+    assert list(scorer.during([SampledGroup(replace(prompt, problem=problem), responses), bare])) == []
     assert [golds for _, _, golds in verifier.submitted] == [[["two", 2]] * 2, ["4"] * 2]
     messages = [{"role": "system", "content": "Be terse."}, {"role": "user", "content": "1+1?"}]
     ids = [response.ids.tolist() for response in responses]
-    assert verifier.told == [
+    assert verifier.arguments == [
         ([row] * 2, [messages] * 2, {"answers": ["2"] * 2, "sources": ["hard_sums"] * 2, "ids": ids}),
         ([{}] * 2, ["2+2?"] * 2, {"answers": ["4"] * 2, "sources": ["sums"] * 2, "ids": ids}),
     ]
@@ -119,30 +122,30 @@ def test_of_an_episode_the_last_turn_is_scored_and_nothing_of_one_that_has_its_s
     prompt, responses = group(0, "ask? 7 seven", "own", "broken")
     none = np.array([], dtype=np.int32)
     mask = np.array([True] * 4 + [False] * 3 + [True] * 6)
-    whole = [np.ones(len(one.ids), dtype=bool) for one in responses]
+    sampled = [np.ones(len(response.ids), dtype=bool) for response in responses]
     outcomes = [
         Episode(none, mask, parts={"turns": 2.0}),
-        Episode(none, whole[1], 0.5, "own"),
-        Episode(none, whole[2], None, "broken", failed=True),
+        Episode(none, sampled[1], 0.5, "own"),
+        Episode(none, sampled[2], None, "broken", failed=True),
     ]
-    episodes = [replace(one, episode=outcome) for one, outcome in zip(responses, outcomes, strict=True)]
-    assert not list(scorer.during([(prompt, episodes)]))
+    episodes = [replace(response, episode=outcome) for response, outcome in zip(responses, outcomes, strict=True)]
+    assert not list(scorer.during([SampledGroup(prompt, episodes)]))
     [(_, texts, golds)] = verifier.submitted
     assert (texts, golds) == (["seven"], ["gold 0"])
     verifier.finish(0)
-    [found] = scorer.rest()
-    assert found.texts == ["ask? 7 seven", "own", "broken"]
-    assert [(one.reward, one.why) for one in found.scores] == [(5.0, ""), (0.5, "own"), (0.0, "broken")]
-    assert found.scores[0].components == {"episode.turns": 2.0}
+    [scored] = scorer.rest()
+    assert scored.texts == ["ask? 7 seven", "own", "broken"]
+    assert [(score.reward, score.why) for score in scored.scores] == [(5.0, ""), (0.5, "own"), (0.0, "broken")]
+    assert scored.scores[0].components == {"episode.turns": 2.0}
 
 
 def test_a_group_of_episodes_that_all_have_their_scores_needs_no_verifier(verifier: Slow, scorer: Scorer) -> None:
     prompt, responses = group(0, "a", "b")
     none = np.array([], dtype=np.int32)
     episodes = [
-        replace(one, episode=Episode(none, np.ones(len(one.ids), dtype=bool), float(place)))
-        for place, one in enumerate(responses)
+        replace(response, episode=Episode(none, np.ones(len(response.ids), dtype=bool), float(index)))
+        for index, response in enumerate(responses)
     ]
-    [found] = scorer.during([(prompt, episodes)])
-    assert [one.reward for one in found.scores] == [0.0, 1.0]
+    [scored] = scorer.during([SampledGroup(prompt, episodes)])
+    assert [score.reward for score in scored.scores] == [0.0, 1.0]
     assert [texts for _, texts, _ in verifier.submitted] == [[]]

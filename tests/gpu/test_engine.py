@@ -19,6 +19,7 @@ from mugrpo_megatron.learner.model import policy
 from mugrpo_megatron.learner.update import token_logprobs, update
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.systems import SYNC_BUCKET_BYTES
+from mugrpo_megatron.run.engine_spec import engine_spec
 from mugrpo_megatron.samples import Problem, Prompt, Response, Sample
 from mugrpo_megatron.weights.check import compare_weights
 from mugrpo_megatron.weights.sync import build_weight_sync, sync
@@ -66,7 +67,7 @@ def test_they_take_turns(tmp_path: Path, record_property: Callable[[str, object]
     def free() -> int:
         return torch.cuda.mem_get_info()[0] if CUDA else 0
 
-    engine = Engine.start(recipe, recipe.model.directory, tmp_path / "engine.log")
+    engine = Engine.start(engine_spec(recipe), recipe.model.directory, tmp_path / "engine.log")
     try:
         timed("start", engine.wait_ready)
         samples = timed("first generation", lambda: generate(engine, 0))

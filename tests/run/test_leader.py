@@ -39,8 +39,8 @@ class Own:
         self.met: list[PeerFailure] = []
         self.slept = 0
 
-    def rendezvous(self, bond: PeerFailure) -> None:
-        self.met.append(bond)
+    def rendezvous(self, peers: PeerFailure) -> None:
+        self.met.append(peers)
 
     def sleep(self) -> None:
         self.slept += 1
@@ -66,18 +66,18 @@ def test_a_rank_that_runs_no_part_takes_part_in_the_vote() -> None:
 def test_all_start_where_one_does_not_run(mine: bool, leader: bool) -> None:
     own, world = Own(1, 1, mine), World(other(0, 0, True), other(0, 1, True), other(1, 0, leader))
     rendezvous(world, own)  # type: ignore[arg-type]
-    (bond,) = own.met
-    assert bond.address == "10.0.1.0:7000"
-    bond.ended("killed")
+    (peers,) = own.met
+    assert peers.address == "10.0.1.0:7000"
+    peers.report("killed")
     assert world.board == {"engine/start-1-0": "killed"}
-    assert bond.broken(now=True) == "killed"
+    assert peers.cause(now=True) == "killed"
 
 
 @pytest.mark.parametrize(("mine", "said"), [(True, "the engine's processes on its nodes 1, 2 have ended"), (False, "")])
 def test_a_leader_that_ran_hears_which_nodes_did_not(mine: bool, said: str) -> None:
     own = Own(0, 0, mine)
     assert rendezvous(World(other(0, 1, False), other(0, 2, False), other(0, 3, True)), own) == said  # type: ignore[arg-type]
-    assert [bond.address for bond in own.met]
+    assert [peers.address for peers in own.met]
 
 
 @pytest.mark.parametrize(("nodes", "barriers", "slept"), [(1, 1, 0), (2, 2, 1)])

@@ -18,6 +18,7 @@ from mugrpo_megatron.learner.learner import Learner, build_learner
 from mugrpo_megatron.learner.model import policy
 from mugrpo_megatron.learner.update import token_logprobs
 from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.run.engine_spec import engine_spec
 from mugrpo_megatron.samples import Problem, Prompt, Response, Sample
 from mugrpo_megatron.weights.check import WeightMismatch, compare_weights
 from mugrpo_megatron.weights.hf import load_hf
@@ -53,7 +54,7 @@ PROMPTS = [[5, 6, 7, 8], [9, 10, 11, 12, 13], [100, 3]]
 def feed_engine(recipe: Recipe, other: Path, bucket_bytes: int) -> dict[str, Any]:
     """Sync a learner with the weights of `other` into an engine on `model.path`; rank 0 returns what was seen."""
     rank = dist.get_rank()
-    engine = Engine.start(recipe, recipe.model.path, other.with_suffix(".log")) if rank == 0 else None
+    engine = Engine.start(engine_spec(recipe), recipe.model.path, other.with_suffix(".log")) if rank == 0 else None
     try:
         learner = build_learner(recipe)
         chunks = [policy(chunk) for chunk in learner.chunks]

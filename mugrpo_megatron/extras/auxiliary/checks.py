@@ -17,6 +17,7 @@ from mugrpo_megatron.files.hub import model_name
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.functions import load_function
 from mugrpo_megatron.recipe.policy import AuxiliariesSection
+from mugrpo_megatron.run.engine_spec import engine_spec
 from mugrpo_megatron.weights.families import architecture
 
 REMEDY = "give the directory of a checkpoint, or the name of a model on the hub"
@@ -52,7 +53,7 @@ def check_auxiliaries(recipe: Recipe, say: Callable[[str], None], on_paper: bool
         for engine_recipe in _recipes(recipe, name, directory):
             if problems := list(engine_problems(engine_recipe, config)):
                 raise UserError(f"{key}: {'; '.join(problems)}")
-            engine_arguments(engine_recipe, directory, cuda=True)
+            engine_arguments(engine_spec(engine_recipe), directory, cuda=True)
         say(f"auxiliary model: {name}, {config['model_type']} ({directory})")
 
 

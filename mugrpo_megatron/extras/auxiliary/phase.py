@@ -30,6 +30,7 @@ from mugrpo_megatron.phases.generate import check_shared, shared_queue, show_tot
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import InUse, locked
+from mugrpo_megatron.run.engine_spec import engine_spec
 from mugrpo_megatron.run.run import Run, give_devices
 from mugrpo_megatron.run.stopping import StopRequest
 from mugrpo_megatron.stages.store import StageStore
@@ -108,7 +109,7 @@ def _engine(run: Run, recipe: Recipe, directory: Path, name: str) -> Iterator[tu
         engine = None
         if slot.leads_engine:
             log = run.directory.logs / f"auxiliary-{name}-{slot.number:04d}.log"
-            engine = Engine.start(recipe, directory, log, slot, run.stop.heard)
+            engine = Engine.start(engine_spec(recipe), directory, log, slot, run.stop.heard)
             stack.callback(engine.stop)
         yield slot, engine
 

@@ -23,6 +23,7 @@ from mugrpo_megatron.extras.auxiliary.scoring import (
 from mugrpo_megatron.observe.progress import Display
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.directory import InUse, RunDirectory, lock_soon, locked
+from mugrpo_megatron.run.engine_spec import engine_spec
 from mugrpo_megatron.run.stopping import StopRequest
 from mugrpo_megatron.stages.store import StageStore
 
@@ -66,7 +67,7 @@ class ShardScoring:
         log = self.directory.logs / f"auxiliary-{auxiliary.name}-shard-{self.slot.number + 1:04d}.log"
         title = f"stage {self.stage}, shard {self.slot.number}/{self.slot.engines}: {job.what} of {auxiliary.name}"
         width, failures = samples_per_update(self.recipe.rollout), 0
-        engine = Engine.start(engine_recipe, auxiliary.directory, log, self.slot, stop.heard)
+        engine = Engine.start(engine_spec(engine_recipe), auxiliary.directory, log, self.slot, stop.heard)
         try:
             with self.display.bar(title, len(missing), "updates") as bar:
                 while missing and not stop.heard():

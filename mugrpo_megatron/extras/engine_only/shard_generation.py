@@ -13,16 +13,18 @@ from mugrpo_megatron.cuda import finds_cuda
 from mugrpo_megatron.data.prepare import Problems, prepare
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.engine.client import MOST_FAILURES, Engine, first_start_problem
-from mugrpo_megatron.engine.launch import check_allocator, sampling
+from mugrpo_megatron.engine.launch import check_allocator, replayed_routers, training_sampling
 from mugrpo_megatron.engine.placement import EngineSlot
+from mugrpo_megatron.engine.wire import SampledGroup
 from mugrpo_megatron.errors import EngineFailure, EngineStopped, UserError
-from mugrpo_megatron.evaluation.scoring import Group, ScoredGroup, Scorer
+from mugrpo_megatron.evaluation.scoring import ScoredGroup, Scorer
 from mugrpo_megatron.extras.auxiliary.shard import ShardScoring
 from mugrpo_megatron.extras.engine_only.shards import GenerationShard, NextStage, begin, mark_shard
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.run.directory import RunDirectory, lock_soon, locked
+from mugrpo_megatron.run.engine_spec import engine_spec
 from mugrpo_megatron.run.record import editable_after_failure
 from mugrpo_megatron.run.responses import rows_of, stage_prompt
 from mugrpo_megatron.run.stopping import StopRequest, handle_signals
@@ -85,12 +87,13 @@ def _generate(
     tokenizer = load_tokenizer(recipe.model.directory)
     prepared = prepare(recipe.data, recipe.reward, tokenizer, problems)
     log = RunDirectory(recipe.run.dir).logs / f"engine-shard-{shard.writer:04d}.log"
-    settings, n = sampling(recipe, tokenizer), recipe.rollout.responses_per_prompt
+    settings = training_sampling(recipe.rollout, recipe.run, tokenizer, replayed_routers(recipe.learner, recipe.model))
+    n = recipe.rollout.responses_per_prompt
     with ExitStack() as stack:
         stack.enter_context(editable_after_failure(recipe.run.dir))
         if finds_cuda():
             check_allocator()
-        engine = Engine.start(recipe, stage.weights, log, _slot(shard), stop.heard)
+        engine = Engine.start(engine_spec(recipe), stage.weights, log, _slot(shard), stop.heard)
         stack.callback(engine.stop)
         verifier = stack.enter_context(Verifier(recipe.reward))
         with display.waiting(f"waiting for the engine, see {log}"):
@@ -127,7 +130,7 @@ def _generate(
                     engine.restart()
 
 
-def _until(groups: Iterator[Group], stop: StopRequest) -> Iterator[Group]:
+def _until(groups: Iterator[SampledGroup], stop: StopRequest) -> Iterator[SampledGroup]:
     """The groups until the process is asked to stop."""
     for group in groups:
         yield group

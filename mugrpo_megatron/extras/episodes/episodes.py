@@ -19,7 +19,7 @@ import numpy as np
 from mugrpo_megatron.data.prompts import messages_to_render, template_of, with_question_asked
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.engine.client import Engine, PromptSource
-from mugrpo_megatron.engine.wire import Request, Sampling
+from mugrpo_megatron.engine.wire import Request, SampledGroup, Sampling
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.episodes.chat import Chat
 from mugrpo_megatron.extras.episodes.processes import Attempt, EpisodeProcess, Group, Pool
@@ -27,7 +27,7 @@ from mugrpo_megatron.extras.episodes.trajectory import Broken, Trajectory
 from mugrpo_megatron.observe.environment import usable_cores
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.samples import Episode as Outcome
-from mugrpo_megatron.samples import Prompt, Response
+from mugrpo_megatron.samples import Response
 
 FIRST = 16
 """The share of failures is of at least so many episodes."""
@@ -58,7 +58,7 @@ class Episodes:
         """End the processes."""
         self._pool.close()
 
-    def generate(self, take: PromptSource, n: int, sampling: Sampling) -> Generator[tuple[Prompt, list[Response]]]:
+    def generate(self, take: PromptSource, n: int, sampling: Sampling) -> Generator[SampledGroup]:
         """Groups of `n` episodes, in order of completion, until none is in flight and `take` returns no prompt."""
         self._sampling, self._n = sampling, n
         self._groups: dict[int, Group] = {}
@@ -66,18 +66,18 @@ class Episodes:
         self._work: list[Request] = []
         last_answer = last = time.monotonic()
         silence_s = self._recipe.engine.request_timeout_s
-        with self._engine.answering(sampling):
+        with self._engine.generation(sampling):
             try:
                 while self._take(take):
                     self._pool.place(self._start)
                     self._flush()
-                    answers = self._engine.answers_among(self._pool.connections, 1.0)
+                    answers = self._engine.poll_groups(self._pool.connections, 1.0)
                     now = time.monotonic()
                     self.busy_s += (now - last) * bool(self._requests)
                     self.total_s += now - last
                     last = now
                     if answers is None and self._requests and now - last_answer > silence_s:
-                        answers = list(self._engine.answers())  # raises, with what the engine's processes do
+                        answers = list(self._engine.receive_groups())  # raises, with what the engine's processes do
                     last_answer = now if answers is not None or not self._requests else last_answer
                     for key, (response,) in answers or ():
                         self._answer(self._requests.pop(key, None), response)
@@ -88,7 +88,8 @@ class Episodes:
                     self._flush()  # before the caller stores what is finished
                     for group in [group for group in self._groups.values() if all(group.responses)]:
                         del self._groups[id(group)]
-                        yield group.prompt, _with_shares([response for response in group.responses if response])
+                        responses = [response for response in group.responses if response]
+                        yield SampledGroup(group.prompt, _with_shares(responses))
             finally:
                 self._pool.waiting.clear()
                 for process in self._pool.processes:
@@ -235,7 +236,7 @@ class Episodes:
 
     def _flush(self) -> None:
         if self._work:
-            self._engine.ask(self._work)
+            self._engine.submit(self._work)
             self._work = []
 
     def _answer(self, episode: Attempt | None, response: Response) -> None:

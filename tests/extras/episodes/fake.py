@@ -38,17 +38,17 @@ class FakeEngine:
         return self._slots
 
     @contextmanager
-    def answering(self, sampling: Sampling) -> Iterator[None]:
+    def generation(self, sampling: Sampling) -> Iterator[None]:
         self._sampling = sampling
         yield
         self._waiting.clear()
 
-    def ask(self, work: list[Request]) -> None:
+    def submit(self, work: list[Request]) -> None:
         self.asked += work
         self._waiting += work
         self.most = max(self.most, len(self._waiting))
 
-    def answers_among(self, others: Sequence[Any], timeout_s: float) -> list[tuple[int, list[Response]]] | None:
+    def poll_groups(self, others: Sequence[Any], timeout_s: float) -> list[tuple[int, list[Response]]] | None:
         if not self._waiting:
             multiprocessing.connection.wait(others, min(timeout_s, 0.05)) if others else time.sleep(0.01)
             return None

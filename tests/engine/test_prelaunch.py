@@ -14,6 +14,7 @@ from mugrpo_megatron.engine.launch import prelaunch_host
 from mugrpo_megatron.engine.process import HostProcess
 from mugrpo_megatron.errors import EngineFailure
 from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.run.engine_spec import engine_spec
 from tests.engine.tiny import group_processes
 
 
@@ -40,16 +41,16 @@ def test_there_is_none(
     for name, value in world.items():
         monkeypatch.setenv(name, str(value))
     recipe = tiny_recipe.model_copy(update={"engine": tiny_recipe.engine.model_copy(update=section)})
-    with prelaunch_host(recipe) as host:
+    with prelaunch_host(recipe.engine, recipe.model.directory) as host:
         assert host is None
 
 
 @pytest.mark.process
 def test_the_first_start_of_an_engine_takes_it_and_later_ones_do_not(tiny_recipe: Recipe, tmp_path: Path) -> None:
     recipe = tiny_recipe
-    with prelaunch_host(recipe) as host:
+    with prelaunch_host(recipe.engine, recipe.model.directory) as host:
         assert host
-        engine = Engine.start(recipe, recipe.model.directory, tmp_path / "engine.log", ahead=host)
+        engine = Engine.start(engine_spec(recipe), recipe.model.directory, tmp_path / "engine.log", prelaunched=host)
         assert engine._host is host
         engine.restart()
         other = engine._host
@@ -58,7 +59,7 @@ def test_the_first_start_of_an_engine_takes_it_and_later_ones_do_not(tiny_recipe
         assert group_processes(host.pid) == []
         engine.stop()
         assert group_processes(other.pid) == []
-    with prelaunch_host(recipe) as unused:
+    with prelaunch_host(recipe.engine, recipe.model.directory) as unused:
         assert unused
         assert psutil.pid_exists(unused.pid)
     assert group_processes(unused.pid) == []

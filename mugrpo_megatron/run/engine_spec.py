@@ -1,0 +1,32 @@
+"""The settings that engines are served with, from a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mugrpo_megatron.engine.launch import EngineSpec
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe.functions import load_function
+
+EPISODES = "mugrpo_megatron.extras.episodes.episodes:Episodes"
+"""Answers prompts with a user's function (`rollout.function`) instead of one response."""
+
+
+def engine_spec(recipe: Recipe) -> EngineSpec:
+    """What `Engine` takes of a recipe."""
+    return EngineSpec(
+        section=recipe.engine,
+        dtype=recipe.model.dtype,
+        max_prompt_tokens=recipe.data.max_prompt_tokens,
+        max_response_tokens=recipe.longest_response,
+        seed=recipe.run.seed,
+        deterministic=recipe.run.deterministic,
+        needs_tokenizer=bool(recipe.rollout.stop or recipe.rollout.function),
+        returns_routes=recipe.learner.routing_replay == "rollout",
+        episodes=_episodes(recipe) if recipe.rollout.function else None,
+    )
+
+
+def _episodes(recipe: Recipe) -> Callable[[Any], Any]:
+    return lambda engine: load_function("rollout.function", EPISODES)(recipe, engine)
