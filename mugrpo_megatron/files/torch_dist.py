@@ -1,7 +1,7 @@
-"""Regions of the tensors of a distributed checkpoint: the one reader of its data files, for resuming and converting.
+"""Reads regions of the tensors of a distributed checkpoint, for resuming and converting.
 
-Only tensors are read, each by torch's `weights_only` unpickler; Megatron's other objects (`_extra_state`) never are:
-Transformer Engine would run what they say.
+The index is unpickled with an allow-list of torch's own classes, and every tensor with `weights_only`. Megatron's other
+objects (`_extra_state`) are never unpickled: Transformer Engine runs what they contain.
 """
 
 from __future__ import annotations
@@ -16,16 +16,23 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.json_text import file_inside
 
 INDEX = ".metadata"
-SHOWN = 200
-"""Characters of a reason; an index can hold any text, terminal escapes too."""
-MOST_AXES = 64
-"""torch's limit."""
+MAX_REASON_CHARS = 200
+"""An index can hold any text, terminal escapes too."""
+MAX_AXES = 64
+"""Limit of torch."""
 
 DTYPES = frozenset(
     {
@@ -33,12 +40,12 @@ DTYPES = frozenset(
         "uint8", "int8", "int16", "int32", "int64",
     }
 )  # fmt: skip
-"""Types of tensors in an index, as torch names them."""
+"""Dtypes of tensors in an index, as torch names them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A block of a tensor, and the bytes of a data file that hold it (written by torch.save)."""
+    """A block of a tensor, and the range of a data file's bytes that torch.save wrote for it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -49,7 +56,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a checkpoint; its chunks are blocks of it, together as large as it is."""
+    """A tensor of a checkpoint; its chunks are disjoint blocks that cover it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -57,10 +64,10 @@ class StoredTensor:
 
 
 def read_index(directory: Path) -> dict[str, StoredTensor]:
-    """Key -> tensor, of a distributed checkpoint; other objects in it are left out.
+    """Returns key -> tensor of a distributed checkpoint; other objects in it are left out.
 
-    Raises UserError when the index is absent, damaged, names a class that is not of the format, or describes data that
-    its directory does not have.
+    Raises UserError when the index is absent, damaged, names a class outside the format, or describes data that is
+    missing from the directory.
     """
     path = directory / INDEX
     if not path.is_file():
@@ -69,7 +76,7 @@ def read_index(directory: Path) -> dict[str, StoredTensor]:
         metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
         tensors = dict(_tensors(metadata))
     except Exception as error:  # a damaged pickle can raise anything
-        reason = (str(error) or type(error).__name__)[:SHOWN].encode("unicode_escape").decode()
+        reason = (str(error) or type(error).__name__)[:MAX_REASON_CHARS].encode("unicode_escape").decode()
         raise UserError(f"{path} is damaged or not checkpoint metadata ({reason})") from None
     sizes: dict[str, int] = {}
     for chunk in (chunk for tensor in tensors.values() for chunk in tensor.chunks):
@@ -82,67 +89,47 @@ def read_index(directory: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-class _Record:
-    """Stands for an instance of a class of the format: the arguments that it was made with, and its state."""
+class _Ignored:
+    """Stands for a class whose content is not read, whatever it is made with."""
 
-    args: tuple[Any, ...]
-    state: Any = None
+    def __new__(cls, *arguments: Any) -> _Ignored:
+        return super().__new__(cls)
 
-    def __new__(cls, *args: Any) -> _Record:
-        record = super().__new__(cls)
-        record.args = args
-        return record
+    def __init__(self, *arguments: Any) -> None: ...
 
-    def __init__(self, *args: Any) -> None: ...
+    def __setstate__(self, state: Any) -> None: ...
+
+
+class _Properties(_Ignored):
+    """Stands for torch's TensorProperties: its own `__setstate__` needs an enum and a layout that are not read."""
+
+    dtype: Any = None
 
     def __setstate__(self, state: Any) -> None:
-        self.state = state
+        self.dtype = state[0] if isinstance(state, tuple) else state["dtype"]
 
 
-class _Metadata(_Record): ...
-
-
-class _Tensor(_Record): ...
-
-
-class _Properties(_Record): ...
-
-
-class _Block(_Record): ...
-
-
-class _Place(_Record): ...
-
-
-class _Stored(_Record): ...
-
-
-class _Size(_Record): ...
-
-
-class _Other(_Record):
-    """Of the format, but nothing here needs it."""
-
-
-_TORCH = "torch.distributed.checkpoint"
-_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
-CLASSES: Mapping[tuple[str, str], type[_Record]] = {
-    (f"{_TORCH}.metadata", "Metadata"): _Metadata,
-    (_MEGATRON, "MCoreMetadata"): _Metadata,
-    (f"{_TORCH}.metadata", "TensorStorageMetadata"): _Tensor,
-    (f"{_TORCH}.metadata", "BytesStorageMetadata"): _Other,
-    (f"{_TORCH}.metadata", "TensorProperties"): _Properties,
-    (f"{_TORCH}.metadata", "ChunkStorageMetadata"): _Block,
-    (f"{_TORCH}.metadata", "MetadataIndex"): _Place,
-    (f"{_TORCH}.metadata", "StorageMeta"): _Other,
-    (f"{_TORCH}.metadata", "_MEM_FORMAT_ENCODING"): _Other,
-    (f"{_TORCH}.filesystem", "_StorageInfo"): _Stored,
-    ("torch", "Size"): _Size,
-    ("torch.serialization", "_get_layout"): _Other,
-    ("pathlib", "PosixPath"): _Other,
-    ("pathlib._local", "PosixPath"): _Other,
+_METADATA, _FILESYSTEM = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
+_IGNORED = (
+    (_METADATA, "BytesStorageMetadata"),
+    (_METADATA, "_MEM_FORMAT_ENCODING"),
+    (_METADATA, "StorageMeta"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),
+)
+CLASSES: Mapping[tuple[str, str], type] = {
+    (_METADATA, "Metadata"): Metadata,
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): Metadata,
+    (_METADATA, "TensorStorageMetadata"): TensorStorageMetadata,
+    (_METADATA, "TensorProperties"): _Properties,
+    (_METADATA, "ChunkStorageMetadata"): ChunkStorageMetadata,
+    (_METADATA, "MetadataIndex"): MetadataIndex,
+    (_FILESYSTEM, "_StorageInfo"): _StorageInfo,
+    ("torch", "Size"): torch.Size,
+    **dict.fromkeys(_IGNORED, _Ignored),
 }
-"""What an index may name: module and name, both exactly."""
+"""Classes that an index may name, by module and name."""
 
 
 class _Unpickler(pickle._Unpickler):  # in Python: the one in C takes gigabytes for a memo index that a flipped bit made
@@ -157,28 +144,30 @@ class _Unpickler(pickle._Unpickler):  # in Python: the one in C takes gigabytes 
         raise pickle.UnpicklingError(f"it names extension {code}")
 
 
+_Blocks = Mapping[tuple[str, tuple[int, ...]], _StorageInfo]
+"""(key, offsets) -> the file range of a block."""
+
+
 def _tensors(metadata: Any) -> Iterator[tuple[str, StoredTensor]]:
-    """The tensors of an unpickled index; ValueError or any other exception when it is not one."""
-    body = _state(metadata, _Metadata)
-    places = {
-        (_text(place["fqn"]), _numbers(place["offset"])): stored
-        for place, stored in (
-            (_state(index, _Place), _state(info, _Stored)) for index, info in body["storage_data"].items()
-        )
-        if place.get("offset") is not None
+    """Yields the tensors of an unpickled index; raises ValueError or any other exception if it is not one."""
+    if not isinstance(metadata, Metadata):
+        raise ValueError("a metadata is missing")
+    blocks = {
+        (index.fqn, _numbers(index.offset)): info
+        for index, info in metadata.storage_data.items()
+        if index.offset is not None
     }
-    for key, value in body["state_dict_metadata"].items():
-        if isinstance(value, _Tensor):
-            yield _text(key), _tensor(key, value.state, places)
+    for key, tensor in metadata.state_dict_metadata.items():
+        if isinstance(tensor, TensorStorageMetadata):
+            yield key, _tensor(key, tensor, blocks)
 
 
-def _tensor(key: str, fields: Any, places: Mapping[tuple[str, tuple[int, ...]], Any]) -> StoredTensor:
-    properties = fields["properties"].state
-    dtype = properties[0] if isinstance(properties, tuple) else properties["dtype"]
-    if dtype not in DTYPES:
-        raise ValueError(f"{key} has no known type")
-    shape = _numbers(fields["size"])
-    chunks = tuple(_chunk(key, shape, _state(block, _Block), places) for block in fields["chunks"])
+def _tensor(key: str, tensor: TensorStorageMetadata, blocks: _Blocks) -> StoredTensor:
+    dtype: Any = tensor.properties.dtype
+    if not isinstance(key, str) or dtype not in DTYPES:
+        raise ValueError(f"{key!r} is no text, or has no known type")
+    shape = _numbers(tensor.size)
+    chunks = tuple(_chunk(key, shape, chunk, blocks) for chunk in tensor.chunks)
     if len({chunk.offsets for chunk in chunks}) != len(chunks):
         raise ValueError(f"{key} has two chunks in one place")
     if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape):
@@ -186,44 +175,31 @@ def _tensor(key: str, fields: Any, places: Mapping[tuple[str, tuple[int, ...]], 
     return StoredTensor(dtype, shape, chunks)
 
 
-def _chunk(key: str, shape: tuple[int, ...], block: Any, places: Mapping[tuple[str, tuple[int, ...]], Any]) -> Chunk:
-    offsets, sizes = _numbers(block["offsets"]), _numbers(block["sizes"])
-    outside = any(start + size > whole for start, size, whole in zip(offsets, sizes, shape, strict=True))
-    stored = places.get((key, offsets))
-    if outside or stored is None:
+def _chunk(key: str, shape: tuple[int, ...], chunk: ChunkStorageMetadata, blocks: _Blocks) -> Chunk:
+    offsets, sizes = _numbers(chunk.offsets), _numbers(chunk.sizes)
+    outside = any(start + size > extent for start, size, extent in zip(offsets, sizes, shape, strict=True))
+    block = blocks.get((key, offsets))
+    if outside or block is None:
         raise ValueError(f"{key} has a chunk at {list(offsets)} that is {'outside of it' if outside else 'nowhere'}")
-    if stored.get("transform_descriptors"):
-        raise ValueError(f"{key} is stored with the transformation {stored['transform_descriptors']!r}")
-    start, length = _numbers(_Size((stored["offset"], stored["length"])))
-    return Chunk(offsets, sizes, stored["relative_path"], start, length)
+    if block.transform_descriptors:
+        raise ValueError(f"{key} is stored with the transformation {block.transform_descriptors!r}")
+    start, length = _numbers(torch.Size((block.offset, block.length)))
+    return Chunk(offsets, sizes, block.relative_path, start, length)
 
 
-def _state(value: Any, kind: type[_Record]) -> dict[str, Any]:
-    if not isinstance(value, kind) or not isinstance(value.state, dict):
-        raise ValueError(f"a {kind.__name__.strip('_').lower()} is missing")
-    return value.state
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError("a key is not text")
-    return value
-
-
-def _numbers(value: Any) -> tuple[int, ...]:
-    """The sizes of a torch.Size: whole numbers, none negative, each below 2^63."""
-    numbers = tuple(value.args[0]) if isinstance(value, _Size) else ()
+def _numbers(size: Any) -> tuple[int, ...]:
+    """Returns the entries of a torch.Size; ValueError if one is no integer, negative, or 2^63 or more."""
     if (
-        not isinstance(value, _Size)
-        or len(numbers) > MOST_AXES
-        or any(type(one) is not int or not 0 <= one < 2**63 for one in numbers)
+        not isinstance(size, torch.Size)
+        or len(size) > MAX_AXES
+        or any(type(number) is not int or not 0 <= number < 2**63 for number in size)
     ):
         raise ValueError("a size is not a list of numbers")
-    return numbers
+    return tuple(size)
 
 
-SEVERAL = -1
-"""Stands for the row of chunks that have several."""
+SEVERAL_ROWS = -1
+"""Key in `Reader._rows` of the chunks that span several rows of the first axis."""
 
 
 class Reader:
@@ -237,33 +213,33 @@ class Reader:
 
     @property
     def files(self) -> set[str]:
-        """Names of the files that hold the tensors and the index."""
+        """Names of the index and of the files that hold the tensors."""
         return {INDEX, *(chunk.file for stored in self._tensors.values() for chunk in stored.chunks)}
 
     def shape(self, key: str) -> tuple[int, ...] | None:
-        """Shape of a whole tensor, or None if the checkpoint does not have the key."""
+        """Returns the shape of a tensor; None if the checkpoint lacks the key."""
         return self._tensors[key].shape if key in self._tensors else None
 
     def dtype(self, key: str) -> torch.dtype:
         return cast(torch.dtype, getattr(torch, self._stored(key).dtype))
 
     def read(self, key: str, index: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        """The region of `shape` at the origin of the stack's slice `index`, in the stored type, on the CPU."""
+        """Returns the region of `shape` at the origin of slice `index` of a stack of tensors: stored dtype, on the CPU."""
         region = torch.empty((1,) * len(index) + shape, dtype=self.dtype(key))
         self.fill(region, key, index + (0,) * len(shape))
         return region.view(shape)
 
     @torch.no_grad()
     def fill(self, target: torch.Tensor, key: str, offsets: tuple[int, ...], padded: bool = False) -> None:
-        """Copy the region at `offsets` into `target`, which has as many axes as the tensor; casts to its type.
+        """Copy the region at `offsets` into `target`, which has as many axes as the tensor; casts to its dtype.
 
         With `padded` the region may reach beyond the stored tensor, and is 0 there. Raises UserError when the
         checkpoint lacks the tensor or a part of the region, or when its data is damaged.
         """
         stored = self._stored(key)
         inside = [
-            max(0, min(whole - start, size))
-            for whole, start, size in zip(stored.shape, offsets, target.shape, strict=False)
+            max(0, min(extent - start, size))
+            for extent, start, size in zip(stored.shape, offsets, target.shape, strict=False)
         ]
         if len(stored.shape) != target.dim() or (inside != list(target.shape) and not padded):
             region = " x ".join(f"{start}:{start + size}" for start, size in zip(offsets, target.shape, strict=False))
@@ -275,14 +251,14 @@ class Reader:
             target.zero_()
         filled = 0
         rows = range(offsets[0], offsets[0] + target.shape[0]) if offsets else range(0)
-        for chunk in self._near(key, stored, rows):
+        for chunk in self._chunks_near(key, stored, rows):
             overlap = list(_overlap(chunk, offsets, target.shape))
             if all(length > 0 for _, _, length in overlap):
-                data, part = self._load(key, stored, chunk), target
+                data, region = self._load(key, stored, chunk), target
                 for axis, (source, start, length) in enumerate(overlap):
-                    data, part = data.narrow(axis, source, length), part.narrow(axis, start, length)
-                part.copy_(data)
-                filled += part.numel()
+                    data, region = data.narrow(axis, source, length), region.narrow(axis, start, length)
+                region.copy_(data)
+                filled += region.numel()
         if filled != math.prod(inside):
             raise UserError(f"{self._directory}: {key} is incomplete: only {filled} of {math.prod(inside)} values")
 
@@ -293,13 +269,16 @@ class Reader:
             )
         return self._tensors[key]
 
-    def _near(self, key: str, stored: StoredTensor, rows: range) -> Iterator[Chunk]:
-        """The chunks that can overlap these rows of the first axis: a stack of layers has thousands, one row each."""
+    def _chunks_near(self, key: str, stored: StoredTensor, rows: range) -> Iterator[Chunk]:
+        """Yields the chunks that can overlap these rows of the first axis."""
         if key not in self._rows:
-            of_row = self._rows[key] = {}
+            # A stack of layers has thousands of chunks of one row each: without this table every read walks over all.
+            chunks_of_row = self._rows[key] = {}
             for chunk in stored.chunks:
-                of_row.setdefault(chunk.offsets[0] if chunk.sizes[:1] == (1,) else SEVERAL, []).append(chunk)
-        for row in (SEVERAL, *rows):
+                chunks_of_row.setdefault(chunk.offsets[0] if chunk.sizes[:1] == (1,) else SEVERAL_ROWS, []).append(
+                    chunk
+                )
+        for row in (SEVERAL_ROWS, *rows):
             yield from self._rows[key].get(row, ())
 
     def _load(self, key: str, stored: StoredTensor, chunk: Chunk) -> torch.Tensor:
@@ -319,7 +298,7 @@ class Reader:
 
 
 def _overlap(chunk: Chunk, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
-    """(start in the chunk, start in the region, length) for each axis; a length of 0 or less if they are disjoint."""
-    for at, size, start, extent in zip(chunk.offsets, chunk.sizes, offsets, sizes, strict=True):
-        first = max(at, start)
-        yield first - at, first - start, min(at + size, start + extent) - first
+    """Yields (start in the chunk, start in the region, length) for each axis; length <= 0 if they are disjoint."""
+    for chunk_start, chunk_size, start, size in zip(chunk.offsets, chunk.sizes, offsets, sizes, strict=True):
+        first = max(chunk_start, start)
+        yield first - chunk_start, first - start, min(chunk_start + chunk_size, start + size) - first
