@@ -10,7 +10,7 @@ import io
 import math
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -183,19 +183,19 @@ def _chunk(key: str, shape: tuple[int, ...], chunk: ChunkStorageMetadata, blocks
         raise ValueError(f"{key} has a chunk at {list(offsets)} that is {'outside of it' if outside else 'nowhere'}")
     if block.transform_descriptors:
         raise ValueError(f"{key} is stored with the transformation {block.transform_descriptors!r}")
-    start, length = _numbers(torch.Size((block.offset, block.length)))
+    start, length = _checked((block.offset, block.length))
     return Chunk(offsets, sizes, block.relative_path, start, length)
 
 
 def _numbers(size: Any) -> tuple[int, ...]:
-    """Returns the entries of a torch.Size; ValueError if one is no integer, negative, or 2^63 or more."""
-    if (
-        not isinstance(size, torch.Size)
-        or len(size) > MAX_AXES
-        or any(type(number) is not int or not 0 <= number < 2**63 for number in size)
-    ):
+    return _checked(size if isinstance(size, torch.Size) and len(size) <= MAX_AXES else (None,))
+
+
+def _checked(numbers: Sequence[Any]) -> tuple[int, ...]:
+    """Returns the numbers; ValueError if one is no integer, negative, or 2^63 or more."""
+    if any(type(number) is not int or not 0 <= number < 2**63 for number in numbers):
         raise ValueError("a size is not a list of numbers")
-    return tuple(size)
+    return tuple(numbers)
 
 
 SEVERAL_ROWS = -1
@@ -224,7 +224,7 @@ class Reader:
         return cast(torch.dtype, getattr(torch, self._stored(key).dtype))
 
     def read(self, key: str, index: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        """Returns the region of `shape` at the origin of slice `index` of a stack of tensors: stored dtype, on the CPU."""
+        """Returns the region of `shape` at the origin of a stack's slice `index`, in the stored dtype, on the CPU."""
         region = torch.empty((1,) * len(index) + shape, dtype=self.dtype(key))
         self.fill(region, key, index + (0,) * len(shape))
         return region.view(shape)
@@ -242,9 +242,9 @@ class Reader:
             for extent, start, size in zip(stored.shape, offsets, target.shape, strict=False)
         ]
         if len(stored.shape) != target.dim() or (inside != list(target.shape) and not padded):
-            region = " x ".join(f"{start}:{start + size}" for start, size in zip(offsets, target.shape, strict=False))
+            bounds = " x ".join(f"{start}:{start + size}" for start, size in zip(offsets, target.shape, strict=False))
             raise UserError(
-                f"{self._directory}: {key} has shape {list(stored.shape)}, without the region {region} that this model "
+                f"{self._directory}: {key} has shape {list(stored.shape)}, without the region {bounds} that this model "
                 "needs; the checkpoint is of another model"
             )
         if padded:
@@ -273,11 +273,9 @@ class Reader:
         """Yields the chunks that can overlap these rows of the first axis."""
         if key not in self._rows:
             # A stack of layers has thousands of chunks of one row each: without this table every read walks over all.
-            chunks_of_row = self._rows[key] = {}
+            chunks = self._rows[key] = {}
             for chunk in stored.chunks:
-                chunks_of_row.setdefault(chunk.offsets[0] if chunk.sizes[:1] == (1,) else SEVERAL_ROWS, []).append(
-                    chunk
-                )
+                chunks.setdefault(chunk.offsets[0] if chunk.sizes[:1] == (1,) else SEVERAL_ROWS, []).append(chunk)
         for row in (SEVERAL_ROWS, *rows):
             yield from self._rows[key].get(row, ())
 
