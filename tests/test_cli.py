@@ -260,14 +260,12 @@ def test_a_run_says_what_it_does_before_it_imports_what_trains(
 ) -> None:
     received: list[Any] = []
 
-    def open_run(recipe: Recipe, problems: Problems | None, prelaunched: object) -> nullcontext[tuple[object]]:
+    def train(recipe: Recipe, problems: Problems | None, host: object) -> None:
         received.append((capsys.readouterr().out, problems))
-        return nullcontext((object(),))
 
-    opening, training = ModuleType("mugrpo_megatron.run.run"), ModuleType("mugrpo_megatron.train")
-    opening.open_run, training.train_stages = open_run, lambda opened: None  # type: ignore[attr-defined]
-    for stand_in in (opening, training):
-        monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
+    training = ModuleType("mugrpo_megatron.train")
+    training.train = train  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, training.__name__, training)
     monkeypatch.setattr(launch, "prelaunch_host", lambda *_: nullcontext())  # no engine
     monkeypatch.setattr(arithmetic, "GENERATED", 70)
     recipe = write_recipe(tmp_path / "recipe.toml", model, tmp_path / "run")

@@ -116,5 +116,5 @@ def test_an_engine_killed_while_generating_costs_no_group(tmp_path: Path) -> Non
         assert command.wait() == 0, command.said
         assert "restarted for what is missing" in command.said
     store = StageStore(tmp_path / "run" / "stages" / "00000")
-    assert store.present() == set(range(prompts * updates))
+    assert store.verified_groups() == set(range(prompts * updates))
     assert [sample.group for sample in store.read_update(1)[::4]] == list(range(prompts, 2 * prompts))

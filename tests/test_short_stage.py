@@ -64,12 +64,11 @@ def test_a_stage_ends_with_its_last_responses(stages: int, tmp_path: Path, monke
         torch.ones(3) @ torch.ones(3)
         return {"ess": 1.0, "vetoed_fraction": 0.0, "tokens": 1.0, "loss": 0.0}
 
-    for name in ("_record_stage", "probe", "save_if_due"):
+    for name in ("_record_stage", "probe", "save_if_due", "evaluate_if_due"):
         monkeypatch.setattr(phase, name, lambda *_, **__: None)
     monkeypatch.setattr(phase, "_utilization", lambda *_: {})
     monkeypatch.setattr(phase, "_optimizing", lambda *_: nullcontext(bar))
     monkeypatch.setattr(train, "update", update)
-    monkeypatch.setattr(train, "evaluate_if_due", lambda *_: None)
     assert train.optimize_stage(run, learner, nothing, Cursor(2, 0, 6)) == Cursor(3, 0, 8)
     assert trained == list(range(UPDATES * PROMPTS))
     (trace,) = (tmp_path / "profile").iterdir()

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from mugrpo_megatron.checks.preflight import check_run
 from mugrpo_megatron.recipe import load_recipe
 from mugrpo_megatron.train import train
 from tests.ranks import run_ranks
@@ -75,7 +76,7 @@ def test_an_engine_that_fails_to_start_is_named(model: Path, tmp_path: Path) -> 
 
 
 def train_as(recipe: Path) -> None:
-    train(load_recipe(recipe))
+    train(*check_run(load_recipe(recipe)))
 
 
 @pytest.mark.slow

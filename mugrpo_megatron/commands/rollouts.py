@@ -176,7 +176,7 @@ def _stage(directory: RunDirectory, stage: int | None) -> tuple[int, StageStore,
     sealed = [number for number, store in stages.items() if store.sealed]
     number = stage if stage is not None else max(sealed, default=0)
     if number not in sealed:
-        content = f"{len(stages[number].present())} groups so far" if number in stages else "nothing"
+        content = f"{len(stages[number].verified_groups())} groups so far" if number in stages else "nothing"
         raise UserError(
             f"{directory.path}: stage {number} holds {content}, only sealed ones are shown: {sealed or 'none'}"
         )
@@ -233,7 +233,7 @@ def _rollouts(
 def _behaviour(path: Path, store: StageStore, update: int) -> list[np.ndarray]:
     """Returns the learner's logprobs of an update's responses; UserError if they are missing or damaged."""
     column = LogprobColumn(path, stage_identity(store.content))
-    if not column.whole:
+    if not column.complete:
         raise UserError(
             f'{path} is missing: with rollout.behaviour = "learner" `mugrpo optimize` writes it before the first update'
         )

@@ -37,13 +37,11 @@ def train(options: Options) -> int:
         from mugrpo_megatron.engine.launch import prelaunch_host
 
         recipe, problems = check_run(recipe, say)
-        with prelaunch_host(recipe.engine, recipe.model.directory) as prelaunched:
+        with prelaunch_host(recipe.engine, recipe.model.directory) as host:
             say(IMPORTING)
-            from mugrpo_megatron.run.run import open_run
-            from mugrpo_megatron.train import train_stages
+            from mugrpo_megatron.train import train
 
-            with open_run(recipe, problems, prelaunched) as opened:
-                train_stages(*opened)
+            train(recipe, problems, host)
 
     return with_recipe(options, run)
 
@@ -80,19 +78,19 @@ def generate(options: Options) -> int:
         from mugrpo_megatron.engine.launch import prelaunch_host
 
         recipe, problems = check_run(recipe, say)
-        with prelaunch_host(recipe.engine, recipe.model.directory) as prelaunched:
+        with prelaunch_host(recipe.engine, recipe.model.directory) as host:
             say(IMPORTING)
-            generate_alone(recipe, options.stage, problems, prelaunched)
+            generate_alone(recipe, options.stage, problems, host)
 
     return with_recipe(options, run)
 
 
 def generate_alone(
-    recipe: Recipe, stage: int | None, problems: Problems | None = None, prelaunched: HostProcess | None = None
+    recipe: Recipe, stage: int | None, problems: Problems | None = None, host: HostProcess | None = None
 ) -> None:
     """Generate, score and seal the run's current stage, and have auxiliary models score it. Every rank runs this.
 
-    The recipe is checked; `problems` and `prelaunched` are those of `open_run`. Raises UserError when `stage` is given
+    The recipe is checked; `problems` and `host` are those of `open_run`. Raises UserError when `stage` is given
     and is not the current one.
     """
     from mugrpo_megatron.run.run import open_run
@@ -105,7 +103,7 @@ def generate_alone(
         from mugrpo_megatron.checks.preflight import check_run
 
         recipe, problems = check_run(recipe)
-    with open_run(recipe, problems, prelaunched) as (run, learner, engines, cursor):
+    with open_run(recipe, problems, host) as (run, learner, engines, cursor):
         generate_stage(run, learner, engines, cursor)
     say(f"{run.directory.stage(cursor.stage)} is sealed; `mugrpo optimize` takes its updates")
 

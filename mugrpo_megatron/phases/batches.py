@@ -126,7 +126,7 @@ def ref_is_behaviour(recipe: Recipe) -> bool:
 
 
 @dataclass(frozen=True)
-class StageUpdates:
+class StageBatches:
     """The updates of sealed stage `stage` as a recipe takes them: formed, in its order, and with its columns."""
 
     recipe: Recipe

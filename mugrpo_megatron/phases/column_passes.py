@@ -11,7 +11,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner.learner import Learner, swapped_weights
 from mugrpo_megatron.learner.update import record_routes, token_logprobs
 from mugrpo_megatron.observe.progress import Bar
-from mugrpo_megatron.phases.batches import StageUpdates
+from mugrpo_megatron.phases.batches import StageBatches
 from mugrpo_megatron.run.checkpoints import complete
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.record import check_begun
@@ -34,7 +34,7 @@ def learner_pass(run: Run, cursor: Cursor, what: str, ages: Sequence[int]) -> It
 
     def each(bar: Bar) -> Iterator[int]:
         for age in ages:
-            if any(run.world.any_rank(run.stop.asked)):
+            if any(run.world.any_rank(run.stop.requested)):
                 raise _StopAsked
             yield age
             bar.advance()
@@ -52,7 +52,7 @@ def learner_pass(run: Run, cursor: Cursor, what: str, ages: Sequence[int]) -> It
 
 def is_missing(column: Column | None, again: bool) -> bool:
     """Whether a column has to be computed; UserError when it is missing and cannot be computed again."""
-    if column is None or column.whole:
+    if column is None or column.complete:
         return False
     if not again:
         path = column.index if column.path.exists() else column.path
@@ -60,7 +60,7 @@ def is_missing(column: Column | None, again: bool) -> bool:
     return True
 
 
-def record_behaviour(run: Run, learner: Learner, stage: StageUpdates, cursor: Cursor) -> None:
+def record_behaviour(run: Run, learner: Learner, stage: StageBatches, cursor: Cursor) -> None:
     """Compute what the recipe wants of the policy before the stage's first update, in one pass.
 
     These are the behaviour logprobs with `rollout.behaviour = "learner"`, and the experts that the routers choose with
@@ -86,7 +86,7 @@ def record_behaviour(run: Run, learner: Learner, stage: StageUpdates, cursor: Cu
             append(logprobs)
 
 
-def compute_ref_logprobs(run: Run, learner: Learner, stage: StageUpdates, cursor: Cursor) -> None:
+def compute_ref_logprobs(run: Run, learner: Learner, stage: StageBatches, cursor: Cursor) -> None:
     """With `objective.kl_ref`, compute the reference policy's logprobs of the stage's responses, before the first
     update.
 
@@ -130,7 +130,7 @@ def _check_ref(run: Run, stage: int, weights: Path, mark: str) -> None:
         )
 
 
-def refresh_proximal(run: Run, learner: Learner, stage: StageUpdates, cursor: Cursor) -> None:
+def refresh_proximal(run: Run, learner: Learner, stage: StageBatches, cursor: Cursor) -> None:
     """Every `objective.proximal_every` updates the clip's proximal policy becomes the current one.
 
     That policy is kept as its logprobs of all samples until the next refresh, on disk before the first of these updates

@@ -13,7 +13,8 @@ from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.observe.examples import Example, example_indices, shorten, write_examples
 from mugrpo_megatron.observe.log import MetricLog
 from mugrpo_megatron.observe.progress import Bar
-from mugrpo_megatron.phases.generate import report_failures, sampled, shared_queue, sleep_engines, sync_weights
+from mugrpo_megatron.phases.handover import sleep_engines, sync_weights
+from mugrpo_megatron.phases.sampling import report_failures, sample_groups, shared_queue
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.scoring import EvalSection
 from mugrpo_megatron.run.cursor import Cursor
@@ -75,7 +76,7 @@ def evaluate_weights(run: Run, learner: Learner, engines: Engines, cursor: Curso
         done = _evaluate(run, engines.leader, cursor)
         sleep_engines(run.world, engines)
         learner.reload()
-        if any(run.world.any_rank(not done and run.stop.asked)):
+        if any(run.world.any_rank(not done and run.stop.requested)):
             raise run.stop.all_stopped(cursor, "the evaluation is dropped, to be made when the run goes on; ")
 
 
@@ -156,7 +157,7 @@ def _score(run: Run, leader: EngineLeader | None, name: str, places: Sequence[in
         gathered = {place: one for part in run.world.gather(own) for place, one in part.items()}
         answers |= gathered
         bar.advance(len(answers) - bar.done, sum(one.tokens for one in answers.values()) - bar.tokens)
-        if not gathered or any(run.world.any_rank(run.stop.asked)):
+        if not gathered or any(run.world.any_rank(run.stop.requested)):
             return False
     return True
 
@@ -177,8 +178,8 @@ def _answered(
             Prompt(place, held_out.problems[place], held_out.prompts[place]) for place in queue.take(waiting, slots)
         ]
 
-    groups = sampled(leader, queue, take, samples, how, stop)
-    for group in scored(groups, leader.verifier, leader.tokenizer, stop.heard):
+    groups = sample_groups(leader, queue, take, samples, how, stop)
+    for group in scored(groups, leader.verifier, leader.tokenizer, stop.poll):
         answers[group.prompt.index] = _answers(group, group.prompt.index in shown)
         bar.advance(tokens=group.tokens)
     return answers

@@ -37,7 +37,7 @@ def save_if_due(run: Run, cursor: Cursor) -> None:
     section, stage_ends = run.recipe.checkpoint, cursor.age == 0
     last = cursor.finished(run.recipe.schedule) or (stage_ends and not run.world.engines)
     due = last or cursor.stage % section.every_stages == 0 if stage_ends else cursor.due(section.every_updates)
-    [stopping] = run.world.any_rank(run.stop.asked)
+    [stopping] = run.world.any_rank(run.stop.requested)
     saves = stopping or due
     if saves:
         with run.log.phase("save", cursor.stage):

@@ -20,11 +20,13 @@ from mugrpo_megatron.learner.update import token_logprobs
 from mugrpo_megatron.observe.environment import learner_memory_peak, peak_flops, reset_peak_memory
 from mugrpo_megatron.observe.metrics import MISMATCH_RESPONSES
 from mugrpo_megatron.observe.progress import Bar
-from mugrpo_megatron.phases.batches import Batch, StageUpdates, columns_of
+from mugrpo_megatron.phases.batches import Batch, StageBatches, columns_of
 from mugrpo_megatron.phases.column_passes import compute_ref_logprobs, record_behaviour, refresh_proximal
+from mugrpo_megatron.phases.evaluate import evaluate_if_due
 from mugrpo_megatron.phases.saves import save_if_due
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor, nats_moved, stage_exhausted
+from mugrpo_megatron.run.leader import Engines
 from mugrpo_megatron.run.run import Run
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.probe import Probed, probe_ages, write_age, write_responses
@@ -48,81 +50,92 @@ Chosen = list[tuple[int, Sample, float]]
 
 
 @contextmanager
-def open_stage(run: Run, learner: Learner, cursor: Cursor) -> Iterator[Stage]:
-    """The cursor's sealed stage, logged where it is new, with every column that its updates need. Collective.
+def open_stage(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> Iterator[TrainingStage]:
+    """Open the cursor's sealed stage, log it where it is new, and compute the columns that its updates need.
 
-    Raises UserError when a column is damaged or of something else, or missing and impossible to compute again.
+    Collective. Raises UserError when a column is damaged or belongs to something else, or is missing and cannot be
+    computed again.
     """
     store = run.stage_store(cursor)
     columns = columns_of(run.recipe, run.directory, run.record.id, store, cursor.stage)
-    updates = StageUpdates(run.recipe, store, cursor.stage, columns)
+    batches = StageBatches(run.recipe, store, cursor.stage, columns)
     _record_stage(run, learner, store, cursor)
-    record_behaviour(run, learner, updates, cursor)
-    compute_ref_logprobs(run, learner, updates, cursor)
-    with ExitStack() as shown:
-        yield Stage(run, learner, updates, cursor, shown)
+    record_behaviour(run, learner, batches, cursor)
+    compute_ref_logprobs(run, learner, batches, cursor)
+    with ExitStack() as display:
+        yield TrainingStage(run, learner, engines, batches, display)
 
 
-class Stage:
-    """A sealed stage that is trained on."""
+class TrainingStage:
+    """A sealed stage during its updates. Every method but `holds` is collective."""
 
-    def __init__(self, run: Run, learner: Learner, updates: StageUpdates, cursor: Cursor, shown: ExitStack) -> None:
-        """`shown` ends what is shown around the updates."""
-        self._run, self._learner, self._updates = run, learner, updates
-        self.cursor = cursor
-        """The next update; where the next stage begins, once this one has ended."""
-        self._shown, self._profile = shown, ExitStack()
+    def __init__(self, run: Run, learner: Learner, engines: Engines, batches: StageBatches, display: ExitStack) -> None:
+        """`display` ends the progress bar and the profiler."""
+        self._run, self._learner, self._engines, self._batches = run, learner, engines, batches
+        self._display, self._profile = display, ExitStack()
         self._bar: Bar | None = None
 
-    def cursors(self) -> Iterator[Cursor]:
-        """The cursor of every update that is left, each after the one before was recorded."""
-        stage = self.cursor.stage
-        while self.cursor.stage == stage:
-            yield self.cursor
-            if self.cursor.stage > stage or self.cursor.due(self._run.evaluates_every):
-                self._shown.close()
-                self._bar = None
+    def holds(self, cursor: Cursor) -> bool:
+        """Whether the cursor's update trains on this stage."""
+        return cursor.stage == self._batches.stage
+
+    def evaluate_if_due(self, cursor: Cursor) -> None:
+        """Evaluate before the update at the cursor, where the recipe asks for it."""
+        if cursor.due(self._run.evaluates_every):
+            self._display.close()  # two bars at once would overwrite each other
+            self._bar = None
+        evaluate_if_due(self._run, self._learner, self._engines, cursor)
 
     def batch(self, cursor: Cursor) -> Batch:
-        """What the update at the cursor trains on; begins to show and profile it. Collective."""
+        """Returns what the update at the cursor trains on; starts the progress bar and the profiler where due."""
         if self._bar is None:
-            self._bar = self._shown.enter_context(_optimizing(self._run, self._updates.store.updates, cursor))
-        refresh_proximal(self._run, self._learner, self._updates, cursor)
-        batch = self._updates.batch(cursor)
+            self._bar = self._display.enter_context(_optimizing(self._run, self._batches.store.updates, cursor))
+        refresh_proximal(self._run, self._learner, self._batches, cursor)
+        batch = self._batches.batch(cursor)
         if cursor.updates in self._run.recipe.track.profile_updates:
-            self._profile = self._shown.enter_context(ExitStack())
+            self._profile = self._display.enter_context(ExitStack())
             self._profile.enter_context(_profiled(self._run, cursor))
         return batch
 
     def record(self, cursor: Cursor, batch: Batch, metrics: dict[str, float]) -> None:
-        """Log the update, advance the bar and the cursor. Collective.
+        """Log the update and advance the bar.
 
         Raises TrainingFailure, with the learner saved, after MOST_SKIPPED skipped updates in a row.
         """
         assert self._bar
         self._profile.close()
-        run, learner, schedule = self._run, self._learner, self._run.recipe.schedule
-        length = self._updates.store.updates
+        run, learner, store = self._run, self._learner, self._batches.store
         logged = _figures(batch.samples, cursor) | metrics | _utilization(learner, batch.samples, metrics)
-        if "kl_k3" in metrics:
-            logged["kl_response"] = metrics["kl_k3"] * metrics["update_tokens"] / len(batch.samples)
+        logged |= _kl_response(batch, metrics)
         run.log.update(cursor.stage, cursor.updates, cursor.age, logged)
         self._bar.advance(tokens=int(metrics["tokens"]), reward=logged["reward_mean"], loss=metrics["loss"])
         if learner.skipped_in_a_row >= MOST_SKIPPED:
-            _give_up(run, learner, cursor, cursor.advanced(schedule, length), batch.samples)
-        nats = nats_moved(cursor, logged)
+            _give_up(run, learner, cursor, cursor.advanced(run.recipe.schedule, store.updates), batch.samples)
+        probe(run, learner, store, cursor, age=cursor.age + 1)
+
+    def next_cursor(self, cursor: Cursor, batch: Batch, metrics: dict[str, float]) -> Cursor:
+        """Returns the cursor after the update; with `schedule.max_kl` a stage that the policy has left ends early."""
+        run, schedule = self._run, self._run.recipe.schedule
+        nats = nats_moved(cursor, _kl_response(batch, metrics))
+        # Each rank has summed the metrics itself, and sums on a GPU may differ in their last bits.
         exhausted = schedule.ends_early and run.world.any_rank(stage_exhausted(nats, schedule))[0]
         if exhausted:
             run.display.say(
                 f"stage {cursor.stage} ends after {cursor.age + 1} updates: the policy has moved {nats:.3g} nats a "
                 f"response, and schedule.max_kl is {schedule.max_kl:g}"
             )
-        probe(run, learner, self._updates.store, cursor, age=cursor.age + 1)
-        self.cursor = cursor.advanced(schedule, length, exhausted, nats)
+        return cursor.advanced(schedule, self._batches.store.updates, exhausted, nats)
 
-    def save_if_due(self) -> None:
-        """Save the learner where that is due, so that the run would resume at `self.cursor`. Collective."""
-        save_if_due(self._run, self.cursor)
+    def save_if_due(self, cursor: Cursor) -> None:
+        """Save the learner where that is due, so that the run would resume at the cursor."""
+        save_if_due(self._run, cursor)
+
+
+def _kl_response(batch: Batch, metrics: dict[str, float]) -> dict[str, float]:
+    """The metric `kl_response`: nats between the behaviour policy and the policy, k3 summed over a mean response."""
+    if "kl_k3" not in metrics:  # an update without a token to train on
+        return {}
+    return {"kl_response": metrics["kl_k3"] * metrics["update_tokens"] / len(batch.samples)}
 
 
 def _record_stage(run: Run, learner: Learner, stage: StageStore, cursor: Cursor) -> None:

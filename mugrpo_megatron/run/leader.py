@@ -41,7 +41,7 @@ class EngineLeader:
     checked: bool = False
     """Whether this engine's weights were compared with the learner's after a sync."""
 
-    def failed(self, failure: EngineFailure) -> None:
+    def record_failure(self, failure: EngineFailure) -> None:
         """Record a failure, unless the engine was ended because the run stops."""
         self.checked = False
         if not isinstance(failure, EngineStopped):
@@ -58,33 +58,33 @@ class EngineRole:
     slot: EngineSlot
     stopping: Callable[[], bool]
     """Once it is True, no call waits for the engine."""
-    began: bool = False
+    launched: bool = False
     started: tuple[Engine, Verifier] | None = None
 
     @property
-    def waits(self) -> bool:
+    def starts_after_offload(self) -> bool:
         """Whether the engine starts only once the learner is offloaded, and the ranks of all its nodes have met."""
         return finds_cuda() or self.recipe.engine.nodes > 1
 
-    def start(self, stack: ExitStack, prelaunched: HostProcess | None = None) -> None:
+    def start(self, stack: ExitStack, host: HostProcess | None = None) -> None:
         """Launch the engine, if this rank leads one, and a verifier with its share of the node's cores.
 
-        The engine loads while this returns, and takes the process `prelaunched` if it can; `stack` ends both. One of
+        The engine loads while this returns, and takes the process `host` if it can; `stack` ends both. One of
         several nodes is not launched yet: `rendezvous` does.
         """
-        self.began = True
+        self.launched = True
         if not self.slot.leads_engine:
             return
         recipe, number = self.recipe, self.slot.number
         log = self.logs / (f"engine-{number:04d}.log" if number else "engine.log")
         make = Engine if recipe.engine.nodes > 1 else Engine.start
-        engine = make(engine_spec(recipe), recipe.model.directory, log, self.slot, self.stopping, prelaunched)
+        engine = make(engine_spec(recipe), recipe.model.directory, log, self.slot, self.stopping, host)
         stack.callback(engine.stop)
         workers = recipe.reward.workers or max(1, usable_cores() // 2 // self.slot.local_engines)
         verifier = stack.enter_context(Verifier(recipe.reward.model_copy(update={"workers": workers})))
         self.started = engine, verifier
 
-    def join(self, stack: ExitStack) -> EngineFollowerNode | None:
+    def follow(self, stack: ExitStack) -> EngineFollowerNode | None:
         """What this rank runs of an engine that a rank of another node leads, not started yet; `stack` ends it."""
         if not self.slot.joins:
             return None
@@ -95,7 +95,7 @@ class EngineRole:
 
 
 def role_of(recipe: Recipe, logs: Path, stopping: Callable[[], bool]) -> EngineRole:
-    """The seat that torchrun's variables give this rank."""
+    """The role that torchrun's variables give this rank."""
     return EngineRole(recipe, logs, slot_of_environment(recipe.engine, finds_cuda()), stopping)
 
 
@@ -107,7 +107,7 @@ class Engines:
     """Carries the learner's weights to the engines."""
     leader: EngineLeader | None
     """None on a rank that leads no engine."""
-    joined: EngineFollowerNode | None = None
+    follower: EngineFollowerNode | None = None
     """What this rank runs of an engine that a rank of another node leads."""
     nodes: int = 1
     """Of each engine."""
@@ -115,9 +115,9 @@ class Engines:
     """Whether the engines have the learner's weights and the devices; the same on every rank."""
 
     @property
-    def own(self) -> Engine | EngineFollowerNode | None:
+    def local(self) -> Engine | EngineFollowerNode | None:
         """What this rank runs of an engine."""
-        return self.leader.engine if self.leader else self.joined
+        return self.leader.engine if self.leader else self.follower
 
     @property
     def writer(self) -> int:
@@ -139,17 +139,17 @@ def rendezvous(world: World, own: Engine | EngineFollowerNode | None) -> str:
     (leader,) = [part for part in parts if part.node == 0]
     name = f"engine/{leader.name}"
     ended = [str(part.node) for part in parts if part.node and not part.running]
-    own.rendezvous(PeerFailure(leader_address(parts), partial(world.tell, name), partial(world.told, name)))
+    own.rendezvous(PeerFailure(leader_address(parts), partial(world.store_set, name), partial(world.store_get, name)))
     return f"the engine's processes on its nodes {', '.join(ended)} have ended" if leader.running else ""
 
 
-def sleep_joined(world: World, engines: Engines) -> None:
+def sleep_followers(world: World, engines: Engines) -> None:
     """End what runs of an engine on another node than its leader's, where that was stopped or failed. Collective.
 
     Called by every rank once its engine sleeps; afterwards no engine holds memory of any rank's device.
     """
     world.barrier()
     if engines.nodes > 1:
-        if engines.joined:
-            engines.joined.sleep()
+        if engines.follower:
+            engines.follower.sleep()
         world.barrier()

@@ -25,7 +25,7 @@ from mugrpo_megatron.run.checkpoints import Saver, check_stage_held, newest_curs
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.data import record_data
 from mugrpo_megatron.run.directory import RunDirectory, open_directory
-from mugrpo_megatron.run.leader import EngineLeader, EngineRole, Engines, rendezvous, role_of, sleep_joined
+from mugrpo_megatron.run.leader import EngineLeader, EngineRole, Engines, rendezvous, role_of, sleep_followers
 from mugrpo_megatron.run.origin import stage_origin
 from mugrpo_megatron.run.record import Record, editable_after_failure, read_record
 from mugrpo_megatron.run.stopping import StopRequest, handle_signals
@@ -97,13 +97,13 @@ class RunFiles:
 
 @contextmanager
 def open_run(
-    recipe: Recipe, problems: Problems | None, prelaunched: HostProcess | None = None, generates: bool = True
+    recipe: Recipe, problems: Problems | None, host: HostProcess | None = None, generates: bool = True
 ) -> Iterator[tuple[Run, Learner, Engines, Cursor]]:
     """Start engines and learner of a recipe that `checks.preflight.check_run` has checked, and resume its run.
 
     On CPU both load in parallel. A GPU may not hold both: there the learner loads first and is then offloaded.
-    `problems` are those that the check has read, on rank 0; `prelaunched` is the engine's process where it was started
-    before (`engine.launch.prelaunch_host`). With `generates` false there is neither engine nor verifier.
+    `problems` are those that the check has read, on rank 0; `host` is the engine's process where it was started before
+    (`engine.launch.prelaunch_host`). With `generates` false there is neither engine nor verifier.
     """
     if generates and finds_cuda():
         check_allocator()
@@ -114,19 +114,19 @@ def open_run(
     with open_files(recipe, problems) as files, ExitStack() as stack:
         directory, log = files.directory, files.log
         with log.phase("start", 0), files.stop.at_once(on_disk):
-            seat = role_of(recipe, directory.logs, files.stop.heard) if generates else None
-            if seat and not seat.waits:
-                seat.start(stack, prelaunched)
-            with files.display.waiting(f"building the learner{', the engine loads' if seat and seat.started else ''}"):
+            role = role_of(recipe, directory.logs, files.stop.poll) if generates else None
+            if role and not role.starts_after_offload:
+                role.start(stack, host)
+            with files.display.waiting(f"building the learner{', the engine loads' if role and role.started else ''}"):
                 learner = build_learner(recipe)
-            world = join_world(learner, seat, files.stop, stack)
+            world = join_world(learner, role, files.stop, stack)
             record = world.broadcast(files.record)
             assert record
             cursor = restore(learner, directory, record, log, files.display)
             saver = stack.enter_context(open_saver(learner, directory.checkpoints, recipe.checkpoint, record.id, log))
             engines = Engines(weight_sync_of(learner), None)
-            if seat:
-                engines = start_engines(learner, world, files.display, seat, prepared, engines.weight_sync, stack)
+            if role:
+                engines = start_engines(learner, world, files.display, role, prepared, engines.weight_sync, stack)
         print_resume_note(files, cursor, recipe, prepared)
         with broadcast_failure(learner.ranks):
             yield Run(recipe, directory, world, log, files.display, saver, record), learner, engines, cursor
@@ -166,13 +166,13 @@ def check_current_stage(directory: RunDirectory, origin: Origin, cursor: Cursor)
         stage.remove_merged()
 
 
-def join_world(learner: Learner, seat: EngineRole | None, stop: StopRequest, stack: ExitStack) -> World:
+def join_world(learner: Learner, role: EngineRole | None, stop: StopRequest, stack: ExitStack) -> World:
     """The world of the ranks that the learner's process groups connect, until `stack` ends. Collective."""
     stack.enter_context(shutdown_after(learner.ranks))
     stack.enter_context(named_phase(learner.ranks))
-    engines, timeout_s = seat.slot.engines if seat else 0, learner.recipe.run.collective_timeout_s
+    engines, timeout_s = role.slot.engines if role else 0, learner.recipe.run.collective_timeout_s
     world = open_world(learner.ranks, timeout_s, engines, stop)
-    stack.callback(stop.leave)
+    stack.callback(stop.detach)
     return world
 
 
@@ -180,7 +180,7 @@ def start_engines(
     learner: Learner,
     world: World,
     display: Display,
-    seat: EngineRole,
+    role: EngineRole,
     problems: PreparedData | None,
     weight_sync: WeightSync,
     stack: ExitStack,
@@ -189,21 +189,21 @@ def start_engines(
 
     `problems` are those of rank 0. UserError on every rank when an engine does not start.
     """
-    recipe, prepared = seat.recipe, world.broadcast(problems)
-    if not seat.began:
+    recipe, prepared = role.recipe, world.broadcast(problems)
+    if not role.launched:
         give_devices(learner, world)
-        seat.start(stack)
-    engines = Engines(weight_sync, None, seat.join(stack), recipe.engine.nodes)
-    if seat.started and prepared:
-        engines.leader = EngineLeader(seat.slot, *seat.started, load_tokenizer(recipe.model.directory), prepared)
+        role.start(stack)
+    engines = Engines(weight_sync, None, role.follow(stack), recipe.engine.nodes)
+    if role.started and prepared:
+        engines.leader = EngineLeader(role.slot, *role.started, load_tokenizer(recipe.model.directory), prepared)
     if engines.nodes > 1:
-        rendezvous(world, engines.own)
-    with display.waiting(f"waiting for the engine, see {seat.logs}"):
+        rendezvous(world, engines.local)
+    with display.waiting(f"waiting for the engine, see {role.logs}"):
         first_start(engines.leader, world)
     if finds_cuda() or recipe.engine.between_stages == "sleep":
         if engines.leader:
             engines.leader.engine.sleep()
-        sleep_joined(world, engines)
+        sleep_followers(world, engines)
     learner.reload()
     return engines
 

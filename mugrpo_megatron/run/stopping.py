@@ -1,6 +1,6 @@
 """Graceful shutdown: after SIGTERM, SIGHUP or Ctrl-C a run saves what it has and ends, within seconds in every phase.
 
-A signal sets a flag that every loop and wait of a phase reads (`StopRequest.heard`). Where nothing has to be saved, it
+A signal sets a flag that every loop and wait of a phase reads (`StopRequest.poll`). Where nothing has to be saved, it
 ends the run at once (`StopRequest.at_once`). Torch is not imported here: the command line listens from its first line.
 """
 
@@ -55,33 +55,33 @@ def no_others(tell: bool) -> bool:
 class StopRequest:
     """Whether the run was asked to stop: this process, or any other rank as far as this one has heard."""
 
-    asked: bool = False
+    requested: bool = False
     interrupted: bool = False
     """Whether it was by Ctrl-C."""
     others: Callable[[bool], bool] = no_others
     """(tell the other ranks) -> whether one of them was asked. Raises what has to end this rank."""
     _kept: str | None = None
-    _told: bool = False
+    _announced: bool = False
     _next: float = 0.0
 
-    def heard(self) -> bool:
+    def poll(self) -> bool:
         """Whether any rank was asked; cheap, any thread may call it often. Ranks hear at different times."""
-        tells = self.asked and not self._told
-        if tells or time.monotonic() >= self._next:
-            self._told = self.asked
+        announce = self.requested and not self._announced
+        if announce or time.monotonic() >= self._next:
+            self._announced = self.requested
             self._next = time.monotonic() + LOOK_EVERY_S
-            self.asked |= self.others(tells)
-        return self.asked
+            self.requested |= self.others(announce)
+        return self.requested
 
-    def ask(self, interrupted: bool = False) -> None:
+    def request(self, interrupted: bool = False) -> None:
         """Ask this process; raises Stopped inside `at_once`."""
-        self.asked = True
+        self.requested = True
         self.interrupted |= interrupted
         if self._kept is not None:
             account, self._kept = self._kept, None
             raise self.stopped(account)
 
-    def leave(self) -> None:
+    def detach(self) -> None:
         """Neither tell the other ranks nor ask them from now on: this one closes its connections."""
         self.others = no_others
 
@@ -103,13 +103,13 @@ class StopRequest:
 
         A collective that fails because another rank has left in this way ends in Stopped too.
         """
-        if self.asked:
+        if self.requested:
             raise self.stopped(kept)
         self._kept = kept
         try:
             yield
         except RuntimeError as error:
-            if self.asked:
+            if self.requested:
                 raise self.stopped(kept) from error
             raise
         finally:
@@ -184,7 +184,7 @@ def handle_signals(is_main: bool) -> Iterator[StopRequest]:
             with suppress(OSError):  # tee may have ended by the same Ctrl-C
                 os.write(sys.stderr.fileno(), notice(number).encode())  # print may be in the middle of another line
         since.append(now)
-        request.ask(number == signal.SIGINT)
+        request.request(number == signal.SIGINT)
 
     with _handled(ask, *(number for number in HEEDED if signal.getsignal(number) is not signal.SIG_IGN)):
         yield request

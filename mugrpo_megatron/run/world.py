@@ -51,7 +51,7 @@ class World:
 
         def look() -> None:
             meanwhile()
-            if not self.stop.heard():
+            if not self.stop.poll():
                 return
             heard_at.extend([] if heard_at else [time.monotonic()])
             waited_s = time.monotonic() - heard_at[0]
@@ -89,12 +89,12 @@ class World:
         assert self.ranks.heartbeat
         return self.ranks.heartbeat.ask(lambda store: store.add(counter, amount))
 
-    def tell(self, name: str, text: str) -> None:
+    def store_set(self, name: str, text: str) -> None:
         """Leave a text for the other ranks. Not collective; any thread may call it."""
         assert self.ranks.heartbeat
         self.ranks.heartbeat.ask(lambda store: store.set(name, text))
 
-    def told(self, name: str) -> str:
+    def store_get(self, name: str) -> str:
         """The text that a rank has stored, empty if none has. Not collective; any thread may call it."""
         assert self.ranks.heartbeat
         return self.ranks.heartbeat.ask(lambda store: store.get(name).decode() if store.check([name]) else "")

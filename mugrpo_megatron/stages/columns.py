@@ -68,7 +68,7 @@ class Column:
         return self.path.with_suffix(".json")
 
     @property
-    def whole(self) -> bool:
+    def complete(self) -> bool:
         """Whether it was written to its end."""
         return self.path.exists() and self.index.exists()
 

@@ -20,8 +20,8 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import Span, digest, read_checksummed_json, write_checksummed_json
 from mugrpo_megatron.files.json_text import is_file_name, read_json
 
-FORMAT = 3
-"""3: what a response said and why it has its score, and a checksum for them beside the one of what training reads."""
+FORMAT = 4
+"""4: columns `engine_logprobs` and `support_ids`; the spans of texts are `text_columns`."""
 SEALED_NAME = "stage.parquet"
 DIGITS = "[0-9]" * 5
 """Any number of a shard."""
@@ -47,7 +47,7 @@ class StageShard:
     """In the order of the file's rows."""
     rows: list[int]
     """Responses of each group."""
-    whole: Span
+    span: Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Sealed:
     prompts_per_update: int
     row_groups: list[Span]
     """Of each row group the columns that training reads."""
-    told: list[Span]
+    text_columns: list[Span]
     """Of each row group the other columns."""
     footer: Span
     """Everything after the last row group; the three cover every byte after the magic bytes."""
@@ -67,7 +67,7 @@ class Sealed:
 
     @property
     def content(self) -> str:
-        spans = (*self.row_groups, *self.told)
+        spans = (*self.row_groups, *self.text_columns)
         return hashlib.sha256("".join(span.sha256 for span in spans).encode()).hexdigest()
 
 
@@ -129,13 +129,13 @@ def _unreadable(path: Path) -> str:
 
 
 def _manifest(body: Any) -> Manifest:
-    shards = [StageShard(**{**shard, "whole": _span(shard["whole"])}) for shard in body["shards"]]
+    shards = [StageShard(**{**shard, "span": _span(shard["span"])}) for shard in body["shards"]]
     sealed = body["sealed"]
     for shard in shards:
         if not _counts(shard.groups + shard.rows) or len(shard.groups) != len(shard.rows):
             raise ValueError("the manifest lists other groups than rows")
     if sealed is not None:
-        spans = {name: [_span(span) for span in sealed[name]] for name in ("row_groups", "told")}
+        spans = {name: [_span(span) for span in sealed[name]] for name in ("row_groups", "text_columns")}
         sealed = Sealed(**{**sealed, **spans, "footer": _span(sealed["footer"])})
         if not _counts([sealed.prompts_per_update]) or len({*map(len, spans.values()), sealed.updates}) > 1:
             raise ValueError("the manifest lists other updates than row groups")
@@ -231,7 +231,7 @@ def intact(directory: Path, shards: list[StageShard]) -> list[StageShard]:
     intact = []
     for shard in shards:
         try:
-            verify(directory / shard.file, shard.whole, f"its {len(shard.groups)} groups are generated again")
+            verify(directory / shard.file, shard.span, f"its {len(shard.groups)} groups are generated again")
         except UserError as damage:
             log.warning("%s", damage)
         else:

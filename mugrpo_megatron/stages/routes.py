@@ -187,7 +187,7 @@ def with_routes(samples: list[Sample], directory: Path, content: str, update: in
     if replay == "off":
         return samples
     column = route_column(directory, replay, stage_identity(content))
-    if replay == "learner" and not column.whole:
+    if replay == "learner" and not column.complete:
         return samples
     routes = column.read(update, [sample.tokens - 1 for sample in samples])
     return [replace(sample, routes=each) for sample, each in zip(samples, routes, strict=True)]

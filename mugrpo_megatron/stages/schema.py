@@ -58,7 +58,7 @@ OPTIONAL: dict[str, FieldSpec] = {
     "support_ids": FieldSpec(IDS, "Tokens that could be sampled at each place, -1 where fewer; without it: all."),
 }
 """What training reads where a stage has it."""
-TOLD: dict[str, FieldSpec] = {
+TEXT_COLUMNS: dict[str, FieldSpec] = {
     "text": FieldSpec(TEXT, "The response as text, as the verifier read it."),
     "gold": FieldSpec(TEXT, "The gold answer; JSON where it is a structure."),
     "extracted": FieldSpec(TEXT, "The answer that was found in the response; empty where none was looked for."),
@@ -69,7 +69,7 @@ TOLD: dict[str, FieldSpec] = {
     "row": FieldSpec(TEXT, "The problem's row in its data set, as JSON; empty for a bundled task."),
 }
 """What people read. Training computes its own advantages, from the rewards and the recipe's objective."""
-COLUMNS: dict[str, FieldSpec] = TRAINING | OPTIONAL | TOLD
+COLUMNS: dict[str, FieldSpec] = TRAINING | OPTIONAL | TEXT_COLUMNS
 LISTS = ("prompt_ids", "response_ids", "engine_logprobs", "loss_mask", "support_ids")
 """As many values for each token."""
 
@@ -94,7 +94,7 @@ def check_same_columns(directory: Path, columns: Sequence[str], new: tuple[str, 
 
 def check_file(path: Path, stored: pa.Schema, remedy: str) -> None:
     """UserError, ending with `remedy`, unless a stage's file has the columns of a stage and their types."""
-    names = [*TRAINING, *(name for name in OPTIONAL if name in stored.names), *TOLD]
+    names = [*TRAINING, *(name for name in OPTIONAL if name in stored.names), *TEXT_COLUMNS]
     if [(one.name, one.type) for one in stored] != [(name, COLUMNS[name].kind) for name in names]:
         raise UserError(f"{path}: its columns are not those of a stage; {remedy}")
 
@@ -136,7 +136,7 @@ def _wrong(table: pa.Table, groups: Sequence[int]) -> Iterator[str]:
 
 def schema(samples: Sequence[Sample]) -> pa.Schema:
     """The Arrow schema of samples like these, columns in the order of the file."""
-    names = [*TRAINING, *optional_columns(samples), *TOLD]
+    names = [*TRAINING, *optional_columns(samples), *TEXT_COLUMNS]
     fields = []
     for name in names:
         column = COLUMNS[name]
@@ -146,7 +146,7 @@ def schema(samples: Sequence[Sample]) -> pa.Schema:
 
 def training_columns(stored: pa.Schema) -> list[str]:
     """The columns of a stage's file that training reads."""
-    return [name for name in stored.names if name not in TOLD]
+    return [name for name in stored.names if name not in TEXT_COLUMNS]
 
 
 def to_table(samples: Sequence[Sample]) -> pa.Table:

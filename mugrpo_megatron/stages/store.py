@@ -70,7 +70,7 @@ def covering(directory: Path, shards: list[StageShard], groups: set[int]) -> lis
     lost = groups.difference(*(shard.groups for shard in whole))
     for shard in shards:
         if lost.intersection(shard.groups):
-            verify(directory / shard.file, shard.whole, "run the same command again to generate its groups again")
+            verify(directory / shard.file, shard.span, "run the same command again to generate its groups again")
     return whole
 
 
@@ -169,14 +169,14 @@ class StageStore:
         """Raise UserError unless every byte of the sealed stage has its checksum."""
         sealed = self._sealed()
         self._checked_layout()
-        for span in (*sealed.row_groups, *sealed.told):
+        for span in (*sealed.row_groups, *sealed.text_columns):
             verify(self.directory / sealed.file, span, REMEDY)
 
     def statistics(self) -> dict[str, float]:
         """The sealed stage's metrics, as `schema.StageStatistics` defines them."""
         return self._sealed().statistics
 
-    def present(self) -> set[int]:
+    def verified_groups(self) -> set[int]:
         """Indices of the groups that are intact on disk; damaged shards are logged and left out.
 
         Groups that `append` still buffers do not count, so a resumed stage generates exactly what is missing.
@@ -185,12 +185,12 @@ class StageStore:
             return set(range(self._sealed().updates * self._sealed().prompts_per_update))
         return {group for shard in intact(self.directory, self._shards()) for group in shard.groups}
 
-    def named(self) -> set[int]:
+    def listed_groups(self) -> set[int]:
         """Indices of the groups that the manifests list: `present` without reading the shards."""
         return {group for shard in self._shards() for group in shard.groups}
 
     @property
-    def written(self) -> set[int]:
+    def own_groups(self) -> set[int]:
         """This writer's groups, on disk or buffered; empty until it writes."""
         return set(self._groups)
 
@@ -200,7 +200,7 @@ class StageStore:
         A shared file system may show late what other processes have written.
         """
         deadline = time.monotonic() + VISIBLE_SECONDS
-        while not (self.sealed if sealed else self.named() >= groups):
+        while not (self.sealed if sealed else self.listed_groups() >= groups):
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.2)
@@ -284,7 +284,7 @@ class StageStore:
         """
         sealed = self._sealed()
         path, layout = self.directory / sealed.file, self._checked_layout()
-        spans = (sealed.row_groups[update], sealed.told[update]) if whole else (sealed.row_groups[update],)
+        spans = (sealed.row_groups[update], sealed.text_columns[update]) if whole else (sealed.row_groups[update],)
         for span in spans:
             verify(path, span, REMEDY)
         with pq.ParquetFile(path, metadata=layout) as file:

@@ -57,7 +57,7 @@ def stage_of(directory: RunDirectory, number: int) -> StageStore:
 
 def fill(store: StageStore, number: int, groups: range = range(GROUPS)) -> None:
     for index in groups:
-        if index not in store.present():
+        if index not in store.verified_groups():
             store.append(group(index, number * UPDATES))
     store.flush()
 
@@ -146,7 +146,7 @@ def resume(made: Recipe) -> tuple[str, list[str]]:
                     sum_.update(b"".join(array.tobytes() for array in arrays))
                     sum_.update(f"{sample.reward} {sample.group}".encode())
             sum_.update(repr(store.rewards()).encode())
-        if missing := set(range(3)) - stage_of(directory, STAGES).present():
+        if missing := set(range(3)) - stage_of(directory, STAGES).verified_groups():
             found.append(f"groups {missing} are generated again")
     return f"{cursor} {sum_.hexdigest()}", found
 

@@ -65,7 +65,7 @@ def generates(path: Path, source: Path) -> None:
 
 def check_generates(path: Path, before: Any, done: bool) -> Any:
     store = stage_of(RunDirectory(path), 0)
-    present = store.present()
+    present = store.verified_groups()
     assert before is None or present >= before, "a committed group stays"
     if store.sealed:
         groups = [sample.group for update in range(UPDATES) for sample in store.read_update(update)]
@@ -82,7 +82,7 @@ def check_recomputes(path: Path, before: Any, done: bool) -> Any:
     directory = RunDirectory(path)
     store = stage_of(directory, 0)
     column = LogprobColumn(directory.behaviour(0), {"stage": store.content})
-    if column.whole:
+    if column.complete:
         for update in range(UPDATES):
             own = column.read(update)
             assert [len(one) for one in own] == [len(sample.response_ids) for sample in store.read_update(update)]

@@ -53,7 +53,7 @@ def read(directory: Path) -> None:
         have_logprobs(store)
         for update in range(store.updates):
             assert store.read_update(update, whole=True)
-    elif not set(range(GROUPS)) - store.present():
+    elif not set(range(GROUPS)) - store.verified_groups():
         store.seal(UPDATES, PROMPTS)
         read(directory)
 

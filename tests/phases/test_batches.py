@@ -14,7 +14,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.checkpoint_state import STATE
 from mugrpo_megatron.phases import column_passes as learner_passes
 from mugrpo_megatron.phases import stage as module
-from mugrpo_megatron.phases.batches import StageUpdates, columns_of
+from mugrpo_megatron.phases.batches import StageBatches, columns_of
 from mugrpo_megatron.phases.column_passes import refresh_proximal
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
@@ -49,7 +49,7 @@ def problems_of_updates(directory: Path, zero_variance: str, epochs: int = 1) ->
         {"rollout": {"prompts_per_update": PROMPTS}, "objective": {"zero_variance": zero_variance}}
     )
     columns = columns_of(recipe, RunDirectory(directory), "r", store, 0)
-    of_stage = StageUpdates(recipe, store, 0, columns)
+    of_stage = StageBatches(recipe, store, 0, columns)
     updates = [of_stage.batch(Cursor(0, age, age)).samples for age in range(UPDATES * epochs)]
     for update in updates:
         assert len({sample.group for sample in update}) == PROMPTS
@@ -100,7 +100,7 @@ class Refreshed:
             }
         )
         self.run = bare_run(recipe, self.directory)
-        self.updates = StageUpdates(recipe, self.store, 0, columns_of(recipe, self.directory, "r", self.store, 0))
+        self.updates = StageBatches(recipe, self.store, 0, columns_of(recipe, self.directory, "r", self.store, 0))
         self.updates_taken = 0
         monkeypatch.setattr(learner_passes, "token_logprobs", self._logprobs)
 
@@ -184,7 +184,7 @@ def test_a_request_to_stop_is_answered_between_two_updates_of_a_refresh(
 
     def asks(learner: None, samples: Sequence[Sample]) -> list[np.ndarray]:
         asked.append(samples[0].problem)
-        refreshed.run.stop.asked = True
+        refreshed.run.stop.requested = True
         return refreshed._logprobs(learner, samples)
 
     monkeypatch.setattr(learner_passes, "token_logprobs", asks)

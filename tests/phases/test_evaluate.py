@@ -147,7 +147,7 @@ def test_a_request_to_stop_is_answered_with_the_state_saved_and_nothing_logged(s
     asked = stand.engine.asked
 
     def ask() -> None:
-        stand.run.stop.asked = len(asked) >= 3
+        stand.run.stop.requested = len(asked) >= 3
 
     stand.engine.answering = ask
     with pytest.raises(AllStopped) as stopped:
@@ -161,7 +161,7 @@ def test_a_request_that_comes_with_the_last_answer_loses_no_evaluation(stand: St
     asked = stand.engine.asked
 
     def ask() -> None:
-        stand.run.stop.asked = len(asked) == sum(SETS.values())
+        stand.run.stop.requested = len(asked) == sum(SETS.values())
 
     stand.engine.answering = ask
     evaluated(stand, Cursor(1, 3, 11))

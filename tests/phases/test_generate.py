@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from mugrpo_megatron.algorithm.advantages import group_advantages
 from mugrpo_megatron.engine.client import MOST_FAILURES
 from mugrpo_megatron.errors import EngineFailure, EngineStopped
 from mugrpo_megatron.observe.log import MetricLog
-from mugrpo_megatron.phases.generate import generate
+from mugrpo_megatron.phases.generate import Generation
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.rewards.items import Pending, Score
 from mugrpo_megatron.rewards.pool import Verifier
@@ -37,6 +38,9 @@ PROBLEMS = [Problem(f"p{n}", str(n), str(n % 2), "coins", row={"n": n}) for n in
 CURSOR = Cursor(1, 0, UPDATES)
 
 
+LEARNER: Any = None  # sampling has no use for it
+
+
 @pytest.fixture(scope="module")
 def verifier() -> Iterator[Verifier]:
     with Verifier(RECIPE.reward) as verifier:
@@ -55,7 +59,7 @@ def store(stand: Stand) -> StageStore:
 
 
 def generated(stand: Stand) -> None:
-    generate(stand.run, stand.engines, store(stand), CURSOR)
+    Generation(stand.run, LEARNER, stand.engines, CURSOR, store(stand)).sample()
 
 
 def test_a_stage_holds_the_runs_next_problems_scored_and_in_order(stand: Stand) -> None:
@@ -82,10 +86,10 @@ def test_an_engine_that_dies_keeps_what_it_finished_and_generates_the_rest_once(
     stand.engine.lives = [finished]
     generated(stand)
     assert not store(stand).sealed
-    assert len(store(stand).present()) == finished
+    assert len(store(stand).verified_groups()) == finished
     assert len(stand.rows("event")) == 1
     generated(stand)  # it does not run, so nothing is added
-    assert len(store(stand).present()) == finished
+    assert len(store(stand).verified_groups()) == finished
     stand.engine.running = True
     generated(stand)
     assert store(stand).sealed
@@ -100,18 +104,18 @@ def test_an_engine_that_keeps_failing_without_a_finished_group_ends_the_run(stan
                 generated(stand)
         else:
             generated(stand)
-    assert store(stand).present() == set()
+    assert store(stand).verified_groups() == set()
 
 
 def test_a_request_to_stop_leaves_every_finished_group_on_disk_and_the_stage_open(stand: Stand) -> None:
     def ask() -> None:
-        stand.run.stop.asked = stand.engine.finished == 5
+        stand.run.stop.requested = stand.engine.finished == 5
 
     stand.engine.answering = ask
     with pytest.raises(Stopped):
         generated(stand)
-    assert stand.engine.finished == len(store(stand).present()) == 5
-    stand.run.stop.asked, stand.engine.answering = False, lambda: None
+    assert stand.engine.finished == len(store(stand).verified_groups()) == 5
+    stand.run.stop.requested, stand.engine.answering = False, lambda: None
     generated(stand)
     assert store(stand).sealed
     assert stand.engine.finished == GROUPS
@@ -135,15 +139,15 @@ class SlowVerifier:
 def test_a_request_to_stop_does_not_wait_for_scores(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every group that is scored by then goes to disk, those behind an unscored one too."""
     monkeypatch.setattr(stand.leader, "verifier", SlowVerifier())
-    stand.engine.answering = lambda: setattr(stand.run.stop, "asked", stand.engine.finished == GROUPS)
+    stand.engine.answering = lambda: setattr(stand.run.stop, "requested", stand.engine.finished == GROUPS)
     with pytest.raises(Stopped, match=f"{GROUPS // 2} of {GROUPS} groups of this stage are on disk"):
         generated(stand)
-    assert len(store(stand).present()) == GROUPS // 2
+    assert len(store(stand).verified_groups()) == GROUPS // 2
 
 
 def test_an_engine_ended_by_a_request_has_not_failed(stand: Stand) -> None:
     def stop() -> None:
-        stand.run.stop.asked = True
+        stand.run.stop.requested = True
         stand.engine.running = False
         raise EngineStopped("the run was asked to stop")
 
@@ -156,11 +160,11 @@ def test_an_engine_ended_by_a_request_has_not_failed(stand: Stand) -> None:
 
 def test_a_request_that_comes_with_the_last_group_leaves_the_stage_open_too(stand: Stand) -> None:
     """It is sealed by the run that resumes, which has nothing to generate."""
-    stand.engine.answering = lambda: setattr(stand.run.stop, "asked", stand.engine.finished == GROUPS)
+    stand.engine.answering = lambda: setattr(stand.run.stop, "requested", stand.engine.finished == GROUPS)
     with pytest.raises(Stopped):
         generated(stand)
     assert not store(stand).sealed
-    assert len(store(stand).present()) == GROUPS
-    stand.run.stop.asked = False
+    assert len(store(stand).verified_groups()) == GROUPS
+    stand.run.stop.requested = False
     generated(stand)
     assert store(stand).sealed

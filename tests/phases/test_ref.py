@@ -12,7 +12,7 @@ import pytest
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner.learner import Learner
-from mugrpo_megatron.phases.batches import StageUpdates, columns_of, training_rewards
+from mugrpo_megatron.phases.batches import StageBatches, columns_of, training_rewards
 from mugrpo_megatron.phases.column_passes import compute_ref_logprobs
 from mugrpo_megatron.recipe import ObjectiveSection, Recipe
 from mugrpo_megatron.run.cursor import Cursor
@@ -65,7 +65,7 @@ def test_a_ref_keeps_its_weights_from_stage_to_stage(tmp_path: Path) -> None:
         run = bare_run(Recipe.model_validate({"objective": section, "model": {"path": model}}), directory)
         run.record = Record("r", weights=fingerprint(model))
         first, second = (
-            StageUpdates(run.recipe, store, number, columns_of(run.recipe, directory, "r", store, number))
+            StageBatches(run.recipe, store, number, columns_of(run.recipe, directory, "r", store, number))
             for number in (0, 1)
         )
         assert first.columns.ref

@@ -11,7 +11,7 @@ import pytest
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.phases import column_passes as learner_passes
-from mugrpo_megatron.phases.batches import StageUpdates, columns_of
+from mugrpo_megatron.phases.batches import StageBatches, columns_of
 from mugrpo_megatron.phases.column_passes import record_behaviour
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor
@@ -39,7 +39,7 @@ class Recorded:
         recipe = Recipe.model_validate(sections)
         self.run = bare_run(recipe, self.directory)
         columns = columns_of(recipe, self.directory, "r", self.store, 0)
-        self.updates = StageUpdates(recipe, self.store, 0, columns)
+        self.updates = StageBatches(recipe, self.store, 0, columns)
         self.recorded, self.scored = 0, 0
         monkeypatch.setattr(learner_passes, "record_routes", self._record)
         monkeypatch.setattr(learner_passes, "token_logprobs", self._logprobs)
@@ -88,7 +88,7 @@ def test_what_a_crash_between_the_two_files_left_is_completed(tmp_path: Path, mo
     assert (recorded.recorded, recorded.scored) == (UPDATES, UPDATES)
     recorded.routes.index.unlink()
     recorded.begin()
-    assert recorded.routes.whole
+    assert recorded.routes.complete
     assert (recorded.recorded, recorded.scored) == (2 * UPDATES, UPDATES)
 
 

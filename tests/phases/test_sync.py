@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mugrpo_megatron.errors import EngineFailure
-from mugrpo_megatron.phases import generate
+from mugrpo_megatron.phases import handover
 from mugrpo_megatron.run.leader import EngineLeader, Engines
 from mugrpo_megatron.weights.check import WeightMismatch
 
@@ -39,14 +39,14 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             raise engine
         return 7 if engine else 0
 
-    monkeypatch.setattr(generate, "compare_weights", check)
+    monkeypatch.setattr(handover, "compare_weights", check)
     return seen
 
 
 def synced(run: Run, engine: Any) -> dict[str, float]:
     facts: dict[str, float] = {}
     engines = Engines(SimpleNamespace(staging=None), run.leader)  # type: ignore[arg-type]
-    generate._check_weights(run, engines, engine, facts)  # type: ignore[arg-type]
+    handover._check_weights(run, engines, engine, facts)  # type: ignore[arg-type]
     return facts
 
 
@@ -62,7 +62,7 @@ def test_an_engine_that_was_started_again_is_compared_again(compared: list[Any])
     run = Run("first")
     synced(run, "engine")
     assert run.leader
-    run.leader.failed(EngineFailure("it died"))
+    run.leader.record_failure(EngineFailure("it died"))
     synced(run, None)  # it did not come up
     synced(run, "engine")
     synced(run, "engine")
@@ -92,7 +92,7 @@ def test_a_difference_is_not_held_back(compared: list[Any]) -> None:
 
 
 def test_a_run_says_when_it_cannot_compare(compared: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate, "uncheckable_reason", lambda weight_sync: "SGLang pads heads")
+    monkeypatch.setattr(handover, "uncheckable_reason", lambda weight_sync: "SGLang pads heads")
     run = Run("every")
     for _ in range(3):
         synced(run, "engine")

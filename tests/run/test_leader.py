@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mugrpo_megatron.engine.nodes import NodeStatus, PeerFailure
-from mugrpo_megatron.run.leader import Engines, rendezvous, sleep_joined
+from mugrpo_megatron.run.leader import Engines, rendezvous, sleep_followers
 
 
 class World:
@@ -21,10 +21,10 @@ class World:
     def gather(self, value: Any) -> list[Any]:
         return [value, *self._others]
 
-    def tell(self, name: str, text: str) -> None:
+    def store_set(self, name: str, text: str) -> None:
         self.board[name] = text
 
-    def told(self, name: str) -> str:
+    def store_get(self, name: str) -> str:
         return self.board.get(name, "")
 
     def barrier(self) -> None:
@@ -83,5 +83,5 @@ def test_a_leader_that_ran_hears_which_nodes_did_not(mine: bool, said: str) -> N
 @pytest.mark.parametrize(("nodes", "barriers", "slept"), [(1, 1, 0), (2, 2, 1)])
 def test_parts_sleep_after_their_leader(nodes: int, barriers: int, slept: int) -> None:
     world, own = World(), Own(0, 1, True)
-    sleep_joined(world, Engines(None, None, own, nodes))  # type: ignore[arg-type]
+    sleep_followers(world, Engines(None, None, own, nodes))  # type: ignore[arg-type]
     assert (world.barriers, own.slept) == (barriers, slept)

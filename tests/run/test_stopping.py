@@ -29,10 +29,10 @@ def in_the_foreground() -> Iterator[None]:
 def test_a_signal_is_a_request(number: signal.Signals, code: int, capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(number)
     with handle_signals(is_main=True) as request:
-        assert not request.heard()
+        assert not request.poll()
         signal.raise_signal(number)
-        assert request.asked
-        assert request.heard()
+        assert request.requested
+        assert request.poll()
         signal.raise_signal(number)  # torchrun passes on what the terminal has sent to its ranks as well
     said = capfd.readouterr().err
     assert said == stopping.notice(number), "it is said once"
@@ -49,7 +49,7 @@ def test_a_signal_stays_ignored(number: signal.Signals) -> None:
     try:
         with handle_signals(is_main=True) as request:
             signal.raise_signal(number)
-        assert not request.asked
+        assert not request.requested
         assert signal.getsignal(number) is signal.SIG_IGN
     finally:
         signal.signal(number, before)
@@ -62,7 +62,7 @@ def test_a_signal_is_a_request_when_nothing_reads_its_notice(monkeypatch: pytest
     with os.fdopen(writing, "w") as unread, handle_signals(is_main=True) as request:
         monkeypatch.setattr(sys, "stderr", unread)
         signal.raise_signal(signal.SIGTERM)
-        assert request.asked
+        assert request.requested
 
 
 @pytest.mark.parametrize("is_main", [True, False])
@@ -71,7 +71,7 @@ def test_sigterm_before_and_after_a_run_ends_with_0(is_main: bool, capfd: pytest
     with pytest.raises(SystemExit) as ended, stoppable(is_main):  # noqa: PT012
         with handle_signals(is_main=False) as request:
             signal.raise_signal(signal.SIGTERM)
-            assert request.asked, "an open run is asked, and saves"
+            assert request.requested, "an open run is asked, and saves"
         signal.raise_signal(signal.SIGTERM)
     assert ended.value.code == 0
     assert capfd.readouterr().err == stopping.AT_ONCE * is_main
@@ -98,7 +98,7 @@ def test_where_nothing_has_to_be_saved_a_signal_ends_the_run_at_once() -> None:
         with later.at_once("all is on disk"):
             pass
         signal.raise_signal(signal.SIGTERM)  # after such a part it only asks
-        assert later.asked
+        assert later.requested
 
 
 @pytest.mark.parametrize("asked", [True, False])
@@ -106,7 +106,7 @@ def test_a_collective_that_fails_because_another_rank_has_stopped(asked: bool) -
     """This rank heard of the request in another way than by a signal."""
     request = StopRequest()
     with pytest.raises(Stopped if asked else RuntimeError), request.at_once("kept"):  # noqa: PT012
-        request.asked = asked
+        request.requested = asked
         raise RuntimeError("connection closed by peer")
 
 
@@ -133,23 +133,23 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 def test_a_rank_hears_of_a_request_to_another(clock: Callable[[float], None]) -> None:
     others = Others()
     one, two = StopRequest(others=others), StopRequest(others=others)
-    assert not one.heard()
-    assert not two.heard()
-    two.ask()
-    assert two.heard()
-    assert not one.heard(), "it looks once a second"
+    assert not one.poll()
+    assert not two.poll()
+    two.request()
+    assert two.poll()
+    assert not one.poll(), "it looks once a second"
     clock(stopping.LOOK_EVERY_S)
-    assert one.heard()
+    assert one.poll()
 
 
 def test_a_rank_that_ends_asks_no_other(clock: Callable[[float], None]) -> None:
     """What it closes then may look once more."""
     others = Others()
     request = StopRequest(others=others)
-    request.leave()
-    assert not request.heard()
-    request.ask()
-    assert request.heard()
+    request.detach()
+    assert not request.poll()
+    request.request()
+    assert request.poll()
     assert others.looks == 0
 
 
@@ -157,13 +157,13 @@ def test_a_request_is_told_once_and_looked_for_once_a_second(clock: Callable[[fl
     others = Others()
     request = StopRequest(others=others)
     for _ in range(10):
-        request.heard()
+        request.poll()
     assert others.looks == 1
-    request.ask()
+    request.request()
     for _ in range(10):
-        request.heard()
+        request.poll()
     assert others.looks == 2
     for _ in range(3):
         clock(stopping.LOOK_EVERY_S)
-        request.heard()
+        request.poll()
     assert (others.looks, others.asked) == (5, 1), "it still hears of failures"

@@ -30,12 +30,12 @@ def waits_and_is_asked() -> bool:
     """Rank 1 is asked while it waits for rank 0, which generates until it hears of it."""
     world = opened()
     if world.ranks.rank == 0:
-        while not world.stop.heard():
+        while not world.stop.poll():
             pass
         world.barrier()
     else:
-        world.barrier(world.stop.ask)
-    return world.any_rank(world.stop.asked)[0]
+        world.barrier(world.stop.request)
+    return world.any_rank(world.stop.requested)[0]
 
 
 def waits_for_a_rank_that_fails() -> str:
@@ -59,7 +59,7 @@ def stops_while_another_rank_is_dead() -> str:
         heartbeat.leave()
         return ""
     world_module.STOP_PATIENCE_S, world_module.MISSED_BEAT_S = 0.0, 3.0
-    world.stop.ask()
+    world.stop.request()
     try:
         world.barrier()
     except CollectiveFailure as error:

@@ -24,7 +24,7 @@ def written(path: Path) -> LogprobColumn:
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     column = written(tmp_path / "behaviour.parquet")
-    assert column.whole
+    assert column.complete
     for number, update in enumerate(UPDATES):
         for one, other in zip(column.read(number), update, strict=True):
             np.testing.assert_array_equal(one, other)
@@ -32,7 +32,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     with silent.write(enabled=False) as append:
         append(UPDATES[0])
     assert not silent.path.exists()
-    assert not silent.whole
+    assert not silent.complete
 
 
 @pytest.mark.parametrize("of", [{}, {"stage": "0123"}, {"stage": "0123", "age": 5}, {"stage": "4567", "age": 4}])

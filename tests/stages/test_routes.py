@@ -124,7 +124,7 @@ def test_a_file_cut_short_is_absent(tmp_path: Path) -> None:
 
     with pytest.raises(RuntimeError, match="killed"):
         cut_short()
-    assert not routes(path).whole, "the checksums went first"
+    assert not routes(path).complete, "the checksums went first"
     assert not list(tmp_path.glob(".*"))
 
 

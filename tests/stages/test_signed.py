@@ -38,7 +38,7 @@ def read(directory: Path) -> None:
     """All that `publish`, `optimize` and `seal` read of a stage."""
     store = StageStore(directory)
     if not store.sealed:
-        assert store.present() == set(range(GROUPS))
+        assert store.verified_groups() == set(range(GROUPS))
         store.seal(UPDATES, PROMPTS)
     store.verify()
     store.rewards()
@@ -66,10 +66,14 @@ def rewritten(directory: Path, tables: Tables) -> None:
     body = asdict(manifest)
     if manifest.sealed:
         first, told, footer = parquet_spans(file, training_columns(tables[0].schema))
-        spans = {"row_groups": list(map(asdict, first)), "told": list(map(asdict, told)), "footer": asdict(footer)}
+        spans = {
+            "row_groups": list(map(asdict, first)),
+            "text_columns": list(map(asdict, told)),
+            "footer": asdict(footer),
+        }
         body["sealed"] |= spans
     else:
-        body["shards"][0]["whole"] = asdict(digest(file))
+        body["shards"][0]["span"] = asdict(digest(file))
     signed(directory, body)
 
 
@@ -137,8 +141,8 @@ BODIES: dict[str, Callable[[dict[str, Any]], object]] = {
     "words for numbers": lambda one: one.update({"updates": "2"} if "updates" in one else {"rows": ["2"]}),
     "a negative number": lambda one: one.update({"prompts_per_update": -1} if "updates" in one else {"groups": [-1]}),
     "more groups than rows": lambda one: one.update({"updates": 3} if "updates" in one else {"rows": [2]}),
-    "a place of no number": lambda one: one.get("footer", one.get("whole")).update(start="0"),
-    "a place before the file": lambda one: one.get("footer", one.get("whole")).update(start=-4),
+    "a place of no number": lambda one: one.get("footer", one.get("span")).update(start="0"),
+    "a place before the file": lambda one: one.get("footer", one.get("span")).update(start=-4),
     "a key more": lambda one: one.update(extra=1),
     "a key less": lambda one: one.pop("file"),
 }

@@ -25,7 +25,7 @@ from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages import schema as files
 from mugrpo_megatron.stages import store as merge
 from mugrpo_megatron.stages.manifest import Origin, check_stage
-from mugrpo_megatron.stages.schema import COLUMNS, OPTIONAL, TOLD, TRAINING, schema
+from mugrpo_megatron.stages.schema import COLUMNS, OPTIONAL, TEXT_COLUMNS, TRAINING, schema
 from mugrpo_megatron.stages.store import StageStore
 from tests.engine.tiny import group
 
@@ -81,7 +81,7 @@ def test_updates_come_back_in_order_however_groups_completed(
         if step in flushes:  # a crash here and a new process
             store.flush()
             store = StageStore(directory)
-            assert store.present() == set(order[: step + 1])
+            assert store.verified_groups() == set(order[: step + 1])
     store.seal(UPDATES, PROMPTS)
     reader = StageStore(directory)
     assert reader.sealed
@@ -95,9 +95,9 @@ def test_groups_that_are_buffered_only_are_lost_with_the_process_and_no_others(t
     store = StageStore(tmp_path)
     for index in range(SHARD + 2):
         store.append(group(index))
-    assert StageStore(tmp_path).present() == set(range(SHARD))
+    assert StageStore(tmp_path).verified_groups() == set(range(SHARD))
     store.flush()
-    assert StageStore(tmp_path).present() == set(range(SHARD + 2))
+    assert StageStore(tmp_path).verified_groups() == set(range(SHARD + 2))
 
 
 def test_an_old_buffer_is_written_before_it_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,7 @@ def test_an_old_buffer_is_written_before_it_is_full(tmp_path: Path, monkeypatch:
     store.append(group(0))
     monkeypatch.setattr(files, "SHARD_SECONDS", 0.0)
     store.append(group(1))
-    assert StageStore(tmp_path).present() == {0, 1}
+    assert StageStore(tmp_path).verified_groups() == {0, 1}
 
 
 def test_no_group_twice(tmp_path: Path) -> None:
@@ -149,12 +149,12 @@ def test_shards_that_a_kill_right_after_the_seal_left_are_removed(tmp_path: Path
 def test_a_reader_sees_the_stage_that_another_process_seals(tmp_path: Path) -> None:
     reader, writer = StageStore(tmp_path / "stage"), StageStore(tmp_path / "stage")
     assert not reader.sealed
-    assert reader.present() == set()
+    assert reader.verified_groups() == set()
     for index in range(GROUPS):
         writer.append(group(index))
     writer.seal(UPDATES, PROMPTS)
     assert reader.sealed
-    assert reader.present() == set(range(GROUPS))
+    assert reader.verified_groups() == set(range(GROUPS))
 
 
 def test_training_reads_its_own_columns_alone(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_training_reads_its_own_columns_alone(tmp_path: Path) -> None:
     path = tmp_path / "stage.parquet"
     content, passed = path.read_bytes(), 0
     with pq.ParquetFile(path) as file:
-        told = [span_of(file.metadata.row_group(k), TOLD) for k in range(UPDATES)]
+        told = [span_of(file.metadata.row_group(k), TEXT_COLUMNS) for k in range(UPDATES)]
     for place in random.Random(0).sample(range(4, len(content)), 60):
         path.write_bytes(content[:place] + bytes([content[place] ^ 16]) + content[place + 1 :])
         store = StageStore(tmp_path)
@@ -224,8 +224,8 @@ def test_a_stage_of_an_older_format_is_refused_by_name(tmp_path: Path) -> None:
     write_checksummed_json(
         tmp_path / "manifest.json", "stage", {"shards": [], "sealed": None, "origin": None}, format=2
     )
-    with pytest.raises(UserError, match=r"manifest\.json: the stage has format 2, and this version reads format 3"):
-        StageStore(tmp_path).present()
+    with pytest.raises(UserError, match=r"manifest\.json: the stage has format 2, and this version reads format 4"):
+        StageStore(tmp_path).verified_groups()
 
 
 def test_damage_to_one_update_leaves_the_others_readable(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_the_groups_of_a_damaged_shard_are_generated_again(tmp_path: Path, caplo
     victim = tmp_path / "shard-00001.parquet"
     victim.write_bytes(victim.read_bytes()[:-1])
     store = StageStore(tmp_path)
-    missing = set(range(GROUPS)) - store.present()
+    missing = set(range(GROUPS)) - store.verified_groups()
     assert missing == set(range(SHARD, 2 * SHARD))
     assert "shard-00001.parquet" in caplog.text
     for index in missing:
@@ -290,7 +290,7 @@ def test_a_disk_that_really_is_full(phase: str, small_disk: Path) -> None:
     ballast.write_bytes(b"x" * (_free(small_disk) - 20_000))
     with pytest.raises(UserError, match="no space left"):
         _finish(store, [] if phase == "seal" else long)
-    kept = StageStore(stage).present()
+    kept = StageStore(stage).verified_groups()
     assert {path.suffix for path in stage.iterdir()} <= {".parquet", ".json"}
     ballast.unlink()
     resumed = StageStore(stage)
@@ -325,7 +325,12 @@ def test_a_stage_of_another_place_is_refused(other: Origin | None, until: str, t
     if until == "sealed":
         store.seal(UPDATES, PROMPTS)
     before = {path.name: path.read_bytes() for path in directory.iterdir()}
-    for act in (lambda s: s.sealed, lambda s: s.append(group(7)), lambda s: s.read_update(0), lambda s: s.present()):
+    for act in (
+        lambda s: s.sealed,
+        lambda s: s.append(group(7)),
+        lambda s: s.read_update(0),
+        lambda s: s.verified_groups(),
+    ):
         with pytest.raises(UserError, match=r"holds .*, not stage 3 of run run, sampled after 0 updates"):
             act(StageStore(directory, origin=HERE))
     with pytest.raises(UserError, match="holds"):
@@ -384,7 +389,7 @@ def test_other_tools_read_the_stage(tmp_path: Path) -> None:
         assert b"Index of the prompt" in file.schema_arrow.field("group").metadata[b"meaning"]
         assert file.metadata.num_row_groups == UPDATES
     frame = pytest.importorskip("pandas").read_parquet(path)
-    assert list(frame.columns) == [*TRAINING, *TOLD]
+    assert list(frame.columns) == [*TRAINING, *TEXT_COLUMNS]
     assert frame["response_ids"][7].tolist() == expected[7].response_ids.tolist()
 
 

@@ -53,8 +53,8 @@ def test_the_stage_is_the_union_of_what_its_writers_wrote(
     for writer, store in enumerate(stores):
         store.flush()
         durable |= {index for index in range(GROUPS) if owners[index] == writer}
-        assert all(durable <= other.present() == other.named() for other in stores)
-    assert stores[0].present() == set(range(GROUPS))
+        assert all(durable <= other.verified_groups() == other.listed_groups() for other in stores)
+    assert stores[0].verified_groups() == set(range(GROUPS))
     stores[0].seal(UPDATES, PROMPTS)
     assert all(store.sealed for store in stores)
     assert_sealed_and_tidy(directory)
@@ -67,7 +67,7 @@ def test_a_writer_that_died_loses_only_what_it_had_not_written(survivor: int, tm
         dead.append(group(index))
     write(tmp_path, survivor, [3, 4])
     resumed = StageStore(tmp_path, survivor)
-    assert resumed.present() == {0, 1, 3, 4}
+    assert resumed.verified_groups() == {0, 1, 3, 4}
 
 
 def test_a_group_that_two_writers_have_counts_once(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_opening_one_writer_s_files_leaves_the_others_alone(tmp_path: Path) -> N
     assert (tmp_path / ".shard-0002-00000.parquet.0123abcd.partial").exists()
     write(tmp_path, 1, [3])
     assert not (tmp_path / "shard-0001-00007.parquet").exists()
-    assert StageStore(tmp_path).present() == {0, 1, 2, 3}
+    assert StageStore(tmp_path).verified_groups() == {0, 1, 2, 3}
 
 
 def test_damage_to_a_shard_that_is_not_needed_does_not_matter(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_a_damaged_shard_of_another_writer_stops_the_seal_and_is_generated_again
     with pytest.raises(UserError, match=r"shard-0001-00000\.parquet: damaged.*run the same command again"):
         StageStore(tmp_path).seal(UPDATES, PROMPTS)
     resumed = StageStore(tmp_path)
-    assert set(range(GROUPS)) - resumed.present() == {0, 1}
+    assert set(range(GROUPS)) - resumed.verified_groups() == {0, 1}
     write(tmp_path, 0, [0, 1])
     StageStore(tmp_path).seal(UPDATES, PROMPTS)
     assert_sealed_and_tidy(tmp_path)
@@ -144,4 +144,4 @@ def test_shards_of_a_writer_without_its_manifest_are_named_and_kept(tmp_path: Pa
         store.append(group(3))
     manifest.rename(tmp_path / "manifest-0002.json")
     store.append(group(3))
-    assert StageStore(tmp_path).present() == {0, 1, 2}
+    assert StageStore(tmp_path).verified_groups() == {0, 1, 2}

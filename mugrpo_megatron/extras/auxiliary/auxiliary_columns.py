@@ -52,7 +52,7 @@ def link_columns(recipe: Recipe, source: RunDirectory, target: RunDirectory, sta
     """
     for name, _, column in auxiliary_columns(recipe, target, StageStore(target.stage(stage)), stage):
         original = replace(column, path=source.path / column.path.relative_to(target.path))
-        if column.whole or not _has_weights(original, fingerprint(directory_of(recipe.auxiliary, name))):
+        if column.complete or not _has_weights(original, fingerprint(directory_of(recipe.auxiliary, name))):
             continue
         column.begin()
         for file, copy in ((original.path, column.path), (original.index, column.index)):
@@ -62,7 +62,7 @@ def link_columns(recipe: Recipe, source: RunDirectory, target: RunDirectory, sta
 
 def _has_weights(column: TableColumn, weights: str) -> bool:
     try:
-        return column.whole and bool(column.body()["weights"] == weights)
+        return column.complete and bool(column.body()["weights"] == weights)
     except UserError:  # damaged, or computed with other settings than the recipe's
         return False
 
@@ -79,7 +79,7 @@ class ColumnParts:
 
     def missing(self) -> list[int]:
         """Updates without a part; none once the column is merged."""
-        if self._column.whole:
+        if self._column.complete:
             return []
         return [update for update in range(self._updates) if not self._path(update).exists()]
 
@@ -112,7 +112,7 @@ class ColumnParts:
 
     def merge(self) -> None:
         """Merge all parts to the column and remove them; after a kill in between, only remove them."""
-        if not self._column.whole:
+        if not self._column.complete:
             with self._column.write_tables(weights=self._weights) as append:
                 for update in range(self._updates):
                     append(self.read(update))

@@ -26,7 +26,8 @@ from mugrpo_megatron.extras.auxiliary.scoring import (
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.observe.environment import device_memory_in_use
 from mugrpo_megatron.observe.progress import Display
-from mugrpo_megatron.phases.generate import check_shared, shared_queue, show_totals
+from mugrpo_megatron.phases.generate import check_shared
+from mugrpo_megatron.phases.sampling import shared_queue, show_totals
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import InUse, locked
@@ -48,7 +49,7 @@ def score_stage(run: Run, learner: Learner, store: StageStore, cursor: Cursor) -
     for auxiliary in auxiliaries_of(run.recipe, run.directory, store, cursor.stage):
         jobs = []
         for job in auxiliary.jobs:
-            if not run.world.broadcast(job.column.whole):
+            if not run.world.broadcast(job.column.complete):
                 jobs.append(job)
             elif run.is_main:
                 job.parts.merge()
@@ -68,7 +69,7 @@ def _stage_lock(run: Run, cursor: Cursor) -> Iterator[None]:
             except InUse:
                 lock_once_free(path, f"score stage {cursor.stage}", run.display, run.stop, stack)
         run.world.barrier()
-        if any(run.world.any_rank(run.stop.asked)):
+        if any(run.world.any_rank(run.stop.requested)):
             raise run.stop.all_stopped(cursor)
         yield
 
@@ -109,7 +110,7 @@ def _engine(run: Run, recipe: Recipe, directory: Path, name: str) -> Iterator[tu
         engine = None
         if slot.leads_engine:
             log = run.directory.logs / f"auxiliary-{name}-{slot.number:04d}.log"
-            engine = Engine.start(engine_spec(recipe), directory, log, slot, run.stop.heard)
+            engine = Engine.start(engine_spec(recipe), directory, log, slot, run.stop.poll)
             stack.callback(engine.stop)
         yield slot, engine
 
@@ -124,7 +125,7 @@ def _run_job(
         failure, written = _round(run, engine, store, job, queue, title)
         updates = set().union(*run.world.gather(written))
         check_shared(run.world, store, not run.is_main or job.parts.wait_for(updates))
-        if any(run.world.any_rank(run.stop.asked)):
+        if any(run.world.any_rank(run.stop.requested)):
             rest = len(run.world.broadcast(job.parts.missing()))
             raise run.stop.all_stopped(
                 cursor, f"{job.what}: {store.updates - rest} of {store.updates} updates are on disk; "
@@ -169,7 +170,7 @@ LOOK_S = 1.0
 def lock_once_free(path: Path, work: str, display: Display, stop: StopRequest, stack: ExitStack) -> None:
     """Take a lock in `stack` once other processes that `work` release it, unless the run is asked to stop."""
     with display.waiting(f"waiting for those that {work}"):
-        while not stop.heard():
+        while not stop.poll():
             try:
                 stack.enter_context(locked(path))
                 return

@@ -64,7 +64,7 @@ def auxiliaries_of(recipe: Recipe, directory: RunDirectory, store: StageStore, s
 
 def _check_weights(column: TableColumn, name: str, weights: str, stage: int) -> None:
     """Raise UserError when this stage's column, or the last stage's, was computed with other weights."""
-    if column.whole:
+    if column.complete:
         column.body()  # raises for another stage's column
     earlier = column.path.name.replace(f"stage{stage:05d}", f"stage{stage - 1:05d}", 1)
     for known in (column, replace(column, path=column.path.with_name(earlier))):
@@ -97,14 +97,14 @@ def write_parts(
             job.parts.write(answers.update, job.rows(answers.samples, answers.responses))
             queue.finished(sum(len(response.ids) for response in answers.responses.values()))
             written(answers.update)
-            if stop.heard():
+            if stop.poll():
                 break
     except EngineStopped:
         pass
     except EngineFailure as failure:
         queue.leave()
         return str(failure)
-    if stop.asked:
+    if stop.requested:
         queue.close()
     return ""
 

@@ -67,10 +67,10 @@ class ShardScoring:
         log = self.directory.logs / f"auxiliary-{auxiliary.name}-shard-{self.slot.number + 1:04d}.log"
         title = f"stage {self.stage}, shard {self.slot.number}/{self.slot.engines}: {job.what} of {auxiliary.name}"
         width, failures = samples_per_update(self.recipe.rollout), 0
-        engine = Engine.start(engine_spec(engine_recipe), auxiliary.directory, log, self.slot, stop.heard)
+        engine = Engine.start(engine_spec(engine_recipe), auxiliary.directory, log, self.slot, stop.poll)
         try:
             with self.display.bar(title, len(missing), "updates") as bar:
-                while missing and not stop.heard():
+                while missing and not stop.poll():
                     before, queue = len(missing), PromptQueue(missing)
                     failure = write_parts(engine, self.store, job, queue, width, stop, lambda update: bar.advance())
                     missing = self._missing(job)
@@ -82,7 +82,7 @@ class ShardScoring:
                         engine.restart()
         finally:
             engine.stop()
-        if stop.asked:
+        if stop.requested:
             raise stop.stopped(f"{job.what}: {len(missing)} updates of this shard are missing")
 
     def merge(self) -> str:

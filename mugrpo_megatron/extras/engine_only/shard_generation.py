@@ -53,12 +53,12 @@ def generate_shard(recipe: Recipe, shard: GenerationShard, stage: int | None, pr
     ):
         store = StageStore(following.directory, shard.writer, following.origin)
         groups = shard.groups(cursor.stage_updates(recipe.schedule) * recipe.rollout.prompts_per_update)
-        if not store.sealed and (missing := groups - store.present()):
+        if not store.sealed and (missing := groups - store.verified_groups()):
             check_stage(store.directory, following.origin)
             mark_shard(shard, following, problems)
             _generate(recipe, shard, following, store, sorted(missing), problems, display, stop)
-            if stop.asked:
-                finished = len(groups & store.present())
+            if stop.requested:
+                finished = len(groups & store.verified_groups())
                 raise stop.stopped(f"{finished} of {len(groups)} groups of shard {shard} are on disk")
         after = f"once all shards have, `mugrpo seal {directory.path}`"
         sealed = StageStore(following.directory, origin=following.origin)
@@ -93,7 +93,7 @@ def _generate(
         stack.enter_context(editable_after_failure(recipe.run.dir))
         if finds_cuda():
             check_allocator()
-        engine = Engine.start(engine_spec(recipe), stage.weights, log, _slot(shard), stop.heard)
+        engine = Engine.start(engine_spec(recipe), stage.weights, log, _slot(shard), stop.poll)
         stack.callback(engine.stop)
         verifier = stack.enter_context(Verifier(recipe.reward))
         with display.waiting(f"waiting for the engine, see {log}"):
@@ -107,7 +107,7 @@ def _generate(
                 missing.remove(group.prompt.index)
                 bar.advance(tokens=group.tokens)
 
-            while missing and not stop.heard():
+            while missing and not stop.poll():
                 before, failure = len(missing), None
                 scorer = Scorer(verifier, tokenizer)
                 try:
@@ -119,7 +119,7 @@ def _generate(
                             store_group(group)
                 except EngineFailure as error:
                     failure = error
-                for group in scorer.rest(stop.heard):
+                for group in scorer.rest(stop.poll):
                     store_group(group)
                 store.flush()
                 if failure and not isinstance(failure, EngineStopped):
@@ -134,7 +134,7 @@ def _until(groups: Iterator[SampledGroup], stop: StopRequest) -> Iterator[Sample
     """The groups until the process is asked to stop."""
     for group in groups:
         yield group
-        if stop.heard():
+        if stop.poll():
             return
 
 

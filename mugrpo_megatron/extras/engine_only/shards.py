@@ -178,7 +178,7 @@ def close_stage(stage: NextStage, updates: int, prompts_per_update: int) -> int:
     if store.sealed:
         return count
     shards = marked_shards(stage.directory, stage.weights)
-    if missing := set(range(count)) - store.present():
+    if missing := set(range(count)) - store.verified_groups():
         incomplete = [f"{shard} ({n})" for shard in shards if (n := len(shard.groups(count) & missing))]
         never = missing.difference(*(shard.groups(count) for shard in shards))
         unclaimed = f"; no shard was begun for {len(never)}" if never else ""

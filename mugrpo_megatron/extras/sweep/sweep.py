@@ -198,7 +198,7 @@ class SweepContext:
         if self.is_main and self.problems:
             tokenizer = load_tokenizer(self.recipe.model.directory)
             prepared = prepare(self.recipe.data, self.recipe.reward, tokenizer, self.problems)
-        role = role_of(self.recipe, self.logs, self.world.stop.heard)
+        role = role_of(self.recipe, self.logs, self.world.stop.poll)
         try:
             engines = start_engines(learner, self.world, self.display, role, prepared, weight_sync, self.stack)
         except UserError as error:
@@ -220,6 +220,6 @@ def open_sweep(recipe: Recipe, logs: Path, problems: Problems | None) -> Iterato
             stack.enter_context(shutdown_after(ranks))
             stack.enter_context(named_phase(ranks))
         world = open_world(ranks, recipe.run.collective_timeout_s, 0, stop)
-        stack.callback(stop.leave)
+        stack.callback(stop.detach)
         with broadcast_failure(ranks):
             yield SweepContext(recipe, logs, world, display, problems, stack)

@@ -13,7 +13,7 @@ import numpy as np
 from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import EngineFailure
 from mugrpo_megatron.learner.learner import Learner
-from mugrpo_megatron.phases.batches import StageUpdates, columns_of
+from mugrpo_megatron.phases.batches import StageBatches, columns_of
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.record import Record
@@ -143,9 +143,9 @@ def taught(tmp_path: Path) -> Recipe:
     )
 
 
-def stage_updates(run: Any, store: StageStore) -> StageUpdates:
+def stage_updates(run: Any, store: StageStore) -> StageBatches:
     """Stage 0 of the run with its columns."""
-    return StageUpdates(run.recipe, store, 0, columns_of(run.recipe, run.directory, "r", store, 0))
+    return StageBatches(run.recipe, store, 0, columns_of(run.recipe, run.directory, "r", store, 0))
 
 
 def check_scored(run: Any, store: StageStore) -> None:

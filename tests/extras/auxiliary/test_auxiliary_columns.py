@@ -37,12 +37,12 @@ def taken(recipe: Recipe, source: Any, tmp_path: Path, seed: int = 0) -> Any:
 
 def test_the_same_auxiliary_s_column_is_taken(source: Any, tmp_path: Path) -> None:
     store, column = taken(source.recipe, source, tmp_path)
-    assert column.whole
+    assert column.complete
     for update in range(UPDATES):
         for sample, logprobs in zip(store.read_update(update), column.read(update), strict=True):
             np.testing.assert_array_equal(logprobs, score_of(sample.response_ids))
     link_columns(source.recipe, source.directory, RunDirectory(tmp_path / "branch"), 0)
-    assert column.whole
+    assert column.complete
 
 
 def test_a_column_of_another_temperature_of_other_weights_or_of_another_stage_is_not(
@@ -53,6 +53,6 @@ def test_a_column_of_another_temperature_of_other_weights_or_of_another_stage_is
     assert not taken(source.recipe, source, tmp_path / "stage", seed=1)[1].whole
     (tmp_path / "teacher" / "model.safetensors").write_bytes(b"other")
     _, column = taken(source.recipe, source, tmp_path / "weights")
-    assert not column.whole
+    assert not column.complete
     with pytest.raises(UserError, match="`mugrpo train` or `mugrpo generate` with this recipe computes them"):
         column.read(0)

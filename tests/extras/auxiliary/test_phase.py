@@ -84,13 +84,13 @@ def test_asked_to_stop_it_keeps_what_is_done(run: Any, answers: Answers, monkeyp
 
     def stopping(self: Any, update: int, table: Any) -> None:
         write(self, update, table)
-        run.stop.asked = True
+        run.stop.requested = True
 
     with monkeypatch.context() as patch:
         patch.setattr(ColumnParts, "write", stopping)
         with pytest.raises(Stopped, match=f"1 of {UPDATES} updates are on disk"):
             phase.score_stage(run, LEARNER, run.store, Cursor())
-    run.stop.asked = False
+    run.stop.requested = False
     answers.prompts.clear()
     phase.score_stage(run, LEARNER, run.store, Cursor())
     assert len(answers.prompts) == COUNT - WIDTH

@@ -65,7 +65,7 @@ def test_an_engine_that_fails_is_restarted_and_one_that_fails_again_ends_the_sha
 
 
 def test_asked_to_stop_a_shard_keeps_what_is_done(run: Any, answers: Answers) -> None:
-    run.stop.asked = True
+    run.stop.requested = True
     with pytest.raises(Stopped, match="3 updates of this shard are missing"):
         shard_of(run, 0, 2).score()
 

@@ -48,7 +48,9 @@ def test_killed_in_mid_episode_no_group_is_doubled_or_lost(tmp_path: Path) -> No
     kills = 0
     for groups_on_disk in (1, 17):
         process = train(recipe)
-        while process.poll() is None and (not stage.exists() or len(StageStore(stage).present()) < groups_on_disk):
+        while process.poll() is None and (
+            not stage.exists() or len(StageStore(stage).verified_groups()) < groups_on_disk
+        ):
             time.sleep(0.2)
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,97 @@
+"""The devices change hands around generation: weights go to the engines, which then sleep.
+
+A device never holds learner and engine in full.
+"""
+
+from __future__ import annotations
+
+from mugrpo_megatron.engine.client import Engine
+from mugrpo_megatron.errors import EngineFailure
+from mugrpo_megatron.learner.learner import Learner
+from mugrpo_megatron.run.cursor import Cursor
+from mugrpo_megatron.run.leader import EngineLeader, Engines, rendezvous, sleep_followers
+from mugrpo_megatron.run.run import Run
+from mugrpo_megatron.run.world import World
+from mugrpo_megatron.weights.check import compare_weights, uncheckable_reason
+from mugrpo_megatron.weights.sync import sync
+
+
+def sync_weights(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> None:
+    """Send the learner's weights to the engines, then give them the devices: a device never holds both in full.
+
+    First the optimizer state is offloaded, the engine's weights wake and are synced, then the learner's weights are
+    offloaded and the engine's KV cache wakes. An engine that fails here generates nothing until the next sync.
+    """
+    leader = engines.leader
+    with run.phase("sync", cursor) as facts:
+        learner.reload()  # where it is offloaded already: an engine that failed is synced again
+        learner.offload("optimizer")
+        run.world.barrier()  # an engine spans several ranks' devices; all must have offloaded first
+        if engines.nodes > 1 and (ended := rendezvous(run.world, engines.local)) and leader:
+            leader.record_failure(EngineFailure(ended))
+        engine = _wake_weights(leader) if leader else None
+        run.world.barrier()  # has no timeout, while a collective would time out on an engine that restarts
+        try:
+            sync(engines.weight_sync, engine, version=cursor.updates)
+        except EngineFailure as failure:
+            assert leader
+            leader.record_failure(failure)
+            engine = None
+        _check_weights(run, engines, engine, facts)
+        learner.offload("weights")
+        run.world.barrier()
+        if leader and leader.engine.running:
+            _wake_kv_cache(leader)
+        facts["bytes"] = float(engines.weight_sync.bytes)
+        engines.awake = True
+
+
+def _check_weights(run: Run, engines: Engines, engine: Engine | None, facts: dict[str, float]) -> None:
+    """Compare the engines' weights with the learner's where `engine.check_weights` asks for it. Collective.
+
+    WeightMismatch on every rank ends the run; an engine that fails here generates nothing until the next sync.
+    """
+    mode, leader = run.recipe.engine.check_weights, engines.leader
+    due = leader is not None and engine is not None and (mode == "every" or not leader.checked)
+    if mode == "never" or not any(run.world.any_rank(due)):
+        return
+    try:
+        compared = compare_weights(engines.weight_sync, engine if due else None)
+    except EngineFailure as failure:
+        assert leader
+        leader.record_failure(failure)
+        return
+    if leader and due and not leader.checked:
+        leader.checked = True
+        if reason := uncheckable_reason(engines.weight_sync):
+            run.display.say(f"The engine's weights are not compared with the learner's: {reason}.")
+    facts["checked"] = float(compared)
+
+
+def _wake_weights(leader: EngineLeader) -> Engine | None:
+    """The engine with its weights' memory allocated, restarted where it had failed; None when it does not start."""
+    try:
+        leader.engine.wake("weights")
+        leader.engine.wait_ready()
+    except EngineFailure as failure:
+        leader.record_failure(failure)
+        return None
+    return leader.engine
+
+
+def _wake_kv_cache(leader: EngineLeader) -> None:
+    try:
+        leader.engine.wake("kv_cache")
+    except EngineFailure as failure:
+        leader.record_failure(failure)
+
+
+def sleep_engines(world: World, engines: Engines) -> None:
+    """Put the engines to sleep; the learner stays offloaded. Collective."""
+    engines.awake = False
+    if leader := engines.leader:
+        try:
+            leader.engine.sleep()
+        except EngineFailure as failure:  # it was ended, which frees the devices as well
+            leader.record_failure(failure)
+    sleep_followers(world, engines)
