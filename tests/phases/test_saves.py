@@ -44,7 +44,7 @@ def saved(stages: int, updates: int, engines: int = 1, **checkpoint: int) -> Sav
     found = Saves([], [])
     saver = SimpleNamespace(save=lambda cursor: found.learner.append((cursor.stage, cursor.age)), save_hf=found.add_hf)
     world = SimpleNamespace(any_rank=lambda *flags: list(flags), engines=engines)
-    log, stop = SimpleNamespace(phase=lambda *_: nullcontext()), SimpleNamespace(asked=False)
+    log, stop = SimpleNamespace(phase=lambda *_: nullcontext()), SimpleNamespace(requested=False)
     world.broadcast = lambda value: value
     run: Any = SimpleNamespace(recipe=recipe, world=world, saver=saver, log=log, stop=stop, is_main=False)
     run.directory, run.record = RunDirectory(recipe.run.dir), Record("r")

@@ -49,8 +49,8 @@ def test_a_column_of_another_temperature_of_other_weights_or_of_another_stage_is
     source: Any, tmp_path: Path
 ) -> None:
     rollout = source.recipe.rollout.model_copy(update={"temperature": 0.5})
-    assert not taken(source.recipe.model_copy(update={"rollout": rollout}), source, tmp_path / "hot")[1].whole
-    assert not taken(source.recipe, source, tmp_path / "stage", seed=1)[1].whole
+    assert not taken(source.recipe.model_copy(update={"rollout": rollout}), source, tmp_path / "hot")[1].complete
+    assert not taken(source.recipe, source, tmp_path / "stage", seed=1)[1].complete
     (tmp_path / "teacher" / "model.safetensors").write_bytes(b"other")
     _, column = taken(source.recipe, source, tmp_path / "weights")
     assert not column.complete
