@@ -1,4 +1,5 @@
-"""What the commands share: exit codes, progress, and whether a source has changed, is damaged, or is another model."""
+"""Code that the commands share: exit codes, progress, and checks that a source is unchanged, undamaged and of the right
+model."""
 
 from __future__ import annotations
 

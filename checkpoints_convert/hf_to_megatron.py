@@ -131,7 +131,8 @@ def write_entry(
 
 
 def narrowed(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """The tensor as `dtype`; UserError for NaN, and where it makes a finite value infinite: float16 above 65,504."""
+    """Cast the tensor to `dtype`; raise UserError for NaN and for finite values that overflow, as in float16 above
+    65,504."""
     if tensor.dtype.itemsize > 1 and torch.isnan(tensor).any():
         raise UserError(f"{name}: a value is not a number (NaN), so the checkpoint is damaged")
     narrow = tensor.to(dtype)

@@ -80,7 +80,7 @@ def tensors_of(
 
 
 def read_entry(reader: Reader, entry: Entry, architecture: Architecture) -> dict[str, torch.Tensor]:
-    """The Hugging Face tensors that a stored parameter holds; those of q, k and v are still split by group."""
+    """Hugging Face tensors that a stored parameter holds; q, k and v are still split by group."""
     place = stored(entry, architecture)
     parameter = reader.read(place.key, place.index, whole_shape(entry, architecture))
     return dict(zip(entry.hf, split(entry, parameter, architecture), strict=True))

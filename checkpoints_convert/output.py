@@ -30,7 +30,7 @@ from mugrpo_megatron.files.durable import (
 RECORD = "conversion.json"
 DONE = ".done"
 MALFORMED = (ValueError, KeyError, TypeError)
-"""What a sealed value of another shape raises, as another version may have written it."""
+"""Errors of reading a checksummed value of another shape, which another version may have written."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ class Output:
         write_checksummed_json(self.directory / f"{file}{DONE}", "file", note)
 
     def finished(self, file: str) -> dict[str, Any] | None:
-        """The note about a data file that is as `finish` saw it; else None, and what is there of it is removed."""
+        """The note about a finished data file; None, with the file removed, if it is missing or does not match its
+        checksum."""
         data, noted = self.directory / file, self.directory / f"{file}{DONE}"
         try:
             note = read_checksummed_json(noted, "file")

@@ -39,7 +39,7 @@ from mugrpo_megatron.report.details import Details
 from mugrpo_megatron.report.triggers import Thresholds, ratio_text, scope_series, threshold_series
 
 MAX_LINES_BY_AGE = 8
-"""With more stages than this, curves over age become a median and a band."""
+"""Most stages with a curve over age each; more become a median and a band."""
 
 LEARNING, SAMPLES, VETO, HEALTH = "Learning", "Samples", "The veto, token by token", "Off-policy health"
 TRIGGERS, PAPER, OPTIMIZATION = "Triggers by threshold", "The paper's figures", "Optimization"
@@ -50,7 +50,7 @@ SECTIONS = (LEARNING, SAMPLES, HEALTH, OPTIMIZATION, RESPONSES, EPISODES, VETO, 
 
 @dataclass(frozen=True, slots=True)
 class ChartData:
-    """What the charts are made from."""
+    """Input of the charts."""
 
     run: RunData
     buckets: Sequence[Sequence[Row]]
@@ -70,7 +70,7 @@ class ChartData:
 
     @property
     def words(self) -> dict[str, str]:
-        """What titles and explanations say of this run."""
+        """Words of this run for titles and explanations."""
         run, recipe, names = self.run, self.run.recipe, self.thresholds.names
         negative = [response for response in self.probed if response.negative]
         stages = len({response.stage for response in negative})
@@ -177,7 +177,7 @@ def _reward(data: ChartData) -> Iterable[Series]:
 
 
 def _unparsed(data: ChartData) -> Iterable[Series]:
-    """Of training and of each held-out set, where `math` looks for an answer."""
+    """Fraction of responses without an answer, in training and in each held-out set, if `math` is the reward."""
     reward, stages = data.run.recipe.get("reward", {}), data.details.stages
     if reward.get("function", MATH) != MATH or reward.get("functions"):
         return

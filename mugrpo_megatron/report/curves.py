@@ -22,9 +22,9 @@ Draw = Literal["line", "dots", "step", "points", "bars"]
 SET_COLORS = ("teal", "violet", "magenta", "yellow", "red", "grey", "ramp-2", "ramp-5")
 """Colours of held-out sets; their mean is blue, the training reward orange."""
 BINS = 24
-"""Of a histogram."""
+"""Bins of a histogram."""
 FEW_VALUES = 8
-"""With at most so many different rewards each has a bar of its own."""
+"""Most different rewards that have a bar each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +65,13 @@ class Chart:
     """A dashed reference line at this height."""
     rule_label: str = ""
     unit: str = ""
-    """Of the vertical axis, where its numbers do not show it."""
+    """Unit of the vertical axis, if its numbers do not show it."""
     wide: bool = False
-    """As wide as the page."""
+    """Whether the panel has the page's width."""
 
 
 def worst_or_mean(metric: str, values: Sequence[float]) -> float:
-    """What stands for several updates: the worst value of a p99, max, min or ESS, the mean of anything else."""
+    """One value for several updates: the worst of a p99, max, min or ESS, the mean of anything else."""
     if metric.endswith(("_max", "_p99")):
         return max(values)
     return min(values) if metric.endswith("_min") or metric == "ess" else statistics.fmean(values)
@@ -84,11 +84,11 @@ def over_updates(buckets: Sequence[Sequence[Row]], metric: str) -> Values:
 
 
 MAX_AGES = 256
-"""With longer stages than this, a point of a curve over age stands for several ages."""
+"""Most points of a curve over age; in longer stages a point stands for several ages."""
 
 
 def ages_of(updates: Iterable[Row]) -> range:
-    """The first age of each point of the axis `age`: that of the data, in updates."""
+    """First age of each point of the axis `age`."""
     count = 1 + max((row["age"] for row in updates), default=0)
     return range(0, count, -(-count // MAX_AGES))
 
@@ -168,7 +168,7 @@ def reward_places(stages: Stages) -> list[float]:
 
 
 def reward_span(stages: Stages) -> tuple[float, float]:
-    """From where to where the rewards' axis goes: of bars, half a bar beyond the first and the last."""
+    """Ends of the rewards' axis; with bars, half a bar beyond the first and the last."""
     if not stages:
         return 0.0, 1.0
     places = reward_places(stages)

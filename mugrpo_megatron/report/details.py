@@ -1,4 +1,4 @@
-"""What a report reads besides metrics: responses of sealed stages and of evaluations, and the stages' probes.
+"""Data of a report besides metrics: responses of sealed stages and of evaluations, and the stages' probes.
 
 It reads some stages of a long run, and lengths of some updates of a stage. A damaged file is left out and named.
 """
@@ -25,12 +25,12 @@ from mugrpo_megatron.stages.manifest import SEALED_NAME, check_origin, read_mani
 from mugrpo_megatron.stages.probe import Probe, read_probe
 
 MOST_STAGES = 8
-"""Of more stages, so many are read, evenly spaced, the first and the last among them."""
+"""Most stages that are read: evenly spaced, the first and the last among them."""
 MOST_EVALUATIONS = 4
 LENGTH_UPDATES = 16
 """Updates of a stage, evenly spaced, whose responses' lengths are read."""
 EXAMPLE_GROUPS = 3
-"""Groups of a stage of which the best and the worst response are shown."""
+"""Groups of a stage whose best and worst response are shown."""
 
 TOKENIZER = "tokenizer.json"
 
@@ -56,12 +56,12 @@ class StageResponses:
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """What there is besides metrics; every part is empty for a run that has it not."""
+    """Everything besides metrics; fields are empty for a run without it."""
 
     stages: Mapping[int, StageResponses] = field(default_factory=dict)
     probes: Mapping[int, Probe] = field(default_factory=dict)
     evaluations: Mapping[int, Sequence[Example]] = field(default_factory=dict)
-    """By the updates that the run had taken."""
+    """Examples by the updates that the run had taken."""
     damaged: Sequence[str] = ()
     """A sentence for each part that could not be read."""
 
@@ -80,7 +80,7 @@ def read_details(run_dir: Path, recipe: Mapping[str, Any]) -> Details:
 
 
 def spaced(numbers: Sequence[int], most: int) -> list[int]:
-    """At most `most` of the numbers, evenly spaced, the first and the last among them."""
+    """At most `most` of the numbers, evenly spaced, with the first and the last."""
     if len(numbers) <= most:
         return list(numbers)
     return [numbers[round(index * (len(numbers) - 1) / (most - 1))] for index in range(most)]

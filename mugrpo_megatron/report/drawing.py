@@ -25,9 +25,9 @@ from mugrpo_megatron.report.probes import AXIS, ages_of_probes, objective_of, pr
 from mugrpo_megatron.report.triggers import thresholds_of
 
 MAX_POINTS = 400
-"""With more updates than this, a point stands for several: about as many as a panel has pixels, in a page of 400 kB."""
+"""Most points of a curve: about as many as a panel has pixels, in a page of 400 kB."""
 MAX_SPANS = 1000
-"""With more phases than this, the time line shows shares of time slices."""
+"""Most phases that are drawn one by one; more become shares of time slices."""
 SLICES = 500
 
 
@@ -38,11 +38,11 @@ class Drawing:
     axes: dict[str, dict[str, list[float]]]
     """Axis name -> positions of its points: `u` in updates (or what the chart is along), `t` in seconds."""
     boundaries: list[dict[str, float]]
-    """Where each stage starts: stage, u, t."""
+    """Start of each stage: stage, u, t."""
     end: dict[str, float]
-    """Where each abscissa ends: u, t, age, length, reward."""
+    """End of each abscissa: u, t, age, length, reward."""
     begin: dict[str, float]
-    """Where each one begins that does not begin at 0."""
+    """Start of each abscissa that does not start at 0."""
     charts: list[Chart]
     timeline: dict[str, Any]
     heat: dict[str, Any] | None = None
@@ -88,7 +88,7 @@ def draw(run: RunData, details: Details = NONE) -> Drawing:
 
 
 def buckets_of(updates: Sequence[Row]) -> tuple[int, list[Sequence[Row]]]:
-    """How many updates a point stands for, so that there are at most MAX_POINTS points, and the updates of each."""
+    """Updates that a point stands for, so that there are at most MAX_POINTS points, and the updates of each point."""
     size = math.ceil(len(updates) / MAX_POINTS) or 1
     return size, [updates[start : start + size] for start in range(0, len(updates), size)]
 
@@ -99,7 +99,7 @@ def axis_of(updates: Iterable[float], seconds: Iterable[float]) -> dict[str, lis
 
 
 def _boundaries(run: RunData) -> list[dict[str, float]]:
-    """Where each stage with an update begins; its time is that of its first phase, the sync."""
+    """Start of each stage with an update; its time is the start of its first phase, the sync."""
     begins: dict[int, float] = {}
     for row in run.phases:
         begins[row["stage"]] = min(row["start"], begins.get(row["stage"], row["start"]))

@@ -12,7 +12,7 @@ from mugrpo_megatron.rewards.pool import reward_before_penalty
 from mugrpo_megatron.terminal import visible
 
 CHARACTERS = 32_000
-"""Of all texts on the page together."""
+"""Most characters of all texts on the page."""
 LONGEST, SHORTEST = 3000, 300
 """Characters of one text."""
 FOLDED = 120
@@ -56,7 +56,7 @@ def sample_sections(details: Details, measure: str) -> list[dict[str, Any]]:
 
 
 def _of_each_kind(examples: Sequence[Example], measure: str) -> list[Example]:
-    """Of each set some right and wrong ones, in their order; of rewards the highest and the lowest."""
+    """Some right and some wrong examples of each set, in their order; the highest and the lowest if scored by reward."""
     some: list[Example] = []
     names = list(dict.fromkeys(example.set for example in examples))
     per_kind = max(1, min(EACH, MOST // (2 * len(names) or 1)))
@@ -78,7 +78,8 @@ def _of_each_kind(examples: Sequence[Example], measure: str) -> list[Example]:
 
 
 def _is_right(example: Example) -> bool:
-    """By the verdict: a right response may have lost reward to its length, a wrong one gained some by its form."""
+    """Whether the verdict is right: length may have cost a right response reward, and form may have earned a wrong one
+    some."""
     return reward_before_penalty(example.reward, example.components) >= 1.0
 
 
@@ -115,7 +116,7 @@ def _facts(example: Example) -> Iterable[tuple[str, str]]:
 
 
 def _text(name: str, text: str, most: int) -> dict[str, Any]:
-    """A text, with its beginning where it is long enough to be folded."""
+    """A text with a shorter head if it is long enough to collapse."""
     excerpt = visible(shorten(text, most))
     folded = len(excerpt) > FOLDED or excerpt.count("\n") >= LINES
     lines = "\n".join(excerpt.split("\n")[:LINES])

@@ -21,7 +21,7 @@ STEPS, LOWEST = 8, -6
 OTHERS = "."
 """The letter of a token that the model did not sample: a tool's, between two turns."""
 MOST_STAGES, EACH = 4, 3
-"""At most so many stages, and responses of each."""
+"""Most stages, and most responses of each."""
 WINDOW = 128
 """Tokens of a response that are shown: all of a short one, else those around the first trigger."""
 PIECE = 24
@@ -125,7 +125,7 @@ def _spans(marked: np.ndarray) -> list[list[int]]:
 
 
 def heat_text(heat: Mapping[str, Any], objective: ObjectiveSection) -> str:
-    """What the heat map shows, for its card."""
+    """Text of the heat map's card."""
     updates = max(response["ages"][-1] for response in heat["responses"])
     turns = " Grey: what a tool wrote." if any(response["turns"] for response in heat["responses"]) else ""
     return (

@@ -46,7 +46,8 @@ SILENT_S = 600
 """Seconds without a new row after which a live page no longer says that the run is running."""
 HOST = "127.0.0.1"
 NAMES = (HOST, "localhost")
-"""What a request may call this server: a page of another site that has its name point here calls it otherwise."""
+"""Values of a request's Host that are answered: a foreign page whose name points to this machine sends its own (DNS
+rebinding)."""
 REFRESH_S = 10
 """Seconds between two looks of the page at its run."""
 PATIENCE_S = 10.0
@@ -114,7 +115,7 @@ def slug(title: str) -> str:
 
 
 def render(**content: Any) -> str:
-    """The page as text. `name`, `brand`, `progress`, `source` and `drawing` are needed; `EMPTY` has the rest.
+    """Render the page. `name`, `brand`, `progress`, `source` and `drawing` are needed; `EMPTY` has the rest.
 
     A content security policy forbids every request, except for those of a live page to its own server.
     """
@@ -255,7 +256,7 @@ def page_sections(
 
 
 def _status(run: RunData, live_s: int) -> dict[str, Any]:
-    """What the run is doing, in a word, and on a live page the age of its last row in seconds."""
+    """The run's status in a word; on a live page also the age of its last row in seconds."""
     if run.summary is not None:
         return {"name": "finished", "text": "finished", "age": None}
     if not live_s:
@@ -306,7 +307,7 @@ def _origin(run: RunData, environment: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _warnings(run: RunData, drawing: Drawing, summary: dict[str, Any], details: Details) -> list[str]:
-    """What to know before reading the curves."""
+    """Notes that a reader needs before the curves."""
     lines = []
     if drawing.not_finite:
         metrics = ", ".join(f"{name} in {count:,}" for name, count in drawing.not_finite.items())

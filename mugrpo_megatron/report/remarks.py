@@ -78,7 +78,7 @@ def _learning(summary: Mapping[str, Any]) -> str:
 
 
 def _samples(evals: Sequence[Row]) -> str:
-    """How many of the last evaluation's responses have no answer or no end."""
+    """Fractions of the last evaluation's responses without an answer or an end."""
     if not evals:
         return "What the model wrote, and how it was scored."
     last = evals[-1]
@@ -189,7 +189,7 @@ def paper_remark(run: RunData) -> str:
 
 
 def paper_notes(run: RunData, drawn: Container[str]) -> list[str]:
-    """Where Figure 4 is, and why a figure is missing or has less than the paper's."""
+    """Place of Figure 4, and reasons why a figure is missing or has less than the paper's."""
     notes = ["Figure 4 is the time line at the end of this page; the paper's is a sketch of it."]
     if "paper_accuracy" not in drawn:
         notes.append("Figures 1 to 3 have no accuracy: the run has not been evaluated yet.")

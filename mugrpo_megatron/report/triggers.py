@@ -77,7 +77,7 @@ def threshold_series(
 
 
 def scope_series(thresholds: Thresholds, buckets: Sequence[Sequence[Row]], axis: str) -> Iterable[Series]:
-    """What each scope of the veto would drop at the threshold nearest to the run's own, along `axis`."""
+    """Tokens that each scope of the veto would drop at the threshold nearest to the run's own, along `axis`."""
     for scope, color in COLORS.items() if thresholds.names else ():
         values = over_updates(buckets, f"dropped_{scope}_{thresholds.nearest}")
         yield Series(f"{SCOPES[scope]} {scope}", color, axis, values, smooth=True, restarts=axis == "update")

@@ -31,7 +31,7 @@ FORMATS = (
     ("[TOOL_CALLS]", "mistral"),
     ("<|python_tag|>", "llama3"),
 )
-"""What a template that writes tool calls contains -> the name of SGLang's parser; the first counts."""
+"""Text that a template with tool calls contains -> name of SGLang's parser; the first match counts."""
 
 
 class Chat:
@@ -65,7 +65,7 @@ class Chat:
         return so_far.context + self._encode(rendered[end if closed else end - len(self._closing) :])
 
     def _end(self, earlier: str, so_far: Trajectory) -> tuple[int, bool]:
-        """Where the last turn ends in the rendered text, its closing token included; whether that was sampled."""
+        """End of the last turn in the rendered text, after its closing token; and whether that token was sampled."""
         end = earlier.rfind(self._closing)
         if end < 0 or earlier[end + len(self._closing) :].strip():
             raise ValueError(f"the chat template does not end the assistant's turn with {self._closing!r}")
@@ -87,7 +87,7 @@ class Chat:
             raise ValueError(f"the chat template refuses the messages ({error})") from None
 
     def message(self, ids: Sequence[int], tools: Sequence[Any]) -> dict[str, Any]:
-        """The assistant's message in what was sampled, with its `tool_calls` where it makes any."""
+        """Parse sampled ids as the assistant's message, with `tool_calls` if it makes any."""
         spoken = list(ids[:-1] if ids and ids[-1] == self._tokenizer.eos_token_id else ids)
         text = str(self._tokenizer.decode(spoken, skip_special_tokens=not tools))
         if not tools:

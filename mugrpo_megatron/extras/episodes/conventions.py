@@ -145,7 +145,7 @@ class SlimeSample:
     response: str = ""
     response_length: int = 0
     loss_mask: list[int] | None = None
-    """Of the response; a token that the model did not sample is never trained on, whatever it says."""
+    """Loss mask of the response; a token that the model did not sample is never trained on, whatever the mask says."""
     rollout_log_probs: list[float] | None = None
     """Ignored: those that the engine gave count."""
     reward: Any = None

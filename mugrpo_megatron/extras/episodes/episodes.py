@@ -30,9 +30,9 @@ from mugrpo_megatron.samples import Episode as Outcome
 from mugrpo_megatron.samples import Response
 
 FIRST = 16
-"""The share of failures is of at least so many episodes."""
+"""Least number of episodes that `max_failure_share` is taken of."""
 IN_FLIGHT = 16
-"""Episodes in flight, most of which wait for tools, for each request that the engine runs at a time."""
+"""Episodes in flight for each request that the engine runs at a time; most of them wait for tools."""
 RETRIES = 1
 """A failed episode is begun again so often, then dropped from its group."""
 CHARS_A_TOKEN = 64
@@ -52,7 +52,7 @@ class Episodes:
         self._keys = itertools.count()
         self._finished, self._dropped = 0, 0
         self.busy_s, self.total_s = 0.0, 0.0
-        """With a request in the engine, and in all."""
+        """Seconds with a request in the engine, and in all."""
 
     def close(self) -> None:
         """End the processes."""
@@ -150,7 +150,7 @@ class Episodes:
         }
 
     def _args(self) -> dict[str, Any]:
-        """What functions of slime's convention find in `args`."""
+        """The `args` of slime's convention."""
         rollout = self._recipe.rollout
         return {
             "sglang_router_ip": "127.0.0.1",

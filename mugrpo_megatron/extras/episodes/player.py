@@ -30,7 +30,7 @@ THREADS = 1024
 """Plain functions that run at the same time."""
 STACK_BYTES = 1 << 20
 MOST_BYTES = 16 << 20
-"""Of a message to the parent."""
+"""Most bytes of a message to the parent."""
 
 
 def serve(socket: int, text: str) -> None:

@@ -40,20 +40,21 @@ class Attempt:
     key: int
     group: Group
     number: int
-    """Of the response in its group."""
+    """Index of the response in its group."""
     so_far: Trajectory
     retries: int = 0
     alone: bool = False
-    """Whether a process died with it and others: it is tried in one of its own, where it can be blamed."""
+    """Whether the episode runs in a process of its own: one that held it and others died, and only alone can it be
+    blamed."""
     messages: list[Any] = field(default_factory=list)
-    """Of the last chat request, and its answer."""
+    """Messages of the last chat request, and its answer."""
     request: dict[str, Any] | None = None
-    """What the engine works on: the ids, and how the answer is told."""
+    """The request that the engine works on: the ids, and how the answer is delivered."""
     start: float = field(default_factory=time.monotonic)
     answered_at: float = field(default_factory=time.monotonic)
     """When it last got an answer of the model."""
     waited_s: float = 0.0
-    """For the user's function, tools included."""
+    """Seconds spent waiting for the user's function, tools included."""
 
 
 @dataclass(slots=True)
@@ -89,7 +90,7 @@ class EpisodeProcess:
 
 
 class Pool:
-    """At most `limit` processes, besides those that retire and those of episodes that are tried alone."""
+    """Worker processes: at most `limit`, not counting those that retire and those with a single episode."""
 
     def __init__(self, function: str, args: Mapping[str, Any], section: EpisodesSection, limit: int) -> None:
         self._options = {"function": function, "args": args, "memory_mb": section.memory_mb}
@@ -143,7 +144,7 @@ class Pool:
         return [process.worker.connection for process in self.processes]
 
     def messages(self) -> Iterator[tuple[EpisodeProcess, dict[str, Any]]]:
-        """What the processes have sent. Raises UserError where the function cannot be loaded."""
+        """Messages from the processes. Raises UserError when the function cannot be loaded."""
         for process in list(self.processes):
             try:
                 while process.worker.connection.poll():

@@ -1,4 +1,4 @@
-"""One episode's tokens: what the model was given, what it sampled, and that the one continues the other.
+"""The tokens of one episode: given and sampled ones, and a check that each request continues the last.
 
 What the model sampled is never tokenized again. A later request has to begin with the ids of the earlier ones, token by
 token; `Broken` says where it does not. Positions of the loss mask are those of the response, from the first sampled
@@ -29,7 +29,7 @@ class Trajectory:
     limit: int
     """Most tokens after the prompt, the environment's included."""
     prompt: list[int] = field(default_factory=list)
-    """What came before the first sampled token."""
+    """Tokens before the first sampled one."""
     ids: list[int] = field(default_factory=list)
     """The response: sampled tokens, and the environment's between them."""
     mask: list[bool] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What a user's function talks to: the model, and the tools that it runs; in a worker, whose parent has the engine."""
+"""The model and the tools as a user's function sees them; runs in a worker, whose parent holds the engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from mugrpo_megatron.samples import Problem
 
 MOST_CHARS = 1 << 20
-"""Of one text that goes to the model: far beyond any context, and small enough to be tokenized."""
+"""Most characters of one text for the model: beyond any context, and still quick to tokenize."""
 SHOWN_CHARS = 300
 
 Ask = Callable[..., Awaitable[Any]]
@@ -23,7 +23,7 @@ Ask = Callable[..., Awaitable[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the model sampled in one request."""
+    """One response of the model to one request."""
 
     ids: list[int]
     logprobs: list[float]
@@ -45,7 +45,7 @@ class EpisodeModel:
     messages: list[dict[str, Any]]
     """The problem as a chat."""
     sampling: Mapping[str, Any]
-    """How tokens are sampled, by SGLang's names."""
+    """Sampling settings by SGLang's names."""
     ask: Ask
     threads: ThreadPoolExecutor
     calls: int = 0
@@ -68,7 +68,7 @@ class EpisodeModel:
         return turn
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> dict[str, Any]:
-        """Sample the assistant's next message; it has `tool_calls` where the model calls tools.
+        """Sample the assistant's next message, with `tool_calls` if the model calls tools.
 
         `messages` begin with those of the last request and its answer. `tools` are functions with docstrings, or JSON
         schemas.
@@ -112,7 +112,8 @@ class EpisodeModel:
         return await result if inspect.isawaitable(result) else result
 
     async def answer(self, message: Mapping[str, Any], tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
-        """Run the tools that the assistant's message calls; a message of each, also where one fails, as in TRL."""
+        """Run the tools that the assistant's message calls; returns a message for each, also for one that fails, as TRL
+        does."""
         by_name = {tool.__name__: tool for tool in tools}
         calls = [call["function"] for call in message.get("tool_calls") or ()]
         return [
@@ -144,7 +145,7 @@ current: ContextVar[EpisodeModel] = ContextVar("current")
 
 
 def text_of(result: Any) -> str:
-    """What a tool returned as the model reads it: a text as it is, other values as JSON where they are such."""
+    """A tool's result as text for the model: strings unchanged, other values as JSON if they can be."""
     if isinstance(result, str):
         return result
     try:

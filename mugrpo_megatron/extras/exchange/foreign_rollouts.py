@@ -56,7 +56,7 @@ class ForeignRollout:
 def read_rollouts(
     path: Path, tokenizer: PreTrainedTokenizerBase, template: Template, limits: tuple[int, int]
 ) -> list[list[ForeignRollout]]:
-    """The groups of a file, in the order in which they begin: rows with the same `group`, or prompt and `step`.
+    """The groups of a file, in order of their first row: rows with the same `group`, or the same prompt and `step`.
 
     Text prompts are taken as the model saw them, messages go through the chat template. A response that is text is
     tokenized, and ends with the end-of-sequence token unless its `finish_reason` is `length`. UserError names the file

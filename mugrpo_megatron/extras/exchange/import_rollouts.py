@@ -40,7 +40,7 @@ from mugrpo_megatron.stages.store import StageStore
 
 
 class _Gold(NamedTuple):
-    """What a response is scored against."""
+    """Reference answer that a response is scored against."""
 
     source: str
     """The row's data source, else the file's name."""

@@ -1,4 +1,4 @@
-"""Traces of agents as rows of rollouts, read without their libraries: OpenEnv's and those of verifiers.
+"""Traces of agents as rows of rollouts, in the formats of OpenEnv and of verifiers, read without their libraries.
 
 A row is a trace, or has one in its column `trace` beside a reward, a gold or a group.
 
@@ -47,7 +47,8 @@ def unfolded(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def flattened(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row with `prompt_ids`, `response_ids`, `logprobs` and `loss_mask` in place of its trace; others as they are.
+    """The row with its trace flattened to `prompt_ids`, `response_ids`, `logprobs` and `loss_mask`; other rows
+    unchanged.
 
     Raises ValueError for a trace that is not one.
     """

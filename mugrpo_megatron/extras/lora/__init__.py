@@ -1,1 +1,1 @@
-"""LoRA, merged at the sync: adapters train in place of the weights, and engines get plain weights (docs/lora.md)."""
+"""LoRA, merged at the sync: only adapters are trained, and engines get plain weights (docs/lora.md)."""

@@ -120,7 +120,7 @@ def _adapters(chunks: Sequence[PolicyModel]) -> Iterator[LowRank]:
 
 
 def _over_experts(here: torch.Tensor) -> torch.Tensor:
-    """A factor of all experts, from that of the experts on each rank."""
+    """A factor of all experts, gathered from the expert parallel ranks."""
     group = parallel_state.get_expert_model_parallel_group()
     parts = [torch.empty_like(here) for _ in range(group.size())]
     dist.all_gather(parts, here, group=group)

@@ -1,4 +1,4 @@
-"""What a recipe with `[lora]` cannot be, found before anything slow is imported."""
+"""Refusals of recipes with `[lora]`, before anything slow is imported."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def _merged(
 
 
 def _adapted(architecture: Architecture, kinds: Sequence[str]) -> Iterator[tuple[Entry, Leaf]]:
-    """Every layer with an adapter and the parameter that it is in; of experts that of the first."""
+    """Every adapted layer with the parameter that holds it; for experts, the first expert's."""
     rows = adapted_rows(architecture)
     for entry in entries(architecture).values():
         if entry.row in rows and entry.expert == 0:

@@ -119,7 +119,7 @@ class LowRank(torch.nn.Module):
         return tensor_parallel.copy_to_tensor_model_parallel_region(factor, group=self.group)
 
     def parts(self, y: torch.Tensor) -> list[torch.Tensor]:
-        """This rank's outputs [..., m] -> those of each layer, [..., rows of it]."""
+        """Split this rank's outputs [..., m] into each layer's [..., rows]."""
         if self.entry.row.form == "qkv":
             groups = self.rows[1] // self.architecture.transformer["kv_channels"]  # key/value heads on this rank
             by_group = y.unflatten(-1, (groups, -1)).split([rows // groups for rows in self.rows], dim=-1)
@@ -160,7 +160,7 @@ class LowRank(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """As Megatron's modules: both factors under the layer's stack of all layers."""
+        """Sharded state as Megatron's modules give it: both factors in the stack of all layers."""
         name, factors = ("b", self.b) if self.by_rows else ("a", self.a)
         axes = {f"{name}.{kind}": self._axis(factor) for kind, factor in factors.items()}
         state = self.state_dict(prefix="", keep_vars=True)

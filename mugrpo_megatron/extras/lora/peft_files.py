@@ -26,7 +26,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MOST = 2**31
 """No rank and no alpha is larger."""
 OF_EXPERTS = re.compile(rf"\.{re.escape(EXPERTS)}(\.base_layer)?\.lora_")
-"""In the name of a tensor of experts, which does not say of which parameter: `target_parameters` does."""
+"""Name of an experts' tensor; the parameter that it adapts is only in `target_parameters`."""
 PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "use_dora": (False, None),
@@ -63,7 +63,7 @@ class AdapterFile:
 
 
 def read_adapter(directory: Path, architecture: Architecture, key: str = "lora.start") -> AdapterFile:
-    """The adapter in `directory`, headers alone; `key` is what named it.
+    """Read the adapter in `directory`, headers only; `key` names it in errors.
 
     Raises UserError where it is no LoRA adapter, has settings beyond a plain one, or does not fit the model: a layer
     that the model lacks, one without its other half or missing in some layers, a shape that is not the config's.

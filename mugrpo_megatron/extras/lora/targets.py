@@ -1,4 +1,4 @@
-"""Which layers get an adapter, and what an adapter's tensors are called and shaped. No torch is imported.
+"""Layers with adapters, and the names and shapes of their tensors. No torch is imported.
 
 PEFT 0.21.2 has one pair of factors for each linear layer, and for the routed experts of a layer, whose matrices
 transformers keeps in the parameters `gate_up_proj` and `down_proj`, one pair for each parameter, with every expert's
@@ -70,7 +70,8 @@ class Leaf:
         return {self.a: a.flatten(0, 1), self.b: b.flatten(1, -2).permute(1, 2, 0).flatten(1)}
 
     def shape_of_b(self, outputs: int, rank: int) -> tuple[int, ...]:
-        """Of the learner's B for a part of the outputs: a tensor's rows are a dimension, which parallelism divides."""
+        """Shape of the learner's B for `outputs` rows; a layer's tensors are a dimension, since parallelism divides
+        each."""
         return (*([self.tensors] if self.tensors > 1 else []), outputs // self.tensors, rank)
 
 
@@ -80,7 +81,7 @@ def of_experts(row: Row) -> bool:
 
 
 def adapted_rows(architecture: Architecture) -> list[Row]:
-    """The rows that may have adapters: matrices of layers that tensor parallelism splits.
+    """Rows of the table that may have adapters: matrices of layers that tensor parallelism splits.
 
     Of a mixture those of attention and of the routed experts: PEFT takes the names of dense layers and of shared
     experts for the experts' (`utils/transformers_weight_conversion.py`, `_MOE_TARGET_MODULE_MAPPING`).
@@ -144,7 +145,7 @@ def leaves_of(row: Row, layer: int, architecture: Architecture, kinds: Sequence[
 def adapter_parameters(
     architecture: Architecture, rank: int, targets: Targets, layers: range, tensor: int = 1, expert: int = 1
 ) -> tuple[int, int]:
-    """Parameters of the adapters of `layers` on one of `tensor` x `expert` ranks: those of experts stand second.
+    """(dense, expert) parameters of the adapters of `layers` on one of `tensor` x `expert` ranks.
 
     Tensor parallelism divides one factor, the other is whole.
     """

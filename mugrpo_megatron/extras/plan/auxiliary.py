@@ -1,5 +1,4 @@
-"""What a recipe's auxiliary models cost in each stage: their engines' start, their work, and their memory on the
-same devices."""
+"""Cost of a recipe's auxiliary models in each stage: start, work and memory of their engines."""
 
 from __future__ import annotations
 
@@ -62,7 +61,7 @@ def _costs(case: PlanCase, name: str, model: ModelShape) -> Iterator[AuxiliaryCo
 
 
 def _cost(case: PlanCase, name: str, job: str) -> AuxiliaryCost:
-    """`case` is that of the auxiliary model's engine."""
+    """Cost of one job; `case` has the auxiliary model in place of the policy."""
     responses, rates = case.recipe.schedule.updates_per_stage * case.responses, case.assumptions
     try:
         engine = engine_memory(case)
@@ -76,7 +75,8 @@ def _cost(case: PlanCase, name: str, job: str) -> AuxiliaryCost:
 
 
 def auxiliary_problems(costs: Sequence[AuxiliaryCost], resting: float, device: int) -> list[str]:
-    """Why an auxiliary model does not fit a device of `device` bytes, of which what rests there takes `resting`."""
+    """Sentences on auxiliary models that do not fit a device of `device` bytes beside `resting` bytes of what sleeps
+    there."""
     problems = []
     for cost in costs:
         need, key = cost.engine.total + resting, f"auxiliary.{cost.name}.engine"

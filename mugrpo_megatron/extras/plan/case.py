@@ -1,4 +1,4 @@
-"""What a plan is about: a recipe, the shape of its model, its layout on a cluster, and what each rank holds."""
+"""Input of a plan: a recipe, its model's shape, its layout on a cluster, and the parameters of each rank."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from mugrpo_megatron.weights.families import architecture
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A model's shape, and where it was found."""
+    """A model's shape and its source."""
 
     config: dict[str, Any]
-    """As in config.json."""
+    """The fields of config.json."""
     architecture: Architecture
     source: str
 
@@ -252,7 +252,7 @@ class PlanCase:
         return RankParameters(*counts, 0)
 
     def trained(self, pp_stage: int) -> RankParameters:
-        """What a rank of a pipeline stage trains: its adapter's parameters, or all of its own."""
+        """Parameters that a rank of a pipeline stage trains: its adapter's, or all of its own."""
         return self.adapter(self.layout) or rank_parameters(self.architecture, self.layout, pp_stage)
 
     def with_recipe(self, recipe: Recipe) -> PlanCase:

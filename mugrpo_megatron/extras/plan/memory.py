@@ -25,9 +25,9 @@ class LayerBytes:
     input: float
     """The residual stream that enters: all that is kept under full recompute."""
     attention: float
-    """What core attention keeps besides its output; not kept under selective recompute."""
+    """Activations of core attention besides its output; dropped under selective recompute."""
     projections: float
-    """What is kept in its place under selective recompute."""
+    """Activations kept in their place under selective recompute."""
     rest: float
     """Norms, residual stream, inputs of matrix products, feed-forward."""
     working: float
@@ -129,7 +129,7 @@ class State:
     """Bytes of a rank's weights, gradients and optimizer state (learner/model.py, learner/optimizer.py)."""
 
     weights: int
-    """Of model.dtype, in the buffers of Megatron's data parallel wrapper."""
+    """Weights of model.dtype, in the buffers of Megatron's data parallel wrapper."""
     gradients: int
     """float32 for every parameter (`grad_reduce_in_fp32`), not sharded."""
     master: int
@@ -139,7 +139,7 @@ class State:
 
     @property
     def optimizer(self) -> int:
-        """What is offloaded while the engine works, besides the weights."""
+        """Optimizer state, which is offloaded with the weights while the engine works."""
         return self.master + self.moments
 
     @property
@@ -322,7 +322,7 @@ class Memory:
     sync: float
     """The weights of learner and engine, and the buckets of the sync."""
     generate: float
-    """The engine works, the learner is offloaded."""
+    """The engine works while the learner is offloaded."""
     host: float
     """Host memory of one node: pinned copies of offloaded state, and each rank's copy of what a checkpoint saves."""
 
@@ -342,7 +342,7 @@ class Memory:
 
     @property
     def problems(self) -> list[str]:
-        """Why it does not fit; empty where it does."""
+        """Sentences on each phase that does not fit; empty if all fit."""
         sentences = [
             f"the {name} phase needs {value / GIB:.1f} GiB of {self.device / GIB:.1f}"
             for name, value in self.phases.items()

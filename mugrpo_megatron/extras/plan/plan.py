@@ -34,7 +34,7 @@ class RunPlan:
     batch: PackedRows
     memory: Memory
     phases: Phases
-    """Of one stage, of mean length where `schedule.growth` makes them differ."""
+    """Seconds of one stage; of mean length if `schedule.growth` makes stages differ."""
     stage_lengths: tuple[int, int]
     """Updates that the first and the last stage sample responses for."""
     engines: int
@@ -42,7 +42,7 @@ class RunPlan:
     bubble: float
     checkpoint_bytes: float
     sync_bytes: int
-    """To each engine, in every stage."""
+    """Bytes sent to each engine in every stage."""
     schedules: list[Schedule]
     layouts: list[Candidate]
 
@@ -130,7 +130,7 @@ def plan_as_dict(plan: RunPlan, launch: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _problems(case: PlanCase) -> list[str]:
-    """Why the recipe cannot run on the cluster, a sentence each; empty where it can."""
+    """Sentences on why the recipe cannot run on the cluster; empty if it can."""
     recipe, config = case.recipe, dict(case.config)
     wrong = [*layout_problems(recipe, config, case.cluster.world, PLANNED), *problems_of_any_layout(recipe, config)]
     if wrong:
@@ -143,7 +143,7 @@ def _problems(case: PlanCase) -> list[str]:
 
 
 def _advice(case: PlanCase) -> list[str]:
-    """What runs on the cluster, as settings, or that nothing does; empty where neither layout nor engine is wrong."""
+    """Settings that run on the cluster, or that none does; empty if neither layout nor engine is wrong."""
     if any(problems_of_any_layout(case.changed("engine", tensor=1, nodes=1).recipe, dict(case.config))):
         return []
     if fit := fitting(case):

@@ -32,7 +32,7 @@ def two_digits(value: float) -> str:
 
 
 def about(seconds: float) -> str:
-    """Seconds in the largest unit of which there is one: 37 h, 9.3 min, 28 s."""
+    """Seconds in the largest unit that fits once: 37 h, 9.3 min, 28 s."""
     size, unit = next(((size, unit) for size, unit in UNITS if seconds >= size), UNITS[-1])
     return f"{two_digits(seconds / size)} {unit}"
 
@@ -147,7 +147,7 @@ def _phases(plan: RunPlan) -> Table:
 
 
 def _stage_title(plan: RunPlan) -> str:
-    """What the table of a stage is about: with `schedule.growth`, one of mean length."""
+    """Title of the stage's table; with `schedule.growth` it says that the stage is of mean length."""
     first, last = plan.stage_lengths
     if first == last:
         return "One stage of this recipe"
@@ -214,7 +214,7 @@ SCRIPTS = "run_scripts"
 
 
 def launch_commands(recipe: Path, overrides: Sequence[str], cluster: Cluster) -> dict[str, str]:
-    """Where -> the command that trains there, from the repository's root; K and HOST are left to the user."""
+    """Place -> the command that trains there, from the repository's root; K and HOST are left to the user."""
     words = ["train", str(recipe), *(word for setting in overrides for word in ("--set", setting))]
     train, ranks, nodes = shlex.join(words), cluster.per_node, cluster.nodes
     if nodes == 1 and ranks == 1:

@@ -28,13 +28,13 @@ class Candidate:
     """The planned recipe in this layout."""
     layout: Layout
     seconds: float
-    """Of one update."""
+    """Seconds of one update."""
     learn: float
     """Bytes of the learner phase on its fullest rank."""
     problems: tuple[str, ...]
-    """Why it is refused; empty where it is valid."""
+    """Reasons for a refusal; empty for a valid layout."""
     distance: float
-    """From the recipe's own layout."""
+    """Distance from the recipe's own layout."""
 
 
 def compare(case: PlanCase, engine: EngineMemory) -> list[Candidate]:
@@ -83,7 +83,7 @@ FRACTIONS = tuple(percent / 100 for percent in range(95, 15, -5))
 
 
 def fitting(case: PlanCase) -> PlanCase | None:
-    """The fastest way to run the recipe's batch and schedule on the cluster; None where none fits.
+    """The fastest way to run the recipe's batch and schedule on the cluster; None if nothing fits.
 
     Tried together: `engine.tensor` and `engine.memory_fraction`; for each size of engines the layout nearest to the
     recipe's that fits, of equally near ones the fastest, with any recomputation, and where none does with shorter rows.

@@ -143,7 +143,7 @@ class Phases:
     sync: float
     generate: float
     score: float
-    """What remains of verification after generation."""
+    """Verification that remains after generation."""
     evaluate: float
     """All evaluations of the run divided by its stages, with the switches of those inside a stage."""
     logprobs: float

@@ -1,4 +1,4 @@
-"""In a jail of its own: executes a row's test code. The program's names are stand-ins that ask the other jail.
+"""Executes a row's test code in a jail of its own; the program's names are stand-ins that ask the program's jail.
 
 So the program never sees the tests, and nothing that it replaces (`print`, `abs`, `__eq__`) has a part in judging.
 Tests pass when an assertion was executed, and every one that is not part of a branch. Standard library only.
@@ -22,7 +22,7 @@ from mugrpo_megatron.extras.sandbox.packed import pack, unpack
 
 TESTS, PROMPT = "tests.py", "prompt.py"
 MODULES = ("solution", "main")
-"""What test code may import the program's names from."""
+"""Modules from which test code may import the program's names."""
 MODULE = object()
 """A module that the program has imported: the tests get their own of that name."""
 
@@ -104,7 +104,7 @@ class StandIn:
         return self.__number
 
     def handle(self) -> dict[str, int]:
-        """What it is called in a request."""
+        """The stand-in's handle in a request."""
         return {"handle": self.__number}
 
 
@@ -116,7 +116,8 @@ def _handle(value: Any) -> Any:
 
 
 def _follow(ours: object, theirs: object) -> None:
-    """What a function without a result changed in an argument is changed here: a list is sorted in place.
+    """Copy a function's changes of an argument to the tests' own object, if it returned nothing: a list is sorted in
+    place.
 
     One with a result changes nothing here, or else `f(x) == sorted(x)` would compare it with a list that it emptied.
     """
@@ -198,7 +199,7 @@ def _is_main_guard(statement: ast.stmt) -> bool:
 
 
 def main(root: str, answered: str, requested: str, verdict: str, entry: str, names: str, library: str) -> None:
-    """Execute the tests; only their end without an exception is a pass, and only where they asserted something.
+    """Execute the tests; they pass only if they end without an exception and have asserted something.
 
     answered, requested: descriptors of the pipes to the program's jail. verdict: the one that gets "passed". names:
     the program's, with commas between them. library: JSON, names of the standard library -> module.

@@ -55,7 +55,7 @@ class Grader:
     timeout_s: float
     """Seconds for all tests of a response."""
     note: str = ""
-    """What the user should know of it at the start; "" where nothing."""
+    """Warning for the user at the start; may be empty."""
 
     def __call__(self, response: str, answer: object, row: Mapping[str, Any]) -> dict[str, Any]:
         """Raises what `grade` raises."""
@@ -64,7 +64,7 @@ class Grader:
 
 
 def grader(options: Mapping[str, Any]) -> Grader:
-    """The function that judges by `options`: those of `reward.code`, `memory_mb` and `timeout_s`.
+    """The reward function for `options`: the keys of `reward.code`, `memory_mb` and `timeout_s`.
 
     Raises UserError where this machine cannot hold programs so.
     """
@@ -126,7 +126,7 @@ def grade(response: str, gold: object, row: Mapping[str, Any], options: Grader) 
 
 
 def failure(program: str, test: Test, limits: Limits) -> str:
-    """Why the program fails the test; "" when it passes."""
+    """Reason why the program fails the test; empty when it passes."""
     match test:
         case ProgramTest(stdin, expected):
             outcome = run_program(program, stdin, limits)

@@ -114,7 +114,7 @@ _Line = tuple[int, int, int, int]
 
 
 def _call(number: int, checks: list[_Line], verdict: int = _REFUSE) -> list[_Line]:
-    """For this call: the checks, then the verdict. The call's number is loaded before, and after another call."""
+    """The checks of one system call, then the verdict. Its number is loaded before, and again after another call."""
     return [(_EQUAL, 0, len(checks) + 1, number), *checks, (_RETURN, 0, 0, verdict)]
 
 

@@ -25,11 +25,11 @@ _UNUSED = 1 << 30
 """Users from here on are nobody's; a program gets one by chance, so that its threads can be counted."""
 _NAMESPACES = kernel.NEW_MOUNTS | kernel.NEW_UTS | kernel.NEW_IPC | kernel.NEW_PIDS | kernel.NEW_NETWORK
 _ROOT = "/sys"
-"""Where the program's root is mounted, in a mount namespace of its own; no interpreter lies below it."""
+"""Mount point of the program's root, in a mount namespace of its own; no interpreter lies below it."""
 _DEVICES = ("null", "zero", "urandom", "random")
 _HIGH = 200
 _ESCAPED = re.compile(rb"\\([0-7]{3})")
-"""How mountinfo writes a space; proc(5)."""
+"""A space and other characters as mountinfo escapes them; proc(5)."""
 _ENVIRONMENT = {"HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8"}
 
 PYTHON = os.path.realpath(sys.executable)
@@ -169,7 +169,7 @@ def _place(channels: Mapping[int, int], tell: int) -> int:
 
 
 def _libraries() -> list[str]:
-    """What the interpreter reads: its own library and the system's."""
+    """Paths that the interpreter reads: its own library and the system's."""
     interpreter = [os.path.join(sys.base_prefix, name) for name in ("lib", "lib64")]
     system = ["/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache"]
     return [path for path in dict.fromkeys([*system, *interpreter]) if os.path.exists(path)]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def weakness(mode: str) -> str:
-    """What programs can do in that mode that namespaces would prevent; "" where nothing.
+    """A sentence on what programs can do in that mode that namespaces would prevent; empty if nothing.
 
     A kernel before 5.13 has no Landlock, and some containers refuse its calls.
     """
@@ -63,7 +63,7 @@ def _way_out(limits: Limits) -> str:
 
 
 def jail() -> CheckResult:
-    """In what programs of `reward.function = "code"` run here: the way in which one of a line has just run."""
+    """The sandbox mode in which a program of one line has just run on this machine."""
     from mugrpo_megatron.extras.doctor.doctor import CheckResult  # not for the verifier's workers
 
     use = 'reward.function = "code": programs of responses'

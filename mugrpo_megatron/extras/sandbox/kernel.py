@@ -68,7 +68,7 @@ def give_up_rights(user: int | None, group: int) -> None:
 
 
 def landlock_version() -> int:
-    """The kernel's version of Landlock; 0 where it has none, or does not let this process use it."""
+    """Version of Landlock in the kernel; 0 if it is missing or refused to this process."""
     return max(0, int(LIBC.syscall(_LANDLOCK, None, ctypes.c_size_t(0), 1)))
 
 

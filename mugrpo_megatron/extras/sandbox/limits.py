@@ -35,7 +35,7 @@ class Limits:
     scratch_mb: int = 16
     """Files in its /tmp, all together; with mode `limits` it writes none."""
     threads: int = 32
-    """With mode `limits` as many as fit into `memory_mb`, about 500 of the smallest."""
+    """Threads of a program; with mode `limits` `memory_mb` alone bounds them, at about 500 of the smallest."""
     wall_s: float = 9.0
     """Seconds after which a program is killed whatever it does: it sleeps, or the machine is busy."""
 

@@ -1,4 +1,5 @@
-"""Values between a program and what judges it, as JSON. Runs in jails too, so it imports the standard library only.
+"""Values that pass between a program and its judge, as JSON. Runs in jails too, so it imports the standard library
+only.
 
 Plain builtin values travel as copies, of exactly these types: a program's own `__eq__` never decides a comparison.
 Everything else stays where it is and travels as a handle.
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 MOST = 100_000
-"""Elements of a value that stays where it is, when it is iterated over."""
+"""Most elements read from an iterable that stays with the program."""
 _SEQUENCES: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 _MAPPINGS = (dict, collections.Counter, collections.defaultdict, collections.OrderedDict)
 

@@ -37,16 +37,16 @@ _TOLD = 160
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one execution."""
+    """The result of one execution."""
 
     ending: Ending
-    """By itself, or killed: it took too long, or wrote too much."""
+    """Ended by itself, or killed for its time or its output."""
     code: int
     """Exit code; 128 + N after signal N."""
     output: bytes
     errors: bytes
     answer: bytes = b""
-    """What the last process wrote to its channel for answers, if it has one."""
+    """Bytes that the last process wrote to its channel for answers, if it has one."""
 
     def why_failed(self) -> str:
         """Empty when it ended by itself with exit code 0."""
@@ -65,14 +65,14 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class JailedProcess:
-    """What one jail of an execution runs."""
+    """The program of one jail in an execution."""
 
     files: Mapping[str, str]
     """Path below the jail's root -> text."""
     start: str
     """A script among them, or a module of this package that has to be among them, too."""
     arguments: Sequence[str]
-    """What the module's `main` is given after the root's path."""
+    """Arguments of the module's `main` after the root's path."""
     channels: Mapping[int, FileIO]
     """The jail's descriptors -> what they are; closed here once the jail has them."""
 
@@ -185,7 +185,7 @@ def _watch(keeper: int, reads: dict[int, bytearray], limits: Limits) -> tuple[En
 
 
 def _read(descriptor: int, buffer: bytearray) -> bool:
-    """Take what is there; whether there may be more."""
+    """Read what is available; returns whether there may be more."""
     try:
         piece = os.read(descriptor, _PIECE)
     except BlockingIOError:
@@ -195,7 +195,7 @@ def _read(descriptor: int, buffer: bytearray) -> bool:
 
 
 def _end(keeper: int) -> int:
-    """End the keeper and all below it, wait for them, and return its exit code; 0 where it was waited for before."""
+    """End the keeper and all below it, wait for them, and return its exit code; 0 if it was waited for before."""
     with suppress(ChildProcessError):
         os.waitid(os.P_PID, keeper, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # it is still this process's to signal
         os.kill(keeper, guard.END)

@@ -63,7 +63,7 @@ Test = ProgramTest | FunctionTest | AssertTest
 
 
 def read_tests(gold: object, row: Mapping[str, Any]) -> list[Test]:
-    """The tests of a row: those of its first columns that hold any, else of its gold, which may be a program as well.
+    """The tests of a row: from its first columns that hold any, else from its gold.
 
     Raises ValueError with what is wrong with them, or that there are none.
     """
@@ -78,7 +78,7 @@ def read_tests(gold: object, row: Mapping[str, Any]) -> list[Test]:
 
 
 def _read(content: object, row: Mapping[str, Any]) -> list[Test]:
-    """The tests that a value holds; empty where it holds none."""
+    """The tests in a value; empty if it holds none."""
     value = _loaded(content)
     if isinstance(value, Mapping) and "inputs" in value and "outputs" in value:
         return _of_columns(value, row)
@@ -98,7 +98,7 @@ def _read(content: object, row: Mapping[str, Any]) -> list[Test]:
 
 
 def _loaded(content: object) -> object:
-    """What JSON text stands for; every other value as it is."""
+    """The value of JSON text; other values unchanged."""
     if isinstance(content, str) and content.lstrip()[:1] in ("{", "["):
         try:
             return json.loads(content)
@@ -179,7 +179,7 @@ def usable(response: str, answer: object, row: Mapping[str, Any]) -> dict[str, A
 
 
 def assert_test(code: str, row: Mapping[str, Any]) -> AssertTest:
-    """Test code with the row's setup and imports before it. Raises ValueError where it cannot test a program."""
+    """Test code with the row's imports and setup before it. Raises ValueError if it cannot test a program."""
     setup = row.get("test_setup_code") or ""
     imports = row.get("test_imports") or []
     before = [*(imports if isinstance(imports, list) else [imports]), setup]
@@ -200,7 +200,7 @@ def assert_test(code: str, row: Mapping[str, Any]) -> AssertTest:
 
 
 def _definitions(row: Mapping[str, Any]) -> str:
-    """What the row's prompt defines besides the function that it asks for: imports and whole functions."""
+    """Definitions in the row's prompt besides the function that it asks for: imports and whole functions."""
     prompt = row.get("prompt")
     if not isinstance(prompt, str):
         return ""
@@ -222,7 +222,7 @@ def _entry(row: Mapping[str, Any]) -> str:
 
 
 def _is_stub(statement: ast.stmt) -> bool:
-    """Whether it is a function of which only the description is there."""
+    """Whether it is a function without a body: a docstring or `pass` alone."""
     return isinstance(statement, ast.FunctionDef) and all(
         isinstance(statement, ast.Expr | ast.Pass) for statement in statement.body
     )
@@ -271,7 +271,7 @@ def library_names() -> Mapping[str, str]:
 
 
 def _owners(tree: ast.Module, prompt: ast.Module, entry: str) -> tuple[tuple[str, ...], list[str]]:
-    """(names that the tests leave to the program, names of the standard library); ValueError where it is not clear.
+    """Names that the tests leave to the program, and names of the standard library that they use without an import.
 
     The program's are the entry point, what is imported from `solution`, names that begin with a capital letter, as
     classes do, and without an entry point the one function that nothing else defines. A second one could be there to

@@ -1,4 +1,4 @@
-"""In a jail: executes the program as a module, then does what it is asked to with the program's names.
+"""In the program's jail: executes the program as a module, then serves requests for its names.
 
 Requests and answers are lines of JSON on two descriptors. The program may write to them, too: all that it gains is an
 answer, which it may choose freely anyway.

@@ -32,7 +32,7 @@ from mugrpo_megatron.stages.manifest import Origin
 
 MARK = "sweep.json"
 FAILURE = "failure.txt"
-"""In a cell's logs/: how it failed."""
+"""File in a cell's logs/ with the traceback of its failure."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ LONGEST_NAME = 120
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """What a sweep was asked for."""
+    """The settings of a sweep's cells."""
 
     common: Settings
     axes: Mapping[str, Sequence[Any]]
@@ -81,7 +81,7 @@ def read_grid(overrides: Iterable[str], file: Path | None) -> Grid:
 
 
 def cells_of(grid: Grid, run: RunDirectory, out: Path) -> list[Cell]:
-    """Every cell with its recipe: that of `run` with the cell's settings and a directory of its own.
+    """Every cell with its recipe: the run's, with the cell's settings and a directory of its own.
 
     A cell that names an objective takes that preset whole: the run's resolved recipe holds every key of `[objective]`,
     and those of one objective are not another's. Raises UserError for a key that cells cannot differ in, for two equal
@@ -118,7 +118,7 @@ def cells_of(grid: Grid, run: RunDirectory, out: Path) -> list[Cell]:
 
 
 def name_of(settings: Settings) -> str:
-    """A cell's name: `name=grpo,lr=0.0001`, shortened with a digest where it would be too long for a file's name."""
+    """A cell's name, such as `name=grpo,lr=0.0001`; a long one is shortened and ends with a digest."""
     words = [f"{key.rpartition('.')[2]}={text_of(value)}" for key, value in sorted(settings.items())]
     name = re.sub(r"[^\w.,=+-]", "_", ",".join(words))
     if len(name) <= LONGEST_NAME:
@@ -158,7 +158,7 @@ def _varied() -> list[str]:
 
 
 def _values(text: str) -> list[Any]:
-    """`1e-4,2e-4` or `grpo,mu_grpo` or `"a,b","c"`: TOML values where they parse as such, else words."""
+    """Parse `1e-4,2e-4` or `grpo,mu_grpo` or `"a,b","c"`: TOML values if they parse, else words."""
     try:
         table = parse_toml(f"values = [{text}]")
     except ValueError:

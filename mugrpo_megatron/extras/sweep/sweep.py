@@ -128,10 +128,10 @@ def _take_over_evaluation(run: Run, sweep: Sweep, cursor: Cursor) -> None:
 
 @dataclass
 class SweepContext:
-    """What the cells share. Their recipes have the same model, data, layout, engine and rewards."""
+    """State that the cells share. Their recipes have the same model, data, layout, engine and rewards."""
 
     recipe: Recipe
-    """Of any of the cells."""
+    """Recipe of any cell."""
     logs: Path
     """The engines' logs."""
     world: World

@@ -47,7 +47,7 @@ def publish(sweep: Sweep, page: bool) -> Table:
 
 
 def figures_of(sweep: Sweep, cell: Cell) -> Figures:
-    """The figures of a cell as far as it has come: those of the swept stage, also where the run has gone on since."""
+    """Figures of a cell in the swept stage, also if its run has gone on since."""
     state = sweep.state(cell)
     if state != "finished":
         return {"state": state}
