@@ -107,7 +107,7 @@ def write_entry(
     tensor_parallel: int,
     dtype: torch.dtype | None,
 ) -> None:
-    """One whole parameter, cut where tensor parallel ranks will read it."""
+    """Write one whole parameter, cut into the chunks that tensor parallel ranks read."""
     place = stored(entry, architecture)
     parameter = merge(entry, [checkpoint.read(name) for name in entry.hf], architecture)
     target = torch.float32 if entry.row.frozen else dtype or parameter.dtype

@@ -137,7 +137,7 @@ def _opened(partial: Path, recipe: dict[str, Any]) -> Output:
 
 @contextmanager
 def _locked(partial: Path, out: Path) -> Iterator[None]:
-    """Hold the directory's lock; a file system without locks is taken as it is."""
+    """Hold the directory's lock; on a file system without locks, continue without one."""
     descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         try:

@@ -1,4 +1,4 @@
-"""Every chart of a run's page as one table: what it shows, how it is drawn, and what it explains."""
+"""Every chart of a run's page as one table: its curves, its looks and its explanation."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ChartData:
 
     run: RunData
     buckets: Sequence[Sequence[Row]]
-    """A point of a curve over updates stands for one of these: consecutive updates."""
+    """Consecutive updates that one point of a curve over updates represents."""
     stages: Sequence[Row]
     """The rows of the stages that the axis `stage` has a point for."""
     details: Details
@@ -63,7 +63,7 @@ class ChartData:
 
     @property
     def ages(self) -> list[list[Row]]:
-        """The updates that each point of the axis `age` stands for; none for one stage, whose ages are its updates."""
+        """Updates of each point of the axis `age`; empty for a single stage, whose ages are its updates."""
         updates = self.run.updates
         several = updates and updates[0]["stage"] < updates[-1]["stage"]
         return by_age(updates, ages_of(updates)) if several else []
@@ -125,7 +125,7 @@ def charts(data: ChartData) -> list[Chart]:
 
 
 def section_of(id: str) -> str:
-    """The section in which a chart stands."""
+    """The section of a chart."""
     return next(spec.section for spec in TABLE if spec.id == id)
 
 
@@ -252,7 +252,7 @@ def _thresholds(data: ChartData, metric: str, axis: str) -> Iterable[Series]:
 
 
 def _triggers(axis: str) -> tuple[ChartSpec, ...]:
-    """The three charts of what thresholds find, along `axis`."""
+    """The three charts of triggers by threshold, along `axis`."""
     looks = LOG_PERCENT | ({"along": "age"} if axis == "age" else {})
     suffix, by = ("_by_age", " by age") if axis == "age" else ("", "")
     ends = f"{' Mean over stages.' if axis == 'age' else ''} {ZEROS}"
@@ -397,4 +397,4 @@ TABLE: tuple[ChartSpec, ...] = (
          "Most memory that a rank's learner and an engine took in each stage: device memory on CUDA, else the "
          "processes' own.", looks={"zero": True, "unit": "GiB"}),
 )  # fmt: skip
-"""Charts in the order of the page. Those of one section stand together."""
+"""Charts in the order of the page, grouped by section."""

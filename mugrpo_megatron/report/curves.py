@@ -29,7 +29,7 @@ FEW_VALUES = 8
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One curve; `y` has a value for each point of the axis `axis`, None where there is no finite value."""
+    """One curve; `y` has a value for each point of the axis `axis`, or None without a finite value."""
 
     label: str
     color: str
@@ -60,7 +60,7 @@ class Chart:
     zero: bool = False
     """The vertical axis starts at 0; a log axis is linear between 0 and its smallest value."""
     along: Literal["run", "age", "length", "reward"] = "run"
-    """The abscissa: updates or wall-clock, as the reader chooses, or one of its own."""
+    """The abscissa: updates or wall-clock, as the reader chooses, or another."""
     rule: float | None = None
     """A dashed reference line at this height."""
     rule_label: str = ""
@@ -78,13 +78,13 @@ def worst_or_mean(metric: str, values: Sequence[float]) -> float:
 
 
 def over_updates(buckets: Sequence[Sequence[Row]], metric: str) -> Values:
-    """A metric with one value for each bucket of updates; None where no update has one."""
+    """A metric with one value for each bucket of updates; None if no update has one."""
     values = (values_in(rows, metric) for rows in buckets)
     return [rounded(worst_or_mean(metric, several)) if several else None for several in values]
 
 
 MAX_AGES = 256
-"""Most points of a curve over age; in longer stages a point stands for several ages."""
+"""Most points of a curve over age; in longer stages a point represents several ages."""
 
 
 def ages_of(updates: Iterable[Row]) -> range:
@@ -94,7 +94,7 @@ def ages_of(updates: Iterable[Row]) -> range:
 
 
 def by_age(updates: Iterable[Row], ages: range) -> list[list[Row]]:
-    """The updates that each point of `ages` stands for, over all stages."""
+    """The updates of each point of `ages`, over all stages."""
     buckets: list[list[Row]] = [[] for _ in ages]
     for row in updates:
         buckets[row["age"] // ages.step].append(row)
@@ -102,7 +102,7 @@ def by_age(updates: Iterable[Row], ages: range) -> list[list[Row]]:
 
 
 def column(rows: Iterable[Row], metric: str) -> Values:
-    """A metric's value in each row; None where a row has no value."""
+    """A metric's value in each row; None if a row has none."""
     return [None if (value := row.get(metric)) is None else rounded(value) for row in rows]
 
 

@@ -51,7 +51,7 @@ class StageResponses:
     """int64: tokens of each response of some updates."""
     examples: list[Example]
     unparsed: float | None = None
-    """Share of the responses of the same updates in which no answer was found; None where the stage does not say."""
+    """Fraction of the responses of the same updates without an answer; None if the stage does not record it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ NONE = Details()
 
 
 def read_details(run_dir: Path, recipe: Mapping[str, Any]) -> Details:
-    """Read what the run directory has; `recipe` are the run's tables."""
+    """Read the run directory's stages, probes and evaluations; `recipe` has the run's tables."""
     damaged: list[str] = []
     read_stage = partial(_stage, run_dir=run_dir, recipe=recipe)
     stages = _parts(run_dir / "stages", r"(\d{5})", MOST_STAGES, read_stage, damaged)
@@ -172,7 +172,7 @@ def _examples(file: pq.ParquetFile, run_dir: Path, recipe: Mapping[str, Any]) ->
 
 
 def prompt_texts(prompts: Sequence[Sequence[int]], run_dir: Path, recipe: Mapping[str, Any]) -> list[str]:
-    """Each prompt as the model saw it; empty texts where neither the run nor its model has a tokenizer that can."""
+    """Each prompt as the model saw it; empty texts without a tokenizer in the run or the model."""
     model = recipe.get("model", {}).get("path", "")
     for path in (run_dir / "hf" / TOKENIZER, Path(str(model)) / TOKENIZER):
         if not path.is_file():

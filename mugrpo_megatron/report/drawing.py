@@ -36,7 +36,7 @@ class Drawing:
     """The data that report.js draws."""
 
     axes: dict[str, dict[str, list[float]]]
-    """Axis name -> positions of its points: `u` in updates (or what the chart is along), `t` in seconds."""
+    """Axis name -> positions of its points: `u` in updates (or in the chart's own abscissa), `t` in seconds."""
     boundaries: list[dict[str, float]]
     """Start of each stage: stage, u, t."""
     end: dict[str, float]
@@ -47,7 +47,7 @@ class Drawing:
     timeline: dict[str, Any]
     heat: dict[str, Any] | None = None
     bucket: int = 1
-    """Updates that one point stands for."""
+    """Updates that one point represents."""
     not_finite: Mapping[str, int] = field(default_factory=dict)
     """Metric -> updates in which it was NaN or infinite."""
 
@@ -88,7 +88,7 @@ def draw(run: RunData, details: Details = NONE) -> Drawing:
 
 
 def buckets_of(updates: Sequence[Row]) -> tuple[int, list[Sequence[Row]]]:
-    """Updates that a point stands for, so that there are at most MAX_POINTS points, and the updates of each point."""
+    """Updates of a point, so that there are at most MAX_POINTS points; and the updates of each point."""
     size = math.ceil(len(updates) / MAX_POINTS) or 1
     return size, [updates[start : start + size] for start in range(0, len(updates), size)]
 

@@ -56,7 +56,7 @@ def sample_sections(details: Details, measure: str) -> list[dict[str, Any]]:
 
 
 def _of_each_kind(examples: Sequence[Example], measure: str) -> list[Example]:
-    """Some right and some wrong examples of each set, in their order; the highest and the lowest if scored by reward."""
+    """Some right and some wrong examples of each set, in their order; by reward, the highest and the lowest."""
     some: list[Example] = []
     names = list(dict.fromkeys(example.set for example in examples))
     per_kind = max(1, min(EACH, MOST // (2 * len(names) or 1)))
@@ -105,7 +105,7 @@ def _shown(example: Example, measure: str, most: int) -> dict[str, Any]:
 
 
 def _facts(example: Example) -> Iterable[tuple[str, str]]:
-    """Name and value of what explains the score."""
+    """Names and values that explain the score."""
     yield "gold", shorten(example.gold, 200)
     yield "extracted", shorten(example.extracted, 200) if example.extracted else "nothing"
     if example.why:

@@ -1,4 +1,4 @@
-"""The heat map: tokens of negative responses over the stage's ages, with the triggers and what the veto drops."""
+"""The heat map: tokens of negative responses over the stage's ages, with triggers and dropped tokens."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _begins(trained: np.ndarray) -> list[int]:
 
 
 def _turns(trained: np.ndarray, start: int, end: int) -> list[list[int]]:
-    """[place in the window, number from 1] of each turn that is shown; empty where the response is a single turn."""
+    """[index in the window, number from 1] of each turn that is shown; empty for a response with a single turn."""
     begins = _begins(trained)
     if len(begins) < 2:
         return []
@@ -105,7 +105,7 @@ def _turns(trained: np.ndarray, start: int, end: int) -> list[list[int]]:
 
 
 def _cells(log_ratio: np.ndarray, trained: np.ndarray) -> str:
-    """A letter for each token: its ratio, or OTHERS where the model did not sample it or the ratio is not finite."""
+    """A letter for each token: its ratio, or OTHERS for a token that was not sampled or whose ratio is not finite."""
     known = trained & np.isfinite(log_ratio)
     return "".join(_letter(ratio) if inside else OTHERS for ratio, inside in zip(log_ratio, known, strict=True))
 

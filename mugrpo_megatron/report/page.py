@@ -39,11 +39,11 @@ from mugrpo_megatron.terminal import visible
 
 FILE_NAME = "report.html"
 BRAND = "mu-GRPO run report"
-"""Every page says this; a page that does not is somebody else's and stays."""
+"""Text of every page; a file without it is not replaced."""
 SCRIPTS = ("chart.js", "panel.js", "export.js", "timeline.js", "heat.js", "report.js", "live.js")
-"""The page's scripts, in an order in which each finds what it needs."""
+"""The page's scripts; each needs those before it."""
 SILENT_S = 600
-"""Seconds without a new row after which a live page no longer says that the run is running."""
+"""Seconds without a new row after which a live page no longer shows the run as running."""
 HOST = "127.0.0.1"
 NAMES = (HOST, "localhost")
 """Values of a request's Host that are answered: a foreign page whose name points to this machine sends its own (DNS
@@ -51,7 +51,7 @@ rebinding)."""
 REFRESH_S = 10
 """Seconds between two looks of the page at its run."""
 PATIENCE_S = 10.0
-"""A connection that sends nothing, or takes nothing, for so long is closed: each holds a thread."""
+"""Seconds after which an idle connection is closed, since each occupies a thread."""
 
 LISTS = (
     "facts",
@@ -187,7 +187,7 @@ def page(run: RunData, live_s: int = 0) -> str:
 
 
 def server_of(run_dir: Path, port: int = 0) -> ThreadingHTTPServer:
-    """A server on the loopback interface that answers every request with the run's report as it is now.
+    """A server on the loopback interface that answers every request with a fresh report.
 
     `port` 0 takes a free one. Raises UserError when `run_dir` is not a run directory or the port is taken.
     """
@@ -214,7 +214,7 @@ def server_of(run_dir: Path, port: int = 0) -> ThreadingHTTPServer:
                 self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Say nothing: the terminal shows the address."""
+            """Log nothing: the terminal shows the address."""
 
     try:
         return ThreadingHTTPServer((HOST, port), Handler)
@@ -300,7 +300,7 @@ def _facts(run: RunData, summary: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _origin(run: RunData, environment: dict[str, Any]) -> list[tuple[str, str]]:
-    """When, where and how the run was started."""
+    """Time, host, commit and command of the run's start."""
     start = datetime.fromtimestamp(run.clock.starts[0], tz=UTC)
     known = [(name, visible(str(environment[name]))) for name in ("host", "commit", "command") if name in environment]
     return [("started", f"{start:%Y-%m-%d %H:%M} UTC"), *known]

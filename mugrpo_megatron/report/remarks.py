@@ -163,7 +163,7 @@ def _veto(run: RunData) -> str:
 
 
 def trigger_remark(run: RunData) -> str:
-    """The run's threshold and veto, and what the threshold found."""
+    """The run's threshold and veto, and the triggers that the threshold found."""
     objective, thresholds = run.recipe.get("objective", {}), thresholds_of(run)
     if "trigger_ratio" not in objective:
         return ""

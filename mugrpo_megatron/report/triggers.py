@@ -1,4 +1,4 @@
-"""Triggers at every measured threshold: what another `objective.trigger_ratio` would find in this run."""
+"""Triggers at every measured threshold: the effect that another `objective.trigger_ratio` would have in this run."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def ratio_text(ratio: float) -> str:
 
 
 def share_text(value: float) -> str:
-    """A percentage with two significant digits: the shares span six powers of ten. Any number may stand in a log."""
+    """A percentage with two significant digits, since fractions span six powers of ten; a log may hold any number."""
     percent = 100 * value
     if percent == 0 or not math.isfinite(percent):
         return f"{percent:g} %"

@@ -45,7 +45,7 @@ class ShardScoring:
         return RunDirectory(self.recipe.run.dir)
 
     def score(self) -> None:
-        """Have the recipe's auxiliary models score what the stage lacks of the shard, whose parts are then on disk.
+        """Have the recipe's auxiliary models compute the shard's missing parts.
 
         Does nothing while the run itself scores the stage. Raises UserError as `scoring.auxiliaries_of`, EngineFailure
         after MOST_FAILURES failures in a row without a part between them, and Stopped when asked to stop.

@@ -139,5 +139,5 @@ def _until(groups: Iterator[SampledGroup], stop: StopRequest) -> Iterator[Sample
 
 
 def _slot(shard: GenerationShard) -> EngineSlot:
-    """This machine's first devices; the shard's number gives the engine a random stream of its own."""
+    """This machine's first devices; the shard's number gives the engine its own random stream."""
     return EngineSlot(True, number=shard.number, engines=shard.of, local=0, local_engines=1, gpu=0)

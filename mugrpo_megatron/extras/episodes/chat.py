@@ -1,4 +1,4 @@
-"""Chats as token ids: the first prompt whole, and of later requests only what follows the sampled turn.
+"""Chats as token ids: the whole first prompt, then only the tokens after each sampled turn.
 
 The template renders the chat twice, with and without the new messages; the difference, from the end of the assistant's
 turn on, is all that is tokenized. A template that renders earlier turns differently once later ones are there breaks
@@ -35,7 +35,7 @@ FORMATS = (
 
 
 class Chat:
-    """Renders chats and parses what the model says, by one tokenizer's template."""
+    """Renders chats and parses the model's messages with one tokenizer's template."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: Template, parser: str | None = None) -> None:
         self._tokenizer, self._template, self._parser = tokenizer, template, parser
@@ -113,7 +113,7 @@ class Chat:
 
     @cached_property
     def parser(self) -> str:
-        """The name of SGLang's parser; ValueError where the template's format is not known."""
+        """Name of SGLang's parser; raises ValueError if the template's format is not known."""
         if self._parser:
             return self._parser
         template = self._template.text or str(self._tokenizer.chat_template)
@@ -133,7 +133,7 @@ class Chat:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def encode(self, text: str, so_far: Trajectory | None = None) -> list[int]:
-        """Token ids of a text; of one that begins with what `so_far` holds, only the rest is tokenized."""
+        """Token ids of a text; if it begins with the tokens of `so_far`, only the rest is tokenized."""
         if so_far and so_far.turns and text.startswith(context := self.shown(so_far.context)):
             return so_far.context + self._encode(text[len(context) :])
         return self._encode(text)

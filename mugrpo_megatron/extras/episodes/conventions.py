@@ -1,4 +1,4 @@
-"""The forms of `rollout.function`, told apart by the names of their parameters: ours, slime's, and TRL's classes.
+"""Forms of `rollout.function`, recognised by parameter names: our own, slime's, and TRL's environment classes.
 
 A file of slime's runs here once its three imports name this module:
 
@@ -114,7 +114,7 @@ def _trl(factory: Callable[[], Any], name: str) -> Play:
 
 
 def _taken(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns that a function takes: all of them, unless it names some."""
+    """Columns that a function accepts: all of them, or those that it names."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(columns)

@@ -99,7 +99,7 @@ class Episodes:
     # ------------------------------------------------------------ beginning episodes
 
     def _take(self, take: PromptSource) -> bool:
-        """Begin episodes where the engine has room; whether there is anything in flight."""
+        """Begin episodes as long as the engine has room; returns whether any is in flight."""
         at_once = IN_FLIGHT * self._n * self._engine.slots(self._n)
         while True:
             live = sum(response is None for group in self._groups.values() for response in group.responses)
@@ -186,7 +186,8 @@ class Episodes:
             self._request(process, episode, message)
 
     def _request(self, process: EpisodeProcess, episode: Attempt, message: dict[str, Any]) -> None:
-        """Ask the engine; a limit ends the episode with what it has, and a broken prefix fails it."""
+        """Queue a request to the engine; a limit ends the episode with the turns that it has, and a broken prefix fails
+        it."""
         now, so_far = time.monotonic(), episode.so_far
         episode.waited_s += now - episode.answered_at
         room = so_far.room if so_far.turns else so_far.limit
@@ -218,7 +219,7 @@ class Episodes:
         return sum(map(len, map(str, texts))) > CHARS_A_TOKEN * room
 
     def _ids(self, episode: Attempt, message: dict[str, Any]) -> list[int]:
-        """The request's token ids; ValueError for what is no request."""
+        """Token ids of the request. Raises ValueError for a malformed one."""
         if message["what"] == "chat":
             if episode.so_far.turns and not episode.messages:
                 raise ValueError("it asks with chat after generate: take one of them in an episode")
@@ -240,7 +241,7 @@ class Episodes:
             self._work = []
 
     def _answer(self, episode: Attempt | None, response: Response) -> None:
-        """Record what was sampled, and tell the episode."""
+        """Record the sampled tokens and send them to the episode's process."""
         if episode is None or episode.request is None:
             return
         request, episode.request = episode.request, None
@@ -269,7 +270,7 @@ class Episodes:
     # ------------------------------------------------------------ ends
 
     def _finish(self, episode: Attempt, result: dict[str, Any]) -> None:
-        """Store an episode that has ended; `result` is what its process says of it."""
+        """Store an episode that has ended; `result` is its process's message."""
         so_far = episode.so_far
         if not so_far.turns:
             self._fail(episode, "it ended without asking the model")

@@ -1,4 +1,4 @@
-"""The processes that run a user's function, as the engine's leader holds them: started, watched, killed, replaced."""
+"""Worker processes of a user's function, started, watched, killed and replaced by the engine's leader."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mugrpo_megatron.samples import Prompt, Response
 
 START_TIMEOUT_S = 120.0
 SILENT_S = 10.0
-"""A process whose event loop says nothing for so long is killed: something blocks it."""
+"""Seconds of silence after which a process is killed: something blocks its event loop."""
 ENDING_S = 1.0
 """An episode that was cancelled has this long to end, before its process gets no new ones."""
 
@@ -109,7 +109,7 @@ class Pool:
         self.processes.clear()
 
     def place(self, start: Any) -> None:
-        """Give the waiting episodes to processes; `start` makes the message of one."""
+        """Assign waiting episodes to processes; `start` makes an episode's first message."""
         for _ in range(len(self.waiting)):
             episode = self.waiting.popleft()
             process = self._process_for(episode)

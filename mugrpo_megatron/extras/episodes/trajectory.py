@@ -19,7 +19,7 @@ Shown = Callable[[list[int]], str]
 
 
 class Broken(Exception):
-    """A request does not begin with what was sampled; the sentence shows the first token that differs."""
+    """A request does not begin with the tokens so far; the sentence names the first difference."""
 
 
 @dataclass(slots=True)
@@ -35,14 +35,14 @@ class Trajectory:
     mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     support_ids: list[np.ndarray] = field(default_factory=list)
-    """[tokens, k] of each part, where the stage keeps them."""
+    """Sampler support of each piece, int32 [tokens, k], if the stage stores it."""
     turns: int = 0
     finish_reason: str = "length"
     weight_version: int = 0
 
     @property
     def context(self) -> list[int]:
-        """Everything so far: what the next request has to begin with."""
+        """All tokens so far; the next request must begin with them."""
         return self.prompt + self.ids
 
     @property

@@ -18,7 +18,7 @@ MOST_CHARS = 1 << 20
 SHOWN_CHARS = 300
 
 Ask = Callable[..., Awaitable[Any]]
-"""(what, **arguments) -> the parent's answer."""
+"""(request, **arguments) -> the parent's answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Turn:
     text: str
     """Without special tokens."""
     finish_reason: str
-    """`stop`, or `length` where a limit cut it."""
+    """`stop`, or `length` if a limit cut the turn."""
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class EpisodeModel:
     open: int = 0
     """Plain functions that have not returned."""
     ids: list[int] = field(default_factory=list)
-    """Everything so far, what the model sampled included: `generate` continues it."""
+    """All tokens so far, sampled ones included; `generate` continues them."""
 
     async def generate(self, ids: Sequence[int], max_tokens: int | None = None, stop: Sequence[str] = ()) -> Turn:
         """Sample from a prompt of token ids, which begins with `self.ids` after the first turn.
@@ -79,7 +79,7 @@ class EpisodeModel:
         return dict(answer["message"])
 
     async def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without special tokens of its own."""
+        """Token ids of a text, without special tokens around it."""
         return list(await self.ask("encode", text=_short_enough(text)))
 
     async def decode(self, ids: Sequence[int]) -> str:
@@ -87,7 +87,8 @@ class EpisodeModel:
         return str(await self.ask("decode", ids=list(map(int, ids))))
 
     async def call(self, tool: Callable[..., Any], /, **arguments: Any) -> Any:
-        """Run a tool: a plain function in a thread, so that it delays no other episode; raises what it raises."""
+        """Run a tool, a plain function in a thread, so that it delays no other episode; raises the tool's own
+        exception."""
         self.calls += 1
         try:
             return await self.apart(tool, **arguments)

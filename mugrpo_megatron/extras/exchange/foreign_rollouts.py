@@ -86,7 +86,7 @@ def read_rollouts(
 
 
 def _check_text(row: Mapping[str, Any]) -> None:
-    """Raise ValueError for bytes where text belongs: a Parquet file may hold text as binary."""
+    """Raise ValueError for binary prompts or responses, as a Parquet file may hold."""
     for name in ("prompt", *RESPONSES):
         if isinstance(row.get(name), bytes | bytearray | memoryview):
             raise ValueError(f"{name} is binary; write the column as text (a string type)")

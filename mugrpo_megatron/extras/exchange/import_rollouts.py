@@ -1,4 +1,4 @@
-"""`mugrpo import`: rollouts of another program as a stage that `mugrpo optimize --from` takes."""
+"""`mugrpo import`: rollouts of another program as a stage for `mugrpo optimize --from`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _Gold(NamedTuple):
     """The row's column with a gold, "" without one."""
     value: Any
     any: bool
-    """Whether a user's function takes any value; else `math` has to find an answer in it."""
+    """Whether a user's function takes any value; otherwise `math` must find an answer in it."""
 
 
 def import_rollouts(

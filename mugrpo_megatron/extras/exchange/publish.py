@@ -105,13 +105,13 @@ def publish(
 
 
 def say_leftovers(to: Path, say: Callable[[str], None]) -> None:
-    """Say which directories a killed command left beside `to`: one that still runs has such a directory too."""
+    """Name directories that killed commands left beside `to`; a command that still runs has one too."""
     for left in sorted(to.parent.glob(f".{glob.escape(to.name)}.{RANDOM_SUFFIX}.partial")):
         say(f"{left} is of another command that writes {to}, or wrote it and was killed; remove it if none runs")
 
 
 def _of_stage(directory: Path) -> list[str]:
-    """The names of a sealed stage's files: its manifest, what that lists, and the routes that the engine recorded."""
+    """Names of a sealed stage's files: its manifest, the files listed there, and the engine's routes."""
     routes = route_column(directory, "rollout", {})
     beside = [path.name for path in (routes.path, routes.index) if os.path.lexists(path)]
     return [manifest_name(0), StageStore(directory).file, *beside]
@@ -140,7 +140,7 @@ def _copy(source: Path, target: Path, names: Iterable[str]) -> None:
 
 
 def _check_replaceable(directory: Path) -> None:
-    """Raise UserError where a published stage has a file that `publish` did not write."""
+    """Raise UserError when a published stage contains a file that `publish` did not write."""
     run = RunDirectory(directory)
     names = {run.recipe.name, FILE_NAME, CARD}
     for parent, listed in ((directory / "stages", _of_stage), (run.checkpoints, _of_checkpoint)):

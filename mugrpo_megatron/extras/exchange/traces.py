@@ -26,7 +26,7 @@ LISTS = ("prompt_token_ids", "completion_token_ids", "per_token_logps", "loss_ma
 
 
 def unfolded(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows of an episode of verifiers, one for each trace that trains the policy; another row alone, as it is.
+    """The trainable traces of an episode of verifiers, as rows; any other row alone and unchanged.
 
     Raises ValueError for traces that are no list of objects, and for an episode that trains nothing.
     """

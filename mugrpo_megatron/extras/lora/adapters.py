@@ -22,7 +22,7 @@ from mugrpo_megatron.weights.table import ADAPTER, entries, whole_name
 
 
 class LoraAdapters:
-    """The adapters of one learner; `learner.model.Adapters` says what each method is for."""
+    """`learner.model.Adapters` for one learner; the protocol documents the methods."""
 
     def __init__(self, recipe: Recipe, architecture: Architecture) -> None:
         self._recipe, self._architecture = recipe, architecture

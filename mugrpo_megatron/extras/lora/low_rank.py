@@ -74,7 +74,7 @@ class LowRank(torch.nn.Module):
 
     @torch.no_grad()
     def fill(self, leaf: Leaf, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Take this rank's part of a layer's whole factors, A [rank, inputs] and B [outputs, rank]."""
+        """Copy this rank's shard of a layer's whole factors, A [rank, inputs] and B [outputs, rank]."""
         own, size, rank = self.b[leaf.kind], self.group.size(), self.group.rank()
         whole = b.reshape(*own.shape[:-2], -1, own.shape[-1])
         self.a[leaf.kind].copy_(a if self.by_rows else a.chunk(size, dim=1)[rank])
@@ -103,7 +103,7 @@ class LowRank(torch.nn.Module):
         return _Up.apply(y, u, self, *b)
 
     def _down(self, x: torch.Tensor) -> torch.Tensor:
-        """u = A x of all layers, [t, 1, layers * rank], where B needs it."""
+        """u = A x of all layers, [t, 1, layers * rank], gathered or scattered for B."""
         a, regions = torch.cat(list(self.a.values())), tensor_parallel
         if self.entry.of_expert:
             return x @ (self._summed(a) if self.by_rows else a).T

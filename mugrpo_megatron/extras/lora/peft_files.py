@@ -49,7 +49,7 @@ class AdapterFile:
     alpha: float
     kinds: tuple[str, ...]
     base: str
-    """Fingerprint of the weights that it was trained on; empty where the file does not say."""
+    """Fingerprint of the weights that it was trained on; empty if the file has none."""
 
     def read(self) -> dict[str, torch.Tensor]:
         """All tensors by PEFT's names, on the host. Raises UserError for a file that is damaged behind its header."""
@@ -101,7 +101,7 @@ def read_adapter(directory: Path, architecture: Architecture, key: str = "lora.s
 
 
 def check_base(adapter: AdapterFile, model: Path, key: str = "lora.start") -> None:
-    """UserError when the adapter was trained on other weights than those in `model`, as far as its file says."""
+    """Raise UserError when the file names other base weights than those in `model`."""
     if adapter.base and adapter.base != fingerprint(model):
         raise UserError(
             f"{key} = {adapter.directory} was trained on other weights than {model} holds; name the model that it "

@@ -29,7 +29,8 @@ EXPERTS = "mlp.experts"
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A Hugging Face linear layer with an adapter, y = W x + scale B A x; or such a layer of every routed expert."""
+    """A Hugging Face linear layer with an adapter, y = W x + scale B A x; for routed experts, that layer of all
+    experts."""
 
     name: str
     """PEFT's, of the module: `model.layers.0.self_attn.q_proj`."""
@@ -104,7 +105,7 @@ def row_kinds(row: Row) -> tuple[str, ...]:
 
 
 def target_kinds(architecture: Architecture, targets: Targets, where: str = "lora.targets") -> tuple[str, ...]:
-    """The kinds that `targets` name, in the table's order; `where` is what names them.
+    """The kinds of layers that `targets` names, in the table's order; `where` names the setting in errors.
 
     Raises UserError for a name that is none, for no names, and for latent attention.
     """

@@ -1,4 +1,4 @@
-"""A model of what a run needs: from a recipe, a model's config and a cluster to memory, time and layouts.
+"""Memory, time and layouts of a run, computed from a recipe, a model's config and a cluster.
 
 hardware  devices, clusters and assumptions      case    what a plan is about: model, layout, parameters of each rank
 lengths   response lengths, continuous batching  memory  activations, state, update, engine: bytes of one rank

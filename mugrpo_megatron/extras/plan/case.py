@@ -150,7 +150,7 @@ class RankParameters:
         return self.dense + self.experts
 
     def shared(self, layout: Layout) -> float:
-        """Parameters whose optimizer states a rank holds, and about those that it writes to a checkpoint."""
+        """Parameters whose optimizer states a rank holds; about as many go to a checkpoint."""
         return self.dense / layout.shards + self.experts / layout.expert_shards
 
 
@@ -241,7 +241,7 @@ class PlanCase:
         return self.mean_prompt + self.mean_response
 
     def adapter(self, layout: Layout) -> RankParameters | None:
-        """Parameters of `[lora]` on a rank of a layout, all that it trains; None where all weights are trained."""
+        """Parameters of `[lora]` on a rank, all that it trains; None without an adapter."""
         section = self.recipe.lora
         if section.rank is None:
             return None

@@ -69,7 +69,7 @@ def engines_of(section: EngineSection, cluster: Cluster) -> int:
 
 
 def replicas_of_engines(section: EngineSection, cluster: Cluster, weight_bytes: float) -> int:
-    """Replicas of each engine, whose weights take so many bytes; UserError as in `engines_of`."""
+    """Replicas of each engine with `weight_bytes` of weights; UserError as in `engines_of`."""
     return replicas_of(section, weight_bytes, _first_slot(section, cluster).local_engines, _cores(cluster))
 
 
@@ -78,7 +78,7 @@ def _first_slot(section: EngineSection, cluster: Cluster) -> EngineSlot:
 
 
 def _cores(cluster: Cluster) -> int | None:
-    """Cores of a node where engines run on CPU: this machine's."""
+    """CPU cores of a node, this machine's, if engines run on CPU."""
     return None if cluster.device.cuda else psutil.cpu_count()
 
 
@@ -114,7 +114,7 @@ class Assumptions:
     decode: float = 0.5
     """Share of the device's bandwidth that decoding reaches."""
     step_floor: float = 0.008
-    """Seconds that a decoding step takes at least: scheduling and launches."""
+    """Least seconds of a decoding step: scheduling and launches."""
     verifier: float = 545.0
     """Responses/s of one verifier process; docs/rewards.md has a measured figure on short answers."""
     cores: float = 16.0

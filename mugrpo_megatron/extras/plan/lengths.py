@@ -1,4 +1,4 @@
-"""Response lengths, and the time that engines with continuous batching take to decode them.
+"""Response lengths, and the time of engines with continuous batching to decode them.
 
 Lengths are log-normal, cut at the recipe's maximum. An engine decodes up to `slots` responses together and starts the
 next one when one ends. Towards the end fewer and fewer responses run, and the longest ones decide the time.
@@ -13,14 +13,14 @@ from statistics import NormalDist
 import numpy as np
 
 QUANTILES = 2048
-"""Quantiles that stand for a distribution."""
+"""Quantiles that represent a distribution."""
 WAVES = 4
 """Full engines of requests that are simulated: after these, responses end evenly over time."""
 DRAWS = 4
 """Simulations that are averaged: the longest of few responses varies."""
 
 Supply = Callable[[int], float | None]
-"""Number of responses that an engine is decoding -> length of the next one it takes; None: none now."""
+"""Number of responses that an engine is decoding -> length of the next one, or None if there is none now."""
 
 
 def response_lengths(mean: float, longest: int, spread: float) -> np.ndarray:

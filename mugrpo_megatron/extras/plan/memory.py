@@ -258,7 +258,7 @@ class EngineMemory:
 
     weights: float
     cache: float
-    """Keys and values: what `engine.memory_fraction` leaves of the device after the weights."""
+    """Keys and values: the rest of `engine.memory_fraction` after the weights."""
     work: float
     """Activations and CUDA graphs, outside `memory_fraction`."""
     tokens: int
@@ -272,7 +272,8 @@ class EngineMemory:
 
 
 def cache_shares(architecture: Architecture, tensor: int) -> int:
-    """Parts into which an engine's ranks split the cache: above them, ranks hold copies, as of every latent."""
+    """Number of distinct shards of the KV cache among an engine's ranks; further ranks hold copies, as all do with
+    latents."""
     return 1 if architecture.latent else min(tensor, architecture.transformer["num_query_groups"])
 
 
@@ -328,7 +329,7 @@ class Memory:
 
     @property
     def resting(self) -> float:
-        """Bytes that an engine at work leaves alone: what sleeps beside it."""
+        """Bytes on the device that do not belong to the working engine."""
         return self.generate - self.serving.total
 
     @property

@@ -19,7 +19,7 @@ from mugrpo_megatron.extras.plan.time import Phases, Schedule, bubble, checkpoin
 from mugrpo_megatron.recipe import Recipe
 
 PLANNED = "plan such a number with --nodes and --gpus-per-node, or shrink the layout with --set"
-"""The way out where the layout does not fit the ranks of the planned cluster."""
+"""The way out if the layout does not fit the ranks of the planned cluster."""
 
 
 @dataclass(frozen=True, slots=True)

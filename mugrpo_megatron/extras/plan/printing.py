@@ -23,7 +23,7 @@ UNITS = ((3600.0, "h"), (60.0, "min"), (1.0, "s"))
 
 
 def two_digits(value: float) -> str:
-    """150, 9.3, 0.0041; nothing where there is nothing."""
+    """The value with two significant digits: 150, 9.3, 0.0041."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     decimals = 1 - math.floor(math.log10(abs(value)))
@@ -66,7 +66,7 @@ def print_json(plan: RunPlan, launch: Mapping[str, str]) -> None:
 
 
 def _verdict(plan: RunPlan) -> Iterable[str]:
-    """Three lines: that it fits, what it costs, and what binds."""
+    """Three lines: the memory, the hours, and the phases that limit both."""
     need, run = plan.memory, plan.schedules[0]
     fullest, peak = max(need.phases.items(), key=lambda phase: phase[1])
     longest, seconds = max(run.seconds.items(), key=lambda phase: phase[1])

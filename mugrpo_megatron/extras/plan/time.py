@@ -125,7 +125,7 @@ def _sequence_flops(case: PlanCase, passes: float, head: int) -> float:
 
 
 def _others(ranks: int) -> float:
-    """Share of a tensor that other ranks hold."""
+    """Fraction of a tensor that other ranks hold."""
     return (ranks - 1) / ranks
 
 
@@ -196,7 +196,7 @@ def saving_seconds(others: float, case: PlanCase) -> float:
 
 
 def checkpoint_bytes(case: PlanCase) -> float:
-    """Bytes of what is trained, its float32 master weights and both moments (learner/checkpoint.py)."""
+    """Bytes of the trained weights, their float32 master weights and both moments (learner/checkpoint.py)."""
     adapter = case.adapter(Layout())
     return (adapter.total if adapter else parameters(case.architecture)) * (case.itemsize + 12.0)
 

@@ -28,7 +28,7 @@ MODULE = object()
 
 
 class ProgramError(Exception):
-    """The program raised an exception of its own."""
+    """Any exception of the program that is not a builtin one."""
 
 
 class Program:
@@ -38,7 +38,7 @@ class Program:
         self._answers, self._requests = answers, requests
 
     def ask(self, what: str, **details: Any) -> Any:
-        """Send a request and return its answer; raises what the program raised, if it is a builtin exception."""
+        """Send a request and return its answer; raises the program's exception, if it is a builtin one."""
         self._requests.write(json.dumps({"do": what, **details}) + "\n")
         self._requests.flush()
         line = self._answers.readline()
@@ -58,7 +58,7 @@ class Program:
 
 
 class StandIn:
-    """A value that stays with the program. It equals only itself, whatever the program's own `__eq__` says."""
+    """A value that stays with the program; equal only to itself, whatever the program's own `__eq__` returns."""
 
     def __init__(self, program: Program, number: int) -> None:
         self.__program, self.__number = program, number
@@ -109,7 +109,7 @@ class StandIn:
 
 
 def _handle(value: Any) -> Any:
-    """The other direction: only stand-ins are known there."""
+    """Handle of a stand-in; nothing else can be sent to the program."""
     if isinstance(value, StandIn):
         return StandIn.handle(value)
     raise TypeError(f"a {type(value).__name__} cannot be handed to the program")
@@ -148,7 +148,7 @@ def is_test_class(node: ast.ClassDef) -> bool:
 
 
 class Ledger(ast.NodeTransformer):
-    """Notes each assertion that holds, by its line; `due` are those that have to be among them."""
+    """Records each assertion that holds, by its line; `due` are the lines that must be among them."""
 
     def __init__(self, entry: str) -> None:
         self.due: set[int] = set()
@@ -242,7 +242,7 @@ def main(root: str, answered: str, requested: str, verdict: str, entry: str, nam
 
 
 def _nothing(*_arguments: Any, **_options: Any) -> None:
-    """Stands for unittest.main: the tests are run here."""
+    """Replaces `unittest.main`, because this module runs the tests."""
 
 
 def _run(function: Callable[..., Any], *arguments: Any) -> None:

@@ -36,7 +36,7 @@ MOST_CHARACTERS = 65_536
 _SPARE_S = 1.0
 """Kept of `reward.timeout_s`, so that the worker answers before it is killed."""
 TOLERANCE = "1e-6"
-"""Relative to the expected number, as most problem statements allow; absolute where that is less than what it shows."""
+"""Tolerance relative to the expected number, as most problem statements allow; for small numbers see `close`."""
 _MOST_BITS = 1100
 """A float has fewer."""
 _INTEGER = re.compile(r"[+-]?[0-9]{1,4000}")
@@ -51,14 +51,14 @@ class Grader:
     share: bool
     """The reward is the share of passed tests; else 1 when all pass, 0 otherwise."""
     most_tests: int
-    """Only this many tests count, evenly spread over the row's; 0 takes all."""
+    """Number of tests that count, evenly spread over the row's; 0 takes all."""
     timeout_s: float
     """Seconds for all tests of a response."""
     note: str = ""
     """Warning for the user at the start; may be empty."""
 
     def __call__(self, response: str, answer: object, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Raises what `grade` raises."""
+        """Score a response; raises as `grade` does."""
         reward, why = grade(response, answer, row, self)
         return {"score": reward, "why": why}
 
@@ -167,7 +167,7 @@ def _same_word(word: str, expected: str) -> bool:
 
 
 def same_value(answers: bytes, expected: Sequence[Any]) -> tuple[bool, str]:
-    """Whether what `served.py` wrote ends with a result that equals one of `expected`; with the reason if not."""
+    """Whether the program's answers end with a result that equals one of `expected`; with the reason if not."""
     lines = answers.splitlines()
     if len(lines) < 2:
         return False, "returned nothing: the program ended first"

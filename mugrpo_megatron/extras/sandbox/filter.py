@@ -110,7 +110,7 @@ def build(machine: str, pid: int) -> bytes:
 
 
 _Line = tuple[int, int, int, int]
-"""Operation, how many lines to skip if it holds, and if not, operand."""
+"""(operation, instructions to skip if it holds, instructions to skip if not, operand)."""
 
 
 def _call(number: int, checks: list[_Line], verdict: int = _REFUSE) -> list[_Line]:
@@ -119,7 +119,7 @@ def _call(number: int, checks: list[_Line], verdict: int = _REFUSE) -> list[_Lin
 
 
 def _allowed_for(*values: int) -> list[_Line]:
-    """Allowed where the first argument is one of the values."""
+    """Instructions that allow a call whose first argument is one of the values."""
     lines: list[_Line] = [(_LOAD, 0, 0, _FIRST)]
     for value in values:
         lines += [(_EQUAL, 0, 1, value), (_RETURN, 0, 0, _ALLOW)]

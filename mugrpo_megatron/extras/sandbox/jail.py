@@ -1,4 +1,4 @@
-"""The child's side: a keeper process, and in namespaces of its own the process that becomes the program.
+"""The jail from inside: a keeper process, and in its own namespaces the process that becomes the program.
 
 `start` forks the keeper, which forks the program's process and waits. The keeper ends everything below it when it is
 asked to (guard.END) or when the worker dies; inside, the program's process is number 1 and sees no other to signal.
@@ -138,7 +138,7 @@ def _become(
     alone: bool,
     tell: int,
 ) -> None:
-    """The program's process: it gives up all that it does not need, and executes the interpreter."""
+    """Become the program: drop all rights, enter the root, and execute the interpreter."""
     tell = _place(channels, tell)
     os.setsid()
     apart = limits.mode == "namespaces"
@@ -157,7 +157,7 @@ def _become(
 
 
 def _place(channels: Mapping[int, int], tell: int) -> int:
-    """Put the channels where the program expects them, and close everything else when it is executed."""
+    """Move the channels to the program's descriptors, and mark everything else close-on-exec."""
     tell = fcntl.fcntl(tell, fcntl.F_DUPFD_CLOEXEC, _HIGH)
     moved = {name: fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, _HIGH) for name, ours in channels.items()}
     for name in map(int, os.listdir("/proc/self/fd")):
@@ -204,7 +204,7 @@ def _bind(source: str, target: str) -> None:
 
 
 def _mounts(root: str) -> list[tuple[str, int]]:
-    """(mount point, its flags that a user namespace may not take away) of `root`'s latest mount and all on it."""
+    """Mount points in `root`, each with the flags that a user namespace may not remove."""
     points: list[str] = []
     inside: set[bytes] = set()
     for line in Path("/proc/self/mountinfo").read_bytes().splitlines():

@@ -38,7 +38,7 @@ def sees_files(mode: str) -> bool:
 
 
 def check_jail(limits: Limits) -> None:
-    """Run a program of one line. Raises UserError with the way out where that fails."""
+    """Run a program of one line; raises UserError with the way out if that fails."""
     if limits.mode == "limits" and not calls.available():
         raise UserError(
             'reward.code.sandbox = "limits" knows the system calls of x86-64 and arm64 only: use namespaces'

@@ -73,7 +73,7 @@ def landlock_version() -> int:
 
 
 def see_only(paths: list[str]) -> None:
-    """Landlock: this process and its children read what lies beneath `paths`, and no other file; they write none."""
+    """Restrict this process and its children with Landlock: they read files beneath `paths` only, and write none."""
     version = landlock_version()
     handled = (1 << _ACCESSES.get(version, 16)) - 1
     network = 0b11 if version >= 4 else 0  # bind and connect of TCP

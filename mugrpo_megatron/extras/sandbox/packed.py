@@ -20,7 +20,7 @@ _MAPPINGS = (dict, collections.Counter, collections.defaultdict, collections.Ord
 
 
 def pack(value: Any, keep: Callable[[Any], Any]) -> Any:
-    """A value as JSON; `keep` makes the handle of what does not travel."""
+    """Encode a value as JSON; `keep` returns the handle of a value that cannot be copied."""
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
@@ -44,7 +44,7 @@ def pack(value: Any, keep: Callable[[Any], Any]) -> Any:
 
 
 def unpack(packed: Any, handle: Callable[[dict[str, Any]], Any]) -> Any:
-    """The value; `handle` is given what is not a copy. Raises ValueError or TypeError for what `pack` never wrote."""
+    """Decode a value; `handle` resolves handles. Raises ValueError or TypeError for JSON that `pack` never writes."""
     if isinstance(packed, list):
         return [unpack(item, handle) for item in packed]
     if not isinstance(packed, dict):

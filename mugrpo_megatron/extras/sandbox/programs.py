@@ -1,4 +1,4 @@
-"""Runs a program in a jail and returns what it wrote, or how it failed.
+"""Runs a program in a jail and returns its output, or how it failed.
 
 This is the worker's side, which enforces time and size.
 """
@@ -70,11 +70,11 @@ class JailedProcess:
     files: Mapping[str, str]
     """Path below the jail's root -> text."""
     start: str
-    """A script among them, or a module of this package that has to be among them, too."""
+    """A script among the files, or the name of one of their modules."""
     arguments: Sequence[str]
     """Arguments of the module's `main` after the root's path."""
     channels: Mapping[int, FileIO]
-    """The jail's descriptors -> what they are; closed here once the jail has them."""
+    """The jail's descriptors -> files of this process, which are closed here once the jail has them."""
 
 
 def run_program(program: str, stdin_text: str, limits: Limits) -> Outcome:
@@ -120,7 +120,7 @@ def _not_kept(value: object) -> object:
 
 
 def execute(processes: Sequence[JailedProcess], limits: Limits, answer_of: int | None = None) -> Outcome:
-    """Run the processes, each in a jail, until the last one has ended; then the others are ended.
+    """Run the processes, each in its own jail, until the last one ends; then end the others.
 
     stdin is empty unless a process has a channel 0. stdout and stderr are the last process's; another's are dropped.
     answer_of: the last process's descriptor whose content is `Outcome.answer`.
@@ -153,7 +153,7 @@ def execute(processes: Sequence[JailedProcess], limits: Limits, answer_of: int |
 
 
 def _watch(keeper: int, reads: dict[int, bytearray], limits: Limits) -> tuple[Ending, int]:
-    """Read until the keeper has ended, or has to be ended; everything is gone when this returns."""
+    """Read until the keeper ends or breaks a limit; when this returns, all its processes have ended."""
     deadline = time.monotonic() + limits.wall_s
     ended = os.pidfd_open(keeper)
     poll = select.poll()

@@ -1,4 +1,4 @@
-"""Reads a row's tests: what a program is given, and what it has to return.
+"""Reads a row's tests: inputs for a program, and the outputs expected of it.
 
 The shapes that data sets of programming problems have: `inputs` and `outputs` with or without `fn_name` (APPS, TACO,
 LiveCodeBench's own file), a list of {input, output, testtype}, a list of asserts (MBPP), and test code, with an entry
@@ -20,7 +20,7 @@ from typing import Any
 from mugrpo_megatron.extras.sandbox.asserting import MODULES, is_assertion, is_test_class
 
 COLUMNS = ("tests", "input_output", "test_cases", "test_list", "test")
-"""Columns that may hold tests, besides the gold and those that count together."""
+"""Columns that may hold tests, besides the gold and the groups in `_TOGETHER`."""
 _TOGETHER = (
     ("public_test_cases", "private_test_cases"),  # LiveCodeBench
     ("public_tests", "private_tests", "generated_tests"),  # code_contests
@@ -29,7 +29,7 @@ _TOGETHER = (
 
 @dataclass(frozen=True, slots=True)
 class ProgramTest:
-    """The whole program is given text on stdin; what it writes to stdout is compared."""
+    """Runs the whole program with text on stdin and compares its stdout."""
 
     given: str
     expected: str
@@ -37,7 +37,7 @@ class ProgramTest:
 
 @dataclass(frozen=True, slots=True)
 class FunctionTest:
-    """One function is called; what it returns is compared with any of `expected`."""
+    """Calls one function and compares its result with any of `expected`."""
 
     name: str
     arguments: tuple[Any, ...]
@@ -54,7 +54,7 @@ class AssertTest:
     names: tuple[str, ...] = ()
     """Names in the code that are the program's; every other one is the code's own or the standard library's."""
     library: Mapping[str, str] = field(default_factory=dict)
-    """Names that the standard library gives without an import -> the module that they are from."""
+    """Names of the standard library that tests use without an import -> their module."""
     prompt: str = ""
     """The definitions of the row's prompt, which the code may use."""
 
@@ -137,7 +137,7 @@ def _function(holder: Mapping[str, Any]) -> str:
 
 
 def _function_test(name: str, inputs: object, output: object) -> FunctionTest:
-    """Text holds one argument in JSON on each line, and the result in JSON; lists are the arguments themselves.
+    """A call of a function: text has one JSON argument a line and a JSON result; lists are the arguments themselves.
 
     Beside a list, a text may be the result itself, or the result in JSON: both are right.
     """
@@ -161,7 +161,7 @@ def _value(text: str) -> Any:
 
 
 def _lines(value: object) -> str:
-    """Text, or lines of it. A null would be the word `None`, which no program is asked for."""
+    """Text, or a list of lines as text. Raises ValueError for null, which would become the word `None`."""
     if value is None or (isinstance(value, list) and None in value):
         raise ValueError("a test's input or output is null")
     if isinstance(value, str):
@@ -170,7 +170,7 @@ def _lines(value: object) -> str:
 
 
 def usable(response: str, answer: object, row: Mapping[str, Any]) -> dict[str, Any]:
-    """A reward function that no response has a part in: 1 where the row has tests, else 0 and why not."""
+    """A reward function that ignores the response: 1 if the row has tests, else 0 with the reason."""
     try:
         read_tests(answer, row)
     except ValueError as error:
@@ -217,7 +217,7 @@ def _definitions(row: Mapping[str, Any]) -> str:
 
 
 def _entry(row: Mapping[str, Any]) -> str:
-    """The name of the function that is asked for; LeetCode's is a method, `Solution().name`."""
+    """Name of the requested function; LeetCode's is a method, `Solution().name`."""
     return str(row.get("entry_point") or "").removeprefix("Solution().")
 
 
@@ -312,7 +312,7 @@ def _owners(tree: ast.Module, prompt: ast.Module, entry: str) -> tuple[tuple[str
 
 
 def _bound(tree: ast.AST) -> Iterator[str]:
-    """Every name that code gives a value, wherever it does."""
+    """Every name that the code binds, in any scope."""
     for node in ast.walk(tree):
         match node:
             case ast.Name(name, ast.Store()) | ast.arg(name):
@@ -334,7 +334,7 @@ def _asserts(code: str) -> bool:
 
 
 def _separate(code: str) -> list[str]:
-    """Test code that ends in asserts as one test each, with what stands before them; anything else is one test."""
+    """Test code split into one test for each assert at its end, with the code before them; other code is one test."""
     lines, statements = code.splitlines(keepends=True), ast.parse(code).body
     first = len(statements)
     while first and isinstance(statements[first - 1], ast.Assert):

@@ -87,7 +87,7 @@ def claim_out(sweep: Sweep, origin: Origin) -> None:
 
 
 def states(sweep: Sweep) -> str:
-    """Every cell with its state, one a line, and the time that the others take."""
+    """Every cell with its state, one a line, and the estimated time of the rest."""
     states = {cell.name: sweep.state(cell) for cell in sweep.cells}
     lines = [f"{state:9} {name}" for name, state in states.items()]
     unfinished = sum(state != "finished" for state in states.values())
@@ -131,7 +131,7 @@ def _check_out(sweep: Sweep, origin: Origin) -> None:
 
 
 def _check_evaluation(sweep: Sweep, cell: Cell) -> None:
-    """Cells that are compared have to be evaluated alike; a run may change `[eval]`, a sweep may not."""
+    """Raise UserError for a finished cell with another `[eval]`, since its figures would not compare."""
     recipe_file = sweep.directory(cell).recipe
     if sweep.finished(cell) and load_recipe(recipe_file).eval != cell.recipe.eval:
         raise UserError(

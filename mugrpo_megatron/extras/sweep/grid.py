@@ -55,7 +55,7 @@ class Cell:
 
 
 def read_grid(overrides: Iterable[str], file: Path | None) -> Grid:
-    """The grid of `--set` words and a grid file; several values make an axis. UserError for what is no grid."""
+    """The grid of `--set` words and a grid file; several values make an axis. UserError for a malformed one."""
     table = read_toml(file) if file else {}
     if unknown := sorted(table.keys() - set(PARTS)):
         raise UserError(f"{file}: `{unknown[0]}` is not a table of a grid; there are [set], [axes] and [[cells]]")

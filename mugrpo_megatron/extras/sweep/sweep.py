@@ -108,7 +108,7 @@ def _optimize_cell(context: SweepContext, sweep: Sweep, cell: Cell) -> None:
 
 
 def _take_over_evaluation(run: Run, sweep: Sweep, cursor: Cursor) -> None:
-    """Log the source's evaluation of the weights at the stage's start, where the cell would evaluate them alike."""
+    """Log the source's evaluation at the stage's start, if the cell evaluates in the same way."""
     source = load_recipe(RunDirectory(sweep.source).recipe)
     recipe = run.recipe
     if (source.eval, source.data, source.reward) != (recipe.eval, recipe.data, recipe.reward):

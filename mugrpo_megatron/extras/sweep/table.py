@@ -31,7 +31,7 @@ FIGURES = (
     "ess_min", "kl_k3_last", "clipped_fraction_mean", "vetoed_fraction_mean", "ratio_neg_min", "grad_norm_max",
     "reward_mean", "seconds_optimize", "seconds_total",
 )  # fmt: skip
-"""Columns of cells.csv after the cell's name and settings; empty where a cell has none."""
+"""Columns of cells.csv after the cell's name and settings; a missing figure is empty."""
 
 Figures = dict[str, Any]
 
