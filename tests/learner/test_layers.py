@@ -104,19 +104,19 @@ def test_round_trip_is_bitwise(checkpoints: Path, tmp_path: Path, name: str) -> 
 
 
 def test_what_the_machine_lacks_is_refused_before_anything_starts(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = recipe(Path(model), learner={"layers": "transformer_engine"})
+    section = recipe(Path(model), learner={"layers": "transformer_engine"}).learner
     with pytest.raises(UserError, match='needs CUDA, and this learner runs on CPU; set it to "local"'):
-        check_layers(asked, cuda=False)
+        check_layers(section, "bfloat16", cuda=False)
     monkeypatch.setattr("mugrpo_megatron.checks.layouts.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"is not installed: `run_scripts/setup.sh --cuda --with-te`"):
-        check_layers(asked, cuda=True)
+        check_layers(section, "bfloat16", cuda=True)
     for layers_ in ("local", "auto"):
-        check_layers(recipe(Path(model), learner={"layers": layers_}), cuda=True)
+        check_layers(recipe(Path(model), learner={"layers": layers_}).learner, "float32", cuda=True)
 
 
 def test_fp8_in_another_type_than_bfloat16_is_refused(model: str) -> None:
     with pytest.raises(UserError, match=r'needs model\.dtype = "bfloat16"'):
-        check_layers(recipe(Path(model), learner={"layers": "fp8_tensorwise"}), cuda=True)
+        check_layers(recipe(Path(model), learner={"layers": "fp8_tensorwise"}).learner, "float32", cuda=True)
 
 
 @pytest.mark.process
