@@ -116,8 +116,9 @@ def megatron_logprobs(hf: Path, megatron: Path, architecture: Architecture, prom
     from mugrpo_megatron.recipe import Recipe
 
     recipe = Recipe.model_validate({"model": {"path": hf, "dtype": "float32"}})
-    ranks = initialize(recipe)
-    (chunk,) = [policy(chunk) for chunk in build_model(recipe, architecture, ranks)]
+    ranks = initialize(recipe.run, recipe.parallel)
+    (wrapped,) = build_model(recipe.model, recipe.parallel, recipe.learner, architecture, ranks)
+    chunk = policy(wrapped)
     load_model([chunk], megatron)
     chunk.eval()
     ids = torch.tensor(prompts, device=ranks.device).view(1, -1)
