@@ -157,7 +157,7 @@ def llama3(base: float, dim: int, factor: float, low: float, high: float, origin
 def yarn(
     base: float, dim: int, factor: float, beta_fast: float, beta_slow: float, original: int, truncate: bool
 ) -> torch.Tensor:
-    """Divides by `factor` below `beta_slow` rotations over the original context, by 1 above `beta_fast`; a ramp between."""
+    """Divides by `factor` below `beta_slow` rotations over the original context, ramps to 1 at `beta_fast`."""
 
     def pair_at(rotations: float) -> float:
         return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
