@@ -39,5 +39,5 @@ def test_one_logprob_less_does_not_shift_those_of_later_responses() -> None:
 
     how = Sampling(1.0, 1.0, 9, ())
     assert len(pack([(0, [output(3, 3), output(2, 2)])], 0, how).logprobs) == 5
-    with pytest.raises(ValueError, match="another number of logprobs"):
+    with pytest.raises(ValueError, match="2 logprobs for 3 tokens"):
         pack([(0, [output(3, 2), output(2, 3)])], 0, how)
