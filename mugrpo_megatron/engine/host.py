@@ -105,7 +105,7 @@ def start_guard(scratch: str) -> IO[bytes]:
     return shell.stdin
 
 
-class Generation:
+class GenerateCommand:
     """A generate command: every request is a task, and finished groups are sent together."""
 
     def __init__(self, engines: EngineGroup, connection: Channel, sampling: Sampling, version: int) -> None:
@@ -263,7 +263,7 @@ class Host:
         """Execute one command of the table in wire.py; returns the reply."""
         match kind:
             case "generate":
-                self._engines.run(Generation(self._engines, self._connection, value, self._version).run())
+                self._engines.run(GenerateCommand(self._engines, self._connection, value, self._version).run())
                 return "done", None
             case "load_bucket":
                 self._engines.update_weights(value)

@@ -1,6 +1,6 @@
-"""Signs that a run is sick, read off its metric rows: a sentence for each, and the way out. docs/health.md lists them.
+"""Health warnings from a run's metric rows: a sentence and the way out for each. docs/health.md lists them.
 
-Bounds are wide, so that a healthy run has no sign. Those of ESS and veto are from docs/study.md: of 116 runs that
+Bounds are wide, so that a healthy run has none. The bounds of ESS and veto are from docs/study.md: of 116 runs that
 improved, the worst ended at an ESS of 0.77 with 3.5 % of the tokens vetoed; half of the 62 that fell ended below 0.63.
 """
 

@@ -209,8 +209,8 @@ def open_log(
     """Open the run's log to append to it; `write` is true only on the main rank.
 
     `updates_done` are the updates taken so far: a resumed run's TensorBoard curves continue there. `run_id` is the id
-    of its Weights & Biases curves, which a resumed run continues; without it they are new ones. `watch` says signs that
-    the run is sick.
+    of its Weights & Biases curves, which a resumed run continues; without it they are new ones. `watch` prints
+    health warnings.
     Raises UserError when the log is damaged or the recipe asks for Weights & Biases and it is not installed.
     """
     rows = read_rows(run_dir / FILE_NAME) if (run_dir / FILE_NAME).exists() else []

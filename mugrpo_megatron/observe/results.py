@@ -79,7 +79,7 @@ def summarize(run_dir: Path) -> dict[str, Any]:
     and at its last evaluation after it; None where there was none.
     `accuracy_interval` is the 95 % interval [low, high] of `accuracy_after`, `accuracy_before_interval` that of
     `accuracy_before`. `sets` has the same of each set: before, before_interval, after, interval, problems, samples.
-    `health_warnings` are those that the run is sick (observe/health.py): name, text and remedy of each.
+    `health_warnings` are those of observe/health.py: name, text and remedy of each.
     Where the figures are mean rewards, `measure` is "reward" and keys begin with `reward_` instead of `accuracy_`.
     """
     return summary_of(read_run(run_dir))

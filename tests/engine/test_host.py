@@ -20,7 +20,7 @@ import pytest
 
 from mugrpo_megatron.engine import host
 from mugrpo_megatron.engine.engine_group import EngineGroup
-from mugrpo_megatron.engine.host import Generation, Host, first_cause, start_guard
+from mugrpo_megatron.engine.host import GenerateCommand, Host, first_cause, start_guard
 from mugrpo_megatron.engine.process import SHARED_MEMORY, Channel
 from mugrpo_megatron.engine.wire import Request, Sampling, sampling_seeds
 from tests.engine.stub import StubEngine
@@ -42,7 +42,7 @@ def ends() -> Iterator[tuple[Channel, Channel]]:
 def generating(engine: StubEngine, ends: tuple[Channel, Channel], sampling: Sampling = SAMPLING) -> Iterator[Channel]:
     """The client's end of a generation in a thread; the block has to close it."""
     client, theirs = ends
-    generation = Generation(EngineGroup([engine]), theirs, sampling, version=4)
+    generation = GenerateCommand(EngineGroup([engine]), theirs, sampling, version=4)
     thread = threading.Thread(target=engine.loop.run_until_complete, args=[generation.run()])
     thread.start()
     yield client
@@ -110,7 +110,7 @@ def test_a_group_that_cannot_be_sent_ends_the_generation_with_its_cause(
     monkeypatch.setattr(host, "pack", refuse)
     engine = Slow()
     engine.answers.set()
-    generation = Generation(EngineGroup([engine]), ends[1], SAMPLING, version=4)
+    generation = GenerateCommand(EngineGroup([engine]), ends[1], SAMPLING, version=4)
     monkeypatch.setattr(generation, "_read", lambda loop: None)
     generation._inbox.put_nowait(("requests", [Request(0, [9], 1), Request(1, [1], 1)]))
     with pytest.raises(ExceptionGroup) as raised:

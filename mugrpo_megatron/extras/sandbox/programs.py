@@ -31,7 +31,7 @@ from mugrpo_megatron.rewards import guard
 Ending = Literal["ended", "time", "output"]
 _PIECE = 1 << 16
 _START = "import sys; sys.path.insert(0, sys.argv[1] or '/'); from {module} import main; main(*sys.argv[1:])"
-_TOLD = 160
+_ERROR_CHARS = 160
 """Characters of a program's last words in a reason."""
 
 
@@ -59,7 +59,7 @@ class Outcome:
                 return f"ended by {signal.Signals(self.code - 128).name}"
         if self.code:
             words = self.errors.decode("utf-8", "replace").strip().rpartition("\n")[2]
-            return f"exit code {self.code}: {words[:_TOLD]}" if words else f"exit code {self.code}"
+            return f"exit code {self.code}: {words[:_ERROR_CHARS]}" if words else f"exit code {self.code}"
         return ""
 
 
