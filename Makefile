@@ -2,7 +2,7 @@
 PYTHON = .venv/bin/python
 QUICK = not process and not slow and not night
 
-.PHONY: setup check test-quick test night new-stack docs lock quickstart
+.PHONY: setup check test-quick test night seconds new-stack docs lock quickstart
 
 setup:
 	run_scripts/setup.sh
@@ -15,8 +15,11 @@ test-quick: setup  # starts no process, under 90 seconds
 	$(PYTHON) -m pytest -q -n 2 -m "$(QUICK)"
 test:  # what a change must pass: check and the whole suite
 	run_scripts/test.sh
-night: setup new-stack  # kill and scaling harnesses, comparisons with TRL, the report in a browser
-	$(PYTHON) -m pytest -m night
+night: setup new-stack  # kill and scaling harnesses, comparisons with TRL, the report in a browser; then all properties
+	$(PYTHON) -m pytest -m night --seconds .pytest_cache/night.tsv
+	$(PYTHON) -m pytest -q -n 2 -m "$(QUICK)" --hypothesis-profile thorough
+seconds:  # what the tests of the last run and their fixtures cost
+	$(PYTHON) -m tests.costs
 new-stack:  # the quick tier, and the processes of learner and weights, where `setup.sh --stack new` has been run
 	if [ -x .venv-new/bin/python ]; then .venv-new/bin/python -m pytest -q -n 2 -m "$(QUICK)" \
 		&& .venv-new/bin/python -m pytest -q -n 2 -m "process and not night" tests/learner tests/weights; fi

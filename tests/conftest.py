@@ -26,12 +26,13 @@ from tests.cpu_seconds import Slowness
 from tests.forked import STARTED
 
 # A property fails for what is wrong, never for a machine that is busy.
-settings.register_profile("untimed", deadline=None)
+settings.register_profile("suite", deadline=None, max_examples=30)
+settings.register_profile("thorough", deadline=None, max_examples=100)  # `make night`, a twelfth of it each night
 # `pytest -m night tests/hostile --hypothesis-profile long`: an hour of fuzzing.
 settings.register_profile(
     "long", deadline=None, max_examples=20_000, suppress_health_check=list(HealthCheck), print_blob=True
 )
-settings.load_profile("untimed")
+settings.load_profile("suite")
 
 # Engines have temporary folders of their own, in which each would compile the same C++ again.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
@@ -91,6 +92,7 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--most-seconds", type=float, default=0.0, help="begin no test after so long; 0: no limit")
     parser.addoption("--seconds", metavar="FILE", help="write what each test and fixture costs here (tests/costs.py)")
 
 

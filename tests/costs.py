@@ -91,6 +91,7 @@ class Costs:
         self.slowness = slowness
         self.night = config.option.markexpr == "night"
         self.file = Path(config.option.seconds or SECONDS)
+        self.most_s: float = config.option.most_seconds
         self.costs: list[Cost] = []
         self.of_workers: float | None = None
         self.total = self.limit = 0.0
@@ -105,6 +106,11 @@ class Costs:
 
     def _read(self) -> Reading:
         return Reading(time.monotonic(), cpu_seconds(self._of_children))
+
+    def pytest_runtest_setup(self) -> None:
+        """Begin no test after `--most-seconds`."""
+        if self.most_s and time.monotonic() - self._begin > self.most_s:
+            pytest.skip("no time left")
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:

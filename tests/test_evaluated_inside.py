@@ -24,9 +24,9 @@ from tests.tiny import FINISHED, mugrpo, rows, take_stages, weights, write_run
 
 pytestmark = [pytest.mark.process, pytest.mark.night]
 
-UPDATES, EVERY = FINISHED["updates_per_stage"], 8
-INSIDE = [8, 16]
-EVERYTHING = [0, *INSIDE, UPDATES, UPDATES + 8, UPDATES + 16, 2 * UPDATES]
+UPDATES, EVERY = FINISHED["updates_per_stage"], 5
+INSIDE = [5, 10]
+EVERYTHING = [0, *INSIDE, UPDATES, UPDATES + 5, UPDATES + 10, 2 * UPDATES]
 SAMPLED = {
     "every_updates": EVERY,
     "sets": {"arithmetic": {"samples": 4, "temperature": 1.0}, "arithmetic_long": {"top_p": 0.5, "max_tokens": 9}},
@@ -129,7 +129,7 @@ def test_an_engine_killed_while_it_is_evaluated(finished_run: Path, tmp_path: Pa
 
 
 def test_two_ranks_with_an_engine_each(finished_run: Path, tmp_path: Path) -> None:
-    """The first process evaluates at every eighth update, the second finds its stages and is not evaluated inside."""
+    """The first process evaluates at every fifth update, the second finds its stages and is not evaluated inside."""
     ends: list[Path] = []
     for name, section in (("evaluated", SAMPLED), ("plain", {})):
         path = write_run(tmp_path / name, finished_run.parent / "model", data=DATA, eval=section)

@@ -43,6 +43,6 @@ def test_damaged_logprobs_and_damaged_checkpoints_are_told(run: Path) -> None:
     (run / "checkpoints" / "stage00001-age00000" / "state.json").unlink()
     told = mugrpo("optimize", run.parent / "recipe.toml").stdout
     assert "has no state.json" in told
-    assert "kept as stage00001-age00000.damaged, and the run resumes from stage00000-age00018" in told
+    assert "kept as stage00001-age00000.damaged, and the run resumes from stage00000-age00009" in told
     assert newest_cursor(run / "checkpoints") == Cursor(1, 0, FINISHED["updates_per_stage"])
     assert '"event": "damaged_checkpoint"' in (run / "metrics.jsonl").read_text()

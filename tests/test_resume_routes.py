@@ -88,7 +88,7 @@ def test_a_stage_with_routes_that_was_stopped_and_killed_ends_bitwise_like_the_u
     stop("optimize", resumed, 4)
     stood = newest_cursor(resumed.parent / "run" / "checkpoints")
     assert stood.age > 0, "inside the stage"
-    repeated = kill("optimize", resumed, 13)
+    repeated = kill("optimize", resumed, 8)
     mugrpo("optimize", resumed)
     check_same(unbroken.parent / "run", resumed.parent / "run", stages=1)
     assert len(update_rows(resumed.parent / "run")) == UPDATES + repeated, "an orderly stop repeats nothing"
@@ -105,7 +105,7 @@ def test_a_run_with_routes_that_was_stopped_and_killed_ends_bitwise_like_the_unb
         stage = resumed.parent / "run" / "stages" / f"{number:05d}"
         for left in (*stage.glob("learner_routes.*"), *stage.glob("behaviour.*")):
             left.unlink()  # computed again, with the weights of the run that is interrupted
-    stop("train", resumed, 7)
-    kill("train", resumed, UPDATES + 7)
+    stop("train", resumed, 4)
+    kill("train", resumed, UPDATES + 5)
     mugrpo("train", resumed)
     check_same(unbroken.parent / "run", resumed.parent / "run", stages=FINISHED["stages"])

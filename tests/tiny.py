@@ -59,8 +59,8 @@ def write_recipe(path: Path, model_dir: Path, run_dir: Path, /, **sections: dict
     return path
 
 
-FINISHED = {"stages": 2, "updates_per_stage": 20}
-"""The schedule of `finish_run`."""
+FINISHED = {"stages": 2, "updates_per_stage": 12}
+"""The schedule of `finish_run`: a stage is long enough for ten skipped updates in a row."""
 
 
 def write_run(folder: Path, model: Path, **sections: dict[str, Any]) -> Path:

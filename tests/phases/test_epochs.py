@@ -15,7 +15,7 @@ from tests.phases.branches import optimize
 from tests.tiny import FINISHED, rows, weights
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
-MU, EVERY = FINISHED["updates_per_stage"], 7
+MU, EVERY = FINISHED["updates_per_stage"], 6
 
 MOVING = ("objective.name=off_policy_grpo", "optimizer.lr=1e-2")
 """At this learning rate each update moves the policy far."""
@@ -45,7 +45,7 @@ def test_later_passes_take_the_same_updates_in_another_order(whole: Path) -> Non
     assert sorted(rewards[:MU]) == sorted(rewards[MU:])
     assert rewards[:MU] != rewards[MU:]
     assert newest_cursor(whole / "checkpoints") == Cursor(1, 0, 2 * MU, repeated=MU)
-    assert "passes over each stage" in write_report(whole).read_text(encoding="utf-8")
+    assert "epochs over each stage" in write_report(whole).read_text(encoding="utf-8")
 
 
 def test_the_clip_binds_between_refreshes_and_only_there(finished_run: Path, whole: Path, tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_run_that_resumes_in_the_second_pass_ends_bitwise_like_the_unbroken_on
     finished_run: Path, whole: Path, tmp_path: Path
 ) -> None:
     """What a kill between two refreshes leaves; the reference policy's pass is lost, its weights are not."""
-    run_dir, age = tmp_path / "run", MU + 4
+    run_dir, age = tmp_path / "run", MU + 3
     shutil.copytree(whole, run_dir)
     for path in [*complete(run_dir / "checkpoints"), *(run_dir / "proximal").iterdir()]:
         if path.stem > f"stage00000-age{age:05d}":

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from mugrpo_megatron.cli import main
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.phases import probing as module
-from mugrpo_megatron.phases.probing import PROBED_UPDATES, choose_responses, probe
+from mugrpo_megatron.phases import stage as module
+from mugrpo_megatron.phases.stage import PLACES, probe, probed
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory
@@ -26,7 +26,7 @@ from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.probe import APART, PARTS, probe_ages, read_probe
 from mugrpo_megatron.stages.store import StageStore
 from tests.forked import fork
-from tests.tiny import rows
+from tests.tiny import FINISHED, rows
 
 UPDATES, PROMPTS, RESPONSES = 16, 2, 4
 LEARNER: Any = None
@@ -67,14 +67,14 @@ def test_mostly_negative_responses_of_evenly_spaced_updates(
     store = StageStore(path) if path.exists() else sealed(path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "PROBED", count)
-        chosen, again = choose_responses(store, Recipe().objective), choose_responses(store, Recipe().objective)
+        chosen, again = probed(store, Recipe()), probed(store, Recipe())
     assert [(u, s.group, s.response_ids.tolist()) for u, s, _ in chosen] == [
         (u, s.group, s.response_ids.tolist()) for u, s, _ in again
     ]
-    assert len(chosen) == min(count, PROBED_UPDATES * PROMPTS * RESPONSES)
+    assert len(chosen) == min(count, PLACES * PROMPTS * RESPONSES)
     assert {update for update, _, _ in chosen} <= {0, 4, 8, 12}
-    if count >= 2 * PROBED_UPDATES:
-        assert len({update for update, _, _ in chosen}) == PROBED_UPDATES
+    if count >= 2 * PLACES:
+        assert len({update for update, _, _ in chosen}) == PLACES
         assert sum(advantage < 0 for _, _, advantage in chosen) >= len(chosen) * 3 // 8
 
 
@@ -125,9 +125,7 @@ def test_what_is_written_is_read_and_costs_a_pass_for_each_age(tmp_path: Path, m
     for age, logprobs in found.logprobs.items():
         assert all((own == np.float32(-age / 10)).all() for own in logprobs)
     tokenizer = build_arithmetic_tokenizer()
-    for one, (update, sample, advantage) in zip(
-        found.responses, choose_responses(stand.store, stand.run.recipe.objective), strict=True
-    ):
+    for one, (update, sample, advantage) in zip(found.responses, probed(stand.store, stand.run.recipe), strict=True):
         assert (one.update, one.group, one.reward) == (update, sample.group, sample.reward)
         assert one.advantage == pytest.approx(advantage)
         assert one.tokens == [tokenizer.decode([token]) for token in sample.response_ids]
@@ -171,11 +169,17 @@ def test_training_ends_with_the_same_bytes_and_metrics(finished_run: Path, tmp_p
     for run_dir in (tmp_path / "run", finished_run):
         state = (run_dir / "checkpoints/stage00001-age00000/__0_0.distcp").read_bytes()
         clocks = {"time", "seconds", "tflops", "mfu"}
-        learned = [{name: row[name] for name in row.keys() - clocks} for row in rows(run_dir, "update")[:20]]
+        learned = [
+            {name: row[name] for name in row.keys() - clocks}
+            for row in rows(run_dir, "update")[: FINISHED["updates_per_stage"]]
+        ]
         ends.append((state, learned))
     assert ends[0] == ends[1]
     found = read_probe(RunDirectory(finished_run).probe(0))
     assert found
-    assert tuple(found.logprobs) == probe_ages(20)
-    moved = [np.abs(last - first).max() for first, last in zip(found.logprobs[0], found.logprobs[20], strict=True)]
+    assert tuple(found.logprobs) == probe_ages(FINISHED["updates_per_stage"])
+    moved = [
+        np.abs(last - first).max()
+        for first, last in zip(found.logprobs[0], found.logprobs[FINISHED["updates_per_stage"]], strict=True)
+    ]
     assert min(moved) > 0

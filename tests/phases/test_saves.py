@@ -102,7 +102,7 @@ def test_sealed_stages_after_the_checkpoint_are_optimized_again_to_the_same_weig
     (run / "summary.json").unlink()
     shutil.rmtree(run / "hf")
     for path in complete(run / "checkpoints"):
-        if path.name != "stage00000-age00018":
+        if path.name != "stage00000-age00009":
             shutil.rmtree(path)
     before = len(read_rows(run / "metrics.jsonl"))
     for _ in range(2):  # a stage each
@@ -110,11 +110,11 @@ def test_sealed_stages_after_the_checkpoint_are_optimized_again_to_the_same_weig
     assert (run / "hf/model.safetensors").read_bytes() == (finished_run / "hf/model.safetensors").read_bytes()
     new = read_rows(run / "metrics.jsonl")[before:]
     assert [row["update"] for row in new if row["kind"] == "update"] == list(
-        range(18, 2 * FINISHED["updates_per_stage"])
+        range(9, 2 * FINISHED["updates_per_stage"])
     )
     assert not any(row.get("phase") == "generate" for row in new)
     assert [path.name for path in complete(run / "checkpoints")] == [
-        "stage00000-age00018",
+        "stage00000-age00009",
         "stage00001-age00000",
         "stage00002-age00000",
     ]

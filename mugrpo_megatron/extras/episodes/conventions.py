@@ -12,11 +12,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
+from importlib import import_module
 from numbers import Real
 from types import SimpleNamespace
 from typing import Any
-
-from transformers import AutoTokenizer  # here: inside an episode its seconds would count as a process that is blocked
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.episodes.turns import EpisodeModel, current
@@ -65,6 +64,9 @@ def _ours(function: Callable[..., Any], name: str, options: Mapping[str, Any]) -
 
 
 def _slime(function: Callable[..., Any], name: str, options: Mapping[str, Any]) -> Play:
+    # `GenerateState` reads a tokenizer with it; inside an episode its seconds would count as a process that is blocked.
+    import_module("transformers.models.auto.tokenization_auto")
+
     async def play(problem: Problem, model: EpisodeModel) -> dict[str, Any]:
         metadata = problem.row.get("metadata")
         sample = SlimeSample(
@@ -165,6 +167,8 @@ class GenerateState:
 
 @lru_cache(maxsize=1)
 def _tokenizer(path: str) -> Any:
+    from transformers import AutoTokenizer
+
     return AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
 
 

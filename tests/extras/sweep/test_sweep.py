@@ -49,7 +49,7 @@ def test_cells_are_bitwise_the_branches_that_optimize_makes(finished_run: Path, 
     last = out / "lr=0.002"
     with started(*command) as running:
         while not rows(last, "update"):
-            assert running.wait(0.05) is None, running.said
+            assert running.wait(0.01) is None, running.said
         running.process.terminate()
         assert running.wait() == 0, running.said
         assert "FAILED: 10 updates in a row" in running.stdout
