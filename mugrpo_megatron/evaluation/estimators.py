@@ -13,7 +13,7 @@ import numpy as np
 from mugrpo_megatron.recipe.scoring import MEAN
 
 Measure = Literal["accuracy", "reward"]
-"""The name of a held-out set's mean reward: share of correct responses, or mean of a reward of any size."""
+"""Name of a held-out set's mean: `accuracy`, a fraction of correct responses, or `reward`, of any size."""
 Z95 = 1.959963984540054
 
 
@@ -37,10 +37,10 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def majority_at_k(answers: Sequence[str], rewards: Sequence[float]) -> float:
-    """Mean reward of the most frequent answer; of equally frequent answers the average.
+    """Mean reward of the most frequent answer, averaged over equally frequent ones.
 
-    The average is the expectation over a fair draw among them, so the order of the samples does not matter. Empty
-    answers (none found) do not vote; without any vote the score is 0.
+    That is the expectation over a fair draw among them, so the order of the samples does not matter. Empty answers do
+    not vote; without any vote the result is 0.
     """
     votes = Counter(answer for answer in answers if answer)
     if not votes:
@@ -48,8 +48,8 @@ def majority_at_k(answers: Sequence[str], rewards: Sequence[float]) -> float:
     most = max(votes.values())
     means = []
     for winner in (answer for answer, count in votes.items() if count == most):
-        own = [reward for answer, reward in zip(answers, rewards, strict=True) if answer == winner]
-        means.append(sum(own) / len(own))
+        winner_rewards = [reward for answer, reward in zip(answers, rewards, strict=True) if answer == winner]
+        means.append(sum(winner_rewards) / len(winner_rewards))
     return sum(means) / len(means)
 
 
@@ -102,7 +102,7 @@ def macro_average(intervals: Sequence[Interval]) -> Interval:
     value = sum(i.value for i in intervals) / sets
     below = math.hypot(*(i.value - i.low for i in intervals)) / sets
     above = math.hypot(*(i.high - i.value for i in intervals)) / sets
-    # Never beyond the mean of the ends, which is where rounding could carry a single set's.
+    # Rounding must not carry the interval of a single set beyond its ends.
     low, high = (sum(ends) / sets for ends in zip(*((i.low, i.high) for i in intervals), strict=True))
     return Interval(value, max(low, value - below), min(high, value + above))
 
@@ -149,7 +149,8 @@ def figures_of(measure: Measure, sets: Mapping[str, SetFigures]) -> dict[str, fl
     row: dict[str, float] = {}
     for name, mean in {**means, MEAN: macro_average(list(means.values()))}.items():
         row[f"{measure}/{name}"] = mean.value
-        row |= {f"{end}/{name}": at for end, at in (("low", mean.low), ("high", mean.high)) if math.isfinite(at)}
+        ends = {f"low/{name}": mean.low, f"high/{name}": mean.high}
+        row |= {metric: value for metric, value in ends.items() if math.isfinite(value)}
     for name, figures in sets.items():
         row |= {f"problems/{name}": figures.problems, f"samples/{name}": figures.samples}
     return row

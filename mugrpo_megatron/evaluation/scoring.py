@@ -1,4 +1,4 @@
-"""From sampled responses to scored groups: the verifier scores while the engine continues sampling."""
+"""From sampled to scored groups: the verifier scores while the engine continues sampling."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ class ScoredGroup:
         return sum(len(response.ids) for response in self.responses)
 
 
-LOOK_EVERY_S = 0.2
+POLL_S = 0.2
+"""Interval at which a wait for scores looks whether the run was asked to stop."""
 EPISODE = "episode."
-"""Begins the names of an episode's numbers among a score's components."""
+"""Prefix of an episode's numbers among a score's components."""
 
 
 class Scorer:
@@ -50,27 +51,30 @@ class Scorer:
 
     def __init__(self, verifier: Verifier, tokenizer: PreTrainedTokenizerBase) -> None:
         self._verifier, self._tokenizer = verifier, tokenizer
-        self._waiting: deque[tuple[Prompt, list[Response], list[str], Pending]] = deque()
+        self._pending: deque[tuple[SampledGroup, list[str], Pending]] = deque()
 
     def during(self, groups: Iterable[SampledGroup]) -> Iterator[ScoredGroup]:
-        """Submit each group as it is sampled, and yield those whose scores are there; waits for no score."""
-        for prompt, responses in groups:
-            ids = [response.ids.tolist() for response in responses]
+        """Submit each group as it is sampled, and yield groups whose scores are ready; does not wait for scores."""
+        for group in groups:
+            ids = [response.ids.tolist() for response in group.responses]
             texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
-            answers, answer_ids = self._answers(responses, texts, ids)
-            pending = self._submit(prompt.problem, answers, answer_ids)
-            self._waiting.append((prompt, responses, texts, pending))
-            while self._waiting and self._waiting[0][-1].done():
+            scored_texts, scored_ids = self._texts_to_score(group.responses, texts, ids)
+            self._pending.append((group, texts, self._submit(group.prompt.problem, scored_texts, scored_ids)))
+            while self._pending and self._pending[0][-1].done():
                 yield self._next()
 
-    def _answers(
+    def _texts_to_score(
         self, responses: list[Response], texts: list[str], ids: list[list[int]]
     ) -> tuple[list[str], list[list[int]]]:
-        """What the verifier reads, as text and as ids: of an episode the last turn, unless it has its score."""
+        """The verifier's input as text and as ids: the last turn of an episode, unless the episode has its score."""
         if all(response.episode is None for response in responses):
             return texts, ids
-        turns = [r.ids[r.episode.last_turn :].tolist() for r in responses if r.episode and not r.episode.settled]
-        if not turns:  # of no rows, `batch_decode` makes one empty text
+        turns = [
+            response.ids[response.episode.last_turn :].tolist()
+            for response in responses
+            if response.episode and not response.episode.settled
+        ]
+        if not turns:  # `batch_decode` returns one empty text for no rows
             return [], []
         return self._tokenizer.batch_decode(turns, skip_special_tokens=True), turns
 
@@ -87,33 +91,33 @@ class Scorer:
         )
 
     def rest(self, stopping: Callable[[], bool] = lambda: False) -> Iterator[ScoredGroup]:
-        """Wait for the groups that are still pending, and yield them; once `stopping()`, drop those without scores."""
-        while self._waiting:
+        """Wait for the pending groups and yield them; once `stopping()`, drop those without scores."""
+        while self._pending:
             with suppress(TimeoutError):
-                self._waiting[0][-1].result(LOOK_EVERY_S)
+                self._pending[0][-1].result(POLL_S)
             if stopping():
-                self._waiting = deque(group for group in self._waiting if group[-1].done())
-            if self._waiting and self._waiting[0][-1].done():
+                self._pending = deque(entry for entry in self._pending if entry[-1].done())
+            if self._pending and self._pending[0][-1].done():
                 yield self._next()
 
     def _next(self) -> ScoredGroup:
-        prompt, responses, texts, pending = self._waiting.popleft()
-        verdicts = iter(pending.result())
-        return ScoredGroup(prompt, responses, texts, [score_of(response, verdicts) for response in responses])
+        (prompt, responses), texts, pending = self._pending.popleft()
+        scores = iter(pending.result())
+        return ScoredGroup(prompt, responses, texts, [score_of(response, scores) for response in responses])
 
 
-def score_of(response: Response, verdicts: Iterator[Score]) -> Score:
-    """The next of the verifier's verdicts, or what the episode says of itself; with the episode's numbers."""
+def score_of(response: Response, scores: Iterator[Score]) -> Score:
+    """The next of the verifier's scores, or the episode's own; with the episode's numbers as components."""
     episode = response.episode
     if episode is None:
-        return next(verdicts)
-    parts = {f"{EPISODE}{name}": value for name, value in episode.parts.items()}
+        return next(scores)
+    components = {f"{EPISODE}{name}": value for name, value in episode.parts.items()}
     if not episode.settled:
-        score = next(verdicts)
-        return replace(score, components={**score.components, **parts})
+        score = next(scores)
+        return replace(score, components={**score.components, **components})
     if episode.reward is not None:
-        parts = {"episode": episode.reward, **parts}
-    return Score(episode.reward or 0.0, "", episode.why, 0.0, components=parts)
+        components = {"episode": episode.reward, **components}
+    return Score(episode.reward or 0.0, "", episode.why, 0.0, components=components)
 
 
 def scored(
@@ -122,7 +126,7 @@ def scored(
     tokenizer: PreTrainedTokenizerBase,
     stopping: Callable[[], bool] = lambda: False,
 ) -> Iterator[ScoredGroup]:
-    """Every group with its scores, in the order of `groups`; once `stopping()`, only those whose scores are there."""
+    """Score groups in their order; once `stopping()`, only those whose scores are ready are yielded."""
     scorer = Scorer(verifier, tokenizer)
     yield from scorer.during(groups)
     yield from scorer.rest(stopping)
@@ -130,7 +134,7 @@ def scored(
 
 @dataclass(frozen=True, slots=True)
 class ProblemResult:
-    """One problem's K samples."""
+    """The K samples of one problem."""
 
     problem: Problem
     rewards: list[float]
@@ -138,7 +142,7 @@ class ProblemResult:
     """Extracted answers, empty where none was found."""
     whys: list[str]
     tokens: list[int]
-    """Response tokens."""
+    """Tokens of each response."""
     truncated: int
     """Responses cut at the length limit."""
     texts: list[str]
@@ -146,11 +150,11 @@ class ProblemResult:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One data set's figures."""
+    """Figures of one data set."""
 
     name: str
     measure: Measure
-    """What `mean` and `majority` are means of."""
+    """Quantity of `mean` and `majority`."""
     problems: int
     samples: int
     """K: responses per problem."""
@@ -159,7 +163,7 @@ class Summary:
     passes: dict[int, Interval]
     """pass@k for k = 1, 2, 4, ... K."""
     majority: Interval | None
-    """majority@K; None where no response of the set has an extracted answer, so that there is nothing to vote for."""
+    """majority@K; None where no response of the set has an extracted answer."""
     tokens: int
     truncated: int
 
@@ -171,14 +175,14 @@ def prompts_of(
     max_prompt_tokens: int,
     template: Template = TOKENIZER_TEMPLATE,
 ) -> list[Prompt]:
-    """Problems as prompts, set by set; those that do not fit are left out."""
+    """Render problems as prompts, set by set, without those that are too long."""
     fits = fitting_prompts_by_set(problems, tokenizer, style, max_prompt_tokens, template)
     pairs = zip(fits.problems, fits.prompts, strict=True)
     return [Prompt(index, problem, ids) for index, (problem, ids) in enumerate(pairs)]
 
 
 def problem_result(group: ScoredGroup) -> ProblemResult:
-    """A scored group as one problem's result."""
+    """The result of one problem from its scored group."""
     return ProblemResult(
         problem=group.prompt.problem,
         rewards=[score.reward for score in group.scores],
@@ -201,31 +205,28 @@ def measure_of(section: RewardSection) -> Measure:
 
 def mean_at_k(rewards: Sequence[Sequence[float]], measure: Measure) -> Interval:
     """mean@K of one data set, from each problem's K rewards; the interval's unit of sampling is the problem."""
-    means = [sum(own) / len(own) for own in rewards]
+    means = [sum(problem) / len(problem) for problem in rewards]
     return clustered_interval(means, len(rewards[0])) if measure == "accuracy" else mean_interval(means)
 
 
-def summarize(name: str, graded: Sequence[ProblemResult], measure: Measure) -> Summary:
-    """Figures of one data set from its graded problems, each with the same number of samples.
-
-    A response passes with a reward of 1 or more.
-    """
-    samples = len(graded[0].rewards)
+def summarize(name: str, results: Sequence[ProblemResult], measure: Measure) -> Summary:
+    """Figures of one data set; every problem has the same number of samples, and passes with a reward of 1 or more."""
+    samples = len(results[0].rewards)
     passes = {}
     k = 1
     while k <= samples:
-        per_problem = [pass_at_k(samples, sum(reward >= 1.0 for reward in g.rewards), k) for g in graded]
+        per_problem = [pass_at_k(samples, sum(reward >= 1.0 for reward in result.rewards), k) for result in results]
         passes[k] = clustered_interval(per_problem, samples)
         k *= 2
-    votes = [[majority_at_k(g.answers, g.rewards)] for g in graded]
+    votes = [[majority_at_k(result.answers, result.rewards)] for result in results]
     return Summary(
         name=name,
         measure=measure,
-        problems=len(graded),
+        problems=len(results),
         samples=samples,
-        mean=mean_at_k([g.rewards for g in graded], measure),
+        mean=mean_at_k([result.rewards for result in results], measure),
         passes=passes,
-        majority=mean_at_k(votes, measure) if any(any(g.answers) for g in graded) else None,
-        tokens=sum(sum(g.tokens) for g in graded),
-        truncated=sum(g.truncated for g in graded),
+        majority=mean_at_k(votes, measure) if any(any(result.answers) for result in results) else None,
+        tokens=sum(sum(result.tokens) for result in results),
+        truncated=sum(result.truncated for result in results),
     )

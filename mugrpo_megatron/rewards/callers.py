@@ -1,4 +1,4 @@
-"""Calls a user's reward function in a worker, and makes verdicts of what it returns."""
+"""Calls a user's reward function in a worker, and converts its results to verdicts."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from typing import Any
 
 from mugrpo_megatron.rewards.items import Needs, ScoringInput, Verdict
 
-TOGETHER = 256
-"""Most responses in one call of a function that takes several: a whole group, in all but the largest."""
+LARGEST_CALL = 256
+"""Most responses in one call of a function of lists: a whole group, in all but the largest."""
 GOLD_COLUMNS = ("answer", "solution", "ground_truth", "label")
-"""Columns that are the gold where a row lacks them."""
+"""Columns that default to the gold where a row lacks them."""
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 TRAINERS = ("trainer_state", "environments")
-"""What TRL's trainer alone can give."""
+"""Parameters that only TRL's trainer can fill."""
 
-Get = Callable[[ScoringInput], Any]
+Getter = Callable[[ScoringInput], Any]
 OF_ROW = ("row", "rows", "extra_info", "extra_infos", "sample", "samples")
 OF_PROMPT = ("prompt", "prompts", "completions", "sample", "samples")
 OF_IDS = ("completion_ids", "sample", "samples")
-"""Parameters for which a row, a prompt and token ids are sent to the worker."""
+"""Parameters that require rows, prompts and token ids in the worker."""
 
 
 def _extra_info(item: ScoringInput) -> Any:
@@ -35,7 +35,7 @@ def _extra_info(item: ScoringInput) -> Any:
 
 
 def _sample(item: ScoringInput) -> SimpleNamespace:
-    """What slime's Sample says of a response."""
+    """A response as slime's Sample."""
     metadata = item.row.get("metadata")
     return SimpleNamespace(
         prompt=item.prompt,
@@ -47,11 +47,11 @@ def _sample(item: ScoringInput) -> SimpleNamespace:
 
 
 def _completion(item: ScoringInput) -> Any:
-    """As TRL has it: text after a text, and a message after messages."""
+    """A response as in TRL: text for a text prompt, a message for a chat."""
     return item.response if isinstance(item.prompt, str) else [{"role": "assistant", "content": item.response}]
 
 
-ONE: dict[str, dict[str, Get]] = {
+SINGLE: dict[str, dict[str, Getter]] = {
     "response": {
         "response": lambda item: item.response,
         "answer": lambda item: item.gold,
@@ -66,14 +66,14 @@ ONE: dict[str, dict[str, Get]] = {
     },
     "sample": {"sample": _sample, "args": lambda item: SimpleNamespace()},
 }
-"""By the parameter that names the form: what a function of one response is given."""
-SEVERAL: dict[str, dict[str, Get]] = {
+"""Functions of one response: parameter that identifies the form -> all its parameters."""
+LISTS: dict[str, dict[str, Getter]] = {
     "completions": {
         "completions": _completion,
         "prompts": lambda item: item.prompt,
         "completion_ids": lambda item: list(item.ids),
     },
-    "responses": {f"{name}s": get for name, get in ONE["response"].items()},
+    "responses": {f"{name}s": get for name, get in SINGLE["response"].items()},
     "solution_strs": {
         "solution_strs": lambda item: item.response,
         "ground_truths": lambda item: item.gold,
@@ -82,7 +82,7 @@ SEVERAL: dict[str, dict[str, Get]] = {
     },
     "samples": {"samples": _sample, "args": lambda item: None},
 }
-"""The same for functions of several responses, which are given lists."""
+"""The same for functions that take lists, an entry a response."""
 FORMS = (
     "(response, answer, row, prompt), verl's (data_source, solution_str, ground_truth, extra_info), TRL's (prompts, "
     "completions, ...) or slime's (args, sample)"
@@ -90,44 +90,44 @@ FORMS = (
 
 
 class Unsupported(Exception):
-    """A function's parameters match no form; the message continues a sentence that begins with its name."""
+    """A function's parameters match no form; the message follows the function's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What a function takes."""
+    """The calling convention of a reward function."""
 
-    several: bool
-    """Whether it takes lists, an entry a response, and returns one."""
-    known: dict[str, Get]
-    """The parameters that it is given, and what they are of each response."""
+    takes_lists: bool
+    """Whether it takes and returns lists, an entry a response."""
+    getters: dict[str, Getter]
+    """Parameter -> its value for a response."""
     columns: dict[str, bool] | None
-    """TRL's: columns of the row that are given as well -> whether it can be called without; None for other forms."""
+    """TRL's further parameters: column of the row -> whether it is optional; None for other forms."""
     all_columns: bool
     """Whether it takes every column."""
 
     @property
     def needs(self) -> Needs:
-        """What has to be known of a response."""
-        taken = set(self.known)
+        """Arguments that the function uses."""
+        parameters = set(self.getters)
         return Needs(
-            responses=TOGETHER if self.several else 1,
-            row=self.columns is not None or not taken.isdisjoint(OF_ROW),
-            prompt=not taken.isdisjoint(OF_PROMPT),
-            ids=not taken.isdisjoint(OF_IDS),
+            responses=LARGEST_CALL if self.takes_lists else 1,
+            row=self.columns is not None or not parameters.isdisjoint(OF_ROW),
+            prompt=not parameters.isdisjoint(OF_PROMPT),
+            ids=not parameters.isdisjoint(OF_IDS),
         )
 
 
 def form_of(function: Callable[..., Any]) -> Form:
-    """What a function takes, by the names of its parameters; raises Unsupported."""
+    """Recognise the form of a function by its parameters' names; raises Unsupported."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError) as error:
         raise Unsupported(f"has no signature that could be read ({error})") from None
-    key = next((name for name in (*SEVERAL, *ONE) if name in parameters), None)
+    key = next((name for name in (*LISTS, *SINGLE) if name in parameters), None)
     if key is None:
         raise Unsupported(f"takes ({', '.join(parameters)}): name its parameters as in {FORMS}")
-    known = SEVERAL[key] if key in SEVERAL else ONE[key]
+    known = LISTS[key] if key in LISTS else SINGLE[key]
     is_trl = key == "completions"
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     columns = {}
@@ -141,21 +141,21 @@ def form_of(function: Callable[..., Any]) -> Form:
             columns[name] = not needed
         elif needed:
             raise Unsupported(f"needs {name!r}, which nothing here gives: the parameters are those of {FORMS}")
-    chosen = {name: get for name, get in known.items() if takes_all or name in parameters}
-    return Form(key in SEVERAL, chosen, columns if is_trl else None, takes_all)
+    getters = {name: get for name, get in known.items() if takes_all or name in parameters}
+    return Form(key in LISTS, getters, columns if is_trl else None, takes_all)
 
 
-def arguments_of_one(form: Form, item: ScoringInput) -> dict[str, Any]:
+def single_arguments(form: Form, item: ScoringInput) -> dict[str, Any]:
     """The arguments for one response."""
-    return {name: get(item) for name, get in form.known.items()}
+    return {name: get(item) for name, get in form.getters.items()}
 
 
-def arguments_of_several(form: Form, items: Sequence[ScoringInput], metrics: dict[str, float]) -> dict[str, Any]:
-    """The arguments for several responses; what TRL's `log_metric` is given goes to `metrics`.
+def list_arguments(form: Form, items: Sequence[ScoringInput], metrics: dict[str, float]) -> dict[str, Any]:
+    """The arguments for several responses; TRL's `log_metric` writes to `metrics`.
 
-    Raises LookupError for a column that the function cannot do without.
+    Raises LookupError for a required column that the row lacks.
     """
-    arguments: dict[str, Any] = {name: [get(item) for item in items] for name, get in form.known.items()}
+    arguments: dict[str, Any] = {name: [get(item) for item in items] for name, get in form.getters.items()}
     if "samples" in arguments:
         arguments["args"] = SimpleNamespace()
     if form.columns is None:
@@ -177,18 +177,18 @@ def arguments_of_several(form: Form, items: Sequence[ScoringInput], metrics: dic
     return arguments
 
 
-AT_ONCE = 64
-"""Most responses that an `async` function of one response works on at the same time in one worker."""
-SHOWN_CHARS = 80
+ASYNC_RESPONSES = 64
+"""Most concurrent responses of an `async` function in one worker."""
+EXCERPT_CHARS = 80
 MOST_PARTS = 16
-"""Other numbers of one response that are kept; each is a metric of the run."""
+"""Most other numbers of one response; each is a metric of the run."""
 PART_CHARS = 64
 _SCORES = ("score", "reward")
-"""Keys of a returned dictionary that hold the reward; the first that is there counts."""
+"""Keys of the reward in a returned dictionary; the first one present counts."""
 _ANSWERS = ("pred", "extracted")
-"""Keys that hold the answer that the function found."""
+"""Keys of the extracted answer."""
 _WHY = "why"
-"""The key that holds a sentence about the reward."""
+"""Key of a sentence about the reward."""
 
 
 class GaveUp(Exception):
@@ -197,7 +197,7 @@ class GaveUp(Exception):
 
 @dataclass(slots=True)
 class Caller:
-    """A user's function; raises `forms.Unsupported` for one that cannot be called."""
+    """A user's function; raises Unsupported for one that cannot be called."""
 
     function: Callable[..., Any]
     name: str
@@ -213,50 +213,50 @@ class Caller:
 
     @property
     def needs(self) -> Needs:
-        """What the function is given, and how many responses at once."""
+        """Arguments that the function uses, and the most responses of a call."""
         needs = self.form.needs
-        return needs._replace(responses=AT_ONCE) if self.is_async and not self.form.several else needs
+        return needs._replace(responses=ASYNC_RESPONSES) if self.is_async and not self.form.takes_lists else needs
 
     def __call__(self, items: Sequence[ScoringInput]) -> list[Verdict | BaseException]:
-        """A verdict on each item, or what the function raised for it; raises what it raised for all of them."""
-        returned = self._of_several(items) if self.form.several else self._of_each(items)
-        return [self._verdict(one) for one in returned]
+        """A verdict on each item, or the function's exception for it; re-raises an exception for all of them."""
+        results = self._call_with_lists(items) if self.form.takes_lists else self._call_each(items)
+        return [self._verdict(result) for result in results]
 
-    def _of_several(self, items: Sequence[ScoringInput]) -> list[Any]:
+    def _call_with_lists(self, items: Sequence[ScoringInput]) -> list[Any]:
         metrics: dict[str, float] = {}
-        returned = self.function(**arguments_of_several(self.form, items, metrics))
+        returned = self.function(**list_arguments(self.form, items, metrics))
         if self.is_async:
-            returned = self._run(self._limited(returned, self.limit_s * len(items)))
+            returned = self._run(self._with_timeout(returned, self.limit_s * len(items)))
         try:
             rewards = list(returned)
         except TypeError:
             rewards = []
         if isinstance(returned, str | bytes | dict) or len(rewards) != len(items):
-            raise TypeError(f"{self.name} returned {_shown(returned)} and not a list of {len(items)} rewards")
-        # What TRL's functions log is of the whole call.
-        return [one if one is None or not metrics else {"score": one, **metrics} for one in rewards]
+            raise TypeError(f"{self.name} returned {_excerpt(returned)} and not a list of {len(items)} rewards")
+        # TRL's functions log a metric once a call, not once a response.
+        return [reward if reward is None or not metrics else {"score": reward, **metrics} for reward in rewards]
 
-    def _of_each(self, items: Sequence[ScoringInput]) -> list[Any]:
+    def _call_each(self, items: Sequence[ScoringInput]) -> list[Any]:
         if not self.is_async:
-            return [self.function(**arguments_of_one(self.form, item)) for item in items]
+            return [self.function(**single_arguments(self.form, item)) for item in items]
 
-        async def one(item: ScoringInput) -> Any:
-            return await self._limited(self.function(**arguments_of_one(self.form, item)), self.limit_s)
+        async def call(item: ScoringInput) -> Any:
+            return await self._with_timeout(self.function(**single_arguments(self.form, item)), self.limit_s)
 
-        async def together() -> list[Any]:
-            return await asyncio.gather(*map(one, items), return_exceptions=True)
+        async def gather() -> list[Any]:
+            return await asyncio.gather(*map(call, items), return_exceptions=True)
 
-        return list(self._run(together()))
+        return list(self._run(gather()))
 
-    def _run(self, awaited: Coroutine[Any, Any, Any]) -> Any:
-        """One event loop for all calls: a function may keep a session that belongs to it."""
+    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        # One event loop for all calls: a function may keep an HTTP session that belongs to it.
         self._runner = self._runner or asyncio.Runner()
-        return self._runner.run(awaited)
+        return self._runner.run(coroutine)
 
-    async def _limited(self, awaited: Awaitable[Any], limit_s: float) -> Any:
+    async def _with_timeout(self, awaitable: Awaitable[Any], limit_s: float) -> Any:
         try:
             async with asyncio.timeout(limit_s) as limit:
-                return await awaited
+                return await awaitable
         except TimeoutError:
             if limit.expired():
                 raise GaveUp(f"gave up after {limit_s:g} s") from None
@@ -266,15 +266,16 @@ class Caller:
         if isinstance(returned, BaseException):
             return returned
         try:
-            return verdict_of(returned, self.name, self.form.several)
+            return verdict_of(returned, self.name, self.form.takes_lists)
         except (TypeError, ValueError) as error:
             return error
 
 
 def verdict_of(returned: Any, name: str, may_skip: bool) -> Verdict:
-    """The verdict in what a function returned: a number, or a dictionary with a `score`, other numbers and a `why`.
+    """Convert a function's result: a number, or a dictionary with a `score`, other numbers and a `why`.
 
-    `may_skip` takes None for "does not apply". Raises TypeError or ValueError for anything but a finite number.
+    With `may_skip`, None means that the function does not apply. Raises TypeError or ValueError unless the reward is a
+    finite number.
     """
     if returned is None and may_skip:
         return Verdict(None, "", f"{name} does not apply")
@@ -283,27 +284,27 @@ def verdict_of(returned: Any, name: str, may_skip: bool) -> Verdict:
     key = next((key for key in _SCORES if key in returned), None)
     if key is None:
         raise TypeError(
-            f"{name} returned a dict without 'score'; it has {', '.join(map(repr, returned))[:SHOWN_CHARS]}"
+            f"{name} returned a dict without 'score'; it has {', '.join(map(repr, returned))[:EXCERPT_CHARS]}"
         )
     parts = {
-        re.sub(r"[^A-Za-z0-9_-]", "_", str(part)[:PART_CHARS]): float(value)
-        for part, value in returned.items()
-        if part != key and not isinstance(value, str | bytes) and hasattr(value, "__float__")
+        re.sub(r"[^A-Za-z0-9_-]", "_", str(entry)[:PART_CHARS]): float(value)
+        for entry, value in returned.items()
+        if entry != key and not isinstance(value, str | bytes) and hasattr(value, "__float__")
     }
-    answer = next((returned[part] for part in _ANSWERS if isinstance(returned.get(part), str)), "")
+    answer = next((returned[entry] for entry in _ANSWERS if isinstance(returned.get(entry), str)), "")
     why = returned[_WHY] if isinstance(returned.get(_WHY), str) else name
-    finite = dict(islice(((part, value) for part, value in parts.items() if math.isfinite(value)), MOST_PARTS))
+    finite = dict(islice((item for item in parts.items() if math.isfinite(item[1])), MOST_PARTS))
     return Verdict(_number(returned[key], name), answer, why, parts=finite)
 
 
 def _number(returned: Any, name: str) -> float:
     if isinstance(returned, str | bytes) or not hasattr(returned, "__float__"):
-        raise TypeError(f"{name} returned {_shown(returned)}, a {type(returned).__name__} and not a number")
+        raise TypeError(f"{name} returned {_excerpt(returned)}, a {type(returned).__name__} and not a number")
     reward = float(returned)
     if not math.isfinite(reward):
         raise ValueError(f"{name} returned {reward}")
     return reward
 
 
-def _shown(value: Any) -> str:
-    return repr(str(value)[:SHOWN_CHARS])
+def _excerpt(value: Any) -> str:
+    return repr(str(value)[:EXCERPT_CHARS])

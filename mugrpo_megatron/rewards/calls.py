@@ -1,4 +1,4 @@
-"""Calls of a reward function as the dispatcher holds them, and the processes that make them, a batch at a time."""
+"""Calls of a reward function: their batches, and the worker processes that execute them."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from mugrpo_megatron.rewards.guard import END
 from mugrpo_megatron.rewards.items import Needs, ScoringInput, Verdict
 
 BATCH = 16
-"""Responses sent to a worker at once, unless one call is over more: enough to hide the round trip, few enough to lose
-little time at the end."""
+"""Responses of a batch, unless one call has more: enough to hide the round trip, few enough that no worker idles long
+at the end."""
 MEMORY_SHARE = 64
-"""Several calls in a batch have at most the memory of a worker divided by this, as JSON: text, its copy and the values
-in it then leave the most for the function, though a list of small numbers takes twenty times its text."""
+"""A batch of several calls has at most the memory of a worker divided by this, as JSON: most memory is left to the
+function, even where parsed values take twenty times their text."""
 
 
 class VerdictSink(Protocol):
-    """Where verdicts go."""
+    """Receives the verdicts of a submission."""
 
-    def put(self, place: int, verdict: Verdict) -> None:
-        """Called once for every place."""
+    def put(self, index: int, verdict: Verdict) -> None:
+        """Take a verdict; called once for every index."""
 
     def fail(self, error: Exception) -> None:
-        """Called when the missing verdicts will never come."""
+        """Take the error that ended the verifier; missing verdicts will not come."""
 
 
 @dataclass(slots=True)
@@ -45,51 +45,51 @@ class Call:
     """One call of the function, over one or more responses."""
 
     items: Sequence[ScoringInput]
-    waiting: list[tuple[VerdictSink, int]]
-    """Where the verdict on each item goes; of a single item, it goes to all of them."""
-    deaths: int = 0
-    """Workers that died on it, or on the batch that it was the first of."""
+    sinks: list[tuple[VerdictSink, int]]
+    """(sink, index) of the verdict on each item; a single item's verdict goes to all of them."""
+    crashes: int = 0
+    """Workers that died on it, or on a batch that it was the first of."""
 
-    def answer(self, verdicts: Sequence[Verdict]) -> None:
-        """Hand over the verdicts."""
-        for number, (taker, place) in enumerate(self.waiting):
-            taker.put(place, verdicts[number if len(verdicts) > 1 else 0])
+    def finish(self, verdicts: Sequence[Verdict]) -> None:
+        """Pass the verdicts to the sinks."""
+        for number, (sink, index) in enumerate(self.sinks):
+            sink.put(index, verdicts[number if len(verdicts) > 1 else 0])
 
     def fail(self, error: Exception) -> None:
-        """Hand over an error."""
-        for taker, _ in self.waiting:
-            taker.fail(error)
+        """Pass an error to the sinks."""
+        for sink, _ in self.sinks:
+            sink.fail(error)
 
 
 ALARM_SHARE = 0.125
-"""Processor time, as a share of the wall-clock limit, after which a worker gives up the comparison and goes on."""
+"""CPU time of an alarm, as a fraction of the wall-clock limit: the worker then gives up the call and goes on."""
 DEATH_SECONDS = 10.0
-"""Killed processes are waited for this long; one that hangs in the kernel must not hang the run."""
+"""Longest wait for killed processes: one that hangs in the kernel must not hang the run."""
 _COMMAND = (
     "import sys; sys.path.insert(0, sys.argv.pop(1)); import mugrpo_megatron; del sys.path[0]; "
     "from mugrpo_megatron.rewards.guard import main; main(sys.argv.pop(1))"
 )
-"""Finds this package where the parent has found it, and everything else without the current directory (`-P`)."""
+"""Imports this package from the parent's path, and everything else without the current directory (`-P`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerProcess:
-    """A worker and the guard around it; killed and reaped, with all that it has started, in one call."""
+    """A worker and its guard."""
 
     process: subprocess.Popen[bytes]
     """The guard; it ends when the worker does, with the worker's exit code."""
     connection: Connection
 
     def send(self, message: bytes) -> None:
-        """Raises OSError when the worker is dead, or stopped and not reading."""
+        """Send a message; OSError when the worker is dead, or stopped and not reading."""
         self.connection.send_bytes(message)
 
     def receive(self) -> Any:
-        """One message. Raises EOFError or OSError when the worker is dead, or stopped in the middle of a message."""
+        """Receive a message; EOFError or OSError when the worker is dead, or stopped within a message."""
         return json.loads(self.connection.recv_bytes())
 
     def end(self) -> None:
-        """Ask the guard to kill the worker and all that it has started, and return at once."""
+        """Ask the guard to kill the worker and all its descendants; returns at once."""
         self.process.send_signal(END)
 
     def kill(self) -> None:
@@ -97,12 +97,12 @@ class WorkerProcess:
         self.end()
         try:
             self.process.wait(DEATH_SECONDS)
-        except subprocess.TimeoutExpired:  # the guard waits for a process that hangs in the kernel, or is stopped
+        except subprocess.TimeoutExpired:  # a process hangs in the kernel, or the guard itself is stopped
             os.killpg(self.process.pid, signal.SIGKILL)
         self.connection.close()
 
-    def ending(self) -> str:
-        """How a worker that has closed its connection ended: `exit code 3`, `SIGKILL`."""
+    def exit_status(self) -> str:
+        """Exit status of a worker that has closed its connection: `exit code 3`, `SIGKILL`."""
         try:
             code = self.process.wait(DEATH_SECONDS)
         except subprocess.TimeoutExpired:
@@ -111,7 +111,7 @@ class WorkerProcess:
 
 
 def start_worker(section: RewardSection, key: str) -> WorkerProcess:
-    """Start a worker of `section.function`, which the recipe has at `key`, and its guard."""
+    """Start a worker of `section.function`, whose key in the recipe is `key`, and its guard."""
     options = {
         "key": key,
         "function": section.function,
@@ -127,11 +127,12 @@ def start_worker(section: RewardSection, key: str) -> WorkerProcess:
 def start_guarded(
     worker: str, options: Mapping[str, Any], timeout_s: float, environment: Mapping[str, str] = MappingProxyType({})
 ) -> WorkerProcess:
-    """Start the module `worker`, whose `serve` gets a socket and the options as JSON, and its guard.
+    """Start a guard that runs `serve(socket, options as JSON)` of the module `worker`.
 
-    No fork of a process with threads, no second import of its main module. A message that it does not read for
-    `timeout_s`, or writes for so long, raises OSError.
+    Sending or receiving a message for longer than `timeout_s` raises OSError.
     """
+    # A new interpreter: forking a process with threads may copy a held lock, and `multiprocessing`'s spawn would import
+    # the main module once more.
     ours, theirs = socket.socketpair()
     limit = struct.pack("ll", int(timeout_s) + 1, 0)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
@@ -154,71 +155,68 @@ class Worker:
 
     process: WorkerProcess
     deadline: float
-    """When it is killed, by the monotonic clock."""
+    """Monotonic time at which it is killed."""
     ready: bool = False
-    answered: int = 0
-    """Calls."""
+    finished_calls: int = 0
     batch: deque[Call] = field(default_factory=deque)
     reading: bool = False
-    """Whether it has yet to say that it has read its batch; until then no call can have ended it."""
-    alone: bool = False
-    """Whether its batch was of one call."""
-    sent: int = 0
-    """Bytes of its batch."""
+    """Whether it has not acknowledged its batch yet; until then no call can have ended it."""
+    single_call: bool = False
+    """Whether its batch had one call."""
+    batch_bytes: int = 0
 
     @property
     def busy(self) -> bool:
         return bool(self.batch) or not self.ready
 
-    def message(self, needs: Needs, most: int) -> tuple[bytes, list[Call]]:
-        """Its batch as `message` writes it, cut to what fits, and the calls that were cut off."""
-        count, text = message(self.batch, needs, most)
-        rest = [self.batch.pop() for _ in range(len(self.batch) - count)]
-        self.reading, self.alone, self.sent = True, count == 1, len(text)
-        return text, rest[::-1]
+    def message(self, needs: Needs, max_bytes: int) -> tuple[bytes, list[Call]]:
+        """Serialise its batch (`batch_message`); returns the text and the calls that did not fit."""
+        count, text = batch_message(self.batch, needs, max_bytes)
+        unsent = [self.batch.pop() for _ in range(len(self.batch) - count)]
+        self.reading, self.single_call, self.batch_bytes = True, count == 1, len(text)
+        return text, unsent[::-1]
 
-    def blamed(self) -> Call | None:
-        """The call that is given up because the worker died, taken out of its batch; None where there is none.
-
-        The first call of the batch is tried once more, alone, unless it was made alone in a fresh worker: earlier calls
-        or the others of the batch may be the cause. One that was not read is tried again in any case: something else
-        may have killed or stopped the worker.
-        """
+    def crashed_call(self) -> Call | None:
+        """The call that is given up because the worker died, removed from its batch; None to retry all calls."""
         if not self.batch:
             return None
-        self.batch[0].deaths += 1
-        surely = self.alone and self.answered == 0 and not self.reading
-        return self.batch.popleft() if surely or self.batch[0].deaths > 1 else None
+        self.batch[0].crashes += 1
+        # Retried once on its own, unless it was the only call of a fresh worker: earlier calls or the batch's others
+        # may be the cause. Retried too if unread: something else may have killed or stopped the worker.
+        certain = self.single_call and self.finished_calls == 0 and not self.reading
+        return self.batch.popleft() if certain or self.batch[0].crashes > 1 else None
 
 
-def calls_of(taker: VerdictSink, places: Sequence[int], items: Sequence[ScoringInput], most: int) -> Iterator[Call]:
-    """Calls over at most `most` consecutive items."""
-    for start in range(0, len(items), most):
-        part = slice(start, start + most)
-        yield Call(items[part], [(taker, place) for place in places[part]])
+def calls_of(
+    sink: VerdictSink, indices: Sequence[int], items: Sequence[ScoringInput], max_items: int
+) -> Iterator[Call]:
+    """Split a submission into calls over at most `max_items` consecutive items."""
+    for start in range(0, len(items), max_items):
+        chunk = slice(start, start + max_items)
+        yield Call(items[chunk], [(sink, index) for index in indices[chunk]])
 
 
 def next_batch(queue: deque[Call]) -> list[Call]:
-    """Take the calls that a worker may get next from the front of the queue; one that a worker died on comes alone."""
+    """Take the next batch from the front of the queue; a call that crashed a worker is a batch on its own."""
     batch: list[Call] = []
     size = 0
     while queue and (not batch or size + len(queue[0].items) <= BATCH):
-        if batch and (queue[0].deaths or batch[0].deaths):
+        if batch and (queue[0].crashes or batch[0].crashes):
             break
         size += len(queue[0].items)
         batch.append(queue.popleft())
     return batch
 
 
-def most_bytes(memory_mb: int) -> int:
-    """Of a batch of several calls, for a worker of so much memory."""
+def max_batch_bytes(memory_mb: int) -> int:
+    """Largest message of several calls, for a worker with `memory_mb` of memory."""
     return (memory_mb << 20) // MEMORY_SHARE
 
 
-def message(calls: Sequence[Call], needs: Needs, most: int) -> tuple[int, bytes]:
-    """How many of the calls go to a worker together, and they as JSON: the first, and those that fit `most` bytes.
+def batch_message(calls: Sequence[Call], needs: Needs, max_bytes: int) -> tuple[int, bytes]:
+    """Serialise the first call, and those after it that fit into `max_bytes`; returns their number and the JSON.
 
-    What the function does not need stays here, what items share is sent once.
+    Columns that the function does not need are left out, and values that items share are sent once.
     """
     subjects: list[str] = []
     numbers: dict[tuple[int, int, int, str], int] = {}
@@ -227,38 +225,34 @@ def message(calls: Sequence[Call], needs: Needs, most: int) -> tuple[int, bytes]
         key = (id(item.gold), id(item.row), id(item.prompt), item.source)
         if key not in numbers:
             numbers[key] = len(subjects)
-            whole = [item.gold, item.row if needs.row else {}, item.prompt if needs.prompt else "", item.source]
-            subjects.append(json.dumps(whole))
+            row, prompt = item.row if needs.row else {}, item.prompt if needs.prompt else ""
+            subjects.append(json.dumps([item.gold, row, prompt, item.source]))
         return numbers[key]
 
-    def sent(call: Call) -> str:
-        parts = [[item.response, subject(item), list(item.ids) if needs.ids else []] for item in call.items]
-        return json.dumps(parts)
-
-    taken: list[str] = []
+    texts: list[str] = []
     size = 0
     for call in calls:
         before = len(subjects)
-        text = sent(call)
-        size += len(text) + sum(map(len, subjects[before:]))  # JSON is ASCII here: a character is a byte
-        if taken and size > most:
+        rows = [[item.response, subject(item), list(item.ids) if needs.ids else []] for item in call.items]
+        text = json.dumps(rows)
+        size += len(text) + sum(map(len, subjects[before:]))  # `json.dumps` writes ASCII: a character is a byte
+        if texts and size > max_bytes:
             del subjects[before:]
             break
-        taken.append(text)
-    return len(taken), f'{{"calls": [{", ".join(taken)}], "subjects": [{", ".join(subjects)}]}}'.encode()
+        texts.append(text)
+    return len(texts), f'{{"calls": [{", ".join(texts)}], "subjects": [{", ".join(subjects)}]}}'.encode()
 
 
 FIRST = 16
 WINDOW = 10_000
-_SHOWN = 60
+_EXCERPT_CHARS = 60
 """Characters of a response and a gold in the message."""
 
 
 class FailureCount:
-    """The failures among the latest WINDOW responses."""
+    """Counts failures among the latest WINDOW responses."""
 
     def __init__(self, section: RewardSection, key: str = "reward.function") -> None:
-        """`key` is the recipe's that names the function."""
         self._section, self._key = section, key
         self._failed: deque[bool] = deque(maxlen=WINDOW)
         self._failures = 0
@@ -266,8 +260,8 @@ class FailureCount:
     def add(self, failed: bool, why: str, response: str, gold: object) -> None:
         """Count one response; RewardFailure when the failures exceed `reward.max_failure_share`.
 
-        Their share is of at least FIRST responses: with the default of 1 %, any failure in the first 99 responses
-        ends the run.
+        The share is of at least FIRST responses: with the default of 1 %, any failure in the first 99 responses ends
+        the run.
         """
         if len(self._failed) == WINDOW:
             self._failures -= self._failed[0]
@@ -279,13 +273,13 @@ class FailureCount:
             raise RewardFailure(
                 f"{self._key} {self._section.function!r} failed on {self._failures} of the latest "
                 f"{len(self._failed)} responses, the last time with {why.removeprefix('failed: ')}, for the response "
-                f"{_short(response)} and the gold {_short(gold)}: fix the {fix}, or raise reward.max_failure_share "
+                f"{_excerpt(response)} and the gold {_excerpt(gold)}: fix the {fix}, or raise reward.max_failure_share "
                 f"(now {share:g})",
                 self._key,
             )
 
 
-def _short(value: object) -> str:
+def _excerpt(value: object) -> str:
     text = value if isinstance(value, str) else repr(value)
-    short = text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
-    return repr(short) if isinstance(value, str) else short
+    excerpt = text if len(text) <= _EXCERPT_CHARS else text[:_EXCERPT_CHARS] + "..."
+    return repr(excerpt) if isinstance(value, str) else excerpt

@@ -20,7 +20,7 @@ from mugrpo_megatron.rewards.calls import (
     VerdictSink,
     Worker,
     calls_of,
-    most_bytes,
+    max_batch_bytes,
     next_batch,
     start_worker,
 )
@@ -28,34 +28,34 @@ from mugrpo_megatron.rewards.items import Needs, ScoringInput, Verdict
 from mugrpo_megatron.rewards.math.literal import match_literally
 
 START_TIMEOUT_S = 120.0
-"""Seconds in which a worker has to start, and to read a batch that it has got; neither is its function's time."""
+"""Limit on a worker's start, and on reading a batch; neither counts as its function's time."""
 CACHE_ENTRIES = 16_384
 
 Comparison = tuple[str, str]
-"""(answer, gold) of `math`."""
+"""(answer, gold) that `math` compares."""
 
 
 class Dispatcher:
     """One reward function's queue and workers. Workers start when the first response needs one.
 
-    A call is given up after an eighth of `timeout_s` in processor time. If that alarm has no effect, the worker is
-    killed at `timeout_s` and replaced, and the rest of its batch goes to other workers. Both score 0. A call over n
-    responses has n times these limits.
+    A call is given up after an eighth of `timeout_s` in CPU time. If that alarm has no effect, the worker is killed at
+    `timeout_s` and replaced, and the rest of its batch goes to other workers. Both score 0. A call over n responses has
+    n times these limits.
     """
 
     def __init__(self, section: RewardSection, key: str) -> None:
-        """`section` is that of `section.function`, which the recipe has at `key`."""
+        """Prepare `section.function`, whose key in the recipe is `key`."""
         self._section, self._key = section, key
         self._title = f"{key} {section.function!r}"
         self._is_math = section.function == MATH
         self._needs = Needs()
         self._limit = section.workers or max(1, usable_cores() // 2)
-        self._most_bytes = most_bytes(section.worker_memory_mb)
+        self._max_bytes = max_batch_bytes(section.worker_memory_mb)
         self._failures = FailureCount(section, key)
         self._lock = threading.Lock()  # guards the four below
         self._error: Exception | None = None
         self._queue: deque[Call] = deque()
-        self._open: dict[Comparison, Call] = {}
+        self._in_flight: dict[Comparison, Call] = {}
         self._cache: OrderedDict[Comparison, Verdict] = OrderedDict()
         self._workers: list[Worker] = []  # only the dispatching thread uses it
         self._wake_out, self._wake_in = os.pipe()
@@ -68,65 +68,61 @@ class Dispatcher:
         self._thread.start()
 
     def wait_loaded(self) -> None:
-        """Return when a user's function is loaded; raises UserError when it cannot be, so at the start."""
+        """Wait until a user's function is loaded; UserError when it cannot be."""
         if not self._is_math:
             self._loaded.wait()
             if self._error is not None:
                 raise self._error
 
     def close(self) -> None:
-        """End every worker; what is still to be scored fails."""
+        """End every worker; unfinished calls fail."""
         self._closing = True
         self._wake()
         self._thread.join()
         os.close(self._wake_in)
         os.close(self._wake_out)
 
-    def submit(self, taker: VerdictSink, places: Sequence[int], items: Sequence[ScoringInput]) -> None:
-        """Start scoring the items and return at once.
-
-        Literal answers are scored here, the others go to the workers. Raises what ended the dispatcher, when it has
-        ended.
-        """
+    def submit(self, sink: VerdictSink, indices: Sequence[int], items: Sequence[ScoringInput]) -> None:
+        """Start scoring the items and return at once; raises the error that ended the dispatcher, if it has ended."""
         if self._error is not None:
             raise self._error
         if self._is_math:
-            queued = [self._compare(taker, place, item) for place, item in zip(places, items, strict=True)]
+            queued = [self._match_or_queue(sink, index, item) for index, item in zip(indices, items, strict=True)]
         else:
-            queued = [self._put(call) for call in calls_of(taker, places, items, self._needs.responses)]
+            queued = [self._enqueue(call) for call in calls_of(sink, indices, items, self._needs.responses)]
         if any(queued):
             self._wake()
 
-    def _compare(self, taker: VerdictSink, place: int, item: ScoringInput) -> bool:
-        """Score by `math`; whether something was queued."""
-        settled = match_literally(item.response, item.answer, self._section)
-        if isinstance(settled, str):
-            return self._put(Call([ScoringInput(settled, item.answer, item.answer)], [(taker, place)]))
-        taker.put(place, settled)
+    def _match_or_queue(self, sink: VerdictSink, index: int, item: ScoringInput) -> bool:
+        """Score a literal match here, queue any other comparison by `math`; returns whether a call was queued."""
+        verdict_or_answer = match_literally(item.response, item.answer, self._section)
+        if isinstance(verdict_or_answer, str):
+            return self._enqueue(Call([ScoringInput(verdict_or_answer, item.answer, item.answer)], [(sink, index)]))
+        sink.put(index, verdict_or_answer)
         return False
 
-    def _put(self, call: Call) -> bool:
-        """Whether a new call was queued; a comparison that is cached or in flight is not repeated."""
-        key = self._compared(call)
+    def _enqueue(self, call: Call) -> bool:
+        """Queue a call, unless its comparison is cached or in flight; returns whether it was queued."""
+        key = self._comparison(call)
         cached = None
         with self._lock:
             if self._error is not None:
                 raise self._error
             if key is not None and (cached := self._cache.get(key)):
                 self._cache.move_to_end(key)
-            elif key is not None and (same := self._open.get(key)):
-                same.waiting += call.waiting
+            elif key is not None and (in_flight := self._in_flight.get(key)):
+                in_flight.sinks += call.sinks
                 return False
             else:
                 self._queue.append(call)
                 if key is not None:
-                    self._open[key] = call
+                    self._in_flight[key] = call
         if cached is not None:
-            call.answer([cached])
+            call.finish([cached])
         return cached is None
 
-    def _compared(self, call: Call) -> Comparison | None:
-        """What `math` compares; None for a user's function, which may give the same response another reward."""
+    def _comparison(self, call: Call) -> Comparison | None:
+        """The comparison of a call to `math`; None for a user's function, which need not be deterministic."""
         if not self._is_math:
             return None
         return call.items[0].response, call.items[0].answer
@@ -141,24 +137,25 @@ class Dispatcher:
                 raise
         else:
             verdicts = [verdicts[0]._replace(extracted=call.items[0].response)]
-        if (key := self._compared(call)) is not None:
+        if (key := self._comparison(call)) is not None:
             with self._lock:
-                self._open.pop(key, None)
+                self._in_flight.pop(key, None)
                 self._cache[key] = verdicts[0]
                 if len(self._cache) > CACHE_ENTRIES:
                     self._cache.popitem(last=False)
-        call.answer(verdicts)
+        call.finish(verdicts)
 
     def _give_up(self, call: Call, why: str, seconds: float = 0.0, unread: bool = False) -> None:
-        """Score 0 a call that ended its worker, or with `unread` one that no worker could read."""
-        share, failed = seconds / len(call.items), unread or self._section.function != CODE  # else the program did it
-        self._finish(call, [Verdict(0.0, "", why, share, failed)] * len(call.items))
+        """Score a call 0 after its worker crashed or could not read it."""
+        # A crash of `code` is the tested program's fault and no failure of the function.
+        failed = unread or self._section.function != CODE
+        self._finish(call, [Verdict(0.0, "", why, seconds / len(call.items), failed)] * len(call.items))
 
     def _wake(self) -> None:
         os.write(self._wake_in, b"x")
 
     def _run(self) -> None:
-        """The dispatching thread. However it ends, every caller gets an answer and every worker is killed."""
+        """The dispatching thread; when it ends, for any reason, unfinished calls fail and workers are killed."""
         failure: Exception = RuntimeError("the verifier was closed before everything was scored")
         try:
             while not self._closing:
@@ -175,7 +172,7 @@ class Dispatcher:
                 worker.process.kill()
 
     def _handle_events(self) -> None:
-        """Wait for a result, a worker's death, a deadline or new work, and handle what happened."""
+        """Wait for a result, a worker's death, a deadline or new calls, and handle it."""
         deadlines = [worker.deadline for worker in self._workers if worker.busy]
         patience = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
         readable = wait([self._wake_out, *(worker.process.connection for worker in self._workers)], patience)
@@ -202,7 +199,7 @@ class Dispatcher:
         with self._lock:
             queued = len(self._queue)
         if not self._is_math and not self._workers:
-            queued += 1  # the first one loads the user's function before there is a response
+            queued += 1  # the first worker loads the user's function before there is a response
         while (
             queued
             and len(self._workers) < self._limit
@@ -217,16 +214,16 @@ class Dispatcher:
                 self._send(worker)
 
     def _send(self, worker: Worker) -> None:
-        """Send an idle worker a batch from the queue, if there is one."""
-        if worker.process.connection.poll():  # it has died; `_receive` finds that, and no call is to blame
+        """Send an idle worker a batch from the queue, if any."""
+        if worker.process.connection.poll():  # it has died while idle: `_receive` handles that
             return
         with self._lock:
             worker.batch.extend(next_batch(self._queue))
         if not worker.batch:
             return
-        text, rest = worker.message(self._needs, self._most_bytes)
+        text, unsent = worker.message(self._needs, self._max_bytes)
         with self._lock:
-            self._queue.extendleft(reversed(rest))
+            self._queue.extendleft(reversed(unsent))
         try:
             worker.process.send(text)
         except OSError:  # it died, or does not read
@@ -237,16 +234,16 @@ class Dispatcher:
 
     def _receive(self, worker: Worker) -> None:
         try:
-            answer = worker.process.receive()
+            reply = worker.process.receive()
         except (EOFError, OSError):
             self._handle_death(worker)
             return
         if not worker.ready:
-            if "failed" in answer:
-                raise UserError(answer["failed"])
-            self._needs = Needs(*answer["needs"])
-            if answer["note"] and not self._loaded.is_set():
-                print(f"mugrpo: {answer['note']}", file=sys.stderr)
+            if "failed" in reply:
+                raise UserError(reply["failed"])
+            self._needs = Needs(*reply["needs"])
+            if reply["note"] and not self._loaded.is_set():
+                print(f"mugrpo: {reply['note']}", file=sys.stderr)
             worker.ready = True
             self._loaded.set()
             return
@@ -255,30 +252,31 @@ class Dispatcher:
             worker.deadline = time.monotonic() + self._limit_s(worker.batch[0])
             return
         call = worker.batch.popleft()
-        worker.answered += 1
+        worker.finished_calls += 1
         if worker.batch:
             worker.deadline = time.monotonic() + self._limit_s(worker.batch[0])
-        if answer["retires"]:
+        if reply["retires"]:
             self._discard(worker)
-        self._finish(call, [Verdict(*verdict) for verdict in answer["verdicts"]])
+        self._finish(call, [Verdict(*verdict) for verdict in reply["verdicts"]])
 
     def _handle_death(self, worker: Worker) -> None:
-        """A worker died, or stopped before it had read its batch."""
+        """Handle a worker that died, or stopped before it had read its batch."""
         if not worker.ready:
             cause = "is reward.worker_memory_mb too small?"
             if not self._is_math:
                 cause = f"does the module of {self._title} exit, or need more memory?"
-            raise UserError(f"a verifier process died while it started ({worker.process.ending()}): {cause}")
+            raise UserError(f"a verifier process died while it started ({worker.process.exit_status()}): {cause}")
         memory, unread = self._section.worker_memory_mb, worker.reading
         if unread:
-            why = f"no room for its {worker.sent / 2**20:,.1f} MiB in a worker (raise worker_memory_mb, now {memory})"
+            size = f"{worker.batch_bytes / 2**20:,.1f} MiB"
+            why = f"no room for its {size} in a worker (raise worker_memory_mb, now {memory})"
         else:
             cause = "or the parser crashed" if self._is_math else "or the function ended it or closed its files"
-            why = f"the worker died ({worker.process.ending()}): out of memory, {cause}"
-        dead = worker.blamed()
+            why = f"the worker died ({worker.process.exit_status()}): out of memory, {cause}"
+        crashed = worker.crashed_call()
         self._discard(worker)
-        if dead is not None:
-            self._give_up(dead, why, unread=unread)
+        if crashed is not None:
+            self._give_up(crashed, why, unread=unread)
 
     def _discard(self, worker: Worker) -> None:
         """End a worker; the rest of its batch goes back to the front of the queue."""
@@ -292,7 +290,7 @@ class Dispatcher:
             self._error = error
             calls = [*self._queue, *(call for worker in self._workers for call in worker.batch)]
             self._queue.clear()
-            self._open.clear()
+            self._in_flight.clear()
         self._loaded.set()
         for call in calls:
             call.fail(error)

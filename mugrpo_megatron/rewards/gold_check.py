@@ -1,4 +1,4 @@
-"""Finds problems that no response can solve, before a run depends on them: golds and tests that cannot be used."""
+"""Checks of golds and tests before a run: problems that no response can solve."""
 
 from __future__ import annotations
 
@@ -11,23 +11,20 @@ from mugrpo_megatron.rewards.math.extract import is_integer
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.samples import Problem
 
-SHOWN_CHARS = 60
+EXCERPT_CHARS = 60
 """Characters of a gold in a line."""
 CHECKS = {
     MATH: "mugrpo_megatron.rewards.math.gold:verifies_itself",
     CODE: "mugrpo_megatron.extras.sandbox.row_tests:usable",
 }
-"""Built-in function -> a reward function that gives 1 where a gold, or a row with tests, can be used."""
+"""Built-in function -> a reward function that returns 1 for a usable gold, or a row with usable tests."""
 
 
 def unusable_golds(problems: Sequence[Problem], section: RewardSection) -> dict[str, str]:
-    """Id of every problem that `math` or `code` cannot score -> one sentence (file:line: reason).
-
-    Runs in the verifier's workers, because a gold can hang a parser just as an answer can.
-    """
+    """Problems that `math` or `code` cannot score: id -> one sentence (file:line: reason)."""
     reasons: dict[str, str] = {}
     for function, check in CHECKS.items():
-        names = {name for name, one in section.table.items() if one.function == function}
+        names = {name for name, entry in section.table.items() if entry.function == function}
         doubtful = [
             problem
             for problem in problems
@@ -36,6 +33,7 @@ def unusable_golds(problems: Sequence[Problem], section: RewardSection) -> dict[
         ]
         if not doubtful:
             continue
+        # In the verifier's workers: a gold can hang a parser just as an answer can.
         checking = {"function": check, "functions": {}, "max_failure_share": 1.0}
         with Verifier(section.model_copy(update=checking)) as verifier:
             answers = [problem.answer for problem in doubtful]
@@ -49,22 +47,21 @@ def unusable_golds(problems: Sequence[Problem], section: RewardSection) -> dict[
 
 
 def scores_of_golds(problems: Sequence[Problem], section: RewardSection) -> Iterator[str]:
-    """A line for each reward function but `code`: what it gives the first problem that it scores, its gold as response.
+    """Yield a line for each reward function except `code`: its reward for the gold of its first problem as response.
 
     For `math` the answer is boxed. Raises UserError for a function that cannot be loaded, takes other parameters, or
     fails.
     """
-    for name, one in section.table.items():
-        if one.function == CODE:  # its golds are tests and no program
+    for name, entry in section.table.items():
+        if entry.function == CODE:  # its golds are tests, not programs
             continue
-        scored = (problem for problem in problems if name in section.functions_of(problem.data_source))
-        problem = next(scored, None)
+        problem = next((row for row in problems if name in section.functions_of(row.data_source)), None)
         if problem is None:
             continue
         gold = problem.gold if isinstance(problem.gold, str) else json.dumps(problem.gold, ensure_ascii=False)
-        response = f"\\boxed{{{problem.answer}}}" if one.function == MATH else gold
-        alone = {"functions": {name: one} if section.functions else {}, "workers": 1}
-        with Verifier(section.model_copy(update=alone)) as verifier:
+        response = f"\\boxed{{{problem.answer}}}" if entry.function == MATH else gold
+        single = {"functions": {name: entry} if section.functions else {}, "workers": 1}
+        with Verifier(section.model_copy(update=single)) as verifier:
             [score] = verifier.score(
                 [response],
                 [problem.gold],
@@ -74,12 +71,12 @@ def scores_of_golds(problems: Sequence[Problem], section: RewardSection) -> Iter
                 sources=[problem.data_source],
             )
         reward = f"{score.components[name]:g}" if name in score.components else "nothing"
-        why = f" ({score.why})" if score.why not in ("", one.function) else ""
-        yield f"{one.function} gives {reward} to the gold of {problem.id} as the response, {_shown(response)}{why}"
+        why = f" ({score.why})" if score.why not in ("", entry.function) else ""
+        yield f"{entry.function} gives {reward} to the gold of {problem.id} as the response, {_excerpt(response)}{why}"
 
 
-def _shown(text: str) -> str:
-    return repr(text) if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]!r}..."
+def _excerpt(text: str) -> str:
+    return repr(text) if len(text) <= EXCERPT_CHARS else f"{text[:EXCERPT_CHARS]!r}..."
 
 
 def _gold(problem: Problem, function: str) -> object:

@@ -1,4 +1,4 @@
-"""The guard of a verifier worker: starts it, and kills everything that it has started when it or the verifier ends.
+"""The guard of a verifier worker: starts it, and kills all its descendants when the worker or the verifier ends.
 
 `calls.start_guarded` starts one for each worker, as the leader of a session. Orphans become the guard's children
 (prctl(2), PR_SET_CHILD_SUBREAPER), so none escapes. The guard only waits for signals, even while its worker hangs.
@@ -18,15 +18,15 @@ from pathlib import Path
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 END = signal.SIGUSR1
-"""Asks the guard to kill all and exit; the kernel sends it when the verifier's thread ends. Not SIGTERM, which a job
+"""Tells the guard to kill all and exit; the kernel sends it when the verifier's thread ends. Not SIGTERM, which a job
 scheduler sends to every process long before the run has to end."""
 WAITED_FOR = (END, signal.SIGCHLD)
 
 
 def main(worker: str) -> None:
-    """With sys.argv = [..., PARENT_PID, SOCKET_FD, OPTIONS]; `serve` of the module `worker` gets the last two.
+    """Run `serve(SOCKET_FD, OPTIONS)` of the module `worker` in a child, and exit with its exit code.
 
-    Exits as the worker does.
+    sys.argv is [..., PARENT_PID, SOCKET_FD, OPTIONS].
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, WAITED_FOR)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -40,7 +40,8 @@ def main(worker: str) -> None:
     if child == 0:
         kernel.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, WAITED_FOR)
-        import_module(worker).serve(int(sys.argv[-2]), sys.argv[-1])  # here: the guard itself stays small
+        # Imported in the child only: the guard stays small.
+        import_module(worker).serve(int(sys.argv[-2]), sys.argv[-1])
         return
     os.close(int(sys.argv[-2]))
     code = wait_for(child)
@@ -49,11 +50,11 @@ def main(worker: str) -> None:
 
 
 def _ignore(_number: int, _frame: object) -> None:
-    """A handler and not SIG_IGN, which programs that a reward function runs would inherit."""
+    """Ignore a signal; unlike SIG_IGN, a handler is not inherited by programs that a reward function runs."""
 
 
 def wait_for(worker: int) -> int:
-    """The worker's exit code, 128 + N after signal N; 0 when the guard is asked to end it."""
+    """Wait for the worker; returns its exit code, 128 + N after signal N, or 0 after END."""
     while signal.sigwaitinfo(WAITED_FOR).si_signo != END:
         for pid, status in _ended(os.WNOHANG):
             if pid == worker:
@@ -63,14 +64,14 @@ def wait_for(worker: int) -> int:
 
 
 def _ended(options: int) -> Iterator[tuple[int, int]]:
-    """(process id, wait status) of children that have ended, reaped."""
+    """Reap children that have ended; yields (process id, wait status)."""
     with suppress(ChildProcessError):
         while (child := os.waitpid(-1, options))[0]:
             yield child
 
 
 def kill_descendants() -> None:
-    """Kill the children until none is left; the children of each killed one become the guard's."""
+    """Kill children until none is left; the children of a killed process become the guard's."""
     _kill_children()
     for _ in _ended(0):
         _kill_children()

@@ -11,25 +11,25 @@ if TYPE_CHECKING:
     from mugrpo_megatron.samples import Problem  # numpy, which a worker does without
 
 Row = Mapping[str, Any]
-"""A row of the data, every column of it, as JSON has it."""
+"""A row of the data set as JSON values, all columns included."""
 ChatOrText = str | Sequence[Mapping[str, str]]
-"""What the model was asked: a text, or the messages of a chat (`role`, `content`)."""
+"""A prompt: text, or the messages of a chat (`role`, `content`)."""
 
 
 def prompt_of_problem(problem: Problem) -> ChatOrText:
-    """What the model was asked: the messages where the problem is a chat, else the question."""
+    """The problem's prompt: its messages if it is a chat, else its question."""
     return [{"role": role, "content": text} for role, text in problem.messages] or problem.question
 
 
 @dataclass(frozen=True, slots=True)
 class ScoringInput:
-    """A response, and all that is known of it."""
+    """A response, with the problem that it answers."""
 
     response: str
     gold: Any
-    """The gold as the data has it, any JSON value."""
+    """The gold in the data, any JSON value."""
     answer: str
-    """What `math` compares the response's answer with."""
+    """The gold answer that `math` compares with."""
     row: Row = field(default_factory=dict)
     prompt: ChatOrText = ""
     source: str = ""
@@ -39,26 +39,26 @@ class ScoringInput:
 
 
 class Needs(NamedTuple):
-    """How a worker's function is called, as the worker reports it: the rest is not sent."""
+    """Arguments that a worker's function uses, as the worker reports them; others are not sent."""
 
     responses: int = 1
-    """At most so many in one call."""
+    """Most responses in one call."""
     row: bool = False
     prompt: bool = False
     ids: bool = False
 
 
 class Verdict(NamedTuple):
-    """What one reward function says of one response; this goes over the socket."""
+    """The result of one reward function for one response; sent over the socket."""
 
     reward: float | None
     """None: the function does not apply to this response."""
     extracted: str
-    """The answer that was compared; empty when none was found, or when the function does not name it."""
+    """The extracted answer; empty when none was found or the function does not report it."""
     why: str
     seconds: float = 0.0
     failed: bool = False
-    """Whether the function raised, returned something else than a finite number, or ran into a limit."""
+    """Whether the function raised, returned no finite number, or ran into a limit."""
     parts: Mapping[str, float] = {}
     """Other numbers that the function returned, by name."""
 
@@ -68,18 +68,18 @@ class Score:
     """The score of one response."""
 
     reward: float
-    """The weighted sum of what the reward functions gave."""
+    """Weighted sum of the functions' rewards."""
     extracted: str
-    """The answer that was compared; empty when none was found, or when no function names it."""
+    """The extracted answer; empty when none was found or no function reports it."""
     why: str
     seconds: float
     """Time in a worker; 0 when no worker was needed."""
     components: Mapping[str, float] = field(default_factory=dict)
-    """What each function gave before weights, and the shaping's penalty, by name."""
+    """Unweighted rewards by the functions' names, and the overlong penalty."""
 
 
 class Pending:
-    """A future of several scores; `result` waits for them and returns them in the order of submission."""
+    """A future of several scores."""
 
     def __init__(self, count: int) -> None:
         self._scores: list[Score | None] = [None] * count
@@ -91,7 +91,10 @@ class Pending:
             self._done.set()
 
     def result(self, timeout_s: float | None = None) -> list[Score]:
-        """Wait for every score. Raises TimeoutError after `timeout_s`, or the error that ended the verifier."""
+        """Wait for all scores; returns them in the order of submission.
+
+        Raises TimeoutError after `timeout_s`, or the error that ended the verifier.
+        """
         if not self._done.wait(timeout_s):
             raise TimeoutError(f"{self._missing} of {len(self._scores)} responses are not scored after {timeout_s} s")
         if self._failure is not None:
@@ -102,15 +105,15 @@ class Pending:
         """Whether `result` would return at once."""
         return self._done.is_set()
 
-    def put(self, place: int, score: Score) -> None:
-        """Called by the verifier, once for every place."""
+    def put(self, index: int, score: Score) -> None:
+        """Set one score; the verifier calls this once for every index."""
         with self._lock:
-            self._scores[place] = score
+            self._scores[index] = score
             self._missing -= 1
             if self._missing == 0:
                 self._done.set()
 
     def fail(self, error: Exception) -> None:
-        """Called by the verifier when the missing scores will never come."""
+        """Set the error that ended the verifier."""
         self._failure = error
         self._done.set()

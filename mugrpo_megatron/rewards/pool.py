@@ -17,40 +17,36 @@ from mugrpo_megatron.rewards.items import ChatOrText, Pending, Row, Score, Scori
 def combined(verdicts: Mapping[str, Verdict], weights: Mapping[str, float]) -> Score:
     """The score of one response: the sum of weight x reward over the functions that apply, 0 when none does.
 
-    The components are the unweighted rewards by the functions' names, and `name.part` for what else one returned. The
-    first answer that a function found is the one that is shown.
+    Components are the unweighted rewards by the functions' names, and `name.part` for other numbers of a function. The
+    extracted answer is the first that a function found.
     """
-    if len(verdicts) == 1:
-        ((name, one),) = verdicts.items()
-        return _alone(name, one, weights[name])
-    applying = {name: one.reward for name, one in verdicts.items() if one.reward is not None}
+    if len(verdicts) == 1:  # a stage has up to millions of these
+        ((name, verdict),) = verdicts.items()
+        reward = 0.0 if verdict.reward is None else weights[name] * verdict.reward
+        return Score(reward, verdict.extracted, verdict.why, verdict.seconds, _components(name, verdict))
     components: dict[str, float] = {}
-    for name, one in verdicts.items():
-        if one.reward is not None:
-            components[name] = one.reward
-        components |= {f"{name}.{part}": value for part, value in one.parts.items()}
+    for name, verdict in verdicts.items():
+        components |= _components(name, verdict)
     return Score(
-        reward=sum((weights[name] * reward for name, reward in applying.items()), 0.0),
-        extracted=next((one.extracted for one in verdicts.values() if one.extracted), ""),
-        why="; ".join(f"{name}: {one.why}" for name, one in verdicts.items()),
-        seconds=sum(one.seconds for one in verdicts.values()),
+        reward=sum((weights[name] * v.reward for name, v in verdicts.items() if v.reward is not None), 0.0),
+        extracted=next((verdict.extracted for verdict in verdicts.values() if verdict.extracted), ""),
+        why="; ".join(f"{name}: {verdict.why}" for name, verdict in verdicts.items()),
+        seconds=sum(verdict.seconds for verdict in verdicts.values()),
         components=components,
     )
 
 
-def _alone(name: str, one: Verdict, weight: float) -> Score:
-    """The score where one function speaks; a stage has up to millions of these."""
-    reward = 0.0 if one.reward is None else weight * one.reward
-    components = {} if one.reward is None else {name: one.reward}
-    if one.parts:
-        components |= {f"{name}.{part}": value for part, value in one.parts.items()}
-    return Score(reward, one.extracted, one.why, one.seconds, components)
+def _components(name: str, verdict: Verdict) -> dict[str, float]:
+    components = {} if verdict.reward is None else {name: verdict.reward}
+    if verdict.parts:
+        components |= {f"{name}.{part}": value for part, value in verdict.parts.items()}
+    return components
 
 
 def with_length_penalty(score: Score, tokens: int, max_tokens: int, section: RewardSection) -> Score:
-    """The score that training uses: less an overlong penalty, off by default. Reported accuracy uses the verdict alone.
+    """Subtract the overlong penalty for training, off by default; evaluation uses the score without it.
 
-    The penalty is one of the components, between 0 and 1. `tokens`: of the response, of at most `max_tokens`.
+    The penalty, between 0 and 1, is one of the components. `tokens`: length of the response, at most `max_tokens`.
     """
     if not section.overlong_buffer_tokens:
         return score
@@ -59,7 +55,7 @@ def with_length_penalty(score: Score, tokens: int, max_tokens: int, section: Rew
 
 
 def reward_before_penalty(reward: float, components: Mapping[str, float]) -> float:
-    """The verdict in a shaped reward: what the reward function gave, where the penalty was taken from a single one."""
+    """Reward before the length penalty, where it was subtracted from the reward of a single function."""
     verdicts = [value for name, value in components.items() if name != OVERLONG and "." not in name]
     return verdicts[0] if len(verdicts) == 1 and OVERLONG in components else reward
 
@@ -70,59 +66,69 @@ def overlong(tokens: int, max_tokens: int, buffer: int) -> float:
 
 
 @dataclass(slots=True)
-class Collector:
-    """Hands the score of each response of a submission to `pending` when its last verdict is in; any thread may."""
+class VerdictCollector:
+    """Combines the verdicts on each response of a submission into its score. Thread-safe."""
 
     pending: Pending
     weights: Mapping[str, float]
     names: Sequence[Sequence[str]]
-    """The functions that each response is given to, in the recipe's order."""
-    _found: dict[int, dict[str, Verdict]] = field(default_factory=dict)
+    """Functions that score each response, in the recipe's order."""
+    _verdicts: dict[int, dict[str, Verdict]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def put(self, name: str, place: int, verdict: Verdict) -> None:
-        """Called once for each function of each response."""
-        names = self.names[place]
+    def put(self, name: str, index: int, verdict: Verdict) -> None:
+        """Add the verdict of one function on one response."""
+        names = self.names[index]
         if len(names) == 1:
-            self.pending.put(place, combined({name: verdict}, self.weights))
+            self.pending.put(index, combined({name: verdict}, self.weights))
             return
         with self._lock:
-            verdicts = self._found.setdefault(place, {})
+            verdicts = self._verdicts.setdefault(index, {})
             verdicts[name] = verdict
             if len(verdicts) < len(names):
                 return
-            del self._found[place]
-        self.pending.put(place, combined({one: verdicts[one] for one in names}, self.weights))
+            del self._verdicts[index]
+        self.pending.put(index, combined({name: verdicts[name] for name in names}, self.weights))
+
+
+@dataclass(frozen=True, slots=True)
+class _FunctionSink:
+    """Takes one function's verdicts on a submission."""
+
+    collector: VerdictCollector
+    name: str
+
+    def put(self, index: int, verdict: Verdict) -> None:
+        self.collector.put(self.name, index, verdict)
 
     def fail(self, error: Exception) -> None:
-        """Called when the missing verdicts will never come."""
-        self.pending.fail(error)
+        self.collector.pending.fail(error)
 
 
 class Verifier:
-    """Scores responses; a context manager. Every function has workers, limits and a count of failures of its own.
+    """Scores responses; a context manager. Every function has workers, limits and a failure count of its own.
 
     `submit` may be called from any thread.
     """
 
     def __init__(self, section: RewardSection) -> None:
         self._section = section
-        self._weights = {name: one.weight for name, one in section.table.items()}
+        self._weights = {name: function.weight for name, function in section.table.items()}
         self._dispatchers = {}
-        for name, one in section.table.items():
-            own = {
-                "function": one.function,
+        for name, function in section.table.items():
+            settings = {
+                "function": function.function,
                 "functions": {},
-                "timeout_s": one.timeout_s or section.timeout_s,
-                "worker_memory_mb": one.worker_memory_mb or section.worker_memory_mb,
+                "timeout_s": function.timeout_s or section.timeout_s,
+                "worker_memory_mb": function.worker_memory_mb or section.worker_memory_mb,
             }
             key = f"reward.functions.{name}" if section.functions else "reward.function"
-            self._dispatchers[name] = Dispatcher(section.model_copy(update=own), key)
-        self._chosen: dict[str, tuple[str, ...]] = {}
+            self._dispatchers[name] = Dispatcher(section.model_copy(update=settings), key)
+        self._functions_by_source: dict[str, tuple[str, ...]] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> Verifier:
-        """Start; the users' functions are loaded at once, so that a wrong name is found at the start."""
+        """Start, and load users' functions, so that a wrong name is an error now."""
         with ExitStack() as stack:
             for dispatcher in self._dispatchers.values():
                 dispatcher.start()
@@ -145,7 +151,7 @@ class Verifier:
         prompts: Sequence[ChatOrText] | None = None,
         **known: Any,
     ) -> list[Score]:
-        """Scores of `responses` against `golds`, in order; blocks until all are done. Takes what `submit` takes."""
+        """Score `responses` against `golds`, in order; blocks until all are done. Arguments as of `submit`."""
         return self.submit(responses, golds, rows, prompts, **known).result()
 
     def submit(
@@ -163,11 +169,11 @@ class Verifier:
 
         Args:
             responses: the texts.
-            golds: as the data has them, any JSON value.
-            rows: the rows of the data that the problems are from, for the users' functions, as the next are.
-            prompts: what the model was asked.
-            answers: what `math` compares with; by default the golds, which are then texts.
-            sources: the problems' `data_source`, by which the functions are chosen.
+            golds: any JSON values.
+            rows: the problems' rows in the data, for users' functions.
+            prompts: texts or messages, for users' functions.
+            answers: gold answers that `math` compares with; by default the golds, which are then texts.
+            sources: the problems' `data_source`, which selects the functions.
             ids: the responses' token ids.
         """
         count = len(responses)
@@ -186,28 +192,14 @@ class Verifier:
         ]
         names = [self._functions_of(item.source) for item in items]
         pending = Pending(count)
-        collector = Collector(pending, self._weights, names)
+        collector = VerdictCollector(pending, self._weights, names)
         for name, dispatcher in self._dispatchers.items():
-            places = [place for place in range(count) if name in names[place]]
-            dispatcher.submit(_Part(collector, name), places, [items[place] for place in places])
+            indices = [index for index in range(count) if name in names[index]]
+            dispatcher.submit(_FunctionSink(collector, name), indices, [items[index] for index in indices])
         return pending
 
     def _functions_of(self, source: str) -> tuple[str, ...]:
-        if source not in self._chosen:
+        if source not in self._functions_by_source:
             self._section.check_sources([source])
-            self._chosen[source] = self._section.functions_of(source)
-        return self._chosen[source]
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """What one function says of a submission."""
-
-    collector: Collector
-    name: str
-
-    def put(self, place: int, verdict: Verdict) -> None:
-        self.collector.put(self.name, place, verdict)
-
-    def fail(self, error: Exception) -> None:
-        self.collector.fail(error)
+            self._functions_by_source[source] = self._section.functions_of(source)
+        return self._functions_by_source[source]

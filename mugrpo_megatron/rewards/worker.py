@@ -1,4 +1,4 @@
-"""A verifier worker: reads batches of calls from a socket, acknowledges them, and answers after each call.
+"""A verifier worker: reads batches of calls from a socket, acknowledges each batch, and replies after each call.
 
 It limits its address space, gives up a call when its alarm rings, retires when it has grown, and may be killed.
 """
@@ -18,36 +18,36 @@ from typing import Any
 from mugrpo_megatron.rewards.items import Needs, ScoringInput, Verdict
 
 ALARM_AGAIN_S = 0.25
-"""Processor seconds. The alarm repeats: the first may ring where an exception is swallowed, as in a finalizer."""
-GROWN = 0.75
-"""Share of the memory limit at which a worker retires, so that one answer's leftovers do not fail another."""
+"""CPU seconds. The alarm repeats: the first may ring where an exception is swallowed, as in a finalizer."""
+RETIREMENT_SHARE = 0.75
+"""Fraction of the memory limit at which a worker retires, so that memory of earlier calls does not fail a later one."""
 ASYNC_SHARE = 0.875
-"""Share of the wall-clock limit after which an `async` function is cancelled for a response."""
+"""Fraction of the wall-clock limit after which an `async` function is cancelled for a response."""
 
-Grade = Callable[[Sequence[ScoringInput]], Sequence[Verdict | BaseException]]
+RewardFunction = Callable[[Sequence[ScoringInput]], Sequence[Verdict | BaseException]]
 
 
-class TooLate(BaseException):
-    """The alarm rang. Not an Exception, so that no `except Exception` of a library swallows it."""
+class AlarmRang(BaseException):
+    """A call's CPU time is over. Not an Exception, so that no `except Exception` of a library swallows it."""
 
 
 EXTRA_FUNCTIONS = {"code": "mugrpo_megatron.extras.sandbox.code:grader"}
-"""Built-in names -> a function that makes the reward function of its options, which are plain data."""
+"""Built-in name -> factory of the reward function from its options."""
 
 
-def load(options: dict[str, Any]) -> tuple[Grade, Needs, str]:
-    """The function that the options name, what it needs, and a note on it for the user.
+def load(options: dict[str, Any]) -> tuple[RewardFunction, Needs, str]:
+    """Load the function that the options name; returns it, the arguments that it uses, and a note for the user.
 
-    Raises UserError for one that cannot be loaded.
+    Raises UserError for a function that cannot be loaded.
     """
     if options["function"] == "math":
-        from mugrpo_megatron.rewards.math.grade import grade
+        from mugrpo_megatron.rewards.math.compare import compare_answer
 
-        def graded_by_math(items: Sequence[ScoringInput]) -> list[Verdict]:
-            results = [grade(item.response, item.gold, options["policy"]) for item in items]
+        def math(items: Sequence[ScoringInput]) -> list[Verdict]:
+            results = [compare_answer(item.response, item.gold, options["policy"]) for item in items]
             return [Verdict(reward, "", why) for reward, why in results]
 
-        return graded_by_math, Needs(), ""
+        return math, Needs(), ""
     from mugrpo_megatron.errors import UserError
     from mugrpo_megatron.recipe.functions import load_function
     from mugrpo_megatron.rewards.callers import Caller, Unsupported
@@ -63,39 +63,42 @@ def load(options: dict[str, Any]) -> tuple[Grade, Needs, str]:
     return caller, caller.needs, getattr(function, "note", "") if name in EXTRA_FUNCTIONS else ""
 
 
-def graded(grade: Grade, items: Sequence[ScoringInput], alarm_s: float) -> tuple[list[Verdict], bool]:
-    """A verdict on each item, and whether the alarm rang. MemoryError ends the process; other failures score 0."""
+def call(function: RewardFunction, items: Sequence[ScoringInput], alarm_s: float) -> tuple[list[Verdict], bool]:
+    """Call a function; returns a verdict on each item, and whether the alarm rang.
+
+    MemoryError ends the process; other failures score 0.
+    """
     start = time.perf_counter()
     results: Sequence[Verdict | BaseException]
     try:
         signal.setitimer(signal.ITIMER_PROF, alarm_s * len(items), ALARM_AGAIN_S)
-        results = grade(items)
+        results = function(items)
         signal.setitimer(signal.ITIMER_PROF, 0)
-    except TooLate as error:
+    except AlarmRang as error:
         signal.setitimer(signal.ITIMER_PROF, 0)
         results = [error] * len(items)
     except MemoryError:
         raise
     except BaseException as error:
-        # An answer may break a function in any way; it scores 0 and the run goes on. KeyboardInterrupt is the
-        # function's own too: the worker ignores Ctrl-C.
+        # An answer may break a function in any way; it scores 0 and the run goes on. Even KeyboardInterrupt is the
+        # function's: the guard ignores Ctrl-C, and the worker inherits that.
         signal.setitimer(signal.ITIMER_PROF, 0)
         results = [error] * len(items)
-    if any(isinstance(one, MemoryError) for one in results):
+    if any(isinstance(result, MemoryError) for result in results):
         raise MemoryError
     seconds = (time.perf_counter() - start) / len(items)
     late = f"gave up after {alarm_s * len(items):g} s"
     verdicts = [
-        one._replace(seconds=seconds)
-        if isinstance(one, Verdict)
-        else Verdict(0.0, "", late if isinstance(one, TooLate) else _failure(one), seconds, True)
-        for one in results
+        result._replace(seconds=seconds)
+        if isinstance(result, Verdict)
+        else Verdict(0.0, "", late if isinstance(result, AlarmRang) else _failure(result), seconds, True)
+        for result in results
     ]
-    return verdicts, any(isinstance(one, TooLate) for one in results)
+    return verdicts, any(isinstance(result, AlarmRang) for result in results)
 
 
 def serve(socket: int, text: str) -> None:
-    """Limit this process, load the function and grade until the parent is gone. `text`: the options as JSON."""
+    """Limit this process, load the function and serve calls until the parent is gone. `text`: options as JSON."""
     from mugrpo_megatron.errors import UserError
 
     options = json.loads(text)
@@ -105,34 +108,35 @@ def serve(socket: int, text: str) -> None:
     signal.signal(signal.SIGPROF, _on_alarm)
     connection = Connection(socket)
     try:
-        grade, needs, note = load(options)
+        function, needs, note = load(options)
     except UserError as error:
         connection.send_bytes(json.dumps({"failed": str(error)}).encode())
         return
-    except (MemoryError, ImportError, OSError, SystemError) as error:  # no memory; a user's module raises UserError
+    # Python raises any of these without memory; an error of a user's module is a UserError.
+    except (MemoryError, ImportError, OSError, SystemError) as error:
         why = f"{error!r} in {options['memory_mb']} MiB of address space; raise reward.worker_memory_mb"
         connection.send_bytes(json.dumps({"failed": f"a verifier process could not start: {why}"}).encode())
         return
     connection.send_bytes(json.dumps({"needs": needs, "note": note}).encode())
     try:
-        _serve(connection, grade, options["alarm_s"], GROWN * memory)
-    except (MemoryError, TooLate, OSError):  # the parent says what became of the response, or is gone
+        _serve(connection, function, options["alarm_s"], RETIREMENT_SHARE * memory)
+    except (MemoryError, AlarmRang, OSError):  # the parent handles the worker's death, or is gone
         os._exit(1)
 
 
-def _serve(connection: Connection, grade: Grade, alarm_s: float, max_bytes: float) -> None:
-    """Make the calls of one batch after the other, until the parent is gone or `max_bytes` are in use."""
+def _serve(connection: Connection, function: RewardFunction, alarm_s: float, max_bytes: float) -> None:
+    """Serve one batch after the other, until the parent is gone or `max_bytes` are in use."""
     while True:
         try:
             batch = json.loads(connection.recv_bytes())
         except EOFError:
             return
-        connection.send_bytes(b'{"read": true}')  # what ends this process from here on is a call, not the batch's size
-        for call in batch["calls"]:
-            items = [_item(response, batch["subjects"][subject], ids) for response, subject, ids in call]
-            verdicts, late = graded(grade, items, alarm_s)
-            # A loop that an alarm left may go on with what was in it.
-            retires = _address_space() > max_bytes or (late and getattr(grade, "is_async", False))
+        connection.send_bytes(b'{"read": true}')  # from here on a crash is a call's, not due to the batch's size
+        for rows in batch["calls"]:
+            items = [_item(response, batch["subjects"][subject], ids) for response, subject, ids in rows]
+            verdicts, alarm_rang = call(function, items, alarm_s)
+            # Tasks of an event loop that an alarm interrupted may still run.
+            retires = _address_space() > max_bytes or (alarm_rang and getattr(function, "is_async", False))
             connection.send_bytes(json.dumps({"verdicts": verdicts, "retires": retires}).encode())
             if retires:
                 return
@@ -153,10 +157,10 @@ def _failure(error: BaseException) -> str:
 
 
 def _on_alarm(_number: int, _frame: Any) -> None:
-    raise TooLate
+    raise AlarmRang
 
 
 def _address_space() -> int:
-    """Bytes, as RLIMIT_AS counts them."""
+    """Bytes of address space, as RLIMIT_AS counts them."""
     pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[0]
     return int(pages) * resource.getpagesize()

@@ -9,30 +9,30 @@ from typing import Any, cast
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mugrpo_megatron.rewards.calls import BATCH, Call, VerdictSink, calls_of, message, next_batch
+from mugrpo_megatron.rewards.calls import BATCH, Call, VerdictSink, batch_message, calls_of, next_batch
 from mugrpo_megatron.rewards.items import Needs, ScoringInput, Verdict
 
 ROW = {"tests": "x" * 10_000}
 
 
-class Taken:
+class Sink:
     def __init__(self) -> None:
         self.verdicts: dict[int, Verdict] = {}
 
-    def put(self, place: int, verdict: Verdict) -> None:
-        assert place not in self.verdicts
-        self.verdicts[place] = verdict
+    def put(self, index: int, verdict: Verdict) -> None:
+        assert index not in self.verdicts
+        self.verdicts[index] = verdict
 
 
 @given(st.integers(0, 40), st.integers(1, 12))
-def test_every_verdict_reaches_its_place(count: int, most: int) -> None:
-    taken = Taken()
+def test_every_verdict_reaches_its_index(count: int, most: int) -> None:
+    sink = Sink()
     items = [ScoringInput(str(n), "", "") for n in range(count)]
-    calls = list(calls_of(cast(VerdictSink, taken), range(count), items, most))
+    calls = list(calls_of(cast(VerdictSink, sink), range(count), items, most))
     assert all(1 <= len(call.items) <= most for call in calls)
     for call in reversed(calls):
-        call.answer([Verdict(float(item.response), "", "") for item in call.items])
-    assert {place: verdict.reward for place, verdict in taken.verdicts.items()} == {n: float(n) for n in range(count)}
+        call.finish([Verdict(float(item.response), "", "") for item in call.items])
+    assert {index: verdict.reward for index, verdict in sink.verdicts.items()} == {n: float(n) for n in range(count)}
 
 
 @given(st.lists(st.integers(1, 40), max_size=40))
@@ -49,10 +49,10 @@ def test_a_batch_is_bounded_and_takes_the_calls_in_order(sizes: list[int]) -> No
 def test_a_row_is_sent_once_and_only_to_functions_that_read_it() -> None:
     items = [ScoringInput(str(n), "gold", "", ROW, "asked", "s", [1, 2]) for n in range(8)]
     call = Call(items, [])
-    _, whole = message([call], Needs(8, True, True, True), 1 << 20)
+    _, whole = batch_message([call], Needs(8, True, True, True), 1 << 20)
     assert len(json.loads(whole)["subjects"]) == 1
     assert len(whole) < 11_000
-    _, bare = message([call], Needs(8), 1 << 20)
+    _, bare = batch_message([call], Needs(8), 1 << 20)
     assert len(bare) < 500
     assert [sent[0] for sent in json.loads(bare)["calls"][0]] == [str(n) for n in range(8)]
 
@@ -62,7 +62,7 @@ def test_a_message_is_bounded_and_takes_the_calls_in_order(sizes: list[int], mos
     rows = [{"n": n, "tests": "\u00e9" * size} for n, size in enumerate(sizes)]
     rows = [rows[0]] * len(rows) if shared else rows
     calls = [Call([ScoringInput(str(n), "", "", row)], []) for n, row in enumerate(rows)]
-    count, text = message(calls, Needs(row=True), most)
+    count, text = batch_message(calls, Needs(row=True), most)
     found = json.loads(text)
     assert [call[0][0] for call in found["calls"]] == [str(n) for n in range(count)]
     assert [found["subjects"][call[0][1]][1] for call in found["calls"]] == rows[:count]
@@ -70,12 +70,12 @@ def test_a_message_is_bounded_and_takes_the_calls_in_order(sizes: list[int], mos
     overhead = len('{"calls": [], "subjects": []}') + 4 * count
     assert count == 1 or len(text) <= most + overhead
     if count < len(calls):
-        _, longer = message(calls[: count + 1], Needs(row=True), 1 << 20)
+        _, longer = batch_message(calls[: count + 1], Needs(row=True), 1 << 20)
         assert len(longer) > most
 
 
 def test_a_call_that_a_worker_died_on_is_sent_alone() -> None:
-    queue = deque(Call([ScoringInput(str(n), "", "")], [], deaths=n in (0, 3)) for n in range(6))
+    queue = deque(Call([ScoringInput(str(n), "", "")], [], crashes=n in (0, 3)) for n in range(6))
     batches = []
     while queue:
         batches.append([call.items[0].response for call in next_batch(queue)])

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mugrpo_megatron.recipe.scoring import RewardSection
+from mugrpo_megatron.rewards.math.compare import compare_answer
 from mugrpo_megatron.rewards.math.extract import answer_of
 from mugrpo_megatron.rewards.math.gold import read_gold
-from mugrpo_megatron.rewards.math.grade import grade
-from mugrpo_megatron.rewards.math.literal import chosen, letter_of, match_literally
+from mugrpo_megatron.rewards.math.literal import chosen_letter, letter_of, match_literally
 
 LETTERS = st.sampled_from("ABCDE")
 TEXTS = st.sampled_from(
@@ -56,41 +56,41 @@ NONE += [
 
 @pytest.mark.parametrize(("response", "gold"), RIGHT)
 def test_a_letter_is_chosen_however_it_is_written(response: str, gold: str) -> None:
-    assert grade(answer_of(response), gold) == (1.0, "equal")
+    assert compare_answer(answer_of(response), gold) == (1.0, "equal")
 
 
 @pytest.mark.parametrize("answer", NONE)
 @pytest.mark.parametrize("form", ["{}", "\\boxed{{{}}}", "\\boxed{{\\text{{{}}}}}", "**{}**"])
 def test_several_letters_or_a_rejected_one_choose_none(answer: str, form: str) -> None:
     response = form.format(answer)
-    assert grade(answer_of(response), "C")[0] == 0.0
-    assert grade(answer_of(response, text_gold=True), "C")[0] == 0.0
+    assert compare_answer(answer_of(response), "C")[0] == 0.0
+    assert compare_answer(answer_of(response, text_gold=True), "C")[0] == 0.0
 
 
 @given(LETTERS, LETTERS, TEXTS, st.sampled_from(["({}) ", "{}) ", "{}. ", "{}: ", "option {}: ", "Choice ({}) "]))
 def test_the_text_behind_the_letter_does_not_count(letter: str, gold: str, text: str, label: str) -> None:
     answer = (label.format(letter) + text).strip()
     for response in (answer, f"\\boxed{{{answer}}}", f"\\boxed{{\\text{{{answer}}}}}"):
-        assert grade(response if response == answer else answer_of(response), gold)[0] == float(letter == gold)
+        assert compare_answer(response if response == answer else answer_of(response), gold)[0] == float(letter == gold)
 
 
 @pytest.mark.parametrize("text", ["about 12 apples", "the year 1984", "$x = 5$ and $y = 2$", "no more than 3 of them"])
 def test_numbers_behind_the_letter_are_not_the_answer(text: str) -> None:
     settled = match_literally(f"The answer is (C) {text}.", "C", RewardSection())
     assert isinstance(settled, str)
-    assert grade(settled, "C")[0] == 1.0
-    assert grade(settled, "D")[0] == 0.0
+    assert compare_answer(settled, "C")[0] == 1.0
+    assert compare_answer(settled, "D")[0] == 0.0
 
 
 def test_a_letter_alone_is_a_choice() -> None:
     assert [letter_of(gold) for gold in ("C", "(C)", "Option C", "choice (C)")] == ["C"] * 4
     assert [letter_of(gold) for gold in ("c", "AB", "Options", "C) Paris", "3", "")] == [None] * 6
-    assert chosen("Paris") is None
+    assert chosen_letter("Paris") is None
 
 
 def test_a_small_letter_alone_is_a_choice() -> None:
-    assert [chosen(answer) for answer in ("c", "(c)", "c)")] == ["C"] * 3
-    assert [chosen(answer) for answer in ("c d", "cat", "c, d", "a house", "ab")] == [None] * 5
+    assert [chosen_letter(answer) for answer in ("c", "(c)", "c)")] == ["C"] * 3
+    assert [chosen_letter(answer) for answer in ("c d", "cat", "c, d", "a house", "ab")] == [None] * 5
 
 
 @given(st.sets(LETTERS, min_size=2), st.sets(LETTERS, min_size=1), st.randoms())
@@ -106,11 +106,11 @@ def test_several_choices_are_a_set_of_letters(letters: set[str], others: set[str
             ", ".join(f"({one}) Paris" for one in listed),
         ]
         for form in [*forms, f"({', '.join(listed)})", f"\\text{{{', '.join(listed)}}}"]:
-            assert (grade(form, gold)[0] == 1.0) == (answer == letters), form
+            assert (compare_answer(form, gold)[0] == 1.0) == (answer == letters), form
 
 
 @pytest.mark.parametrize(
     "answer", ["A, not C", "A or C but not both", "A, C?", "A C B", "CAT", "A", "A, C, 5", "AC or B"]
 )
 def test_a_hedge_about_several_choices_gains_nothing(answer: str) -> None:
-    assert grade(answer, "A, C")[0] == 0.0
+    assert compare_answer(answer, "A, C")[0] == 0.0

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mugrpo_megatron.rewards.items import Pending, Score, Verdict
-from mugrpo_megatron.rewards.pool import Collector, combined
+from mugrpo_megatron.rewards.pool import VerdictCollector, combined
 
 NUMBERS = st.floats(-1e6, 1e6)
 
@@ -40,7 +40,7 @@ def test_several_are_told_by_name() -> None:
 def test_verdicts_come_in_any_order_from_any_thread() -> None:
     names = [("a", "b", "c") if place % 2 else ("b",) for place in range(200)]
     pending = Pending(len(names))
-    collector = Collector(pending, {"a": 1.0, "b": 10.0, "c": 100.0}, names)
+    collector = VerdictCollector(pending, {"a": 1.0, "b": 10.0, "c": 100.0}, names)
     puts = [(name, place) for place, own in enumerate(names) for name in own]
     random.Random(0).shuffle(puts)
 

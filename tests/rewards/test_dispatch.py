@@ -87,7 +87,7 @@ class Worker:
         self._own.close()
         self.connection.close()
 
-    def ending(self) -> str:
+    def exit_status(self) -> str:
         return "exit code 1"
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mugrpo_megatron.rewards.callers import ONE, SEVERAL, Unsupported, arguments_of_one, arguments_of_several, form_of
+from mugrpo_megatron.rewards.callers import LISTS, SINGLE, Unsupported, form_of, list_arguments, single_arguments
 from mugrpo_megatron.rewards.items import ScoringInput
 from tests.rewards.foreign import slime_reward, trl_rewards, verl_reward
 
@@ -25,28 +25,28 @@ def made(parameters: str) -> Any:
     return scope["function"]
 
 
-@given(st.sampled_from(sorted(ONE)), st.data())
+@given(st.sampled_from(sorted(SINGLE)), st.data())
 def test_a_function_of_one_response_gets_the_parameters_that_it_names(key: str, data: st.DataObject) -> None:
-    others = data.draw(st.lists(st.sampled_from(sorted(ONE[key])), unique=True))
+    others = data.draw(st.lists(st.sampled_from(sorted(SINGLE[key])), unique=True))
     names = list(dict.fromkeys([*others, key]))
     form = form_of(made(", ".join(names)))
-    assert not form.several
-    assert list(arguments_of_one(form, ITEMS[0])) == [name for name in ONE[key] if name in names]
-    every = arguments_of_one(form_of(made(f"{key}, **rest")), ITEMS[0])
-    assert every.keys() == ONE[key].keys()
+    assert not form.takes_lists
+    assert list(single_arguments(form, ITEMS[0])) == [name for name in SINGLE[key] if name in names]
+    every = single_arguments(form_of(made(f"{key}, **rest")), ITEMS[0])
+    assert every.keys() == SINGLE[key].keys()
 
 
-@given(st.sampled_from(sorted(SEVERAL.keys() - {"completions", "samples"})))
+@given(st.sampled_from(sorted(LISTS.keys() - {"completions", "samples"})))
 def test_a_function_of_several_responses_gets_lists_of_the_same(key: str) -> None:
-    given = arguments_of_several(form_of(made(f"{key}, **rest")), ITEMS, {})
-    assert given.keys() == SEVERAL[key].keys()
+    given = list_arguments(form_of(made(f"{key}, **rest")), ITEMS, {})
+    assert given.keys() == LISTS[key].keys()
     assert all(len(values) == 2 for values in given.values())
 
 
 def test_ours() -> None:
-    given = arguments_of_one(form_of(made("response, answer, row, prompt")), ITEMS[0])
+    given = single_arguments(form_of(made("response, answer, row, prompt")), ITEMS[0])
     assert given == {"response": "2", "answer": ["gold"], "row": ITEMS[0].row, "prompt": "1+1="}
-    assert arguments_of_several(form_of(made("responses, answers")), ITEMS, {}) == {
+    assert list_arguments(form_of(made("responses, answers")), ITEMS, {}) == {
         "responses": ["2", "3"],
         "answers": [["gold"], "2"],
     }
@@ -55,7 +55,7 @@ def test_ours() -> None:
 def test_trls_completions_are_messages_after_messages() -> None:
     metrics: dict[str, float] = {}
     form = form_of(made("prompts, completions, completion_ids, solution, **kwargs"))
-    given = arguments_of_several(form, ITEMS, metrics)
+    given = list_arguments(form, ITEMS, metrics)
     assert given["prompts"] == ["1+1=", CHAT]
     assert given["completions"] == ["2", [{"role": "assistant", "content": "3"}]]
     assert given["completion_ids"] == [[5, 6], [7]]
@@ -67,19 +67,19 @@ def test_trls_completions_are_messages_after_messages() -> None:
 
 
 def test_a_column_that_the_row_lacks() -> None:
-    assert arguments_of_several(form_of(made("completions, answer")), ITEMS, {})["answer"] == [["gold"], "2"]
-    assert "topic" not in arguments_of_several(form_of(made("completions, topic=None")), ITEMS, {})
+    assert list_arguments(form_of(made("completions, answer")), ITEMS, {})["answer"] == [["gold"], "2"]
+    assert "topic" not in list_arguments(form_of(made("completions, topic=None")), ITEMS, {})
     with pytest.raises(LookupError, match="needs the column 'topic', and the row has solution, extra_info"):
-        arguments_of_several(form_of(made("completions, topic")), ITEMS, {})
+        list_arguments(form_of(made("completions, topic")), ITEMS, {})
     bare = [ScoringInput("2", "4", "4")]
-    assert arguments_of_several(form_of(made("completions, **columns")), bare, {})["answer"] == ["4"]
+    assert list_arguments(form_of(made("completions, **columns")), bare, {})["answer"] == ["4"]
 
 
 def test_slimes_sample() -> None:
-    sample = arguments_of_one(form_of(slime_reward.reward), ITEMS[0])["sample"]
+    sample = single_arguments(form_of(slime_reward.reward), ITEMS[0])["sample"]
     assert (sample.prompt, sample.response, sample.response_length, sample.label) == ("1+1=", "2", 2, ["gold"])
     assert sample.metadata == ITEMS[0].row
-    given = arguments_of_several(form_of(slime_reward.of_group), ITEMS, {})
+    given = list_arguments(form_of(slime_reward.of_group), ITEMS, {})
     assert [one.response for one in given["samples"]] == ["2", "3"]
     assert not isinstance(given["args"], list)
 
@@ -110,7 +110,7 @@ def test_other_parameters_are_refused_in_a_sentence(parameters: str, words: str)
 
 
 def test_other_parameters_with_defaults_keep_them() -> None:
-    assert arguments_of_one(form_of(made("response, answer, scale=2")), ITEMS[0]).keys() == {"response", "answer"}
+    assert single_arguments(form_of(made("response, answer, scale=2")), ITEMS[0]).keys() == {"response", "answer"}
 
 
 def test_a_function_without_a_signature_is_refused() -> None:

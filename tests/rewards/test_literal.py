@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mugrpo_megatron.rewards.math.grade import grade
+from mugrpo_megatron.rewards.math.compare import compare_answer
 from mugrpo_megatron.rewards.math.literal import literal_verdict
 
 RATIONALS = st.fractions(min_value=-50, max_value=50, max_denominator=12)
@@ -32,7 +32,7 @@ def test_a_literal_verdict_is_arithmetic(left: Fraction, right: Fraction, data: 
 @pytest.mark.parametrize("right", ["3", "7", "1/2", "\\frac{3}{2}", "1234", "-3"])
 def test_the_fast_path_says_what_the_worker_says(left: str, right: str) -> None:
     verdict = literal_verdict(left, right)
-    assert verdict is None or float(verdict) == grade(left, right)[0]
+    assert verdict is None or float(verdict) == compare_answer(left, right)[0]
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from mugrpo_megatron.rewards.math.compare import compare_answer
 from mugrpo_megatron.rewards.math.extract import answer_of
 from mugrpo_megatron.rewards.math.gold import read_gold
-from mugrpo_megatron.rewards.math.grade import grade
 from mugrpo_megatron.rewards.math.values import same
 
 HEDGES = [
@@ -23,7 +23,7 @@ HEDGES = [
 
 @pytest.mark.parametrize("response", HEDGES)
 def test_a_hedge_gains_nothing(response: str) -> None:
-    assert grade(answer_of(response), "3")[0] == 0.0
+    assert compare_answer(answer_of(response), "3")[0] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_a_hedge_gains_nothing(response: str) -> None:
     ],
 )
 def test_what_differs_is_refused(answer: str, gold: str) -> None:
-    assert grade(answer, gold)[0] == 0.0
+    assert compare_answer(answer, gold)[0] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -78,22 +78,22 @@ def test_what_differs_is_refused(answer: str, gold: str) -> None:
     ],
 )
 def test_other_spellings_are_accepted(answer: str, gold: str) -> None:
-    assert grade(answer, gold) == (1.0, "equal")
+    assert compare_answer(answer, gold) == (1.0, "equal")
 
 
 def test_the_lenient_policy_takes_unfinished_sums() -> None:
-    assert grade("347+586", "933", "lenient")[0] == 1.0
+    assert compare_answer("347+586", "933", "lenient")[0] == 1.0
 
 
 def test_an_empty_gold_is_equal_to_nothing() -> None:
-    assert grade("", " $ $ ")[0] == 0.0
+    assert compare_answer("", " $ $ ")[0] == 0.0
     with pytest.raises(ValueError, match="empty"):
         read_gold("\\boxed{}")
 
 
 def test_labelled_cases(shared_data: Path) -> None:
     cases = [json.loads(line) for line in (shared_data / "verifier_cases.jsonl").read_text().splitlines()]
-    verdicts = [grade(answer_of(case["pred"]), case["gold"])[0] == 1.0 for case in cases]
+    verdicts = [compare_answer(answer_of(case["pred"]), case["gold"])[0] == 1.0 for case in cases]
     right = sum(verdict == case["equal"] for verdict, case in zip(verdicts, cases, strict=True))
     assert right >= 0.95 * len(cases)
 
@@ -101,6 +101,6 @@ def test_labelled_cases(shared_data: Path) -> None:
 @pytest.mark.parametrize("name", ["math500", "gsm8k_test", "aime24", "aime25", "amc23"])
 def test_golds_of_real_sets_equal_their_boxed_selves(shared_data: Path, name: str) -> None:
     golds = [json.loads(line)["answer"] for line in (shared_data / f"{name}.jsonl").read_text().splitlines()]
-    assert [gold for gold in golds if grade(answer_of(f"So \\boxed{{{gold}}}"), gold) != (1.0, "equal")] == []
+    assert [gold for gold in golds if compare_answer(answer_of(f"So \\boxed{{{gold}}}"), gold) != (1.0, "equal")] == []
     read = [read_gold(gold) for gold in golds]
     assert [gold.text for gold in read if gold.kind in ("number", "other") and not same(gold.parsed, gold.parsed)] == []

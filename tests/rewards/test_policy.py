@@ -7,8 +7,8 @@ from fractions import Fraction
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mugrpo_megatron.rewards.math.compare import compare_answer
 from mugrpo_megatron.rewards.math.extract import answer_of
-from mugrpo_megatron.rewards.math.grade import grade
 from mugrpo_megatron.rewards.math.literal import literal_verdict
 from mugrpo_megatron.rewards.math.normalize import split_unit
 from tests.rewards.labelled import labelled_cases
@@ -19,7 +19,7 @@ POWERS = st.integers(-30, 30)
 
 def right(answer: str, gold: str) -> bool:
     verdict = literal_verdict(answer, gold)
-    return grade(answer, gold)[0] == 1.0 if verdict is None else verdict
+    return compare_answer(answer, gold)[0] == 1.0 if verdict is None else verdict
 
 
 def test_labelled_answers() -> None:

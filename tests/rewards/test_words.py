@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mugrpo_megatron.rewards.math.compare import compare_answer
 from mugrpo_megatron.rewards.math.extract import answer_of
 from mugrpo_megatron.rewards.math.gold import read_gold, verifies_itself
-from mugrpo_megatron.rewards.math.grade import grade
 from mugrpo_megatron.rewards.math.literal import is_text, is_words
 from tests.rewards.verdicts import right
 
@@ -103,7 +103,7 @@ def test_case_punctuation_and_style_are_no_difference(response: str, gold: str) 
 @pytest.mark.parametrize(("response", "gold"), WRONG)
 def test_other_words_or_numbers_are_refused(response: str, gold: str) -> None:
     assert not right(response, gold)
-    assert grade(answer_of(response), gold)[0] == 0.0
+    assert compare_answer(answer_of(response), gold)[0] == 0.0
 
 
 QUANTITIES = [
@@ -143,7 +143,7 @@ def test_formulas_are_no_words(gold: str) -> None:
 def test_a_gold_of_words_verifies_itself(gold: str) -> None:
     if is_text(gold) and read_gold(gold).kind in ("words", "choice"):
         assert verifies_itself(gold) == 1.0
-        assert grade(read_gold(gold).text, gold)[0] == 1.0
+        assert compare_answer(read_gold(gold).text, gold)[0] == 1.0
 
 
 @pytest.mark.parametrize("name", ["math500", "gsm8k_test", "aime24", "aime25", "amc23"])

@@ -162,10 +162,10 @@ class Pool:
             except (EOFError, OSError):
                 if not process.ready:
                     raise UserError(
-                        f"a process of rollout.function died while it started ({process.worker.ending()}): does its "
-                        "module exit, or need more memory than episodes.memory_mb?"
+                        f"a process of rollout.function died while it started ({process.worker.exit_status()}): does "
+                        "its module exit, or need more memory than episodes.memory_mb?"
                     ) from None
-                yield process, {"died": f"its process died ({process.worker.ending()})"}
+                yield process, {"died": f"its process died ({process.worker.exit_status()})"}
 
     def late(self, now: float) -> Iterator[tuple[EpisodeProcess, Attempt | None, str]]:
         """Episodes, and with None whole processes, that have taken too long, with a sentence each."""

@@ -1,4 +1,4 @@
-"""Finds the answer in a response. Only string work, microseconds per response; nothing is parsed here."""
+"""Extracts the answer from a response: string work of microseconds a response, without a parser."""
 
 from __future__ import annotations
 
@@ -84,10 +84,10 @@ _VALUES = 16
 """So many values of a statement are looked at; more of them are a list that no gold asks for in prose."""
 
 
-def stated(text: str) -> str | None:
-    """What follows the last "answer is" or "answer:" in its sentence; None without such a phrase.
+def after_phrase(text: str) -> str | None:
+    """Text after the last "answer is" or "answer:" of its sentence; None without such a phrase.
 
-    A displayed formula that follows at once, or a heading "Answer", is all of it, over several lines too.
+    A displayed formula right after the phrase or after a heading "Answer" is returned alone, over several lines too.
     """
     phrases = [*_PHRASE.finditer(text), *_HEADED.finditer(text)]
     if not phrases:
@@ -100,7 +100,7 @@ def stated(text: str) -> str | None:
 
 
 def _value_at_the_end(statement: str) -> str:
-    """The value in `The area of $ABC$ is 120`: what a sentence says of a formula; empty for every other statement."""
+    """The value that a sentence assigns to a formula, as in `The area of $ABC$ is 120`; empty for other statements."""
     verbs = list(_AT_THE_END.finditer(statement))
     if not verbs:
         return ""
@@ -114,19 +114,19 @@ def _value_at_the_end(statement: str) -> str:
     return statement[verbs[-1].end() :] if _MATH.search(before) and not another else ""
 
 
-def said(statement: str, text_gold: bool) -> str:
-    """`committed` for a response: a statement whose words deny or change one of its values stays as it is."""
+def answer_in_statement(statement: str, text_gold: bool) -> str:
+    """`values_in_prose` of a response; a statement whose words deny or change one of its values stays unchanged."""
     reason = _REASON.split(statement, maxsplit=1)[0]
     values = list(_VALUE.finditer(reason[:_PROSE_CHARS]))
     if not text_gold and any(_is_changed(reason, value) for value in values[:_VALUES]):
         return statement
-    return committed(statement, text_gold)
+    return values_in_prose(statement, text_gold)
 
 
-def committed(statement: str, text_gold: bool = False) -> str:
-    """The answer in a statement: the statement itself, or in prose all its formulas, or else all its numbers.
+def values_in_prose(statement: str, text_gold: bool = False) -> str:
+    """The statement itself, or for prose all its formulas, or else all its numbers.
 
-    Text after "because" or "since" does not count. With `text_gold`, formulas without words and numbers do not either.
+    Text after "because" or "since" is ignored; with `text_gold`, formulas without words and numbers are too.
     """
     statement = _REASON.split(statement, maxsplit=1)[0].rstrip()
     statement = statement[:_PROSE_CHARS] if _is_prose(statement[:_PROSE_CHARS]) else statement
@@ -138,8 +138,8 @@ def committed(statement: str, text_gold: bool = False) -> str:
     return ", ".join(dict.fromkeys(value.strip("$ ") for value in values)) if values else statement
 
 
-def last_said(text: str, text_gold: bool) -> str:
-    """A displayed formula at the end, else the last line, or in prose its last value and those in a row with it."""
+def last_answer(text: str, text_gold: bool) -> str:
+    """The displayed formula at the end, else the last line, or for prose its last values in a row."""
     displays = list(_DISPLAYED.finditer(text))
     if displays and displays[-1].end() == len(text):
         displayed = text[-_PROSE_CHARS:]
@@ -158,7 +158,7 @@ def last_said(text: str, text_gold: bool) -> str:
 
 
 def _last_group(line: str, values: list[re.Match[str]]) -> list[re.Match[str]]:
-    """The last value of a line, after those before it that only connectives separate from it."""
+    """The last values of a line that only connectives separate."""
     group = values[-1:]
     for value in reversed(values[:-1]):
         between = line[value.end() : group[0].start()]
@@ -174,13 +174,13 @@ def _listed(values: list[re.Match[str]]) -> str:
 
 
 def _is_changed(text: str, value: re.Match[str]) -> bool:
-    """Whether the words around a value deny it, or say another one with its help."""
+    """Whether the words around a value deny it, or make another value of it."""
     before = text[max(0, value.start() - 40) : value.start()]
     return bool(_DENIED.search(before) or _CHANGED_BEFORE.search(before) or _CHANGED_BEHIND.match(text, value.end()))
 
 
 def _is_prose(line: str) -> bool:
-    """Whether words stand around formulas or numbers."""
+    """Whether a line has words around formulas or numbers."""
     return bool(_PROSE.search(line) or (_MATH.search(line) and re.search(r"[A-Za-z]{2,}", _MATH.sub(" ", line))))
 
 
@@ -193,9 +193,9 @@ _ANSWER = re.compile(
 
 
 def after_thoughts(response: str) -> str:
-    """What follows the last thought that ends; a thought that does not end is left out up to the end of the response.
+    """Text after the last closed thought, up to a thought that is not closed.
 
-    The prompt may hold the opening tag, so a closing tag needs none.
+    A closing tag needs no opening one, which may be in the prompt.
     """
     if "<" not in response:
         return response
@@ -206,7 +206,7 @@ def after_thoughts(response: str) -> str:
 
 
 def tagged_answers(text: str, connective: re.Pattern[str]) -> list[str]:
-    """The insides of the last group of `<answer>...</answer>`; empty without a complete pair.
+    """Contents of the last group of `<answer>...</answer>`; empty without a complete pair.
 
     Pairs form a group when only a connective stands between them, as boxes do.
     """
@@ -236,19 +236,19 @@ _TAIL_CHARS = 8000
 
 
 def is_integer(text: str) -> bool:
-    """Whether text is one integer and nothing else."""
+    """Whether text is an integer and nothing else."""
     return _INTEGER.fullmatch(text) is not None
 
 
 def answer_of(response: str, extract: Extract = "final", text_gold: bool = False) -> str:
-    r"""The part of a response that counts as its answer, whitespace stripped; empty when there is no answer.
+    r"""Extract the answer from a response, stripped; empty when there is none.
 
-    Thoughts in tags are left out; if there are answers in tags, only they are searched. "boxed"
-    takes the last `\boxed{}` or `\fbox{}` only, joined with the boxes before it when only "and", commas and the like
-    stand between. "final" takes, in this order: a response that is one integer; the last box; what follows the last
-    `####`; what follows the last "answer is" or "answer:" in its sentence; a displayed `$$...$$` at the end; the last
-    line, or in prose its last formula or number. "last_number" takes the last number anywhere. "auto" is
-    "final"; a recipe whose prompts ask for a box makes it "boxed".
+    Thoughts in tags are left out; if there are answers in tags, only they are searched. "boxed" takes only the last
+    `\boxed{}` or `\fbox{}`, joined with the boxes before it when only "and", commas and the like stand between. "final"
+    takes, in this order: a response that is an integer; the last box; the text after the last `####`; the text after
+    the last "answer is" or "answer:" in its sentence; a displayed `$$...$$` at the end; the last line, or for prose its
+    last formula or number. "last_number" takes the last number anywhere. "auto" is "final"; a recipe whose prompts ask
+    for a box makes it "boxed".
 
     With `text_gold` the gold is words or a choice: prose is then the answer, not the numbers in it.
     """
@@ -259,10 +259,10 @@ def answer_of(response: str, extract: Extract = "final", text_gold: bool = False
     if extract != "boxed" and is_integer(text):
         return text
     text = after_thoughts(text).strip()[-_TAIL_CHARS:]
-    parts = tagged_answers(text, _CONNECTIVE) or [text]
+    texts = tagged_answers(text, _CONNECTIVE) or [text]
     if extract == "boxed":
-        return ", ".join(dict.fromkeys(boxed_answer(part) or "" for part in parts))
-    return ", ".join(dict.fromkeys(_final_answer(part, text_gold) for part in parts))
+        return ", ".join(dict.fromkeys(boxed_answer(text) or "" for text in texts))
+    return ", ".join(dict.fromkeys(_final_answer(text, text_gold) for text in texts))
 
 
 def _final_answer(text: str, text_gold: bool) -> str:
@@ -274,8 +274,8 @@ def _final_answer(text: str, text_gold: bool) -> str:
         after = text.rsplit("####", 1)[1].strip().split("\n", 1)[0].strip()
         if not after.lower().startswith(("final answer", "answer")):
             return after
-    statement = stated(text)
-    return last_said(text, text_gold) if statement is None else said(statement, text_gold)
+    statement = after_phrase(text)
+    return last_answer(text, text_gold) if statement is None else answer_in_statement(statement, text_gold)
 
 
 def boxed_answer(text: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Reads a gold answer: its kind and its value, which decide how answers are compared with it."""
+"""Reads a gold answer: its kind and value determine how answers are compared with it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
 
-from mugrpo_megatron.rewards.math.extract import boxed_answer, committed
+from mugrpo_megatron.rewards.math.extract import boxed_answer, values_in_prose
 from mugrpo_megatron.rewards.math.literal import gold_text, is_words, letter_of, letters_of, says_no_number
 from mugrpo_megatron.rewards.math.normalize import (
     REPEATING,
@@ -47,17 +47,17 @@ _NOT_A_NAME = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Gold:
-    """A gold answer: `number` takes one value only, `other` is compared as a whole, the other kinds as text."""
+    """A gold answer. `number` has a single value, `other` is compared by math-verify, the other kinds as text."""
 
     text: str
     kind: Literal["number", "words", "choice", "choices", "base", "other"]
     plain: bool = False
-    """Whether it is a written-out number, so that an expression counts as not worked out."""
+    """Whether it is a written-out number: an expression then counts as not worked out."""
     parsed: list[Any] = field(default_factory=list)
     number: Number | None = None
     unit: Unit | None = None
     repeating: bool = False
-    """Whether it is a decimal with a bar, which a decimal that leaves the bar out does not equal."""
+    """Whether it is a repeating decimal, which a decimal without the bar does not equal."""
 
 
 @lru_cache(maxsize=4096)
@@ -76,7 +76,7 @@ def read_gold(answer: str) -> Gold:
         return Gold(letters, "choices")
     if is_words(text):
         return Gold(text, "words")
-    whole = text
+    labelled = text
     if named := _NUMBER_AND_NAME.fullmatch(text):
         text = named[1]
     elif _single_value(split_unit(text)[0]) is None:
@@ -89,7 +89,7 @@ def read_gold(answer: str) -> Gold:
         plain = bool(PLAIN_NUMBER.fullmatch(single) or _PLAIN_FRACTION.fullmatch(single))
         repeating = REPEATING.search(sentence) is not None
         return Gold(
-            whole if named else single,
+            labelled if named else single,
             "number",
             plain,
             parsed(single),
@@ -101,14 +101,14 @@ def read_gold(answer: str) -> Gold:
 
 
 def _reduced(text: str, prose: str) -> str:
-    """The formulas and numbers of a gold in prose where it says them, or text as it is."""
+    """The formulas and numbers in a gold's prose; text unchanged where there are none."""
     if not prose or not re.search(r"(?<![\\A-Za-z])[A-Za-z]", text) or says_no_number(prose):
         return text
-    return normalize(committed(prose))
+    return normalize(values_in_prose(prose))
 
 
 def verifies_itself(response: str) -> float:
-    """1.0 for a gold that is compared as text or equals itself in math-verify, else 0.0; a reward function."""
+    """A reward function: 1.0 for a gold that is compared as text or equals itself in math-verify, else 0.0."""
     try:
         read = read_gold(response)
     except ValueError:
@@ -117,9 +117,9 @@ def verifies_itself(response: str) -> float:
 
 
 def sides(text: str, operators: str = "") -> list[str]:
-    """The sides of a chain of equations or approximations, less a first or last side that is a name.
+    """The sides of a chain of equations or approximations, without a first or last side that is a name.
 
-    A name has none of `operators`. The last side counts only in an equation of two: `5 = x`.
+    A name contains none of `operators`. A last side is dropped only in an equation of two: `5 = x`.
     """
     parts = split_top(text, _EQUALS)
     named = [_is_name(side) and not any(sign in side for sign in operators) for side in parts]
@@ -129,13 +129,13 @@ def sides(text: str, operators: str = "") -> list[str]:
 
 
 def name_of(text: str) -> str:
-    """What an equation names: `x` for `x = 5`; empty for text that is no such equation."""
+    """The name in an equation: `x` for `x = 5`; empty for other text."""
     parts = split_top(text, _EQUALS)
     return parts[0] if len(parts) > 1 and _is_name(parts[0]) else ""
 
 
 def without_name(text: str) -> str:
-    """`x = 1, x = 2` becomes `1, 2`; text is unchanged unless every element assigns to the same name."""
+    """`x = 1, x = 2` as `1, 2`; unchanged unless every element assigns to the same name."""
     pairs = [split_top(element, _EQUALS) for element in split_top(text, ",")]
     if len(pairs) > 1 and all(len(pair) == 2 and _is_name(pair[0]) and pair[0] == pairs[0][0] for pair in pairs):
         return ", ".join(value for _, value in pairs)
@@ -143,7 +143,7 @@ def without_name(text: str) -> str:
 
 
 def _is_name(side: str) -> bool:
-    """Whether a side only names what was asked for: it has letters, but no digit, root or sign that changes a value."""
+    """Whether a side is only a name: it has letters, but no digit, root or sign that changes a value."""
     bare = _NAME_DETAIL.sub("", side)
     return bool(re.search("[A-Za-z]", bare)) and not _NOT_A_NAME.search(bare) and bare.strip() not in _CONSTANTS
 

@@ -1,4 +1,4 @@
-"""Verdicts and kinds of golds by characters alone, without a parser: written-out numbers, choices, and words."""
+"""Comparison by characters alone, without a parser: written-out numbers, choices and words."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from mugrpo_megatron.recipe.scoring import RewardSection
 from mugrpo_megatron.rewards.items import Verdict
-from mugrpo_megatron.rewards.math.extract import answer_of, boxed_answer, committed, is_integer, stated
+from mugrpo_megatron.rewards.math.extract import after_phrase, answer_of, boxed_answer, is_integer, values_in_prose
 from mugrpo_megatron.rewards.math.normalize import normalize, unstyled
 
 MOST_ANSWER_CHARS = 2000
@@ -21,7 +21,7 @@ _WRITTEN_OUT = re.compile(
 
 
 def match_literally(response: str, gold: str, section: RewardSection) -> Verdict | str:
-    """The verdict on a response when its characters decide it, else the answer that math-verify has to compare."""
+    """Return the verdict on a response if its characters decide it, else the answer for math-verify to compare."""
     answer = answer_of(response, section.extract, is_text(gold))
     verdict = literal_verdict(answer, gold)
     if verdict is not None:
@@ -34,10 +34,10 @@ def match_literally(response: str, gold: str, section: RewardSection) -> Verdict
 
 
 def literal_verdict(answer: str, gold: str) -> bool | None:
-    """Whether answer and gold are equal, when their characters decide it; None leaves it to math-verify.
+    """Whether answer and gold are equal if their characters decide it, else None.
 
-    True needs equal strings or equal rational numbers. False needs two integers or fractions that differ: a decimal may
-    still be the other's rounding.
+    True for equal strings or rational numbers. False for integers or fractions that differ; a decimal may still be the
+    other's rounding.
     """
     if answer == gold:
         return True
@@ -91,7 +91,7 @@ _REJECTED = re.compile(
 
 
 def letter_of(gold: str) -> str | None:
-    """The letter of a normalized gold that is a choice and nothing else: `C`, `(C)`, `Option C`."""
+    """The letter of a normalized gold that is a single choice: `C`, `(C)`, `Option C`."""
     match = _CHOICE.fullmatch(gold)
     return match[1] or match[2] if match else None
 
@@ -103,18 +103,18 @@ def letters_of(gold: str) -> str | None:
     return ", ".join(sorted(choices)) if 1 < len(choices) == len(letters) else None
 
 
-def all_chosen(answer: str) -> str | None:
-    """The letters that a normalized answer chooses, sorted as in `letters_of`; they may stand side by side: `AC`."""
+def chosen_letters(answer: str) -> str | None:
+    """The letters that a normalized answer chooses, sorted as in `letters_of`, also without commas: `AC`."""
     if letters := _SIDE_BY_SIDE.fullmatch(answer):
         return ", ".join(sorted(set(letters[0])))
-    choices = [chosen(element.strip()) for element in answer.split(",")]
+    choices = [chosen_letter(element.strip()) for element in answer.split(",")]
     return ", ".join(sorted({letter for letter in choices if letter})) if all(choices) else None
 
 
-def chosen(answer: str) -> str | None:
-    """The letter that a normalized answer chooses; None when it chooses none, or names another one beside it.
+def chosen_letter(answer: str) -> str | None:
+    """The letter that a normalized answer chooses; None for no letter, or when it names another one beside it.
 
-    A small letter counts when nothing else is there.
+    A small letter counts only on its own.
     """
     if small := _SMALL.fullmatch(answer):
         return small[1].upper()
@@ -128,7 +128,7 @@ def chosen(answer: str) -> str | None:
 
 
 def _ends_with_another(rest: str) -> bool:
-    """Whether a comma and one letter end it, and no other letter stands alone: `Paris, D`, but not `points A, B`."""
+    """Whether text ends with a comma and a letter, the only single one: `Paris, D`, but not `points A, B`."""
     before, comma, last = rest.rpartition(",")
     return bool(comma and _ALONE.fullmatch(last.strip()) and not _ALONE.search(before))
 
@@ -156,25 +156,25 @@ _GOLD_CHARS = 1000
 
 
 def gold_text(gold: str) -> str:
-    r"""What a gold says, before its kind is known: its last box, or what follows "the answer is", or all of it.
+    r"""The answer in a gold: its last box, else the text after "the answer is", else all of it.
 
-    Words in a formula are what a sentence says: `The city is $\text{Paris}$` says Paris.
+    Words in a formula count as the answer: Paris in `The city is $\text{Paris}$`.
     """
     boxed = boxed_answer(gold)
     if boxed is not None:
         return boxed
-    statement = stated(gold) or gold
-    worded = committed(statement, text_gold=True)
+    statement = after_phrase(gold) or gold
+    worded = values_in_prose(statement, text_gold=True)
     return worded if _is_text(normalize(worded)) else statement
 
 
 @lru_cache(maxsize=4096)
 def is_text(gold: str) -> bool:
-    """Whether a gold is words, a choice or prose that says no number, so that answers are not reduced to numbers."""
+    """Whether a gold is words, a choice or prose without a number: answers are then not reduced to numbers."""
     if len(gold) > _GOLD_CHARS:
         return False
     statement = gold_text(gold)
-    return _is_text(normalize(statement)) or (says_no_number(statement) and committed(statement) != statement)
+    return _is_text(normalize(statement)) or (says_no_number(statement) and values_in_prose(statement) != statement)
 
 
 def _is_text(text: str) -> bool:
@@ -182,9 +182,9 @@ def _is_text(text: str) -> bool:
 
 
 def is_words(text: str) -> bool:
-    """Whether a normalized gold is words, possibly with numbers: `January 5`, `no solution`; or a time or a range.
+    """Whether a normalized gold is words, possibly with numbers, a time or a range: `January 5`, `no solution`.
 
-    Quantities (`42 apples`), formulas, prose about a number and lists without a number are not.
+    False for quantities (`42 apples`), formulas, prose about a number and lists without a number.
     """
     plain = unstyled(text)
     if _SPAN.fullmatch(plain):
@@ -193,19 +193,17 @@ def is_words(text: str) -> bool:
         return False
     if not re.search("[0-9]", plain):
         return "," not in plain
-    return not _STATEMENT.search(plain) and not all(_COUNTED.fullmatch(part.strip()) for part in plain.split(","))
+    return not _STATEMENT.search(plain) and not all(_COUNTED.fullmatch(item.strip()) for item in plain.split(","))
 
 
 def says_no_number(text: str) -> bool:
-    """Whether prose has numbers that are not what it says: an inequality, or a function that is spelled out."""
+    """Whether the numbers in prose are not its answer: it has an inequality, or a spelled-out function."""
     return "$" not in text and re.search(rf"[<>]|(?<![\w\\])(?:{_FUNCTIONS}|ln)(?!{_LETTER})", text) is not None
 
 
 def same_words(text: str, gold: str) -> bool:
-    """Whether two texts have the same words, numbers and signs in their order, whatever their case and punctuation.
-
-    An article in front does not count.
-    """
+    """Whether two texts have the same words, numbers and signs in order, ignoring case, punctuation and a leading
+    article."""
     return _tokens(text) == _tokens(gold)
 
 

@@ -1,4 +1,4 @@
-"""Gives equal answers one spelling: wrappers, spacing, thousands, mixed numbers, units."""
+"""Normalizes the spelling of answers: wrappers, spacing, thousands, mixed numbers, units."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def normalize(text: str) -> str:
 
 
 def _without_thousands(text: str) -> str:
-    """`1,200` as `1200`; where text has brackets only outside of them, and only in front of a unit or the end."""
+    """`1,200` as `1200`; in text with brackets only outside of them, before a unit or the end."""
     if not any(bracket in text for bracket in "([{"):
         return _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
 
@@ -118,7 +118,7 @@ def _as_fraction(match: re.Match[str]) -> str:
 
 
 def _without_label(text: str) -> str:
-    r"""`The answer is 5` as `5`, and `\text{Total: } 5` as `Total = 5`, whose name is then judged as any name is."""
+    r"""`The answer is 5` as `5`, and `\text{Total: } 5` as the equation `Total = 5`."""
     if label := _ANSWER_LABEL.match(text):
         return unwrapped(text[label.end() :])
     if label := _LABEL.match(text):
@@ -146,27 +146,27 @@ def without_words(text: str) -> str:
 def encloses(text: str) -> bool:
     """Whether one pair of brackets encloses all of text."""
     depth = 0
-    for place, character in enumerate(text):
+    for index, character in enumerate(text):
         depth += (character in "([{") - (character in ")]}")
         if depth == 0:
-            return place > 0 and place == len(text) - 1
+            return index > 0 and index == len(text) - 1
     return False
 
 
 def split_top(text: str, separators: str) -> list[str]:
     """Split where one of `separators` (a regular expression) is outside of all brackets and braces."""
-    parts, depth, begin, place = [], 0, 0, 0
+    parts, depth, begin, index = [], 0, 0, 0
     pattern = re.compile(separators)
-    while place < len(text):
-        if text[place] in "([{":
+    while index < len(text):
+        if text[index] in "([{":
             depth += 1
-        elif text[place] in ")]}":
+        elif text[index] in ")]}":
             depth -= 1
-        elif depth <= 0 and (match := pattern.match(text, place)):
-            parts.append(text[begin:place].strip())
-            begin = place = match.end()
+        elif depth <= 0 and (match := pattern.match(text, index)):
+            parts.append(text[begin:index].strip())
+            begin = index = match.end()
             continue
-        place += 1
+        index += 1
     return [*parts, text[begin:].strip()]
 
 
@@ -190,7 +190,7 @@ _REFUSED = re.compile(
     r"st|nd|rd|th|halves|(?:third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth)s|mille|basis|power|"
     r"multiplied|increased|decreased|added|subtracted|choose|nope|doubtful|estimated"
 )
-"""Words that say something about the number: it is then not the plain value before them."""
+"""Words that change the number before them."""
 _NUMERAL = re.compile(
     r"\b(?:two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen"
     r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty)\b(?![^()]*\))"
@@ -278,7 +278,7 @@ def money(text: str) -> Unit | None:
 
 
 def units_differ(left: Unit | None, right: Unit | None) -> bool:
-    """Whether both are known and not the same; a bare "unit" is any unit of that power, a degree of any scale."""
+    """Whether both are known and differ; a bare "unit" matches any unit of that power, a degree any scale."""
     if left is None or right is None or left == right:
         return False
     names = {left[0][0], right[0][0]}
@@ -288,7 +288,7 @@ def units_differ(left: Unit | None, right: Unit | None) -> bool:
 
 
 def _changes_it(named: str, words: list[str]) -> bool:
-    """Whether words behind a number make it another one, deny it or doubt it; "squared" does so without a unit."""
+    """Whether words after a number change, deny or doubt it; "squared" does so without a unit."""
     first = next(iter(re.findall("[a-z]+", named)), "")
     is_power = first in _POWERS and first.endswith("d")
     odd = _NOT_IN_A_UNIT.search(named) or _NUMERAL.search(named)

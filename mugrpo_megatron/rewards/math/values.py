@@ -32,7 +32,7 @@ def parsed(text: str) -> list[Any]:
 
 
 def number(text: str) -> Expr | None:
-    """The finite number that text stands for, else None."""
+    """The finite number that text denotes, else None."""
     values = parsed(text)
     value = values[0] if values else None
     if isinstance(value, FiniteSet) and len(value.args) == 1:
@@ -43,7 +43,7 @@ def number(text: str) -> Expr | None:
 
 
 def same(gold: list[Any], answer: list[Any]) -> bool:
-    """Whether math-verify finds them equal; values that differ at a sample point skip its simplifications."""
+    """Whether math-verify finds them equal; values that differ at a sample point are not simplified."""
     if not gold or not answer or (len(gold) == len(answer) == 1 and _differ_at_a_point(gold[0], answer[0])):
         return False
     return bool(verify(gold, answer, timeout_seconds=None))
@@ -90,12 +90,12 @@ class Number:
 
 @lru_cache(maxsize=4096)
 def read_number(text: str) -> Number | None:
-    """The number that text stands for, or None."""
+    """The number that text denotes, or None."""
     bare = _PERCENT.sub("", text)
     value = number(bare)
     if value is None:
         return None
-    exact = value.xreplace({part: Rational(str(part)) for part in value.atoms(Float)})
+    exact = value.xreplace({decimal: Rational(str(decimal)) for decimal in value.atoms(Float)})
     plain = PLAIN_NUMBER.fullmatch(bare) is not None and "." in bare
     places = len(bare.partition(".")[2]) if plain else 0
     digits = len(bare.lstrip("+-").replace(".", "").lstrip("0")) if plain else 0
@@ -125,26 +125,27 @@ def equal(left: Expr, right: Expr) -> bool:
 
 
 def rounded(value: Any, places: int) -> Any:
-    """A sympy object with its roots, fractions and constants rounded, as a gold like `x + 1.414` has them."""
+    """Round roots, fractions and constants in a sympy object, as in a gold `x + 1.414`."""
     if not isinstance(value, Basic):
         return value
-    parts = [part for part in value.atoms(Pow, Rational, NumberSymbol) if part.is_real and part.is_integer is False]
-    return value.xreplace({part: floor(part * 10**places + Rational(1, 2)) / Integer(10) ** places for part in parts})
+    atoms = [atom for atom in value.atoms(Pow, Rational, NumberSymbol) if atom.is_real and atom.is_integer is False]
+    return value.xreplace({atom: floor(atom * 10**places + Rational(1, 2)) / Integer(10) ** places for atom in atoms})
 
 
 def is_rounding(decimal: Number, exact: Expr) -> bool:
-    """Whether a plain decimal is an exact number rounded or cut to the digits that it shows."""
+    """Whether a plain decimal is an exact number rounded or truncated to the decimal's digits."""
     value = exact.evalf(_DIGITS)
     if not value.is_real:
         return False
     shifted = Abs(value) * 10**decimal.places
-    shown = Abs(decimal.value) * 10**decimal.places
+    digits = Abs(decimal.value) * 10**decimal.places
     same_sign = bool((decimal.value < 0) == (value < 0))
-    return same_sign and shown in (floor(shifted), floor(shifted + Fraction(1, 2)))
+    return same_sign and digits in (floor(shifted), floor(shifted + Fraction(1, 2)))
 
 
 def _agree(left: Expr, answer: Number, right: Expr, gold: Number) -> bool:
-    """Equal; or the gold has two decimals of an exact answer or six of a longer one; or the answer four of the gold."""
+    """Whether they are equal, or a rounding: a gold of two decimals of an exact answer, a gold of six of a longer
+    decimal, or an answer of four of the gold."""
     if equal(left, right):
         return True
     if gold.decimal and answer.decimal:
@@ -199,7 +200,7 @@ MAX_SPARE_ELEMENTS = 4
 
 
 def hedged(answer: str, gold: str) -> str:
-    """Why an answer to a non-numeric gold is refused, or "": it has an evasive sign that the gold lacks."""
+    """Reason to refuse an answer to a non-numeric gold: an evasive sign that the gold lacks; "" without one."""
     for match in _HEDGES.finditer(answer):
         if match[0] not in gold:
             return f"ambiguous: {match[0]} is not in the gold answer"
@@ -207,7 +208,7 @@ def hedged(answer: str, gold: str) -> str:
 
 
 def no_single_value(side: str) -> str:
-    """Why text is not one number, or "". Refuses anything that a parser might skip, not only known tricks."""
+    """Reason to refuse text that is not a single number, or "": all that a parser might skip, not only known tricks."""
     for token in _TOKEN.findall(side):
         if token.startswith("\\") and len(token) > 1:
             if token[1:] not in _VALUE_COMMANDS:
@@ -225,7 +226,7 @@ def no_single_value(side: str) -> str:
 
 
 def not_worked_out(side: str) -> str:
-    """Why text leaves the arithmetic to the verifier, or "": it is a sum or product where a number is asked for."""
+    """Reason to refuse a sum or product where a number is asked for; "" for a number."""
     bare = _TEN_TO_THE.sub("", side)
     if _OPERATORS.search(bare) or len(_FRACTIONS.findall(bare)) > 1:
         return "not worked out: the gold is a plain number and the answer is an expression"
@@ -233,9 +234,9 @@ def not_worked_out(side: str) -> str:
 
 
 def too_large(text: str, gold: str) -> str:
-    """Why text is not parsed, or "": depth, length or size would cost a parser or an evaluation seconds.
+    """Reason to refuse text whose depth, length or size would cost a parser seconds, or "".
 
-    What the gold itself needs is added to each limit.
+    The gold's own size is added to each limit.
     """
     braces, groups = _depth(text, "{", "}"), _depth(text, "([", ")]")
     if braces > MAX_DEPTH + _depth(gold, "{", "}") or groups > MAX_GROUPS + _depth(gold, "([", ")]"):

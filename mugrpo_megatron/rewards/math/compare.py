@@ -1,4 +1,4 @@
-"""Compares one extracted answer with its gold; runs in a worker process's main thread."""
+"""Compares an extracted answer with its gold; runs in a worker process's main thread."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from typing import Literal
 
 from mugrpo_megatron.rewards.math.gold import IN_BASE, Gold, name_of, read_gold, sides, without_name
-from mugrpo_megatron.rewards.math.literal import all_chosen, chosen, same_words
+from mugrpo_megatron.rewards.math.literal import chosen_letter, chosen_letters, same_words
 from mugrpo_megatron.rewards.math.normalize import (
     Unit,
     encloses,
@@ -45,17 +45,19 @@ _UNION = re.compile(r"\\cup(?![A-Za-z])")
 
 
 def as_interval(text: str) -> str:
-    """The interval, or union of intervals, that inequalities of one unknown describe; other text as it is."""
+    """Inequalities of one unknown as an interval or a union of intervals; other text unchanged."""
     if described := _SET_OF.fullmatch(text):
         text = described[2]
-    parts = [_interval(part) for part in split_top(text, ",")]
-    return " \\cup ".join(sorted(part for part in parts if part)) if all(parts) else text
+    intervals = [_interval(inequality) for inequality in split_top(text, ",")]
+    return " \\cup ".join(sorted(intervals)) if all(intervals) else text
 
 
 def is_interval(text: str) -> bool:
     """Whether text is an interval or a union of intervals: brackets around two ends."""
-    parts = split_top(text, _UNION.pattern)
-    return all(part[:1] in "([" and part[-1:] in ")]" and encloses(part) and part.count(",") == 1 for part in parts)
+    return all(
+        interval[:1] in "([" and interval[-1:] in ")]" and encloses(interval) and interval.count(",") == 1
+        for interval in union_parts(text)
+    )
 
 
 def is_range(text: str) -> bool:
@@ -75,18 +77,19 @@ def union_parts(text: str) -> list[str]:
     return split_top(text, _UNION.pattern)
 
 
-def _interval(part: str) -> str:
-    if absolute := _ABSOLUTE.fullmatch(part):
+def _interval(inequality: str) -> str:
+    """An inequality as an interval; empty for other text."""
+    if absolute := _ABSOLUTE.fullmatch(inequality):
         _, sign, bound = absolute.groups()
         return _between(f"-({bound})", sign, bound, sign)
-    if chain := _CHAIN.fullmatch(part):
+    if chain := _CHAIN.fullmatch(inequality):
         low, first, _, second, high = chain.groups()
         if _is_less(first) and _is_less(second):
             return _between(low, first, high, second)
         if not _is_less(first) and not _is_less(second):
             return _between(high, second, low, first)
-    elif one := _ONE_SIDED.fullmatch(part):
-        name, after, bound, other_bound, before, _ = one.groups()
+    elif one_sided := _ONE_SIDED.fullmatch(inequality):
+        name, after, bound, other_bound, before, _ = one_sided.groups()
         above = not _is_less(after) if name else _is_less(before)
         end, sign = (bound, after) if name else (other_bound, before)
         return _between(end, sign, "\\infty", "<") if above else _between("-\\infty", "<", end, sign)
@@ -103,7 +106,8 @@ def _between(low: str, first: str, high: str, second: str) -> str:
 
 
 Policy = Literal["strict", "lenient"]
-Verdict = tuple[float, str]
+Outcome = tuple[float, str]
+"""(1.0 or 0.0, the reason)."""
 
 _DECIMAL_COMMA = re.compile(r"([+-]?[0-9]+),([0-9]{2})")
 _COLUMN = re.compile(r"\\begin\{([pb]?matrix)\}([^&]*)\\end\{\1\}")
@@ -114,8 +118,8 @@ _MATCHED_ELEMENTS = 16
 """Longer lists are compared as sets by math-verify: matching takes the square of their length."""
 
 
-def grade(answer: str, gold: str, policy: Policy = "strict") -> Verdict:
-    """(1.0 or 0.0, why). Has no time limit of its own: the worker's alarm and the pool's kill set it."""
+def compare_answer(answer: str, gold: str, policy: Policy = "strict") -> Outcome:
+    """Compare an answer with its gold. Without a time limit: the worker's alarm and the dispatcher's kill set it."""
     try:
         read = read_gold(gold)
     except ValueError as error:
@@ -128,25 +132,25 @@ def grade(answer: str, gold: str, policy: Policy = "strict") -> Verdict:
     if refusal := too_large(text, read.text):
         return 0.0, refusal
     if read.kind not in ("number", "other"):
-        return _verdict(_same_text(text, read))
+        return _outcome(_same_text(text, read))
     if policy == "lenient":
-        return _verdict(same(read.parsed, parsed(without_words(text))))
-    return _number_verdict(text, read, money(answer)) if read.kind == "number" else _other_verdict(text, read)
+        return _outcome(same(read.parsed, parsed(without_words(text))))
+    return _compare_number(text, read, money(answer)) if read.kind == "number" else _compare_other(text, read)
 
 
-def _same_money(sign: Unit | None, gold: Gold) -> Verdict:
-    """Of equal text, which has lost the signs of money."""
-    return (0.0, _OTHER_UNIT) if units_differ(sign, gold.unit) else _verdict(True)
+def _same_money(sign: Unit | None, gold: Gold) -> Outcome:
+    """Compare the currencies of equal texts; normalization has removed their signs."""
+    return (0.0, _OTHER_UNIT) if units_differ(sign, gold.unit) else _outcome(True)
 
 
 def _same_text(text: str, gold: Gold) -> bool:
-    """Choices, words and numbers in another base, as text. A missing base is no difference."""
+    """Whether choices, words or numbers in another base are equal as text; a missing base is no difference."""
     if gold.kind == "choice":
-        return chosen(unstyled(text)) == gold.text
+        return chosen_letter(unstyled(text)) == gold.text
     if gold.kind == "words":
         return same_words(text, gold.text)
     if gold.kind == "choices":
-        return all_chosen(unstyled(_without_brackets(text))) == gold.text
+        return chosen_letters(unstyled(_without_brackets(text))) == gold.text
     text = text if len(sides(text)) > 1 else sides(text)[0]
     answer, target = IN_BASE.fullmatch(text), IN_BASE.fullmatch(gold.text)
     if answer is None or target is None:
@@ -154,8 +158,8 @@ def _same_text(text: str, gold: Gold) -> bool:
     return answer[1] == target[1] and answer[2].lower() == target[2].lower()
 
 
-def _number_verdict(text: str, gold: Gold, sign: Unit | None) -> Verdict:
-    """Every side of a chain `name = a = b` has a value: the first must equal the gold, the others the first."""
+def _compare_number(text: str, gold: Gold, sign: Unit | None) -> Outcome:
+    """Compare a chain `name = a = b`: the first value must equal the gold, the others the first."""
     if gold.plain and "." in gold.text and (comma := _DECIMAL_COMMA.fullmatch(text)):
         text = f"{comma[1]}.{comma[2]}"
     text = _single_element(text)
@@ -169,10 +173,10 @@ def _number_verdict(text: str, gold: Gold, sign: Unit | None) -> Verdict:
     numbers = [read_number(value) for value in values]
     first = numbers[0]
     if first is None or (gold.repeating and first.decimal) or not _is_gold(first, gold):
-        return _verdict(False)
+        return _outcome(False)
     if len(parts) == 1 and units_differ(parts[0][1] or sign, gold.unit):
         return 0.0, _OTHER_UNIT
-    return _verdict(all(_follows(n, v, first, gold) for n, v in zip(numbers[1:], values[1:], strict=True)))
+    return _outcome(all(_follows(n, v, first, gold) for n, v in zip(numbers[1:], values[1:], strict=True)))
 
 
 def _is_gold(number: Number, gold: Gold) -> bool:
@@ -187,16 +191,16 @@ def _follows(number: Number | None, value: str, first: Number, gold: Gold) -> bo
     return rounded or _is_gold(number, gold)
 
 
-def _other_verdict(text: str, gold: Gold) -> Verdict:
-    """Lists, tuples, intervals, equations and expressions with variables."""
+def _compare_other(text: str, gold: Gold) -> Outcome:
+    """Compare lists, tuples, intervals, equations and expressions with variables."""
     text, target = without_words(text), without_words(gold.text)
     if not text or not target:
-        return _verdict(False)
+        return _outcome(False)
     text, target = _as_intervals(without_membership(text), without_membership(target))
     if refusal := hedged(text, target):
         return 0.0, refusal
     if text.count("'") != target.count("'"):
-        return _verdict(False)
+        return _outcome(False)
     elements, gold_elements = split_top(text, ","), split_top(target, ",")
     if "=" not in target and any(len(sides(element)) > 1 for element in elements):
         return 0.0, "ambiguous: an equation of two values"
@@ -206,23 +210,23 @@ def _other_verdict(text: str, gold: Gold) -> Verdict:
         text = without_membership(sides(text)[0])
     ordered, gold_ordered = _ordered(text), _ordered(target)
     if (ordered and _is_set(target)) or (gold_ordered and _is_set(text)):
-        return _verdict(False)
+        return _outcome(False)
     if ordered and gold_ordered:
-        same_brackets = len({one[0] + one[-1] for one in (text, target) if one[:1] in ("(", "[")}) == 1
-        return _elementwise(ordered, gold_ordered) if same_brackets or "matrix" in text + target else _verdict(False)
+        same_brackets = len({side[0] + side[-1] for side in (text, target) if side[:1] in ("(", "[")}) == 1
+        return _elementwise(ordered, gold_ordered) if same_brackets or "matrix" in text + target else _outcome(False)
     listed_alone = (not ordered and len(elements) > 1) or (not gold_ordered and len(gold_elements) > 1)
     if listed_alone and is_range(text) != is_range(target):
-        return _verdict(False)
+        return _outcome(False)
     if len(ordered or elements) > 1 and len(gold_ordered or gold_elements) > 1 and (ordered or gold_ordered):
         return _elementwise(ordered or _by_name(elements), gold_ordered or _by_name(gold_elements))
     unordered, gold_unordered = _unordered(text), _unordered(target)
     if min(len(unordered), len(gold_unordered)) > 1 and is_interval(text) == is_interval(target):
         return _in_any_order(unordered, gold_unordered, gold)
-    return _verdict(_same_values(text, target, gold))
+    return _outcome(_same_values(text, target, gold))
 
 
 def _same_values(text: str, wanted: str, gold: Gold) -> bool:
-    """Equal in math-verify, as it is or with its roots rounded where the gold has three decimals or more."""
+    """Whether math-verify finds them equal, also with roots rounded where the gold has three decimals or more."""
     wanted_values = gold.parsed if wanted == gold.text else parsed(without_name(wanted))
     values = parsed(without_name(text))
     if same(wanted_values, values):
@@ -232,59 +236,61 @@ def _same_values(text: str, wanted: str, gold: Gold) -> bool:
 
 
 def _as_intervals(text: str, wanted: str) -> tuple[str, str]:
-    """Both as intervals where one of them is an interval and the other an inequality."""
+    """Convert both to intervals where one of them is an interval and the other an inequality."""
     if is_interval(wanted):
         return as_interval(text), wanted
     return (text, as_interval(wanted)) if is_interval(text) else (text, wanted)
 
 
-def _elementwise(elements: list[str], golds: list[str]) -> Verdict:
+def _elementwise(elements: list[str], golds: list[str]) -> Outcome:
     same_length = len(elements) == len(golds)
-    return _verdict(same_length and all(grade(a, b)[0] == 1.0 for a, b in zip(elements, golds, strict=False)))
+    return _outcome(same_length and all(compare_answer(a, b)[0] == 1.0 for a, b in zip(elements, golds, strict=False)))
 
 
 def _by_name(elements: list[str]) -> list[str]:
-    """`y = 2, x = 1` in the order of a tuple `(x, y)`: by the letters that name them, if each has its own."""
+    """Sort `y = 2, x = 1` by name, as in a tuple `(x, y)`, if each has a letter of its own."""
     names = [name_of(element).strip() for element in elements]
     lettered = len(set(names)) == len(names) and all(len(name) == 1 for name in names)
     return sorted(elements, key=name_of) if lettered else elements
 
 
-def _in_any_order(elements: list[str], golds: list[str], gold: Gold) -> Verdict:
+def _in_any_order(elements: list[str], golds: list[str], gold: Gold) -> Outcome:
     """Whether each element equals a gold, and each gold an element; naming an element twice gains nothing.
 
     Elements that do not repeat the names of a gold such as `x = 1, y = 2` have its order.
     """
     if len(elements) < len(golds):
-        return _verdict(False)
+        return _outcome(False)
     if len(golds) > _MATCHED_ELEMENTS:
-        return _verdict(same(gold.parsed, parsed(without_name(", ".join(elements)))))
-    names = {name_of(one) for one in golds}
+        return _outcome(same(gold.parsed, parsed(without_name(", ".join(elements)))))
+    names = {name_of(target) for target in golds}
     named = len(names) == len(golds) and names == {name_of(element) for element in elements}
     if len(names) == len(golds) and "" not in names and not named:
         return _elementwise(elements, golds)
 
-    def matches(element: str, one: str) -> bool:
-        return (not named or name_of(element) == name_of(one)) and (element == one or grade(element, one)[0] == 1.0)
+    def matches(element: str, target: str) -> bool:
+        if named and name_of(element) != name_of(target):
+            return False
+        return element == target or compare_answer(element, target)[0] == 1.0
 
     remaining = list(golds)
     for element in elements:
-        match = next((one for one in [*remaining, *golds] if matches(element, one)), None)
+        match = next((target for target in [*remaining, *golds] if matches(element, target)), None)
         if match is None:
-            return _verdict(False)
+            return _outcome(False)
         if match in remaining:
             remaining.remove(match)
-    return _verdict(not remaining)
+    return _outcome(not remaining)
 
 
 def _unordered(text: str) -> list[str]:
-    """The elements of a list, a set or a union of intervals, with each plus-minus as two of them."""
+    """The elements of a list, a set or a union of intervals; a plus-minus counts as two."""
     text = text[2:-2] if _is_set(text) else text
-    parts = union_parts(text) if is_interval(text) else split_top(text, ",")
+    elements = union_parts(text) if is_interval(text) else split_top(text, ",")
     return [
-        _PLUS_MINUS.sub(lambda _, sign=sign: sign, part)  # type: ignore[misc]
-        for part in parts
-        for sign in ("+-" if len(_PLUS_MINUS.findall(part)) == 1 else "+")
+        _PLUS_MINUS.sub(lambda _, sign=sign: sign, element)  # type: ignore[misc]
+        for element in elements
+        for sign in ("+-" if len(_PLUS_MINUS.findall(element)) == 1 else "+")
     ]
 
 
@@ -294,7 +300,7 @@ def _single_element(text: str) -> str:
 
 
 def _without_brackets(text: str) -> str:
-    r"""The elements of a list, whether they stand in braces, in parentheses or alone."""
+    r"""The elements of a list in braces, in parentheses or bare."""
     return text[2:-2] if _is_set(text) else text[1:-1] if text[:1] == "(" and "," in text and encloses(text) else text
 
 
@@ -304,7 +310,7 @@ def _is_set(text: str) -> bool:
 
 
 def _ordered(text: str) -> list[str]:
-    """The elements of a tuple, an interval or a column vector, in their order; empty for everything else."""
+    """The elements of a tuple, an interval or a column vector, in order; empty for other text."""
     if column := _COLUMN.fullmatch(text):
         return [row.strip() for row in column[2].split("\\\\") if row.strip()]
     if text and text[0] in "([" and encloses(text):
@@ -313,5 +319,5 @@ def _ordered(text: str) -> list[str]:
     return []
 
 
-def _verdict(equal: bool) -> Verdict:
+def _outcome(equal: bool) -> Outcome:
     return (1.0, "equal") if equal else (0.0, "differs from the gold answer")
