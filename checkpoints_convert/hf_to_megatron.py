@@ -43,7 +43,7 @@ from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.families import read_architecture
 from mugrpo_megatron.weights.hf import carry_files, check_tokenizer
 from mugrpo_megatron.weights.safetensors_dir import HFCheckpoint, open_checkpoint
-from mugrpo_megatron.weights.table import DIMENSION, Entry, entries, merge, stored, whole_shape
+from mugrpo_megatron.weights.table import DIMENSION, Entry, entries, merge_from_hf, stored, whole_shape
 
 PART_BYTES = 256 * 1024**2
 CONFIG = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
@@ -109,7 +109,7 @@ def write_entry(
 ) -> None:
     """Write one whole parameter, cut into the chunks that tensor parallel ranks read."""
     place = stored(entry, architecture)
-    parameter = merge(entry, [checkpoint.read(name) for name in entry.hf], architecture)
+    parameter = merge_from_hf(entry, [checkpoint.read(name) for name in entry.hf], architecture)
     target = torch.float32 if entry.row.frozen else dtype or parameter.dtype
     parameter = narrowed(parameter, target, " or ".join(entry.hf))
     shape = place.stack + tuple(parameter.shape)

@@ -17,7 +17,7 @@ from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.families import read_architecture
 from mugrpo_megatron.weights.hf import SHARD_BYTES, carry_files, check_tokenizer
 from mugrpo_megatron.weights.safetensors_dir import TensorSpec, WeightFile, divide
-from mugrpo_megatron.weights.table import Entry, entries, split, stored, whole_shape
+from mugrpo_megatron.weights.table import Entry, entries, split_to_hf, stored, whole_shape
 
 
 def convert(
@@ -83,7 +83,7 @@ def read_entry(reader: Reader, entry: Entry, architecture: Architecture) -> dict
     """Hugging Face tensors that a stored parameter holds; q, k and v are still split by group."""
     place = stored(entry, architecture)
     parameter = reader.read(place.key, place.index, whole_shape(entry, architecture))
-    return dict(zip(entry.hf, split(entry, parameter, architecture), strict=True))
+    return dict(zip(entry.hf, split_to_hf(entry, parameter, architecture), strict=True))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -19,7 +19,7 @@ from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.families import read_architecture
 from mugrpo_megatron.weights.hf import check_tokenizer
 from mugrpo_megatron.weights.safetensors_dir import HFCheckpoint, open_checkpoint
-from mugrpo_megatron.weights.table import entries, merge, stored, whole_shape
+from mugrpo_megatron.weights.table import entries, merge_from_hf, stored, whole_shape
 
 TOLERANCE = 1e-4
 """Largest difference of log-probabilities, both sides computed in float32."""
@@ -56,7 +56,7 @@ def compare_tensors(
     with open_display() as display, display.bar("comparing", sum(sizes) // MEGABYTE, "MB") as bar:
         for entry, size in zip(table, sizes, strict=True):
             place = stored(entry, architecture)
-            ours = merge(entry, [checkpoint.read(name) for name in entry.hf], architecture)
+            ours = merge_from_hf(entry, [checkpoint.read(name) for name in entry.hf], architecture)
             ours = ours.to(reader.dtype(place.key))
             theirs = reader.read(place.key, place.index, tuple(ours.shape))
             if not torch.equal(ours, theirs):
@@ -116,8 +116,9 @@ def megatron_logprobs(hf: Path, megatron: Path, architecture: Architecture, prom
     from mugrpo_megatron.recipe import Recipe
 
     recipe = Recipe.model_validate({"model": {"path": hf, "dtype": "float32"}})
-    ranks = initialize(recipe)
-    (chunk,) = [policy(chunk) for chunk in build_model(recipe, architecture, ranks)]
+    ranks = initialize(recipe.run, recipe.parallel)
+    (wrapped,) = build_model(recipe.model, recipe.parallel, recipe.learner, architecture, ranks)
+    chunk = policy(wrapped)
     load_model([chunk], megatron)
     chunk.eval()
     ids = torch.tensor(prompts, device=ranks.device).view(1, -1)

@@ -15,7 +15,7 @@ Message = tuple[str, str]
 
 
 class Routes(Protocol):
-    """Which experts the routers of a mixture of experts chose for a prompt and its response, wherever that is kept."""
+    """Experts that the routers of a mixture of experts chose for a prompt and its response, in memory or on disk."""
 
     def read(self, layers: Sequence[int]) -> np.ndarray:
         """uint8 or uint16 [len(layers), P + R - 1, k]: the experts of these layers, counted from 0.
@@ -48,16 +48,16 @@ class Problem:
     """Unique within its data set: `source:line`."""
     question: str
     answer: str
-    """What `math` compares with: the answer in a gold that is a worked solution; of a structure, its JSON text."""
+    """Answer that `math` compares with: of a worked solution its last answer, of a structure its JSON text."""
     source: str = ""
     messages: tuple[Message, ...] = ()
-    """The chat that asks the question: system turn, history, and the user's last turn; empty for a bare question."""
+    """The question as a chat: system turn, history, the user's last turn; empty for a bare question."""
     gold: Any = field(default=None, hash=False)
     """The gold as the row has it, any JSON value, for a user's function; the answer where the problem has no row."""
     data_source: str = ""
-    """What verl's column `data_source` says, else `source`; rewards are chosen by it."""
+    """verl's column `data_source`, else `source`; it selects the reward functions."""
     row: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """The whole row as JSON values, columns that nothing here reads included; empty for a bundled task."""
+    """The whole row as JSON values; empty for a bundled task."""
 
     def __post_init__(self) -> None:
         if self.gold is None:
@@ -81,16 +81,16 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """What is known of a response that a user's function has put together (`rollout.function`)."""
+    """A response assembled by a user's function (`rollout.function`): several turns with text of its environment."""
 
     prompt_ids: np.ndarray
-    """int32 [P]: what the model was given before its first token."""
+    """int32 [P]: tokens before the model's first one."""
     mask: np.ndarray
     """bool [R]: the tokens that the model sampled; the others are its environment's, with logprobs of 0."""
     reward: float | None = None
-    """What the function returned; None where the verifier scores the last turn."""
+    """The function's reward; None if the verifier scores the last turn."""
     why: str = ""
-    """A sentence about the reward, or why the episode failed."""
+    """Reason of the reward or of the failure."""
     failed: bool = False
     """Such an episode has no turn that counts: an evaluation scores it 0, and training leaves it out."""
     parts: Mapping[str, float] = field(default_factory=dict, hash=False)
@@ -98,7 +98,7 @@ class Episode:
 
     @property
     def settled(self) -> bool:
-        """Whether the verifier has nothing to score."""
+        """Whether the verifier has nothing left to score."""
         return self.failed or self.reward is not None
 
     @property
@@ -126,7 +126,7 @@ class Response:
     support_ids: np.ndarray | None = None
     """int32 [R, k]: the tokens that could be sampled at each place, -1 where fewer than k, if the engine was asked."""
     episode: Episode | None = None
-    """Where a user's function has put it together."""
+    """None for a plain response."""
 
     def __post_init__(self) -> None:
         if len(self.ids) != len(self.logprobs):
@@ -168,7 +168,7 @@ class Sample:
     extracted: str = ""
     """The answer that was found in the text."""
     why: str = ""
-    """Why it has its score."""
+    """Reason of the score."""
     components: Mapping[str, float] = field(default_factory=dict, hash=False)
     """The score's parts by name, before their weights."""
     advantage: float | None = None
@@ -179,7 +179,7 @@ class Sample:
     """float32 [R]: what importance ratios are taken against: the engine's, or with `rollout.behaviour = "learner"` the
     learner's under the same weights; added when an update is read, not stored."""
     routes: Routes | None = None
-    """What the learner's routers choose for it (`learner.routing_replay`); None to let them choose."""
+    """Experts to replay (`learner.routing_replay`); None lets the routers choose."""
     proximal_logprobs: np.ndarray | None = None
     """float32 [R]: under the policy at the centre of the clip range, unless it is the current one; not stored."""
     ref_logprobs: np.ndarray | None = None
@@ -195,7 +195,7 @@ class Sample:
                 raise ValueError(f"group {self.group}: {len(self.response_ids)} token ids, {what} of {len(values)}")
 
     def trained(self, values: np.ndarray) -> np.ndarray:
-        """Those of a value for each response token that belong to the tokens trained on."""
+        """Selects the tokens trained on from values [R, ...] of all response tokens."""
         return values if self.loss_mask is None else values[self.loss_mask]
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -43,3 +44,17 @@ def test_what_a_switch_costs_is_that_of_the_table() -> None:
     sleeps = cells(PERFORMANCE, "sleeps (the default)")[-1]
     restarts = cells(PERFORMANCE, "is stopped and started")[-1]
     assert f"with an engine that sleeps {sleeps}, with one that restarts {restarts}" in README
+
+
+def test_the_method_in_the_readme_is_train_py_without_its_docstrings() -> None:
+    source = Path(ROOT, "mugrpo_megatron/train.py").read_text(encoding="utf-8")
+    functions = []
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef):
+            lines = source.splitlines()[node.lineno - 1 : node.end_lineno]
+            docstring = node.body[0]
+            del lines[docstring.lineno - node.lineno : (docstring.end_lineno or 0) - node.lineno + 1]
+            functions.append("\n".join(lines))
+    page = Path(ROOT, "README.md").read_text(encoding="utf-8")
+    block = page.partition("<!-- train.py -->\n")[2].partition("<!-- /train.py -->")[0]
+    assert block == "```python\n{}\n```\n".format("\n\n\n".join(functions))

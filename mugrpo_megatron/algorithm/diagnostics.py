@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from mugrpo_megatron.algorithm.ref_kl import kl_estimate
 from mugrpo_megatron.algorithm.segments import LossInputs, Segments
-from mugrpo_megatron.algorithm.surrogates import LOG_RATIO_LIMIT, TokenBatch
+from mugrpo_megatron.algorithm.surrogates import LOG_RATIO_LIMIT, TokenBatch, call_user_function
 from mugrpo_megatron.algorithm.veto import NEVER, TRIGGER_METRICS, KeepMask, trigger_metrics
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.recipe.functions import load_function
+from mugrpo_megatron.recipe.objective import ObjectiveSection
 
 RATIO_STATISTICS = (
     (
@@ -51,6 +57,8 @@ METRICS: tuple[tuple[str, str, str], ...] = (
 )
 """Name, unit and meaning of every metric of `metrics`; a mean or quantile over no tokens is not reported."""
 
+USER_PREFIX = "user/"
+USER_NAME = re.compile(r"[A-Za-z0-9_-]+")
 RATIO_QUANTILES = {"min": 0.0, "p01": 0.01, "p50": 0.5, "p99": 0.99, "max": 1.0}
 
 
@@ -113,3 +121,28 @@ def _trigger_summary(first_trigger: Tensor, advantages: Tensor, segments: Segmen
     if not triggered.any():
         return fraction
     return fraction | {"veto_first_trigger": (first_trigger[triggered].double() / segments.lengths[triggered]).mean()}
+
+
+def user_metrics(tokens: TokenBatch, config: ObjectiveSection) -> dict[str, float]:
+    """Numbers that the function of `config.diagnostics` returns for an update's tokens, as `user/NAME`; no gradients.
+
+    `tokens` are detached. Raises TrainingFailure when the function fails, UserError when it returns anything but
+    numbers by name.
+    """
+    if config.diagnostics is None:
+        return {}
+    source = f"objective.diagnostics = {config.diagnostics}"
+    function = load_function("objective.diagnostics", config.diagnostics)
+    with torch.no_grad():
+        values = call_user_function(source, function, tokens, config)
+    if not isinstance(values, Mapping):
+        raise UserError(f"{source} returned {type(values).__name__}, not a mapping of numbers")
+    values_by_name = {}
+    for name, value in values.items():
+        if not isinstance(name, str) or not USER_NAME.fullmatch(name):
+            raise UserError(f"{source}: {name!r} is not a name of letters, digits, - and _")
+        try:
+            values_by_name[USER_PREFIX + name] = float(value)
+        except (TypeError, ValueError, RuntimeError):  # a tensor of several numbers
+            raise UserError(f"{source}: {name} is not a number but {type(value).__name__}") from None
+    return values_by_name

@@ -19,7 +19,6 @@ from mugrpo_megatron.algorithm.surrogates import (
     log_ratios,
     recentre_clip,
     surrogate_of,
-    user_metrics,
 )
 from mugrpo_megatron.algorithm.veto import KeepMask, initial_state
 from mugrpo_megatron.recipe.objective import ObjectiveSection
@@ -67,7 +66,7 @@ def policy_loss(
         loss = loss + entropy_loss(entropy, inputs.segments, config).sum()
     tokens = losses.tokens.detached()
     metrics = diagnostics.metrics(loss.detach(), tokens, losses.clipped, losses.mask, inputs)
-    return loss, metrics | user_metrics(tokens, config)
+    return loss, metrics | diagnostics.user_metrics(tokens, config)
 
 
 def token_losses(

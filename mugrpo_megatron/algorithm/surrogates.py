@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -203,7 +202,7 @@ def user_surrogate(function: Surrogate, tokens: TokenBatch, config: ObjectiveSec
     type of the log-ratios and a bool [T].
     """
     name = f"objective.surrogate = {config.surrogate}"
-    result = _call(name, function, tokens, config)
+    result = call_user_function(name, function, tokens, config)
     if not isinstance(result, SurrogateLoss):
         raise UserError(f"{name} returned {type(result).__name__}, not SurrogateLoss(loss, clipped)")
     shape = tuple(tokens.logprobs.shape)
@@ -219,7 +218,7 @@ def user_surrogate(function: Surrogate, tokens: TokenBatch, config: ObjectiveSec
     return result
 
 
-def _call(name: str, function: Callable[..., Any], tokens: TokenBatch, config: ObjectiveSection) -> Any:
+def call_user_function(name: str, function: Callable[..., Any], tokens: TokenBatch, config: ObjectiveSection) -> Any:
     """Call a user's function. Raises TrainingFailure when it fails."""
     try:
         return function(tokens, config)
@@ -254,32 +253,3 @@ def entropy_loss(entropy: Tensor, segments: Segments, config: ObjectiveSection) 
             temperature and over the whole vocabulary.
     """
     return -config.entropy_coef * segments.weights.to(entropy.dtype)[segments.ids] * entropy
-
-
-PREFIX = "user/"
-NAME = re.compile(r"[A-Za-z0-9_-]+")
-
-
-def user_metrics(tokens: TokenBatch, config: ObjectiveSection) -> dict[str, float]:
-    """Numbers that the function of `config.diagnostics` returns for an update's tokens, as `user/NAME`; no gradients.
-
-    `tokens` are detached. Raises TrainingFailure when the function fails, UserError when it returns anything but
-    numbers by name.
-    """
-    if config.diagnostics is None:
-        return {}
-    source = f"objective.diagnostics = {config.diagnostics}"
-    function = load_function("objective.diagnostics", config.diagnostics)
-    with torch.no_grad():
-        values = _call(source, function, tokens, config)
-    if not isinstance(values, Mapping):
-        raise UserError(f"{source} returned {type(values).__name__}, not a mapping of numbers")
-    metrics = {}
-    for name, value in values.items():
-        if not isinstance(name, str) or not NAME.fullmatch(name):
-            raise UserError(f"{source}: {name!r} is not a name of letters, digits, - and _")
-        try:
-            metrics[PREFIX + name] = float(value)
-        except (TypeError, ValueError, RuntimeError):  # a tensor of several numbers
-            raise UserError(f"{source}: {name} is not a number but {type(value).__name__}") from None
-    return metrics

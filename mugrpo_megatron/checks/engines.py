@@ -1,6 +1,6 @@
-"""What an engine cannot do, as one table: when, why with the way out, and the newest SGLang in which it was seen.
+"""Gaps of the engines in one table: a condition, a sentence with the way out, and the newest SGLang that has the gap.
 
-A test compares `until` with the pinned SGLang, so that every row is looked at again when the pin moves.
+A test compares `until` with the pinned SGLang, so that every row is checked again when the pin moves.
 """
 
 from __future__ import annotations
@@ -17,65 +17,65 @@ from mugrpo_megatron.weights.config import attention_factor
 
 SGLANG = "0.5.15"
 PROJECT_LIMIT = ""
-"""A row's `until` where this project draws the line."""
+"""`until` of a limit of this project, not of SGLang."""
 DETERMINISTIC_ATTENTION = ("fa3", "flashinfer", "triton")
-"""What `engine.extra.attention_backend` may be where SGLang computes a response alike in every batch."""
+"""Values of `engine.extra.attention_backend` with which SGLang's results do not depend on the batch."""
 UNTIED = ("mixtral", "qwen3_moe")
-"""Model types whose class in SGLang has an output layer of its own, whatever `tie_word_embeddings` says."""
+"""Model types whose class in SGLang ignores `tie_word_embeddings` and has a separate output layer."""
 
 _DEEPSEEK = ("moe_layer_freq", "scoring_func", "topk_method")
 UNWRITTEN = {"deepseek_v3": _DEEPSEEK, "kimi_k2": _DEEPSEEK, "glm4_moe_lite": ("first_k_dense_replace",)}
-"""Fields that SGLang's class of a model type needs and transformers leaves out."""
+"""Fields that SGLang's class of a model type reads and transformers does not write."""
 
 
 class EngineSetup(NamedTuple):
-    """What a row looks at."""
+    """A recipe, its model and its device: the input of a gap's condition."""
 
     recipe: Recipe
     model: Mapping[str, Any] = {}
-    """The Hugging Face config; empty where it is not known."""
+    """Hugging Face config; empty if it is not known."""
     cuda: bool | None = None
-    """Whether the engine runs on CUDA; None where that is not known."""
+    """Whether the engine runs on CUDA; None if that is not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """One thing that an engine cannot do."""
+    """A combination of settings that an engine cannot run."""
 
     when: Callable[[EngineSetup], object]
-    """True, or a value for `why`, where the recipe asks for it."""
+    """Returns something true if the gap applies; `why` may show it as `{it}`."""
     why: str
-    """The sentence, with `{section.key}` of the recipe, `{model[key]}`, and `{it}` for what `when` returned."""
+    """Format of the sentence: `{section.key}` of the recipe, `{model[key]}`, and `{it}` for the value of `when`."""
     until: str = SGLANG
-    """The newest SGLang in which it was seen."""
+    """Newest SGLang that has the gap."""
 
 
-def _scaling(case: EngineSetup) -> dict[str, Any]:
-    """The config's rope scaling, of either version of transformers."""
-    return {**(case.model.get("rope_scaling") or {}), **(case.model.get("rope_parameters") or {})}
+def _scaling(setup: EngineSetup) -> dict[str, Any]:
+    """Returns the config's rope scaling: `rope_scaling` of transformers 4 or `rope_parameters` of 5."""
+    return {**(setup.model.get("rope_scaling") or {}), **(setup.model.get("rope_parameters") or {})}
 
 
-def _rope(case: EngineSetup) -> str:
-    scaling = _scaling(case)
+def _rope(setup: EngineSetup) -> str:
+    scaling = _scaling(setup)
     return scaling.get("rope_type", scaling.get("type")) or "default"
 
 
-def _other_yarn(case: EngineSetup) -> bool:
-    """Whether the config scales attention otherwise than by YaRN's factor alone."""
-    scaling, factor = _scaling(case), _scaling(case).get("factor")
-    if _rope(case) != "yarn" or not isinstance(factor, int | float) or _latent(case):
+def _other_yarn(setup: EngineSetup) -> bool:
+    """Whether YaRN's attention scale is not the one that its factor alone gives."""
+    scaling, factor = _scaling(setup), _scaling(setup).get("factor")
+    if _rope(setup) != "yarn" or not isinstance(factor, int | float) or _latent(setup):
         return False
     return not math.isclose(attention_factor(scaling, factor), attention_factor({}, factor), rel_tol=1e-6)
 
 
-def _other_head_dim(case: EngineSetup) -> bool:
-    head_dim, heads = case.model.get("head_dim"), case.model.get("num_attention_heads")
-    return bool(head_dim and heads and head_dim * heads != case.model.get("hidden_size"))
+def _other_head_dim(setup: EngineSetup) -> bool:
+    head_dim, heads = setup.model.get("head_dim"), setup.model.get("num_attention_heads")
+    return bool(head_dim and heads and head_dim * heads != setup.model.get("hidden_size"))
 
 
-def _broken_blocks(case: EngineSetup) -> str:
-    """Matrices whose shards are no whole fp8 blocks, where SGLang asks for that (fp8.py)."""
-    model, tensor = case.model, case.recipe.engine.tensor
+def _broken_blocks(setup: EngineSetup) -> str:
+    """Returns the matrices whose shards are no multiple of an fp8 block, as SGLang requires (fp8.py); "" for none."""
+    model, tensor = setup.model, setup.recipe.engine.tensor
     heads = model.get("num_attention_heads") or 1
     kv_heads = model.get("num_key_value_heads") or heads
     head_dim = model.get("head_dim") or (model.get("hidden_size") or heads) // heads
@@ -84,30 +84,30 @@ def _broken_blocks(case: EngineSetup) -> str:
         "num_key_value_heads x head_dim": max(1, kv_heads / tensor) * head_dim,
         **{key: model[key] / tensor for key in ("intermediate_size", "moe_intermediate_size") if model.get(key)},
     }
-    if not _fp8(case) or not model:
+    if not _fp8(setup) or not model:
         return ""
     return " and ".join(f"{name} is {width:g}" for name, width in widths.items() if width % BLOCK)
 
 
-def _fp8(case: EngineSetup) -> bool:
-    return case.recipe.engine.quantization == "fp8"
+def _fp8(setup: EngineSetup) -> bool:
+    return setup.recipe.engine.quantization == "fp8"
 
 
-def _latent(case: EngineSetup) -> bool:
-    return bool(case.model.get("kv_lora_rank"))
+def _latent(setup: EngineSetup) -> bool:
+    return bool(setup.model.get("kv_lora_rank"))
 
 
-def _unwritten(case: EngineSetup) -> str:
-    needed = UNWRITTEN.get(case.model.get("model_type", ""), ())
-    return " and ".join(name for name in needed if case.model.get(name) is None)
+def _unwritten(setup: EngineSetup) -> str:
+    needed = UNWRITTEN.get(setup.model.get("model_type", ""), ())
+    return " and ".join(name for name in needed if setup.model.get(name) is None)
 
 
-def _mixtral(case: EngineSetup) -> bool:
-    return case.model.get("model_type") == "mixtral"
+def _mixtral(setup: EngineSetup) -> bool:
+    return setup.model.get("model_type") == "mixtral"
 
 
-def _extra(case: EngineSetup, name: str) -> Any:
-    return case.recipe.engine.extra.get(name)
+def _extra(setup: EngineSetup, name: str) -> Any:
+    return setup.recipe.engine.extra.get(name)
 
 
 GAPS = (
@@ -207,7 +207,7 @@ GAPS = (
         '{engine.tensor} tensor parallel ranks; lower engine.tensor, or set it to "none"',
     ),
 )
-"""Whatever device it runs on."""
+"""Gaps on any device."""
 DEVICE_GAPS = (
     Gap(
         lambda c: c.recipe.run.deterministic and not c.cuda,
@@ -232,7 +232,7 @@ DEVICE_GAPS = (
         'this project does not use; set it to "none"',
     ),
 )
-"""On CUDA, or on CPU."""
+"""Gaps that depend on the device."""
 SYNC_GAPS = (
     Gap(
         lambda c: c.recipe.engine.quantization != "none",
@@ -246,34 +246,34 @@ SYNC_GAPS = (
         PROJECT_LIMIT,
     ),
 )
-"""Without a learner."""
+"""Gaps of engines without a learner."""
 
 
-def gap_messages(gaps: Iterable[Gap], case: EngineSetup) -> Iterator[str]:
-    """Why the engines cannot be what the recipe says, a sentence for each row that applies."""
-    sections = {name: getattr(case.recipe, name) for name in Recipe.model_fields if name != "model"}
+def gap_messages(gaps: Iterable[Gap], setup: EngineSetup) -> Iterator[str]:
+    """Yields the sentence of each gap that applies."""
+    sections = {name: getattr(setup.recipe, name) for name in Recipe.model_fields if name != "model"}
     for gap in gaps:
-        if it := gap.when(case):
-            yield gap.why.format(**sections, model=case.model, it=it)
+        if it := gap.when(setup):
+            yield gap.why.format(**sections, model=setup.model, it=it)
 
 
-def engine_problems(recipe: Recipe, model: Mapping[str, Any]) -> Iterator[str]:
-    """Why the engines cannot be what `[engine]` says, a sentence each; `model` is the Hugging Face config."""
-    yield from gap_messages(GAPS, EngineSetup(recipe, model))
+def engine_problems(setup: EngineSetup) -> Iterator[str]:
+    """Yields a sentence for each reason why an engine on any device cannot do what the recipe asks."""
+    yield from gap_messages(GAPS, setup)
 
 
-def check_engine_device(recipe: Recipe, cuda: bool) -> None:
-    """Raise UserError when the engine on a machine with or without CUDA cannot do what the recipe asks of it."""
-    for problem in gap_messages(DEVICE_GAPS, EngineSetup(recipe, cuda=cuda)):
+def check_engine_device(setup: EngineSetup) -> None:
+    """Raise UserError when the engine cannot do what the recipe asks on a machine with or without CUDA."""
+    for problem in gap_messages(DEVICE_GAPS, setup):
         raise UserError(problem)
 
 
-def depends_on_device(recipe: Recipe) -> bool:
+def depends_on_device(setup: EngineSetup) -> bool:
     """Whether the engine can do what the recipe asks only on CUDA, or only on CPU."""
-    return any(any(gap_messages(DEVICE_GAPS, EngineSetup(recipe, cuda=cuda))) for cuda in (True, False))
+    return any(any(gap_messages(DEVICE_GAPS, setup._replace(cuda=cuda))) for cuda in (True, False))
 
 
-def check_without_sync(recipe: Recipe) -> None:
-    """Raise UserError for what engines need a sync with a learner for."""
-    for problem in gap_messages(SYNC_GAPS, EngineSetup(recipe)):
+def check_without_sync(setup: EngineSetup) -> None:
+    """Raise UserError when the recipe needs a weight sync from a learner."""
+    for problem in gap_messages(SYNC_GAPS, setup):
         raise UserError(problem)

@@ -10,35 +10,36 @@ from importlib.util import find_spec
 from itertools import product
 from typing import Any
 
-from mugrpo_megatron.checks.engines import engine_problems
+from mugrpo_megatron.checks.engines import EngineSetup, engine_problems
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import experts_of
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.recipe.systems import FP8_MULTIPLE, ParallelSection
+from mugrpo_megatron.recipe.policy import RolloutSection
+from mugrpo_megatron.recipe.systems import FP8_MULTIPLE, LearnerSection, ParallelSection
 
 VIRTUAL = (1, 2, 4)
-"""Chunks per pipeline rank to try."""
+"""Model chunks per pipeline rank that are tried."""
 
 
 def bundled_configs() -> dict[str, dict[str, Any]]:
-    """Folder name -> config of the bundled public models, for checks and plans before a model is on this machine."""
+    """Returns folder name -> config of public models, for checks and plans before a model is on this machine."""
     table = tomllib.loads(files(__package__).joinpath("models.toml").read_text(encoding="utf-8"))
 
-    def whole(entry: dict[str, Any]) -> dict[str, Any]:
-        own = {key: value for key, value in entry.items() if key != "like"}
-        return {**whole(table[entry["like"]]), **own} if "like" in entry else own
+    def config(entry: dict[str, Any]) -> dict[str, Any]:
+        fields = {key: value for key, value in entry.items() if key != "like"}
+        return {**config(table[entry["like"]]), **fields} if "like" in entry else fields
 
-    return {name: whole(entry) for name, entry in table.items()}
+    return {name: config(entry) for name, entry in table.items()}
 
 
 def divisors(n: int) -> list[int]:
-    """All divisors of n > 0, ascending."""
+    """Returns all divisors of n > 0, ascending."""
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return small + [n // d for d in reversed(small) if d * d != n]
 
 
 def candidates(model: Mapping[str, Any], world: int) -> Iterator[ParallelSection]:
-    """Layouts whose sizes divide what they split and the world, whatever else may speak against them."""
+    """Yields layouts whose sizes divide the world and the model's heads, layers and experts; not all are valid."""
     heads, layers = model.get("num_attention_heads") or 1, model.get("num_hidden_layers") or 1
     experts = experts_of(model)
     for tensor, pipeline in product(divisors(heads), divisors(world)):
@@ -59,30 +60,20 @@ def candidates(model: Mapping[str, Any], world: int) -> Iterator[ParallelSection
                     )
 
 
-def layout_distance(one: ParallelSection, other: ParallelSection) -> float:
-    """Distance of two layouts: doublings of each size; context parallelism costs most, as the last resort."""
-    sizes = ("tensor", "pipeline", "virtual_pipeline", "context", "expert")
-    weights = (1.0, 1.0, 0.5, 2.0, 1.0)
-    return sum(w * abs(math.log2(getattr(one, s) / getattr(other, s))) for s, w in zip(sizes, weights, strict=True))
-
-
-def nearest(
-    wanted: ParallelSection, model: Mapping[str, Any], world: int, allowed: Callable[[ParallelSection], bool]
-) -> ParallelSection | None:
-    """The candidate closest to `wanted` that is `allowed`; None when the model has no layout on `world` ranks."""
-    for candidate in sorted(candidates(model, world), key=lambda one: layout_distance(one, wanted)):
-        if allowed(candidate):
-            return candidate
-    return None
+def layout_distance(first: ParallelSection, second: ParallelSection) -> float:
+    """Returns the distance of two layouts: the weighted sum of doublings of each size."""
+    # Context parallelism weighs most: it is the last resort, for sequences too long for one rank.
+    weights = {"tensor": 1.0, "pipeline": 1.0, "virtual_pipeline": 0.5, "context": 2.0, "expert": 1.0}
+    return sum(w * abs(math.log2(getattr(first, size) / getattr(second, size))) for size, w in weights.items())
 
 
 def describe_layout(layout: ParallelSection) -> str:
-    """The layout as recipe keys, those at 1 left out."""
+    """Returns the layout as recipe keys, without those at 1."""
     return ", ".join(f"{name} = {value}" for name, value in layout if value > 1) or "every size 1"
 
 
 LAUNCH_HINT = "start `torchrun --nproc-per-node {block}` or shrink the layout"
-"""The way out for a run whose ranks are not a multiple of `block`."""
+"""Way out for a run whose number of ranks is not a multiple of `block`."""
 RECIPE_KEYS = {
     "tensor": "parallel.tensor",
     "pipeline": "parallel.pipeline",
@@ -96,34 +87,33 @@ def check_layout(
     model: Mapping[str, Any],
     world_size: int,
     way_out: str = LAUNCH_HINT,
-    told: Callable[[ParallelSection], str] = describe_layout,
+    describe: Callable[[ParallelSection], str] = describe_layout,
 ) -> None:
     """Check the layout before a process group or an engine exists.
 
-    `model` is the Hugging Face config, `world_size` the number of learner ranks. Raises UserError that lists every
-    problem and, for a wrong layout, the nearest one that works, as `told` writes it. `way_out` is as in
-    `layout_problems`.
+    `model` is the Hugging Face config, `world_size` the number of learner ranks, `way_out` as in `layout_problems`.
+    Raises UserError with every problem and, for a wrong layout, the nearest one that works, formatted by `describe`.
     """
-    wrong = list(layout_problems(recipe, model, world_size, way_out))
+    wrong = list(layout_problems(recipe.parallel, recipe.rollout, model, world_size, way_out))
     problems = [*wrong, *problems_of_any_layout(recipe, model)]
     if wrong:
-        nearest = nearest_layout(recipe, model, world_size)
-        rank = "1 rank" if world_size == 1 else f"{world_size} ranks"
+        nearest = nearest_layout(recipe.parallel, recipe.rollout, model, world_size)
+        ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
         problems.append(
-            f"the nearest layout that {rank} can run: {told(nearest)}"
+            f"the nearest layout that {ranks} can run: {describe(nearest)}"
             if nearest
-            else f"no layout of this model and batch works on {rank}; change the number of ranks"
+            else f"no layout of this model and batch works on {ranks}; change the number of ranks"
         )
     if problems:
         raise UserError("; ".join(problems))
 
 
-def check_layers(recipe: Recipe, cuda: bool) -> None:
-    """Raise UserError when this machine or the recipe rules out `learner.layers`."""
-    if recipe.learner.layers in ("local", "auto"):
+def check_layers(learner: LearnerSection, dtype: str, cuda: bool) -> None:
+    """Raise UserError when `learner.layers` cannot work with `model.dtype` or on this machine."""
+    if learner.layers in ("local", "auto"):
         return
-    setting = f'learner.layers = "{recipe.learner.layers}"'
-    if recipe.learner.fp8 != "none" and recipe.model.dtype != "bfloat16":
+    setting = f'learner.layers = "{learner.layers}"'
+    if learner.fp8 != "none" and dtype != "bfloat16":
         raise UserError(f'{setting} needs model.dtype = "bfloat16", for the weights and all that is not fp8')
     if not cuda:
         raise UserError(f'{setting} needs CUDA, and this learner runs on CPU; set it to "local" or "auto"')
@@ -134,23 +124,27 @@ def check_layers(recipe: Recipe, cuda: bool) -> None:
         )
 
 
-def nearest_layout(recipe: Recipe, model: Mapping[str, Any], world_size: int) -> ParallelSection | None:
-    """The valid layout nearest to the recipe's, or None."""
-
-    def allowed(layout: ParallelSection) -> bool:
-        return not any(layout_problems(recipe.model_copy(update={"parallel": layout}), model, world_size))
-
-    return nearest(recipe.parallel, model, world_size, allowed)
+def nearest_layout(
+    parallel: ParallelSection, rollout: RolloutSection, model: Mapping[str, Any], world_size: int
+) -> ParallelSection | None:
+    """Returns the valid layout nearest to `parallel`; None if the model and batch have none on `world_size` ranks."""
+    for candidate in sorted(candidates(model, world_size), key=lambda layout: layout_distance(layout, parallel)):
+        if not any(layout_problems(candidate, rollout, model, world_size)):
+            return candidate
+    return None
 
 
 def layout_problems(
-    recipe: Recipe, model: Mapping[str, Any], world_size: int, way_out: str = LAUNCH_HINT
+    parallel: ParallelSection,
+    rollout: RolloutSection,
+    model: Mapping[str, Any],
+    world_size: int,
+    way_out: str = LAUNCH_HINT,
 ) -> Iterator[str]:
-    """Why the recipe's `parallel` section cannot run this model on these ranks, a sentence each.
+    """Yields a sentence for each reason why a layout cannot run this model and batch on `world_size` ranks.
 
     `way_out` says how to get a multiple of `{block}` ranks.
     """
-    parallel = recipe.parallel
     tp, pp, cp = parallel.tensor, parallel.pipeline, parallel.context
     block = tp * pp * cp
     if world_size % block:
@@ -160,7 +154,7 @@ def layout_problems(
         )
         return
     data_parallel = world_size // block
-    responses = recipe.rollout.prompts_per_update * recipe.rollout.responses_per_prompt
+    responses = rollout.prompts_per_update * rollout.responses_per_prompt
     if responses % data_parallel:
         yield (
             f"rollout: prompts_per_update x responses_per_prompt = {responses} does not divide over "
@@ -173,9 +167,9 @@ def layout_problems(
 def split_problems(
     parallel: ParallelSection, model: Mapping[str, Any], keys: Mapping[str, str] = RECIPE_KEYS
 ) -> Iterator[str]:
-    """Why a layout cannot split the model's heads, layers and experts, on any number of ranks; a sentence each.
+    """Yields a sentence for each reason why a layout cannot split the model, on any number of ranks.
 
-    `keys` are what the layout's sizes are called where they were given.
+    `keys` are the names of the layout's sizes for the user: recipe keys, or a command's options.
     """
     pp, vpp, expert = parallel.pipeline, parallel.virtual_pipeline, parallel.expert
     if vpp > 1 and pp == 1:
@@ -204,7 +198,7 @@ def _expert_problems(parallel: ParallelSection, experts: int, data_parallel: int
 
 
 def _shard_problems(name: str, size: int, model: Mapping[str, Any]) -> Iterator[str]:
-    """Why `size` tensor parallel ranks cannot share the model."""
+    """Yields a sentence for each dimension that `size` tensor parallel ranks cannot split."""
     heads = model.get("num_attention_heads") or 1
     kv_heads = model.get("num_key_value_heads") or heads
     if heads % size:
@@ -216,25 +210,25 @@ def _shard_problems(name: str, size: int, model: Mapping[str, Any]) -> Iterator[
             yield f"{name} = {size} does not divide the model's {key} of {model[key]}"
 
 
-def _fp8_problems(recipe: Recipe, model: Mapping[str, Any]) -> Iterator[str]:
-    """Dimensions of the model that tensor cores cannot multiply in fp8."""
-    if recipe.learner.fp8 == "none":
+def _fp8_problems(learner: LearnerSection, tp: int, model: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a sentence for each dimension that tensor cores cannot multiply in fp8 on `tp` tensor parallel ranks."""
+    if learner.fp8 == "none":
         return
-    multiple, tp = FP8_MULTIPLE[recipe.learner.fp8], recipe.parallel.tensor
+    multiple = FP8_MULTIPLE[learner.fp8]
     for key in ("hidden_size", "intermediate_size", "moe_intermediate_size"):
         if model.get(key) and model[key] % (multiple * tp):
             shared = f" over {tp} tensor parallel ranks" if tp > 1 else ""
             yield (
-                f'learner.layers = "{recipe.learner.layers}" needs multiples of {multiple}, but the model\'s {key} is '
+                f'learner.layers = "{learner.layers}" needs multiples of {multiple}, but the model\'s {key} is '
                 f'{model[key]}{shared}; take "transformer_engine"'
             )
 
 
 def problems_of_any_layout(recipe: Recipe, model: Mapping[str, Any]) -> Iterator[str]:
-    """Problems that no layout of the learner solves."""
+    """Yields a sentence for each problem of model and settings that no layout of the learner solves."""
     yield from _shard_problems("engine.tensor", recipe.engine.tensor, model)
-    yield from engine_problems(recipe, model)
-    yield from _fp8_problems(recipe, model)
+    yield from engine_problems(EngineSetup(recipe, model))
+    yield from _fp8_problems(recipe.learner, recipe.parallel.tensor, model)
     if recipe.model.dtype == "float16" and experts_of(model):
         yield (
             'model.dtype = "float16" would scale the gradients of the experts and those of the other weights each by '
@@ -256,10 +250,9 @@ def problems_of_any_layout(recipe: Recipe, model: Mapping[str, Any]) -> Iterator
         )
     limit = model.get("max_position_embeddings")
     response = recipe.longest_response
-    longest = recipe.data.max_prompt_tokens + response
-    if limit and longest > limit:
+    tokens = recipe.data.max_prompt_tokens + response
+    if limit and tokens > limit:
         key = "rollout.max_response_tokens" if response == recipe.rollout.max_response_tokens else "eval's max_tokens"
         yield (
-            f"data.max_prompt_tokens + {key} = {longest} exceeds the model's "
-            f"{limit} positions (max_position_embeddings)"
+            f"data.max_prompt_tokens + {key} = {tokens} exceeds the model's {limit} positions (max_position_embeddings)"
         )

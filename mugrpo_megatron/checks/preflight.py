@@ -1,7 +1,7 @@
 """Checks of a run before anything slow is imported: its model, layout, run directory and data.
 
-Neither torch nor transformers, Megatron, SGLang or sympy is imported here, so that a mistake is told within seconds.
-`mugrpo train` does this first; `--dry-run` does nothing else.
+`mugrpo train` runs them first; `--dry-run` runs nothing else. Neither torch nor transformers, Megatron, SGLang or sympy
+is imported at the top, so that a mistake is reported within seconds.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mugrpo_megatron.checks.engines import (
+    EngineSetup,
     check_engine_device,
     check_without_sync,
     depends_on_device,
@@ -29,11 +30,21 @@ from mugrpo_megatron.data.prompts import check_style, prompt_text, quoted, templ
 from mugrpo_megatron.engine.launch import check_extra
 from mugrpo_megatron.engine.placement import slot_of_environment
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.hf_config import CONFIG, check_tokenizer, check_weights, read_config, read_model_config
+from mugrpo_megatron.files.hf_config import (
+    CONFIG,
+    ModelConfig,
+    check_tokenizer,
+    check_weights,
+    read_config,
+    read_model_config,
+)
 from mugrpo_megatron.observe.environment import missing_wandb_error, rank_of_environment
-from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe import ObjectiveSection, Recipe
 from mugrpo_megatron.recipe.functions import check_function, load_function
-from mugrpo_megatron.recipe.scoring import CODE, MATH
+from mugrpo_megatron.recipe.policy import RolloutSection
+from mugrpo_megatron.recipe.scoring import CODE, MATH, EvalSection, RewardSection
+from mugrpo_megatron.recipe.sections import DataSection, TrackSection
+from mugrpo_megatron.recipe.systems import EngineSection, LearnerSection, ParallelSection
 from mugrpo_megatron.rewards.gold_check import scores_of_golds
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.run.data import check_data
@@ -49,134 +60,121 @@ ADMISSION = "mugrpo_megatron.extras.lora.admission:check"
 AUXILIARY_CHECKS = "mugrpo_megatron.extras.auxiliary.checks:check_auxiliaries"
 
 ANY_PROBLEM = Problem("a question", "1+1=", "2")
-"""Stands for the data of another machine, when a chat template is tried."""
+"""Tries a chat template where the data set is not on this machine."""
 
 
 def check_run(recipe: Recipe, say: Say = lambda line: None, generates: bool = True) -> tuple[Recipe, Problems | None]:
-    """Raise UserError for what cannot work; `say` gets a line for everything that can.
+    """Raise UserError for a run that cannot work; `say` gets a line about its model, layout and data.
 
-    Returns the recipe with its model on this machine (`run.model`), and the problems, which are read once, on rank 0
-    of a run that generates.
+    Returns the recipe with its model on this machine, and the problems, which only rank 0 of a run that generates
+    reads.
     """
-    if rank_of_environment() == 0:  # the others would see what rank 0 is writing
+    main = rank_of_environment() == 0  # other ranks would see what rank 0 is writing, or read the same files again
+    if main:
         check_directory(recipe)
-        _check_tracking(recipe)
-    _check_names(recipe)
-    _check_user_loss(recipe)
-    if generates and rank_of_environment() == 0:  # before a model is downloaded
+        _check_tracking(recipe.track)
+    _check_names(recipe.data, recipe.eval, recipe.reward, recipe.rollout, recipe.engine)
+    _check_user_loss(recipe.objective)
+    if main and generates:  # before a model is downloaded
         check_files(f"{recipe.data.train},{recipe.data.eval}")
-        _try_rewards(recipe)
-    recipe = with_model(recipe, say, recipe.run.dir)
-    directory = recipe.model.directory
-    config = read_model_config(directory)
-    shape = architecture(config, str(directory / CONFIG))
-    _check_ref(recipe, shape)
-    say(_model(shape, str(directory)))
-    _check_lora(recipe, shape, say)
-    check_tokenizer(directory)
-    _check_auxiliaries(recipe, say)
+        _try_rewards(recipe.reward)
+    recipe, config, shape = _with_model_config(recipe, say, recipe.run.dir)
+    _check_ref(recipe.objective.kl_ref, recipe.model.path, shape)
+    _check_extras(recipe, shape, say)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     check_layout(recipe, config, world)
     if generates:
         _check_toolkit()
-        _check_engine_device(recipe)
-        slot_of_environment(recipe.engine, cuda=True)  # whether the engines fit the node's ranks, whatever its cores
-    _check_layers(recipe)
-    say(_layout(recipe, world))
-    if not generates or rank_of_environment() != 0:
-        return recipe, None
-    return recipe, _read(recipe, say)
+        _check_engine_device(EngineSetup(recipe))
+        slot_of_environment(recipe.engine, cuda=True)  # do the engines fit the node's ranks, whatever its cores
+    _check_layers(recipe.learner, recipe.model.dtype)
+    say(_layout_line(recipe.parallel, world))
+    return recipe, _read(recipe.data, recipe.reward, recipe.run.dir, say) if main and generates else None
 
 
 def check_on_paper(recipe: Recipe, say: Say) -> None:
-    """`check_run` as far as it goes without a download and on as many ranks as the layout needs; `--dry-run`."""
+    """`check_run` for `--dry-run`: without a download, on as many ranks as the layout needs."""
     check_directory(recipe)
-    _check_names(recipe)
-    _check_user_loss(recipe)
-    _check_tracking(recipe)
+    _check_names(recipe.data, recipe.eval, recipe.reward, recipe.rollout, recipe.engine)
+    _check_user_loss(recipe.objective)
+    _check_tracking(recipe.track)
     recipe = with_cached_model(recipe, recipe.run.dir)
-    config, source = _config(recipe)
+    data, directory = recipe.data, recipe.model.directory
+    config, source = _config(directory)
     if config is None:
-        say(f"model: not on this machine, so neither it nor the layout is checked: {recipe.model.directory}")
+        say(f"model: not on this machine, so neither it nor the layout is checked: {directory}")
+        _check_extras(recipe, None, say, on_paper=True)
     else:
         shape = architecture(config, source)
-        say(_model(shape, source))
-        _check_lora(recipe, shape, say)
-        world = int(os.environ.get("WORLD_SIZE", "0")) or fewest_ranks(recipe)
+        say(_model_line(shape, source))
+        world = int(os.environ.get("WORLD_SIZE", "0")) or fewest_ranks(recipe.parallel)
         check_layout(recipe, config, world)
-        say(_layout(recipe, world))
-    _check_auxiliaries(recipe, say, on_paper=True)
-    if missing := dict.fromkeys([*absent(recipe.data.train), *absent(recipe.data.eval)]):
+        say(_layout_line(recipe.parallel, world))
+        _check_extras(recipe, shape, say, on_paper=True)
+    if missing := dict.fromkeys([*absent(data.train), *absent(data.eval)]):
         say(f"data: not on this machine, so not checked: {', '.join(missing)}")
-        _check_prompts(recipe, [ANY_PROBLEM])
-        _try_rewards(recipe)
+        _check_prompts(data, directory, [ANY_PROBLEM])
+        _try_rewards(recipe.reward)
         return
-    problems = _read(recipe, say)
+    problems = _read(data, recipe.reward, recipe.run.dir, say)
     for note in problems.notes:
         say(f"data: {note}")
-    if line := _check_prompts(recipe, [*problems.train, *problems.held_out]):
+    if line := _check_prompts(data, directory, [*problems.train, *problems.held_out]):
         say(line)
     for line in scores_of_golds([*problems.train, *problems.held_out], recipe.reward):
         say(f"reward: {line}")
 
 
-def _check_prompts(recipe: Recipe, problems: Sequence[Problem]) -> str:
-    """UserError when the chat template cannot render the first problem of a set; else a line with the first prompt."""
-    template, model = template_of(recipe.data), recipe.model.directory
+def _check_prompts(data: DataSection, model: Path, problems: Sequence[Problem]) -> str:
+    """Returns a line with the first prompt; UserError when the chat template cannot render a set's first problem."""
+    template = template_of(data)
     first_of_each: dict[str, Problem] = {}
     for problem in problems:
         first_of_each.setdefault(problem.source, problem)
-    made = [
-        prompt_text(problem, recipe.data.prompt_style, template, model if model.exists() else None)
+    prompts = [
+        prompt_text(problem, data.prompt_style, template, model if model.exists() else None)
         for problem in first_of_each.values()
     ]
-    return f"prompt: {made[0][0]}, before it is tokenized: {quoted(made[0][1])}" if made and made[0] else ""
+    return f"prompt: {prompts[0][0]}, before it is tokenized: {quoted(prompts[0][1])}" if prompts and prompts[0] else ""
 
 
 def check_engine_only(recipe: Recipe, say: Say) -> tuple[Recipe, Problems]:
-    """`check_run` for a process without a learner, whose layout does not count then."""
+    """`check_run` for a process without a learner, so without a layout."""
     check_directory(recipe)
-    _check_names(recipe)
+    _check_names(recipe.data, recipe.eval, recipe.reward, recipe.rollout, recipe.engine)
     check_files(f"{recipe.data.train},{recipe.data.eval}")
-    _try_rewards(recipe)
-    recipe = with_model(recipe, say, recipe.run.dir)
-    directory = recipe.model.directory
-    config = read_model_config(directory)
-    say(_model(architecture(config, str(directory / CONFIG)), str(directory)))
-    check_tokenizer(directory)
-    check_without_sync(recipe)
-    check_engine(recipe, config)
-    _check_auxiliaries(recipe, say)
-    return recipe, _read(recipe, say)
+    _try_rewards(recipe.reward)
+    recipe, config, _ = _with_model_config(recipe, say, recipe.run.dir)
+    check_without_sync(EngineSetup(recipe))
+    check_engine(EngineSetup(recipe, config))
+    _check_extras(recipe, None, say)
+    return recipe, _read(recipe.data, recipe.reward, recipe.run.dir, say)
 
 
-def check_engine(recipe: Recipe, model: Mapping[str, Any]) -> None:
-    """Raise UserError when an engine on this machine cannot be what the recipe says; `model` is the config."""
-    if problems := list(engine_problems(recipe, model)):
+def check_engine(setup: EngineSetup) -> None:
+    """Raise UserError when an engine on this machine cannot run the recipe's model."""
+    if problems := list(engine_problems(setup)):
         raise UserError("; ".join(problems))
-    _check_engine_device(recipe)
+    _check_engine_device(setup)
 
 
 def check_evaluation(recipe: Recipe, sources: Sequence[str]) -> None:
-    """Raise UserError for what `mugrpo eval` on these sources cannot do, as far as that is known without the model."""
+    """Raise UserError when `mugrpo eval` on these sources cannot work, as far as is known without the model."""
     for source in sources:
         check_files(source)
     known = held_out_sets(",".join(sources), "--data").keys() | named_sources(recipe.data.eval).keys()
     check_sets(recipe.eval, known, "--data and data.eval")
     check_style(recipe.data.prompt_style)
     template_of(recipe.data)
-    _check_rewards(recipe)
+    _check_user_rewards(recipe.reward, recipe.rollout.function)
     check_extra(recipe.engine.extra)
-    _try_rewards(recipe)
+    _try_rewards(recipe.reward)
 
 
 def check_warm_start(recipe: Recipe, say: Say = lambda line: None) -> Recipe:
-    """Raise UserError when `mugrpo sft` cannot work; the recipe with its model, where it learns `sft.train`.
-
-    Of the tasks and sets of `data.train` only bundled tasks have answers to imitate.
-    """
+    """Raise UserError when `mugrpo sft` cannot work; returns the recipe, with `sft.train` its model on this machine."""
     if recipe.sft.train is None:
-        if recipe.data.train not in TASKS:
+        if recipe.data.train not in TASKS:  # a math data set has golds, but no answers to imitate
             raise UserError(
                 f'data.train = "{recipe.data.train}": a new model imitates the answers of a bundled task; take one of '
                 f"{', '.join(TASKS)}, name rows of prompts and responses with sft.train, or start RL from a downloaded "
@@ -191,26 +189,33 @@ def check_warm_start(recipe: Recipe, say: Say = lambda line: None) -> Recipe:
     check_files(recipe.sft.train)
     check_style(recipe.data.prompt_style)
     template_of(recipe.data)
-    recipe = with_model(recipe, say)
-    directory = recipe.model.directory
-    config = read_model_config(directory)
-    say(_model(architecture(config, str(directory / CONFIG)), str(directory)))
-    check_tokenizer(directory)
+    recipe, config, _ = _with_model_config(recipe, say)
     check_layout(recipe, config, int(os.environ.get("WORLD_SIZE", "1")))
-    _check_layers(recipe)
+    _check_layers(recipe.learner, recipe.model.dtype)
     return recipe
 
 
-def fewest_ranks(recipe: Recipe) -> int:
-    """The smallest world that a layout can be laid over: its block, often enough to spread the experts."""
-    parallel = recipe.parallel
+def fewest_ranks(parallel: ParallelSection) -> int:
+    """Returns the smallest world size of a layout: tensor x pipeline x context, times what the experts need."""
     block = parallel.tensor * parallel.pipeline * parallel.context
     return block * (parallel.expert // math.gcd(parallel.expert, parallel.context))
 
 
-def _config(recipe: Recipe) -> tuple[Mapping[str, Any] | None, str]:
-    """The model's config and where it is from: its directory, else the bundled shapes of public models."""
+def _with_model_config(
+    recipe: Recipe, say: Say, run_dir: Path | None = None
+) -> tuple[Recipe, ModelConfig, Architecture]:
+    """Returns the recipe with its model on this machine, the model's config and its shape; says a line about it."""
+    recipe = with_model(recipe, say, run_dir)
     directory = recipe.model.directory
+    config = read_model_config(directory)
+    shape = architecture(config, str(directory / CONFIG))
+    say(_model_line(shape, str(directory)))
+    check_tokenizer(directory)
+    return recipe, config, shape
+
+
+def _config(directory: Path) -> tuple[Mapping[str, Any] | None, str]:
+    """Returns a model's config, from its directory or the bundled ones, and its source; None without either."""
     if directory.exists():
         config = read_model_config(directory)
         check_tokenizer(directory)
@@ -218,76 +223,75 @@ def _config(recipe: Recipe) -> tuple[Mapping[str, Any] | None, str]:
     return bundled_configs().get(directory.name), f"the bundled shape of {directory.name}"
 
 
-def _check_names(recipe: Recipe) -> None:
-    """Held-out sets, the users' functions and SGLang's arguments, by their names alone."""
-    check_sets(recipe.eval, held_out_sets(recipe.data.eval).keys())
-    _check_rewards(recipe)
-    check_extra(recipe.engine.extra)
+def _check_names(
+    data: DataSection, evaluation: EvalSection, reward: RewardSection, rollout: RolloutSection, engine: EngineSection
+) -> None:
+    """Raise UserError for names of held-out sets, of users' functions and of SGLang's arguments that do not exist."""
+    check_sets(evaluation, held_out_sets(data.eval).keys())
+    _check_user_rewards(reward, rollout.function)
+    check_extra(engine.extra)
 
 
-def _check_user_loss(recipe: Recipe) -> None:
-    if ":" in recipe.objective.surrogate:
-        load_function("objective.surrogate", recipe.objective.surrogate)
-    if recipe.objective.diagnostics is not None:
-        load_function("objective.diagnostics", recipe.objective.diagnostics)
+def _check_user_loss(objective: ObjectiveSection) -> None:
+    if ":" in objective.surrogate:
+        load_function("objective.surrogate", objective.surrogate)
+    if objective.diagnostics is not None:
+        load_function("objective.diagnostics", objective.diagnostics)
 
 
-def _check_tracking(recipe: Recipe) -> None:
-    if recipe.track.wandb_project is not None and find_spec("wandb") is None:
-        raise missing_wandb_error(recipe.track.wandb_project)
+def _check_tracking(section: TrackSection) -> None:
+    if section.wandb_project is not None and find_spec("wandb") is None:
+        raise missing_wandb_error(section.wandb_project)
 
 
-def _check_rewards(recipe: Recipe) -> None:
-    """The users' functions of rewards and episodes are named right; they are loaded in workers alone."""
-    section = recipe.reward
-    for name, one in section.table.items():
-        if one.function not in (MATH, CODE):
-            check_function(f"reward.functions.{name}" if section.functions else "reward.function", one.function)
-    if recipe.rollout.function:
-        check_function("rollout.function", recipe.rollout.function)
+def _check_user_rewards(section: RewardSection, episodes: str | None) -> None:
+    """Raise UserError for a user's reward or episode function that its module lacks; only workers import it."""
+    for name, entry in section.table.items():
+        if entry.function not in (MATH, CODE):
+            check_function(f"reward.functions.{name}" if section.functions else "reward.function", entry.function)
+    if episodes:
+        check_function("rollout.function", episodes)
 
 
-def _try_rewards(recipe: Recipe) -> None:
-    """UserError for a user's function that cannot be loaded or takes other parameters: a worker of each is started."""
-    if any(one.function != MATH for one in recipe.reward.table.values()):
-        with Verifier(recipe.reward.model_copy(update={"workers": 1})):
+def _try_rewards(section: RewardSection) -> None:
+    """Start a worker of each reward function; UserError when a user's cannot be loaded or called."""
+    if any(entry.function != MATH for entry in section.table.values()):
+        with Verifier(section.model_copy(update={"workers": 1})):
             pass
 
 
-def _check_ref(recipe: Recipe, model: Architecture) -> None:
-    """UserError when `objective.kl_ref` names a directory whose weights the learner cannot hold."""
-    name = recipe.objective.kl_ref
-    if name in (None, "start", "stage"):
+def _check_ref(kl_ref: str | None, model_path: Path, shape: Architecture) -> None:
+    """Raise UserError when `objective.kl_ref` names a checkpoint whose weights the learner cannot hold."""
+    if kl_ref is None or kl_ref in ("start", "stage"):
         return
-    path, remedy = Path(name), 'name the directory of a checkpoint like the model\'s, or "start" or "stage"'
+    path, remedy = Path(kl_ref), 'name the directory of a checkpoint like the model\'s, or "start" or "stage"'
     config = read_config(path, key="objective.kl_ref", remedy=remedy)
     check_weights(path, "objective.kl_ref")
-    if architecture(config, str(path / CONFIG)) != model:
+    if architecture(config, str(path / CONFIG)) != shape:
         raise UserError(
-            f"objective.kl_ref = {path} has another shape than {recipe.model.path}, so the learner cannot hold its "
+            f"objective.kl_ref = {path} has another shape than {model_path}, so the learner cannot hold its "
             f"weights; {remedy}"
         )
 
 
-def _check_lora(recipe: Recipe, model: Architecture, say: Say) -> None:
-    if recipe.lora.rank is not None:
-        say(load_function("lora", ADMISSION)(recipe, model))
+def _check_extras(recipe: Recipe, shape: Architecture | None, say: Say, on_paper: bool = False) -> None:
+    """Raise UserError when LoRA or an auxiliary model cannot work; LoRA is skipped without the model's `shape`.
 
-
-def _check_auxiliaries(recipe: Recipe, say: Say, on_paper: bool = False) -> None:
-    """UserError when an auxiliary model of the recipe could not take its turn; downloads models of the hub unless
-    `on_paper`."""
+    Models of the hub are downloaded unless `on_paper`.
+    """
+    if shape is not None and recipe.lora.rank is not None:
+        say(load_function("lora", ADMISSION)(recipe, shape))
     if recipe.auxiliary.by_name:
         load_function("auxiliary", AUXILIARY_CHECKS)(recipe, say, on_paper)
 
 
-def _check_engine_device(recipe: Recipe) -> None:
-    if depends_on_device(recipe):
-        check_engine_device(recipe, may_find_cuda() and finds_cuda())
+def _check_engine_device(setup: EngineSetup) -> None:
+    if depends_on_device(setup):
+        check_engine_device(setup._replace(cuda=may_find_cuda() and finds_cuda()))
 
 
 def _check_toolkit() -> None:
-    """UserError when an engine on this node's GPUs could not compile its kernels; the first rank of a node looks."""
+    """Raise UserError when an engine on this node's GPUs could not compile its kernels; checked by one rank a node."""
     if os.environ.get("LOCAL_RANK", "0") != "0" or not driver_finds_gpu():
         return
     for tool in tools_here():
@@ -295,27 +299,28 @@ def _check_toolkit() -> None:
             raise UserError(f"an engine does not start on this machine's GPU: {tool.name} {tool.detail}; {tool.remedy}")
 
 
-def _check_layers(recipe: Recipe) -> None:
-    if recipe.learner.layers not in ("local", "auto"):
-        import torch  # seconds, for recipes that ask for a device's features alone
+def _check_layers(learner: LearnerSection, dtype: str) -> None:
+    if learner.layers not in ("local", "auto"):
+        import torch  # takes seconds, so only for recipes that need a device's features
 
-        check_layers(recipe, torch.cuda.is_available())
+        check_layers(learner, dtype, torch.cuda.is_available())
 
 
-def _read(recipe: Recipe, say: Say) -> Problems:
-    check_style(recipe.data.prompt_style)
-    template_of(recipe.data)
-    problems = read_problems(recipe.data, recipe.reward)
-    recipe.reward.check_sources(problem.data_source for problem in (*problems.train, *problems.held_out))
-    check_data(recipe.run.dir, problems)
+def _read(data: DataSection, reward: RewardSection, run_dir: Path, say: Say) -> Problems:
+    """Returns the problems; UserError when they are wrong, or not those that the run began with."""
+    check_style(data.prompt_style)
+    template_of(data)
+    problems = read_problems(data, reward)
+    reward.check_sources(problem.data_source for problem in (*problems.train, *problems.held_out))
+    check_data(run_dir, problems)
     say(f"data: {len(problems.train):,} training and {len(problems.held_out):,} held-out problems")
     return problems
 
 
-def _model(model: Architecture, source: str) -> str:
+def _model_line(model: Architecture, source: str) -> str:
     experts = f", {model.experts} experts" if model.experts else ""
     return f"model: {model.family}, {model.layers} layers, hidden size {model.letters['H']}{experts} ({source})"
 
 
-def _layout(recipe: Recipe, world: int) -> str:
-    return f"layout: {describe_layout(recipe.parallel)}, on {world} rank{'s' * (world > 1)}"
+def _layout_line(parallel: ParallelSection, world: int) -> str:
+    return f"layout: {describe_layout(parallel)}, on {world} rank{'s' * (world > 1)}"

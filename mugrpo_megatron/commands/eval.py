@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
+from mugrpo_megatron.checks.engines import EngineSetup
 from mugrpo_megatron.checks.preflight import check_engine
 from mugrpo_megatron.commands.common import say
 from mugrpo_megatron.data.files import rows
@@ -81,7 +82,7 @@ def run(recipe: Recipe, sources: Sequence[str], output: Path) -> Evaluation:
     # A run's recipe may have settings of sets that this evaluation does not include.
     check_sets(recipe.eval, names.keys() | named_sources(recipe.data.eval).keys(), "--data and data.eval")
     recipe = with_model(recipe, say)
-    check_engine(recipe, read_model_config(recipe.model.directory))
+    check_engine(EngineSetup(recipe, read_model_config(recipe.model.directory)))
     tokenizer = load_tokenizer(recipe.model.directory)
     notes: list[str] = []
     held_out = held_out_problems(",".join(sources), recipe.data, recipe.reward, notes, "--data")

@@ -172,7 +172,7 @@ def _asked(row: Row | str, section: RewardSection) -> _Asked:
     if not isinstance(row.get("response"), str):
         raise ValueError(f"field 'response' is missing or not text {found_in(row)}")
     columns = kept_row(row)
-    if section.any_gold(data_source_of(row)):
+    if section.accepts_any_gold(data_source_of(row)):
         return _Asked(columns, any_answer(columns.get("answer")))
     if "answer" not in row:
         raise ValueError(f"field 'answer' is missing {found_in(row)}")

@@ -217,7 +217,7 @@ def usable_problems(
     source: str, split: Literal["train", "eval"], data: DataSection, reward: RewardSection, notes: list[str]
 ) -> list[Problem]:
     """Problems of well-formed rows whose golds verify against themselves; notes what is left out in `notes`."""
-    any_gold = cache(reward.any_gold)  # thousands of problems have few sources
+    any_gold = cache(reward.accepts_any_gold)  # thousands of problems have few sources
     read = load(source, data, split, any_gold=any_gold)
     notes += [*read.notes, *_few(read.malformed)]
     if source in TASKS:

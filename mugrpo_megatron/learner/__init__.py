@@ -10,4 +10,5 @@ context     flash attention; rows split over ranks         routing           exp
 operators   RMSNorm, SwiGLU, rotary embedding              latent            multi-head latent attention
 """
 
-import mugrpo_megatron.megatron_compat  # noqa: F401  the CPU's stand-ins are there before the modules import Megatron
+# Puts the CPU's stand-ins in place before the modules import Megatron.
+import mugrpo_megatron.megatron_compat  # noqa: F401

@@ -22,7 +22,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from mugrpo_megatron.learner.context import ContextSplit, attend, flash_attention, split_segments, takes_flash
 from mugrpo_megatron.learner.operators import rotate, rotate_
 
-_WASTE = 1.25  # a bucket takes segments while its padded area stays below this multiple of its tokens
+_WASTE = 1.25
+"""Largest padded area of a bucket, as a multiple of its tokens."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Padding:
     rows: torch.Tensor
     """int64 [slots]: packed row of each padded slot; padding slots repeat their segment's first row."""
     slots: torch.Tensor
-    """int64 [tokens]: each packed row's place in the concatenation of all padded buckets."""
+    """int64 [tokens]: each packed row's index in the concatenation of all padded buckets."""
 
 
 @dataclass
@@ -53,9 +54,9 @@ class Packing(PackedSeqParams):
 
     qkv_format: str = "sbhd"
     rotation: tuple[torch.Tensor, torch.Tensor] | None = None
-    """cos and sin [tokens, 1, d / 2] of every row's rotary angles; the model fills them in, None rotates nothing."""
+    """cos and sin [tokens, 1, d / 2] of every row's rotary angles, set by the model; None rotates nothing."""
     split: ContextSplit | None = None
-    """This rank's share under context parallelism; None when a rank holds whole rows."""
+    """This rank's rows under context parallelism; None without it."""
     lengths: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     """int [n], on the host: tokens of each segment."""
 
@@ -66,7 +67,7 @@ class Packing(PackedSeqParams):
 
     @cached_property
     def pre_rotated(self) -> Packing:
-        """The packing for queries and keys that are rotated already."""
+        """This packing for queries and keys that are already rotated."""
         return replace(self, rotation=None)
 
 
@@ -85,7 +86,7 @@ def _padding(lengths: np.ndarray, device: torch.device) -> Padding:
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     order = np.argsort(-lengths, kind="stable")
     slots = np.empty(offsets[-1], dtype=np.int64)
-    buckets, parts, base, start = [], [], 0, 0
+    buckets, packed_rows, base, start = [], [], 0, 0
     while start < len(order):
         longest = int(lengths[order[start]])
         tokens = np.cumsum(lengths[order[start:]])
@@ -96,10 +97,12 @@ def _padding(lengths: np.ndarray, device: torch.device) -> Padding:
         real = column < lengths[chosen, None]
         rows = offsets[chosen, None] + np.where(real, column, 0)
         slots[rows[real]] = base + np.flatnonzero(real)
-        parts.append(rows.reshape(-1))
+        packed_rows.append(rows.reshape(-1))
         buckets.append(LengthBucket(count, longest))
         base, start = base + count * longest, start + count
-    return Padding(buckets, torch.from_numpy(np.concatenate(parts)).to(device), torch.from_numpy(slots).to(device))
+    return Padding(
+        buckets, torch.from_numpy(np.concatenate(packed_rows)).to(device), torch.from_numpy(slots).to(device)
+    )
 
 
 class _RotateAndPad(torch.autograd.Function):
@@ -199,7 +202,7 @@ class PackedAttention(torch.nn.Module):
 
 
 def rotate_packed(x: torch.Tensor, packing: Packing) -> torch.Tensor:
-    """x [t, heads, d] rotated, each row at its own position."""
+    """Rotate x [t, heads, d], each row by its position."""
     return _Rotate.apply(x, *packing.rotation) if packing.rotation else x
 
 

@@ -58,10 +58,10 @@ EXTRA_STATE = "_extra_state"
 
 
 def fill_state(state: Any, reader: Reader) -> Any:
-    """The state with a filled tensor for each sharded one, in its own memory where it has some, and without objects.
+    """Read the sharded tensors of a state from a checkpoint, in place if they have memory; objects are left out.
 
-    Every rank reads what it holds; nothing is collective. Raises UserError when the checkpoint lacks a tensor, holds
-    another shape of it, or is damaged.
+    Every rank reads its own shards; not collective. Raises UserError when the checkpoint lacks a tensor, holds another
+    shape of it, or is damaged.
     """
     match state:
         case ShardedTensor():
@@ -78,11 +78,11 @@ def fill_state(state: Any, reader: Reader) -> Any:
 
 
 def load_weights(chunk: PolicyModel, tensors: dict[str, torch.Tensor]) -> None:
-    """Load what a chunk trains, without the objects that `fill_state` leaves out."""
+    """Load the trained parameters of a chunk, as `fill_state` returns them."""
     missing, unexpected = chunk.load_state_dict(tensors, strict=False)
     frozen = {name for name, parameter in chunk.named_parameters() if not parameter.requires_grad}
-    if unexpected or (lost := [name for name in missing if name not in frozen and not name.endswith(EXTRA_STATE)]):
-        raise RuntimeError(f"the model's state has other names than its sharded state: {unexpected or lost}")
+    if unexpected or (absent := [name for name in missing if name not in frozen and not name.endswith(EXTRA_STATE)]):
+        raise RuntimeError(f"the model's state has other names than its sharded state: {unexpected or absent}")
 
 
 def load_model(chunks: list[PolicyModel], directory: Path) -> None:
@@ -94,13 +94,13 @@ def load_model(chunks: list[PolicyModel], directory: Path) -> None:
 
 def _tensor(sharded: ShardedTensor, reader: Reader) -> torch.Tensor:
     data = torch.empty(sharded.local_shape, dtype=sharded.dtype) if sharded.data is None else sharded.data.detach()
-    whole = data.view((1,) * sharded.prepend_axis_num + tuple(data.shape))
-    reader.fill(whole, sharded.key, tuple(sharded.global_offset), padded=sharded.allow_shape_mismatch)
+    stacked = data.view((1,) * sharded.prepend_axis_num + tuple(data.shape))
+    reader.fill(stacked, sharded.key, tuple(sharded.global_offset), padded=sharded.allow_shape_mismatch)
     return data
 
 
 class DiskWriter(torch_checkpoint.FileSystemWriter):
-    """Says that the disk is full while the cause is still known: other ranks get only the last error, without it."""
+    """Raises the error of a full disk on the rank that has it: torch reports only the last error to the other ranks."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         with full_disk_as_user_error(Path(self.path)):
@@ -141,21 +141,22 @@ class WriteInProcess(TorchDistSaveShardedStrategy):
 def begin_save(
     learner: Learner,
     directory: Path,
-    place: dict[str, Any],
+    position: dict[str, Any],
     group: dist.ProcessGroup | None = None,
     copy: bool = False,
 ) -> Callable[[], None]:
-    """Collect the learner's state, and return the function that writes it and `place` to `directory`.
+    """Collect the learner's state, and return the function that writes it and `position` to `directory`.
 
-    `place` are JSON values: `run`, the run's id, and `cursor`, where it resumes.
+    `position` holds JSON values: `run`, the run's id, and `cursor`, at which it resumes.
 
     Every rank calls that function once; the directory then appears complete or not at all. With `copy` training may
     continue between the two calls, and the function may run in another thread of every rank: `group` is then a gloo
     group of all ranks that nothing else uses. Both are collective, and both raise UserError on every rank when the
-    disk has no room.
+    disk is full.
     """
     ranks = learner.ranks
-    partial = resumable(directory)  # the same name on every rank
+    # The same name on every rank, which a temporary name would not be.
+    partial = resumable(directory)
     with named_phase(ranks, f"saving {directory}"):
         _on_rank_zero(ranks, None, lambda: create_empty_directory(partial, _bytes(learner)))
         with full_disk_as_user_error(directory):
@@ -163,8 +164,9 @@ def begin_save(
                 _to_save(learner, copy), str(partial), WriteInProcess(group), async_sharded_save=True
             )
             for finalize in request.finalize_fns:
-                finalize()  # writes Megatron's metadata; the checkpoint is not valid before its state is written
-    state = place | _state(learner)
+                # Writes Megatron's metadata; the checkpoint is not valid before its state is published.
+                finalize()
+    state = position | _state(learner)
 
     def write() -> None:
         with named_phase(ranks, f"saving {directory}"):
@@ -172,20 +174,21 @@ def begin_save(
                 request.async_fn()
             except torch_checkpoint.CheckpointException as failure:
                 raise _explained(failure) from failure
-            shares: list[dict[str, str]] = [{}] * ranks.world
-            dist.all_gather_object(shares, file_checksums(partial, ranks.rank, ranks.world), group=group)
-            files = {name: sha256 for share in shares for name, sha256 in share.items()}
+            sums: list[dict[str, str]] = [{}] * ranks.world
+            dist.all_gather_object(sums, file_checksums(partial, ranks.rank, ranks.world), group=group)
+            files = {name: sha256 for rank_sums in sums for name, sha256 in rank_sums.items()}
             _on_rank_zero(ranks, group, lambda: publish(partial, directory, {**state, "files": files}))
 
     return write
 
 
 def _bytes(learner: Learner) -> int:
-    """About what a checkpoint takes: this rank's share of each parameter, times the ranks with another share of it."""
+    """Approximate size of a checkpoint: this rank's shard of each parameter, times the number of its shards."""
     stages = learner.ranks.pp_size
     dense = learner.ranks.tp_size * stages
     experts = parallel_state.get_expert_tensor_and_model_parallel_world_size() * stages
     return sum(
+        # 12: master weight and two moments in float32.
         p.numel() * (p.element_size() + 12) * (dense if getattr(p, "allreduce", True) else experts)
         for chunk in learner.chunks
         for p in chunk.parameters()
@@ -194,15 +197,15 @@ def _bytes(learner: Learner) -> int:
 
 
 def find_damage(learner: Learner, directory: Path) -> str | None:
-    """What is wrong with the checkpoint in `directory`, or None when every checksum matches. Collective."""
+    """The first damage of the checkpoint in `directory`, or None when every checksum matches. Collective."""
     ranks = learner.ranks
     causes: list[str | None] = [None] * ranks.world
     dist.all_gather_object(causes, first_damage(directory, ranks.rank, ranks.world))
-    return next((one for one in causes if one), None)
+    return next(filter(None, causes), None)
 
 
 def load(learner: Learner, directory: Path) -> Saved:
-    """Load the state saved in `directory` in this learner's layout, and return it; it has the keys of `place`.
+    """Load the state in `directory` into this learner's layout, and return it with the keys of `position`.
 
     Collective. Raises UserError when the directory is not a complete checkpoint or belongs to another model.
     """
@@ -238,11 +241,12 @@ def _to_save(learner: Learner, copy: bool) -> dict[str, Any]:
         for value in nested_values(model):
             if isinstance(value, ShardedTensor | ShardedTensorFactory) and is_main_replica(value.replica_id):
                 value.data = value.data.detach().to("cpu", copy=True)
-    return {"model": model, **({"optimizer": states} if states else {})}  # an empty list would be saved as a value
+    # Megatron would save an empty list as a value, and expect it on every rank.
+    return {"model": model, **({"optimizer": states} if states else {})}
 
 
 def _model(learner: Learner) -> list[dict[str, Any]]:
-    """The chunks' sharded states; with adapters theirs alone, for nothing else changes."""
+    """The chunks' sharded states; with adapters only the adapters', because nothing else changes."""
     states = [chunk.sharded_state_dict() for chunk in learner.models]
     if learner.adapters is None:
         return states

@@ -1,6 +1,6 @@
 """Context parallelism: one packed row split over ranks, keys and values all-gathered.
 
-A row of L tokens is cut into 2 C pieces for C ranks, and rank r holds pieces r and 2 C - 1 - r, which balances causal
+A row of L tokens is cut into 2 C blocks for C ranks, and rank r holds blocks r and 2 C - 1 - r, which balances causal
 attention (the pairing of "zigzag" ring attention; keys and values are all-gathered as in Llama 3, arXiv 2407.21783,
 section 3.3.2). Embeddings, norms and matrix products work on a rank's own rows; attention sees the keys of all ranks.
 For the loss the hidden states are gathered and every rank takes whole responses, so objectives do not see the split.
@@ -42,9 +42,9 @@ def flash_attention(
     """Causal attention of each segment's queries [t, hq, d] to its keys and values [., hkv, d] -> [t, hq, d].
 
     Args:
-        cu_queries, cu_keys: int32 [n + 1], where the segments begin; queries are aligned with the last keys.
-        longest: most queries and most keys of a segment.
-        scale: of the scores; None is d^-1/2.
+        cu_queries, cu_keys: int32 [n + 1], starts of the segments; queries are aligned with the last keys.
+        longest: largest number of queries and of keys of a segment.
+        scale: factor of the scores; None is d^-1/2.
     """
     from torch.nn.attention.varlen import varlen_attn  # loads without CUDA, runs only with it
 
@@ -53,15 +53,14 @@ def flash_attention(
     if q.shape[1] != k.shape[1] and _asks_for_groups(varlen_attn):
         options["enable_gqa"] = True
     out = varlen_attn(q, k, v, cu_queries, cu_keys, *longest, **options)
-    return cast(torch.Tensor, out)  # a pair only when asked for the log-sum-exp
+    # It returns a pair only when the log-sum-exp is asked for.
+    return cast(torch.Tensor, out)
 
 
 @cache
 def fastest_flash() -> str:
-    """The flash attention of this process: version 3 on Hopper where it is installed, else torch's own, version 2.
-
-    torch has the calls of version 3 and finds its kernels in the package `flash_attn_interface`.
-    """
+    """Activate this process's flash attention: version 3 on Hopper if installed, else torch's, version 2."""
+    # torch has the calls of version 3, and its kernels come with the package `flash_attn_interface`.
     name = "FA3"
     hopper = torch.cuda.get_device_capability()[0] == 9
     if not hopper or name not in attention.list_flash_attention_impls() or not find_spec("flash_attn_interface"):
@@ -72,22 +71,19 @@ def fastest_flash() -> str:
 
 @cache
 def _asks_for_groups(wrapper: Callable[..., Any]) -> bool:
-    """Whether torch wants to be told of grouped-query heads.
-
-    torch 2.11.0, which SGLang pins, has no such option and passes any heads on to the kernel, which groups them. Later
-    ones refuse unequal numbers of heads without `enable_gqa`.
-    """
+    """Whether torch needs `enable_gqa` for grouped-query heads."""
+    # torch 2.11.0, which SGLang pins, has no such option and its kernel groups any heads; later ones refuse without it.
     return "enable_gqa" in inspect.signature(wrapper).parameters
 
 
 @dataclass(frozen=True, slots=True)
 class ContextSplit:
-    """A rank's share of a packed row: P parts, each the rows of one segment within one of the rank's two pieces."""
+    """A rank's shard of a packed row: P spans, each the rows of one segment within one of the rank's two blocks."""
 
     queries: list[int]
-    """[P] rows of each part, in the order of the rank's rows."""
+    """[P] rows of each span, in the order of the rank's rows."""
     keys: list[int]
-    """[P] rows that a part attends to: its segment from the start to the part's end."""
+    """[P] rows that each span attends to: its segment from the start to the span's end."""
     key_rows: torch.Tensor
     """int64 [sum of keys]: their rows in the gathered row, which is ordered by rank."""
     cu_queries: torch.Tensor
@@ -97,32 +93,32 @@ class ContextSplit:
 
 
 def local_rows(length: int, rank: int, size: int) -> np.ndarray:
-    """int64 [length / size]: the rows of a packed row that a rank holds; 2 `size` divides `length`, or `size` is 1."""
+    """int64 [length / size]: indices of this rank's rows of a packed row; 2 `size` divides `length`, or `size` is 1."""
     if size == 1:
         return np.arange(length)
-    pieces = np.arange(length).reshape(2 * size, -1)
-    return np.concatenate([pieces[rank], pieces[2 * size - 1 - rank]])
+    blocks = np.arange(length).reshape(2 * size, -1)
+    return np.concatenate([blocks[rank], blocks[2 * size - 1 - rank]])
 
 
-def gathered_places(length: int, size: int) -> np.ndarray:
+def gathered_indices(length: int, size: int) -> np.ndarray:
     """int64 [length]: index of each row after a gather that concatenates the ranks' rows."""
-    places = np.empty(length, dtype=np.int64)
-    places[np.concatenate([local_rows(length, rank, size) for rank in range(size)])] = np.arange(length)
-    return places
+    indices = np.empty(length, dtype=np.int64)
+    indices[np.concatenate([local_rows(length, rank, size) for rank in range(size)])] = np.arange(length)
+    return indices
 
 
 def split_segments(offsets: np.ndarray, rank: int, size: int, device: torch.device) -> ContextSplit:
-    """The share of `rank` of `size` in a packed row whose segments are bounded by `offsets` int [n + 1]."""
+    """The shard of `rank` of `size` of a packed row whose segments are bounded by `offsets` int [n + 1]."""
     length = int(offsets[-1])
-    piece = length // (2 * size)
+    block = length // (2 * size)
     queries, keys = [], []
-    for start in (rank * piece, (2 * size - 1 - rank) * piece):
-        cuts = [start, *(int(o) for o in offsets if start < o < start + piece), start + piece]
+    for start in (rank * block, (2 * size - 1 - rank) * block):
+        cuts = [start, *(int(o) for o in offsets if start < o < start + block), start + block]
         for begin, end in pairwise(cuts):
             segment = int(offsets[np.searchsorted(offsets, begin, side="right") - 1])
             queries.append(end - begin)
             keys.append(np.arange(segment, end))
-    key_rows = gathered_places(length, size)[np.concatenate(keys)]
+    key_rows = gathered_indices(length, size)[np.concatenate(keys)]
     counts = [len(rows) for rows in keys]
     return ContextSplit(
         queries,

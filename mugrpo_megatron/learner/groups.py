@@ -21,13 +21,14 @@ from mugrpo_megatron.cuda import finds_cuda
 from mugrpo_megatron.errors import CollectiveFailure, UserError
 from mugrpo_megatron.learner.heartbeat import Heartbeat, rank_list
 from mugrpo_megatron.observe.environment import usable_cores
-from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe.sections import RunSection
+from mugrpo_megatron.recipe.systems import ParallelSection
 
 ARRIVAL = timedelta(minutes=15)
-"""How long ranks wait for the last one to join at the start."""
+"""Longest wait for the last rank to join at the start."""
 ARRIVAL_POLL_S = 0.2
 CHATTER = re.compile(r"\[\S+:\d+\] +| *(GLHF!|This (is typically|may)).*")
-"""What gloo puts around the reason: the place in its source, and guesses."""
+"""Text that gloo puts around the reason: a line of its source, and guesses."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Ranks:
     cp: int
     cp_size: int
     threads: int
-    """CPU threads that every rank has, at least: nodes, or what they leave to a rank, may be of unequal size."""
+    """Smallest number of CPU threads of any rank: nodes may have unequal numbers of cores."""
     heartbeat: Heartbeat | None = None
     """None in a world of one."""
 
@@ -58,24 +59,23 @@ class Ranks:
 
     @property
     def owns_tokens(self) -> bool:
-        """True on the ranks that contribute to a gather of tokens: together they hold each token once."""
+        """Whether this rank contributes to a gather of tokens; these ranks together hold each token once."""
         return self.last_pp_stage and self.tp == 0
 
 
-def initialize(recipe: Recipe) -> Ranks:
-    """Join the world (torchrun's, an existing one, or a world of one) and create the recipe's process groups.
+def initialize(run: RunSection, layout: ParallelSection, threads: int = 0) -> Ranks:
+    """Join the world (torchrun's, an existing one, or a world of one) and create the layout's process groups.
 
     gloo on CPU, NCCL on CUDA, both with `run.collective_timeout_s`. Seeds every generator from `run.seed` and sets the
-    number of CPU threads.
+    number of CPU threads: `threads`, or by default this rank's share of the cores.
     Raises UserError when the layout does not divide the world or torch does not find the GPU that nvidia-smi finds, and
     CollectiveFailure when ranks do not join.
     """
-    if recipe.run.deterministic:
+    if run.deterministic:
         be_deterministic()
     device = _device()
     if not dist.is_initialized():
-        _join("nccl" if device.type == "cuda" else "gloo", timedelta(seconds=recipe.run.collective_timeout_s))
-    layout = recipe.parallel
+        _join("nccl" if device.type == "cuda" else "gloo", timedelta(seconds=run.collective_timeout_s))
     block = layout.tensor * layout.pipeline * layout.context
     if dist.get_world_size() % block:
         raise UserError(
@@ -88,28 +88,27 @@ def initialize(recipe: Recipe) -> Ranks:
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
-        distributed_timeout_minutes=recipe.run.collective_timeout_s / 60,  # type: ignore[arg-type]  # goes into a timedelta
+        distributed_timeout_minutes=run.collective_timeout_s / 60,  # type: ignore[arg-type]  # goes into a timedelta
     )
-    seed_generators(recipe)
-    threads = _set_threads(recipe.learner.threads, device)
-    return _ranks(device, threads, recipe.run.collective_timeout_s)
+    seed_generators(run.seed)
+    return _ranks(device, _set_threads(threads, device), run.collective_timeout_s)
 
 
 def be_deterministic() -> None:
-    """Let torch take algorithms with a fixed order of additions, or raise where it has none; before CUDA starts.
+    """Make torch use algorithms with a fixed order of additions, or raise if it has none; before CUDA starts.
 
-    Flash attention's backward pass and Megatron's dispatch of tokens to experts follow it. cuBLAS asks for a workspace
-    of fixed size; NCCL must not add in the switches, in whatever order the parts arrive there (NVLS).
+    Flash attention's backward pass and Megatron's dispatch of tokens to experts follow it.
     """
+    # cuBLAS needs a workspace of fixed size, and NVLS adds in the switches, in the order in which the shards arrive.
     os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0"}
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # only helps to debug
 
 
-def seed_generators(recipe: Recipe) -> None:
-    """Set every random stream of this process as at a run's start; the process groups exist."""
-    torch.manual_seed(recipe.run.seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(recipe.run.seed, force_reset_rng=True)
+def seed_generators(seed: int) -> None:
+    """Seed every random generator of this process, after the process groups are created."""
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
 def shutdown(ranks: Ranks | None = None, failed: bool = False) -> None:
@@ -122,7 +121,6 @@ def shutdown(ranks: Ranks | None = None, failed: bool = False) -> None:
 
 @contextmanager
 def shutdown_after(ranks: Ranks) -> Iterator[None]:
-    """Shut down when the block ends."""
     try:
         yield
     except BaseException:
@@ -135,8 +133,8 @@ def shutdown_after(ranks: Ranks) -> Iterator[None]:
 def named_phase(ranks: Ranks, phase: str | None = None) -> Iterator[None]:
     """Turn a failed collective inside the block into a CollectiveFailure.
 
-    The message names rank, phase, likely cause and every other rank's last heartbeat. This rank's heartbeat carries
-    `phase`; without one the rank stays in its current phase.
+    The message names rank, phase, likely cause and every other rank's last heartbeat. This rank's heartbeat reports
+    `phase`, by default the current one.
     """
     if ranks.heartbeat and phase:
         ranks.heartbeat.note(phase)
@@ -174,15 +172,17 @@ def _device() -> torch.device:
 
 
 def _join(backend: str, timeout: timedelta) -> None:
-    """Create the world's process group once every rank is there: nodes start minutes apart, collectives are faster."""
+    """Create the world's process group once every rank has arrived."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     store: dist.Store = dist.HashStore()  # a world of one needs no port
     if world > 1:
+        # Nodes start minutes apart, and the groups' timeout, made for collectives, may be shorter than that.
         store, rank, world = next(rendezvous("env://", rank, world, timeout=ARRIVAL))
         store.set(f"arrived/{rank}", "")
         late = list(range(world))
         deadline = time.monotonic() + ARRIVAL.total_seconds()
-        while late and time.monotonic() < deadline:  # not one long wait, in which Python would see no signal
+        # Not `store.wait`: Python handles no signal during it.
+        while late and time.monotonic() < deadline:
             late = [other for other in late if not store.check([f"arrived/{other}"])]
             time.sleep(ARRIVAL_POLL_S if late else 0.0)
         if late:
@@ -194,11 +194,11 @@ def _join(backend: str, timeout: timedelta) -> None:
     dist.init_process_group(backend, store=group_store, rank=rank, world_size=world, timeout=timeout)
 
 
-def _set_threads(wanted: int, device: torch.device) -> int:
-    """Set this rank's CPU threads, by default its share of the cores, and return the fewest of any rank. Collective."""
-    own = wanted or max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())))
-    torch.set_num_threads(own)
-    fewest = torch.tensor(own, device=device)
+def _set_threads(threads: int, device: torch.device) -> int:
+    """Set this rank's CPU threads, 0 for its share of cores; returns the smallest number of any rank. Collective."""
+    threads = threads or max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())))
+    torch.set_num_threads(threads)
+    fewest = torch.tensor(threads, device=device)
     dist.all_reduce(fewest, dist.ReduceOp.MIN)
     return int(fewest)
 
@@ -207,7 +207,8 @@ def _ranks(device: torch.device, threads: int, patience_s: float) -> Ranks:
     rank, world = dist.get_rank(), dist.get_world_size()
     node = f"node {os.environ.get('GROUP_RANK', '0')}, {socket.gethostname()}"
     store = dist.distributed_c10d._get_default_store()
-    on_loss = end_process if device.type == "cuda" else None  # over gloo a lost rank raises
+    # Over gloo a lost rank raises; over NCCL the others wait in a kernel until its timeout.
+    on_loss = end_process if device.type == "cuda" else None
     return Ranks(
         device=device,
         rank=rank,
@@ -228,7 +229,7 @@ def _ranks(device: torch.device, threads: int, patience_s: float) -> Ranks:
 
 
 def end_process(account: str) -> None:
-    """Print why, and exit with code 1: the main thread waits in a CUDA call, which no exception reaches.
+    """Print the reason and exit with code 1: the main thread waits in a CUDA call, which no exception reaches.
 
     Nothing is cleaned up: engines end with the process that started them, and a resumed run removes partial files.
     """

@@ -1,4 +1,4 @@
-"""Heartbeats in the rendezvous store: which ranks are alive, and what each was doing.
+"""Heartbeats in the rendezvous store: the ranks that are alive, and the phase of each.
 
 A collective notices a dead peer by its timeout. During generation, ranks wait for hours without a collective; the
 heartbeats tell a waiting rank whether the others are alive. One thread makes all calls to the store, because a call
@@ -30,26 +30,24 @@ BEATS_IN_PATIENCE = 10
 LONGEST_BEAT_S = 10.0
 BARRIER_POLL_S = 0.02
 LOST_BEATS = 12
-"""Heartbeats missed by a rank that is lost: 2 minutes by default, far longer than Python may stand still in a call."""
+"""Number of missed heartbeats after which a rank is lost: 2 minutes by default, longer than any call blocks Python."""
 CLEANUP_S = 60.0
 """Time after a barrier in which the main thread may report a lost rank itself, and clean up."""
 
 
 @dataclass(frozen=True, slots=True)
 class LastBeat:
-    """The last heartbeat of a rank."""
-
     node: str
     note: str
     beat: int
     at: float
-    """When this rank first saw it, on this rank's monotonic clock."""
+    """Time at which this rank first saw it, on this rank's monotonic clock."""
     left: bool
-    """It was the last one, of a rank that has done its work."""
+    """Whether it was the last one, of a rank that has finished."""
 
 
 class Heartbeat:
-    """Writes this rank's heartbeat and reads those of the others."""
+    """Writes this rank's heartbeat and reads the others'."""
 
     def __init__(
         self,
@@ -62,16 +60,16 @@ class Heartbeat:
     ) -> None:
         """Start the thread, on every rank of the world. `node` names this rank's machine in messages.
 
-        `on_loss` is called once, in a thread of its own, with what `loss` says.
+        `on_loss` is called once, in a thread of its own, with the text of `loss`.
         """
         self._store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
         self._rank, self._world, self._node, self._patience_s = rank, world, node, patience_s
         self._interval = min(LONGEST_BEAT_S, patience_s / BEATS_IN_PATIENCE)
         self._beats, self._barriers = 0, 0
         self.doing = "start"
-        """What this rank is doing, as its heartbeat says."""
-        self._heard: dict[int, LastBeat] = {}
-        self._listened = time.monotonic()
+        """Phase of this rank, as its heartbeat reports it."""
+        self._last: dict[int, LastBeat] = {}
+        self._read_at = time.monotonic()
         self._requests: queue.Queue[tuple[Callable[[dist.Store], Any], Future[Any]]] = queue.Queue()
         self._leaving = threading.Event()
         self._left = False
@@ -82,7 +80,7 @@ class Heartbeat:
             threading.Thread(target=self._watch, args=(on_loss,), name="monitor", daemon=True).start()
 
     def note(self, what: str) -> None:
-        """Set what this rank is doing from now on."""
+        """Set this rank's phase."""
         self.doing = what
 
     def leave(self, failed: bool = False) -> None:
@@ -92,7 +90,7 @@ class Heartbeat:
         self._thread.join(self._interval)
 
     def ask(self, operation: Callable[[dist.Store], T]) -> T:
-        """The result of a short operation on the store; CollectiveFailure when the store cannot be reached."""
+        """Run a short operation on the store; CollectiveFailure when the store cannot be reached."""
         future: Future[T] = Future()
         self._requests.put((operation, future))
         try:
@@ -109,57 +107,57 @@ class Heartbeat:
         self._barriers += 1
         self._excused_until = math.inf
         try:
-            here = self.ask(lambda store: store.add(key, 1))
-            while here < self._world:
+            arrived = self.ask(lambda store: store.add(key, 1))
+            while arrived < self._world:
                 if silent := self.silent(self._patience_s):
                     raise self._failure(f"no heartbeat from {rank_list(silent)} for {self._patience_s:g} s")
                 meanwhile()
                 self._leaving.wait(BARRIER_POLL_S * max(1, self._world // 16))
-                here = self.ask(lambda store: store.add(key, 0))
+                arrived = self.ask(lambda store: store.add(key, 0))
         finally:
             self._excused_until = time.monotonic() + CLEANUP_S
 
     def silent(self, seconds: float) -> list[int]:
         """The ranks without a new heartbeat for over `seconds` when this rank last read the store."""
-        return sorted(rank for rank, last in self._heard.items() if self._listened - last.at > seconds)
+        return sorted(rank for rank, last in self._last.items() if self._read_at - last.at > seconds)
 
     def likely_cause(self) -> str:
-        """Which missing heartbeat explains a failed collective; empty when all ranks are alive."""
-        return self._missing(2 * self._interval, self._heard)
+        """The missing heartbeat that explains a failed collective; empty when all ranks are alive."""
+        return self._missing(2 * self._interval, self._last)
 
     def loss(self) -> str:
-        """Why this rank waits in vain, with every rank's last heartbeat; empty while no rank is lost.
+        """Reason the barrier cannot complete, with every rank's last heartbeat; empty while no rank is lost.
 
-        A rank is lost after `LOST_BEATS` missed heartbeats, unless it had done its work.
+        A rank is lost after `LOST_BEATS` missed heartbeats, unless it had finished.
         """
-        working = [rank for rank, last in self._heard.items() if not last.left]
+        working = [rank for rank, last in self._last.items() if not last.left]
         cause = self._missing(min(self._patience_s, LOST_BEATS * self._interval), working)
         return str(self._failure(cause)) if cause else ""
 
     def _missing(self, seconds: float, ranks: Container[int]) -> str:
-        """Which heartbeat among those of `ranks` has been missing for over `seconds`."""
-        unheard_s = time.monotonic() - self._listened
-        if unheard_s > seconds:
-            return f"the rendezvous on rank 0's node was out of reach for {unheard_s:.0f} s: it ended or was cut off"
+        """Description of the heartbeats of `ranks` that have been missing for over `seconds`; empty for none."""
+        unread_s = time.monotonic() - self._read_at
+        if unread_s > seconds:
+            return f"the rendezvous on rank 0's node was out of reach for {unread_s:.0f} s: it ended or was cut off"
         if silent := [rank for rank in self.silent(seconds) if rank in ranks]:
             return f"no heartbeat from {rank_list(silent)} for over {seconds:.0f} s: dead, or cut off"
         return ""
 
     def last_heard(self) -> str:
-        """Every rank's last heartbeat and its age, that of the oldest where ranks of equal state are grouped."""
+        """Every rank's last heartbeat and its age; ranks of equal state are grouped, with the oldest age."""
         now = time.monotonic()
 
         def state(rank: int) -> tuple[str, str, bool]:
-            last = self._heard[rank]
+            last = self._last[rank]
             return last.node, last.note, rank != self._rank and now - last.at > 2 * self._interval
 
-        groups = [(one, list(ranks)) for one, ranks in groupby(sorted(self._heard), key=state)]
-        parts = []
-        for (node, doing, quiet), ranks in groups:
-            age = f"{max(now - self._heard[rank].at for rank in ranks):.0f} s"
+        descriptions = []
+        for (node, doing, quiet), group in groupby(sorted(self._last), key=state):
+            ranks = list(group)
+            age = f"{max(now - self._last[rank].at for rank in ranks):.0f} s"
             heard = f"silent for {age}" if quiet else f"{age} ago"
-            parts.append(f"{rank_list(ranks)} ({node}): {doing}{'' if ranks == [self._rank] else f', {heard}'}")
-        return "; ".join(parts) or "no rank"
+            descriptions.append(f"{rank_list(ranks)} ({node}): {doing}{'' if ranks == [self._rank] else f', {heard}'}")
+        return "; ".join(descriptions) or "no rank"
 
     def _failure(self, cause: str) -> CollectiveFailure:
         return CollectiveFailure(
@@ -167,7 +165,7 @@ class Heartbeat:
         )
 
     def _watch(self, on_loss: Callable[[str], None]) -> None:
-        """Wait for a loss. A barrier raises by itself, and what it raises gets time to be reported."""
+        """Wait for a loss, except during a barrier, which raises by itself, and `CLEANUP_S` after it."""
         while not self._leaving.wait(self._interval):
             if time.monotonic() > self._excused_until and (account := self.loss()):
                 on_loss(account)
@@ -190,23 +188,24 @@ class Heartbeat:
                 future.set_result(operation(self._store))
             except RuntimeError as error:
                 future.set_exception(error)
-        with suppress(RuntimeError):  # without a store no rank can be told
+        # A last heartbeat that says this rank has left; without a store nobody can read it.
+        with suppress(RuntimeError):
             self._exchange()
 
     def _exchange(self) -> None:
         """Write this rank's heartbeat and read the others'."""
         self._beats += 1
-        own = {"node": self._node, "note": self.doing, "beat": self._beats, "left": self._left}
-        self._store.set(f"heartbeat/{self._rank}", json.dumps(own))
-        known = self._heard.keys()
+        beat = {"node": self._node, "note": self.doing, "beat": self._beats, "left": self._left}
+        self._store.set(f"heartbeat/{self._rank}", json.dumps(beat))
+        known = self._last.keys()
         ranks = [rank for rank in range(self._world) if rank in known or self._store.check([f"heartbeat/{rank}"])]
         beats = self._store.multi_get([f"heartbeat/{rank}" for rank in ranks])
         now = time.monotonic()
         for rank, beat in zip(ranks, map(json.loads, beats), strict=True):
-            before = self._heard.get(rank)
+            before = self._last.get(rank)
             at = before.at if before and before.beat == beat["beat"] else now
-            self._heard[rank] = LastBeat(beat["node"], beat["note"], beat["beat"], at, beat["left"])
-        self._listened = now
+            self._last[rank] = LastBeat(beat["node"], beat["note"], beat["beat"], at, beat["left"])
+        self._read_at = now
 
 
 def rank_list(ranks: list[int]) -> str:
@@ -217,5 +216,5 @@ def rank_list(ranks: list[int]) -> str:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(parts)
+    spans = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(spans)

@@ -2,8 +2,8 @@
 
 Queries, keys and values are projected to a latent and from there to heads; a key's rotated part comes straight from the
 input and is the same for all heads. Megatron's own module rotates by the row's index, not by each segment's positions,
-and needs Transformer Engine to be built. This one has its parameters, but for the projections to latents, which are one
-product as in SGLang. Every tensor parallel rank computes the latents whole and its own heads of the rest.
+and needs Transformer Engine to be built. This module has the same parameters, except that the projections to latents
+are one product as in SGLang. Every tensor parallel rank computes all of the latents, and its own heads of the rest.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mugrpo_megatron.weights.architecture import Latent
 
 @dataclass
 class LatentSubmodules:
-    """The classes that it is built from; the names are those that Megatron's `Attention` reads."""
+    """Classes of its submodules, under the names that Megatron's `Attention` reads."""
 
     linear_up: type
     """Column parallel: from a latent to heads."""
@@ -84,24 +84,24 @@ class LatentAttention(Attention):
     def get_query_key_value_tensors(  # type: ignore[override]
         self, hidden: torch.Tensor, packing: Packing
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rotated query and key [t, 1, heads, head], value [t, 1, heads, value]; of this rank's heads and all rows."""
+        """Rotated query and key [t, 1, heads, head], value [t, 1, heads, value], for this rank's heads and all rows."""
         sizes = self.sizes
         if sizes.query:
             down = self.linear_qkv_down_proj(hidden)
-            of_query, latent, rotary = down.split([sizes.query, sizes.key_value, sizes.rotary], dim=-1)
-            query, _ = self.linear_q_up_proj(self.q_layernorm(of_query))
+            query_latent, latent, rotary = down.split([sizes.query, sizes.key_value, sizes.rotary], dim=-1)
+            query, _ = self.linear_q_up_proj(self.q_layernorm(query_latent))
         else:
             latent, rotary = self.linear_kv_down_proj(hidden).split([sizes.key_value, sizes.rotary], dim=-1)
             query, _ = self.linear_q_proj(hidden)
-        both, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
-        key, value = both.unflatten(-1, (-1, sizes.plain + sizes.value)).split([sizes.plain, sizes.value], dim=-1)
+        key_value, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
+        key, value = key_value.unflatten(-1, (-1, sizes.plain + sizes.value)).split([sizes.plain, sizes.value], dim=-1)
         plain, rotary_part = query.unflatten(-1, (-1, sizes.head)).split([sizes.plain, sizes.rotary], dim=-1)
-        query = torch.cat([plain, _rotated(rotary_part, packing)], dim=-1)
-        shared = _rotated(self._of_all_rows(rotary).unsqueeze(2), packing)
+        query = torch.cat([plain, _rotate_pairs(rotary_part, packing)], dim=-1)
+        shared = _rotate_pairs(self._gather_rows(rotary).unsqueeze(2), packing)
         return query, torch.cat([key, shared.expand(-1, -1, key.shape[2], -1)], dim=-1), value
 
-    def _of_all_rows(self, rotary: torch.Tensor) -> torch.Tensor:
-        """The part of the keys that heads share; in backward the ranks' gradients, each from its heads, are summed."""
+    def _gather_rows(self, rotary: torch.Tensor) -> torch.Tensor:
+        """The rotary dimensions of all rows' keys; backward sums the gradients of all ranks' heads."""
         if self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(rotary, tensor_parallel_output_grad=True)
         return copy_to_tensor_model_parallel_region(rotary)
@@ -116,6 +116,6 @@ def latent_spec(sizes: Latent, backend: BackendSpecProvider) -> ModuleSpec:
     )
 
 
-def _rotated(x: torch.Tensor, packing: Packing) -> torch.Tensor:
-    """[t, 1, heads, d], whose neighbouring dimensions form pairs, rotated; pairs are then half a head apart."""
+def _rotate_pairs(x: torch.Tensor, packing: Packing) -> torch.Tensor:
+    """Rotate x [t, 1, heads, d], whose neighbouring dimensions are pairs; in the result pairs are half a head apart."""
     return rotate_packed(x.squeeze(1).unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), packing).unsqueeze(1)

@@ -1,4 +1,4 @@
-"""The learner on one rank: its model chunks, optimizer and counters, built from a recipe; its state to the host."""
+"""The learner on one rank: model chunks, optimizer and counters, built from a recipe, and their offload to the host."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from megatron.core.optimizer import MegatronOptimizer
 from mugrpo_megatron.cpu.megatron import MOST_LANES, MOST_PARAMETERS
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner.groups import Ranks, initialize, seed_generators
-from mugrpo_megatron.learner.model import Adapters, PolicyModel, adapters_of, build_model, parameters, policy
+from mugrpo_megatron.learner.model import ADAPTERS, Adapters, PolicyModel, build_model, parameters, policy
 from mugrpo_megatron.learner.optimizer import build_optimizer, shards
 from mugrpo_megatron.learner.routing import install
 from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe.functions import load_function
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.families import read_architecture
 from mugrpo_megatron.weights.hf import load_hf
@@ -26,9 +27,10 @@ from mugrpo_megatron.weights.hf import load_hf
 Part = Literal["optimizer", "weights"]
 """`optimizer`: master weights, moments and gradients, not needed to sync weights to an engine; `weights`: the rest."""
 PARTS: tuple[Part, ...] = ("optimizer", "weights")
+# A power of two: torch rounds pinned allocations up to one, so one for each tensor could take twice its bytes, and
+# caches freed ones for later requests of the same size (ATen/core/CachingHostAllocator.h).
 SLAB = 1 << 26
-"""Bytes of one host allocation, a power of two: torch rounds pinned allocations up to a power of two, so one for each
-tensor could take twice its bytes, and caches freed ones for later requests of the same size."""
+"""Bytes of one host allocation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class HostCopy:
     tensor: torch.Tensor
     bytes: int
     host: list[torch.Tensor] | None
-    """uint8 pieces of host memory (pinned for CUDA), in order; None for a tensor that is restored as zeros."""
+    """uint8 slices of slabs (pinned for CUDA), in order; None for a tensor that is restored as zeros."""
 
 
 @dataclass
@@ -51,7 +53,7 @@ class Learner:
     chunks: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
     adapters: Adapters | None = None
-    """What trains in place of the weights; None where the weights do."""
+    """Adapters that train instead of the weights, if there are any."""
     updates_done: int = 0
     """Updates taken, including skipped ones; sets the learning rate."""
     steps_done: int = 0
@@ -59,7 +61,7 @@ class Learner:
     skipped_in_a_row: int = 0
     """Updates skipped since the last step."""
     offloaded: dict[str, list[HostCopy]] = field(default_factory=dict)
-    """Parts of the state that are in host memory (see `offload`)."""
+    """State that is in host memory, by part (see `offload`)."""
 
     @property
     def models(self) -> list[PolicyModel]:
@@ -67,31 +69,29 @@ class Learner:
         return [policy(chunk) for chunk in self.chunks]
 
     def adapter_files(self) -> dict[str, Any]:
-        """The adapter's files by their names in `hf/`, none without adapters; on rank 0, collective."""
+        """The adapter's files by their names in `hf/`, on rank 0; empty without adapters. Collective."""
         return self.adapters.files(self.models) if self.adapters else {}
 
     @property
     def routed(self) -> tuple[int, int]:
-        """Experts of a layer, and those of them that a token is sent to."""
+        """Number of experts of a layer, and of those that each token is sent to."""
         return self.architecture.experts, self.architecture.transformer["moe_router_topk"]
 
     @property
     def lanes(self) -> int:
-        """Micro-batches that a rank runs at once on CPU, the same on every rank: an update's packing depends on it.
-
-        Above 1 only where micro-batches are independent computations of one process: without tensor, pipeline and
-        context parallelism, experts and recomputation, whose state Megatron keeps for one micro-batch at a time.
-        """
+        """Micro-batches that a rank runs concurrently on CPU, the same on every rank: packing depends on it."""
         ranks, recipe = self.ranks, self.recipe
-        together = max(ranks.tp_size, ranks.pp_size, ranks.cp_size) > 1
+        # Lanes need micro-batches that are independent computations of one process: collectives inside a layer would
+        # meet in another order, and Megatron keeps the state of experts and of recomputation for one micro-batch.
+        parallel = max(ranks.tp_size, ranks.pp_size, ranks.cp_size) > 1
         stateful = bool(self.architecture.experts) or recipe.learner.recompute != "none"
         scaled = recipe.model.dtype == "float16"
-        if ranks.device.type != "cpu" or together or stateful or scaled or parameters(self.chunks) > MOST_PARAMETERS:
+        if ranks.device.type != "cpu" or parallel or stateful or scaled or parameters(self.chunks) > MOST_PARAMETERS:
             return 1
         return min(ranks.threads, MOST_LANES)
 
     def offload(self, part: Part) -> None:
-        """Move a part of the state to host memory and free it on the device; on CPU there is nothing to free."""
+        """Move optimizer states and gradients, or weights, to host memory and free them on the device; no-op on CPU."""
         if self.ranks.device.type != "cuda" or part in self.offloaded:
             return
         buffers = [buffer for shard in shards(self.optimizer) for buffer in shard.buffers]
@@ -102,7 +102,8 @@ class Learner:
             self.offloaded[part] = move_to_host(_states(self)) + move_to_host(
                 [buffer.grad_data for buffer in buffers], keep=False
             )
-        torch.cuda.synchronize()  # the copies must finish before another process takes the memory
+        # The copies must finish before another process, the engine, takes the memory.
+        torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
     def reload(self) -> None:
@@ -115,44 +116,48 @@ class Learner:
 def build_learner(recipe: Recipe, ranks: Ranks | None = None) -> Learner:
     """Join the world, build this rank's share of the model in `model.path`, load its weights, build the optimizer.
 
-    With `ranks`, the world that another learner of the same layout has joined, process groups are shared and nothing
-    else is. Collective: every rank of the world calls it. Raises UserError for a layout or a model directory that
-    cannot work.
+    With the `ranks` of another learner of the same layout, only the process groups are shared. Collective: every rank
+    of the world calls it. Raises UserError for a layout or a model directory that cannot work.
     """
     architecture = read_architecture(recipe.model.directory)
     if ranks:
-        seed_generators(recipe)
+        seed_generators(recipe.run.seed)
     else:
-        ranks = initialize(recipe)
+        ranks = initialize(recipe.run, recipe.parallel, recipe.learner.threads)
     if ranks.device.type == "cpu" and ranks.tp_size > 1 and recipe.parallel.expert > 1:
         raise UserError(
             f"parallel: tensor {ranks.tp_size} with expert {recipe.parallel.expert} needs CUDA: ranks get unequal "
             "numbers of tokens, which gloo cannot gather; on CPU use only one of the two"
         )
-    adapters = adapters_of(recipe, architecture)
-    chunks = build_model(recipe, architecture, ranks, adapters)
-    if recipe.learner.routing_replay != "off" and architecture.experts:  # a warm start's model has none
+    adapters = None if recipe.lora.rank is None else load_function("lora", ADAPTERS)(recipe, architecture)
+    chunks = build_model(
+        recipe.model, recipe.parallel, recipe.learner, architecture, ranks, adapters, recipe.run.deterministic
+    )
+    # A dense model has no routers, though its recipe may name a replay for the model that it warms up.
+    if recipe.learner.routing_replay != "off" and architecture.experts:
         install(chunks)
     models = [policy(chunk) for chunk in chunks]
     load_hf(models, recipe.model.directory, architecture)
     if adapters:
         adapters.start(models)
-    optimizer = build_optimizer(recipe, chunks)
+    optimizer = build_optimizer(recipe.optimizer, recipe.model.dtype, chunks)
     for chunk in chunks:
-        if chunk.ddp_config.overlap_grad_reduce:  # only the last micro-batch's backward pass is followed by a reduction
-            chunk.config.no_sync_func = [each.no_sync for each in chunks] if len(chunks) > 1 else chunk.no_sync
+        # Megatron's schedules enter no_sync for all micro-batches except the last: only that one reduces gradients.
+        if chunk.ddp_config.overlap_grad_reduce:
+            chunk.config.no_sync_func = [chunk.no_sync for chunk in chunks] if len(chunks) > 1 else chunk.no_sync
         chunk.config.finalize_model_grads_func = _reduce_gradients
         chunk.config.grad_scale_func = optimizer.scale_loss if recipe.model.dtype == "float16" else None
     return Learner(recipe, ranks, architecture, chunks, optimizer, adapters)
 
 
 def _reduce_gradients(chunks: list[torch.nn.Module], tokens: Any, **groups: Any) -> None:
-    """Sum gradients over ranks without averaging: each token's loss already has the update's denominators."""
+    """Sum gradients over ranks."""
+    # num_tokens = None: Megatron would divide by the tokens, and each token's loss already has the denominators.
     finalize_model_grads(chunks, None, **groups)
 
 
 def _states(learner: Learner) -> list[torch.Tensor]:
-    """Moments, and master weights unless they are views of the model's weights (as in float32)."""
+    """Moments, and master weights unless they are views of the model's weights, as in float32."""
     states = []
     for shard in shards(learner.optimizer):
         weights = {buffer.param_data.untyped_storage().data_ptr() for buffer in shard.buffers}
@@ -166,79 +171,78 @@ def _states(learner: Learner) -> list[torch.Tensor]:
 
 @dataclass(slots=True)
 class _Slabs:
-    """Allocator of host memory without gaps."""
+    """Allocates host memory without gaps."""
 
-    left: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    free: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    """The last slab's unused bytes."""
 
-    def take(self, size: int, pinned: bool) -> Iterator[torch.Tensor]:
-        """Pieces with `size` bytes in total."""
+    def allocate(self, size: int, pinned: bool) -> Iterator[torch.Tensor]:
+        """Slices of slabs with `size` bytes in total."""
         while size:
-            if not len(self.left):
-                self.left = torch.empty(SLAB, dtype=torch.uint8, pin_memory=pinned)
-            piece, self.left = self.left[:size], self.left[size:]
-            size -= len(piece)
-            yield piece
+            if not len(self.free):
+                self.free = torch.empty(SLAB, dtype=torch.uint8, pin_memory=pinned)
+            host, self.free = self.free[:size], self.free[size:]
+            size -= len(host)
+            yield host
 
 
 def move_to_host(tensors: Iterable[torch.Tensor], keep: bool = True) -> list[HostCopy]:
     """Empty the storages of `tensors`, each of which fills its storage; without `keep` their values are dropped.
 
-    Only storages are emptied: every tensor object and every view of it (Megatron's buffers have many) stays valid and
-    has its values again after `copy_back`.
-
     On CUDA the copies here and in `copy_back` are asynchronous, so the learner reads and packs its first update while
     they run. Synchronise the device before another process takes the memory.
     """
     copies: list[HostCopy] = []
-    room = _Slabs()
+    slabs = _Slabs()
     for tensor in tensors:
-        whole = _bytes_of(tensor)
+        device_bytes = _storage_bytes(tensor)
         host = None
         if keep:
-            host = list(room.take(len(whole), pinned=tensor.is_cuda))
-            for piece, part in _pairs(host, whole):
-                piece.copy_(part, non_blocking=True)
-        copies.append(HostCopy(tensor, len(whole), host))
+            host = list(slabs.allocate(len(device_bytes), pinned=tensor.is_cuda))
+            for host_slice, device_slice in _slices(host, device_bytes):
+                host_slice.copy_(device_slice, non_blocking=True)
+        copies.append(HostCopy(tensor, len(device_bytes), host))
+        # Only the storage: tensors and their views (Megatron's buffers have many) stay valid until `copy_back`.
         tensor.untyped_storage().resize_(0)
     return copies
 
 
 def copy_back(copies: Iterable[HostCopy]) -> None:
-    """Fill the storages again."""
-    for each in copies:
-        each.tensor.untyped_storage().resize_(each.bytes)
-        whole = _bytes_of(each.tensor)
-        if each.host is None:
-            whole.zero_()
+    """Restore the storages that `move_to_host` emptied."""
+    for copy in copies:
+        copy.tensor.untyped_storage().resize_(copy.bytes)
+        device_bytes = _storage_bytes(copy.tensor)
+        if copy.host is None:
+            device_bytes.zero_()
             continue
-        for piece, part in _pairs(each.host, whole):
-            part.copy_(piece, non_blocking=True)
+        for host_slice, device_slice in _slices(copy.host, device_bytes):
+            device_slice.copy_(host_slice, non_blocking=True)
 
 
-def _pairs(pieces: list[torch.Tensor], whole: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Each piece of host memory, paired with the part of the tensor that it holds."""
-    return zip(pieces, whole.split([len(piece) for piece in pieces]), strict=True)
+def _slices(host: list[torch.Tensor], device_bytes: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each slice of host memory, with the slice of the tensor's bytes that it holds."""
+    return zip(host, device_bytes.split([len(host_slice) for host_slice in host]), strict=True)
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor's storage as uint8."""
+def _storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's storage as uint8."""
     empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return empty.set_(tensor.untyped_storage())  # type: ignore[call-overload, no-any-return]
 
 
 @contextmanager
 def swapped_weights(learner: Learner, directory: Path) -> Iterator[None]:
-    """Inside the block every rank's parameters are those of the checkpoint; then its own again, bit by bit.
+    """Temporarily load a checkpoint; afterwards restores the learner's weights bitwise.
 
-    The own ones wait in host memory: no second model on the device, and no communication. Moments, gradients and, but
-    for float32, master weights are not touched; in float32 these are the parameters, so no step and no save may happen
-    inside. Adapters are off, over the weights that they began with they are as at the start, and nothing is loaded.
-    Raises UserError for a checkpoint that does not fit; the learner then has its own weights.
+    The learner's weights wait in host memory: no second model on the device, and no communication. Moments, gradients
+    and master weights are not touched. In float32 the master weights are the parameters, so no step and no save may
+    happen inside the block. Adapters are turned off; if the checkpoint is the one they started from, nothing is loaded
+    and they are as at the start. Raises UserError, with the weights restored, for a checkpoint that does not fit.
     """
     chunks, adapters = learner.models, learner.adapters
     same = adapters is not None and directory == learner.recipe.model.directory
     weights = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad or not same]
-    own = [weight.detach().to("cpu", copy=True) for weight in weights]
+    copies = [weight.detach().to("cpu", copy=True) for weight in weights]
     try:
         if not same:
             load_hf(chunks, directory, learner.architecture)
@@ -247,5 +251,5 @@ def swapped_weights(learner: Learner, directory: Path) -> Iterator[None]:
         yield
     finally:
         with torch.no_grad():
-            for weight, copy in zip(weights, own, strict=True):
+            for weight, copy in zip(weights, copies, strict=True):
                 weight.copy_(copy)

@@ -1,4 +1,4 @@
-"""The policy as Megatron GPT chunks: their configuration, their construction, the data parallel wrapper."""
+"""The policy as Megatron GPT chunks: configuration, construction and the data parallel wrapper."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from mugrpo_megatron.learner.latent import latent_spec
 from mugrpo_megatron.learner.linear import DirectLayers
 from mugrpo_megatron.learner.operators import RMSNorm, SwiGLU, frequencies
 from mugrpo_megatron.megatron_compat import mlp_spec
-from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.recipe.functions import load_function
+from mugrpo_megatron.recipe.policy import ModelSection
+from mugrpo_megatron.recipe.systems import LearnerSection, ParallelSection
 from mugrpo_megatron.weights.architecture import Architecture, Latent, Rope, stage_layers
 from mugrpo_megatron.weights.table import NORMS
 
@@ -40,8 +40,8 @@ from mugrpo_megatron.weights.table import NORMS
 def choose_backend(layers: str, device: torch.device) -> BackendSpecProvider:
     """The backend that `learner.layers` names; `auto` is Transformer Engine on CUDA if it loads, else local.
 
-    Raises UserError when Transformer Engine is asked for and Megatron cannot load it (`checks.layouts` has already
-    refused the case that it is not installed).
+    Raises UserError when Megatron cannot load the Transformer Engine that `layers` asks for (`checks.layouts` has
+    refused before if it is not installed).
     """
     if layers == "local" or (layers == "auto" and not (device.type == "cuda" and HAVE_TE)):
         return DirectLayers() if device.type == "cuda" else LocalSpecProvider()
@@ -71,7 +71,8 @@ def layer_spec(
 ) -> ModuleSpec:
     """A pre-norm layer; `config.moe_grouped_gemm` selects one grouped GEMM for its experts, if any."""
     fused = backend.fuse_layernorm_and_linear()
-    activation = SwiGLU if config.use_te_activation_func else None  # Megatron's name for taking the spec's activation
+    # use_te_activation_func is Megatron's name for taking the activation from the spec.
+    activation = SwiGLU if config.use_te_activation_func else None
     mlp = mlp_spec(backend, experts or None, config.moe_grouped_gemm, activation)
     return ModuleSpec(
         module=TransformerLayer,
@@ -89,7 +90,7 @@ def layer_spec(
 
 
 def _attention_spec(config: TransformerConfig, backend: BackendSpecProvider) -> ModuleSpec:
-    of_heads = RMSNorm if config.qk_layernorm else IdentityOp
+    head_norm = RMSNorm if config.qk_layernorm else IdentityOp
     return ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -97,8 +98,8 @@ def _attention_spec(config: TransformerConfig, backend: BackendSpecProvider) -> 
             linear_qkv=backend.column_parallel_layer_norm_linear() or backend.column_parallel_linear(),
             core_attention=PackedAttention,
             linear_proj=backend.row_parallel_linear(),
-            q_layernorm=of_heads,
-            k_layernorm=of_heads,
+            q_layernorm=head_norm,
+            k_layernorm=head_norm,
         ),
     )
 
@@ -108,7 +109,7 @@ FLOAT32_TABLES = (64, 128, 256, 512)
 
 
 def table_type(cuda: bool, head_dim: int, params_dtype: torch.dtype) -> torch.dtype:
-    """The type of the rotary tables, as in the engine: float32, or the model's where SGLang rounds to that."""
+    """The type of the rotary tables, as in the engine: float32, or the model's if SGLang rounds to it."""
     return torch.float32 if cuda and head_dim in FLOAT32_TABLES else params_dtype
 
 
@@ -122,7 +123,7 @@ class PolicyModel(GPTModel):
     def _preprocess(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, *, packed_seq_params: Packing, **_: Any
     ) -> tuple[Any, ...]:
-        """Embed, and give attention the rotation of every row's position, in place of a table for all layers."""
+        """Embed, and give attention the rotation of every row's position, instead of Megatron's table of positions."""
         angles = torch.outer(position_ids[0].float(), self.frequencies).unsqueeze(1)
         dtype = table_type(angles.is_cuda, 2 * len(self.frequencies), self.config.params_dtype)
         packed_seq_params.rotation = angles.cos().to(dtype), angles.sin().to(dtype)
@@ -147,20 +148,20 @@ ADAPTERS = "mugrpo_megatron.extras.lora.adapters:LoraAdapters"
 
 
 class Adapters(Protocol):
-    """What trains in place of the model's weights: the learner's only entry point for an extra, here `extras.lora`.
+    """Parameters that train instead of the model's weights: the learner's only entry point for an extra, `extras.lora`.
 
     It freezes a chunk's weights and adds modules whose names begin with `weights.table.ADAPTER`. A weight that it
-    changes gets `merged()`: this rank's shard with the adapter in it, which every sync and save takes.
+    changes becomes a `weights.buckets.MergedWeight`, for syncs and saves.
     """
 
     identity: Mapping[str, str | int]
-    """What a checkpoint of these adapters says of them and of the weights below."""
+    """Description of the adapters and of the weights below, stored in their checkpoints."""
 
     def attach(self, chunk: PolicyModel) -> None:
         """Freeze the chunk's weights and add the adapters, before the data parallel wrapper sees them."""
 
     def start(self, chunks: Sequence[PolicyModel]) -> None:
-        """Fill the adapters as at the run's start."""
+        """Set the adapters to their state at the run's start."""
 
     def turn_off(self, chunks: Sequence[PolicyModel]) -> None:
         """Let the model compute with its frozen weights alone."""
@@ -169,20 +170,21 @@ class Adapters(Protocol):
         """The adapter's files by their names in `hf/`, on rank 0; collective."""
 
 
-def adapters_of(recipe: Recipe, architecture: Architecture) -> Adapters | None:
-    """The adapters of a recipe with `[lora]`, else None."""
-    if recipe.lora.rank is None:
-        return None
-    return load_function("lora", ADAPTERS)(recipe, architecture)  # type: ignore[no-any-return]
-
-
 def build_model(
-    recipe: Recipe, architecture: Architecture, ranks: Ranks, adapters: Adapters | None = None
+    model: ModelSection,
+    parallel: ParallelSection,
+    section: LearnerSection,
+    architecture: Architecture,
+    ranks: Ranks,
+    adapters: Adapters | None = None,
+    deterministic: bool = False,
 ) -> list[DistributedDataParallel]:
     """This rank's model chunks (one, or `parallel.virtual_pipeline`), with uninitialised weights."""
-    backend = choose_backend(recipe.learner.layers, ranks.device)
-    config = transformer_config(recipe, architecture, ranks, backend.fuse_layernorm_and_linear())
-    vp_size = recipe.parallel.virtual_pipeline
+    backend = choose_backend(section.layers, ranks.device)
+    config = transformer_config(
+        model, parallel, section, architecture, ranks, backend.fuse_layernorm_and_linear(), deterministic
+    )
+    vp_size = parallel.virtual_pipeline
     rows = padded_vocab(architecture, ranks.tp_size)
     chunks = [
         _build_chunk(config, backend, architecture, rows, vp_stage if vp_size > 1 else None)
@@ -192,7 +194,8 @@ def build_model(
         use_distributed_optimizer=True,
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=reduces_early(ranks),
-        check_for_nan_in_grad=False,  # a non-finite gradient skips its update (optimizer.take_step)
+        # Megatron would end the run; here a non-finite gradient skips its update (optimizer.take_step).
+        check_for_nan_in_grad=False,
     )
     if adapters:
         for chunk in chunks:
@@ -204,10 +207,8 @@ def build_model(
 
 
 def reduces_early(ranks: Ranks) -> bool:
-    """Whether gradients are reduced over data parallel ranks, bucket by bucket, while the last backward pass runs.
-
-    On CPU the ranks' cores are busy with that pass.
-    """
+    """Whether gradients are reduced over data parallel ranks, bucket by bucket, while the last backward pass runs."""
+    # Not on CPU, whose cores are busy with that pass.
     return ranks.device.type == "cuda" and ranks.dp_size * ranks.cp_size > 1
 
 
@@ -217,7 +218,6 @@ def padded_vocab(architecture: Architecture, tp_size: int) -> int:
 
 
 def policy(chunk: torch.nn.Module) -> PolicyModel:
-    """The model inside its data parallel wrapper."""
     return chunk.module if isinstance(chunk, DistributedDataParallel) else chunk  # type: ignore[return-value]
 
 
@@ -231,24 +231,30 @@ FP8: dict[str, dict[str, Any]] = {
     "tensorwise": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},  # gradients have the range of e5m2
     "blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise"},  # with scales for blocks, e4m3's finer steps fit gradients
 }
-"""With scales of the current tensor: without a history there is no state to checkpoint."""
+"""Recipes with scales of the current tensor, not delayed ones: without a history there is no state to checkpoint."""
 
 
 def transformer_config(
-    recipe: Recipe, architecture: Architecture, ranks: Ranks, grouped_experts: bool
+    model: ModelSection,
+    parallel: ParallelSection,
+    section: LearnerSection,
+    architecture: Architecture,
+    ranks: Ranks,
+    grouped_experts: bool,
+    deterministic: bool = False,
 ) -> TransformerConfig:
-    """Megatron's configuration: the architecture, plus layout, dtype and this learner's settings."""
+    """Megatron's configuration: the architecture, plus layout, dtype and the learner's settings."""
     cuda = ranks.device.type == "cuda"
-    dtype = getattr(torch, recipe.model.dtype)
-    interleaved = recipe.parallel.virtual_pipeline > 1
+    dtype = getattr(torch, model.dtype)
+    interleaved = parallel.virtual_pipeline > 1
     experts = bool(architecture.experts)
     settings: dict[str, Any] = {
         "tensor_model_parallel_size": ranks.tp_size,
         "pipeline_model_parallel_size": ranks.pp_size,
-        "virtual_pipeline_model_parallel_size": recipe.parallel.virtual_pipeline if interleaved else None,
+        "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline if interleaved else None,
         "context_parallel_size": ranks.cp_size,
-        "expert_model_parallel_size": recipe.parallel.expert,
-        "sequence_parallel": recipe.parallel.sequence,
+        "expert_model_parallel_size": parallel.expert,
+        "sequence_parallel": parallel.sequence,
         "activation_func": torch.nn.functional.silu,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -262,7 +268,8 @@ def transformer_config(
         "init_method": _no_init,
         "output_layer_init_method": _no_init,
         "embedding_init_method": _no_init,
-        "calculate_per_token_loss": True,  # micro-batch losses are summed, not averaged
+        # Megatron then sums the losses of micro-batches instead of averaging them.
+        "calculate_per_token_loss": True,
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
@@ -271,32 +278,33 @@ def transformer_config(
         # SwiGLU; without bias and dropout the other fusion is a single addition.
         "bias_activation_fusion": cuda and experts,
         "bias_dropout_fusion": False,
-        "use_te_activation_func": not experts,  # Megatron's name for taking the spec's activation
+        "use_te_activation_func": not experts,
         # Interleaving with batched sends silently trains on wrong gradients; overlapped sends with freed outputs give
         # NaN on gloo. These settings rule out both in every layout.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
         "deallocate_pipeline_outputs": cuda,
-        "deterministic_mode": recipe.run.deterministic,  # the embedding's gradient is added in order
-        **RECOMPUTE[recipe.learner.recompute],
-        **FP8[recipe.learner.fp8],
+        # Megatron then adds the embedding's gradient in order.
+        "deterministic_mode": deterministic,
+        **RECOMPUTE[section.recompute],
+        **FP8[section.fp8],
     }
     if not interleaved and architecture.layers % ranks.pp_size:
         settings["pipeline_model_parallel_layout"] = _uneven(architecture.layers, ranks.pp_size)
     if experts:
         settings["moe_token_dispatcher_type"] = "alltoall"
         settings["moe_grouped_gemm"] = grouped_experts
-        settings["moe_enable_routing_replay"] = recipe.learner.routing_replay != "off"
-        settings["moe_router_padding_for_quantization"] = recipe.learner.fp8 != "none"
+        settings["moe_enable_routing_replay"] = section.routing_replay != "off"
+        settings["moe_router_padding_for_quantization"] = section.fp8 != "none"
     return TransformerConfig(**{**settings, **architecture.transformer})
 
 
 def _uneven(layers: int, stages: int) -> list[list[str]]:
-    """Megatron's description of pipeline stages that differ in their number of layers."""
-    described = [["decoder"] * count for count in stage_layers(layers, stages)]
-    described[0].insert(0, "embedding")
-    described[-1].append("loss")
-    return described
+    """Megatron's `pipeline_model_parallel_layout` for stages with different numbers of layers."""
+    layout = [["decoder"] * count for count in stage_layers(layers, stages)]
+    layout[0].insert(0, "embedding")
+    layout[-1].append("loss")
+    return layout
 
 
 def _no_init(weight: torch.Tensor) -> torch.Tensor:

@@ -118,8 +118,8 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool 
 def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate x [t, heads, d] in place by the angles of its rows: cos and sin [t, 1, r / 2] (arXiv 2104.09864, eq. 34).
 
-    The dimensions i and i + r / 2 form a pair, as in Llama; those from r on stay. With -sin it is the inverse rotation,
-    which is also the gradient. With float32 tables a half-precision x is rotated in float32 and rounded once.
+    Dimensions i and i + r / 2 form a pair, as in Llama; dimensions from r on are unchanged. -sin gives the inverse
+    rotation, which is also the gradient. With float32 tables a half-precision x is rotated in float32 and rounded once.
     """
     first, second = x[..., : 2 * cos.shape[-1]].chunk(2, -1)
     rotate = (first * cos).addcmul_(second, sin, value=-1)
@@ -144,7 +144,7 @@ def linear(base: float, dim: int, factor: float) -> torch.Tensor:
 
 
 def llama3(base: float, dim: int, factor: float, low: float, high: float, original: int) -> torch.Tensor:
-    """Long wavelengths slowed by `factor`, short ones kept, a smooth band from `original`/high to `original`/low."""
+    """Divides low frequencies by `factor`, keeps high ones, blends between wavelengths `original`/high and /low."""
     unscaled = plain(base, dim)
     wavelengths = 2 * math.pi / unscaled
     slowed = torch.where(wavelengths > original / low, unscaled / factor, unscaled)
@@ -157,7 +157,7 @@ def llama3(base: float, dim: int, factor: float, low: float, high: float, origin
 def yarn(
     base: float, dim: int, factor: float, beta_fast: float, beta_slow: float, original: int, truncate: bool
 ) -> torch.Tensor:
-    """Slowed below `beta_slow` rotations over the original context, kept above `beta_fast`, a ramp between."""
+    """Divides by `factor` below `beta_slow` rotations over the original context, ramps to 1 at `beta_fast`."""
 
     def pair_at(rotations: float) -> float:
         return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))

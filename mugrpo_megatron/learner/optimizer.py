@@ -17,7 +17,6 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, Optimiz
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from mugrpo_megatron.learner.packing import fill_bins
-from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.sections import OptimizerSection
 
 
@@ -26,20 +25,19 @@ class Step:
     """Outcome of one optimizer step."""
 
     grad_norm: float
-    """Global gradient norm before clipping, of the loss as it is without a scale; nan or inf when it was skipped."""
+    """Global gradient norm before clipping, without the loss scale; nan or inf if the step was skipped."""
     lr: float
     skipped: bool
     overflowed: bool = False
-    """Skipped since a float16 gradient overflowed at a loss scale that can still be lowered."""
+    """Skipped because a float16 gradient overflowed at a loss scale that can still be lowered."""
 
 
 INITIAL_SCALE = 2.0**16
-"""Loss scale that a float16 run begins with; it is halved at an overflow and doubled after 1,000 steps without one."""
+"""First loss scale of a float16 run; halved at an overflow and doubled after 1,000 steps without one."""
 
 
-def build_optimizer(recipe: Recipe, chunks: list[DistributedDataParallel]) -> MegatronOptimizer:
+def build_optimizer(section: OptimizerSection, dtype: str, chunks: list[DistributedDataParallel]) -> MegatronOptimizer:
     """Megatron's optimizer over the chunks' parameters; call it after the weights are loaded (it copies them)."""
-    section = recipe.optimizer
     config = OptimizerConfig(
         optimizer="adam",
         lr=section.lr,
@@ -49,23 +47,25 @@ def build_optimizer(recipe: Recipe, chunks: list[DistributedDataParallel]) -> Me
         adam_beta2=section.beta2,
         adam_eps=section.eps,
         clip_grad=section.clip_grad,
-        bf16=recipe.model.dtype == "bfloat16",
-        fp16=recipe.model.dtype == "float16",
+        bf16=dtype == "bfloat16",
+        fp16=dtype == "float16",
         initial_loss_scale=INITIAL_SCALE,
-        hysteresis=1,  # every update that overflows is lost, so the scale is halved at once
-        params_dtype=getattr(torch, recipe.model.dtype),
+        # An update that overflows is lost, so the scale is halved at the first overflow, not at Megatron's second.
+        hysteresis=1,
+        params_dtype=getattr(torch, dtype),
         use_distributed_optimizer=True,
     )
     optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
     for group in optimizer.param_groups:
-        # Megatron leaves this to its scheduler, which is not used.
+        # Megatron sets this in OptimizerParamScheduler, which is not used here.
         group["weight_decay"] = section.weight_decay * group["wd_mult"]
     for inner in torch_optimizers(optimizer):
         if isinstance(inner, torch.optim.AdamW):
             for group in inner.param_groups:
                 group["fused"], group["foreach"] = True, False
     for shard in shards(optimizer):
-        shard.init_state_fn(shard.optimizer)  # moments exist from the start, so a checkpoint can save and load them
+        # torch makes moments in the first step; a checkpoint has to load and save them before.
+        shard.init_state_fn(shard.optimizer)
     set_steps(optimizer, 0)
     return optimizer
 
@@ -75,7 +75,7 @@ SMALLEST_SCALE = 1.0
 
 
 def loss_scale(optimizer: MegatronOptimizer) -> float:
-    """What the loss is multiplied by before its gradients are computed: 1 unless the learner is in float16."""
+    """Factor of the loss before its gradients are computed: 1 unless the learner is in float16."""
     scaler = shards(optimizer)[0].grad_scaler
     return 1.0 if scaler is None else float(scaler.scale)
 
@@ -87,7 +87,7 @@ def scaler_state(optimizer: MegatronOptimizer) -> dict[str, float]:
 
 
 def set_scaler_state(optimizer: MegatronOptimizer, state: dict[str, float]) -> None:
-    """Continue with a state of `scaler_state`; does nothing without a scaler or without a state."""
+    """Load a state of `scaler_state`; does nothing without a scaler or without a state."""
     scaler = shards(optimizer)[0].grad_scaler
     if scaler is not None and state:
         trackers = {name: int(value) for name, value in state.items() if name != "scale"}
@@ -95,45 +95,43 @@ def set_scaler_state(optimizer: MegatronOptimizer, state: dict[str, float]) -> N
 
 
 def set_steps(optimizer: MegatronOptimizer, steps: int) -> None:
-    """Set how many steps AdamW's bias correction counts.
-
-    torch keeps a step tensor for each parameter and adds to it in place, so every parameter gets its own: Megatron's
-    loader shares one tensor among all parameters, which then counts a step for each of them. Transformer Engine and
-    apex keep the count in the group.
-    """
+    """Set the number of steps that AdamW's bias correction counts."""
     for inner in torch_optimizers(optimizer):
         for group in inner.param_groups:
+            # Transformer Engine and apex keep the count in the group.
             if not isinstance(inner, torch.optim.AdamW):
                 group["step"] = steps
                 continue
+            # torch adds 1 in place, so each parameter needs a tensor of its own. Megatron's loader shares one among all
+            # (distrib_optimizer.py), which then counts a step for every parameter.
             for parameter in group["params"]:
                 inner.state[parameter]["step"] = torch.tensor(float(steps), device=parameter.device)
 
 
 def shards(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
-    """The distributed optimizers inside: one, or one each for dense and expert parameters that are trained."""
+    """The distributed optimizers inside: one, or one each for trained dense and expert parameters."""
     chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     return [shard for shard in chained if not shard.is_stub_optimizer]
 
 
 def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
-    """The AdamW inside each: Transformer Engine's or apex's where installed, else torch's."""
+    """The AdamW inside each shard: Transformer Engine's or apex's if installed, else torch's."""
     return [shard.optimizer for shard in shards(optimizer)]
 
 
 def learning_rate(section: OptimizerSection, update: int, total: int, stage_progress: float = 0.0) -> float:
     """Learning rate of update number `update` (from 0) of `total`: linear warm-up, then the section's decay.
 
-    A decay over each stage begins at `lr` when `stage_progress`, the part of the stage's updates that are taken, is 0.
+    A decay over each stage starts from `lr`; `stage_progress` is the fraction of the stage's updates that are taken.
     """
     if update < section.warmup_updates:
         return section.lr * (update + 1) / section.warmup_updates
     if section.decay == "constant":
         return section.lr
-    of_run = (update - section.warmup_updates) / max(1, total - section.warmup_updates)
-    done = min(1.0, of_run if section.decay_over == "run" else stage_progress)
-    rest = 1.0 - done if section.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-    return section.min_lr + (section.lr - section.min_lr) * rest
+    run_progress = (update - section.warmup_updates) / max(1, total - section.warmup_updates)
+    progress = min(1.0, run_progress if section.decay_over == "run" else stage_progress)
+    factor = 1.0 - progress if section.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return section.min_lr + (section.lr - section.min_lr) * factor
 
 
 @torch.no_grad()
@@ -143,8 +141,8 @@ def take_step(optimizer: MegatronOptimizer, lr: float, clip: float) -> Step:
     A non-finite norm skips the step and leaves weights and moments as they are: one bad gradient would corrupt both
     permanently. The norm is the same on all ranks, so all of them skip together.
 
-    In float16 Megatron's scaler looks first: a gradient that is not finite halves the loss scale. That is an overflow,
-    not a bad gradient, unless the scale was at its smallest already.
+    In float16 a non-finite gradient halves the loss scale first (Megatron's scaler). That is an overflow, not a bad
+    gradient, unless the scale was at its smallest already.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -158,7 +156,8 @@ def take_step(optimizer: MegatronOptimizer, lr: float, clip: float) -> Step:
     if norm > clip:
         for inner in torch_optimizers(optimizer):
             grads = [p.grad for group in inner.param_groups for p in group["params"] if p.grad is not None]
-            if grads:  # a rank's part of a small buffer may be padding alone
+            # A rank's shard of a small buffer may be padding only.
+            if grads:
                 torch._foreach_mul_(grads, clip / (norm + 1e-6))
     optimizer.step_with_ready_grads()
     return Step(norm, lr, skipped=False)
@@ -169,24 +168,22 @@ STATES = ("param", "exp_avg", "exp_avg_sq")
 
 
 def writers(sizes: Sequence[int], ranks: int) -> list[int]:
-    """For parameters of `sizes` elements, which of the data parallel `ranks` writes each: about equal shares."""
-    ranks_of = [0] * len(sizes)
-    for rank, share in enumerate(fill_bins(sizes, ranks)[0]):
-        for index in share:
-            ranks_of[index] = rank
-    return ranks_of
+    """The data parallel rank that writes each parameter of `sizes` elements, so that all write about equally much."""
+    writer = [0] * len(sizes)
+    for rank, indices in enumerate(fill_bins(sizes, ranks)[0]):
+        for index in indices:
+            writer[index] = rank
+    return writer
 
 
 def assign_writers(optimizer: DistributedOptimizer, model: list[dict[str, Any]]) -> None:
-    """Make the `writers` of the optimizer's parameters their main replicas in `model` (sharded state dicts).
-
-    Megatron's main replica is the first data parallel rank, which would then write everything alone. A replica is named
-    by its pipeline, tensor and data parallel place; the last of them is now counted from the writer.
-    """
+    """Make the `writers` of the optimizer's parameters their main replicas in `model` (sharded state dicts)."""
+    # Megatron's main replica is the first data parallel rank, which would write everything alone. replica_id is
+    # (pipeline, tensor, data parallel rank), 0 in each for the main one; the last is counted from the writer.
     group = optimizer.data_parallel_group
     parameters = list(_sharded_parameters(optimizer, model))
-    places = writers([parameter.numel() for parameter, _ in parameters], group.size())
-    for (_, sharded), writer in zip(parameters, places, strict=True):
+    ranks = writers([parameter.numel() for parameter, _ in parameters], group.size())
+    for (_, sharded), writer in zip(parameters, ranks, strict=True):
         sharded.replica_id = (*sharded.replica_id[:-1], (group.rank() - writer) % group.size())
 
 
@@ -194,7 +191,7 @@ def gather_states(optimizer: DistributedOptimizer, model: list[dict[str, Any]]) 
     """Full float32 states of the parameters that this rank writes, on the host, sharded as `model` shards them.
 
     Collective over the data parallel group, whose ranks each hold a slice of every parameter's states. `model` comes
-    from `assign_writers`; of a parameter that is stored by other groups of ranks, nothing is gathered.
+    from `assign_writers`; parameters that another group of ranks stores are skipped.
     """
     gathered = []
     group = optimizer.data_parallel_group
@@ -203,15 +200,16 @@ def gather_states(optimizer: DistributedOptimizer, model: list[dict[str, Any]]) 
             continue
         slices = _local_slice(optimizer, parameter)
         for name in STATES:
-            whole = torch.zeros(parameter.numel(), device=parameter.device)
+            flat = torch.zeros(parameter.numel(), device=parameter.device)
             if slices is not None:
-                where, states = slices
-                whole[where] = states[name].detach()
+                local, states = slices
+                flat[local] = states[name].detach()
             if group.size() > 1:
                 writer = (group.rank() - sharded.replica_id[-1]) % group.size()
-                dist.reduce(whole, group=group, group_dst=writer)  # the slices are disjoint, so the sum is exact
+                # A sum of disjoint slices and zeros, so it is exact.
+                dist.reduce(flat, group=group, group_dst=writer)
             if is_main_replica(sharded.replica_id):
-                gathered.append(_sharded_like(sharded, name, whole.view(parameter.shape).cpu()))
+                gathered.append(_sharded_like(sharded, name, flat.view(parameter.shape).cpu()))
     return gathered
 
 
@@ -221,20 +219,20 @@ def read_states(
     """Copy this rank's slice of every parameter's states from a checkpoint into the optimizer.
 
     `read` fills a sharded state and returns its tensor. It is called for one state at a time, and only for parameters
-    of which this rank holds a slice. Not collective.
+    with a slice on this rank. Not collective.
     """
     for parameter, sharded in _sharded_parameters(optimizer, model):
         slices = _local_slice(optimizer, parameter)
         if slices is not None:
-            where, states = slices
+            local, states = slices
             for name in STATES:
-                states[name].copy_(read(_sharded_like(sharded, name, torch.empty(parameter.shape))).flatten()[where])
+                states[name].copy_(read(_sharded_like(sharded, name, torch.empty(parameter.shape))).flatten()[local])
 
 
 def _sharded_parameters(
     optimizer: DistributedOptimizer, model: list[dict[str, Any]]
 ) -> Iterator[tuple[torch.nn.Parameter, Any]]:
-    """The optimizer's parameters in buffer order, the same on all data parallel ranks, with how each is sharded."""
+    """The optimizer's parameters with their sharded tensors, in buffer order, the same on all data parallel ranks."""
     sharding = {
         value.data: value for value in nested_values(model) if isinstance(value, ShardedTensor | ShardedTensorFactory)
     }
@@ -249,10 +247,10 @@ def _local_slice(
     """The slice of a flattened parameter whose states this rank holds, with the states; None without a slice."""
     if parameter not in optimizer.model_param_gbuf_map:
         return None
-    within = optimizer._get_model_param_range_map(parameter)["param"]
+    local = optimizer._get_model_param_range_map(parameter)["param"]
     group, order = optimizer.model_param_group_index_map[parameter]
     main = optimizer.optimizer.param_groups[group]["params"][order]
-    return slice(within.start, within.end), {"param": main, **optimizer.optimizer.state[main]}
+    return slice(local.start, local.end), {"param": main, **optimizer.optimizer.state[main]}
 
 
 def _sharded_like(sharded: Any, name: str, data: torch.Tensor) -> Any:

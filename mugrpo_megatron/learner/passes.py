@@ -21,7 +21,6 @@ from mugrpo_megatron.learner.loss import HiddenLoss, logprobs_and_entropy
 from mugrpo_megatron.learner.model import PolicyModel, policy
 from mugrpo_megatron.learner.packing import MicroBatch, PackingPlan, TokenSequence, pack, plan
 from mugrpo_megatron.learner.routing import Routing, clear, layers_of, make_routing
-from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.systems import FP8_MULTIPLE
 
 Read = Callable[[PolicyModel, torch.Tensor, MicroBatch], torch.Tensor]
@@ -38,15 +37,15 @@ def plan_update(learner: Learner, sequences: Sequence[TokenSequence]) -> Packing
         lengths,
         ranks.dp_size,
         min(row, LANE_TOKENS) if lanes > 1 else row,
-        multiple=row_multiple(recipe, ranks),
+        multiple=row_multiple(recipe.learner.fp8, ranks),
         count_multiple=ranks.pp_size if recipe.parallel.virtual_pipeline > 1 else lanes,
     )
 
 
-def row_multiple(recipe: Recipe, ranks: Ranks) -> int:
-    """Divisor of a packed row's tokens: equal parts for the ranks, each of whole blocks in fp8."""
-    parts = ranks.tp_size * (2 * ranks.cp_size if ranks.cp_size > 1 else 1)
-    return parts * FP8_MULTIPLE[recipe.learner.fp8]
+def row_multiple(fp8: str, ranks: Ranks) -> int:
+    """Divisor of a packed row's tokens: equal shards for the ranks, each of complete blocks in fp8."""
+    shards = ranks.tp_size * (2 * ranks.cp_size if ranks.cp_size > 1 else 1)
+    return shards * FP8_MULTIPLE[fp8]
 
 
 def pack_local(
@@ -54,17 +53,17 @@ def pack_local(
 ) -> list[MicroBatch]:
     """The micro-batches of this rank's data parallel share, on its device.
 
-    They replay the sequences' routes, if they have any; with `record_routes` the routers choose, and `Routing.own` of
-    each micro-batch keeps what they chose.
+    They replay the sequences' routes, if they have any; with `record_routes` the routers choose, and each micro-batch's
+    `Routing.recorded` keeps their choices.
     """
-    share = plan.shares[learner.ranks.dp]
     ranks = learner.ranks
-    batches = [pack(sequences, indices, plan.length, ranks.device, ranks.cp, ranks.cp_size) for indices in share]
+    local = plan.micro_batches[ranks.dp]
+    batches = [pack(sequences, indices, plan.length, ranks.device, ranks.cp, ranks.cp_size) for indices in local]
     if not record_routes and not any(sequence.routes for sequence in sequences):
         return batches
     return [
         replace(batch, routing=_routing(learner, sequences, indices, plan.length, record_routes))
-        for batch, indices in zip(batches, share, strict=True)
+        for batch, indices in zip(batches, local, strict=True)
     ]
 
 
@@ -80,10 +79,10 @@ def _routing(
 
 
 def forward_backward(learner: Learner, batches: list[MicroBatch], loss: HiddenLoss) -> list[torch.Tensor]:
-    """Accumulate an update's gradients over all ranks; returns `logprobs_and_entropies` per micro-batch on the last
-    pp_stage, else [].
+    """Accumulate an update's gradients; returns each micro-batch's `logprobs_and_entropies` on the last pp_stage.
 
-    Gradients are those of the sum of the micro-batches' losses, over all data parallel ranks too.
+    Other pipeline stages return []. The gradients are of the sum of the losses over micro-batches and data parallel
+    ranks.
     """
     for chunk in learner.chunks:
         chunk.zero_grad_buffer()
@@ -94,7 +93,7 @@ def forward_backward(learner: Learner, batches: list[MicroBatch], loss: HiddenLo
 def logprobs_and_entropies(learner: Learner, batches: list[MicroBatch], temperature: float) -> list[torch.Tensor]:
     """Log-probability and entropy, float32 [2, T], of each micro-batch's trained tokens on the last pp_stage, else [].
 
-    Bitwise equal to those of `forward_backward` on the same micro-batches and weights.
+    Bitwise equal to the results of `forward_backward` on the same micro-batches and weights.
     """
 
     def read(model: PolicyModel, hidden: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
@@ -116,18 +115,16 @@ def forward_only(learner: Learner, batches: list[MicroBatch], read: Read) -> lis
 def gather_tokens(
     learner: Learner, sequences: Sequence[TokenSequence], batches: list[MicroBatch], values: list[torch.Tensor], k: int
 ) -> torch.Tensor:
-    """float32 [k, T] on every rank: the micro-batches' `values` of all trained tokens, in the order of `sequences`.
-
-    One all-reduce, in which one rank contributes each token and the others zeros, so the values are bitwise exact.
-    """
+    """float32 [k, T] on every rank: the micro-batches' `values` of all trained tokens, in the order of `sequences`."""
     device = learner.ranks.device
     lengths = torch.tensor([s.trained for s in sequences], device=device)
     starts = (lengths.cumsum(0) - lengths).tolist()
     table = torch.zeros(k, int(lengths.sum()), device=device)
     if learner.ranks.owns_tokens:
         for batch, rows in zip(batches, values, strict=True):
-            for index, part in zip(batch.indices, rows.split(batch.lengths.tolist(), dim=1), strict=True):
-                table[:, starts[index] : starts[index] + part.shape[1]] = part
+            for index, columns in zip(batch.indices, rows.split(batch.lengths.tolist(), dim=1), strict=True):
+                table[:, starts[index] : starts[index] + columns.shape[1]] = columns
+    # One rank contributes each token and the others zeros, so the sum is exact.
     if learner.ranks.world > 1:
         dist.all_reduce(table)
     return table
@@ -169,7 +166,8 @@ def _forward_step(
 
     def loss(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         value, tokens = read(policy(chunk), hidden, batch)
-        ignored = torch.zeros((), dtype=torch.int, device=value.device)  # Megatron's token count, which is not used
-        return value, ignored, tokens
+        # Megatron sums token counts for finalize_model_grads_func, which here ignores them (learner._reduce_gradients).
+        token_count = torch.zeros((), dtype=torch.int, device=value.device)
+        return value, token_count, tokens
 
     return hidden, loss

@@ -4,8 +4,8 @@ A router's choice is discrete. After a few updates, or in an engine that rounds 
 for some tokens, and their log-probabilities jump (arXiv 2510.11370). With replay the choice is an input, like the token
 ids; the weights of the chosen experts still come from the current router, which learns through them.
 
-Megatron-core has the place for it, `TopKRouter.router_replay`; `LayerRoutes` is what this module puts there. Rows that
-predict nothing (padding, and the last token of a sequence, after which nothing is sampled) get experts in turn.
+Megatron-core has an attribute for it, `TopKRouter.router_replay`, which this module sets to a `LayerRoutes`. Rows that
+predict nothing (padding, and the last token of a sequence, after which nothing is sampled) get experts round robin.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from mugrpo_megatron.samples import Routes, expert_type
 
 
 class LayerRoutes(RouterReplay):
-    """One router's replay, which also sees what the router would choose by itself."""
+    """One router's replay, which also computes the router's own choice."""
 
     def __init__(self) -> None:
         super().__init__()
         self.fixed: torch.Tensor | None = None
-        """bool [t]: the rows whose experts are given while the others are recorded."""
+        """bool [t]: while recording, the rows that take `target_topk_idx` instead of the router's choice."""
 
     def get_replay_topk(
         self,
@@ -47,12 +47,12 @@ class LayerRoutes(RouterReplay):
         action = self.router_replay_action
         if action in (RouterReplayAction.RECORD, RouterReplayAction.REPLAY_FORWARD):
             assert default_compute_topk is not None
-            own = default_compute_topk(scores.detach(), *arguments)[1]
-            self.record_indices(own)
+            router_choice = default_compute_topk(scores.detach(), *arguments)[1]
+            self.record_indices(router_choice)
             if action == RouterReplayAction.RECORD:
                 assert self.fixed is not None
                 assert self.target_topk_idx is not None
-                chosen = torch.where(self.fixed.unsqueeze(1), self.target_topk_idx, own)
+                chosen = torch.where(self.fixed.unsqueeze(1), self.target_topk_idx, router_choice)
                 return scores.gather(1, chosen), chosen
         return super().get_replay_topk(scores, *arguments, default_compute_topk)
 
@@ -63,39 +63,39 @@ class LayerRoutes(RouterReplay):
 
 @dataclass(frozen=True)
 class Routing:
-    """What of a micro-batch's packed row this rank routes."""
+    """Routes of this rank's rows of a micro-batch, to replay or to record."""
 
-    places: torch.Tensor
-    """int64 [t]: each row's place among the update's T tokens with routes; -1 for those that get experts in turn."""
+    indices: torch.Tensor
+    """int64 [t]: each row's index in the update's T tokens with routes; -1 for rows that get experts round robin."""
     experts: Mapping[int, torch.Tensor]
-    """Number of a layer of this rank -> uint8 or uint16 [t, k], on the host."""
+    """Number of a layer of this rank -> uint8 or uint16 [t, k], on the host: the routes to replay."""
     record: bool
-    """Let the routers choose for all rows with a place, and keep their choice."""
-    own: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Layer -> uint8 or uint16 [t, k], on the host: what was recorded."""
+    """Whether the routers choose for the rows with an index, and their choice is recorded."""
+    recorded: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Layer -> uint8 or uint16 [t, k], on the host: the recorded routes."""
     flips: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Layer -> bool [t]: the router would have chosen another set of experts than the replayed one."""
+    """Layer -> bool [t]: whether the router's choice differs from the replayed set of experts."""
 
     def begin(self, chunk: torch.nn.Module) -> None:
-        """Before the forward pass of a chunk."""
+        """Set the routers' routes, before the forward pass of a chunk."""
         action = RouterReplayAction.RECORD if self.record else RouterReplayAction.REPLAY_FORWARD
         for layer, routes in layers_of(chunk).items():
             # Converted on the host: torch has few operations on uint16.
-            routes.set_target_indices(self.experts[layer].to(torch.int64).to(self.places.device))
-            routes.fixed = self.places < 0 if self.record else None
+            routes.set_target_indices(self.experts[layer].to(torch.int64).to(self.indices.device))
+            routes.fixed = self.indices < 0 if self.record else None
             routes.set_router_replay_action(action)
 
     def end(self, chunk: torch.nn.Module, recomputes: bool) -> None:
-        """After it; with `recomputes` the backward pass runs the layers again, micro-batch after micro-batch."""
+        """Collect choices after the forward pass; with `recomputes` the backward pass will replay the layers again."""
         for layer, routes in layers_of(chunk).items():
-            own, target = routes.get_recorded_indices(), routes.target_topk_idx
-            assert own is not None
+            router_choice, target = routes.get_recorded_indices(), routes.target_topk_idx
+            assert router_choice is not None
             assert target is not None
             if self.record:
-                self.own[layer] = own.cpu().to(self.experts[layer].dtype)
+                self.recorded[layer] = router_choice.cpu().to(self.experts[layer].dtype)
             else:
-                self.flips[layer] = (own.sort().values != target.sort().values).any(-1)
-            routes.record_indices(None)  # type: ignore[arg-type]  # frees it
+                self.flips[layer] = (router_choice.sort().values != target.sort().values).any(-1)
+            routes.record_indices(None)  # type: ignore[arg-type]  # frees the tensor
             if recomputes and not self.record:
                 routes.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
             else:
@@ -104,18 +104,16 @@ class Routing:
 
 
 def install(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Give every router its `LayerRoutes`; the model was built with `moe_enable_routing_replay`.
-
-    Megatron's own list of all replays of the process stays empty: it would keep those of learners that are gone.
-    """
+    """Give every router its `LayerRoutes`; the model was built with `moe_enable_routing_replay`."""
     for chunk in chunks:
         for router in routers(chunk).values():
             router.router_replay = LayerRoutes()
+    # Megatron's class keeps a global list of all replays of the process, with those of learners that are gone.
     RouterReplay.clear_global_router_replay_instances()
 
 
 def clear(chunks: Sequence[torch.nn.Module]) -> None:
-    """Let the routers choose again, after the last micro-batch: recomputed layers replay until then."""
+    """Let the routers choose again, after the last micro-batch."""
     for chunk in chunks:
         for routes in layers_of(chunk).values():
             routes.clear_indices()
@@ -123,7 +121,7 @@ def clear(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def layers_of(chunk: torch.nn.Module) -> dict[int, LayerRoutes]:
-    """A chunk's routers' replays by number of their layer in the whole model, from 0."""
+    """The replays of a chunk's routers by number of their layer in the whole model, from 0."""
     return {layer: router.router_replay for layer, router in routers(chunk).items()}
 
 
@@ -142,40 +140,44 @@ def make_routing(
     ranks: Ranks,
     record: bool,
 ) -> Routing:
-    """The routing of a packed row of `length`: of this rank's `layers`, and of the rows that it holds of it.
+    """The routing of a packed row of `length`, for this rank's `layers` and rows.
 
-    packed: first row, tokens and routes of each sequence in the row. starts: the place of each one's first token among
-    the update's tokens with routes. size: experts of a layer, and chosen ones of a token. Reads the routes of these
-    layers and sequences only, and none with `record`.
+    Reads the routes of these layers and sequences only, and none with `record`.
+
+    Args:
+        packed: first row, number of tokens and routes of each sequence in the row.
+        starts: index of each sequence's first token in the update's tokens with routes.
+        size: number of experts of a layer, and of those chosen for a token.
     """
     total, chosen = size
-    places = np.full(length, -1, dtype=np.int64)
-    turn = (np.arange(length)[:, None] * chosen + np.arange(chosen)) % total
-    experts = np.repeat(turn[None].astype(expert_type(total)), len(layers), axis=0)
+    indices = np.full(length, -1, dtype=np.int64)
+    # Round robin, so that padding loads all experts alike.
+    round_robin = (np.arange(length)[:, None] * chosen + np.arange(chosen)) % total
+    experts = np.repeat(round_robin[None].astype(expert_type(total)), len(layers), axis=0)
     for (row, tokens, routes), start in zip(packed, starts, strict=True):
-        places[row : row + tokens - 1] = np.arange(start, start + tokens - 1)
+        indices[row : row + tokens - 1] = np.arange(start, start + tokens - 1)
         if not record:
             if routes is None:
                 raise ValueError("a sequence without routes, among others that have them")
             experts[:, row : row + tokens - 1] = routes.read(layers)
     local = local_rows(length, ranks.cp, ranks.cp_size).reshape(ranks.tp_size, -1)[ranks.tp]
     return Routing(
-        torch.from_numpy(places[local]).to(ranks.device),
+        torch.from_numpy(indices[local]).to(ranks.device),
         {layer: torch.from_numpy(np.ascontiguousarray(experts[i, local])) for i, layer in enumerate(layers)},
         record,
     )
 
 
-def gather_flips(parts: Sequence[Routing], tokens: int, layers: int, ranks: Ranks) -> dict[str, float]:
-    """Shares of an update's `tokens` and of its choices in all `layers` with routers that differ from the replay's.
+def gather_flips(routings: Sequence[Routing], tokens: int, layers: int, ranks: Ranks) -> dict[str, float]:
+    """Fractions of an update's `tokens`, and of its choices in all `layers` with routers, that differ from the replay.
 
-    Collective; the same on every rank, of which each holds other rows or layers.
+    Collective; the same on every rank, though each holds other rows or layers.
     """
     table = torch.zeros(tokens, dtype=torch.int32, device=ranks.device)
-    for part in parts:
-        real = part.places >= 0
-        for flips in part.flips.values():
-            table[part.places[real]] += flips[real].int()
+    for routing in routings:
+        indexed = routing.indices >= 0
+        for flips in routing.flips.values():
+            table[routing.indices[indexed]] += flips[indexed].int()
     if ranks.world > 1:
         dist.all_reduce(table)
     return {
@@ -185,19 +187,17 @@ def gather_flips(parts: Sequence[Routing], tokens: int, layers: int, ranks: Rank
 
 
 def gather_routes(
-    parts: Sequence[Routing], tokens: int, layers: int, size: tuple[int, int], ranks: Ranks
+    routings: Sequence[Routing], tokens: int, layers: int, size: tuple[int, int], ranks: Ranks
 ) -> Iterator[np.ndarray]:
-    """The recorded routes of an update, layer by layer: uint8 or uint16 [T, k] on every rank. Collective.
-
-    Every choice was made on one rank; the others contribute zero bytes to the sum.
-    """
+    """The recorded routes of an update, layer by layer: uint8 or uint16 [T, k] on every rank. Collective."""
     total, chosen = size
     for layer in range(layers):
         table = np.zeros((tokens, chosen), dtype=expert_type(total))
-        for part in parts:
-            if layer in part.own:
-                places = part.places.cpu().numpy()
-                table[places[places >= 0]] = part.own[layer].numpy()[places >= 0]
+        for routing in routings:
+            if layer in routing.recorded:
+                indices = routing.indices.cpu().numpy()
+                table[indices[indices >= 0]] = routing.recorded[layer].numpy()[indices >= 0]
+        # Every choice was made on one rank; the others contribute zero bytes to the sum.
         if ranks.world > 1:
             summed = torch.from_numpy(table.view(np.uint8)).to(ranks.device)
             dist.all_reduce(summed)

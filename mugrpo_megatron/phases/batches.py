@@ -1,4 +1,4 @@
-"""The batches of a stage: its responses as the recipe takes them, with the columns that passes have computed."""
+"""The batches of a stage: the responses of each update, with the columns computed beside them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mugrpo_megatron.stages.routes import RouteColumn, route_column
 from mugrpo_megatron.stages.store import StageStore
 
 REPAIR_AUXILIARY = "remove both of its files, and `mugrpo train` or `mugrpo generate` with this recipe computes them"
-"""How an auxiliary model's column is repaired."""
+"""Ends an error about an auxiliary model's column."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,49 +37,50 @@ class Batch:
     groups: np.ndarray
     """int64 [N]"""
     stage_progress: float
-    """The part of the stage's updates that are taken, from 0 to below 1."""
+    """Fraction of the stage's updates already taken, in [0, 1)."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageColumns:
-    """The columns of a stage that the recipe asks for; None for the others."""
+    """The columns that the recipe asks for; the others are None."""
 
     behaviour: LogprobColumn | None
     """Under the learner's weights at the stage's start, with `rollout.behaviour = "learner"`."""
     routes: RouteColumn | None
-    """What the learner's routers chose then, with `learner.routing_replay = "learner"`."""
+    """Experts chosen by the learner's routers at the stage's start, with `learner.routing_replay = "learner"`."""
     ref: LogprobColumn | None
-    """Under the reference policy, unless that is the behaviour."""
+    """Under the reference policy of the KL penalty; None also where that is the behaviour policy."""
     ref_weights: Path | None
-    """The reference policy's checkpoint; None where it is the learner at the stage's start."""
+    """Checkpoint of the reference policy; None if it is the learner at the stage's start."""
     teacher: LogprobColumn | None
     """Under the auxiliary model that `objective.teacher` names."""
     scores: Mapping[str, ScoreColumn]
-    """Of the reward functions that are judges, by name."""
+    """Scores of the reward functions that are judges, by name."""
     proximal: Callable[[int], LogprobColumn] | None
-    """Age -> under the weights at that age, for `objective.proximal_every` updates from there on."""
+    """Age -> logprobs under the weights at that age, for the next `objective.proximal_every` updates."""
 
 
 def columns_of(recipe: Recipe, directory: RunDirectory, run: str, store: StageStore, stage: int) -> StageColumns:
-    """The columns of a run's sealed stage, whether they are computed yet or not; `run` is the run's id."""
-    section, of = recipe.objective, stage_identity(store.content)
+    """Returns the columns of a sealed stage, computed or not; `run` is the run's id."""
+    section, identity = recipe.objective, stage_identity(store.content)
 
     def after(age: int = 0) -> str:
         return f"after {checkpoint_name(Cursor(stage, age))} from {directory.checkpoints}"
 
     def proximal(age: int) -> LogprobColumn:
-        return LogprobColumn(directory.proximal(stage, age), {**of, "run": run, "age": age}, computed_again(after(age)))
+        key = {**identity, "run": run, "age": age}
+        return LogprobColumn(directory.proximal(stage, age), key, computed_again(after(age)))
 
-    behaviour = LogprobColumn(directory.behaviour(stage), of, computed_again(after()))
+    behaviour = LogprobColumn(directory.behaviour(stage), identity, computed_again(after()))
     weights = ref_weights(recipe)
     ref = LogprobColumn(
         directory.ref(stage),
-        {**of, "ref": section.kl_ref},
+        {**identity, "ref": section.kl_ref},
         computed_again("" if weights else after()),
     )
     return StageColumns(
         behaviour=behaviour if recipe.rollout.behaviour == "learner" else None,
-        routes=route_column(store.directory, "learner", of) if store.replay == "learner" else None,
+        routes=route_column(store.directory, "learner", identity) if store.replay == "learner" else None,
         ref=ref if section.kl_ref and not ref_is_behaviour(recipe) else None,
         ref_weights=weights,
         teacher=teacher_column(recipe, directory, store, stage),
@@ -89,30 +90,29 @@ def columns_of(recipe: Recipe, directory: RunDirectory, run: str, store: StageSt
 
 
 def teacher_column(recipe: Recipe, directory: RunDirectory, store: StageStore, stage: int) -> LogprobColumn | None:
-    """The log-probabilities of a sealed stage under the teacher; None without one."""
+    """Returns the teacher's logprobs of a sealed stage; None without a teacher."""
     name, temperature = recipe.objective.teacher, recipe.rollout.temperature
     if name is None:
         return None
-    of = {**stage_identity(store.content), "auxiliary": name, "temperature": temperature}
-    return LogprobColumn(directory.auxiliary(stage, f"teacher-{name}"), of, REPAIR_AUXILIARY)
+    key = {**stage_identity(store.content), "auxiliary": name, "temperature": temperature}
+    return LogprobColumn(directory.auxiliary(stage, f"teacher-{name}"), key, REPAIR_AUXILIARY)
 
 
 def score_column(recipe: Recipe, directory: RunDirectory, store: StageStore, stage: int, name: str) -> ScoreColumn:
-    """The scores of a sealed stage by the judge that is the reward function `name`."""
+    """Returns the scores of a sealed stage by the judge `name`."""
     judge = recipe.reward.judges[name]
-    of = {
+    key = {
         **stage_identity(store.content),
         "auxiliary": judge.model,
         "prompt": file_sum(judge.prompt),
         "parse": [judge.parse, source_sum(judge.parse or "")],
         "sampling": [judge.max_tokens, judge.temperature],
     }
-    return ScoreColumn(directory.auxiliary(stage, f"reward-{name}"), of, REPAIR_AUXILIARY)
+    return ScoreColumn(directory.auxiliary(stage, f"reward-{name}"), key, REPAIR_AUXILIARY)
 
 
 def ref_weights(recipe: Recipe) -> Path | None:
-    """The checkpoint that `objective.kl_ref` names; None where the reference policy is the learner at the stage's
-    start."""
+    """Returns the checkpoint that `objective.kl_ref` names; None for the learner at the stage's start."""
     name = recipe.objective.kl_ref
     if name is None or name == "stage":
         return None
@@ -120,14 +120,13 @@ def ref_weights(recipe: Recipe) -> Path | None:
 
 
 def ref_is_behaviour(recipe: Recipe) -> bool:
-    """Whether the reference policy's logprobs are the behaviour's: both of the learner with the stage's first
-    weights."""
+    """Whether the reference policy is the behaviour policy: the learner at the stage's start."""
     return recipe.objective.kl_ref == "stage" and recipe.rollout.behaviour == "learner"
 
 
 @dataclass(frozen=True)
 class StageBatches:
-    """The updates of sealed stage `stage` as a recipe takes them: formed, in its order, and with its columns."""
+    """The updates of a sealed stage in the recipe's order, with their columns."""
 
     recipe: Recipe
     store: StageStore
@@ -135,7 +134,7 @@ class StageBatches:
     columns: StageColumns
 
     def batch(self, cursor: Cursor) -> Batch:
-        """What the update at the cursor trains on. Raises UserError when a column of it is missing or damaged."""
+        """Returns the batch of the update at the cursor. Raises UserError if a column is missing or damaged."""
         samples = self.samples(cursor.age)
         if self.columns.proximal:
             since_refresh = cursor.age % self.recipe.objective.proximal_every
@@ -149,9 +148,9 @@ class StageBatches:
         )
 
     def samples(self, age: int) -> list[Sample]:
-        """The samples of the update taken at `age`, without their proximal logprobs.
+        """Returns the samples of the update taken at `age`, without proximal logprobs.
 
-        Passes over the stage after the first take its updates in an order that the run's seed shuffles. With
+        Epochs after the first shuffle the updates by the run's seed. With
         `objective.zero_variance = "leave_out"` updates consist of informative groups only.
         """
         update = update_at(self.recipe.run.seed, self.stage, self.store.updates, age)
@@ -159,23 +158,20 @@ class StageBatches:
             return self._stored(update)
         per_update = self.recipe.rollout.prompts_per_update
         rewards, groups = self._rewards
-        differs = np.zeros(groups.max() + 1, dtype=bool)
-        differs[groups] = informative(rewards, groups)
-        chosen = informative_updates(differs, per_update)[update]
-        stored = {place: self._stored(place) for place in sorted({*(chosen // per_update).tolist()})}
+        is_informative = np.zeros(groups.max() + 1, dtype=bool)
+        is_informative[groups] = informative(rewards, groups)
+        chosen = informative_updates(is_informative, per_update)[update]
+        stored = {number: self._stored(number) for number in sorted({*(chosen // per_update).tolist()})}
         return [
-            replace(sample, group=place)  # a group that occurs twice in one update counts as two groups
-            for place, group in enumerate(chosen.tolist())
+            replace(sample, group=index)  # a group that occurs twice in one update counts as two groups
+            for index, group in enumerate(chosen.tolist())
             for sample in stored[group // per_update]
             if sample.group == group
         ]
 
     @cached_property
     def _rewards(self) -> tuple[np.ndarray, np.ndarray]:
-        """Rewards float64 [n] and groups int64 [n] of the stage's samples, its judges' scores included.
-
-        Every update asks for them; the scores of the whole stage are read once.
-        """
+        """Rewards float64 [n] and groups int64 [n] of the whole stage, judges' scores included; read once."""
         rewards, groups = self.store.rewards()
         for name, column in self.columns.scores.items():
             scores = np.concatenate([column.read(update) for update in range(self.store.updates)])
@@ -183,25 +179,26 @@ class StageBatches:
         return rewards, groups
 
     def _judged(self, samples: list[Sample], update: int) -> list[Sample]:
-        """The samples with their judges' scores: in the reward, and among its parts where there is one."""
+        """Returns the samples with judges' scores added to the reward and, if there is one, to the components."""
         groups = np.array([sample.group for sample in samples])
         for name, column in self.columns.scores.items():
             scores, weight = column.read(update), self.recipe.reward.judges[name].weight
-            bonus = weight * neutral_where_missing(scores, groups)
+            weighted = weight * neutral_where_missing(scores, groups)
             samples = [
                 replace(
                     sample,
-                    reward=sample.reward + float(more),
+                    reward=sample.reward + float(term),
                     components={**sample.components, **({} if np.isnan(score) else {name: float(score)})},
                 )
-                for sample, more, score in zip(samples, bonus, scores, strict=True)
+                for sample, term, score in zip(samples, weighted, scores, strict=True)
             ]
         return samples
 
     def _stored(self, update: int) -> list[Sample]:
-        """Returns the samples of an update as the stage holds it, with every column except the proximal logprobs."""
+        """Returns the samples of a stored update with every column except the proximal logprobs."""
         samples = self._judged(self.store.read_update(update), update)
         behaviour = self.columns.behaviour.read(update) if self.columns.behaviour else None
+        # Added beside the engine's logprobs, never in their place: the mismatch needs both (Megatron against SGLang).
         columns = {"behaviour_logprobs": behaviour or [sample.engine_logprobs for sample in samples]}
         if self.columns.teacher:
             columns["teacher_logprobs"] = self.columns.teacher.read(update)
@@ -221,7 +218,7 @@ def with_columns(samples: Sequence[Sample], columns: Mapping[str, Sequence[np.nd
 
 
 def neutral_where_missing(scores: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """Scores [N] with the mean of its group's others in place of NaN: the baseline stays; 0 in a group without any."""
+    """Impute missing scores [N] (NaN) with the mean of their group, 0 in a group without any: the baseline stays."""
     _, inverse = np.unique(groups, return_inverse=True)
     known = ~np.isnan(scores)
     sums, counts = np.bincount(inverse, np.where(known, scores, 0.0)), np.bincount(inverse, known)
@@ -229,9 +226,9 @@ def neutral_where_missing(scores: np.ndarray, groups: np.ndarray) -> np.ndarray:
 
 
 def training_rewards(samples: Sequence[Sample], section: ObjectiveSection) -> np.ndarray:
-    """The rewards [N] that advantages are computed from: with `kl_penalty = "reward"`, less the penalty.
+    """Returns the rewards [N] for the advantages: with `kl_penalty = "reward"`, less the KL penalty (InstructGPT).
 
-    Raises ValueError when a sample lacks its reference policy's logprobs.
+    Raises ValueError when a sample lacks logprobs of the reference policy.
     """
     rewards = np.array([sample.reward for sample in samples])
     if section.kl_penalty != "reward" or section.kl_ref is None:

@@ -1,5 +1,4 @@
-"""Passes over a stage without a gradient, of the learner and of auxiliary models: they compute the columns that it
-needs."""
+"""Forward passes of the learner over a stage: they compute its columns."""
 
 from __future__ import annotations
 
@@ -26,10 +25,10 @@ class _StopAsked(Exception):
 
 @contextmanager
 def learner_pass(run: Run, cursor: Cursor, what: str, ages: Sequence[int]) -> Iterator[Iterator[int]]:
-    """The updates of a pass, one after the other, with a bar that says `what`; every rank has ended it after the block.
+    """Yields the ages of a pass with a bar titled `what`; every rank has finished after the block. Collective.
 
-    When a rank was asked to stop, the next one raises: files that the block writes are dropped, weights that it has
-    exchanged are put back, and Stopped is raised with the learner saved. Collective.
+    When a rank was asked to stop, the next age raises inside the block: it drops the files that it writes and restores
+    weights that it has swapped, and Stopped is raised with the learner saved.
     """
 
     def each(bar: Bar) -> Iterator[int]:
@@ -51,7 +50,7 @@ def learner_pass(run: Run, cursor: Cursor, what: str, ages: Sequence[int]) -> It
 
 
 def is_missing(column: Column | None, again: bool) -> bool:
-    """Whether a column has to be computed; UserError when it is missing and cannot be computed again."""
+    """Whether a column has to be computed; raises UserError if it is missing and `again` is False."""
     if column is None or column.complete:
         return False
     if not again:
@@ -61,10 +60,10 @@ def is_missing(column: Column | None, again: bool) -> bool:
 
 
 def record_behaviour(run: Run, learner: Learner, stage: StageBatches, cursor: Cursor) -> None:
-    """Compute what the recipe wants of the policy before the stage's first update, in one pass.
+    """Compute the behaviour logprobs and the routes of the policy before the stage's first update, in one pass.
 
-    These are the behaviour logprobs with `rollout.behaviour = "learner"`, and the experts that the routers choose with
-    `learner.routing_replay = "learner"`; the logprobs are those of a pass that replays them, bit by bit.
+    Behaviour logprobs with `rollout.behaviour = "learner"`, routes with `learner.routing_replay = "learner"`. The
+    logprobs are bitwise the ones of a pass that replays the routes.
     """
     behaviour, routes = stage.columns.behaviour, stage.columns.routes
     scores, records = is_missing(behaviour, cursor.age == 0), is_missing(routes, cursor.age == 0)
@@ -133,8 +132,8 @@ def _check_ref(run: Run, stage: int, weights: Path, mark: str) -> None:
 def refresh_proximal(run: Run, learner: Learner, stage: StageBatches, cursor: Cursor) -> None:
     """Every `objective.proximal_every` updates the clip's proximal policy becomes the current one.
 
-    That policy is kept as its logprobs of all samples until the next refresh, on disk before the first of these updates
-    is taken. They are recomputed when a run resumes at this cursor.
+    Its logprobs of all samples until the next refresh go to disk before the first of these updates. A run that resumes
+    at this cursor computes them again.
     """
     every = run.recipe.objective.proximal_every
     if stage.columns.proximal is None:
@@ -155,10 +154,7 @@ def refresh_proximal(run: Run, learner: Learner, stage: StageBatches, cursor: Cu
 
 
 def _remove_old_proximal_files(run: Run) -> None:
-    """Remove the proximal files that no checkpoint can need: all before the one that the oldest checkpoint needs.
-
-    The run resumes from one of its complete checkpoints, or from a later one that is still being written.
-    """
+    """Remove proximal files older than the one that the oldest complete checkpoint needs: no resume reads them."""
     for checkpoint in complete(run.directory.checkpoints)[:1]:
         paths = [
             path for path in sorted(run.directory.proximal_files.glob("*.parquet")) if path.stem <= checkpoint.name

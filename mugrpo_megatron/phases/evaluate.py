@@ -27,7 +27,7 @@ from mugrpo_megatron.samples import Prompt
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What an evaluation needs of the responses to one problem."""
+    """Scores and counts of the responses to one held-out problem."""
 
     rewards: list[float]
     tokens: int

@@ -28,7 +28,7 @@ from mugrpo_megatron.samples import Prompt
 from mugrpo_megatron.stages.store import StageStore
 
 AUXILIARY_TURNS = "mugrpo_megatron.extras.auxiliary.phase:score_stage"
-"""What other models than the policy compute of a stage, each with the devices to itself."""
+"""Entry point of the phase in which auxiliary models compute their columns, one at a time."""
 
 
 @contextmanager

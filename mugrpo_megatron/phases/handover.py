@@ -17,14 +17,15 @@ from mugrpo_megatron.weights.sync import sync
 
 
 def sync_weights(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> None:
-    """Send the learner's weights to the engines, then give them the devices: a device never holds both in full.
+    """Send the learner's weights to the engines and give them the devices. Collective.
 
-    First the optimizer state is offloaded, the engine's weights wake and are synced, then the learner's weights are
-    offloaded and the engine's KV cache wakes. An engine that fails here generates nothing until the next sync.
+    A device never holds both in full: the optimizer state is offloaded, the engine's weights wake and are synced, the
+    learner's weights are offloaded, the engine's KV cache wakes. An engine that fails here samples nothing until the
+    next sync.
     """
     leader = engines.leader
     with run.phase("sync", cursor) as facts:
-        learner.reload()  # where it is offloaded already: an engine that failed is synced again
+        learner.reload()  # it is offloaded where an engine failed and is synced again
         learner.offload("optimizer")
         run.world.barrier()  # an engine spans several ranks' devices; all must have offloaded first
         if engines.nodes > 1 and (ended := rendezvous(run.world, engines.local)) and leader:
@@ -49,7 +50,7 @@ def sync_weights(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -
 def _check_weights(run: Run, engines: Engines, engine: Engine | None, facts: dict[str, float]) -> None:
     """Compare the engines' weights with the learner's where `engine.check_weights` asks for it. Collective.
 
-    WeightMismatch on every rank ends the run; an engine that fails here generates nothing until the next sync.
+    Raises WeightMismatch on every rank. An engine that fails here samples nothing until the next sync.
     """
     mode, leader = run.recipe.engine.check_weights, engines.leader
     due = leader is not None and engine is not None and (mode == "every" or not leader.checked)
@@ -69,7 +70,7 @@ def _check_weights(run: Run, engines: Engines, engine: Engine | None, facts: dic
 
 
 def _wake_weights(leader: EngineLeader) -> Engine | None:
-    """The engine with its weights' memory allocated, restarted where it had failed; None when it does not start."""
+    """Allocate the engine's weights, restarting a failed engine; returns None if it does not start."""
     try:
         leader.engine.wake("weights")
         leader.engine.wait_ready()
@@ -92,6 +93,6 @@ def sleep_engines(world: World, engines: Engines) -> None:
     if leader := engines.leader:
         try:
             leader.engine.sleep()
-        except EngineFailure as failure:  # it was ended, which frees the devices as well
+        except EngineFailure as failure:  # the process was ended, which frees the devices as well
             leader.record_failure(failure)
     sleep_followers(world, engines)

@@ -18,7 +18,8 @@ from mugrpo_megatron.run.world import World
 
 
 def shared_queue(world: World, groups: Sequence[int]) -> PromptQueue:
-    """The main rank's `groups` as one queue for all engines. Collective; the other ranks' `groups` do not count."""
+    """Returns one queue of the main rank's `groups` for all engines; other ranks' `groups` are ignored. Collective."""
+    # Counters of the rendezvous store hand out the prompts, so a fast engine takes more than a slow one.
     name, missing = world.broadcast((uuid4().hex, groups))
     if world.ranks.world == 1:
         return PromptQueue(missing)
@@ -30,7 +31,7 @@ def sample_groups(
 ) -> Iterator[SampledGroup]:
     """Yields the groups that this rank's engine takes from the queue, as they are finished.
 
-    Ends early when the engine fails or the run is asked to `stop`; what is in flight is then dropped.
+    Ends early when the engine fails or the run is asked to `stop`, and drops requests in flight.
     """
     if leader.engine.running and not stop.poll():
         try:
@@ -46,25 +47,26 @@ def sample_groups(
 
 
 def report_failures(run: Run, leader: EngineLeader | None) -> None:
-    """Say which engines failed since the last call; each is restarted at the next sync. Collective.
+    """Report engines that failed since the last call; the next sync restarts them. Collective.
 
     Raises EngineFailure on every rank after MOST_FAILURES failures of one engine in a row.
     """
-    mine = None
+    failure = None
     if leader and leader.failure:
-        mine, leader.failure = (str(leader.failure), leader.failures_in_a_row), None
-    for rank, report in enumerate(run.world.gather(mine)):
+        failure, leader.failure = (str(leader.failure), leader.failures_in_a_row), None
+    for rank, report in enumerate(run.world.gather(failure)):
         if report is None:
             continue
-        text = f"rank {rank}: {report[0]}" if run.world.ranks.world > 1 else report[0]
-        if report[1] >= MOST_FAILURES:
+        message, failures_in_a_row = report
+        text = f"rank {rank}: {message}" if run.world.ranks.world > 1 else message
+        if failures_in_a_row >= MOST_FAILURES:
             raise EngineFailure(text)
         run.log.event("engine_failure", text.splitlines()[0])
         run.display.say(f"{text}\nThe engine is restarted for what is missing.")
 
 
 def show_totals(bar: Bar, queue: PromptQueue, is_main: bool) -> None:
-    """Advance the main rank's bar to what all engines have finished of the queue."""
+    """Advance the main rank's bar to the groups and tokens that all engines have finished."""
     if is_main:
         groups, tokens = queue.totals()
         bar.advance(groups - bar.done, tokens - bar.tokens)

@@ -1,7 +1,4 @@
-"""What a run writes: its saves, where the recipe says so or someone asks it to stop, and at its end its results.
-
-The results are the last evaluation, the Hugging Face checkpoint, summary.json and report.html.
-"""
+"""Saves of a run, and its results: the last evaluation, the Hugging Face checkpoint, summary.json and report.html."""
 
 from __future__ import annotations
 
@@ -25,14 +22,14 @@ from mugrpo_megatron.weights.hf import save_hf
 
 
 def save_if_due(run: Run, cursor: Cursor) -> None:
-    """After an update: save the learner's full state where the recipe or a request to stop asks for it.
+    """Save the learner's full state after an update, where the recipe or a request to stop asks for it. Collective.
 
     The run resumes from `cursor`. Saves at the end of every `checkpoint.every_stages`-th stage and of the last, after
     every `checkpoint.every_updates`-th update of a stage; without engines, in a run that takes one stage's updates,
     always at its end. A save at a stage's end writes `hf/`, too. Raises Stopped, with everything saved, when the run
     was asked to stop.
 
-    The stages since the last save are sealed: a resumed run generates none of them again and repeats their updates.
+    Stages since the last save are sealed: a resumed run repeats their updates without generating them again.
     """
     section, stage_ends = run.recipe.checkpoint, cursor.age == 0
     last = cursor.finished(run.recipe.schedule) or (stage_ends and not run.world.engines)

@@ -164,7 +164,7 @@ class RewardSection(Section):
         """The names of the functions that score responses to problems of a `data_source`, in the recipe's order."""
         return tuple(name for name, one in self.table.items() if not one.sources or source in one.sources)
 
-    def any_gold(self, source: str) -> bool:
+    def accepts_any_gold(self, source: str) -> bool:
         """Whether golds of a `data_source` may be any JSON value: `math` does not read them."""
         table = self.table
         return all(table[name].function != MATH for name in self.functions_of(source))

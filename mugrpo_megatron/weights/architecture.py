@@ -100,7 +100,7 @@ class Architecture:
         pattern = self.transformer.get("moe_layer_freq", [])
         return pattern.count(0) if self.experts else self.layers
 
-    def has(self, row: Row, layer: int) -> bool:
+    def has_row(self, row: Row, layer: int) -> bool:
         """Whether a row of the table is one of this layer's."""
         return row.layers == "all" or (row.layers == "dense") == (layer < self.dense_layers)
 

@@ -20,7 +20,7 @@ from mugrpo_megatron.megatron_compat import parallel_state
 from mugrpo_megatron.recipe.systems import BLOCK
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.safetensors_dir import TensorSpec
-from mugrpo_megatron.weights.table import Entry, entries, local_parameters, split, tensor_group, unshard
+from mugrpo_megatron.weights.table import Entry, entries, local_parameters, split_to_hf, tensor_group, unshard
 
 ALIGNMENT = 16
 """Tensors start at multiples of this many bytes in a bucket, so that they can be viewed in their own type."""
@@ -206,7 +206,7 @@ def fill_bucket(bucket: Bucket, held: Held, architecture: Architecture, flat: to
         if expert_rank is None or experts.rank() == expert_rank:
             for piece in bucket.pieces:
                 whole = _gather(piece.entry, with_adapter(held[piece.entry.megatron]))
-                for slot, part in zip(piece.slots, split(piece.entry, whole, architecture), strict=True):
+                for slot, part in zip(piece.slots, split_to_hf(piece.entry, whole, architecture), strict=True):
                     slot.view(flat).view(part.shape).copy_(part)
         if expert_rank is not None and experts.size() > 1:
             dist.broadcast(flat, group=experts, group_src=expert_rank)

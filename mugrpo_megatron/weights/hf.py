@@ -27,7 +27,7 @@ from mugrpo_megatron.weights.safetensors_dir import (
     write_index,
     write_shard,
 )
-from mugrpo_megatron.weights.table import Entry, local_parameters, merge, pad_vocab, shard, tensor_group
+from mugrpo_megatron.weights.table import Entry, local_parameters, merge_from_hf, pad_vocab, shard, tensor_group
 
 SHARD_BYTES = 4 * 1024**3
 CARRIED = (
@@ -61,7 +61,7 @@ def load_hf(chunks: Sequence[torch.nn.Module], hf_dir: Path, architecture: Archi
 def read_shard(checkpoint: HFCheckpoint, entry: Entry, architecture: Architecture, shape: torch.Size) -> torch.Tensor:
     """This rank's shard of one parameter, of the given shape, in the checkpoint's type."""
     group = tensor_group(entry)
-    whole = merge(entry, [checkpoint.read(name) for name in entry.hf], architecture)
+    whole = merge_from_hf(entry, [checkpoint.read(name) for name in entry.hf], architecture)
     whole = pad_vocab(entry, whole, shape[0] * group.size())
     part = shard(entry, whole, group.size(), group.rank())
     if part.shape != shape:

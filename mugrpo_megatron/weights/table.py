@@ -1,7 +1,7 @@
 """The two-way table: the tensors of a parameter, how they merge and shard, and their names in checkpoints.
 
-HF tensors  --merge-->  whole Megatron parameter  --shard-->  one rank's parameter
-HF tensors  <--split--  whole Megatron parameter  <-unshard-  every rank's parameter
+HF tensors  --merge_from_hf-->  whole Megatron parameter  --shard-->  one rank's parameter
+HF tensors  <--split_to_hf--    whole Megatron parameter  <-unshard-  every rank's parameter
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def entries(architecture: Architecture) -> dict[str, Entry]:
     first = rows.index(in_layers[0])
     entries = [Entry(row, 0, 0) for row in rows[:first]]
     for layer in range(architecture.layers):
-        for row in (row for row in in_layers if architecture.has(row, layer)):
+        for row in (row for row in in_layers if architecture.has_row(row, layer)):
             copies = architecture.experts if "{expert}" in row.megatron else 1
             entries += [Entry(row, layer, expert) for expert in range(copies)]
     entries += [Entry(row, 0, 0) for row in rows[first:] if row not in in_layers]
@@ -84,7 +84,7 @@ def whole_shape(entry: Entry, architecture: Architecture) -> tuple[int, ...]:
     return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
-def merge(entry: Entry, tensors: Sequence[torch.Tensor], architecture: Architecture) -> torch.Tensor:
+def merge_from_hf(entry: Entry, tensors: Sequence[torch.Tensor], architecture: Architecture) -> torch.Tensor:
     """Hugging Face tensors -> the whole Megatron parameter (without vocabulary padding)."""
     if entry.row.form == "qkv":
         groups = architecture.transformer["num_query_groups"]
@@ -93,7 +93,7 @@ def merge(entry: Entry, tensors: Sequence[torch.Tensor], architecture: Architect
     return torch.cat(list(tensors), dim=0) if len(tensors) > 1 else tensors[0]
 
 
-def split(entry: Entry, whole: torch.Tensor, architecture: Architecture) -> list[torch.Tensor]:
+def split_to_hf(entry: Entry, whole: torch.Tensor, architecture: Architecture) -> list[torch.Tensor]:
     """The whole Megatron parameter -> views of it with the elements of its Hugging Face tensors, in row-major order.
 
     Parts of `qkv` are [groups, rows of a group, ...]: reshaping them to the tensor's shape would copy, so the caller

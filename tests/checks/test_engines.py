@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 from mugrpo_megatron.checks.engines import (
+    EngineSetup,
     check_engine_device,
     check_without_sync,
     depends_on_device,
@@ -33,6 +35,14 @@ def recipe(**sections: dict[str, Any]) -> Recipe:
     return Recipe.model_validate(sections)
 
 
+def problems_of(recipe: Recipe, model: Mapping[str, Any]) -> list[str]:
+    return list(engine_problems(EngineSetup(recipe, model)))
+
+
+def check_device(recipe: Recipe, cuda: bool) -> None:
+    check_engine_device(EngineSetup(recipe, cuda=cuda))
+
+
 @pytest.mark.parametrize(
     "sections",
     [
@@ -47,21 +57,21 @@ def recipe(**sections: dict[str, Any]) -> Recipe:
     ],
 )
 def test_possible_engines_pass(sections: dict[str, Any]) -> None:
-    assert list(engine_problems(recipe(**sections), MODEL)) == []
+    assert problems_of(recipe(**sections), MODEL) == []
 
 
 def test_fields_that_transformers_does_not_write_are_asked_for() -> None:
     model = {**models.SIZES, **models.FAMILIES["deepseek_v3"], "model_type": "deepseek_v3"}
-    assert list(engine_problems(recipe(), model)) == []
-    (said,) = engine_problems(recipe(), {**model, "scoring_func": None, "topk_method": None})
+    assert problems_of(recipe(), model) == []
+    (said,) = problems_of(recipe(), {**model, "scoring_func": None, "topk_method": None})
     assert "lacks scoring_func and topk_method, which SGLang reads" in said
-    (said,) = engine_problems(recipe(), {**model, "model_type": "glm4_moe_lite", "first_k_dense_replace": None})
+    (said,) = problems_of(recipe(), {**model, "model_type": "glm4_moe_lite", "first_k_dense_replace": None})
     assert "lacks first_k_dense_replace" in said
 
 
 def test_latent_attention_is_not_quantised() -> None:
     model = {**models.SIZES, **models.FAMILIES["deepseek_v3"], "model_type": "deepseek_v3"}
-    said = list(engine_problems(recipe(**FP8, **BFLOAT16), model))
+    said = problems_of(recipe(**FP8, **BFLOAT16), model)
     assert any("of a model with latent attention" in one for one in said)
 
 
@@ -85,25 +95,25 @@ def test_latent_attention_is_not_quantised() -> None:
     ],
 )
 def test_impossible_engines_are_refused(sections: dict[str, Any], said: str) -> None:
-    problems = list(engine_problems(recipe(**sections), MODEL))
+    problems = problems_of(recipe(**sections), MODEL)
     assert any(said in problem for problem in problems), problems
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_tied_embeddings_are_refused_where_the_engine_would_not_tie_them(family: str) -> None:
     untied = {**MODEL, "model_type": family}
-    (problem,) = engine_problems(recipe(), {**untied, "tie_word_embeddings": True})
+    (problem,) = problems_of(recipe(), {**untied, "tie_word_embeddings": True})
     assert f"a {family} with tie_word_embeddings" in problem
-    assert list(engine_problems(recipe(), {**untied, "tie_word_embeddings": False})) == []
-    assert list(engine_problems(recipe(), {**MODEL, "model_type": "qwen3", "tie_word_embeddings": True})) == []
+    assert problems_of(recipe(), {**untied, "tie_word_embeddings": False}) == []
+    assert problems_of(recipe(), {**MODEL, "model_type": "qwen3", "tie_word_embeddings": True}) == []
 
 
 def test_the_engines_routes_need_cuda() -> None:
     wanted = recipe(learner={"routing_replay": "rollout"})
-    check_engine_device(wanted, cuda=True)
-    check_engine_device(recipe(learner={"routing_replay": "learner"}), cuda=False)
+    check_device(wanted, cuda=True)
+    check_device(recipe(learner={"routing_replay": "learner"}), cuda=False)
     with pytest.raises(UserError, match=r'"rollout" needs CUDA to generate.*pinned host memory.* set it to "learner"'):
-        check_engine_device(wanted, cuda=False)
+        check_device(wanted, cuda=False)
 
 
 @pytest.mark.parametrize(
@@ -116,41 +126,41 @@ def test_the_engines_routes_need_cuda() -> None:
     ],
 )
 def test_a_run_looks_for_a_device_only_where_the_recipe_needs_one_kind(sections: dict[str, Any], needs: bool) -> None:
-    assert depends_on_device(recipe(**sections)) == needs
+    assert depends_on_device(EngineSetup(recipe(**sections))) == needs
 
 
 def test_engines_of_several_nodes_need_a_learner() -> None:
     wide = recipe(engine={"tensor": 2, "nodes": 2})
     for cuda in (True, False):
-        check_engine_device(wide, cuda)
+        check_device(wide, cuda)
     with pytest.raises(UserError, match="needs a learner's ranks on each: leave --engine-only out"):
-        check_without_sync(wide)
+        check_without_sync(EngineSetup(wide))
 
 
 def test_fp8_engines_need_cuda_and_a_sync() -> None:
-    check_engine_device(recipe(**FP8), cuda=True)
-    check_without_sync(recipe())
+    check_device(recipe(**FP8), cuda=True)
+    check_without_sync(EngineSetup(recipe()))
     with pytest.raises(UserError, match="needs a learner, whose weight sync quantises"):
-        check_without_sync(recipe(**FP8))
+        check_without_sync(EngineSetup(recipe(**FP8)))
     with pytest.raises(UserError, match=r'quantization = "fp8" needs CUDA.* set it to "none"'):
-        check_engine_device(recipe(**FP8), cuda=False)
+        check_device(recipe(**FP8), cuda=False)
 
 
 def test_float32_on_cuda_needs_other_norms() -> None:
     single = {"model": {"dtype": "float32"}}
     for sections, cuda in ((single, False), (BFLOAT16, True), ({**single, **EQUAL}, True)):
-        check_engine_device(recipe(**sections), cuda)
+        check_device(recipe(**sections), cuda)
     with pytest.raises(UserError, match=r'float32" with an engine on CUDA: .* set model.dtype to "bfloat16", or'):
-        check_engine_device(recipe(**single), cuda=True)
+        check_device(recipe(**single), cuda=True)
 
 
 def test_deterministic_engines_need_cuda() -> None:
-    check_engine_device(recipe(**EQUAL), cuda=True)
-    check_engine_device(recipe(), cuda=False)
+    check_device(recipe(**EQUAL), cuda=True)
+    check_device(recipe(), cuda=False)
     with pytest.raises(
         UserError, match=r"run.deterministic = true needs CUDA to generate: .*; set it to false, the le"
     ):
-        check_engine_device(recipe(**EQUAL), cuda=False)
+        check_device(recipe(**EQUAL), cuda=False)
 
 
 @pytest.mark.parametrize(
@@ -164,11 +174,11 @@ def test_deterministic_engines_need_cuda() -> None:
 def test_a_mixtral_is_refused_where_the_engine_would_compute_another_attention(
     changes: dict[str, Any], said: str
 ) -> None:
-    (problem,) = engine_problems(recipe(), {**MODEL, "model_type": "mixtral", **changes})
+    (problem,) = problems_of(recipe(), {**MODEL, "model_type": "mixtral", **changes})
     assert said in problem
     plain = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, "rope_parameters": {"rope_type": "default"}}
-    assert list(engine_problems(recipe(), {**MODEL, "model_type": "mixtral", **plain})) == []
-    assert list(engine_problems(recipe(), {**MODEL, "model_type": "qwen3", **changes})) == []
+    assert problems_of(recipe(), {**MODEL, "model_type": "mixtral", **plain}) == []
+    assert problems_of(recipe(), {**MODEL, "model_type": "qwen3", **changes}) == []
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -177,10 +187,10 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 @pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
 def test_yarn_is_refused_where_the_engine_would_scale_attention_otherwise(name: str) -> None:
     for scaling in (YARN, {**YARN, "attention_factor": None}, {**YARN, "attention_factor": 0.1 * math.log(4) + 1}):
-        assert list(engine_problems(recipe(), {**MODEL, name: scaling})) == []
-    assert list(engine_problems(recipe(), {**MODEL, name: {"rope_type": "llama3"}})) == []
+        assert problems_of(recipe(), {**MODEL, name: scaling}) == []
+    assert problems_of(recipe(), {**MODEL, name: {"rope_type": "llama3"}}) == []
     for more in ({"attention_factor": 1.0}, {"mscale": 0.707, "mscale_all_dim": 0.707}):
-        (problem,) = engine_problems(recipe(), {**MODEL, name: {**YARN, **more}})
+        (problem,) = problems_of(recipe(), {**MODEL, name: {**YARN, **more}})
         assert "engine and learner would be different policies" in problem
-    (problem,) = engine_problems(recipe(), {**MODEL, name: {key: YARN[key] for key in YARN if key != "factor"}})
+    (problem,) = problems_of(recipe(), {**MODEL, name: {key: YARN[key] for key in YARN if key != "factor"}})
     assert "YaRN has no factor, for which SGLang takes 1" in problem

@@ -79,16 +79,14 @@ def test_the_nearest_layout_is_valid_and_a_valid_one_is_its_own_nearest(
 ) -> None:
     recipe = asking(tensor=tensor, pipeline=pipeline, virtual_pipeline=virtual, context=context, expert=expert)
     model = EXPERTS if experts else DENSE
-    found = nearest_layout(recipe, model, world)
-    if found is None:
-        assert all(
-            any(layout_problems(recipe.model_copy(update={"parallel": one}), model, world))
-            for one in candidates(model, world)
-        )
+    nearest = nearest_layout(recipe.parallel, recipe.rollout, model, world)
+    if nearest is None:
+        layouts = candidates(model, world)
+        assert all(any(layout_problems(layout, recipe.rollout, model, world)) for layout in layouts)
         return
-    check_layout(recipe.model_copy(update={"parallel": found}), model, world)
-    if not any(layout_problems(recipe, model, world)) and virtual < 3:
-        assert found == recipe.parallel
+    check_layout(recipe.model_copy(update={"parallel": nearest}), model, world)
+    if not any(layout_problems(recipe.parallel, recipe.rollout, model, world)) and virtual < 3:
+        assert nearest == recipe.parallel
 
 
 def test_distance_is_zero_to_itself_and_counts_doublings() -> None:

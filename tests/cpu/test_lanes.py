@@ -72,7 +72,7 @@ def with_unequal_threads(model: str) -> tuple[dict[str, float], list[list[list[i
     learner = build_learner(recipe(Path(model), learner={"threads": 1 + dist.get_rank(), "micro_batch_tokens": 4096}))
     data = samples(40, 8)
     plan = plan_update(learner, [sequence_of(sample) for sample in data])
-    return update(learner, data, advantages(len(data))), plan.shares
+    return update(learner, data, advantages(len(data))), plan.micro_batches
 
 
 @pytest.mark.process

@@ -14,7 +14,8 @@ from tests.learner import tiny
 
 def test_a_world_of_one_has_device_groups_and_host_groups(tmp_path: Path) -> None:
     """NCCL (gloo on a CPU) over a store without a port, subgroups of it, and gloo beside it for the checkpoint."""
-    ranks = initialize(tiny.recipe(tmp_path))
+    recipe = tiny.recipe(tmp_path)
+    ranks = initialize(recipe.run, recipe.parallel)
     assert dist.get_backend() == ("nccl" if CUDA else "gloo")
     engine_group, _ = dist.new_subgroups(1)
     host_group = dist.new_group(backend="gloo")

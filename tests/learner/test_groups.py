@@ -16,6 +16,8 @@ from mugrpo_megatron.learner.groups import CHATTER, initialize, named_phase
 from mugrpo_megatron.learner.learner import build_learner
 from mugrpo_megatron.learner.model import policy
 from mugrpo_megatron.learner.update import update
+from mugrpo_megatron.recipe.sections import RunSection
+from mugrpo_megatron.recipe.systems import ParallelSection
 from tests.learner.tiny import advantages, recipe, samples
 from tests.ranks import run_ranks
 
@@ -24,7 +26,7 @@ pytestmark = pytest.mark.process
 
 def left_alone() -> str:
     """Rank 0 waits for a collective that rank 1 never joins."""
-    ranks = initialize(recipe(Path("unused")))
+    ranks = initialize(RunSection(), ParallelSection())
     group = dist.new_group(timeout=timedelta(seconds=2))
     if ranks.rank == 1:
         return ""
@@ -45,7 +47,7 @@ def test_of_a_librarys_message_the_reason_is_kept() -> None:
 
 def too_wide() -> str:
     with pytest.raises(UserError) as error:
-        initialize(recipe(Path("unused"), parallel={"tensor": 2}))
+        initialize(RunSection(), ParallelSection(tensor=2))
     return str(error.value)
 
 

@@ -13,7 +13,7 @@ from mugrpo_megatron.learner.attention import make_packing
 from mugrpo_megatron.learner.learner import Learner, build_learner
 from mugrpo_megatron.learner.model import policy
 from mugrpo_megatron.learner.update import token_logprobs, update
-from mugrpo_megatron.weights.table import local_parameters, merge
+from mugrpo_megatron.weights.table import local_parameters, merge_from_hf
 from tests import models
 from tests.learner.test_routing import replay
 from tests.learner.tiny import VOCAB, advantages, recipe, samples
@@ -48,7 +48,7 @@ def gradients(learner: Learner, model: str) -> dict[str, float]:
     apart = {}
     for entry, parameter in local_parameters([chunk], learner.architecture):
         if not entry.row.frozen:
-            expected = merge(entry, [of_expert(theirs, name) for name in entry.hf], learner.architecture)
+            expected = merge_from_hf(entry, [of_expert(theirs, name) for name in entry.hf], learner.architecture)
             gradient = parameter.main_grad  # type: ignore[attr-defined]  # Megatron's
             apart[entry.megatron] = float((gradient - expected).abs().max() / expected.abs().max())
     return apart

@@ -104,19 +104,19 @@ def test_round_trip_is_bitwise(checkpoints: Path, tmp_path: Path, name: str) -> 
 
 
 def test_what_the_machine_lacks_is_refused_before_anything_starts(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = recipe(Path(model), learner={"layers": "transformer_engine"})
+    section = recipe(Path(model), learner={"layers": "transformer_engine"}).learner
     with pytest.raises(UserError, match='needs CUDA, and this learner runs on CPU; set it to "local"'):
-        check_layers(asked, cuda=False)
+        check_layers(section, "bfloat16", cuda=False)
     monkeypatch.setattr("mugrpo_megatron.checks.layouts.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"is not installed: `run_scripts/setup.sh --cuda --with-te`"):
-        check_layers(asked, cuda=True)
+        check_layers(section, "bfloat16", cuda=True)
     for layers_ in ("local", "auto"):
-        check_layers(recipe(Path(model), learner={"layers": layers_}), cuda=True)
+        check_layers(recipe(Path(model), learner={"layers": layers_}).learner, "float32", cuda=True)
 
 
 def test_fp8_in_another_type_than_bfloat16_is_refused(model: str) -> None:
     with pytest.raises(UserError, match=r'needs model\.dtype = "bfloat16"'):
-        check_layers(recipe(Path(model), learner={"layers": "fp8_tensorwise"}), cuda=True)
+        check_layers(recipe(Path(model), learner={"layers": "fp8_tensorwise"}).learner, "float32", cuda=True)
 
 
 @pytest.mark.process
@@ -134,10 +134,12 @@ def told_in_fp8(model: str, kind: str, asked: str) -> tuple[tuple[str, str, bool
     """Megatron's settings, and what a packed row that two ranks share is a multiple of."""
     shared = {"model": {"tensor": 2}, "routed": {"context": 2}}[kind]
     chosen = recipe(Path(model), model={"dtype": "bfloat16"}, learner={"layers": f"fp8_{asked}"}, parallel=shared)
-    ranks = initialize(chosen)
+    ranks = initialize(chosen.run, chosen.parallel)
+    sections = chosen.model, chosen.parallel, chosen.learner
     with patch("megatron.core.transformer.transformer_config.is_te_min_version", lambda version: True):
-        config = transformer_config(chosen, read_architecture(Path(model)), ranks, grouped_experts=True)
-    return (config.fp8, config.fp8_recipe, config.moe_router_padding_for_quantization), row_multiple(chosen, ranks)
+        config = transformer_config(*sections, read_architecture(Path(model)), ranks, grouped_experts=True)
+    settings = config.fp8, config.fp8_recipe, config.moe_router_padding_for_quantization
+    return settings, row_multiple(chosen.learner.fp8, ranks)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
@@ -146,7 +148,9 @@ def test_swiglu_is_fused_on_cuda(checkpoints: Path, family: str) -> None:
     model = architecture(json.loads((checkpoints / family / "config.json").read_text()))
     sizes = dict.fromkeys(("tp_size", "pp_size", "cp_size"), 1)
     ranks: Any = SimpleNamespace(device=torch.device("cuda"), **sizes)
-    config = transformer_config(recipe(checkpoints / family), model, ranks, grouped_experts=False)
+    chosen = recipe(checkpoints / family)
+    sections = chosen.model, chosen.parallel, chosen.learner
+    config = transformer_config(*sections, model, ranks, grouped_experts=False)
     mlp = mlp_parts(layers.layer_spec(config, LocalSpecProvider(), None, config.num_moe_experts or 0).submodules.mlp)
     if not model.experts:
         assert mlp.activation_func is SwiGLU

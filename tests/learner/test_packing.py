@@ -17,13 +17,13 @@ def test_every_sequence_is_packed_once_and_fits(
     lengths: list[int], dp_size: int, budget: int, multiple: int, count_multiple: int
 ) -> None:
     made = plan(lengths, dp_size, budget, multiple, count_multiple)
-    bins = [indices for share in made.shares for indices in share]
+    bins = [indices for rank in made.micro_batches for indices in rank]
     assert sorted(i for indices in bins for i in indices) == list(range(len(lengths)))
     assert max(sum(lengths[i] for i in indices) for indices in bins) <= made.length
     assert made.length < max(budget, max(lengths)) + multiple
     assert made.length % multiple == 0
-    assert len({len(share) for share in made.shares}) == 1
-    assert len(made.shares[0]) % count_multiple == 0
+    assert len({len(rank) for rank in made.micro_batches}) == 1
+    assert len(made.micro_batches[0]) % count_multiple == 0
     assert made.efficiency == sum(lengths) / (made.length * len(bins))
 
 

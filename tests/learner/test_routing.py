@@ -59,8 +59,8 @@ def used_experts(learner: Learner, data: list[Sample]) -> np.ndarray:
         for routed, batch in zip(maps, batches, strict=True):
             assert batch.routing
             assert (routed.sum(-1) == CHOSEN).all(), "every row, padding included, has as many experts"
-            real = batch.routing.places >= 0
-            found[number, batch.routing.places[real].numpy()] = routed[real].numpy()
+            real = batch.routing.indices >= 0
+            found[number, batch.routing.indices[real].numpy()] = routed[real].numpy()
     return found
 
 

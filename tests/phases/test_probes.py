@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from mugrpo_megatron.cli import main
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.phases import stage as module
-from mugrpo_megatron.phases.stage import PLACES, probe, probed
+from mugrpo_megatron.phases import probing as module
+from mugrpo_megatron.phases.probing import PROBED_UPDATES, choose_responses, probe
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory
@@ -67,14 +67,14 @@ def test_mostly_negative_responses_of_evenly_spaced_updates(
     store = StageStore(path) if path.exists() else sealed(path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "PROBED", count)
-        chosen, again = probed(store, Recipe()), probed(store, Recipe())
+        chosen, again = choose_responses(store, Recipe().objective), choose_responses(store, Recipe().objective)
     assert [(u, s.group, s.response_ids.tolist()) for u, s, _ in chosen] == [
         (u, s.group, s.response_ids.tolist()) for u, s, _ in again
     ]
-    assert len(chosen) == min(count, PLACES * PROMPTS * RESPONSES)
+    assert len(chosen) == min(count, PROBED_UPDATES * PROMPTS * RESPONSES)
     assert {update for update, _, _ in chosen} <= {0, 4, 8, 12}
-    if count >= 2 * PLACES:
-        assert len({update for update, _, _ in chosen}) == PLACES
+    if count >= 2 * PROBED_UPDATES:
+        assert len({update for update, _, _ in chosen}) == PROBED_UPDATES
         assert sum(advantage < 0 for _, _, advantage in chosen) >= len(chosen) * 3 // 8
 
 
@@ -125,7 +125,9 @@ def test_what_is_written_is_read_and_costs_a_pass_for_each_age(tmp_path: Path, m
     for age, logprobs in found.logprobs.items():
         assert all((own == np.float32(-age / 10)).all() for own in logprobs)
     tokenizer = build_arithmetic_tokenizer()
-    for one, (update, sample, advantage) in zip(found.responses, probed(stand.store, stand.run.recipe), strict=True):
+    for one, (update, sample, advantage) in zip(
+        found.responses, choose_responses(stand.store, stand.run.recipe.objective), strict=True
+    ):
         assert (one.update, one.group, one.reward) == (update, sample.group, sample.reward)
         assert one.advantage == pytest.approx(advantage)
         assert one.tokens == [tokenizer.decode([token]) for token in sample.response_ids]

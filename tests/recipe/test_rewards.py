@@ -48,10 +48,10 @@ def test_a_source_chooses_functions_and_what_a_gold_may_be() -> None:
     assert not section.is_right_or_wrong
     assert section.functions_of("a") == ("right", "brief")
     assert section.functions_of("c") == ("right",)
-    assert not section.any_gold("a")
+    assert not section.accepts_any_gold("a")
     own = made(code={"function": "my:code", "sources": ["code"]}, math={"function": "math", "sources": ["math"]})
-    assert own.any_gold("code")
-    assert not own.any_gold("math")
+    assert own.accepts_any_gold("code")
+    assert not own.accepts_any_gold("math")
     own.check_sources(["code", "math"])
     with pytest.raises(UserError, match=r"scores the data source 'x', 'y': .*they name 'code', 'math'"):
         own.check_sources(["code", "x", "y", "x"])

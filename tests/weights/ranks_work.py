@@ -35,15 +35,22 @@ Layout = dict[str, Any]
 
 def enter(layout: Layout) -> Ranks:
     """Create the process groups of a layout; once in a process, since gloo's threads outlive Megatron's groups."""
-    ranks = initialize(recipe(Path(), **layout))
+    settings = recipe(Path(), **layout)
+    ranks = initialize(settings.run, settings.parallel)
     torch.set_num_threads(1)
     return ranks
 
 
+def uninitialised(hf_dir: Path, layout: Layout, ranks: Ranks) -> tuple[list[PolicyModel], Architecture]:
+    """Model chunks of this rank in the layout."""
+    architecture, settings = read_architecture(hf_dir), recipe(hf_dir, **layout)
+    chunks = build_model(settings.model, settings.parallel, settings.learner, architecture, ranks)
+    return [policy(chunk) for chunk in chunks], architecture
+
+
 def build(hf_dir: Path, layout: Layout, ranks: Ranks) -> tuple[list[PolicyModel], Architecture]:
     """Model chunks of this rank in the layout, with the checkpoint's weights."""
-    architecture = read_architecture(hf_dir)
-    chunks = [policy(chunk) for chunk in build_model(recipe(hf_dir, **layout), architecture, ranks)]
+    chunks, architecture = uninitialised(hf_dir, layout, ranks)
     load_hf(chunks, hf_dir, architecture)
     return chunks, architecture
 
@@ -118,8 +125,7 @@ def reload_megatron(cases: list[tuple[Path, Path, Path]], layout: Layout) -> Non
     """Distributed checkpoint -> model in the layout -> Hugging Face, for each (config of, checkpoint, to)."""
     ranks = enter(layout)
     for like, stored_in, target in cases:
-        architecture = read_architecture(like)
-        chunks = [policy(chunk) for chunk in build_model(recipe(like, **layout), architecture, ranks)]
+        chunks, architecture = uninitialised(like, layout, ranks)
         load_model(chunks, stored_in)
         save_hf(chunks, architecture, like=like, out=target)
 

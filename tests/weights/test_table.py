@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.families import architecture
-from mugrpo_megatron.weights.table import entries, merge, pad_vocab, shard, split, stored, unshard, whole_shape
+from mugrpo_megatron.weights.table import (
+    entries,
+    merge_from_hf,
+    pad_vocab,
+    shard,
+    split_to_hf,
+    stored,
+    unshard,
+    whole_shape,
+)
 from tests import models
 from tests.ranks import run_ranks
 from tests.weights.ranks_work import stored_shapes
@@ -57,7 +66,7 @@ def test_merge_shard_unshard_split_is_the_identity(model: Architecture, size: in
     for entry in entries(model).values():
         shapes = entry.hf_shapes(model)
         tensors = [numbered(shape, 1000 * place) for place, shape in enumerate(shapes, start=1)]
-        whole = merge(entry, tensors, model)
+        whole = merge_from_hf(entry, tensors, model)
         assert tuple(whole.shape) == whole_shape(entry, model)
         rows = -(-len(whole) // size) * size if entry.row.form == "vocab" else len(whole)
         padded = pad_vocab(entry, whole, rows)
@@ -67,7 +76,7 @@ def test_merge_shard_unshard_split_is_the_identity(model: Architecture, size: in
         if dimension % size:
             continue  # a layout that does not divide the model is refused before any weight is touched
         parts = [shard(entry, padded, size, rank) for rank in range(size)]
-        back = split(entry, unshard(entry, parts), model)
+        back = split_to_hf(entry, unshard(entry, parts), model)
         for tensor, found in zip(tensors, back, strict=True):
             assert torch.equal(tensor, found.reshape(tensor.shape)), entry.megatron
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from mugrpo_megatron.checks.engines import engine_problems
+from mugrpo_megatron.checks.engines import EngineSetup, engine_problems
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.engine.launch import check_extra, engine_arguments
 from mugrpo_megatron.engine.placement import slot_of_environment
@@ -51,7 +51,7 @@ def check_auxiliaries(recipe: Recipe, say: Callable[[str], None], on_paper: bool
         config = read_config(directory, key=f"{key}.model", remedy=REMEDY)
         check_weights(directory, f"{key}.model")
         for engine_recipe in _recipes(recipe, name, directory):
-            if problems := list(engine_problems(engine_recipe, config)):
+            if problems := list(engine_problems(EngineSetup(engine_recipe, config))):
                 raise UserError(f"{key}: {'; '.join(problems)}")
             engine_arguments(engine_spec(engine_recipe), directory, cuda=True)
         say(f"auxiliary model: {name}, {config['model_type']} ({directory})")

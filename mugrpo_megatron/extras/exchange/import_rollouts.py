@@ -192,7 +192,7 @@ def _given(rollout: ForeignRollout, column: str) -> Score:
 def _gold(rollout: ForeignRollout, section: RewardSection, name: str) -> _Gold:
     """The row's gold, found as training finds it; `name` is the data source of a row that names none."""
     source, row = data_source_of(rollout.row) or name, dict(rollout.row)
-    takes_any = section.any_gold(source)
+    takes_any = section.accepts_any_gold(source)
     column = gold_column(row, takes_any)
     return _Gold(source, column, field_at(row, column) if column else None, takes_any)
 

@@ -54,7 +54,7 @@ def flattened(row: Mapping[str, Any]) -> dict[str, Any]:
     """
     trace = row.get("trace", row)
     if isinstance(trace, Mapping) and {"version", "nodes", "task"} <= trace.keys():
-        return _of_verifiers(row, trace)
+        return _read_verifiers_trace(row, trace)
     if not isinstance(trace, Mapping) or "schema_version" not in trace or "turns" not in trace:
         return dict(row)
     if trace["schema_version"] != SCHEMA:
@@ -86,7 +86,8 @@ def flattened(row: Mapping[str, Any]) -> dict[str, Any]:
     return {**rest, "prompt_ids": prompt, "response_ids": response, "logprobs": logprobs, "loss_mask": mask}
 
 
-def _of_verifiers(row: Mapping[str, Any], trace: Mapping[str, Any]) -> dict[str, Any]:
+def _read_verifiers_trace(row: Mapping[str, Any], trace: Mapping[str, Any]) -> dict[str, Any]:
+    """The row with a trace of verifiers' `Trace` (version 1, one branch) flattened. Raises ValueError for others."""
     if trace["version"] != SCHEMA:
         raise ValueError(f"a trace of version {short_repr(trace['version'])}, and {SCHEMA} is read")
     nodes = _list(trace["nodes"], "nodes")

@@ -22,7 +22,7 @@ from mugrpo_megatron.extras.lora.targets import Leaf, leaves_of
 from mugrpo_megatron.megatron_compat import make_sharded_tensors_for_checkpoint, tensor_parallel
 from mugrpo_megatron.recipe.policy import LoraSection
 from mugrpo_megatron.weights.architecture import Architecture
-from mugrpo_megatron.weights.table import Entry, split
+from mugrpo_megatron.weights.table import Entry, split_to_hf
 
 
 def merge(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
@@ -50,7 +50,7 @@ class LowRank(torch.nn.Module):
         self.group, self.sequence = linear.tp_group, linear.sequence_parallel and not entry.of_expert
         weight = linear.weight
         self.leaves = leaves_of(entry.row, entry.layer, architecture, kinds)
-        rows = [part.numel() // weight.shape[1] for part in split(entry, weight, architecture)]
+        rows = [part.numel() // weight.shape[1] for part in split_to_hf(entry, weight, architecture)]
         self.rows = [sum(rows)] if entry.of_expert else rows
         self.a, self.b = torch.nn.ParameterDict(), torch.nn.ParameterDict()
         for leaf, count in zip(self.leaves, self.rows, strict=True):
@@ -131,7 +131,7 @@ class LowRank(torch.nn.Module):
         """This rank's shard of W + scale B A, in float32 and then cast, layer by layer."""
         weight = self._linear.weight
         out = torch.empty_like(weight)
-        pairs = zip(*(split(self.entry, tensor, self.architecture) for tensor in (out, weight)), strict=True)
+        pairs = zip(*(split_to_hf(self.entry, tensor, self.architecture) for tensor in (out, weight)), strict=True)
         for leaf in self.leaves:
             b = self.b[leaf.kind].view(leaf.tensors, -1, self.b[leaf.kind].shape[-1]) if leaf.kind in self.b else None
             for index, (target, part) in enumerate(islice(pairs, leaf.tensors)):

@@ -152,7 +152,7 @@ def adapter_parameters(
     """
     kinds, dense, routed = target_kinds(architecture, targets), 0, 0
     for row in adapted_rows(architecture):
-        copies = sum(architecture.has(row, layer) for layer in layers)
+        copies = sum(architecture.has_row(row, layer) for layer in layers)
         for leaf in leaves_of(row, 0, architecture, kinds):
             divided, undivided = (leaf.outputs, leaf.inputs) if row.split == "rows" else (leaf.inputs, leaf.outputs)
             numel = copies * rank * (divided // tensor + undivided) * (leaf.kind in kinds)
@@ -166,5 +166,5 @@ def adapted_leaves(architecture: Architecture, kinds: Sequence[str]) -> Iterator
     rows = adapted_rows(architecture)
     for layer in range(architecture.layers):
         for row in rows:
-            if architecture.has(row, layer):
+            if architecture.has_row(row, layer):
                 yield from (leaf for leaf in leaves_of(row, layer, architecture, kinds) if leaf.kind in kinds)

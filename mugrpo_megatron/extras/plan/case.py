@@ -165,7 +165,10 @@ def rank_parameters(architecture: Architecture, layout: Layout, pp_stage: int) -
     last = pp_stage == layout.pipeline - 1
     dense = experts = vocabulary = 0
     for row in architecture.table:
-        size, copies = _numel(row, architecture, layout.tensor), sum(architecture.has(row, layer) for layer in layers)
+        size, copies = (
+            _numel(row, architecture, layout.tensor),
+            sum(architecture.has_row(row, layer) for layer in layers),
+        )
         if "{expert}" in row.megatron:
             experts += copies * (architecture.experts // layout.expert) * size
         elif "{layer}" in row.megatron:

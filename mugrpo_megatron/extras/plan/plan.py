@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mugrpo_megatron.checks.engines import check_engine_device
+from mugrpo_megatron.checks.engines import EngineSetup, check_engine_device
 from mugrpo_megatron.checks.layouts import layout_problems, problems_of_any_layout
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.plan.auxiliary import AuxiliaryCost, auxiliary_costs, auxiliary_problems
@@ -65,7 +65,7 @@ def make_plan(
     the engines cannot run or a phase does not fit.
     """
     cluster, assumed = make_cluster(nodes, per_node, device), assume(assumptions)
-    check_engine_device(recipe, cluster.device.cuda)
+    check_engine_device(EngineSetup(recipe, cuda=cluster.device.cuda))
     model = find_model(recipe.model, model_config)
     case = make_case(recipe, model.architecture, model.config, cluster, assumed)
     if problems := _problems(case):
@@ -132,7 +132,10 @@ def plan_as_dict(plan: RunPlan, launch: Mapping[str, str]) -> dict[str, Any]:
 def _problems(case: PlanCase) -> list[str]:
     """Sentences on why the recipe cannot run on the cluster; empty if it can."""
     recipe, config = case.recipe, dict(case.config)
-    wrong = [*layout_problems(recipe, config, case.cluster.world, PLANNED), *problems_of_any_layout(recipe, config)]
+    wrong = [
+        *layout_problems(recipe.parallel, recipe.rollout, config, case.cluster.world, PLANNED),
+        *problems_of_any_layout(recipe, config),
+    ]
     if wrong:
         return wrong
     try:

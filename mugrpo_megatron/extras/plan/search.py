@@ -59,7 +59,7 @@ def _best(case: PlanCase, parallel: ParallelSection, engine: EngineMemory) -> Ca
     away = layout_distance(parallel, case.recipe.parallel)
     trial = case.with_recipe(case.recipe.model_copy(update={"parallel": parallel}))
     world, per_node = case.cluster.world, case.cluster.per_node
-    problems = list(layout_problems(trial.recipe, dict(case.config), world))
+    problems = list(layout_problems(parallel, case.recipe.rollout, dict(case.config), world))
     if parallel.tensor > per_node:
         problems.append(f"tensor {parallel.tensor} would leave the node, which has {per_node} devices")
     if problems:

@@ -216,7 +216,7 @@ def open_sweep(recipe: Recipe, logs: Path, problems: Problems | None) -> Iterato
         display = stack.enter_context(open_display(show=is_main))
         stop = stack.enter_context(handle_signals(is_main))
         with stop.at_once("the sweep was still starting"):
-            ranks: Ranks = initialize(recipe)
+            ranks: Ranks = initialize(recipe.run, recipe.parallel, recipe.learner.threads)
             stack.enter_context(shutdown_after(ranks))
             stack.enter_context(named_phase(ranks))
         world = open_world(ranks, recipe.run.collective_timeout_s, 0, stop)
