@@ -15,7 +15,7 @@ from mugrpo_megatron.run.checkpoints import newest_cursor
 from mugrpo_megatron.run.record import claim
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.manifest import Origin
-from mugrpo_megatron.stages.routes import NAMES
+from mugrpo_megatron.stages.routes import FILE_NAMES
 from mugrpo_megatron.stages.store import StageStore
 from tests.test_resume import interrupted, kill, update_rows, weights
 from tests.tiny import FINISHED, mugrpo, save_model, take_stages, write_run
@@ -52,8 +52,8 @@ def check_same(unbroken: Path, resumed: Path, stages: int) -> None:
     assert set(figures(resumed)) == set(range(stages * UPDATES))
     for number in range(stages):
         mine, theirs = (run / "stages" / f"{number:05d}" for run in (resumed, unbroken))
-        assert (mine / NAMES["learner"]).with_suffix(".json").exists()
-        assert (mine / NAMES["learner"]).read_bytes() == (theirs / NAMES["learner"]).read_bytes()
+        assert (mine / FILE_NAMES["learner"]).with_suffix(".json").exists()
+        assert (mine / FILE_NAMES["learner"]).read_bytes() == (theirs / FILE_NAMES["learner"]).read_bytes()
     flipped = [row["routes_flipped_tokens"] for _, row in sorted(figures(unbroken).items())]
     assert flipped[0] == 0.0
     assert max(flipped) > 0, "the routers moved, so that without replay other experts would have been chosen"

@@ -211,7 +211,7 @@ def _rollouts(
     """
     pattern = _pattern(conditions.grep)
     for update in range(store.updates) if conditions.update is None else [conditions.update]:
-        samples = store.read_update(update, whole=True)
+        samples = store.read_update(update, with_text=True)
         groups = np.array([sample.group for sample in samples])
         advantages = group_advantages(np.array([sample.reward for sample in samples]), groups, objective)
         index_in_group = np.arange(len(samples)) - np.searchsorted(groups, groups)

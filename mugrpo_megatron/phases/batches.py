@@ -18,12 +18,12 @@ from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.record import file_sum
 from mugrpo_megatron.samples import Sample
-from mugrpo_megatron.stages.columns import LogprobColumn, ScoreColumn, computed_again
+from mugrpo_megatron.stages.columns import LogprobColumn, ScoreColumn, recompute_remedy
 from mugrpo_megatron.stages.manifest import stage_identity
 from mugrpo_megatron.stages.routes import RouteColumn, route_column
 from mugrpo_megatron.stages.store import StageStore
 
-REPAIR_AUXILIARY = "remove both of its files, and `mugrpo train` or `mugrpo generate` with this recipe computes them"
+AUXILIARY_REMEDY = "remove both of its files, and `mugrpo train` or `mugrpo generate` with this recipe computes them"
 """Ends an error about an auxiliary model's column."""
 
 
@@ -69,14 +69,14 @@ def columns_of(recipe: Recipe, directory: RunDirectory, run: str, store: StageSt
 
     def proximal(age: int) -> LogprobColumn:
         key = {**identity, "run": run, "age": age}
-        return LogprobColumn(directory.proximal(stage, age), key, computed_again(after(age)))
+        return LogprobColumn(directory.proximal(stage, age), key, recompute_remedy(after(age)))
 
-    behaviour = LogprobColumn(directory.behaviour(stage), identity, computed_again(after()))
+    behaviour = LogprobColumn(directory.behaviour(stage), identity, recompute_remedy(after()))
     weights = ref_weights(recipe)
     ref = LogprobColumn(
         directory.ref(stage),
         {**identity, "ref": section.kl_ref},
-        computed_again("" if weights else after()),
+        recompute_remedy("" if weights else after()),
     )
     return StageColumns(
         behaviour=behaviour if recipe.rollout.behaviour == "learner" else None,
@@ -95,7 +95,7 @@ def teacher_column(recipe: Recipe, directory: RunDirectory, store: StageStore, s
     if name is None:
         return None
     key = {**stage_identity(store.content), "auxiliary": name, "temperature": temperature}
-    return LogprobColumn(directory.auxiliary(stage, f"teacher-{name}"), key, REPAIR_AUXILIARY)
+    return LogprobColumn(directory.auxiliary(stage, f"teacher-{name}"), key, AUXILIARY_REMEDY)
 
 
 def score_column(recipe: Recipe, directory: RunDirectory, store: StageStore, stage: int, name: str) -> ScoreColumn:
@@ -108,7 +108,7 @@ def score_column(recipe: Recipe, directory: RunDirectory, store: StageStore, sta
         "parse": [judge.parse, source_sum(judge.parse or "")],
         "sampling": [judge.max_tokens, judge.temperature],
     }
-    return ScoreColumn(directory.auxiliary(stage, f"reward-{name}"), key, REPAIR_AUXILIARY)
+    return ScoreColumn(directory.auxiliary(stage, f"reward-{name}"), key, AUXILIARY_REMEDY)
 
 
 def ref_weights(recipe: Recipe) -> Path | None:

@@ -55,7 +55,7 @@ def is_missing(column: Column | None, again: bool) -> bool:
         return False
     if not again:
         path = column.index if column.path.exists() else column.path
-        raise UserError(f"{path} is missing, and the weights that it is of have changed; {column.repair}")
+        raise UserError(f"{path} is missing, and the weights that it is of have changed; {column.remedy}")
     return True
 
 
@@ -103,7 +103,7 @@ def compute_ref_logprobs(run: Run, learner: Learner, stage: StageBatches, cursor
         if column.body()["weights"] != mark:
             raise UserError(
                 f"{weights} holds other weights than when {column.path} was computed under them; put the right ones "
-                f"back, or {column.repair}"
+                f"back, or {column.remedy}"
             )
         return
     if weights:

@@ -16,7 +16,7 @@ from mugrpo_megatron.recipe.policy import ModelSection
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.run import Run
 from mugrpo_megatron.samples import Sample
-from mugrpo_megatron.stages.probe import Probed, probe_ages, write_age, write_responses
+from mugrpo_megatron.stages.probe import ProbeRow, probe_ages, write_age, write_responses
 from mugrpo_megatron.stages.store import StageStore
 
 PROBED = 32
@@ -80,13 +80,13 @@ def _spaced(indices: np.ndarray, count: int) -> list[int]:
     return [int(indices[step * len(indices) // count]) for step in range(count)]
 
 
-def _described(probed: Sequence[ProbedSample], model: ModelSection) -> list[Probed]:
+def _described(probed: Sequence[ProbedSample], model: ModelSection) -> list[ProbeRow]:
     """Returns the responses as the report shows them, each token as text."""
     tokenizer = load_tokenizer(model.directory)
     vocabulary = sorted({int(token) for response in probed for token in response.sample.response_ids})
     text = dict(zip(vocabulary, tokenizer.batch_decode([[token] for token in vocabulary]), strict=True))
     return [
-        Probed(
+        ProbeRow(
             update=update,
             group=sample.group,
             problem=sample.problem,

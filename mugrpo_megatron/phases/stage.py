@@ -134,7 +134,7 @@ def _record_stage(run: Run, learner: Learner, stage: StageStore, cursor: Cursor)
     if cursor.age > 0:  # a resumed run has logged it at the stage's start
         return
     logs_samples = run.is_main and run.recipe.track.wandb_project is not None
-    samples = stage.read_update(0, whole=logs_samples)
+    samples = stage.read_update(0, with_text=logs_samples)
     # Only the same weights give a mismatch: a branch may train later weights on the stage.
     same_weights = samples[0].weight_version == cursor.updates
     mismatch = _mismatch(run, learner, samples[:MISMATCH_RESPONSES], cursor) if same_weights else {}

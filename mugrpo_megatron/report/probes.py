@@ -17,7 +17,7 @@ from mugrpo_megatron.recipe.objective import ObjectiveSection
 from mugrpo_megatron.report.curves import Series, Values, rounded
 from mugrpo_megatron.report.details import Details
 from mugrpo_megatron.samples import turns_in
-from mugrpo_megatron.stages.probe import Probe, Probed
+from mugrpo_megatron.stages.probe import Probe, ProbeRow
 
 VETO_KEYS = ("name", "veto", "veto_reach", "trigger_ratio")
 QUANTILES = ((0.99, "red"), (0.9, "orange"), (0.5, "blue"), (0.1, "teal"), (0.01, "violet"))
@@ -29,7 +29,7 @@ class ProbedResponse:
     """One response of a stage at every age at which it was probed: A ages, R tokens."""
 
     stage: int
-    probe: Probed
+    probe: ProbeRow
     ages: tuple[int, ...]
     log_ratio: np.ndarray
     """float32 [A, R]: log of the learner's over the behaviour probability."""

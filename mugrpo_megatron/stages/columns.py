@@ -1,15 +1,15 @@
-"""Columns of a stage: whatever a pass computes about its responses, in a file beside it, with what it belongs to.
+"""Columns of a stage: what a pass computes about its responses, in a file beside it that names its stage and policy.
 
     stages/00003/behaviour.parquet               logprobs under the weights that the stage began with
     stages/00003/learner_routes.bin              experts that the learner's routers chose then (`routes.py`)
     proximal/stage00003-age00040.parquet         logprobs under the weights before update 40, from this update on
     ref/stage00003.parquet                       logprobs under the reference policy
-    auxiliary/stage00003-teacher-NAME.parquet       logprobs under a teacher
-    auxiliary/stage00003-reward-NAME.parquet        a judge's scores, with its prompts and answers
-    behaviour.json, stage00003-age00040.json     what they belong to, and the checksums of every byte
+    auxiliary/stage00003-teacher-NAME.parquet    logprobs under a teacher
+    auxiliary/stage00003-reward-NAME.parquet     a judge's scores, with its prompts and answers
+    behaviour.json, stage00003-age00040.json     their identity, and the checksums of every byte
 
-A column is whole once its JSON file is written. It is bound to the content of its stage and to its policy, so another's
-is refused. Remove both files, and the same command computes them again.
+A column is complete once its JSON file is written. Its identity names the stage's content and the policy, so another's
+column is refused. Remove both files, and the same command computes them again.
 """
 
 from __future__ import annotations
@@ -36,35 +36,35 @@ from mugrpo_megatron.files.durable import (
 )
 from mugrpo_megatron.stages.manifest import parquet_spans, verify
 
-FORMAT = 1
+FORMAT = 2
 SCHEMA = pa.schema([pa.field("learner_logprobs", pa.list_(pa.float32()))])
 
 Append = Callable[[list[np.ndarray]], None]
 """Appends one update's log-probabilities, float32 [R] per response."""
 
 
-def computed_again(later: str = "") -> str:
-    """How a damaged column is repaired; `later` names the checkpoints that begin with weights after those it is of."""
+def recompute_remedy(later: str = "") -> str:
+    """Remedy for a damaged column; `later` names the checkpoints that are newer than the column's policy."""
+    # Those must go too: weights change at every update, and only a checkpoint brings the column's policy back.
     also = f" and the checkpoints {later}" if later else ""
     return f"restore both of its files from a copy, or remove them{also}: the same command computes them again"
 
 
 @dataclass(frozen=True)
 class Column:
-    """The file `path` and its JSON file."""
+    """The file `path` and its JSON file, the index."""
 
     path: Path
-    of: Mapping[str, Any]
-    """JSON values: the responses and the policy that it belongs to."""
-    repair: str = computed_again()
-    """Ends every error."""
+    identity: Mapping[str, Any]
+    """JSON values that name the responses and the policy that it belongs to."""
+    remedy: str = recompute_remedy()
+    """Last clause of every error."""
 
     name: ClassVar[str]
-    """Of its body in the JSON file."""
+    """Key of the body in the index."""
 
     @property
     def index(self) -> Path:
-        """The JSON file."""
         return self.path.with_suffix(".json")
 
     @property
@@ -73,35 +73,36 @@ class Column:
         return self.path.exists() and self.index.exists()
 
     def body(self) -> dict[str, Any]:
-        """The JSON file's content; UserError when it is missing or damaged, or belongs to something else than `of`."""
+        """The index's content; UserError when it is missing or damaged, or has another identity."""
         try:
             body: dict[str, Any] = read_checksummed_json(self.index, self.name, format=FORMAT)
-            of = body["of"]
+            identity = body["identity"]
         except (OSError, ValueError, KeyError):
             raise UserError(
-                f"{self.index}: missing or damaged, so {self.path.name} cannot be checked; {self.repair}"
+                f"{self.index}: missing or damaged, so {self.path.name} cannot be checked; {self.remedy}"
             ) from None
-        if of != self.of:
-            raise UserError(f"{self.path}: of other responses or of another policy than the run's; {self.repair}")
+        if identity != self.identity:
+            raise UserError(f"{self.path}: was computed for other responses or another policy; {self.remedy}")
         return body
 
     def begin(self) -> None:
-        """Remove an earlier one's JSON file, durably, and what killed writers left."""
+        """Remove an earlier column's index and the leftovers of killed writers."""
         for name in (self.path.name, self.index.name):
             remove_leftovers(self.path.parent, name)
         try:
             self.path.parent.mkdir(exist_ok=True)
             if self.index.exists():
                 self.index.unlink()
-                fsync(self.path.parent)
+                fsync(self.path.parent)  # else a power cut may bring the old index back beside the new file
         except OSError as error:
             raise full_disk_error(error, self.path) or error from error
 
     def finish(self, body: Mapping[str, Any]) -> None:
-        """Write the JSON file: from now on the column is whole."""
-        write_checksummed_json(self.index, self.name, {"of": dict(self.of), **body}, format=FORMAT)
+        """Write the index, which makes the column complete."""
+        write_checksummed_json(self.index, self.name, {"identity": dict(self.identity), **body}, format=FORMAT)
 
     def remove(self) -> None:
+        # The index first: a kill in between leaves an incomplete column, never an index without its file.
         self.index.unlink(missing_ok=True)
         self.path.unlink()
 
@@ -113,10 +114,10 @@ class TableColumn(Column):
 
     @contextmanager
     def write_tables(self, enabled: bool = True, weights: str = "") -> Iterator[Callable[[pa.Table], None]]:
-        """Yield a function that appends one update's rows; the column is whole or absent.
+        """Yields a function that appends one update's rows; the column is complete or absent.
 
         `enabled` is true on one rank; on the others the function does nothing. `weights` is the fingerprint of the
-        checkpoint that computed it, if that is one.
+        checkpoint that computed the column, if one did.
         """
         if not enabled:
             yield lambda table: None
@@ -131,17 +132,17 @@ class TableColumn(Column):
     def read_table(self, update: int, columns: list[str] | None = None) -> pa.Table:
         """The rows of the `update`-th update in the file, with all columns or some.
 
-        Raises UserError, ending with `repair`, when a file is missing or damaged, or belongs to something else.
+        Raises UserError, ending with `remedy`, when a file is missing or damaged, or has another identity.
         """
         body = self.body()
         for span in (body["footer"], body["row_groups"][update]):
-            verify(self.path, Span(**span), self.repair)
+            verify(self.path, Span(**span), self.remedy)
         with pq.ParquetFile(self.path) as file:
             return file.read_row_group(update, columns=columns)
 
     @property
     def weights(self) -> str | None:
-        """The fingerprint of the checkpoint that computed it; None where that is not known."""
+        """The fingerprint of the checkpoint that computed it; None if unknown."""
         try:
             return str(read_checksummed_json(self.index, self.name, format=FORMAT)["weights"])
         except (OSError, ValueError, KeyError):
@@ -155,7 +156,6 @@ class LogprobColumn(TableColumn):
 
     @contextmanager
     def write(self, enabled: bool = True, weights: str = "") -> Iterator[Append]:
-        """`write_tables` of an update's logprobs."""
         with self.write_tables(enabled, weights) as append:
             yield lambda logprobs: append(logprob_table(logprobs))
 
@@ -165,7 +165,7 @@ class LogprobColumn(TableColumn):
 
 
 class ScoreColumn(TableColumn):
-    """A judge's scores, and what they were read from."""
+    """A judge's scores, with its prompts and answers."""
 
     name = "scores"
     schema = pa.schema(
@@ -178,7 +178,7 @@ class ScoreColumn(TableColumn):
     )
 
     def read(self, update: int) -> np.ndarray:
-        """Scores float64 of the `update`-th update's responses, NaN where there is none; raises as `read_table`."""
+        """Scores float64 [N] of the `update`-th update's responses, NaN without a score; raises as `read_table`."""
         return self.read_table(update, ["score"])["score"].to_numpy()
 
 
@@ -188,7 +188,7 @@ def logprob_table(logprobs: Sequence[np.ndarray]) -> pa.Table:
 
 
 def logprobs_of(table: pa.Table) -> list[np.ndarray]:
-    """What `logprob_table` was made of."""
+    """The log-probabilities in a table of `logprob_table`, float32 [R] per response."""
     column: Any = table.column(0).combine_chunks()
     flat, offsets = column.flatten().to_numpy(), column.offsets.to_numpy()
     return np.split(flat, offsets[1:-1])

@@ -24,14 +24,12 @@ FORMAT = 4
 """4: columns `engine_logprobs` and `support_ids`; the spans of texts are `text_columns`."""
 SEALED_NAME = "stage.parquet"
 DIGITS = "[0-9]" * 5
-"""Any number of a shard."""
+"""Glob pattern of a shard's number."""
 OTHER_MANIFESTS = "manifest-*.json"
-"""The manifests of all writers but the first."""
-MERGED = ("shard-*.parquet", OTHER_MANIFESTS)
+"""Manifests of all writers except writer 0."""
+SHARD_PATTERNS = ("shard-*.parquet", OTHER_MANIFESTS)
 """Files that a sealed stage does not need."""
-
-
-NUMBER = re.compile("[0-9]{5}")
+STAGE_NAME = re.compile("[0-9]{5}")
 """Name of a stage's directory in a run."""
 
 log = logging.getLogger(__name__)
@@ -51,35 +49,37 @@ class StageShard:
 
 
 @dataclass(frozen=True, slots=True)
-class Sealed:
-    """The stage in its final form: row group k of the file holds the rows of update k, groups in order."""
+class SealedFile:
+    """The stage in its final form: row group k holds the rows of update k, groups in order."""
 
     file: str
     updates: int
     prompts_per_update: int
     row_groups: list[Span]
-    """Of each row group the columns that training reads."""
+    """[updates]: the columns that training reads; they come first in a row group."""
     text_columns: list[Span]
-    """Of each row group the other columns."""
+    """[updates]: the other columns."""
     footer: Span
-    """Everything after the last row group; the three cover every byte after the magic bytes."""
+    """Everything after the last row group; with the spans above it covers every byte after the magic bytes."""
     statistics: dict[str, float]
 
     @property
     def content(self) -> str:
+        """Digest of the responses, by which columns name the stage they belong to."""
+        # Not of the footer: pyarrow writes its version there, and a copy that another version wrote is the same stage.
         spans = (*self.row_groups, *self.text_columns)
         return hashlib.sha256("".join(span.sha256 for span in spans).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a stage belongs: its responses train these weights of this run and no others."""
+    """The run and the weights that generated a stage, the only ones that it may train."""
 
     run: str
     """Id of the run that generated it."""
     stage: int
     updates: int
-    """The version of the weights that sampled its responses: optimizer updates before the stage."""
+    """Optimizer updates behind the weights that sampled its responses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Manifest:
     """The complete files of a stage."""
 
     shards: list[StageShard]
-    sealed: Sealed | None = None
+    sealed: SealedFile | None = None
     origin: Origin | None = None
     """None for a stage that no run generated."""
 
@@ -99,12 +99,12 @@ def manifest_name(writer: int) -> str:
 
 def shard_name(writer: int, number: int | str) -> str:
     """File name of a writer's shard; a glob pattern as `number` matches all of its shards."""
-    part = number if isinstance(number, str) else f"{number:05d}"
-    return f"shard-{writer:04d}-{part}.parquet" if writer else f"shard-{part}.parquet"
+    digits = number if isinstance(number, str) else f"{number:05d}"
+    return f"shard-{writer:04d}-{digits}.parquet" if writer else f"shard-{digits}.parquet"
 
 
 def read_manifest(directory: Path, name: str = manifest_name(0)) -> Manifest:
-    """Read a manifest of a stage; empty when the file does not exist, UserError when it is damaged."""
+    """Returns a manifest of a stage, empty without a file. Raises UserError when it is damaged."""
     path = directory / name
     if not path.exists():
         return Manifest([])
@@ -115,7 +115,7 @@ def read_manifest(directory: Path, name: str = manifest_name(0)) -> Manifest:
 
 
 def _unreadable(path: Path) -> str:
-    """What is wrong with a manifest that cannot be read, and the way out."""
+    """Description of the damage to a manifest that cannot be read, with the way out."""
     try:
         version = read_json(path).get("format")
     except UserError:
@@ -133,22 +133,22 @@ def _manifest(body: Any) -> Manifest:
     sealed = body["sealed"]
     for shard in shards:
         if not _counts(shard.groups + shard.rows) or len(shard.groups) != len(shard.rows):
-            raise ValueError("the manifest lists other groups than rows")
+            raise ValueError("group and row counts differ")
     if sealed is not None:
         spans = {name: [_span(span) for span in sealed[name]] for name in ("row_groups", "text_columns")}
-        sealed = Sealed(**{**sealed, **spans, "footer": _span(sealed["footer"])})
+        sealed = SealedFile(**{**sealed, **spans, "footer": _span(sealed["footer"])})
         if not _counts([sealed.prompts_per_update]) or len({*map(len, spans.values()), sealed.updates}) > 1:
-            raise ValueError("the manifest lists other updates than row groups")
+            raise ValueError("update and row group counts differ")
     for file in [*(shard.file for shard in shards), *([sealed.file] if sealed else [])]:
         if not is_file_name(file):
-            raise ValueError(f"the manifest lists {file!r}, which is no file name of its directory")
+            raise ValueError(f"{file!r} is no file name of the manifest's directory")
     return Manifest(shards, sealed, Origin(**body["origin"]) if body["origin"] else None)
 
 
 def _span(body: Any) -> Span:
     span = Span(**body)
     if not _counts([span.start, span.end]):
-        raise ValueError("a place in a file is a number of bytes")
+        raise ValueError("a span's start and end are numbers of bytes")
     return span
 
 
@@ -157,7 +157,7 @@ def _counts(values: list[Any]) -> bool:
 
 
 def check_stage(directory: Path, origin: Origin | None = None) -> None:
-    """Raise UserError when the stage in `directory` is from elsewhere than `origin`, or has files without a manifest.
+    """Raise UserError when the stage in `directory` has another origin than `origin`, or files without a manifest.
 
     Call it only while no other process seals the stage.
     """
@@ -167,7 +167,8 @@ def check_stage(directory: Path, origin: Origin | None = None) -> None:
 
 
 def check_listed(directory: Path, writer: int) -> None:
-    """Raise UserError when there are files of a writer, and no manifest that lists them: a writer begins with it."""
+    """Raise UserError when a writer's files have no manifest."""
+    # A writer starts with an empty manifest, so a missing one was lost: its shards are no leftovers of a kill.
     manifest = directory / manifest_name(writer)
     if manifest.exists():
         return
@@ -183,7 +184,7 @@ def check_origin(directory: Path, manifest: Manifest, origin: Origin | None) -> 
     """Raise UserError when the manifest in `directory` names another origin; for None, another stage than its name."""
     origin_here = manifest.origin
     if origin is None:
-        if origin_here and NUMBER.fullmatch(directory.name) and int(directory.name) != origin_here.stage:
+        if origin_here and STAGE_NAME.fullmatch(directory.name) and int(directory.name) != origin_here.stage:
             raise UserError(f"{directory} holds {_described(origin_here)}; give it its right name")
         return
     if origin_here == origin or not (origin_here or manifest.shards or manifest.sealed):
@@ -201,7 +202,7 @@ def _described(origin: Origin | None) -> str:
 
 
 def other_shards(directory: Path, writer: int) -> list[StageShard]:
-    """The complete shards of all writers but one."""
+    """The shards that the manifests of all other writers list."""
     names = [manifest_name(0), *sorted(path.name for path in directory.glob(OTHER_MANIFESTS))]
     return [shard for n in names if n != manifest_name(writer) for shard in read_manifest(directory, n).shards]
 
@@ -212,7 +213,7 @@ def write_manifest(directory: Path, manifest: Manifest, name: str = manifest_nam
 
 
 def stage_identity(content: str) -> dict[str, Any]:
-    """What a file of logprobs or routes belongs to: the stage of this content, and the weights that sampled it."""
+    """The identity of a column that is computed from a stage and its initial weights alone."""
     return {"stage": content}
 
 
@@ -240,9 +241,9 @@ def intact(directory: Path, shards: list[StageShard]) -> list[StageShard]:
 
 
 def parquet_spans(path: Path, first: Collection[str]) -> tuple[list[Span], list[Span], Span]:
-    """Checksums of a Parquet file: of the `first` columns of each row group, of its others, of all after the last one.
+    """Checksums of a Parquet file: each row group's `first` columns, its other columns, and the file's footer.
 
-    `first` are the names of the columns that come first in the file.
+    `first` names the columns that come first in the file.
     """
     metadata = pq.read_metadata(path)
     spans: tuple[list[Span], list[Span]] = [], []
@@ -250,10 +251,10 @@ def parquet_spans(path: Path, first: Collection[str]) -> tuple[list[Span], list[
     for index in range(metadata.num_row_groups):
         row_group = metadata.row_group(index)
         chunks = [row_group.column(column) for column in range(row_group.num_columns)]
-        for part, mine in zip(spans, (True, False), strict=True):
-            start = end
-            end += sum(
-                chunk.total_compressed_size for chunk in chunks if (chunk.path_in_schema.split(".")[0] in first) is mine
-            )
-            part.append(digest(path, start, end))
+        sizes = [0, 0]
+        for chunk in chunks:  # a list column's path is `support_ids.list.element`
+            sizes[chunk.path_in_schema.split(".")[0] not in first] += chunk.total_compressed_size
+        for column_spans, size in zip(spans, sizes, strict=True):
+            column_spans.append(digest(path, end, end + size))
+            end += size
     return *spans, digest(path, end)

@@ -17,10 +17,10 @@ import pyarrow.parquet as pq
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import durable_file, remove_leftovers
 
-PARTS = 8
-"""A stage is probed at its start and after each of at most so many equal parts."""
-APART = 8
-"""Least updates of a part, so that probes stay a small share of the learner's work in a short stage, too."""
+INTERVALS = 8
+"""Most intervals between the probes of a stage."""
+MIN_UPDATES_APART = 8
+"""Fewest updates between probes, so that they stay a small share of a short stage's work."""
 RESPONSES = "responses.parquet"
 SCHEMA = pa.schema(
     {
@@ -38,8 +38,8 @@ LOGPROBS = pa.schema({"logprobs": pa.list_(pa.float32())})
 
 
 @dataclass(frozen=True, slots=True)
-class Probed:
-    """A response that is followed; R tokens."""
+class ProbeRow:
+    """A probed response of R tokens."""
 
     update: int
     """The update of the stage that trains on it, from 0."""
@@ -48,7 +48,7 @@ class Probed:
     reward: float
     advantage: float
     tokens: list[str]
-    """[R]: each token as text."""
+    """[R]: tokens as text."""
     engine_logprobs: np.ndarray
     """float32 [R]"""
     mask: list[bool] | None = None
@@ -57,46 +57,48 @@ class Probed:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What was found of a stage's probed responses."""
+    """A stage's probed responses, with their logprobs by age."""
 
-    responses: list[Probed]
+    responses: list[ProbeRow]
     logprobs: dict[int, list[np.ndarray]]
     """Age -> float32 [R] of each response under the weights after so many of the stage's updates; ages ascend."""
 
 
 def probe_ages(updates: int) -> tuple[int, ...]:
-    """The ages at which a stage of so many updates is probed; none for a stage that is too short."""
-    parts = min(PARTS, updates // APART)
-    return tuple(round(part * updates / parts) for part in range(parts + 1)) if parts else ()
+    """Ages at which a stage of so many updates is probed; none for a stage that is too short."""
+    intervals = min(INTERVALS, updates // MIN_UPDATES_APART)
+    return tuple(round(index * updates / intervals) for index in range(intervals + 1)) if intervals else ()
 
 
-def write_responses(directory: Path, responses: Sequence[Probed]) -> None:
-    """Begin a stage's probe with the responses that it follows."""
+def write_responses(directory: Path, responses: Sequence[ProbeRow]) -> None:
+    """Start a stage's probe with its responses."""
     directory.mkdir(parents=True, exist_ok=True)
-    columns = {name: [getattr(one, name) for one in responses] for name in SCHEMA.names}
+    columns = {name: [getattr(row, name) for row in responses] for name in SCHEMA.names}
     _write(directory / RESPONSES, pa.table(columns, schema=SCHEMA))
 
 
 def write_age(directory: Path, age: int, logprobs: Sequence[np.ndarray]) -> None:
-    """Add the logprobs, float32 [R] of each response, at an age of the stage; those written before are replaced."""
+    """Write the logprobs, float32 [R] of each response, at an age of the stage; replaces an earlier file."""
     directory.mkdir(parents=True, exist_ok=True)
     _write(directory / f"age{age:05d}.parquet", pa.table({"logprobs": list(logprobs)}, schema=LOGPROBS))
 
 
 def read_probe(directory: Path) -> Probe | None:
-    """A stage's probe as far as it is written; None without one. Raises UserError when a file of it is damaged."""
+    """A stage's probe as far as it is written; None without one. Raises UserError when a file is damaged."""
     if not (directory / RESPONSES).is_file():
         return None
     try:
         rows = pq.read_table(directory / RESPONSES, schema=SCHEMA).to_pylist()
-        responses = [Probed(**{**row, "engine_logprobs": np.array(row["engine_logprobs"], np.float32)}) for row in rows]
+        responses = [
+            ProbeRow(**{**row, "engine_logprobs": np.array(row["engine_logprobs"], np.float32)}) for row in rows
+        ]
         logprobs = {}
         for path in sorted(directory.glob("age*.parquet")):
             values = pq.read_table(path, schema=LOGPROBS)["logprobs"].to_pylist()
             age = int(path.stem.removeprefix("age"))
-            logprobs[age] = [np.array(own, np.float32) for own in values]
-            if [len(own) for own in values] != [len(one.tokens) for one in responses]:
-                raise ValueError(f"{path.name} is of other responses")
+            logprobs[age] = [np.array(row, np.float32) for row in values]
+            if list(map(len, values)) != [len(response.tokens) for response in responses]:
+                raise ValueError(f"{path.name} was computed for other responses")
     except (OSError, ValueError, TypeError, pa.ArrowException) as error:
         raise UserError(f"{directory} is damaged ({error}); remove it, the report does not need it") from None
     return Probe(responses, logprobs)

@@ -22,19 +22,19 @@ import pyarrow.parquet as pq
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.samples import InMemoryRoutes, Sample
-from mugrpo_megatron.stages.routes import add_routes
+from mugrpo_megatron.stages.routes import append_routes
 
 
 @dataclass(frozen=True, slots=True)
 class FieldSpec:
-    """One column: the field of `Sample` that has its name, as an Arrow type."""
+    """One column: the Arrow type of the field of `Sample` with its name."""
 
     kind: pa.DataType
-    """A list type for an array of the sample's own length, times as many for each place in `support_ids`."""
+    """A list type for an array with a value per token; `support_ids` has several per token."""
     meaning: str
     """Stored in the files as field metadata."""
     empty: bool = False
-    """Whether a row may have no value: null."""
+    """Whether a row's value may be null."""
 
 
 IDS, LOGPROBS, TEXT = pa.list_(pa.int32()), pa.list_(pa.float32()), pa.string()
@@ -52,30 +52,32 @@ TRAINING: dict[str, FieldSpec] = {
     "weight_version": FieldSpec(pa.int64(), "Optimizer updates behind the weights that sampled the response."),
     "finish_reason": FieldSpec(TEXT, "`stop` (end-of-sequence) or `length` (cut)."),
 }
-"""What every stage has and training reads."""
+"""Columns that every stage has and training reads."""
 OPTIONAL: dict[str, FieldSpec] = {
-    "loss_mask": FieldSpec(pa.list_(pa.bool_()), "Whether each response token is trained on; a stage without it: all."),
-    "support_ids": FieldSpec(IDS, "Tokens that could be sampled at each place, -1 where fewer; without it: all."),
+    "loss_mask": FieldSpec(
+        pa.list_(pa.bool_()), "Whether each response token is trained on; a stage without this column trains on all."
+    ),
+    "support_ids": FieldSpec(IDS, "Tokens that could be sampled at each position, padded with -1; without it: all."),
 }
-"""What training reads where a stage has it."""
+"""Columns that training reads if the stage has them."""
 TEXT_COLUMNS: dict[str, FieldSpec] = {
     "text": FieldSpec(TEXT, "The response as text, as the verifier read it."),
-    "gold": FieldSpec(TEXT, "The gold answer; JSON where it is a structure."),
-    "extracted": FieldSpec(TEXT, "The answer that was found in the response; empty where none was looked for."),
-    "why": FieldSpec(TEXT, "Why the response has its score."),
+    "gold": FieldSpec(TEXT, "The gold answer; JSON if it is a structure."),
+    "extracted": FieldSpec(TEXT, "The answer that was found in the response; empty if the verifier looks for none."),
+    "why": FieldSpec(TEXT, "Reason for the score."),
     "advantage": FieldSpec(
         pa.float64(), "Under the objective of the recipe that made the stage; null: none.", empty=True
     ),
     "row": FieldSpec(TEXT, "The problem's row in its data set, as JSON; empty for a bundled task."),
 }
-"""What people read. Training computes its own advantages, from the rewards and the recipe's objective."""
+"""Columns for people. Training computes its own advantages, from the rewards and the recipe's objective."""
 COLUMNS: dict[str, FieldSpec] = TRAINING | OPTIONAL | TEXT_COLUMNS
 LISTS = ("prompt_ids", "response_ids", "engine_logprobs", "loss_mask", "support_ids")
-"""As many values for each token."""
+"""Columns with a list of values per response."""
 
 
 def optional_columns(samples: Iterable[Sample]) -> tuple[str, ...]:
-    """Names of the optional columns that the samples have; ValueError where only some of them have one."""
+    """Names of the optional columns that the samples have; ValueError unless all samples have the same."""
     sets = {tuple(name for name in OPTIONAL if getattr(sample, name) is not None) for sample in samples}
     if len(sets) > 1:
         raise ValueError(f"all samples of a stage have the same optional columns, these have {sorted(sets)}")
@@ -83,7 +85,7 @@ def optional_columns(samples: Iterable[Sample]) -> tuple[str, ...]:
 
 
 def check_same_columns(directory: Path, columns: Sequence[str], new: tuple[str, ...]) -> None:
-    """UserError when new groups have other optional columns than the stage in `directory`; `columns` are all of its."""
+    """Raise UserError when new groups have other optional columns than the stage, whose columns are `columns`."""
     present = tuple(name for name in OPTIONAL if name in columns)
     if present != new:
         raise UserError(
@@ -93,34 +95,32 @@ def check_same_columns(directory: Path, columns: Sequence[str], new: tuple[str, 
 
 
 def check_file(path: Path, stored: pa.Schema, remedy: str) -> None:
-    """UserError, ending with `remedy`, unless a stage's file has the columns of a stage and their types."""
+    """Raise UserError, ending with `remedy`, unless a file has the columns of a stage and their types."""
     names = [*TRAINING, *(name for name in OPTIONAL if name in stored.names), *TEXT_COLUMNS]
-    if [(one.name, one.type) for one in stored] != [(name, COLUMNS[name].kind) for name in names]:
-        raise UserError(f"{path}: its columns are not those of a stage; {remedy}")
+    if [(column.name, column.type) for column in stored] != [(name, COLUMNS[name].kind) for name in names]:
+        raise UserError(f"{path}: it has other columns than a stage; {remedy}")
 
 
 def check_rows(path: Path, table: pa.Table, groups: Sequence[int], remedy: str) -> None:
-    """UserError, ending with `remedy`, unless the rows are those of `groups`, in this order, and can be trained on.
-
-    A stage that was published elsewhere has a manifest that fits its files, whatever these hold.
-    """
-    if wrong := next(_wrong(table, groups), ""):
-        raise UserError(f"{path}: {wrong}; {remedy}")
+    """Raise UserError, ending with `remedy`, unless the rows belong to `groups`, in order, and can be trained on."""
+    # Checksums do not show this: the manifest of a stage that someone else published fits whatever its files hold.
+    if problem := next(_row_problems(table, groups), ""):
+        raise UserError(f"{path}: {problem}; {remedy}")
 
 
-def _wrong(table: pa.Table, groups: Sequence[int]) -> Iterator[str]:
+def _row_problems(table: pa.Table, groups: Sequence[int]) -> Iterator[str]:
     for name in table.schema.names:
-        parts = [table[name].combine_chunks()]
-        if pa.types.is_list(parts[0].type):
-            parts.append(parts[0].values)
-        if pa.types.is_struct(parts[-1].type):
-            parts += parts[-1].flatten()
-        if any(part.null_count for part in parts) and not COLUMNS[name].empty:
+        arrays = [table[name].combine_chunks()]
+        if pa.types.is_list(arrays[0].type):
+            arrays.append(arrays[0].values)
+        if pa.types.is_struct(arrays[-1].type):
+            arrays += arrays[-1].flatten()
+        if any(array.null_count for array in arrays) and not COLUMNS[name].empty:
             yield f"{name} is empty in some rows"
             return
     numbers = table["group"].to_numpy()
     if numbers[np.flatnonzero(np.diff(numbers, prepend=-1))].tolist() != list(groups):
-        yield "it holds other groups than its manifest lists"
+        yield "its groups do not match its manifest"
     if not np.isfinite(table["reward"].to_numpy()).all():
         yield "some rewards are not finite"
     lengths = {name: pc.list_value_length(table[name]).to_numpy() for name in LISTS if name in table.schema.names}
@@ -129,8 +129,8 @@ def _wrong(table: pa.Table, groups: Sequence[int]) -> Iterator[str]:
             yield f"{name} has no token in some rows"
         if name.endswith("_ids") and pc.min(pc.list_flatten(table[name])).as_py() < 0:
             yield f"{name} holds negative numbers"
-        each = lengths[name] // np.maximum(lengths["response_ids"], 1) if name == "support_ids" else 1
-        if name != "prompt_ids" and (lengths[name] != each * lengths["response_ids"]).any():
+        per_token = lengths[name] // np.maximum(lengths["response_ids"], 1) if name == "support_ids" else 1
+        if name != "prompt_ids" and (lengths[name] != per_token * lengths["response_ids"]).any():
             yield "some responses have more or fewer values than tokens"
 
 
@@ -158,21 +158,21 @@ def to_table(samples: Sequence[Sample]) -> pa.Table:
 
 
 def to_samples(table: pa.Table) -> list[Sample]:
-    """The rows of a table of a stage's columns, all of them or the training ones.
+    """The rows of a table with all of a stage's columns, or the training ones.
 
-    Token arrays are views of the table's memory, except those of bool.
+    Token arrays are views of the table's memory, except bool ones.
     """
     columns = {name: _values(table[name], table.schema.field(name)) for name in table.schema.names}
     if "support_ids" in columns:
-        of_response = zip(columns["support_ids"], columns["response_ids"], strict=True)
-        columns["support_ids"] = [mask.reshape(len(ids), mask.size // max(1, len(ids))) for mask, ids in of_response]
+        pairs = zip(columns["support_ids"], columns["response_ids"], strict=True)
+        columns["support_ids"] = [support.reshape(len(ids), support.size // max(1, len(ids))) for support, ids in pairs]
     return [Sample(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 
 
 def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
     if kind == NAMED:
         named = [cast(Mapping[str, float], value).items() for value in values]
-        return pa.array([[{"name": name, "value": number} for name, number in one] for one in named], kind)
+        return pa.array([[{"name": name, "value": number} for name, number in row] for row in named], kind)
     return _lists(values, kind) if pa.types.is_list(kind) else pa.array(values, kind)
 
 
@@ -186,7 +186,7 @@ def _lists(arrays: Sequence[np.ndarray], kind: pa.ListType) -> pa.ListArray:
 
 def _values(column: pa.ChunkedArray, field: pa.Field) -> list[Any]:
     if field.type == NAMED:
-        return [{one["name"]: one["value"] for one in named} for named in column.to_pylist()]
+        return [{entry["name"]: entry["value"] for entry in row} for row in column.to_pylist()]
     if not pa.types.is_list(field.type):
         return column.to_pylist()
     lists = cast(pa.ListArray, column.combine_chunks())
@@ -195,7 +195,7 @@ def _values(column: pa.ChunkedArray, field: pa.Field) -> list[Any]:
 
 
 class StageStatistics:
-    """Running sums over the updates of a stage; memory does not grow with the stage."""
+    """Running sums over the updates of a stage, in constant memory."""
 
     def __init__(self) -> None:
         self._sums: Counter[str] = Counter()
@@ -204,7 +204,7 @@ class StageStatistics:
         """Name -> sum and count."""
 
     def add(self, table: pa.Table) -> None:
-        """Add the rows of one update; the rows of a group are consecutive."""
+        """Add one update's rows; a group's rows are consecutive."""
         groups, rewards = table["group"].to_numpy(), table["reward"].to_numpy()
         lengths = pc.list_value_length(table["response_ids"]).to_numpy()
         starts = np.flatnonzero(np.r_[True, groups[1:] != groups[:-1]])
@@ -216,7 +216,7 @@ class StageStatistics:
         self._sums["truncated"] += table["finish_reason"].to_pylist().count("length")
         self._sums["alike"] += int((spread == 0).sum())
         self._longest = max(self._longest, int(lengths.max()))
-        components = ({one["name"]: one["value"] for one in row} for row in table["components"].to_pylist())
+        components = ({entry["name"]: entry["value"] for entry in row} for row in table["components"].to_pylist())
         for name, values in by_name(components).items():
             total, count = self._components.get(name, (0.0, 0))
             self._components[name] = total + sum(values), count + len(values)
@@ -242,10 +242,10 @@ def component_means(components: Iterable[Mapping[str, float]]) -> dict[str, floa
 
 
 def by_name(components: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
-    """The values of each part of the rewards, over the responses that have it."""
+    """Values of each part of the rewards, over the responses that have it."""
     values_of: dict[str, list[float]] = {}
-    for one in components:
-        for name, value in one.items():
+    for row in components:
+        for name, value in row.items():
             values_of.setdefault(name, []).append(value)
     return values_of
 
@@ -254,15 +254,15 @@ SHARD_TOKENS = 1 << 20
 SHARD_RESPONSES = 4096
 SHARD_ROUTES = 1 << 27
 SHARD_SECONDS = 10.0
-"""A shard is written when it has this many tokens, responses or bytes of routes, or its oldest group has waited so
-long."""
+"""A shard is written at this many tokens, responses or bytes of routes, or when its oldest group is this old: what a
+kill can lose."""
 ROW_GROUP_TOKENS = 1 << 14
-"""Groups go into one row group of the file until they have this many tokens: what sealing reads at once."""
+"""Tokens of a shard's row group, the unit that sealing reads; a group is never split."""
 COMPRESSION: Final = "zstd"
 
 
 @dataclass
-class Waiting:
+class ShardBuffer:
     """Groups that no shard holds yet."""
 
     groups: list[list[Sample]] = field(default_factory=list)
@@ -278,34 +278,35 @@ class Waiting:
         self.groups.append(group)
         self.tokens += _tokens(group)
         self.responses += len(group)
-        self.routes += sum(one.routes.experts.nbytes for one in group if isinstance(one.routes, InMemoryRoutes))
+        self.routes += sum(s.routes.experts.nbytes for s in group if isinstance(s.routes, InMemoryRoutes))
 
     @property
     def due(self) -> bool:
+        """Whether the shard is to be written now."""
         full = self.tokens >= SHARD_TOKENS or self.responses >= SHARD_RESPONSES or self.routes >= SHARD_ROUTES
         return full or time.monotonic() - self.since >= SHARD_SECONDS
 
 
 def write_shard(file: IO[bytes], groups: Sequence[list[Sample]]) -> None:
-    """Write one group or more as Parquet, no group in two row groups."""
-    tables = (add_routes(to_table(samples), samples) for samples in _parts(groups))
+    """Write groups, at least one, as Parquet; no group is in two row groups."""
+    tables = (append_routes(to_table(samples), samples) for samples in _row_groups(groups))
     first = next(tables)
     with pq.ParquetWriter(file, first.schema, compression=COMPRESSION) as writer:
         for table in chain([first], tables):
             writer.write_table(table, row_group_size=len(table))
 
 
-def _parts(groups: Sequence[list[Sample]]) -> Iterator[list[Sample]]:
-    part: list[Sample] = []
+def _row_groups(groups: Sequence[list[Sample]]) -> Iterator[list[Sample]]:
+    rows: list[Sample] = []
     size = 0
     for group in groups:
         tokens = _tokens(group)
-        if part and size + tokens > ROW_GROUP_TOKENS:
-            yield part
-            part, size = [], 0
-        part.extend(group)
+        if rows and size + tokens > ROW_GROUP_TOKENS:
+            yield rows
+            rows, size = [], 0
+        rows.extend(group)
         size += tokens
-    yield part
+    yield rows
 
 
 def _tokens(samples: Sequence[Sample]) -> int:

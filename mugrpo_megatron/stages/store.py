@@ -1,9 +1,18 @@
 """The durable stage: generation writes it, optimization reads it; the only interface between the two.
 
-    stages/00003/manifest.json      what is complete, with checksums; replaced as the last step of every change
-    stages/00003/shard-00000.parquet ...   groups in order of completion; removed once the stage is sealed
-    stages/00003/manifest-0002.json, shard-0002-00000.parquet ...   the same of writer 2, where several engines generate
-    stages/00003/stage.parquet      the sealed stage: row group k is update k, its groups in order
+The life of a stage in stages/00003/. Appending and sealing end by replacing `manifest.json`, durably.
+
+    step     written by           files                                read by          a kill leaves
+    append   every engine's rank  shard-00000.parquet, manifest.json,  a resumed run    shards that a manifest lists;
+             (a writer), its own  shard-0002-00000.parquet and                          other groups are made again
+             groups               manifest-0002.json (of writer 2)
+    seal     writer 0, when all   stage.parquet: row group k holds     optimize_stage,  before the manifest: the shards,
+             groups are written   update k, its groups in order;       publish          to be sealed again; after it:
+                                  then the shards are removed                           shards to be removed
+    columns  one rank, after a    behaviour.parquet, behaviour.json    optimize_stage   no .json: the pass is run again
+             pass over the stage  and others (columns.py, routes.py)
+    updates  nobody               none; checkpoints are elsewhere      read_update(k)   an unchanged stage: the run
+                                                                                        resumes at any update
 
 Each file has one writer; any number of processes may read. The schema is in `schema.py`.
 """
@@ -27,11 +36,11 @@ from mugrpo_megatron.recipe.systems import Replay
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.manifest import (
     DIGITS,
-    MERGED,
     SEALED_NAME,
+    SHARD_PATTERNS,
     Manifest,
     Origin,
-    Sealed,
+    SealedFile,
     StageShard,
     check_listed,
     check_origin,
@@ -46,11 +55,11 @@ from mugrpo_megatron.stages.manifest import (
     verify,
     write_manifest,
 )
-from mugrpo_megatron.stages.routes import route_column, take_routes, with_routes, without_routes
+from mugrpo_megatron.stages.routes import route_column, split_routes, with_routes, without_routes
 from mugrpo_megatron.stages.schema import (
     COMPRESSION,
+    ShardBuffer,
     StageStatistics,
-    Waiting,
     check_file,
     check_rows,
     check_same_columns,
@@ -62,23 +71,33 @@ from mugrpo_megatron.stages.schema import (
 
 ROW_GROUPS_IN_MEMORY = 32
 """Decoded row groups that sealing keeps: an update's groups finish at different times, so several hold them."""
+VISIBLE_SECONDS = 20.0
+"""Longest delay until a shared file system shows one node what another has written."""
+REMEDY = "restore it from a copy, or remove the stage's directory to generate the stage again"
+
+RowRange = tuple[int, int, int]
+"""Row group of a Parquet file, first row in it, number of rows."""
 
 
-def covering(directory: Path, shards: list[StageShard], groups: set[int]) -> list[StageShard]:
+def usable_shards(directory: Path, shards: list[StageShard], groups: set[int]) -> list[StageShard]:
     """The intact shards; UserError when a damaged shard holds a group that no intact one holds."""
-    whole = intact(directory, shards)
-    lost = groups.difference(*(shard.groups for shard in whole))
+    usable = intact(directory, shards)
+    lost = groups.difference(*(shard.groups for shard in usable))
     for shard in shards:
         if lost.intersection(shard.groups):
             verify(directory / shard.file, shard.span, "run the same command again to generate its groups again")
-    return whole
+    return usable
 
 
-def in_order(directory: Path, shards: list[StageShard], updates: int, prompts_per_update: int) -> Iterator[pa.Table]:
+def update_tables(
+    directory: Path, shards: list[StageShard], updates: int, prompts_per_update: int
+) -> Iterator[pa.Table]:
     """Each update's rows, groups in order, gathered from the shards."""
     shard_of = {group: shard for shard in shards for group in shard.groups}
-    places = {shard.file: _places(directory / shard.file, shard) for shard in shards}
+    row_ranges = {shard.file: _row_ranges(directory / shard.file, shard) for shard in shards}
 
+    # Groups finish in any order, so an update's rows lie in several shards; the cache decodes each row group about once
+    # and never holds the stage, which may be larger than the node's memory.
     @lru_cache(maxsize=ROW_GROUPS_IN_MEMORY)
     def read(file: str, row_group: int) -> pa.Table:
         with pq.ParquetFile(directory / file) as shard:
@@ -89,30 +108,25 @@ def in_order(directory: Path, shards: list[StageShard], updates: int, prompts_pe
         groups = range(update * prompts_per_update, (update + 1) * prompts_per_update)
         for group in groups:
             file = shard_of[group].file
-            row_group, start, length = places[file][group]
+            row_group, start, length = row_ranges[file][group]
             rows.append(read(file, row_group).slice(start, length))
         table = pa.concat_tables(rows).combine_chunks()
         check_rows(directory, table, groups, REMEDY)
         yield table
 
 
-def _places(path: Path, shard: StageShard) -> dict[int, tuple[int, int, int]]:
-    """The row group, first row and number of rows of each group; no group is in two row groups."""
+def _row_ranges(path: Path, shard: StageShard) -> dict[int, RowRange]:
+    """The rows of each group of a shard; no group is in two row groups."""
     layout = pq.read_metadata(path)
     check_file(path, without_routes(layout.schema.to_arrow_schema()), REMEDY)
-    begins = [0, *accumulate(layout.row_group(i).num_rows for i in range(layout.num_row_groups))]
-    places = {}
+    starts = [0, *accumulate(layout.row_group(i).num_rows for i in range(layout.num_row_groups))]
+    row_ranges = {}
     for group, rows, end in zip(shard.groups, shard.rows, accumulate(shard.rows), strict=True):
-        row_group = bisect_right(begins, end - rows) - 1
-        if end > begins[-1] or end > begins[row_group + 1]:
-            raise UserError(f"{path}: it has other rows than its manifest lists; {REMEDY}")
-        places[group] = (row_group, end - rows - begins[row_group], rows)
-    return places
-
-
-VISIBLE_SECONDS = 20.0
-"""Longest delay until a shared file system shows one node what another has written."""
-REMEDY = "restore it from a copy, or remove the stage's directory to generate the stage again"
+        row_group = bisect_right(starts, end - rows) - 1
+        if end > starts[-1] or end > starts[row_group + 1]:
+            raise UserError(f"{path}: its rows do not match its manifest; {REMEDY}")
+        row_ranges[group] = (row_group, end - rows - starts[row_group], rows)
+    return row_ranges
 
 
 class StageStore:
@@ -123,58 +137,59 @@ class StageStore:
     """
 
     def __init__(self, directory: Path, writer: int = 0, origin: Origin | None = None, replay: Replay = "off") -> None:
-        """`origin` is written into the manifest, and must be that of a stage that exists already.
+        """`origin` is written into the manifest; a stage that exists must have the same.
 
-        `replay` says which routes the samples that are read come with (`learner.routing_replay`).
+        `replay` chooses the routes that samples are read with (`learner.routing_replay`).
         """
         self.directory, self.replay = directory, replay
         self._writer, self._origin = writer, origin
-        self._waiting = Waiting()
+        self._buffer = ShardBuffer()
         self._groups: set[int] = set()
-        """While this store writes: every group that it holds, on disk or buffered."""
+        """Groups that this store has written or buffered."""
         self._columns: tuple[str, ...] | None = None
-        """While this store writes: the columns of its groups, once there is one; at least the optional ones."""
-        self._own: Manifest | None = None
+        """Columns of the groups written so far, at least the optional ones; None before the first group."""
+        self._manifest: Manifest | None = None
         """Set once this store writes: from then on only this store changes its writer's manifest."""
-        self._final: Sealed | None = None
-        """Set once the stage was found sealed: it does not change any more."""
+        self._sealed_file: SealedFile | None = None
+        """Set once the stage was found sealed: it never changes again."""
         self._layout: pq.FileMetaData | None = None
         self._rewards: tuple[np.ndarray, np.ndarray] | None = None
 
     @property
     def sealed(self) -> bool:
         """Whether every group is on disk in its final place."""
-        if self._final is None and (self._own is None or self._writer):
+        # Writer 0 alone seals, so the manifest that it holds is the truth; any other process has to look again.
+        if self._sealed_file is None and (self._manifest is None or self._writer):
             manifest = read_manifest(self.directory)
             check_origin(self.directory, manifest, self._origin)
-            self._final = manifest.sealed
-        return self._final is not None
+            self._sealed_file = manifest.sealed
+        return self._sealed_file is not None
 
     @property
     def updates(self) -> int:
-        """Updates that the sealed stage holds the responses of."""
-        return self._sealed().updates
+        """Number of updates that the sealed stage holds responses for."""
+        return self._require_sealed().updates
 
     @property
     def content(self) -> str:
-        """A digest of the sealed stage's responses: the same for the same bytes, wherever they lie."""
-        return self._sealed().content
+        """Digest of the sealed stage's responses; the same for the same bytes in any directory."""
+        return self._require_sealed().content
 
     @property
     def file(self) -> str:
-        """The name of the sealed stage's file."""
-        return self._sealed().file
+        """Name of the sealed stage's file."""
+        return self._require_sealed().file
 
     def verify(self) -> None:
         """Raise UserError unless every byte of the sealed stage has its checksum."""
-        sealed = self._sealed()
+        sealed = self._require_sealed()
         self._checked_layout()
         for span in (*sealed.row_groups, *sealed.text_columns):
             verify(self.directory / sealed.file, span, REMEDY)
 
     def statistics(self) -> dict[str, float]:
         """The sealed stage's metrics, as `schema.StageStatistics` defines them."""
-        return self._sealed().statistics
+        return self._require_sealed().statistics
 
     def verified_groups(self) -> set[int]:
         """Indices of the groups that are intact on disk; damaged shards are logged and left out.
@@ -182,23 +197,21 @@ class StageStore:
         Groups that `append` still buffers do not count, so a resumed stage generates exactly what is missing.
         """
         if self.sealed:
-            return set(range(self._sealed().updates * self._sealed().prompts_per_update))
+            return set(range(self._require_sealed().updates * self._require_sealed().prompts_per_update))
         return {group for shard in intact(self.directory, self._shards()) for group in shard.groups}
 
     def listed_groups(self) -> set[int]:
-        """Indices of the groups that the manifests list: `present` without reading the shards."""
+        """Indices of the groups that the manifests list; reads no shard."""
         return {group for shard in self._shards() for group in shard.groups}
 
     @property
     def own_groups(self) -> set[int]:
-        """This writer's groups, on disk or buffered; empty until it writes."""
+        """Groups that this writer has written or buffered; empty until its first append."""
         return set(self._groups)
 
     def wait_for(self, groups: set[int], sealed: bool) -> bool:
-        """Wait until `groups`, or the sealed stage, are visible; False after VISIBLE_SECONDS.
-
-        A shared file system may show late what other processes have written.
-        """
+        """Wait until `groups`, or the sealed stage, are visible; False after VISIBLE_SECONDS."""
+        # NFS caches a directory's attributes for seconds: another node's file is durable before it can be seen here.
         deadline = time.monotonic() + VISIBLE_SECONDS
         while not (self.sealed if sealed else self.listed_groups() >= groups):
             if time.monotonic() > deadline:
@@ -215,80 +228,92 @@ class StageStore:
         index = group[0].group
         if index in self._groups:
             raise ValueError(f"group {index} is in {self.directory} already")
+        # The engines get weights once a stage, so all of it has one weight version; asynchronous trainers (prime-rl,
+        # AReaL) update engines under way and mix versions in a batch.
         if self._origin and any(sample.weight_version != self._origin.updates for sample in group):
             raise ValueError(f"group {index} was not sampled after {self._origin.updates} updates: {self.directory}")
         self._check_columns(optional_columns(group))
         self._groups.add(index)
-        self._waiting.add(group)
-        if self._waiting.due:
+        self._buffer.add(group)
+        if self._buffer.due:
             self.flush()
 
     def flush(self) -> None:
         """Write the buffered groups as a shard, durably."""
-        waiting = self._waiting.groups
-        if not waiting:
+        buffered = self._buffer.groups
+        if not buffered:
             return
         manifest = self._open_for_writing()
         number = 1 + max((shard.number for shard in manifest.shards), default=-1)
         path = self.directory / shard_name(self._writer, number)
         with durable_file(path) as file:
-            write_shard(file, waiting)
-        groups, rows = [group[0].group for group in waiting], [len(group) for group in waiting]
+            write_shard(file, buffered)
+        groups, rows = [group[0].group for group in buffered], [len(group) for group in buffered]
+        # The shard's name is durable before a manifest lists it: a kill in between leaves a file that nobody counts.
         self._replace([*manifest.shards, StageShard(path.name, number, groups, rows, digest(path))])
-        self._waiting = Waiting()
+        self._buffer = ShardBuffer()
 
     def seal(self, updates: int, prompts_per_update: int) -> None:
         """Write the stage in its final form, one row group per update, and remove the shards of all writers.
 
-        Streams: memory holds one update and a few row groups, whatever the stage's size. Raises ValueError when groups
-        are missing, UserError when a shard is damaged or the disk is full.
+        Streams: memory holds one update and a few row groups. Raises ValueError when groups are missing, UserError when
+        a shard is damaged or the disk is full.
         """
         self.flush()
         self._open_for_writing()
-        named = self._shards()
+        listed = self._shards()
         groups = set(range(updates * prompts_per_update))
-        if missing := sorted(groups.difference(*(shard.groups for shard in named))):
+        if missing := sorted(groups.difference(*(shard.groups for shard in listed))):
             raise ValueError(f"{self.directory} lacks {len(missing)} groups, first {missing[:5]}: it cannot be sealed")
-        shards = covering(self.directory, named, groups)
+        shards = usable_shards(self.directory, listed, groups)
         path = self.directory / SEALED_NAME
         stored = pq.read_schema(self.directory / shards[0].file)
-        schema, of = without_routes(stored), dict[str, str]()
+        schema, identity = without_routes(stored), dict[str, str]()
         statistics = StageStatistics()
-        with route_column(self.directory, "rollout", of).write(stored != schema) as append_routes:
+        # Routes go into a file of their own, since a pipeline rank reads the layers that it replays and no others.
+        with route_column(self.directory, "rollout", identity).write(stored != schema) as append_routes:
             with durable_file(path) as file, pq.ParquetWriter(file, schema, compression=COMPRESSION) as writer:
-                for whole in in_order(self.directory, shards, updates, prompts_per_update):
-                    table, routes = take_routes(whole)
+                for shard_table in update_tables(self.directory, shards, updates, prompts_per_update):
+                    table, routes = split_routes(shard_table)
+                    # One row group an update: an update reads, decodes and verifies its own bytes only.
                     writer.write_table(table, row_group_size=len(table))
                     statistics.add(table)
                     if routes:
                         append_routes(*routes)
-            row_groups, other, footer = parquet_spans(path, training_columns(schema))
-            final = Sealed(path.name, updates, prompts_per_update, row_groups, other, footer, statistics.result())
-            of |= stage_identity(final.content)
-        self._replace([], final)
-        self._final = final
+            row_groups, text_columns, footer = parquet_spans(path, training_columns(schema))
+            sealed = SealedFile(
+                path.name, updates, prompts_per_update, row_groups, text_columns, footer, statistics.result()
+            )
+            # The routes' index, written as their block ends, names the stage's content, which is known only now.
+            identity |= stage_identity(sealed.content)
+        # This replacement seals the stage; a kill before it leaves the shards, and `seal` writes the file again.
+        self._replace([], sealed)
+        self._sealed_file = sealed
         self.remove_merged()
 
     def remove_merged(self) -> None:
-        """Remove the shards of a sealed stage, which a writer that was killed after sealing has left."""
-        self._sealed()
-        for pattern in MERGED:
+        """Remove shards that a writer killed after sealing has left."""
+        self._require_sealed()
+        for pattern in SHARD_PATTERNS:
             for merged in self.directory.glob(pattern):
                 merged.unlink()
             remove_leftovers(self.directory, pattern)
 
-    def read_update(self, update: int, whole: bool = False) -> list[Sample]:
+    def read_update(self, update: int, with_text: bool = False) -> list[Sample]:
         """The samples of one update of the sealed stage, groups in order; reads and verifies only their bytes.
 
-        They are what training needs, or `whole`. Raises UserError when their bytes are damaged.
+        Has the columns that training needs, and those of `schema.TEXT_COLUMNS` with `with_text`. Raises UserError when
+        the bytes are damaged.
         """
-        sealed = self._sealed()
+        sealed = self._require_sealed()
         path, layout = self.directory / sealed.file, self._checked_layout()
-        spans = (sealed.row_groups[update], sealed.text_columns[update]) if whole else (sealed.row_groups[update],)
+        # The bytes are hashed at every read: between sealing and the last update lie hours, and a flipped bit would be
+        # trained on without a word (Parquet's own page checksums are off by default).
+        spans = [sealed.row_groups[update], *([sealed.text_columns[update]] if with_text else [])]
         for span in spans:
             verify(path, span, REMEDY)
         with pq.ParquetFile(path, metadata=layout) as file:
-            columns = None if whole else training_columns(file.schema_arrow)
+            columns = None if with_text else training_columns(file.schema_arrow)
             table = file.read_row_group(update, columns=columns, use_threads=False)
         start = update * sealed.prompts_per_update
         check_rows(path, table, range(start, start + sealed.prompts_per_update), REMEDY)
@@ -300,7 +325,7 @@ class StageStore:
         Keeps only these two columns in memory. The first call verifies what training reads: UserError for damage.
         """
         if self._rewards is None:
-            sealed = self._sealed()
+            sealed = self._require_sealed()
             self._checked_layout()
             for span in sealed.row_groups:
                 verify(self.directory / sealed.file, span, REMEDY)
@@ -312,35 +337,35 @@ class StageStore:
         return self._rewards
 
     def _checked_layout(self) -> pq.FileMetaData:
-        """The sealed file's layout; UserError when it is damaged or not that of a stage."""
+        """The sealed file's Parquet footer; UserError when it is damaged or has other columns than a stage."""
         if self._layout is None:
-            sealed = self._sealed()
+            sealed = self._require_sealed()
             path = self.directory / sealed.file
             verify(path, sealed.footer, REMEDY)
             layout = pq.read_metadata(path)
             check_file(path, layout.schema.to_arrow_schema(), REMEDY)
             if layout.num_row_groups != sealed.updates:
-                raise UserError(f"{path}: it has other updates than its manifest lists; {REMEDY}")
+                raise UserError(f"{path}: its row groups do not match its manifest; {REMEDY}")
             self._layout = layout
         return self._layout
 
     def _shards(self) -> list[StageShard]:
         """The shards that the manifests of all writers list."""
-        own = self._own or read_manifest(self.directory, manifest_name(self._writer))
-        return [*own.shards, *other_shards(self.directory, self._writer)]
+        manifest = self._manifest or read_manifest(self.directory, manifest_name(self._writer))
+        return [*manifest.shards, *other_shards(self.directory, self._writer)]
 
-    def _sealed(self) -> Sealed:
+    def _require_sealed(self) -> SealedFile:
         if not self.sealed:
             raise ValueError(f"{self.directory} is not sealed")
-        assert self._final is not None
-        return self._final
+        assert self._sealed_file is not None
+        return self._sealed_file
 
     def _open_for_writing(self) -> Manifest:
         """This writer's manifest; the first call removes its damaged shards and what a crash left."""
-        if self._own is None and not self.sealed:
+        if self._manifest is None and not self.sealed:
             try:
                 self.directory.mkdir(parents=True, exist_ok=True)
-                fsync(self.directory.parent)
+                fsync(self.directory.parent)  # else a power cut may lose the new directory with durable files in it
             except OSError as error:
                 raise full_disk_error(error, self.directory) or error from error
             if self._writer:
@@ -351,27 +376,27 @@ class StageStore:
             self._replace(shards)
             self._remove_leftovers({shard.file for shard in shards})
             self._groups = {group for shard in shards for group in shard.groups}
-        if self._final is not None or self._own is None:
+        if self._sealed_file is not None or self._manifest is None:
             raise ValueError(f"{self.directory} is sealed: nothing can be added")
-        return self._own
+        return self._manifest
 
     def _check_columns(self, optional: tuple[str, ...]) -> None:
-        """UserError when the stage's groups so far have other optional columns."""
+        """Raise UserError when the groups so far have other optional columns: a Parquet file has one schema."""
         if self._columns is None:
             shards = self._shards()
             self._columns = tuple(pq.read_schema(self.directory / shards[0].file).names) if shards else optional
         check_same_columns(self.directory, self._columns, optional)
 
-    def _remove_leftovers(self, named: set[str]) -> None:
+    def _remove_leftovers(self, listed: set[str]) -> None:
         """Remove this writer's shards that its manifest does not list, and its temporaries."""
         shards = shard_name(self._writer, DIGITS)
         for path in self.directory.glob(shards):
-            if path.name not in named:
+            if path.name not in listed:
                 path.unlink()
         for name in (shards, manifest_name(self._writer), *([] if self._writer else [SEALED_NAME])):
             remove_leftovers(self.directory, name)
 
-    def _replace(self, shards: list[StageShard], sealed: Sealed | None = None) -> None:
-        own = Manifest(shards, sealed, self._origin)
-        write_manifest(self.directory, own, manifest_name(self._writer))
-        self._own = own
+    def _replace(self, shards: list[StageShard], sealed: SealedFile | None = None) -> None:
+        manifest = Manifest(shards, sealed, self._origin)
+        write_manifest(self.directory, manifest, manifest_name(self._writer))
+        self._manifest = manifest

@@ -52,7 +52,7 @@ def read(directory: Path) -> None:
         store.statistics()
         have_logprobs(store)
         for update in range(store.updates):
-            assert store.read_update(update, whole=True)
+            assert store.read_update(update, with_text=True)
     elif not set(range(GROUPS)) - store.verified_groups():
         store.seal(UPDATES, PROMPTS)
         read(directory)

@@ -93,7 +93,7 @@ REFUSED = {
     ),
     "logprobs of another stage": (
         both(*(copy(f"stages/00000/behaviour.{end}", f"stages/00001/behaviour.{end}") for end in ("parquet", "json"))),
-        "of other responses",
+        "for other responses",
     ),
     "logprobs without checksums": (remove("stages/00001/behaviour.json"), r"behaviour\.json: missing or damaged"),
     "logprobs gone": (remove("stages/00001/behaviour.parquet"), r"behaviour\.parquet: missing"),

@@ -65,7 +65,7 @@ def generated(stand: Stand) -> None:
 def test_a_stage_holds_the_runs_next_problems_scored_and_in_order(stand: Stand) -> None:
     generated(stand)
     stage = store(stand)
-    samples = [sample for update in range(stage.updates) for sample in stage.read_update(update, whole=True)]
+    samples = [sample for update in range(stage.updates) for sample in stage.read_update(update, with_text=True)]
     assert [sample.group for sample in samples] == [group for group in range(GROUPS) for _ in range(RESPONSES)]
     prompts = [stage_prompt(RECIPE, stand.leader.problems, CURSOR, group) for group in range(GROUPS)]
     assert [sample.problem for sample in samples[::RESPONSES]] == [prompt.problem.id for prompt in prompts]

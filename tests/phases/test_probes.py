@@ -23,7 +23,7 @@ from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.samples import Sample
-from mugrpo_megatron.stages.probe import APART, PARTS, probe_ages, read_probe
+from mugrpo_megatron.stages.probe import INTERVALS, MIN_UPDATES_APART, probe_ages, read_probe
 from mugrpo_megatron.stages.store import StageStore
 from tests.forked import fork
 from tests.tiny import FINISHED, rows
@@ -35,12 +35,12 @@ LEARNER: Any = None
 @given(updates=st.integers(1, 5000))
 def test_ages_are_the_ends_of_equal_parts(updates: int) -> None:
     ages = probe_ages(updates)
-    if updates < APART:
+    if updates < MIN_UPDATES_APART:
         assert ages == ()
         return
-    assert (ages[0], ages[-1], len(ages)) == (0, updates, 1 + min(PARTS, updates // APART))
+    assert (ages[0], ages[-1], len(ages)) == (0, updates, 1 + min(INTERVALS, updates // MIN_UPDATES_APART))
     assert max(np.diff(ages)) - min(np.diff(ages)) <= 1
-    assert min(np.diff(ages)) >= APART
+    assert min(np.diff(ages)) >= MIN_UPDATES_APART
 
 
 def sealed(directory: Path) -> StageStore:

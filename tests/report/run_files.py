@@ -9,7 +9,7 @@ import numpy as np
 
 from mugrpo_megatron.observe.examples import Example, write_examples
 from mugrpo_megatron.samples import Sample
-from mugrpo_megatron.stages.probe import Probed, probe_ages, write_age, write_responses
+from mugrpo_megatron.stages.probe import ProbeRow, probe_ages, write_age, write_responses
 from mugrpo_megatron.stages.store import StageStore
 
 
@@ -58,7 +58,7 @@ def write_probe(
     directory = run_dir / "probe" / f"stage{stage:05d}"
     behaviour = [draw.normal(-1, 0.3, tokens).astype(np.float32) for _ in range(count)]
     responses = [
-        Probed(place % updates, place, f"set:{place}", 0.0, -1.0 if place % 4 else 1.0, [token] * tokens, own, mask)
+        ProbeRow(place % updates, place, f"set:{place}", 0.0, -1.0 if place % 4 else 1.0, [token] * tokens, own, mask)
         for place, own in enumerate(behaviour)
     ]
     write_responses(directory, responses)

@@ -58,7 +58,7 @@ def test_a_trl_file_and_a_verl_file_train_unchanged(tmp_path: Path) -> None:
 
     store = StageStore(tmp_path / "run" / "stages" / "00000")
     for update, row in enumerate(updates):
-        samples = store.read_update(update, whole=True)
+        samples = store.read_update(update, with_text=True)
         by_verl = ["score" in sample.components for sample in samples]
         assert by_verl == [json.loads(sample.row)["data_source"] == "sums" for sample in samples]
         for sample in samples:

@@ -37,5 +37,5 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("of", [{}, {"stage": "0123"}, {"stage": "0123", "age": 5}, {"stage": "4567", "age": 4}])
 def test_those_of_another_stage_or_policy_are_refused(of: dict[str, object], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="of other responses or of another policy than the run's; do this"):
+    with pytest.raises(UserError, match="was computed for other responses or another policy; do this"):
         LogprobColumn(written(tmp_path / "behaviour.parquet").path, of, "do this").read(0)

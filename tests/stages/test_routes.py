@@ -107,9 +107,9 @@ def test_no_flipped_bit_gives_other_routes(tmp_path: Path) -> None:
 def test_those_of_another_stage_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "routes.bin"
     written(path)
-    with pytest.raises(UserError, match="of other responses or of another policy than the run's; do this"):
+    with pytest.raises(UserError, match="was computed for other responses or another policy; do this"):
         RouteColumn(path, {"stage": "4567"}, "do this").read(0, LENGTHS[0])
-    with pytest.raises(UserError, match="of other responses"):
+    with pytest.raises(UserError, match="for other responses"):
         routes(path).read(0, [3, 1, 4])
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mugrpo_megatron.samples import InMemoryRoutes, Sample
 from mugrpo_megatron.stages import schema
-from mugrpo_megatron.stages.schema import Waiting, write_shard
+from mugrpo_megatron.stages.schema import ShardBuffer, write_shard
 from tests.engine.tiny import group
 
 
@@ -45,9 +45,9 @@ def test_a_row_group_has_whole_groups_up_to_its_limit(indices: list[int], limit:
 
 
 def test_routes_make_a_shard_due(monkeypatch: pytest.MonkeyPatch) -> None:
-    waiting = Waiting()
-    waiting.add(routed(0, layers=3))
-    assert waiting.routes == 3 * sum(sample.tokens - 1 for sample in group(0))
-    assert not waiting.due
-    monkeypatch.setattr(schema, "SHARD_ROUTES", waiting.routes)
-    assert waiting.due
+    buffer = ShardBuffer()
+    buffer.add(routed(0, layers=3))
+    assert buffer.routes == 3 * sum(sample.tokens - 1 for sample in group(0))
+    assert not buffer.due
+    monkeypatch.setattr(schema, "SHARD_ROUTES", buffer.routes)
+    assert buffer.due

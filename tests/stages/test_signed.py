@@ -43,7 +43,7 @@ def read(directory: Path) -> None:
     store.verify()
     store.rewards()
     for update in range(UPDATES):
-        assert len(store.read_update(update, whole=True)) == 2 * PROMPTS
+        assert len(store.read_update(update, with_text=True)) == 2 * PROMPTS
 
 
 def signed(directory: Path, body: Any) -> None:
@@ -90,20 +90,26 @@ def column(name: str, change: Callable[[list[Any]], list[Any]]) -> Callable[[Tab
 
 
 FILES: dict[str, tuple[Callable[[Tables], Tables], str]] = {
-    "a column less": (lambda tables: [one.drop_columns(["reward"]) for one in tables], "columns are not those"),
+    "a column less": (lambda tables: [one.drop_columns(["reward"]) for one in tables], "other columns than"),
     "a column more": (
         lambda tables: [one.append_column("extra", pa.array([1] * len(one))) for one in tables],
-        "columns are not those",
+        "other columns than a stage",
     ),
-    "another order": (lambda tables: [one.select(one.schema.names[::-1]) for one in tables], "columns are not those"),
+    "another order": (
+        lambda tables: [one.select(one.schema.names[::-1]) for one in tables],
+        "other columns than a stage",
+    ),
     "another type": (
         lambda tables: [one.set_column(0, "group", one["group"].cast(pa.int64())) for one in tables],
-        "columns are not those",
+        "other columns than a stage",
     ),
-    "rows less": (lambda tables: [one.slice(0, len(one) - 2) for one in tables], "manifest lists"),
-    "no rows": (lambda tables: [one.slice(0, 0) for one in tables], "manifest lists"),
-    "other groups": (column("group", lambda values: [one + 1 for one in values]), "other groups than its manifest"),
-    "groups reversed": (column("group", lambda values: values[::-1]), "other groups than its manifest"),
+    "rows less": (lambda tables: [one.slice(0, len(one) - 2) for one in tables], "do not match its manifest"),
+    "no rows": (lambda tables: [one.slice(0, 0) for one in tables], "do not match its manifest"),
+    "other groups": (
+        column("group", lambda values: [one + 1 for one in values]),
+        "groups do not match",
+    ),
+    "groups reversed": (column("group", lambda values: values[::-1]), "groups do not match"),
     "NaN": (column("reward", lambda values: [float("nan")] * len(values)), "rewards are not finite"),
     "no reward": (column("reward", lambda values: [None, *values[1:]]), "reward is empty"),
     "no token": (column("response_ids", lambda values: [[]] * len(values)), "has no token"),
@@ -128,7 +134,7 @@ def test_an_update_more(tmp_path: Path, whole: Path) -> None:
     tables = tables_of(whole)
     rewritten(copy, [*tables, tables[0]])
     if read_manifest(whole).sealed:
-        with pytest.raises(UserError, match=r"damaged|other updates than its manifest"):
+        with pytest.raises(UserError, match=r"damaged|row groups do not match its manifest"):
             read(copy)
     else:
         read(copy)  # of a shard only the groups count that the manifest lists

@@ -87,7 +87,7 @@ def test_updates_come_back_in_order_however_groups_completed(
     assert reader.sealed
     for k in range(UPDATES):
         assert_same(reader.read_update(k), update_of(k))
-        assert_same(reader.read_update(k, whole=True), update_of(k), whole=True)
+        assert_same(reader.read_update(k, with_text=True), update_of(k), whole=True)
     assert sorted(path.name for path in directory.iterdir()) == ["manifest.json", "stage.parquet"]
 
 
@@ -172,7 +172,7 @@ def test_training_reads_its_own_columns_alone(tmp_path: Path) -> None:
                 assert_same(store.read_update(k), update_of(k))
             passed += 1
         with pytest.raises(UserError, match=r"stage\.parquet: damaged, bytes \d+ to \d+.*generate the stage again"):
-            [store.read_update(k, whole=True) for k in range(UPDATES)]
+            [store.read_update(k, with_text=True) for k in range(UPDATES)]
     assert passed
 
 

@@ -72,7 +72,7 @@ class ColumnParts:
 
     def __init__(self, column: TableColumn, weights: str, updates: int) -> None:
         """`weights` is the fingerprint of the auxiliary model's checkpoint."""
-        belongs = json.dumps([dict(column.of), weights], sort_keys=True).encode()
+        belongs = json.dumps([dict(column.identity), weights], sort_keys=True).encode()
         name = f"{column.path.stem}.parts-{hashlib.sha256(belongs).hexdigest()[:12]}"
         self._column, self._weights, self._updates = column, weights, updates
         self.directory = column.path.with_name(name)

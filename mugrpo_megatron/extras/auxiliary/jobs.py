@@ -119,7 +119,7 @@ class Judge:
         return judge_recipe(recipe, name, directory, self._section, self._room)
 
     def read(self, store: StageStore, update: int) -> list[Sample]:
-        return store.read_update(update, whole=True)
+        return store.read_update(update, with_text=True)
 
     def prompts(self, samples: Sequence[Sample]) -> dict[int, Prompt]:
         """Prompts by the sample's index in the update; a question that is too long has none."""

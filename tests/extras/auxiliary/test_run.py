@@ -46,5 +46,5 @@ def test_the_engines_scores_are_the_learners_pass(tmp_path: Path) -> None:
 
 def read(path: Path, update: int) -> np.ndarray:
     """An update's logprobs, whatever they belong to."""
-    of = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))["logprobs"]["of"]
+    of = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))["logprobs"]["identity"]
     return np.concatenate(LogprobColumn(path, of).read(update))

@@ -70,7 +70,7 @@ def test_what_trl_logged_trains(model: Path, tmp_path: Path) -> None:
 def test_the_stage_holds_the_file(model: Path, tmp_path: Path) -> None:
     recipe, log = load_recipe(recipe_file(tmp_path, model)), trl_log(tmp_path / "completions.parquet")
     store = imported(log, recipe, tmp_path / "stage")
-    samples = [sample for k in range(UPDATES) for sample in store.read_update(k, whole=True)]
+    samples = [sample for k in range(UPDATES) for sample in store.read_update(k, with_text=True)]
     logged = pq.read_table(log).to_pylist()
     assert [json.loads(sample.row) for sample in samples] == logged
     assert [sample.reward for sample in samples] == [row["parity"] for row in logged]
@@ -182,7 +182,7 @@ def test_a_file_is_scored_as_training_scores(model: Path, tmp_path: Path) -> Non
     )
     rewards, parts = [], []
     store = imported(tmp_path / "log.jsonl", recipe, tmp_path / "stage", reward=None)
-    for sample in (sample for k in range(UPDATES) for sample in store.read_update(k, whole=True)):
+    for sample in (sample for k in range(UPDATES) for sample in store.read_update(k, with_text=True)):
         rewards.append(sample.reward)
         parts.append(sample.components)
     assert rewards[:4] == [1.0, 0.0, -0.5, -1.0]  # 222 and its end-of-sequence token are one short of the limit
@@ -210,7 +210,7 @@ def test_a_function_gets_the_tests_of_a_program(model: Path, tmp_path: Path) -> 
         )
     )
     store = imported(path, recipe, tmp_path / "stage", reward=None)
-    assert {sample.gold for sample in store.read_update(0, whole=True)} == {json.dumps(tests)}
+    assert {sample.gold for sample in store.read_update(0, with_text=True)} == {json.dumps(tests)}
 
 
 def test_rows_without_reward_and_gold_are_refused(model: Path, tmp_path: Path) -> None:

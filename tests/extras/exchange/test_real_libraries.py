@@ -67,7 +67,7 @@ def test_files_go_both_ways(library: str, ours: dict[str, Any], files: list[str]
         stage = tmp_path / f"{file}.stage"
         import_rollouts(tmp_path / file, load_recipe(path), stage, say=lambda line: None)
         store = StageStore(stage / "stages" / "00000")
-        samples = [one for update in range(store.updates) for one in store.read_update(update, whole=True)]
+        samples = [one for update in range(store.updates) for one in store.read_update(update, with_text=True)]
         assert len(samples) == len(views["theirs"]) == 8
         for sample, view in zip(samples, views["theirs"], strict=True):
             assert sample.loss_mask is not None
