@@ -86,14 +86,14 @@ def convert(
         for number, part in enumerate(parts):
             file = f"__0_{number}.distcp"
             if note := output.finished(file):
-                items += from_description(note["body"])
+                items += records_from_json(note["body"])
                 advance(bar, done := done + sum(size for _, size in part))
                 continue
             with write_part(output.directory / file) as writer:
                 for entry, size in part:
                     write_entry(writer, checkpoint, entry, architecture, parallel.tensor, dtype)
                     advance(bar, done := done + size)
-            output.finish(file, described(writer.items))
+            output.finish(file, records_as_json(writer.items))
             items += writer.items
         write_metadata(output.directory, items)
         carry_files(hf, output.directory, dtype or next(iter(checkpoint.dtypes.values())))
@@ -111,7 +111,7 @@ def write_entry(
     place = stored(entry, architecture)
     parameter = merge_from_hf(entry, [checkpoint.read(name) for name in entry.hf], architecture)
     target = torch.float32 if entry.row.frozen else dtype or parameter.dtype
-    parameter = narrowed(parameter, target, " or ".join(entry.hf))
+    parameter = cast_checked(parameter, target, " or ".join(entry.hf))
     shape = place.stack + tuple(parameter.shape)
     dimension = DIMENSION.get(entry.row.split, 0)
     pieces = tensor_parallel if entry.row.split != "none" else 1
@@ -130,7 +130,7 @@ def write_entry(
         writer.object(f"{place.key.removesuffix('weight')}_extra_state/shard_{index}_{stack}", [None])
 
 
-def narrowed(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+def cast_checked(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
     """Cast the tensor to `dtype`; raise UserError for NaN and for finite values that overflow, as in float16 above
     65,504."""
     if tensor.dtype.itemsize > 1 and torch.isnan(tensor).any():
@@ -212,22 +212,22 @@ class PartWriter:
 
 def write_metadata(directory: Path, items: Sequence[ChunkRecord]) -> None:
     """Write the files other than the data files; Megatron can then load the directory."""
-    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     placed: dict[MetadataIndex, _StorageInfo] = {}
     for item in items:
         # Interned, so that a continued conversion writes the same bytes: a pickle stores a string once for an object.
         key = sys.intern(item.key)
         info = _StorageInfo(sys.intern(item.file), item.start, item.length)
         if item.dtype == OBJECT:
-            described[key] = BytesStorageMetadata()
+            tensors[key] = BytesStorageMetadata()
             placed[MetadataIndex(key)] = info
             continue
         properties = TensorProperties(dtype=getattr(torch, item.dtype))
-        tensor = described.setdefault(key, TensorStorageMetadata(properties, torch.Size(item.shape), []))
+        tensor = tensors.setdefault(key, TensorStorageMetadata(properties, torch.Size(item.shape), []))
         assert isinstance(tensor, TensorStorageMetadata)
         placed[MetadataIndex(key, item.offsets, len(tensor.chunks))] = info
         tensor.chunks.append(ChunkStorageMetadata(torch.Size(item.offsets), torch.Size(item.sizes)))
-    metadata = Metadata(described, storage_data=placed, storage_meta=StorageMeta())
+    metadata = Metadata(tensors, storage_data=placed, storage_meta=StorageMeta())
     with durable_file(directory / INDEX) as index:
         index.write(pickle.dumps(metadata))
     with durable_file(directory / "common.pt") as common:
@@ -235,13 +235,13 @@ def write_metadata(directory: Path, items: Sequence[ChunkRecord]) -> None:
     write_json(directory / "metadata.json", CONFIG)
 
 
-def described(items: Sequence[ChunkRecord]) -> list[dict[str, Any]]:
-    """The items of a finished data file as JSON values, for a later run that continues this one."""
+def records_as_json(items: Sequence[ChunkRecord]) -> list[dict[str, Any]]:
+    """Records of a finished data file as JSON, for a run that continues this one."""
     return [asdict(item) for item in items]
 
 
-def from_description(rows: list[dict[str, Any]]) -> list[ChunkRecord]:
-    """Inverse of `described`."""
+def records_from_json(rows: list[dict[str, Any]]) -> list[ChunkRecord]:
+    """Inverse of `records_as_json`."""
     return [ChunkRecord(**row | {name: tuple(row[name]) for name in ("offsets", "sizes", "shape")}) for row in rows]
 
 

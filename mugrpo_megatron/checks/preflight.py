@@ -56,7 +56,7 @@ from mugrpo_megatron.weights.families import architecture
 
 Say = Callable[[str], None]
 
-ADMISSION = "mugrpo_megatron.extras.lora.admission:check"
+LORA_CHECKS = "mugrpo_megatron.extras.lora.lora_checks:check_lora"
 AUXILIARY_CHECKS = "mugrpo_megatron.extras.auxiliary.checks:check_auxiliaries"
 
 ANY_PROBLEM = Problem("a question", "1+1=", "2")
@@ -280,7 +280,7 @@ def _check_extras(recipe: Recipe, shape: Architecture | None, say: Say, on_paper
     Models of the hub are downloaded unless `on_paper`.
     """
     if shape is not None and recipe.lora.rank is not None:
-        say(load_function("lora", ADMISSION)(recipe, shape))
+        say(load_function("lora", LORA_CHECKS)(recipe, shape))
     if recipe.auxiliary.by_name:
         load_function("auxiliary", AUXILIARY_CHECKS)(recipe, say, on_paper)
 

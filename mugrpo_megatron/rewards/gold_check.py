@@ -15,7 +15,7 @@ EXCERPT_CHARS = 60
 """Characters of a gold in a line."""
 CHECKS = {
     MATH: "mugrpo_megatron.rewards.math.gold:verifies_itself",
-    CODE: "mugrpo_megatron.extras.sandbox.row_tests:usable",
+    CODE: "mugrpo_megatron.extras.sandbox.row_tests:has_tests",
 }
 """Built-in function -> a reward function that returns 1 for a usable gold, or a row with usable tests."""
 

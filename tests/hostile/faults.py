@@ -72,7 +72,7 @@ class Writes:
 def failing(disk: Disk) -> Iterator[None]:
     """Every file operation of this process goes through `disk` while the block runs."""
 
-    def counted(original: Callable[..., Any], operation: str) -> Callable[..., Any]:
+    def instrument(original: Callable[..., Any], operation: str) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             disk.tick(operation)
             return original(*args, **kwargs)
@@ -87,7 +87,7 @@ def failing(disk: Disk) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("fsync", "mkdir", "link", "rename", "replace", "unlink", "rmdir", "ftruncate"):
-            patch.setattr(os, name, counted(getattr(os, name), name))
-        patch.setattr(durable, "_exchange_atomically", counted(durable._exchange_atomically, "rename"))
+            patch.setattr(os, name, instrument(getattr(os, name), name))
+        patch.setattr(durable, "_exchange_atomically", instrument(durable._exchange_atomically, "rename"))
         patch.setattr(io, "open", open_)
         yield

@@ -2,7 +2,7 @@
 
 A file of slime's runs here once its three imports name this module:
 
-    from mugrpo_megatron.extras.episodes.conventions import GenerateState, Sample, post
+    from mugrpo_megatron.extras.episodes.conventions import GenerateState, SlimeSample as Sample, post
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from mugrpo_megatron.recipe.functions import load_function
 from mugrpo_megatron.rewards.callers import verdict_of
 from mugrpo_megatron.samples import Problem
 
-Play = Callable[[Problem, EpisodeModel], Awaitable[dict[str, Any]]]
+EpisodeFunction = Callable[[Problem, EpisodeModel], Awaitable[dict[str, Any]]]
 """Runs one episode; the result is a JSON object: reward, why, parts, and slime's tokens."""
 FORMS = "async (problem, model), slime's async (args, sample, sampling_params) or a class with reset, as TRL's"
 
 
-def play_of(name: str, options: Mapping[str, Any]) -> Play:
-    """The function `module:function` as a `Play`; UserError for one that cannot be taken."""
+def load_episode_function(name: str, options: Mapping[str, Any]) -> EpisodeFunction:
+    """The function `module:function` as an `EpisodeFunction`; raises UserError for an unknown form."""
     function = load_function("rollout.function", name)
     if hasattr(function, "reset"):
-        return _trl(function, name)
+        return _trl_form(function, name)
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError) as error:
         raise UserError(f"rollout.function {name!r} has no signature that could be read ({error})") from None
-    for known, make in ((("problem", "model"), _ours), (("args", "sample", "sampling_params"), _slime)):
+    for names, make in ((("problem", "model"), _own_form), (("args", "sample", "sampling_params"), _slime_form)):
         needed = [name for name, parameter in parameters.items() if _is_needed(parameter)]
-        if set(known) <= parameters.keys() and set(needed) <= set(known):
+        if set(names) <= parameters.keys() and set(needed) <= set(names):
             if not inspect.iscoroutinefunction(function):
                 raise UserError(f"rollout.function {name!r} is a plain function: write async def, and await the model")
             return make(function, name, options)
@@ -56,18 +56,18 @@ def _result(returned: Any, name: str) -> dict[str, Any]:
     return {"reward": verdict.reward, "why": verdict.why, "parts": dict(verdict.parts)}
 
 
-def _ours(function: Callable[..., Any], name: str, options: Mapping[str, Any]) -> Play:
-    async def play(problem: Problem, model: EpisodeModel) -> dict[str, Any]:
+def _own_form(function: Callable[..., Any], name: str, options: Mapping[str, Any]) -> EpisodeFunction:
+    async def run_episode(problem: Problem, model: EpisodeModel) -> dict[str, Any]:
         return _result(await function(problem=problem, model=model), name)
 
-    return play
+    return run_episode
 
 
-def _slime(function: Callable[..., Any], name: str, options: Mapping[str, Any]) -> Play:
+def _slime_form(function: Callable[..., Any], name: str, options: Mapping[str, Any]) -> EpisodeFunction:
     # `GenerateState` reads a tokenizer with it; inside an episode its seconds would count as a process that is blocked.
     import_module("transformers.models.auto.tokenization_auto")
 
-    async def play(problem: Problem, model: EpisodeModel) -> dict[str, Any]:
+    async def run_episode(problem: Problem, model: EpisodeModel) -> dict[str, Any]:
         metadata = problem.row.get("metadata")
         sample = SlimeSample(
             prompt=model.prompt,
@@ -87,11 +87,11 @@ def _slime(function: Callable[..., Any], name: str, options: Mapping[str, Any]) 
         }
         return {**_result(returned.reward, name), **sampled}
 
-    return play
+    return run_episode
 
 
-def _trl(factory: Callable[[], Any], name: str) -> Play:
-    async def play(problem: Problem, model: EpisodeModel) -> dict[str, Any]:
+def _trl_form(factory: Callable[[], Any], name: str) -> EpisodeFunction:
+    async def run_episode(problem: Problem, model: EpisodeModel) -> dict[str, Any]:
         environment = await model.apart(factory)
         tools = [
             method
@@ -100,7 +100,9 @@ def _trl(factory: Callable[[], Any], name: str) -> Play:
         ]
         messages = [dict(message) for message in model.messages]
         row = problem.row or {"question": problem.question, "answer": problem.gold}
-        observation = await model.apart(environment.reset, **_taken(environment.reset, {"prompt": messages, **row}))
+        observation = await model.apart(
+            environment.reset, **_accepted_columns(environment.reset, {"prompt": messages, **row})
+        )
         if observation is not None:
             messages[-1]["content"] += observation
         while True:
@@ -112,10 +114,10 @@ def _trl(factory: Callable[[], Any], name: str) -> Play:
         reward = getattr(environment, "reward", None)
         return _result(reward if isinstance(reward, Real) else None, name)
 
-    return play
+    return run_episode
 
 
-def _taken(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
+def _accepted_columns(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
     """Columns that a function accepts: all of them, or those that it names."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):

@@ -20,7 +20,7 @@ from mugrpo_megatron.data.files import RESPONSES, found_in, messages_of, rows
 from mugrpo_megatron.data.prompts import Template, render
 from mugrpo_megatron.data.reading import kept_row
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.extras.exchange.traces import flattened, unfolded
+from mugrpo_megatron.extras.exchange.traces import flatten_trace, trainable_traces
 from mugrpo_megatron.recipe.load import short_repr
 from mugrpo_megatron.samples import Problem
 
@@ -73,7 +73,8 @@ def read_rollouts(
         try:
             _check_text(row)
             rollouts = [
-                _parse_row(kept_row(flattened(trace)), location, tokenizer, template, limits) for trace in unfolded(row)
+                _parse_row(kept_row(flatten_trace(trace)), location, tokenizer, template, limits)
+                for trace in trainable_traces(row)
             ]
         except ValueError as error:
             raise UserError(f"{location}: {error}") from None

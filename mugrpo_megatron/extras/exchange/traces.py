@@ -25,7 +25,7 @@ TERM = ("score", "weight")
 LISTS = ("prompt_token_ids", "completion_token_ids", "per_token_logps", "loss_mask")
 
 
-def unfolded(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+def trainable_traces(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The trainable traces of an episode of verifiers, as rows; any other row alone and unchanged.
 
     Raises ValueError for traces that are no list of objects, and for an episode that trains nothing.
@@ -46,8 +46,8 @@ def unfolded(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     return trained
 
 
-def flattened(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row with its trace flattened to `prompt_ids`, `response_ids`, `logprobs` and `loss_mask`; other rows
+def flatten_trace(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row with its trace flatten_trace to `prompt_ids`, `response_ids`, `logprobs` and `loss_mask`; other rows
     unchanged.
 
     Raises ValueError for a trace that is not one.

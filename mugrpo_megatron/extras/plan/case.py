@@ -264,7 +264,7 @@ class PlanCase:
             self, recipe=recipe, layout=layout_of(recipe.parallel, recipe.learner.recompute, self.cluster.world)
         )
 
-    def changed(self, section: str, **keys: Any) -> PlanCase:
+    def with_keys(self, section: str, **keys: Any) -> PlanCase:
         """The same case with other values of these keys of a section of the recipe."""
         changed = getattr(self.recipe, section).model_copy(update=keys)
         return self.with_recipe(self.recipe.model_copy(update={section: changed}))

@@ -14,7 +14,7 @@ from mugrpo_megatron.extras.plan.auxiliary import AuxiliaryCost, auxiliary_costs
 from mugrpo_megatron.extras.plan.case import Layout, ModelShape, PlanCase, find_model, make_case, parameters
 from mugrpo_megatron.extras.plan.hardware import Assumptions, Cluster, assume, engines_of, make_cluster
 from mugrpo_megatron.extras.plan.memory import Memory, PackedRows, batch_of, engine_memory, memory
-from mugrpo_megatron.extras.plan.search import Candidate, compare, fitting, recipe_keys
+from mugrpo_megatron.extras.plan.search import Candidate, compare_layouts, fastest_fit, recipe_keys
 from mugrpo_megatron.extras.plan.time import Phases, Schedule, bubble, checkpoint_bytes, phases, schedules, sync_bytes
 from mugrpo_megatron.recipe import Recipe
 
@@ -90,7 +90,7 @@ def make_plan(
         checkpoint_bytes=checkpoint_bytes(case),
         sync_bytes=sync_bytes(case),
         schedules=schedules(case, need),
-        layouts=compare(case, engine),
+        layouts=compare_layouts(case, engine),
     )
 
 
@@ -147,9 +147,9 @@ def _problems(case: PlanCase) -> list[str]:
 
 def _advice(case: PlanCase) -> list[str]:
     """Settings that run on the cluster, or that none does; empty if neither layout nor engine is wrong."""
-    if any(problems_of_any_layout(case.changed("engine", tensor=1, nodes=1).recipe, dict(case.config))):
+    if any(problems_of_any_layout(case.with_keys("engine", tensor=1, nodes=1).recipe, dict(case.config))):
         return []
-    if fit := fitting(case):
+    if fit := fastest_fit(case):
         tensor = fit.recipe.engine.tensor
         engines = f"engines of {tensor} devices" if tensor > 1 else "an engine on each device"
         return [f"what fits is {fit.layout} with {engines}: {recipe_keys(case.recipe, fit.recipe)}"]

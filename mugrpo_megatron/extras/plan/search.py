@@ -37,7 +37,7 @@ class Candidate:
     """Distance from the recipe's own layout."""
 
 
-def compare(case: PlanCase, engine: EngineMemory) -> list[Candidate]:
+def compare_layouts(case: PlanCase, engine: EngineMemory) -> list[Candidate]:
     """Valid layouts, fastest first, then the refused ones, nearest to the recipe's first.
 
     Tried is every candidate with at most twice the recipe's context parallelism. Each layout has the fastest recompute
@@ -66,7 +66,7 @@ def _best(case: PlanCase, parallel: ParallelSection, engine: EngineMemory) -> Ca
         return Candidate(trial.recipe, trial.layout, float("inf"), 0.0, tuple(problems), away)
     choices = []
     for recompute in RECOMPUTE:
-        choice = trial.changed("learner", recompute=recompute)
+        choice = trial.with_keys("learner", recompute=recompute)
         need = memory(choice, engine)
         seconds, refusals = update_seconds(choice), tuple(need.problems)
         choices.append(Candidate(choice.recipe, choice.layout, seconds, need.learn, refusals, away))
@@ -82,7 +82,7 @@ FRACTIONS = tuple(percent / 100 for percent in range(95, 15, -5))
 """Values of engine.memory_fraction that are tried besides the recipe's."""
 
 
-def fitting(case: PlanCase) -> PlanCase | None:
+def fastest_fit(case: PlanCase) -> PlanCase | None:
     """The fastest way to run the recipe's batch and schedule on the cluster; None if nothing fits.
 
     Tried together: `engine.tensor` and `engine.memory_fraction`; for each size of engines the layout nearest to the
@@ -91,7 +91,9 @@ def fitting(case: PlanCase) -> PlanCase | None:
     cases = []
     for engines in _engines_that_fit(case):
         for trial in (engines, _with_short_rows(engines)):
-            if valid := [candidate for candidate in compare(trial, engine_memory(trial)) if not candidate.problems]:
+            if valid := [
+                candidate for candidate in compare_layouts(trial, engine_memory(trial)) if not candidate.problems
+            ]:
                 cases.append(
                     trial.with_recipe(min(valid, key=lambda candidate: (candidate.distance, candidate.seconds)).recipe)
                 )
@@ -111,7 +113,7 @@ def _engines_that_fit(case: PlanCase) -> Iterator[PlanCase]:
     higher = [fraction for fraction in reversed(FRACTIONS) if fraction > section.memory_fraction]
     for tensor in sizes:
         for fraction in (section.memory_fraction, *lower, *higher):
-            trial = case.changed("engine", tensor=tensor, memory_fraction=fraction)
+            trial = case.with_keys("engine", tensor=tensor, memory_fraction=fraction)
             if _engine_fits(trial):
                 yield trial
                 break
@@ -132,7 +134,7 @@ def _with_short_rows(case: PlanCase) -> PlanCase:
     """The case with packed rows as short as its longest sequence."""
     recipe = case.recipe
     longest = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
-    return case.changed("learner", micro_batch_tokens=min(longest, recipe.learner.micro_batch_tokens))
+    return case.with_keys("learner", micro_batch_tokens=min(longest, recipe.learner.micro_batch_tokens))
 
 
 def recipe_keys(recipe: Recipe, other: Recipe) -> str:

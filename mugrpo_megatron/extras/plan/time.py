@@ -50,7 +50,7 @@ def evaluation_seconds(case: PlanCase, engine: EngineMemory) -> float:
         problems = min(recipe.data.eval_problems, PROBLEMS.get(name, recipe.data.eval_problems))
         groups[sampling.samples, sampling.temperature, sampling.top_p, longest] += problems * sampling.samples
     return sum(  # the mean length scales with the limit
-        decoding_seconds(count, case.changed("rollout", max_response_tokens=longest), engine)
+        decoding_seconds(count, case.with_keys("rollout", max_response_tokens=longest), engine)
         for (*_, longest), count in groups.items()
     )
 
@@ -252,7 +252,7 @@ def schedules(case: PlanCase, need: Memory) -> list[Schedule]:
     in_one_stage = decoding_seconds(updates * case.responses, case, need.serving)
     options = []
     for name, (stages, per_stage) in shapes.items():
-        other = case.changed("schedule", stages=stages, updates_per_stage=per_stage)
+        other = case.with_keys("schedule", stages=stages, updates_per_stage=per_stage)
         seconds = {phase: stages * value for phase, value in asdict(phases(other, need)).items()}
         seconds["evaluate"] = evaluate
         tail = max(0.0, seconds["generate"] - in_one_stage)

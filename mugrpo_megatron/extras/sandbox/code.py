@@ -22,9 +22,9 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.sandbox import kernel
 from mugrpo_megatron.extras.sandbox.jail_check import check_jail, sees_files, weakness
 from mugrpo_megatron.extras.sandbox.limits import Limits
-from mugrpo_megatron.extras.sandbox.packed import unpack
 from mugrpo_megatron.extras.sandbox.programs import call_function, check_asserts, run_program
 from mugrpo_megatron.extras.sandbox.row_tests import AssertTest, FunctionTest, ProgramTest, Test, read_tests
+from mugrpo_megatron.extras.sandbox.value_codec import unpack
 from mugrpo_megatron.rewards.math.extract import after_thoughts
 
 _FENCE = re.compile(

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from mugrpo_megatron.extras.sandbox import filter as calls
 from mugrpo_megatron.extras.sandbox import kernel
-from mugrpo_megatron.extras.sandbox.limits import Limits, hold, write_files
+from mugrpo_megatron.extras.sandbox.limits import Limits, set_limits
 from mugrpo_megatron.rewards import guard
 
 NOBODY = 65534
@@ -45,22 +45,27 @@ def start(
     channels: the program's descriptors -> this process's. The descriptor of errors is at its end once the program
     runs, and holds a sentence where it could not be started.
     """
-    errors, tell = os.pipe()
+    errors, error_pipe = os.pipe()
     worker = os.getpid()
     keeper = os.fork()
     if keeper:
-        os.close(tell)
+        os.close(error_pipe)
         return keeper, errors
     try:
-        _keep(worker, arguments, files, channels, limits, tell)
+        _keep(worker, arguments, files, channels, limits, error_pipe)
     except BaseException as error:
-        _tell(tell, error)
+        _report_error(error_pipe, error)
     finally:
         os._exit(1)
 
 
 def _keep(
-    worker: int, arguments: list[str], files: Mapping[str, str], channels: Mapping[int, int], limits: Limits, tell: int
+    worker: int,
+    arguments: list[str],
+    files: Mapping[str, str],
+    channels: Mapping[int, int],
+    limits: Limits,
+    error_pipe: int,
 ) -> None:
     """The keeper: it never returns."""
     signal.pthread_sigmask(signal.SIG_BLOCK, guard.WAITED_FOR)
@@ -73,9 +78,9 @@ def _keep(
     program = os.fork()
     if program == 0:
         try:
-            _become(arguments, files, channels, limits, user, alone, tell)
+            _become(arguments, files, channels, limits, user, alone, error_pipe)
         except BaseException as error:
-            _tell(tell, error)
+            _report_error(error_pipe, error)
         finally:
             os._exit(1)
     os.closerange(0, _HIGH)
@@ -136,16 +141,16 @@ def _become(
     limits: Limits,
     user: int | None,
     alone: bool,
-    tell: int,
+    error_pipe: int,
 ) -> None:
     """Become the program: drop all rights, enter the root, and execute the interpreter."""
-    tell = _place(channels, tell)
+    error_pipe = _place(channels, error_pipe)
     os.setsid()
     apart = limits.mode == "namespaces"
     if apart:
         _enter_root(files, limits)
     os.chdir("/tmp" if apart else "/")
-    hold(limits, alone)
+    set_limits(limits, alone)
     kernel.give_up_rights(user, NOBODY)
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user clears it
     if not apart and kernel.landlock_version():
@@ -156,16 +161,16 @@ def _become(
     os.execve(PYTHON, [PYTHON, "-I", "-B", "-X", "utf8", *arguments], _ENVIRONMENT)
 
 
-def _place(channels: Mapping[int, int], tell: int) -> int:
+def _place(channels: Mapping[int, int], error_pipe: int) -> int:
     """Move the channels to the program's descriptors, and mark everything else close-on-exec."""
-    tell = fcntl.fcntl(tell, fcntl.F_DUPFD_CLOEXEC, _HIGH)
+    error_pipe = fcntl.fcntl(error_pipe, fcntl.F_DUPFD_CLOEXEC, _HIGH)
     moved = {name: fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, _HIGH) for name, ours in channels.items()}
     for name in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError):  # the listing's own is closed by now
             os.set_inheritable(name, False)
     for name, high in moved.items():
         os.dup2(high, name, inheritable=True)
-    return tell
+    return error_pipe
 
 
 def _libraries() -> list[str]:
@@ -189,6 +194,14 @@ def _enter_root(files: Mapping[str, str], limits: Limits) -> None:
         kernel.mount(None, mounted, None, kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | flags | device)
     kernel.mount("none", f"{_ROOT}/tmp", "tmpfs", safe, f"size={limits.scratch_mb}m,nr_inodes=1024,mode=1777")
     kernel.make_root(_ROOT)
+
+
+def write_files(root: str, files: Mapping[str, str]) -> None:
+    """Write each file, `/`-separated path -> text, below `root`."""
+    for name, text in files.items():
+        path = Path(root + name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8", errors="surrogatepass")
 
 
 def _bind(source: str, target: str) -> None:
@@ -228,6 +241,6 @@ def _times(status: int) -> int:
     return status & (os.ST_NOATIME | os.ST_NODIRATIME) | (1 << 21 if status & os.ST_RELATIME else 0)
 
 
-def _tell(descriptor: int, error: BaseException) -> None:
+def _report_error(descriptor: int, error: BaseException) -> None:
     with suppress(OSError):
         os.write(descriptor, f"{type(error).__name__}: {error}".encode("utf-8", "replace")[:1000])

@@ -1,22 +1,11 @@
-"""Writes the files of a jail."""
+"""Limits of one execution, and their setting in the program's process."""
 
 from __future__ import annotations
 
 import math
 import resource
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
-
-
-def write_files(root: str, files: Mapping[str, str]) -> None:
-    """Write each file, `/`-separated path -> text, below `root`."""
-    for name, text in files.items():
-        path = Path(root + name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8", errors="surrogatepass")
-
 
 Mode = Literal["namespaces", "limits"]
 
@@ -40,10 +29,10 @@ class Limits:
     """Seconds after which a program is killed whatever it does: it sleeps, or the machine is busy."""
 
 
-def hold(limits: Limits, alone: bool) -> None:
+def set_limits(limits: Limits, alone: bool) -> None:
     """Set this process's resource limits, for itself and all that it executes; they cannot be raised again.
 
-    alone: whether no other process is of its user, so that its threads can be limited; elsewhere those would count.
+    alone: whether the user has no other process; RLIMIT_NPROC counts all of a user's threads, so else it stays unset.
     """
     processor = max(1, math.ceil(limits.test_s))
     scratch = limits.scratch_mb << 20 if limits.mode == "namespaces" else 0

@@ -22,10 +22,10 @@ from types import ModuleType
 from typing import Literal
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.extras.sandbox import asserting, jail, packed, served
-from mugrpo_megatron.extras.sandbox.limits import Limits, write_files
-from mugrpo_megatron.extras.sandbox.packed import pack
+from mugrpo_megatron.extras.sandbox import assert_runner, jail, program_server, value_codec
+from mugrpo_megatron.extras.sandbox.limits import Limits
 from mugrpo_megatron.extras.sandbox.row_tests import AssertTest
+from mugrpo_megatron.extras.sandbox.value_codec import pack
 from mugrpo_megatron.rewards import guard
 
 Ending = Literal["ended", "time", "output"]
@@ -84,7 +84,7 @@ def run_program(program: str, stdin_text: str, limits: Limits) -> Outcome:
 
 
 def call_function(program: str, name: str, arguments: Sequence[object], limits: Limits) -> Outcome:
-    """Execute the program as a module and call its function; `Outcome.answer` is a line of JSON from served.py."""
+    """Execute the program as a module and call its function; `Outcome.answer` is the program server's JSON."""
     requests = [
         {"do": "entry", "name": name},
         {"do": "call", "on": 0, "arguments": pack(list(arguments), _not_kept)},
@@ -95,18 +95,21 @@ def call_function(program: str, name: str, arguments: Sequence[object], limits: 
 
 def check_asserts(program: str, test: AssertTest, limits: Limits) -> Outcome:
     """Execute test code in one jail against the program in another; `Outcome.answer` is "passed" or empty."""
-    files = _modules(asserting, packed) | {f"/{asserting.TESTS}": test.code, f"/{asserting.PROMPT}": test.prompt}
+    files = _modules(assert_runner, value_codec) | {
+        f"/{assert_runner.TESTS}": test.code,
+        f"/{assert_runner.PROMPT}": test.prompt,
+    }
     with ExitStack() as opened:
         requests, to_program = (opened.enter_context(end) for end in _pipe())
         answers, from_program = (opened.enter_context(end) for end in _pipe())
         arguments = ["3", "4", "5", test.entry, ",".join(test.names), json.dumps(test.library)]
-        judge = JailedProcess(files, asserting.__name__, arguments, {3: answers, 4: to_program})
+        judge = JailedProcess(files, assert_runner.__name__, arguments, {3: answers, 4: to_program})
         return execute([_served(program, {3: requests, 4: from_program}), judge], limits, answer_of=5)
 
 
 def _served(program: str, channels: Mapping[int, FileIO]) -> JailedProcess:
-    files = _modules(served, packed) | {f"/{served.PROGRAM}": program}
-    return JailedProcess(files, served.__name__, ["3", "4"], channels)
+    files = _modules(program_server, value_codec) | {f"/{program_server.PROGRAM}": program}
+    return JailedProcess(files, program_server.__name__, ["3", "4"], channels)
 
 
 @cache
@@ -226,7 +229,7 @@ def _files(files: Mapping[str, str], limits: Limits) -> Iterator[tuple[str, Mapp
         return
     directory = tempfile.mkdtemp(prefix="mugrpo_program_")
     try:
-        write_files(directory, files)
+        jail.write_files(directory, files)
         yield directory, {directory: ""}
     finally:
         shutil.rmtree(directory, ignore_errors=True)

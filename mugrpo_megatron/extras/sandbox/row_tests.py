@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from mugrpo_megatron.extras.sandbox.asserting import MODULES, is_assertion, is_test_class
+from mugrpo_megatron.extras.sandbox.assert_runner import MODULES, is_assertion, is_test_class
 
 COLUMNS = ("tests", "input_output", "test_cases", "test_list", "test")
 """Columns that may hold tests, besides the gold and the groups in `_TOGETHER`."""
@@ -169,7 +169,7 @@ def _lines(value: object) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def usable(response: str, answer: object, row: Mapping[str, Any]) -> dict[str, Any]:
+def has_tests(response: str, answer: object, row: Mapping[str, Any]) -> dict[str, Any]:
     """A reward function that ignores the response: 1 if the row has tests, else 0 with the reason."""
     try:
         read_tests(answer, row)

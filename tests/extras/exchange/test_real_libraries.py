@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mugrpo_megatron.extras.exchange.import_rollouts import import_rollouts
-from mugrpo_megatron.extras.exchange.traces import flattened
+from mugrpo_megatron.extras.exchange.traces import flatten_trace
 from mugrpo_megatron.recipe import load_recipe
 from mugrpo_megatron.stages.store import StageStore
 from tests.extras.exchange.test_traces import TWO, VERIFIERS
@@ -44,7 +44,7 @@ def test_files_go_both_ways(library: str, ours: dict[str, Any], files: list[str]
     views = json.loads((tmp_path / "views.json").read_text())
     print(library, views["version"])
 
-    read = flattened(ours)
+    read = flatten_trace(ours)
     place = len(read["prompt_ids"])
     end = place + len(read["response_ids"])
     assert views["ours"]["ids"][:end] == read["prompt_ids"] + read["response_ids"]

@@ -10,7 +10,7 @@ import pytest
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.exchange.foreign_rollouts import read_rollouts
-from mugrpo_megatron.extras.exchange.traces import flattened
+from mugrpo_megatron.extras.exchange.traces import flatten_trace
 from tests.extras.exchange.test_foreign_rollouts import TEMPLATE, TOKENIZER
 
 
@@ -38,9 +38,9 @@ FLAT = {
 
 
 def test_turns_become_one_response_with_a_mask(tmp_path: Path) -> None:
-    assert flattened(TWO) == FLAT
-    assert flattened({"trace": TWO, "reward": 1.0, "group": 4}) == {**FLAT, "reward": 1.0, "group": 4}
-    assert flattened({"prompt": "1+1=", "response": "2"}) == {"prompt": "1+1=", "response": "2"}
+    assert flatten_trace(TWO) == FLAT
+    assert flatten_trace({"trace": TWO, "reward": 1.0, "group": 4}) == {**FLAT, "reward": 1.0, "group": 4}
+    assert flatten_trace({"prompt": "1+1=", "response": "2"}) == {"prompt": "1+1=", "response": "2"}
     path = tmp_path / "traces.jsonl"
     path.write_text(json.dumps({"trace": TWO, "reward": 1.0}) + "\n")
     [[one]] = read_rollouts(path, TOKENIZER, TEMPLATE, (1000, 1000))
@@ -51,9 +51,9 @@ def test_turns_become_one_response_with_a_mask(tmp_path: Path) -> None:
 
 def test_a_turn_that_is_not_trained_on_may_be_of_another_conversation() -> None:
     other = turn([7, 7], [8], [0], node="title")
-    assert flattened({**TWO, "turns": [TWO["turns"][0], other, TWO["turns"][1]]}) == FLAT
+    assert flatten_trace({**TWO, "turns": [TWO["turns"][0], other, TWO["turns"][1]]}) == FLAT
     part = {**TWO, "turns": [turn([1, 2], [3, 4], [1, 0]), TWO["turns"][1]]}
-    assert flattened(part)["loss_mask"] == [1, 0, 0, 0, 1]
+    assert flatten_trace(part)["loss_mask"] == [1, 0, 0, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_a_turn_that_is_not_trained_on_may_be_of_another_conversation() -> None:
 )
 def test_what_is_no_trace_is_said_in_a_sentence(change: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        flattened({**TWO, **change})
+        flatten_trace({**TWO, **change})
 
 
 def node(parent: int | None, ids: list[int], mask: list[bool] | None = None, **more: Any) -> dict[str, Any]:
@@ -121,14 +121,14 @@ def test_an_episode_of_verifiers_is_its_trained_traces(tmp_path: Path) -> None:
 
 
 def test_a_branch_of_verifiers_is_one_response_with_a_mask() -> None:
-    assert flattened(VERIFIERS) == {
+    assert flatten_trace(VERIFIERS) == {
         "reward": 2.5,
         "prompt_ids": [1, 2, 6],
         "response_ids": [3, 4, 9, 9, 5],
         "logprobs": [-0.5, -1.0, 0.0, 0.0, -0.5],
         "loss_mask": [True, True, False, False, True],
     }
-    assert flattened({"trace": VERIFIERS, "reward": 7.0})["reward"] == 7.0
+    assert flatten_trace({"trace": VERIFIERS, "reward": 7.0})["reward"] == 7.0
 
 
 @pytest.mark.parametrize(
@@ -145,4 +145,4 @@ def test_a_branch_of_verifiers_is_one_response_with_a_mask() -> None:
 )
 def test_what_is_no_trace_of_verifiers_is_said_in_a_sentence(change: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        flattened({**VERIFIERS, **change})
+        flatten_trace({**VERIFIERS, **change})

@@ -132,5 +132,5 @@ def test_an_adapter_of_another_base_or_model_is_refused(tmp_path: Path, model: P
 
 @pytest.mark.process
 def test_nothing_slow_is_imported_for_it() -> None:
-    line = "import sys, mugrpo_megatron.extras.lora.admission; print({'torch', 'megatron'} & set(sys.modules))"
+    line = "import sys, mugrpo_megatron.extras.lora.lora_checks; print({'torch', 'megatron'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, check=True).stdout == "set()\n"

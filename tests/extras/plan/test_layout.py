@@ -14,7 +14,7 @@ from mugrpo_megatron.extras.plan.case import Layout, layout_of, make_case, param
 from mugrpo_megatron.extras.plan.hardware import Assumptions, make_cluster
 from mugrpo_megatron.extras.plan.memory import engine_memory, learner_state
 from mugrpo_megatron.extras.plan.plan import make_plan
-from mugrpo_megatron.extras.plan.search import compare, recipe_keys
+from mugrpo_megatron.extras.plan.search import compare_layouts, recipe_keys
 from mugrpo_megatron.extras.plan.time import checkpoint_bytes
 from mugrpo_megatron.recipe import Recipe, load_recipe
 from mugrpo_megatron.recipe.systems import ParallelSection
@@ -142,7 +142,7 @@ def test_the_options_of_a_candidate_give_its_layout(name: str) -> None:
     recipe = Recipe.model_validate({"parallel": {"context": 2}, "learner": {"recompute": "selective"}})
     cluster = make_cluster(1, 4, "h200")
     case = make_case(recipe, shape(name), bundled_configs()[name], cluster, Assumptions())
-    found = compare(case, engine_memory(case))
+    found = compare_layouts(case, engine_memory(case))
     assert len(found) > 10
     for one in found:
         options = recipe_keys(recipe, one.recipe).replace("--set ", "").split()

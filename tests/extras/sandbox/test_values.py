@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mugrpo_megatron.extras.sandbox.packed import pack, unpack
+from mugrpo_megatron.extras.sandbox.value_codec import pack, unpack
 
 _SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
 _KEYS = st.integers() | st.text() | st.tuples(st.integers(), st.text())

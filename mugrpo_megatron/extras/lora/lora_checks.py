@@ -9,7 +9,7 @@ from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.weights.architecture import Architecture
 
 
-def check(recipe: Recipe, architecture: Architecture) -> str:
+def check_lora(recipe: Recipe, architecture: Architecture) -> str:
     """A line about the adapters for the user; UserError for targets, layouts or a start that cannot work."""
     section, rank = recipe.lora, recipe.lora.rank or 0
     kinds = target_kinds(architecture, section.targets)

@@ -1,4 +1,4 @@
-"""A process that runs a user's function: hundreds of episodes in one event loop, their plain tools in threads.
+"""The worker process of a user's function: hundreds of episodes in one event loop, their plain tools in threads.
 
 Started by rewards/guard.py, which kills with it whatever its tools have started. Messages are JSON:
 
@@ -19,13 +19,13 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from mugrpo_megatron.extras.episodes import turns
-from mugrpo_megatron.extras.episodes.conventions import Play, play_of
+from mugrpo_megatron.extras.episodes.conventions import EpisodeFunction, load_episode_function
 from mugrpo_megatron.extras.episodes.turns import EpisodeModel, current
 from mugrpo_megatron.recipe.functions import describe_exception
 from mugrpo_megatron.samples import Problem
 
 ALIVE_S = 1.0
-"""The parent hears so often that the event loop runs."""
+"""Seconds between two messages to the parent that the event loop runs."""
 THREADS = 1024
 """Plain functions that run at the same time."""
 STACK_BYTES = 1 << 20
@@ -45,17 +45,17 @@ def serve(socket: int, text: str) -> None:
     connection = Connection(socket)
     os.register_at_fork(after_in_child=connection.close)  # a tool's fork must not speak for its parent
     try:
-        play = play_of(options["function"], options)
+        function = load_episode_function(options["function"], options)
     except UserError as error:
         connection.send_bytes(json.dumps({"refused": str(error)}).encode())
         return
     connection.send_bytes(b'{"ready": true}')
-    asyncio.run(_Worker(connection, play).run())
+    asyncio.run(_Worker(connection, function).run())
 
 
 class _Worker:
-    def __init__(self, connection: Connection, play: Play) -> None:
-        self._connection, self._play = connection, play
+    def __init__(self, connection: Connection, function: EpisodeFunction) -> None:
+        self._connection, self._function = connection, function
         self._threads = ThreadPoolExecutor(THREADS)
         self._episodes: dict[int, tuple[asyncio.Task[None], EpisodeModel]] = {}
         self._pending: dict[int, asyncio.Future[Any]] = {}
@@ -105,7 +105,7 @@ class _Worker:
     async def _run(self, key: int, model: EpisodeModel) -> None:
         current.set(model)
         try:
-            result = await self._play(model.problem, model)
+            result = await self._function(model.problem, model)
             text = {"done": key, **result, "calls": model.calls, "failed_calls": model.failed_calls}
             self._send(text)
         except asyncio.CancelledError:

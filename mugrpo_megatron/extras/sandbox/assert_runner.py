@@ -18,7 +18,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
-from mugrpo_megatron.extras.sandbox.packed import pack, unpack
+from mugrpo_megatron.extras.sandbox.value_codec import pack, unpack
 
 TESTS, PROMPT = "tests.py", "prompt.py"
 MODULES = ("solution", "main")
@@ -147,7 +147,7 @@ def is_test_class(node: ast.ClassDef) -> bool:
     return any(base.endswith("TestCase") for base in bases) or (node.name.startswith("Test") and plain)
 
 
-class Ledger(ast.NodeTransformer):
+class AssertionLedger(ast.NodeTransformer):
     """Records each assertion that holds, by its line; `due` are the lines that must be among them."""
 
     def __init__(self, entry: str) -> None:
@@ -155,7 +155,7 @@ class Ledger(ast.NodeTransformer):
         self.noted: set[int] = set()
         self._entry = entry
 
-    def counted(self, text: str, name: str) -> ast.Module:
+    def instrument(self, text: str, name: str) -> ast.Module:
         """The code with a call of `name` behind each assertion."""
         self._name = name
         tree = ast.parse(text)
@@ -215,7 +215,7 @@ def main(root: str, answered: str, requested: str, verdict: str, entry: str, nam
         sys.modules[name] = types.ModuleType(name)
         public = {key: value for key, value in values.items() if value is not MODULE}
         sys.modules[name].__dict__.update(public, __all__=[key for key in names.split(",") if key in public])
-    ledger = Ledger(entry)
+    ledger = AssertionLedger(entry)
     space: dict[str, Any] = {"__name__": "__main__", "__mugrpo_asserted__": ledger.noted.add}
     for name, module in json.loads(library).items():
         source = importlib.import_module(module)
@@ -226,7 +226,7 @@ def main(root: str, answered: str, requested: str, verdict: str, entry: str, nam
     if "unittest" in texts[1]:
         importlib.import_module("unittest").main = _nothing  # type: ignore[attr-defined]
     exec(compile(texts[0], PROMPT, "exec"), space)
-    exec(compile(ledger.counted(texts[1], "__mugrpo_asserted__"), TESTS, "exec"), space)
+    exec(compile(ledger.instrument(texts[1], "__mugrpo_asserted__"), TESTS, "exec"), space)
     for name, value in list(space.items()):
         if isinstance(value, type) and value.__module__ == "__main__":
             _run_class(name, value)

@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from mugrpo_megatron.extras.sandbox.packed import MOST, pack, unpack
+from mugrpo_megatron.extras.sandbox.value_codec import MOST, pack, unpack
 
 PROGRAM = "program.py"
 _ABOUT: dict[str, Callable[[Any], Any]] = {"len": len, "str": str, "repr": repr, "bool": bool}
