@@ -21,7 +21,7 @@ from matplotlib.patches import FancyBboxPatch
 from run_scripts.modules import PACKAGE, Module, imported, module_of, product
 from run_scripts.svg import LIGHT, write_svg
 
-WIDTH = 7.2
+WIDTH = 7.8
 HEIGHT = 0.78
 GAP = 0.12
 FLOOR = 1.25
@@ -71,7 +71,7 @@ def draw(axes: Axes) -> None:
         for room in row:
             places[room] = (x, floor * FLOOR, width[room])
             x += width[room] + GAP
-    wing = sorted(room for room in members if room.startswith("extras."))
+    wing = sorted((room for room in members if room.startswith("extras.")), reverse=True)
     for number, room in enumerate(wing):
         places[room] = (WIDTH + 1.0, number * FLOOR + 0.2, 1.9)
     for room in core:

@@ -13,7 +13,7 @@ import numpy as np
 from mugrpo_megatron.data.prompts import FittingPrompts
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.engine.queue import LoadRecord
-from mugrpo_megatron.engine.wire import Sampling
+from mugrpo_megatron.engine.wire import SampledGroup, Sampling
 from mugrpo_megatron.errors import EngineFailure
 from mugrpo_megatron.learner.groups import Ranks
 from mugrpo_megatron.observe.log import FILE_NAME, MetricLog, read_rows
@@ -67,7 +67,7 @@ class Oracle:
                 self.lives[:1] = [left - 1 for left in self.lives[:1]]
                 self.asked.append((prompt.problem.source, n, sampling))
                 self.answering()
-                yield prompt, self.answers(prompt, n)
+                yield SampledGroup(prompt, self.answers(prompt, n))
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from mugrpo_megatron.engine.wire import Sampling
+from mugrpo_megatron.engine.wire import SampledGroup, Sampling
 from mugrpo_megatron.errors import EngineFailure
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.phases.batches import StageBatches, columns_of
@@ -76,7 +76,7 @@ class StandInEngine:
             prompt = waiting.pop(0)
             self.answers.prompts.append(prompt)
             answered += 1
-            yield prompt, [self._response(prompt)]
+            yield SampledGroup(prompt, [self._response(prompt)])
 
     def _response(self, prompt: Prompt) -> Response:
         if prompt.logprob_tokens:
