@@ -30,7 +30,7 @@ def markdown() -> str:
     parts = [HEAD]
     for name, field in Recipe.model_fields.items():
         section: Any = field.annotation
-        parts.append(_part(f"{name}.NAME", section.named) if section.named else _part(name, section))
+        parts.append(_part(f"{name}.NAME", section.entry_section) if section.entry_section else _part(name, section))
         for key, inner in section.model_fields.items():
             if _is_section(inner.annotation):
                 parts.append(_part(f"{name}.{key}", inner.annotation))

@@ -19,32 +19,32 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.recipe.objective import Section
+from mugrpo_megatron.recipe.objective import ObjectiveSection, Section
 from mugrpo_megatron.recipe.other_trainers import translate_key
 from mugrpo_megatron.recipe.sections import Recipe
 
 MAX_VALUE_CHARS = 60
-"""Characters of a wrong value that a message shows."""
+"""Characters of a wrong value in a message."""
 MAX_LISTED_KEYS = 12
-"""Keys of a section that a message lists; a recipe of an earlier version may have ten wrong ones."""
+"""Keys of a section that a message lists; a section with more has its page named instead."""
 
 
-def sentence(error: ErrorDetails) -> str:
-    """What is wrong with a value; for an unknown key also the nearest one, and what another trainer's is here."""
-    place = ".".join(str(part) for part in error["loc"])
+def error_message(error: ErrorDetails) -> str:
+    """Returns a sentence about a wrong value or unknown key, with the nearest choice or key."""
+    key = ".".join(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":
-        return f"`{place}` is not a recipe key; {_meant(error['loc'], error['input'])}"
+        return f"`{key}` is not a recipe key; {_suggestion(error['loc'], error['input'])}"
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "literal_error":
         choices = re.findall(r"'([^']*)'", error["ctx"]["expected"])
         if close := difflib.get_close_matches(str(error["input"]), choices, n=1):
             message = f"did you mean `{close[0]}`? {message}"
     value = "" if isinstance(error["input"], dict) else f" = {short_repr(error['input'])}"
-    return f"`{place}`{value}: {message}" if place else message
+    return f"`{key}`{value}: {message}" if key else message
 
 
 def short_repr(value: Any) -> str:
-    """The value as text of a readable length."""
+    """Returns the repr of a value, cut to a readable length."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # a number of more than 4,300 digits
@@ -52,13 +52,13 @@ def short_repr(value: Any) -> str:
     return text if len(text) <= MAX_VALUE_CHARS else f"{text[: MAX_VALUE_CHARS - 3]}..."
 
 
-def _meant(loc: tuple[int | str, ...], value: Any) -> str:
-    """The keys that an unknown one may stand for."""
+def _suggestion(loc: tuple[int | str, ...], value: Any) -> str:
+    """Returns the keys that an unknown one may mean."""
     *sections, key = map(str, loc)
     known = _known_keys(loc[:-1])
     close = difflib.get_close_matches(key, known, n=1)
     near = f"did you mean `{'.'.join([*sections, *close])}`?" if close else ""
-    other = translate_key(".".join([*sections, key]), value) or _elsewhere(key)
+    other = translate_key(".".join([*sections, key]), value) or _sections_with(key)
     if near or other:
         return " ".join(filter(None, (near, other)))
     if sections and len(known) > MAX_LISTED_KEYS:
@@ -66,22 +66,22 @@ def _meant(loc: tuple[int | str, ...], value: Any) -> str:
     return f"known keys: {', '.join(sorted(known))}"
 
 
-def _elsewhere(key: str) -> str:
-    """A sentence on the sections that have a key of this name; empty without any."""
-    homes = [name for name in Recipe.model_fields if key in _known_keys((name,))]
-    return f"it belongs into a section: {' or '.join(f'`{name}.{key}`' for name in homes)}" if homes else ""
+def _sections_with(key: str) -> str:
+    """Returns a hint at the sections that have a key of this name; "" for none."""
+    sections = [name for name in Recipe.model_fields if key in _known_keys((name,))]
+    return f"it belongs into a section: {' or '.join(f'`{name}.{key}`' for name in sections)}" if sections else ""
 
 
 def _known_keys(loc: tuple[int | str, ...]) -> list[str]:
     model: type[BaseModel] = Recipe
-    parts = iter(loc)
-    for part in parts:
-        if issubclass(model, Section) and model.named:
-            model = model.named
+    keys = iter(loc)
+    for key in keys:
+        if issubclass(model, Section) and model.entry_section:
+            model = model.entry_section
             continue
-        annotation = model.model_fields[str(part)].annotation
-        if get_origin(annotation) is dict:  # tables whose names the user chooses
-            next(parts)
+        annotation = model.model_fields[str(key)].annotation
+        if get_origin(annotation) is dict:  # the user chooses the names of its tables
+            next(keys)
             annotation = get_args(annotation)[1]
         assert isinstance(annotation, type)
         model = annotation
@@ -92,26 +92,24 @@ Table = dict[str, Any]
 
 
 class Layer(NamedTuple):
-    """One file of a recipe, or one `--set`."""
+    """A file of a recipe, or a `--set`."""
 
     name: str
-    """As a message calls it."""
+    """Name in messages."""
     table: Table
-    """Its own keys alone."""
+    """Its keys, without those of its bases."""
 
 
 def layered(base: Table, top: Table) -> Table:
-    """The tables of `base` below those of `top`.
-
-    Another objective in `top` takes its preset whole, and its reward functions replace the one of `base`.
-    """
+    """Merge `top` over `base`; another objective or other reward functions in `top` replace those of `base`."""
     section = top.get("objective")
-    below = for_objective(base, section.get("name") if isinstance(section, dict) else None)
-    return merged(for_rewards(below, top.get("reward")), top)
+    base = for_objective(base, section.get("name") if isinstance(section, dict) else None)
+    return merged(for_rewards(base, top.get("reward")), top)
 
 
 def for_objective(table: Table, name: object) -> Table:
-    """`table`, its `[objective]` empty if it names another one: a clip range of mu-GRPO is not one of GRPO."""
+    """Returns `table`, with an empty `[objective]` if that has another name."""
+    # A clip range of mu-GRPO is not one of GRPO: keys of one objective mean nothing beside another's preset.
     section = table.get("objective")
     if name is None or not isinstance(section, dict) or section.get("name", name) == name:
         return table
@@ -119,54 +117,55 @@ def for_objective(table: Table, name: object) -> Table:
 
 
 def for_rewards(table: Table, top: object) -> Table:
-    """`table` without what a higher `[reward]`'s `function` or `functions` replace: one excludes the other."""
+    """Returns `table` without its `reward.function` or `reward.functions` if the `[reward]` over it has the other."""
     section = table.get("reward")
     if not isinstance(section, dict) or not isinstance(top, dict):
         return table
-    one, several = bool(top.get("function")), bool(top.get("functions"))
-    gone = {"function"} if several and not one else {"functions"} if one and not several else set()
-    return {**table, "reward": {key: value for key, value in section.items() if key not in gone}}
+    has_function, has_functions = bool(top.get("function")), bool(top.get("functions"))
+    if has_function == has_functions:
+        return table
+    replaced = "functions" if has_function else "function"
+    return {**table, "reward": {key: value for key, value in section.items() if key != replaced}}
 
 
 def merged(base: Table, top: Table) -> Table:
-    """The keys of both, table by table; where both have one, that of `top`."""
-    both = dict(base)
+    """Merge `top` over `base`, table by table."""
+    result = dict(base)
     for key, value in top.items():
         both_tables = isinstance(value, dict) and isinstance(base.get(key), dict)
-        both[key] = merged(base[key], value) if both_tables else value
-    return both
+        result[key] = merged(base[key], value) if both_tables else value
+    return result
 
 
 def layer_of_mistake(mistake: str, layers: Sequence[Layer], mistakes: Callable[[Table], Collection[str]]) -> str | None:
-    """The name of the layer that brings a mistake in: the first with which it is there and stays to the end.
+    """Returns the name of the file or --set that causes a mistake; None if the merged layers do not have it.
 
-    `mistakes` are those of a table. None when the layers do not have it, one over the other.
+    That is the first layer from which on the mistake stays. `mistakes` lists those of a table.
     """
     tables = list(accumulate((layer.table for layer in layers), layered))
-    since = list(takewhile(lambda place: mistake in mistakes(tables[place]), reversed(range(len(tables)))))
+    since = list(takewhile(lambda index: mistake in mistakes(tables[index]), reversed(range(len(tables)))))
     return layers[since[-1]].name if since else None
 
 
 BUNDLED = Path(__file__).parents[1] / "recipes"
-"""The recipes that are shipped: in a checkout a link to run_scripts/recipes/."""
+"""Bundled recipes; in a checkout a link to run_scripts/recipes/."""
 OF_CHECKOUT = Path("run_scripts/recipes")
 MAX_BASES = 64
-"""Recipes that one recipe may be composed of."""
+"""Files that a recipe may be composed of."""
 MAX_BYTES = 1 << 20
-"""Bytes of one TOML file; a device has no end."""
+"""Size limit of a TOML file; reading a device such as /dev/zero would not end."""
 MAX_OVERRIDE_CHARS = 100
-"""Characters of a `--set` that a message shows."""
+"""Characters of a `--set` in a message."""
 
 
 def load_recipe(
-    path: Path | None, overrides: Sequence[str] = (), tell: Callable[[str], object] = lambda line: None
+    path: Path | None, overrides: Sequence[str] = (), say: Callable[[str], object] = lambda line: None
 ) -> Recipe:
-    """The recipe in `path`, composed with its `base` files and overridden by `a.b=c` strings, validated.
+    """Load a recipe, merge it over its `base` files, apply `a.b=c` overrides, and validate it; None: all defaults.
 
-    None stands for an empty recipe: every key at its default. A recipe may start with `base = "other.toml"`, or a list
-    of such paths (relative to itself, or bundled); its own keys win over its bases', a later base's over an earlier
-    one's. The name of another objective takes that preset whole: the keys of `[objective]` below it are dropped, and
-    `tell` gets a line if `--set` drops some. Raises UserError for a missing file, broken TOML, an unknown key or a
+    A recipe may start with `base = "other.toml"`, or a list of such paths (relative to itself, or bundled); it
+    overrides its bases, and a later base an earlier one. Another objective name drops the keys of `[objective]` below
+    it; `say` gets a line if `--set` drops some. Raises UserError for a missing file, broken TOML, an unknown key or a
     value out of range.
     """
     layers: list[Layer] = []
@@ -178,77 +177,76 @@ def load_recipe(
         table = _applied(table, override)
         layers.append(Layer(f"--set {_short(override)}", _applied({}, override)))
     recipe = validate(table, str(path or "--set"), layers)
-    if base is not read and (line := _dropped(read["objective"], recipe)):
-        tell(f"{path}: {line}")
+    if base is not read and (line := _dropped_keys(read["objective"], recipe.objective)):
+        say(f"{path}: {line}")
     return recipe
 
 
 def validate(table: Table, source: str, layers: Sequence[Layer] = ()) -> Recipe:
-    """The typed recipe of a table; UserError lists every wrong key in one sentence each.
+    """Returns the typed recipe of a table; raises UserError with a sentence for each wrong key.
 
-    A sentence names the one of the `layers` that brings the mistake in, else `source`, the whole table's name.
+    A sentence names the layer that causes the mistake, else `source`, the name of the whole table.
     """
-    if not (wrong := _mistakes(table)):
+    if not (mistakes := _mistakes(table)):
         return Recipe.model_validate(table)
-    raise UserError("; ".join(f"{layer_of_mistake(one, layers, _mistakes) or source}: {one}" for one in wrong))
+    raise UserError(
+        "; ".join(f"{layer_of_mistake(mistake, layers, _mistakes) or source}: {mistake}" for mistake in mistakes)
+    )
 
 
 def _mistakes(table: Table) -> list[str]:
-    """A sentence for every wrong key of a table."""
+    """Returns a sentence for each wrong key of a table."""
     try:
         Recipe.model_validate(table)
     except ValidationError as error:
-        return [sentence(one) for one in error.errors()]
+        return [error_message(details) for details in error.errors()]
     return []
 
 
 def dump_recipe(recipe: Recipe, every: bool = True) -> str:
-    """The resolved recipe as TOML, unset optional fields left out; `load_recipe` of the text gives the same recipe.
+    """Returns the recipe as TOML, without unset fields; `load_recipe` of the text gives the same recipe.
 
-    Without `every` also what has the default, or the value of the objective's preset.
+    Without `every` it also leaves out defaults, and values of the objective's preset.
     """
-    table = _dumped(recipe)
+    table = recipe.model_dump(mode="json", exclude_none=True)
     if not every:
-        table = _differing(table, _dumped(Recipe.model_validate({"objective": {"name": recipe.objective.name}})))
+        default = Recipe.model_validate({"objective": {"name": recipe.objective.name}})
+        table = _differing(table, default.model_dump(mode="json", exclude_none=True))
         table = merged({"objective": {"name": recipe.objective.name}}, table)
     return tomli_w.dumps(table)
 
 
-def _dumped(recipe: Recipe) -> Table:
-    return recipe.model_dump(mode="json", exclude_none=True)
-
-
 def _differing(table: Table, default: Table) -> Table:
-    """The keys of a table whose values are not those of another, table by table."""
-    parts = {
+    """Returns the keys of a table whose values differ from `default`, table by table."""
+    result = {
         key: _differing(value, default[key])
         if isinstance(value, dict) and isinstance(default.get(key), dict)
         else value
         for key, value in table.items()
         if value != default.get(key)
     }
-    return {key: value for key, value in parts.items() if value != {}}
+    return {key: value for key, value in result.items() if value != {}}
 
 
 def dotted_keys(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]:
-    """The keys of a recipe's section and of those below it, as `section.key`."""
+    """Yields the keys of a section and of the sections in it, as `section.key`."""
     for name, field in section.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from dotted_keys(kind, f"{prefix}{name}.")
+        annotation = field.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            yield from dotted_keys(annotation, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}"
 
 
 def find_recipe_file(name: Path, folder: Path = Path()) -> Path:
-    """The file of a recipe in `folder`, else the bundled one of this name, with `run_scripts/recipes/` or without."""
+    """Returns a recipe's path in `folder`, else the bundled one; `run_scripts/recipes/` before its name is optional."""
     path = folder / name
     bundled = BUNDLED / (name.relative_to(OF_CHECKOUT) if name.is_relative_to(OF_CHECKOUT) else name)
     return path if os.path.exists(path) or not os.path.isfile(bundled) else bundled
 
 
 def read_toml(path: Path) -> Table:
-    """The tables of a TOML file; UserError when it is missing, unreadable or not TOML."""
+    """Returns the tables of a TOML file; UserError when it is missing, unreadable or not TOML."""
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
@@ -256,7 +254,7 @@ def read_toml(path: Path) -> Table:
             raise UserError(f"{path}: longer than {MAX_BYTES:,} bytes, so not a recipe")
         return parse_toml(raw.decode("utf-8-sig"))
     except FileNotFoundError:
-        raise UserError(f"{path}: no such recipe; {_near(path)}") from None
+        raise UserError(f"{path}: no such recipe; {_similar_recipe(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"{path}: cannot be read as a recipe ({reason})") from None
@@ -264,17 +262,17 @@ def read_toml(path: Path) -> Table:
         raise UserError(f"{path}: not valid TOML: {error}") from None
 
 
-def _near(path: Path) -> str:
-    """Which recipe a name may stand for, beside it or among the bundled ones, else where those are."""
-    bundled = [str(one.relative_to(BUNDLED)) for one in sorted(BUNDLED.rglob("*.toml"))]
-    beside = sorted(str(one) for one in path.parent.glob("*.toml"))
-    if close := difflib.get_close_matches(str(path), [*beside, *bundled], n=1, cutoff=0.75):
+def _similar_recipe(path: Path) -> str:
+    """Returns a hint at a recipe with a similar name, in the same folder or bundled, else at the bundled ones."""
+    bundled = [str(recipe.relative_to(BUNDLED)) for recipe in sorted(BUNDLED.rglob("*.toml"))]
+    siblings = sorted(map(str, path.parent.glob("*.toml")))
+    if close := difflib.get_close_matches(str(path), [*siblings, *bundled], n=1, cutoff=0.75):
         return f"did you mean {close[0]}?"
     return f"the bundled ones are in {BUNDLED.resolve()}/"
 
 
 def parse_toml(text: str) -> Table:
-    """The tables of a TOML text; ValueError when it is not TOML, nested too deep, or has a number of 4,300 digits."""
+    """Returns the tables of a TOML text; ValueError if it is not TOML, nested too deep, or has a 4,300-digit number."""
     try:
         return tomllib.loads(text)
     except RecursionError:
@@ -282,14 +280,14 @@ def parse_toml(text: str) -> Table:
 
 
 def _read_with_base(path: Path, within: tuple[Path, ...], read: list[Path], layers: list[Layer]) -> Table:
-    """The tables of a recipe and its bases.
+    """Returns the merged tables of a recipe and its bases.
 
-    `within` are the recipes that lead to it, `read` all those read so far; `layers` gets each with its own keys alone.
+    `within` are the recipes that lead to it, `read` all recipes read so far; `layers` gets each one's own keys.
     """
     table = read_toml(path)
-    if (own := path.resolve()) in within:
+    if (resolved := path.resolve()) in within:
         raise UserError(f"{path}: its `base` leads back to itself; break the cycle")
-    read.append(own)
+    read.append(resolved)
     if len(read) > MAX_BASES:
         raise UserError(f"{path}: more than {MAX_BASES} recipes are composed by `base`; write fewer")
     base = table.pop("base", None)
@@ -297,37 +295,34 @@ def _read_with_base(path: Path, within: tuple[Path, ...], read: list[Path], laye
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise UserError(f'{path}: `base` is the path of another recipe, or a list of them, as in base = "common.toml"')
     tables = [
-        _read_with_base(find_recipe_file(Path(name), path.parent), (*within, own), read, layers) for name in names
+        _read_with_base(find_recipe_file(Path(name), path.parent), (*within, resolved), read, layers) for name in names
     ]
     layers.append(Layer(str(path), table))
     return reduce(layered, [*tables, table])
 
 
-def _dropped(section: Table, recipe: Recipe) -> str | None:
-    """A sentence on the keys of an `[objective]` that another name has replaced; None if all values are the same."""
-    now = recipe.objective.model_dump(mode="json")
-    keys = [key for key, value in section.items() if key != "name" and now.get(key) != value]
+def _dropped_keys(section: Table, objective: ObjectiveSection) -> str | None:
+    """Returns a sentence about keys of `section` that a new objective name dropped; None if no value changed."""
+    values = objective.model_dump(mode="json")
+    keys = [key for key, value in section.items() if key != "name" and values.get(key) != value]
     if not keys:
         return None
     listed = ", ".join(f"{key} = {short_repr(section[key])}" for key in keys)
     return (
-        f"its objective is {short_repr(section['name'])}, and --set objective.name={recipe.objective.name} takes that "
-        f"preset whole; no longer in force: {listed}; use --set to keep one"
+        f"--set objective.name={objective.name} replaces its objective {short_repr(section['name'])} with all its "
+        f"keys; no longer in force: {listed}; use --set to keep one"
     )
 
 
 def _applied(table: Table, override: str) -> Table:
-    """`table` with `a.b=c`; c is TOML where it parses as such (numbers, booleans, lists), else a plain string.
-
-    A key that takes text alone gets the text (`coerce_override`).
-    """
+    """Returns `table` with `a.b=c`; c is TOML if it parses as such (numbers, booleans, lists), else a string."""
     dotted, equals, text = override.partition("=")
     *sections, key = dotted.strip().split(".")
     if not equals or not key or not sections:
-        meant = translate_key(dotted)
+        hint = translate_key(dotted)
         raise UserError(
             f"--set {override}: write it as section.key=value, for instance --set schedule.stages=8"
-            + (f"; {meant}" if meant else "")
+            + (f"; {hint}" if hint else "")
         )
     result = inner = dict(table)
     for section in sections:
@@ -340,19 +335,19 @@ def _applied(table: Table, override: str) -> Table:
 
 
 def _objective_of(overrides: Mapping[str, str]) -> object:
-    """The objective that `--set` names, None without one."""
+    """Returns the objective name that `--set` gives; None without one."""
     override = overrides.get("objective.name")
     return None if override is None else _value(override, override.partition("=")[2])
 
 
 def _short(override: str) -> str:
-    """The override as it can be printed, cut where it is long."""
+    """Returns the override in printable characters, cut to a readable length."""
     text = override if override.isprintable() else ascii(override)[1:-1]
     return text if len(text) <= MAX_OVERRIDE_CHARS else f"{text[: MAX_OVERRIDE_CHARS - 3]}..."
 
 
 def coerce_override(key: str, text: str, value: Any) -> Any:
-    """`value`, the TOML value of `text`; the text where `key` takes texts or paths alone.
+    """Returns `value`, the TOML value of `text`, or `text` itself if `key` takes only texts or paths.
 
     `model.revision=1.0` is no number, and `run.dir=2026-05-01` no date.
     """
@@ -365,7 +360,7 @@ def coerce_override(key: str, text: str, value: Any) -> Any:
 
 
 def _value(override: str, text: str) -> Any:
-    """The value of an override's text: TOML where it parses as such, else the text itself."""
+    """Returns the TOML value of an override's text, or the text itself if it is not TOML."""
     try:
         override.encode("utf-8")
         parsed = parse_toml(f"value = {text}")

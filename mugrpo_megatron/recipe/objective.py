@@ -77,7 +77,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     | {"surrogate": "cispo", "ratio": "sequence", "clip_low": 0.0, "clip_high": 2.0, "reject": "sequence"},
     "geo_rs": GRPO | {"reject": "sequence_mean", "reject_range": (0.999, 1.001)},
 }
-"""Defaults of each objective name; a field set in the recipe wins over its preset."""
+"""Defaults of each objective; a field set in the recipe overrides its preset."""
 SURROGATES: dict[str, Dependence] = {
     "ppo": "token",
     "cispo": "token",
@@ -88,19 +88,19 @@ SURROGATES: dict[str, Dependence] = {
     "gmpo": "response",
     "vespo": "token",
 }
-"""What decides a token's gradient in each surrogate, beyond its importance ratio and its own log-probability."""
+"""Tokens that decide a token's gradient in each surrogate, beyond its importance ratio and its log-probability."""
 
 
 Change = Literal["work", "branch", "method"]
-"""When a key may change after a run has begun; a key without a mark never does.
+"""When a key may change after a run has begun; a key without a mark never may.
 
-work: whenever the run resumes, for it says how the work is done and not what is computed. branch: in a branch, whose
-responses and first weights it does not affect. method: in a branch too, and between the cells of a sweep, for it says
-what is done with a stage's responses."""
+work: at every resume; the key changes how the work is done, not its result. branch: in a branch; the key affects
+neither the branch's responses nor its first weights. method: in a branch and between the cells of a sweep; the key
+changes the use of a stage's responses."""
 
 
 def changes(when: Change) -> Any:
-    """The mark of a field, or of a section for all fields without one: `Field(json_schema_extra=changes("work"))`."""
+    """Returns the mark of a field, or of a section's unmarked fields: `Field(json_schema_extra=changes("work"))`."""
     return {"changes": when}
 
 
@@ -111,12 +111,12 @@ class Section(BaseModel):
         extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
     )
 
-    named: ClassVar[type[Section] | None] = None
-    """Of a section whose tables the recipe names, as `[auxiliary.NAME]`: the section that each of them is."""
+    entry_section: ClassVar[type[Section] | None] = None
+    """Section of each entry, if the user names the entries, as in `[auxiliary.NAME]`."""
 
     @classmethod
     def change_of(cls, key: str) -> Change | None:
-        """When the key may change after a run has begun: its own mark, else the section's."""
+        """Returns when the key may change after a run has begun: its mark, else the section's."""
         field = cls.model_fields.get(key)
         marks: Any = (field.json_schema_extra if field else None) or cls.model_config.get("json_schema_extra") or {}
         return marks.get("changes")  # type: ignore[no-any-return]
@@ -124,18 +124,18 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _check_value(cls, value: Any, info: ValidationInfo) -> Any:
-        """Python counts true as 1, a recipe does not; and the operating system takes no null character."""
-        kinds = _kinds(cls.model_fields[info.field_name or ""].annotation)
+        types = _types(cls.model_fields[info.field_name or ""].annotation)
         items = value if isinstance(value, list) else [value]
-        if any(isinstance(one, bool) for one in items) and bool not in kinds and kinds & {int, float}:
+        # Python and pydantic count true as 1.
+        if any(isinstance(item, bool) for item in items) and bool not in types and types & {int, float}:
             raise ValueError("is true or false, where a number belongs")
-        if any("\0" in str(one) for one in items if isinstance(one, str | Path)):
+        if any("\0" in str(item) for item in items if isinstance(item, str | Path)):
             raise ValueError("holds a null character, which no file name and no program takes")
         return value
 
     @model_validator(mode="after")
     def _check_integers(self) -> Self:
-        """No key needs a larger integer, and beyond it an array's size or a C long overflows."""
+        # No key needs a larger integer, and beyond it an array's size or a C long overflows.
         for name, value in self:
             if isinstance(value, int) and value > MAX_INTEGER:
                 raise ValueError(f"{name} is above {MAX_INTEGER:,}")
@@ -146,10 +146,10 @@ MAX_INTEGER = 2**53
 """Largest integer of a recipe."""
 
 
-def _kinds(annotation: Any) -> set[Any]:
-    """The plain types in an annotation: `int | None` has int and NoneType."""
-    parts = get_args(annotation)
-    return set().union(*map(_kinds, parts)) if parts else {annotation}
+def _types(annotation: Any) -> set[Any]:
+    """Returns the plain types of an annotation: int and NoneType for `int | None`."""
+    arguments = get_args(annotation)
+    return set().union(*map(_types, arguments)) if arguments else {annotation}
 
 
 USER_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -157,77 +157,79 @@ USER_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 class ObjectiveSection(Section):
-    """The surrogate that one update minimises."""
+    """Loss of an update: advantage, importance ratio, clip, veto, and terms."""
 
     model_config = ConfigDict(json_schema_extra=changes("method"))
 
     name: ObjectiveName = "mu_grpo"
-    """Preset for the fields below that the recipe does not set. If `--set` or a recipe with a `base` sets another name,
-    only the new preset counts: the fields set with the replaced name are dropped."""
+    """Preset of all keys below that the recipe does not set. A new name, by `--set` or over a `base`, drops the keys
+    that were set with the old one."""
     advantage: Literal["group_std", "group_mean", "leave_one_out"] = "group_std"
-    """Baseline and scale of the advantage inside a group of responses to one prompt."""
+    """Baseline and scale of the advantage within a group: (R - mean) / std, R - mean, or R - mean of the others."""
     zero_variance: Literal["count", "mask", "leave_out"] = "count"
-    """Groups with equal rewards: `count` keeps their tokens in the denominators, `mask` removes them, and `leave_out`
-    builds updates from the other groups."""
+    """Groups with equal rewards: `count` keeps their tokens in the loss's denominators, `mask` removes them,
+    `leave_out` fills updates with other groups."""
     reduction: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    """How token losses are averaged to the loss of an update."""
+    """Aggregation of token losses: mean over all tokens, over responses of each one's token mean, or a sum over a
+    constant (Dr. GRPO)."""
     ratio: Literal["token", "sequence_mean", "sequence"] = "token"
-    """Importance ratio: of each token, of the response normalised by its length, or of the whole response."""
+    """Importance ratio per token, per response with a geometric mean over its tokens (GSPO), or per response."""
     surrogate: str = "ppo"
-    """Token loss: `ppo`, `cispo`, `topr`, `dppo`, `dppo_kl`, `sapo`, `gmpo`, `vespo`, or your own `module:function`."""
+    """Policy loss: `ppo`, `cispo`, `topr`, `dppo`, `dppo_kl`, `sapo`, `gmpo`, `vespo`, or your `module:function`."""
     diagnostics: str | None = None
-    """Your own `module:function` that gets the update's tokens and returns numbers by name, logged with every
-    update."""
+    """Your own `module:function` from an update's tokens to named numbers, logged with every update."""
     clip_low: float = Field(0.0, ge=0.0, le=1.0)
-    """Lower bound of the importance ratio's clip range (1 - epsilon_low)."""
+    """Lower bound of the clip range of the importance ratio: 1 - epsilon_low."""
     clip_high: float = Field(5.0, ge=1.0)
-    """Upper bound of the importance ratio's clip range (1 + epsilon_high)."""
+    """Upper bound of the clip range of the importance ratio: 1 + epsilon_high."""
     clip_centre: Literal["one", "proximal_shifted", "proximal_scaled"] = "one"
-    """Clip range around 1, shifted to the proximal policy's ratio (`proximal_shifted`) or multiplied by it
-    (`proximal_scaled`); the
-    proximal policy is the learner at the last refresh."""
+    """Centre of the clip range: 1, or the proximal policy's importance ratio, which the range is shifted to or
+    multiplied by. The proximal policy is the learner at its last refresh."""
     proximal_every: PositiveInt = 1
-    """Updates between refreshes of the proximal policy that `clip_centre` names, from a stage's start; with 1 such a
-    clip has no effect."""
+    """Updates between refreshes of the proximal policy, from a stage's start; with 1 a clip around it has no
+    effect."""
     dual_clip: float | None = Field(None, gt=1.0)
-    """Ratio above which a negative token of the `ppo` surrogate has no gradient; unset turns it off (verl: 3)."""
+    """Dual clip of `ppo`: importance ratio above which a token with negative advantage has no gradient (verl: 3);
+    unset turns it off."""
     veto: VetoScope = "suffix_non_trigger"
-    """Tokens dropped from a negative response with triggers T, the first at κ: ∅, T, H_κ = S_κ − T, S_κ = {t > κ}, or
-    all."""
+    """Tokens dropped from a response with negative advantage and triggers T, the first at κ: none, T, H_κ = S_κ − T,
+    S_κ = {t > κ}, or all."""
     trigger_ratio: float = Field(1e-4, ge=0.0, le=1.0)
-    """A token of a negative response whose ratio is below this is a trigger; 1e-4, the paper's illustration, is
-    our reading of its runs."""
+    """Importance ratio below which a token with negative advantage is a trigger; the paper illustrates 1e-4, our
+    reading of its runs."""
     veto_reach: Literal["turn", "response"] = "response"
-    """How far a trigger acts in an episode of several turns: to the end of its turn, or of the response."""
+    """Reach of a trigger in an episode: to the end of its turn, or of the response."""
     reject: Literal["none", "sequence", "sequence_mean", "negative_mean"] = "none"
-    """Drop responses by the ratio of the whole response, or by its geometric mean per token, of all responses or of
-    negative ones alone."""
+    """Rejection of responses by their importance ratio: of the whole response, its geometric mean per token, or this
+    mean only where the advantage is negative."""
     reject_range: tuple[NonNegativeFloat, PositiveFloat] = (0.5, 2.0)
-    """A response whose ratio is outside is dropped."""
+    """Responses with a ratio outside are dropped."""
     second_moment: Literal["none", "clip", "drop"] = "none"
-    """Keep the second moment of the log-ratios below 0.04 by a data-dependent clip range, or by dropping tokens."""
+    """Keep the second moment of the log-ratios below 0.04 (M2PO): `clip` narrows the clip range, `drop` drops
+    tokens."""
     mismatch: Literal["none", "truncate", "drop"] = "none"
-    """Correct for the mismatch of engine and learner: truncated weights or dropped tokens; needs `rollout.behaviour =
-    "learner"`."""
+    """Correction of the engine-learner mismatch by importance weights: truncated (TIS), or tokens outside dropped
+    (IcePop); needs `rollout.behaviour = "learner"`."""
     mismatch_range: tuple[NonNegativeFloat, PositiveFloat] = (0.0, 2.0)
-    """Bounds of the learner/engine probability ratio."""
+    """Bounds of the mismatch weight, the learner's over the engine's probability."""
     kl_ref: str | None = Field(None, min_length=1)
-    """Policy of the KL penalty: `start` (the run's first weights), `stage` (the stage's), or a checkpoint directory."""
+    """Reference policy of the KL penalty: `start` (the run's first weights), `stage` (the stage's), or a checkpoint
+    directory."""
     kl_coef: float = Field(0.0, ge=0.0)
-    """Weight of the KL to the reference policy; 0 with a reference policy only measures it."""
+    """Weight of the KL penalty; 0 only measures the KL to `kl_ref`."""
     kl_penalty: KlPenalty = "k2"
-    """`reward`: the response's sum is subtracted from its reward before the advantage (InstructGPT). Else an estimate
-    from each token is a term of its loss: k2 has the gradient of KL(policy | ref), k3 of KL(ref | policy), and
-    times the token's importance ratio (`_weighted`) each has that of KL(policy | ref) for stale tokens too."""
+    """`reward` subtracts a response's KL from its reward before the advantage (InstructGPT). Others add an estimator to
+    each token's loss: k2 has the gradient of KL(policy | ref), k3 of KL(ref | policy); `_weighted` multiplies by the
+    importance ratio, which gives the gradient of KL(policy | ref) on stale tokens too."""
     teacher: str | None = Field(None, min_length=1)
-    """The `[auxiliary.NAME]` whose log-probabilities of the sampled tokens enter their advantages
+    """`[auxiliary.NAME]` whose log-probabilities of the sampled tokens enter the advantages
     (docs/auxiliary-models.md)."""
     teacher_coef: float = Field(0.0, ge=0.0)
-    """Subtract this many times log pi - log teacher from each token's advantage; 0 with a teacher only measures it."""
+    """Weight of log pi - log teacher, subtracted from each token's advantage; 0 only measures it."""
     teacher_policy: Literal["behaviour", "current"] = "current"
-    """pi in that difference: the policy that sampled, so that it stays fixed, or the current one."""
+    """pi of `teacher_coef`: the behaviour policy, fixed during a stage, or the current policy."""
     entropy_coef: float = Field(0.0, ge=0.0)
-    """Weight of the entropy of the policy's next-token distribution, which the loss rewards."""
+    """Weight of the entropy bonus, the entropy of the policy's next-token distribution."""
 
     @model_validator(mode="before")
     @classmethod
@@ -251,14 +253,14 @@ class ObjectiveSection(Section):
     @classmethod
     def _check_the_range(cls, value: tuple[float, float]) -> tuple[float, float]:
         if value[1] <= value[0]:
-            raise ValueError("its second number must be above its first, or nothing would be kept")
+            raise ValueError("its second number must be above its first, or every token would be dropped")
         return value
 
     @field_validator("surrogate")
     @classmethod
     def _check_surrogate_exists(cls, value: str) -> str:
         if value not in SURROGATES and not USER_FUNCTION.fullmatch(value):
-            raise ValueError(f"there are {', '.join(SURROGATES)}, or your own function as module:function")
+            raise ValueError(f"take one of {', '.join(SURROGATES)}, or your own function as module:function")
         return value
 
     @field_validator("diagnostics")
@@ -272,32 +274,31 @@ class ObjectiveSection(Section):
     @classmethod
     def _check_there_is_a_teacher(cls, value: float, info: ValidationInfo) -> float:
         if value > 0 and info.data.get("teacher") is None:
-            raise ValueError("it needs a teacher; name a [auxiliary.NAME] with objective.teacher")
+            raise ValueError("needs a teacher; name an [auxiliary.NAME] with objective.teacher")
         return value
 
     @model_validator(mode="after")
     def _check_kl(self) -> Self:
         if self.kl_coef > 0 and self.kl_ref is None:
-            raise ValueError('kl_coef needs a policy to stay near; set kl_ref = "start", "stage" or a directory')
+            raise ValueError('kl_coef needs a reference policy; set kl_ref = "start", "stage" or a directory')
         if self.kl_penalty == "reward" and self.kl_ref == "stage":
             raise ValueError(
-                'kl_penalty = "reward" compares the policy that sampled with the reference policy, and with '
-                'kl_ref = "stage" both are the same; take kl_ref = "start" or a directory, or a penalty in the loss, '
-                'such as "k2"'
+                'kl_penalty = "reward" with kl_ref = "stage" is always 0: the policy that sampled is the reference '
+                'policy; take kl_ref = "start" or a directory, or a penalty in the loss, such as "k2"'
             )
         return self
 
     @property
     def dependence(self) -> Dependence:
-        """What decides a token's gradient, besides numbers known before the update; the loss path is fused accordingly.
+        """Tokens whose log-probabilities decide a token's gradient; the fused loss depends on it.
 
-        `token` (its own log-probability) and `prefix` (its response's tokens so far) need one pass in token order;
-        `response` needs the log-probabilities of whole responses first, which a surrogate of the user's own may read.
-        A trigger (scope T) depends on the token itself, a place after κ (S_κ, H_κ) on the prefix; S_seq on the whole.
+        `token` (the token's own) and `prefix` (its response's up to it) need one pass in token order. `response` needs
+        the log-probabilities of whole responses first, which a user's surrogate may read.
         """
-        of_loss = SURROGATES.get(self.surrogate, "response")
-        whole = self.ratio != "token" or self.reject != "none"
-        if whole or of_loss == "response" or self.veto == "response":
+        # Veto: a trigger (scope T) depends on the token itself, a position after κ (S_κ, H_κ) on the prefix.
+        surrogate = SURROGATES.get(self.surrogate, "response")
+        whole_ratio = self.ratio != "token" or self.reject != "none"
+        if whole_ratio or surrogate == "response" or self.veto == "response":
             return "response"
         return "token" if self.veto in ("none", "trigger") else "prefix"
 

@@ -1,4 +1,4 @@
-"""The recipe's sections about scores: rewards and evaluation; each docstring is an entry of docs/recipe.md."""
+"""Sections about scores: rewards and evaluation."""
 
 from __future__ import annotations
 
@@ -13,50 +13,50 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.objective import USER_FUNCTION, Section, changes
 
 STYLES_WITHOUT_BOX = frozenset({"auto", "plain", "chat"})
-"""Prompt styles (`data.prompt_style`) that leave the form of the answer to the question or the tokenizer."""
+"""Values of `data.prompt_style` that do not ask for a boxed answer."""
 
 
 MEAN = "mean"
-"""The name of all sets together in a metric; no set gets it."""
+"""Name of the mean over all held-out sets in a metric; no set has it."""
 
 
 MATH = "math"
 CODE = "code"
 JUDGE = "judge"
-"""The names of the built-in reward functions."""
+"""Names of the built-in reward functions."""
 FUNCTION_NAME = re.compile(r"[A-Za-z0-9_-]+")
-"""Of a reward function: it is part of a metric's name."""
+"""Name of a reward function; metrics are named after it."""
 OVERLONG = "overlong"
-"""The name of the penalty that is taken from what the functions give."""
-RESERVED_NAMES = (OVERLONG, "mean")
-"""Names that no function has."""
+"""Name of the length penalty, which is subtracted from the functions' reward."""
+RESERVED_NAMES = (OVERLONG, MEAN)
+"""Names that no reward function may have."""
 MIN_WORKER_MB = 64
-"""Python itself takes about 40 of a worker's address space."""
+"""Least address space of a worker; Python itself takes about 40 MB."""
 
 
 class FunctionSection(Section):
-    """One of several reward functions; the reward is the sum of weight x reward over those that apply."""
+    """One of several reward functions; a response's reward is the sum of weight x reward over those that apply."""
 
     function: str = Field(min_length=1)
     """`math`, `code`, `judge` or a user's `module:function`."""
     weight: float = 1.0
-    """Factor of its reward; 0 calls it only for the metrics."""
+    """Weight of its reward; 0 only logs it."""
     sources: tuple[str, ...] = ()
-    """Values of `data_source` (else names of data sets) whose responses it scores; empty scores all."""
+    """Values of a row's `data_source` (else names of data sets) to score; empty scores all."""
     timeout_s: float | None = Field(None, gt=0.0, le=86400.0)
-    """Unset takes `reward.timeout_s`."""
+    """Time limit of a call; unset takes `reward.timeout_s`."""
     worker_memory_mb: int | None = Field(None, ge=MIN_WORKER_MB)
-    """Unset takes `reward.worker_memory_mb`."""
+    """Address space of its workers; unset takes `reward.worker_memory_mb`."""
     model: str | None = None
-    """Of a `judge`: the `[auxiliary.NAME]` that answers (docs/auxiliary-models.md)."""
+    """`judge` only: the `[auxiliary.NAME]` that answers (docs/auxiliary-models.md)."""
     prompt: Path | None = None
-    """Of a `judge`: a Jinja file; what it renders of `prompt`, `response`, `gold` and `row` is the judge's question."""
+    """`judge` only: Jinja file of the question, with `prompt`, `response`, `gold` and `row`."""
     parse: str | None = None
-    """Of a `judge`: your `module:function` from the judge's answer to a number, or None where it finds none."""
+    """`judge` only: your `module:function` from an answer to a number, or None if it has none."""
     max_tokens: PositiveInt = 512
-    """Of a `judge`: a longer answer is cut."""
+    """`judge` only: length at which an answer is truncated."""
     temperature: NonNegativeFloat = 0.0
-    """Of a `judge`; 0 is greedy."""
+    """`judge` only: sampling temperature; 0 is greedy."""
 
     @model_validator(mode="after")
     def _check_judge(self) -> Self:
@@ -75,45 +75,44 @@ class FunctionSection(Section):
 
 
 class CodeSection(Section):
-    """How programs are judged where a reward function is `code`."""
+    """Tests and sandbox of the reward function `code`."""
 
     sandbox: Literal["namespaces", "limits"] = "namespaces"
-    """What a program runs in: `namespaces`, or `limits` if the kernel refuses namespaces."""
+    """Sandbox of a program: `namespaces`, or `limits` if the kernel refuses namespaces."""
     reward: Literal["all", "share"] = "all"
-    """`all` gives 1 to a program that passes every test, else 0; `share` gives the share of tests passed."""
+    """`all` rewards a program with 1 if it passes every test, else 0; `share` with the fraction of tests passed."""
     test_s: float = Field(4.0, gt=0.0, le=3600.0)
-    """CPU seconds of a test, rounded up; its wall-clock limit is twice that plus one second. `reward.timeout_s` is for
-    all tests."""
+    """CPU seconds of a test, rounded up; its wall-clock limit is twice that plus one second. `reward.timeout_s` limits
+    all tests together."""
     tests: NonNegativeInt = 0
-    """Maximum number of a row's tests that run, evenly spaced; 0 takes all."""
+    """Number of a row's tests to run, evenly spaced; 0 runs all."""
 
 
 class RewardSection(Section):
-    """How a response becomes a number."""
+    """Rewards of responses by verifiable functions."""
 
     function: str = MATH
-    """`math` (math-verify), `code` (runs the response's program against the row's tests) or a user's `module:function`,
+    """`math` (math-verify), `code` (runs the response's program on the row's tests), or your own `module:function`,
     whose parameter names select its arguments (docs/rewards.md)."""
     functions: dict[str, FunctionSection] = Field(default_factory=dict)
-    """Several functions instead of `function`, by name: `[reward.functions.NAME]`."""
+    """Several weighted functions instead of `function`, by name: `[reward.functions.NAME]`."""
     workers: int = Field(0, ge=0, json_schema_extra=changes("work"))
-    """Processes of each function on each generating rank, more for one that waits for a service; 0 divides one per two
-    cores among the node's engines, at least 1."""
+    """Worker processes of each function on each generating rank; 0 divides one per two cores among the node's engines.
+    A function that waits for a service needs more."""
     extract: Literal["auto", "boxed", "final", "last_number"] = "auto"
-    """Which part of a response is its answer; `auto`: `boxed` if `data.prompt_style` asks for a box, else `final`."""
+    """Extraction of the answer from a response; `auto`: `boxed` if `data.prompt_style` asks for a box, else `final`."""
     policy: Literal["strict", "lenient"] = "strict"
     """`strict` refuses hedged answers and unfinished arithmetic; `lenient` accepts what math-verify accepts."""
     max_failure_share: float = Field(0.01, ge=0.0, le=1.0, json_schema_extra=changes("work"))
-    """A user's function that fails on a larger share of responses (of at least 16) ends the run; 1 lets it fail,
-    as a remote service may."""
+    """Fraction of responses (of at least 16) above which a user's failing function ends the run; 1 never does, for
+    remote services."""
     timeout_s: float = Field(8.0, gt=0.0, le=86400.0, json_schema_extra=changes("work"))
-    """Wall-clock seconds after which a worker is killed; the worker itself stops a comparison after 1/8 of this in CPU
-    time."""
+    """Wall-clock seconds after which a worker is killed; `math` itself gives up after 1/8 of this in CPU time."""
     worker_memory_mb: int = Field(1024, ge=MIN_WORKER_MB, json_schema_extra=changes("work"))
-    """Address space of a verifier process, so that one answer cannot take the machine's memory; a function that loads
-    a library as large as torch needs several thousand. A program of `code` has half of it."""
+    """Address space of a worker process, against answers that exhaust memory; a function that loads torch needs several
+    thousand. A program of `code` gets half."""
     overlong_buffer_tokens: NonNegativeInt = 0
-    """The last this many tokens before `rollout.max_response_tokens` reduce the reward, linearly up to 1 (DAPO); 0
+    """Soft overlong penalty (DAPO): tokens before `rollout.max_response_tokens` over which it grows linearly to 1; 0
     turns it off."""
 
     code: CodeSection = CodeSection()
@@ -129,67 +128,67 @@ class RewardSection(Section):
                 )
         if self.functions and not self.table:
             raise ValueError(
-                "functions: a judge answers once a stage is sampled, and evaluations need a function that scores at "
-                "once; add one, with weight 0 if it is not to count"
+                "functions: judges score only whole stages, and evaluations need a function as well; add one, with "
+                "weight 0 if it shall not count"
             )
-        if self.functions and not any(one.weight for one in self.functions.values()):
-            raise ValueError("functions: every weight is 0, so every reward would be")
+        if self.functions and not any(function.weight for function in self.functions.values()):
+            raise ValueError("functions: every weight is 0, so every reward would be 0; give one a weight")
         return self
 
     @property
     def table(self) -> dict[str, FunctionSection]:
-        """The functions that score a response at once, by name; one that is alone is called as its function is."""
+        """Name -> function, of those that score a response at once; a single function's name is its own."""
         if self.functions:
-            return {name: one for name, one in self.functions.items() if one.function != JUDGE}
+            return {name: section for name, section in self.functions.items() if section.function != JUDGE}
         name = re.sub(r"[^A-Za-z0-9_-]", "_", self.function.rpartition(":")[2]) or "reward"
         return {f"{name}_" if name in RESERVED_NAMES else name: FunctionSection(function=self.function)}
 
     @property
     def judges(self) -> Mapping[str, FunctionSection]:
-        """The functions that score a stage once it is sampled, by name."""
-        return {name: one for name, one in self.functions.items() if one.function == JUDGE}
+        """Name -> judge; judges score a stage once it is sampled."""
+        return {name: section for name, section in self.functions.items() if section.function == JUDGE}
 
     @property
     def is_right_or_wrong(self) -> bool:
-        """Whether the reward is 1 or 0: `math`'s verdict, or `code`'s unless it pays for shares."""
+        """Whether every reward is 1 or 0."""
         all_tests = not self.functions and self.function == CODE and self.code.reward == "all"
         return self.finds_answers or all_tests
 
     @property
     def finds_answers(self) -> bool:
-        """Whether every response is scored by the answer that `math` finds in it, or does not find."""
+        """Whether `math` alone scores every response, by an answer that it extracts."""
         return not self.functions and self.function == MATH
 
     def functions_of(self, source: str) -> tuple[str, ...]:
-        """The names of the functions that score responses to problems of a `data_source`, in the recipe's order."""
-        return tuple(name for name, one in self.table.items() if not one.sources or source in one.sources)
+        """Returns the names of the functions that score problems of a `data_source`, in the recipe's order."""
+        return tuple(name for name, section in self.table.items() if not section.sources or source in section.sources)
 
     def accepts_any_gold(self, source: str) -> bool:
-        """Whether golds of a `data_source` may be any JSON value: `math` does not read them."""
+        """Whether golds of a `data_source` may be any JSON value, as `math` does not read them."""
         table = self.table
         return all(table[name].function != MATH for name in self.functions_of(source))
 
     def check_sources(self, sources: Iterable[str]) -> None:
-        """Raise UserError when no function scores responses to problems of one of these `data_source`s."""
+        """Raise UserError when no function scores problems of one of these `data_source`s."""
         if missing := [source for source in dict.fromkeys(sources) if not self.functions_of(source)]:
-            named = dict.fromkeys(source for one in self.table.values() for source in one.sources)
+            known = dict.fromkeys(source for section in self.table.values() for source in section.sources)
             raise UserError(
                 f"no reward function scores the data source {', '.join(map(repr, missing))}: add it to the sources of "
-                f"one of reward.functions (they name {', '.join(map(repr, named))}), or leave one's sources empty"
+                f"one of reward.functions (they name {', '.join(map(repr, known))}), or leave one's sources empty"
             )
 
 
 class SetSection(Section):
-    """How one held-out set is sampled; unset keys take the values of `[eval]`."""
+    """Sampling of one held-out set; unset keys take the values of `[eval]`."""
 
     samples: PositiveInt | None = None
     """Responses per problem (mean@k)."""
     temperature: NonNegativeFloat | None = None
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     top_p: float | None = Field(None, gt=0.0, le=1.0)
     """Nucleus sampling."""
     max_tokens: PositiveInt | None = None
-    """A longer response is cut."""
+    """Length at which a response is truncated."""
 
 
 class EvalSection(Section):
@@ -198,21 +197,21 @@ class EvalSection(Section):
     model_config = ConfigDict(json_schema_extra=changes("work"))
 
     every_stages: NonNegativeInt = 1
-    """Evaluate after every n-th stage; 0 evaluates only before the first stage and after the last."""
+    """Stages between evaluations; 0 evaluates only before the first stage and after the last."""
     every_updates: NonNegativeInt = 0
-    """Also evaluate inside a stage, after every n-th of its updates; 0 evaluates only at the ends of stages."""
+    """Updates between evaluations inside a stage; 0 evaluates only at stage ends."""
     samples: PositiveInt = 1
     """Responses per problem (mean@k)."""
     temperature: NonNegativeFloat = 0.0
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     """Nucleus sampling."""
     max_tokens: PositiveInt | None = None
-    """A longer response is cut; unset takes `rollout.max_response_tokens`."""
+    """Length at which a response is truncated; unset takes `rollout.max_response_tokens`."""
     sets: dict[str, SetSection] = Field(default_factory=dict)
-    """Held-out sets with other settings, by name: `[eval.sets.aime24]`, with any of the four keys above."""
+    """Sets with other values of the four keys above, by name: `[eval.sets.aime24]`."""
 
     def of(self, name: str) -> EvalSection:
-        """The settings of the held-out set `name`: its own, else the general ones."""
-        own = self.sets.get(name, SetSection())
-        return self.model_copy(update={**own.model_dump(exclude_none=True), "sets": {}})
+        """Returns the settings of the held-out set `name`."""
+        overrides = self.sets.get(name, SetSection())
+        return self.model_copy(update={**overrides.model_dump(exclude_none=True), "sets": {}})
