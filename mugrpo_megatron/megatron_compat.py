@@ -1,7 +1,7 @@
-"""Compatibility with Megatron-core 0.16.1 and 0.19: the CPU's stand-ins are in place before any part of it is imported.
+"""Compatibility with Megatron-core 0.16.1 and 0.19; puts the CPU's stand-ins in place before importing Megatron.
 
-Importing this package installs them. The learner does that first, so its modules import Megatron directly; every other
-room takes the names below from here. ruff (TID251) and `tests/test_megatron_door.py` hold that. What differs between
+Importing this module installs them. The learner imports it first, so its modules import Megatron directly; every other
+package takes the names below from here. ruff (TID251) and `tests/test_megatron_door.py` hold that. What differs between
 the two versions stands here too, each difference with the version that ends it (`tests/test_stack_versions.py`).
 """
 
@@ -34,14 +34,11 @@ __all__ = [
 ]
 
 BUILDERS = tuple(map(int, version("megatron-core").split(".")[:2])) >= (0, 18)
-"""Whether a layer's parts are functions that build them, no longer `ModuleSpec`s (0.17 has both). Ends with 0.16.1."""
+"""Whether a layer's submodules are builder functions, no longer `ModuleSpec`s (0.17 has both). Ends with 0.16.1."""
 
 
 def mlp_spec(backend: BackendSpecProvider, experts: int | None, grouped: bool, activation: type | None) -> Any:
-    """The feed-forward part of a layer, with `activation` as its own module where there is one.
-
-    `grouped` selects one grouped GEMM for the experts, if any.
-    """
+    """The feed-forward of a layer; `grouped` selects one grouped GEMM for the experts, if any."""
     spec: Any = get_mlp_module_spec_for_backend(backend, experts, moe_grouped_gemm=grouped)
     if activation is not None:
         mlp_parts(spec).activation_func = activation
@@ -49,12 +46,12 @@ def mlp_spec(backend: BackendSpecProvider, experts: int | None, grouped: bool, a
 
 
 def mlp_parts(spec: Any) -> Any:
-    """What `mlp_spec` is made of: `linear_fc1`, `linear_fc2` and `activation_func`, or `experts`."""
+    """Submodules of `mlp_spec`: `linear_fc1`, `linear_fc2` and `activation_func`, or `experts`."""
     return spec.keywords["submodules"] if BUILDERS else spec.submodules
 
 
 def grouped_mlp(module: type, submodules: Any) -> Any:
-    """What a backend's `grouped_mlp_modules` returns: the experts' module with its parts."""
+    """Result of a backend's `grouped_mlp_modules`: the experts' module with its submodules."""
     return partial(module, submodules=submodules) if BUILDERS else (module, submodules)
 
 
@@ -64,7 +61,7 @@ LEFT_OUT = {
     # What it computes is the layout that a caller would give. Ends when Megatron asks for one.
     "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel: full_param_layout not provided",
 }
-"""Warnings of Megatron 0.19 that a user cannot act on and every rank would print: logger -> how the text begins."""
+"""Warnings of Megatron 0.19 that a user cannot act on and every rank would print: logger -> start of the text."""
 
 
 def _leave_out(logger: str, start: str) -> None:

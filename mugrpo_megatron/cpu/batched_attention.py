@@ -13,11 +13,11 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 BATCH_TOKENS = 1 << 14
-"""Padded key tokens of one call: its keys and values stay near the cache."""
+"""Padded key tokens of one call, so that its keys and values fit the cache."""
 BATCH_SCORES = 1 << 24
-"""Attention scores (padded queries x padded keys) of one call, at most; bounds the mask."""
+"""Largest number of attention scores (padded queries x padded keys) of one call; bounds the mask."""
 USEFUL_FRACTION = 0.75
-"""A sequence whose keys are shorter than this share of the batch's longest starts a new batch."""
+"""A sequence whose keys are shorter than this fraction of the batch's longest starts a new batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class DecodeBatch:
     slots: torch.Tensor
     """int64 [B * L]: rows of the KV cache; padding points anywhere."""
     visible: torch.Tensor
-    """bool [B, 1, E, L]: which keys a query sees."""
+    """bool [B, 1, E, L]: whether a query sees a key."""
 
 
 def plan(
@@ -37,7 +37,7 @@ def plan(
 ) -> list[DecodeBatch]:
     """Group the sequences of a forward pass by length.
 
-    `slot_table` [requests, positions] holds the cache row of every position; sequence i is its row `requests[i]`, has
+    `slot_table` [requests, positions] holds the cache row of every position. Sequence i is its row `requests[i]`, with
     `key_lengths[i]` positions and queries for the last `query_lengths[i]` of them. Query rows are concatenated in the
     order of the sequences. All int, on CPU.
     """
@@ -87,7 +87,7 @@ def attend(
 
 
 def _similar(query_lengths: torch.Tensor, key_lengths: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Indices of sequences that go into one batch, longest keys first."""
+    """Indices of the sequences of each batch, longest keys first."""
     order = key_lengths.argsort(descending=True)
     queries, keys = query_lengths[order].tolist(), key_lengths[order].tolist()
     start, widest = 0, 0
@@ -104,7 +104,7 @@ def _similar(query_lengths: torch.Tensor, key_lengths: torch.Tensor) -> Iterator
 
 
 def _rows(cache: torch.Tensor, slots: torch.Tensor, b: int) -> torch.Tensor:
-    """The cache's rows [slots, H, D] at `slots`, as [B, H, L, D]; index_select copies whole rows at ten times the speed
-    of indexing."""
+    """The rows `slots` of the cache [slots, H, D], as [B, H, L, D]."""
     _, heads, width = cache.shape
+    # index_select copies complete rows, ten times as fast as indexing.
     return cache.view(-1, heads * width).index_select(0, slots).view(b, -1, heads, width).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""torch's compiler waits until a function is called that needs it.
+"""Defers torch's compiler until a function is called that needs it.
 
 Decorating a function with `torch.compile` imports Inductor, two seconds of a core, and any other name of Dynamo takes
 another. Megatron-core, SGLang, transformers and torchvision do both when they are imported, for functions of which a
@@ -20,7 +20,7 @@ import torch
 
 @contextmanager
 def compiling_deferred() -> Iterator[None]:
-    """Functions that are decorated with `torch.compile` inside the block are compiled when they are first called."""
+    """Compile functions that are decorated with `torch.compile` inside the block when they are first called."""
     compile_now = torch.compile
 
     def compile_later(model: Any = None, **options: Any) -> Any:
@@ -54,10 +54,9 @@ def _deferred(function: Callable[..., Any], make: Callable[[], Callable[..., Any
 
 @contextmanager
 def compiler_deferred() -> Iterator[None]:
-    """`compiling_deferred`, and modules that are imported inside the block meet placeholders in torch._dynamo's place.
+    """`compiling_deferred`, with placeholders for torch._dynamo; for a block that only imports modules.
 
-    For a block that imports, and does nothing else. A function that is decorated to be left out of compiled callers
-    stays as it is, and would be compiled with them.
+    A function that is decorated to be excluded from compiled callers (`torch._dynamo.disable`) is not excluded.
     """
     if "torch._dynamo" not in sys.modules:
         sys.modules.update(_placeholders())
@@ -76,13 +75,14 @@ class _Placeholder(ModuleType):
         self.__dict__.update(names)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # the import system asks for some that not every module has
+        # The import system asks for attributes that not every module has.
+        if name.startswith("__"):
             raise AttributeError(name)
         return getattr(_real(self.__name__), name)
 
 
 def _placeholders() -> dict[str, ModuleType]:
-    """By name, what transformers and torchvision use when they are imported."""
+    """Placeholders, by module name, with the names that transformers and torchvision use while they are imported."""
     unchanged = dict.fromkeys(("allow_in_graph", "assume_constant_result", "disable"), _unchanged)
     utils, indexing = "torch._dynamo.utils", "torch._dynamo._trace_wrapped_higher_order_op"
     modules = [

@@ -40,11 +40,11 @@ with compiler_deferred():
 
 
 NAME = "torch_native"
-"""SGLang's name of the attention that ours replaces."""
+"""SGLang's name of the attention backend that this one replaces."""
 
 
 class BatchedAttention(TorchNativeAttnBackend):
-    """Causal self-attention batched over sequences; sliding windows and cross attention stay with the base class."""
+    """Causal self-attention batched over sequences; the base class handles sliding windows and cross attention."""
 
     def __init__(self, model_runner: Any, kernels: Kernels | None = None) -> None:
         """With `kernels`, decoding in float32 uses them, in the model's other layers too."""
@@ -107,8 +107,8 @@ class BatchedAttention(TorchNativeAttnBackend):
 class CpuEngine(Engine):
     """An engine whose schedulers use BatchedAttention, with `kernels` in C where there is a library of them.
 
-    Its processes are forked; SGLang would spawn them, and each spawned one spends ten seconds of a core on imports that
-    this process has done. This process has used no thread pool, event loop or socket by then.
+    Its processes are forked; SGLang would spawn them, and each would spend ten seconds of a core on imports that this
+    process has done. Forking is safe here: this process has used no thread pool, event loop or socket before.
     """
 
     def __init__(self, library: ctypes.CDLL | None = None, **arguments: Any) -> None:
@@ -141,18 +141,19 @@ def _run_scheduler(library: ctypes.CDLL | None, *arguments: Any) -> None:
     """Entry point of a scheduler process."""
     backend = BatchedAttention if library is None else partial(BatchedAttention, kernels=Kernels(library))
     register_attention_backend(NAME)(backend)
-    with compiling_deferred():  # it imports the model's modules
+    # Also here, because it imports the model's modules.
+    with compiling_deferred():
         if read_config(Path(arguments[0].model_path)).get("kv_lora_rank"):
             _prepare_latent_attention()
         run_scheduler_process(*arguments)
 
 
 def _prepare_latent_attention() -> None:
-    """Let a model with multi-head latent attention run here; the model is loaded next.
+    """Let a model with multi-head latent attention run on CPU; call it before the model is loaded.
 
-    SGLang prefills it with the keys and values of its heads and decodes with the cached latents. Attention on CPU reads
-    keys from the cache, where only latents are, so both use these; the hook is SGLang's registry. And its rotation for
-    such models on CPU knows YaRN only, though the general one runs there.
+    SGLang prefills with the keys and values of the heads and decodes with the cached latents. Attention on CPU reads
+    keys from the cache, which holds only latents, so here both use latents, through SGLang's registry. Its rotation for
+    such models on CPU supports YaRN only, though the general one runs there.
     """
     from sglang.srt.layers.rotary_embedding import factory
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry, AttnForwardMethod
@@ -169,7 +170,7 @@ def _prepare_latent_attention() -> None:
 
 @contextmanager
 def _forking() -> Iterator[None]:
-    """Fork the processes that are made inside."""
+    """Fork the processes that are started inside the block."""
     multiprocessing.set_start_method("fork", force=True)
     try:
         yield
@@ -183,12 +184,12 @@ def _plain(layer: RadixAttention) -> bool:
 
 
 FORWARD = "_forward_method"
-"""Attribute in which SGLang's layers keep the function that runs them."""
+"""Attribute of SGLang's layers with the function that runs them."""
 
 
 def use_kernels(model: torch.nn.Module, kernels: Kernels) -> int:
-    """Exchange the functions of the model's norms, gates and rotations; returns how many were."""
-    exchanged = 0
+    """Replace the functions of the model's norms, gates and rotations by kernels; returns the number replaced."""
+    replaced = 0
     for module in model.modules():
         before = module.__dict__.get(FORWARD)
         if before is None or before != getattr(module, "forward_native", None):
@@ -201,8 +202,8 @@ def use_kernels(model: torch.nn.Module, kernels: Kernels) -> int:
             module.__dict__[FORWARD] = _rotation(module, kernels, before)
         else:
             continue
-        exchanged += 1
-    return exchanged
+        replaced += 1
+    return replaced
 
 
 def _norm(module: Any, kernels: Kernels, before: Any) -> Any:
@@ -238,9 +239,9 @@ def _rotation(module: Any, kernels: Kernels, before: Any) -> Any:
 
 
 def _rotates_whole_heads(module: RotaryEmbedding) -> bool:
-    """Whether it rotates whole heads, half against half, by a cache of cosines and sines alone."""
-    whole = module.rotary_dim == module.head_size and module.is_neox_style and not hasattr(module, "sin_cos_cache")
-    return whole and type(module).forward_native is RotaryEmbedding.forward_native
+    """Whether it rotates all dimensions of a head, half against half, by a cache of cosines and sines alone."""
+    full = module.rotary_dim == module.head_size and module.is_neox_style and not hasattr(module, "sin_cos_cache")
+    return full and type(module).forward_native is RotaryEmbedding.forward_native
 
 
 def _ready(x: torch.Tensor) -> bool:

@@ -10,15 +10,16 @@ M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 
 
 def keep_freed_memory() -> None:
-    """From here on one heap serves all threads and keeps what they free; does nothing without glibc.
+    """Use one heap for all threads, which keeps freed memory; does nothing without glibc.
 
-    Call it first of all: heaps that other threads have by then stay in use, as that of the thread which PyArrow starts
-    when it is imported.
+    Call it first: heaps that other threads already have stay in use, such as the heap of the thread that PyArrow
+    starts when it is imported.
     """
     if sys.platform != "linux":
         return
     library = ctypes.CDLL(None)
-    if not hasattr(library, "mallopt"):  # another C library than glibc
+    # Other C libraries, such as musl, have no mallopt.
+    if not hasattr(library, "mallopt"):
         return
     library.mallopt(M_ARENA_MAX, 1)
     library.mallopt(M_MMAP_MAX, 0)

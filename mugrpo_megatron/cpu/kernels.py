@@ -1,7 +1,7 @@
 """Decoding on CPU in C: attention over the paged cache, and the steps between a layer's matrix products.
 
-The source is compiled at an engine's start, next to the imports of SGLang, which take longer. Nothing is kept on disk:
-a library built before could be of another machine.
+The source is compiled at an engine's start, during the imports of SGLang, which take longer. Nothing is cached on disk,
+because a library may have been built on another machine.
 """
 
 from __future__ import annotations
@@ -20,29 +20,28 @@ COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"]
 """Sums in any order, so that they are vectorised; `-ffast-math` would also change how torch rounds tiny numbers."""
 SHARED = "-fopenmp"
-"""Threads that share a call. Not every compiler has them; without, each call runs on one thread."""
+"""Lets threads share a call. Not every compiler has it; without it each call runs on one thread."""
 WIDE = ["-mprefer-vector-width=512"]
 """On x86, where compilers take half of a register by default."""
 BUILD_SECONDS = 60.0
 
 
 class Build:
-    """A compiler at work."""
+    """A running C compiler."""
 
     def __init__(self) -> None:
-        """Start the compiler; returns at once."""
         self._folder = tempfile.TemporaryDirectory(prefix="mugrpo-kernels-")
         self._library = Path(self._folder.name) / "kernels.so"
         self._compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
         self._process = self._start(self._compiler, SHARED) if self._compiler else None
 
     def wait(self) -> ctypes.CDLL | None:
-        """The library; None, with a line in the engine's log, where it cannot be built."""
+        """The library; None, with a line in the engine's log, if it cannot be built."""
         cause = f"no C compiler ({', '.join(COMPILERS)}) was found"
         with self._folder:
             if self._compiler and self._process:
                 try:
-                    code = self._ended(self._process) and self._ended(self._start(self._compiler))
+                    code = self._exit_code(self._process) and self._exit_code(self._start(self._compiler))
                     if code == 0:
                         return ctypes.CDLL(str(self._library))
                     cause = f"the C compiler ended with {code}"
@@ -61,8 +60,8 @@ class Build:
             [compiler, *FLAGS, *flags, *wide, "-shared", "-fPIC", str(source), "-o", str(self._library), "-lm"]
         )
 
-    def _ended(self, process: subprocess.Popen[bytes]) -> int:
-        """The compiler's exit code; ends it where it takes too long."""
+    def _exit_code(self, process: subprocess.Popen[bytes]) -> int:
+        """The compiler's exit code; kills it after `BUILD_SECONDS`."""
         try:
             return process.wait(BUILD_SECONDS)
         except subprocess.TimeoutExpired:
@@ -75,7 +74,7 @@ LARGE_PAGE = 1 << 21
 MADV_HUGEPAGE = 14
 """Linux's number for this advice."""
 SHARED_WORK = 1 << 17
-"""Elements from which threads share a call."""
+"""Smallest number of elements for which threads share a call."""
 
 
 class Kernels:
@@ -142,10 +141,8 @@ class Kernels:
 
 
 def use_large_pages(tensor: torch.Tensor) -> None:
-    """Ask the kernel for pages of 2 MB under a tensor whose rows are read far apart; does nothing where it has none.
-
-    The rows of a sequence are then found without walking the page table for each: 15 to 25 % of attention's time.
-    """
+    """Ask the kernel for pages of 2 MB under a tensor whose rows are read far apart; Linux only."""
+    # Saves the walk of the page table for each row of a sequence: 15 to 25 % of attention's time.
     if not sys.platform.startswith("linux"):
         return
     start = -(-tensor.data_ptr() // LARGE_PAGE) * LARGE_PAGE
@@ -155,9 +152,9 @@ def use_large_pages(tensor: torch.Tensor) -> None:
 
 
 def fits(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether `decode` takes them: float32, keys and values of one width, heads next to each other."""
-    together = query.stride()[1:] == (query.shape[2], 1) and keys.is_contiguous() and values.is_contiguous()
-    return together and keys.shape == values.shape and query.dtype == keys.dtype == values.dtype == torch.float32
+    """Whether `decode` supports them: float32, keys and values of one width, contiguous heads."""
+    contiguous = query.stride()[1:] == (query.shape[2], 1) and keys.is_contiguous() and values.is_contiguous()
+    return contiguous and keys.shape == values.shape and query.dtype == keys.dtype == values.dtype == torch.float32
 
 
 def _rows(rows: int, work: int) -> tuple[ctypes.c_int64, ctypes.c_int64]:

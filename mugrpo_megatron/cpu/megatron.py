@@ -1,4 +1,4 @@
-"""What the learner enters: stand-ins for the `torch.cuda` call sites of megatron-core 0.16.1, and lanes.
+"""The learner on CPU: stand-ins for the `torch.cuda` call sites of megatron-core 0.16.1, and lanes.
 
 With the stand-ins the same learner trains on CPU with gloo; they are put only where torch finds no CUDA device.
 Megatron asks CUDA for four things that have an obvious meaning on CPU: the current device (the CPU), streams and
@@ -37,7 +37,8 @@ class _Stream:
     def wait_stream(self, _: Any) -> None: ...
     def wait_event(self, _: Any) -> None: ...
     def record_event(self, event: Any = None) -> Any:
-        return event or self  # waiting for an event is like waiting for a stream
+        # Waiting for an event is like waiting for a stream.
+        return event or self
 
     def synchronize(self) -> None: ...
 
@@ -76,14 +77,14 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _named_as_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`Tensor.type` that tells Megatron's optimizers the CUDA name of the type, which they test for."""
+    """`Tensor.type` that returns the CUDA name of the type to Megatron's optimizers, which test for it."""
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        answer = original(self, *args, **kwargs)
+        name = original(self, *args, **kwargs)
         from_megatron = sys._getframe(1).f_globals.get("__name__", "").startswith("megatron.")
         if from_megatron and not args and not kwargs:
-            return answer.replace("torch.", "torch.cuda.", 1)
-        return answer
+            return name.replace("torch.", "torch.cuda.", 1)
+        return name
 
     return type_
 
@@ -129,8 +130,8 @@ LANES_FROM = 1024
 """Tokens of a rank's update from which it is split for lanes. On two cores 900 to 5,000 tokens took 15 to 40 % less
 time in two lanes than as one micro-batch whose operations two threads share."""
 LANE_TOKENS = 4096
-"""Most tokens of a lane's micro-batch, unless one response is longer: measured with a model of 0.8M parameters, whose
-activations of 8,192 are out of the cache again before the backward pass reads them."""
+"""Largest micro-batch of a lane in tokens, unless one response is longer: measured with a model of 0.8M parameters,
+whose activations of 8,192 tokens leave the cache before the backward pass reads them."""
 MOST_PARAMETERS = 64 * 2**20
 """Each lane has gradients of its own; larger models keep the cores busy within each operation."""
 
@@ -145,10 +146,10 @@ def run_lanes(
     threads: int,
     forward_only: bool,
 ) -> list[Value]:
-    """What `run` returns of every micro-batch besides its loss, in `threads` lanes; accumulates `chunk`'s gradients
-    unless `forward_only`.
+    """Run every micro-batch in one of `threads` lanes; returns the second values of `run`, whose first is the loss.
 
-    As Megatron's schedule does without pipeline stages, and like it reduces the gradients over data parallel ranks.
+    As Megatron's schedule without pipeline stages: unless `forward_only` accumulates `chunk`'s gradients and reduces
+    them over data parallel ranks.
     """
     weights = [parameter for parameter in chunk.parameters() if parameter.requires_grad]
 
@@ -167,7 +168,7 @@ def run_lanes(
 
 
 def _in_order(step: Callable[[Batch], Value], batches: Sequence[Batch], threads: int) -> Iterator[Value]:
-    """`step` of each micro-batch, in threads that run every operation alone."""
+    """`step` of each micro-batch, in order, computed in threads that run every operation single-threaded."""
     pool = ThreadPoolExecutor(threads, "lane", initializer=torch.set_num_threads, initargs=(1,))
     try:
         waiting: list[Future[Value]] = [pool.submit(step, batch) for batch in batches]

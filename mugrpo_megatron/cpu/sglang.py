@@ -1,4 +1,4 @@
-"""What an engine on CPU needs beyond SGLang. Importing this module imports neither torch nor SGLang.
+"""An engine on CPU: replicas, kernels and shared weights. Importing this module imports neither torch nor SGLang.
 
 SGLang's scheduler is one Python process: on short responses it is busy with requests, on long ones with a single
 thread's share of the memory's bandwidth. Replicas in processes of their own, which share the host's imports, use the
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     import torch
 
 MOST_REPLICAS = 2
-"""Copies of an engine that share its requests: one host serves them all, and more were not measured."""
+"""Largest number of copies of an engine that share its requests; one host serves them all. More were not measured."""
 LARGEST_WEIGHTS = 1 << 28
-"""Bytes of weights up to which there is more than one; each replica holds its own."""
+"""Largest weights in bytes for more than one replica; each holds a copy."""
 REPLICA_SEED_STRIDE = 104_729
 """Distance between the random seeds of two replicas."""
 NAMED_KERNELS = (
@@ -35,7 +35,7 @@ NAMED_KERNELS = (
     "fill_bonus_tokens_cpu",
     "verify_tree_greedy_cpu",
 )
-"""What SGLang 0.5.23 imports of its kernels where it runs on CPU."""
+"""Kernels that SGLang 0.5.23 imports on CPU."""
 
 
 def replicas_of(engine: EngineSection, weight_bytes: float, local_engines: int, cores: int | None) -> int:
@@ -46,23 +46,23 @@ def replicas_of(engine: EngineSection, weight_bytes: float, local_engines: int, 
 
 
 def replica_arguments(arguments: dict[str, Any], replicas: int) -> list[dict[str, Any]]:
-    """Arguments of `sglang.Engine` for each replica: its share of the requests and of the cache, its own random seed.
+    """Arguments of `sglang.Engine` for each replica: a fraction of the requests and of the cache, and its random seed.
 
-    `arguments` are those of an engine without replicas.
+    `arguments`: for an engine without replicas.
     """
     if replicas == 1:
         return [arguments]
-    own = {"max_running_requests": -(-arguments["max_running_requests"] // replicas)}
+    limits = {"max_running_requests": -(-arguments["max_running_requests"] // replicas)}
     if tokens := arguments.get("max_total_tokens"):
-        own["max_total_tokens"] = max(-(-tokens // replicas), arguments["context_length"])
+        limits["max_total_tokens"] = max(-(-tokens // replicas), arguments["context_length"])
     seed = arguments["random_seed"]
-    return [arguments | own | {"random_seed": seed + REPLICA_SEED_STRIDE * number} for number in range(replicas)]
+    return [arguments | limits | {"random_seed": seed + REPLICA_SEED_STRIDE * number} for number in range(replicas)]
 
 
 def engine_type() -> Callable[..., Any]:
-    """What makes a `CpuEngine` of SGLang's arguments, which decodes with functions in C if there is a compiler.
+    """Constructor of a `CpuEngine` from SGLang's arguments; it decodes with functions in C if there is a compiler.
 
-    Imports SGLang; the C compiler runs meanwhile.
+    Imports SGLang, while the C compiler runs.
     """
     from mugrpo_megatron.cpu.kernels import Build
 
@@ -88,11 +88,9 @@ def _no_kernel(*_: Any) -> Any:
 
 
 def load_mapped(model: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """Load weights from the bridge's shared memory and keep that memory mapped until the engine ends.
-
-    Mapping it again for each sync costs more than copying it: 27 ms against 24 for 221 MB. The bridge reuses one or two
-    buffers, so this keeps no memory that the bridge does not hold anyway.
-    """
-    mapped = model.__dict__.setdefault("mapped", {})  # unpickling finds a mapping again as long as it is alive
+    """Load weights from a sync's shared memory, and keep that memory mapped until the engine ends."""
+    # Mapping it again for each sync costs more than copying it: 27 ms against 24 for 221 MB. Unpickling finds a mapping
+    # that is alive, and a sync reuses one or two buffers, so no other memory is kept.
+    mapped = model.__dict__.setdefault("mapped", {})
     mapped.update({tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for _, tensor in tensors})
     model.load_weights(tensors)  # type: ignore[operator]

@@ -1,1 +1,1 @@
-"""The bridge between Hugging Face checkpoints, the Megatron learner and the SGLang engines."""
+"""Weights between Hugging Face checkpoints, the Megatron learner and the SGLang engines."""

@@ -1,4 +1,4 @@
-"""What a `config.json` describes, in Megatron's terms."""
+"""The model that a `config.json` describes, in Megatron's terms."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Rope:
     attention_factor: float = 1.0
     """Factor of cos and sin (YaRN)."""
     score_factor: float = 1.0
-    """Factor of the scores of latent attention, whose cos and sin turn only a part of a head (YaRN)."""
+    """Factor of the scores of latent attention, whose cos and sin rotate only some dimensions of a head (YaRN)."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class Latent:
     """Sizes of multi-head latent attention (arXiv 2405.04434, section 2.1)."""
 
     query: int
-    """Rank of the queries' projection; 0 where it has no latent."""
+    """Rank of the queries' projection; 0 if queries have no latent."""
     key_value: int
-    """Rank of the keys' and values' projection, which is what an engine caches."""
+    """Rank of the keys' and values' projection, which an engine caches."""
     plain: int
     """Dimensions of a query's and a key's head that are not rotated."""
     rotary: int
-    """Rotated dimensions of a head; all heads have the same ones of the key."""
+    """Rotated dimensions of a head; the key's are shared by all heads."""
     value: int
     """Dimensions of a value's head."""
 
@@ -53,12 +53,10 @@ class Latent:
 
 
 def stage_layers(layers: int, stages: int) -> list[int]:
-    """Layers of each pipeline stage, in order; where they do not divide, the first stages have one more.
-
-    The last stage has the output layer and the loss besides.
-    """
-    each, more = divmod(layers, stages)
-    return [each + (stage < more) for stage in range(stages)]
+    """Layers of each pipeline stage, in order; if they do not divide, the first stages have one more."""
+    # Not the last ones: the last stage also has the output layer and the loss.
+    base, remainder = divmod(layers, stages)
+    return [base + (stage < remainder) for stage in range(stages)]
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ class Architecture:
 
     @property
     def tied(self) -> bool:
-        """The output layer shares the embedding's weight and has no tensor of its own."""
+        """Whether the output layer shares the embedding's weight and has no tensor of its own."""
         return self.gpt["share_embeddings_and_output_weights"]
 
     @property
@@ -91,17 +89,17 @@ class Architecture:
 
     @property
     def experts(self) -> int:
-        """Routed experts of each layer that has some; 0 for a dense model."""
+        """Number of routed experts of a sparse layer; 0 for a dense model."""
         return self.transformer.get("num_moe_experts", 0)
 
     @property
     def dense_layers(self) -> int:
-        """Layers without routed experts, which come first."""
+        """Number of layers without routed experts; they come first."""
         pattern = self.transformer.get("moe_layer_freq", [])
         return pattern.count(0) if self.experts else self.layers
 
     def has_row(self, row: Row, layer: int) -> bool:
-        """Whether a row of the table is one of this layer's."""
+        """Whether the layer has the parameter of this row."""
         return row.layers == "all" or (row.layers == "dense") == (layer < self.dense_layers)
 
     @property
@@ -129,7 +127,7 @@ class Architecture:
 
     @property
     def _other_letters(self) -> dict[str, int]:
-        """Those that do not belong to attention."""
+        """Sizes outside attention."""
         shared = self.transformer.get("moe_shared_expert_intermediate_size")
         return ({"S": shared} if shared else {}) | {
             "V": self.vocab_size,

@@ -1,4 +1,4 @@
-"""The rows of a family's table: a Megatron parameter, the Hugging Face tensors it holds, and how they merge.
+"""The rows of a family's table: a Megatron parameter, its Hugging Face tensors, and the form in which they merge.
 
 Shapes are written in letters that an `Architecture` resolves: V vocabulary, H hidden, F feed-forward, M expert
 feed-forward, S shared experts' feed-forward, Q heads x head_dim, K key/value heads x head_dim, D head_dim, E experts.
@@ -31,9 +31,9 @@ class Row:
     split: Split = "none"
     """Dimension that tensor parallelism shards: `rows` is 0, `columns` is 1."""
     layers: Layers = "all"
-    """Layers that have it, of a model in which only some have routed experts."""
+    """Layers that have it, in a model whose layers are partly dense."""
     frozen: bool = False
-    """A buffer in float32 that training leaves as it is."""
+    """Whether it is a float32 buffer that training does not change."""
 
 
 OURS, THEIRS = "decoder.layers.{layer}.", "model.layers.{layer}."
@@ -71,16 +71,16 @@ QKV_BIAS = (
 )
 
 QK_NORM = tuple(
-    Row(OURS + f"self_attention.{one}_layernorm.weight", ((THEIRS + f"self_attn.{one}_norm.weight", "D"),))
-    for one in ("q", "k")
+    Row(OURS + f"self_attention.{head}_layernorm.weight", ((THEIRS + f"self_attn.{head}_norm.weight", "D"),))
+    for head in ("q", "k")
 )
 
 
 def gated(ours: str, gate: str, up: str, down: str, width: str) -> tuple[Row, Row]:
-    """A gated feed-forward of this width, under these names of its matrices."""
-    both = ((gate + ".weight", f"{width} H"), (up + ".weight", f"{width} H"))
+    """A gated feed-forward of this width, with these names of its matrices."""
+    gate_and_up = ((gate + ".weight", f"{width} H"), (up + ".weight", f"{width} H"))
     return (
-        Row(ours + ".linear_fc1.weight", both, form="gated", split="rows"),
+        Row(ours + ".linear_fc1.weight", gate_and_up, form="gated", split="rows"),
         Row(ours + ".linear_fc2.weight", ((down + ".weight", f"H {width}"),), split="columns"),
     )
 
@@ -90,7 +90,7 @@ GATED_MLP = gated(OURS + "mlp", MLP + "gate_proj", MLP + "up_proj", MLP + "down_
 
 
 def experts(block: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
-    """A router and its gated experts, under the family's names: `{block}.experts.{expert}.{gate}`."""
+    """A router and its gated experts, with the family's names: `{block}.experts.{expert}.{gate}`."""
     theirs = THEIRS + block + ".experts.{expert}."
     return (
         Row(OURS + "mlp.router.weight", ((THEIRS + block + ".gate.weight", "E H"),)),
@@ -99,29 +99,27 @@ def experts(block: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
 
 
 def shared_experts(block: str) -> tuple[Row, ...]:
-    """Experts that every token goes through, as one feed-forward of their width: `{block}.shared_experts`."""
+    """Experts of every token, as one feed-forward of their total width: `{block}.shared_experts`."""
     theirs = THEIRS + block + ".shared_experts."
     return gated(OURS + "mlp.shared_experts", theirs + "gate_proj", theirs + "up_proj", theirs + "down_proj", "S")
 
 
 ROUTER_BIAS = (Row(OURS + "mlp.router.expert_bias", ((MLP + "gate.e_score_correction_bias", "E"),), frozen=True),)
-"""What a sigmoid router adds to its scores to choose experts, and to nothing else (arXiv 2408.15664)."""
+"""Bias of a sigmoid router's scores, used only to choose experts (arXiv 2408.15664)."""
 
 
 def in_layers(layers: Layers, rows: Iterable[Row]) -> tuple[Row, ...]:
-    """The rows, of these layers only."""
+    """The rows, for these layers only."""
     return tuple(replace(row, layers=layers) for row in rows)
 
 
 def latent_trunk(compressed: bool) -> tuple[Row, ...]:
-    """`TRUNK` with multi-head latent attention (arXiv 2405.04434, section 2.1); `compressed`: the queries too.
-
-    Both projections to latents are one parameter then: SGLang fuses them while it loads and needs both at a time.
-    """
+    """`TRUNK` with multi-head latent attention (arXiv 2405.04434, 2.1); `compressed`: queries have latents too."""
     ours, theirs = OURS + "self_attention.", THEIRS + "self_attn."
     latent = (theirs + "kv_a_proj_with_mqa.weight", "P H")
     queries: tuple[Row, ...]
     if compressed:
+        # Both projections to latents are one parameter: SGLang fuses them while it loads, and needs both in one bucket.
         queries = (
             Row(
                 ours + "linear_qkv_down_proj.weight",
@@ -143,5 +141,5 @@ def latent_trunk(compressed: bool) -> tuple[Row, ...]:
         Row(ours + "linear_proj.weight", ((theirs + "o_proj.weight", "H O"),), split="columns"),
     )
     others = [row for row in TRUNK if ".self_attention." not in row.megatron]
-    norm = next(place for place, row in enumerate(others) if ".input_layernorm." in row.megatron)
+    norm = next(index for index, row in enumerate(others) if ".input_layernorm." in row.megatron)
     return (*others[: norm + 1], *attention, *others[norm + 1 :])

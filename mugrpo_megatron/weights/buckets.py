@@ -1,17 +1,19 @@
 """The model's parameters in buckets: planned once, the same on every rank, and filled by every sync and save.
 
-For engines that run in fp8 a bucket is quantised in blocks, as fp8 checkpoints hold weights. SGLang 0.5.15 loads them
-into a running engine if it was started on a config with `weight_block_size`: each linear layer has a `weight` in
-float8_e4m3fn and a `weight_scale_inv`, the float32 factor of each block of 128 x 128
-(`srt/layers/quantization/fp8.py`). Weights that it quantises itself it cannot load again.
+For fp8 engines a bucket is quantised in blocks, in the format of fp8 checkpoints. SGLang 0.5.15 loads it into a running
+engine that was started on a config with `weight_block_size`: each linear layer has a `weight` in float8_e4m3fn and a
+`weight_scale_inv`, the float32 factor of each block of 128 x 128 (`srt/layers/quantization/fp8.py`). It cannot reload
+weights that it quantised itself.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -22,20 +24,21 @@ from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.safetensors_dir import TensorSpec
 from mugrpo_megatron.weights.table import Entry, entries, local_parameters, split_to_hf, tensor_group, unshard
 
+# SGLang views slices of the bucket's bytes in the tensors' types (srt/weight_sync/tensor_bucket.py); torch refuses that
+# unless an offset is a multiple of the type's size.
 ALIGNMENT = 16
-"""Tensors start at multiples of this many bytes in a bucket, so that they can be viewed in their own type."""
+"""Tensors start at multiples of this many bytes in a bucket."""
 SAVE_BUCKET_BYTES = 256 * 1024**2
+"""Largest bucket of a save; `recipe.systems.SYNC_BUCKET_BYTES` limits a sync."""
 LARGEST = 448.0
-"""The largest finite value of float8_e4m3fn, which has no infinity: the cast makes larger ones nan."""
+"""Largest finite value of float8_e4m3fn."""
 STRIP = 1 << 24
-"""About as many values of a weight are in float32 at a time."""
+"""Approximate number of a weight's values that are in float32 at a time."""
 QUANTISED = re.compile(r"\.((q|k|v|o|gate|up|down)_proj|experts\.\d+\.w[123])\.weight$")
 """Hugging Face names of the weights that an fp8 engine multiplies in fp8."""
 
 Owner = tuple[int, int | None]
 """(pp_stage, expert parallel rank or None for parameters outside the experts)."""
-Held = Mapping[str, torch.Tensor]
-"""This rank's shards by the parameters' names in the whole model."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Slot(TensorSpec):
     start: int
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
-        """The tensor inside the bucket's uint8 buffer."""
+        """View of the bucket's uint8 buffer as the tensor."""
         return flat[self.start : self.start + self.bytes].view(self.dtype).view(self.shape)
 
 
@@ -62,12 +65,12 @@ class Bucket:
     """Tensors that are sent together; one pipeline stage and expert rank holds all of them."""
 
     owner: Owner
-    pieces: tuple[ParameterSlots, ...]
+    parameters: tuple[ParameterSlots, ...]
     bytes: int
 
     @property
     def slots(self) -> Iterator[Slot]:
-        return (slot for piece in self.pieces for slot in piece.slots)
+        return (slot for parameter in self.parameters for slot in parameter.slots)
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,7 @@ def build_plan(chunks: Sequence[torch.nn.Module], architecture: Architecture, bu
     """
     owners = _owners({entry.megatron: parameter.dtype for entry, parameter in local_parameters(chunks, architecture)})
     plan = BucketPlan(tuple(pack_parameters(owners, architecture, bucket_bytes)))
+    # Filling a bucket is collective, so ranks that disagree about the next one would wait for each other forever.
     summary = [[slot.name for slot in bucket.slots] for bucket in plan.buckets]
     summaries: list[list[list[str]] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(summaries, summary)
@@ -101,15 +105,16 @@ def build_plan(chunks: Sequence[torch.nn.Module], architecture: Architecture, bu
     return plan
 
 
-def _owners(held: Mapping[str, torch.dtype]) -> dict[str, tuple[Owner, torch.dtype]]:
-    """Owner and type of every parameter of the whole model, from the parameters on each rank."""
+def _owners(local: Mapping[str, torch.dtype]) -> dict[str, tuple[Owner, torch.dtype]]:
+    """Owner and type of every parameter of the whole model, from each rank's `local` ones. Collective."""
     in_pp_stage: dict[str, tuple[int | None, torch.dtype]] = {}
-    for rank, names in enumerate(_all_gather(held, parallel_state.get_expert_model_parallel_group())):
+    for rank, names in enumerate(_all_gather(local, parallel_state.get_expert_model_parallel_group())):
         for name, dtype in names.items():
             in_pp_stage[name] = (rank if "local_experts" in name else None, dtype)
     owners: dict[str, tuple[Owner, torch.dtype]] = {}
     for pp_stage, names in enumerate(_all_gather(in_pp_stage, parallel_state.get_pipeline_model_parallel_group())):
         for name, (rank, dtype) in names.items():
+            # A tied embedding is on the first and the last stage; the first one sends it.
             owners.setdefault(name, ((pp_stage, rank), dtype))
     return owners
 
@@ -123,33 +128,31 @@ def _all_gather(item: Mapping, group: dist.ProcessGroup) -> list[Mapping]:
 def pack_parameters(
     owners: Mapping[str, tuple[Owner, torch.dtype]], architecture: Architecture, bucket_bytes: int
 ) -> Iterator[Bucket]:
-    """Parameters sorted by owner, in the model's order, with a new bucket when the owner changes or one is full.
-
-    Parameters larger than a bucket come last of their owner, so that filling them overlaps with loading the others.
-    """
+    """Parameters sorted by owner, in the model's order, with a new bucket when the owner changes or one is full."""
     table = entries(architecture)
-    place = {owner: number for number, owner in enumerate(sorted({o for o, _ in owners.values()}, key=_by_rank))}
+    owner_order = {owner: number for number, owner in enumerate(sorted({o for o, _ in owners.values()}, key=_by_rank))}
 
     def order(name: str) -> tuple[int, bool]:
         owner, dtype = owners[name]
         _, size = _slots(table[name], architecture, dtype, 0)
-        return place[owner], size > bucket_bytes
+        # Parameters larger than a bucket come last, so that filling them overlaps with loading the others.
+        return owner_order[owner], size > bucket_bytes
 
-    pieces: list[ParameterSlots] = []
-    filled = 0
+    parameters: list[ParameterSlots] = []
+    used = 0
     current: Owner | None = None
     for name in sorted(table, key=order):
         owner, dtype = owners[name]
-        slots, end = _slots(table[name], architecture, dtype, filled)
-        if pieces and (owner != current or end > bucket_bytes):
+        slots, end = _slots(table[name], architecture, dtype, used)
+        if parameters and (owner != current or end > bucket_bytes):
             assert current is not None
-            yield Bucket(current, tuple(pieces), filled)
-            pieces = []
+            yield Bucket(current, tuple(parameters), used)
+            parameters = []
             slots, end = _slots(table[name], architecture, dtype, 0)
-        pieces.append(ParameterSlots(table[name], slots))
-        current, filled = owner, end
+        parameters.append(ParameterSlots(table[name], slots))
+        current, used = owner, end
     assert current is not None
-    yield Bucket(current, tuple(pieces), filled)
+    yield Bucket(current, tuple(parameters), used)
 
 
 def _by_rank(owner: Owner) -> tuple[int, int]:
@@ -162,14 +165,18 @@ def _slots(entry: Entry, architecture: Architecture, dtype: torch.dtype, start: 
     for name, shape in zip(entry.hf, entry.hf_shapes(architecture), strict=True):
         slot = Slot(name, shape, dtype, start)
         slots.append(slot)
-        start += -(-slot.bytes // ALIGNMENT) * ALIGNMENT
+        start += _aligned(slot.bytes)
     return tuple(slots), start
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def planned_tensors(
     plan: BucketPlan, chunks: Sequence[torch.nn.Module], architecture: Architecture
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole tensor) of the learner's weights as a Hugging Face checkpoint, on every rank.
+    """(name, unsharded tensor) of the learner's weights as a Hugging Face checkpoint, on every rank.
 
     Collective: every rank must exhaust the iterator, or the others wait for it. The tensors are views of a bucket's
     buffer, which is freed with the last of them. Vocabulary padding is cut off; a tied output layer has no tensor.
@@ -184,7 +191,7 @@ def planned_tensors(
 
 
 def local_shards(chunks: Sequence[torch.nn.Module], architecture: Architecture) -> dict[str, torch.Tensor]:
-    """This rank's shards: the parameters themselves, so always the current weights."""
+    """This rank's shards by the parameters' names in the whole model; not copies, so always the current weights."""
     shards: dict[str, torch.Tensor] = {}
     for entry, parameter in local_parameters(chunks, architecture):
         shards.setdefault(entry.megatron, parameter)
@@ -192,11 +199,13 @@ def local_shards(chunks: Sequence[torch.nn.Module], architecture: Architecture) 
 
 
 @torch.no_grad()
-def fill_bucket(bucket: Bucket, held: Held, architecture: Architecture, flat: torch.Tensor) -> None:
+def fill_bucket(
+    bucket: Bucket, shards: Mapping[str, torch.Tensor], architecture: Architecture, flat: torch.Tensor
+) -> None:
     """Fill `flat` (uint8, at least the bucket's bytes) with the bucket's tensors on every rank; collective.
 
     The owner's tensor parallel ranks gather and split, parameter by parameter; then the bucket is broadcast to the
-    other expert ranks and pipeline stages. In addition to `flat`, one whole parameter exists at a time.
+    other expert ranks and pipeline stages. Besides `flat`, one unsharded parameter exists at a time.
     """
     flat = flat[: bucket.bytes]
     pp_stage, expert_rank = bucket.owner
@@ -204,24 +213,34 @@ def fill_bucket(bucket: Bucket, held: Held, architecture: Architecture, flat: to
     if pp_group.rank() == pp_stage:
         experts = parallel_state.get_expert_model_parallel_group()
         if expert_rank is None or experts.rank() == expert_rank:
-            for piece in bucket.pieces:
-                whole = _gather(piece.entry, with_adapter(held[piece.entry.megatron]))
-                for slot, part in zip(piece.slots, split_to_hf(piece.entry, whole, architecture), strict=True):
-                    slot.view(flat).view(part.shape).copy_(part)
+            for parameter in bucket.parameters:
+                unsharded = _gather(parameter.entry, with_adapter(shards[parameter.entry.megatron]))
+                tensors = split_to_hf(parameter.entry, unsharded, architecture)
+                for slot, tensor in zip(parameter.slots, tensors, strict=True):
+                    # q, k and v are views with gaps: `reshape` would copy them before the copy into the slot.
+                    slot.view(flat).view(tensor.shape).copy_(tensor)
         if expert_rank is not None and experts.size() > 1:
             dist.broadcast(flat, group=experts, group_src=expert_rank)
+    # Every rank gets every bucket: each engine has all layers, and its leader serves it from its own device's memory.
     if pp_group.size() > 1:
         dist.broadcast(flat, group=pp_group, group_src=pp_stage)
 
 
+@runtime_checkable
+class MergedWeight(Protocol):
+    """A frozen weight that an adapter changes (`learner.model.Adapters`)."""
+
+    def merged(self) -> torch.Tensor:
+        """This rank's shard with the adapter merged into it."""
+
+
 def with_adapter(weight: torch.Tensor) -> torch.Tensor:
-    """The weight, with an adapter merged into it where there is one (`learner.model.Adapters`)."""
-    merged: Callable[[], torch.Tensor] | None = getattr(weight, "merged", None)
-    return weight if merged is None else merged()
+    """The weight, with its adapter merged into it if it has one."""
+    return weight.merged() if isinstance(weight, MergedWeight) else weight
 
 
 def _gather(entry: Entry, local: torch.Tensor) -> torch.Tensor:
-    """The whole parameter on every rank of its tensor parallel group."""
+    """The unsharded parameter, on every rank of its tensor parallel group."""
     group = tensor_group(entry)
     if entry.row.split == "none" or group.size() == 1:
         return local
@@ -233,9 +252,8 @@ def _gather(entry: Entry, local: torch.Tensor) -> torch.Tensor:
 def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """float8_e4m3fn [N, K] and float32 [ceil(N / 128), ceil(K / 128)] whose product by blocks is near `weight` [N, K].
 
-    The scale puts a block's largest value on the largest of fp8, so nothing saturates; an empty block has scale 1.
-    A value is off by at most 1/16 of itself, or by 2^-10 of its block's scale if that is more. A block with a value
-    that is not finite becomes nan.
+    The scale maps a block's largest value to fp8's largest; a block of zeros has scale 1. The error of a value is at
+    most 1/16 of it, or 2^-10 of its block's scale if that is more. A block with a value that is not finite becomes nan.
     """
     rows, columns = weight.shape
     quantised = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
@@ -243,14 +261,16 @@ def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scales = torch.empty(shape, dtype=torch.float32, device=weight.device)
     strip = max(1, STRIP // (BLOCK * shape[1] * BLOCK))
     for first in range(0, shape[0], strip):
-        part = weight[first * BLOCK : (first + strip) * BLOCK].float()
-        short = -len(part) % BLOCK, -columns % BLOCK
-        blocks = torch.nn.functional.pad(part, (0, short[1], 0, short[0]))
+        values = weight[first * BLOCK : (first + strip) * BLOCK].float()
+        missing = -len(values) % BLOCK, -columns % BLOCK
+        blocks = torch.nn.functional.pad(values, (0, missing[1], 0, missing[0]))
         blocks = blocks.view(-1, BLOCK, shape[1], BLOCK)
         scale = blocks.abs().amax((1, 3)) / LARGEST
         scale = torch.where(scale == 0, 1.0, scale)
+        # e4m3fn has no infinity: torch casts values above 448 to nan, and a rounded scale may put the largest there.
         scaled = (blocks / scale[:, None, :, None]).clamp(-LARGEST, LARGEST).view(-1, shape[1] * BLOCK)
-        quantised[first * BLOCK : first * BLOCK + len(part)] = scaled[: len(part), :columns].to(torch.float8_e4m3fn)
+        rows_here = slice(first * BLOCK, first * BLOCK + len(values))
+        quantised[rows_here] = scaled[: len(values), :columns].to(torch.float8_e4m3fn)
         scales[first : first + len(scale)] = scale
     return quantised, scales
 
@@ -258,30 +278,29 @@ def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def quantised_bucket(bucket: Bucket) -> Bucket:
     """The bucket as an fp8 engine loads it: the same tensors in order, each quantised one followed by its scales."""
     start = 0
-    pieces = []
-    for piece in bucket.pieces:
+    parameters = []
+    for parameter in bucket.parameters:
         slots = []
-        for slot in piece.slots:
-            for one in _quantised_slots(slot):
-                slots.append(replace(one, start=start))
-                start += -(-one.bytes // ALIGNMENT) * ALIGNMENT
-        pieces.append(ParameterSlots(piece.entry, tuple(slots)))
-    return Bucket(bucket.owner, tuple(pieces), start)
+        for slot in chain.from_iterable(map(_quantised_slots, parameter.slots)):
+            slots.append(replace(slot, start=start))
+            start += _aligned(slot.bytes)
+        parameters.append(ParameterSlots(parameter.entry, tuple(slots)))
+    return Bucket(bucket.owner, tuple(parameters), start)
 
 
 def quantise_bucket(bucket: Bucket, flat: torch.Tensor, quantised: Bucket) -> torch.Tensor:
-    """The bytes of `quantised_bucket(bucket)`, from the bucket's own in `flat`; uint8 on the same device."""
+    """The bytes of `quantised_bucket(bucket)`, from the bucket's bytes `flat`; uint8 on the same device."""
     out = torch.empty(quantised.bytes, dtype=torch.uint8, device=flat.device)
-    theirs = iter(quantised.slots)
+    slots = iter(quantised.slots)
     for slot in bucket.slots:
         values = quantise(slot.view(flat)) if QUANTISED.search(slot.name) else (slot.view(flat),)
         for value in values:
-            next(theirs).view(out).copy_(value)
+            next(slots).view(out).copy_(value)
     return out
 
 
 def _quantised_slots(slot: Slot) -> tuple[Slot, ...]:
-    """What becomes of a tensor; `start` is not set."""
+    """Slots of a tensor in an fp8 engine's bucket; `start` is not set."""
     if not QUANTISED.search(slot.name):
         return (slot,)
     rows, columns = (math.ceil(size / BLOCK) for size in slot.shape)

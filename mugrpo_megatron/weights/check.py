@@ -29,14 +29,14 @@ FUSED = (
     (re.compile(r"\.(gate|up)_proj\."), ".gate_up_proj."),
 )
 COMPRESSED = (re.compile(r"\.(q_a_proj|kv_a_proj_with_mqa)\."), ".fused_qkv_a_proj_with_mqa.")
-"""Of latent attention whose queries have a latent too; the projections of heads are not fused there."""
+"""Fused projections of latent attention whose queries have a latent; its other projections are not fused."""
 
 
 class SummedEngine(Protocol):
-    """The method of `engine.client.Engine` that the check calls."""
+    """The method of `engine.client.Engine` that `compare_weights` calls."""
 
     def checksums(self) -> list[TensorChecksums]:
-        """For each tensor parallel rank, the checksum of every parameter that it holds."""
+        """Checksums of the parameters of each tensor parallel rank."""
 
 
 class WeightMismatch(TrainingFailure):
@@ -44,12 +44,12 @@ class WeightMismatch(TrainingFailure):
 
 
 def compare_weights(weight_sync: WeightSync, engine: SummedEngine | None) -> int:
-    """Compare every tensor of each leader's engine with the learner's, bitwise; returns how many were compared.
+    """Compare every tensor of each leader's engine with the learner's, bitwise; returns the number of tensors.
 
-    An fp8 engine's are compared with the learner's quantised ones and their scales.
+    The tensors of an fp8 engine are compared with the learner's quantised tensors and their scales.
 
     Collective, and fills every bucket once; `engine` is None on ranks that do not lead one. A tensor that the engine
-    holds in another type is compared in that type. Returns 0 without comparing if there is an `uncheckable_reason`.
+    has in another type is compared in that type. Returns 0 without comparing if there is an `uncheckable_reason`.
     Raises WeightMismatch on every rank when a tensor of any engine differs, is missing, or was never sent by the
     learner; EngineFailure when this rank's engine fails, after this rank has done its part for the others.
     """
@@ -79,7 +79,7 @@ def compare_weights(weight_sync: WeightSync, engine: SummedEngine | None) -> int
 
 
 def uncheckable_reason(weight_sync: WeightSync) -> str:
-    """Why the engines' weights cannot be compared with the learner's; empty if they can."""
+    """Reason why the engines' weights cannot be compared with the learner's; empty if they can."""
     if weight_sync.staging is not None and padded_on_cpu(weight_sync.architecture, weight_sync.engine_tensor):
         return (
             f"on CPU SGLang pads this model's heads or experts for engine.tensor = {weight_sync.engine_tensor}, in a "
@@ -95,14 +95,14 @@ def padded_on_cpu(architecture: Architecture, size: int) -> bool:
     return uneven_heads or uneven_experts
 
 
-def expected_checksums(weight_sync: WeightSync, found: list[TensorChecksums]) -> list[TensorChecksums]:
-    """The checksums that an engine should have, in the types that it `found`; collective, empty if it found none."""
-    hashes: list[dict[str, hashlib._Hash]] = [{} for _ in found]
-    dtypes: list[dict[str, str]] = [{name: dtype for name, (dtype, _) in sums.items()} for sums in found]
+def expected_checksums(weight_sync: WeightSync, engine_sums: list[TensorChecksums]) -> list[TensorChecksums]:
+    """The checksums that an engine should have, in the types of its `engine_sums`; collective, empty without these."""
+    hashes: list[dict[str, hashlib._Hash]] = [{} for _ in engine_sums]
+    dtypes: list[dict[str, str]] = [{name: dtype for name, (dtype, _) in sums.items()} for sums in engine_sums]
     with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
         for number in range(len(weight_sync.plan.buckets)):
             bucket, flat = fill_for_engines(weight_sync, number)
-            if found:
+            if engine_sums:
                 list(pool.map(lambda shards: _add(shards, hashes, dtypes), _by_name(bucket, flat, weight_sync)))
     return [
         {name: (dtypes[rank].get(name, ""), total.hexdigest()) for name, total in by_name.items()}
@@ -115,18 +115,19 @@ Shards = list[tuple[int, str, torch.Tensor]]
 
 
 def _by_name(bucket: Bucket, flat: torch.Tensor, weight_sync: WeightSync) -> list[Shards]:
-    """The bucket's tensors as the engine shards them, grouped by the engine's parameter, in order.
-
-    The plan has q, k, v, then gate, up, and the experts in order, so a fused parameter's bytes are theirs in sequence.
-    """
-    parts: defaultdict[str, Shards] = defaultdict(list)
-    for piece in bucket.pieces:
-        for slot in piece.slots:
-            name = engine_name(slot.name, weight_sync.architecture)
-            whole = slot.view(flat)
-            shards = engine_shards(piece.entry, slot.name, whole, weight_sync.engine_tensor, weight_sync.architecture)
-            parts[name] += [(rank, name, shard) for rank, shard in enumerate(shards)]
-    return list(parts.values())
+    """The bucket's tensors as the engine shards them, grouped by the engine's parameter, in order."""
+    # The plan has q, k, v, then gate, up, and the experts in order: concatenated they are the fused parameter's bytes.
+    by_name: defaultdict[str, Shards] = defaultdict(list)
+    architecture = weight_sync.architecture
+    for parameter in bucket.parameters:
+        for slot in parameter.slots:
+            name = engine_name(slot.name, architecture)
+            tensor = slot.view(flat)
+            shards = engine_shards(
+                parameter.entry, slot.name, tensor, weight_sync.engine_tensor, weight_sync.architecture
+            )
+            by_name[name] += [(rank, name, shard) for rank, shard in enumerate(shards)]
+    return list(by_name.values())
 
 
 def _add(shards: Shards, hashes: list[dict[str, Any]], dtypes: list[dict[str, str]]) -> None:
@@ -136,16 +137,16 @@ def _add(shards: Shards, hashes: list[dict[str, Any]], dtypes: list[dict[str, st
 
 
 def _without_tied_name(sums: TensorChecksums, architecture: Architecture) -> TensorChecksums:
-    """Rename a tied weight to the embedding: the engine may report it as the output layer."""
+    """Rename a tied weight to the embedding, since the engine may report it as the output layer."""
     if not architecture.tied:
         return sums
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
     return {embedding if name == head else name: value for name, value in sums.items()}
 
 
-def _difference(expected: list[TensorChecksums], found: list[TensorChecksums]) -> str:
-    """What differs, as a clause; empty if nothing does."""
-    for rank, (ours, theirs) in enumerate(zip(expected, found, strict=True)):
+def _difference(expected: list[TensorChecksums], engine_sums: list[TensorChecksums]) -> str:
+    """Description of the first difference; empty if there is none."""
+    for rank, (ours, theirs) in enumerate(zip(expected, engine_sums, strict=True)):
         where = f" on its tensor parallel rank {rank}" if len(expected) > 1 else ""
         for names, what in (
             (ours.keys() - theirs.keys(), "lacks"),

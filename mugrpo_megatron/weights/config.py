@@ -22,20 +22,20 @@ WITHOUT_EFFECT = frozenset(
 
 
 class Fields:
-    """Takes fields out of a config one by one; `finish` raises if any is left."""
+    """Removes fields from a config one by one; `finish` raises if any remains."""
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         self._left = {key: value for key, value in config.items() if key not in WITHOUT_EFFECT}
         self._where = where
 
     def need(self, name: str) -> Any:
-        """A field that has no default."""
+        """A required field."""
         if self._left.get(name) is None:
             raise UserError(f"{self._where} has no field {name!r}, which this model needs")
         return self._left.pop(name)
 
     def size(self, name: str) -> int:
-        """A positive integer that has no default."""
+        """A required positive integer."""
         value = self.need(name)
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
             raise UserError(f"{self._where}: {name} is {value!r} but must be a positive integer")
@@ -47,10 +47,10 @@ class Fields:
         return default if value is None else value
 
     def only(self, name: str, allowed: Collection[Any], default: Any) -> None:
-        """A field of which the learner supports only the `allowed` values."""
+        """Require one of the `allowed` values."""
         value = self.take(name, default)
         if value not in allowed:
-            supported = " or ".join(repr(each) for each in allowed)
+            supported = " or ".join(map(repr, allowed))
             raise UserError(f"{self._where}: {name} is {value!r}, but the learner supports only {supported}")
 
     def no_window(self, absent: int | None) -> None:
@@ -101,8 +101,8 @@ def decoder(
     """A pre-norm RMSNorm decoder with rotary positions and a gated SiLU feed-forward; the family adds the rest.
 
     head_dim, rope_theta, rms_norm_eps: the family's defaults, for a config without these fields. latent: sizes of
-    latent attention, which take the place of head_dim. rotated: share of a head that is rotated. transformer: the
-    family's own arguments of TransformerConfig.
+    latent attention, instead of head_dim. rotated: fraction of a head that is rotated. transformer: the family's
+    arguments of TransformerConfig.
     Raises UserError for a field that is missing, malformed or not supported.
     """
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
@@ -138,7 +138,7 @@ def decoder(
             "qk_layernorm": False,
             "attention_dropout": 0.0,
             "hidden_dropout": 0.0,
-            # cos and sin both have YaRN's factor, so a score has its square
+            # cos and sin both have YaRN's factor, so a score has its square.
             "softmax_scale": (rotary.score_factor if latent else rotary.attention_factor) ** 2
             / math.sqrt(latent.head if latent else head_dim),
             **transformer,
@@ -158,10 +158,7 @@ def decoder(
 
 
 def routing(fields: Fields, ffn: int, renormalised: bool) -> dict[str, Any]:
-    """A softmax router over all experts, without balancing loss; `renormalised`: the chosen weights sum to 1.
-
-    Softmax over the chosen logits equals renormalising the softmax over all.
-    """
+    """A softmax router over all experts, without balancing loss; `renormalised`: the chosen weights sum to 1."""
     count = fields.take("num_experts", 0) or fields.size("num_local_experts")
     chosen = fields.size("num_experts_per_tok")
     if chosen > count:
@@ -176,6 +173,7 @@ def routing(fields: Fields, ffn: int, renormalised: bool) -> dict[str, Any]:
         "moe_router_topk": chosen,
         "ffn_hidden_size": ffn,
         "moe_ffn_hidden_size": ffn,
+        # Softmax over the chosen logits equals renormalising the softmax over all.
         "moe_router_pre_softmax": not renormalised,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
@@ -185,14 +183,16 @@ def routing(fields: Fields, ffn: int, renormalised: bool) -> dict[str, Any]:
 def sigmoid_routing(fields: Fields, dense: int) -> dict[str, Any]:
     """DeepSeek-V3's router (arXiv 2412.19437, section 2.1.2), in layers after the first `dense` ones.
 
-    Experts are chosen by sigmoid scores plus a bias, in the groups of experts with the best two; the weights are the
-    chosen scores without it, renormalised and scaled. The bias balanced the experts in pretraining; here it stays.
+    Experts are chosen by sigmoid scores plus a bias, within the groups whose best two experts score highest; their
+    weights are the scores without the bias, renormalised and scaled. The bias balanced the experts in pretraining and
+    is constant here.
     """
     fields.only("scoring_func", ("sigmoid",), "sigmoid")
     fields.only("topk_method", ("noaux_tc",), "noaux_tc")
     fields.only("norm_topk_prob", (True,), True)
     fields.only("moe_layer_freq", (1,), 1)
-    for unused in ("aux_loss_alpha", "seq_aux", "ep_size"):  # of pretraining and of another implementation
+    # Settings of pretraining and of another implementation.
+    for unused in ("aux_loss_alpha", "seq_aux", "ep_size"):
         fields.take(unused, None)
     width, layers = fields.size("moe_intermediate_size"), fields.need("num_hidden_layers")
     count, chosen = fields.size("n_routed_experts"), fields.size("num_experts_per_tok")
@@ -233,9 +233,10 @@ def read_rope(fields: Fields, head_dim: int, context: int, default_theta: float)
     theta = float(scaling.take("rope_theta", outer_theta))
     legacy = scaling.take("type", "default")
     kind = scaling.take("rope_type", legacy)
-    scaling.take("partial_rotary_factor", None)  # `head_dim` is of the rotated part already
+    # `head_dim` counts the rotated dimensions only.
+    scaling.take("partial_rotary_factor", None)
     settings: tuple[Any, ...] = ()
-    factor = of_scores = 1.0
+    factor = score_factor = 1.0
     if kind == "linear":
         settings = (scaling.need("factor"),)
     elif kind == "llama3":
@@ -247,13 +248,13 @@ def read_rope(fields: Fields, head_dim: int, context: int, default_theta: float)
         original = scaling.take("original_max_position_embeddings", context)
         stretch = float(scaling.take("factor", context / original))
         factors = {name: scaling.take(name, None) for name in ("attention_factor", "mscale", "mscale_all_dim")}
-        factor, of_scores = attention_factor(factors, stretch), mscale(stretch, factors["mscale_all_dim"] or 0.0)
+        factor, score_factor = attention_factor(factors, stretch), mscale(stretch, factors["mscale_all_dim"] or 0.0)
         fast, slow = scaling.take("beta_fast", 32.0), scaling.take("beta_slow", 1.0)
         settings = (stretch, fast, slow, original, scaling.take("truncate", True))
     elif kind != "default":
         raise fields.error(f"rope scaling {kind!r} is unknown; default, linear, llama3 and yarn are supported")
     scaling.finish()
-    return Rope(kind, theta, head_dim, settings, factor, of_scores)
+    return Rope(kind, theta, head_dim, settings, factor, score_factor)
 
 
 def attention_factor(scaling: Mapping[str, Any], factor: float) -> float:

@@ -1,4 +1,4 @@
-"""The model families: how each one's Hugging Face config becomes an `Architecture`."""
+"""The model families: each reads its Hugging Face config into an `Architecture`."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _deepseek_v3(fields: Fields) -> Architecture:
 
 
 def _glm4_moe_lite(fields: Fields) -> Architecture:
-    """GLM-4.7-Flash: DeepSeek-V3's shape."""
+    """GLM-4.7-Flash, with DeepSeek-V3's shape."""
     fields.only("partial_rotary_factor", (1.0,), 1.0)
     dense = fields.take("first_k_dense_replace", 1)
     kinds = fields.take("mlp_layer_types", None)
@@ -106,7 +106,7 @@ def _glm4_moe_lite(fields: Fields) -> Architecture:
 
 
 def _latent(fields: Fields, family: str, dense: int) -> Architecture:
-    # Layers that predict further tokens are left out, remote code never runs, and the sizes follow from others.
+    # Multi-token prediction layers are not built, remote code never runs, and these sizes follow from others.
     for unused in ("num_nextn_predict_layers", "auto_map", "head_dim", "qk_head_dim"):
         fields.take(unused, None)
     fields.only("attention_bias", (False,), False)
@@ -118,7 +118,8 @@ def _latent(fields: Fields, family: str, dense: int) -> Architecture:
         rotary=fields.size("qk_rope_head_dim"),
         value=fields.size("v_head_dim"),
     )
-    if sizes.value > sizes.head:  # attention gives values the size of a query's head
+    # Attention pads values to the size of a query's head (learner.latent).
+    if sizes.value > sizes.head:
         raise fields.error(
             f"v_head_dim {sizes.value} is larger than the {sizes.head} dimensions of a query's head, which the "
             "learner's attention does not support"
@@ -143,14 +144,14 @@ def _glm4_moe(fields: Fields) -> Architecture:
     """GLM-4.5 and 4.5-Air: sigmoid routing, shared experts, first layers dense; half of each head is rotated."""
     for unused in ("num_nextn_predict_layers", "auto_map"):
         fields.take(unused, None)
-    share = fields.take("partial_rotary_factor", 0.5)
+    rotated = fields.take("partial_rotary_factor", 0.5)
     bias, normed = fields.take("attention_bias", False), fields.take("use_qk_norm", False)
     routed = sigmoid_routing(fields, fields.take("first_k_dense_replace", 1))
     return decoder(
         fields,
         family="glm4_moe",
         table=(*TRUNK, *(QKV_BIAS if bias else ()), *(QK_NORM if normed else ()), *_routed_rows(routed)),
-        rotated=share,
+        rotated=rotated,
         add_qkv_bias=bias,
         qk_layernorm=normed,
         **routed,
@@ -179,7 +180,7 @@ FAMILIES = {
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
 }
-"""`model_type` -> the function that reads its config, which is that of transformers' `...ForCausalLM` of the type."""
+"""`model_type` -> function that reads its config, the config of transformers' `...ForCausalLM` class."""
 _SPARSE = "sparse attention (DSA), whose indexer the learner does not have"
 _LINEAR = "linear attention (Gated DeltaNet) over packed rows, which the pinned Megatron does not have"
 CLOSE = {
@@ -192,7 +193,7 @@ CLOSE = {
     "deepseek_v2": "the softmax router of its groups; of the later models the family deepseek_v3 is supported",
     "gpt_oss": "attention sinks and weights in mxfp4",
 }
-"""`model_type` of models that resemble a family -> what they need beyond it."""
+"""`model_type` of models that resemble a family -> their features that the learner lacks."""
 
 
 def architecture(config: Mapping[str, Any], where: str = "config.json") -> Architecture:
@@ -226,13 +227,13 @@ class TokenFlops:
 
     layers: float
     attention: float
-    """Scores and weighted values over the tokens before it, on average."""
+    """Scores and weighted values, on average over the positions of a sequence."""
     head: float
     """One product with the output weight; the learner computes it for trained tokens only."""
 
 
 def token_flops(architecture: Architecture, sequence: float) -> TokenFlops:
-    """Per token of sequences of `sequence` tokens on average."""
+    """FLOP per token of sequences with `sequence` tokens on average."""
     size, layers, dense = architecture.letters, architecture.layers, architecture.dense_layers
     feed_forward = dense * 3 * size["H"] * size["F"]
     if architecture.experts:
@@ -253,14 +254,14 @@ def token_flops(architecture: Architecture, sequence: float) -> TokenFlops:
 
 
 def model_flops(architecture: Architecture, lengths: Sequence[int], trained: int) -> float:
-    """FLOP that an update of the model needs at least: forward once, backward twice that.
+    """FLOP of an update of the model: forward, plus twice that for backward.
 
-    As in "model FLOPs utilization" (arXiv 2204.02311, appendix B): what is computed again for memory's sake, padding
-    and extra passes do not count. Attention is counted as causal, half of the full square.
+    As in "model FLOPs utilization" (arXiv 2204.02311, appendix B): recomputation, padding and extra passes do not
+    count. Attention is counted as causal, half of the full square.
 
     Args:
         lengths: tokens of each sequence, the prompt included.
-        trained: tokens with a loss, whose logits are computed.
+        trained: number of tokens with a loss, whose logits are computed.
     """
     tokens = np.asarray(lengths, dtype=np.float64)
     work = token_flops(architecture, 1.0)
@@ -272,11 +273,8 @@ BLOCK_BYTES = 4096
 
 
 def fingerprint(directory: Path) -> str:
-    """SHA-256 of the safetensors files' names, sizes, first bytes and 64 blocks spread evenly over each.
-
-    Training changes every tensor, so weights of another training step differ in some of the blocks. Milliseconds for
-    a checkpoint of any size.
-    """
+    """SHA-256 of the safetensors files' names, sizes, and 64 blocks spread evenly over each from its first byte."""
+    # A few blocks, in milliseconds: training changes every tensor, so other weights differ in some of them.
     digest = hashlib.sha256()
     for path in sorted(directory.glob("*.safetensors")):
         size = path.stat().st_size

@@ -42,7 +42,7 @@ CARRIED = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""Files copied unchanged; the config is rewritten, because it names the weights' type."""
+"""Files copied unchanged; config.json is rewritten, because it has the weights' type."""
 PREDICTED = "num_nextn_predict_layers"
 
 
@@ -61,15 +61,15 @@ def load_hf(chunks: Sequence[torch.nn.Module], hf_dir: Path, architecture: Archi
 def read_shard(checkpoint: HFCheckpoint, entry: Entry, architecture: Architecture, shape: torch.Size) -> torch.Tensor:
     """This rank's shard of one parameter, of the given shape, in the checkpoint's type."""
     group = tensor_group(entry)
-    whole = merge_from_hf(entry, [checkpoint.read(name) for name in entry.hf], architecture)
-    whole = pad_vocab(entry, whole, shape[0] * group.size())
-    part = shard(entry, whole, group.size(), group.rank())
-    if part.shape != shape:
+    unsharded = merge_from_hf(entry, [checkpoint.read(name) for name in entry.hf], architecture)
+    unsharded = pad_vocab(entry, unsharded, shape[0] * group.size())
+    local = shard(entry, unsharded, group.size(), group.rank())
+    if local.shape != shape:
         raise UserError(
             f"{entry.megatron}: the model was built with shape {list(shape)} on a rank, the checkpoint gives "
-            f"{list(part.shape)}; the model was not built from this checkpoint's config.json"
+            f"{list(local.shape)}; the model was not built from this checkpoint's config.json"
         )
-    return part
+    return local
 
 
 def save_hf(
@@ -119,16 +119,17 @@ def gather_hf(
     plan = build_plan(chunks, architecture, SAVE_BUCKET_BYTES)
     is_main = dist.get_rank() == 0
     tensors = (tensor for _, tensor in planned_tensors(plan, chunks, architecture))
-    whole = [tensor.to("cpu", copy=True) for tensor in tensors if is_main]
+    # Every rank exhausts the iterator, because each tensor is gathered by all.
+    host = [tensor.to("cpu", copy=True) for tensor in tensors if is_main]
     if not is_main:
         return lambda: None
-    return lambda: _write(out, plan, SHARD_BYTES, iter(whole), like, notes)
+    return lambda: _write(out, plan, SHARD_BYTES, iter(host), like, notes)
 
 
 def _write(
     out: Path, plan: BucketPlan, shard_bytes: int, tensors: Iterator[torch.Tensor], like: Path, notes: Mapping[str, Any]
 ) -> None:
-    """Write the plan's tensors, in its order; UserError where `out` cannot be written."""
+    """Write the plan's tensors, in its order; UserError if `out` cannot be written."""
     specs = [slot for bucket in plan.buckets for slot in bucket.slots]
     shards = divide(specs, shard_bytes)
     try:
@@ -145,16 +146,14 @@ def _write(
 
 
 def carry_files(like: Path, out: Path, dtype: torch.dtype) -> None:
-    """Copy tokenizer and generation config, and write the config with the type of the stored weights.
-
-    It counts no layers of multi-token prediction, which are not trained and not stored.
-    """
+    """Copy tokenizer and generation config, and write config.json with the type of the stored weights."""
     for name in CARRIED:
         if (like / name).is_file():
             shutil.copyfile(like / name, out / name)
     config: dict[str, Any] = dict(read_config(like))
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     config[key] = str(dtype).removeprefix("torch.")
+    # Layers of multi-token prediction are not trained and not stored, so an engine must not look for them.
     if config.get(PREDICTED):
         config[PREDICTED] = 0
     write_text(out / CONFIG, json.dumps(config, indent=2, ensure_ascii=False) + "\n")

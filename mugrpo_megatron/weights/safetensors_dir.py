@@ -26,14 +26,14 @@ SINGLE = "model.safetensors"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""Types that are read."""
+"""Types that can be read."""
 TYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
 }
-"""Types that are written."""
+"""Types that can be written."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class HFCheckpoint:
 
 
 def open_checkpoint(directory: Path, architecture: Architecture) -> HFCheckpoint:
-    """Find every tensor and compare names and shapes with the architecture; no data is read but a tied output layer's.
+    """Find every tensor and compare names and shapes with the architecture; only a tied output layer's data is read.
 
-    Rotary frequencies and the layers of multi-token prediction are left out.
+    Rotary frequencies and the layers of multi-token prediction are ignored.
     Raises UserError for a missing or truncated shard, an index that disagrees with the files, a missing tensor, one
     that the architecture does not have, a wrong shape, and a tied output layer that differs from the embedding.
     """
@@ -65,7 +65,7 @@ def open_checkpoint(directory: Path, architecture: Architecture) -> HFCheckpoint
         for name, shape in zip(entry.hf, entry.hf_shapes(architecture), strict=True)
     }
     allowed = set(expected) | ({HEAD} if architecture.tied else set())
-    extra = sorted(name for name in set(files) - allowed if not _left_out(name, architecture))
+    extra = sorted(name for name in set(files) - allowed if not _ignored(name, architecture))
     if extra:
         raise UserError(
             f"{directory / files[extra[0]]} has the tensor {extra[0]!r}, which a {architecture.family} model with this "
@@ -91,9 +91,8 @@ def open_checkpoint(directory: Path, architecture: Architecture) -> HFCheckpoint
     return checkpoint
 
 
-def _left_out(name: str, architecture: Architecture) -> bool:
-    """Whether no model computes with a tensor: rotary frequencies, which follow from the config, and those of further
-    layers, which predict further tokens in DeepSeek-V3 and models of its shape."""
+def _ignored(name: str, architecture: Architecture) -> bool:
+    """Whether a tensor is not used: rotary frequencies, and DeepSeek-V3's layers of multi-token prediction."""
     layer = LAYER.match(name)
     beyond = layer is not None and int(layer[1]) >= architecture.layers and architecture.latent is not None
     return name.endswith(".rotary_emb.inv_freq") or beyond
@@ -138,15 +137,15 @@ def _scan(directory: Path) -> tuple[dict[str, str], dict[str, tuple[int, ...]], 
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    placed = read_json(index).get("weight_map")
-    if not isinstance(placed, dict) or not all(isinstance(name, str) for name in placed.values()):
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise UserError(f"{index} is not a safetensors index: its weight_map does not map tensors to files")
-    return placed
+    return weight_map
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """A safetensors file's handle; UserError when it is damaged or cannot be read."""
+    """Open a safetensors file; UserError when it is damaged or cannot be read."""
     try:
         with safe_open(path, framework="pt") as opened:
             yield opened
@@ -182,7 +181,7 @@ class WeightFile:
 
 
 def divide(specs: Sequence[TensorSpec], shard_bytes: int) -> list[WeightFile]:
-    """Tensors, in order, in files of at most `shard_bytes` (or one larger tensor), named as in transformers."""
+    """Divide tensors, in order, into files of at most `shard_bytes` (or one larger tensor), as in transformers."""
     groups: list[list[TensorSpec]] = [[]]
     size = 0
     for spec in specs:
@@ -200,7 +199,7 @@ def divide(specs: Sequence[TensorSpec], shard_bytes: int) -> list[WeightFile]:
 
 
 def write_shard(directory: Path, shard: WeightFile, tensors: Iterable[torch.Tensor]) -> None:
-    """Write a shard atomically. `tensors` come in the shard's order, on any device."""
+    """Write a shard atomically; `tensors` are in the shard's order, on any device."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for spec in shard.specs:
@@ -212,7 +211,8 @@ def write_shard(directory: Path, shard: WeightFile, tensors: Iterable[torch.Tens
         }
         offset = end
     encoded = json.dumps(header, separators=(",", ":")).encode("utf-8")
-    encoded += b" " * (-len(encoded) % 8)  # the data starts aligned
+    # The format requires that the data starts at a multiple of 8.
+    encoded += b" " * (-len(encoded) % 8)
     with durable_file(directory / shard.file) as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for spec, tensor in zip(shard.specs, tensors, strict=True):
@@ -222,10 +222,10 @@ def write_shard(directory: Path, shard: WeightFile, tensors: Iterable[torch.Tens
 
 
 def write_index(directory: Path, shards: Sequence[WeightFile]) -> None:
-    """Write the index of which file holds which tensor, unless there is only one file."""
+    """Write the index of tensors to files, unless there is only one file."""
     if len(shards) == 1:
         return
-    placed = {spec.name: shard.file for shard in shards for spec in shard.specs}
+    weight_map = {spec.name: shard.file for shard in shards for spec in shard.specs}
     total = sum(shard.bytes for shard in shards)
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     write_json(directory / INDEX, index)

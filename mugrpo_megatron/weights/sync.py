@@ -2,6 +2,9 @@
 
 A bucket is pickled by reference for another process of the machine: on CUDA as SGLang's `flattened_bucket`
 (sglang/srt/weight_sync/tensor_bucket.py), an IPC handle with names, shapes and offsets; on CPU as shared memory.
+
+    plan once      buckets of whole tensors in Hugging Face's names, the same on every rank
+    every sync     fill bucket i (all ranks)  |  the engine loads bucket i - 1 (a thread of its leader)
 """
 
 from __future__ import annotations
@@ -34,17 +37,17 @@ from mugrpo_megatron.weights.buckets import (
 
 
 class WeightReceiver(Protocol):
-    """What a sync uses of `engine.client.Engine`."""
+    """The methods of `engine.client.Engine` that a sync calls."""
 
     @property
     def readers(self) -> int:
-        """Processes that read the weights: tensor parallel ranks and replicas."""
+        """Number of processes that read the weights: tensor parallel ranks times replicas."""
 
     def load_bucket(self, serialized: list[bytes]) -> None:
-        """Load one serialised bucket, with an item for each reader."""
+        """Load one bucket, serialised once for each reader."""
 
     def set_version(self, version: int) -> None:
-        """Set the weight version that responses carry from now on."""
+        """Set the weight version of later responses."""
 
 
 @dataclass(frozen=True)
@@ -53,29 +56,28 @@ class WeightSync:
 
     architecture: Architecture
     plan: BucketPlan
-    held: Mapping[str, torch.Tensor]
+    shards: Mapping[str, torch.Tensor]
+    """This rank's parameters (`buckets.local_shards`)."""
     engine_tensor: int
     """Tensor parallel size of each engine."""
     engine_group: dist.ProcessGroup | None
     """The ranks on the devices of this rank's engine, leader first: each serves the engine's rank on its own device.
 
-    None on CPU where an engine stays on a node: its leader serves all of its ranks.
+    None for engines on CPU within a node, whose leader serves all of their ranks.
     """
-    sent: Sequence[Bucket]
-    """What the engines are sent for each bucket of the plan: the bucket, or its tensors quantised."""
+    engine_buckets: Sequence[Bucket]
+    """Each bucket of the plan as the engines load it: the bucket, or its tensors quantised."""
     staging: Sequence[torch.Tensor] | None
-    """CPU: up to two uint8 buffers that the buckets use in turn; shared memory on ranks that serve an engine's."""
+    """CPU: up to two uint8 buffers that the buckets use in turn; shared memory on ranks that serve an engine's rank."""
 
     @property
     def bytes(self) -> int:
         """Bytes that a sync sends to each engine."""
-        return sum(bucket.bytes for bucket in self.sent)
+        return sum(bucket.bytes for bucket in self.engine_buckets)
 
 
 @dataclass(frozen=True)
 class SyncStats:
-    """Size and duration of one sync."""
-
     version: int
     bytes: int
     buckets: int
@@ -91,48 +93,58 @@ def build_weight_sync(
     engine_nodes: int = 1,
     timeout_s: float = 1800.0,
 ) -> WeightSync:
-    """Make the plan and allocate the buffers; collective, once after the model is built. `quantised`: fp8 engines.
+    """Make the plan and allocate the buffers; collective, once after the model is built.
 
-    `bucket_bytes` limits the bridge's memory beyond the model: two buckets are in flight at a time. Engines span
-    consecutive ranks, of `engine_nodes` nodes: the leader of rank r's engine is rank r - r % engine_tensor. The others
-    wait up to `timeout_s` for a leader whose engine loads a bucket.
+    Engines span consecutive ranks: the leader of rank r's engine is rank r - r % engine_tensor.
+
+    Args:
+        bucket_bytes: limit of a sync's memory beyond the model.
+        quantised: whether the engines run in fp8.
+        engine_nodes: nodes of each engine.
+        timeout_s: longest time that the other ranks wait for a leader whose engine loads a bucket.
     """
+    # Half: one bucket is filled while the engine loads the one before it.
     plan = build_plan(chunks, architecture, bucket_bytes // 2)
     shards = local_shards(chunks, architecture)
-    sent = [quantised_bucket(bucket) for bucket in plan.buckets] if quantised else plan.buckets
+    engine_buckets = [quantised_bucket(bucket) for bucket in plan.buckets] if quantised else plan.buckets
     if next(iter(shards.values())).is_cuda:
-        return WeightSync(
-            architecture, plan, shards, engine_tensor, _engine_group(engine_tensor, timeout_s), sent, None
-        )
-    # A file descriptor cannot be sent in a string; a name can.
+        group = _engine_group(engine_tensor, timeout_s)
+        return WeightSync(architecture, plan, shards, engine_tensor, group, engine_buckets, None)
+    # torch's default on Linux passes a file descriptor over a socket; the engine's host gets bytes, so it needs a name.
     torch.multiprocessing.set_sharing_strategy("file_system")
     staging = [torch.empty(plan.largest, dtype=torch.uint8) for _ in plan.buckets[:2]]
-    group = _engine_group(engine_tensor, timeout_s) if engine_nodes > 1 else None
-    return WeightSync(architecture, plan, shards, engine_tensor, group, sent, staging)
+    # Shared memory reaches all of an engine's processes on a node; only an engine across nodes needs more ranks.
+    cpu_group = _engine_group(engine_tensor, timeout_s) if engine_nodes > 1 else None
+    return WeightSync(architecture, plan, shards, engine_tensor, cpu_group, engine_buckets, staging)
 
 
 def sync(weight_sync: WeightSync, engine: WeightReceiver | None, version: int) -> SyncStats:
     """Load the learner's current weights into every leader's engine, as weight version `version`.
 
-    Collective: every rank fills every bucket; `engine` is None on ranks that do not lead one. The engine's weight
-    memory is awake and its KV cache still asleep, so bucket and cache do not need memory at the same time. Every rank
-    has every bucket, so each leader sends its own copy to its engine.
+    Collective: every rank fills every bucket, and each leader sends its copy to its engine; `engine` is None on ranks
+    that do not lead one. The engine's weight memory must be awake, and its KV cache should still be asleep, so that
+    buckets and cache do not need memory at the same time.
     Raises EngineFailure when this rank's engine refuses a bucket, after this rank has done its part for the others.
     """
     start = time.perf_counter()
     loading: Future[torch.Tensor] | None = None
     failure: EngineFailure | None = None
+    # A leader without an engine (it failed to start) must not leave its engine's other ranks with handles nobody opens.
     served = _all_ok(weight_sync, engine is not None or not _leads(weight_sync))
+    # The engine's call blocks until it has loaded; a thread lets this rank gather the next bucket meanwhile.
     with ThreadPoolExecutor(1) as loader:
         for number in range(len(weight_sync.plan.buckets)):
             bucket, flat = fill_for_engines(weight_sync, number)
             if loading:
+                # A failure does not end the loop: the other ranks' gathers need this rank's shards.
                 failure = _result(loading) or failure
                 served = _all_ok(weight_sync, served and failure is None)
-            # Only for an engine that loads it: CUDA memory whose handle is never opened would not be freed.
+            # Only for an engine that loads it: torch counts the readers of CUDA memory that it has shared
+            # (torch/multiprocessing/reductions.py), and a handle that is never opened would keep the memory.
             serialized = _serialize_for_engine(weight_sync, engine, bucket, flat) if served else []
             loading = loader.submit(_load, engine if served else None, serialized, flat)
-            del flat  # only the load holds it now, so memory is freed bucket by bucket
+            # Now only the load holds it, so memory is freed bucket by bucket.
+            del flat
         if loading:
             failure = _result(loading) or failure
             _all_ok(weight_sync, failure is None)
@@ -144,22 +156,27 @@ def sync(weight_sync: WeightSync, engine: WeightReceiver | None, version: int) -
 
 
 def fill_for_engines(weight_sync: WeightSync, number: int) -> tuple[Bucket, torch.Tensor]:
-    """What the engines are sent for a bucket of the plan, and its bytes; collective."""
-    bucket, sent = weight_sync.plan.buckets[number], weight_sync.sent[number]
+    """Bucket `number` of the plan as the engines load it, and its bytes; collective."""
+    bucket, engine_bucket = weight_sync.plan.buckets[number], weight_sync.engine_buckets[number]
     flat = _buffer(weight_sync, bucket, number)
-    fill_bucket(bucket, weight_sync.held, weight_sync.architecture, flat)
-    return (sent, flat) if sent is bucket else (sent, quantise_bucket(bucket, flat, sent))
+    fill_bucket(bucket, weight_sync.shards, weight_sync.architecture, flat)
+    if engine_bucket is bucket:
+        return bucket, flat
+    return engine_bucket, quantise_bucket(bucket, flat, engine_bucket)
 
 
 def _buffer(weight_sync: WeightSync, bucket: Bucket, number: int) -> torch.Tensor:
-    """Memory for a bucket: on CPU one of two in turn; on CUDA new, as an engine may answer before it has read all."""
+    """Memory for a bucket."""
     if weight_sync.staging is None:
+        # New for each bucket: SGLang answers when its copies are queued on its stream, not when they are done
+        # (srt/managers/scheduler_components/weight_updater.py), so a buffer used again would be overwritten under them.
         return torch.empty(bucket.bytes, dtype=torch.uint8, device="cuda")
+    # On CPU the answer comes after the copy, so two buffers suffice: one is loaded while the other is filled.
     return weight_sync.staging[number % len(weight_sync.staging)]
 
 
 def _load(engine: WeightReceiver | None, serialized: list[bytes], flat: torch.Tensor) -> torch.Tensor:
-    """Load a bucket into the engine; returns the memory, so that it is kept until then."""
+    """Load a bucket into the engine; returns the memory, so that the future keeps it alive until then."""
     if engine is not None:
         engine.load_bucket(serialized)
     return flat
@@ -175,20 +192,19 @@ def _result(loading: Future[torch.Tensor]) -> EngineFailure | None:
 
 
 def _leads(weight_sync: WeightSync) -> bool:
-    """Whether this rank may lead an engine: on CPU any rank, where an engine stays on a node."""
+    """Whether this rank may lead an engine; without engine groups every rank may."""
     return weight_sync.engine_group is None or weight_sync.engine_group.rank() == 0
 
 
 def _all_ok(weight_sync: WeightSync, ok: bool) -> bool:
-    """Whether `ok` holds on every rank of this rank's engine; a bucket's memory is freed only after this.
-
-    The engine also reads the memory of the other ranks, and only the leader knows when it has finished.
-    """
+    """Whether `ok` holds on every rank of this rank's engine."""
+    # Also the signal that a bucket's memory may go: the engine reads all ranks' memory but answers only its leader.
     if weight_sync.engine_group is None:
         return ok
     votes = [ok] * weight_sync.engine_group.size()
     dist.all_gather_object(votes, ok, group=weight_sync.engine_group)
     if weight_sync.staging is None:
+        # Free the memory that readers have let go of now, not when torch next shares some.
         torch.cuda.ipc_collect()
     return all(votes)
 
@@ -201,13 +217,14 @@ def serialize(bucket: Bucket, flat: torch.Tensor) -> bytes:
 
 
 def named_tensors(bucket: Bucket, flat: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """What `cpu.sglang.load_mapped` reads."""
+    """The argument of `cpu.sglang.load_mapped`."""
     return [(slot.name, slot.view(flat)) for slot in bucket.slots]
 
 
 def flattened_bucket(bucket: Bucket, flat: torch.Tensor) -> dict[str, Any]:
     """SGLang's flattened bucket: one handle for all tensors."""
-    places = [
+    # Not its FlattenedTensorMetadata: importing SGLang takes seconds, and ModelRunner copies the attributes anyway.
+    metadata = [
         SimpleNamespace(
             name=slot.name,
             shape=torch.Size(slot.shape),
@@ -218,7 +235,7 @@ def flattened_bucket(bucket: Bucket, flat: torch.Tensor) -> dict[str, Any]:
         )
         for slot in bucket.slots
     ]
-    return {"flattened_tensor": flat[: bucket.bytes], "metadata": places}
+    return {"flattened_tensor": flat[: bucket.bytes], "metadata": metadata}
 
 
 def _serialize_for_engine(
@@ -226,13 +243,14 @@ def _serialize_for_engine(
 ) -> list[bytes]:
     """The bucket, serialised for each reader; `engine` is None on ranks whose engine another rank leads.
 
-    On CUDA each is from that rank's device, and in an engine of several nodes from its node: neither a CUDA handle nor
-    a name in /dev/shm means anything on another one.
+    With engine groups each comes from the rank on the reader's device or node: a CUDA handle is valid on its device
+    only, and a name in /dev/shm on its node.
     """
     if weight_sync.engine_group is None:
         return [serialize(bucket, flat) for _ in range(engine.readers if engine else 0)]
     if weight_sync.staging is None:
-        torch.cuda.current_stream().synchronize()  # another process will read what this stream wrote
+        # Another process will read what this stream is still writing.
+        torch.cuda.current_stream().synchronize()
     gathered: list[bytes] = [b""] * weight_sync.engine_group.size()
     dist.all_gather_object(gathered, serialize(bucket, flat), group=weight_sync.engine_group)
     return gathered
@@ -240,5 +258,5 @@ def _serialize_for_engine(
 
 def _engine_group(engine_tensor: int, timeout_s: float) -> dist.ProcessGroup:
     """The ranks whose devices this rank's engine uses."""
-    mine, _ = dist.new_subgroups(engine_tensor, timeout=timedelta(seconds=timeout_s))
-    return mine
+    group, _ = dist.new_subgroups(engine_tensor, timeout=timedelta(seconds=timeout_s))
+    return group

@@ -1,7 +1,7 @@
-"""The two-way table: the tensors of a parameter, how they merge and shard, and their names in checkpoints.
+"""The two-way table: merging, splitting and sharding of a parameter's tensors, and their names in checkpoints.
 
-HF tensors  --merge_from_hf-->  whole Megatron parameter  --shard-->  one rank's parameter
-HF tensors  <--split_to_hf--    whole Megatron parameter  <-unshard-  every rank's parameter
+HF tensors  --merge_from_hf-->  unsharded Megatron parameter  --shard-->  one rank's parameter
+HF tensors  <--split_to_hf--    unsharded Megatron parameter  <-unshard-  every rank's parameter
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NORMS = {
 }
 """Norms: the table's name -> Transformer Engine's, which fuses a norm into the linear layer after it.
 
-Before experts there is no such layer, and the second norm keeps the table's name. Megatron's distributed checkpoints
+Experts are no such layer, so the second norm before them keeps the table's name. Megatron's distributed checkpoints
 have the fused names for both kinds of layers (`stored`).
 """
 STORED_NAMES = (
@@ -31,7 +31,7 @@ STORED_NAMES = (
     (re.compile(r"\.local_experts\.\d+\."), ".experts."),
     *((re.compile(re.escape(f".{plain}")), f".{fused}") for plain, fused in NORMS.items()),
 )
-"""How Megatron's `sharded_state_dict` renames parameters: layers, the first of them, and experts become dimensions."""
+"""Renamings by Megatron's `sharded_state_dict`: layers (the first pattern) and experts become dimensions."""
 _GROUPED = re.compile(r"\.experts\.(linear_fc[12])\.weight(\d+)$")
 
 
@@ -79,13 +79,13 @@ def entries(architecture: Architecture) -> dict[str, Entry]:
 
 
 def whole_shape(entry: Entry, architecture: Architecture) -> tuple[int, ...]:
-    """Shape of the whole Megatron parameter without vocabulary padding: the rows of its tensors, concatenated."""
+    """Shape of the unsharded Megatron parameter without vocabulary padding: its tensors, concatenated by rows."""
     shapes = entry.hf_shapes(architecture)
     return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
 def merge_from_hf(entry: Entry, tensors: Sequence[torch.Tensor], architecture: Architecture) -> torch.Tensor:
-    """Hugging Face tensors -> the whole Megatron parameter (without vocabulary padding)."""
+    """Hugging Face tensors -> the unsharded Megatron parameter, without vocabulary padding."""
     if entry.row.form == "qkv":
         groups = architecture.transformer["num_query_groups"]
         by_group = [tensor.reshape(groups, -1, *tensor.shape[1:]) for tensor in tensors]
@@ -94,10 +94,10 @@ def merge_from_hf(entry: Entry, tensors: Sequence[torch.Tensor], architecture: A
 
 
 def split_to_hf(entry: Entry, whole: torch.Tensor, architecture: Architecture) -> list[torch.Tensor]:
-    """The whole Megatron parameter -> views of it with the elements of its Hugging Face tensors, in row-major order.
+    """The unsharded Megatron parameter -> views with the elements of its Hugging Face tensors, in row-major order.
 
-    Parts of `qkv` are [groups, rows of a group, ...]: reshaping them to the tensor's shape would copy, so the caller
-    does it. Of a rank's shard of a linear layer, views with that rank's part of each tensor.
+    The views of `qkv` are [groups, rows of a group, ...]: reshaping to the tensor's shape would copy, so callers do it.
+    For a rank's shard of a linear layer, views of that rank's shard of each tensor.
     """
     if entry.row.form == "qkv":
         groups = architecture.transformer["num_query_groups"]
@@ -113,7 +113,7 @@ def split_to_hf(entry: Entry, whole: torch.Tensor, architecture: Architecture) -
 
 
 def shard(entry: Entry, whole: torch.Tensor, size: int, rank: int) -> torch.Tensor:
-    """The shard of a whole parameter on tensor parallel `rank` of `size`; a view where the layout allows it."""
+    """The shard of an unsharded parameter on tensor parallel `rank` of `size`; a view if the layout allows it."""
     if entry.row.split == "none" or size == 1:
         return whole
     dimension = DIMENSION[entry.row.split]
@@ -129,7 +129,7 @@ def unshard(entry: Entry, shards: Sequence[torch.Tensor]) -> torch.Tensor:
     dimension = DIMENSION[entry.row.split]
     if entry.row.form == "gated":
         halves = [shard.chunk(2, dim=0) for shard in shards]
-        return torch.cat([half[part] for part in (0, 1) for half in halves], dim=dimension)
+        return torch.cat([rank_halves[half] for half in (0, 1) for rank_halves in halves], dim=dimension)
     return torch.cat(list(shards), dim=dimension)
 
 
@@ -144,20 +144,18 @@ def pad_vocab(entry: Entry, whole: torch.Tensor, rows: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Stored:
-    """Place of a whole parameter in a Megatron distributed checkpoint: in a stack over layers and experts."""
+    """Location of an unsharded parameter in a Megatron distributed checkpoint: in a stack over layers and experts."""
 
     key: str
     index: tuple[int, ...]
-    """Place in the stack: (), (layer,) or (layer, expert)."""
+    """Index in the stack: (), (layer,) or (layer, expert)."""
     stack: tuple[int, ...]
     """Size of the stack in the same dimensions."""
 
 
 def stored(entry: Entry, architecture: Architecture) -> Stored:
-    """Key and place of a parameter in a `torch_dist` checkpoint; the same for every layout.
-
-    Layers are a dimension only of models in which all have the same parameters.
-    """
+    """Key and index of a parameter in a `torch_dist` checkpoint; the same for every layout."""
+    # Megatron stacks layers only if all have the same parameters (TransformerBlock.sharded_state_dict).
     key, alike = entry.megatron, not (architecture.experts and architecture.dense_layers)
     for pattern, replacement in STORED_NAMES[0 if alike else 1 :]:
         key = pattern.sub(replacement, key)
@@ -177,7 +175,7 @@ def table_name(name: str) -> str:
 
 
 ADAPTER = "adapter_"
-"""What the name of an adapter's module begins with; its parameters are no weights of the model."""
+"""Prefix of the names of adapters' modules, whose parameters are no weights of the model."""
 
 
 def tensor_group(entry: Entry) -> torch.distributed.ProcessGroup:
@@ -192,8 +190,8 @@ def local_parameters(
 ) -> Iterator[tuple[Entry, torch.Tensor]]:
     """This rank's parameters, and buffers of frozen rows, with their entries in the whole model, in the model's order.
 
-    On the last pipeline stage a tied output layer is a copy of the embedding and has the embedding's entry. Parameters
-    of adapters have none and are left out.
+    On the last pipeline stage a tied output layer is a copy of the embedding and has the embedding's entry. Adapters
+    have no entries and are skipped.
     Raises KeyError for a parameter that is not in the family's table: the table or the model is wrong.
     """
     table = entries(architecture)
@@ -211,12 +209,12 @@ def local_parameters(
 
 
 def whole_name(chunk: torch.nn.Module, name: str, architecture: Architecture) -> str:
-    """A chunk's parameter as the table names it: layer and expert numbered over all pipeline stages and ranks."""
+    """The table's name of a chunk's parameter: layer and expert are numbered over all pipeline stages and ranks."""
     name = table_name(re.sub(r"^(module\.)+", "", name))
     first_layer = get_transformer_layer_offset(chunk.config, vp_stage=chunk.vp_stage)
-    name = re.sub(r"(?<=^decoder\.layers\.)\d+", lambda found: str(int(found[0]) + first_layer), name)
+    name = re.sub(r"(?<=^decoder\.layers\.)\d+", lambda match: str(int(match[0]) + first_layer), name)
     if "local_experts" in name:
         experts_here = architecture.experts // parallel_state.get_expert_model_parallel_world_size()
         first_expert = experts_here * parallel_state.get_expert_model_parallel_rank()
-        name = re.sub(r"(?<=local_experts\.)\d+", lambda found: str(int(found[0]) + first_expert), name)
+        name = re.sub(r"(?<=local_experts\.)\d+", lambda match: str(int(match[0]) + first_expert), name)
     return name

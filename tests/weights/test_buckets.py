@@ -62,11 +62,11 @@ def test_buckets_hold_every_tensor_once(model: Path, bucket_bytes: int, stages: 
         for dtype in [torch.float32 if "router" in name else torch.bfloat16]
     }
     buckets = list(pack_parameters(owners, architecture, bucket_bytes))
-    pieces = [piece for bucket in buckets for piece in bucket.pieces]
+    pieces = [piece for bucket in buckets for piece in bucket.parameters]
     assert sorted(piece.entry.megatron for piece in pieces) == sorted(owners)
     for bucket in buckets:
-        assert {owners[piece.entry.megatron][0] for piece in bucket.pieces} == {bucket.owner}
-        assert bucket.bytes <= bucket_bytes or len(bucket.pieces) == 1
+        assert {owners[piece.entry.megatron][0] for piece in bucket.parameters} == {bucket.owner}
+        assert bucket.bytes <= bucket_bytes or len(bucket.parameters) == 1
         end = 0
         for slot in bucket.slots:
             assert slot.start >= end
@@ -234,7 +234,7 @@ def test_a_bucket_becomes_what_an_fp8_checkpoint_has() -> None:
         else:
             assert torch.equal(found[slot.name], slot.view(flat))
     assert len(found) == len(NAMES) + len(changed)
-    assert [len(piece.slots) for piece in layout.pieces] == [4, 6]
+    assert [len(piece.slots) for piece in layout.parameters] == [4, 6]
     assert layout.bytes == len(out) < bucket.bytes
     ends = [(slot.start, slot.start + slot.bytes) for slot in layout.slots]
     assert all(a[1] <= b[0] and b[0] % ALIGNMENT == 0 for a, b in pairwise(ends))
