@@ -161,8 +161,6 @@ def divide(
 
 @dataclass(frozen=True)
 class ChunkRecord:
-    """A chunk in a data file."""
-
     key: str
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -200,7 +198,6 @@ class PartWriter:
         )
 
     def object(self, key: str, value: Any) -> None:
-        """Append a pickled object."""
         start, length = self._save(value)
         self.items.append(ChunkRecord(key, (), (), (), OBJECT, self._file, start, length))
 

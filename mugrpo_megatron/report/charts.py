@@ -50,8 +50,6 @@ SECTIONS = (LEARNING, SAMPLES, HEALTH, OPTIMIZATION, RESPONSES, EPISODES, VETO, 
 
 @dataclass(frozen=True, slots=True)
 class ChartData:
-    """Input of the charts."""
-
     run: RunData
     buckets: Sequence[Sequence[Row]]
     """Consecutive updates that one point of a curve over updates represents."""
@@ -125,7 +123,6 @@ def charts(data: ChartData) -> list[Chart]:
 
 
 def section_of(id: str) -> str:
-    """The section of a chart."""
     return next(spec.section for spec in TABLE if spec.id == id)
 
 

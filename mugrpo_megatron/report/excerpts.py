@@ -105,7 +105,6 @@ def _shown(example: Example, measure: str, most: int) -> dict[str, Any]:
 
 
 def _facts(example: Example) -> Iterable[tuple[str, str]]:
-    """Names and values that explain the score."""
     yield "gold", shorten(example.gold, 200)
     yield "extracted", shorten(example.extracted, 200) if example.extracted else "nothing"
     if example.why:

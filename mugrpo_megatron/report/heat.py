@@ -80,7 +80,6 @@ def _drawn(response: ProbedResponse, objective: ObjectiveSection) -> dict[str, A
 
 
 def _window(response: ProbedResponse, triggers: np.ndarray) -> tuple[int, int]:
-    """The tokens that are shown."""
     length = len(response.probe.tokens)
     last = triggers[-1]
     centre = (
@@ -125,7 +124,6 @@ def _spans(marked: np.ndarray) -> list[list[int]]:
 
 
 def heat_text(heat: Mapping[str, Any], objective: ObjectiveSection) -> str:
-    """Text of the heat map's card."""
     updates = max(response["ages"][-1] for response in heat["responses"])
     turns = " Grey: what a tool wrote." if any(response["turns"] for response in heat["responses"]) else ""
     return (

@@ -236,7 +236,6 @@ def serve(run_dir: Path, port: int) -> None:
 def page_sections(
     run: RunData, drawing: Drawing, summary: dict[str, Any], samples: Sequence[dict[str, Any]]
 ) -> list[PageSection]:
-    """The sections that have anything to show."""
     charts = [*drawing.charts, TIME_LINE] if drawing.timeline["phases"] else drawing.charts
     sentences, collapsed = remarks(run, summary), collapsed_sections(run)
     sections = [

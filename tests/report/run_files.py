@@ -58,14 +58,16 @@ def write_probe(
     directory = run_dir / "probe" / f"stage{stage:05d}"
     behaviour = [draw.normal(-1, 0.3, tokens).astype(np.float32) for _ in range(count)]
     responses = [
-        ProbeRow(place % updates, place, f"set:{place}", 0.0, -1.0 if place % 4 else 1.0, [token] * tokens, own, mask)
-        for place, own in enumerate(behaviour)
+        ProbeRow(
+            place % updates, place, f"set:{place}", 0.0, -1.0 if place % 4 else 1.0, [token] * tokens, logprobs, mask
+        )
+        for place, logprobs in enumerate(behaviour)
     ]
     write_responses(directory, responses)
     for age in probe_ages(updates):
-        moved = [own + draw.normal(0, 0.02 * age / updates, tokens).astype(np.float32) for own in behaviour]
-        for own, now in zip(behaviour, moved, strict=True):
-            now[2] = own[2] - age
+        moved = [logprobs + draw.normal(0, 0.02 * age / updates, tokens).astype(np.float32) for logprobs in behaviour]
+        for logprobs, now in zip(behaviour, moved, strict=True):
+            now[2] = logprobs[2] - age
         write_age(directory, age, moved)
 
 

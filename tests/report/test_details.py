@@ -66,9 +66,9 @@ def test_a_response_is_text_wherever_it_is_shown(tmp_path: Path) -> None:
     assert "<img" not in text
     assert text.count("<script") == 2
     data = re.findall(r'<script type="application/json" id="drawing">(.*?)</script>', text, re.DOTALL)
-    whole = json.dumps(json.loads(data[0]), ensure_ascii=False) + text
+    line = json.dumps(json.loads(data[0]), ensure_ascii=False) + text
     for control in ("\x1b", "\x07", "\u202e", "\u202c", "\u2066", "\u2069", "\u2028"):
-        assert control not in whole
+        assert control not in line
     assert html.escape("</script><img onerror=alert(1) src=x>\\x1b[2J") in text
 
 
@@ -105,12 +105,12 @@ def heat_of(run: RunData, **objective: Any) -> dict[str, Any]:
 
 def test_the_heat_map_shows_ratios_triggers_and_what_the_veto_drops(run: RunData) -> None:
     heat = heat_of(run, trigger_ratio=math.exp(-9.9))
-    for one in heat["responses"]:
-        assert one["ages"] == list(probe_ages(UPDATES))
+    for response in heat["responses"]:
+        assert response["ages"] == list(probe_ages(UPDATES))
         for age, cells, triggers, dropped in zip(
-            one["ages"], one["cells"], one["triggers"], one["dropped"], strict=True
+            response["ages"], response["cells"], response["triggers"], response["dropped"], strict=True
         ):
-            assert len(cells) == len(one["tokens"]) == 6
+            assert len(cells) == len(response["tokens"]) == 6
             shown = LEVELS.index(cells[2]) / STEPS + LOWEST
             assert shown == pytest.approx(max(-age / math.log(10), LOWEST), abs=0.5 / STEPS + 1e-6)
             assert triggers == ([2] if age >= 10 else [])
@@ -120,24 +120,24 @@ def test_the_heat_map_shows_ratios_triggers_and_what_the_veto_drops(run: RunData
 def test_the_heat_map_follows_the_runs_veto(run: RunData) -> None:
     dropped: dict[str, list[Any]] = {"none": [], "trigger": [[2, 2]], "suffix": [[3, 5]], "response": [[0, 5]]}
     for veto, spans in dropped.items():
-        for one in heat_of(run, veto=veto)["responses"]:
-            assert (one["dropped"][-1], one["triggers"][-1]) == (spans, [2])
+        for response in heat_of(run, veto=veto)["responses"]:
+            assert (response["dropped"][-1], response["triggers"][-1]) == (spans, [2])
 
 
 def test_a_ratio_that_is_not_finite_has_no_colour(run: RunData) -> None:
     probed = probed_responses(read_details(run.path, run.recipe), run.recipe)
-    broken = [replace(one, log_ratio=np.full_like(one.log_ratio, np.nan)) for one in probed]
+    broken = [replace(response, log_ratio=np.full_like(response.log_ratio, np.nan)) for response in probed]
     heat = heat_map(broken, ObjectiveSection())
     assert heat
-    assert {letter for one in heat["responses"] for cells in one["cells"] for letter in cells} == {OTHERS}
+    assert {letter for response in heat["responses"] for cells in response["cells"] for letter in cells} == {OTHERS}
 
 
 def test_of_a_long_response_the_tokens_around_the_first_trigger_are_shown(tmp_path: Path) -> None:
     path = write_run(tmp_path, rows_of(1, UPDATES), recipe_of(1, UPDATES))
     write_probe(path, 0, UPDATES, count=4, tokens=1000)
-    for one in heat_of(read_run(path))["responses"]:
-        assert (one["start"], len(one["tokens"]), one["length"]) == (0, WINDOW, 1000)
-        assert one["triggers"][-1] == [2]
+    for response in heat_of(read_run(path))["responses"]:
+        assert (response["start"], len(response["tokens"]), response["length"]) == (0, WINDOW, 1000)
+        assert response["triggers"][-1] == [2]
 
 
 def test_what_a_tool_wrote_is_grey_and_counts_nowhere(tmp_path: Path) -> None:
@@ -145,12 +145,12 @@ def test_what_a_tool_wrote_is_grey_and_counts_nowhere(tmp_path: Path) -> None:
     path = write_run(tmp_path, rows_of(1, UPDATES), recipe_of(1, UPDATES))
     write_probe(path, 0, UPDATES, count=8, tokens=6, mask=[True, True, False, False, True, True])
     run = read_run(path)
-    for one in heat_of(run)["responses"]:
-        assert one["turns"] == [[0, 1], [4, 2]]
-        assert {cells[2:4] for cells in one["cells"]} == {".."}
-        assert not any("." in cells[:2] + cells[4:] for cells in one["cells"])
-        assert not any(one["triggers"])
-        assert not any(one["dropped"])
+    for response in heat_of(run)["responses"]:
+        assert response["turns"] == [[0, 1], [4, 2]]
+        assert {cells[2:4] for cells in response["cells"]} == {".."}
+        assert not any("." in cells[:2] + cells[4:] for cells in response["cells"])
+        assert not any(response["triggers"])
+        assert not any(response["dropped"])
     assert "Grey: what a tool wrote." in page(run)
     charts = charts_of(run)
     assert all(not any(series.y) for series in charts["atlas_triggers"].series)
@@ -164,11 +164,14 @@ def test_a_response_of_several_turns_has_a_place_in_the_heat_map(tmp_path: Path)
     run = read_run(path)
     mask = np.arange(WINDOW + 40) % 10 < 6
     probed = probed_responses(read_details(run.path, run.recipe), run.recipe)
-    last = max((one for one in probed if one.negative), key=lambda one: (one.log_ratio[-1].min(), one.probe.update))
+    last = max(
+        (response for response in probed if response.negative),
+        key=lambda response: (response.log_ratio[-1].min(), response.probe.update),
+    )
     several = replace(last, probe=replace(last.probe, mask=mask.tolist()))
-    heat = heat_map([several if one is last else one for one in probed], ObjectiveSection())
+    heat = heat_map([several if response is last else response for response in probed], ObjectiveSection())
     assert heat
-    assert [len(one["turns"]) for one in heat["responses"]] == [0, 0, 13]
+    assert [len(response["turns"]) for response in heat["responses"]] == [0, 0, 13]
     start = heat["responses"][-1]["start"]
     turns = {place + start: number for place, number in heat["responses"][-1]["turns"]}
     assert all(place == max(start, 10 * (number - 1)) for place, number in turns.items())
@@ -176,18 +179,18 @@ def test_a_response_of_several_turns_has_a_place_in_the_heat_map(tmp_path: Path)
 
 def test_positive_responses_have_no_trigger(run: RunData) -> None:
     probed = probed_responses(read_details(run.path, run.recipe), run.recipe)
-    positive = [one for one in probed if not one.negative]
+    positive = [response for response in probed if not response.negative]
     assert len(positive) == 4
-    for one in positive:
-        triggers, dropped = veto_masks(one, ObjectiveSection())
+    for response in positive:
+        triggers, dropped = veto_masks(response, ObjectiveSection())
         assert not triggers.any()
         assert not dropped.any()
 
 
 def test_with_the_learners_behaviour_ratios_begin_at_one(run: RunData) -> None:
     recipe = {**run.recipe, "rollout": {"behaviour": "learner"}}
-    for one in probed_responses(read_details(run.path, recipe), recipe):
-        assert not one.log_ratio[0].any()
+    for response in probed_responses(read_details(run.path, recipe), recipe):
+        assert not response.log_ratio[0].any()
 
 
 def test_the_atlas_is_of_the_negative_responses_of_all_stages(run: RunData) -> None:
@@ -275,16 +278,21 @@ def test_right_and_wrong_are_by_the_verdict_not_by_the_shaped_reward(tmp_path: P
     assert details.stages[0].verdicts.tolist() == [1.0, 0.0, 0.0, 0.0] * 2
     assert details.stages[0].rewards.tolist() == [0.5, -0.5, -0.5, -0.5] * 2
     [section] = sample_sections(details, "accuracy")
-    assert {(one["kind"], one["reward"]) for one in section["responses"]} == {("right", "0.5"), ("wrong", "-0.5")}
+    assert {(response["kind"], response["reward"]) for response in section["responses"]} == {
+        ("right", "0.5"),
+        ("wrong", "-0.5"),
+    }
 
 
 def test_throughput_is_of_the_whole_stage(run: RunData) -> None:
     """Evaluations inside a stage divide its optimization into several rows."""
     [first] = [row for row in run.phases if row["phase"] == "optimize" and row["stage"] == 0][:1]
     tail = {**first, "start": first["end"], "end": first["end"] + 1.0, "tokens": 1.0}
-    curves = {one.label: one.y for one in charts_of(replace(run, phases=[*run.phases, tail]))["throughput"].series}
-    own = [row for row in [*run.phases, tail] if row["phase"] == "optimize" and row["stage"] == 0]
-    expected = sum(row["tokens"] for row in own) / sum(row["end"] - row["start"] for row in own)
+    curves = {
+        curve.label: curve.y for curve in charts_of(replace(run, phases=[*run.phases, tail]))["throughput"].series
+    }
+    rows = [row for row in [*run.phases, tail] if row["phase"] == "optimize" and row["stage"] == 0]
+    expected = sum(row["tokens"] for row in rows) / sum(row["end"] - row["start"] for row in rows)
     assert curves["trained"][0] == pytest.approx(expected, rel=1e-4)
 
 

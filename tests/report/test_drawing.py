@@ -30,8 +30,8 @@ def test_a_run_interrupted_anywhere_gives_a_page(cut: int, tmp_path_factory: pyt
     html = write_report(directory).read_text()
     assert "unfinished" in html
     data = drawing_in(html)
-    for one in data["charts"]:
-        for series in one["series"]:
+    for chart in data["charts"]:
+        for series in chart["series"]:
             assert len(series["y"]) == len(data["axes"][series["axis"]]["u"])
 
 
@@ -72,8 +72,8 @@ def test_every_chart_has_its_one_card_and_every_phase_its_span(stages: int, upda
 def test_stages_that_grow_have_no_updates_each(tmp_path: Path) -> None:
     recipe = recipe_of(2, 8)
     grown = recipe.model_copy(update={"schedule": recipe.schedule.model_copy(update={"growth": 1.5})})
-    for one, says in ((recipe, "µ = 8 updates each"), (grown, "µ = 8 updates a stage on average growth 1.5")):
-        html = write_report(write_run(tmp_path, rows_of(2, 8), one)).read_text()
+    for tables, says in ((recipe, "µ = 8 updates each"), (grown, "µ = 8 updates a stage on average growth 1.5")):
+        html = write_report(write_run(tmp_path, rows_of(2, 8), tables)).read_text()
         assert says in " ".join(re.sub("<[^>]*>", " ", html).split())
 
 

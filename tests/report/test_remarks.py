@@ -36,9 +36,9 @@ def test_the_papers_curves_are_the_updates_own(run: RunData) -> None:
 def test_accuracy_has_a_point_for_every_evaluation_inside_a_stage(run: RunData) -> None:
     drawing = draw(run)
     assert drawing.axes["eval"]["u"] == [0, 8, 16, 24, 32, 40, 48, 56, 64]
-    *each, mean = charts_of(run)["paper_accuracy"].series
-    assert [curve.label for curve in each] == list(SETS)
-    for curve in each:
+    *sets, mean = charts_of(run)["paper_accuracy"].series
+    assert [curve.label for curve in sets] == list(SETS)
+    for curve in sets:
         assert curve.y == pytest.approx([row[f"accuracy/{curve.label}"] for row in run.evals], rel=1e-5)
     assert mean.bold
     for drawn, name in ((mean.y, "accuracy/mean"), (mean.low, "low/mean"), (mean.high, "high/mean")):

@@ -120,6 +120,8 @@ def test_a_gain_is_clear_where_the_intervals_are_apart(
     before: tuple[float | None, ...], after: tuple[float | None, ...], says: str, run: RunData
 ) -> None:
     names = ("accuracy/mean", "low/mean", "high/mean")
-    ends = [{**run.evals[place], **dict(zip(names, one, strict=True))} for place, one in ((0, before), (-1, after))]
+    ends = [
+        {**run.evals[place], **dict(zip(names, values, strict=True))} for place, values in ((0, before), (-1, after))
+    ]
     ends_only = replace(run, evals=ends)
     assert says in remarks(ends_only, summary_of(ends_only))["Learning"]

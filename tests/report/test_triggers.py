@@ -22,8 +22,8 @@ SCOPES = ("trigger", "suffix", "suffix_non_trigger", "response")
 def run_of(path: Path, stages: int, updates: int, ratio: float | None = 1e-4) -> RunData:
     run = read_run(write_run(path, rows_of(stages, updates), recipe_of(stages, updates)))
     objective = {key: value for key, value in run.recipe["objective"].items() if key != "trigger_ratio"}
-    own = {} if ratio is None else {"trigger_ratio": ratio}
-    return replace(run, recipe={**run.recipe, "objective": objective | own})
+    setting = {} if ratio is None else {"trigger_ratio": ratio}
+    return replace(run, recipe={**run.recipe, "objective": objective | setting})
 
 
 def test_one_curve_a_threshold_over_the_updates_and_one_by_age_that_is_the_mean_over_stages(tmp_path: Path) -> None:

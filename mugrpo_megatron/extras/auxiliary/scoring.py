@@ -112,7 +112,6 @@ def write_parts(
 def _completed_updates(
     engine: Engine, store: StageStore, job: Job, queue: PromptQueue, width: int
 ) -> Iterator[UpdateAnswers]:
-    """Yields updates in order of completion."""
     in_flight: dict[int, UpdateAnswers] = {}
 
     def finished() -> Iterator[UpdateAnswers]:

@@ -66,7 +66,6 @@ def write_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
 
 
 def comparison(runs: Sequence[RunData]) -> str:
-    """The page's HTML."""
     labels = labels_of(runs)
     charts = [chart for chart in _charts(runs, labels) if chart.series]
     axes = {name: axis for number, run in enumerate(runs) for name, axis in _axes(number, run).items()}

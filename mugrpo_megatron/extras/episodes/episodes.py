@@ -55,7 +55,6 @@ class Episodes:
         """Seconds with a request in the engine, and in all."""
 
     def close(self) -> None:
-        """End the processes."""
         self._pool.close()
 
     def generate(self, take: PromptSource, n: int, sampling: Sampling) -> Generator[SampledGroup]:

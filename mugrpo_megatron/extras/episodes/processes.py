@@ -35,7 +35,7 @@ class Group:
 
 @dataclass(slots=True)
 class Attempt:
-    """One attempt at one response."""
+    """An attempt at a response of a group."""
 
     key: int
     group: Group
@@ -59,7 +59,7 @@ class Attempt:
 
 @dataclass(slots=True)
 class EpisodeProcess:
-    """One worker and the episodes in it."""
+    """A worker process and its episodes."""
 
     worker: WorkerProcess
     last_message: float = field(default_factory=time.monotonic)
@@ -192,7 +192,7 @@ class Pool:
         process.send({"cancel": episode.key})
 
     def discard(self, process: EpisodeProcess) -> list[Attempt]:
-        """Kill a process; its episodes."""
+        """Kill a process; returns its episodes."""
         self.processes.remove(process)
         process.kill()
         return list(process.episodes.values())

@@ -26,8 +26,6 @@ from mugrpo_megatron.weights.families import architecture
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A model's shape and its source."""
-
     config: dict[str, Any]
     """The fields of config.json."""
     architecture: Architecture
@@ -138,8 +136,6 @@ def layout_of(parallel: ParallelSection, recompute: str, world: int) -> Layout:
 
 @dataclass(frozen=True, slots=True)
 class RankParameters:
-    """Parameters of one rank."""
-
     dense: int
     experts: int
     vocabulary: int

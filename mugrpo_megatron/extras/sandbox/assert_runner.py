@@ -104,7 +104,6 @@ class StandIn:
         return self.__number
 
     def handle(self) -> dict[str, int]:
-        """The stand-in's handle in a request."""
         return {"handle": self.__number}
 
 

@@ -12,8 +12,6 @@ Mode = Literal["namespaces", "limits"]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of one execution."""
-
     mode: Mode = "namespaces"
     test_s: float = 4.0
     """Processor time of a test, in seconds; the kernel counts whole seconds, so it is rounded up."""

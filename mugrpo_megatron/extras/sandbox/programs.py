@@ -37,8 +37,6 @@ _ERROR_CHARS = 160
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of one execution."""
-
     ending: Ending
     """Ended by itself, or killed for its time or its output."""
     code: int

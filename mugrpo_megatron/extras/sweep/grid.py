@@ -37,8 +37,6 @@ LONGEST_NAME = 120
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The settings of a sweep's cells."""
-
     common: Settings
     axes: Mapping[str, Sequence[Any]]
     extra: Sequence[Settings]
@@ -127,7 +125,6 @@ def name_of(settings: Settings) -> str:
 
 
 def text_of(value: Any) -> str:
-    """A setting's value as text."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -37,7 +37,7 @@ def test_every_token_is_scored_once_and_in_its_place(run: Any, answers: Answers)
     assert facts["memory_after"] > 0
     updates = stage_updates(run, run.store)
     everything = [sample for age in range(UPDATES) for sample in updates.samples(age)]
-    gaps = np.concatenate([one.engine_logprobs - one.teacher_logprobs for one in everything])
+    gaps = np.concatenate([sample.engine_logprobs - sample.teacher_logprobs for sample in everything])
     assert facts["kl_teacher"] == pytest.approx(gaps.mean(), rel=1e-5)
     phase.score_stage(run, LEARNER, run.store, Cursor())
     assert answers.starts == 1, "nothing lacks, so nothing starts"
@@ -58,7 +58,7 @@ def test_killed_in_its_turn_it_asks_only_for_what_is_missing(run: Any, answers: 
     answers.prompts.clear()
     phase.score_stage(run, LEARNER, run.store, Cursor())
     assert len(answers.prompts) == COUNT - durable
-    asked_twice = {one.index for one in first} & {one.index for one in answers.prompts}
+    asked_twice = {prompt.index for prompt in first} & {prompt.index for prompt in answers.prompts}
     assert len(asked_twice) == after - durable, "those of the update that was in flight"
     assert run.directory.auxiliary(0, "teacher-big").exists()
 

@@ -26,11 +26,11 @@ def shard_of(run: Any, number: int, of: int) -> ShardScoring:
 @pytest.mark.parametrize("of", [1, 3, UPDATES + 1])
 def test_shards_divide_the_updates_and_the_last_makes_the_column(run: Any, answers: Answers, of: int) -> None:
     for number in range(of):
-        own = len(range(number, UPDATES, of))
+        updates = len(range(number, UPDATES, of))
         answers.prompts.clear()
         shard_of(run, number, of).score()
-        assert len(answers.prompts) == own * WIDTH
-        rest = UPDATES - sum(len(range(one, UPDATES, of)) for one in range(number + 1))
+        assert len(answers.prompts) == updates * WIDTH
+        rest = UPDATES - sum(len(range(other, UPDATES, of)) for other in range(number + 1))
         lacks = f"teacher logprobs of big ({rest} of {UPDATES} updates)" if rest else ""
         assert shard_of(run, number, of).merge() == lacks
     check_scored(run, run.store)

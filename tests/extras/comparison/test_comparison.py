@@ -26,8 +26,8 @@ from tests.report.synthetic import drawing_in, rows_of, write_run
 
 def runs_of(folder: Path, *sections: dict[str, Any]) -> list[RunData]:
     return [
-        read_run(write_run(folder / f"run{k}", rows_of(2, 8, seed=k), validate(one, source="test")))
-        for k, one in enumerate(sections)
+        read_run(write_run(folder / f"run{k}", rows_of(2, 8, seed=k), validate(section, source="test")))
+        for k, section in enumerate(sections)
     ]
 
 
@@ -135,7 +135,7 @@ def test_runs_whose_files_were_edited_between_them_are_warned_of(tmp_path: Path)
 def test_rewards_that_branches_of_one_stage_share_are_not_drawn(tmp_path: Path) -> None:
     first, second = runs_of(tmp_path, {"run": {"seed": 1}}, {"run": {"seed": 2}})
     shared = [
-        {**row, "reward_mean": one["reward_mean"]} for row, one in zip(second.updates, first.updates, strict=True)
+        {**row, "reward_mean": other["reward_mean"]} for row, other in zip(second.updates, first.updates, strict=True)
     ]
     assert 'id="chart-reward_mean"' in comparison([first, second])
     assert 'id="chart-reward_mean"' not in comparison([first, replace(second, updates=shared)])

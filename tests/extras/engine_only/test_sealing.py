@@ -33,7 +33,7 @@ def problems(stage: Path) -> list[tuple[str, list[int]]]:
     """Problem and prompt of every row of a sealed stage, in its order."""
     store = StageStore(stage)
     samples = [sample for update in range(store.updates) for sample in store.read_update(update)]
-    return [(one.problem, one.prompt_ids.tolist()) for one in samples]
+    return [(sample.problem, sample.prompt_ids.tolist()) for sample in samples]
 
 
 def test_a_shard_makes_the_stage_that_a_run_makes_and_training_goes_on_from_it(
@@ -53,7 +53,7 @@ def test_a_shard_makes_the_stage_that_a_run_makes_and_training_goes_on_from_it(
         assert "shard 0/1 has all of its 8 groups" in said
         assert "is sealed: 8 groups" in mugrpo("seal", run).stdout
         mugrpo("optimize", recipe)
-    both = [one for stage in stages for one in problems(stage)]
+    both = [problem for stage in stages for problem in problems(stage)]
     assert both == problems(finished_run / "stages" / "00000")[: len(both)]
     assert newest_cursor(run / "checkpoints") == Cursor(2, 0, 4)
     assert [row["mismatch_max"] < 1e-4 for row in rows(run, "stage")] == [True, True], "hf/ is the learner"

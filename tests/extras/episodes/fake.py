@@ -53,7 +53,7 @@ class FakeEngine:
             multiprocessing.connection.wait(others, min(timeout_s, 0.05)) if others else time.sleep(0.01)
             return None
         work, self._waiting = self._waiting, []
-        return [(one.key, [self._response(one)]) for one in work]
+        return [(request.key, [self._response(request)]) for request in work]
 
     def _response(self, work: Request) -> Response:
         text = self._says(str(TOKENIZER.decode(work.ids)))

@@ -50,12 +50,12 @@ def test_the_mask_of_every_token_is_what_the_text_says(tmp_path: Path) -> None:
     found = played(recipe, says, [f"{n}+{n}=" for n in range(10, 42)], n=4)
     turns = 0
     for responses in found.values():
-        for one in responses:
-            assert not one.episode.failed, one.episode.why
-            assert one.episode.mask.tolist() == mask_by_text(one)
-            assert not one.logprobs[~one.episode.mask].any()
-            assert (one.logprobs[one.episode.mask] < 0).all()
-            turns = max(turns, int(one.episode.parts["turns"]))
+        for response in responses:
+            assert not response.episode.failed, response.episode.why
+            assert response.episode.mask.tolist() == mask_by_text(response)
+            assert not response.logprobs[~response.episode.mask].any()
+            assert (response.logprobs[response.episode.mask] < 0).all()
+            turns = max(turns, int(response.episode.parts["turns"]))
     assert turns == 4, "several turns are among them"
 
 

@@ -62,7 +62,7 @@ def played(
 
     with closing(Episodes(recipe, fake)) as episodes:  # type: ignore[arg-type]
         found = {prompt.problem.question: responses for prompt, responses in episodes.generate(take, n, how)}
-    assert all(one.episode for responses in found.values() for one in responses)
+    assert all(response.episode for responses in found.values() for response in responses)
     return found
 
 
@@ -75,20 +75,23 @@ def test_sampled_tokens_have_mask_1_and_their_logprobs_in_place(model: Path) -> 
     found = played(recipe_of(model, "calculator"), adds, ["1+2+3", "10+20"])
     for question, responses in found.items():
         answer = str(eval(question))
-        for one in responses:
-            assert TOKENIZER.decode(one.ids) == f"{question}={answer} {answer}<|im_end|>"
+        for response in responses:
+            assert TOKENIZER.decode(response.ids) == f"{question}={answer} {answer}<|im_end|>"
             mask = [True] * (len(question) + 1) + [False] * (len(answer) + 1) + [True] * (len(answer) + 1)
-            assert one.episode.mask.tolist() == mask
+            assert response.episode.mask.tolist() == mask
             first, second = len(question) + 1, len(answer) + 1
-            assert one.logprobs[one.episode.mask].tolist() == [*range(-1, -first - 1, -1), *range(-1, -second - 1, -1)]
-            assert not one.logprobs[~one.episode.mask].any()
-            assert one.episode.prompt_ids.tolist() == TOKENIZER.encode(question)
-            assert one.episode.parts["turns"] == 2
-            assert one.episode.parts["calls"] == 1
-            assert one.episode.reward is None
-            assert one.ids[one.episode.last_turn :].tolist()[-1] == EOS
-            assert one.finish_reason == "stop"
-            assert one.weight_version == 7
+            assert response.logprobs[response.episode.mask].tolist() == [
+                *range(-1, -first - 1, -1),
+                *range(-1, -second - 1, -1),
+            ]
+            assert not response.logprobs[~response.episode.mask].any()
+            assert response.episode.prompt_ids.tolist() == TOKENIZER.encode(question)
+            assert response.episode.parts["turns"] == 2
+            assert response.episode.parts["calls"] == 1
+            assert response.episode.reward is None
+            assert response.ids[response.episode.last_turn :].tolist()[-1] == EOS
+            assert response.finish_reason == "stop"
+            assert response.weight_version == 7
 
 
 TOOLS = """{% for m in messages %}<|im_start|>{{ m['role'] }}
@@ -124,40 +127,40 @@ def calls_the_tool(context: str) -> str:
 
 
 def test_a_chat_with_tools_continues_what_was_sampled(chat_recipe: Callable[..., Recipe]) -> None:
-    [one, _] = played(chat_recipe("chat"), calls_the_tool, ["1+2+3"])["1+2+3"]
+    [response, _] = played(chat_recipe("chat"), calls_the_tool, ["1+2+3"])["1+2+3"]
     call = 'Let me see.\n<tool_call>\n{"name":  "add","arguments":{"terms": "1+2+3"} }\n</tool_call>'
     given = "\n<|im_start|>tool\n6<|im_end|>\n<|im_start|>assistant\n"
-    assert TOKENIZER.decode(one.ids) == f"{call}<|im_end|>{given}6<|im_end|>"
-    assert TOKENIZER.decode(one.ids[~one.episode.mask]) == given
-    assert one.episode.reward == 1.0
-    assert one.episode.parts["words"] == 1.0
-    assert one.episode.parts["calls"] == 1
-    assert one.episode.parts["failed_calls"] == 0
+    assert TOKENIZER.decode(response.ids) == f"{call}<|im_end|>{given}6<|im_end|>"
+    assert TOKENIZER.decode(response.ids[~response.episode.mask]) == given
+    assert response.episode.reward == 1.0
+    assert response.episode.parts["words"] == 1.0
+    assert response.episode.parts["calls"] == 1
+    assert response.episode.parts["failed_calls"] == 0
 
 
 def test_a_broken_prefix_ends_the_episode_with_the_first_token_that_differs(
     model: Path, chat_recipe: Callable[..., Recipe]
 ) -> None:
-    [one] = played(recipe_of(model, "tokenizes_again"), lambda context: "abcde", ["1"], n=1)["1"]
-    assert one.episode.failed
-    assert one.episode.why == (
+    [response] = played(recipe_of(model, "tokenizes_again"), lambda context: "abcde", ["1"], n=1)["1"]
+    assert response.episode.failed
+    assert response.episode.why == (
         "the episode failed: turn 2 does not continue turn 1: its token 4 is '&' (id 5) where 'd' (id 67) was sampled "
         "before; pass on the ids, or the messages, as they were returned"
     )
-    [one] = played(chat_recipe("edits_messages"), lambda context: "abc", ["1"], n=1)["1"]
-    assert one.episode.failed
-    assert "is 'e' (id 68) where 'a' (id 64) was sampled before" in one.episode.why
+    [response] = played(chat_recipe("edits_messages"), lambda context: "abc", ["1"], n=1)["1"]
+    assert response.episode.failed
+    assert "is 'e' (id 68) where 'a' (id 64) was sampled before" in response.episode.why
 
 
 def test_limits_end_an_episode_as_cut(model: Path) -> None:
-    [one] = played(recipe_of(model, "never_ends", turns=3), lambda context: "abcdef", ["1"], n=1)["1"]
-    assert one.episode.parts["turns"] == 3
-    assert one.finish_reason == "length"
-    assert TOKENIZER.decode(one.ids) == "ab(ab(ab"
-    [one] = played(recipe_of(model, "never_ends", turns=999), lambda context: "abcdef", ["1"], n=1)["1"]
-    assert one.finish_reason == "length"
-    assert len(one.ids) in (63, 64)
-    assert one.episode.mask[-1]
+    [response] = played(recipe_of(model, "never_ends", turns=3), lambda context: "abcdef", ["1"], n=1)["1"]
+    assert response.episode.parts["turns"] == 3
+    assert response.finish_reason == "length"
+    assert TOKENIZER.decode(response.ids) == "ab(ab(ab"
+    [response] = played(recipe_of(model, "never_ends", turns=999), lambda context: "abcdef", ["1"], n=1)["1"]
+    assert response.finish_reason == "length"
+    assert len(response.ids) in (63, 64)
+    assert response.episode.mask[-1]
 
 
 @pytest.mark.parametrize(
@@ -168,11 +171,11 @@ def test_limits_end_an_episode_as_cut(model: Path) -> None:
     ],
 )
 def test_a_function_that_breaks_the_rules_fails_its_episode(model: Path, function: str, why: str) -> None:
-    for one in played(recipe_of(model, function), lambda context: "abc", ["1"])["1"]:
-        assert one.episode.failed
-        assert why in one.episode.why
-        assert one.episode.parts["lost"] == 1.0
-        assert not one.episode.mask.any()
+    for response in played(recipe_of(model, function), lambda context: "abc", ["1"])["1"]:
+        assert response.episode.failed
+        assert why in response.episode.why
+        assert response.episode.parts["lost"] == 1.0
+        assert not response.episode.mask.any()
 
 
 @pytest.mark.parametrize(
@@ -208,9 +211,9 @@ def test_hostile_tools_cost_their_own_episode_alone(model: Path, monkeypatch: py
     }
     found = played(recipe, lambda context: "abc", list(expected), n=1)
     assert found.keys() == expected.keys()
-    for kind, [one] in found.items():
-        assert one.episode.failed == bool(expected[kind]), kind
-        assert expected[kind] in one.episode.why, kind
+    for kind, [response] in found.items():
+        assert response.episode.failed == bool(expected[kind]), kind
+        assert expected[kind] in response.episode.why, kind
 
 
 def test_a_failed_episode_is_begun_again_and_dropped_with_its_groups_share(model: Path) -> None:
@@ -218,7 +221,7 @@ def test_a_failed_episode_is_begun_again_and_dropped_with_its_groups_share(model
     says = iter(["abcd", "", "abcd"])
     recipe = recipe_of(model, "raises_after_text")
     [first, second] = played(recipe, lambda context: next(says), ["1"])["1"]
-    failed, kept = sorted((first, second), key=lambda one: not one.episode.failed)
+    failed, kept = sorted((first, second), key=lambda response: not response.episode.failed)
     assert failed.episode.failed
     assert failed.episode.parts == {"retries": 1.0, "lost": 0.5}
     assert not kept.episode.failed
@@ -237,7 +240,7 @@ def test_episodes_that_wait_for_tools_do_not_count_for_the_engine(model: Path, f
     recipe = recipe_of(model, function)
     questions = [str(place) for place in range(16)]
     found = played(recipe, lambda context: "abc", questions, row={"seconds": 1.0}, slots=1)
-    waits = [one.episode.parts["tool_seconds"] for own in found.values() for one in own]
+    waits = [response.episode.parts["tool_seconds"] for responses in found.values() for response in responses]
     assert len(waits) == 32
     assert min(waits) >= 1.0
 
@@ -258,20 +261,20 @@ def test_slimes_convention_runs(model: Path) -> None:
     function = "tests.extras.episodes.slime_search"
     longer = recipe_of(model, f"{function}:generate", seconds=120.0)  # it imports transformers first
     longer = longer.model_copy(update={"rollout": longer.rollout.model_copy(update={"max_response_tokens": 256})})
-    [one] = played(longer, searches, ["6?"], n=1)["6?"]
-    assert not one.episode.failed, one.episode.why
+    [response] = played(longer, searches, ["6?"], n=1)["6?"]
+    assert not response.episode.failed, response.episode.why
     given = "<information>Paris</information>"
     text = f"<search>capital of France</search><|im_end|>{given}It is Paris.<|im_end|>"
-    assert TOKENIZER.decode(one.ids) == text
-    assert TOKENIZER.decode(one.ids[~one.episode.mask]) == given
-    assert one.episode.reward == 0.0, "the label 6 is not in the response"
-    assert (one.logprobs[one.episode.mask] < 0).all()
+    assert TOKENIZER.decode(response.ids) == text
+    assert TOKENIZER.decode(response.ids[~response.episode.mask]) == given
+    assert response.episode.reward == 0.0, "the label 6 is not in the response"
+    assert (response.logprobs[response.episode.mask] < 0).all()
 
     rollout = longer.rollout.model_copy(update={"function": f"{function}:loses_a_token"})
     broken = longer.model_copy(update={"rollout": rollout})
-    [one] = played(broken, searches, ["6?"], n=1)["6?"]
-    assert one.episode.failed
-    assert "is '<|im_end|>' (id 257) where '.' (id 13) was sampled before" in one.episode.why
+    [response] = played(broken, searches, ["6?"], n=1)["6?"]
+    assert response.episode.failed
+    assert "is '<|im_end|>' (id 257) where '.' (id 13) was sampled before" in response.episode.why
 
 
 def echoes(context: str) -> str:
@@ -285,20 +288,24 @@ def echoes(context: str) -> str:
 def test_trls_environments_run(chat_recipe: Callable[..., Recipe]) -> None:
     recipe = chat_recipe("tests.extras.episodes.trl_environments:EchoEnvironment")
     recipe = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"max_response_tokens": 512})})
-    [one] = played(recipe, echoes, ["Try."], n=1, row={"prompt": "Try."})["Try."]
-    assert not one.episode.failed, one.episode.why
-    prompt = TOKENIZER.decode(one.episode.prompt_ids)
+    [response] = played(recipe, echoes, ["Try."], n=1, row={"prompt": "Try."})["Try."]
+    assert not response.episode.failed, response.episode.why
+    prompt = TOKENIZER.decode(response.episode.prompt_ids)
     assert prompt == "<|im_start|>user\nTry. Echo it.<|im_end|>\n<|im_start|>assistant\n"
-    text = TOKENIZER.decode(one.ids)
+    text = TOKENIZER.decode(response.ids)
     assert "<|im_start|>tool\nhello<|im_end|>" in text
     assert text.endswith('{"error": "ValueError: Game over."}<|im_end|>')
-    assert one.episode.reward == 0.5
-    assert (one.episode.parts["calls"], one.episode.parts["failed_calls"], one.episode.parts["turns"]) == (2, 1, 3)
+    assert response.episode.reward == 0.5
+    assert (
+        response.episode.parts["calls"],
+        response.episode.parts["failed_calls"],
+        response.episode.parts["turns"],
+    ) == (2, 1, 3)
 
 
 def test_hundreds_of_episodes_begin_at_once(model: Path) -> None:
     """More messages than the sockets hold, in both directions: neither end waits for the other to read."""
     row = {"seconds": 0.0, "text": "x" * 4000}
     found = played(recipe_of(model, "sleeps"), lambda context: "abc", list(map(str, range(32))), n=8, row=row)
-    assert sum(len(own) for own in found.values()) == 256
-    assert not any(one.episode.failed for own in found.values() for one in own)
+    assert sum(len(responses) for responses in found.values()) == 256
+    assert not any(response.episode.failed for responses in found.values() for response in responses)

@@ -59,7 +59,7 @@ def test_killed_in_mid_episode_no_group_is_doubled_or_lost(tmp_path: Path) -> No
     finished = train(recipe)
     assert finished.wait() == 0, (tmp_path / "log").read_text()
     store = StageStore(stage)
-    samples = [one for update in range(store.updates) for one in store.read_update(update, with_text=True)]
+    samples = [sample for update in range(store.updates) for sample in store.read_update(update, with_text=True)]
     groups = [sample.group for sample in samples]
     assert sorted(set(groups)) == list(range(32))
     assert all(groups.count(group) == 4 for group in set(groups))

@@ -33,7 +33,7 @@ def answers(tool: Callable[..., Any], arguments: Any = None, name: str | None = 
     with ThreadPoolExecutor(1) as threads:
         model = EpisodeModel(Problem("p", "", ""), [1], "", [], {}, unasked, threads)
         messages = asyncio.run(model.answer({"tool_calls": [call]}, [tool]))
-    return [one["content"] for one in messages], model.calls, model.failed_calls
+    return [message["content"] for message in messages], model.calls, model.failed_calls
 
 
 def ten_megabytes() -> str:

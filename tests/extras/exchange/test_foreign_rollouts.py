@@ -40,39 +40,39 @@ def read(folder: Path, *found: dict[str, Any]) -> list[list[ForeignRollout]]:
     ],
 )
 def test_text_messages_and_ids_of_the_same_response_are_the_same(row: dict[str, Any], tmp_path: Path) -> None:
-    [[one]] = read(tmp_path, row)
-    assert one.prompt_ids.tolist() == TOKENIZER.encode("1+1=")
-    assert one.response_ids.tolist() == [*TOKENIZER.encode("2"), END]
-    assert (one.text, one.finish_reason, one.logprobs, one.loss_mask) == ("2", "stop", None, None)
-    assert one.row == row
+    [[rollout]] = read(tmp_path, row)
+    assert rollout.prompt_ids.tolist() == TOKENIZER.encode("1+1=")
+    assert rollout.response_ids.tolist() == [*TOKENIZER.encode("2"), END]
+    assert (rollout.text, rollout.finish_reason, rollout.logprobs, rollout.loss_mask) == ("2", "stop", None, None)
+    assert rollout.row == row
 
 
 def test_a_cut_response_has_no_end(tmp_path: Path) -> None:
-    [[one]] = read(tmp_path, {"prompt": "1+1=", "completion": "2", "finish_reason": "length"})
-    assert one.response_ids.tolist() == TOKENIZER.encode("2")
+    [[rollout]] = read(tmp_path, {"prompt": "1+1=", "completion": "2", "finish_reason": "length"})
+    assert rollout.response_ids.tolist() == TOKENIZER.encode("2")
 
 
 def test_groups_are_named_or_share_their_prompt_and_step(tmp_path: Path) -> None:
     rows = [{"prompt": prompt, "completion": said} for prompt in ("1+1=", "1+2=") for said in "23"]
     interleaved = [rows[0], rows[2], rows[1], rows[3]]
-    assert [[one.text for one in group] for group in read(tmp_path, *interleaved)] == [["2", "3"], ["2", "3"]]
+    assert [[rollout.text for rollout in group] for group in read(tmp_path, *interleaved)] == [["2", "3"], ["2", "3"]]
     again = [row | {"step": step} for step in (1, 2) for row in rows]
     assert len(read(tmp_path, *again)) == 4
-    named = [{"prompt": "1+1=", "completion": said, "group": said in "45"} for said in "2345"]
-    assert [[one.text for one in group] for group in read(tmp_path, *named)] == [["2", "3"], ["4", "5"]]
+    grouped = [{"prompt": "1+1=", "completion": said, "group": said in "45"} for said in "2345"]
+    assert [[rollout.text for rollout in group] for group in read(tmp_path, *grouped)] == [["2", "3"], ["4", "5"]]
 
 
 def test_logprobs_and_masks_come_with_ids(tmp_path: Path) -> None:
-    [[one]] = read(tmp_path, IDS | {"logprobs": [-1, -2.5, 0], "loss_mask": [1, 0, True]})
-    assert one.logprobs is not None
-    assert one.loss_mask is not None
-    assert (one.logprobs.tolist(), one.loss_mask.tolist()) == ([-1, -2.5, 0], [True, False, True])
+    [[rollout]] = read(tmp_path, IDS | {"logprobs": [-1, -2.5, 0], "loss_mask": [1, 0, True]})
+    assert rollout.logprobs is not None
+    assert rollout.loss_mask is not None
+    assert (rollout.logprobs.tolist(), rollout.loss_mask.tolist()) == ([-1, -2.5, 0], [True, False, True])
 
 
 def test_a_logprob_that_was_rounded_above_0_is_0(tmp_path: Path) -> None:
-    [[one]] = read(tmp_path, IDS | {"logprobs": [ROUNDING / 2, 0.0, -0.5]})
-    assert one.logprobs is not None
-    assert one.logprobs.tolist() == [0, 0, -0.5]
+    [[rollout]] = read(tmp_path, IDS | {"logprobs": [ROUNDING / 2, 0.0, -0.5]})
+    assert rollout.logprobs is not None
+    assert rollout.logprobs.tolist() == [0, 0, -0.5]
     with pytest.raises(UserError, match=r"rollouts\.jsonl:1: logprobs hold 2e-05, .* at most 0"):
         read(tmp_path, IDS | {"logprobs": [2 * ROUNDING, 0.0, -0.5]})
 

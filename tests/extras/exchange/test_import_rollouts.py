@@ -124,8 +124,8 @@ def test_what_fits_is_imported_and_the_hint_has_the_settings(
 
 def of_ids(path: Path, *rows: dict[str, Any]) -> Path:
     """Two updates of two groups of two responses, each row changed by `rows`."""
-    whole = [{"prompt_ids": [k, 2], "response_ids": [3, 4], "reward": n % 2} for k in range(4) for n in range(2)]
-    path.write_text("".join(json.dumps(row | change) + "\n" for row, change in zip(whole, rows, strict=True)))
+    unchanged = [{"prompt_ids": [k, 2], "response_ids": [3, 4], "reward": n % 2} for k in range(4) for n in range(2)]
+    path.write_text("".join(json.dumps(row | change) + "\n" for row, change in zip(unchanged, rows, strict=True)))
     return path
 
 
@@ -187,7 +187,7 @@ def test_a_file_is_scored_as_training_scores(model: Path, tmp_path: Path) -> Non
         parts.append(sample.components)
     assert rewards[:4] == [1.0, 0.0, -0.5, -1.0]  # 222 and its end-of-sequence token are one short of the limit
     assert rewards[4:] == [2.5, -0.5, -1.0, -1.5]
-    assert all(one["asked"] == 4 for one in parts)
+    assert all(part["asked"] == 4 for part in parts)
     assert parts[2]["overlong"] == 0.5
 
 

@@ -48,7 +48,7 @@ def test_files_go_both_ways(library: str, ours: dict[str, Any], files: list[str]
     place = len(read["prompt_ids"])
     end = place + len(read["response_ids"])
     assert views["ours"]["ids"][:end] == read["prompt_ids"] + read["response_ids"]
-    assert [bool(one) for one in views["ours"]["mask"]] == [
+    assert [bool(token) for token in views["ours"]["mask"]] == [
         *[False] * place,
         *map(bool, read["loss_mask"]),
         *[False] * (len(views["ours"]["ids"]) - end),
@@ -67,14 +67,14 @@ def test_files_go_both_ways(library: str, ours: dict[str, Any], files: list[str]
         stage = tmp_path / f"{file}.stage"
         import_rollouts(tmp_path / file, load_recipe(path), stage, say=lambda line: None)
         store = StageStore(stage / "stages" / "00000")
-        samples = [one for update in range(store.updates) for one in store.read_update(update, with_text=True)]
+        samples = [row for update in range(store.updates) for row in store.read_update(update, with_text=True)]
         assert len(samples) == len(views["theirs"]) == 8
         for sample, view in zip(samples, views["theirs"], strict=True):
             assert sample.loss_mask is not None
             begin, length = len(sample.prompt_ids), len(sample.response_ids)
             assert [*sample.prompt_ids.tolist(), *sample.response_ids.tolist()] == view["ids"][: begin + length]
             assert not any(view["mask"][begin + length :])
-            assert sample.loss_mask.tolist() == [bool(one) for one in view["mask"][begin : begin + length]]
+            assert sample.loss_mask.tolist() == [bool(token) for token in view["mask"][begin : begin + length]]
             logprobs = view["logprobs"][begin : begin + length]
             np.testing.assert_allclose(sample.engine_logprobs, logprobs, atol=ROUNDING)
             assert sample.reward == pytest.approx(view["reward"])

@@ -15,13 +15,13 @@ from tests.extras.exchange.test_foreign_rollouts import TEMPLATE, TOKENIZER
 
 
 def turn(prompt: list[Any], completion: list[int], mask: list[int] | None = None, node: str = "a") -> dict[str, Any]:
-    own = [1] * len(completion) if mask is None else mask
+    mask_values = [1] * len(completion) if mask is None else mask
     return {
         "node_id": node,
         "prompt_token_ids": prompt,
         "completion_token_ids": completion,
         "per_token_logps": [-0.5 * (place + 1) for place in range(len(completion))],
-        "loss_mask": [0] * len(prompt) + own,
+        "loss_mask": [0] * len(prompt) + mask_values,
         "request": {},
         "response": {},
         "metadata": {},
@@ -43,10 +43,10 @@ def test_turns_become_one_response_with_a_mask(tmp_path: Path) -> None:
     assert flatten_trace({"prompt": "1+1=", "response": "2"}) == {"prompt": "1+1=", "response": "2"}
     path = tmp_path / "traces.jsonl"
     path.write_text(json.dumps({"trace": TWO, "reward": 1.0}) + "\n")
-    [[one]] = read_rollouts(path, TOKENIZER, TEMPLATE, (1000, 1000))
-    assert one.response_ids.tolist() == FLAT["response_ids"]
-    assert one.loss_mask is not None
-    assert one.loss_mask.tolist() == [True, True, False, False, True]
+    [[rollout]] = read_rollouts(path, TOKENIZER, TEMPLATE, (1000, 1000))
+    assert rollout.response_ids.tolist() == FLAT["response_ids"]
+    assert rollout.loss_mask is not None
+    assert rollout.loss_mask.tolist() == [True, True, False, False, True]
 
 
 def test_a_turn_that_is_not_trained_on_may_be_of_another_conversation() -> None:
@@ -80,8 +80,8 @@ def test_what_is_no_trace_is_said_in_a_sentence(change: dict[str, Any], why: str
 
 def node(parent: int | None, ids: list[int], mask: list[bool] | None = None, **more: Any) -> dict[str, Any]:
     inside = [False] * len(ids) if mask is None else mask
-    own = {"token_ids": ids, "mask": inside, "logprobs": [-0.5 * (n + 1) for n in range(sum(inside))]}
-    return {"parent": parent, "message": {"role": "user", "content": ""}, "sampled": any(inside), **own, **more}
+    fields = {"token_ids": ids, "mask": inside, "logprobs": [-0.5 * (n + 1) for n in range(sum(inside))]}
+    return {"parent": parent, "message": {"role": "user", "content": ""}, "sampled": any(inside), **fields, **more}
 
 
 NODES = [
@@ -109,10 +109,13 @@ def test_an_episode_of_verifiers_is_its_trained_traces(tmp_path: Path) -> None:
         {"env": {"id": "e"}, "task": VERIFIERS["task"], "group": {"id": group}, "traces": traces}
         for group, traces in (("a", [VERIFIERS, judge]), ("b", [cut]), ("a", [cut]), ("b", [judge, VERIFIERS]))
     ]
-    path.write_text("".join(json.dumps(one) + "\n" for one in episodes))
+    path.write_text("".join(json.dumps(episode) + "\n" for episode in episodes))
     groups = read_rollouts(path, TOKENIZER, TEMPLATE, (1000, 1000))
-    assert [[one.finish_reason for one in own] for own in groups] == [["stop", "length"], ["length", "stop"]]
-    assert {one.row["reward"] for own in groups for one in own} == {2.5}
+    assert [[rollout.finish_reason for rollout in group] for group in groups] == [
+        ["stop", "length"],
+        ["length", "stop"],
+    ]
+    assert {rollout.row["reward"] for group in groups for rollout in group} == {2.5}
     assert groups[0][0].response_ids.tolist() == [3, 4, 9, 9, 5]
     for traces, why in (([judge], "without a trace to train on"), ("x", "traces is no list"), ([3], "are no objects")):
         path.write_text(json.dumps({**episodes[0], "traces": traces}) + "\n")

@@ -37,7 +37,7 @@ def captured(group: int, draw: random.Random) -> Session:
 
 
 def view(graph: RolloutGraph) -> dict[str, Any]:
-    [sequence] = [one for one in graph.sequences() if one.node_ids != ["title"]]
+    [sequence] = [candidate for candidate in graph.sequences() if candidate.node_ids != ["title"]]
     return {"ids": sequence.input_ids, "mask": sequence.loss_mask, "logprobs": sequence.logprobs}
 
 

@@ -59,7 +59,7 @@ def trace_of(group: int, draw: random.Random) -> WireTrace:
 
 def view(trace: WireTrace) -> dict[str, Any]:
     [branch] = trace.branches
-    value = sum(one.value for one in trace.rewards.values() if one is not None)
+    value = sum(reward.value for reward in trace.rewards.values() if reward is not None)
     cut = bool(trace.calls) and trace.calls[-1].finish_reason == "length"
     return {
         "ids": branch.token_ids,
@@ -73,15 +73,15 @@ def view(trace: WireTrace) -> dict[str, Any]:
 def main(folder: Path) -> None:
     draw = random.Random(0)
     traces = [[trace_of(group, draw) for _ in range(EACH)] for group in range(GROUPS)]
-    for group, own in enumerate(traces):
-        for one in own:
+    for group, group_traces in enumerate(traces):
+        for trace in group_traces:
             env, name = EnvInfo(id="sums"), GroupInfo(id=f"g{group}")
-            write_episode(folder, WireEpisode(env=env, task=one.task, group=name, ok=True, traces=[one]))
+            write_episode(folder, WireEpisode(env=env, task=trace.task, group=name, ok=True, traces=[trace]))
     (folder / TRACES_FILE).rename(folder / "theirs.jsonl")
-    records = [one.to_record(float_decimals=None) for own in traces for one in own]
-    (folder / "records.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    records = [trace.to_record(float_decimals=None) for group_traces in traces for trace in group_traces]
+    (folder / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     ours = WireTrace.model_validate_json((folder / "ours.json").read_text())
-    views = {"theirs": [view(one) for own in traces for one in own], "ours": view(ours)}
+    views = {"theirs": [view(trace) for group_traces in traces for trace in group_traces], "ours": view(ours)}
     (folder / "views.json").write_text(json.dumps({"version": verifiers.__version__, **views}))
 
 

@@ -87,7 +87,7 @@ def updates_by_peft(model: str, start: str) -> Outcome:
 
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
     peft = PeftModel.from_pretrained(base, start, is_trainable=True)
-    trained = {name: one for name, one in peft.named_parameters() if one.requires_grad}
+    trained = {name: parameter for name, parameter in peft.named_parameters() if parameter.requires_grad}
     section = recipe(Path(model), **with_lora({}))
     data = left_behind(samples())
     inputs = make_loss_inputs(section.objective, 24, data, advantages(len(data)), torch.device("cpu"))
@@ -111,4 +111,8 @@ def updates_by_peft(model: str, start: str) -> Outcome:
         adam.step()
     with torch.no_grad():
         last = logprobs().numpy()
-    return metrics, last, {name.replace(".default", ""): one.detach().numpy() for name, one in trained.items()}
+    return (
+        metrics,
+        last,
+        {name.replace(".default", ""): parameter.detach().numpy() for name, parameter in trained.items()},
+    )

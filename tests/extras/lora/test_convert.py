@@ -60,7 +60,7 @@ def test_what_is_extracted_and_merged_is_what_the_run_exports(run: Path, tmp_pat
     assert command("merge", "--adapter", run / "adapter", "--hf", run / "base", "--out", tmp_path / "merged") == 0
     ours, exported = (load_file(path / "model.safetensors") for path in (tmp_path / "merged", run / "hf"))
     assert ours.keys() == exported.keys()
-    assert all(ours[name].equal(one) for name, one in exported.items())
+    assert all(ours[name].equal(tensor) for name, tensor in exported.items())
 
 
 def test_what_does_not_belong_together_is_refused(

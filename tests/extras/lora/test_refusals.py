@@ -91,7 +91,7 @@ def renamed(directory: Path) -> None:
     from safetensors.numpy import load_file, save_file
 
     path = directory / "adapter_model.safetensors"
-    save_file({name.replace("q_proj", "wq"): one for name, one in load_file(path).items()}, path)
+    save_file({name.replace("q_proj", "wq"): tensor for name, tensor in load_file(path).items()}, path)
 
 
 def cut(directory: Path) -> None:

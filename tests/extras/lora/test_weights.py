@@ -47,7 +47,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> str:
 def sent(learner: Any) -> dict[str, torch.Tensor]:
     """What a sync sends, by Hugging Face names."""
     plan = build_plan(learner.models, learner.architecture, 1 << 16)
-    return {name: one.clone() for name, one in planned_tensors(plan, learner.models, learner.architecture)}
+    return {name: tensor.clone() for name, tensor in planned_tensors(plan, learner.models, learner.architecture)}
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -129,10 +129,10 @@ def merged_at_once(model: str) -> int:
     merged = LowRank.merged
 
     def counted(self: LowRank) -> torch.Tensor:
-        counts.append(sum(one() is not None for one in alive))
-        whole = merged(self)
-        alive.append(weakref.ref(whole))
-        return whole
+        counts.append(sum(reference() is not None for reference in alive))
+        result = merged(self)
+        alive.append(weakref.ref(result))
+        return result
 
     with patch.object(LowRank, "merged", counted):
         update(learner, samples(), advantages(24))
@@ -149,10 +149,10 @@ def computes_what_is_sent(model: str, start: str, other: str) -> None:
     from mugrpo_megatron.weights.hf import save_hf
 
     learner = adapted(model, BFLOAT16, start=start)
-    own = np.concatenate(token_logprobs(learner, samples()))
+    logprobs = np.concatenate(token_logprobs(learner, samples()))
     save_hf(learner.models, learner.architecture, Path(model), Path(other))
     plain = build_learner(recipe(Path(other), **BFLOAT16), learner.ranks)
-    assert np.array_equal(own, np.concatenate(token_logprobs(plain, samples())))
+    assert np.array_equal(logprobs, np.concatenate(token_logprobs(plain, samples())))
 
 
 def test_the_merged_forward_pass_is_that_of_the_engine_s_weights(model: str, tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def check_comes_back(model: str, start: str, folder: Path, world: int, sections:
     with_adapter = peft.PeftModel.from_pretrained(base, after.parent)
     state, tensors = peft.get_peft_model_state_dict(with_adapter), load_file(before)
     assert state.keys() == tensors.keys()
-    assert all(state[name].equal(one) for name, one in tensors.items())
+    assert all(state[name].equal(tensor) for name, tensor in tensors.items())
     return with_adapter
 
 

@@ -93,7 +93,7 @@ def speedup_row() -> str:
     pairs = [
         [hours(model, "grpo").over(hours(model, "mu_grpo")) for model in PUBLISHED] for hours in (published, planned)
     ]
-    paper, plan = (Hours(mean(one.rollout for one in each), mean(one.total for one in each)) for each in pairs)
+    paper, plan = (Hours(mean(hours.rollout for hours in rows), mean(hours.total for hours in rows)) for rows in pairs)
     return f"| mean | {paper.rollout:.2f} | {plan.rollout:.2f} | {paper.total:.2f} | {plan.total:.2f} |"
 
 

@@ -56,12 +56,12 @@ def test_longer_answers_cost_a_judge_more_and_a_larger_auxiliary_costs_more_of_e
 
 def test_a_teacher_reads_at_two_flop_for_each_parameter_and_token() -> None:
     case = on_four_h200(taught(LARGE, rollout={"max_response_tokens": 64}, data={"max_prompt_tokens": 64}))
-    (own,) = auxiliary_costs(case)
+    (cost_of_model,) = auxiliary_costs(case)
     tokens = 1024 * 128 * 8 * case.mean_sequence
     rate = case.cluster.world * case.cluster.device.flops * case.assumptions.mfu
-    assert own.work == pytest.approx(2 * own.parameters * tokens / rate, rel=0.1)
+    assert cost_of_model.work == pytest.approx(2 * cost_of_model.parameters * tokens / rate, rel=0.1)
     longer = taught(LARGE, rollout={"max_response_tokens": 64}, schedule={"updates_per_stage": 4096})
-    assert cost(longer).work > 3.9 * own.work
+    assert cost(longer).work > 3.9 * cost_of_model.work
 
 
 def test_a_auxiliary_starts_in_every_stage() -> None:
@@ -115,7 +115,7 @@ parse = "a:b"
         assert row in said
     assert main([*words, "--json"]) == 0
     table = json.loads(capsys.readouterr().out)
-    assert [one["job"] for one in table["auxiliary"]] == ["teacher", "judge quality"]
+    assert [entry["job"] for entry in table["auxiliary"]] == ["teacher", "judge quality"]
     assert table["stage_seconds"]["auxiliary"] == pytest.approx(
-        sum(one["start"] + one["work"] for one in table["auxiliary"])
+        sum(entry["start"] + entry["work"] for entry in table["auxiliary"])
     )

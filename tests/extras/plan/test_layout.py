@@ -144,10 +144,10 @@ def test_the_options_of_a_candidate_give_its_layout(name: str) -> None:
     case = make_case(recipe, shape(name), bundled_configs()[name], cluster, Assumptions())
     found = compare_layouts(case, engine_memory(case))
     assert len(found) > 10
-    for one in found:
-        options = recipe_keys(recipe, one.recipe).replace("--set ", "").split()
+    for candidate in found:
+        options = recipe_keys(recipe, candidate.recipe).replace("--set ", "").split()
         again = load_recipe(None, ["parallel.context=2", "learner.recompute=selective", *options])
-        assert layout_of(again.parallel, again.learner.recompute, cluster.world) == one.layout
+        assert layout_of(again.parallel, again.learner.recompute, cluster.world) == candidate.layout
 
 
 OWN = ["parallel.tensor=1", "parallel.pipeline=1", "parallel.virtual_pipeline=1"]

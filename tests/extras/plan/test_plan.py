@@ -60,8 +60,8 @@ def test_fp8_halves_an_engines_weights_and_several_nodes_slow_its_steps() -> Non
     vocabulary = (
         2 * bundled_configs()["Qwen2.5-Math-7B"]["vocab_size"] * bundled_configs()["Qwen2.5-Math-7B"]["hidden_size"]
     )
-    whole = weights[0] / 2
-    assert weights[1] == pytest.approx((whole - vocabulary) * (1 + 4 / 128**2) + 2 * vocabulary, rel=1e-3)
+    bfloat16 = weights[0] / 2
+    assert weights[1] == pytest.approx((bfloat16 - vocabulary) * (1 + 4 / 128**2) + 2 * vocabulary, rel=1e-3)
     inside, across = case_of(2, engine={"tensor": 8}), case_of(2, engine={"tensor": 16, "nodes": 2})
-    one, two = (phases(case, memory(case, engine_memory(case))).generate for case in (inside, across))
-    assert two > one, "half as many engines, and the network in every step"
+    one_node, two_nodes = (phases(case, memory(case, engine_memory(case))).generate for case in (inside, across))
+    assert two_nodes > one_node, "half as many engines, and the network in every step"

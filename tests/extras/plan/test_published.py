@@ -29,13 +29,13 @@ SPEEDUP_WITHIN = 1.8
 """The same for GRPO's hours over mu-GRPO's."""
 
 
-def factor(one: float, other: float) -> float:
+def factor(value: float, other: float) -> float:
     """The factor, at least 1, between two figures."""
-    return max(one / other, other / one)
+    return max(value / other, other / value)
 
 
-def largest_factor(one: Hours, other: Hours) -> float:
-    return max(factor(one.rollout, other.rollout), factor(one.total, other.total))
+def largest_factor(hours: Hours, other: Hours) -> float:
+    return max(factor(hours.rollout, other.rollout), factor(hours.total, other.total))
 
 
 @pytest.mark.parametrize(
@@ -44,14 +44,14 @@ def largest_factor(one: Hours, other: Hours) -> float:
 )
 def test_table_1_is_copied_right(method: str, rollout: float, total: float) -> None:
     ratios = [published(model, method).over(published(model, "mu_grpo")) for model in PUBLISHED]
-    assert mean(one.rollout for one in ratios) == pytest.approx(rollout, abs=0.006)
-    assert mean(one.total for one in ratios) == pytest.approx(total, abs=0.006)
+    assert mean(hours.rollout for hours in ratios) == pytest.approx(rollout, abs=0.006)
+    assert mean(hours.total for hours in ratios) == pytest.approx(total, abs=0.006)
 
 
 def test_no_plan_that_knows_model_and_schedule_alone_could_be_much_closer() -> None:
     """M2PO has mu-GRPO's schedule: one figure for both is at least the root of their ratio away from one of them."""
     ratios = [published(model, "m2po").over(published(model, "mu_grpo")) for model in PUBLISHED]
-    assert max(factor(one.rollout, 1.0) for one in ratios) ** 0.5 > WITHIN / 1.25
+    assert max(factor(hours.rollout, 1.0) for hours in ratios) ** 0.5 > WITHIN / 1.25
 
 
 @pytest.mark.parametrize("method", ["grpo", "mu_grpo"])

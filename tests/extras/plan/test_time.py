@@ -93,10 +93,10 @@ def costs(**sections: dict[str, Any]) -> list[Schedule]:
 
 
 def test_the_same_updates_cost_the_same_to_take_and_less_to_generate_in_few_stages() -> None:
-    own, grpo, mu = costs()
+    ours, grpo, mu = costs()
     assert (grpo.stages, grpo.updates_per_stage) == (1024, 4)
     assert (mu.stages, mu.updates_per_stage) == (4, 1024)
-    assert own.seconds == mu.seconds
+    assert ours.seconds == mu.seconds
     assert grpo.seconds["optimize"] == pytest.approx(mu.seconds["optimize"])
     assert grpo.seconds["evaluate"] == mu.seconds["evaluate"]
     assert grpo.seconds["switch"] == pytest.approx(256 * mu.seconds["switch"])
@@ -151,9 +151,9 @@ def test_each_whole_stage_pass_is_counted_once() -> None:
         (recipe(objective={"name": "off_policy_grpo", "proximal_every": 4}), 1),
         (recipe(learner=replay, rollout=learner), 1),
     ]
-    none, one = (logprob_seconds(on_four_h200(recipe(rollout=how))) for how in ({}, learner))
+    none, learner_pass = (logprob_seconds(on_four_h200(recipe(rollout=how))) for how in ({}, learner))
     for made, passes in wanted:
-        assert logprob_seconds(on_four_h200(made)) == pytest.approx(none + passes * (one - none))
+        assert logprob_seconds(on_four_h200(made)) == pytest.approx(none + passes * (learner_pass - none))
 
 
 def test_ranks_beyond_the_key_value_heads_read_copies_of_the_cache() -> None:
@@ -177,13 +177,13 @@ def test_a_stage_is_as_large_as_its_columns() -> None:
 
 def test_only_what_is_trained_is_stepped_and_saved() -> None:
     """An adapter's step and save take the seconds of its share of the parameters."""
-    own: dict[str, dict[str, Any]] = {"checkpoint": {"asynchronous": False}, "parallel": {"tensor": 1}}
+    sections: dict[str, dict[str, Any]] = {"checkpoint": {"asynchronous": False}, "parallel": {"tensor": 1}}
     cases = [
-        make_case(recipe(**own, lora=lora), MODEL, CONFIG, make_cluster(1, 8, "h200"), ASSUMPTIONS)
+        make_case(recipe(**sections, lora=lora), MODEL, CONFIG, make_cluster(1, 8, "h200"), ASSUMPTIONS)
         for lora in ({}, {"rank": 8})
     ]
     share = cases[1].trained(0).total / cases[0].trained(0).total
     assert 0.001 < share < 0.01
     for seconds in (step_seconds, partial(saving_seconds, 0.0)):
-        whole, adapted = (seconds(case) for case in cases)
-        assert adapted == pytest.approx(share * whole, rel=0.05)
+        full, adapted = (seconds(case) for case in cases)
+        assert adapted == pytest.approx(share * full, rel=0.05)

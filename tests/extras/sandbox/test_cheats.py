@@ -38,7 +38,7 @@ def test_right_programs_alone_are_paid(name: str) -> None:
     assert reward(case.right, case) == (1.0, "passed")
     with ThreadPoolExecutor(2) as pool:
         paid = list(pool.map(lambda program: reward(program, case)[0], case.cheats))
-    assert [program for program, one in zip(case.cheats, paid, strict=True) if one] == []
+    assert [program for program, is_paid in zip(case.cheats, paid, strict=True) if is_paid] == []
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -32,8 +32,8 @@ def section(**settings: object) -> RewardSection:
 @pytest.mark.process
 @pytest.mark.parametrize("mode", ["namespaces", pytest.param("limits", marks=pytest.mark.night)])
 def test_right_programs_pass_and_wrong_ones_do_not(mode: str) -> None:
-    cases = [(name, one.row, one.right, 1.0) for name, one in PROBLEMS.items()]
-    cases += [(name, one.row, wrong, 0.0) for name, one in PROBLEMS.items() for wrong in one.wrong]
+    cases = [(name, problem.row, problem.right, 1.0) for name, problem in PROBLEMS.items()]
+    cases += [(name, problem.row, wrong, 0.0) for name, problem in PROBLEMS.items() for wrong in problem.wrong]
     with Verifier(section(code={"sandbox": mode, "test_s": 10.0})) as verifier:
         programs = [fenced(program) for _, _, program, _ in cases]
         scores = verifier.submit(programs, [""] * len(cases), rows=[row for _, row, _, _ in cases]).result()
@@ -85,7 +85,7 @@ def test_reasons_say_what_went_wrong() -> None:
     with Verifier(section(code={"test_s": 1.0})) as verifier:
         scores = verifier.submit([fenced(text) for text in programs], [""] * 6, rows=[row] * 6).result()
     for score, why in zip(scores, programs.values(), strict=True):
-        assert any(score.why.startswith(f"test 1 of 1: {one}") for one in why.split("|")), score.why
+        assert any(score.why.startswith(f"test 1 of 1: {reason}") for reason in why.split("|")), score.why
 
 
 @pytest.mark.process

@@ -29,7 +29,7 @@ def sweep_of(finished_run: Path, out: Path, *overrides: str) -> Sweep:
 
 
 def words(*settings: str) -> list[str]:
-    return [word for one in settings for word in ("--set", one)]
+    return [word for setting in settings for word in ("--set", setting)]
 
 
 def figures(out: Path) -> dict[str, dict[str, str]]:
@@ -65,9 +65,9 @@ def test_cells_are_bitwise_the_branches_that_optimize_makes(finished_run: Path, 
     assert [row["optimizer.lr"] for row in found.values()] == ["0.001", "0.002"]
     assert (out / "report.html").exists()
     alone = tmp_path / "alone"
-    own = words(f"run.dir={alone}", "optimizer.lr=2e-3", "objective.name=grpo", "objective.clip_low=0.8",
+    options = words(f"run.dir={alone}", "optimizer.lr=2e-3", "objective.name=grpo", "objective.clip_low=0.8",
                 "objective.clip_high=1.2", "objective.veto=none", "objective.reduction=sequence_mean")  # fmt: skip
-    mugrpo("optimize", finished_run.parent / "recipe.toml", "--stage", 0, "--from", finished_run, *own)
+    mugrpo("optimize", finished_run.parent / "recipe.toml", "--stage", 0, "--from", finished_run, *options)
     assert (last / END).read_bytes() == (alone / END).read_bytes()
     assert weights(last) == weights(alone)
     evaluations, source = rows(last, "eval"), rows(finished_run, "eval")
@@ -85,9 +85,9 @@ def test_a_cell_that_another_sweep_is_at_has_not_failed(tmp_path: Path, monkeypa
         raise InUse("another process is at work in it")
 
     monkeypatch.setattr(module, "branch", taken)
-    shop, cell = SimpleNamespace(is_main=True), SimpleNamespace(name="lr=1", recipe=None)
+    context, cell = SimpleNamespace(is_main=True), SimpleNamespace(name="lr=1", recipe=None)
     with pytest.raises(InUse):
-        module._run_cell(cast(Any, shop), Sweep(tmp_path, 0, tmp_path / "out", []), cast(Any, cell))
+        module._run_cell(cast(Any, context), Sweep(tmp_path, 0, tmp_path / "out", []), cast(Any, cell))
     assert not list(tmp_path.iterdir())
 
 
