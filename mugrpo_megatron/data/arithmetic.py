@@ -18,13 +18,13 @@ Split = Literal["train", "eval"]
 
 GENERATED = 50_000
 """Training problems of a bundled task, more than any bundled recipe samples from one."""
-PARTS = 8
-"""A hash of a question's operands puts it into one of this many parts; a task's splits are made of whole parts."""
+BUCKETS = 8
+"""Hash buckets of questions; a task's splits consist of whole buckets."""
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """One operation, the digits of its operands, and how often it is drawn."""
+class Operation:
+    """An operation, the digits of its operands, and its frequency."""
 
     operator: str
     left_digits: int
@@ -33,11 +33,11 @@ class Kind:
 
 
 MIX = (
-    Kind("+", 3, 3, 0.45),
-    Kind("-", 3, 3, 0.40),
-    Kind("+", 3, 2, 0.05),
-    Kind("+", 2, 2, 0.05),
-    Kind("*", 2, 1, 0.05),
+    Operation("+", 3, 3, 0.45),
+    Operation("-", 3, 3, 0.40),
+    Operation("+", 3, 2, 0.05),
+    Operation("+", 2, 2, 0.05),
+    Operation("*", 2, 1, 0.05),
 )
 """Mostly three-digit sums and differences, which a small model picks up within a minute, with a tail of rarer kinds."""
 
@@ -53,41 +53,41 @@ EUCLID_DIVISORS = (2, 40)
 """The least and the greatest common divisor of a `euclid` problem."""
 
 Drawn = tuple[str, str, str]
-"""Question, answer and the key whose hash decides the split."""
+"""Question, answer, and the key that is hashed to a bucket."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A generator of problems, and which parts of them belong to which split."""
+    """A generator of problems, and the hash buckets of its splits."""
 
     draw: Callable[[np.random.Generator], Iterator[Drawn]]
     held_out: int = 0
-    """The part that the `eval` split consists of."""
+    """Bucket of the `eval` split."""
     reserved: int = 1
-    """The first so many parts are never trained on."""
+    """Number of first buckets that are never trained on."""
 
-    def holds(self, split: Split, part: int) -> bool:
-        """Whether the questions of a part belong to `split`."""
-        return part == self.held_out if split == "eval" else part >= self.reserved
+    def holds(self, split: Split, bucket: int) -> bool:
+        """Whether a bucket belongs to `split`."""
+        return bucket == self.held_out if split == "eval" else bucket >= self.reserved
 
 
 def problems(seed: int, split: Split, n: int, task: str = "arithmetic") -> list[Problem]:
     """Return `n` problems of `split`, the same for the same arguments on every machine.
 
-    A hash of a question's operands (sorted where the operation commutes) decides its split, so training and held-out
+    A hash of a question's operands (sorted where the operation commutes) determines its split, so training and held-out
     problems are disjoint for all seeds. Held-out questions are distinct. Training questions may repeat: without repeats
     a long set would run out of short questions and drift from the mix.
     """
     if task not in TASKS:
         raise UserError(f"{task!r} is not a bundled task: choose one of {', '.join(TASKS)}")
     rng = np.random.default_rng([seed, 0 if split == "train" else 1])
-    kind = TASKS[task]
+    generator = TASKS[task]
     drawn: list[Problem] = []
     questions: set[str] = set()
-    for question, answer, key in kind.draw(rng):
+    for question, answer, key in generator.draw(rng):
         if len(drawn) == n:
             break
-        if kind.holds(split, _part(key)) and (split == "train" or question not in questions):
+        if generator.holds(split, _bucket(key)) and (split == "train" or question not in questions):
             drawn.append(Problem(f"{task}-{split}-{seed}:{len(drawn) + 1}", question, answer, task))
             questions.add(question)
     return drawn
@@ -116,21 +116,22 @@ def _steps(problem: Problem) -> list[str]:
 
 
 def _short(rng: np.random.Generator) -> Iterator[Drawn]:
-    """Endless (question, answer, key) of `MIX`; the larger operand of a difference comes first."""
-    weights = np.array([kind.weight for kind in MIX])
+    """Yield endless problems of `MIX`; the larger operand of a difference comes first."""
+    weights = np.array([operation.weight for operation in MIX])
     while True:
         for choice in rng.choice(len(MIX), size=1024, p=weights / weights.sum()):
-            kind = MIX[choice]
-            first, second = _number(rng, kind.left_digits), _number(rng, kind.right_digits)
-            if kind.operator == "-":
+            operation = MIX[choice]
+            operator = operation.operator
+            first, second = _number(rng, operation.left_digits), _number(rng, operation.right_digits)
+            if operator == "-":
                 first, second = max(first, second), min(first, second)
-            question = f"{first}{kind.operator}{second}="
-            value = {"+": first + second, "-": first - second, "*": first * second}[kind.operator]
-            yield question, str(value), f"{kind.operator}{min(first, second)},{max(first, second)}"
+            question = f"{first}{operator}{second}="
+            value = {"+": first + second, "-": first - second, "*": first * second}[operator]
+            yield question, str(value), f"{operator}{min(first, second)},{max(first, second)}"
 
 
 def _long(rng: np.random.Generator) -> Iterator[Drawn]:
-    """Endless sums whose number of terms has a heavy tail, so that response lengths have one."""
+    """Yield endless sums whose number of terms, and with it the response length, has a heavy tail."""
     fewest, most = LONG_TERMS
     while True:
         terms = min(most, int(fewest * (1.0 + rng.pareto(1.2))))
@@ -139,14 +140,14 @@ def _long(rng: np.random.Generator) -> Iterator[Drawn]:
 
 
 def _chain(rng: np.random.Generator) -> Iterator[Drawn]:
-    """Endless sums of `CHAIN_TERMS` two-digit terms."""
+    """Yield endless sums of `CHAIN_TERMS` two-digit terms."""
     while True:
         operands = [_number(rng, 2) for _ in range(CHAIN_TERMS)]
         yield "+".join(map(str, operands)) + "=", str(sum(operands)), "+" + ",".join(map(str, sorted(operands)))
 
 
 def _euclid(rng: np.random.Generator) -> Iterator[Drawn]:
-    """Endless pairs of three-digit numbers whose greatest common divisor is sought by subtraction."""
+    """Yield endless pairs of three-digit numbers for a greatest common divisor by subtraction."""
     least, greatest = EUCLID_DIVISORS
     fewest, most = EUCLID_STEPS
     while True:
@@ -169,8 +170,8 @@ def _number(rng: np.random.Generator, digits: int) -> int:
     return int(rng.integers(10 ** (digits - 1), 10**digits))
 
 
-def _part(key: str) -> int:
-    return hashlib.blake2b(key.encode(), digest_size=8).digest()[0] % PARTS
+def _bucket(key: str) -> int:
+    return hashlib.blake2b(key.encode(), digest_size=8).digest()[0] % BUCKETS
 
 
 TASKS: dict[str, Task] = {
@@ -180,4 +181,4 @@ TASKS: dict[str, Task] = {
     "chain_validation": Task(_chain, held_out=1, reserved=2),
     "euclid": Task(_euclid),
 }
-"""By name. `chain_validation` has the training problems of `chain` and other held-out ones, to choose settings on."""
+"""Bundled tasks. `chain_validation` has the training problems of `chain` and other held-out ones, for tuning."""

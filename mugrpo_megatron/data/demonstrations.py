@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +17,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # a second to import
 
 SOLUTIONS = ("solution", "answer")
-"""Columns that hold it in rows without a response and without an assistant's turn: MATH's worked solution, not its
-answer; GSM8K's answer is a worked one."""
+"""Columns of the response in rows without a response and without an assistant's turn: MATH's worked solution comes
+before its answer, GSM8K's answer is a worked one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +31,16 @@ class Demonstration:
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Demonstrations as token ids, and how many are too long."""
+    """Demonstrations as token ids."""
 
     pairs: list[tuple[list[int], list[int]]] = field(default_factory=list)
     """(prompt, response with the end-of-sequence token)."""
     too_long: int = 0
+    """Demonstrations left out."""
 
 
 def demonstrations(source: str, section: DataSection) -> list[Demonstration]:
-    """The rows of a source, or of several separated by commas: a file, a named data set or one of the hub.
+    """Read the rows of a source, or of several separated by commas: a file, a named data set or one of the hub.
 
     A row has a prompt (`prompt`, `question` or `problem`; text or messages) and a response (`RESPONSES`; text, or one
     message of the assistant), or `messages` whose last turn is the response, or else one of `SOLUTIONS`. A prompt
@@ -49,8 +49,8 @@ def demonstrations(source: str, section: DataSection) -> list[Demonstration]:
     """
     rows_read: list[Demonstration] = []
     malformed: list[str] = []
-    for name, one in named_sources(source).items():
-        for path in resolve(one, section, "train").files:
+    for name, named in named_sources(source).items():
+        for path in resolve(named, section, "train").files:
             for line, row in rows(path):
                 try:
                     rows_read.append(_demonstration(row, name, f"{path}:{line}"))
@@ -61,24 +61,24 @@ def demonstrations(source: str, section: DataSection) -> list[Demonstration]:
     if not rows_read:
         raise UserError(f"sft.train = {source}: no usable row ({len(malformed)} malformed)")
     if section.system_prompt:
-        return [replace(one, problem=with_system(one.problem, section.system_prompt)) for one in rows_read]
+        return [replace(row, problem=with_system(row.problem, section.system_prompt)) for row in rows_read]
     return rows_read
 
 
 def sequences(
-    found: list[Demonstration], tokenizer: PreTrainedTokenizerBase, section: DataSection, max_response_tokens: int
+    examples: list[Demonstration], tokenizer: PreTrainedTokenizerBase, section: DataSection, max_response_tokens: int
 ) -> Sequences:
-    """Demonstrations as the model reads them: prompts as in RL, responses with the end-of-sequence token.
+    """Tokenize demonstrations: prompts as in RL, responses with the end-of-sequence token.
 
-    A prompt longer than `data.max_prompt_tokens` or a response longer than `max_response_tokens` is left out. Raises
-    UserError when all are.
+    Leaves out prompts longer than `data.max_prompt_tokens` and responses longer than `max_response_tokens`; UserError
+    when all are.
     """
     template = template_of(section)
     fitting = Sequences()
     too_long = 0
-    for one in found:
-        prompt = render(one.problem, tokenizer, section.prompt_style, template)
-        response = [*tokenizer.encode(one.response, add_special_tokens=False), tokenizer.eos_token_id]
+    for example in examples:
+        prompt = render(example.problem, tokenizer, section.prompt_style, template)
+        response = [*tokenizer.encode(example.response, add_special_tokens=False), tokenizer.eos_token_id]
         if 0 < len(prompt) <= section.max_prompt_tokens and len(response) <= max_response_tokens:
             fitting.pairs.append((prompt, response))
         else:
@@ -91,12 +91,12 @@ def sequences(
     return Sequences(fitting.pairs, too_long)
 
 
-def _demonstration(row: dict[str, Any] | str, source: str, place: str) -> Demonstration:
+def _demonstration(row: dict[str, Any] | str, source: str, problem_id: str) -> Demonstration:
     if isinstance(row, str):
         raise ValueError(row)
     columns = _columns(row)
-    problem = problem_of(row, columns, source, place, any_gold=True)
-    response = "".join(_said(problem.gold, columns.answer))
+    problem = problem_of(row, columns, source, problem_id, any_gold=True)
+    response = _response_text(problem.gold, columns.answer)
     if not response.strip():
         raise ValueError(f"field {columns.answer!r} is empty")
     return Demonstration(problem, response)
@@ -118,14 +118,13 @@ def _columns(row: dict[str, Any]) -> ColumnPaths:
     )
 
 
-def _said(gold: Any, path: str) -> Iterator[str]:
+def _response_text(gold: Any, path: str) -> str:
     """The text of a response: text, a number, or a list of one message."""
     if isinstance(gold, list) and len(gold) == 1:
         [(role, text)] = messages_of(gold)
         if role != "assistant":
             raise ValueError(f"field {path!r} is a message of {role!r}, not the assistant's")
-        yield text
-    elif isinstance(gold, str | int | float) and not isinstance(gold, bool):
-        yield str(gold)
-    else:
-        raise ValueError(f"field {path!r} holds {type(gold).__name__}, not a response")
+        return text
+    if isinstance(gold, str | int | float) and not isinstance(gold, bool):
+        return str(gold)
+    raise ValueError(f"field {path!r} holds {type(gold).__name__}, not a response")

@@ -24,15 +24,15 @@ SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv")
 """`.json` is an array of objects, or JSON lines like `.jsonl`."""
 
 MOST_ALIKE = 3
-"""Names that are suggested for one that does not exist."""
+"""Most suggestions for a name that does not exist."""
 ALIKE = 0.7
-"""How much alike they have to be, as `difflib` measures."""
+"""Least similarity of a suggestion, a ratio of `difflib`."""
 
 csv.field_size_limit(sys.maxsize)  # by default 128 KiB, which a row of tests or a worked solution may exceed
 
 
 def rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """Yield (line from 1, row or why it is malformed); for Parquet and a JSON array the line is the row's number.
+    """Yield (line from 1, row, or the reason why it is malformed); in Parquet and JSON arrays a line is a row's number.
 
     Raises UserError for a file that is missing, unreadable or of another format.
     """
@@ -49,10 +49,7 @@ def rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
 
 
 def check_file(path: Path) -> None:
-    """Raise UserError for a file that is missing or of another format; one that is missing with the names like its own.
-
-    Nothing of it is read.
-    """
+    """Raise UserError for a file that is missing, with similar names, or of another format. Does not read it."""
     if path.suffix not in SUFFIXES:
         raise UserError(f"{path}: unknown file type; convert it to one of {', '.join(SUFFIXES)}")
     if _is_file(path):
@@ -63,17 +60,17 @@ def check_file(path: Path) -> None:
 
 
 def names_alike(path: Path) -> list[Path]:
-    """Files and folders beside the first missing part of a path whose names are like it; the most alike first."""
-    there = path
-    while not os.path.lexists(there.parent) and there.parent != there:
-        there = there.parent
+    """Files and folders with names similar to the first missing part of a path, the most similar first."""
+    missing = path
+    while not os.path.lexists(missing.parent) and missing.parent != missing:
+        missing = missing.parent
     try:
-        names = sorted(os.listdir(there.parent))
+        names = sorted(os.listdir(missing.parent))
     except OSError:  # a file, or a directory that this user may not read
         return []
     spelled = {name.lower(): name for name in names} | {Path(name).stem.lower(): name for name in names}
-    alike = difflib.get_close_matches(there.name.lower(), spelled, n=MOST_ALIKE, cutoff=ALIKE)
-    return [there.parent / name for name in dict.fromkeys(map(spelled.__getitem__, alike)) if name != there.name]
+    alike = difflib.get_close_matches(missing.name.lower(), spelled, n=MOST_ALIKE, cutoff=ALIKE)
+    return [missing.parent / name for name in dict.fromkeys(map(spelled.__getitem__, alike)) if name != missing.name]
 
 
 def _is_file(path: Path) -> bool:
@@ -154,17 +151,17 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
 
 
 def _python_rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | str]:
-    """Rows of a batch; a row with a value that Python cannot hold (no UTF-8, no calendar date) is malformed."""
+    """Yield the rows of a batch; a value that Python cannot hold (no UTF-8, no calendar date) makes a row malformed."""
     try:
         yield from batch.to_pylist()
         return
     except (ValueError, OverflowError, pa.ArrowException):
         pass
-    for place in range(batch.num_rows):
+    for index in range(batch.num_rows):
         row: dict[str, Any] = {}
         try:
             for name, column in zip(batch.schema.names, batch.columns, strict=True):
-                row[name] = column[place].as_py()
+                row[name] = column[index].as_py()
         except (ValueError, OverflowError, pa.ArrowException) as error:
             yield f"column {name!r} holds a value that cannot be read ({error})"
         else:
@@ -173,14 +170,14 @@ def _python_rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | str]:
 
 @dataclass(frozen=True, slots=True)
 class ColumnPaths:
-    """Where a row has its question and its gold: columns, or paths inside one."""
+    """Columns of the question and the gold, or paths inside a column."""
 
     question: str
     answer: str
     question_prefix: str = ""
-    """Text that the data set puts before every question; it is cut off."""
+    """Text before every question of the data set, which is removed."""
     question_suffix: str = ""
-    """Text after every question, cut off as well."""
+    """Text after every question, which is removed."""
 
 
 QUESTIONS = ("problem", "question", "prompt", "messages")
@@ -194,23 +191,23 @@ KNOWN = {
     ("prompt", "solution"): "TRL's",
     ("prompt", "ground_truth"): "TRL's",
 }
-"""What rows with these columns are called."""
+"""Names of formats by their columns."""
 CONVERSATION = "the last message"
-"""Stands for the gold of a row of messages without a column for it: what the assistant says last."""
+"""Gold column of a row of messages without one: the last message of the assistant."""
 
 
 RESPONSES = ("response", "completion", "output", "completions")
-"""Columns of a response, to imitate or to score, the first that a row has."""
+"""Columns of a response, to imitate or to score; the first present counts."""
 TESTS = ("tests", "test_cases", "test_list", "input_output", "public_tests")
-"""Columns that hold a program's tests, in the sets that have them; a gold for functions that read any value."""
-NOTHING = ""
-"""Stands for the gold of a row that has none: a user's function may judge by the row or by the response alone."""
+"""Columns of a program's tests, a gold for functions that accept any value."""
+NO_GOLD = ""
+"""Gold column of a row without a gold: a user's function may score by the row or the response alone."""
 
 
 def recognised(row: dict[str, Any], any_gold: bool = False) -> ColumnPaths | None:
-    """The columns of a row that has a question under a usual name; None when it has none, or nothing to verify.
+    """The columns of a row by their usual names; None without a question or a gold.
 
-    With `any_gold` a program's tests are a gold too, and a row needs none.
+    With `any_gold` a program's tests count as a gold, and a row needs none.
     """
     question = next((name for name in QUESTIONS if row.get(name) is not None), None)
     if question is None:
@@ -220,16 +217,16 @@ def recognised(row: dict[str, Any], any_gold: bool = False) -> ColumnPaths | Non
     messages = row[question]
     if isinstance(messages, list) and len(messages) > 1 and _role(messages[-1]) == "assistant":
         return ColumnPaths(question, CONVERSATION)
-    return ColumnPaths(question, NOTHING) if any_gold else None
+    return ColumnPaths(question, NO_GOLD) if any_gold else None
 
 
 def gold_column(row: dict[str, Any], any_gold: bool) -> str:
-    """The first column of a gold under a usual name that the row has, "" without one; tests are one with `any_gold`."""
+    """The row's first gold column by a usual name, "" without one; `any_gold` includes tests."""
     return next((name for name in ((*ANSWERS, *TESTS) if any_gold else ANSWERS) if has(row, name)), "")
 
 
 def null_columns(row: dict[str, Any]) -> ColumnPaths | None:
-    """The columns of a row that has a question and a gold under usual names, null or not; None without both."""
+    """`recognised` where columns may hold null; None unless the row has a question and a gold."""
     question = next((name for name in QUESTIONS if has(row, name)), None)
     question = question or next((name for name in QUESTIONS if name in row), None)
     answer = next((name for name in ANSWERS if has(row, name, or_null=True)), None)
@@ -238,40 +235,42 @@ def null_columns(row: dict[str, Any]) -> ColumnPaths | None:
 
 def described(columns: ColumnPaths) -> str:
     """The columns in words: `slime's (prompt, label)`."""
-    if columns.answer == NOTHING:
+    if columns.answer == NO_GOLD:
         return f"{columns.question}, without a gold"
     named = KNOWN.get((columns.question, columns.answer), "")
     return f"{named} {columns.question}, {columns.answer}".strip()
 
 
 OPTIONS = ("choices", "options", "endings", "candidates")
-"""Columns of the answers that a question offers to choose from."""
+"""Columns of a question's options."""
 LETTERED: tuple[tuple[str, ...], ...] = (
     ("A", "B", "C", "D"),
     ("opa", "opb", "opc", "opd"),
     ("option_a", "option_b", "option_c", "option_d"),
 )
-"""Such columns in the sets that have one for each answer."""
+"""Columns of options in data sets with one for each."""
 
 
 def unseen_options(row: dict[str, Any], question: str) -> str:
-    """The columns of a row whose options do not stand in its question, in words; empty without any."""
+    """Names of option columns whose options are missing from the question; empty without any."""
     name = next((name for name in OPTIONS if row.get(name)), "")
-    lettered = next((names for names in LETTERED if all(_plain(row.get(one)) for one in names)), ("",))
-    options = _texts(row[name]) if name else [str(row[one]) for one in lettered if one]
+    lettered = next((names for names in LETTERED if all(_plain(row.get(letter)) for letter in names)), ("",))
+    options = _texts(row[name]) if name else [str(row[letter]) for letter in lettered if letter]
     if len(options) < 2 or all(option.strip() in question for option in options):
         return ""
     return f"`{name}`" if name else f"`{lettered[0]}` to `{lettered[-1]}`"
 
 
 def _texts(options: Any) -> list[str]:
-    """The options in a list of texts, in ARC's table of lists, in a table by letter or in a printed list."""
+    """The options in a list of texts, ARC's table of lists, a table by letter or a printed list."""
     if isinstance(options, dict):
         inner = options.get("text")
         return _texts(inner if isinstance(inner, list) else list(options.values()))
     if isinstance(options, list):
-        parts = [one.get("text", one.get("content")) if isinstance(one, dict) else one for one in options]
-        return [str(part) for part in parts if _plain(part)]
+        values = [
+            option.get("text", option.get("content")) if isinstance(option, dict) else option for option in options
+        ]
+        return [str(value) for value in values if _plain(value)]
     if isinstance(options, str) and options.lstrip().startswith(("[", "{")):
         try:
             return _texts(ast.literal_eval(options.strip()))
@@ -285,12 +284,12 @@ def _plain(value: Any) -> bool:
 
 
 def found_in(row: Mapping[str, Any]) -> str:
-    """The columns of a row, for messages about one that is missing."""
+    """The columns of a row, for a message about a missing one."""
     return f"(found {', '.join(sorted(map(str, row))) or 'none'})"
 
 
 def has(row: dict[str, Any], path: str, or_null: bool = False) -> bool:
-    """Whether `field_at` finds something other than null, or with `or_null` anything."""
+    """Whether `field_at` finds a value, which may be null with `or_null`."""
     try:
         return field_at(row, path) is not None or or_null
     except KeyError:
@@ -300,27 +299,29 @@ def has(row: dict[str, Any], path: str, or_null: bool = False) -> bool:
 def field_at(row: dict[str, Any], path: str) -> Any:
     """Value of a column, or at a path inside one: `reward_model.ground_truth`, `prompt.0.content`.
 
-    Raises KeyError naming the part that is missing.
+    Raises KeyError with the missing step of the path.
     """
     if path in row:
         return row[path]
     value: Any = row
-    for part in path.split("."):
-        if isinstance(value, dict) and part in value:
-            value = value[part]
-        elif isinstance(value, list) and part.isdecimal() and int(part) < len(value):
-            value = value[int(part)]
+    for step in path.split("."):
+        if isinstance(value, dict) and step in value:
+            value = value[step]
+        elif isinstance(value, list) and step.isdecimal() and int(step) < len(value):
+            value = value[int(step)]
         else:
-            raise KeyError(part)
+            raise KeyError(step)
     return value
 
 
 def messages_of(value: list[Any]) -> tuple[Message, ...]:
-    """The messages of a chat, each as (role, text); ValueError with what is wrong.
+    """The messages of a chat as (role, text); ValueError for a malformed one.
 
     A content is text, or a list of parts of type `text`.
     """
-    return tuple((_role_of(number, one), _text_of(number, one)) for number, one in enumerate(value, start=1))
+    return tuple(
+        (_role_of(number, message), _text_of(number, message)) for number, message in enumerate(value, start=1)
+    )
 
 
 def _role_of(number: int, message: Any) -> str:

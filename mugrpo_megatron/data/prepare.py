@@ -1,4 +1,4 @@
-"""From the recipe's `[data]` section to prompts: read, check, clean and render problems, and note what was left out."""
+"""From the recipe's `[data]` section to prompts: read, check, clean and render problems, with notes on omissions."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # a second to import
 
 NGRAM = 8
-"""Words that make one n-gram."""
+"""Words of an n-gram."""
 OVERLAP = 0.5
-"""A training problem with this share of an evaluation problem's n-grams counts as the same."""
+"""Fraction of an evaluation problem's n-grams from which on a training problem counts as the same."""
 
 _LATEX = re.compile(r"\\(?:left|right|displaystyle|text|mathrm|[dt]?frac|[,;:! ])|[\\${}~]")
 _WORD = re.compile(r"[a-z]+|[0-9]+(?:\.[0-9]+)?|[^\sa-z0-9]")
@@ -46,7 +46,7 @@ class Contamination:
     train: Problem
     held_out: Problem
     overlap: float
-    """Share of the evaluation problem's n-grams found in the training problem; 1 for equal texts."""
+    """Fraction of the evaluation problem's n-grams in the training problem; 1 for equal texts."""
 
 
 def words(text: str) -> tuple[str, ...]:
@@ -58,23 +58,23 @@ def words(text: str) -> tuple[str, ...]:
 def without_duplicates(problems: Sequence[Problem]) -> tuple[list[Problem], list[str]]:
     """Keep the first copy of every question; also return a sentence for each copy with another answer.
 
-    A copy has the same `words` and the same answer, or the same text but for case and spaces: `5!` and `5`, `f'(x)` and
-    `f(x)` have the same words, and their answers tell them apart.
+    A copy has the same `words` and the same answer, or the same text up to case and spaces.
     """
+    # Not by words alone: `5!` and `5`, `f'(x)` and `f(x)` have the same words, but different answers.
     alike: dict[tuple[str, ...], list[Problem]] = defaultdict(list)
-    first_ones: list[Problem] = []
+    distinct: list[Problem] = []
     disagreements: list[str] = []
     for problem in problems:
         others = alike[words(problem.question)]
-        first = next((one for one in others if _is_copy(problem, one)), None)
+        first = next((other for other in others if _is_copy(problem, other)), None)
         if first is None:
             others.append(problem)
-            first_ones.append(problem)
+            distinct.append(problem)
         elif first.answer != problem.answer:
             disagreements.append(
                 f"{problem.id}: same question as {first.id} but answer {problem.answer!r}, not {first.answer!r}"
             )
-    return first_ones, disagreements
+    return distinct, disagreements
 
 
 def _is_copy(problem: Problem, other: Problem) -> bool:
@@ -93,16 +93,16 @@ def contamination(train: Sequence[Problem], held_out: Sequence[Problem]) -> list
     """
     grams = [_ngrams(words(problem.question)) for problem in held_out]
     holders: dict[tuple[str, ...], list[int]] = defaultdict(list)
-    for place, own in enumerate(grams):
-        for gram in own:
-            holders[gram].append(place)
+    for index, problem_grams in enumerate(grams):
+        for gram in problem_grams:
+            holders[gram].append(index)
     overlaps = []
     for problem in train:
-        hits = Counter(place for gram in _ngrams(words(problem.question)) for place in holders.get(gram, ()))
-        shares = [(count / len(grams[place]), -place) for place, count in hits.items()]
-        if shares and max(shares)[0] >= OVERLAP:
-            share, place = max(shares)
-            overlaps.append(Contamination(problem, held_out[-place], share))
+        hits = Counter(index for gram in _ngrams(words(problem.question)) for index in holders.get(gram, ()))
+        fractions = [(count / len(grams[index]), -index) for index, count in hits.items()]
+        if fractions and max(fractions)[0] >= OVERLAP:
+            fraction, negative_index = max(fractions)
+            overlaps.append(Contamination(problem, held_out[-negative_index], fraction))
     return overlaps
 
 
@@ -111,13 +111,13 @@ def _ngrams(text: tuple[str, ...]) -> set[tuple[str, ...]]:
     return {text[i : i + NGRAM] for i in range(max(1, len(text) - NGRAM + 1))}
 
 
-SHOWN = 3
-"""Golds and overlaps that are named one by one; the rest is counted."""
+MOST_NAMED = 3
+"""Most golds and overlaps that notes name; others are counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problems:
-    """What was read and may be used, and what happened on the way."""
+    """Usable problems, and notes on those left out."""
 
     train: list[Problem]
     held_out: list[Problem]
@@ -130,17 +130,17 @@ class PreparedData:
 
     train: FittingPrompts
     held_out: FittingPrompts
-    """Of all sets, concatenated; a problem's `source` is its set's name."""
+    """Problems of all sets, concatenated; a problem's `source` is its set's name."""
     notes: list[str]
-    """One sentence for each thing that was left out or looks wrong."""
+    """A sentence for each omission or suspicion."""
 
 
 def prepare(
     data: DataSection, reward: RewardSection, tokenizer: PreTrainedTokenizerBase, problems: Problems | None = None
 ) -> PreparedData:
-    """Training and held-out problems with their prompts; `problems` are those that were read before.
+    """Render training and held-out problems as prompts; reads the problems unless they are given.
 
-    Raises UserError for data that cannot be used, and with `data.strict` for any row or gold that cannot.
+    Raises UserError for unusable data, and with `data.strict` for any unusable row or gold.
     """
     problems = problems or read_problems(data, reward)
     notes = list(problems.notes)
@@ -159,7 +159,7 @@ def prepare(
 
 
 def read_problems(data: DataSection, reward: RewardSection) -> Problems:
-    """Read, check and clean the problems; imports neither a tokenizer nor the verifier's parser into this process.
+    """Read, check and clean the problems, without importing a tokenizer or the verifier's parser.
 
     Raises UserError for unusable data, and with `data.strict` for any malformed row or unverifiable gold.
     """
@@ -167,21 +167,20 @@ def read_problems(data: DataSection, reward: RewardSection) -> Problems:
     held_out = held_out_problems(data.eval, data, reward, notes)
     train = usable_problems(data.train, "train", data, reward, notes)
     # A bundled task repeats training questions on purpose, and its splits are disjoint by construction.
-    made, read = ([p for p in train if (p.source in TASKS) is bundled] for bundled in (True, False))
+    bundled, read = ([p for p in train if (p.source in TASKS) is is_task] for is_task in (True, False))
     distinct, disagreements = without_duplicates(read)
     notes += _few(disagreements)
     if len(distinct) < len(read):
         notes.append(f"{len(read) - len(distinct)} training problems repeat another one's question: left out")
-    read = distinct
     if data.contamination != "off":
-        read = _uncontaminated(read, held_out, data.contamination == "drop", notes)
-    return Problems(made + read, evenly_spaced_by_set(held_out, data.eval_problems, notes), notes)
+        distinct = _uncontaminated(distinct, held_out, data.contamination == "drop", notes)
+    return Problems(bundled + distinct, evenly_spaced_by_set(held_out, data.eval_problems, notes), notes)
 
 
 def held_out_problems(
     sources: str, data: DataSection, reward: RewardSection, notes: list[str], key: str = "data.eval"
 ) -> list[Problem]:
-    """The usable problems of every held-out set; UserError for a set without any, or a set named twice."""
+    """Read the usable problems of every held-out set; UserError for a set without any, or a set named twice."""
     names = held_out_sets(sources, key)
     problems = usable_problems(sources, "eval", data, reward, notes)
     for name in names.keys() - {problem.source for problem in problems}:
@@ -192,10 +191,8 @@ def held_out_problems(
 
 
 def evenly_spaced_by_set(problems: list[Problem], limit: int, notes: list[str]) -> list[Problem]:
-    """At most `limit` problems of every data set, in their order; a note for each set that has more.
-
-    They are evenly spaced: many sets are sorted by subject or difficulty, so the first ones are not like the rest.
-    """
+    """At most `limit` evenly spaced problems of every data set, in their order; notes each set that has more."""
+    # Many sets are sorted by subject or difficulty: their first problems are not representative.
     sizes = Counter(problem.source for problem in problems)
     for name, size in sizes.items():
         if size > limit:
@@ -206,9 +203,9 @@ def evenly_spaced_by_set(problems: list[Problem], limit: int, notes: list[str]) 
     seen = Counter[str]()
     sample = []
     for problem in problems:
-        size, place = sizes[problem.source], seen[problem.source]
+        size, index = sizes[problem.source], seen[problem.source]
         seen[problem.source] += 1
-        if size <= limit or (place * limit) // size != ((place - 1) * limit) // size:
+        if size <= limit or (index * limit) // size != ((index - 1) * limit) // size:
             sample.append(problem)
     return sample
 
@@ -216,7 +213,7 @@ def evenly_spaced_by_set(problems: list[Problem], limit: int, notes: list[str]) 
 def usable_problems(
     source: str, split: Literal["train", "eval"], data: DataSection, reward: RewardSection, notes: list[str]
 ) -> list[Problem]:
-    """Problems of well-formed rows whose golds verify against themselves; notes what is left out in `notes`."""
+    """Read problems of well-formed rows whose golds verify against themselves; adds omissions to `notes`."""
     any_gold = cache(reward.accepts_any_gold)  # thousands of problems have few sources
     read = load(source, data, split, any_gold=any_gold)
     notes += [*read.notes, *_few(read.malformed)]
@@ -244,31 +241,30 @@ def _uncontaminated(train: list[Problem], held_out: list[Problem], drop: bool, n
 
 
 def _few(sentences: list[str]) -> list[str]:
-    hidden = len(sentences) - SHOWN
-    return sentences if hidden <= 0 else [*sentences[:SHOWN], f"and {hidden} more like these"]
+    hidden = len(sentences) - MOST_NAMED
+    return sentences if hidden <= 0 else [*sentences[:MOST_NAMED], f"and {hidden} more like these"]
 
 
 def problem_at(seed: int, n_problems: int, position: int) -> int:
-    """Index of the problem at `position` of the stream: a fresh permutation of all problems in every epoch.
+    """Index of the problem at `position` of the stream: a new permutation of all problems in every epoch.
 
-    A pure function of its arguments, so a resumed run needs no state to continue where it was.
+    A pure function of its arguments, so a resumed run needs no state.
     """
-    epoch, place = divmod(position, n_problems)
-    return int(_permutation(seed, n_problems, epoch)[place])
+    epoch, index = divmod(position, n_problems)
+    return int(_permutation(seed, n_problems, epoch)[index])
 
 
 def update_at(seed: int, stage: int, updates: int, age: int) -> int:
-    """Which of the stage's `updates` is taken at `age`: in order in the first pass, a fresh permutation in each later.
-
-    Whole updates change places, and keep their groups: so an update is one row group of the stage in every pass, as are
-    its log-probabilities under other policies, and nothing is read or computed twice.
-    """
-    repeat, place = divmod(age, updates)
-    return place if repeat == 0 else int(_permutation(seed, updates, stage, repeat)[place])
+    """Index of the stage's update that is taken at `age`: in order in the first epoch, a permutation in later ones."""
+    # Whole updates are permuted and keep their groups: an update stays one row group of the stage, and so do its
+    # log-probabilities under other policies.
+    epoch, index = divmod(age, updates)
+    return index if epoch == 0 else int(_permutation(seed, updates, stage, epoch)[index])
 
 
 @lru_cache(maxsize=4)
 def _permutation(seed: int, n: int, *stream: int) -> np.ndarray:
-    """int64 [n]. Sorts raw PCG64 draws: numpy keeps that stream across versions, but not `Generator.permutation`."""
+    """A permutation, int64 [n]."""
+    # Numpy keeps the stream of raw PCG64 draws across versions, but not that of `Generator.permutation` (NEP 19).
     draws = np.random.PCG64(np.random.SeedSequence([seed, *stream])).random_raw(n)
     return np.argsort(draws, kind="stable")

@@ -37,14 +37,14 @@ def named_sources(sources: str) -> dict[str, str]:
     owner goes in front; names that are still equal get a number. Only letters, digits, `-` and `_` are kept, so that a
     name can be a TOML key.
     """
-    listed = [part for part in (part.strip() for part in sources.split(",")) if part]
-    short = Counter([MEAN, *TASKS, *(_name(one, words=1) for one in listed)])
+    listed = [source for source in map(str.strip, sources.split(",")) if source]
+    short = Counter([MEAN, *TASKS, *(_name(source, words=1) for source in listed)])
     named: dict[str, str] = {}
-    for one in listed:
-        name = _name(one, words=1 if short[_name(one, words=1)] == 1 else 2)
+    for source in listed:
+        name = _name(source, words=1 if short[_name(source, words=1)] == 1 else 2)
         taken = {*named, MEAN}
         number = next(n for n in range(1, len(listed) + 2) if _numbered(name, n) not in taken)
-        named[_numbered(name, number)] = one
+        named[_numbered(name, number)] = source
     return named
 
 
@@ -66,7 +66,7 @@ def held_out_sets(sources: str, key: str = "data.eval") -> dict[str, str]:
 
 
 def check_sets(section: EvalSection, known: Set[str], key: str = "data.eval") -> None:
-    """UserError when `[eval.sets]` names a set that is not `known`."""
+    """Raise UserError when `[eval.sets]` names a set that is not `known`."""
     unknown = sorted(section.sets.keys() - known)
     if unknown:
         raise UserError(
@@ -75,17 +75,17 @@ def check_sets(section: EvalSection, known: Set[str], key: str = "data.eval") ->
 
 
 def _name(source: str, words: int) -> str:
-    """A source's name, made of its last `words` words; a task or preset has one."""
+    """A source's name from its last `words` words; a task or preset has one."""
     preset, at, file = source.partition("@")
     if source in TASKS or source in PRESETS:
-        telling = [source]
+        candidates = [source]
     elif at and preset in PRESETS:
-        telling = [Path(file).stem, preset]
+        candidates = [Path(file).stem, preset]
     elif Path(source).suffix in SUFFIXES:
-        telling = [Path(source).parent.name, Path(source).stem]
+        candidates = [Path(source).parent.name, Path(source).stem]
     else:
-        telling = source.partition(":")[0].split("/")[:2]
-    return "-".join(re.sub(r"[^A-Za-z0-9_-]+", "-", word).strip("-") for word in telling[-words:] if word) or "set"
+        candidates = source.partition(":")[0].split("/")[:2]
+    return "-".join(re.sub(r"[^A-Za-z0-9_-]+", "-", word).strip("-") for word in candidates[-words:] if word) or "set"
 
 
 def _numbered(name: str, number: int) -> str:
@@ -94,16 +94,16 @@ def _numbered(name: str, number: int) -> str:
 
 PLAIN = ColumnPaths("problem", "answer")
 PARQUET_BRANCH = "refs/convert/parquet"
-"""Branch on which the hub keeps every data set as Parquet files."""
+"""Branch of the hub with every data set as Parquet files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """How to find and read one data set."""
+    """Repository, columns and splits of a named data set."""
 
     repository: str
     columns: ColumnPaths = PLAIN
-    """A gold that is a worked solution is read for its `####` line or its last box."""
+    """Columns; the answer in a worked solution is its `####` line or its last box."""
     config: str = "default"
     """Folder of the hub's Parquet branch; `*` takes all."""
     train: str = "train"
@@ -135,11 +135,11 @@ PRESETS: dict[str, Preset] = {
     "minerva": Preset("math-ai/minervamath", ColumnPaths("question", "answer"), train="test"),
     "olympiadbench": Preset("math-ai/olympiadbench", ColumnPaths("question", "final_answer"), train="test"),
 }
-"""Names that data.train, data.eval and `mugrpo eval --data` take; `NAME@FILE` reads a local copy the same way."""
+"""Names for data.train, data.eval and `mugrpo eval --data`; `NAME@FILE` reads a local copy the same way."""
 
 
 def download(repository: str, config: str, split: str) -> list[Path]:
-    """Parquet files of one split, downloaded or from the local cache; UserError when neither works."""
+    """Parquet files of a split, downloaded or from the local cache; UserError when neither works."""
     name = f"{repository} ({config}, {split})"
     pattern = f"{config}/{split}/*.parquet"
     try:
@@ -159,45 +159,45 @@ _HUB_NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(?:/(?P<config>[\w.-]+))
 
 
 OTHER_SUFFIXES = (".txt", ".arrow", ".feather", ".xlsx", ".gz", ".zip", ".zst", ".bz2", ".xz")
-"""Of files that are not read here, so that `folder/file.txt` is not looked up on the hub."""
-SHOWN_ROWS = 3
-"""Malformed rows that one error message names; the others are counted."""
+"""Suffixes of unsupported files: `folder/file.txt` is no name on the hub."""
+MOST_NAMED_ROWS = 3
+"""Most malformed rows that an error message names; others are counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One data set: its name, its files, and how they are read."""
+    """A data set: its name, its files and their columns."""
 
     name: str
     files: list[Path]
     readings: tuple[ColumnPaths, ...]
-    """Columns to try; the first that a row has read the row."""
+    """Columns to try in order, row by row."""
     recognises: bool = False
-    """Whether a row without them may have its question and gold under other usual names."""
+    """Whether a row without them may have question and gold under other usual names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """The well-formed problems of a source, and one sentence (file:line: reason) for every malformed row."""
+    """The problems of a source, and a sentence (file:line: reason) for every malformed row."""
 
     problems: list[Problem] = field(default_factory=list)
     malformed: list[str] = field(default_factory=list)
     without_field: list[str] = field(default_factory=list)
-    """Those of them that lack a column."""
+    """The malformed rows that lack a column."""
     recognised: Counter[str] = field(default_factory=Counter)
-    """Columns that were recognised, in words -> rows."""
+    """Description of recognised columns -> rows."""
     unseen: Counter[str] = field(default_factory=Counter)
-    """Columns of options that do not stand in the question, in words -> rows."""
+    """Description of option columns missing from the question -> rows."""
     notes: list[str] = field(default_factory=list)
-    """One sentence for each kind of rows that was recognised."""
+    """A sentence for each recognised format."""
 
 
 AnyGold = Callable[[str], bool]
-"""Whether the gold of a row with this `data_source` may be any JSON value: a function reads it that is not `math`."""
+"""Whether the gold of a row with this `data_source` may be any JSON value, for a function other than `math`."""
 
 
 def no_source(data_source: str) -> bool:
-    """The `AnyGold` of data that `math` alone verifies."""
+    """The `AnyGold` of data for `math` alone."""
     return False
 
 
@@ -208,33 +208,31 @@ def load(
     seed: int = 0,
     any_gold: AnyGold = no_source,
 ) -> Read:
-    """All problems of a source, or of several separated by commas; `split` and `seed` choose inside a named set.
+    """Read all problems of a source, or of several separated by commas; `split` and `seed` select inside a named set.
 
-    A problem's `source` is the short name of its set (`named_sources`).
-
-    A source is a bundled task, a file (`files.SUFFIXES`), a preset's name, `NAME@FILE` (a file read as that preset is),
-    or a hub name `owner/name[/config][:split]`. Unless the section names other columns, a row is read by the columns
-    that it has (`columns.recognised`). Raises UserError for a source that cannot be read or is
-    empty, and with `data.strict` when rows are malformed.
+    A source is a bundled task, a file (`files.SUFFIXES`), a preset's name, `NAME@FILE` (a file with that preset's
+    columns), or a hub name `owner/name[/config][:split]`. Unless the section names other columns, a row is read by the
+    columns that it has (`files.recognised`). A problem's `source` is the short name of its set (`named_sources`).
+    Raises UserError for a source that cannot be read or is empty, and with `data.strict` when rows are malformed.
     """
     result = Read()
-    for name, one in named_sources(source).items():
-        if one in arithmetic.TASKS:
+    for name, named in named_sources(source).items():
+        if named in arithmetic.TASKS:
             count = arithmetic.GENERATED if split == "train" else section.eval_problems
-            result.problems.extend(arithmetic.problems(seed, split, count, one))
+            result.problems.extend(arithmetic.problems(seed, split, count, named))
             continue
-        read = read_source(replace(resolve(one, section, split), name=name), any_gold)
+        read = read_source(replace(resolve(named, section, split), name=name), any_gold)
         if not read.problems and read.malformed and read.without_field == read.malformed:
             raise UserError(
-                f"{read.malformed[0]}, and no row of {one} has what it needs: name the columns of question and answer "
-                "with data.question_field and data.answer_field"
+                f"{read.malformed[0]}, and no row of {named} has what it needs: name the columns of question and "
+                "answer with data.question_field and data.answer_field"
             )
         if not read.problems and not (read.malformed and section.strict):
-            raise UserError(f"data source {one!r} holds no usable problem ({len(read.malformed)} malformed rows)")
+            raise UserError(f"data source {named!r} holds no usable problem ({len(read.malformed)} malformed rows)")
         result.problems.extend(read.problems)
         result.malformed.extend(read.malformed)
-        result.notes.extend(f"{name}: {count:,} rows read as {what}" for what, count in read.recognised.items())
-        result.notes.extend(_unseen(name, what, count) for what, count in read.unseen.items())
+        result.notes.extend(f"{name}: {count:,} rows read as {columns}" for columns, count in read.recognised.items())
+        result.notes.extend(_unseen(name, columns, count) for columns, count in read.unseen.items())
     if section.strict:
         refuse_malformed(result.malformed)
     if not result.problems:
@@ -245,38 +243,38 @@ def load(
 
 
 def refuse_malformed(rows: Sequence[str]) -> None:
-    """UserError that names the first of some malformed rows, if there are any, and counts the others."""
+    """Raise UserError with the first of malformed rows and the number of others, if there are any."""
     if rows:
-        hidden = len(rows) - SHOWN_ROWS
-        shown = "; ".join(rows[:SHOWN_ROWS]) + (f"; and {hidden:,} more rows" if hidden > 0 else "")
-        raise UserError(f"{shown}: fix these rows or set data.strict=false to leave them out")
+        hidden = len(rows) - MOST_NAMED_ROWS
+        named = "; ".join(rows[:MOST_NAMED_ROWS]) + (f"; and {hidden:,} more rows" if hidden > 0 else "")
+        raise UserError(f"{named}: fix these rows or set data.strict=false to leave them out")
 
 
 def absent(source: str) -> list[str]:
-    """The parts of a source that are on the hub, so perhaps not on this machine.
+    """The data sets of the hub in comma-separated sources, which may not be on this machine.
 
-    Raises UserError for a part that is neither a task, a file nor a name on the hub, and for a missing file.
+    Raises UserError for a source that is neither a task, a file nor a name on the hub, and for a missing file.
     """
     check_files(source)
-    return [part for part, file in _files_of(source).items() if file is None]
+    return [name for name, file in _files_of(source).items() if file is None]
 
 
 def check_files(source: str) -> None:
-    """Raise UserError for a part of a source that names a file, and the file is missing."""
+    """Raise UserError for a file in comma-separated sources that is missing."""
     for file in filter(None, _files_of(source).values()):
         check_file(file)
 
 
 def _files_of(source: str) -> dict[str, Path | None]:
-    """The parts of a source but for bundled tasks -> the file that each names, None for a set of the hub."""
-    splits = {}
-    for part in filter(None, (part.strip() for part in source.split(","))):
-        if part in arithmetic.TASKS:
+    """Comma-separated sources other than bundled tasks -> their files, None for a set of the hub."""
+    files = {}
+    for name in filter(None, map(str.strip, source.split(","))):
+        if name in arithmetic.TASKS:
             continue
-        splits[part] = _file_of(part)
-        if splits[part] is None and part not in PRESETS and (Path(part).is_dir() or not _HUB_NAME.fullmatch(part)):
-            raise _unknown(part)
-    return splits
+        files[name] = _file_of(name)
+        if files[name] is None and name not in PRESETS and (Path(name).is_dir() or not _HUB_NAME.fullmatch(name)):
+            raise _unknown(name)
+    return files
 
 
 def _file_of(source: str) -> Path | None:
@@ -291,7 +289,7 @@ def _file_of(source: str) -> Path | None:
 def _unknown(source: str) -> UserError:
     path = Path(source)
     if path.is_dir():
-        files = sorted(str(one) for one in path.rglob("*") if one.suffix in SUFFIXES)
+        files = sorted(str(file) for file in path.rglob("*") if file.suffix in SUFFIXES)
         hub = f", or {source}:SPLIT for the hub's" if _HUB_NAME.fullmatch(source) else ""
         examples = f"such as {files[0]}" if files else f"of which it has none with {', '.join(SUFFIXES)}"
         return UserError(f"data source {source!r} is a directory: name the files in it, {examples}, with commas{hub}")
@@ -302,7 +300,7 @@ def _unknown(source: str) -> UserError:
 
 
 def resolve(source: str, section: DataSection, split: arithmetic.Split) -> Source:
-    """The files of a source; downloads a data set of the hub."""
+    """Find the files of a source; downloads a data set of the hub."""
     plain = ColumnPaths(section.question_field, section.answer_field)
     any_columns = plain == PLAIN
     if file := _file_of(source):
@@ -310,18 +308,18 @@ def resolve(source: str, section: DataSection, split: arithmetic.Split) -> Sourc
         return Source(file.stem, [file], (preset.columns, plain) if preset else (plain,), any_columns)
     if source in PRESETS:
         preset = PRESETS[source]
-        chosen = preset.train if split == "train" else preset.eval
-        return Source(source, download(preset.repository, preset.config, chosen), (preset.columns,))
+        dataset_split = preset.train if split == "train" else preset.eval
+        return Source(source, download(preset.repository, preset.config, dataset_split), (preset.columns,))
     if not Path(source).is_dir() and (match := _HUB_NAME.fullmatch(source)):
-        chosen = match["split"] or ("train" if split == "train" else "test")
+        dataset_split = match["split"] or ("train" if split == "train" else "test")
         return Source(
-            source, download(match["repository"], match["config"] or "default", chosen), (plain,), any_columns
+            source, download(match["repository"], match["config"] or "default", dataset_split), (plain,), any_columns
         )
     raise _unknown(source)
 
 
 def read_source(source: Source, any_gold: AnyGold = no_source) -> Read:
-    """Every row of a source, in order."""
+    """Read every row of a source, in order."""
     read = Read()
     for path in source.files:
         for line, row in rows(path):
@@ -337,11 +335,11 @@ def read_source(source: Source, any_gold: AnyGold = no_source) -> Read:
             else:
                 read.problems.append(problem)
                 read.recognised.update([described(columns)] if recognised else [])
-                read.unseen.update(filter(None, [unseen_options(row, _said(problem))]))
+                read.unseen.update(filter(None, [unseen_options(row, _full_question(problem))]))
     return read
 
 
-def _said(problem: Problem) -> str:
+def _full_question(problem: Problem) -> str:
     """The question, with all messages of a chat."""
     return "\n".join((problem.question, *(text for _, text in problem.messages)))
 
@@ -354,6 +352,6 @@ def _unseen(name: str, columns: str, count: int) -> str:
 
 
 def with_system(problem: Problem, prompt: str) -> Problem:
-    """The problem with a system turn, unless it has one."""
+    """Add a system message to the problem, unless it has one."""
     messages = problem.messages or (("user", problem.question),)
     return problem if messages[0][0] == "system" else replace(problem, messages=(("system", prompt), *messages))

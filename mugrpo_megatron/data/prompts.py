@@ -1,4 +1,4 @@
-"""Prompts: the styles, chat templates, and what a prompt is before it is tokenized; nothing slow is imported."""
+"""Prompt styles, chat templates and prompts before tokenization; imports nothing slow."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ STYLES: dict[str, str] = {
 """Prompt texts by style, as the model cards give them; `chat` is the tokenizer's own template."""
 
 
-SHOWN_CHARS = 400
-"""Characters that are shown of a long prompt's beginning and of its end."""
+EXCERPT_CHARS = 400
+"""Characters of a long prompt's beginning and end in an excerpt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """The chat template of the style `chat`, and what it is called with."""
+    """The chat template of the style `chat`, and its arguments."""
 
     text: str | None = None
-    """Jinja; None takes the tokenizer's own."""
+    """Jinja source; None for the tokenizer's own template."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Such as `enable_thinking` of Qwen3's template."""
     question: str | None = None
     """Text around each question, in every style; None leaves questions as they are."""
     path: Path | None = None
-    """Where `text` was read."""
+    """File of `text`."""
 
 
 TOKENIZER_TEMPLATE = Template()
@@ -62,24 +62,24 @@ TOKENIZER_TEMPLATE = Template()
 def first_prompt(
     tokenizer: PreTrainedTokenizerBase, ids: list[int], style: str, template: Template = TOKENIZER_TEMPLATE
 ) -> str:
-    """The line about the first prompt of a run or an evaluation, with the style that it was rendered in."""
+    """A line with the first prompt of a run or an evaluation, and its style."""
     style = resolved_style(style, tokenizer, template)
     return f"the first prompt as the model sees it ({style}): {decoded_line(tokenizer, ids)}"
 
 
 def decoded_line(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
-    """A prompt as one quoted line, special tokens included."""
+    """A tokenized prompt as a quoted line, special tokens included."""
     return quoted(str(tokenizer.decode(ids)))
 
 
 def quoted(prompt: str) -> str:
-    """A prompt as one quoted line; the middle of a long one is left out."""
+    """A prompt as a quoted line, without the middle of a long one."""
     text = repr(prompt)
-    return text if len(text) <= 2 * SHOWN_CHARS else f"{text[:SHOWN_CHARS]} ... {text[-SHOWN_CHARS:]}"
+    return text if len(text) <= 2 * EXCERPT_CHARS else f"{text[:EXCERPT_CHARS]} ... {text[-EXCERPT_CHARS:]}"
 
 
 def template_of(section: DataSection) -> Template:
-    """What `data.chat_template`, `template_arguments` and `question_template` say; UserError for an unreadable file."""
+    """The template of `data.chat_template`, `template_arguments` and `question_template`; UserError if unreadable."""
     if (path := section.chat_template) is None:
         return Template(None, section.template_arguments, section.question_template)
     try:
@@ -91,21 +91,22 @@ def template_of(section: DataSection) -> Template:
 
 @dataclass(frozen=True, slots=True)
 class FittingPrompts:
-    """The problems whose prompts fit, with their token ids, and how many did not."""
+    """The problems whose prompts fit, and their token ids."""
 
     problems: list[Problem]
     prompts: list[list[int]]
     too_long: int
+    """Prompts left out."""
 
 
 def check_style(style: str) -> None:
-    """UserError for a style that `render` does not know."""
+    """Raise UserError for an unknown style."""
     if style not in ("auto", "chat", *STYLES):
         raise UserError(f"data.prompt_style {style!r} is unknown: choose one of auto, chat, {', '.join(STYLES)}")
 
 
 def resolved_style(style: str, tokenizer: PreTrainedTokenizerBase, template: Template = TOKENIZER_TEMPLATE) -> str:
-    """The style that `auto` stands for: `chat` where there is a template, else `plain`; any other is itself."""
+    """Resolve `auto`: `chat` if there is a template, else `plain`; other styles are returned unchanged."""
     if style != "auto":
         return style
     return "plain" if tokenizer.chat_template is None and template.text is None else "chat"
@@ -114,7 +115,7 @@ def resolved_style(style: str, tokenizer: PreTrainedTokenizerBase, template: Tem
 def render(
     problem: Problem, tokenizer: PreTrainedTokenizerBase, style: str, template: Template = TOKENIZER_TEMPLATE
 ) -> list[int]:
-    """Prompt token ids of one problem, with the tokenizer's beginning-of-sequence token where it has one.
+    """Token ids of a problem's prompt, with the tokenizer's beginning-of-sequence token if it has one.
 
     Only `chat` renders more than one message. Raises UserError for a chat that the style or the template cannot render.
     """
@@ -127,7 +128,7 @@ def render(
 
 
 def _styled(problem: Problem, style: str, template: Template) -> str:
-    """The prompt in a style that is a fixed text."""
+    """The prompt in a style with a fixed text."""
     check_style(style)
     if len(problem.messages) > 1:
         raise UserError(
@@ -138,14 +139,11 @@ def _styled(problem: Problem, style: str, template: Template) -> str:
 
 
 def with_question_asked(problem: Problem, template: Template) -> Problem:
-    """The problem with its question, in a chat the user's last turn, inside the text that the template puts around it.
-
-    A chat without a user's turn stays as it is.
-    """
+    """Insert the question, or a chat's last user message, into `Template.question`."""
     if template.question is None:
         return problem
     turns = problem.messages
-    last = max((place for place, (role, _) in enumerate(turns) if role == "user"), default=None)
+    last = max((index for index, (role, _) in enumerate(turns) if role == "user"), default=None)
     if last is not None:
         turn = ("user", fill_template(turns[last][1], template.question))
         turns = (*turns[:last], turn, *turns[last + 1 :])
@@ -153,7 +151,7 @@ def with_question_asked(problem: Problem, template: Template) -> Problem:
 
 
 def messages_to_render(problem: Problem) -> list[dict[str, str]]:
-    """The messages that a chat template is called with."""
+    """The messages for a chat template."""
     turns = problem.messages or (("user", problem.question),)
     return [{"role": role, "content": content} for role, content in turns]
 
@@ -174,7 +172,7 @@ def _chat(problem: Problem, tokenizer: PreTrainedTokenizerBase, template: Templa
 
 
 def without_template() -> UserError:
-    """The error of the style `chat` where there is no template."""
+    """The error of the style `chat` without a template."""
     return UserError(
         "data.prompt_style is 'chat' but the tokenizer has no chat template: choose another style, or name a file "
         "with data.chat_template"
@@ -183,15 +181,15 @@ def without_template() -> UserError:
 
 @contextmanager
 def refusals(problem: Problem, template: Template) -> Iterator[None]:
-    """Turn the errors of a chat template inside the block into UserErrors, which name its file if it has one."""
+    """Convert a chat template's errors to UserErrors, with its file if it has one."""
     named = f"data.chat_template = {template.path}" if template.path else "the tokenizer's chat template"
     try:
         yield
     except TemplateSyntaxError as error:
         raise UserError(f"{named}, line {error.lineno}: {error.message}; correct the template") from None
     except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:  # roles must alternate
-        place = f" ({named})" if template.path else ""
-        raise UserError(f"{problem.id}: the chat template refuses the messages ({error}){place}") from None
+        file = f" ({named})" if template.path else ""
+        raise UserError(f"{problem.id}: the chat template refuses the messages ({error}){file}") from None
 
 
 def fitting_prompts(
@@ -201,7 +199,7 @@ def fitting_prompts(
     max_prompt_tokens: int,
     template: Template = TOKENIZER_TEMPLATE,
 ) -> FittingPrompts:
-    """Render every problem and leave out those whose prompt is longer than `max_prompt_tokens`."""
+    """Render every problem; leaves out prompts longer than `max_prompt_tokens`, UserError when all are."""
     rendered = [(problem, render(problem, tokenizer, style, template)) for problem in problems]
     fitting = [(problem, ids) for problem, ids in rendered if len(ids) <= max_prompt_tokens]
     if problems and not fitting:
@@ -221,11 +219,11 @@ def fitting_prompts_by_set(
     max_prompt_tokens: int,
     template: Template = TOKENIZER_TEMPLATE,
 ) -> FittingPrompts:
-    """`fitting_prompts` of several data sets, concatenated; each must have a prompt that fits."""
+    """`fitting_prompts` set by set, concatenated."""
     sets: dict[str, list[Problem]] = {}
     for problem in problems:
         sets.setdefault(problem.source, []).append(problem)
-    fits = [fitting_prompts(own, tokenizer, style, max_prompt_tokens, template) for own in sets.values()]
+    fits = [fitting_prompts(members, tokenizer, style, max_prompt_tokens, template) for members in sets.values()]
     return FittingPrompts(
         [problem for fit in fits for problem in fit.problems],
         [prompt for fit in fits for prompt in fit.prompts],
@@ -237,14 +235,14 @@ SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls
 
 
 def prompt_text(problem: Problem, style: str, template: Template, model: Path | None) -> tuple[str, str] | None:
-    """The style that is taken, and the problem's prompt in it before it is tokenized.
+    """Resolve the style and render a problem in it, without tokenizing: (style, text).
 
-    `model` is the directory with the tokenizer, None where it is not on this machine; then the prompt may depend on
-    what is not known, and is None. Raises UserError for a template that is not one, or that refuses the messages.
+    `model` is the tokenizer's directory, None where it is not on this machine; returns None if the prompt depends on
+    it. Raises UserError for an invalid template, or one that refuses the messages.
     """
     check_style(style)
     config = _config(model) if model else {}
-    text = template.text or (_own(model, config) if model else None)
+    text = template.text or (_tokenizer_template(model, config) if model else None)
     if style == "chat" or (style == "auto" and text is not None):
         if text is None and model is None:
             return None
@@ -261,13 +259,13 @@ def _rendered(problem: Problem, text: str, template: Template, special: Mapping[
     from transformers.utils.chat_template_utils import render_jinja_template  # a second, and no torch
 
     with refusals(problem, template):
-        made: Any = render_jinja_template(
+        rendered: Any = render_jinja_template(
             conversations=[messages_to_render(problem)],
             chat_template=text,
             add_generation_prompt=True,
             **{**special, **template.arguments},
         )
-        return str(made[0][0])
+        return str(rendered[0][0])
 
 
 def _config(model: Path) -> dict[str, Any]:
@@ -275,8 +273,8 @@ def _config(model: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
-def _own(model: Path, config: Mapping[str, Any]) -> str | None:
-    """The tokenizer's own template, where transformers finds it."""
+def _tokenizer_template(model: Path, config: Mapping[str, Any]) -> str | None:
+    """The tokenizer's own template, where transformers looks for it (tokenization_utils_base.py)."""
     path = model / "chat_template.jinja"
     if path.is_file():
         try:
@@ -285,13 +283,13 @@ def _own(model: Path, config: Mapping[str, Any]) -> str | None:
             raise UserError(f"{path} cannot be read ({error}): restore it from a copy of the model") from None
     template = config.get("chat_template")
     if isinstance(template, list):
-        named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
-        template = named.get("default")
+        templates = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = templates.get("default")
     return template if isinstance(template, str) else None
 
 
 def _special(config: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens that templates may name."""
+    """The special tokens that templates may use, by name."""
     tokens = {name: config.get(name) for name in SPECIAL}
-    texts = {name: one.get("content") if isinstance(one, dict) else one for name, one in tokens.items()}
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}

@@ -1,4 +1,4 @@
-"""From a row of a data file to a problem: its question, its gold, and the row itself as JSON values."""
+"""Converts a row of a data file to a problem: question, gold, and the row as JSON values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from mugrpo_megatron.data.files import (
     CONVERSATION,
-    NOTHING,
+    NO_GOLD,
     ColumnPaths,
     field_at,
     found_in,
@@ -38,9 +38,9 @@ _PYTHON_LIST = re.compile(r"\[\s*['\"].*['\"]\s*,?\s*\]", re.DOTALL)
 def columns_of(
     row: dict[str, Any], readings: Sequence[ColumnPaths], recognises: bool, any_gold: bool
 ) -> tuple[ColumnPaths, bool]:
-    """The columns to read a row by: the first of `readings` that it has, else recognised ones; and whether those.
+    """The columns of a row: the first of `readings` that it has, else recognised ones; and whether they are recognised.
 
-    Of a row in which the usual names hold null they are those names, so that the error is about the null.
+    For a row whose usual columns hold null, these columns, so that the error is about the null.
     """
     for columns in readings:
         if has(row, columns.question) and has(row, columns.answer):
@@ -52,11 +52,13 @@ def columns_of(
     return null_columns(row) or readings[0], False
 
 
-def problem_of(row: dict[str, Any], columns: ColumnPaths, source: str, place: str, any_gold: bool = False) -> Problem:
-    """The problem of a row; ValueError says why the row is malformed.
+def problem_of(
+    row: dict[str, Any], columns: ColumnPaths, source: str, problem_id: str, any_gold: bool = False
+) -> Problem:
+    """Convert a row to a problem; ValueError with the reason for a malformed row.
 
-    With `any_gold` the gold may be any JSON value, or be missing where `columns` say so; else it has to be an answer
-    that `math` can verify: text, a number or a list of them.
+    With `any_gold` the gold may be any JSON value, or missing if `columns` allow it; otherwise an answer that `math`
+    can verify: text, a number or a list of them.
     """
     cell = _value(row, columns.question)
     messages = _messages(cell, columns) if isinstance(cell, list) else ()
@@ -70,18 +72,18 @@ def problem_of(row: dict[str, Any], columns: ColumnPaths, source: str, place: st
         raise ValueError(f"field {columns.question!r} is empty")
     question = question.removeprefix(columns.question_prefix).removesuffix(columns.question_suffix)
     columns_of_row = kept_row(row)
-    gold = reply if reply is not None else None if columns.answer == NOTHING else _found(columns_of_row, columns.answer)
+    gold = reply if reply is not None else None if columns.answer == NO_GOLD else _found(columns_of_row, columns.answer)
     if any_gold:
         answer = any_answer(gold)
     elif reply is not None:
         answer = _verifiable(reply, columns.answer)
     else:
         answer = verifiable_answer(_found(row, columns.answer), columns.answer)
-    return Problem(place, question, answer, source, messages, gold, data_source_of(row), columns_of_row)
+    return Problem(problem_id, question, answer, source, messages, gold, data_source_of(row), columns_of_row)
 
 
 def prompt_in_row(row: Mapping[str, Any]) -> ChatOrText:
-    """What the model was asked, for reward functions: the column `prompt`, text or a chat's messages; else empty."""
+    """The prompt in a row, for reward functions: the column `prompt`, text or a chat's messages; else empty."""
     prompt = row.get("prompt")
     if isinstance(prompt, list) and all(isinstance(turn, dict) for turn in prompt):
         return prompt
@@ -89,17 +91,15 @@ def prompt_in_row(row: Mapping[str, Any]) -> ChatOrText:
 
 
 def data_source_of(row: Mapping[str, Any]) -> str:
-    """The text of verl's column `data_source`; empty when the row has none."""
+    """Text of verl's column `data_source`; empty if missing."""
     named = row.get("data_source")
     return named if isinstance(named, str) else ""
 
 
 def kept_row(row: dict[str, Any]) -> dict[str, Any]:
-    """The row as JSON values, in the order of its columns; equal column names of different rows are one string.
-
-    Raises ValueError for a value that has no form in JSON.
-    """
+    """The row as JSON values, in the order of its columns; ValueError for a value without a form in JSON."""
     try:
+        # Interned: millions of rows share the names of their columns.
         return {sys.intern(str(name)): to_json_value(value) for name, value in row.items()}
     except TypeError as error:
         raise ValueError(str(error)) from None
@@ -116,9 +116,9 @@ def final_answer(text: str) -> str:
 
 
 def verifiable_answer(gold: Any, path: str) -> str:
-    """What `math` compares with, of a gold in the field `path`: text, a number or a list of them, also a printed one.
+    """The gold answer for `math` in the field `path`: text, a number or a list of them, also a printed list.
 
-    Raises ValueError for anything else, and when there is no answer in it.
+    Raises ValueError for other values and without an answer.
     """
     return _verifiable(", ".join(_answers(gold, path)), path)
 
@@ -132,7 +132,7 @@ def _verifiable(gold: str, path: str) -> str:
 
 
 def any_answer(gold: Any) -> str:
-    """The answer of a gold that only a user's function reads: the text's own, else JSON; empty without a gold."""
+    """The answer of a gold for a user's function: that of a text, else JSON; empty without a gold."""
     if gold is None:
         return ""
     return (final_answer(gold) or gold) if isinstance(gold, str) else json.dumps(gold, ensure_ascii=False)
@@ -169,11 +169,11 @@ def _messages(value: list[Any], columns: ColumnPaths) -> tuple[Message, ...]:
 
 
 def _answers(value: Any, path: str) -> Iterator[str]:
-    """The answers in a value: several come as a list, in some data sets as a printed Python list."""
+    """Yield the answers in a value; several are a list, in some data sets a printed Python list."""
     if isinstance(value, str) and _PYTHON_LIST.fullmatch(value.strip()):
         try:
             value = ast.literal_eval(value.strip())
         except (ValueError, SyntaxError, MemoryError, RecursionError):  # brackets that mean something else
             value = [value]
-    for one in value if isinstance(value, list) else [value]:
-        yield str(_scalar(one, path))
+    for answer in value if isinstance(value, list) else [value]:
+        yield str(_scalar(answer, path))

@@ -12,7 +12,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import check_tokenizer, unreadable_as_user_error
 
 VOCAB_SIZE = 272
-"""256 bytes and 16 special tokens: a multiple of 16, so it splits evenly over tensor parallel ranks."""
+"""256 bytes and 16 special tokens: a multiple of 16 splits evenly over tensor parallel ranks."""
 PAD, EOS, TURN = "<|endoftext|>", "<|im_end|>", "<|im_start|>"
 """Qwen2's names: for a Qwen2 model, `AutoTokenizer` makes a Qwen2 tokenizer, which adds them if they are missing."""
 CHAT_ML = (
@@ -22,7 +22,10 @@ CHAT_ML = (
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a Hugging Face checkpoint directory; it has an end-of-sequence token and a padding token."""
+    """Load the tokenizer of a Hugging Face checkpoint directory; pads with the end-of-sequence token by default.
+
+    Raises UserError for an unreadable tokenizer, or one without an end-of-sequence token.
+    """
     check_tokenizer(directory)
     with unreadable_as_user_error(directory, "a directory with a readable tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
@@ -38,7 +41,7 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 
 
 def _check_conversion(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    """Check how transformers converts a sentencepiece model: without a tokenizer_config.json it may be wrong."""
+    """Raise UserError when transformers converts a sentencepiece model wrongly, as without tokenizer_config.json."""
     original = SentencePieceProcessor(model_file=str(directory / "tokenizer.model"))
     probe = "Find 12 + 34 = x, please."
     if tokenizer.encode(probe, add_special_tokens=False) != original.encode(probe):
@@ -49,10 +52,7 @@ def _check_conversion(tokenizer: PreTrainedTokenizerBase, directory: Path) -> No
 
 
 def build_arithmetic_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer of `VOCAB_SIZE` tokens: one per byte, so every text encodes and decodes to itself.
-
-    It has no chat template unless one is given, because the models that use it learn from bare questions.
-    """
+    """Build a byte-level tokenizer of `VOCAB_SIZE` tokens, by default without a chat template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

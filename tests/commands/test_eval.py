@@ -19,7 +19,7 @@ from mugrpo_megatron.commands import eval
 from mugrpo_megatron.commands.eval import EvalRecord, Evaluation, markdown, on_screen, run, settings_of, table
 from mugrpo_megatron.commands.reading import results_of, weights_of
 from mugrpo_megatron.data.tokenizer import VOCAB_SIZE, build_arithmetic_tokenizer, load_tokenizer
-from mugrpo_megatron.engine.wire import Sampling
+from mugrpo_megatron.engine.wire import SampledGroup, Sampling
 from mugrpo_megatron.errors import EngineFailure, UserError
 from mugrpo_megatron.evaluation.scoring import ProblemResult, summarize
 from mugrpo_megatron.recipe import Recipe
@@ -169,16 +169,14 @@ class Parrot:
 
     def stop(self) -> None: ...
 
-    def generate(
-        self, prompts: Iterable[Prompt], n: int, sampling: Sampling
-    ) -> Iterator[tuple[Prompt, list[Response]]]:
+    def generate(self, prompts: Iterable[Prompt], n: int, sampling: Sampling) -> Iterator[SampledGroup]:
         for count, prompt in enumerate(prompts):
             if count == self.dies_after:
                 raise EngineFailure("died")
             self.asked.append(prompt.problem.question)
             self.sampled[prompt.problem.source] = n, sampling.temperature, sampling.top_p, sampling.max_tokens
             four = np.array(build_arithmetic_tokenizer().encode("4"), dtype=np.int32)
-            yield prompt, [Response(four, np.zeros(1, dtype=np.float32), "length", 0)] * n
+            yield SampledGroup(prompt, [Response(four, np.zeros(1, dtype=np.float32), "length", 0)] * n)
 
 
 def test_a_run_that_died_is_continued(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

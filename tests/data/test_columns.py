@@ -14,7 +14,7 @@ import pytest
 from mugrpo_megatron.data import arithmetic
 from mugrpo_megatron.data.prepare import read_problems
 from mugrpo_megatron.data.problems import load
-from mugrpo_megatron.data.prompts import SHOWN_CHARS, decoded_line, render, template_of
+from mugrpo_megatron.data.prompts import EXCERPT_CHARS, decoded_line, render, template_of
 from mugrpo_megatron.data.tokenizer import CHAT_ML, build_arithmetic_tokenizer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.load import validate
@@ -235,5 +235,5 @@ def test_a_prompt_is_shown_as_one_line_with_its_special_tokens() -> None:
     short = decoded_line(TOKENIZER, render(Problem("set:1", "6*7=\n", "42"), TOKENIZER, "chat"))
     assert short == repr("<|im_start|>user\n6*7=\n<|im_end|>\n<|im_start|>assistant\n")
     long = decoded_line(TOKENIZER, TOKENIZER.encode("x" * 5000 + "end"))
-    assert len(long) < 2 * SHOWN_CHARS + 10
+    assert len(long) < 2 * EXCERPT_CHARS + 10
     assert (long[:3], long[-4:]) == ("'xx", "end'")

@@ -57,7 +57,7 @@ class Oracle:
 
     def generate_from(
         self, take: Callable[[int, int], list[Prompt]], n: int, sampling: Sampling
-    ) -> Iterator[tuple[Prompt, list[Response]]]:
+    ) -> Iterator[SampledGroup]:
         while prompts := take(0, 4):
             for prompt in reversed(prompts):
                 if self.lives and not self.lives[0]:

@@ -62,7 +62,7 @@ class StandInEngine:
         self.running = True
         self.answers.starts += 1
 
-    def generate_from(self, take: Any, n: int, how: Sampling) -> Iterator[tuple[Prompt, list[Response]]]:
+    def generate_from(self, take: Any, n: int, how: Sampling) -> Iterator[SampledGroup]:
         waiting: list[Prompt] = []
         answered = 0
         while True:
