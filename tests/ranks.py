@@ -20,17 +20,22 @@ class RankFailure(AssertionError):
     """A rank raised, died or was too slow; carries the rank and its traceback."""
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120, compiled: bool = False
+) -> list[Any]:
     """`[function(*args) of rank 0, of rank 1, ...]`, each in a process whose torch.distributed world is theirs.
 
     `function`, `args` and what is returned travel by pickle, so `function` is one of a module. The ranks meet through a
-    file, not a port. Raises RankFailure with the first rank's traceback when one raises, dies or exceeds `timeout_s`.
+    file, not a port. What Megatron decorates with torch.compile, which takes seconds in every process, is compiled only
+    where `compiled` says so. Raises RankFailure with the first rank's traceback when one raises, dies or exceeds
+    `timeout_s`.
     """
     results = fork_server().Queue()
     with tempfile.TemporaryDirectory() as directory:
         meeting = Path(directory) / "rendezvous"
         ranks = [
-            fork(_rank, rank, world_size, meeting, timeout_s, results, function, args) for rank in range(world_size)
+            fork(_rank, rank, world_size, meeting, timeout_s, compiled, results, function, args)
+            for rank in range(world_size)
         ]
         try:
             return _collect(ranks, results, timeout_s)
@@ -65,6 +70,7 @@ def _rank(
     world_size: int,
     meeting: Path,
     timeout_s: float,
+    compiled: bool,
     results: Any,
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -75,6 +81,8 @@ def _rank(
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
     )
+    if not compiled:
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # read when it is imported, which is when something is to be compiled
     torch.set_num_threads(1)
     store = dist.FileStore(str(meeting), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s))

@@ -8,7 +8,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch._dynamo
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -44,7 +43,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def alone(models: dict[str, str]) -> dict[str, Updates]:
-    return {kind: run_ranks(1, two_updates, model, {})[0] for kind, model in models.items()}
+    """Compiled, as a run is; the layouts are not."""
+    return {kind: run_ranks(1, two_updates, model, {}, compiled=True)[0] for kind, model in models.items()}
 
 
 def parallel(**sizes: Any) -> dict[str, Any]:
@@ -133,12 +133,11 @@ def test_update_with_the_layers_that_cuda_has_is_that_of_megatrons(
 
 
 def updates_with_fused_experts(model: str) -> Updates:
-    """On CPU, with the fused SwiGLU that experts have on CUDA, not compiled: that takes a minute."""
+    """On CPU, with the fused SwiGLU that experts have on CUDA."""
 
     def fused(*arguments: Any) -> TransformerConfig:
         return replace(transformer_config(*arguments), bias_activation_fusion=True)
 
-    torch._dynamo.config.disable = True
     with patch.object(layers, "transformer_config", fused):
         return two_updates(model, {})
 
