@@ -78,7 +78,7 @@ GOALS = {
 MISSED = {
     "product lines (core, extras, convert)": "what README promises takes them; a new capability is paid for with lines",
     "core lines": "the same; the review's 28k needed packages of their own for rewards/math and decoding in C",
-    "lines of extras": "plan, sandbox, episodes, exchange, auxiliary, lora, prefetch, sweep: none is without a user",
+    "lines of extras": "plan, sandbox, episodes, exchange, auxiliary, lora, sweep and the rest: none is without a user",
     "lines of tests": "they hold every promise of docs/faults.md and SECURITY.md; prose tests go first",
     "parameters of type Recipe": "checks/, learner/ and extras/ still pass it on",
     "locals called one": "each needs a noun of its own; new code has none",

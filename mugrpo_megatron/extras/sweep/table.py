@@ -14,6 +14,7 @@ from mugrpo_megatron.extras.comparison.comparison import write_comparison
 from mugrpo_megatron.extras.sweep.cells import Sweep
 from mugrpo_megatron.extras.sweep.grid import Cell, text_of
 from mugrpo_megatron.files.durable import write_text
+from mugrpo_megatron.observe.metrics import Row, mean_in, values_in
 from mugrpo_megatron.observe.progress import duration, new_table
 from mugrpo_megatron.observe.results import (
     format_interval,
@@ -70,11 +71,11 @@ def figures_of(sweep: Sweep, cell: Cell) -> Figures:
         "ess_last": updates[-1].get("ess"),
         "ess_min": _least(updates, "ess"),
         "kl_k3_last": updates[-1].get("kl_k3"),
-        "clipped_fraction_mean": _mean(updates, "clipped_fraction"),
-        "vetoed_fraction_mean": _mean(updates, "vetoed_fraction"),
+        "clipped_fraction_mean": mean_in(updates, "clipped_fraction"),
+        "vetoed_fraction_mean": mean_in(updates, "vetoed_fraction"),
         "ratio_neg_min": _least(updates, "ratio_neg_min"),
-        "grad_norm_max": max(_all(updates, "grad_norm"), default=None),
-        "reward_mean": _mean(updates, "reward_mean"),
+        "grad_norm_max": max(values_in(updates, "grad_norm"), default=None),
+        "reward_mean": mean_in(updates, "reward_mean"),
         "seconds_optimize": seconds.get("optimize", 0.0),
         "seconds_total": run.seconds,
     }
@@ -131,21 +132,12 @@ def _keys(cells: Sequence[Cell]) -> list[str]:
     return list(dict.fromkeys(key for cell in cells for key in cell.settings))
 
 
-def _all(rows: Sequence[dict[str, Any]], name: str) -> list[float]:
-    return [float(row[name]) for row in rows if row.get(name) is not None]
+def _least(rows: Sequence[Row], name: str) -> float | None:
+    return min(values_in(rows, name), default=None)
 
 
-def _least(rows: Sequence[dict[str, Any]], name: str) -> float | None:
-    return min(_all(rows, name), default=None)
-
-
-def _mean(rows: Sequence[dict[str, Any]], name: str) -> float | None:
-    values = _all(rows, name)
-    return sum(values) / len(values) if values else None
-
-
-def _percent(share: float | None) -> str:
-    return "–" if share is None else f"{100 * share:.1f} %"
+def _percent(fraction: float | None) -> str:
+    return "–" if fraction is None else f"{100 * fraction:.1f} %"
 
 
 def _plain(value: object) -> object:
