@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from mugrpo_megatron.report.page import write_report
-from mugrpo_megatron.run.checkpoints import complete
+from mugrpo_megatron.run.checkpoints import complete_checkpoints
 from tests.forked import Command, started
 from tests.scaling.nodes import TORCHRUN
 from tests.tiny import FINISHED, mugrpo, rows, take_stages, weights, write_run
@@ -57,7 +57,7 @@ def learned(run_dir: Path) -> dict[int, dict[str, float]]:
 def assert_ends_like(run_dir: Path, plain: Path) -> None:
     """Weights, optimizer state and every update's metrics, bit by bit."""
     assert weights(run_dir) == weights(plain)
-    state = f"{complete(plain / 'checkpoints')[-1].relative_to(plain)}/__0_0.distcp"
+    state = f"{complete_checkpoints(plain / 'checkpoints')[-1].relative_to(plain)}/__0_0.distcp"
     assert (run_dir / state).read_bytes() == (plain / state).read_bytes()
     assert learned(run_dir) == learned(plain)
 

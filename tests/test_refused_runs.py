@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mugrpo_megatron.run.checkpoints import complete, newest_cursor
+from mugrpo_megatron.run.checkpoints import complete_checkpoints, newest_cursor
 from mugrpo_megatron.run.cursor import Cursor
 from tests.tiny import FINISHED, mugrpo, write_run
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.process
 def run(finished_run: Path, tmp_path: Path) -> Path:
     """A copy of the finished run, as if it had been killed at the start of its second stage."""
     shutil.copytree(finished_run, tmp_path / "run")
-    for path in complete(tmp_path / "run" / "checkpoints"):
+    for path in complete_checkpoints(tmp_path / "run" / "checkpoints"):
         if path.name > "stage00001-age00000":
             shutil.rmtree(path)
     (tmp_path / "run" / "summary.json").unlink()

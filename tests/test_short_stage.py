@@ -17,7 +17,7 @@ from mugrpo_megatron.phases import stage as phase
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory
-from mugrpo_megatron.run.record import Record
+from mugrpo_megatron.run.record import RunRecord
 from mugrpo_megatron.stages.store import StageStore
 from tests.hostile.rundir import PROMPTS, group
 
@@ -48,7 +48,7 @@ def test_a_stage_ends_with_its_last_responses(stages: int, tmp_path: Path, monke
         recipe=recipe,
         evaluates_every=0,
         directory=RunDirectory(tmp_path),
-        record=Record("r"),
+        record=RunRecord("r"),
         stage_store=lambda cursor: store,
         log=SimpleNamespace(update=lambda *_: None),
         world=SimpleNamespace(ranks=SimpleNamespace(rank=2)),

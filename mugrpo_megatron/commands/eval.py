@@ -43,10 +43,10 @@ from mugrpo_megatron.observe.progress import Display, new_table, open_display
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.functions import source_sum
 from mugrpo_megatron.rewards.pool import Verifier
-from mugrpo_megatron.run.data import sums_by_set
-from mugrpo_megatron.run.directory import locked
+from mugrpo_megatron.run.directory import file_lock
 from mugrpo_megatron.run.engine_spec import engine_spec
-from mugrpo_megatron.run.record import begun_weights, file_sum, hub_model, with_model
+from mugrpo_megatron.run.inputs import file_sum, sums_by_set
+from mugrpo_megatron.run.model import hub_model, weights_fingerprint, with_model
 from mugrpo_megatron.samples import Problem, Prompt
 from mugrpo_megatron.terminal import visible
 
@@ -91,7 +91,7 @@ def run(recipe: Recipe, sources: Sequence[str], output: Path) -> Evaluation:
     style, template = recipe.data.prompt_style, template_of(recipe.data)
     prompts = prompts_of(problems, tokenizer, style, recipe.data.max_prompt_tokens, template)
     record = EvalRecord(output, settings_of(recipe, names, problems), inputs=[Path(one) for one in names.values()])
-    with locked(output / ".lock"), open_display(show=True) as display:
+    with file_lock(output / ".lock"), open_display(show=True) as display:
         for note in notes:
             display.say(note)
         display.say(first_prompt(tokenizer, prompts[0].ids, style, template))
@@ -114,10 +114,10 @@ def settings_of(recipe: Recipe, names: Mapping[str, str], problems: Sequence[Pro
     checksums: a file may change behind its name.
     """
     keys = {"samples", "temperature", "top_p", "max_tokens"}
-    hub = hub_model(recipe)
+    hub = hub_model(recipe.model)
     return {
         "model": asdict(hub) if hub else str(recipe.model.path.resolve()),
-        "weights": begun_weights(recipe) or None,  # a run writes its later ones to the same place
+        "weights": weights_fingerprint(recipe.model) or None,  # a run writes its later ones to the same place
         "sources": dict(names),
         "sampling": {name: recipe.eval.of(name).model_dump(include=keys) for name in names},
         "max_response_tokens": recipe.rollout.max_response_tokens,

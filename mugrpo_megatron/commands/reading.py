@@ -75,11 +75,11 @@ def results_of(model: Path) -> Path:
 
     A run replaces its `hf/`, so results of these weights go into the run's directory.
     """
-    from mugrpo_megatron.run.record import MARK
+    from mugrpo_megatron.run.record import PROVENANCE
 
     if model_name(model) is not None:
         return Path("runs/eval") / model.name
-    return (model.resolve().parent if (model / MARK).exists() else model) / "eval"
+    return (model.resolve().parent if (model / PROVENANCE).exists() else model) / "eval"
 
 
 def score_arguments(parser: Parser) -> None:

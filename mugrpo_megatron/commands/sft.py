@@ -38,7 +38,8 @@ from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.recipe import Recipe, dump_recipe
 from mugrpo_megatron.recipe.policy import LoraSection, ModelSection, SftSection
 from mugrpo_megatron.recipe.sections import MAX_STAGE_UPDATES, OptimizerSection, ScheduleSection
-from mugrpo_megatron.run.record import MARK, hub_model
+from mugrpo_megatron.run.model import hub_model
+from mugrpo_megatron.run.record import PROVENANCE
 from mugrpo_megatron.samples import Problem
 from mugrpo_megatron.weights.hf import save_hf
 
@@ -127,13 +128,13 @@ def _learn_rows(recipe: Recipe, source: str) -> None:
                     step = optimize(learner, batch, _cross_entropy(tokens))
                     bar.values["grad_norm"] = step.grad_norm
                     bar.advance(tokens=sum(len(sequence.ids) for sequence in batch))
-        hub = hub_model(recipe)
+        hub = hub_model(recipe.model)
         save_hf(
             learner.models,
             learner.architecture,
             like=recipe.model.directory,
             out=section.output / "hf",
-            notes={MARK: {"model": asdict(hub)}} if hub else None,
+            notes={PROVENANCE: {"model": asdict(hub)}} if hub else None,
         )
         _tell(learner, section.output)
 

@@ -150,9 +150,9 @@ def optimize(options: Options) -> int:
 
     def run(recipe: Recipe) -> None:
         from mugrpo_megatron.checks.preflight import check_run
-        from mugrpo_megatron.run.branch import stage_to_take
+        from mugrpo_megatron.run.branch import branch_stage
 
-        stage = stage_to_take(options.source, options.stage) if options.source else options.stage
+        stage = branch_stage(options.source, options.stage) if options.source else options.stage
         recipe, _ = check_run(recipe, say, generates=False)
         say(IMPORTING)
         optimize_alone(recipe, stage, options.source)
@@ -170,12 +170,12 @@ def optimize_alone(recipe: Recipe, stage: int | None, source: Path | None = None
     `stage` is given and is not the current one, or when the stage is not sealed.
     """
     from mugrpo_megatron.phases.saves import export
-    from mugrpo_megatron.run.branch import branch, stage_to_take
+    from mugrpo_megatron.run.branch import branch, branch_stage
     from mugrpo_megatron.run.run import open_run
     from mugrpo_megatron.train import optimize_stage
 
     if source is not None:
-        stage = stage_to_take(source, stage)
+        stage = branch_stage(source, stage)
     if rank_of_environment() == 0:  # the other ranks wait for rank 0 where they join the world
         if source is not None and stage is not None:
             branch(recipe, source, stage)
@@ -193,12 +193,12 @@ def optimize_alone(recipe: Recipe, stage: int | None, source: Path | None = None
 
 def _current_stage(recipe: Recipe, stage: int | None) -> int:
     """The run's current stage; UserError when `stage` is given and is another."""
-    from mugrpo_megatron.run.checkpoints import check_stage_held, newest_cursor
+    from mugrpo_megatron.run.checkpoints import check_stage_sealed, newest_cursor
     from mugrpo_megatron.run.directory import RunDirectory
 
     directory = RunDirectory(recipe.run.dir)
     cursor = newest_cursor(directory.checkpoints)
-    check_stage_held(directory, cursor)
+    check_stage_sealed(directory, cursor)
     if cursor.finished(recipe.schedule):
         raise UserError(
             f"{recipe.run.dir} has taken all of its {cursor.updates} updates; `mugrpo train` finishes "

@@ -12,7 +12,7 @@ from mugrpo_megatron.files.hf_config import CONFIG
 from mugrpo_megatron.files.outputs import check_output, make_directory
 from mugrpo_megatron.observe.environment import rank_of_environment
 from mugrpo_megatron.recipe import Recipe, load_recipe
-from mugrpo_megatron.run.directory import locked
+from mugrpo_megatron.run.directory import file_lock
 
 RECIPE = "recipe.toml"
 """Written before training starts, so that an hf/ without it is not a warm start's."""
@@ -69,7 +69,7 @@ def locked_warm_start(out: Path) -> Iterator[None]:
         yield
         return
     make_directory(out, f"sft.output = {out}")
-    with locked(out / ".lock"):
+    with file_lock(out / ".lock"):
         for name in (RECIPE, "hf"):
             remove_leftovers(out, name)
         yield

@@ -16,7 +16,7 @@ from mugrpo_megatron.recipe import ObjectiveSection, Recipe
 from mugrpo_megatron.recipe.functions import source_sum
 from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
 from mugrpo_megatron.run.directory import RunDirectory
-from mugrpo_megatron.run.record import file_sum
+from mugrpo_megatron.run.inputs import file_sum
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.columns import LogprobColumn, ScoreColumn, recompute_remedy
 from mugrpo_megatron.stages.manifest import stage_identity

@@ -11,9 +11,9 @@ from mugrpo_megatron.learner.learner import Learner, swapped_weights
 from mugrpo_megatron.learner.update import record_routes, token_logprobs
 from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.phases.batches import StageBatches
-from mugrpo_megatron.run.checkpoints import complete
+from mugrpo_megatron.run.checkpoints import complete_checkpoints
 from mugrpo_megatron.run.cursor import Cursor
-from mugrpo_megatron.run.record import check_begun
+from mugrpo_megatron.run.model import check_initial_weights
 from mugrpo_megatron.run.run import Run
 from mugrpo_megatron.stages.columns import Column, LogprobColumn
 from mugrpo_megatron.weights.families import fingerprint
@@ -121,7 +121,7 @@ def _check_ref(run: Run, stage: int, weights: Path, mark: str) -> None:
     """Raise UserError when the reference policy's directory holds other weights than when the run began, or a stage
     ago."""
     if run.recipe.objective.kl_ref == "start":
-        check_begun(run.record, run.recipe, f"the reference policy of {run.directory.path}")
+        check_initial_weights(run.record, run.recipe.model, f"the reference policy of {run.directory.path}")
     before = LogprobColumn(run.directory.ref(stage - 1), {}) if stage > 0 else None
     if before and before.weights not in (None, mark):
         raise UserError(
@@ -155,7 +155,7 @@ def refresh_proximal(run: Run, learner: Learner, stage: StageBatches, cursor: Cu
 
 def _remove_old_proximal_files(run: Run) -> None:
     """Remove proximal files older than the one that the oldest complete checkpoint needs: no resume reads them."""
-    for checkpoint in complete(run.directory.checkpoints)[:1]:
+    for checkpoint in complete_checkpoints(run.directory.checkpoints)[:1]:
         paths = [
             path for path in sorted(run.directory.proximal_files.glob("*.parquet")) if path.stem <= checkpoint.name
         ]

@@ -21,8 +21,8 @@ from mugrpo_megatron.phases.sampling import report_failures, sample_groups, shar
 from mugrpo_megatron.recipe.functions import load_function
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.leader import EngineLeader, Engines
-from mugrpo_megatron.run.responses import rows_of, stage_prompt
 from mugrpo_megatron.run.run import Run
+from mugrpo_megatron.run.stage_groups import group_prompt, group_samples
 from mugrpo_megatron.run.world import World
 from mugrpo_megatron.samples import Prompt
 from mugrpo_megatron.stages.store import StageStore
@@ -78,7 +78,7 @@ class Generation:
         ):
             if leader and scorer:
                 for group in scorer.during(_sample_stage(run, leader, self.cursor, queue, bar)):
-                    self.store.append(rows_of(group, run.recipe))
+                    self.store.append(group_samples(group, run.recipe.rollout, run.recipe.reward, run.recipe.objective))
                 if run.stop.requested:
                     self.store.flush()  # before the barrier: another rank may have died
             run.world.barrier(lambda: show_totals(bar, queue, run.is_main))
@@ -88,7 +88,7 @@ class Generation:
             _log_loads(run.world, run.log, leader, self.cursor)
         with run.phase("score", self.cursor):
             for group in scorer.rest(run.stop.poll) if scorer else ():
-                self.store.append(rows_of(group, run.recipe))
+                self.store.append(group_samples(group, run.recipe.rollout, run.recipe.reward, run.recipe.objective))
             self.store.flush()
             run.world.barrier()
             stopping = any(run.world.any_rank(run.stop.requested))
@@ -134,7 +134,7 @@ def _sample_stage(
     recipe = run.recipe
 
     def take(waiting: int, slots: int) -> list[Prompt]:
-        return [stage_prompt(recipe, leader.problems, cursor, g) for g in queue.take(waiting, slots)]
+        return [group_prompt(recipe, leader.problems, cursor, g) for g in queue.take(waiting, slots)]
 
     routers = replayed_routers(recipe.learner, recipe.model)
     how = training_sampling(recipe.rollout, recipe.run, leader.tokenizer, routers)

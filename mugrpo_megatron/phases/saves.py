@@ -16,7 +16,7 @@ from mugrpo_megatron.report.page import FILE_NAME, write_report
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.leader import Engines
-from mugrpo_megatron.run.record import MARK, check_hf, mark
+from mugrpo_megatron.run.record import PROVENANCE, check_hf, provenance
 from mugrpo_megatron.run.run import Run
 from mugrpo_megatron.weights.hf import save_hf
 
@@ -51,7 +51,7 @@ def write_hf(run: Run, cursor: Cursor) -> None:
     Engine-only processes sample from it. Raises UserError when something else has come to lie there.
     """
     check_own_hf(run)
-    notes = {MARK: mark(run.record, asdict(cursor))}
+    notes = {PROVENANCE: provenance(run.record, asdict(cursor))}
     run.saver.save_hf(run.recipe.model.directory, run.directory.hf, notes)
 
 
@@ -60,7 +60,7 @@ def check_own_hf(run: Run) -> None:
     refusal = ""
     if run.is_main:
         try:
-            check_hf(run.directory.path)
+            check_hf(run.directory.hf, run.record)
         except UserError as error:
             refusal = f"{error}; the checkpoint is not written, and the same command then writes it"
     if refusal := run.world.broadcast(refusal):
@@ -114,6 +114,6 @@ def export(run: Run, learner: Learner, cursor: Cursor) -> None:
             like=run.recipe.model.directory,
             out=run.directory.hf,
             replace=True,
-            notes={MARK: mark(run.record, asdict(cursor)), **learner.adapter_files()},
+            notes={PROVENANCE: provenance(run.record, asdict(cursor)), **learner.adapter_files()},
         )
         run.world.barrier()

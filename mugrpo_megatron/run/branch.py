@@ -15,68 +15,52 @@ from mugrpo_megatron.files.durable import digest, durable_directory
 from mugrpo_megatron.observe.log import FILE_NAME
 from mugrpo_megatron.recipe import Recipe, load_recipe
 from mugrpo_megatron.recipe.functions import load_function
+from mugrpo_megatron.recipe.sections import ScheduleSection
 from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
-from mugrpo_megatron.run.directory import RunDirectory, differing, open_directory
+from mugrpo_megatron.run.directory import RunDirectory, changed_keys, open_directory
+from mugrpo_megatron.run.model import check_initial_weights, hub_model, with_model
 from mugrpo_megatron.run.published import check_logprobs, check_start, read_published
-from mugrpo_megatron.run.record import (
-    Branch,
-    Record,
-    begun_weights,
-    check_begun,
-    claim,
-    hub_model,
-    read_record,
-    with_model,
-    write_record,
-)
+from mugrpo_megatron.run.record import Branch, HubModel, RunRecord, claim, read_record, write_record
 from mugrpo_megatron.stages.columns import LogprobColumn
 from mugrpo_megatron.stages.manifest import Origin, check_stage, manifest_name, read_manifest
 from mugrpo_megatron.stages.store import StageStore
 
 AUXILIARY_COLUMNS = "mugrpo_megatron.extras.auxiliary.auxiliary_columns:link_columns"
-"""What auxiliary models have computed of the stage."""
+"""Links the columns that auxiliary models have computed of the stage."""
 
 
 def branch(recipe: Recipe, source: Path, stage: int) -> None:
     """Make `run.dir` a run at the start of `stage` of the run in `source`, with that stage sealed.
 
     Files are hard links on one file system, else copies; neither run changes a file in place, and the files of
-    `run.dir` are kept. Does nothing when `run.dir` is that branch already. Raises
-    UserError when the source lacks the stage or the checkpoint at its start, when the recipe changes what the
-    responses were made with, or when `run.dir` holds another run.
+    `run.dir` are kept. Does nothing when `run.dir` is that branch already. Raises UserError when the source lacks the
+    stage or the checkpoint at its start, when the recipe changes what the responses were made with, or when `run.dir`
+    holds another run.
     """
-    of = RunDirectory(source)
-    recipe = with_model(recipe, run_dir=source)
-    origin, taken = _check(recipe, of, stage)
-    start_of = Branch(str(source.resolve()), stage, origin.run)
+    recipe, source_run = with_model(recipe, run_dir=source), RunDirectory(source)
+    origin, source_recipe = _check(recipe, source_run, stage)
+    new = Branch(str(source.resolve()), stage, origin.run)
     with open_directory(recipe) as directory:
-        record = claim(directory.path, hub_model(recipe), begun_weights(recipe))
-        if _is_branch(directory.path, record, start_of):
+        record = claim(directory.path)
+        if _is_branch(directory.path, record, new):
             return
-        _link(
-            of.stage(stage),
-            directory.stage(stage),
-            manifest_name(0),
-            _of_other_routes(recipe, taken, of.behaviour(stage)),
-        )
+        # Logprobs that were computed under another routing replay are another policy's: the branch computes its own.
+        behaviour = LogprobColumn(source_run.behaviour(stage), {})
+        same_routes = source_recipe.learner.routing_replay == recipe.learner.routing_replay
+        skipped = [] if same_routes else [behaviour.path.name, behaviour.index.name]
+        _link(source_run.stage(stage), directory.stage(stage), manifest_name(0), skipped)
         if stage > 0:
             start = checkpoint_name(Cursor(stage))
-            _link(of.checkpoints / start, directory.checkpoints / start, STATE)
+            _link(source_run.checkpoints / start, directory.checkpoints / start, STATE)
         if recipe.auxiliary.by_name:
-            load_function("auxiliary", AUXILIARY_COLUMNS)(recipe, of, directory, stage)
-        write_record(directory.path, replace(record, branch=start_of))
+            load_function("auxiliary", AUXILIARY_COLUMNS)(recipe, source_run, directory, stage)
+        write_record(directory.path, replace(record, branch=new))  # last: a branch that was killed is linked again
 
 
-def _of_other_routes(recipe: Recipe, source: Recipe, logprobs: Path) -> list[str]:
-    """Names of the behaviour logprobs' files, if the source computed them with other experts than the branch takes."""
-    same = source.learner.routing_replay == recipe.learner.routing_replay
-    return [] if same else [logprobs.name, LogprobColumn(logprobs, {}).index.name]
+def branch_stage(source: Path, stage: int | None) -> int:
+    """The stage to branch at: `stage`, or the stage of a published directory.
 
-
-def stage_to_take(source: Path, stage: int | None) -> int:
-    """The stage to branch at: the one that is asked for, else the only one of a published stage.
-
-    Raises UserError when `source` is no run directory, or has several and none is asked for.
+    Raises UserError when `source` is no run directory, or is a run's and `stage` is None.
     """
     _check_is_run(source)
     if stage is not None:
@@ -88,12 +72,12 @@ def stage_to_take(source: Path, stage: int | None) -> int:
 
 
 def check_branch(recipe: Recipe, source: Path, stage: int) -> Origin:
-    """Where the stage to branch at is from; the errors of `branch`, with nothing changed."""
+    """Returns the origin of the stage to branch at; raises as `branch`, and changes nothing."""
     return _check(recipe, RunDirectory(source), stage)[0]
 
 
-def _is_branch(directory: Path, record: Record, expected: Branch) -> bool:
-    """Whether the directory's run is the branch already; UserError when it is another run, and one that has begun."""
+def _is_branch(directory: Path, record: RunRecord, expected: Branch) -> bool:
+    """Whether the directory's run is the branch already; UserError when it is another run that has begun."""
     if record.branch == expected:
         return True
     if record.branch:
@@ -112,36 +96,39 @@ def _check_is_run(source: Path) -> None:
 
 
 def _check(recipe: Recipe, source: RunDirectory, stage: int) -> tuple[Origin, Recipe]:
-    """Where the stage to branch at is from, and its run's recipe; the errors of `branch`."""
+    """Returns the origin of the stage to branch at and its run's recipe; raises as `branch`."""
     _check_is_run(source.path)
     if recipe.run.dir.resolve() == source.path.resolve():
         raise UserError(f"{source.path} already holds a run, the one of --from; choose another run.dir for the branch")
-    record, published, taken = read_record(source.path), read_published(source.path), load_recipe(source.recipe)
+    record, published = read_record(source.path), read_published(source.path)
+    source_recipe = load_recipe(source.recipe)
     if record is not None:
-        _check_commit(recipe, record, source.path)
+        _check_commit(hub_model(recipe.model), record, source.path)
     origin, start = _check_stage(source, stage)
     if stage == 0 and record is not None:
-        check_begun(record, recipe, f"{source.path}: stage 0")
+        check_initial_weights(record, recipe.model, f"{source.path}: stage 0")
     store = StageStore(source.stage(stage))
-    check_logprobs(store, recipe)
+    check_logprobs(store, recipe.rollout, recipe.objective)
     if published:
-        check_start(published, recipe)
+        check_start(published, recipe.model)
     present = read_record(recipe.run.dir)
-    if present is None or present.branch is None:  # one that has begun goes on as it began
-        _check_length(recipe, taken, start, store.updates)
+    if present is None or present.branch is None:  # a branch that has begun goes on as it began
+        _check_length(recipe.schedule, source_recipe.schedule, start, store.updates)
     hidden = tuple(published.hidden) if published else ()
-    changed = [key for key in differing(taken, recipe) if not (Recipe.changes_of(key) or key.startswith(hidden))]
+    changed = [
+        key for key in changed_keys(source_recipe, recipe) if not (Recipe.changes_of(key) or key.startswith(hidden))
+    ]
     if changed:
         raise UserError(f"a branch cannot change {', '.join(changed)}; take these keys from {source.recipe}")
     if present is not None:
         _is_branch(recipe.run.dir, present, Branch(str(source.path.resolve()), stage, origin.run))
-    return origin, taken
+    return origin, source_recipe
 
 
 def _check_stage(source: RunDirectory, stage: int) -> tuple[Origin, Cursor]:
-    """Where the stage is from, and where its run stood before it.
+    """Returns the stage's origin and the cursor at its start.
 
-    UserError unless it is sealed, in its own place, and next to the checkpoint at its start.
+    Raises UserError unless it is sealed, lies under its own number, and has the checkpoint at its start.
     """
     directory = source.stage(stage)
     check_stage(directory)
@@ -165,14 +152,12 @@ def _check_stage(source: RunDirectory, stage: int) -> tuple[Origin, Cursor]:
     return origin, Cursor(**state["cursor"])
 
 
-def _check_length(recipe: Recipe, source: Recipe, start: Cursor, stage_updates: int) -> None:
-    """Raise UserError when the branch's own stages and epochs end it before it has taken every pass of the stage.
-
-    The updates before the stage are the source's: with fewer stages or epochs than it had, none may be left.
-    """
-    schedule, needed = recipe.schedule, stage_updates * recipe.schedule.epochs
+def _check_length(schedule: ScheduleSection, source: ScheduleSection, start: Cursor, stage_updates: int) -> None:
+    """Raise UserError when the branch's schedule ends it before all epochs over the stage."""
+    # The updates before the stage count: with fewer stages or epochs than the source had, none may be left.
+    needed = stage_updates * schedule.epochs
     remaining = start.stage_length(schedule, stage_updates)
-    changed = (schedule.stages, schedule.epochs) != (source.schedule.stages, source.schedule.epochs)
+    changed = (schedule.stages, schedule.epochs) != (source.stages, source.epochs)
     if changed and remaining < needed:
         fitting = math.ceil((start.updates + needed) / schedule.updates_on_stage)
         raise UserError(
@@ -182,18 +167,17 @@ def _check_length(recipe: Recipe, source: Recipe, start: Cursor, stage_updates: 
         )
 
 
-def _link(source: Path, target: Path, key: str, leave_out: Sequence[str] = ()) -> None:
-    """Make `target` a directory of the same files, whole or not at all; one with the same `key` file is kept as it is.
+def _link(source: Path, target: Path, key: str, skipped: Sequence[str] = ()) -> None:
+    """Make `target` a directory with the files of `source`, completely or not at all, without the names `skipped`.
 
-    Files with the names `leave_out` are not taken.
-
-    Raises UserError when something else lies there, and when the source changes meanwhile.
+    A target with the same `key` file is kept. Raises UserError when something else lies there, and when the source
+    changes meanwhile.
     """
     if os.path.lexists(target):
         if (target / key).is_file() and digest(target / key) == digest(source / key):
-            return  # of a branch that was killed
+            return  # a killed branch has linked it
         raise UserError(f"{target} exists and is not what {source} holds; move it away, or choose another run.dir")
-    ignored = shutil.ignore_patterns("*.partial", *leave_out)  # partial: of a writer that works, or was killed
+    ignored = shutil.ignore_patterns("*.partial", *skipped)  # another process may be writing
     with durable_directory(target, replace=False) as partial:
         try:
             shutil.copytree(source, partial, copy_function=link_or_copy, ignore=ignored, dirs_exist_ok=True)
@@ -211,9 +195,9 @@ def link_or_copy(source: str | Path, target: str | Path) -> None:
         shutil.copy2(source, target)
 
 
-def _check_commit(recipe: Recipe, record: Record, source: Path) -> None:
-    """UserError when the branch would begin with another commit of a model of the hub than the run of `record` did."""
-    first, now = record.model, hub_model(recipe)
+def _check_commit(now: HubModel | None, record: RunRecord, source: Path) -> None:
+    """Raise UserError when the branch would start from another commit of the hub's model than its source."""
+    first = record.model
     if first and now and first.name == now.name and first.commit != now.commit:
         raise UserError(
             f"{source} began with {first.name} at {first.commit}, and model.revision now stands for {now.commit}; "

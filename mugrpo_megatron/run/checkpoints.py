@@ -25,34 +25,35 @@ from mugrpo_megatron.observe.log import MetricLog
 from mugrpo_megatron.recipe.sections import CheckpointSection
 from mugrpo_megatron.run.cursor import CHECKPOINTS, Cursor, checkpoint_name
 from mugrpo_megatron.run.directory import RunDirectory
-from mugrpo_megatron.run.record import Record
+from mugrpo_megatron.run.record import RunRecord
 from mugrpo_megatron.run.stopping import AllStopped, Stopped
 from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.weights.hf import gather_hf, save_hf
 
 
-class Background:
-    """Work in a thread called `name`. The process may end without it: the thread is a daemon."""
+class BackgroundSave:
+    """A save in a thread called `name`, one at a time."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
-    def start(self, work: Callable[[], None]) -> None:
-        """Begin `work`; call `wait` before the next."""
+    def start(self, save: Callable[[], None]) -> None:
+        """Start `save`; call `wait` before the next."""
 
         def run() -> None:
             try:
-                work()
+                save()
             except BaseException as error:
                 self._failure = error
 
+        # A daemon: a run that fails for another reason must not hang on a file system that has stopped answering.
         self._thread = threading.Thread(target=run, name=self._name, daemon=True)
         self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until the last work has ended; raises what it raised."""
+        """Wait until the last save has ended, at most `timeout_s`; raises its exception."""
         if self._thread is not None:
             self._thread.join(timeout_s)
             self._thread = None
@@ -62,29 +63,31 @@ class Background:
 
 
 GRACE_S = 10.0
-"""How long a failing run waits for its current save."""
+"""Longest wait of a failing run for its current save."""
 
 
 class Saver:
     """Saves the learner, one save at a time, in a thread with `checkpoint.asynchronous`. Every rank has one."""
 
     def __init__(self, learner: Learner, directory: Path, section: CheckpointSection, run: str) -> None:
-        """`run` is the id that the checkpoints carry."""
+        """`run` is the run's id, written into every checkpoint."""
         self._learner, self._directory, self._section, self._run = learner, directory, section, run
+        # A group of its own, since the writing thread's collectives must not interleave with the learner's. Megatron
+        # forks a process to write instead (core/dist_checkpointing/strategies/async_utils.py).
         timeout = timedelta(seconds=learner.recipe.run.collective_timeout_s)
         self._group = dist.new_group(backend="gloo", timeout=timeout) if section.asynchronous else None
-        self._checkpoint, self._hf = Background("checkpoint"), Background("hf")
+        self._checkpoint, self._hf = BackgroundSave("checkpoint"), BackgroundSave("hf")
 
     def save(self, cursor: Cursor) -> None:
         """Save the learner at `cursor`, then remove all but the newest checkpoints. Collective.
 
-        With `checkpoint.asynchronous` this returns when the state is copied. Raises what the previous save raised, so
-        a full disk ends the run at the next save at the latest.
+        With `checkpoint.asynchronous` this returns when the state is copied. Raises the previous save's exception, so a
+        full disk ends the run at the next save at the latest.
         """
         self._checkpoint.wait()
         path = self._directory / checkpoint_name(cursor)
-        place = {"run": self._run, "cursor": asdict(cursor)}
-        write = checkpoint.begin_save(self._learner, path, place, self._group, copy=self._section.asynchronous)
+        state = {"run": self._run, "cursor": asdict(cursor)}
+        write = checkpoint.begin_save(self._learner, path, state, self._group, copy=self._section.asynchronous)
         if self._section.asynchronous:
             self._checkpoint.start(lambda: self._write(write))
         else:
@@ -92,9 +95,10 @@ class Saver:
             self._remove_old()
 
     def save_hf(self, like: Path, out: Path, notes: Mapping[str, Any]) -> None:
-        """Write the policy as a Hugging Face checkpoint, `out`, in place of an earlier one; as `save` does. Collective.
+        """Write the policy as a Hugging Face checkpoint `out`, replacing an earlier one. Collective.
 
-        Config and tokenizer are those of `like`; `notes` are JSON objects to write with them, by file name.
+        Asynchronous as `save`. Config and tokenizer are copied from `like`; `notes` are JSON objects to write beside
+        them, by file name.
         """
         self._hf.wait()
         chunks, model = self._learner.models, self._learner.architecture
@@ -105,7 +109,7 @@ class Saver:
         self._hf.start(gather_hf(chunks, model, like, out, notes))
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until the last saves are durable; raises what one of them raised."""
+        """Wait until the last saves are durable; raises their exception."""
         try:
             self._checkpoint.wait(timeout_s)
         finally:
@@ -120,8 +124,8 @@ class Saver:
 
     def _remove_old(self) -> None:
         if self._learner.ranks.rank == 0:
-            for old in complete(self._directory)[: -self._section.keep]:
-                leftover = resumable(old)  # a kill must not leave half of it under its name
+            for old in complete_checkpoints(self._directory)[: -self._section.keep]:
+                leftover = resumable(old)  # renamed first: a kill must not leave half of it under a checkpoint's name
                 old.rename(leftover)
                 shutil.rmtree(leftover)
 
@@ -130,9 +134,9 @@ class Saver:
 def open_saver(
     learner: Learner, directory: Path, section: CheckpointSection, run: str, log: MetricLog
 ) -> Iterator[Saver]:
-    """A saver whose last save is durable when the block ends, also by Stopped; after an error it waits `GRACE_S`.
+    """Yields a saver; its last save is durable when the block ends, also by Stopped. After an error it waits `GRACE_S`.
 
-    Where all ranks have stopped together, the learner is saved where the run will resume.
+    Saves the learner at the current update when all ranks stop together.
     """
     saver = Saver(learner, directory, section, run)
     try:
@@ -156,19 +160,19 @@ def open_saver(
     saver.wait()
 
 
-def restore_newest(learner: Learner, directory: Path, record: Record, say: Callable[[str], None]) -> Cursor:
-    """Load the newest intact checkpoint, if there is one, and return its cursor. Collective.
+def restore_newest(learner: Learner, directory: Path, record: RunRecord, say: Callable[[str], None]) -> Cursor:
+    """Load the newest intact checkpoint, if any, and return its cursor. Collective.
 
-    Damaged ones are reported through `say` on rank 0 and renamed; a directory of a checkpoint's name without its state
-    is damaged too. Raises UserError when all checkpoints are damaged, since the run would silently start over, and when
-    one belongs to another run or another place of this one.
+    Damaged ones, also those without their state, are reported through `say` on rank 0 and renamed. Raises UserError
+    when all checkpoints are damaged, and when one belongs to another run or to another cursor than its name says.
     """
     is_main = learner.ranks.rank == 0
     if is_main:
-        for leftover in directory.glob(resumable(Path(CHECKPOINTS)).name):  # of a save or a removal that was killed
+        for leftover in directory.glob(resumable(Path(CHECKPOINTS)).name):  # a killed save or removal left it
             shutil.rmtree(leftover)
         remove_leftovers(directory, CHECKPOINTS)
-    candidates = [named(directory) if is_main else []]
+    # Rank 0 lists them for all: on a shared file system another node may not see the newest directory yet.
+    candidates = [checkpoint_directories(directory) if is_main else []]
     dist.broadcast_object_list(candidates)
     damaged: list[tuple[Path, str]] = []
     for candidate in reversed(candidates[0]):
@@ -178,24 +182,24 @@ def restore_newest(learner: Learner, directory: Path, record: Record, say: Calla
         damaged.append((candidate, damage))
     else:
         if damaged:
-            raise _all_damaged(directory, damaged[0][1])
+            raise _all_damaged(directory, damaged[0][1])  # else the run would silently start over
         return Cursor()
-    check_place(candidate, record)
+    check_checkpoint_identity(candidate, record)
     if is_main:
         for path, damage in damaged:
-            aside = _free_name(path)
-            path.rename(aside)
-            say(f"{damage}; it is kept as {aside.name}, and the run resumes from {candidate.name}")
+            damaged_path = _free_name(path)
+            path.rename(damaged_path)
+            say(f"{damage}; it is kept as {damaged_path.name}, and the run resumes from {candidate.name}")
     return Cursor(**checkpoint.load(learner, candidate)["cursor"])
 
 
 def newest_cursor(directory: Path) -> Cursor:
-    """The cursor of the newest checkpoint whose state is intact; the run's start without any checkpoint.
+    """Cursor of the newest checkpoint whose state is intact; the run's start without any checkpoint.
 
-    Raises UserError when there are checkpoints and all their states are missing or damaged.
+    Raises UserError when the states of all checkpoints are missing or damaged.
     """
     problem = ""
-    for candidate in reversed(named(directory)):
+    for candidate in reversed(checkpoint_directories(directory)):
         try:
             return Cursor(**read_state(candidate)["cursor"])
         except UserError as error:
@@ -205,18 +209,18 @@ def newest_cursor(directory: Path) -> Cursor:
     return Cursor()
 
 
-def named(directory: Path) -> list[Path]:
-    """Directories of checkpoints, complete or damaged, oldest first; names sort as cursors do."""
+def checkpoint_directories(directory: Path) -> list[Path]:
+    """Directories with a checkpoint's name, complete or damaged, oldest first; names sort as cursors do."""
     return sorted(path for path in directory.glob(CHECKPOINTS) if path.is_dir())
 
 
-def complete(directory: Path) -> list[Path]:
-    """Checkpoints that have their state, oldest first."""
-    return [path for path in named(directory) if (path / STATE).exists()]
+def complete_checkpoints(directory: Path) -> list[Path]:
+    """Checkpoints that have their state, which is written last; oldest first."""
+    return [path for path in checkpoint_directories(directory) if (path / STATE).exists()]
 
 
-def check_stage_held(directory: RunDirectory, cursor: Cursor) -> None:
-    """Raise UserError when the cursor is inside an incomplete stage: the weights that sample it have changed."""
+def check_stage_sealed(directory: RunDirectory, cursor: Cursor) -> None:
+    """Raise UserError when the cursor is inside an incomplete stage: the weights that sampled it have changed."""
     stage = directory.stage(cursor.stage)
     if cursor.age > 0 and not StageStore(stage).sealed:
         raise UserError(
@@ -226,19 +230,19 @@ def check_stage_held(directory: RunDirectory, cursor: Cursor) -> None:
         )
 
 
-def check_place(path: Path, record: Record) -> None:
-    """UserError when an intact checkpoint is of another run, or of another cursor than its name says."""
+def check_checkpoint_identity(path: Path, record: RunRecord) -> None:
+    """Raise UserError when an intact checkpoint belongs to another run, or to another cursor than its name says."""
     state = read_state(path)
     cursor = Cursor(**state["cursor"])
     if path.name != checkpoint_name(cursor):
         raise UserError(f"{path} holds the checkpoint {checkpoint_name(cursor)}; give both their right names")
-    run = record.run_of_stage(cursor.stage) if cursor.age == 0 else record.id
+    run = record.run_of_stage(cursor.stage) if cursor.age == 0 else record.id  # a branch starts from its source's
     if state.get("run") != run:
         raise UserError(f"{path} is a checkpoint of run {state.get('run')}, not of {run}; move it away")
 
 
 def _free_name(path: Path) -> Path:
-    """A name for a damaged checkpoint that nothing has yet."""
+    """An unused name for a damaged checkpoint."""
     names = (path.with_name(f"{path.name}.damaged{f'-{n}' if n > 1 else ''}") for n in count(1))
     return next(name for name in names if not os.path.lexists(name))
 

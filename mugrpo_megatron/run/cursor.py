@@ -22,27 +22,26 @@ class Cursor:
     updates: int = 0
     """Optimizer updates taken since the run began; the version of the weights that the engines get."""
     repeated: int = 0
-    """Those before this stage that were not their stage's first pass, and so needed no responses of their own."""
+    """Updates before this stage that were not in their stage's first epoch, so they needed no responses."""
     nats: float = 0.0
-    """How far the policy has moved from the one that sampled the stage: `nats_moved`."""
+    """Distance of the policy from the one that sampled the stage: `nats_moved`."""
 
     def finished(self, schedule: ScheduleSection) -> bool:
         return self.updates >= schedule.total_updates
 
     def title(self, schedule: ScheduleSection) -> str:
-        """The stage, for people to read."""
         return f"stage {self.stage} of {schedule.stages}"
 
     def stage_updates(self, schedule: ScheduleSection) -> int:
-        """Updates that the stage's responses are generated for: the stage's length, or the run's remaining ones."""
+        """Updates whose responses the stage holds: its length, or the run's remaining updates."""
         return min(schedule.length(self.stage), schedule.total_updates - self._before_stage)
 
     def stage_length(self, schedule: ScheduleSection, sampled: int) -> int:
-        """Updates taken on a stage that holds the responses of `sampled`: all of its epochs, or the run's remaining."""
+        """Updates taken on a stage with the responses of `sampled` updates: all its epochs, or the run's remaining."""
         return min(sampled * schedule.epochs, schedule.total_updates - self._before_stage)
 
     def stage_positions(self, schedule: ScheduleSection, prompts_per_update: int) -> range:
-        """Positions in the run's prompt order that the stage samples: they start where the last stage's ended.
+        """Positions of the stage's prompts in the run's order; they start where the last stage's ended.
 
         S=4, µ=64 and S=64, µ=4 therefore train on the same problems in the same order, whatever the epochs.
         """
@@ -50,9 +49,9 @@ class Cursor:
         return range(start, start + self.stage_updates(schedule) * prompts_per_update)
 
     def advanced(self, schedule: ScheduleSection, sampled: int, exhausted: bool = False, nats: float = 0.0) -> Cursor:
-        """The cursor after one more update on a stage that holds the responses of `sampled` updates.
+        """The cursor after one more update on a stage with the responses of `sampled` updates.
 
-        The stage ends with its last update, or early with `exhausted`.
+        The stage ends with its last update, or early if `exhausted`.
         """
         if exhausted or self.age + 1 >= self.stage_length(schedule, sampled):
             repeated = max(0, self.age + 1 - sampled)
@@ -60,11 +59,11 @@ class Cursor:
         return Cursor(self.stage, self.age + 1, self.updates + 1, self.repeated, nats)
 
     def stage_progress(self, schedule: ScheduleSection, sampled: int) -> float:
-        """The part of the stage's updates that are taken, from 0 to below 1."""
+        """Fraction of the stage's updates that are taken, in [0, 1)."""
         return self.age / self.stage_length(schedule, sampled)
 
     def due(self, every: int) -> bool:
-        """Whether a multiple of `every` updates of the stage are taken; False for `every` = 0 and at a stage's ends."""
+        """Whether `age` is a multiple of `every`; False for `every` = 0 and at a stage's start."""
         return every > 0 and self.age > 0 and self.age % every == 0
 
     @property
@@ -75,26 +74,24 @@ class Cursor:
 SMOOTHING = 0.2
 """Weight of the newest update in `nats_moved`."""
 CHECKPOINTS = "stage[0-9][0-9][0-9][0-9][0-9]-age[0-9][0-9][0-9][0-9][0-9]"
-"""Pattern of `checkpoint_name`; a damaged one that was set aside has another name."""
+"""Glob pattern of `checkpoint_name`; a damaged checkpoint that was renamed does not match."""
 
 
 def checkpoint_name(cursor: Cursor) -> str:
-    """The directory of the checkpoint from which a run resumes at `cursor`."""
+    """Directory name of the checkpoint from which a run resumes at `cursor`."""
     return f"stage{cursor.stage:05d}-age{cursor.age:05d}"
 
 
 def nats_moved(cursor: Cursor, metrics: Mapping[str, float]) -> float:
-    """KL(behaviour | policy) of a response in nats (k3): an exponential mean over a stage's updates.
+    """KL(behaviour | policy) of a response in nats (k3 estimator): an exponential mean over a stage's updates.
 
-    `metrics` are those of the update at the cursor; one update's `kl_response` varies twofold from batch to batch in a
-    small run. An update without a token to train on leaves the mean as it is.
+    `metrics` are those of the update at the cursor. An update without a token to train on leaves the mean unchanged.
     """
+    # One update's `kl_response` varies twofold from batch to batch in a small run, too much to end a stage by it.
     return cursor.nats + SMOOTHING * (metrics.get("kl_response", cursor.nats) - cursor.nats)
 
 
 def stage_exhausted(nats: float, schedule: ScheduleSection) -> bool:
-    """Whether the stage's responses are too stale to continue with, by `nats_moved`.
-
-    Ranks must agree on it: each has summed the metrics itself, and sums on a GPU may differ in the last bits.
-    """
+    """Whether the stage's responses are too stale to continue with, by `nats_moved`."""
+    # Callers reduce this over ranks: each has summed the metrics itself, and a GPU's sums differ in the last bits.
     return nats > schedule.max_kl > 0

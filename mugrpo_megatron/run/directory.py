@@ -1,4 +1,4 @@
-"""The run directory: its layout, its lock, and the recipe of its run."""
+"""The run directory: its layout, its lock, the run that it belongs to, and the origin of its stages and of hf/."""
 
 from __future__ import annotations
 
@@ -7,32 +7,28 @@ import os
 import platform
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.checkpoint_state import CURSOR
 from mugrpo_megatron.files.durable import remove_leftovers, write_text
 from mugrpo_megatron.files.json_text import read_json
 from mugrpo_megatron.recipe import Recipe, dump_recipe, load_recipe
-from mugrpo_megatron.run.record import (
-    begun_weights,
-    check_begun,
-    check_hf,
-    check_model,
-    check_own,
-    check_user_files,
-    claim,
-    hub_model,
-    read_record,
-    record_user_files,
-)
+from mugrpo_megatron.run.cursor import Cursor
+from mugrpo_megatron.run.inputs import check_user_files, record_user_files
+from mugrpo_megatron.run.model import check_initial_weights, hub_model, weights_fingerprint
+from mugrpo_megatron.run.record import PROVENANCE, RunRecord, check_hf, check_model_path, check_run_dir, claim
+from mugrpo_megatron.stages.manifest import Origin, read_manifest
 
-WRITTEN = ("run.json", "data.json", "user_files.json", "recipe.toml", "summary.json", "hf")
+REPLACED_FILES = ("run.json", "data.json", "user_files.json", "recipe.toml", "summary.json", "hf")
 """Files that only the holder of the lock writes, so it may remove what a killed process left of them."""
-MOMENTS_S = 20.0
-"""How long `lock_soon` waits for a lock."""
+LOCK_WAIT_S = 20.0
+"""Longest wait for a lock that other processes hold for moments only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +61,16 @@ class RunDirectory:
         return self.path / "stages" / f"{stage:05d}"
 
     def stage_lock(self, stage: int) -> Path:
-        """Lock of processes that score the stage with auxiliary models."""
+        """Lock of the processes that score the stage with auxiliary models."""
         return self.path / "stages" / f"{stage:05d}.lock"
 
     def stages(self) -> dict[int, Path]:
-        """The directories of stages, by number; others next to them, such as a backup, are left out."""
+        """The stages' directories by number; directories with other names, such as backups, are left out."""
         paths = sorted((self.path / "stages").glob("[0-9]" * 5))
         return {int(path.name): path for path in paths if path.is_dir()}
 
     def poisoned(self, stage: int, age: int) -> Path:
-        """The batch of the update that ended the run, the last of too many skipped ones."""
+        """The batch of the last skipped update, which ended the run."""
         return self.path / "poisoned" / f"stage{stage:05d}-age{age:05d}.parquet"
 
     def trace(self, update: int, rank: int) -> Path:
@@ -91,24 +87,23 @@ class RunDirectory:
         return self.proximal_files / f"stage{stage:05d}-age{age:05d}.parquet"
 
     def probe(self, stage: int) -> Path:
-        """How ratios of some of the stage's responses moved; outside the stage's directory, as `proximal_files`."""
+        """Directory of the stage's probe; outside the stage's directory, as `proximal_files`."""
         return self.path / "probe" / f"stage{stage:05d}"
 
     def samples(self, updates: int) -> Path:
-        """Some responses of the evaluation after `updates` updates of the run."""
+        """Examples of the evaluation after `updates` updates of the run."""
         return self.path / "evaluations" / f"update{updates:06d}.jsonl"
 
     def ref(self, stage: int) -> Path:
-        """Logprobs of the stage's samples under the reference policy; outside the stage's directory, which branches
-        share."""
+        """Logprobs of the stage's samples under the reference policy; outside the stage's directory, as `proximal`."""
         return self.path / "ref" / f"stage{stage:05d}.parquet"
 
-    def auxiliary(self, stage: int, what: str) -> Path:
-        """What an auxiliary model says of the stage's samples; outside the stage's directory, as `ref`."""
-        return self.path / "auxiliary" / f"stage{stage:05d}-{what}.parquet"
+    def auxiliary(self, stage: int, name: str) -> Path:
+        """A column that an auxiliary model computes; outside the stage's directory, as `proximal`."""
+        return self.path / "auxiliary" / f"stage{stage:05d}-{name}.parquet"
 
     def auxiliary_files(self, stage: int) -> list[Path]:
-        """The files of auxiliary models' columns of the stage, whole ones alone."""
+        """Files of the stage's complete auxiliary columns."""
         indices = sorted(self.path.glob(f"auxiliary/stage{stage:05d}-*.json"))
         return [path for index in indices for path in (index.with_suffix(".parquet"), index)]
 
@@ -118,23 +113,23 @@ class RunDirectory:
 
 @contextmanager
 def open_directory(recipe: Recipe) -> Iterator[RunDirectory]:
-    """Create or open `run.dir`, hold its lock while the block runs, and write what the run began with.
+    """Create or open `run.dir`, record a new run's inputs, and hold the directory's lock in the block.
 
     Raises UserError when another process holds the lock, when the directory belongs to a run whose recipe computes
     something else, or holds files that no run has written, or cannot be written.
     """
     directory = RunDirectory(recipe.run.dir)
-    check_directory(recipe)  # before a folder is made where none belongs
+    check_directory(recipe)  # before any folder is made in a directory that is not a run's
     try:
         for folder in (directory.path / "stages", directory.checkpoints, directory.logs):
             folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"run.dir = {directory.path}: cannot be created ({error.strerror}); choose another") from None
-    with locked(directory.path / ".lock"):
-        for name in WRITTEN:
+    with file_lock(directory.path / ".lock"):
+        for name in REPLACED_FILES:
             remove_leftovers(directory.path, name)
-        claim(directory.path, hub_model(recipe), begun_weights(recipe))
-        check_directory(recipe)
+        claim(directory.path, hub_model(recipe.model), weights_fingerprint(recipe.model))
+        check_directory(recipe)  # again: another process may have started a run before this one had the lock
         record_user_files(recipe)
         write_text(directory.recipe, dump_recipe(recipe))
         yield directory
@@ -142,14 +137,16 @@ def open_directory(recipe: Recipe) -> Iterator[RunDirectory]:
 
 def check_directory(recipe: Recipe) -> None:
     """Raise UserError when `run.dir` is not this run's to write into; changes nothing."""
-    check_model(recipe.run.dir, recipe.model.path)
-    check_own(recipe.run.dir)
-    check_same_run(RunDirectory(recipe.run.dir), recipe)
+    directory = RunDirectory(recipe.run.dir)
+    check_model_path(recipe.model.path, directory.hf)
+    record = check_run_dir(directory.path)
+    check_same_run(directory, recipe)
     check_user_files(recipe)
-    check_hf(recipe.run.dir)
-    directory, record = RunDirectory(recipe.run.dir), read_record(recipe.run.dir)
+    check_hf(directory.hf, record)
+    # Once there is a checkpoint the run goes on from its own weights; before, it would mix those of two models.
     if record and not any(directory.checkpoints.glob("stage*")):
-        check_begun(record, recipe, f"run.dir = {directory.path}, which has no checkpoint yet,")
+        source = f"run.dir = {directory.path}, which has no checkpoint yet,"
+        check_initial_weights(record, recipe.model, source)
 
 
 class InUse(UserError):
@@ -157,29 +154,26 @@ class InUse(UserError):
 
 
 @contextmanager
-def locked(path: Path, shared: bool = False) -> Iterator[None]:
-    """Hold the lock file `path` while the block runs; it names the holder, and a holder that dies releases it.
+def file_lock(path: Path, shared: bool = False, wait: bool = False) -> Iterator[None]:
+    """Hold the lock file `path` in the block; it names the holder, and a holder that dies releases it.
 
     Any number of processes may hold it `shared`, but not while one holds it alone. Raises InUse when another process
-    holds it, UserError when the file system has no locks or cannot be written.
+    holds it, with `wait` only after LOCK_WAIT_S; UserError when the file system has no locks or cannot be written.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror}); choose another directory") from None
+    deadline = time.monotonic() + (LOCK_WAIT_S if wait else 0.0)
     try:
-        try:
-            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.read(descriptor, 256).decode(errors="replace").strip()
-            raise InUse(
-                f"{path.parent} is in use by process {holder or 'unknown'}; wait for it, or choose another directory"
-            ) from None
-        except OSError as error:
-            raise UserError(
-                f"{path}: this file system has no file locks ({error.strerror}), which keep a second process out; "
-                "mount it with them (Lustre: -o flock), or choose another directory"
-            ) from None
+        while not _try_lock(path, descriptor, shared):
+            if time.monotonic() >= deadline:
+                holder = os.read(descriptor, 256).decode(errors="replace").strip()
+                raise InUse(
+                    f"{path.parent} is in use by process {holder or 'unknown'}; wait for it, or choose another "
+                    "directory"
+                )
+            time.sleep(0.1)
         with suppress(OSError):  # a full disk: the lock is held all the same, only its holder's name is missing
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"{os.getpid()} on {platform.node()}".encode(), 0)
@@ -188,31 +182,28 @@ def locked(path: Path, shared: bool = False) -> Iterator[None]:
         os.close(descriptor)
 
 
-@contextmanager
-def lock_soon(path: Path, shared: bool = False) -> Iterator[None]:
-    """`locked`, where others hold the lock for moments only; InUse when one of them does for longer."""
-    deadline = time.monotonic() + MOMENTS_S
-    with ExitStack() as stack:
-        while True:
-            try:
-                stack.enter_context(locked(path, shared))
-                break
-            except InUse:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.1)
-        yield
+def _try_lock(path: Path, descriptor: int, shared: bool) -> bool:
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise UserError(
+            f"{path}: this file system has no file locks ({error.strerror}), which keep a second process out; "
+            "mount it with them (Lustre: -o flock), or choose another directory"
+        ) from None
+    return True
 
 
 def is_finished(recipe: Recipe) -> bool:
-    """Whether `run.dir` holds this very run with all its updates taken.
+    """Whether `run.dir` holds this run, finished.
 
     Raises UserError when the directory belongs to another run, or its summary is damaged.
     """
     directory = RunDirectory(recipe.run.dir)
     if not os.path.exists(directory.summary):  # unlike `Path.exists` also for a name that is too long
         return False
-    check_own(recipe.run.dir)
+    check_run_dir(recipe.run.dir)
     check_same_run(directory, recipe)
     try:
         updates = read_json(directory.summary).get("updates")
@@ -225,8 +216,8 @@ def is_finished(recipe: Recipe) -> bool:
     return updates >= recipe.schedule.total_updates
 
 
-def differing(old: Recipe, new: Recipe) -> list[str]:
-    """The keys, as `section.key`, that differ between the recipes and change what is computed."""
+def changed_keys(old: Recipe, new: Recipe) -> list[str]:
+    """Keys, as `section.key`, that differ between the recipes and change what is computed."""
     return [
         f"{name}.{key}"
         for name in Recipe.model_fields
@@ -237,7 +228,7 @@ def differing(old: Recipe, new: Recipe) -> list[str]:
 
 
 def _same(old: Any, new: Any) -> bool:
-    """Whether two values of a key are the same; paths also when they lead to one place."""
+    """Whether two values of a key are equal, or paths of the same file."""
     return bool(old == new) or (isinstance(old, Path) and isinstance(new, Path) and old.resolve() == new.resolve())
 
 
@@ -245,12 +236,43 @@ def check_same_run(directory: RunDirectory, new: Recipe) -> None:
     """Raise UserError when the directory belongs to a run whose recipe computes something else than `new`."""
     if not directory.recipe.exists():
         return
-    # Where stages grow, their lengths depend on their number.
+    # More stages make the same run longer, unless stages grow: there the number of stages sets their lengths.
     longer = {"schedule.stages"} if new.schedule.growth == 1.0 else set()
-    if wrong := sorted(set(differing(load_recipe(directory.recipe), new)) - longer):
+    if changed := sorted(set(changed_keys(load_recipe(directory.recipe), new)) - longer):
         has_work = directory.stages() or any(directory.checkpoints.glob("stage*"))
-        way = "resume with the recipe it holds" if has_work else "remove this one, in which nothing was generated"
-        keys = ", ".join(wrong)
+        remedy = "resume with the recipe it holds" if has_work else "remove this one, in which nothing was generated"
         raise UserError(
-            f"{directory.path} belongs to a run with other values of {keys}; choose another run.dir, or {way}"
+            f"{directory.path} belongs to a run with other values of {', '.join(changed)}; choose another run.dir, or "
+            f"{remedy}"
         )
+
+
+def stage_origin(directory: RunDirectory, record: RunRecord, cursor: Cursor) -> Origin:
+    """Expected origin of the cursor's stage: this run, and the weights at the stage's start."""
+    start, run = cursor.updates - cursor.age, record.run_of_stage(cursor.stage)
+    # A branch may begin with later weights than those that sampled its first stage, which stays as it was sampled.
+    if record.branch is not None and record.branch.stage == cursor.stage:
+        manifest = read_manifest(directory.stage(cursor.stage))
+        origin = manifest.origin if manifest.sealed else None
+        if origin and (origin.run, origin.stage) == (run, cursor.stage) and origin.updates <= start:
+            return origin
+    return Origin(run, cursor.stage, start)
+
+
+def hf_cursor(directory: RunDirectory, record: RunRecord) -> Cursor | None:
+    """Cursor of the weights in `hf/`, None without `hf/`; UserError when hf/ does not name a cursor of this run."""
+    path = directory.hf / PROVENANCE
+    try:
+        content = read_json(path)
+    except UserError:
+        if not directory.hf.exists():  # none yet, or for the moment of a swap on a file system that cannot swap
+            return None
+        content = read_json(path)  # that moment may have passed between the two looks
+    try:
+        if content.get("run") == record.id:
+            return Cursor(**CURSOR.validate_python(content.get("cursor")))
+    except ValidationError:
+        pass
+    raise UserError(
+        f"{path} does not say at which update of this run its weights are; write hf/ with `mugrpo optimize`"
+    )

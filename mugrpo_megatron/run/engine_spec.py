@@ -1,4 +1,4 @@
-"""The settings that engines are served with, from a recipe."""
+"""The settings of a run's engines, from its recipe."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.functions import load_function
 
 EPISODES = "mugrpo_megatron.extras.episodes.episodes:Episodes"
-"""Answers prompts with a user's function (`rollout.function`) instead of one response."""
+"""Runs a user's function (`rollout.function`) per response instead of sampling one response."""
 
 
 def engine_spec(recipe: Recipe) -> EngineSpec:
-    """What `Engine` takes of a recipe."""
     return EngineSpec(
         section=recipe.engine,
         dtype=recipe.model.dtype,

@@ -1,4 +1,4 @@
-"""What a rank has of the engines: the one that it leads with its verifier, or a part of one that another rank leads."""
+"""This rank's engine with its verifier, or its node of an engine that another rank leads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mugrpo_megatron.weights.sync import WeightSync
 
 @dataclass
 class EngineLeader:
-    """An engine leader's engine, verifier and problems, with a count of the engine's failures."""
+    """The engine that this rank leads, with its verifier, its problems and its failures."""
 
     slot: EngineSlot
     engine: Engine
@@ -35,11 +35,11 @@ class EngineLeader:
     tokenizer: PreTrainedTokenizerBase
     problems: PreparedData
     failure: EngineFailure | None = None
-    """The last failure that is not reported yet."""
+    """The last failure, until it is reported."""
     failures_in_a_row: int = 0
-    """Failures without a finished group between them."""
+    """Failures since the last finished group."""
     checked: bool = False
-    """Whether this engine's weights were compared with the learner's after a sync."""
+    """Whether the weights of this engine were compared with the learner's since its start."""
 
     def record_failure(self, failure: EngineFailure) -> None:
         """Record a failure, unless the engine was ended because the run stops."""
@@ -51,72 +51,74 @@ class EngineLeader:
 
 @dataclass
 class EngineRole:
-    """This rank's place among the engines, and what it leads of them once that is started."""
+    """This rank's slot among the engines, and the engine that it leads once that is started."""
 
     recipe: Recipe
     logs: Path
     slot: EngineSlot
     stopping: Callable[[], bool]
-    """Once it is True, no call waits for the engine."""
+    """Whether the run stops: then no call waits for the engine."""
     launched: bool = False
     started: tuple[Engine, Verifier] | None = None
 
     @property
     def starts_after_offload(self) -> bool:
-        """Whether the engine starts only once the learner is offloaded, and the ranks of all its nodes have met."""
+        """Whether the engine starts only after the learner's offload and the rendezvous of its nodes."""
+        # A GPU may not hold both at once, and the nodes of one engine must start together.
         return finds_cuda() or self.recipe.engine.nodes > 1
 
     def start(self, stack: ExitStack, host: HostProcess | None = None) -> None:
         """Launch the engine, if this rank leads one, and a verifier with its share of the node's cores.
 
-        The engine loads while this returns, and takes the process `host` if it can; `stack` ends both. One of
-        several nodes is not launched yet: `rendezvous` does.
+        Returns while the engine loads, in the process `host` if it can; `stack` ends both. An engine over several nodes
+        is launched by `rendezvous`.
         """
         self.launched = True
         if not self.slot.leads_engine:
             return
         recipe, number = self.recipe, self.slot.number
         log = self.logs / (f"engine-{number:04d}.log" if number else "engine.log")
-        make = Engine if recipe.engine.nodes > 1 else Engine.start
-        engine = make(engine_spec(recipe), recipe.model.directory, log, self.slot, self.stopping, host)
+        start = Engine if recipe.engine.nodes > 1 else Engine.start
+        engine = start(engine_spec(recipe), recipe.model.directory, log, self.slot, self.stopping, host)
         stack.callback(engine.stop)
+        # Half of the cores: the engine's scheduler and tokenizer need the others while the verifier scores.
         workers = recipe.reward.workers or max(1, usable_cores() // 2 // self.slot.local_engines)
         verifier = stack.enter_context(Verifier(recipe.reward.model_copy(update={"workers": workers})))
         self.started = engine, verifier
 
     def follow(self, stack: ExitStack) -> EngineFollowerNode | None:
-        """What this rank runs of an engine that a rank of another node leads, not started yet; `stack` ends it."""
+        """This rank's node of an engine that another node leads, not started yet; `stack` ends it."""
         if not self.slot.joins:
             return None
         log = self.logs / f"engine-{self.slot.number:04d}-node-{self.slot.node}.log"
-        joined = EngineFollowerNode(engine_spec(self.recipe), self.recipe.model.directory, log, self.slot)
-        stack.callback(joined.stop)
-        return joined
+        follower = EngineFollowerNode(engine_spec(self.recipe), self.recipe.model.directory, log, self.slot)
+        stack.callback(follower.stop)
+        return follower
 
 
-def role_of(recipe: Recipe, logs: Path, stopping: Callable[[], bool]) -> EngineRole:
-    """The role that torchrun's variables give this rank."""
+def engine_role(recipe: Recipe, logs: Path, stopping: Callable[[], bool]) -> EngineRole:
+    """The role of this rank, by torchrun's environment variables."""
     return EngineRole(recipe, logs, slot_of_environment(recipe.engine, finds_cuda()), stopping)
 
 
 @dataclass
 class Engines:
-    """What a rank needs to sync all engines and to run its own."""
+    """All engines as this rank sees them: the sync to all, and the node of an engine that it runs."""
 
     weight_sync: WeightSync
     """Carries the learner's weights to the engines."""
     leader: EngineLeader | None
     """None on a rank that leads no engine."""
     follower: EngineFollowerNode | None = None
-    """What this rank runs of an engine that a rank of another node leads."""
+    """This rank's node of an engine that another node leads."""
     nodes: int = 1
-    """Of each engine."""
+    """Nodes of each engine."""
     awake: bool = False
     """Whether the engines have the learner's weights and the devices; the same on every rank."""
 
     @property
     def local(self) -> Engine | EngineFollowerNode | None:
-        """What this rank runs of an engine."""
+        """This rank's engine, or its node of one."""
         return self.leader.engine if self.leader else self.follower
 
     @property
@@ -125,28 +127,29 @@ class Engines:
         return self.leader.slot.number if self.leader else 0
 
 
-def rendezvous(world: World, own: Engine | EngineFollowerNode | None) -> str:
-    """Start all processes of every engine of which one does not run. Collective; `own` is what this rank runs of one.
+def rendezvous(world: World, local: Engine | EngineFollowerNode | None) -> str:
+    """Restart every engine that lost a process; returns at once. Collective; `local` is this rank's node of an engine.
 
-    Returns at once, and on the leader of a running engine what had ended of it.
+    On the leader of a running engine the result says which of its processes had ended, else it is empty.
     """
-    gathered = world.gather(None if own is None else node_status(own.slot.number, own.slot.node, own.running))
-    if own is None:
+    statuses = world.gather(None if local is None else node_status(local.slot.number, local.slot.node, local.running))
+    if local is None:
         return ""
-    parts = [part for part in gathered if part is not None and part.engine == own.slot.number]
-    if all(part.running for part in parts):
+    # SGLang's nodes rendezvous once, at their start (--dist-init-addr): a node cannot join again, so all restart.
+    nodes = [status for status in statuses if status is not None and status.engine == local.slot.number]
+    if all(node.running for node in nodes):
         return ""
-    (leader,) = [part for part in parts if part.node == 0]
+    (leader,) = [node for node in nodes if node.node == 0]
     name = f"engine/{leader.name}"
-    ended = [str(part.node) for part in parts if part.node and not part.running]
-    own.rendezvous(PeerFailure(leader_address(parts), partial(world.store_set, name), partial(world.store_get, name)))
+    ended = [str(node.node) for node in nodes if node.node and not node.running]
+    local.rendezvous(PeerFailure(leader_address(nodes), partial(world.store_set, name), partial(world.store_get, name)))
     return f"the engine's processes on its nodes {', '.join(ended)} have ended" if leader.running else ""
 
 
 def sleep_followers(world: World, engines: Engines) -> None:
-    """End what runs of an engine on another node than its leader's, where that was stopped or failed. Collective.
+    """End the follower nodes of engines that were stopped or have failed. Collective.
 
-    Called by every rank once its engine sleeps; afterwards no engine holds memory of any rank's device.
+    Every rank calls it once its engine sleeps; afterwards no engine holds memory of any rank's device.
     """
     world.barrier()
     if engines.nodes > 1:

@@ -20,14 +20,15 @@ from mugrpo_megatron.observe.health import HealthMonitor
 from mugrpo_megatron.observe.log import MetricLog, open_log
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe.policy import RolloutSection
+from mugrpo_megatron.recipe.sections import ScheduleSection
 from mugrpo_megatron.recipe.systems import SYNC_BUCKET_BYTES
-from mugrpo_megatron.run.checkpoints import Saver, check_stage_held, newest_cursor, open_saver, restore_newest
+from mugrpo_megatron.run.checkpoints import Saver, check_stage_sealed, newest_cursor, open_saver, restore_newest
 from mugrpo_megatron.run.cursor import Cursor
-from mugrpo_megatron.run.data import record_data
-from mugrpo_megatron.run.directory import RunDirectory, open_directory
-from mugrpo_megatron.run.leader import EngineLeader, EngineRole, Engines, rendezvous, role_of, sleep_followers
-from mugrpo_megatron.run.origin import stage_origin
-from mugrpo_megatron.run.record import Record, editable_after_failure, read_record
+from mugrpo_megatron.run.directory import RunDirectory, open_directory, stage_origin
+from mugrpo_megatron.run.inputs import editable_after_failure, record_data
+from mugrpo_megatron.run.leader import EngineLeader, EngineRole, Engines, engine_role, rendezvous, sleep_followers
+from mugrpo_megatron.run.record import RunRecord, read_record
 from mugrpo_megatron.run.stopping import StopRequest, handle_signals
 from mugrpo_megatron.run.world import World, broadcast_failure, open_world
 from mugrpo_megatron.stages.manifest import Origin, check_stage
@@ -39,7 +40,7 @@ __all__ = ["Cursor", "Engines", "Learner", "Run", "open_run"]
 
 @dataclass(frozen=True)
 class Run:
-    """What every phase needs: the recipe, where it writes, the other ranks, and a request to stop."""
+    """The parts of a run that every phase uses, besides learner and engines."""
 
     recipe: Recipe
     directory: RunDirectory
@@ -47,37 +48,36 @@ class Run:
     log: MetricLog
     display: Display
     saver: Saver
-    record: Record
+    record: RunRecord
 
     @property
     def stop(self) -> StopRequest:
-        """Whether the run was asked to stop."""
         return self.world.stop
 
     @property
     def is_main(self) -> bool:
-        """True on the one rank that writes metrics and checkpoints and prints."""
+        """True on the rank that writes metrics and checkpoints and prints."""
         return self.world.ranks.rank == 0
 
     @property
     def evaluates_every(self) -> int:
-        """Updates between two evaluations inside a stage; 0 for none, as in a run without engines."""
+        """Updates between two evaluations inside a stage; 0 for none, and without engines."""
         return self.recipe.eval.every_updates if self.world.engines else 0
 
     def stage_store(self, cursor: Cursor, writer: int = 0) -> StageStore:
-        """The cursor's stage on disk; each rank that generates into it is a `writer` of its own."""
+        """The cursor's stage on disk; `writer` is the number of the rank's engine."""
         replay = self.recipe.learner.routing_replay
         origin = stage_origin(self.directory, self.record, cursor)
         return StageStore(self.directory.stage(cursor.stage), writer, origin, replay)
 
     @contextmanager
     def phase(self, phase: str, cursor: Cursor) -> Iterator[dict[str, float]]:
-        """`log.phase` that heartbeats and the errors of lost ranks name; `tokens` are logged as rates, too."""
+        """`log.phase` with a name for heartbeats and the errors of lost ranks; logs the rates of `tokens`, too."""
         with self.log.phase(phase, cursor.stage) as facts:
-            began = self.log.clock()
+            start = self.log.clock()
             with named_phase(self.world.ranks, f"{phase} of stage {cursor.stage}"):
                 yield facts
-            seconds = self.log.clock() - began
+            seconds = self.log.clock() - start
             if facts.get("tokens") and seconds > 0:
                 facts["tokens_per_second"] = facts["tokens"] / seconds
                 facts["tokens_per_second_per_device"] = facts["tokens"] / seconds / self.world.ranks.world
@@ -88,8 +88,8 @@ class RunFiles:
     """A run's directory, open, before there is a learner."""
 
     directory: RunDirectory
-    record: Record | None
-    """On the main rank."""
+    record: RunRecord | None
+    """On the main rank; None on others."""
     log: MetricLog
     display: Display
     stop: StopRequest
@@ -101,8 +101,7 @@ def open_run(
 ) -> Iterator[tuple[Run, Learner, Engines, Cursor]]:
     """Start engines and learner of a recipe that `checks.preflight.check_run` has checked, and resume its run.
 
-    On CPU both load in parallel. A GPU may not hold both: there the learner loads first and is then offloaded.
-    `problems` are those that the check has read, on rank 0; `host` is the engine's process where it was started before
+    `problems` were read by that check, on rank 0; `host` is the engine's process if it was started before
     (`engine.launch.prelaunch_host`). With `generates` false there is neither engine nor verifier.
     """
     if generates and finds_cuda():
@@ -110,31 +109,32 @@ def open_run(
     prepared = None
     if generates and problems:
         prepared = prepare(recipe.data, recipe.reward, load_tokenizer(recipe.model.directory), problems)
-    on_disk = "the run was still starting, and what it has on disk is as it was"
     with open_files(recipe, problems) as files, ExitStack() as stack:
         directory, log = files.directory, files.log
-        with log.phase("start", 0), files.stop.at_once(on_disk):
-            role = role_of(recipe, directory.logs, files.stop.poll) if generates else None
+        with log.phase("start", 0), files.stop.at_once("the run was still starting, nothing on disk was changed"):
+            role = engine_role(recipe, directory.logs, files.stop.poll) if generates else None
+            # On CPU the engine loads beside the learner. A GPU may not hold both: there the learner loads first and is
+            # offloaded before the engine measures free memory for its KV cache (SGLang's mem_fraction_static).
             if role and not role.starts_after_offload:
                 role.start(stack, host)
             with files.display.waiting(f"building the learner{', the engine loads' if role and role.started else ''}"):
                 learner = build_learner(recipe)
             world = join_world(learner, role, files.stop, stack)
-            record = world.broadcast(files.record)
+            record = world.broadcast(files.record)  # only rank 0 reads the directory: the other nodes may see it late
             assert record
-            cursor = restore(learner, directory, record, log, files.display)
+            cursor = restore_learner(learner, directory, record, log, files.display)
             saver = stack.enter_context(open_saver(learner, directory.checkpoints, recipe.checkpoint, record.id, log))
             engines = Engines(weight_sync_of(learner), None)
             if role:
                 engines = start_engines(learner, world, files.display, role, prepared, engines.weight_sync, stack)
-        print_resume_note(files, cursor, recipe, prepared)
+        print_resume_note(files, cursor, recipe.schedule, recipe.rollout, prepared)
         with broadcast_failure(learner.ranks):
             yield Run(recipe, directory, world, log, files.display, saver, record), learner, engines, cursor
 
 
 @contextmanager
 def open_files(recipe: Recipe, problems: Problems | None) -> Iterator[RunFiles]:
-    """The run's directory and log, held by the main rank, and what the run shows and hears."""
+    """Opens the run's directory and log, on the main rank, its display and its signal handlers."""
     is_main = rank_of_environment() == 0
     with ExitStack() as stack:
         directory = stack.enter_context(open_directory(recipe)) if is_main else RunDirectory(recipe.run.dir)
@@ -142,6 +142,7 @@ def open_files(recipe: Recipe, problems: Problems | None) -> Iterator[RunFiles]:
         cursor = newest_cursor(directory.checkpoints)
         if is_main and problems:
             record_data(directory.path, problems)
+        # Before the learner is built, which takes minutes: a stage that cannot be used is refused at once.
         if record:
             check_current_stage(directory, stage_origin(directory, record, cursor), cursor)
         display = stack.enter_context(open_display(show=is_main))
@@ -159,15 +160,16 @@ def open_files(recipe: Recipe, problems: Problems | None) -> Iterator[RunFiles]:
 
 
 def check_current_stage(directory: RunDirectory, origin: Origin, cursor: Cursor) -> None:
-    """UserError when the stage at which the run stands is not its own, or not whole where updates were taken on it."""
+    """Raise UserError when the current stage is another run's, or incomplete after updates."""
     check_stage(directory.stage(cursor.stage), origin)
-    check_stage_held(directory, cursor)
+    check_stage_sealed(directory, cursor)
     if (stage := StageStore(directory.stage(cursor.stage), 0, origin)).sealed:
         stage.remove_merged()
 
 
 def join_world(learner: Learner, role: EngineRole | None, stop: StopRequest, stack: ExitStack) -> World:
     """The world of the ranks that the learner's process groups connect, until `stack` ends. Collective."""
+    # Before the saver, so it ends after it: a save uses the process groups to its end.
     stack.enter_context(shutdown_after(learner.ranks))
     stack.enter_context(named_phase(learner.ranks))
     engines, timeout_s = role.slot.engines if role else 0, learner.recipe.run.collective_timeout_s
@@ -185,13 +187,13 @@ def start_engines(
     weight_sync: WeightSync,
     stack: ExitStack,
 ) -> Engines:
-    """The engines, started and asleep, with the devices given back to the learner; `stack` ends them. Collective.
+    """Returns the engines, started and asleep, with the learner on the devices again; `stack` ends them. Collective.
 
-    `problems` are those of rank 0. UserError on every rank when an engine does not start.
+    `problems` are rank 0's. Raises UserError on every rank when an engine does not start.
     """
     recipe, prepared = role.recipe, world.broadcast(problems)
     if not role.launched:
-        give_devices(learner, world)
+        offload_learner(learner, world)
         role.start(stack)
     engines = Engines(weight_sync, None, role.follow(stack), recipe.engine.nodes)
     if role.started and prepared:
@@ -199,7 +201,9 @@ def start_engines(
     if engines.nodes > 1:
         rendezvous(world, engines.local)
     with display.waiting(f"waiting for the engine, see {role.logs}"):
-        first_start(engines.leader, world)
+        wait_for_engines(engines.leader, world)
+    # The learner trains next, also at a resume inside a stage: engine and learner take turns on the device, so the
+    # engine releases its memory now (SGLang's release_memory_occupation) and gets weights at the first sync.
     if finds_cuda() or recipe.engine.between_stages == "sleep":
         if engines.leader:
             engines.leader.engine.sleep()
@@ -208,31 +212,35 @@ def start_engines(
     return engines
 
 
-def give_devices(learner: Learner, world: World) -> None:
-    """Offload the learner of every rank: an engine spans several ranks' devices. Collective."""
+def offload_learner(learner: Learner, world: World) -> None:
+    """Offload the learner of every rank. Collective."""
     for part in PARTS:
         learner.offload(part)
-    world.barrier()
+    world.barrier()  # an engine spans several ranks' devices, so the last one has to be free
 
 
-def print_resume_note(files: RunFiles, cursor: Cursor, recipe: Recipe, problems: PreparedData | None) -> None:
-    """Say where the run continues, and notes on its data and sampling."""
+def print_resume_note(
+    files: RunFiles, cursor: Cursor, schedule: ScheduleSection, rollout: RolloutSection, problems: PreparedData | None
+) -> None:
+    """Print the update at which the run continues, and notes on its data and sampling."""
     if cursor != Cursor():
-        total = recipe.schedule.total_updates
+        total = schedule.total_updates
         files.display.say(f"{files.directory.path} continues after {cursor.updates:,} of {total:,} updates")
-    for note in (*problems.notes, sampling_note(recipe.rollout)) if problems else ():
+    for note in (*problems.notes, sampling_note(rollout)) if problems else ():
         if note:
             files.display.say(note)
 
 
-def restore(learner: Learner, directory: RunDirectory, record: Record, log: MetricLog, display: Display) -> Cursor:
-    """Load the run's newest intact checkpoint into the learner; tells and logs what is damaged. Collective."""
+def restore_learner(
+    learner: Learner, directory: RunDirectory, record: RunRecord, log: MetricLog, display: Display
+) -> Cursor:
+    """Load the run's newest intact checkpoint into the learner; prints and logs damaged ones. Collective."""
 
-    def tell(damage: str) -> None:
+    def report_damage(damage: str) -> None:
         display.say(damage)
         log.event("damaged_checkpoint", damage)
 
-    return restore_newest(learner, directory.checkpoints, record, tell)
+    return restore_newest(learner, directory.checkpoints, record, report_damage)
 
 
 def weight_sync_of(learner: Learner) -> WeightSync:
@@ -249,9 +257,11 @@ def weight_sync_of(learner: Learner) -> WeightSync:
     )
 
 
-def first_start(leader: EngineLeader | None, world: World) -> None:
-    """Wait for every engine of the world; UserError on every rank when one of them does not start."""
+def wait_for_engines(leader: EngineLeader | None, world: World) -> None:
+    """Wait until every engine has started; UserError on every rank when one does not start."""
     problem = first_start_problem(leader.engine) if leader else ""
+    # An engine may load for longer than a collective's timeout: the barrier waits as long as all ranks are alive, so
+    # the gather after it finds all of them there.
     world.barrier()
     for rank, reason in enumerate(world.gather(problem)):
         if reason:

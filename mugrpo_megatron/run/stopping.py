@@ -1,7 +1,7 @@
 """Graceful shutdown: after SIGTERM, SIGHUP or Ctrl-C a run saves what it has and ends, within seconds in every phase.
 
-A signal sets a flag that every loop and wait of a phase reads (`StopRequest.poll`). Where nothing has to be saved, it
-ends the run at once (`StopRequest.at_once`). Torch is not imported here: the command line listens from its first line.
+A signal sets a flag that every loop and wait of a phase reads (`StopRequest.poll`). If nothing has to be saved, it ends
+the run at once (`StopRequest.at_once`). Torch is not imported here: the command handles signals from its first line.
 """
 
 from __future__ import annotations
@@ -19,78 +19,82 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mugrpo_megatron.run.cursor import Cursor
 
-HEEDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-LOOK_EVERY_S = 1.0
-"""How often a rank looks whether another one was asked."""
-SECOND_S = 1.0
-"""A second Ctrl-C counts from here on: torchrun passes on the one that the terminal has sent to all processes."""
-INTERRUPTED = "\nmugrpo: Ctrl-C: saving. Again, it ends at once and loses the updates since the newest checkpoint\n"
-TERMINATED = "\nmugrpo: {}: saving. It comes at a time limit, or from torchrun where another rank has failed\n"
-AT_ONCE = "\nmugrpo: stopped as asked: what the run has on disk is as it was. The same command continues the run\n"
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+POLL_INTERVAL_S = 1.0
+"""Interval at which a rank asks the store whether another one was asked to stop."""
+REPEAT_AFTER_S = 1.0
+"""A second Ctrl-C counts after this time: torchrun repeats the one that the terminal has sent to all processes."""
+INTERRUPT_MESSAGE = (
+    "\nmugrpo: Ctrl-C: saving. Again, it ends at once and loses the updates since the newest checkpoint\n"
+)
+TERMINATE_MESSAGE = "\nmugrpo: {}: saving. It comes at a time limit, or from torchrun where another rank has failed\n"
+STOPPED_MESSAGE = "\nmugrpo: stopped as asked: the run's files are intact. The same command continues the run\n"
 
 
 class Stopped(Exception):
-    """The run stopped on request; says what is kept. The same command continues it."""
+    """The run stopped on request; the message says what is saved. The same command continues it."""
 
     def __init__(self, kept: str, code: int = 0) -> None:
         super().__init__(kept)
         self.code = code
-        """Exit code of the command: 130 after Ctrl-C, so that a script does not go on, else 0."""
+        """Exit code of the command: 130 after Ctrl-C, so that a script ends too, else 0."""
 
 
 class AllStopped(Stopped):
-    """Every rank has stopped at one place: `checkpoints.open_saver` saves the learner at `cursor` on the way out."""
+    """Every rank has stopped at the same cursor: `checkpoints.open_saver` saves the learner there on the way out."""
 
     def __init__(self, also: str, code: int, cursor: Cursor) -> None:
         super().__init__(f"{also}the learner is saved at update {cursor.updates} of the run", code)
         self.cursor = cursor
 
 
-def no_others(tell: bool) -> bool:
-    """The other ranks of a world of one."""
+def no_peers(announce: bool) -> bool:
+    """`StopRequest.peers` in a world of one."""
     return False
 
 
 @dataclass
 class StopRequest:
-    """Whether the run was asked to stop: this process, or any other rank as far as this one has heard."""
+    """A request to stop, to this process or, as far as it knows, to any other rank."""
 
     requested: bool = False
     interrupted: bool = False
-    """Whether it was by Ctrl-C."""
-    others: Callable[[bool], bool] = no_others
-    """(tell the other ranks) -> whether one of them was asked. Raises what has to end this rank."""
+    """Whether Ctrl-C asked for it."""
+    peers: Callable[[bool], bool] = no_peers
+    """(announce this rank's request) -> whether any rank was asked. Raises CollectiveFailure when one has failed."""
     _kept: str | None = None
     _announced: bool = False
     _next: float = 0.0
 
     def poll(self) -> bool:
-        """Whether any rank was asked; cheap, any thread may call it often. Ranks hear at different times."""
+        """Whether any rank was asked; cheap, any thread may call it often. Ranks learn of it at different times."""
+        # Through the store, not a collective: a signal finds the ranks at different places, where a collective would
+        # wait for a rank that is in another one.
         announce = self.requested and not self._announced
         if announce or time.monotonic() >= self._next:
             self._announced = self.requested
-            self._next = time.monotonic() + LOOK_EVERY_S
-            self.requested |= self.others(announce)
+            self._next = time.monotonic() + POLL_INTERVAL_S
+            self.requested |= self.peers(announce)
         return self.requested
 
     def request(self, interrupted: bool = False) -> None:
-        """Ask this process; raises Stopped inside `at_once`."""
+        """Ask this process to stop; raises Stopped inside `at_once`."""
         self.requested = True
         self.interrupted |= interrupted
         if self._kept is not None:
-            account, self._kept = self._kept, None
-            raise self.stopped(account)
+            kept, self._kept = self._kept, None
+            raise self.stopped(kept)
 
     def detach(self) -> None:
-        """Neither tell the other ranks nor ask them from now on: this one closes its connections."""
-        self.others = no_others
+        """Detach from the other ranks, before this one closes its connections."""
+        self.peers = no_peers
 
     def stopped(self, kept: str) -> Stopped:
-        """What ends the run, with what it keeps."""
+        """The exception that ends the run; `kept` says what is saved."""
         return Stopped(kept, self._code)
 
     def all_stopped(self, cursor: Cursor, also: str = "") -> AllStopped:
-        """What ends the run where all ranks agree to stop; `also` says what is kept or dropped, the learner aside."""
+        """The exception that ends the run once all ranks agree; `also` says what is kept besides the learner."""
         return AllStopped(also, self._code, cursor)
 
     @property
@@ -99,16 +103,13 @@ class StopRequest:
 
     @contextmanager
     def at_once(self, kept: str) -> Iterator[None]:
-        """Inside the block a signal raises Stopped wherever the main thread is: all that is worth it is on disk.
-
-        A collective that fails because another rank has left in this way ends in Stopped too.
-        """
+        """Stop immediately on a signal in the block: Stopped is raised wherever the main thread is."""
         if self.requested:
             raise self.stopped(kept)
         self._kept = kept
         try:
             yield
-        except RuntimeError as error:
+        except RuntimeError as error:  # a collective fails when another rank has left in this way
             if self.requested:
                 raise self.stopped(kept) from error
             raise
@@ -117,12 +118,12 @@ class StopRequest:
 
 
 class Terminated(BaseException):
-    """SIGTERM in a command that has nothing to save: it leaves what Ctrl-C leaves."""
+    """SIGTERM in a command that has nothing to save; it cleans up as after Ctrl-C."""
 
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM raises Terminated in the block, so that temporaries and worker processes go before the command does."""
+    """Raise Terminated on SIGTERM in the block, so that temporary files and worker processes are cleaned up."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise Terminated
@@ -133,7 +134,7 @@ def terminable() -> Iterator[None]:
 
 @contextmanager
 def _handled(handler: Callable[[int, FrameType | None], None], *numbers: int) -> Iterator[None]:
-    """The signals have this handler in the block."""
+    """Set the signals' handler in the block."""
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
@@ -142,24 +143,21 @@ def _handled(handler: Callable[[int, FrameType | None], None], *numbers: int) ->
             signal.signal(number, earlier)
 
 
-def notice(number: int) -> str:
-    """What a run says when it hears a signal."""
-    return INTERRUPTED if number == signal.SIGINT else TERMINATED.format(signal.Signals(number).name)
+def signal_message(number: int) -> str:
+    """Message of a run that receives a signal."""
+    return INTERRUPT_MESSAGE if number == signal.SIGINT else TERMINATE_MESSAGE.format(signal.Signals(number).name)
 
 
 @contextmanager
 def stoppable(is_main: bool) -> Iterator[None]:
-    """SIGTERM ends the process with exit code 0 where `handle_signals` does not hear it: before a run is open, and
-    after it.
-
-    All that the run has is on disk there, and by Python's own exit code a job that is pre-empted while it imports torch
-    would count as failed. The main rank says so.
-    """
+    """End the process with exit code 0 on SIGTERM before and after a run is open; the main rank prints a message."""
+    # Nothing has to be saved there, and with Python's exit code a scheduler would count a job that it pre-empts while
+    # torch is imported as failed.
 
     def end(number: int, frame: FrameType | None) -> None:
         if is_main:
             with suppress(OSError):
-                os.write(sys.stderr.fileno(), AT_ONCE.encode())
+                os.write(sys.stderr.fileno(), STOPPED_MESSAGE.encode())
         sys.exit(0)
 
     with _handled(end, signal.SIGTERM):
@@ -170,21 +168,23 @@ def stoppable(is_main: bool) -> Iterator[None]:
 def handle_signals(is_main: bool) -> Iterator[StopRequest]:
     """Turn SIGTERM (pre-emption, a time limit), SIGHUP (a lost terminal) and Ctrl-C into a request in the block.
 
-    The main rank says so. A second Ctrl-C raises KeyboardInterrupt. A signal stays ignored where it is: Ctrl-C in a
-    command that a script has put into the background, SIGHUP under nohup.
+    The main rank prints a message. A second Ctrl-C raises KeyboardInterrupt.
     """
     request = StopRequest()
-    since: list[float] = []
+    signal_times: list[float] = []
 
-    def ask(number: int, frame: FrameType | None) -> None:
+    def on_signal(number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if since and number == signal.SIGINT and now - since[0] > SECOND_S:
+        if signal_times and number == signal.SIGINT and now - signal_times[0] > REPEAT_AFTER_S:
             raise KeyboardInterrupt
-        if not since and is_main:
+        if not signal_times and is_main:
             with suppress(OSError):  # tee may have ended by the same Ctrl-C
-                os.write(sys.stderr.fileno(), notice(number).encode())  # print may be in the middle of another line
-        since.append(now)
+                os.write(
+                    sys.stderr.fileno(), signal_message(number).encode()
+                )  # print may be in the middle of another line
+        signal_times.append(now)
         request.request(number == signal.SIGINT)
 
-    with _handled(ask, *(number for number in HEEDED if signal.getsignal(number) is not signal.SIG_IGN)):
+    # An ignored signal stays ignored: Ctrl-C in a script's background job, SIGHUP under nohup.
+    with _handled(on_signal, *(number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN)):
         yield request

@@ -1,4 +1,4 @@
-"""What the ranks of a run do together outside the learner: barriers, reductions, gathers, shared counters."""
+"""Communication of a run's ranks outside the learner: barriers, reductions, gathers, shared counters."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from mugrpo_megatron.run.stopping import Stopped, StopRequest
 
 T = TypeVar("T")
 STOP_PATIENCE_S = 18.0
-"""A rank that was asked to stop gives up a dead one after this time: torchrun kills it 30 s after the other's death."""
+"""Longest wait of a stopping rank for a dead one: torchrun kills it 30 s after the other's death."""
 MISSED_BEAT_S = 9.0
-"""A rank has missed a heartbeat: they come every 10 s at most."""
+"""Age of a rank's last heartbeat from which a stopping rank counts it as dead; they come every 10 s at most."""
 STOP, FAILED = "run/stop", "run/failed"
-"""Keys of the rendezvous store: how many ranks were asked to stop, and how a failing rank ended."""
+"""Keys of the rendezvous store: the number of ranks that were asked to stop; the error of a rank that failed."""
 
 
 @dataclass(frozen=True)
@@ -32,36 +32,39 @@ class World:
 
     ranks: Ranks
     group: dist.ProcessGroup | None
-    """All ranks over gloo, also where the learner's collectives run over NCCL; None in a world of one."""
+    """All ranks over gloo; None in a world of one."""
     engines: int
-    """Engines of all ranks together; 0 in a run that does not generate."""
+    """Number of engines in the run; 0 without generation."""
     stop: StopRequest = field(default_factory=StopRequest)
 
     def barrier(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Wait until every rank is here, as long as all of them are alive; `meanwhile` is called repeatedly.
 
-        Raises CollectiveFailure once another rank has failed. A rank that was asked to stop is less patient with a rank
-        whose heartbeat is missing.
+        Raises CollectiveFailure once another rank has failed.
         """
+        # Over the store, not NCCL or gloo: an engine's start or a long generation outlasts a collective's timeout, and
+        # heartbeats tell a slow rank from a dead one.
         heartbeat = self.ranks.heartbeat
         if heartbeat is None:
             return
 
-        heard_at: list[float] = []
+        stop_time = float("inf")
 
-        def look() -> None:
+        def on_poll() -> None:
+            nonlocal stop_time
             meanwhile()
             if not self.stop.poll():
                 return
-            heard_at.extend([] if heard_at else [time.monotonic()])
-            waited_s = time.monotonic() - heard_at[0]
+            stop_time = min(stop_time, time.monotonic())
+            waited_s = time.monotonic() - stop_time
+            # A stopping rank has less patience with a missing heartbeat: it has to save before torchrun kills it.
             if waited_s > STOP_PATIENCE_S and (silent := heartbeat.silent(MISSED_BEAT_S)):
                 raise _failure(self.ranks, f"the run stops, and there is no heartbeat from {rank_list(silent)}")
 
-        heartbeat.barrier(look)
+        heartbeat.barrier(on_poll)
 
     def any_rank(self, *flags: bool) -> list[bool]:
-        """For each flag whether it is set on any rank: the same answers everywhere."""
+        """Logical OR of each flag over all ranks."""
         answers = torch.tensor(flags, dtype=torch.int32)
         if self.group:
             with named_phase(self.ranks):
@@ -90,31 +93,32 @@ class World:
         return self.ranks.heartbeat.ask(lambda store: store.add(counter, amount))
 
     def store_set(self, name: str, text: str) -> None:
-        """Leave a text for the other ranks. Not collective; any thread may call it."""
+        """Store a text for the other ranks. Not collective; any thread may call it."""
         assert self.ranks.heartbeat
         self.ranks.heartbeat.ask(lambda store: store.set(name, text))
 
     def store_get(self, name: str) -> str:
-        """The text that a rank has stored, empty if none has. Not collective; any thread may call it."""
+        """The text that a rank has stored, or an empty one. Not collective; any thread may call it."""
         assert self.ranks.heartbeat
         return self.ranks.heartbeat.ask(lambda store: store.get(name).decode() if store.check([name]) else "")
 
 
 def open_world(ranks: Ranks, timeout_s: float, engines: int, stop: StopRequest) -> World:
-    """The world of the ranks that the learner's process groups already connect; `stop` hears of requests to others."""
+    """The world of the ranks that the learner's process groups already connect; `stop` polls the other ranks."""
     if ranks.world == 1:
         return World(ranks, None, engines, stop)
+    # gloo, also on GPUs: objects stay on the host, and a hung NCCL communicator of the learner cannot block a stop.
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-    stop.others = lambda tell: _others_asked(ranks, tell)
+    stop.peers = lambda announce: _any_rank_asked(ranks, announce)
     return World(ranks, group, engines, stop)
 
 
 @contextmanager
 def broadcast_failure(ranks: Ranks) -> Iterator[None]:
-    """Tell the other ranks of an exception that ends this one, so that none of them waits for it."""
+    """Tell the other ranks of an exception that ends this one, so that none waits for it."""
     try:
         yield
-    except (Stopped, CollectiveFailure):  # others stop or fail too
+    except (Stopped, CollectiveFailure):  # the others stop or fail, too
         raise
     except Exception as error:
         text = f"rank {ranks.rank} failed: {(str(error) or type(error).__name__).splitlines()[0]}"
@@ -124,14 +128,14 @@ def broadcast_failure(ranks: Ranks) -> Iterator[None]:
         raise
 
 
-def _others_asked(ranks: Ranks, tell: bool) -> bool:
-    """Whether a rank was asked to stop, this one with `tell`; CollectiveFailure when one has failed."""
+def _any_rank_asked(ranks: Ranks, announce: bool) -> bool:
+    """Whether any rank was asked to stop; `announce` adds this one. Raises CollectiveFailure when one has failed."""
 
-    def look(store: dist.Store) -> tuple[int, str]:
-        return store.add(STOP, int(tell)), store.get(FAILED).decode() if store.check([FAILED]) else ""
+    def read(store: dist.Store) -> tuple[int, str]:
+        return store.add(STOP, int(announce)), store.get(FAILED).decode() if store.check([FAILED]) else ""
 
     assert ranks.heartbeat
-    requests, failed = ranks.heartbeat.ask(look)
+    requests, failed = ranks.heartbeat.ask(read)
     if failed:
         raise _failure(ranks, failed)
     return requests > 0

@@ -89,9 +89,7 @@ def usable_shards(directory: Path, shards: list[StageShard], groups: set[int]) -
     return usable
 
 
-def update_tables(
-    directory: Path, shards: list[StageShard], updates: int, prompts_per_update: int
-) -> Iterator[pa.Table]:
+def update_rows(directory: Path, shards: list[StageShard], updates: int, prompts_per_update: int) -> Iterator[pa.Table]:
     """Each update's rows, groups in order, gathered from the shards."""
     shard_of = {group: shard for shard in shards for group in shard.groups}
     row_ranges = {shard.file: _row_ranges(directory / shard.file, shard) for shard in shards}
@@ -273,7 +271,7 @@ class StageStore:
         # Routes go into a file of their own, since a pipeline rank reads the layers that it replays and no others.
         with route_column(self.directory, "rollout", identity).write(stored != schema) as append_routes:
             with durable_file(path) as file, pq.ParquetWriter(file, schema, compression=COMPRESSION) as writer:
-                for shard_table in update_tables(self.directory, shards, updates, prompts_per_update):
+                for shard_table in update_rows(self.directory, shards, updates, prompts_per_update):
                     table, routes = split_routes(shard_table)
                     # One row group an update: an update reads, decodes and verifies its own bytes only.
                     writer.write_table(table, row_group_size=len(table))

@@ -23,7 +23,7 @@ from mugrpo_megatron.engine.wire import SampledGroup, Sampling
 from mugrpo_megatron.errors import EngineFailure, UserError
 from mugrpo_megatron.evaluation.scoring import ProblemResult, summarize
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.run.record import MARK
+from mugrpo_megatron.run.record import PROVENANCE
 from mugrpo_megatron.samples import Problem, Prompt, Response
 from tests import models
 from tests.hostile.places import disk
@@ -100,7 +100,7 @@ def test_other_problems_or_functions_behind_a_name_are_another_evaluation(
 def test_results_lie_outside_the_checkpoint_that_a_run_replaces(tmp_path: Path) -> None:
     (tmp_path / "run" / "hf").mkdir(parents=True)
     assert results_of(tmp_path / "run" / "hf") == tmp_path / "run" / "hf" / "eval"
-    (tmp_path / "run" / "hf" / MARK).touch()
+    (tmp_path / "run" / "hf" / PROVENANCE).touch()
     assert results_of(tmp_path / "run" / "hf") == tmp_path / "run" / "eval"
     assert results_of(Path("owner/name")) == Path("runs/eval/name")
 

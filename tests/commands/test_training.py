@@ -11,7 +11,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.log import read_rows
 from mugrpo_megatron.recipe import load_recipe
 from mugrpo_megatron.report.page import write_report
-from mugrpo_megatron.run.checkpoints import complete, newest_cursor
+from mugrpo_megatron.run.checkpoints import complete_checkpoints, newest_cursor
 from mugrpo_megatron.run.cursor import Cursor
 from tests.tiny import COIN, mugrpo, save_model, weights, write_recipe
 
@@ -39,7 +39,7 @@ def test_phases_apart_leave_what_train_leaves(tmp_path: Path) -> None:
     mugrpo("train", recipe)
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert [row["update"] for row in rows if row["kind"] == "update"] == list(range(6))
-    assert [path.name for path in complete(tmp_path / "run" / "checkpoints")] == [
+    assert [path.name for path in complete_checkpoints(tmp_path / "run" / "checkpoints")] == [
         "stage00001-age00000",
         "stage00002-age00000",
     ]
@@ -108,4 +108,4 @@ def test_too_many_skipped_updates_end_the_run_with_its_state_and_the_batch(finis
     assert "Traceback" not in said
     [batch] = (tmp_path / "b" / "poisoned").iterdir()
     assert batch.name == "stage00000-age00010.parquet"
-    assert max(path.name for path in complete(tmp_path / "b" / "checkpoints")) == "stage00000-age00011"
+    assert max(path.name for path in complete_checkpoints(tmp_path / "b" / "checkpoints")) == "stage00000-age00011"

@@ -21,7 +21,7 @@ from mugrpo_megatron.data.reading import kept_row
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.scoring import RewardSection
 from mugrpo_megatron.recipe.sections import DataSection
-from mugrpo_megatron.run.data import fingerprint
+from mugrpo_megatron.run.inputs import problem_sums
 
 OWN = RewardSection(function="own:judge")
 USER = {"role": "user", "content": "Add."}
@@ -130,7 +130,7 @@ def test_a_kept_row_is_json_and_stays_what_it_is(row: dict[str, Any]) -> None:
 
 def test_a_runs_data_are_its_rows_too(tmp_path: Path) -> None:
     def told(row: dict[str, Any]) -> Any:
-        return fingerprint(read_problems(DataSection(train=write(tmp_path, row), eval_problems=1), OWN))["train"]
+        return problem_sums(read_problems(DataSection(train=write(tmp_path, row), eval_problems=1), OWN))["train"]
 
     assert told({"problem": "q", "answer": 1, "x": 1}) == told({"problem": "q", "answer": 1, "x": 1})
     assert told({"problem": "q", "answer": 1, "x": 1}) != told({"problem": "q", "answer": 1, "x": 2})

@@ -18,11 +18,11 @@ from mugrpo_megatron.files.durable import write_json
 from mugrpo_megatron.observe.log import open_log
 from mugrpo_megatron.recipe import Recipe, load_recipe
 from mugrpo_megatron.recipe.sections import TrackSection
-from mugrpo_megatron.run.checkpoints import check_stage_held, named, newest_cursor
+from mugrpo_megatron.run.checkpoints import check_stage_sealed, checkpoint_directories, newest_cursor
 from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
-from mugrpo_megatron.run.data import record_data
 from mugrpo_megatron.run.directory import RunDirectory, is_finished, open_directory
-from mugrpo_megatron.run.record import MARK, mark, read_record
+from mugrpo_megatron.run.inputs import record_data
+from mugrpo_megatron.run.record import PROVENANCE, provenance, read_record
 from mugrpo_megatron.samples import Problem, Sample
 from mugrpo_megatron.stages.columns import LogprobColumn
 from mugrpo_megatron.stages.manifest import Origin, check_stage
@@ -112,7 +112,7 @@ def make(run_dir: Path) -> Recipe:
         record = read_record(run_dir)
         assert record
         directory.hf.mkdir()
-        write_json(directory.hf / MARK, mark(record))
+        write_json(directory.hf / PROVENANCE, provenance(record))
     return made
 
 
@@ -127,10 +127,10 @@ def resume(made: Recipe) -> tuple[str, list[str]]:
     with open_directory(made) as directory:
         record_data(directory.path, PROBLEMS)
         cursor = newest_cursor(directory.checkpoints)
-        for one in named(directory.checkpoints):
+        for one in checkpoint_directories(directory.checkpoints):
             found += filter(None, [checkpoint_state.first_damage(one, 0, 1)])
         check_stage(directory.stage(cursor.stage), stage_of(directory, cursor.stage)._origin)
-        check_stage_held(directory, cursor)
+        check_stage_sealed(directory, cursor)
         with open_log(directory.path, TrackSection(tensorboard=False), write=False):
             pass
         for number in range(STAGES):

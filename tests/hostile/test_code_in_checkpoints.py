@@ -19,7 +19,7 @@ from mugrpo_megatron.learner import checkpoint
 from mugrpo_megatron.learner.learner import build_learner
 from mugrpo_megatron.run.checkpoints import restore_newest
 from mugrpo_megatron.run.cursor import Cursor
-from mugrpo_megatron.run.record import Record
+from mugrpo_megatron.run.record import RunRecord
 from tests import models
 from tests.hostile.payloads import HARMLESS, INDEXES, ITEMS, attacks, with_items
 from tests.learner.tiny import recipe, save_model
@@ -102,7 +102,7 @@ def resume_from_each(model: Path, folders: list[Path]) -> list[str]:
     told = []
     for folder in folders:
         try:
-            told.append(str(restore_newest(learner, folder, Record(RUN), print)))
+            told.append(str(restore_newest(learner, folder, RunRecord(RUN), print)))
         except UserError as error:
             told.append(str(error))
     return told

@@ -11,7 +11,7 @@ import tomli_w
 
 from mugrpo_megatron.commands.warm_start import locked_warm_start
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.run.directory import locked
+from mugrpo_megatron.run.directory import file_lock
 from mugrpo_megatron.terminal import visible
 from tests.hostile.outcome import listing, refused
 from tests.tiny import save_model
@@ -106,8 +106,8 @@ def test_two_commands_do_not_write_one_directory(tmp_path: Path) -> None:
     with (
         locked_warm_start(tmp_path / "warm"),
         pytest.raises(UserError, match="in use by process"),
-        locked(tmp_path / "warm" / ".lock"),
+        file_lock(tmp_path / "warm" / ".lock"),
     ):
         pass
-    with locked(tmp_path / "warm" / ".lock"):
+    with file_lock(tmp_path / "warm" / ".lock"):
         pass

@@ -21,8 +21,8 @@ from mugrpo_megatron.recipe.sections import TrackSection
 from mugrpo_megatron.run.branch import branch
 from mugrpo_megatron.run.checkpoints import newest_cursor
 from mugrpo_megatron.run.cursor import Cursor
-from mugrpo_megatron.run.data import record_data
 from mugrpo_megatron.run.directory import RunDirectory, open_directory
+from mugrpo_megatron.run.inputs import record_data
 from mugrpo_megatron.run.record import read_record
 from mugrpo_megatron.stages.columns import LogprobColumn
 from mugrpo_megatron.stages.store import StageStore

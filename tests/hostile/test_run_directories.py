@@ -19,9 +19,9 @@ from mugrpo_megatron.observe.log import open_log, read_rows
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.sections import TrackSection
 from mugrpo_megatron.report.page import write_report
-from mugrpo_megatron.run.checkpoints import check_place
-from mugrpo_megatron.run.data import check_data, record_data
+from mugrpo_megatron.run.checkpoints import check_checkpoint_identity
 from mugrpo_megatron.run.directory import is_finished, open_directory
+from mugrpo_megatron.run.inputs import check_data, record_data
 from mugrpo_megatron.run.record import read_record
 from mugrpo_megatron.samples import Problem
 from tests.hostile.rundir import PROBLEMS, content, make, recipe, resume
@@ -198,12 +198,12 @@ def test_files_of_another_run_are_refused(changed: Recipe, tmp_path: Path) -> No
     record = read_record(changed.run.dir)
     assert record
     place = "checkpoints/stage00001-age00001"
-    check_place(changed.run.dir / place, record)
+    check_checkpoint_identity(changed.run.dir / place, record)
     with pytest.raises(UserError, match="is a checkpoint of run"):
-        check_place(other / place, record)
+        check_checkpoint_identity(other / place, record)
     renamed = (changed.run.dir / place).rename(changed.run.dir / "checkpoints" / "stage00002-age00000")
     with pytest.raises(UserError, match="holds the checkpoint stage00001-age00001"):
-        check_place(renamed, record)
+        check_checkpoint_identity(renamed, record)
 
 
 @pytest.mark.parametrize("name", ["hf", "stages", "checkpoints", "proximal", "metrics.jsonl", "recipe.toml"])

@@ -9,7 +9,7 @@ import pytest
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner import checkpoint
 from mugrpo_megatron.learner.learner import build_learner
-from mugrpo_megatron.run.checkpoints import complete
+from mugrpo_megatron.run.checkpoints import complete_checkpoints
 from tests.hostile.places import disk
 from tests.learner.tiny import recipe, save_model
 from tests.ranks import run_ranks
@@ -37,7 +37,7 @@ def save_on_disks_of(pages: list[int], model: Path, folder: Path) -> list[tuple[
                     )()
             except UserError as error:
                 said = str(error)
-            whole = [path.name for path in complete(place)]
+            whole = [path.name for path in complete_checkpoints(place)]
             told.append((said, whole, checkpoint.find_damage(learner, place / FIRST) if whole else None))
     return told
 

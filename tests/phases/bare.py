@@ -8,7 +8,7 @@ from typing import Any
 
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.directory import RunDirectory
-from mugrpo_megatron.run.record import Record
+from mugrpo_megatron.run.record import RunRecord
 from mugrpo_megatron.run.stopping import StopRequest
 
 
@@ -16,7 +16,7 @@ def bare_run(recipe: Recipe, directory: RunDirectory) -> Any:
     return SimpleNamespace(
         recipe=recipe,
         directory=directory,
-        record=Record("r"),
+        record=RunRecord("r"),
         is_main=True,
         log=SimpleNamespace(phase=lambda *_: nullcontext()),
         display=SimpleNamespace(bar=lambda *_: nullcontext(SimpleNamespace(advance=lambda: None))),

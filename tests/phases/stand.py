@@ -23,7 +23,7 @@ from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.run.checkpoints import Saver
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.leader import EngineLeader, Engines
-from mugrpo_megatron.run.record import Record
+from mugrpo_megatron.run.record import RunRecord
 from mugrpo_megatron.run.run import Run
 from mugrpo_megatron.run.world import World
 from mugrpo_megatron.samples import Problem, Prompt, Response
@@ -98,5 +98,5 @@ def standing(
     slot: Any = SimpleNamespace(number=0)
     leader = EngineLeader(slot, cast(Any, engine), verifier, TOKENIZER, prepared)
     world = World(cast(Ranks, SimpleNamespace(rank=0, world=1, heartbeat=None)), None, engines=1)
-    run = Run(recipe, RunDirectory(path), world, log, Display(None, None), cast(Saver, None), Record("r"))
+    run = Run(recipe, RunDirectory(path), world, log, Display(None, None), cast(Saver, None), RunRecord("r"))
     return Stand(run, Engines(cast(WeightSync, None), leader), engine)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mugrpo_megatron.report.page import write_report
-from mugrpo_megatron.run.checkpoints import complete, newest_cursor
+from mugrpo_megatron.run.checkpoints import complete_checkpoints, newest_cursor
 from mugrpo_megatron.run.cursor import Cursor
 from tests.phases.branches import optimize
 from tests.tiny import FINISHED, rows, weights
@@ -91,7 +91,7 @@ def test_a_run_that_resumes_in_the_second_pass_ends_bitwise_like_the_unbroken_on
     """What a kill between two refreshes leaves; the reference policy's pass is lost, its weights are not."""
     run_dir, age = tmp_path / "run", MU + 3
     shutil.copytree(whole, run_dir)
-    for path in [*complete(run_dir / "checkpoints"), *(run_dir / "proximal").iterdir()]:
+    for path in [*complete_checkpoints(run_dir / "checkpoints"), *(run_dir / "proximal").iterdir()]:
         if path.stem > f"stage00000-age{age:05d}":
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     shutil.rmtree(run_dir / "hf")

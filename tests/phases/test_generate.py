@@ -19,7 +19,7 @@ from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.rewards.items import Pending, Score
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.run.cursor import Cursor
-from mugrpo_megatron.run.responses import stage_prompt
+from mugrpo_megatron.run.stage_groups import group_prompt
 from mugrpo_megatron.run.stopping import Stopped
 from mugrpo_megatron.samples import Problem
 from mugrpo_megatron.stages.store import StageStore
@@ -67,7 +67,7 @@ def test_a_stage_holds_the_runs_next_problems_scored_and_in_order(stand: Stand) 
     stage = store(stand)
     samples = [sample for update in range(stage.updates) for sample in stage.read_update(update, with_text=True)]
     assert [sample.group for sample in samples] == [group for group in range(GROUPS) for _ in range(RESPONSES)]
-    prompts = [stage_prompt(RECIPE, stand.leader.problems, CURSOR, group) for group in range(GROUPS)]
+    prompts = [group_prompt(RECIPE, stand.leader.problems, CURSOR, group) for group in range(GROUPS)]
     assert [sample.problem for sample in samples[::RESPONSES]] == [prompt.problem.id for prompt in prompts]
     golds = [float(prompt.problem.answer) for prompt in prompts]
     assert [(a.reward, b.reward) for a, b in zip(samples[::2], samples[1::2], strict=True)] == [

@@ -17,7 +17,7 @@ from mugrpo_megatron.phases.column_passes import compute_ref_logprobs
 from mugrpo_megatron.recipe import ObjectiveSection, Recipe
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory
-from mugrpo_megatron.run.record import Record
+from mugrpo_megatron.run.record import RunRecord
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.weights.families import fingerprint
 from tests.phases.bare import bare_run
@@ -63,7 +63,7 @@ def test_a_ref_keeps_its_weights_from_stage_to_stage(tmp_path: Path) -> None:
     for ref in ("start", str(model)):
         section = {"kl_ref": ref, "kl_coef": 0.1}
         run = bare_run(Recipe.model_validate({"objective": section, "model": {"path": model}}), directory)
-        run.record = Record("r", weights=fingerprint(model))
+        run.record = RunRecord("r", weights=fingerprint(model))
         first, second = (
             StageBatches(run.recipe, store, number, columns_of(run.recipe, directory, "r", store, number))
             for number in (0, 1)

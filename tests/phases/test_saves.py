@@ -18,10 +18,10 @@ from mugrpo_megatron.observe.progress import Display
 from mugrpo_megatron.phases import saves
 from mugrpo_megatron.phases.saves import save_if_due
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.run.checkpoints import complete
+from mugrpo_megatron.run.checkpoints import complete_checkpoints
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory
-from mugrpo_megatron.run.record import MARK, Record
+from mugrpo_megatron.run.record import PROVENANCE, RunRecord
 from tests.tiny import FINISHED, mugrpo, write_run
 
 
@@ -33,7 +33,7 @@ class Saves:
     hf: list[tuple[int, int]]
 
     def add_hf(self, like: Path, out: Path, notes: dict[str, Any]) -> None:
-        cursor = notes[MARK]["cursor"]
+        cursor = notes[PROVENANCE]["cursor"]
         self.hf.append((cursor["stage"], cursor["age"]))
 
 
@@ -47,7 +47,7 @@ def saved(stages: int, updates: int, engines: int = 1, **checkpoint: int) -> Sav
     log, stop = SimpleNamespace(phase=lambda *_: nullcontext()), SimpleNamespace(requested=False)
     world.broadcast = lambda value: value
     run: Any = SimpleNamespace(recipe=recipe, world=world, saver=saver, log=log, stop=stop, is_main=False)
-    run.directory, run.record = RunDirectory(recipe.run.dir), Record("r")
+    run.directory, run.record = RunDirectory(recipe.run.dir), RunRecord("r")
     cursor = Cursor()
     while not cursor.finished(recipe.schedule):
         cursor = cursor.advanced(recipe.schedule, cursor.stage_updates(recipe.schedule))
@@ -101,7 +101,7 @@ def test_sealed_stages_after_the_checkpoint_are_optimized_again_to_the_same_weig
     shutil.copytree(finished_run, run)
     (run / "summary.json").unlink()
     shutil.rmtree(run / "hf")
-    for path in complete(run / "checkpoints"):
+    for path in complete_checkpoints(run / "checkpoints"):
         if path.name != "stage00000-age00009":
             shutil.rmtree(path)
     before = len(read_rows(run / "metrics.jsonl"))
@@ -113,7 +113,7 @@ def test_sealed_stages_after_the_checkpoint_are_optimized_again_to_the_same_weig
         range(9, 2 * FINISHED["updates_per_stage"])
     )
     assert not any(row.get("phase") == "generate" for row in new)
-    assert [path.name for path in complete(run / "checkpoints")] == [
+    assert [path.name for path in complete_checkpoints(run / "checkpoints")] == [
         "stage00000-age00009",
         "stage00001-age00000",
         "stage00002-age00000",

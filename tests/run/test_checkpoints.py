@@ -15,16 +15,16 @@ from mugrpo_megatron.learner.learner import Learner, build_learner
 from mugrpo_megatron.learner.update import update
 from mugrpo_megatron.observe.log import MetricLog
 from mugrpo_megatron.recipe.sections import CheckpointSection
-from mugrpo_megatron.run.checkpoints import complete, newest_cursor, open_saver, restore_newest
+from mugrpo_megatron.run.checkpoints import complete_checkpoints, newest_cursor, open_saver, restore_newest
 from mugrpo_megatron.run.cursor import Cursor
-from mugrpo_megatron.run.record import Record
+from mugrpo_megatron.run.record import RunRecord
 from tests.learner.tiny import advantages, recipe, samples, save_model
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.process
 
 SECTION = CheckpointSection(keep=2)
-RUN = Record("0123456789abcdef")
+RUN = RunRecord("0123456789abcdef")
 CURSORS = [Cursor(0, 1), Cursor(0, 2), Cursor(1, 0)]
 
 
@@ -55,7 +55,7 @@ def resume(model: Path, directory: Path) -> tuple[Cursor, list[str], list[float]
     return cursor, said, left
 
 
-def refusals(model: Path, cases: list[tuple[Path, Record]]) -> list[str]:
+def refusals(model: Path, cases: list[tuple[Path, RunRecord]]) -> list[str]:
     learner, told = build_learner(recipe(model)), []
     for directory, record in cases:
         with pytest.raises(UserError) as error:
@@ -85,12 +85,12 @@ def test_saves_in_the_background_hold_the_state_of_their_moment(
     model: Path, saved: tuple[Path, list[float]], tmp_path: Path
 ) -> None:
     directory, losses = saved
-    assert [path.name for path in complete(directory)] == ["stage00000-age00002", "stage00001-age00000"]
-    assert sorted(path.name for path in directory.iterdir()) == [path.name for path in complete(directory)]
+    assert [path.name for path in complete_checkpoints(directory)] == ["stage00000-age00002", "stage00001-age00000"]
+    assert sorted(path.name for path in directory.iterdir()) == [path.name for path in complete_checkpoints(directory)]
     [(cursor, said, left)] = run_ranks(1, resume, model, directory)
     assert (cursor, said, left) == (Cursor(1, 0), [], losses[1:])
     run_ranks(1, take_updates_and_save, model, tmp_path, {}, False)
-    for one, other in zip(complete(directory), complete(tmp_path), strict=True):
+    for one, other in zip(complete_checkpoints(directory), complete_checkpoints(tmp_path), strict=True):
         assert (one / "__0_0.distcp").read_bytes() == (other / "__0_0.distcp").read_bytes()
 
 
@@ -104,7 +104,7 @@ def test_saves_in_the_background_work_on_several_ranks(model: Path, tmp_path: Pa
 def test_a_flipped_byte_of_any_file_is_found_and_the_checkpoint_before_it_resumes(
     model: Path, saved: tuple[Path, list[float]], copied: Path
 ) -> None:
-    newest = complete(copied)[-1]
+    newest = complete_checkpoints(copied)[-1]
     for path in newest.iterdir():
         whole = path.read_bytes()
         flip(path)
@@ -122,7 +122,7 @@ def test_a_flipped_byte_of_any_file_is_found_and_the_checkpoint_before_it_resume
 
 def test_a_missing_state_is_found_however_often_and_leftovers_of_a_killed_save_go(model: Path, copied: Path) -> None:
     """A checkpoint that was damaged at the same place before keeps its name."""
-    newest, leftover = complete(copied)[-1], copied / ".stage00001-age00003.partial"
+    newest, leftover = complete_checkpoints(copied)[-1], copied / ".stage00001-age00003.partial"
     leftover.mkdir()
     for name in (".damaged", ".damaged-2"):
         newest.with_name(f"{newest.name}{name}").mkdir()
@@ -138,10 +138,10 @@ def test_a_missing_state_is_found_however_often_and_leftovers_of_a_killed_save_g
 def test_starting_over_is_not_silent_and_another_run_s_checkpoint_is_refused(
     model: Path, saved: tuple[Path, list[float]], copied: Path
 ) -> None:
-    for path in complete(copied):
+    for path in complete_checkpoints(copied):
         flip(path / "__0_0.distcp")
     before = sorted(copied.rglob("*"))
-    [(damaged, foreign)] = run_ranks(1, refusals, model, [(copied, RUN), (saved[0], Record("another run"))])
+    [(damaged, foreign)] = run_ranks(1, refusals, model, [(copied, RUN), (saved[0], RunRecord("another run"))])
     assert "every checkpoint" in damaged
     assert sorted(copied.rglob("*")) == before
     assert f"is a checkpoint of run {RUN.id}, not of another run" in foreign
@@ -170,7 +170,7 @@ def test_a_full_disk_ends_cleanly_with_the_checkpoints_before_it(model: Path, tm
     try:
         [message] = run_ranks(1, fill_the_disk, model, disk)
         assert "no space left" in message
-        assert complete(disk), "what was complete is kept"
+        assert complete_checkpoints(disk), "what was complete is kept"
         [(cursor, said, _)] = run_ranks(1, resume, model, disk)
         assert said == []
         assert cursor == newest_cursor(disk)

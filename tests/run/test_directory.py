@@ -14,10 +14,10 @@ from mugrpo_megatron.commands.training import generate_alone, optimize_alone
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import write_json
 from mugrpo_megatron.recipe import Recipe, load_recipe
-from mugrpo_megatron.run.checkpoints import check_stage_held
+from mugrpo_megatron.run.checkpoints import check_stage_sealed
 from mugrpo_megatron.run.cursor import Cursor
-from mugrpo_megatron.run.directory import InUse, RunDirectory, check_directory, locked, open_directory
-from mugrpo_megatron.run.record import MARK, mark, read_record
+from mugrpo_megatron.run.directory import InUse, RunDirectory, check_directory, file_lock, open_directory
+from mugrpo_megatron.run.record import PROVENANCE, provenance, read_record
 from tests.hostile.rundir import NOW, make
 
 HOLD = """
@@ -79,7 +79,7 @@ def test_a_directory_in_hf_that_the_run_did_not_write_is_kept(tmp_path: Path) ->
         record = read_record(directory.path)
         assert record
         directory.hf.mkdir()
-        write_json(directory.hf / MARK, mark(record))
+        write_json(directory.hf / PROVENANCE, provenance(record))
     check_directory(recipe(tmp_path))
     (directory.hf / "eval").mkdir()
     with pytest.raises(UserError, match=r"hf/eval was not written by this run, which replaces .*move it elsewhere"):
@@ -132,12 +132,12 @@ def test_a_run_inside_a_stage_needs_it_whole(tmp_path: Path) -> None:
     """Its first weights are gone, so nothing can generate the stage again; `generate` and `optimize` say so too."""
     made = make(tmp_path / "run")
     directory = RunDirectory(made.run.dir)
-    check_stage_held(directory, NOW)
+    check_stage_sealed(directory, NOW)
     shutil.rmtree(directory.stage(NOW.stage))
-    check_stage_held(directory, Cursor(1, 0, 2))
+    check_stage_sealed(directory, Cursor(1, 0, 2))
     way_out = r"remove the checkpoints after stage00001-age00000 from .*checkpoints: the run then resumes"
     for command in (
-        lambda: check_stage_held(directory, NOW),
+        lambda: check_stage_sealed(directory, NOW),
         lambda: generate_alone(made, None),
         lambda: optimize_alone(made, None),
     ):
@@ -147,7 +147,7 @@ def test_a_run_inside_a_stage_needs_it_whole(tmp_path: Path) -> None:
 
 def test_a_lock_is_shared_by_those_who_ask_for_it(tmp_path: Path) -> None:
     path = tmp_path / ".lock"
-    with locked(path, shared=True), locked(path, shared=True), pytest.raises(InUse), locked(path):
+    with file_lock(path, shared=True), file_lock(path, shared=True), pytest.raises(InUse), file_lock(path):
         pass
-    with locked(path), pytest.raises(InUse), locked(path, shared=True):
+    with file_lock(path), pytest.raises(InUse), file_lock(path, shared=True):
         pass

@@ -17,7 +17,8 @@ from mugrpo_megatron.recipe import Recipe, dump_recipe, load_recipe
 from mugrpo_megatron.recipe.load import validate
 from mugrpo_megatron.run.branch import branch
 from mugrpo_megatron.run.directory import open_directory
-from mugrpo_megatron.run.record import HubModel, hub_model, read_record, with_cached_model, with_model
+from mugrpo_megatron.run.model import hub_model, with_cached_model, with_model
+from mugrpo_megatron.run.record import HubModel, read_record
 from tests.hub import FIRST, NAME, SECOND, Hub, serving, used
 from tests.tiny import save_model, write_recipe
 
@@ -64,7 +65,7 @@ def test_a_run_keeps_the_commit_that_it_began_with(hub: Hub, tmp_path: Path) -> 
         pass
     record = read_record(tmp_path / "run")
     assert record is not None
-    assert record.model == hub_model(recipe) == HubModel(NAME, FIRST)
+    assert record.model == hub_model(recipe.model) == HubModel(NAME, FIRST)
     hub.refs["main"] = SECOND
     assert with_model(recipe_for(tmp_path), run_dir=tmp_path / "run").model.commit == FIRST
     assert with_model(recipe_for(tmp_path), run_dir=tmp_path / "other").model.commit == SECOND

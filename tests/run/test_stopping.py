@@ -35,7 +35,7 @@ def test_a_signal_is_a_request(number: signal.Signals, code: int, capfd: pytest.
         assert request.poll()
         signal.raise_signal(number)  # torchrun passes on what the terminal has sent to its ranks as well
     said = capfd.readouterr().err
-    assert said == stopping.notice(number), "it is said once"
+    assert said == stopping.signal_message(number), "it is said once"
     assert ("Ctrl-C" in said) is (number == signal.SIGINT)
     assert signal.getsignal(number) is before
     stopped = request.stopped("this")
@@ -74,12 +74,12 @@ def test_sigterm_before_and_after_a_run_ends_with_0(is_main: bool, capfd: pytest
             assert request.requested, "an open run is asked, and saves"
         signal.raise_signal(signal.SIGTERM)
     assert ended.value.code == 0
-    assert capfd.readouterr().err == stopping.AT_ONCE * is_main
+    assert capfd.readouterr().err == stopping.STOPPED_MESSAGE * is_main
     assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_later_ctrl_c_ends_at_once(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(stopping, "SECOND_S", -1.0)
+    monkeypatch.setattr(stopping, "REPEAT_AFTER_S", -1.0)
     with handle_signals(is_main=False):
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)
@@ -110,15 +110,15 @@ def test_a_collective_that_fails_because_another_rank_has_stopped(asked: bool) -
         raise RuntimeError("connection closed by peer")
 
 
-class Others:
+class Peers:
     """The counter that ranks share."""
 
     def __init__(self) -> None:
         self.asked = 0
         self.looks = 0
 
-    def __call__(self, tell: bool) -> bool:
-        self.asked += tell
+    def __call__(self, announce: bool) -> bool:
+        self.asked += announce
         self.looks += 1
         return self.asked > 0
 
@@ -131,39 +131,39 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 
 def test_a_rank_hears_of_a_request_to_another(clock: Callable[[float], None]) -> None:
-    others = Others()
-    one, two = StopRequest(others=others), StopRequest(others=others)
+    peers = Peers()
+    one, two = StopRequest(peers=peers), StopRequest(peers=peers)
     assert not one.poll()
     assert not two.poll()
     two.request()
     assert two.poll()
     assert not one.poll(), "it looks once a second"
-    clock(stopping.LOOK_EVERY_S)
+    clock(stopping.POLL_INTERVAL_S)
     assert one.poll()
 
 
 def test_a_rank_that_ends_asks_no_other(clock: Callable[[float], None]) -> None:
     """What it closes then may look once more."""
-    others = Others()
-    request = StopRequest(others=others)
+    peers = Peers()
+    request = StopRequest(peers=peers)
     request.detach()
     assert not request.poll()
     request.request()
     assert request.poll()
-    assert others.looks == 0
+    assert peers.looks == 0
 
 
 def test_a_request_is_told_once_and_looked_for_once_a_second(clock: Callable[[float], None]) -> None:
-    others = Others()
-    request = StopRequest(others=others)
+    peers = Peers()
+    request = StopRequest(peers=peers)
     for _ in range(10):
         request.poll()
-    assert others.looks == 1
+    assert peers.looks == 1
     request.request()
     for _ in range(10):
         request.poll()
-    assert others.looks == 2
+    assert peers.looks == 2
     for _ in range(3):
-        clock(stopping.LOOK_EVERY_S)
+        clock(stopping.POLL_INTERVAL_S)
         request.poll()
-    assert (others.looks, others.asked) == (5, 1), "it still hears of failures"
+    assert (peers.looks, peers.asked) == (5, 1), "it still hears of failures"

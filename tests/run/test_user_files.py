@@ -11,8 +11,8 @@ from mugrpo_megatron.errors import RewardFailure, UserError
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.load import validate
 from mugrpo_megatron.run.directory import check_directory, open_directory
-from mugrpo_megatron.run.record import USER_FILES as FILE_NAME
-from mugrpo_megatron.run.record import user_files
+from mugrpo_megatron.run.inputs import USER_FILES as FILE_NAME
+from mugrpo_megatron.run.inputs import user_files
 from mugrpo_megatron.run.run import open_files
 
 CODE = "def right(response):\n    return 1.0\n"

@@ -30,9 +30,9 @@ from mugrpo_megatron.phases.generate import check_shared
 from mugrpo_megatron.phases.sampling import shared_queue, show_totals
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor
-from mugrpo_megatron.run.directory import InUse, locked
+from mugrpo_megatron.run.directory import InUse, file_lock
 from mugrpo_megatron.run.engine_spec import engine_spec
-from mugrpo_megatron.run.run import Run, give_devices
+from mugrpo_megatron.run.run import Run, offload_learner
 from mugrpo_megatron.run.stopping import StopRequest
 from mugrpo_megatron.stages.store import StageStore
 
@@ -65,7 +65,7 @@ def _stage_lock(run: Run, cursor: Cursor) -> Iterator[None]:
         if run.is_main:
             path = run.directory.stage_lock(cursor.stage)
             try:
-                stack.enter_context(locked(path))
+                stack.enter_context(file_lock(path))
             except InUse:
                 lock_once_free(path, f"score stage {cursor.stage}", run.display, run.stop, stack)
         run.world.barrier()
@@ -79,7 +79,7 @@ def _run_jobs(
 ) -> None:
     """Run one auxiliary model's jobs in an engine each, and log the phase. Collective."""
     with run.phase("auxiliary", cursor) as facts:
-        give_devices(learner, run.world)
+        offload_learner(learner, run.world)
         facts["memory_before"] = _memory(run)
         for job in jobs:
             if run.world.broadcast(job.parts.missing()):
@@ -172,7 +172,7 @@ def lock_once_free(path: Path, work: str, display: Display, stop: StopRequest, s
     with display.waiting(f"waiting for those that {work}"):
         while not stop.poll():
             try:
-                stack.enter_context(locked(path))
+                stack.enter_context(file_lock(path))
                 return
             except InUse:
                 time.sleep(LOOK_S)

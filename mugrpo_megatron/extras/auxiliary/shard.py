@@ -22,7 +22,7 @@ from mugrpo_megatron.extras.auxiliary.scoring import (
 )
 from mugrpo_megatron.observe.progress import Display
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.run.directory import InUse, RunDirectory, lock_soon, locked
+from mugrpo_megatron.run.directory import InUse, RunDirectory, file_lock
 from mugrpo_megatron.run.engine_spec import engine_spec
 from mugrpo_megatron.run.stopping import StopRequest
 from mugrpo_megatron.stages.store import StageStore
@@ -51,7 +51,7 @@ class ShardScoring:
         after MOST_FAILURES failures in a row without a part between them, and Stopped when asked to stop.
         """
         try:
-            with lock_soon(self.directory.stage_lock(self.stage), shared=True):
+            with file_lock(self.directory.stage_lock(self.stage), shared=True, wait=True):
                 for auxiliary in auxiliaries_of(self.recipe, self.directory, self.store, self.stage):
                     for job in auxiliary.jobs:
                         if missing := self._missing(job):
@@ -92,7 +92,7 @@ class ShardScoring:
         """
         incomplete = []
         try:
-            with locked(self.directory.stage_lock(self.stage)):
+            with file_lock(self.directory.stage_lock(self.stage)):
                 for auxiliary in auxiliaries_of(self.recipe, self.directory, self.store, self.stage):
                     for job in auxiliary.jobs:
                         if missing := len(job.parts.missing()):

@@ -23,10 +23,10 @@ from mugrpo_megatron.extras.engine_only.shards import GenerationShard, NextStage
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.rewards.pool import Verifier
-from mugrpo_megatron.run.directory import RunDirectory, lock_soon, locked
+from mugrpo_megatron.run.directory import RunDirectory, file_lock
 from mugrpo_megatron.run.engine_spec import engine_spec
-from mugrpo_megatron.run.record import editable_after_failure
-from mugrpo_megatron.run.responses import rows_of, stage_prompt
+from mugrpo_megatron.run.inputs import editable_after_failure
+from mugrpo_megatron.run.stage_groups import group_prompt, group_samples
 from mugrpo_megatron.run.stopping import StopRequest, handle_signals
 from mugrpo_megatron.stages.manifest import check_stage
 from mugrpo_megatron.stages.store import StageStore
@@ -46,8 +46,8 @@ def generate_shard(recipe: Recipe, shard: GenerationShard, stage: int | None, pr
     if stage not in (None, cursor.stage):
         raise UserError(f"{directory.path} is at stage {cursor.stage}, not at stage {stage}; omit --stage")
     with (
-        lock_soon(directory.path / ".lock", shared=True),  # other shards may; learners and `mugrpo seal` may not
-        locked(directory.logs / f"shard-{shard.writer:04d}.lock"),
+        file_lock(directory.path / ".lock", shared=True, wait=True),  # shared by shards, not by learners
+        file_lock(directory.logs / f"shard-{shard.writer:04d}.lock"),
         handle_signals(is_main=True) as stop,
         open_display() as display,
     ):
@@ -103,7 +103,7 @@ def _generate(
         with display.bar(f"stage {stage.cursor.stage}, shard {shard}", len(missing), "prompts") as bar:
 
             def store_group(group: ScoredGroup) -> None:
-                store.append(rows_of(group, recipe))
+                store.append(group_samples(group, recipe.rollout, recipe.reward, recipe.objective))
                 missing.remove(group.prompt.index)
                 bar.advance(tokens=group.tokens)
 
@@ -113,7 +113,7 @@ def _generate(
                 try:
                     engine.wait_ready()
                     engine.set_version(stage.cursor.updates)
-                    prompts = (stage_prompt(recipe, prepared, stage.cursor, group) for group in tuple(missing))
+                    prompts = (group_prompt(recipe, prepared, stage.cursor, group) for group in tuple(missing))
                     with closing(engine.generate(prompts, n, settings)) as groups:
                         for group in scorer.during(_until(groups, stop)):
                             store_group(group)

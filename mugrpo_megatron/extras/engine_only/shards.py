@@ -24,11 +24,11 @@ from mugrpo_megatron.recipe import Recipe, load_recipe
 from mugrpo_megatron.recipe.policy import ModelSection
 from mugrpo_megatron.recipe.sections import ScheduleSection
 from mugrpo_megatron.run.cursor import CHECKPOINTS, Cursor, checkpoint_name
-from mugrpo_megatron.run.data import fingerprint as problems_fingerprint
-from mugrpo_megatron.run.data import record_data
-from mugrpo_megatron.run.directory import InUse, RunDirectory, check_directory, locked, open_directory
-from mugrpo_megatron.run.origin import hf_cursor
-from mugrpo_megatron.run.record import Record, read_record, with_model
+from mugrpo_megatron.run.directory import InUse, RunDirectory, check_directory, file_lock, hf_cursor, open_directory
+from mugrpo_megatron.run.inputs import problem_sums as problems_fingerprint
+from mugrpo_megatron.run.inputs import record_data
+from mugrpo_megatron.run.model import with_model
+from mugrpo_megatron.run.record import RunRecord, read_record
 from mugrpo_megatron.stages.manifest import OTHER_MANIFESTS, Origin, check_stage
 from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.weights.families import fingerprint
@@ -71,7 +71,7 @@ def parse_shard(text: str) -> GenerationShard:
 class NextStage:
     """The stage that a run generates next, and the weights that sample it."""
 
-    record: Record
+    record: RunRecord
     cursor: Cursor
     """The stage's start."""
     weights: Path
@@ -132,7 +132,7 @@ def begin(recipe: Recipe, problems: Problems) -> NextStage:
 
 
 def mark_shard(shard: GenerationShard, stage: NextStage, problems: Problems) -> None:
-    """Record the shard's weights and problems; raise UserError when it was begun with others."""
+    """RunRecord the shard's weights and problems; raise UserError when it was begun with others."""
     path = stage.directory / f"shard-{shard.writer:04d}.json"
     mark = {"shard": asdict(shard), "weights": fingerprint(stage.weights), "problems": _digest(problems)}
     if path.exists() and _read_mark(path) != mark:
@@ -201,7 +201,7 @@ def seal(run_dir: Path) -> str:
         raise UserError(f"{run_dir}: not a run directory (it has no {directory.recipe.name})")
     recipe = with_model(load_recipe(directory.recipe), run_dir=run_dir)
     stage = next_stage(directory, recipe.model, recipe.schedule)
-    with locked(directory.path / ".lock"):
+    with file_lock(directory.path / ".lock"):
         store = StageStore(stage.directory, 0, stage.origin)
         if store.sealed:
             store.remove_merged()

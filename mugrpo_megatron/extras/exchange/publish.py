@@ -22,6 +22,7 @@ from mugrpo_megatron.files.outputs import check_output
 from mugrpo_megatron.recipe import dump_recipe, load_recipe
 from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
 from mugrpo_megatron.run.directory import RunDirectory
+from mugrpo_megatron.run.model import check_initial_weights, with_cached_model
 from mugrpo_megatron.run.published import (
     FILE_NAME,
     Published,
@@ -30,7 +31,7 @@ from mugrpo_megatron.run.published import (
     weight_sums,
     write_published,
 )
-from mugrpo_megatron.run.record import check_begun, read_record, with_cached_model
+from mugrpo_megatron.run.record import read_record
 from mugrpo_megatron.stages.manifest import check_stage, manifest_name, read_manifest
 from mugrpo_megatron.stages.routes import route_column
 from mugrpo_megatron.stages.store import StageStore
@@ -83,7 +84,7 @@ def publish(
     model = cached.model.directory
     published = Published(origin.run, stage, *hub_name(model), weight_sums(model), hidden, have_logprobs(store))
     if record := read_record(run_dir):
-        check_begun(record, cached, f"{run_dir}: the run")
+        check_initial_weights(record, cached.model, f"{run_dir}: the run")
     say_leftovers(to, say)
     with durable_directory(to, replace=published_before) as partial:
         target = RunDirectory(partial)

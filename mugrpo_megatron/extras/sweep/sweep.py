@@ -37,12 +37,11 @@ from mugrpo_megatron.recipe import Recipe, load_recipe
 from mugrpo_megatron.run.branch import branch
 from mugrpo_megatron.run.checkpoints import newest_cursor, open_saver
 from mugrpo_megatron.run.cursor import Cursor
-from mugrpo_megatron.run.data import record_data
-from mugrpo_megatron.run.directory import InUse, RunDirectory, open_directory
-from mugrpo_megatron.run.leader import Engines, role_of
-from mugrpo_megatron.run.origin import stage_origin
+from mugrpo_megatron.run.directory import InUse, RunDirectory, open_directory, stage_origin
+from mugrpo_megatron.run.inputs import record_data
+from mugrpo_megatron.run.leader import Engines, engine_role
 from mugrpo_megatron.run.record import read_record
-from mugrpo_megatron.run.run import Run, check_current_stage, restore, start_engines, weight_sync_of
+from mugrpo_megatron.run.run import Run, check_current_stage, restore_learner, start_engines, weight_sync_of
 from mugrpo_megatron.run.stopping import Stopped, handle_signals
 from mugrpo_megatron.run.world import World, broadcast_failure, open_world
 from mugrpo_megatron.stages.manifest import Origin
@@ -174,7 +173,7 @@ class SweepContext:
             log = stack.enter_context(tracked)
             with log.phase("start", newest.stage):
                 learner = build_learner(recipe, self.world.ranks)
-                cursor = restore(learner, directory, record, log, self.display)
+                cursor = restore_learner(learner, directory, record, log, self.display)
                 saver = stack.enter_context(
                     open_saver(learner, directory.checkpoints, recipe.checkpoint, record.id, log)
                 )
@@ -198,7 +197,7 @@ class SweepContext:
         if self.is_main and self.problems:
             tokenizer = load_tokenizer(self.recipe.model.directory)
             prepared = prepare(self.recipe.data, self.recipe.reward, tokenizer, self.problems)
-        role = role_of(self.recipe, self.logs, self.world.stop.poll)
+        role = engine_role(self.recipe, self.logs, self.world.stop.poll)
         try:
             engines = start_engines(learner, self.world, self.display, role, prepared, weight_sync, self.stack)
         except UserError as error:

@@ -16,7 +16,7 @@ from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.phases.batches import StageBatches, columns_of
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.directory import RunDirectory
-from mugrpo_megatron.run.record import Record
+from mugrpo_megatron.run.record import RunRecord
 from mugrpo_megatron.run.stopping import StopRequest
 from mugrpo_megatron.run.world import World
 from mugrpo_megatron.samples import Prompt, Response
@@ -116,7 +116,7 @@ def stand(recipe: Recipe, directory: Path) -> Any:
     return SimpleNamespace(
         recipe=recipe,
         directory=RunDirectory(directory),
-        record=Record("r"),
+        record=RunRecord("r"),
         is_main=True,
         rows=rows,
         said=said,

@@ -12,7 +12,7 @@ from mugrpo_megatron.errors import EngineFailure
 from mugrpo_megatron.extras.auxiliary import phase, shard
 from mugrpo_megatron.extras.auxiliary.shard import ShardScoring
 from mugrpo_megatron.run.cursor import Cursor
-from mugrpo_megatron.run.directory import locked
+from mugrpo_megatron.run.directory import file_lock
 from mugrpo_megatron.run.stopping import Stopped
 from tests.extras.auxiliary.stand import COUNT, LEARNER, UPDATES, WIDTH, Answers, Killed, check_scored
 from tests.tiny import COIN, FINISHED, mugrpo, rows, take_stages, weights, write_run
@@ -73,8 +73,8 @@ def test_asked_to_stop_a_shard_keeps_what_is_done(run: Any, answers: Answers) ->
 def test_a_shard_leaves_the_stage_to_the_run_that_scores_it(
     run: Any, answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mugrpo_megatron.run.directory.MOMENTS_S", 0.0)
-    with locked(run.directory.stage_lock(0)):
+    monkeypatch.setattr("mugrpo_megatron.run.directory.LOCK_WAIT_S", 0.0)
+    with file_lock(run.directory.stage_lock(0)):
         shard_of(run, 0, 1).score()
         assert shard_of(run, 0, 1).merge() == "what they are computing"
     assert answers.starts == 0

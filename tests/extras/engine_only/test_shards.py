@@ -32,7 +32,7 @@ from mugrpo_megatron.files.durable import write_json
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
 from mugrpo_megatron.run.directory import RunDirectory
-from mugrpo_megatron.run.record import MARK, claim, mark, read_record
+from mugrpo_megatron.run.record import PROVENANCE, claim, provenance, read_record
 from mugrpo_megatron.samples import Problem, Sample
 from mugrpo_megatron.stages.manifest import Origin
 from mugrpo_megatron.stages.store import StageStore
@@ -92,10 +92,10 @@ def test_a_run_begins_with_the_model_and_goes_on_with_its_hf(tmp_path: Path) -> 
     with pytest.raises(UserError, match="is at stage00001-age00000, but its hf/ holds nothing"):
         next_stage(directory, recipe.model, recipe.schedule)
     directory.hf.mkdir()
-    write_json(directory.hf / MARK, mark(first.record))
+    write_json(directory.hf / PROVENANCE, provenance(first.record))
     with pytest.raises(UserError, match="does not say at which update"):
         next_stage(directory, recipe.model, recipe.schedule)
-    write_json(directory.hf / MARK, mark(first.record, asdict(Cursor(1, 0, 3))))
+    write_json(directory.hf / PROVENANCE, provenance(first.record, asdict(Cursor(1, 0, 3))))
     assert next_stage(directory, recipe.model, recipe.schedule).origin == Origin(first.record.id, 1, 3)
     assert next_stage(directory, recipe.model, recipe.schedule).weights == directory.hf
     checkpoint(Cursor(1, 2, 5)).rename(directory.checkpoints / "stage00001-age00002.damaged")
@@ -105,10 +105,10 @@ def test_a_run_begins_with_the_model_and_goes_on_with_its_hf(tmp_path: Path) -> 
     checkpoint(Cursor(1, 2, 5))
     with pytest.raises(UserError, match=r"holds stage00001-age00000: finish the stage with `mugrpo optimize`"):
         next_stage(directory, recipe.model, recipe.schedule)
-    write_json(directory.hf / MARK, mark(first.record, asdict(Cursor(2, 0, 6))))
+    write_json(directory.hf / PROVENANCE, provenance(first.record, asdict(Cursor(2, 0, 6))))
     with pytest.raises(UserError, match="taken all of its 6 updates"):
         next_stage(directory, recipe.model, recipe.schedule)
-    write_json(directory.hf / MARK, {"run": "another", "cursor": asdict(Cursor(2, 0, 6))})
+    write_json(directory.hf / PROVENANCE, {"run": "another", "cursor": asdict(Cursor(2, 0, 6))})
     with pytest.raises(UserError, match="does not say"):
         next_stage(directory, recipe.model, recipe.schedule)
 

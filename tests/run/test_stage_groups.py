@@ -10,12 +10,12 @@ import pytest
 from mugrpo_megatron.evaluation.scoring import ScoredGroup, score_of
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.rewards.items import Score
-from mugrpo_megatron.run.responses import rows_of
+from mugrpo_megatron.run.stage_groups import group_samples
 from mugrpo_megatron.samples import Episode, Problem, Prompt, Response
 from mugrpo_megatron.stages.schema import to_samples, to_table
 
 PROMPT = Prompt(3, Problem("p", "1+1=", "2"), [1, 2])
-RECIPE = Recipe()
+SECTIONS = Recipe().rollout, Recipe().reward, Recipe().objective
 
 
 def episode(mask: Sequence[bool], reward: float | None = None, failed: bool = False, **parts: float) -> Response:
@@ -31,7 +31,7 @@ def scored(*responses: Response) -> ScoredGroup:
 
 
 def test_an_episode_keeps_its_prompt_its_mask_and_its_numbers() -> None:
-    rows = rows_of(scored(episode([True, False, True], turns=2.0), episode([True], reward=0.25)), RECIPE)
+    rows = group_samples(scored(episode([True, False, True], turns=2.0), episode([True], reward=0.25)), *SECTIONS)
     assert [row.prompt_ids.tolist() for row in rows] == [[1, 2, 9]] * 2
     assert [row.loss_mask.tolist() for row in rows if row.loss_mask is not None] == [[True, False, True], [True]]
     assert [row.reward for row in rows] == [1.0, 0.25]
@@ -51,13 +51,13 @@ def test_the_last_turn_is_what_the_verifier_reads() -> None:
 
 
 def test_failed_episodes_are_left_out_of_a_group_and_its_baseline() -> None:
-    rows = rows_of(scored(episode([True], 1.0), episode([False], failed=True), episode([True], 0.0)), RECIPE)
+    rows = group_samples(scored(episode([True], 1.0), episode([False], failed=True), episode([True], 0.0)), *SECTIONS)
     assert [row.text for row in rows] == ["text 0", "text 2"]
     assert [row.advantage for row in rows] == pytest.approx([0.5**0.5, -(0.5**0.5)], rel=1e-4)
 
 
 def test_a_group_whose_episodes_have_all_failed_is_one_row_without_a_token_to_train_on() -> None:
-    [row] = rows_of(scored(*[episode([False], failed=True)] * 4), RECIPE)
+    [row] = group_samples(scored(*[episode([False], failed=True)] * 4), *SECTIONS)
     assert row.loss_mask is not None
     assert not row.loss_mask.any()
     assert (row.reward, row.advantage) == (0.0, 0.0)

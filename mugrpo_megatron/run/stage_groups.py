@@ -1,4 +1,4 @@
-"""A stage's prompts in the run's order, and its scored responses as rows of the stage store."""
+"""The groups of a stage: each one's prompt in the run's order, and its scored responses as samples of the store."""
 
 from __future__ import annotations
 
@@ -8,34 +8,38 @@ from mugrpo_megatron.algorithm.advantages import group_advantages
 from mugrpo_megatron.data.prepare import PreparedData, problem_at
 from mugrpo_megatron.evaluation.scoring import ScoredGroup
 from mugrpo_megatron.files.json_text import as_text
-from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe import ObjectiveSection, Recipe
+from mugrpo_megatron.recipe.policy import RolloutSection
+from mugrpo_megatron.recipe.scoring import RewardSection
 from mugrpo_megatron.rewards.pool import with_length_penalty
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.samples import InMemoryRoutes, Prompt, Sample
 
 
-def stage_prompt(recipe: Recipe, problems: PreparedData, cursor: Cursor, group: int) -> Prompt:
-    """The prompt of a stage's group, in the run's order; groups count from 0 inside the stage."""
+def group_prompt(recipe: Recipe, problems: PreparedData, cursor: Cursor, group: int) -> Prompt:
+    """The prompt of a stage's group, in the run's order; groups count from 0 within the stage."""
     train = problems.train
     position = cursor.stage_positions(recipe.schedule, recipe.rollout.prompts_per_update)[group]
-    place = problem_at(recipe.run.seed, len(train.problems), position)
-    return Prompt(group, train.problems[place], train.prompts[place])
+    index = problem_at(recipe.run.seed, len(train.problems), position)
+    return Prompt(group, train.problems[index], train.prompts[index])
 
 
-def rows_of(group: ScoredGroup, recipe: Recipe) -> list[Sample]:
-    """A scored group as rows of the stage store, without failed episodes; one of them where all have failed."""
+def group_samples(
+    group: ScoredGroup, rollout: RolloutSection, reward: RewardSection, objective: ObjectiveSection
+) -> list[Sample]:
+    """A scored group as samples, without its failed episodes; one failed episode if all have failed."""
     failed = [response.episode is not None and response.episode.failed for response in group.responses]
-    chosen = [place for place, one in enumerate(failed) if not one] or [0]
-    responses, texts = [group.responses[place] for place in chosen], [group.texts[place] for place in chosen]
+    # A group without a sample would leave a hole in its update; a single one has no advantage, so it trains nothing.
+    indices = [index for index, has_failed in enumerate(failed) if not has_failed] or [0]
+    responses, texts = [group.responses[index] for index in indices], [group.texts[index] for index in indices]
     problem = group.prompt.problem
     prompt_ids = np.asarray(group.prompt.ids, dtype=np.int32)
-    limit = recipe.rollout.max_response_tokens
     scores = [
-        with_length_penalty(group.scores[place], len(response.ids), limit, recipe.reward)
-        for place, response in zip(chosen, responses, strict=True)
+        with_length_penalty(group.scores[index], len(response.ids), rollout.max_response_tokens, reward)
+        for index, response in zip(indices, responses, strict=True)
     ]
     rewards = np.array([score.reward for score in scores])
-    advantages = group_advantages(rewards, np.zeros(len(rewards), dtype=np.int64), recipe.objective)
+    advantages = group_advantages(rewards, np.zeros(len(rewards), dtype=np.int64), objective)
     gold, row = as_text(problem.gold), as_text(problem.row) if problem.row else ""
     scored = zip(responses, texts, scores, advantages.tolist(), strict=True)
     return [

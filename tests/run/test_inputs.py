@@ -14,7 +14,7 @@ from mugrpo_megatron.data.prepare import Problems, read_problems
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.scoring import RewardSection
 from mugrpo_megatron.recipe.sections import DataSection
-from mugrpo_megatron.run.data import check_data, fingerprint, record_data
+from mugrpo_megatron.run.inputs import check_data, problem_sums, record_data
 from mugrpo_megatron.samples import Problem
 
 ROW = {"problem": "6*7=", "answer": 42, "tests": ["assert a"]}
@@ -39,7 +39,7 @@ def test_a_set_of_the_hub_is_the_same_in_another_cache(tmp_path: Path, monkeypat
     moved = cached(tmp_path / "b", monkeypatch)
     assert {problem.id for problem in moved.train}.isdisjoint(problem.id for problem in here.train)
     check_data(tmp_path, moved)
-    assert fingerprint(moved) == fingerprint(here)
+    assert problem_sums(moved) == problem_sums(here)
     with pytest.raises(UserError, match=r"other problems of gsm8k \(train\), gsm8k \(held-out\)"):
         check_data(tmp_path, cached(tmp_path / "c", monkeypatch, last=3))
 
@@ -50,7 +50,7 @@ def test_a_file_may_move(tmp_path: Path) -> None:
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "set.jsonl").write_text(row)
     found = [
-        fingerprint(read_problems(DataSection(train=str(tmp_path / folder / "set.jsonl")), RewardSection()))
+        problem_sums(read_problems(DataSection(train=str(tmp_path / folder / "set.jsonl")), RewardSection()))
         for folder in ("a", "b")
     ]
     assert found[0] == found[1]
