@@ -1,3 +1,5 @@
+"""From rows to the problems of a run: duplicates, overlaps with held-out sets, the order of problems and updates."""
+
 from __future__ import annotations
 
 import json
@@ -9,7 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mugrpo_megatron.data import arithmetic
-from mugrpo_megatron.data.prepare import evenly_spaced_by_set, prepare, read_problems
+from mugrpo_megatron.data.prepare import (
+    NGRAM,
+    contamination,
+    evenly_spaced_by_set,
+    prepare,
+    problem_at,
+    read_problems,
+    update_at,
+    without_duplicates,
+    words,
+)
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.scoring import RewardSection
@@ -117,3 +129,100 @@ def test_problems_that_were_read_before_are_not_read_again(tmp_path: Path) -> No
     assert len(made.held_out.prompts) == 3
     assert made.notes[:-1] == ["1 training prompts are longer than data.max_prompt_tokens: left out"]
     assert found.notes == []  # what is told of the prompts does not go back
+
+
+@given(st.integers(0, 2**63), st.integers(1, 60), st.integers(0, 5))
+def test_every_epoch_visits_every_problem_once(seed: int, n: int, epoch: int) -> None:
+    visited = [problem_at(seed, n, epoch * n + i) for i in range(n)]
+    assert sorted(visited) == list(range(n))
+
+
+def test_epochs_and_seeds_differ_and_repeat() -> None:
+    def epoch(seed: int, number: int) -> list[int]:
+        return [problem_at(seed, 50, number * 50 + i) for i in range(50)]
+
+    assert epoch(0, 0) == epoch(0, 0)
+    assert len({tuple(epoch(seed, number)) for seed in range(3) for number in range(3)}) == 9
+
+
+def test_the_order_never_changes() -> None:
+    """A run resumed with a later numpy continues with the same problems."""
+    assert [problem_at(7, 10, i) for i in range(10)] == [6, 3, 4, 9, 0, 2, 8, 7, 5, 1]
+
+
+@given(st.integers(0, 2**31), st.integers(0, 9), st.integers(1, 40), st.integers(0, 4))
+def test_every_pass_takes_every_update_once_and_the_first_one_in_order(
+    seed: int, stage: int, updates: int, number: int
+) -> None:
+    taken = [update_at(seed, stage, updates, number * updates + place) for place in range(updates)]
+    assert sorted(taken) == list(range(updates))
+    assert number > 0 or taken == list(range(updates))
+
+
+def test_later_passes_differ_by_seed_stage_and_pass_and_repeat() -> None:
+    def order(seed: int, stage: int, number: int) -> tuple[int, ...]:
+        return tuple(update_at(seed, stage, 50, number * 50 + place) for place in range(50))
+
+    assert order(1, 1, 1) == order(1, 1, 1)
+    orders = {order(seed, stage, number) for seed in range(3) for stage in range(3) for number in (1, 2)}
+    assert len(orders) == 18
+
+
+def test_the_order_of_a_later_pass_never_changes() -> None:
+    """A run resumed with a later numpy continues with the same updates."""
+    assert [update_at(7, 2, 8, 8 + place) for place in range(8)] == [2, 1, 7, 6, 4, 0, 5, 3]
+
+
+LONG = "A farmer keeps seven hens and each hen lays three eggs every day of the week except on Sunday"
+
+
+def asked(*questions: str) -> list[Problem]:
+    return [Problem(f"set:{n}", question, "1") for n, question in enumerate(questions)]
+
+
+def test_layout_case_and_punctuation_do_not_matter() -> None:
+    assert words("Find  $\\left(x+1\\right)$, please!") == words("find (x+1) please")
+    assert words("2-1") != words("2+1")
+
+
+def test_the_first_copy_stays_and_disagreements_are_named() -> None:
+    problems = [*asked("1+1?", "2+2?"), Problem("set:9", "1 + 1", "3")]
+    kept, disagreements = without_duplicates(problems)
+    assert [p.id for p in kept] == ["set:0", "set:1"]
+    assert disagreements == ["set:9: same question as set:0 but answer '3', not '1'"]
+
+
+def test_punctuation_that_changes_the_answer_makes_another_problem() -> None:
+    problems = [
+        Problem("set:0", "What is 3!?", "6"),
+        Problem("set:1", "What is 3?", "3"),
+        Problem("set:2", "What is (1+2)*3?", "9"),
+        Problem("set:3", "What is 1+(2*3)?", "7"),
+        Problem("set:4", "what is  $3$", "3"),
+    ]
+    kept, disagreements = without_duplicates(problems)
+    assert [p.id for p in kept] == ["set:0", "set:1", "set:2", "set:3"]
+    assert not disagreements
+
+
+def test_a_problem_that_was_reworded_a_little_is_found() -> None:
+    found = contamination(asked("Something else entirely", LONG + ", how many in all?"), asked("no", LONG))
+    assert [(c.train.id, c.held_out.id) for c in found] == [("set:1", "set:1")]
+    assert found[0].overlap > 0.9
+
+
+def test_half_of_the_wording_is_the_limit() -> None:
+    half = " ".join(LONG.split()[: NGRAM - 1])
+    assert contamination(asked(half), asked(LONG)) == []
+
+
+def test_short_problems_count_only_when_equal() -> None:
+    assert [c.train.id for c in contamination(asked("12+34=", "12+35="), asked("12 + 34 ="))] == ["set:0"]
+
+
+@given(st.lists(st.text(max_size=80), max_size=8))
+def test_a_set_is_contaminated_by_itself(questions: list[str]) -> None:
+    problems = asked(*questions)
+    found = contamination(problems, problems)
+    assert [c.train.id for c in found] == [p.id for p in problems]
+    assert all(c.overlap == 1.0 for c in found)

@@ -1,15 +1,24 @@
+"""Problems of tasks, presets and files; names of data sets are short, unique and usable as TOML keys."""
+
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+from hypothesis import given
+from hypothesis import strategies as st
 
-from mugrpo_megatron.data.problems import PRESETS, load
+from mugrpo_megatron.data.arithmetic import TASKS
+from mugrpo_megatron.data.problems import PRESETS, check_sets, held_out_sets, load, named_sources
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.observe.metrics import is_defined
+from mugrpo_megatron.recipe.scoring import MEAN, EvalSection
 from mugrpo_megatron.recipe.sections import DataSection
 
 ROWS: list[dict[str, Any]] = [
@@ -121,3 +130,95 @@ def test_a_list_that_python_cannot_parse_is_an_answer_as_it_is(tmp_path: Path) -
     answer = f"['a', {'-' * 100_000}'b']"
     (tmp_path / "set.jsonl").write_text(json.dumps({"problem": "q", "answer": answer}))
     assert load(str(tmp_path / "set.jsonl"), DataSection()).problems[0].answer == answer
+
+
+WORDS = st.sampled_from(["a", "b", "test", "arithmetic", "math500", "mean", "x y", "ü"])
+SOURCES = st.one_of(
+    st.sampled_from([*TASKS, *PRESETS]),
+    st.builds("{}/{}.jsonl".format, WORDS, WORDS),
+    st.builds("{}.parquet".format, WORDS),
+    st.builds("math500@{}/{}.json".format, WORDS, WORDS),
+    st.sampled_from(["owner/test", "other/test", "owner/test/default:train", "owner/a.b"]),
+)
+
+
+@given(st.lists(SOURCES, max_size=8))
+def test_every_source_has_a_name_of_its_own_that_a_metric_and_a_toml_key_can_have(sources: list[str]) -> None:
+    named = named_sources(" , ".join(sources))
+    assert list(named.values()) == sources
+    for name, source in named.items():
+        assert re.fullmatch(r"[A-Za-z0-9_-]+", name)
+        assert name != MEAN
+        assert is_defined("eval", f"accuracy/{name}")
+        if source in TASKS or source in PRESETS:
+            assert re.fullmatch(rf"{source}(-\d)?", name)
+
+
+@pytest.mark.parametrize(
+    ("sources", "names"),
+    [
+        ("math500,aime24@local.parquet,data/dev.jsonl,owner/set/config:test", ["math500", "aime24", "dev", "set"]),
+        ("a/test.jsonl,b/test.jsonl,c/dev.jsonl", ["a-test", "b-test", "dev"]),
+        ("a/test.jsonl,a/test.parquet", ["a-test", "a-test-2"]),
+        ("math500,own/math500.jsonl", ["math500", "own-math500"]),
+        ("own/arithmetic.jsonl", ["own-arithmetic"]),
+        ("me/mean.jsonl,one/set,two/set", ["me-mean", "one-set", "two-set"]),
+    ],
+)
+def test_names_are_as_short_as_they_can_be(sources: str, names: list[str]) -> None:
+    assert list(named_sources(sources)) == names
+
+
+def test_a_held_out_set_counts_once() -> None:
+    with pytest.raises(UserError, match=r"data\.eval names math500 2 times: name it once"):
+        held_out_sets("math500,amc23,math500")
+
+
+def test_settings_of_a_set_that_is_not_evaluated_name_those_that_are() -> None:
+    section = EvalSection.model_validate({"samples": 2, "sets": {"aime24": {"samples": 32, "temperature": 0.6}}})
+    check_sets(section, held_out_sets("math500,aime24").keys())
+    with pytest.raises(UserError, match=r"\[eval.sets.aime24\] names no held-out set: .* are amc23, math500"):
+        check_sets(section, held_out_sets("math500,amc23").keys())
+    assert (section.of("aime24").samples, section.of("aime24").temperature) == (32, 0.6)
+    assert (section.of("math500").samples, section.of("math500").temperature) == (2, 0.0)
+
+
+@pytest.fixture
+def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
+    """A hub that holds two shards of one set in the layout of its Parquet branch; returns what was asked of it."""
+    folder = tmp_path / "default" / "train"
+    folder.mkdir(parents=True)
+    for shard in range(2):
+        rows = [{"problem": f"q{shard}", "answer": str(shard)}]
+        pq.write_table(pa.Table.from_pylist(rows), folder / f"000{shard}.parquet")
+    asked: list[dict[str, object]] = []
+
+    def snapshot(repository: str, **options: object) -> str:
+        asked.append({"repository": repository, **options})
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    return asked
+
+
+@pytest.mark.parametrize("source", ["deepscaler", "someone/some-set", "someone/some-set/default:train"])
+def test_shards_of_a_split_are_read_in_order(stored: list[dict[str, object]], source: str) -> None:
+    assert [p.question for p in load(source, DataSection(), "train").problems] == ["q0", "q1"]
+    assert stored[0]["repo_type"] == "dataset"
+    assert stored[0]["revision"] == "refs/convert/parquet"
+    assert stored[0]["allow_patterns"] == ["default/train/*.parquet"]
+
+
+@pytest.mark.usefixtures("stored")
+def test_a_split_that_is_not_there_is_the_users_mistake() -> None:
+    with pytest.raises(UserError, match=r"someone/some-set \(default, test\) has no Parquet files"):
+        load("someone/some-set", DataSection(), "eval")
+
+
+def test_no_network_is_one_sentence_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(*_: object, **__: object) -> str:
+        raise LocalEntryNotFoundError("cannot reach the hub\nand much more")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
+    with pytest.raises(UserError, match=r"openai/gsm8k \(main, test\) .*cannot reach the hub\).* NAME@FILE"):
+        load("gsm8k", DataSection(), "eval")

@@ -1,14 +1,31 @@
-"""Routed experts and masks on the wire: as SGLang returns them, as small as they are stored, and whole or refused."""
+"""Replies of SGLang on the wire: routed experts, support ids and prompt logprobs, whole or refused."""
 
 from __future__ import annotations
 
 import base64
+import math
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from mugrpo_megatron.engine.wire import Request, RouterShape, Sampling, pack, sampling_seeds
+from mugrpo_megatron.engine.wire import (
+    MOST_IDS,
+    PADDING,
+    LogprobRange,
+    Request,
+    RouterShape,
+    Sampling,
+    logprob_ranges,
+    logprob_request,
+    pack,
+    range_logprobs,
+    sampling_seeds,
+    top_p_support,
+)
 
 PROMPT = 3
 
@@ -103,3 +120,103 @@ def test_a_response_is_as_wide_as_its_longest_mask() -> None:
 def test_masks_that_are_not_whole_are_refused() -> None:
     with pytest.raises(ValueError, match="2 sampler masks and 1 logprobs"):
         pack([(0, [masked([[1], [2]], [0.0])])], 0, MASKS)
+
+
+VOCABULARY = 12
+
+
+def by_the_rules(probabilities: list[float], top_k: int, top_p: float) -> set[int]:
+    """Most likely first, one token at a time."""
+    order = sorted(range(len(probabilities)), key=lambda i: -probabilities[i])[:top_k]
+    found, before = set(), 0.0
+    for token in order:
+        if before <= top_p:
+            found.add(token)
+        before += probabilities[token]
+    return found
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 10**6), st.integers(1, VOCABULARY), st.floats(0.05, 1.0))
+def test_the_kept_tokens_are_those_of_the_rules(seed: int, top_k: int, top_p: float) -> None:
+    generator = np.random.default_rng(seed)
+    logits = 2 * generator.standard_normal(VOCABULARY)
+    every = logits - np.log(np.exp(logits).sum())
+    expected = by_the_rules(np.exp(every).tolist(), top_k, top_p)
+    order = np.argsort(-every)[:top_k]
+    for token in expected:
+        support_ids, logprobs = top_p_support(order[None], every[order][None], np.array([token]), every[[token]], top_p)
+        assert {int(other) for other in support_ids[0] if other != PADDING} == expected
+        assert logprobs[0] == pytest.approx(
+            every[token] - math.log(sum(math.exp(every[i]) for i in expected)), abs=1e-6
+        )
+
+
+def test_sglang_samples_exactly_these(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sampler with the draw taken out: what it would draw from is what is kept."""
+    sampler = pytest.importorskip("sglang.srt.layers.sampler")
+    seen: list[torch.Tensor] = []
+
+    def draw(weights: torch.Tensor, num_samples: int) -> torch.Tensor:
+        seen.append(weights.clone())
+        return weights.argmax(1, keepdim=True)
+
+    monkeypatch.setattr(sampler.torch, "multinomial", draw)
+    logprobs = (2 * torch.randn(50, VOCABULARY, generator=torch.Generator().manual_seed(0))).log_softmax(1)
+    same = torch.ones(50)
+    sampled = sampler.top_k_top_p_min_p_sampling_from_probs_torch(
+        logprobs.exp(), (7 * same).int(), 0.8 * same, 0 * same, False, None, torch.arange(50)
+    )
+    top, own = logprobs.topk(7), logprobs.gather(1, sampled[:, None].long())[:, 0]
+    support_ids, _ = top_p_support(top.indices.numpy(), top.values.numpy(), sampled.numpy(), own.numpy(), 0.8)
+    np.testing.assert_array_equal((support_ids != PADDING).sum(1), (seen[0] > 0).sum(1).numpy())
+    assert len(set((support_ids != PADDING).sum(1).tolist())) > 3
+
+
+def test_a_sampled_token_that_a_tie_put_outside_is_kept() -> None:
+    support_ids, logprobs = top_p_support(np.array([[4, 2]]), np.log([[0.5, 0.25]]), np.array([9]), np.log([0.25]), 1.0)
+    assert support_ids.tolist() == [[4, 9]]
+    assert logprobs[0] == pytest.approx(math.log(0.25 / 0.75))
+
+
+WORDS = 40
+
+
+def sglang(ids: list[int], arguments: dict[str, Any], logprobs: np.ndarray) -> dict[str, Any]:
+    """SGLang 0.5.15's reply, where the log-probabilities at each position are `logprobs` [positions, WORDS]."""
+    start, end = arguments["logprob_start_len"], len(arguments["input_ids"][0])
+    tokens = [(None, ids[start], None)] + [(logprobs[p, ids[p]], ids[p], None) for p in range(start + 1, end)]
+    columns = arguments.get("token_ids_logprob", [[]])[0]
+    others = [None] + [[(logprobs[p, word], word, None) for word in columns] for p in range(start + 1, end)]
+    return {"meta_info": {"input_token_logprobs": tokens, "input_token_ids_logprobs": others}}
+
+
+@given(st.integers(0, 10**6), st.integers(1, 6), st.integers(1, 300), st.one_of(st.none(), st.integers(1, 20)))
+def test_ranges_together_are_the_softmax_over_each_token_s_support(
+    seed: int, prompt: int, response: int, top: int | None
+) -> None:
+    rng = np.random.default_rng(seed)
+    logits = rng.standard_normal((prompt + response, WORDS))
+    logprobs = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    ids = rng.integers(0, WORDS, prompt + response).tolist()
+    support_ids = None
+    if top:
+        support_ids = np.array([rng.permutation(WORDS)[:top] for _ in range(response)], dtype=np.int32)
+        support_ids[:, 0] = ids[prompt:]
+        support_ids[:, 1:][rng.random((response, top - 1)) < 0.3] = -1
+    parsed = []
+    for tokens in logprob_ranges(len(ids), response, support_ids):
+        assert tokens.token_ids is None or len(tokens.token_ids) <= MOST_IDS
+        rows = None if support_ids is None else support_ids[tokens.start - prompt : tokens.end - prompt]
+        parsed.append(range_logprobs(sglang(ids, logprob_request(ids, tokens), logprobs), tokens, rows))
+    expected = logprobs[np.arange(prompt, len(ids)), ids[prompt:]]
+    if support_ids is not None:
+        mass = np.where(support_ids >= 0, np.exp(np.take_along_axis(logprobs[prompt:], support_ids.clip(0), 1)), 0)
+        expected = expected - np.log(mass.sum(1))
+    np.testing.assert_allclose(np.concatenate(parsed), expected, atol=1e-5)
+
+
+def test_another_number_of_tokens_is_an_error() -> None:
+    output = {"meta_info": {"input_token_logprobs": [(None, 1, None), (-1.0, 2, None)]}}
+    with pytest.raises(ValueError, match="expected 2 prompt logprobs, got 1"):
+        range_logprobs(output, LogprobRange(1, 3, None), None)

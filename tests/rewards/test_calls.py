@@ -1,4 +1,4 @@
-"""Calls go to workers in bounded batches, and what responses share is sent once."""
+"""Calls go to workers in bounded batches, values that responses share are sent once, and failures are counted."""
 
 from __future__ import annotations
 
@@ -6,10 +6,23 @@ import json
 from collections import deque
 from typing import Any, cast
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mugrpo_megatron.rewards.calls import BATCH, Call, VerdictSink, batch_message, calls_of, next_batch
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.recipe.scoring import RewardSection
+from mugrpo_megatron.rewards.calls import (
+    BATCH,
+    FIRST,
+    WINDOW,
+    Call,
+    FailureCount,
+    VerdictSink,
+    batch_message,
+    calls_of,
+    next_batch,
+)
 from mugrpo_megatron.rewards.items import Needs, ScoringInput, Verdict
 
 ROW = {"tests": "x" * 10_000}
@@ -80,3 +93,24 @@ def test_a_call_that_a_worker_died_on_is_sent_alone() -> None:
     while queue:
         batches.append([call.items[0].response for call in next_batch(queue)])
     assert batches == [["0"], ["1", "2"], ["3"], ["4", "5"]]
+
+
+@given(st.lists(st.booleans(), max_size=400), st.sampled_from([0.0, 0.01, 0.05, 0.5, 1.0]))
+def test_the_share_of_failures_that_is_allowed(failed: list[bool], share: float) -> None:
+    count = FailureCount(RewardSection(max_failure_share=share))
+    for place, one in enumerate(failed, start=1):
+        if one and sum(failed[:place]) > share * max(place, FIRST):
+            with pytest.raises(UserError, match=f"failed on {sum(failed[:place])} of the latest {place} responses"):
+                count.add(one, "why", "response", "gold")
+            break
+        count.add(one, "why", "response", "gold")
+
+
+def test_a_function_that_breaks_late_is_noticed() -> None:
+    count = FailureCount(RewardSection())
+    for _ in range(3 * WINDOW):
+        count.add(False, "", "", "")
+    for _ in range(WINDOW // 100):
+        count.add(True, "", "", "")
+    with pytest.raises(UserError, match=f"failed on 101 of the latest {WINDOW} responses"):
+        count.add(True, "", "", "")
