@@ -136,7 +136,7 @@ class Pool:
 
     def _start(self) -> None:
         environment = {"MALLOC_ARENA_MAX": "2"}  # an arena of 64 MB address space for each thread would fill the limit
-        worker = start_guarded("mugrpo_megatron.extras.episodes.worker", self._options, SILENT_S, environment)
+        worker = start_guarded("mugrpo_megatron.extras.episodes.episode_worker", self._options, SILENT_S, environment)
         self.processes.append(EpisodeProcess(worker))
 
     @property
