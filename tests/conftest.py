@@ -23,6 +23,7 @@ from hypothesis import HealthCheck, settings
 from tests.checkout import ROOT
 from tests.costs import Costs
 from tests.cpu_seconds import Slowness
+from tests.engine_server import start_server
 from tests.forked import STARTED
 
 # A property fails for what is wrong, never for a machine that is busy.
@@ -97,14 +98,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Among several workers the costly modules go first, so that all end at about the same time."""
+    """Among several workers the costly modules go first, so that all end at about the same time.
+
+    The first makes the finished run; those that need it come once it is there, so that no worker waits for it.
+    """
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
     costs = {item.path: 0 for item in items}
+    needy: list[Path] = []
     for item in items:
         cost = 1 + (item.get_closest_marker("slow") is not None) if item.get_closest_marker("process") else 0
         costs[item.path] = max(costs[item.path], cost)
-    items.sort(key=lambda item: -costs[item.path])
+        if "finished_run" in getattr(item, "fixturenames", ()) and item.path not in needy:
+            needy.append(item.path)
+    first = max(needy, key=lambda path: costs[path], default=None)
+    items.sort(key=lambda item: (item.path != first, -costs[item.path], item.path in needy))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -114,6 +122,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" not in os.environ:
         config.pluginmanager.register(slowness)
     config.pluginmanager.register(Costs(config, slowness))
+    if "not process" not in config.option.markexpr:
+        start_server()  # here, for all workers
 
     def note(event: str, arguments: tuple[Any, ...]) -> None:
         if event == STARTED:

@@ -4,7 +4,7 @@
 
 Every run of pytest writes the seconds to FILE (`--seconds`, by default .pytest_cache/seconds.tsv): wall-clock and CPU
 seconds, those of all processes that were started included. A fixture's cost is its own, not that of the test that
-happens to come first.
+happens to come first. Engines are forked from a server that all workers share: the total has their seconds, no test.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import pytest
 
 from tests.checkout import ROOT
 from tests.cpu_seconds import Slowness, cpu_seconds
+from tests.engine_server import server_seconds
 
 SLOW_S = 30.0
 """CPU seconds from which a test is to be marked `slow`."""
@@ -105,7 +106,7 @@ class Costs:
             os.environ[STARTS_FILE] = name
 
     def _read(self) -> Reading:
-        return Reading(time.monotonic(), cpu_seconds(self._of_children))
+        return Reading(time.monotonic(), cpu_seconds(of_children=self._of_children))
 
     def pytest_runtest_setup(self) -> None:
         """Begin no test after `--most-seconds`."""
@@ -170,7 +171,9 @@ class Costs:
         if (output := getattr(session.config, "workeroutput", None)) is not None:
             output["cpu_seconds"] = cpu_seconds()
             return
-        self.total = cpu_seconds() if self.of_workers is None else time.process_time() + self.of_workers
+        self.total = cpu_seconds()
+        if self.of_workers is not None:  # workers have ended, and their seconds are among those of ended children
+            self.total = time.process_time() + self.of_workers + server_seconds()
         self.limit = LIMIT_S * self.slowness.factor
         write(self.file, self.costs)
         if self.total > self.limit and not self.night and session.exitstatus == pytest.ExitCode.OK:

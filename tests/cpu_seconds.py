@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import time
 from contextlib import suppress
@@ -14,14 +13,15 @@ import psutil
 EVERY_S = 15.0
 
 
-def cpu_seconds(of_children: bool = True) -> float:
-    """User and system seconds so far, of ended children too; not of a process that lost its parent before it ended.
+def cpu_seconds(root: psutil.Process | None = None, of_children: bool = True) -> float:
+    """User and system seconds so far of a process, by default this one, and of its children, ended ones too.
 
-    To look for running children takes milliseconds; without `of_children` they are left out.
+    Not of a process that lost its parent before it ended. To look for running children takes milliseconds; without
+    `of_children` they are left out.
     """
-    own = os.times()
-    total = own.user + own.system + own.children_user + own.children_system
-    for process in psutil.Process().children(recursive=True) if of_children else ():
+    root = root or psutil.Process()
+    total = 0.0
+    for process in (root, *(root.children(recursive=True) if of_children else ())):
         with suppress(psutil.Error):
             spent = process.cpu_times()
             total += spent.user + spent.system + spent.children_user + spent.children_system

@@ -29,6 +29,8 @@ from typing import Any
 
 import psutil
 
+from tests.cpu_seconds import cpu_seconds
+
 ADDRESS = "ENGINE_SERVER_OF_TESTS"
 """Environment variable: the server's socket. Processes that this one forks find it there."""
 MODULE = "mugrpo_megatron.engine.host"
@@ -109,9 +111,18 @@ def hosts_of(client: int) -> list[psutil.Process]:
     return found
 
 
+SERVERS: list[subprocess.Popen[bytes]] = []
+"""Of this process: one or none."""
+
+
+def server_seconds() -> float:
+    """CPU seconds of the server that this process has started, and of its hosts."""
+    return sum(cpu_seconds(psutil.Process(server.pid)) for server in SERVERS)
+
+
 @functools.cache
 def start_server() -> None:
-    """Start the server, once for this process and those that it forks."""
+    """Start the server, once for this process, those that it forks and pytest's workers."""
     if ADDRESS in os.environ:
         return
     folder = tempfile.TemporaryDirectory(prefix="engine-server-")
@@ -125,6 +136,7 @@ def start_server() -> None:
             pass_fds=(listening.fileno(),),
             start_new_session=True,
         )
+    SERVERS.append(server)
     os.environ[ADDRESS] = address
     maker = os.getpid()
 
