@@ -48,8 +48,8 @@ from mugrpo_megatron.recipe.systems import EngineSection, LearnerSection, Parall
 from mugrpo_megatron.rewards.gold_check import scores_of_golds
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.run.directory import check_directory
+from mugrpo_megatron.run.initial_model import with_cached_model, with_model
 from mugrpo_megatron.run.inputs import check_data
-from mugrpo_megatron.run.model import with_cached_model, with_model
 from mugrpo_megatron.samples import Problem
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.families import architecture

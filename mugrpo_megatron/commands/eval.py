@@ -45,8 +45,8 @@ from mugrpo_megatron.recipe.functions import source_sum
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.run.directory import file_lock
 from mugrpo_megatron.run.engine_spec import engine_spec
+from mugrpo_megatron.run.initial_model import hub_model, weights_fingerprint, with_model
 from mugrpo_megatron.run.inputs import file_sum, sums_by_set
-from mugrpo_megatron.run.model import hub_model, weights_fingerprint, with_model
 from mugrpo_megatron.samples import Problem, Prompt
 from mugrpo_megatron.terminal import visible
 

@@ -25,7 +25,7 @@ from mugrpo_megatron.recipe import ObjectiveSection, load_recipe
 from mugrpo_megatron.recipe.functions import load_function
 from mugrpo_megatron.rewards.pool import reward_before_penalty
 from mugrpo_megatron.run.directory import RunDirectory
-from mugrpo_megatron.run.model import with_cached_model
+from mugrpo_megatron.run.initial_model import with_cached_model
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.columns import LogprobColumn
 from mugrpo_megatron.stages.manifest import check_stage, stage_identity

@@ -38,7 +38,7 @@ from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.recipe import Recipe, dump_recipe
 from mugrpo_megatron.recipe.policy import LoraSection, ModelSection, SftSection
 from mugrpo_megatron.recipe.sections import MAX_STAGE_UPDATES, OptimizerSection, ScheduleSection
-from mugrpo_megatron.run.model import hub_model
+from mugrpo_megatron.run.initial_model import hub_model
 from mugrpo_megatron.run.record import PROVENANCE
 from mugrpo_megatron.samples import Problem
 from mugrpo_megatron.weights.hf import save_hf

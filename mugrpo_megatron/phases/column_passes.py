@@ -13,7 +13,7 @@ from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.phases.batches import StageBatches
 from mugrpo_megatron.run.checkpoints import complete_checkpoints
 from mugrpo_megatron.run.cursor import Cursor
-from mugrpo_megatron.run.model import check_initial_weights
+from mugrpo_megatron.run.initial_model import check_initial_weights
 from mugrpo_megatron.run.run import Run
 from mugrpo_megatron.stages.columns import Column, LogprobColumn
 from mugrpo_megatron.weights.families import fingerprint

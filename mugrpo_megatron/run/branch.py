@@ -18,7 +18,7 @@ from mugrpo_megatron.recipe.functions import load_function
 from mugrpo_megatron.recipe.sections import ScheduleSection
 from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
 from mugrpo_megatron.run.directory import RunDirectory, changed_keys, open_directory
-from mugrpo_megatron.run.model import check_initial_weights, hub_model, with_model
+from mugrpo_megatron.run.initial_model import check_initial_weights, hub_model, with_model
 from mugrpo_megatron.run.published import check_logprobs, check_start, read_published
 from mugrpo_megatron.run.record import Branch, HubModel, RunRecord, claim, read_record, write_record
 from mugrpo_megatron.stages.columns import LogprobColumn

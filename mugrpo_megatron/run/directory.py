@@ -20,8 +20,8 @@ from mugrpo_megatron.files.durable import remove_leftovers, write_text
 from mugrpo_megatron.files.json_text import read_json
 from mugrpo_megatron.recipe import Recipe, dump_recipe, load_recipe
 from mugrpo_megatron.run.cursor import Cursor
+from mugrpo_megatron.run.initial_model import check_initial_weights, hub_model, weights_fingerprint
 from mugrpo_megatron.run.inputs import check_user_files, record_user_files
-from mugrpo_megatron.run.model import check_initial_weights, hub_model, weights_fingerprint
 from mugrpo_megatron.run.record import PROVENANCE, RunRecord, check_hf, check_model_path, check_run_dir, claim
 from mugrpo_megatron.stages.manifest import Origin, read_manifest
 

@@ -25,9 +25,9 @@ from mugrpo_megatron.recipe.policy import ModelSection
 from mugrpo_megatron.recipe.sections import ScheduleSection
 from mugrpo_megatron.run.cursor import CHECKPOINTS, Cursor, checkpoint_name
 from mugrpo_megatron.run.directory import InUse, RunDirectory, check_directory, file_lock, hf_cursor, open_directory
+from mugrpo_megatron.run.initial_model import with_model
 from mugrpo_megatron.run.inputs import problem_sums as problems_fingerprint
 from mugrpo_megatron.run.inputs import record_data
-from mugrpo_megatron.run.model import with_model
 from mugrpo_megatron.run.record import RunRecord, read_record
 from mugrpo_megatron.stages.manifest import OTHER_MANIFESTS, Origin, check_stage
 from mugrpo_megatron.stages.store import StageStore

@@ -32,7 +32,7 @@ from mugrpo_megatron.recipe.scoring import RewardSection
 from mugrpo_megatron.rewards.items import Score
 from mugrpo_megatron.rewards.pool import Verifier, with_length_penalty
 from mugrpo_megatron.run.directory import RunDirectory
-from mugrpo_megatron.run.model import with_model
+from mugrpo_megatron.run.initial_model import with_model
 from mugrpo_megatron.run.published import Published, weight_sums, write_published
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.manifest import Origin

@@ -22,7 +22,7 @@ from mugrpo_megatron.files.outputs import check_output
 from mugrpo_megatron.recipe import dump_recipe, load_recipe
 from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
 from mugrpo_megatron.run.directory import RunDirectory
-from mugrpo_megatron.run.model import check_initial_weights, with_cached_model
+from mugrpo_megatron.run.initial_model import check_initial_weights, with_cached_model
 from mugrpo_megatron.run.published import (
     FILE_NAME,
     Published,

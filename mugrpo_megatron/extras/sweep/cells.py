@@ -27,7 +27,7 @@ from mugrpo_megatron.observe.rundata import read_run, seconds_by_phase
 from mugrpo_megatron.recipe import load_recipe
 from mugrpo_megatron.run.branch import check_branch
 from mugrpo_megatron.run.directory import RunDirectory
-from mugrpo_megatron.run.model import with_model
+from mugrpo_megatron.run.initial_model import with_model
 from mugrpo_megatron.stages.manifest import Origin
 
 MARK = "sweep.json"

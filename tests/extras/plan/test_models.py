@@ -13,7 +13,7 @@ from mugrpo_megatron.engine.launch import kv_bytes_per_token
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.plan.case import find_model, parameters
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.run.model import with_cached_model
+from mugrpo_megatron.run.initial_model import with_cached_model
 from tests.hub import NAME, used
 
 PUBLISHED = {

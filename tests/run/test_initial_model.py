@@ -17,7 +17,7 @@ from mugrpo_megatron.recipe import Recipe, dump_recipe, load_recipe
 from mugrpo_megatron.recipe.load import validate
 from mugrpo_megatron.run.branch import branch
 from mugrpo_megatron.run.directory import open_directory
-from mugrpo_megatron.run.model import hub_model, with_cached_model, with_model
+from mugrpo_megatron.run.initial_model import hub_model, with_cached_model, with_model
 from mugrpo_megatron.run.record import HubModel, read_record
 from tests.hub import FIRST, NAME, SECOND, Hub, serving, used
 from tests.tiny import save_model, write_recipe
