@@ -18,7 +18,7 @@ TURN = 3
 class Answer:
     loss: float
     gradient: list[list[float]]
-    kept: list[list[bool]]
+    keep: list[list[bool]]
     clipped: list[list[bool]]
 
 
@@ -36,14 +36,14 @@ def objective(
     log-probabilities of the policy to clip around, None for the one that `logprobs` are of, `ref` of the policy of
     the KL penalty."""
     ratios = [[lp - b for lp, b in zip(*pair, strict=True)] for pair in zip(logprobs, behaviour, strict=True)]
-    kept = [veto(logs, a, config) for logs, a in zip(ratios, advantages, strict=True)]
+    keep = [veto(logs, a, config) for logs, a in zip(ratios, advantages, strict=True)]
     low, high = config.clip_low, config.clip_high
     if config.second_moment == "clip":
         bound = m2po_bound(ratios, advantages, 0.04)
         low, high = max(low, math.exp(-bound)), min(high, math.exp(bound) if bound < 700 else math.inf)
     if config.second_moment == "drop":
         dropped = m2po_dropped(ratios, 0.04)
-        kept = [[k and (i, t) not in dropped for t, k in enumerate(row)] for i, row in enumerate(kept)]
+        keep = [[k and (i, t) not in dropped for t, k in enumerate(row)] for i, row in enumerate(keep)]
     if config.reject != "none":
         for i, logs in enumerate(ratios):
             if config.reject == "negative_mean" and advantages[i] >= 0:
@@ -51,7 +51,7 @@ def objective(
             share = 1.0 if config.reject == "sequence" else 1 / max(len(logs), 1)
             level = math.exp(min(max(math.fsum(logs) * share, -20), 20))
             if not config.reject_range[0] <= level <= config.reject_range[1]:
-                kept[i] = [False] * len(logs)
+                keep[i] = [False] * len(logs)
     loss, gradient, clipped = 0.0, [], []
     for i, logs in enumerate(ratios):
         level_gradient = [0.0] * len(logs)
@@ -73,7 +73,7 @@ def objective(
                 )
             else:
                 value, d_ratio, d_logprob, clipped[i][t] = token(ratio, logprobs[i][t], a, *ranges[t], config)
-            weight = weights[i] * (correction[i][t] if correction else 1.0) * kept[i][t]
+            weight = weights[i] * (correction[i][t] if correction else 1.0) * keep[i][t]
             loss += weight * value
             level_gradient[t] += weight * d_logprob
             if inside:
@@ -84,7 +84,7 @@ def objective(
                 loss += weights[i] * config.kl_coef * value
                 level_gradient[t] += weights[i] * config.kl_coef * derivative
         gradient.append(level_gradient)
-    return Answer(loss, gradient, kept, clipped)
+    return Answer(loss, gradient, keep, clipped)
 
 
 def kl(d: float, log_ratio: float, config: ObjectiveSection) -> tuple[float, float]:

@@ -31,9 +31,9 @@ def test_equals_the_definition_whatever_the_order(groups: list[list[float]], kin
     rows = [(i, r, a) for i, group in enumerate(groups) for r, a in zip(group, expected(group, kind), strict=True)]
     random.shuffle(rows)  # type: ignore[attr-defined]
     ids, rewards, wanted = (np.array(column) for column in zip(*rows, strict=True))
-    found = group_advantages(rewards, 7 - 3 * ids, ObjectiveSection(advantage=kind))
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+    result = group_advantages(rewards, 7 - 3 * ids, ObjectiveSection(advantage=kind))
+    assert result.dtype == np.float32
+    np.testing.assert_allclose(result, wanted, rtol=1e-4, atol=1e-4)
 
 
 @given(st.floats(-1e6, 1e6), st.integers(1, 8))

@@ -37,7 +37,7 @@ def test_every_documented_name_is_reported_on_an_ordinary_batch() -> None:
 def test_values() -> None:
     batch = random_batch(4, [50, 40, 30, 20])
     batch.advantages = [-1.5, 0.5, 0.0, 2.0]
-    found = metrics_of(batch, ObjectiveSection(name="grpo", kl_ref="start"))
+    result = metrics_of(batch, ObjectiveSection(name="grpo", kl_ref="start"))
     log_ratio = np.concatenate([np.subtract(*pair) for pair in zip(batch.logprobs, batch.behaviour, strict=True)])
     advantage = np.repeat(batch.advantages, [50, 40, 30, 20])
     ratio = np.exp(log_ratio)
@@ -64,7 +64,7 @@ def test_values() -> None:
         expected[f"ratio_{sign}_min"], expected[f"ratio_{sign}_max"] = tokens.min(), tokens.max()
         for name, q in (("p01", 0.01), ("p50", 0.5), ("p99", 0.99)):
             expected[f"ratio_{sign}_{name}"] = np.quantile(tokens, q, method="nearest")
-    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-9)
+    assert {name: result[name] for name in expected} == pytest.approx(expected, rel=1e-9)
 
 
 def test_first_trigger_is_a_share_of_the_response() -> None:
@@ -73,15 +73,15 @@ def test_first_trigger_is_a_share_of_the_response() -> None:
     ratio[[1, 3, 4 + 5, 17]] = 1e-5
     segments = make_segments(torch.tensor([4, 10, 3, 2]), torch.ones(4))
     advantages = torch.tensor([-1.0, -1.0, -1.0, 1.0])
-    found = policy_loss(ratio.log(), LossInputs(ObjectiveSection(), torch.zeros(19), advantages, segments))[1]
-    assert found["veto_first_trigger"] == pytest.approx((1 / 4 + 5 / 10) / 2)
-    assert found["vetoed_responses"] == pytest.approx(2 / 3)
-    assert found["vetoed_fraction"] == pytest.approx((1 + 4) / 19)
+    result = policy_loss(ratio.log(), LossInputs(ObjectiveSection(), torch.zeros(19), advantages, segments))[1]
+    assert result["veto_first_trigger"] == pytest.approx((1 / 4 + 5 / 10) / 2)
+    assert result["vetoed_responses"] == pytest.approx(2 / 3)
+    assert result["vetoed_fraction"] == pytest.approx((1 + 4) / 19)
 
 
 def test_what_no_token_qualifies_for_is_left_out() -> None:
-    found = metrics_of(random_batch(0, []), ObjectiveSection())
-    assert found == {"loss": 0.0, "update_tokens": 0.0}
+    result = metrics_of(random_batch(0, []), ObjectiveSection())
+    assert result == {"loss": 0.0, "update_tokens": 0.0}
 
 
 SCOPES = ("trigger", "suffix", "suffix_non_trigger", "response")
@@ -109,11 +109,14 @@ def by_sets(batch: Batch, threshold: float) -> dict[str, float]:
             continue
         negative_tokens += len(logprobs)
         negative += 1
-        found = {t for t in range(len(logprobs)) if math.exp(logprobs[t] - behaviour[t]) < threshold}
-        if found:
-            suffix = set(range(min(found) + 1, len(logprobs)))
-            sets = (found, suffix, suffix - found, logprobs)
-            dropped = {scope: dropped[scope] + len(one) for scope, one in zip(SCOPES, sets, strict=True)}
+        result = {t for t in range(len(logprobs)) if math.exp(logprobs[t] - behaviour[t]) < threshold}
+        if result:
+            suffix = set(range(min(result) + 1, len(logprobs)))
+            sets = (result, suffix, suffix - result, logprobs)
+            dropped = {
+                scope: dropped[scope] + len(tokens_of_scope)
+                for scope, tokens_of_scope in zip(SCOPES, sets, strict=True)
+            }
             with_trigger += 1
     shares = {f"dropped_{scope}": count / tokens for scope, count in dropped.items()} if tokens else {}
     if negative:
@@ -124,6 +127,8 @@ def by_sets(batch: Batch, threshold: float) -> dict[str, float]:
 @settings(max_examples=100)
 @given(stale_batches(), st.sampled_from(sorted(PRESETS)))
 def test_equal_counts_of_tokens_whatever_the_objective(batch: Batch, name: str) -> None:
-    found = metrics_of(batch, ObjectiveSection(name=name))
+    result = metrics_of(batch, ObjectiveSection(name=name))
     expected = {f"{key}_{th}": share for th in THRESHOLDS for key, share in by_sets(batch, float(th)).items()}
-    assert {name: found[name] for name, _, _ in TRIGGER_METRICS if name in found} == pytest.approx(expected, abs=1e-12)
+    assert {name: result[name] for name, _, _ in TRIGGER_METRICS if name in result} == pytest.approx(
+        expected, abs=1e-12
+    )

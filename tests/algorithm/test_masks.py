@@ -23,9 +23,9 @@ def test_tis_truncates_and_icepop_drops_outside_its_range() -> None:
     torch.testing.assert_close(kept, torch.tensor([0.0, 0.5, 1.0, 1.9, 5.0, 0.0]))
     apart = torch.tensor([-500.0, 0.0])
     for name in ("tis", "icepop"):
-        found = mismatch_correction(apart, apart.flip(0), ObjectiveSection(name=name))
-        assert found is not None
-        assert found.isfinite().all()
+        result = mismatch_correction(apart, apart.flip(0), ObjectiveSection(name=name))
+        assert result is not None
+        assert result.isfinite().all()
 
 
 LENGTHS = torch.tensor([4, 0, 1, 5])
@@ -42,10 +42,10 @@ COUNTED = torch.tensor([True, True, False, True])
 )
 def test_weights(reduction: str, weights: list[float], masked: list[float]) -> None:
     config = ObjectiveSection(reduction=reduction)
-    found = response_weights(LENGTHS, config, constant_length=8)
-    assert found.tolist() == pytest.approx(weights)
-    found = response_weights(LENGTHS, config, constant_length=8, counted=COUNTED)
-    assert found.tolist() == pytest.approx(masked)
+    result = response_weights(LENGTHS, config, constant_length=8)
+    assert result.tolist() == pytest.approx(weights)
+    result = response_weights(LENGTHS, config, constant_length=8, counted=COUNTED)
+    assert result.tolist() == pytest.approx(masked)
     for lengths in (torch.zeros(0, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)):
         assert response_weights(lengths, config, constant_length=8).isfinite().all()
     assert not response_weights(LENGTHS, config, constant_length=8, counted=torch.zeros(4, dtype=torch.bool)).any()

@@ -47,7 +47,7 @@ def test_equals_the_loop_over_tokens(batch: Batch, config: ObjectiveSection) -> 
     assert loss == pytest.approx(expected.loss, rel=1e-10, abs=1e-10)
     torch.testing.assert_close(gradient, flat(expected.gradient), rtol=1e-10, atol=1e-10)
     if len(gradient):
-        assert metrics["vetoed_fraction"] == pytest.approx(1 - flat(expected.kept).mean().item())
+        assert metrics["vetoed_fraction"] == pytest.approx(1 - flat(expected.keep).mean().item())
         assert metrics["clipped_fraction"] == pytest.approx(flat(expected.clipped).mean().item())
 
 

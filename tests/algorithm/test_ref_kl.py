@@ -62,8 +62,8 @@ def test_rewards_lose_the_log_ratio_of_the_whole_response() -> None:
     config = ObjectiveSection(kl_ref="start", kl_coef=0.1, kl_penalty="reward")
     behaviour = [np.array([-1.0, -2.0], np.float32), np.array([], np.float32), np.array([-0.5], np.float32)]
     ref = [np.array([-1.5, -4.0], np.float32), np.array([], np.float32), np.array([-0.25], np.float32)]
-    found = rewards_less_kl(np.array([1.0, 0.0, 1.0]), behaviour, ref, config)
-    np.testing.assert_allclose(found, [1 - 0.1 * 2.5, 0.0, 1 + 0.1 * 0.25])
+    result = rewards_less_kl(np.array([1.0, 0.0, 1.0]), behaviour, ref, config)
+    np.testing.assert_allclose(result, [1 - 0.1 * 2.5, 0.0, 1 + 0.1 * 0.25])
 
 
 @pytest.mark.parametrize(

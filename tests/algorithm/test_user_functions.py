@@ -45,11 +45,11 @@ def answers(value: object) -> Callable[[TokenBatch, ObjectiveSection], object]:
 
 
 def test_numbers_are_logged_under_their_names() -> None:
-    found = metrics_of(random_batch(1, [5, 0, 8]), f"{HERE}:looks")
-    assert found["user/mean_ratio"] == pytest.approx(found["ratio_mean"])
-    assert found["user/responses"] == 3.0
-    assert found["user/nan"] != found["user/nan"]
-    assert all(is_defined("update", name) for name in found)
+    result = metrics_of(random_batch(1, [5, 0, 8]), f"{HERE}:looks")
+    assert result["user/mean_ratio"] == pytest.approx(result["ratio_mean"])
+    assert result["user/responses"] == 3.0
+    assert result["user/nan"] != result["user/nan"]
+    assert all(is_defined("update", name) for name in result)
 
 
 @pytest.mark.parametrize(
@@ -78,11 +78,11 @@ def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     batch = random_batch(1, [5, 0, 8])
-    found = metrics_of(batch, fields["diagnostics"].replace("my_losses", "my_losses_too"))
+    result = metrics_of(batch, fields["diagnostics"].replace("my_losses", "my_losses_too"))
     logprobs, behaviour = flat(batch.logprobs), flat(batch.behaviour)
     late = batch.segments(ObjectiveSection()).positions >= 3
-    assert found["user/tokens_after_3"] == 2 + 5
-    assert found["user/drift_after_3"] == pytest.approx((logprobs - behaviour)[late].square().mean().item())
+    assert result["user/tokens_after_3"] == 2 + 5
+    assert result["user/drift_after_3"] == pytest.approx((logprobs - behaviour)[late].square().mean().item())
 
 
 def surrogate(kind: str) -> Callable[[TokenBatch, ObjectiveSection], object]:

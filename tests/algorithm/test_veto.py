@@ -42,23 +42,23 @@ def test_every_scope_drops_what_its_definition_says(
     segments = with_turns(make_segments(lengths, torch.ones(len(episodes))), numbers)
     log_ratio = torch.tensor([r for turns, _ in episodes for turn in turns for r in turn], dtype=torch.float64).log()
     advantage = torch.tensor([a for _, a in episodes], dtype=torch.float64)[segments.ids]
-    judged = [(part, a) for turns, a in episodes for part in (turns if reach == "turn" else [list(chain(*turns))])]
-    expected = [(dropped_by_definition(part, a), len(part)) for part, a in judged]
+    units = [(unit, a) for turns, a in episodes for unit in (turns if reach == "turn" else [list(chain(*turns))])]
+    expected = [(dropped_by_definition(unit, a), len(unit)) for unit, a in units]
     for scope in SCOPES:
         section = ObjectiveSection(veto=scope, veto_reach=reach)
-        verdict = veto(log_ratio, advantage, segments, section, initial_state(segments, section))
-        assert verdict.keep.tolist() == [t not in sets[scope] for sets, length in expected for t in range(length)]
+        mask = veto(log_ratio, advantage, segments, section, initial_state(segments, section))
+        assert mask.keep.tolist() == [t not in sets[scope] for sets, length in expected for t in range(length)]
         if reach == "response":
             first = [min(sets["trigger"], default=NEVER) for sets, _ in expected]
-            assert verdict.first_trigger.tolist() == first
+            assert mask.first_trigger.tolist() == first
 
 
 def test_a_ratio_of_the_threshold_itself_is_not_a_trigger() -> None:
     segments = make_segments(torch.tensor([2]), torch.ones(1))
     log_ratio = torch.tensor([math.log(1e-4), 0.0], dtype=torch.float64)
     config = ObjectiveSection(veto="response")
-    found = veto(log_ratio, -torch.ones(2), segments, config, initial_state(segments, config))
-    assert found.keep.all()
+    result = veto(log_ratio, -torch.ones(2), segments, config, initial_state(segments, config))
+    assert result.keep.all()
 
 
 @pytest.mark.parametrize("log_ratio", [-21.0, -50.0, -800.0])
@@ -67,5 +67,5 @@ def test_a_threshold_below_the_clamp_of_the_losses_still_has_its_say(log_ratio: 
     segments = make_segments(torch.tensor([3]), torch.ones(1))
     row = torch.tensor([0.0, log_ratio, 0.0], dtype=torch.float64)
     config = ObjectiveSection(veto="trigger", trigger_ratio=1e-9)
-    found = veto(row, -torch.ones(3), segments, config, initial_state(segments, config))
-    assert found.keep.tolist() == [True, False, True]
+    result = veto(row, -torch.ones(3), segments, config, initial_state(segments, config))
+    assert result.keep.tolist() == [True, False, True]

@@ -26,9 +26,9 @@ def faults(keep: bool) -> list[int]:
         bytes.fromhex("").ljust(BLOCK, b"x")
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-    found = [write(0), write(1)]
+    result = [write(0), write(1)]
     with ThreadPoolExecutor(1) as pool:
-        return [*found, *pool.map(write, [2])]
+        return [*result, *pool.map(write, [2])]
 
 
 def measured(keep: bool) -> list[int]:

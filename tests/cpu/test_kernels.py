@@ -53,11 +53,11 @@ def test_decoding_is_the_attention_of_the_batched_path(
     query = fused[:, 1]  # rows are not next to each other, as in a fused projection
     requests = torch.randperm(len(lengths) + 2, generator=generator)[: len(lengths)]
     slots = torch.randint(0, 900, (len(lengths) + 2, 100), generator=generator, dtype=torch.int32)
-    held = torch.tensor(lengths)
+    key_lengths = torch.tensor(lengths)
     assert fits(query, keys, values)
-    found = kernels.decode(query, keys, values, slots, requests, held, 0.2)
-    expected = attend(query, keys, values, plan(slots, requests, torch.ones_like(held), held), 0.2)
-    torch.testing.assert_close(found, expected, atol=1e-5 * max(1.0, size), rtol=1e-4)
+    result = kernels.decode(query, keys, values, slots, requests, key_lengths, 0.2)
+    expected = attend(query, keys, values, plan(slots, requests, torch.ones_like(key_lengths), key_lengths), 0.2)
+    torch.testing.assert_close(result, expected, atol=1e-5 * max(1.0, size), rtol=1e-4)
 
 
 def test_threads_that_share_a_call_compute_the_same_bits(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,14 +66,14 @@ def test_threads_that_share_a_call_compute_the_same_bits(kernels: Kernels, monke
     query = torch.randn(31, 4, 16, generator=generator)
     slots = torch.randint(0, 300, (31, 90), generator=generator, dtype=torch.int32)
     lengths = torch.randint(1, 90, (31,), generator=generator)
-    before, found = torch.get_num_threads(), []
+    before, result = torch.get_num_threads(), []
     for threads, shared_from in [(1, 0), (3, 0), (3, 1 << 40)]:
         torch.set_num_threads(threads)
         monkeypatch.setattr(cpu_kernels, "SHARED_WORK", shared_from)
-        found.append(kernels.decode(query, keys, values, slots, torch.arange(31), lengths, 0.25))
+        result.append(kernels.decode(query, keys, values, slots, torch.arange(31), lengths, 0.25))
     torch.set_num_threads(before)
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+    assert torch.equal(result[0], result[1])
+    assert torch.equal(result[0], result[2])
 
 
 def test_other_types_and_layouts_do_not_fit() -> None:
@@ -119,8 +119,8 @@ def test_what_is_not_a_number_stays_visible(kernels: Kernels) -> None:
     assert kernels.rms_norm(x, None, torch.ones(16), 1e-6).isnan().all()
     assert kernels.silu_and_mul(x).isnan().all()
     slots, ones = torch.zeros(2, 4, dtype=torch.int32), torch.ones(2, dtype=torch.long)
-    found = kernels.decode(x.view(2, 1, 16), torch.ones(3, 1, 16), torch.ones(3, 1, 16), slots, ones - 1, ones, 1.0)
-    assert found.isnan().all()
+    result = kernels.decode(x.view(2, 1, 16), torch.ones(3, 1, 16), torch.ones(3, 1, 16), slots, ones - 1, ones, 1.0)
+    assert result.isnan().all()
 
 
 @pytest.mark.parametrize(

@@ -31,10 +31,10 @@ def taken(model: str, sections: dict[str, Any]) -> tuple[int, list[list[float]],
     """How many micro-batches run at once, the metrics of three updates and a supervised one, the weights after them."""
     learner = build_learner(recipe(Path(model), **sections))
     data = samples()
-    found = [update(learner, data, advantages(len(data))) for _ in range(3)]
+    result = [update(learner, data, advantages(len(data))) for _ in range(3)]
     step = optimize(learner, [sequence_of(sample) for sample in data], lambda logprobs, batch: -logprobs.sum() / 100)
     weights = torch.cat([parameter.detach().flatten() for parameter in policy(learner.chunks[0]).parameters()])
-    rows = [[metrics[name] for name in METRICS] for metrics in found]
+    rows = [[metrics[name] for name in METRICS] for metrics in result]
     return learner.lanes, [*rows, [step.grad_norm]], weights.float().numpy()
 
 
@@ -45,8 +45,8 @@ def test_updates_are_those_of_one_thread(model: str, sections: dict[str, Any]) -
     [(several, first, moved)] = run_ranks(1, taken, model, {**sections, "learner": {"threads": 3}})
     exact = sections.get("model", {}).get("dtype") != "bfloat16"
     assert (single, several) == (1, 3)
-    for one, other in zip(alone, first, strict=True):
-        assert other == pytest.approx(one, rel=1e-4 if exact else 0.03, abs=1e-6 if exact else 0.01)
+    for sequence, other in zip(alone, first, strict=True):
+        assert other == pytest.approx(sequence, rel=1e-4 if exact else 0.03, abs=1e-6 if exact else 0.01)
     np.testing.assert_allclose(moved, weights, atol=1e-4 if exact else 0.02)
 
 
@@ -62,8 +62,8 @@ def test_data_parallel_ranks_add_what_their_lanes_found(model: str) -> None:
     [(_, alone, weights)] = run_ranks(1, taken, model, {})
     for several, rows, moved in run_ranks(2, taken, model, {"learner": {"threads": 2}}):
         assert several == 2
-        for one, other in zip(alone[:3], rows[:3], strict=True):
-            assert other == pytest.approx(one, rel=1e-4, abs=1e-6)
+        for sequence, other in zip(alone[:3], rows[:3], strict=True):
+            assert other == pytest.approx(sequence, rel=1e-4, abs=1e-6)
         assert moved.shape == weights.shape
 
 
@@ -119,8 +119,8 @@ def test_megatrons_schedule_runs_what_shares_state(model: str, world: int, secti
 def row_lengths(model: str, threads: int, responses: list[int]) -> list[int]:
     """Tokens of a micro-batch of updates of so many responses of 100 tokens."""
     learner = build_learner(recipe(Path(model), learner={"threads": threads, "micro_batch_tokens": 16384}))
-    one = TokenSequence(np.zeros(100, dtype=np.int32), 99)
-    return [plan_update(learner, [one] * count).length for count in responses]
+    sequence = TokenSequence(np.zeros(100, dtype=np.int32), 99)
+    return [plan_update(learner, [sequence] * count).length for count in responses]
 
 
 @pytest.mark.process

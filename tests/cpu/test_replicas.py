@@ -31,13 +31,18 @@ def test_how_many(engine: dict[str, int], weight_bytes: int, engines: int, cores
 
 @given(st.integers(1, 3000), st.integers(0, 10**6), st.integers(1, 5))
 def test_replicas_share_requests_and_cache(requests: int, tokens: int, replicas: int) -> None:
-    whole: dict[str, Any] = {"max_running_requests": requests, "context_length": 40, "random_seed": 7, "device": "cpu"}
-    whole |= {"max_total_tokens": max(tokens, 40)} if tokens else {}
-    found = replica_arguments(whole, replicas)
-    assert len(found) == len({one["random_seed"] for one in found}) == replicas
-    assert found[0]["random_seed"] == 7
-    assert requests <= sum(one["max_running_requests"] for one in found) < requests + replicas
+    arguments: dict[str, Any] = {
+        "max_running_requests": requests,
+        "context_length": 40,
+        "random_seed": 7,
+        "device": "cpu",
+    }
+    arguments |= {"max_total_tokens": max(tokens, 40)} if tokens else {}
+    result = replica_arguments(arguments, replicas)
+    assert len(result) == len({replica["random_seed"] for replica in result}) == replicas
+    assert result[0]["random_seed"] == 7
+    assert requests <= sum(replica["max_running_requests"] for replica in result) < requests + replicas
     if tokens:
-        assert sum(one["max_total_tokens"] for one in found) >= whole["max_total_tokens"]
-        assert all(40 <= one["max_total_tokens"] <= whole["max_total_tokens"] for one in found)
-    assert all(one["device"] == "cpu" for one in found)
+        assert sum(replica["max_total_tokens"] for replica in result) >= arguments["max_total_tokens"]
+        assert all(40 <= replica["max_total_tokens"] <= arguments["max_total_tokens"] for replica in result)
+    assert all(replica["device"] == "cpu" for replica in result)

@@ -36,8 +36,8 @@ def case(seed: int, tokens: int, columns: int) -> tuple[torch.Tensor, torch.Tens
 def test_statistics_equal_those_of_torch(seed: int, tokens: int, columns: int, share: float) -> None:
     logits, targets, _ = case(seed, tokens, columns)
     valid = round(share * columns)
-    found = triton_ops.statistics(logits, 1.3, valid, targets)
-    torch.testing.assert_close(found, torch_ops.statistics(logits, 1.3, valid, targets), rtol=1e-5, atol=1e-5)
+    result = triton_ops.statistics(logits, 1.3, valid, targets)
+    torch.testing.assert_close(result, torch_ops.statistics(logits, 1.3, valid, targets), rtol=1e-5, atol=1e-5)
 
 
 @settings(max_examples=8)
@@ -57,11 +57,11 @@ def test_gradient_equals_that_of_torch(
     lse = logits.logsumexp(1) * 1.3
     entropy = torch_ops.EntropyTerm(lse.abs() / 3, coefficient.flip(0)) if with_entropy else None
     expected = torch_ops.gradient(logits.clone(), 1.3, valid, targets, lse, coefficient, dtype, entropy)
-    found = triton_ops.gradient(logits, 1.3, valid, targets, lse, coefficient, dtype, entropy)
-    assert found.dtype == dtype
-    assert found.data_ptr() == logits.data_ptr()
+    result = triton_ops.gradient(logits, 1.3, valid, targets, lse, coefficient, dtype, entropy)
+    assert result.dtype == dtype
+    assert result.data_ptr() == logits.data_ptr()
     tolerance = 1e-6 if dtype == torch.float32 else 1e-2
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(result, expected, rtol=tolerance, atol=tolerance)
 
 
 @settings(max_examples=8)
@@ -82,9 +82,9 @@ def test_swiglu_and_its_gradient_equal_autograd_in_float64(
     tolerance = 1e-5 if dtype == torch.float32 else 8e-3
     value = torch.nn.functional.silu(gate) * up
     (d_exact,) = torch.autograd.grad(value, exact, dy.double())
-    for found, expected in ((triton_ops.swiglu(x), value), (triton_ops.swiglu_gradient(dy, x), d_exact)):
-        assert found.dtype == dtype
-        torch.testing.assert_close(found.double(), expected.detach(), rtol=tolerance, atol=tolerance)
+    for result, expected in ((triton_ops.swiglu(x), value), (triton_ops.swiglu_gradient(dy, x), d_exact)):
+        assert result.dtype == dtype
+        torch.testing.assert_close(result.double(), expected.detach(), rtol=tolerance, atol=tolerance)
 
 
 @settings(max_examples=8)

@@ -205,9 +205,9 @@ def run(problem: Problem, layout: HeadLayout, **options: Any) -> FusedLoss:
 def fused(problem: Problem, layout: HeadLayout, **options: Any) -> Answer:
     """The fused loss and its gradients."""
     leaves = problem.leaves()
-    found = run(leaves, layout, **options)
-    d_hidden, d_weight = torch.autograd.grad(found.loss, (leaves.hidden, leaves.weight))
-    return Answer(found.loss.detach(), found.logprobs, found.entropy, d_hidden, d_weight)
+    result = run(leaves, layout, **options)
+    d_hidden, d_weight = torch.autograd.grad(result.loss, (leaves.hidden, leaves.weight))
+    return Answer(result.loss.detach(), result.logprobs, result.entropy, d_hidden, d_weight)
 
 
 def materialised_logprobs(problem: Problem, support_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -229,28 +229,28 @@ def materialised(problem: Problem, support_ids: Tensor | None = None) -> Answer:
     return Answer(loss.detach(), logprobs.detach(), entropy.detach(), d_hidden, d_weight)
 
 
-def distance(found: Tensor | None, expected: Tensor | None) -> float:
+def distance(result: Tensor | None, expected: Tensor | None) -> float:
     """|found - expected| / |expected| in the Euclidean norm; 0 where both are 0. AssertionError where one is None."""
-    assert found is not None
+    assert result is not None
     assert expected is not None
-    found, expected = found.double(), expected.double()
-    difference = (found - expected).norm()
+    result, expected = result.double(), expected.double()
+    difference = (result - expected).norm()
     return 0.0 if difference == 0 else (difference / expected.norm()).item()
 
 
-def loss_error(found: Tensor, expected: Tensor) -> float:
+def loss_error(result: Tensor, expected: Tensor) -> float:
     """|found - expected|, relative where the loss is above 1: terms of either sign cancel in a small one."""
-    return abs(found.item() - expected.item()) / max(1.0, abs(expected.item()))
+    return abs(result.item() - expected.item()) / max(1.0, abs(expected.item()))
 
 
-def errors(found: Answer, expected: Answer) -> dict[str, float]:
+def errors(result: Answer, expected: Answer) -> dict[str, float]:
     """How far each part of an answer is from the expected one."""
     others = [field.name for field in fields(Answer) if field.name != "loss"]
-    return {"loss": loss_error(found.loss, expected.loss)} | {
-        name: distance(getattr(found, name), getattr(expected, name)) for name in others
+    return {"loss": loss_error(result.loss, expected.loss)} | {
+        name: distance(getattr(result, name), getattr(expected, name)) for name in others
     }
 
 
-def assert_same(found: Answer, expected: Answer, tolerance: float) -> None:
-    apart = errors(found, expected)
+def assert_same(result: Answer, expected: Answer, tolerance: float) -> None:
+    apart = errors(result, expected)
     assert max(apart.values()) <= tolerance, apart

@@ -41,9 +41,9 @@ def test_equals_the_materialised_loss(name: str, dtype: torch.dtype) -> None:
     tolerance = 1e-2 if dtype == torch.bfloat16 else 10 * tolerance_of(problem.config)
     expected = materialised(problem)
     for chunk in (7, 1000):
-        found = fused(problem, layout_of(chunk))
-        assert found.d_hidden.dtype == found.d_weight.dtype == dtype
-        assert_same(found, expected, tolerance)
+        result = fused(problem, layout_of(chunk))
+        assert result.d_hidden.dtype == result.d_weight.dtype == dtype
+        assert_same(result, expected, tolerance)
 
 
 @pytest.mark.gpu
@@ -57,17 +57,17 @@ def test_gradient_overwrites_logits_without_a_race(dtype: torch.dtype) -> None:
         logits = 5 * torch.randn(1024, 151_936, device="cuda")
         targets = torch.randint(151_936, (1024,), device="cuda")
         coefficient = torch.randn(1024, device="cuda")
-        found = triton_ops.statistics(logits, 0.7, 151_900, targets)
+        result = triton_ops.statistics(logits, 0.7, 151_900, targets)
         expected = torch_ops.statistics(logits, 0.7, 151_900, targets)
-        assert distance(found, expected) < 1e-5
-        lse = found[0] + found[1].log()
+        assert distance(result, expected) < 1e-5
+        lse = result[0] + result[1].log()
         expected = torch_ops.gradient(logits.clone(), 0.7, 151_900, targets, lse, coefficient, dtype)
         again = logits.clone()
         assert distance(triton_ops.gradient(logits, 0.7, 151_900, targets, lse, coefficient, dtype), expected) < 1e-2
         entropy = torch_ops.EntropyTerm(lse.abs() / 3, coefficient.flip(0))
         expected = torch_ops.gradient(again.clone(), 0.7, 151_900, targets, lse, coefficient, dtype, entropy)
-        found = triton_ops.gradient(again, 0.7, 151_900, targets, lse, coefficient, dtype, entropy)
-        assert distance(found, expected) < 1e-2
+        result = triton_ops.gradient(again, 0.7, 151_900, targets, lse, coefficient, dtype, entropy)
+        assert distance(result, expected) < 1e-2
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
@@ -77,9 +77,9 @@ def test_rotation_equals_float64(heads: int, dtype: torch.dtype, tolerance: floa
     x = torch.randn(300, 36, 128, device=DEVICE).to(dtype)[:, :heads]
     angles = 1000 * torch.rand(300, 1, 64, device=DEVICE)
     exact = rotate_(x.double(), angles.double().cos(), angles.double().sin())
-    found = rotate(x, angles.cos(), angles.sin())
-    assert distance(found, exact) < tolerance
-    assert distance(rotate(found, angles.cos(), angles.sin(), inverse=True), x) < 2 * tolerance
+    result = rotate(x, angles.cos(), angles.sin())
+    assert distance(result, exact) < tolerance
+    assert distance(rotate(result, angles.cos(), angles.sin(), inverse=True), x) < 2 * tolerance
 
 
 @pytest.mark.gpu

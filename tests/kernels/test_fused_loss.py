@@ -45,8 +45,8 @@ def test_main_grad_takes_the_weight_gradient_and_autograd_none(name: str) -> Non
     problem = make_problem(OBJECTIVES[name])
     expected = materialised(problem)
     leaves, total = problem.leaves(), torch.full_like(problem.weight, 3.0, dtype=torch.float32)
-    found = run(leaves, layout_of(10), main_grad=total, grad_scale=4.0)
-    (found.loss * 4).backward()
+    result = run(leaves, layout_of(10), main_grad=total, grad_scale=4.0)
+    (result.loss * 4).backward()
     assert distance(total - 3, 4 * expected.d_weight) < 1e-5
     assert distance(leaves.hidden.grad, 4 * expected.d_hidden) < 1e-6
     assert leaves.weight.grad is None
@@ -54,9 +54,9 @@ def test_main_grad_takes_the_weight_gradient_and_autograd_none(name: str) -> Non
 
 def test_another_gradient_than_was_promised_is_an_error() -> None:
     leaves = make_problem(OBJECTIVES["mu_grpo"]).leaves()
-    found = run(leaves, layout_of(10), main_grad=torch.zeros_like(leaves.weight), grad_scale=2.0)
+    result = run(leaves, layout_of(10), main_grad=torch.zeros_like(leaves.weight), grad_scale=2.0)
     with pytest.raises(RuntimeError, match="nonzero"):
-        found.loss.backward()
+        result.loss.backward()
 
 
 @pytest.mark.parametrize("name", ["mu_grpo", "gspo"])
@@ -93,18 +93,18 @@ def test_a_frozen_weight_or_no_gradient_at_all() -> None:
     run(leaves, layout_of(10)).loss.backward()
     assert distance(leaves.hidden.grad, expected.d_hidden) < 1e-6
     with torch.no_grad():
-        found = run(problem.leaves(), layout_of(10))
-    assert not found.loss.requires_grad
-    assert distance(found.loss, expected.loss) < 1e-6
+        result = run(problem.leaves(), layout_of(10))
+    assert not result.loss.requires_grad
+    assert distance(result.loss, expected.loss) < 1e-6
 
 
 @pytest.mark.parametrize("name", ["mu_grpo", "gspo", "m2po", "gspo, entropy"])
 def test_no_tokens(name: str) -> None:
     problem = make_problem(OBJECTIVES[name], lengths=(0, 0, 0))
-    found = fused(problem, layout_of(10))
-    assert found.loss == 0
-    assert found.d_hidden.shape == problem.hidden.shape
-    assert not found.d_weight.any()
+    result = fused(problem, layout_of(10))
+    assert result.loss == 0
+    assert result.d_hidden.shape == problem.hidden.shape
+    assert not result.d_weight.any()
 
 
 @pytest.mark.parametrize("name", ["mu_grpo", *(name for name in OBJECTIVES if name.startswith("veto="))])
@@ -121,11 +121,11 @@ def test_the_problems_hold_triggers(name: str) -> None:
 def test_a_softmax_over_the_tokens_that_a_sampler_kept_equals_masked_logits(name: str, chunk: int) -> None:
     problem = make_problem(SUPPORT_OBJECTIVES[name])
     support_ids, layout = support_of_problem(problem), layout_of(chunk)
-    found = fused(problem, layout, support_ids=support_ids)
-    assert_same(found, materialised(problem, support_ids), 1e-5)
+    result = fused(problem, layout, support_ids=support_ids)
+    assert_same(result, materialised(problem, support_ids), 1e-5)
     logprobs, entropy = token_logprobs(problem.hidden, problem.weight, problem.targets, layout, support_ids)
-    assert logprobs.equal(found.logprobs)
-    assert entropy.equal(found.entropy)
+    assert logprobs.equal(result.logprobs)
+    assert entropy.equal(result.entropy)
 
 
 def chunked(problem: Problem, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -179,5 +179,5 @@ def test_logits_far_apart_are_finite() -> None:
     leaves = problem.leaves()
     logprobs, entropy = chunked(leaves, 10)
     logprobs.sum().backward()
-    for found in (logprobs, entropy, leaves.hidden.grad, leaves.weight.grad):
-        assert found.isfinite().all()
+    for result in (logprobs, entropy, leaves.hidden.grad, leaves.weight.grad):
+        assert result.isfinite().all()

@@ -55,16 +55,16 @@ def sequence_parallel() -> float:
     mine = slice(rank * share, (rank + 1) * share)
     parts = [torch.empty_like(problem.hidden[mine]) for _ in range(world)]
     dist.all_gather(parts, problem.hidden[mine].contiguous())
-    found = on_rank(replace(problem, hidden=torch.cat(parts)), own_rows(), 7).d_hidden[mine]
-    return distance(found, materialised(problem).d_hidden[mine])
+    result = on_rank(replace(problem, hidden=torch.cat(parts)), own_rows(), 7).d_hidden[mine]
+    return distance(result, materialised(problem).d_hidden[mine])
 
 
 def logprobs() -> tuple[list[float], float]:
     """This rank's log-probabilities, and their error."""
     problem = make_problem(OBJECTIVES["mu_grpo"])
     layout = layout_of(7, tp_group=dist.group.WORLD)
-    found, _ = token_logprobs(problem.hidden, problem.weight[own_rows()], problem.targets, layout)
-    return found.tolist(), distance(found, materialised(problem).logprobs)
+    result, _ = token_logprobs(problem.hidden, problem.weight[own_rows()], problem.targets, layout)
+    return result.tolist(), distance(result, materialised(problem).logprobs)
 
 
 def own_rows() -> slice:
@@ -76,10 +76,10 @@ def own_rows() -> slice:
 def on_rank(problem: Problem, rows: slice, chunk: int, support_ids: torch.Tensor | None = None) -> Answer:
     """The fused loss; the hidden gradient summed over the ranks, as the learner's gather does."""
     mine = replace(problem, weight=problem.weight[rows])
-    found = fused(mine, layout_of(chunk, tp_group=dist.group.WORLD), support_ids=support_ids)
-    d_hidden = found.d_hidden.float()
+    result = fused(mine, layout_of(chunk, tp_group=dist.group.WORLD), support_ids=support_ids)
+    d_hidden = result.d_hidden.float()
     dist.all_reduce(d_hidden)
-    return replace(found, d_hidden=d_hidden)
+    return replace(result, d_hidden=d_hidden)
 
 
 @pytest.mark.parametrize(("world", "dtype"), [(4, torch.float32), (2, torch.bfloat16)])

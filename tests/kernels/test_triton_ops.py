@@ -35,16 +35,16 @@ def test_compile_for_hopper_with_wide_loads_and_stores(narrow: str, entropy: boo
         triton_ops._statistics,
         {"logits": "*fp32", "stride": "i32", "targets": "*i64", "out": "*fp32", "n": "i32", "valid": "i32"},
     )
-    found = ptx(
+    result = ptx(
         triton_ops._gradient,
         {"logits": "*fp32", "stride": "i32", "out": f"*{narrow}", "out_stride": "i32", "targets": "*i64"}
         | {"lse": "*fp32", "d_logprobs": "*fp32", "entropy": "*fp32", "d_entropy": "*fp32"}
         | {"columns": "i32", "valid": "i32"},
         {"BLOCK": triton_ops.BLOCK, "ENTROPY": entropy},
     )
-    assert "ld.global.v4" in found
-    assert "st.global.v4" in found
-    assert ("bar.sync" in found) == (narrow != "fp32")
+    assert "ld.global.v4" in result
+    assert "st.global.v4" in result
+    assert ("bar.sync" in result) == (narrow != "fp32")
 
 
 @pytest.mark.process
@@ -58,9 +58,9 @@ def test_swiglu_compiles_for_hopper_with_wide_loads_and_stores(kind: str) -> Non
         (triton_ops._swiglu_gradient, "grad x dx", 3),
     ):
         types = dict.fromkeys(tensors.split(), f"*{kind}") | {"width": "i32"}
-        found = ptx(kernel, types, constants, triton_ops.LAYER_WARPS)
-        assert found.count("ld.global.v4") == read * (1 if kind == "bf16" else 2)
-        assert "st.global.v4" in found
+        result = ptx(kernel, types, constants, triton_ops.LAYER_WARPS)
+        assert result.count("ld.global.v4") == read * (1 if kind == "bf16" else 2)
+        assert "st.global.v4" in result
 
 
 @pytest.mark.process
@@ -72,14 +72,14 @@ def test_rotation_compiles_for_hopper_with_wide_loads_and_stores(kind: str, head
     block, warps = triton_ops.tile(heads, half)
     signature = {"x": f"*{kind}", "token_stride": "i32", "head_stride": "i32", "cos": "*fp32", "sin": "*fp32"}
     for inverse in (False, True):
-        found = ptx(
+        result = ptx(
             triton_ops._rotate,
             signature | {"out": f"*{kind}", "heads": "i32", "half": "i32"},
             {"INVERSE": inverse, "HEADS": block, "HALF": half},
             warps,
         )
-        assert "ld.global.v4" in found
-        assert "st.global.v4" in found
+        assert "ld.global.v4" in result
+        assert "st.global.v4" in result
 
 
 def ptx(
@@ -99,7 +99,7 @@ def ptx(
         fn=kernel,
         signature=types | dict.fromkeys(constants, "constexpr"),
         constexprs=constants,
-        attrs={(place,): [["tt.divisibility", 16]] for place in range(len(signature))},
+        attrs={(argument,): [["tt.divisibility", 16]] for argument in range(len(signature))},
     )
     compiled = triton.compile(
         source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps or triton_ops.WARPS}

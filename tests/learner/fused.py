@@ -53,20 +53,20 @@ class GroupedLinear(torch.nn.Module):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """Each expert's weight at its place in the stack over all experts."""
-        found: dict[str, Any] = {}
+        result: dict[str, Any] = {}
         experts = self.groups.ep.size() * self.count
         for index in range(self.count):
-            place = self.groups.ep.rank() * self.count + index
+            expert = self.groups.ep.rank() * self.count + index
             tensors = {f"{index}.weight": getattr(self, f"weight{index}")}
-            offsets = (*sharded_offsets, (len(sharded_offsets), place, experts))
-            one = make_sharded_tensors_for_checkpoint(
+            offsets = (*sharded_offsets, (len(sharded_offsets), expert, experts))
+            sharded_expert = make_sharded_tensors_for_checkpoint(
                 tensors, "", {}, offsets, tp_group=self.groups.expt_tp, dp_cp_group=metadata["dp_cp_group"]
             )
-            replace_prefix_for_sharding(one, f"{index}.", prefix)
-            found[f"{prefix}weight{index}"] = one[f"{index}.weight"]
-        for sharded in found.values():
+            replace_prefix_for_sharding(sharded_expert, f"{index}.", prefix)
+            result[f"{prefix}weight{index}"] = sharded_expert[f"{index}.weight"]
+        for sharded in result.values():
             sharded.replica_id = (*sharded.replica_id[:2], self.groups.expt_dp.rank())
-        return found
+        return result
 
 
 class FusedBackend(LocalSpecProvider):

@@ -40,9 +40,9 @@ def test_packed_equals_alone(lengths: list[int], heads: tuple[int, int], scale: 
     expected = alone(q, k, v, lengths, scale or 8**-0.5)
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
     weights = torch.randn_like(out)
-    found = torch.autograd.grad((out * weights).sum(), qkv)
+    result = torch.autograd.grad((out * weights).sum(), qkv)
     wanted = torch.autograd.grad((expected * weights).sum(), qkv)
-    for a, b in zip(found, wanted, strict=True):
+    for a, b in zip(result, wanted, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 

@@ -40,8 +40,8 @@ def resume(model: str, directory: str, sections: Sections) -> tuple[Any, int, li
     return cursor, learner.updates_done, [update(learner, samples(seed=s), advantages(24, s)) for s in (2, 3)]
 
 
-def assert_goes_on(found: list[dict[str, float]], unbroken: list[dict[str, float]], exactly: bool = False) -> None:
-    for again, before in zip(found, unbroken, strict=True):
+def assert_goes_on(result: list[dict[str, float]], unbroken: list[dict[str, float]], exactly: bool = False) -> None:
+    for again, before in zip(result, unbroken, strict=True):
         for name in ("loss", "grad_norm"):
             assert again[name] == pytest.approx(before[name], rel=0 if exactly else 1e-4, abs=0)
 
@@ -101,13 +101,13 @@ def saved_by_each_rank(model: str, directory: str, sections: Sections) -> dict[s
     learner = build_learner(recipe(Path(model), **sections))
     tree = checkpoint._to_save(learner, copy=True)
     weights = {p.untyped_storage().data_ptr() for chunk in learner.chunks for p in chunk.parameters()}
-    found: dict[str, int] = {}
+    result: dict[str, int] = {}
     for value in nested_values(tree):
         if isinstance(value, ShardedTensor | ShardedTensorFactory) and is_main_replica(value.replica_id):
             assert value.data.untyped_storage().data_ptr() not in weights, "training goes on in them"
-            found[value.key] = found.get(value.key, 0) + value.data.nbytes
+            result[value.key] = result.get(value.key, 0) + value.data.nbytes
     checkpoint.begin_save(learner, Path(directory), CURSOR, copy=True)()
-    return found
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -129,14 +129,14 @@ def test_data_parallel_ranks_share_the_writing(
 ) -> None:
     """Together they copy every state once; those of the same parameters about equally much, into a file each."""
     world = 2 * len(replicas)
-    found = run_ranks(world, saved_by_each_rank, model, str(tmp_path / "c"), sections)
+    result = run_ranks(world, saved_by_each_rank, model, str(tmp_path / "c"), sections)
     together: dict[str, int] = {}
-    for rank in found:
+    for rank in result:
         for key, size in rank.items():
             together[key] = together.get(key, 0) + size
     assert together == alone
-    for one, other in replicas:
-        assert sum(found[one].values()) == pytest.approx(sum(found[other].values()), rel=0.25)
+    for replica, other in replicas:
+        assert sum(result[replica].values()) == pytest.approx(sum(result[other].values()), rel=0.25)
     files = sorted(path.name for path in (tmp_path / "c").glob("*.distcp"))
     assert files == [f"__{rank}_0.distcp" for rank in range(world)]
 

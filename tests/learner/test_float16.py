@@ -24,8 +24,8 @@ HALF = {"model": {"dtype": "float16"}}
 
 def on_policy(learner: Learner) -> dict[str, float]:
     data = samples()
-    own = token_logprobs(learner, data)
-    data = [replace(sample, behaviour_logprobs=mine) for sample, mine in zip(data, own, strict=True)]
+    logprobs = token_logprobs(learner, data)
+    data = [replace(sample, behaviour_logprobs=mine) for sample, mine in zip(data, logprobs, strict=True)]
     return update(learner, data, advantages(24))
 
 
@@ -37,10 +37,10 @@ def one_update(model: str, sections: dict[str, Any]) -> dict[str, float]:
 def test_the_gradient_is_that_of_the_loss_without_a_scale(
     exact: dict[str, float], model: str, world: int, layout: dict[str, Any]
 ) -> None:
-    for found in run_ranks(world, one_update, model, {**HALF, **layout}):
-        assert found["ratio_neg_min"] == found["ratio_neg_max"] == 1.0
-        assert (found["overflowed"], found["skipped"], found["loss_scale"]) == (0.0, 0.0, INITIAL_SCALE)
-        assert found["grad_norm"] == pytest.approx(exact["grad_norm"], rel=2e-2)
+    for result in run_ranks(world, one_update, model, {**HALF, **layout}):
+        assert result["ratio_neg_min"] == result["ratio_neg_max"] == 1.0
+        assert (result["overflowed"], result["skipped"], result["loss_scale"]) == (0.0, 0.0, INITIAL_SCALE)
+        assert result["grad_norm"] == pytest.approx(exact["grad_norm"], rel=2e-2)
 
 
 @pytest.fixture(scope="module")
@@ -57,22 +57,22 @@ def overflowing(model: str, directory: str) -> dict[str, Any]:
     learner = build_learner(recipe(Path(model), **HALF))
     set_scaler_state(learner.optimizer, {"scale": 2.0**40, "growth_tracker": 7, "hysteresis_tracker": 1})
     before = weights(learner)
-    found = {"lost": on_policy(learner), "same": before.equal(weights(learner)), "row": learner.skipped_in_a_row}
-    found["scale"] = scaler_state(learner.optimizer)["scale"]
+    result = {"lost": on_policy(learner), "same": before.equal(weights(learner)), "row": learner.skipped_in_a_row}
+    result["scale"] = scaler_state(learner.optimizer)["scale"]
     set_scaler_state(learner.optimizer, {"scale": 64.0, "growth_tracker": 7, "hysteresis_tracker": 1})
-    found["taken"] = on_policy(learner)
-    found["saved"] = scaler_state(learner.optimizer)
+    result["taken"] = on_policy(learner)
+    result["saved"] = scaler_state(learner.optimizer)
     checkpoint.begin_save(
         learner, Path(directory) / "checkpoint", {"run": "r", "cursor": {"stage": 0, "age": 0, "updates": 0}}
     )()
     on_policy(learner)
-    found["after"] = weights(learner).numpy()
+    result["after"] = weights(learner).numpy()
     set_scaler_state(learner.optimizer, {"scale": 2.0, "growth_tracker": 0, "hysteresis_tracker": 1})
     bad = advantages(24)
     bad[3] = np.nan
-    found["bad"] = [update(learner, samples(), bad) for _ in range(3)]
-    found["bad_row"] = learner.skipped_in_a_row
-    return found
+    result["bad"] = [update(learner, samples(), bad) for _ in range(3)]
+    result["bad_row"] = learner.skipped_in_a_row
+    return result
 
 
 def resumed(model: str, directory: str) -> tuple[dict[str, float], tuple[int, int], np.ndarray]:
@@ -84,15 +84,15 @@ def resumed(model: str, directory: str) -> tuple[dict[str, float], tuple[int, in
 
 
 def test_an_overflow_lowers_the_scale_and_is_no_bad_gradient(model: str, tmp_path: Path) -> None:
-    [found] = run_ranks(1, overflowing, model, str(tmp_path))
-    assert (found["lost"]["overflowed"], found["lost"]["skipped"]) == (1.0, 0.0)
-    assert found["same"]
-    assert found["row"] == 0
-    assert found["scale"] == 2.0**39
-    assert (found["taken"]["overflowed"], found["taken"]["loss_scale"]) == (0.0, 64.0)
+    [result] = run_ranks(1, overflowing, model, str(tmp_path))
+    assert (result["lost"]["overflowed"], result["lost"]["skipped"]) == (1.0, 0.0)
+    assert result["same"]
+    assert result["row"] == 0
+    assert result["scale"] == 2.0**39
+    assert (result["taken"]["overflowed"], result["taken"]["loss_scale"]) == (0.0, 64.0)
     [(scaler, done, after)] = run_ranks(1, resumed, model, str(tmp_path))
-    assert found["saved"] == scaler == {"scale": 64.0, "growth_tracker": 8.0, "hysteresis_tracker": 1.0}
+    assert result["saved"] == scaler == {"scale": 64.0, "growth_tracker": 8.0, "hysteresis_tracker": 1.0}
     assert done == (2, 1)
-    np.testing.assert_array_equal(after, found["after"])
-    assert [(row["overflowed"], row["skipped"]) for row in found["bad"]] == [(1.0, 0.0), (0.0, 1.0), (0.0, 1.0)]
-    assert found["bad_row"] == 2
+    np.testing.assert_array_equal(after, result["after"])
+    assert [(row["overflowed"], row["skipped"]) for row in result["bad"]] == [(1.0, 0.0), (0.0, 1.0), (0.0, 1.0)]
+    assert result["bad_row"] == 2

@@ -91,7 +91,10 @@ def two_updates(model: str, deterministic: bool) -> dict[str, Any]:
         "fills": torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
         "variables": tuple(os.environ.get(name) for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_NVLS_ENABLE")),
         "embedding": trained.embedding.word_embeddings.deterministic_mode,
-        "figures": [(each["loss"], each["grad_norm"], each["ratio_neg_min"]) for each in metrics],
+        "figures": [
+            (update_metrics["loss"], update_metrics["grad_norm"], update_metrics["ratio_neg_min"])
+            for update_metrics in metrics
+        ],
         "weights": [parameter.detach().numpy().copy() for parameter in trained.parameters()],
     }
 

@@ -137,8 +137,8 @@ def test_many_ranks_that_say_the_same_are_told_together(tmp_path: Path) -> None:
     everyone = [Heartbeat(store, rank, 5, f"node {rank // 3}", PATIENCE_S) for rank in range(5)]
     while _told_of(everyone[0].last_heard()) < len(everyone):  # each says so in a thread of its own
         everyone[0].ask(lambda store: store.add("nothing", 0))
-    said = r"ranks 0-2 \(node 0\): start, \d+ s ago; ranks 3-4 \(node 1\): start, \d+ s ago"
-    assert re.fullmatch(said, everyone[0].last_heard())
+    expected = r"ranks 0-2 \(node 0\): start, \d+ s ago; ranks 3-4 \(node 1\): start, \d+ s ago"
+    assert re.fullmatch(expected, everyone[0].last_heard())
     for one in everyone:
         one.leave()
 

@@ -28,7 +28,7 @@ class Waits(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[str] = []
+        self.result: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -38,7 +38,7 @@ class Waits(TorchDispatchMode):
         # A Python list goes to the device from pageable memory, which the host waits for too; a number does not.
         listed = func is aten.lift_fresh.default and args[0].dim() > 0
         if counts or masks or fetched or listed:
-            self.found.append(str(func))
+            self.result.append(str(func))
         return func(*args, **kwargs)
 
 
@@ -55,7 +55,7 @@ class Waits(TorchDispatchMode):
 def test_a_wait_is_found(wait: Callable[[], Any], operation: str) -> None:
     with Waits() as waits:
         wait()
-    assert operation in " ".join(waits.found)
+    assert operation in " ".join(waits.result)
 
 
 @pytest.mark.parametrize("name", ["mu_grpo", "grpo", "gspo", "veto=response"])
@@ -85,6 +85,6 @@ def test_the_loss_waits_for_nothing(name: str, monkeypatch: pytest.MonkeyPatch) 
     with Waits() as waits:
         value, _ = loss(model, hidden, batch)
         value.backward()
-    assert waits.found == []
+    assert waits.result == []
     assert hidden.grad is not None
     assert bool(weight.main_grad.any())  # type: ignore[attr-defined]

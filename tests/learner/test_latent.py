@@ -58,8 +58,8 @@ def of_expert(tensors: dict[str, Any], name: str) -> torch.Tensor:
     """A tensor by its name in a checkpoint; transformers computes with the experts of a layer in two tensors."""
     if ".mlp.experts." not in name:
         return tensors[name]
-    layer, part = name.split(".experts.")
-    number, kind, _ = part.split(".")
+    layer, suffix = name.split(".experts.")
+    number, kind, _ = suffix.split(".")
     if kind == "down_proj":
         return tensors[f"{layer}.experts.down_proj"][int(number)]
     return tensors[f"{layer}.experts.gate_up_proj"][int(number)].chunk(2)[kind == "up_proj"]
@@ -80,7 +80,7 @@ def whole(model: str) -> dict[str, Any]:
     return {
         "gradients": apart,
         "moved": max(float(np.abs(a - b).max()) for a, b in zip(logprobs, token_logprobs(learner, data), strict=True)),
-        "biases": [float(each.abs().max()) for each in before.values()],
+        "biases": [float(bias.abs().max()) for bias in before.values()],
         "frozen": before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before),
         "replayed": replay(build_learner(recipe(Path(model), **REPLAY), learner.ranks), None),
     }
@@ -112,8 +112,8 @@ def test_the_bias_of_the_routers_stays(alone: dict[str, Any]) -> None:
 
 
 def test_a_pass_replays_what_was_recorded(alone: dict[str, Any]) -> None:
-    found = alone["replayed"]
-    first, second = found["updates"]
-    assert found["bitwise"]
+    result = alone["replayed"]
+    first, second = result["updates"]
+    assert result["bitwise"]
     assert first["ratio_neg_min"] == first["ratio_neg_max"] == first["ratio_pos_max"] == 1.0
     assert first["routes_flipped"] == 0.0 < second["routes_flipped"] < 1.0

@@ -65,7 +65,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def fused_name(name: str, model: Architecture) -> str:
     """Transformer Engine's name of the table's parameter `name`: norms before experts and latents are not fused."""
-    layer = int(found[1]) if (found := re.match(r"decoder\.layers\.(\d+)\.", name)) else 0
+    layer = int(result[1]) if (result := re.match(r"decoder\.layers\.(\d+)\.", name)) else 0
     apart = {"pre_mlp_layernorm.": layer >= model.dense_layers, "input_layernorm.": model.latent is not None}
     for plain, fused_norm in NORMS.items():
         if not apart[plain]:
@@ -78,8 +78,8 @@ def test_names_are_those_of_the_modules_and_come_back_and_checkpoints_have_those
     checkpoints: Path,
 ) -> None:
     """Keys and shapes are the table's, which `tests/weights/test_table.py` finds in Megatron's own layers."""
-    [found] = run_ranks(1, fused, stored_shapes, [checkpoints / family for family in models.FAMILIES])
-    for family, (table, megatrons, names) in zip(models.FAMILIES, found, strict=True):
+    [result] = run_ranks(1, fused, stored_shapes, [checkpoints / family for family in models.FAMILIES])
+    for family, (table, megatrons, names) in zip(models.FAMILIES, result, strict=True):
         model = architecture(json.loads((checkpoints / family / "config.json").read_text()))
         known = {fused_name(name, model): name for name in entries(model)}
         for name, expected in (LATENT if model.latent else DENSE if model.dense_layers else ROUTED).items():

@@ -100,15 +100,15 @@ def updates_as_on_cuda(model: str, sections: dict[str, Any]) -> Updates:
     """With direct weight gradients, of several micro-batches; Megatron reduces early from the second update on."""
     with as_on_cuda():
         learner = build_learner(recipe(Path(model), **sections))
-    assert any(isinstance(part, ColumnParallel) for part in policy(learner.chunks[0]).modules())
+    assert any(isinstance(module, ColumnParallel) for module in policy(learner.chunks[0]).modules())
     with patch.object(_ParamAndGradBucketGroup, "start_grad_sync", autospec=True) as reductions:
         reductions.side_effect = START
-        found = updates_of(learner)
+        result = updates_of(learner)
     if learner.ranks.dp_size > 1:
         groups = sum(len([*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]) for chunk in learner.chunks)
         assert reductions.call_count == 2 * groups
         assert groups > len(learner.chunks) or learner.ranks.pp > 0, "Megatron has one bucket on later stages"
-    return found
+    return result
 
 
 @pytest.mark.parametrize(

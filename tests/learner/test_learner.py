@@ -17,14 +17,14 @@ from mugrpo_megatron.learner.learner import copy_back, move_to_host
 @pytest.mark.parametrize("slab", [1 << 8, 1 << 26])
 def test_values_and_views_survive(dtype: torch.dtype, slab: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learner, "SLAB", slab)
-    whole = torch.randn(1000).to(dtype)
-    view, before = whole[100:300].view(10, 20), whole.clone()
-    copies = move_to_host([whole])
-    assert whole.untyped_storage().nbytes() == 0
+    storage = torch.randn(1000).to(dtype)
+    view, before = storage[100:300].view(10, 20), storage.clone()
+    copies = move_to_host([storage])
+    assert storage.untyped_storage().nbytes() == 0
     copy_back(copies)
-    assert torch.equal(whole, before)
+    assert torch.equal(storage, before)
     view.fill_(3)
-    assert bool((whole[100:300] == 3).all())
+    assert bool((storage[100:300] == 3).all())
 
 
 @given(st.lists(st.integers(0, 700), max_size=12))
@@ -34,12 +34,12 @@ def test_tensors_share_slabs_without_gaps(sizes: list[int]) -> None:
     before = [tensor.clone() for tensor in tensors]
     with patch.object(learner, "SLAB", 256):
         copies = move_to_host(tensors)
-    pieces = [piece for one in copies if one.host for piece in one.host]
+    pieces = [piece for copy in copies if copy.host for piece in copy.host]
     slabs = {piece.untyped_storage().data_ptr() for piece in pieces}
     assert len(slabs) == -(-sum(sizes) // 256)
     assert sum(len(piece) for piece in pieces) == sum(sizes)
     copy_back(copies)
-    assert all(torch.equal(one, other) for one, other in zip(tensors, before, strict=True))
+    assert all(torch.equal(copy, other) for copy, other in zip(tensors, before, strict=True))
 
 
 def test_what_is_not_kept_wakes_as_zeros() -> None:

@@ -23,10 +23,10 @@ def masked(data: list[Sample], kind: str) -> list[Sample]:
     """The samples with a mask: all tokens, all but the last ones, or a random half (of one response nothing)."""
     generator = np.random.default_rng(1)
     masks = []
-    for place, sample in enumerate(data):
+    for index, sample in enumerate(data):
         length = len(sample.response_ids)
         if kind == "half":
-            masks.append(generator.integers(0, 2, length).astype(bool) & (place != 1))
+            masks.append(generator.integers(0, 2, length).astype(bool) & (index != 1))
         else:
             masks.append(np.arange(length) < (length if kind == "all" else max(1, length - 2)))
     return [replace(sample, loss_mask=mask) for sample, mask in zip(data, masks, strict=True)]
@@ -75,12 +75,12 @@ def compared(model: str, objective: dict[str, Any]) -> dict[str, tuple[float, fl
 @pytest.mark.process
 @pytest.mark.parametrize("name", ["mu_grpo", "gspo", "dr_grpo"])
 def test_a_masked_token_is_as_if_it_were_not_there(name: str, model: str) -> None:
-    [found] = run_ranks(1, compared, model, {"name": name})
-    assert found["every"] == found["plain"]
-    assert found["half, others noise"] == found["half"]
-    assert found["fewer"] != pytest.approx(found["plain"])
-    assert found["fewer"] == pytest.approx(found["shorter"], rel=1e-4, abs=1e-7)
-    assert found["half in many rows"] == pytest.approx(found["half"], rel=1e-4, abs=1e-7)
+    [result] = run_ranks(1, compared, model, {"name": name})
+    assert result["every"] == result["plain"]
+    assert result["half, others noise"] == result["half"]
+    assert result["fewer"] != pytest.approx(result["plain"])
+    assert result["fewer"] == pytest.approx(result["shorter"], rel=1e-4, abs=1e-7)
+    assert result["half in many rows"] == pytest.approx(result["half"], rel=1e-4, abs=1e-7)
 
 
 def of_half(model: str, parallel: dict[str, Any]) -> tuple[float, float]:
@@ -123,30 +123,30 @@ def of_turns(model: str, parallel: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """
     learner = build_learner(recipe(Path(model), optimizer=STILL, parallel=parallel, objective={"veto": "suffix"}))
     data, stale = in_turns(samples()), in_turns(left_behind(samples()))
-    own = token_logprobs(learner, data)
-    fresh = [replace(s, behaviour_logprobs=logprobs) for s, logprobs in zip(data, own, strict=True)]
-    found = {}
+    logprobs_of_samples = token_logprobs(learner, data)
+    fresh = [replace(s, behaviour_logprobs=logprobs) for s, logprobs in zip(data, logprobs_of_samples, strict=True)]
+    result = {}
     for reach in REACHES:
         objective = learner.recipe.objective.model_copy(update={"veto_reach": reach})
         reaching = replace(learner, recipe=learner.recipe.model_copy(update={"objective": objective}))
-        found[reach] = {
+        result[reach] = {
             "first": update(reaching, fresh, advantages(len(data))),
             "stale": [updated(reaching, stale, budget) for budget in BUDGETS],
         }
-    return found
+    return result
 
 
 @pytest.mark.process
 def test_the_ratio_over_turns_is_exactly_1_at_first_and_losses_are_the_same_in_every_layout(model: str) -> None:
     [alone] = run_ranks(1, of_turns, model, {})
     layouts: list[dict[str, Any]] = [{"tensor": 2}, {"context": 2}, {"pipeline": 2}]
-    for one in (alone, *(rank for parallel in layouts for rank in run_ranks(2, of_turns, model, parallel))):
+    for rank_result in (alone, *(rank for parallel in layouts for rank in run_ranks(2, of_turns, model, parallel))):
         for reach in REACHES:
-            first, whole = one[reach]["first"], alone[reach]
+            first, whole = rank_result[reach]["first"], alone[reach]
             assert {first[name] for name in ("ratio_mean", "ratio_neg_min", "ratio_neg_max", "ratio_pos_max")} == {1.0}
             assert first["tokens"] == sum(int(mask_of(s).sum()) for s in in_turns(samples()))
             assert first["loss"] == pytest.approx(whole["first"]["loss"], rel=1e-4, abs=1e-7)
-            for packed in one[reach]["stale"]:
+            for packed in rank_result[reach]["stale"]:
                 assert packed == pytest.approx(whole["stale"][0], rel=1e-4, abs=1e-7)
     (_, in_turn), (_, in_response) = (alone[reach]["stale"][0] for reach in REACHES)
     assert in_turn != pytest.approx(in_response, rel=1e-3)
@@ -161,6 +161,6 @@ def of_nothing(model: str) -> dict[str, float]:
 
 @pytest.mark.process
 def test_an_update_without_a_token_reports_no_mean_of_nothing(model: str) -> None:
-    [found] = run_ranks(1, of_nothing, model)
-    assert (found["tokens"], found["loss"], found["grad_norm"], found["skipped"]) == (0, 0, 0, 0)
-    assert [name for name, value in found.items() if not np.isfinite(value)] == []
+    [result] = run_ranks(1, of_nothing, model)
+    assert (result["tokens"], result["loss"], result["grad_norm"], result["skipped"]) == (0, 0, 0, 0)
+    assert [name for name, value in result.items() if not np.isfinite(value)] == []

@@ -22,11 +22,11 @@ CONFIG = SimpleNamespace(params_dtype=torch.float32, sequence_parallel=False)
 
 
 def compare(ours: Callable[..., torch.Tensor], definition: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> None:
-    found, wanted = ours(*inputs), definition(*inputs)
-    torch.testing.assert_close(found, wanted)
+    result, wanted = ours(*inputs), definition(*inputs)
+    torch.testing.assert_close(result, wanted)
     weights = torch.randn_like(wanted)
     for a, b in zip(
-        torch.autograd.grad((found * weights).sum(), inputs),
+        torch.autograd.grad((result * weights).sum(), inputs),
         torch.autograd.grad((wanted * weights).sum(), inputs),
         strict=True,
     ):
@@ -58,7 +58,7 @@ def test_rotary_tables_have_the_type_of_the_engines() -> None:
     sglang = Path(find_spec("sglang").origin or "").parent
     text = (sglang / "srt" / "layers" / "rotary_embedding" / "base.py").read_text(encoding="utf-8")
     lists = re.findall(r"self\.head_size not in (\[[\d, ]+\])", text)
-    assert [tuple(json.loads(each)) for each in lists] == [FLOAT32_TABLES]
+    assert [tuple(json.loads(sizes)) for sizes in lists] == [FLOAT32_TABLES]
     assert table_type(True, 128, torch.bfloat16) == torch.float32
     assert table_type(True, 16, torch.bfloat16) == table_type(False, 128, torch.bfloat16) == torch.bfloat16
 

@@ -62,22 +62,22 @@ def test_context_ranks_hold_a_row_together(sizes: list[tuple[int, int]], cp_size
     sequences = [TokenSequence(rng.integers(1, 99, prompt + response), prompt) for prompt, response in sizes]
     length = -(-sum(len(s.ids) for s in sequences) // (2 * cp_size)) * 2 * cp_size
     every, cpu = list(range(len(sequences))), torch.device("cpu")
-    whole = pack(sequences, every, length, cpu)
-    parts = [pack(sequences, every, length, cpu, rank, cp_size) for rank in range(cp_size)]
-    gathered = torch.cat([part.ids[0] for part in parts])
-    assert sorted(gathered.tolist()) == sorted(whole.ids[0].tolist())
-    assert sorted(i for part in parts for i in part.indices) == every
-    found = {}
-    for part in parts:
+    alone = pack(sequences, every, length, cpu)
+    batches = [pack(sequences, every, length, cpu, rank, cp_size) for rank in range(cp_size)]
+    gathered = torch.cat([part.ids[0] for part in batches])
+    assert sorted(gathered.tolist()) == sorted(alone.ids[0].tolist())
+    assert sorted(i for part in batches for i in part.indices) == every
+    result = {}
+    for part in batches:
         for index, targets, rows in zip(
             part.indices, part.targets.split(part.lengths.tolist()), part.rows.split(part.lengths.tolist()), strict=True
         ):
             sequence = sequences[index]
             assert targets.tolist() == sequence.ids[sequence.prompt :].tolist()
             assert gathered[rows].tolist() == sequence.ids[sequence.prompt - 1 : -1].tolist()[: len(targets)]
-            found[index] = True
-    assert len(found) == len(sequences)
-    for part in parts:
+            result[index] = True
+    assert len(result) == len(sequences)
+    for part in batches:
         split = part.packing.split
         assert sum(split.queries) == length // cp_size
         last_of_parts = np.cumsum(split.keys) - 1

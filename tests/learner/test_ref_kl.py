@@ -24,19 +24,19 @@ PENALTY = {"name": "grpo", "kl_ref": "start", "kl_coef": 2.0}
 
 def state(learner: Learner) -> list[torch.Tensor]:
     """Copies of this rank's weights and of all that the optimizer keeps of them."""
-    found = [p.detach().clone() for chunk in learner.chunks for p in policy(chunk).parameters()]
+    result = [p.detach().clone() for chunk in learner.chunks for p in policy(chunk).parameters()]
     for inner in torch_optimizers(learner.optimizer):
         for group in inner.param_groups:
             for parameter in group["params"]:
-                found += [parameter.detach().clone(), *(v.clone() for v in inner.state[parameter].values())]
-    return found
+                result += [parameter.detach().clone(), *(v.clone() for v in inner.state[parameter].values())]
+    return result
 
 
 def there_and_back(model: str, sections: dict[str, Any]) -> dict[str, Any]:
     """An update, a pass with the first weights, an update; and the same without that pass."""
     learner = build_learner(recipe(Path(model), objective=PENALTY, **sections))
     first = token_logprobs(learner, samples())
-    with_ref = [replace(s, ref_logprobs=own) for s, own in zip(samples(), first, strict=True)]
+    with_ref = [replace(s, ref_logprobs=logprobs) for s, logprobs in zip(samples(), first, strict=True)]
     penalised = [update(learner, with_ref, advantages(24))]
     before, moved = state(learner), token_logprobs(learner, samples())
     with swapped_weights(learner, Path(model)):
@@ -70,11 +70,11 @@ def alone(model: str) -> dict[str, Any]:
 def test_the_learner_comes_back_bit_by_bit(layout: str, model: str, alone: dict[str, Any]) -> None:
     """And the first update has no KL: the reference policy's log-probabilities are bitwise the learner's own."""
     world, sections = LAYOUTS[layout]
-    for found in [alone] if layout == "alone" else run_ranks(world, there_and_back, model, sections):
-        assert found["same"]
-        assert found["ref"]
-        assert found["moved"] > 1e-4
-        first, second = found["updates"]
+    for result in [alone] if layout == "alone" else run_ranks(world, there_and_back, model, sections):
+        assert result["same"]
+        assert result["ref"]
+        assert result["moved"] > 1e-4
+        first, second = result["updates"]
         assert first["kl_ref"] == first["kl_ref_k1"] == 0.0
         assert second["kl_ref"] > 0
         if layout != "bfloat16":

@@ -34,8 +34,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def with_routes(data: list[Sample], table: np.ndarray) -> list[Sample]:
     """The samples with their parts of the routes [L, T, k] of all."""
     ends = np.cumsum([sample.tokens - 1 for sample in data])
-    parts = np.split(table, ends[:-1], axis=1)
-    return [replace(sample, routes=InMemoryRoutes(part)) for sample, part in zip(data, parts, strict=True)]
+    arrays = np.split(table, ends[:-1], axis=1)
+    return [replace(sample, routes=InMemoryRoutes(rows)) for sample, rows in zip(data, arrays, strict=True)]
 
 
 def used_experts(learner: Learner, data: list[Sample]) -> np.ndarray:
@@ -53,15 +53,15 @@ def used_experts(learner: Learner, data: list[Sample]) -> np.ndarray:
     sequences = [sequence_of(sample) for sample in data]
     batches = pack_local(learner, sequences, plan_update(learner, sequences))
     forward_only(learner, batches, lambda model, hidden, batch: hidden)
-    found = np.zeros((LAYERS, sum(sample.tokens - 1 for sample in data), EXPERTS), dtype=bool)
+    result = np.zeros((LAYERS, sum(sample.tokens - 1 for sample in data), EXPERTS), dtype=bool)
     for number in {number for number, _ in seen}:
         maps = [routed for layer, routed in seen if layer == number]
         for routed, batch in zip(maps, batches, strict=True):
             assert batch.routing
             assert (routed.sum(-1) == CHOSEN).all(), "every row, padding included, has as many experts"
             real = batch.routing.indices >= 0
-            found[number, batch.routing.indices[real].numpy()] = routed[real].numpy()
-    return found
+            result[number, batch.routing.indices[real].numpy()] = routed[real].numpy()
+    return result
 
 
 def one_hot(table: np.ndarray) -> np.ndarray:
@@ -78,20 +78,20 @@ def replay(learner: Learner, table: np.ndarray | None) -> dict[str, Any]:
     """Record, take two updates that replay `table` (or what was recorded), and tell what happened."""
     data = samples()
     logprobs, layers = record_routes(learner, data)
-    own = np.stack(list(layers))
-    table = own if table is None else table
+    recorded = np.stack(list(layers))
+    table = recorded if table is None else table
     data = with_routes(data, table)
     again = token_logprobs(learner, data)
-    data = [replace(sample, behaviour_logprobs=each) for sample, each in zip(data, again, strict=True)]
+    data = [replace(sample, behaviour_logprobs=row) for sample, row in zip(data, again, strict=True)]
     first = update(learner, data, advantages(len(data)))
     second = update(learner, data, advantages(len(data)))
     left = [routes for chunk in learner.chunks for routes in layers_of(chunk).values()]
     assert not any(routes.replay_backward_list or routes.target_topk_idx is not None for routes in left)
     assert not RouterReplay.global_router_replay_instances
-    assert all(np.isfinite(each).all() for each in token_logprobs(learner, samples())), "then routers choose again"
+    assert all(np.isfinite(row).all() for row in token_logprobs(learner, samples())), "then routers choose again"
     return {
         "dense": learner.architecture.dense_layers,
-        "own": own,
+        "own": recorded,
         "bitwise": all((one == other).all() for one, other in zip(logprobs, again, strict=True)),
         "updates": [first, second],
         "logprobs": np.concatenate(token_logprobs(learner, data)),
@@ -174,9 +174,9 @@ def gates(logits: torch.Tensor, experts: torch.Tensor, pre_softmax: bool) -> tor
     )
     RouterReplay.clear_global_router_replay_instances()
     assert (chosen.nonzero()[:, 1].view(experts.shape) == experts.sort().values).all()
-    own = replay.get_recorded_indices()
-    assert own is not None
-    torch.testing.assert_close(own.sort().values, logits.topk(experts.shape[1]).indices.sort().values)
+    recorded = replay.get_recorded_indices()
+    assert recorded is not None
+    torch.testing.assert_close(recorded.sort().values, logits.topk(experts.shape[1]).indices.sort().values)
     return weights
 
 

@@ -51,9 +51,9 @@ def test_ratio_is_exactly_one_at_the_first_update(model: str, world: int, sectio
 @pytest.mark.process
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_are_those_of_transformers(model: str, temperature: float) -> None:
-    [(found, _)] = run_ranks(1, logprobs_and_first_update, model, {"rollout": {"temperature": temperature}})
+    [(result, _)] = run_ranks(1, logprobs_and_first_update, model, {"rollout": {"temperature": temperature}})
     proximal = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    for sample, logprobs in zip(samples(), found, strict=True):
+    for sample, logprobs in zip(samples(), result, strict=True):
         ids = torch.tensor(np.concatenate([sample.prompt_ids, sample.response_ids]))[None].long()
         with torch.no_grad():
             table = (proximal(ids).logits[0] / temperature).log_softmax(-1)
@@ -96,10 +96,10 @@ def test_the_clip_around_a_reference_is_that_of_one_process(model: str) -> None:
     [alone] = run_ranks(1, around_a_reference, model, {})
     assert 0 < alone["clipped_fraction"] < 1
     for sections in ({}, {"parallel": {"context": 2}}):
-        for found in run_ranks(2, around_a_reference, model, sections):
-            assert found["clipped_fraction"] == alone["clipped_fraction"]
-            assert found["loss"] == pytest.approx(alone["loss"], rel=1e-4)
-            assert found["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-4)
+        for result in run_ranks(2, around_a_reference, model, sections):
+            assert result["clipped_fraction"] == alone["clipped_fraction"]
+            assert result["loss"] == pytest.approx(alone["loss"], rel=1e-4)
+            assert result["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-4)
 
 
 def with_bad_advantage(model: str) -> tuple[bool, int, int, dict[str, float], dict[str, float]]:
@@ -138,9 +138,9 @@ def decayed(model: str) -> list[tuple[int, bool, float]]:
 
 @pytest.mark.process
 def test_norms_and_biases_do_not_decay(model: str) -> None:
-    [found] = run_ranks(1, decayed, model)
-    assert {dimensions for dimensions, _, _ in found} == {1, 2}
-    for dimensions, changed, off in found:
+    [result] = run_ranks(1, decayed, model)
+    assert {dimensions for dimensions, _, _ in result} == {1, 2}
+    for dimensions, changed, off in result:
         assert changed == (dimensions > 1)
         assert off < 1e-6
 

@@ -51,7 +51,7 @@ def recipe(directory: Path, **sections: dict[str, Any]) -> Recipe:
 def samples(prompts: int = 6, responses: int = 4, seed: int = 0) -> list[Sample]:
     """Random prompts and responses of uneven lengths, some rewarded; behaviour logprobs are a guess of -4.5 +- 0.3."""
     rng = np.random.default_rng(seed)
-    found = []
+    result = []
     for group in range(prompts):
         prompt = rng.integers(0, VOCAB, rng.integers(1, 12)).astype(np.int32)
         for _ in range(responses):
@@ -60,8 +60,8 @@ def samples(prompts: int = 6, responses: int = 4, seed: int = 0) -> list[Sample]
             behaviour = rng.normal(-4.5, 0.3, length).astype(np.float32)
             reward = float(rng.integers(0, 2))
             sample = Sample(group, f"p{group}", prompt, response, behaviour, reward, 0, "stop")
-            found.append(replace(sample, behaviour_logprobs=behaviour))
-    return found
+            result.append(replace(sample, behaviour_logprobs=behaviour))
+    return result
 
 
 def left_behind(data: list[Sample]) -> list[Sample]:
@@ -107,10 +107,10 @@ def updates_of(learner: Learner) -> Updates:
     return first, second, np.concatenate(token_logprobs(learner, data))
 
 
-def assert_same_updates(found: Updates, alone: Updates) -> None:
+def assert_same_updates(result: Updates, alone: Updates) -> None:
     """Adam's first step amplifies rounding, so what comes after it is compared less closely."""
     for name in ("loss", "grad_norm"):
-        assert found[0][name] == pytest.approx(alone[0][name], rel=1e-4)
-        assert found[1][name] == pytest.approx(alone[1][name], rel=2e-3, abs=2e-4)
-    assert found[0]["vetoed_fraction"] == alone[0]["vetoed_fraction"]
-    np.testing.assert_allclose(found[2], alone[2], atol=2e-3)
+        assert result[0][name] == pytest.approx(alone[0][name], rel=1e-4)
+        assert result[1][name] == pytest.approx(alone[1][name], rel=2e-3, abs=2e-4)
+    assert result[0]["vetoed_fraction"] == alone[0]["vetoed_fraction"]
+    np.testing.assert_allclose(result[2], alone[2], atol=2e-3)

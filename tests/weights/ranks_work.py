@@ -93,9 +93,9 @@ def replaced(first: Path, second: Path, target: Path) -> None:
         save_hf(*saved[second], like=target.parent, out=target, replace=True)
     assert {path.name: path.read_bytes() for path in target.iterdir()} == before
     save_hf(*saved[second], like=second, out=target, replace=True)
-    found, wanted = (load_file(path / "model.safetensors") for path in (target, second))
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in found)
+    result, wanted = (load_file(path / "model.safetensors") for path in (target, second))
+    assert result.keys() == wanted.keys()
+    assert all(torch.equal(result[name], wanted[name]) for name in result)
     assert [path.name for path in target.parent.iterdir()] == [target.name]
 
 
@@ -114,11 +114,11 @@ def refused_on_every_rank(source: Path, folder: Path, layout: Layout) -> list[st
 def logits_of(sources: list[Path], layout: Layout, ids: list[int]) -> list[np.ndarray]:
     """Logits of each checkpoint in the layout, the same on every rank."""
     ranks = enter(layout)
-    found = []
+    result = []
     for source in sources:
         chunks, architecture = build(source, layout, ranks)
-        found.append(logits(chunks, ids, architecture.vocab_size).numpy())
-    return found
+        result.append(logits(chunks, ids, architecture.vocab_size).numpy())
+    return result
 
 
 def reload_megatron(cases: list[tuple[Path, Path, Path]], layout: Layout) -> None:
@@ -145,20 +145,20 @@ def stored_shapes(hf_dirs: list[Path]) -> list[tuple[Shapes, Shapes, list[str]]]
     And the names of the model's parameters and frozen buffers.
     """
     ranks = enter({})
-    found = []
+    result = []
     for hf_dir in hf_dirs:
         (chunk,), architecture = build(hf_dir, {}, ranks)
         table = {}
         for entry in entries(architecture).values():
-            place = stored(entry, architecture)
-            table[place.key] = place.stack + whole_shape(entry, architecture)
+            location = stored(entry, architecture)
+            table[location.key] = location.stack + whole_shape(entry, architecture)
         state = chunk.sharded_state_dict()
         apply_factories(state)
         tensors = [value for value in nested_values(state) if isinstance(value, ShardedTensor)]
         names = [name for name, _ in chunk.named_parameters()]
         names += [name for name, _ in chunk.named_buffers() if name.endswith("expert_bias")]
-        found.append((table, {tensor.key: tuple(tensor.global_shape) for tensor in tensors}, names))
-    return found
+        result.append((table, {tensor.key: tuple(tensor.global_shape) for tensor in tensors}, names))
+    return result
 
 
 def streams(hf_dir: Path, layout: Layout, bucket_sizes: list[int]) -> list[dict[str, np.ndarray]]:

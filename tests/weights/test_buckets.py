@@ -79,10 +79,10 @@ def test_buckets_hold_every_tensor_once(model: Path, bucket_bytes: int, stages: 
 def test_stream_is_the_model_for_any_bucket_size(model: Path) -> None:
     expected = load_file(model / "model.safetensors")
     for of_rank in run_ranks(2, streams, model, {"expert": 2}, [1, 5_000, 10**9]):
-        for found in of_rank:
-            assert found.keys() == expected.keys()
+        for result in of_rank:
+            assert result.keys() == expected.keys()
             for name, value in expected.items():
-                assert torch.equal(value, torch.from_numpy(found[name])), name
+                assert torch.equal(value, torch.from_numpy(result[name])), name
 
 
 def test_sglang_reads_a_flattened_bucket(model: Path) -> None:
@@ -176,11 +176,11 @@ def test_every_value_is_the_nearest_of_its_block(
     assert scales.shape == (-(-rows // BLOCK), -(-columns // BLOCK))
     exact, got = weight.double().numpy(), values.double().numpy()
     for r, c, *place in each_block(rows, columns):
-        block, found, unit = exact[tuple(place)], got[tuple(place)], float(scales[r, c])
+        block, result, unit = exact[tuple(place)], got[tuple(place)], float(scales[r, c])
         largest = np.abs(block).max()
         assert unit == pytest.approx(largest / 448 if largest else 1.0, rel=1e-6)
-        assert np.abs(found).max() in (0.0, 448.0), "the largest value of a block is the largest of the type"
-        error = np.abs(found * unit - block)
+        assert np.abs(result).max() in (0.0, 448.0), "the largest value of a block is the largest of the type"
+        error = np.abs(result * unit - block)
         best = np.abs(nearest(block / unit) * unit - block)
         assert (error <= best + 1e-6 * np.abs(block)).all(), "rounded to a value that is not the nearest"
         assert (error <= np.maximum(np.abs(block) / 16, unit * 2.0**-10) * (1 + 1e-5)).all()
@@ -223,17 +223,17 @@ def test_a_bucket_becomes_what_an_fp8_checkpoint_has() -> None:
         slot.view(flat).copy_(torch.randn(slot.shape))
     layout = quantised_bucket(bucket)
     out = quantise_bucket(bucket, flat, layout)
-    found = {slot.name: slot.view(out) for slot in layout.slots}
+    result = {slot.name: slot.view(out) for slot in layout.slots}
     changed = [name for name in NAMES if "proj.weight" in name or ".w1." in name]
     assert len(changed) == 3
     for slot in slots:
         if slot.name in changed:
             values, scales = quantise(slot.view(flat))
-            assert torch.equal(found[slot.name].view(torch.uint8), values.view(torch.uint8))
-            assert torch.equal(found[slot.name + "_scale_inv"], scales)
+            assert torch.equal(result[slot.name].view(torch.uint8), values.view(torch.uint8))
+            assert torch.equal(result[slot.name + "_scale_inv"], scales)
         else:
-            assert torch.equal(found[slot.name], slot.view(flat))
-    assert len(found) == len(NAMES) + len(changed)
+            assert torch.equal(result[slot.name], slot.view(flat))
+    assert len(result) == len(NAMES) + len(changed)
     assert [len(piece.slots) for piece in layout.parameters] == [4, 6]
     assert layout.bytes == len(out) < bucket.bytes
     ends = [(slot.start, slot.start + slot.bytes) for slot in layout.slots]

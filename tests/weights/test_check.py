@@ -35,15 +35,17 @@ class FakeEngine:
 
     @staticmethod
     def _rank(tensors: dict[str, torch.Tensor], dtype: torch.dtype, rank: int, ranks: int) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
-        for name in sorted(tensors, key=lambda n: next((i for i, part in enumerate(ORDER) if part in n), 9)):
+        result: dict[str, torch.Tensor] = {}
+        for name in sorted(
+            tensors, key=lambda n: next((i for i, tensors_of_rank in enumerate(ORDER) if tensors_of_rank in n), 9)
+        ):
             tensor, parts = tensors[name].to(dtype), name.split(".")
             if "norm" not in name:
                 tensor = tensor.chunk(ranks, dim=1 if parts[-2] in ("o_proj", "down_proj") else 0)[rank]
             parts[-2] = FUSED.get(parts[-2], parts[-2])
             fused = ".".join(parts)
-            found[fused] = torch.cat([found[fused], tensor]) if fused in found else tensor
-        return found
+            result[fused] = torch.cat([result[fused], tensor]) if fused in result else tensor
+        return result
 
     def checksums(self) -> list[TensorChecksums]:
         return [
@@ -52,9 +54,9 @@ class FakeEngine:
                     str(t.dtype).split(".")[1],
                     hashlib.sha256(t.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest(),
                 )
-                for name, t in part.items()
+                for name, t in tensors_of_rank.items()
             }
-            for part in self.parts
+            for tensors_of_rank in self.parts
         ]
 
 

@@ -44,5 +44,5 @@ def test_an_update_counts_every_sequence_and_only_trained_logits(tmp_path: Path)
     architecture = read_architecture(tmp_path)
     lengths, trained = [5, 17, 9], 12
     parts = [token_flops(architecture, length) for length in lengths]
-    forward = sum(length * (one.layers + one.attention) for length, one in zip(lengths, parts, strict=True))
+    forward = sum(length * (flops.layers + flops.attention) for length, flops in zip(lengths, parts, strict=True))
     assert model_flops(architecture, lengths, trained) == pytest.approx(3 * (forward + trained * parts[0].head))

@@ -71,9 +71,9 @@ def test_every_rank_is_told_that_an_export_cannot_be_written(checkpoints: Path, 
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(source)
     before = {path.name: path.read_bytes() for path in source.iterdir()}
-    one, other = run_ranks(2, refused_on_every_rank, source, tmp_path, {"tensor": 2})
-    assert one == other
-    assert [sentence.split(" ", 1)[1][:10] for sentence in one] == ["cannot be ", "cannot be ", *["is the mod"] * 2]
+    rank, other = run_ranks(2, refused_on_every_rank, source, tmp_path, {"tensor": 2})
+    assert rank == other
+    assert [sentence.split(" ", 1)[1][:10] for sentence in rank] == ["cannot be ", "cannot be ", *["is the mod"] * 2]
     assert {path.name: path.read_bytes() for path in source.iterdir()} == before
     tiny.assert_same_weights(source, tmp_path / "hf")
 
@@ -90,8 +90,8 @@ def test_round_trip_is_bitwise(checkpoints: Path, tmp_path: Path, name: str) -> 
 
 @pytest.mark.parametrize(("world", "layout"), [(1, {}), (4, {"tensor": 4})])
 def test_logits_are_those_of_transformers(checkpoints: Path, world: int, layout: Layout) -> None:
-    (found, *_) = run_ranks(world, logits_of, [checkpoints / model for model in MODELS], layout, IDS)
-    for model, megatron in zip(MODELS, found, strict=True):
+    (result, *_) = run_ranks(world, logits_of, [checkpoints / model for model in MODELS], layout, IDS)
+    for model, megatron in zip(MODELS, result, strict=True):
         with torch.no_grad():
             expected = tiny.load(checkpoints / model)(torch.tensor([IDS])).logits[0].numpy()
         assert np.abs(megatron - expected).max() < 1e-5, model

@@ -37,9 +37,9 @@ def test_library_reads_what_was_written(
         assert shard.bytes <= shard_bytes or len(shard.specs) == 1
         write_shard(directory, shard, (tensors[spec.name] for spec in shard.specs))
     write_index(directory, shards)
-    found = {name: value for shard in shards for name, value in load_file(directory / shard.file).items()}
-    assert found.keys() == tensors.keys()
-    assert all(torch.equal(value, found[name]) for name, value in tensors.items())
+    result = {name: value for shard in shards for name, value in load_file(directory / shard.file).items()}
+    assert result.keys() == tensors.keys()
+    assert all(torch.equal(value, result[name]) for name, value in tensors.items())
     if len(shards) == 1:
         assert shards[0].file == SINGLE
     else:

@@ -93,9 +93,9 @@ def disagreement(learner: Learner, engine: Engine | None) -> float:
         sampled = [list(engine.generate(prompts, 4, Sampling(1.0, 1.0, 16, ())))]
     dist.broadcast_object_list(sampled)
     responses = [(prompt, response) for prompt, group in sampled[0] for response in group]
-    found = token_logprobs(learner, [sample(prompt, response) for prompt, response in responses])
+    result = token_logprobs(learner, [sample(prompt, response) for prompt, response in responses])
     return max(
-        float(np.abs(mine - response.logprobs).max()) for mine, (_, response) in zip(found, responses, strict=True)
+        float(np.abs(mine - response.logprobs).max()) for mine, (_, response) in zip(result, responses, strict=True)
     )
 
 

@@ -65,29 +65,29 @@ def numbered(shape: tuple[int, ...], start: int) -> torch.Tensor:
 def test_merge_shard_unshard_split_is_the_identity(model: Architecture, size: int) -> None:
     for entry in entries(model).values():
         shapes = entry.hf_shapes(model)
-        tensors = [numbered(shape, 1000 * place) for place, shape in enumerate(shapes, start=1)]
-        whole = merge_from_hf(entry, tensors, model)
-        assert tuple(whole.shape) == whole_shape(entry, model)
-        rows = -(-len(whole) // size) * size if entry.row.form == "vocab" else len(whole)
-        padded = pad_vocab(entry, whole, rows)
-        assert not padded[len(whole) :].any()
+        tensors = [numbered(shape, 1000 * location) for location, shape in enumerate(shapes, start=1)]
+        unsharded = merge_from_hf(entry, tensors, model)
+        assert tuple(unsharded.shape) == whole_shape(entry, model)
+        rows = -(-len(unsharded) // size) * size if entry.row.form == "vocab" else len(unsharded)
+        padded = pad_vocab(entry, unsharded, rows)
+        assert not padded[len(unsharded) :].any()
         halves = [half.shape[0] for half in padded.chunk(2)] if entry.row.form == "gated" else [padded.shape[0]]
         dimension = {"rows": min(halves), "columns": padded.shape[-1], "none": size}[entry.row.split]
         if dimension % size:
             continue  # a layout that does not divide the model is refused before any weight is touched
         parts = [shard(entry, padded, size, rank) for rank in range(size)]
         back = split_to_hf(entry, unshard(entry, parts), model)
-        for tensor, found in zip(tensors, back, strict=True):
-            assert torch.equal(tensor, found.reshape(tensor.shape)), entry.megatron
+        for tensor, result in zip(tensors, back, strict=True):
+            assert torch.equal(tensor, result.reshape(tensor.shape)), entry.megatron
 
 
 @given(architectures())
 def test_every_tensor_has_one_place(model: Architecture) -> None:
     table = entries(model)
     names = [name for entry in table.values() for name in entry.hf]
-    places = [stored(entry, model) for entry in table.values()]
+    locations = [stored(entry, model) for entry in table.values()]
     assert len(names) == len(set(names))
-    assert len(places) == len({(place.key, place.index) for place in places})
+    assert len(locations) == len({(location.key, location.index) for location in locations})
     assert ("lm_head.weight" in names) is not model.tied
 
 
@@ -95,6 +95,6 @@ def test_every_tensor_has_one_place(model: Architecture) -> None:
 def test_stored_keys_are_megatrons_own(tmp_path: Path) -> None:
     for family in models.FAMILIES:
         models.save_model(tmp_path / family, family)
-    (found,) = run_ranks(1, stored_shapes, [tmp_path / family for family in models.FAMILIES])
-    for family, (table, megatrons, _) in zip(models.FAMILIES, found, strict=True):
+    (result,) = run_ranks(1, stored_shapes, [tmp_path / family for family in models.FAMILIES])
+    for family, (table, megatrons, _) in zip(models.FAMILIES, result, strict=True):
         assert table == megatrons, family

@@ -35,9 +35,9 @@ def load(directory: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
 
 
-def assert_same_weights(expected: Path, found: Path) -> None:
+def assert_same_weights(expected: Path, result: Path) -> None:
     """Both directories hold one file with the same tensors, bit by bit."""
-    ours, theirs = (load_file(directory / "model.safetensors") for directory in (expected, found))
-    assert ours.keys() == theirs.keys(), found
+    ours, theirs = (load_file(directory / "model.safetensors") for directory in (expected, result))
+    assert ours.keys() == theirs.keys(), result
     for name, tensor in ours.items():
-        assert torch.equal(tensor, theirs[name]), f"{found}: {name}"
+        assert torch.equal(tensor, theirs[name]), f"{result}: {name}"
