@@ -71,7 +71,10 @@ def test_rewards_lose_the_log_ratio_of_the_whole_response() -> None:
     [
         ({"kl_coef": 0.1}, "set kl_ref"),
         ({"kl_ref": "start", "kl_coef": 0.1, "kl_penalty": "k1"}, "Input should be 'reward', 'k2'"),
-        ({"kl_ref": "stage", "kl_coef": 0.1, "kl_penalty": "reward"}, "both are the same"),
+        (
+            {"kl_ref": "stage", "kl_coef": 0.1, "kl_penalty": "reward"},
+            "is always 0: the policy that sampled is the reference policy",
+        ),
     ],
 )
 def test_penalties_that_do_nothing_or_mean_nothing_are_refused(changes: dict[str, object], message: str) -> None:

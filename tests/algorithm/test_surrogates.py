@@ -69,8 +69,8 @@ def test_a_surrogate_that_cannot_be_loaded_is_named(surrogate: str, words: str) 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"surrogate": "pop"}, "there are ppo, cispo"),
-        ({"surrogate": "module:two:three"}, "there are ppo, cispo"),
+        ({"surrogate": "pop"}, "take one of ppo, cispo"),
+        ({"surrogate": "module:two:three"}, "take one of ppo, cispo"),
         ({"reject": "sequence", "reject_range": (2.0, 2.0)}, "above its first"),
         ({"diagnostics": "late_drift"}, "module:function"),
     ],
