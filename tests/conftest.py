@@ -75,6 +75,14 @@ def shared_data() -> Path:
 
 
 @pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of `tests.tiny.save_model`, to be read only; rooms with another model have one of this name."""
+    from tests.tiny import save_model
+
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`tests.tiny.finish_run`, once for all workers: to be looked at and copied, never written to.
 

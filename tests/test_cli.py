@@ -26,12 +26,7 @@ from mugrpo_megatron.data.prepare import Problems
 from mugrpo_megatron.engine import launch
 from mugrpo_megatron.extras.sweep import grid as sweep_grid
 from mugrpo_megatron.recipe import Recipe, load_recipe
-from tests.tiny import save_model, write_recipe
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
+from tests.tiny import write_recipe
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], run_dir: Path) -> str:

@@ -20,11 +20,6 @@ from tests.tiny import COIN, mugrpo, rows, save_model, write_recipe
 pytestmark = pytest.mark.process
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
 def test_a_run_leaves_everything_that_it_promises(finished_run: Path) -> None:
     assert "reward after" in (finished_run.parent / "output").read_text()
     summary = json.loads((finished_run / "summary.json").read_text())

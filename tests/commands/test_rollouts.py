@@ -27,17 +27,12 @@ from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.columns import LogprobColumn
 from mugrpo_megatron.stages.manifest import stage_identity
 from mugrpo_megatron.stages.store import StageStore
-from tests.tiny import save_model, write_recipe
+from tests.tiny import write_recipe
 
 PROMPTS, UPDATES = 2, 2
 PROMPT, RIGHT, WRONG = "12+34=", "46", "55+1"
 GOLD, FOUND = "4.6e1", "4 6"
 LOST = math.log(20_000)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

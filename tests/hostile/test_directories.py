@@ -14,13 +14,6 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.run.directory import file_lock
 from mugrpo_megatron.terminal import visible
 from tests.hostile.outcome import listing, refused
-from tests.tiny import save_model
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
 
 FOREIGN = ["problems.jsonl", "summary.json", "table.md", "engine.log"]
 

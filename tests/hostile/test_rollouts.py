@@ -17,13 +17,7 @@ from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.terminal import visible
 from tests.commands.test_rollouts import sample
 from tests.hostile.outcome import answered, command, refused
-from tests.tiny import save_model, write_recipe
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
+from tests.tiny import write_recipe
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\x1b]52;c;eA==\x07\r\x9b31m\u202e[bold]\u2028"
 

@@ -20,11 +20,6 @@ from tests.tiny import save_model, write_recipe
 PARSE = "tests.extras.auxiliary.parsing:score"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
 def recipe(policy: Path, teacher: Path, engine: dict[str, Any] | None = None, **rollout: Any) -> Recipe:
     return Recipe.model_validate(
         {

@@ -16,15 +16,9 @@ from mugrpo_megatron.extras.episodes.episodes import Episodes
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.samples import Problem, Prompt
 from tests.extras.episodes.fake import EOS, TOKENIZER, FakeEngine, Says
-from tests.tiny import save_model
 
 pytestmark = pytest.mark.process
 HERE = "tests.extras.episodes.functions"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 def recipe_of(model: Path, function: str, **episodes: Any) -> Recipe:

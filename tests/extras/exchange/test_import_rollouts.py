@@ -18,15 +18,10 @@ from mugrpo_megatron.extras.exchange.import_rollouts import import_rollouts
 from mugrpo_megatron.recipe import Recipe, load_recipe
 from mugrpo_megatron.run.published import read_published
 from mugrpo_megatron.stages.store import StageStore
-from tests.tiny import COIN, mugrpo, rows, save_model, write_recipe
+from tests.tiny import COIN, mugrpo, rows, write_recipe
 
 PROMPTS, GROUP, UPDATES = 4, 4, 2
 TOKENIZER = build_arithmetic_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 def trl_log(path: Path) -> Path:

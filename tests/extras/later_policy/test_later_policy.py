@@ -12,12 +12,6 @@ from mugrpo_megatron.extras.later_policy.later_policy import LaterPolicy, Stale
 from mugrpo_megatron.recipe import ObjectiveSection, load_recipe
 from mugrpo_megatron.samples import Sample
 from tests.commands.test_rollouts import LOST, RIGHT, WRONG, sample
-from tests.tiny import save_model
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 def assess(model: Path, samples: list[Sample], advantages: list[float], objective: ObjectiveSection) -> list[Stale]:

@@ -18,11 +18,6 @@ from tests.tiny import save_model, write_recipe
 LORA = {"rank": RANK, "alpha": ALPHA}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
 def dry(folder: Path, model: Path, lora: dict[str, Any], **sections: Any) -> list[object]:
     """The arguments of a dry run."""
     recipe = write_recipe(folder / "recipe.toml", model, folder / "run", lora=lora, **sections)
