@@ -1,4 +1,4 @@
-"""The kinds of failure a command can end with, and their exit codes."""
+"""Kinds of failure that end a command, with their exit codes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ REFUSALS = {
     errno.ENOTDIR: "one of its parents is a file",
     errno.EISDIR: "it is a directory",
 }
-"""What the operating system refuses for reasons that only the user can change -> the way out."""
+"""Errors of the operating system that only the user can mend -> the way out."""
 
 
 class UserError(Exception):
-    """A mistake that the user can fix: says what is wrong, where, and how to fix it.
+    """A mistake that the user can fix; the text says what is wrong, where, and the way out.
 
-    Commands print it as one sentence on stderr and exit with 2; it never shows a traceback.
+    Commands print it as one sentence on stderr, without a traceback, and exit with 2.
     """
 
 
@@ -29,25 +29,25 @@ class RewardFailure(UserError):
     """A reward function failed on too many responses."""
 
     def __init__(self, sentence: str, key: str) -> None:
-        """`key` is the recipe's that names the function."""
+        """`key` is the recipe key of the function."""
         super().__init__(sentence)
         self.key = key
 
 
 class TrainingFailure(Exception):
-    """Training cannot continue: says what happened, what was saved, and what to try. Commands exit with 1."""
+    """Training cannot continue; the text says what happened, what was saved, and what to try. Commands exit with 1."""
 
 
 class CollectiveFailure(RuntimeError):
-    """A collective or barrier failed: names this rank, its phase, the likely cause and what each rank did last."""
+    """A collective or barrier failed; the text has this rank, phase, likely cause, and each rank's last activity."""
 
 
 class EngineFailure(Exception):
-    """The generation engine died, hung or answered with an error; carries the cause and the end of the engine's log."""
+    """The engine died, hung or answered with an error; the text has the cause and the end of the engine's log."""
 
 
 def refused_by_system(error: OSError) -> str | None:
-    """One sentence for an error that only the user can remove: rights, space, names. None for any other."""
+    """Returns a sentence for an error that only the user can mend (rights, space, names); None for others."""
     if error.errno not in REFUSALS or not isinstance(error.filename, str | bytes):
         return None
     name = error.filename if isinstance(error.filename, str) else error.filename.decode("utf-8", "backslashreplace")
@@ -55,4 +55,4 @@ def refused_by_system(error: OSError) -> str | None:
 
 
 class EngineStopped(EngineFailure):
-    """The run was asked to stop while it waited for the engine, which was ended: not a failure of the engine."""
+    """The run was asked to stop while it waited for the engine, and ended it; the engine itself did not fail."""

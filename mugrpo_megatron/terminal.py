@@ -1,4 +1,4 @@
-"""stdout and stderr of a long command that goes on when their reader ends, as in `mugrpo train RECIPE | tee log`."""
+"""Output to a terminal or pipe: long commands outlive their reader, and text cannot control the terminal."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ from functools import cache
 from typing import Any, TextIO, cast
 
 DISCONNECTED = (errno.EPIPE, errno.EIO)
-"""A pipe without a reader, and a terminal that is no longer there."""
+"""Errors of a pipe without a reader, and of a closed terminal."""
 
 
 class TolerantStream:
-    """A text stream whose writes do not raise: what cannot be written is lost."""
+    """A text stream that drops what it cannot write, instead of raising."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write the text; returns its length, as if it were written, whatever happens."""
-        with self._tried():
+        """Write the text if possible; returns its length."""
+        with self._ignoring_errors():
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        with self._tried():
+        with self._ignoring_errors():
             self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     @contextmanager
-    def _tried(self) -> Iterator[None]:
+    def _ignoring_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             if error.errno in DISCONNECTED:  # else Python fails when it flushes the stream at its end
                 with suppress(OSError):
-                    nowhere = os.open(os.devnull, os.O_WRONLY)
-                    os.dup2(nowhere, self._stream.fileno())
-                    os.close(nowhere)
+                    null = os.open(os.devnull, os.O_WRONLY)
+                    os.dup2(null, self._stream.fileno())
+                    os.close(null)
 
 
 @contextmanager
 def ignore_broken_pipe() -> Iterator[None]:
-    """In the block, nothing that is printed raises because its reader has ended."""
+    """Ignore BrokenPipeError when printing in the block, as for `mugrpo train RECIPE | tee log`."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (cast("TextIO", TolerantStream(stream)) for stream in before)
     try:
@@ -58,15 +58,13 @@ def ignore_broken_pipe() -> Iterator[None]:
 
 
 INVISIBLE = {"Cc", "Cf", "Cs", "Zl", "Zp"}
-"""Unicode categories that a terminal obeys instead of showing: control, format (text direction), line separators."""
+"""Unicode categories of control characters, format characters (text direction) and line separators."""
 ALLOWED = "\n\t"
 
 
 def visible(text: str) -> str:
-    r"""`text` with every control character as an escape such as `\x1b`; newlines and tabs stay.
-
-    A terminal obeys escape sequences: they set its title, clear it, or write to the clipboard.
-    """
+    r"""Returns `text` with control characters as escapes such as `\x1b`; newlines and tabs stay."""
+    # A model's output could otherwise set the terminal's title, clear it, or write to the clipboard.
     if text.isascii() and text.isprintable():
         return text
     return "".join(map(_escape, text))

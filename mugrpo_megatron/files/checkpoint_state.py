@@ -24,7 +24,7 @@ Count = Annotated[int, Field(ge=0)]
 
 @with_config(ConfigDict(strict=True, extra="forbid"))
 class SavedCursor(TypedDict):
-    """The fields of a cursor (`run/cursor.py`)."""
+    """Fields of a cursor (`run/cursor.py`)."""
 
     stage: Count
     age: Count
@@ -37,15 +37,15 @@ class SavedCursor(TypedDict):
 
 @with_config(ConfigDict(strict=True))
 class Saved(TypedDict):
-    """What `state.json` says of a checkpoint."""
+    """Content of `state.json`."""
 
     run: NotRequired[str]
-    """The id of the run that saved it; a checkpoint without one continues no run."""
+    """Id of the run that saved it; a converted checkpoint has none and continues no run."""
     cursor: SavedCursor
     updates_done: Count
     steps_done: Count
     loss_scaler: NotRequired[dict[str, float]]
-    """Of a float16 learner; empty or absent otherwise."""
+    """Loss scale of a float16 learner; empty or absent otherwise."""
     model: dict[str, str | int]
     files: dict[str, str]
     """Name -> SHA-256 of every other file."""
@@ -55,18 +55,15 @@ SAVED, CURSOR = TypeAdapter(Saved), TypeAdapter(SavedCursor)
 
 
 def file_checksums(directory: Path, rank: int, world: int) -> dict[str, str]:
-    """File name -> SHA-256 of the files assigned to `rank` of `world`; all ranks together cover every file."""
+    """Returns file name -> SHA-256 of the files assigned to `rank` of `world`; all ranks together cover all files."""
     files = sorted(path for path in directory.iterdir() if path.name != STATE)
     return {path.name: digest(path).sha256 for path in files[rank::world]}
 
 
 def publish(partial: Path, directory: Path, state: Mapping[str, Any]) -> None:
-    """Write the state into `partial` and rename it to `directory`; durable when this returns.
-
-    Its `files` are the checksums of all ranks. A file that none of them has listed, since a shared file system may show
-    late what another node has written, gets its own here: without it the checkpoint would count as damaged.
-    """
+    """Write the state, with the checksums of all ranks as `files`, and rename `partial` to `directory`, durably."""
     files: Mapping[str, str] = state["files"]
+    # A shared file system may show a node's file late, so that no rank listed it; without a checksum it is damage.
     unlisted = sorted(path for path in partial.iterdir() if path.name not in {*files, STATE})
     late = {path.name: digest(path).sha256 for path in unlisted}
     write_checksummed_json(partial / STATE, "state", {**state, "files": {**files, **late}})
@@ -74,7 +71,7 @@ def publish(partial: Path, directory: Path, state: Mapping[str, Any]) -> None:
 
 
 def read_state(directory: Path) -> Saved:
-    """The state of a complete checkpoint; UserError when it is missing or damaged."""
+    """Returns the state of a complete checkpoint; UserError if it is missing or damaged."""
     path = directory / STATE
     if not path.is_file():
         raise UserError(
@@ -92,14 +89,14 @@ def read_state(directory: Path) -> Saved:
 
 
 def first_damage(directory: Path, rank: int, world: int) -> str | None:
-    """What is wrong with the files of a checkpoint assigned to `rank` of `world`; None if nothing is."""
+    """Returns a sentence about the first damaged file of those assigned to `rank` of `world`; None if all are sound."""
     from mugrpo_megatron.files.torch_dist import INDEX, read_index  # imports torch
 
     try:
-        written = read_state(directory)["files"]
-        for name in sorted(written)[rank::world]:
+        listed = read_state(directory)["files"]
+        for name in sorted(listed)[rank::world]:
             path = file_inside(directory / STATE, name)
-            if digest(path).sha256 != written[name]:
+            if digest(path).sha256 != listed[name]:
                 return f"{path} is damaged: its checksum does not match"
         tensors = read_index(directory)
     except UserError as error:
@@ -107,13 +104,13 @@ def first_damage(directory: Path, rank: int, world: int) -> str | None:
     except OSError as error:
         return f"{directory} cannot be read ({error.strerror})"
     needed = {INDEX, *(chunk.file for tensor in tensors.values() for chunk in tensor.chunks)}
-    if unknown := sorted(needed - written.keys()):
+    if unknown := sorted(needed - listed.keys()):
         return f"{directory / STATE} has no checksum of {unknown[0]}"
     return None
 
 
 def create_empty_directory(partial: Path, needed: int) -> None:
-    """Make `partial` an empty directory; UserError when its disk has less than `needed` bytes free."""
+    """Create `partial`, or empty it; UserError if its disk has less than `needed` bytes free."""
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     free = shutil.disk_usage(partial).free

@@ -1,6 +1,6 @@
-"""Atomic, fsynced writes of all files and directories that have to be complete or absent, and checksums.
+"""Atomic, fsynced writes of files and directories that have to be complete or absent, and checksums.
 
-A temporary is named `.NAME.XXXXXXXX.partial` with random hexadecimal digits, so that a killed writer's leftovers are
+Temporaries are named `.NAME.XXXXXXXX.partial` with random hexadecimal digits, by which leftovers of killed writers are
 recognised. A directory that several ranks fill, or that a later command continues, is `resumable(path)`.
 """
 
@@ -25,7 +25,7 @@ from mugrpo_megatron.files.json_text import parse_json
 
 HASH_BLOCK = 1 << 20
 MIN_FREE_BYTES = 1 << 20
-"""A disk with fewer free bytes is full."""
+"""Free bytes below which a disk counts as full."""
 RANDOM_SUFFIX = "[0-9a-f]" * 8
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 """Constants of Linux's renameat2(2)."""
@@ -33,7 +33,7 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A range of a file's bytes and its SHA-256."""
+    """Range of a file's bytes, with its SHA-256."""
 
     start: int
     end: int
@@ -41,15 +41,15 @@ class Span:
 
 
 class NameTaken(UserError):
-    """The name of a finished directory is taken; it is kept under its temporary name."""
+    """Another process has created the path meanwhile; the output stays under its temporary name."""
 
 
 @contextmanager
 def durable_file(path: Path) -> Iterator[IO[bytes]]:
-    """Write `path` completely or not at all: temporary file, fsync, rename, fsync of the directory.
+    """Yield a file that replaces `path` at the block's end: temporary file, fsync, rename, fsync of the directory.
 
-    Of several writers the last to finish wins. As with `open`, a link is followed and an existing file keeps its
-    permissions. Raises UserError when `path` is not a regular file, cannot be written, or the disk is full.
+    Of several writers the last one wins. As with `open`, links are followed and an existing file keeps its permissions.
+    Raises UserError if `path` is not a regular file or cannot be written, or if the disk is full.
     """
     target = path.resolve() if path.is_symlink() else path
     if target.exists() and not target.is_file():
@@ -77,10 +77,10 @@ def durable_file(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def durable_directory(path: Path, replace: bool = True) -> Iterator[Path]:
-    """Yield a temporary directory that becomes `path` once it is complete; the old `path` stays until then.
+    """Yield a temporary directory that replaces `path` at the block's end.
 
-    Raises UserError when the directory cannot be created or the disk is full, and, as `publish` without `replace`, when
-    `path` has appeared meanwhile.
+    Raises UserError if the directory cannot be created, if the disk is full, and, without `replace`, if `path` was
+    created meanwhile.
     """
     partial = _temporary(path)
     try:
@@ -100,9 +100,9 @@ def durable_directory(path: Path, replace: bool = True) -> Iterator[Path]:
 
 
 def publish(partial: Path, path: Path, replace: bool = True) -> None:
-    """Rename the finished directory `partial` to `path`, durably, and remove what had that name.
+    """Fsync the finished directory `partial` and rename it to `path`, which it replaces.
 
-    Without `replace` raises UserError, with `partial` kept, when something has that name.
+    Without `replace` raises UserError if `path` exists, and keeps `partial`.
     """
     for folder, _, names in os.walk(partial):
         for name in names:
@@ -110,7 +110,7 @@ def publish(partial: Path, path: Path, replace: bool = True) -> None:
         fsync(Path(folder))
     if os.path.lexists(path):
         if not replace:
-            raise NameTaken(f"{path} exists by now; what was to have this name is in {partial}")
+            raise NameTaken(f"{path} was created meanwhile; the output is in {partial}")
         _exchange(partial, path)
         fsync(path.parent)
         remove(partial)
@@ -120,15 +120,14 @@ def publish(partial: Path, path: Path, replace: bool = True) -> None:
 
 
 def resumable(path: Path) -> Path:
-    """The temporary directory of `path` that several ranks or commands share; `publish` renames it to `path`."""
+    """Returns the temporary directory of `path` that several ranks or commands share until `publish` renames it."""
     return path.with_name(f".{path.name}.partial")
 
 
 def remove_leftovers(directory: Path, names: str) -> None:
-    """Remove the temporaries that killed writers left of files and directories that match the pattern `names`.
+    """Remove temporaries of killed writers of the files and directories that match the pattern `names`.
 
-    Call it only when no writer of them is alive. A directory that was moved aside for an unfinished swap gets its name
-    back.
+    Call it only when no writer of them is alive. A directory that an unfinished swap moved aside gets its name back.
     """
     for aside in directory.glob(f".{names}.{RANDOM_SUFFIX}.old"):
         path = directory / aside.name[1 : -len(".XXXXXXXX.old")]
@@ -147,12 +146,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON value, indented, as `write_text` does."""
+    """Replace the content of `path` with indented JSON, atomically."""
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 def write_content(path: Path, content: Any) -> None:
-    """Write bytes as they are, atomically, and any other value as `write_json` does."""
+    """Replace the content of `path` with bytes, or with a value as JSON, atomically."""
     if not isinstance(content, bytes):
         write_json(path, content)
         return
@@ -161,12 +160,12 @@ def write_content(path: Path, content: Any) -> None:
 
 
 def write_checksummed_json(path: Path, name: str, body: Any, **head: Any) -> None:
-    """Write a JSON value with its SHA-256: {"sha256": ..., NAME: body}, and the keys of `head`."""
+    """Write a JSON value with its SHA-256: {**head, "sha256": ..., NAME: body}."""
     write_text(path, json.dumps({**head, "sha256": _sum(body), name: body}))
 
 
 def read_checksummed_json(path: Path, name: str, **head: Any) -> Any:
-    """The body that `write_checksummed_json` wrote; ValueError when it is not JSON of that checksum and `head`."""
+    """Returns the body that `write_checksummed_json` wrote; ValueError if checksum or `head` differ."""
     stored = parse_json(path.read_bytes())
     try:
         if stored["sha256"] == _sum(stored[name]) and all(stored[key] == value for key, value in head.items()):
@@ -177,7 +176,7 @@ def read_checksummed_json(path: Path, name: str, **head: Any) -> Any:
 
 
 def fsync(path: Path) -> None:
-    """Make a file's bytes, or the renames and removals in a directory, durable."""
+    """Fsync a file, or a directory's renames and removals."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -186,7 +185,7 @@ def fsync(path: Path) -> None:
 
 
 def digest(path: Path, start: int = 0, end: int | None = None) -> Span:
-    """SHA-256 of the bytes [start, end) of a file, to its end by default; reads block by block."""
+    """Returns the SHA-256 of the bytes [start, end) of a file, by default to its end; reads block by block."""
     end = path.stat().st_size if end is None else end
     sha = hashlib.sha256()
     with path.open("rb") as file:
@@ -215,7 +214,8 @@ def remove(path: Path) -> None:
 
 
 def _exchange(new: Path, old: Path) -> None:
-    """Swap two names: atomically where the file system can (NFS cannot), else through a third name."""
+    """Swap two names; atomically if the file system can."""
+    # NFS has no RENAME_EXCHANGE: it takes a third name, which `remove_leftovers` restores after a crash.
     if _exchange_atomically(new, old):
         return
     aside = old.with_name(f".{old.name}.{secrets.token_hex(4)}.old")
@@ -228,15 +228,15 @@ def _exchange(new: Path, old: Path) -> None:
     aside.rename(new)
 
 
-def _exchange_atomically(one: Path, other: Path) -> bool:
+def _exchange_atomically(first: Path, second: Path) -> bool:
     renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
-    names = os.fsencode(one), os.fsencode(other)
+    names = os.fsencode(first), os.fsencode(second)
     return bool(renameat2 and renameat2(AT_FDCWD, names[0], AT_FDCWD, names[1], RENAME_EXCHANGE) == 0)
 
 
 @contextmanager
 def full_disk_as_user_error(path: Path) -> Iterator[None]:
-    """Raise UserError for what a full disk raises in the block, which writes `path`."""
+    """Turn a full disk's error in the block, which writes `path`, into UserError."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -246,11 +246,9 @@ def full_disk_as_user_error(path: Path) -> Iterator[None]:
 
 
 def full_disk_error(error: BaseException, path: Path) -> UserError | None:
-    """A UserError when `error` comes from a full disk, else None.
-
-    torch.save hides the cause in an error of its own; where it writes by itself, not to a stream, only the disk tells.
-    """
+    """Returns a UserError if `error` comes from a full disk, else None."""
     cause: BaseException | None = error
+    # torch.save's writer in C++ raises without errno (caffe2/serialize/inline_container.cc): ask the disk.
     full = (
         any(name in str(error) for name in ("inline_container.cc", "iostream error")) and _free(path) < MIN_FREE_BYTES
     )
@@ -266,5 +264,5 @@ def full_disk_error(error: BaseException, path: Path) -> UserError | None:
 
 
 def _free(path: Path) -> int:
-    """Bytes free on the disk of a path that may not exist yet."""
-    return shutil.disk_usage(next(each for each in (path, *path.parents) if each.exists())).free
+    """Returns the free bytes of the disk of a path that may not exist yet."""
+    return shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists())).free

@@ -1,6 +1,6 @@
-"""`config.json` of a Hugging Face checkpoint: the one reader, with a type and a range for every field used here.
+"""Reads `config.json` of a Hugging Face checkpoint, with a type and a range for every field that is used.
 
-It imports neither torch nor transformers. `weights.families` is stricter: it refuses fields that it does not know.
+Imports neither torch nor transformers. `weights.families` decides about fields that it does not know.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from mugrpo_megatron.files.json_text import read_json
 
 CONFIG = "config.json"
 MAX_ERRORS = 3
-"""Wrong fields that one message names."""
+"""Wrong fields in a message."""
 
 MOST_EXPERTS = 1_000_000
-"""In all layers; each has three tensors to name."""
+"""Limit of experts in all layers together; each has three tensors to name."""
 
 Size = Annotated[int, Field(gt=0, lt=2**31)] | None
 OptionalCount = Annotated[int, Field(ge=0, le=65_536)] | None
-"""Bounded so that a mistyped number is an error, not hours of arithmetic."""
+"""Bounded: a mistyped number would take hours of arithmetic."""
 Heads = Annotated[int, Field(gt=0, le=65_536)] | None
 Positive = Annotated[FiniteFloat, Field(gt=0, lt=1e12)] | None
 NotNegative = Annotated[FiniteFloat, Field(ge=0, lt=1e12)] | None
 Theta = Annotated[FiniteFloat, Field(gt=1, lt=1e15)] | None
-"""An integer without a bound would overflow torch's numbers."""
+"""Bounded: a huge integer overflows a float."""
 Flag = bool | None
 
 
@@ -56,7 +56,7 @@ class RopeParameters(TypedDict, total=False):
 
 @with_config(ConfigDict(extra="allow", strict=True))
 class ModelConfig(TypedDict, total=False):
-    """Fields that something here reads, all of them optional but the first; null counts as absent."""
+    """Fields that are read; all but the first are optional, and null counts as absent."""
 
     model_type: Required[str]
     architectures: list[str] | None
@@ -119,32 +119,31 @@ FIELDS = TypeAdapter(ModelConfig)
 
 
 def read_config(directory: Path, key: str = "", remedy: str = "") -> ModelConfig:
-    """The config of a checkpoint directory; UserError when there is none or a field is wrong.
+    """Returns the config of a checkpoint directory; UserError if it is missing or a field is wrong.
 
-    `key` is what the directory was given as, `remedy` the end of the sentence when it is not a checkpoint.
+    `key` is the recipe key or option that names the directory, `remedy` the end of the sentence if it is no checkpoint.
     """
     if not (directory / CONFIG).is_file():
-        place = f"{key} = {directory}" if key else str(directory)
+        label = f"{key} = {directory}" if key else str(directory)
         end = f"; {remedy}" if remedy else ""
-        raise UserError(f"{place}: not a Hugging Face checkpoint (no {CONFIG} there){end}")
+        raise UserError(f"{label}: not a Hugging Face checkpoint (no {CONFIG} there){end}")
     return read_config_file(directory / CONFIG)
 
 
 def read_config_file(path: Path) -> ModelConfig:
-    """The config in a file of any name."""
     return check_config(read_json(path), str(path))
 
 
 def check_config(config: Any, where: str) -> ModelConfig:
-    """`config` itself once every known field has its type and range; UserError names `where` and the wrong fields."""
+    """Returns `config` if every known field has its type and range; UserError names `where` and the wrong fields."""
     if not isinstance(config, dict) or "model_type" not in config:
         raise UserError(f"{where}: has no model_type, so it does not describe a model")
     try:
         FIELDS.validate_python(config)
     except ValidationError as error:
-        wrong = [_sentence(dict(one)) for one in error.errors()]
-        more = f"; and {len(wrong) - MAX_ERRORS} more" if len(wrong) > MAX_ERRORS else ""
-        raise UserError(f"{where}: {'; '.join(wrong[:MAX_ERRORS])}{more}") from None
+        problems = [_sentence(dict(details)) for details in error.errors()]
+        more = f"; and {len(problems) - MAX_ERRORS} more" if len(problems) > MAX_ERRORS else ""
+        raise UserError(f"{where}: {'; '.join(problems[:MAX_ERRORS])}{more}") from None
     experts = (experts_of(config) or 1) * (config.get("num_hidden_layers") or 1)
     if experts > MOST_EXPERTS:
         raise UserError(f"{where}: its layers have {experts:,} experts together, more than {MOST_EXPERTS:,}")
@@ -152,7 +151,7 @@ def check_config(config: Any, where: str) -> ModelConfig:
 
 
 def read_model_config(directory: Path) -> ModelConfig:
-    """The config of the recipe's model; UserError when `model.path` is not a checkpoint with safetensors weights."""
+    """Returns the config of the recipe's model; UserError if `model.path` is no checkpoint with safetensors weights."""
     config = read_config(
         directory,
         key="model.path",
@@ -163,18 +162,18 @@ def read_model_config(directory: Path) -> ModelConfig:
 
 
 def experts_of(model: Mapping[str, Any]) -> int:
-    """Routed experts of each layer of a Hugging Face config; 0 for a dense model."""
+    """Returns the routed experts per layer of a Hugging Face config; 0 for a dense model."""
     return model.get("num_experts") or model.get("num_local_experts") or model.get("n_routed_experts") or 0
 
 
 def check_weights(directory: Path, key: str) -> None:
-    """UserError when a checkpoint directory holds no safetensors files."""
+    """Raise UserError if a checkpoint directory holds no safetensors files."""
     if not any(directory.glob("*.safetensors")):
         raise UserError(f"{key} = {directory}: holds no *.safetensors weights (other formats are not loaded)")
 
 
 def check_tokenizer(directory: Path) -> None:
-    """UserError when a checkpoint directory holds no tokenizer."""
+    """Raise UserError if a checkpoint directory holds no tokenizer."""
     names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
     if not any((directory / name).is_file() for name in names):
         raise UserError(
@@ -183,26 +182,22 @@ def check_tokenizer(directory: Path) -> None:
 
 
 def _sentence(error: dict[str, Any]) -> str:
-    field = ".".join(str(part) for part in error["loc"])
-    value = repr(error["input"])
-    shown = value if len(value) <= 60 else f"{value[:57]}..."
-    return f"{field} is {shown}, it {error['msg'].removeprefix('Input ')}"
+    field, value = ".".join(map(str, error["loc"])), repr(error["input"])
+    value = value if len(value) <= 60 else f"{value[:57]}..."
+    return f"{field} is {value}, it {error['msg'].removeprefix('Input ')}"
 
 
-SHOWN_CHARACTERS = 200
-"""Characters of the library's own message."""
+MAX_REASON_CHARS = 200
+"""Characters of a library's message in ours."""
 
 
 @contextmanager
 def unreadable_as_user_error(path: Path, what: str) -> Iterator[None]:
-    """Raise UserError, "`path` is not `what`", for anything but a UserError that the block raises.
-
-    Also for a BaseException: the panic of a library in Rust is one.
-    """
+    """Turn any error in the block into UserError: "`path` is not `what`"."""
     try:
         yield
     except (UserError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
         raise
-    except BaseException as error:
-        reason = " ".join(str(error).split())[:SHOWN_CHARACTERS] or type(error).__name__
+    except BaseException as error:  # a panic of a library in Rust is no Exception
+        reason = " ".join(str(error).split())[:MAX_REASON_CHARS] or type(error).__name__
         raise UserError(f"{path} is not {what} ({reason}); restore it from its source") from None

@@ -13,7 +13,7 @@ from mugrpo_megatron.errors import UserError
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 """`owner/name`."""
 MODEL_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "*.jinja", "tokenizer.model")
-"""What is read of a model's repository: weights, configuration and tokenizer; never code."""
+"""Files of a model's repository that are downloaded: weights, configuration and tokenizer, never code."""
 CONFIG_TIMEOUT_S = 10.0
 
 
@@ -24,12 +24,12 @@ def snapshot(
     files: Sequence[str],
     cached: bool = False,
 ) -> Path:
-    """The directory of a repository's `files` (patterns) at a revision, downloaded or from the cache.
+    """Returns the directory of a repository's `files` (patterns) at a revision, from the cache or downloaded.
 
-    Its name is the commit. A full commit that is in the cache needs no network; with `cached` nothing does.
-    Raises ValueError with the reason when neither way gives it.
+    Its name is the commit. A full commit in the cache needs no network; `cached` never uses it. Raises ValueError with
+    the reason if the files cannot be had.
     """
-    with _refusals(revision):
+    with _hub_errors_as_value_error(revision):
         from huggingface_hub import snapshot_download
 
         folder = snapshot_download(
@@ -44,9 +44,9 @@ def snapshot(
 
 
 @contextmanager
-def _refusals(revision: str | None) -> Iterator[None]:
+def _hub_errors_as_value_error(revision: str | None) -> Iterator[None]:
     """Raise ValueError with the reason when the hub refuses the block's request or does not answer."""
-    import httpx  # here, since most models and data sets are on disk and these take half a second
+    import httpx  # these take half a second, and most models and data sets are on disk
     from huggingface_hub import errors as hub
 
     try:
@@ -68,7 +68,7 @@ def _refusals(revision: str | None) -> Iterator[None]:
 
 
 def model_name(path: Path) -> str | None:
-    """The hub's name that a model's path is, `owner/name`; None for a path that leads into a directory here."""
+    """Returns `owner/name` if a model's path is one on the hub; None if it or its parent exists on this machine."""
     name = str(path)
     if not REPOSITORY.fullmatch(name) or path.exists() or path.parent.exists():
         return None
@@ -76,11 +76,9 @@ def model_name(path: Path) -> str | None:
 
 
 def model_config(name: str, revision: str | None) -> bytes:
-    """A model's config.json: one request, and nothing in the cache, where it would look like the whole model.
-
-    Raises ValueError with the reason when the hub does not give it.
-    """
-    with _refusals(revision):
+    """Returns the bytes of a model's config.json; ValueError with the reason if the hub does not send it."""
+    # One request past the cache, in which a lone config.json would look like the whole model.
+    with _hub_errors_as_value_error(revision):
         from huggingface_hub import get_session, hf_hub_url
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
@@ -91,7 +89,7 @@ def model_config(name: str, revision: str | None) -> bytes:
 
 
 def download_model(name: str, revision: str | None, cached: bool = False) -> Path:
-    """The directory of a model of the hub; UserError, with what to do, when it could not be downloaded."""
+    """Returns the directory of a hub model; UserError if it cannot be downloaded."""
     try:
         return snapshot(name, "model", revision, MODEL_FILES, cached)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The one reader of JSON text: anything wrong with it becomes a one-sentence error, never another exception."""
+"""Reads JSON; every damage becomes a ValueError or UserError of one sentence."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text; bytes have to be UTF-8.
+    """Returns the value of a JSON text; bytes have to be UTF-8.
 
-    Raises ValueError for text that is not JSON, nested too deep, or holds half of a surrogate pair, which cannot be
-    written again.
+    Raises ValueError for text that is not JSON, is nested too deep, or holds half of a surrogate pair, which UTF-8
+    cannot write.
     """
     text = text if isinstance(text, str) else text.decode("utf-8")
     try:
@@ -34,10 +34,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises UserError naming `path` when it is missing, unreadable, not UTF-8, not JSON, or not an object.
-    """
+    """Returns the JSON object in a file; UserError if it is missing, unreadable, or no JSON object."""
     try:
         value = parse_json(path.read_bytes())
     except OSError as error:
@@ -55,7 +52,7 @@ def _kind(value: Any) -> str:
 
 
 def to_json_value(value: Any) -> Any:
-    """`value` with everything that JSON lacks replaced, inside dictionaries and lists too.
+    """Returns `value` with everything that JSON lacks replaced, inside dictionaries and lists too.
 
     NaN and infinities become null, dates and times ISO 8601 text, durations seconds, decimals and UUIDs their text,
     and bytes base64 text.
@@ -82,7 +79,7 @@ def to_json_value(value: Any) -> Any:
 
 
 def as_text(value: Any) -> str:
-    """A text itself, any other JSON value as JSON; what UTF-8 lacks (half of a surrogate pair) becomes `?`."""
+    """Returns a text itself, any other value as JSON; half of a surrogate pair, which UTF-8 lacks, becomes `?`."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text.encode("utf-8", "replace").decode()
 
@@ -92,11 +89,12 @@ MAX_NAME_BYTES = 255
 
 
 def file_inside(index: Path, name: Any) -> Path:
-    """The file `name` in the directory of `index`, which names it.
+    """Returns the path of the file `name`, which `index` lists, in the directory of `index`.
 
-    Raises UserError when the file is missing, or `name` is not a plain file name: an index could otherwise make a
-    command read outside its directory. A link in the directory is followed, as in the hub's cache of snapshots.
+    Raises UserError if the file is missing, or `name` is not a plain file name. Links are followed, as the hub's cache
+    of snapshots consists of them.
     """
+    # An index could otherwise make a command read outside its directory.
     if not is_file_name(name):
         raise UserError(f"{index} names the file {name!r}, but only a file name of its own directory is allowed")
     path = index.parent / str(name)
@@ -106,7 +104,7 @@ def file_inside(index: Path, name: Any) -> Path:
 
 
 def is_file_name(name: Any) -> bool:
-    """Whether a name can only be that of a file in the directory at hand."""
+    """Whether `name` cannot lead out of a directory."""
     if not isinstance(name, str) or name in ("", ".", ".."):
         return False
     try:

@@ -1,4 +1,4 @@
-"""The bytes of tensors, and checksums of them that two processes can compare."""
+"""Bytes of tensors, and their checksums, which two processes can compare."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 TensorChecksums = dict[str, tuple[str, str]]
-"""Name of a tensor -> its type (`bfloat16`, ...) and the SHA-256 of its bytes in row-major order."""
+"""Name of a tensor -> its dtype (`bfloat16`, ...) and the SHA-256 of its bytes in row-major order."""
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor on any device, without a copy where it is on the CPU and contiguous."""
+    """Returns the bytes of a tensor; without a copy if it is on the CPU and contiguous."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data
 
 
@@ -22,11 +22,11 @@ def dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def tensor_checksums(named: Iterable[tuple[str, torch.Tensor]]) -> TensorChecksums:
-    """The sum of each tensor, as many at a time as this process has cores."""
+def tensor_checksums(tensors: Iterable[tuple[str, torch.Tensor]]) -> TensorChecksums:
+    """Returns the checksum of each tensor; one thread per core."""
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        pending = [(name, dtype_name(tensor), pool.submit(_sum, tensor)) for name, tensor in named]
-        return {name: (dtype, one.result()) for name, dtype, one in pending}
+        pending = [(name, dtype_name(tensor), pool.submit(_sum, tensor)) for name, tensor in tensors]
+        return {name: (dtype, future.result()) for name, dtype, future in pending}
 
 
 def _sum(tensor: torch.Tensor) -> str:

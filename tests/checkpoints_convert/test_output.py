@@ -223,7 +223,7 @@ def test_what_appears_meanwhile_is_kept(
         (out / "precious").touch()
 
     monkeypatch.setattr(Output, "seal", seal_too_late)
-    assert "exists by now" in refused(convert, capsys, out)
+    assert "was created meanwhile" in refused(convert, capsys, out)
     assert [path.name for path in out.iterdir()] == ["precious"]
     assert data_files(resumable(out))
 

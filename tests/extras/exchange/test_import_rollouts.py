@@ -230,6 +230,6 @@ def test_what_another_makes_while_a_stage_is_written_stays(
         return "# a stage"
 
     monkeypatch.setattr(import_command, "card", card)
-    with pytest.raises(UserError, match="exists by now"):
+    with pytest.raises(UserError, match="was created meanwhile"):
         imported(file, load_recipe(recipe_file(tmp_path, model)), to)
     assert [path.name for path in to.iterdir()] == ["precious"]
