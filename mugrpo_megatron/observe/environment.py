@@ -29,11 +29,11 @@ PACKAGES = (
     "math-verify",
     "numpy",
 )
-"""Distributions that affect what a run computes and how fast."""
+"""Distributions that affect a run's results or speed."""
 
 
 def installed_version(distribution: str) -> str | None:
-    """The version of a distribution; None if it is not installed."""
+    """Returns the version of a distribution; None if it is not installed."""
     try:
         return version(distribution)
     except PackageNotFoundError:
@@ -41,7 +41,7 @@ def installed_version(distribution: str) -> str | None:
 
 
 def environment() -> dict[str, str]:
-    """Name -> version or description: installed packages, Python, system, cores, memory, devices."""
+    """Returns name -> version or description: packages, Python, system, cores, memory, devices."""
     packages = {name: number for name in PACKAGES if (number := installed_version(name))}
     return packages | {
         "python": platform.python_version(),
@@ -53,18 +53,15 @@ def environment() -> dict[str, str]:
 
 
 def invocation() -> dict[str, str]:
-    """Where and how this process was started: host, command line, and the commit of a checkout that it runs from."""
+    """Returns host and command line of this process, and the commit of its code."""
     program = Path(sys.argv[0]).name
     command = shlex.join(["mugrpo" if program == "__main__.py" else program, *sys.argv[1:]])
-    places = {"host": platform.node(), "command": command, "commit": commit()}
-    return {name: value for name, value in places.items() if value}
+    values = {"host": platform.node(), "command": command, "commit": commit()}
+    return {name: value for name, value in values.items() if value}
 
 
 def commit(package: Path = Path(__file__).parents[1]) -> str:
-    """The commit of the checkout that holds the package, with + where its files differ, or that its wheel was built of.
-
-    Empty where neither is known.
-    """
+    """Returns the commit of the package's checkout, with + if its files differ, or of its wheel; "" if unknown."""
     checkout = package.parent
     if not (checkout / ".git").exists():
         with suppress(OSError):
@@ -77,12 +74,12 @@ def commit(package: Path = Path(__file__).parents[1]) -> str:
 
 
 def rank_of_environment() -> int:
-    """This process's rank as torchrun tells it, before any process group exists; 0 without torchrun."""
+    """Returns the rank that torchrun gave this process, before a process group exists; 0 without torchrun."""
     return int(os.environ.get("RANK", "0"))
 
 
 def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Cores that this process may run on: its affinity, and the quota of its control group (cgroups v2), rounded up."""
+    """Returns the cores that this process may use, by its affinity and its cgroup's quota (v2), rounded up."""
     cores = len(os.sched_getaffinity(0))
     with suppress(OSError, ValueError):  # no quota file, or "max"
         limit, period = map(int, quota.read_text(encoding="ascii").split())
@@ -91,8 +88,8 @@ def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
 
 
 def devices() -> str:
-    """The CUDA devices, such as `2 x NVIDIA H200 (139 GiB)`, or `none (CPU)`."""
-    import torch  # here, so that doctor runs on a machine without torch
+    """Returns the CUDA devices, such as `2 x NVIDIA H200 (139 GiB)`, or `none (CPU)`."""
+    import torch  # not at the top: doctor runs without torch
 
     if not torch.cuda.is_available():
         return "none (CPU)"
@@ -113,17 +110,17 @@ BF16_PEAK = {
     "A100": 312e12,
     "A800": 312e12,
 }
-"""Part of a device's name -> FLOP/s of dense bfloat16 products, from NVIDIA's data sheets; the first that fits counts.
-Names without a form are SXM modules."""
+"""Substring of a device's name -> FLOP/s of dense bfloat16 products, from NVIDIA's data sheets; the first match
+counts. Names without a form factor are SXM modules."""
 
 
 def peak_flops(device: str) -> float | None:
-    """Dense bfloat16 FLOP/s of a CUDA device by its name; None where no data sheet is in the table, as for a CPU."""
+    """Returns the dense bfloat16 FLOP/s of a CUDA device by its name; None for devices outside the table, as a CPU."""
     return next((peak for name, peak in BF16_PEAK.items() if name in device), None)
 
 
 def reset_peak_memory() -> None:
-    """Start measuring `learner_memory_peak` again on CUDA; a process's peak in host memory cannot be reset."""
+    """Reset `learner_memory_peak` on CUDA; the kernel cannot reset a process's peak in host memory."""
     import torch
 
     if torch.cuda.is_available():
@@ -131,7 +128,7 @@ def reset_peak_memory() -> None:
 
 
 def learner_memory_peak() -> float:
-    """Most bytes that this process reserved on its device since `reset_peak_memory`; without CUDA, resident ones."""
+    """Returns the peak of bytes reserved on the device since `reset_peak_memory`; without CUDA, of resident bytes."""
     import torch
 
     if torch.cuda.is_available():
@@ -140,7 +137,7 @@ def learner_memory_peak() -> float:
 
 
 def device_memory_in_use() -> float:
-    """Bytes in use on this process's CUDA device, by all processes; 0 without CUDA."""
+    """Returns the bytes in use on this process's CUDA device, by all processes; 0 without CUDA."""
     import torch
 
     if not torch.cuda.is_available():
@@ -150,23 +147,23 @@ def device_memory_in_use() -> float:
 
 
 def group_memory(leader: int) -> float:
-    """Resident bytes of a process and its descendants; pages that they share count once for each of them."""
+    """Returns the resident bytes of a process and its descendants; shared pages count once for each process."""
     total = 0.0
     with suppress(psutil.Error):
-        process = psutil.Process(leader)
-        for one in (process, *process.children(recursive=True)):
+        root = psutil.Process(leader)
+        for process in (root, *root.children(recursive=True)):
             with suppress(psutil.Error):
-                total += one.memory_info().rss
+                total += process.memory_info().rss
     return total
 
 
 def ignore_library_warnings() -> None:
-    """Ignore what Megatron and torch warn of, which `mugrpo doctor` reports in full; before they are imported."""
+    """Ignore warnings of Megatron and torch about missing packages; `mugrpo doctor` reports those."""
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
 
 
 def missing_wandb_error(project: str | None) -> UserError:
-    """The error of `track.wandb_project` where the package is not installed."""
+    """Returns the error for `track.wandb_project` without its package."""
     return UserError(
         f'track.wandb_project = "{project}" needs the wandb package: pip install "mugrpo-megatron[wandb]", or remove '
         "the key"

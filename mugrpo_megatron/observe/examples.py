@@ -1,4 +1,4 @@
-"""Example responses for people to read: the same problems at every evaluation, and a stage's among its columns.
+"""Example responses to read: of the same problems at every evaluation, and of a stage.
 
 evaluations/update000128.jsonl   one response of some problems of each held-out set, after 128 updates of the run
 """
@@ -15,16 +15,16 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import remove_leftovers, write_text
 from mugrpo_megatron.files.json_text import parse_json
 
-MAX_EXAMPLES = 16_000
-"""Characters of a text that are stored; of a longer one its two ends."""
+MAX_TEXT_CHARS = 16_000
+"""Characters of a stored text; a longer one keeps its two ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One response, with what its score was made of."""
+    """A response and its score."""
 
     set: str
-    """The held-out set; empty for a response of a stage."""
+    """Name of the held-out set; empty for a response of a stage."""
     problem: str
     question: str
     gold: str
@@ -37,46 +37,46 @@ class Example:
     components: Mapping[str, float] = field(default_factory=dict)
 
 
-def shorten(text: str, most: int = MAX_EXAMPLES) -> str:
-    """The text, or its two ends with a note of what is left out between them."""
-    if len(text) <= most:
+def shorten(text: str, limit: int = MAX_TEXT_CHARS) -> str:
+    """Returns the text, or its two ends with a note about the characters left out."""
+    if len(text) <= limit:
         return text
-    head = most * 3 // 5
-    tail = most - head
-    return f"{text[:head]}\n[… {len(text) - most:,} characters are left out …]\n{text[len(text) - tail :]}"
+    head = limit * 3 // 5
+    tail = limit - head
+    return f"{text[:head]}\n[… {len(text) - limit:,} characters are left out …]\n{text[len(text) - tail :]}"
 
 
 def example_indices(names: Sequence[str], count: int) -> list[int]:
-    """Places of at most `count` problems of each set, evenly spaced in it; `names` holds the set of each problem."""
-    places: list[int] = []
+    """Returns the indices of at most `count` problems of each set, evenly spaced; `names` are the problems' sets."""
+    chosen: list[int] = []
     for name in dict.fromkeys(names):
-        own = [place for place, other in enumerate(names) if other == name]
-        few = min(count, len(own))
-        places += [own[part * len(own) // few] for part in range(few)]
-    return places
+        indices = [index for index, other in enumerate(names) if other == name]
+        size = min(count, len(indices))
+        chosen += [indices[i * len(indices) // size] for i in range(size)]
+    return chosen
 
 
 def write_examples(path: Path, responses: Sequence[Example]) -> None:
-    """Write an evaluation's responses, one JSON object per line; those of the same weights before are replaced."""
+    """Write an evaluation's responses, one JSON object a line, in place of earlier ones."""
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(path.parent, path.name)
-    write_text(path, "".join(json.dumps(_plain(one)) + "\n" for one in responses))
+    write_text(path, "".join(json.dumps(_row(example)) + "\n" for example in responses))
 
 
 def read_examples(path: Path) -> list[Example]:
-    """What `write_examples` wrote. Raises UserError when the file is damaged."""
+    """Returns the responses that `write_examples` wrote; UserError if the file is damaged."""
     try:
-        return [_checked(parse_json(line)) for line in path.read_bytes().splitlines() if line.strip()]
+        return [_example(parse_json(line)) for line in path.read_bytes().splitlines() if line.strip()]
     except (OSError, UserError, ValueError, TypeError) as error:
         raise UserError(f"{path} is damaged ({error}); remove it, the report does not need it") from None
 
 
-def _plain(one: Example) -> dict[str, Any]:
-    texts = {name: shorten(getattr(one, name)) for name in ("question", "gold", "text", "extracted", "why")}
-    return asdict(one) | texts | {"components": dict(one.components)}
+def _row(example: Example) -> dict[str, Any]:
+    texts = {name: shorten(getattr(example, name)) for name in ("question", "gold", "text", "extracted", "why")}
+    return asdict(example) | texts | {"components": dict(example.components)}
 
 
-def _checked(row: Any) -> Example:
+def _example(row: Any) -> Example:
     example = Example(**row)
     texts = (example.set, example.problem, example.question, example.gold, example.text, example.extracted, example.why)
     numbers = (example.reward, example.tokens, *example.components.values())

@@ -9,34 +9,35 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from mugrpo_megatron.observe.metrics import Row, in_order, mean_in, values_in
 
 EQUAL = 0.9
-"""Share of groups with equal rewards."""
+"""Fraction of groups with equal rewards."""
 CUT = 0.5
-"""Share of responses that reach the length limit."""
+"""Fraction of truncated responses."""
 UNPARSED = 0.9
-"""Share of held-out responses without an answer."""
+"""Fraction of held-out responses without an answer."""
 SILENT, FALLEN = 0.003, 0.05
-"""Entropy in nats, and as a share of what it was at the start, below which responses hardly vary."""
+"""Entropy in nats, and as a fraction of the entropy at the start, below which responses hardly vary."""
 RISEN = 2.0
-"""Entropy over what it was at the start, where it is still near its highest."""
+"""Ratio of the entropy to the entropy at the start."""
 ESS = 0.5
-"""Effective sample size as a share of the tokens."""
+"""Effective sample size as a fraction of the tokens."""
 VETOED = 0.2
-"""Share of tokens that the veto or a mask drops."""
+"""Fraction of tokens that the veto or a mask drops."""
 MISMATCH = 0.05
 """Mean |log π_engine − log π_learner| in nats: two correct implementations in bfloat16 stay below 0.02."""
 CLIPPED = 0.95
-"""Share of updates whose gradient is clipped."""
-LEAST_UPDATES = 8
-"""Fewer updates say nothing of a trend."""
+"""Fraction of updates with a clipped gradient."""
+MIN_UPDATES = 8
+"""Updates from which a trend can be seen."""
 
 
 @dataclass(frozen=True, slots=True)
 class HealthWarning:
-    """Something in a run's metrics that a healthy run does not have."""
+    """A symptom in a run's metrics, and its remedy."""
 
     name: str
     text: str
@@ -48,37 +49,37 @@ class HealthWarning:
 
     @property
     def line(self) -> str:
-        """As the console has it."""
+        """The warning on the console."""
         return f"warning: {self.sentence} (docs/health.md)"
 
 
 def health_warnings(
     updates: Sequence[Row], stages: Sequence[Row], evals: Sequence[Row], clip_grad: float | None = None
 ) -> list[HealthWarning]:
-    """Every sign in the rows of a run, which are in order and without repeated ones; `clip_grad` is the recipe's.
+    """Returns the warnings about the last tenth of a run: its last stage, or the last tenth of many.
 
-    Signs are of the run's last tenth: its last stage, or the last tenth of many stages or updates.
+    Rows are in order and without repeated ones; `clip_grad` is the recipe's.
     """
     last = _tail(stages, 1)
-    recent = _tail(updates, LEAST_UPDATES) if len(updates) >= LEAST_UPDATES else []
-    some = (
+    recent = _tail(updates, MIN_UPDATES) if len(updates) >= MIN_UPDATES else []
+    warnings = (
         _equal_rewards(last),
         _truncated(last, evals[-1:]),
         _no_answer(evals[-1:]),
         _entropy(updates, recent),
-        _beyond(recent, last),
+        _off_policy(recent, last),
         _clipped_gradient(recent, clip_grad),
         _fell(stages, evals),
     )
-    return [sign for each in some for sign in each]
+    return list(chain.from_iterable(warnings))
 
 
-def _tail(rows: Sequence[Row], least: int) -> Sequence[Row]:
-    return rows[-max(least, len(rows) // 10) :]
+def _tail(rows: Sequence[Row], minimum: int) -> Sequence[Row]:
+    return rows[-max(minimum, len(rows) // 10) :]
 
 
-def _of_sets(rows: Iterable[Row], base: str) -> float | None:
-    """The mean over held-out sets of a metric such as `unparsed`."""
+def _mean_over_sets(rows: Iterable[Row], base: str) -> float | None:
+    """Returns the mean over held-out sets of a metric such as `unparsed`."""
     return next((mean_in([row], *(name for name in row if name.startswith(f"{base}/"))) for row in rows), None)
 
 
@@ -86,7 +87,7 @@ def _percent(share: float) -> str:
     return f"{100 * share:.3g} %"
 
 
-def _named(stages: Sequence[Row]) -> str:
+def _stage_names(stages: Sequence[Row]) -> str:
     first, last = stages[0]["stage"], stages[-1]["stage"]
     return f"stage {last}" if first == last else f"stages {first} to {last}"
 
@@ -97,30 +98,30 @@ def _equal_rewards(stages: Sequence[Row]) -> Iterator[HealthWarning]:
         reward = mean_in(stages, "reward_mean")
         yield HealthWarning(
             "equal rewards",
-            f"{_percent(share)} of the groups of {_named(stages)} have equal rewards, {reward or 0.0:.3g} on average: "
-            "they have no gradient, and nothing is learned from them",
+            f"{_percent(share)} of the groups of {_stage_names(stages)} have equal rewards, {reward or 0.0:.3g} on "
+            "average: they have no gradient, and nothing is learned from them",
             "read some with `mugrpo rollouts`: if all are wrong, the reward or the gold answers are broken or the "
             "problems too hard; if all are right, too easy",
         )
 
 
 def _truncated(stages: Sequence[Row], evals: Sequence[Row]) -> Iterator[HealthWarning]:
-    training, held_out = mean_in(stages, "truncated_fraction"), _of_sets(evals, "truncated")
-    for share, whose, key in (
-        (training, f"the responses of {_named(stages)}" if stages else "", "rollout.max_response_tokens"),
+    training, held_out = mean_in(stages, "truncated_fraction"), _mean_over_sets(evals, "truncated")
+    for share, responses, key in (
+        (training, f"the responses of {_stage_names(stages)}" if stages else "", "rollout.max_response_tokens"),
         (held_out, "the last evaluation's responses", "eval.max_tokens"),
     ):
         if share is not None and share >= CUT:
             yield HealthWarning(
                 "truncated",
-                f"{_percent(share)} of {whose} are cut off at the length limit",
+                f"{_percent(share)} of {responses} are cut off at the length limit",
                 f"raise {key}, or find out why the model does not stop: its chat template, its end token, a collapse",
             )
             return
 
 
 def _no_answer(evals: Sequence[Row]) -> Iterator[HealthWarning]:
-    share = _of_sets(evals, "unparsed")
+    share = _mean_over_sets(evals, "unparsed")
     if share is not None and share >= UNPARSED:
         yield HealthWarning(
             "no answer",
@@ -130,20 +131,19 @@ def _no_answer(evals: Sequence[Row]) -> Iterator[HealthWarning]:
 
 
 def _entropy(updates: Sequence[Row], recent: Sequence[Row]) -> Iterator[HealthWarning]:
-    """Against the first tenth of the run; rising means that it is still within a tenth of its highest."""
-    first, now = mean_in(updates[: len(recent)], "entropy"), mean_in(recent, "entropy")
-    if first is None or now is None:
+    """Compares entropy with the first tenth of the run; it rises if it is still within a tenth of its maximum."""
+    first, last = mean_in(updates[: len(recent)], "entropy"), mean_in(recent, "entropy")
+    if first is None or last is None:
         return
-    change = f"entropy has gone from {first:.3g} to {now:.3g} nats"
-    if now < max(SILENT, FALLEN * first):
+    change = f"entropy has gone from {first:.3g} to {last:.3g} nats"
+    if last < max(SILENT, FALLEN * first):
         yield HealthWarning(
             "entropy near zero",
-            f"{change}: responses to one prompt hardly differ, so groups stop to have a signal",
+            f"{change}: responses to one prompt hardly differ, so groups have no signal",
             "lower optimizer.lr, raise objective.clip_high, or go back to an earlier checkpoint",
         )
-    parts = [mean_in(updates[at : at + len(recent)], "entropy") for at in range(0, len(updates), len(recent))]
-    highest = max(part for part in parts if part is not None)
-    if now > RISEN * first and now >= 0.9 * highest:
+    means = [mean_in(updates[i : i + len(recent)], "entropy") for i in range(0, len(updates), len(recent))]
+    if last > RISEN * first and last >= 0.9 * max(mean for mean in means if mean is not None):
         yield HealthWarning(
             "entropy rising",
             f"{change} and does not come back: the policy dissolves",
@@ -151,7 +151,7 @@ def _entropy(updates: Sequence[Row], recent: Sequence[Row]) -> Iterator[HealthWa
         )
 
 
-def _beyond(recent: Sequence[Row], stages: Sequence[Row]) -> Iterator[HealthWarning]:
+def _off_policy(recent: Sequence[Row], stages: Sequence[Row]) -> Iterator[HealthWarning]:
     ess, vetoed, distance = mean_in(recent, "ess"), mean_in(recent, "vetoed_fraction"), mean_in(stages, "mismatch_mean")
     if ess is not None and ess < ESS:
         yield HealthWarning(
@@ -168,7 +168,7 @@ def _beyond(recent: Sequence[Row], stages: Sequence[Row]) -> Iterator[HealthWarn
     if distance is not None and distance > MISMATCH:
         yield HealthWarning(
             "mismatch",
-            f"engine and learner differ by {distance:.3g} nats a token on the same weights ({_named(stages)})",
+            f"engine and learner differ by {distance:.3g} nats a token on equal weights ({_stage_names(stages)})",
             'set rollout.behaviour = "learner", give both the same dtype, and see `mugrpo doctor`',
         )
 
@@ -186,7 +186,7 @@ def _clipped_gradient(recent: Sequence[Row], clip_grad: float | None) -> Iterato
 
 
 def _fell(stages: Sequence[Row], evals: Sequence[Row]) -> Iterator[HealthWarning]:
-    """The held-out mean's 95 % intervals, at the first and the last evaluation, do not touch."""
+    """Compares the 95 % intervals of the held-out mean at the first and the last evaluation."""
     if len(evals) < 2:
         return
     measure = "reward" if "reward/mean" in evals[-1] else "accuracy"
@@ -212,14 +212,14 @@ def _fell(stages: Sequence[Row], evals: Sequence[Row]) -> Iterator[HealthWarning
 
 @dataclass(slots=True)
 class HealthMonitor:
-    """A sink of the metric log that says each sign when it appears: before a stage's updates, and after them."""
+    """A sink of the metric log that prints new warnings before a stage's updates and after them."""
 
     say: Callable[[str], None]
     clip_grad: float | None
     rows: list[Row] = field(default_factory=list)
-    """The updates, stages and evaluations that the run has logged, earlier processes included."""
+    """Updates, stages and evaluations of the run, earlier processes included."""
     present: set[str] = field(default_factory=set)
-    """Names of the signs that have been said and are still there."""
+    """Names of the warnings that were printed and still hold."""
 
     def __call__(self, row: Row) -> None:
         self.take(row)
@@ -227,10 +227,10 @@ class HealthMonitor:
             rows = self.rows
             updates, stages, evals = in_order(rows, "update"), in_order(rows, "stage"), in_order(rows, "eval")
             current = health_warnings(updates, stages, evals, self.clip_grad)
-            for sign in current:
-                if sign.name not in self.present:
-                    self.say(sign.line)
-            self.present = {sign.name for sign in current}
+            for warning in current:
+                if warning.name not in self.present:
+                    self.say(warning.line)
+            self.present = {warning.name for warning in current}
 
     def take(self, row: Row) -> None:
         """Remember a row."""

@@ -23,12 +23,12 @@ from mugrpo_megatron.recipe.sections import TrackSection
 Sink = Callable[[Row], None]
 
 AXES = {"update": "update", "eval": "update", "stage": "stage", "phase": "stage", "engine": "time"}
-"""Kind of a row -> what its curves are drawn over."""
+"""Kind of a row -> x axis of its curves."""
 
 
 @contextmanager
 def _write_error_as_user_error(path: Path) -> Iterator[None]:
-    """Raise UserError when the block cannot write `path`; the errors of a full disk name no file."""
+    """Turn an OSError in the block into UserError with the path, which errors of a full disk do not have."""
     try:
         yield
     except OSError as error:
@@ -42,7 +42,7 @@ def _write_error_as_user_error(path: Path) -> Iterator[None]:
 def json_lines(path: Path) -> Iterator[Sink]:
     path.parent.mkdir(parents=True, exist_ok=True)
     _drop_torn_line(path)
-    with path.open("ab", buffering=0) as file:  # a full disk is told at its row, not again when the file is closed
+    with path.open("ab", buffering=0) as file:  # unbuffered: a full disk fails at its row, not again at close
 
         def sink(row: Row) -> None:
             if row["kind"] == "samples":
@@ -56,20 +56,20 @@ def json_lines(path: Path) -> Iterator[Sink]:
 
 
 @contextmanager
-def tensorboard(directory: Path, updates_done: int, kept: Sequence[Row]) -> Iterator[Sink]:
-    """Curves that continue at `updates_done`: later points are dropped, except the rows `kept`."""
+def tensorboard(directory: Path, updates_done: int, later: Sequence[Row]) -> Iterator[Sink]:
+    """Yield a sink for TensorBoard that drops earlier points after `updates_done`, except the rows `later`."""
     from torch.utils.tensorboard import SummaryWriter  # half a second to import, and only the main rank needs it
 
     with _write_error_as_user_error(directory):
         writer = SummaryWriter(str(directory), purge_step=updates_done)
 
     def sink(row: Row) -> None:
-        with _write_error_as_user_error(directory):  # what its thread was refused since the last row
+        with _write_error_as_user_error(directory):  # an error of its writer thread since the last row
             for name, value, step in _scalars(row):
                 writer.add_scalar(name, value, step, walltime=row.get("time", row.get("end")))
 
     try:
-        for row in kept:
+        for row in later:
             sink(row)
         yield sink
     except BaseException:
@@ -82,10 +82,7 @@ def tensorboard(directory: Path, updates_done: int, kept: Sequence[Row]) -> Iter
 
 @contextmanager
 def wandb_run(run_dir: Path, section: TrackSection, run_id: str, config: Mapping[str, Any]) -> Iterator[Sink]:
-    """The run's curves in Weights & Biases; `config` is the recipe, by which runs are filtered there.
-
-    Raises UserError when the package is not installed.
-    """
+    """Yield a sink for Weights & Biases; `config` is the recipe. Raises UserError without the package."""
     try:
         import wandb
     except ModuleNotFoundError:
@@ -100,7 +97,7 @@ def wandb_run(run_dir: Path, section: TrackSection, run_id: str, config: Mapping
         def sink(row: Row) -> None:
             if row["kind"] == "samples":
                 table = wandb.Table(
-                    columns=list(row["samples"][0]), data=[list(one.values()) for one in row["samples"]]
+                    columns=list(row["samples"][0]), data=[list(sample.values()) for sample in row["samples"]]
                 )
                 run.log({"stage": row["stage"], "samples": table})
                 return
@@ -111,7 +108,7 @@ def wandb_run(run_dir: Path, section: TrackSection, run_id: str, config: Mapping
 
 
 def _scalars(row: Row) -> Iterator[tuple[str, float, int]]:
-    """(name, value, step) of a row's metrics, and of a phase's seconds."""
+    """Yields (name, value, step) of a row's metrics, or of a phase's seconds."""
     kind = row["kind"]
     if kind == "phase":
         yield f"phase/{row['phase']}", row["end"] - row["start"], row["stage"]
@@ -125,13 +122,13 @@ def _scalars(row: Row) -> Iterator[tuple[str, float, int]]:
 
 
 def _finite(row: Row) -> Row:
-    """The row with NaN and infinities, which JSON does not have, replaced by None and listed in `not_finite`."""
-    bad = {key: str(value) for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
-    return {**row, **dict.fromkeys(bad), "not_finite": bad} if bad else row
+    """Returns the row with NaN and infinities, which JSON lacks, as None; `not_finite` lists them."""
+    values = {key: str(value) for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
+    return {**row, **dict.fromkeys(values), "not_finite": values} if values else row
 
 
 def _drop_torn_line(path: Path) -> None:
-    """Truncate a metrics.jsonl to its last complete line: a crash may have left half a row."""
+    """Remove half a row, which a crash may have left at the end of metrics.jsonl."""
     if path.exists():
         content = path.read_bytes()
         os.truncate(path, content.rfind(b"\n") + 1)
@@ -142,13 +139,13 @@ FILE_NAME = "metrics.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class MetricLog:
-    """Passes rows to its sinks; without sinks (on every rank but the main rank) it only checks names."""
+    """Passes rows to sinks; the main rank has some, the others only check names."""
 
     sinks: tuple[Sink, ...] = ()
     clock: Callable[[], float] = time.time
-    """Unix time of the rows."""
+    """Returns the Unix time of a row."""
     evaluated: set[int] = field(default_factory=set)
-    """Updates taken at each evaluation, of this process and earlier ones."""
+    """Updates after which the run was evaluated, by this process or an earlier one."""
 
     def update(self, stage: int, update: int, age: int, metrics: Mapping[str, float]) -> None:
         """Log one optimizer update: number `update` of the run and `age` of its stage, both from 0."""
@@ -168,7 +165,7 @@ class MetricLog:
         self._write("engine", {"time": time, "stage": stage, "engine": engine}, metrics)
 
     def samples(self, stage: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Show some responses of a stage where a table can be shown (Weights & Biases); all have the same keys."""
+        """Log some responses of a stage as a table (Weights & Biases only); all have the same keys."""
         for sink in self.sinks if samples else ():
             sink({"kind": "samples", "stage": stage, "samples": samples})
 
@@ -188,9 +185,9 @@ class MetricLog:
         finally:
             self._write("phase", {"phase": phase, "stage": stage, "start": start, "end": self.clock()}, metrics)
 
-    def _write(self, kind: Kind, place: Row, metrics: Mapping[str, float]) -> None:
+    def _write(self, kind: Kind, keys: Row, metrics: Mapping[str, float]) -> None:
         check_metrics(kind, metrics)
-        row = {"kind": kind, **place, **metrics}
+        row = {"kind": kind, **keys, **metrics}
         for sink in self.sinks:
             sink(row)
 
@@ -208,10 +205,8 @@ def open_log(
 ) -> Iterator[MetricLog]:
     """Open the run's log to append to it; `write` is true only on the main rank.
 
-    `updates_done` are the updates taken so far: a resumed run's TensorBoard curves continue there. `run_id` is the id
-    of its Weights & Biases curves, which a resumed run continues; without it they are new ones. `watch` prints
-    health warnings.
-    Raises UserError when the log is damaged or the recipe asks for Weights & Biases and it is not installed.
+    A resumed run's TensorBoard curves continue at `updates_done`, and its Weights & Biases run is `run_id`; empty: a
+    new one. `watch` prints health warnings. Raises UserError if the log is damaged, or Weights & Biases not installed.
     """
     rows = read_rows(run_dir / FILE_NAME) if (run_dir / FILE_NAME).exists() else []
     evaluations = [row for row in rows if row["kind"] == "eval"]
@@ -239,20 +234,17 @@ def open_log(
 
 
 def steady_clock(rows: Sequence[Row]) -> Callable[[], float]:
-    """A Unix time that never goes back within a run, even if the machine's clock does.
-
-    It starts at the time of the last row or later and follows the monotonic clock.
-    """
+    """Returns a clock of Unix time that never goes back within a run, even if the machine's clock does."""
     last = max((float(row["end"] if row["kind"] == "phase" else row["time"]) for row in rows), default=0.0)
     start = max(time.time(), last) - time.monotonic()
     return lambda: start + time.monotonic()
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a metrics.jsonl, without a last line that a crash left incomplete; the only reader of this file.
+    """Returns the rows of a metrics.jsonl, without an incomplete last line; the only reader of this file.
 
-    Every row is an object with the keys of its kind (`metrics.ROW_KEYS`), in their types. Raises UserError when the
-    file is missing or unreadable, or a line is anything else.
+    Raises UserError if the file is missing or unreadable, or if a line is no object with its kind's keys
+    (`metrics.ROW_KEYS`).
     """
     try:
         lines = path.read_bytes().split(b"\n")
@@ -261,11 +253,11 @@ def read_rows(path: Path) -> list[Row]:
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror})") from None
     rows = []
-    for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is empty or incomplete
+    for number, line in enumerate(lines[:-1], start=1):  # after the last newline comes nothing, or half a row
         try:
             row = parse_json(line)
             check_row(row)
-        except ValueError as error:  # of another encoding, too
+        except ValueError as error:  # UnicodeDecodeError is one
             raise UserError(f"{path}:{number}: not a row ({error}); delete the line to continue") from None
         rows.append(row)
     return rows

@@ -1,4 +1,4 @@
-"""Every metric of a run: name, unit and meaning. Others cannot be logged; docs/metrics.md is made from this table."""
+"""Table of all metrics: name, unit and meaning. Others cannot be logged; docs/metrics.md is made from it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KINDS: dict[Kind, str] = {
     "event": "An event of the run, such as a resume or an engine restart.",
     "process": "The run's process started, or started again after a stop: `environment` holds versions and machine.",
 }
-"""`kind` of a row of metrics.jsonl -> what the row stands for."""
+"""`kind` of a row of metrics.jsonl -> its meaning."""
 
 ROW_KEYS: dict[Kind, tuple[str, ...]] = {
     "update": ("time", "stage", "update", "age"),
@@ -38,7 +38,7 @@ ROW_KEYS: dict[Kind, tuple[str, ...]] = {
     "event": ("time", "event", "text"),
     "process": ("time", "environment"),
 }
-"""Keys that say where a row belongs; they are not metrics."""
+"""Keys of a row that are not metrics: its time and position in the run."""
 
 PHASES: dict[str, str] = {
     "start": "Learner and engine start.",
@@ -59,25 +59,25 @@ PHASES: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One number of a row of `kind`."""
+    """A number in rows of `kind`."""
 
     kind: Kind
     name: str
-    """With SET in place of the name of a held-out set, NAME in place of that of a part of the reward."""
+    """Contains SET for the name of a held-out set, NAME for a component of the reward."""
     unit: str
     meaning: str
 
 
 MISMATCH_RESPONSES = 64
-"""Responses of each stage on which engine and learner are compared: enough for a p99, cheap at µ=4 too."""
+"""Responses of a stage on which engine and learner are compared: enough for a p99, and cheap at µ=4."""
 
 LARGEST_TIME = 1e11
-"""Unix seconds; a larger one is damage."""
+"""Largest Unix time in seconds; a larger one is damage."""
 LARGEST_COUNT = 10**7
-"""Updates and stages; a larger number is damage."""
+"""Largest number of updates and stages; a larger one is damage."""
 
 COMPONENT = re.compile(r"[A-Za-z0-9_.-]+")
-"""Name of a part of the reward: a function's, or `function.part` (`rewards.pool.combined`)."""
+"""Name of a component of the reward: `function`, or `function.component`."""
 
 SET_NAME = re.compile(r"[A-Za-z0-9_-]+")
 """Short name of a held-out set (`data.problems.named_sources`)."""
@@ -110,7 +110,7 @@ METRICS_OF: dict[Kind, tuple[tuple[str, str, str], ...]] = {
          "known here, such as a CPU."),
         ("routes_flipped_tokens", "fraction",
          "Tokens, prompts included, that the current router would send to other experts than the replayed ones in "
-         "some layer; with `learner.routing_replay`."),
+         "some layer, with `learner.routing_replay`."),
         ("routes_flipped", "fraction", "The same, of choices: one per token and layer."),
     ),
     "stage": (
@@ -185,29 +185,28 @@ NAMES = {kind: frozenset(name for name, *_ in METRICS_OF.get(kind, ())) for kind
 
 def is_defined(kind: Kind, name: str) -> bool:
     """Whether a row of `kind` may have this metric."""
-    base, slash, own = name.partition("/")
-    if not slash or own == MEAN:
+    base, slash, label = name.partition("/")
+    if not slash or label == MEAN:
         return name in NAMES[kind]
     forms = (("SET", SET_NAME), ("NAME", COMPONENT))
-    return any(f"{base}/{form}" in NAMES[kind] and pattern.fullmatch(own) for form, pattern in forms)
+    return any(f"{base}/{form}" in NAMES[kind] and pattern.fullmatch(label) for form, pattern in forms)
 
 
-def check_metrics(kind: Kind, given: Iterable[str]) -> None:
+def check_metrics(kind: Kind, names: Iterable[str]) -> None:
     """Raise ValueError for a metric that is not defined for rows of `kind`."""
-    if unknown := sorted(name for name in given if not is_defined(kind, name)):
+    if unknown := sorted(name for name in names if not is_defined(kind, name)):
         raise ValueError(f"{kind} row with undefined metrics {', '.join(unknown)}; define them in observe/metrics.py")
 
 
 def check_row(row: Any) -> None:
-    """Raise ValueError unless a value read from metrics.jsonl is a row: an object with its kind's keys, typed.
+    """Raise ValueError unless a value read from metrics.jsonl is an object with the typed keys of its kind.
 
-    Metrics of other names pass, since versions differ in them; their values are finite numbers, or null but for a
-    phase's.
+    Unknown metrics pass, since versions differ in them; they have to be finite numbers, or null outside phases.
     """
     if not isinstance(row, dict) or not isinstance(row.get("kind"), str) or row["kind"] not in ROW_KEYS:
         raise ValueError("no object of a known kind")
     kind: Kind = row["kind"]
-    wrong = [key for key in ROW_KEYS[kind] if key not in row or not _placed(key, row[key])]
+    wrong = [key for key in ROW_KEYS[kind] if key not in row or not _has_type(key, row[key])]
     counts = [key for key in row if key.startswith(("problems/", "samples/"))]
     wrong += [key for key in counts if not _number(row[key])]
     metrics = row.keys() - {"kind", "not_finite", *ROW_KEYS[kind], *counts}
@@ -221,7 +220,7 @@ def check_row(row: Any) -> None:
 
 
 def in_order(rows: Iterable[Row], kind: Kind) -> list[Row]:
-    """Updates, stages or evaluations in their order: one repeated after a resume replaces the old and later ones."""
+    """Returns the rows of `kind` in order; one repeated after a resume replaces the old one and those after it."""
     key = "stage" if kind == "stage" else "update"
     ordered: list[Row] = []
     for row in rows:
@@ -233,18 +232,18 @@ def in_order(rows: Iterable[Row], kind: Kind) -> list[Row]:
 
 
 def values_in(rows: Iterable[Row], *names: str) -> list[float]:
-    """The values that rows have of these metrics."""
+    """Returns the values of these metrics in the rows."""
     return [row[name] for row in rows for name in names if row.get(name) is not None]
 
 
 def mean_in(rows: Iterable[Row], *names: str) -> float | None:
-    """Their mean; None without any."""
+    """Returns the mean of these metrics in the rows; None without any."""
     values = values_in(rows, *names)
     return statistics.fmean(values) if values else None
 
 
-def _placed(key: str, value: Any) -> bool:
-    """Whether the value of a key of `ROW_KEYS` is of its type."""
+def _has_type(key: str, value: Any) -> bool:
+    """Whether the value of a key of `ROW_KEYS` has its type."""
     if key in ("time", "start", "end"):
         return _number(value) and 0 <= value < LARGEST_TIME
     if key in ("stage", "update", "age", "engine"):
@@ -255,4 +254,4 @@ def _placed(key: str, value: Any) -> bool:
 
 
 def _number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max  # false for NaN, too
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max  # NaN fails the comparison, too

@@ -50,11 +50,11 @@ class Bar:
         return f"{self.place()} {self.unit}"
 
     def place(self) -> str:
-        """The count without its unit, which the rate names."""
+        """Returns the count without its unit, which the rate has."""
         return f"{self.done:,}/{self.total:,}" if self.total else f"{self.done:,}"
 
     def rates(self) -> str:
-        """Units and tokens per second since the phase began; empty before the first unit."""
+        """Returns units and tokens per second since the phase began; "" before the first unit."""
         seconds = self.seconds
         if not self.done or seconds <= 0:
             return ""
@@ -64,21 +64,21 @@ class Bar:
         return ", ".join(parts)
 
     def left(self) -> str:
-        """Time left at the average rate so far."""
+        """Returns the time left at the average rate; "" if unknown."""
         if not self.total or not self.done or self.done >= self.total:
             return ""
         return f"{duration(self.seconds * (self.total - self.done) / self.done)} left"
 
-    def shown_values(self) -> str:
+    def values_text(self) -> str:
         return ", ".join(f"{name} {value:.4g}" for name, value in self.values.items())
 
     def line(self) -> str:
-        """The progress as one plain line."""
-        return self._line(self.count(), self.rates(), self.left(), self.shown_values())
+        """Returns the progress as a plain line."""
+        return self._line(self.count(), self.rates(), self.left(), self.values_text())
 
     def closing_line(self) -> str:
-        """The line that is printed when the phase has ended."""
-        return self._line(f"{self.count()} in {duration(self.seconds)}", self.rates(), self.shown_values())
+        """Returns the line at the phase's end."""
+        return self._line(f"{self.count()} in {duration(self.seconds)}", self.rates(), self.values_text())
 
     def _line(self, *parts: str) -> str:
         return f"{self.title}: {', '.join(filter(None, parts))}"
@@ -86,7 +86,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Display:
-    """Shows bars, which may be nested. Without a console (on every rank but the main rank) it shows nothing."""
+    """Shows bars, which may be nested; only the main rank has a console, the others show nothing."""
 
     console: Console | None
     live: Progress | None
@@ -94,7 +94,7 @@ class Display:
 
     @contextmanager
     def bar(self, title: str, total: int | None, unit: str) -> Iterator[Bar]:
-        """A bar for the block: call `advance` on it. `total` None: unknown."""
+        """Yield a bar of `total` units (None: unknown); call its `advance`."""
         task = None
         if self.live:
             task = self.live.add_task(title, total=total, count="", rates="", left="", values="")
@@ -109,7 +109,7 @@ class Display:
                     count=bar.place(),
                     rates=bar.rates(),
                     left=bar.left(),
-                    values=bar.shown_values(),
+                    values=bar.values_text(),
                 )
             elif self.console and self.clock() - last_line >= LINE_EVERY_S:
                 last_line = self.clock()
@@ -125,7 +125,7 @@ class Display:
 
     @contextmanager
     def waiting(self, text: str) -> Iterator[None]:
-        """Show what the block waits for: at once, and in a terminal how long it took."""
+        """Print what the block waits for; in a terminal also the time that it took."""
         if not self.live:
             self.say(text)
             yield
@@ -151,7 +151,7 @@ class Display:
 
 @contextmanager
 def open_display(*, show: bool = True, console: Console | None = None) -> Iterator[Display]:
-    """The run's display on stdout; `show` is true only on the main rank."""
+    """Yield the run's display on stdout; `show` is true only on the main rank."""
     console = console or Console()
     if not show:
         yield Display(None, None)
@@ -163,7 +163,7 @@ def open_display(*, show: bool = True, console: Console | None = None) -> Iterat
 
 
 def new_table(title: str, *columns: str, **style: Any) -> Table:
-    """A table in the one style of all commands; a column whose name begins with `>` is right-aligned."""
+    """Returns a table in the style of all commands; `>` before a column's name aligns it right."""
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False, **style)
     for name in columns:
         table.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left")
@@ -171,7 +171,7 @@ def new_table(title: str, *columns: str, **style: Any) -> Table:
 
 
 def _columns(width: int) -> Iterator[ProgressColumn]:
-    """Columns for a terminal of `width` characters; a wide one also shows elapsed time and the latest values."""
+    """Yields the columns of a bar in a terminal of `width` characters."""
     wide = width >= WIDE
     yield SpinnerColumn()
     yield TextColumn("[bold]{task.description}")
@@ -186,7 +186,7 @@ def _columns(width: int) -> Iterator[ProgressColumn]:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as 4.2 s, 1:05 or 2:03:04."""
+    """Returns seconds as 4.2 s, 1:05 or 2:03:04."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -195,7 +195,7 @@ def duration(seconds: float) -> str:
 
 
 def short_number(value: float) -> str:
-    """A number with three digits and a suffix: 4.21, 355, 9.1k, 1.2M."""
+    """Returns a number with two or three digits: 4.21, 355, 9.1k, 1.2M."""
     for limit, letter in ((1e6, "M"), (1e3, "k")):
         if value >= limit:
             return f"{value / limit:.1f}{letter}"

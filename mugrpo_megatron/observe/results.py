@@ -1,4 +1,4 @@
-"""The results of a run: its held-out figures, summary.json, and the table that training ends with."""
+"""Results of a run: held-out figures, summary.json, and the table at the end of training."""
 
 from __future__ import annotations
 
@@ -25,47 +25,47 @@ FIGURES = ("before", "before_interval", "after", "interval")
 
 
 def measure_in(rows: Iterable[Row]) -> Literal["accuracy", "reward"]:
-    """What the figures of evaluation rows are means of; `accuracy` without rows."""
+    """Returns the measure of evaluation rows; `accuracy` without rows."""
     return "reward" if any(f"reward/{MEAN}" in row for row in rows) else "accuracy"
 
 
 def sets_in(rows: Iterable[Row]) -> list[str]:
-    """The held-out sets of the rows, in their order, without the mean."""
+    """Returns the names of the held-out sets of the rows, in order."""
     keys = dict.fromkeys(key for row in rows for key in row)
     return [name for base, _, name in (key.partition("/") for key in keys) if base == "problems" and name]
 
 
 def value_in(row: Row, name: str = MEAN) -> float | None:
-    """A set's figure, or the mean's; None if the row has none."""
+    """Returns a set's figure, or the mean over sets; None if the row has none."""
     value = row.get(f"{measure_in([row])}/{name}")
     return None if value is None else float(value)
 
 
 def interval_in(row: Row, name: str = MEAN) -> list[float] | None:
-    """[low, high] of a set's 95 % interval, or of the mean's; None unless both ends are finite."""
+    """Returns the 95 % interval [low, high] of a set, or of the mean over sets; None unless both ends are finite."""
     low, high = row.get(f"low/{name}"), row.get(f"high/{name}")
     return None if low is None or high is None else [float(low), float(high)]
 
 
 def problems_in(row: Row) -> int:
-    """Number of held-out problems, over all sets."""
+    """Returns the number of held-out problems over all sets."""
     return sum(int(row[f"problems/{name}"]) for name in sets_in([row]))
 
 
 def format_value(value: float | None, measure: str) -> str:
-    """A held-out figure as text: accuracy in percent, mean reward as a number."""
+    """Returns a held-out figure as text: accuracy in percent, mean reward as a number."""
     if value is None:
         return "–"
     return f"{100 * value:.1f} %" if measure == "accuracy" else f"{value:.4g}"
 
 
 def format_difference(gain: float, measure: str) -> str:
-    """A gain as text: accuracy in points, mean reward as a number."""
+    """Returns a gain as text: accuracy in points, mean reward as a number."""
     return f"{100 * gain:+.1f} points" if measure == "accuracy" else f"{gain:+.4g}"
 
 
 def format_interval(interval: Sequence[float] | None, measure: str) -> str:
-    """An interval as text; empty for None."""
+    """Returns an interval as text; "" for None."""
     if interval is None:
         return ""
     low, high = (format_value(end, measure).removesuffix(" %") for end in interval)
@@ -73,7 +73,7 @@ def format_interval(interval: Sequence[float] | None, measure: str) -> str:
 
 
 def summarize(run_dir: Path) -> dict[str, Any]:
-    """The content of summary.json, from all rows that the run has logged, resumes included.
+    """Returns the content of summary.json, from all rows of the run, resumes included.
 
     `accuracy_before` and `accuracy_after` are unweighted means over the held-out sets, before the run's first update
     and at its last evaluation after it; None where there was none.
@@ -86,7 +86,7 @@ def summarize(run_dir: Path) -> dict[str, Any]:
 
 
 def summary_of(run: RunData) -> dict[str, Any]:
-    """`summarize` for a run that has been read."""
+    """Returns `summarize` of a run."""
     measure = measure_in(run.evals)
     seconds, clip_grad = seconds_by_phase(run.phases), run.setting("optimizer.clip_grad")
     phases = {name: seconds.get(name, 0.0) for name in PHASES if name in seconds or name in REPORTED_PHASES}
@@ -105,12 +105,12 @@ def summary_of(run: RunData) -> dict[str, Any]:
         "updates": len(run.updates),
         "skipped_updates": sum(bool(row.get("skipped")) for row in run.updates),
         "seed": run.recipe.get("run", {}).get("seed", 0),
-        "health_warnings": [asdict(sign) for sign in health_warnings(run.updates, run.stages, run.evals, clip_grad)],
+        "health_warnings": [asdict(entry) for entry in health_warnings(run.updates, run.stages, run.evals, clip_grad)],
     }
 
 
 def _figures(run: RunData, name: str) -> dict[str, Any]:
-    """A set's figures, or the mean's, before the first update and at the last evaluation; None where not measured."""
+    """Returns a set's figures before the first update and at the last evaluation; None if not evaluated."""
     start = run.updates[0]["update"] if run.updates else 0
     before = next((row for row in run.evals if row["update"] <= start), {})
     after = next((row for row in reversed(run.evals) if row["update"] > start), {})
@@ -123,12 +123,12 @@ def _size(row: Row, name: str) -> dict[str, int | None]:
 
 
 def mean_of(summary: dict[str, Any]) -> dict[str, Any]:
-    """A summary's mean over the sets, with the keys of one set: before, before_interval, after, interval."""
+    """Returns a summary's mean over sets, with a set's keys: before, before_interval, after, interval."""
     return {key: summary[f"{summary['measure']}_{key}"] for key in FIGURES}
 
 
 def summary_table(summary: dict[str, Any]) -> Table:
-    """The table that training ends with: held-out figures before and after, wall-clock by phase, tokens, rates."""
+    """Returns the table at the end of training: held-out figures, wall-clock by phase, tokens, rates."""
     seconds, tokens, measure = summary["seconds"], summary["tokens"], summary["measure"]
     table = new_table("Run summary", "", ">", "", show_header=False)
     mean, sets = mean_of(summary), summary["sets"]
@@ -139,10 +139,11 @@ def summary_table(summary: dict[str, Any]) -> Table:
         of = f" of {len(sets)} sets, unweighted" if len(sets) > 1 else ""
         table.add_row("gain", _gain(mean, measure), f"{summary['problems']:,} held-out problems{of}")
     table.add_section()
-    for name, one in sets.items() if len(sets) > 1 else ():
-        before, after = (format_value(one[when], measure) for when in ("before", "after"))
-        size = f"{one['problems']:,} problems x {one['samples']}" if one["problems"] else ""
-        table.add_row(name, f"{before} → {after}", f"{format_interval(one['interval'], measure)}, {size}".strip(", "))
+    for name, figures in sets.items() if len(sets) > 1 else ():
+        before, after = (format_value(figures[when], measure) for when in ("before", "after"))
+        size = f"{figures['problems']:,} problems x {figures['samples']}" if figures["problems"] else ""
+        interval = format_interval(figures["interval"], measure)
+        table.add_row(name, f"{before} → {after}", f"{interval}, {size}".strip(", "))
     table.add_section()
     for phase in (name for name in PHASES if seconds.get(name)):
         table.add_row(phase, duration(seconds[phase]), f"{100 * seconds[phase] / seconds['total']:.0f} %")

@@ -1,4 +1,4 @@
-"""Reads a run directory: rows in order, without those that a resumed run repeated, and the run's own clock."""
+"""Reads a run directory: rows in order, without those that a resumed run repeated, and a clock of its running time."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from mugrpo_megatron.observe.metrics import in_order
 from mugrpo_megatron.recipe.load import read_toml
 
 ROLLOUT_PHASES = ("sync", "generate", "score")
-"""T_rollout: from the weight sync to the stage's last scored response."""
+"""Phases of T_rollout, from the weight sync to the stage's last scored response."""
 
 TRAINING_PHASES = (*ROLLOUT_PHASES, "logprobs", "optimize")
-"""T_total: what every run needs, without evaluations and saves, whose number is the user's choice."""
+"""Phases of T_total; evaluations and saves do not count, since their number is the user's choice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +30,18 @@ class Clock:
     """Maps Unix time to seconds that the run has been running, without the time between a stop and a resume."""
 
     starts: tuple[float, ...]
-    """When each process of the run started."""
+    """Unix time at which each process of the run started."""
     offsets: tuple[float, ...]
     """Running seconds before each start."""
 
     def __call__(self, time: float) -> float:
-        place = max(bisect_right(self.starts, time) - 1, 0)
-        return self.offsets[place] + time - self.starts[place]
+        process = max(bisect_right(self.starts, time) - 1, 0)
+        return self.offsets[process] + time - self.starts[process]
 
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """The content of a run directory; the run may be finished, running or interrupted."""
+    """Content of a run directory; the run may be finished, running or interrupted."""
 
     path: Path
     recipe: dict[str, Any]
@@ -56,43 +56,40 @@ class RunData:
     processes: list[Row]
     clock: Clock
     seconds: float
-    """How long the run has been running."""
+    """Running time."""
     last: float
     """Unix time of the last row."""
 
     def setting(self, key: str) -> float | None:
-        """A number of the recipe by its `section.key`; None where it has none."""
+        """Returns a number of the recipe by its `section.key`; None if it has none."""
         section, _, name = key.partition(".")
         value = self.recipe.get(section, {}).get(name)
         return value if type(value) in (int, float) else None
 
     @property
     def total_updates(self) -> int:
-        """The updates that the recipe's schedule asks for; at least those that were taken."""
-        parts = [self.setting(f"schedule.{name}") or 1 for name in ("stages", "updates_per_stage", "epochs")]
-        return max(round(math.prod(parts)), len(self.updates), 1)
+        """Number of updates of the recipe's schedule; at least those taken."""
+        factors = [self.setting(f"schedule.{name}") or 1 for name in ("stages", "updates_per_stage", "epochs")]
+        return max(round(math.prod(factors)), len(self.updates), 1)
 
     def stage_starts(self) -> list[Row]:
-        """The first update row of each stage that has any."""
+        """Returns the first update row of each stage."""
         return [next(rows) for _, rows in groupby(self.updates, key=itemgetter("stage"))]
 
     def seconds_left(self) -> float | None:
-        """Seconds of the rest of the run, as far as its updates and stages tell; None before the second update.
-
-        What comes before a stage's first update, such as its generation, counts once for each stage to come.
-        """
-        took = [
+        """Returns the estimated seconds left, by the run's updates and stages; None before the second update."""
+        seconds_between = [
             self.clock(later["time"]) - self.clock(earlier["time"])
             for earlier, later in pairwise(self.updates)
             if earlier["stage"] == later["stage"]
         ]
-        if not took:
+        if not seconds_between:
             return None
-        update, before = statistics.fmean(took), []
-        for first in self.stage_starts():
-            began = [row["start"] for row in self.phases if row["stage"] == first["stage"] and row["phase"] != "start"]
-            if began:
-                before.append(max(0.0, self.clock(first["time"]) - self.clock(min(began)) - update))
+        update, before = statistics.fmean(seconds_between), []
+        for first in self.stage_starts():  # a stage's generation, sync and so on come before its first update
+            starts = [row["start"] for row in self.phases if row["stage"] == first["stage"] and row["phase"] != "start"]
+            if starts:
+                before.append(max(0.0, self.clock(first["time"]) - self.clock(min(starts)) - update))
         stages = max(0, round(self.setting("schedule.stages") or 1) - len(self.stage_starts()))
         waits = stages * statistics.fmean(before) if before else 0.0
         return (self.total_updates - len(self.updates)) * update + waits
@@ -125,33 +122,33 @@ def read_run(path: Path) -> RunData:
 
 
 def seconds_by_phase(phases: Iterable[Row]) -> dict[str, float]:
-    """Wall-clock of each phase, in the order in which phases first began; a phase inside another counts once, its own.
+    """Returns the wall-clock of each phase, in order of its first start.
 
-    An update's save or probe runs inside its `optimize`.
+    A phase inside another, such as a save inside `optimize`, does not count with the outer one.
     """
     seconds: dict[str, float] = {}
-    around: list[Row] = []
+    enclosing: list[Row] = []
     for row in sorted(phases, key=lambda row: (row["start"], -row["end"])):
-        while around and around[-1]["end"] < row["end"]:
-            around.pop()
+        while enclosing and enclosing[-1]["end"] < row["end"]:
+            enclosing.pop()
         length = row["end"] - row["start"]
         seconds[row["phase"]] = seconds.get(row["phase"], 0.0) + length
-        if around:
-            seconds[around[-1]["phase"]] -= length
-        around.append(row)
+        if enclosing:
+            seconds[enclosing[-1]["phase"]] -= length
+        enclosing.append(row)
     return seconds
 
 
 def paper_seconds(phases: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """T_rollout and T_total in seconds, from a run's phase rows.
+    """Returns T_rollout and T_total in seconds, from a run's phase rows.
 
-    A phase inside another one counts with the outer one if it is one of `TRAINING_PHASES`, such as `logprobs` inside
-    `optimize`. Any other, such as a save there, is subtracted. A `sync` made only for an evaluation does not count.
-    What a resumed run repeats counts twice.
+    A phase inside another counts with the outer one if it is one of `TRAINING_PHASES`, such as `logprobs` inside
+    `optimize`; others, such as a save, are subtracted. A `sync` only for an evaluation does not count. Phases that a
+    resumed run repeats count twice.
     """
-    ran = [(name, seconds) for name, seconds in _outermost(phases) if name != "eval"]
+    durations = [(name, seconds) for name, seconds in _outermost(phases) if name != "eval"]
     totals: dict[str, float] = {}
-    for (name, seconds), (following, _) in pairwise([*ran, ("", 0.0)]):
+    for (name, seconds), (following, _) in pairwise([*durations, ("", 0.0)]):
         if name != "sync" or following == "generate":
             totals[name] = totals.get(name, 0.0) + seconds
     return {
@@ -161,7 +158,7 @@ def paper_seconds(phases: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _outermost(phases: Iterable[Mapping[str, Any]]) -> list[tuple[str, float]]:
-    """Phases inside no other, in order, with their seconds minus those of inner phases that do not count."""
+    """Returns phases inside no other, in order, with their seconds minus those of inner phases that do not count."""
     outer: list[tuple[str, float]] = []
     outer_end = inner_end = float("-inf")
     for row in sorted(phases, key=lambda row: (row["start"], -row["end"])):
@@ -180,7 +177,7 @@ def _of_kind(rows: Sequence[Row], kind: str) -> list[Row]:
 
 
 def _clock(rows: Sequence[Row]) -> tuple[Clock, float]:
-    """The run's clock and running seconds; a process row begins each start."""
+    """Returns the run's clock and running seconds; each process begins with a process row."""
     starts: list[float] = []
     offsets: list[float] = []
     alive, last = 0.0, 0.0
@@ -196,12 +193,11 @@ def _clock(rows: Sequence[Row]) -> tuple[Clock, float]:
 
 
 def _recipe(path: Path) -> dict[str, Any]:
-    """The sections of a run's recipe."""
     if not path.is_file():
         raise UserError(f"{path}: no such file; is {path.parent} a run directory?")
     recipe = read_toml(path)
-    if wrong := [name for name, table in recipe.items() if not isinstance(table, dict)]:
-        raise UserError(f"{path}: `{wrong[0]}` is not a section; restore the run's recipe")
+    if values := [name for name, table in recipe.items() if not isinstance(table, dict)]:
+        raise UserError(f"{path}: `{values[0]}` is not a section; restore the run's recipe")
     return recipe
 
 

@@ -94,7 +94,7 @@ def test_what_fails_leaves_nothing_and_keeps_the_old(writes: str, tmp_path: Path
 def test_what_another_has_made_meanwhile_stays_and_so_does_the_work(tmp_path: Path) -> None:
     path = tmp_path / "x"
     taken = pytest.raises(UserError, match="was created meanwhile")
-    with taken as refused, durable_directory(path, replace=False) as partial:  # noqa: PT012
+    with taken as refused, durable_directory(path, replace=False) as partial:
         (partial / "mine").touch()
         path.mkdir()
         (path / "theirs").touch()

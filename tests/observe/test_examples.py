@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.examples import (
-    MAX_EXAMPLES,
+    MAX_TEXT_CHARS,
     Example,
     example_indices,
     read_examples,
@@ -33,13 +33,13 @@ def test_any_text_comes_back(
 
 
 def test_a_long_text_keeps_both_ends(tmp_path: Path) -> None:
-    text = "begin" + "x" * 10 * MAX_EXAMPLES + "end"
+    text = "begin" + "x" * 10 * MAX_TEXT_CHARS + "end"
     write_examples(tmp_path / "e" / "a.jsonl", [Example("", "", "", "", text, "", "", 0.0, 1, True)])
     (one,) = read_examples(tmp_path / "e" / "a.jsonl")
-    assert len(one.text) < MAX_EXAMPLES + 80
+    assert len(one.text) < MAX_TEXT_CHARS + 80
     assert one.text.startswith("beginxxx")
     assert one.text.endswith("xxxend")
-    assert f"{len(text) - MAX_EXAMPLES:,} characters are left out" in one.text
+    assert f"{len(text) - MAX_TEXT_CHARS:,} characters are left out" in one.text
     assert shorten("short") == "short"
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mugrpo_megatron.evaluation.estimators import SetFigures, clustered_interval, figures_of
-from mugrpo_megatron.observe.health import LEAST_UPDATES, HealthMonitor, health_warnings
+from mugrpo_megatron.observe.health import MIN_UPDATES, HealthMonitor, health_warnings
 
 Row = dict[str, Any]
 CURVES = Path(__file__).parents[2] / "docs" / "study" / "curves.csv"
@@ -59,7 +59,7 @@ def late(kind: str, **values: float) -> Callable[[dict[str, list[Row]]], None]:
     """Give the last rows of a kind other values: the last stage or evaluation, the last eight updates."""
 
     def change(rows: dict[str, list[Row]]) -> None:
-        for row in rows[kind][-LEAST_UPDATES if kind == "update" else -1 :]:
+        for row in rows[kind][-MIN_UPDATES if kind == "update" else -1 :]:
             row |= values
 
     return change
