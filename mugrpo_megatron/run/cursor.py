@@ -1,4 +1,4 @@
-"""The cursor: which update of which stage of a run comes next."""
+"""The cursor: the next update of a run, by stage and age."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Cursor:
     """The next optimizer update: `age` of stage `stage`.
 
     `age` counts the updates already taken on the stage's responses, which is also their staleness. Each of the stage's
-    µ updates is taken `schedule.epochs` times. A run is finished after S µ x epochs updates; where stages end early, it
-    takes more than S stages to get there.
+    µ updates is taken `schedule.epochs` times. A run is finished after S µ x epochs updates; if stages end early,
+    it takes more than S stages.
     """
 
     stage: int = 0
@@ -85,7 +85,7 @@ def checkpoint_name(cursor: Cursor) -> str:
 def nats_moved(cursor: Cursor, metrics: Mapping[str, float]) -> float:
     """KL(behaviour | policy) of a response in nats (k3 estimator): an exponential mean over a stage's updates.
 
-    `metrics` are those of the update at the cursor. An update without a token to train on leaves the mean unchanged.
+    `metrics` belong to the update at the cursor. An update without a token to train on leaves the mean unchanged.
     """
     # One update's `kl_response` varies twofold from batch to batch in a small run, too much to end a stage by it.
     return cursor.nats + SMOOTHING * (metrics.get("kl_response", cursor.nats) - cursor.nats)

@@ -1,4 +1,4 @@
-"""The model that a run starts from: brought to this machine from the hub, and the same at every resume."""
+"""The model that a run starts from: a directory, or a download from the hub; every resume gets the same one."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ def with_model(
 ) -> Recipe:
     """The recipe with its model on this machine; one that names a directory is returned as it is.
 
-    A run in `run_dir` gets the commit that it began with, even if its revision, a branch, has moved since. Raises
-    UserError when the model cannot be downloaded, or with `cached` when it is not in the hub's cache.
+    A run in `run_dir` gets the commit that it began with. Raises UserError when the model cannot be downloaded, or with
+    `cached` when it is not in the hub's cache.
     """
     name = model_name(recipe.model.path)
     if name is None or recipe.model.commit:
         return recipe
     say(f"model: {name} of the Hugging Face hub, downloaded unless it is in the cache")
+    # A branch or tag of the hub may have moved: the run goes on with its own commit, or its weights would mix.
     record = read_record(run_dir) if run_dir else None
     first = record.model if record else None
     revision = first.commit if first and first.name == name else recipe.model.revision

@@ -1,4 +1,4 @@
-"""The parts of a run: opened so that their start-up overlaps, closed whatever happens."""
+"""The parts of a run: opened so that their start-ups overlap, closed also after an error or a stop."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def check_current_stage(directory: RunDirectory, origin: Origin, cursor: Cursor)
     check_stage(directory.stage(cursor.stage), origin)
     check_stage_sealed(directory, cursor)
     if (stage := StageStore(directory.stage(cursor.stage), 0, origin)).sealed:
-        stage.remove_merged()
+        stage.remove_shards()
 
 
 def join_world(learner: Learner, role: EngineRole | None, stop: StopRequest, stack: ExitStack) -> World:

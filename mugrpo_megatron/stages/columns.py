@@ -69,7 +69,7 @@ class Column:
 
     @property
     def complete(self) -> bool:
-        """Whether it was written to its end."""
+        """Whether both files exist; the index is written last."""
         return self.path.exists() and self.index.exists()
 
     def body(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The manifest of a stage: where the stage belongs, and which files are complete, with their checksums.
+"""The manifest of a stage: its origin, and its complete files with their checksums.
 
 A file counts once a manifest lists it, and replacing the manifest is the last step of every change. Every writer has
 its own manifest and its own shards. Writer 0's manifest also says that the stage is sealed; it is then the only one.

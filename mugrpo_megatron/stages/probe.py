@@ -71,7 +71,7 @@ def probe_ages(updates: int) -> tuple[int, ...]:
 
 
 def write_responses(directory: Path, responses: Sequence[ProbeRow]) -> None:
-    """Start a stage's probe with its responses."""
+    """Write the responses of a stage's probe, before its first age."""
     directory.mkdir(parents=True, exist_ok=True)
     columns = {name: [getattr(row, name) for row in responses] for name in SCHEMA.names}
     _write(directory / RESPONSES, pa.table(columns, schema=SCHEMA))

@@ -90,7 +90,7 @@ def check_same_columns(directory: Path, columns: Sequence[str], new: tuple[str, 
     if present != new:
         raise UserError(
             f"{directory}: the groups on disk have the optional columns {list(present)}, the new ones {list(new)}; "
-            "take the recipe's keys that the stage was begun with, or remove the directory to generate the stage again"
+            "take the keys of the recipe that began the stage, or remove the directory to generate the stage again"
         )
 
 

@@ -156,7 +156,7 @@ class StageStore:
     @property
     def sealed(self) -> bool:
         """Whether every group is on disk in its final place."""
-        # Writer 0 alone seals, so the manifest that it holds is the truth; any other process has to look again.
+        # Writer 0 alone seals, so its own manifest is the truth; any other process has to read it again.
         if self._sealed_file is None and (self._manifest is None or self._writer):
             manifest = read_manifest(self.directory)
             check_origin(self.directory, manifest, self._origin)
@@ -287,9 +287,9 @@ class StageStore:
         # This replacement seals the stage; a kill before it leaves the shards, and `seal` writes the file again.
         self._replace([], sealed)
         self._sealed_file = sealed
-        self.remove_merged()
+        self.remove_shards()
 
-    def remove_merged(self) -> None:
+    def remove_shards(self) -> None:
         """Remove shards that a writer killed after sealing has left."""
         self._require_sealed()
         for pattern in SHARD_PATTERNS:
@@ -300,8 +300,8 @@ class StageStore:
     def read_update(self, update: int, with_text: bool = False) -> list[Sample]:
         """The samples of one update of the sealed stage, groups in order; reads and verifies only their bytes.
 
-        Has the columns that training needs, and those of `schema.TEXT_COLUMNS` with `with_text`. Raises UserError when
-        the bytes are damaged.
+        Has the columns that training needs, and `schema.TEXT_COLUMNS` with `with_text`. Raises UserError when the bytes
+        are damaged.
         """
         sealed = self._require_sealed()
         path, layout = self.directory / sealed.file, self._checked_layout()

@@ -133,7 +133,7 @@ def test_what_is_incomplete_cannot_be_sealed_and_what_is_sealed_cannot_grow(tmp_
 def test_shards_that_a_kill_right_after_the_seal_left_are_removed(tmp_path: Path) -> None:
     store = filled(tmp_path)
     with pytest.raises(ValueError, match="not sealed"):
-        store.remove_merged()
+        store.remove_shards()
     shards = {path: path.read_bytes() for path in tmp_path.glob("shard-*.parquet")}
     assert shards
     store.seal(UPDATES, PROMPTS)
@@ -141,7 +141,7 @@ def test_shards_that_a_kill_right_after_the_seal_left_are_removed(tmp_path: Path
     for path, data in shards.items():
         path.write_bytes(data)
     again = StageStore(tmp_path)
-    again.remove_merged()
+    again.remove_shards()
     assert {path.name for path in tmp_path.iterdir()} == sealed
     assert_same(again.read_update(0), store.read_update(0))
 
