@@ -214,7 +214,7 @@ def test_optional_columns_come_back(seed: int, tmp_path_factory: pytest.TempPath
 def test_groups_with_and_without_an_optional_column_do_not_share_a_stage(tmp_path: Path) -> None:
     filled(tmp_path, [0])
     masked = [replace(one, loss_mask=np.ones(len(one.response_ids), dtype=bool)) for one in group(1)]
-    with pytest.raises(UserError, match="new ones \\['loss_mask'\\]; take the recipe's keys"):
+    with pytest.raises(UserError, match="new ones \\['loss_mask'\\]; take the keys of the recipe"):
         StageStore(tmp_path).append(masked)
     with pytest.raises(ValueError, match="same optional columns"):
         StageStore(tmp_path / "other").append([*masked, *group(1)])
