@@ -1,7 +1,7 @@
-"""The `mugrpo` command: parses, calls one function, turns failures into exit codes.
+"""The `mugrpo` command: parses arguments, calls a function, turns failures into exit codes.
 
-Megatron and SGLang take seconds to import, so a command's functions are named here and imported when it is called.
-The names are text: the core imports no extra.
+Functions are named as text and imported when their command is called: Megatron and SGLang take seconds to import, and
+the core imports no extra.
 """
 
 from __future__ import annotations
@@ -43,33 +43,32 @@ EXAMPLES = """\
   mugrpo train my.toml --set optimizer.lr=1e-6    train with one value changed
   mugrpo report runs/mine --live                  look while it trains"""
 PAGES = Path(__file__).parents[1] / "docs/README.md"
-"""The index of the pages, in a checkout."""
+"""Index of the pages, in a checkout."""
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command."""
+    """A command of `mugrpo`."""
 
     group: str
-    """Its heading in the overview."""
+    """Heading in the overview."""
     name: str
     help: str
-    """One line of at most 67 characters."""
+    """Line of at most 67 characters."""
     entry_point: str
-    """`module:function`: function(options) returns the exit code; `function_arguments(parser)` adds its arguments."""
+    """`module:function`: `function(options)` returns the exit code, `function_arguments(parser)` adds arguments."""
     interrupted: str = STARTS_OVER
-    """What a user who pressed Ctrl-C may do next."""
+    """Hint after Ctrl-C."""
     long: bool = False
-    """Whether it goes on when nothing reads its output any more; else it ends with 0: `mugrpo rollouts | head`."""
+    """Whether it continues after its output's reader ends; else it ends with 0, as `mugrpo rollouts | head`."""
     stops: bool = False
-    """Whether SIGTERM ends it with exit code 0 at any time, and the same command goes on."""
+    """Whether SIGTERM ends it with exit code 0 at any time, and the same command continues."""
 
     def run(self, options: argparse.Namespace) -> int:
-        """The exit code; raises as `main` describes."""
+        """Returns the exit code; raises what `_run` handles."""
         return int(self._function()(options))
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add its arguments to its parser."""
         self._function("_arguments")(parser)
 
     def _function(self, suffix: str = "") -> Callable[..., Any]:
@@ -79,7 +78,7 @@ class Command:
 
 
 def _trains(group: str, name: str, help: str) -> Command:
-    """A command that continues a run, and that a batch system may stop."""
+    """Returns a command that continues a run, and that a batch system may stop."""
     return Command(group, name, help, f"{CORE}.training:{name}", CONTINUES, long=True, stops=True)
 
 
@@ -127,8 +126,8 @@ COMMANDS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns 0 when done, 2 on the user's mistake, 1 when training or an engine failed, 130 after
-    Ctrl-C and 143 after SIGTERM where that cannot be continued.
+    """Run a command; returns 0 when done, 2 after a user's mistake, 1 if training or an engine failed, 130 after
+    Ctrl-C, and 143 after SIGTERM if that cannot be continued.
 
     Any other failure is a bug: traceback and 1.
     """
@@ -137,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(overview())
         return 0
     if words[0] == "--version":
-        print(f"mugrpo {__version__}" + (f" (commit {known})" if (known := commit()) else ""))
+        print(f"mugrpo {__version__}" + (f" (commit {revision})" if (revision := commit()) else ""))
         return 0
     command = next((command for command in COMMANDS if command.name == words[0]), None)
     if command is None:
@@ -155,7 +154,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(command: Command, options: argparse.Namespace) -> int:
-    """`main` for one command."""
     try:
         return command.run(options)
     except UserError as error:
@@ -192,17 +190,17 @@ def _complain(text: str) -> None:
 
 
 def overview() -> str:
-    """What `mugrpo --help` prints: every command under its group's heading, examples, and where the pages are."""
-    parts = ["usage: mugrpo COMMAND [ARGUMENTS]", "\n".join(textwrap.wrap(SUMMARY, 80))]
+    """Returns the text of `mugrpo --help`: commands by group, examples, and the path of the pages."""
+    paragraphs = ["usage: mugrpo COMMAND [ARGUMENTS]", "\n".join(textwrap.wrap(SUMMARY, 80))]
     for group, commands in groupby(COMMANDS, attrgetter("group")):
-        parts.append("\n".join([f"{group}:", *(f"  {one.name:12}{one.help}" for one in commands)]))
+        paragraphs.append("\n".join([f"{group}:", *(f"  {command.name:12}{command.help}" for command in commands)]))
     pages = PAGES if PAGES.exists() else "docs/README.md of the source"
-    parts += [f"Examples:\n{EXAMPLES}", f"mugrpo COMMAND --help lists the command's arguments.\nPages: {pages}"]
-    return "\n\n".join(parts)
+    paragraphs += [f"Examples:\n{EXAMPLES}", f"mugrpo COMMAND --help lists the command's arguments.\nPages: {pages}"]
+    return "\n\n".join(paragraphs)
 
 
 def _no_command(word: str) -> str:
-    """What is said of a first word that is not a command."""
+    """Returns the message for a first word that is no command."""
     if close := difflib.get_close_matches(word, [command.name for command in COMMANDS], n=1):
         return f"there is no command `{word}`; did you mean `mugrpo {close[0]}`?"
     way_out = f"did you mean `mugrpo train {word}`?" if word.endswith(".toml") else "`mugrpo --help` lists all"
@@ -210,17 +208,17 @@ def _no_command(word: str) -> str:
 
 
 def _options(command: Command, words: Sequence[str]) -> argparse.Namespace:
-    """The parsed arguments; exits with 2 for one that no command takes, and says what it is of a recipe."""
+    """Returns the parsed arguments; exits with 2 and a hint for an unknown one."""
     parser = command_parser(command.name)
     options, unknown = parser.parse_known_args(words)
     if unknown:
-        _complain("; ".join([f"unrecognized arguments: {' '.join(unknown)}", *filter(None, map(_meant, unknown))]))
+        _complain("; ".join([f"unrecognized arguments: {' '.join(unknown)}", *filter(None, map(_hint, unknown))]))
         sys.exit(2)
     return options
 
 
-def _meant(word: str) -> str:
-    """What an argument that no command takes may stand for; empty where that is not known."""
+def _hint(word: str) -> str:
+    """Returns the likely meaning of an unknown argument; "" if there is none."""
     from mugrpo_megatron.recipe.other_trainers import translate_key  # pydantic takes a fifth of a second
 
     if word.startswith("--"):
@@ -229,7 +227,7 @@ def _meant(word: str) -> str:
 
 
 def command_parser(name: str | None = None) -> argparse.ArgumentParser:
-    """The parser of `mugrpo`, with the arguments of the command `name` alone, or of all commands."""
+    """Returns the parser of `mugrpo`, with the arguments of the command `name`, or of all commands."""
     parser = argparse.ArgumentParser(prog="mugrpo")
     parsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
@@ -241,17 +239,17 @@ def command_parser(name: str | None = None) -> argparse.ArgumentParser:
 
 
 def completion_arguments(parser: argparse.ArgumentParser) -> None:
-    """A shell."""
+    """Add a shell."""
     parser.epilog = "Put `source <(mugrpo completion bash)` into ~/.bashrc, or the same with zsh into ~/.zshrc."
     parser.add_argument("shell", choices=("bash", "zsh"))
 
 
 def completion(options: argparse.Namespace) -> int:
-    """Print a script that completes commands, their options, and the recipe's keys after --set; else files."""
+    """Print a shell script that completes commands, options, files, and the recipe's keys after --set."""
     from mugrpo_megatron.recipe.load import dotted_keys
 
     choices = next(action.choices for action in command_parser()._actions if isinstance(action.choices, dict))
-    cases = (f"    {name}) words='{' '.join(one._option_string_actions)}' ;;" for name, one in choices.items())
+    cases = (f"    {name}) words='{' '.join(command._option_string_actions)}' ;;" for name, command in choices.items())
     if options.shell == "zsh":
         print("autoload -U +X compinit && compinit && autoload -U +X bashcompinit && bashcompinit")
     keys = " ".join(f"{key}=" for key in dotted_keys())

@@ -1,4 +1,4 @@
-"""The learner's layout against the number of ranks, the model and the batch; and the nearest one that works."""
+"""Checks the learner's layout against ranks, model and batch, and finds the nearest one that works."""
 
 from __future__ import annotations
 

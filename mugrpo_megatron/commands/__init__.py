@@ -1,1 +1,1 @@
-"""What the `mugrpo` command does besides training."""
+"""Commands of the core: arguments, checks and work."""

@@ -1,4 +1,4 @@
-"""Arguments, lines and the way of a recipe that several commands share; nothing slow is imported."""
+"""Arguments, printing and recipe loading of several commands; nothing slow is imported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IMPORTING = "importing torch, transformers and Megatron"
 
 
 def recipe_arguments(parser: Parser) -> None:
-    """A recipe, overrides of it and a dry run."""
+    """Add a recipe, overrides of it and --dry-run."""
     recipe_argument(parser)
     override_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="print what differs from the defaults, check it, stop")
@@ -31,12 +31,12 @@ def recipe_arguments(parser: Parser) -> None:
 
 
 def recipe_argument(parser: Parser) -> None:
-    """A recipe's file."""
+    """Add a recipe's file."""
     parser.add_argument("recipe", type=Path, help="TOML file, also a bundled one: one_gpu/24gb.toml")
 
 
 def override_arguments(parser: Parser, values: str = "VALUE", help: str = "override one key") -> None:
-    """Overrides of the recipe's keys."""
+    """Add --set."""
     parser.add_argument(
         "--set", dest="overrides", action="append", default=[], metavar=f"SECTION.KEY={values}", help=help
     )
@@ -45,27 +45,27 @@ def override_arguments(parser: Parser, values: str = "VALUE", help: str = "overr
 def with_recipe(
     options: Options, run: Callable[[Recipe], object], output: Callable[[Recipe], Path] = lambda recipe: recipe.run.dir
 ) -> int:
-    """Load the recipe and `run` it, which writes to `output`; or print it and check it for `--dry-run`."""
+    """Load the recipe and `run` it, which writes to `output`; with `--dry-run` print and check it instead."""
     from mugrpo_megatron.recipe import dump_recipe, load_recipe  # pydantic: not for `mugrpo --help`
 
-    recipe = load_recipe(options.recipe, options.overrides, _remark if options.dry_run else say)
+    recipe = load_recipe(options.recipe, options.overrides, _print_to_stderr if options.dry_run else say)
     if options.dry_run:
         from mugrpo_megatron.checks.preflight import check_on_paper
 
         print(dump_recipe(recipe, every=options.dry_run == "full"), end="", flush=True)
-        check_on_paper(recipe, _remark)
+        check_on_paper(recipe, _print_to_stderr)
         return 0
     say(visible(f"mugrpo {__version__}: {options.recipe} -> {output(recipe)}"))
     run(recipe)
     return 0
 
 
-def _remark(line: str) -> None:
-    """Print a line of a dry run beside the recipe."""
+def _print_to_stderr(line: str) -> None:
+    """Print a line of a dry run; the recipe alone goes to stdout."""
     print(f"mugrpo: {visible(line)}", file=sys.stderr)
 
 
 def say(line: str) -> None:
-    """Print a line at once, on the first rank alone."""
+    """Print a line at once, on rank 0 alone."""
     if rank_of_environment() == 0:
         print(line, flush=True)

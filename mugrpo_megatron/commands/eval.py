@@ -51,11 +51,11 @@ from mugrpo_megatron.samples import Problem, Prompt
 from mugrpo_megatron.terminal import visible
 
 SETTINGS = "settings.json"
-"""The file that makes a directory an evaluation's own."""
-LATER = {"problems", "reward files", "template file", "episodes"}
+"""File that marks a directory as an evaluation's."""
+NEW_SETTINGS = {"problems", "reward files", "template file", "episodes"}
 """Settings that earlier versions did not write."""
 UNDEFINED = "–"
-"""What the table has for a majority where no response has an extracted answer."""
+"""Cell of a majority without any extracted answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,19 +64,19 @@ class Evaluation:
 
     sets: list[Summary]
     seconds: dict[str, float]
-    """Wall-clock time of this run for each set; 0 where an earlier run had finished it."""
+    """Set -> wall-clock of this command; 0 if an earlier one had finished it."""
 
     @property
     def average(self) -> Interval:
         """Unweighted mean of the sets' mean@K."""
-        return macro_average([one.mean for one in self.sets])
+        return macro_average([summary.mean for summary in self.sets])
 
 
 def run(recipe: Recipe, sources: Sequence[str], output: Path) -> Evaluation:
-    """Evaluate `model.path` on data sets, each sampled as `[eval]` and its own `[eval.sets]` say; write to `output`.
+    """Evaluate `model.path` on data sets, each with its settings in `[eval]`, and write the results to `output`.
 
-    Writes problems.jsonl (a row per problem, as they finish), summary.json and table.md. Continues an evaluation of the
-    same settings in `output`. Raises UserError for bad data or model, or when `output` holds one of other settings.
+    Writes problems.jsonl (a row per problem, as they finish), summary.json and table.md. Continues an evaluation with
+    the same settings in `output`; UserError if it has others, or for bad data or model.
     """
     names = held_out_sets(",".join(sources), "--data")
     # A run's recipe may have settings of sets that this evaluation does not include.
@@ -90,7 +90,9 @@ def run(recipe: Recipe, sources: Sequence[str], output: Path) -> Evaluation:
     problems = evenly_spaced_by_set(held_out, recipe.data.eval_problems, notes)
     style, template = recipe.data.prompt_style, template_of(recipe.data)
     prompts = prompts_of(problems, tokenizer, style, recipe.data.max_prompt_tokens, template)
-    record = EvalRecord(output, settings_of(recipe, names, problems), inputs=[Path(one) for one in names.values()])
+    record = EvalRecord(
+        output, settings_of(recipe, names, problems), inputs=[Path(source) for source in names.values()]
+    )
     with file_lock(output / ".lock"), open_display(show=True) as display:
         for note in notes:
             display.say(note)
@@ -100,7 +102,7 @@ def run(recipe: Recipe, sources: Sequence[str], output: Path) -> Evaluation:
     write_text(output / "table.md", markdown(table(evaluation)) + "\n")
     summary = {
         "average": asdict(evaluation.average),
-        "sets": [asdict(one) for one in evaluation.sets],
+        "sets": [asdict(set_summary) for set_summary in evaluation.sets],
         "seconds": evaluation.seconds,
     }
     write_json(output / "summary.json", to_json_value(summary))
@@ -108,10 +110,9 @@ def run(recipe: Recipe, sources: Sequence[str], output: Path) -> Evaluation:
 
 
 def settings_of(recipe: Recipe, names: Mapping[str, str], problems: Sequence[Problem]) -> dict[str, Any]:
-    """What must be equal to continue an evaluation of `problems`, of the sets `names` (name -> source).
+    """Returns the settings that a continued evaluation of `problems` must share; `names` is set -> source.
 
-    The problems, the file of each of the user's reward functions and that of the chat template count by their
-    checksums: a file may change behind its name.
+    Problems, users' reward files and the chat template are there as checksums: a file may change behind its name.
     """
     keys = {"samples", "temperature", "top_p", "max_tokens"}
     hub = hub_model(recipe.model)
@@ -124,115 +125,114 @@ def settings_of(recipe: Recipe, names: Mapping[str, str], problems: Sequence[Pro
         "data": recipe.data.model_dump(mode="json"),
         "reward": recipe.reward.model_dump(mode="json", exclude={"workers"}),
         "problems": sums_by_set(problems),
-        "reward files": {name: source_sum(one.function) for name, one in recipe.reward.table.items()},
+        "reward files": {name: source_sum(entry.function) for name, entry in recipe.reward.table.items()},
         "episodes": recipe.rollout.function and [recipe.rollout.function, source_sum(recipe.rollout.function)],
         "template file": file_sum(recipe.data.chat_template),
     }
 
 
 class EvalRecord:
-    """The rows of an evaluation on disk: appended as problems finish, read by the run that continues it."""
+    """Rows of an evaluation on disk, appended as problems finish."""
 
     def __init__(self, directory: Path, settings: dict[str, Any], inputs: Sequence[Path] = ()) -> None:
         """Open or create the record.
 
-        Raises UserError when its settings are others, or when the directory holds files of these names that no
-        evaluation wrote (`check_output`).
+        Raises UserError if its settings differ, or if the directory holds files of these names that no evaluation wrote
+        (`check_output`).
         """
         self._rows = directory / "problems.jsonl"
         settings_file = directory / SETTINGS
-        own = settings_file.is_file()
-        before = read_json(settings_file) if own else settings
-        unknown = LATER - before.keys()
+        is_evaluation = settings_file.is_file()
+        before = read_json(settings_file) if is_evaluation else settings
+        unknown = NEW_SETTINGS - before.keys()
         differing = [key for key in settings if key not in unknown and not _same(before.get(key), settings[key])]
         if differing:
             raise UserError(
                 f"{directory} holds an evaluation with other {', '.join(differing)}; choose another directory"
             )
         for name in (SETTINGS, "problems.jsonl", "summary.json", "table.md", "engine.log"):
-            check_output(directory / name, f"--out {directory}: {name}", own=own, inputs=inputs)
+            check_output(directory / name, f"--out {directory}: {name}", own=is_evaluation, inputs=inputs)
         make_directory(directory, f"--out {directory}")
         write_json(settings_file, settings)
 
     def read(self) -> list[ProblemResult]:
-        """Finished problems; truncates a last line that was written in part. UserError names a damaged line."""
+        """Returns the finished problems; removes half a last line. UserError names a damaged line."""
         if not self._rows.exists():
             return []
         raw = self._rows.read_bytes()
-        whole = raw[: raw.rfind(b"\n") + 1]
-        if len(whole) < len(raw):
+        complete = raw.rfind(b"\n") + 1
+        if complete < len(raw):
             with self._rows.open("r+b") as file:
-                file.truncate(len(whole))
-        return [_graded(row, f"{self._rows}:{line}") for line, row in rows(self._rows)]
+                file.truncate(complete)
+        return [_from_row(row, f"{self._rows}:{line}") for line, row in rows(self._rows)]
 
-    def append(self, graded: ProblemResult) -> None:
-        """Add a finished problem; UserError when the disk is full."""
+    def append(self, result: ProblemResult) -> None:
+        """Append a finished problem; UserError if the disk is full."""
         with full_disk_as_user_error(self._rows), self._rows.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(_written(graded)) + "\n")
+            file.write(json.dumps(_to_row(result)) + "\n")
 
 
 def _same(before: Any, now: Any) -> bool:
-    """Whether two settings are equal; a key that is missing, as in an older version's, is one without a value."""
+    """Whether two settings are equal; a missing key, as in an older version's file, counts as null."""
     if isinstance(before, dict) and isinstance(now, dict):
         return all(_same(before.get(key), now.get(key)) for key in before.keys() | now.keys())
     return bool(before == now)
 
 
-def _written(graded: ProblemResult) -> dict[str, Any]:
-    """A line of problems.jsonl; the row and the untouched gold stay in the data, where the problem's id finds them."""
-    bare = replace(graded.problem, gold=None, row={})
-    written = asdict(replace(graded, problem=bare))
-    del written["problem"]["gold"], written["problem"]["row"]
-    return written
+def _to_row(result: ProblemResult) -> dict[str, Any]:
+    """Returns a row of problems.jsonl, without the data's row and gold, which the problem's id finds."""
+    row = asdict(replace(result, problem=replace(result.problem, gold=None, row={})))
+    del row["problem"]["gold"], row["problem"]["row"]
+    return row
 
 
-def _graded(row: dict[str, Any] | str, place: str) -> ProblemResult:
-    """A row of problems.jsonl; UserError when it is not one."""
+def _from_row(row: dict[str, Any] | str, line: str) -> ProblemResult:
+    """Returns the result in a row of problems.jsonl; UserError, which begins with `line`, if there is none."""
     try:
         if isinstance(row, str):
             raise TypeError(row)
         messages = tuple((role, text) for role, text in row["problem"].get("messages", ()))
         return ProblemResult(**{**row, "problem": Problem(**{**row["problem"], "messages": messages})})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{place}: not a finished problem ({error}); delete the line to evaluate it again") from None
+        raise UserError(f"{line}: not a finished problem ({error}); delete the line to evaluate it again") from None
 
 
 def table(evaluation: Evaluation) -> list[list[str]]:
-    """Header and lines of figures with 95 % intervals; K is a set's own number of responses to each problem.
+    """Returns header and lines of figures with 95 % intervals; K is a set's number of responses to each problem.
 
-    Accuracies and pass@k are percentages, mean rewards are as they are.
+    Accuracies and pass@k are percentages, mean rewards plain numbers.
     """
-    passes = sorted({k for one in evaluation.sets for k in one.passes if k > 1})
+    passes = sorted({k for summary in evaluation.sets for k in summary.passes if k > 1})
     columns = ["K", "mean@K", *(f"pass@{k}" for k in passes), "majority@K"]
     lines = [["set", "problems", *columns, "tokens", "cut", "s"]]
-    for one in evaluation.sets:
-        figures = [_text(one.mean, one.measure), *(_text(one.passes[k]) if k in one.passes else "" for k in passes)]
-        figures.append(_text(one.majority, one.measure) if one.majority else UNDEFINED)
-        responses = one.problems * one.samples
-        ends = [
-            f"{one.tokens / responses:.0f}",
-            f"{one.truncated / responses:.1%}",
-            f"{evaluation.seconds[one.name]:.0f}",
+    for row in evaluation.sets:
+        figures = [_text(row.mean, row.measure), *(_text(row.passes[k]) if k in row.passes else "" for k in passes)]
+        figures.append(_text(row.majority, row.measure) if row.majority else UNDEFINED)
+        responses = row.problems * row.samples
+        costs = [
+            f"{row.tokens / responses:.0f}",
+            f"{row.truncated / responses:.1%}",
+            f"{evaluation.seconds[row.name]:.0f}",
         ]
-        lines.append([one.name, str(one.problems), str(one.samples), *figures, *ends])
+        lines.append([row.name, str(row.problems), str(row.samples), *figures, *costs])
     average = _text(evaluation.average, evaluation.sets[0].measure)
     return [*lines, ["average", "", "", average, *[""] * (len(columns) + 1)]]
 
 
 def markdown(lines: Sequence[Sequence[str]]) -> str:
-    """A table for a page."""
+    """Returns a table in Markdown."""
     head, *body = lines
     rows = [head, ["---", *["---:"] * (len(head) - 1)], *body]
     return "\n".join("".join(f"| {cell} " if cell else "| " for cell in cells) + "|" for cells in rows)
 
 
 def on_screen(lines: Sequence[Sequence[str]]) -> Table:
-    """A table for a terminal."""
+    """Returns a table for a terminal."""
     (first, *others), *body = lines
-    shown = new_table("", first, *(f">{name}" for name in others))
+    screen = new_table("", first, *(f">{name}" for name in others))
     for cells in body:
-        shown.add_row(*(Text(visible(cell)) for cell in cells))
-    return shown
+        screen.add_row(*(Text(visible(cell)) for cell in cells))
+    return screen
 
 
 def _evaluate(
@@ -243,37 +243,40 @@ def _evaluate(
     display: Display,
     output: Path,
 ) -> Evaluation:
-    """Evaluate the prompts whose problems the record lacks; the engine starts only where there are some."""
-    known = {graded.problem.id: graded for graded in record.read()}
+    """Evaluate the prompts whose problems the record lacks; without any, no engine is started."""
+    results = {result.problem.id: result for result in record.read()}
     by_set: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         by_set.setdefault(prompt.problem.source, []).append(prompt)
     seconds = dict.fromkeys(by_set, 0.0)
-    if any(prompt.problem.id not in known for prompt in prompts):
+    if any(prompt.problem.id not in results for prompt in prompts):
         engine = Engine.start(engine_spec(recipe), recipe.model.directory, output / "engine.log")
         try:
             with Verifier(recipe.reward) as verifier:
                 engine.wait_ready()
-                for name, own in by_set.items():
-                    missing = [prompt for prompt in own if prompt.problem.id not in known]
-                    how = held_out_sampling(recipe.eval, name, recipe.rollout, recipe.run, tokenizer)
+                for name, set_prompts in by_set.items():
+                    missing = [prompt for prompt in set_prompts if prompt.problem.id not in results]
+                    sampling = held_out_sampling(recipe.eval, name, recipe.rollout, recipe.run, tokenizer)
                     start = time.perf_counter()
                     with display.bar(name, len(missing), "problems") as bar:
-                        groups = engine.generate(missing, recipe.eval.of(name).samples, how)
+                        groups = engine.generate(missing, recipe.eval.of(name).samples, sampling)
                         for group in scored(groups, verifier, tokenizer):
                             bar.advance(tokens=group.tokens)
-                            known[group.prompt.problem.id] = graded = problem_result(group)
-                            record.append(graded)
+                            results[group.prompt.problem.id] = result = problem_result(group)
+                            record.append(result)
                     seconds[name] = time.perf_counter() - start
         finally:
             engine.stop()
     measure = measure_of(recipe.reward)
-    summaries = [summarize(name, [known[prompt.problem.id] for prompt in own], measure) for name, own in by_set.items()]
+    summaries = [
+        summarize(name, [results[prompt.problem.id] for prompt in set_prompts], measure)
+        for name, set_prompts in by_set.items()
+    ]
     return Evaluation(summaries, seconds)
 
 
 def _text(interval: Interval, measure: Measure = "accuracy") -> str:
     if measure == "accuracy":
         return f"{100 * interval.value:.1f} [{100 * interval.low:.1f}, {100 * interval.high:.1f}]"
-    known = math.isfinite(interval.low) and math.isfinite(interval.high)
-    return f"{interval.value:.4g}" + (f" [{interval.low:.4g}, {interval.high:.4g}]" if known else "")
+    finite = math.isfinite(interval.low) and math.isfinite(interval.high)
+    return f"{interval.value:.4g}" + (f" [{interval.low:.4g}, {interval.high:.4g}]" if finite else "")

@@ -1,4 +1,4 @@
-"""`mugrpo eval`, `score`, `rollouts`, `report`, `convert`: what each takes, checks and imports."""
+"""`mugrpo eval`, `score`, `rollouts`, `report`, `convert`: arguments and entry points."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mugrpo_megatron.terminal import visible
 
 
 def evaluate_arguments(parser: Parser) -> None:
-    """A checkpoint, data sets, and how responses are sampled."""
+    """Add a checkpoint, data sets and sampling."""
     parser.add_argument("model", type=Path, help="a run, a Hugging Face checkpoint, or OWNER/NAME on the hub")
     parser.add_argument(
         "--data", nargs="+", required=True, metavar="SET", help="files, bundled tasks or named data sets"
@@ -59,22 +59,22 @@ def evaluate(options: Options) -> int:
 
 
 def weights_of(model: Path) -> Path:
-    """The checkpoint that is meant: of a run or a warm start its `hf/`; UserError where a run has none yet."""
+    """Returns the checkpoint of a model: a run's or warm start's `hf/`; UserError if a run has none yet."""
     trained = model / "hf"
     if (model / CONFIG).exists():
         return model
     if (trained / CONFIG).is_file():
         return trained
     if (model / "run.json").exists():
-        raise UserError(f"{model}: this run has no hf/ yet; it writes one when it saves a stage's end, and at its own")
+        raise UserError(
+            f"{model}: this run has no hf/ yet; it is written at a checkpointed stage's end and when the run finishes"
+        )
     return model
 
 
 def results_of(model: Path) -> Path:
-    """Where the results of a model go: next to its weights, those of a model of the hub under `runs`.
-
-    A run replaces its `hf/`, so results of these weights go into the run's directory.
-    """
+    """Returns the directory of a model's results: beside its weights, or under `runs` for a model of the hub."""
+    # A run replaces its hf/, so the results of these weights go into the run's directory.
     from mugrpo_megatron.run.record import PROVENANCE
 
     if model_name(model) is not None:
@@ -83,7 +83,7 @@ def results_of(model: Path) -> Path:
 
 
 def score_arguments(parser: Parser) -> None:
-    """A file of responses, and where its scores go."""
+    """Add a file of responses and its output."""
     parser.add_argument("input", type=Path, help="JSON lines, Parquet, a JSON array or CSV")
     parser.add_argument("--out", type=Path, required=True, help="the same rows in the same order, with their scores")
     parser.add_argument("--overwrite", action="store_true", help="replace --out if it exists; never the input")
@@ -101,7 +101,7 @@ def score(options: Options) -> int:
 
 
 def rollouts_arguments(parser: Parser) -> None:
-    """A run, and which of its responses to show."""
+    """Add a run and conditions on its responses."""
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--stage", type=int, metavar="K", help="from 0; the newest sealed one otherwise")
     parser.add_argument("--update", type=int, metavar="N", help="only the responses of this update of the stage")
@@ -134,7 +134,7 @@ def rollouts(options: Options) -> int:
 
 
 def report_arguments(parser: Parser) -> None:
-    """Runs, and where their page goes."""
+    """Add runs and their page."""
     parser.add_argument("run_dir", type=Path, nargs="+", help="several share one page")
     parser.add_argument("--out", type=Path, metavar="PAGE", help="the page of several runs")
     parser.add_argument("--live", action="store_true", help="serve the page on this machine while the run goes on")
@@ -142,7 +142,7 @@ def report_arguments(parser: Parser) -> None:
 
 
 def report(options: Options) -> int:
-    """Write the page of one run or of several and print where it is, or serve it until interrupted."""
+    """Write the page of one run or several and print its path, or serve it until interrupted."""
     run_dirs, out = options.run_dir, options.out
     if options.live:
         if len(run_dirs) > 1 or out is not None:
@@ -169,7 +169,7 @@ CONVERSIONS = ("hf_to_megatron", "megatron_to_hf", "verify")
 
 
 def convert_arguments(parser: Parser) -> None:
-    """A conversion, and what it takes itself."""
+    """Add a conversion and its arguments."""
     parser.add_argument(
         "conversion", choices=CONVERSIONS, help="`mugrpo convert CONVERSION --help` lists its arguments"
     )
@@ -177,5 +177,5 @@ def convert_arguments(parser: Parser) -> None:
 
 
 def convert(options: Options) -> int:
-    """Run one of the commands of `checkpoints_convert`."""
+    """Run a command of `checkpoints_convert`."""
     return int(import_module(f"checkpoints_convert.{options.conversion}").main(options.arguments))

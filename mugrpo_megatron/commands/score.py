@@ -25,29 +25,28 @@ from mugrpo_megatron.terminal import visible
 BLOCK = 512
 """Rows that are read and written together."""
 BLOCKS_AHEAD = 8
-"""Blocks that are scored while an earlier one is pending; bounds memory for a file of any size."""
-SHOWN = 20
-"""Reasons that the summary names; the others are counted."""
-SHOWN_CHARS = 160
-"""Characters of a reason that it shows."""
-WRITTEN = (".jsonl", ".json")
+"""Blocks in the verifier while an earlier one is pending; bounds the memory for a file of any size."""
+MAX_REASONS = 20
+"""Reasons in the summary; the others are counted."""
+MAX_REASON_CHARS = 160
+OUTPUT_SUFFIXES = (".jsonl", ".json")
 """Suffixes of an output, which is JSON lines."""
 
 Row = dict[str, Any]
 
 
-class _Asked(NamedTuple):
-    """What is scored."""
+class _Input(NamedTuple):
+    """A row to score."""
 
     row: Row
     """The input's row as JSON values."""
     answer: str
-    """What `math` compares with."""
+    """Gold that `math` compares with."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreSummary:
-    """What a scored file holds."""
+    """Summary of a scored file."""
 
     rows: int
     malformed: int
@@ -56,9 +55,9 @@ class ScoreSummary:
     """Mean over the scored rows."""
     without_answer: int
     whys: dict[str, int]
-    """How often each reason was given, most frequent first."""
+    """Reason -> number of rows, most frequent first."""
     replaced: tuple[str, ...]
-    """Columns of the input whose values the output does not have: a score has their names."""
+    """Columns of the input that the scores replace."""
     seconds: float
 
     def __str__(self) -> str:
@@ -70,8 +69,8 @@ class ScoreSummary:
         if self.replaced:
             lines.append(f"columns of the input that the scores replace: {', '.join(self.replaced)}")
         counts = list(self.whys.items())
-        lines += [f"  {count:>8}  {_one_line(why)}" for why, count in counts[:SHOWN]]
-        if hidden := counts[SHOWN:]:
+        lines += [f"  {count:>8}  {_one_line(why)}" for why, count in counts[:MAX_REASONS]]
+        if hidden := counts[MAX_REASONS:]:
             lines.append(f"  {sum(count for _, count in hidden):>8}  for {len(hidden):,} other reasons (column why)")
         return "\n".join(lines)
 
@@ -82,8 +81,8 @@ def run(
     """Score rows {"response", "answer", ...} of a JSONL or Parquet file into `output_path`, one JSON object a line.
 
     Each row gains `reward`, `extracted`, `why`, `seconds` and `components`; its other columns stay, as `to_json_value`
-    writes them. Its gold (`answer`) is read as training reads it: text, `#### 42`, a box, a number, a list of them. The
-    output appears complete or not at all. Raises UserError before anything is scored when the output may not be written
+    writes them. Its gold (`answer`) is read as in training: text, `#### 42`, a box, a number, a list of them. The
+    output is written completely or not at all. Raises UserError before scoring if the output must not be written
     (`check_output`), for a file without rows, and with `strict` for the first malformed row.
     """
     start = time.perf_counter()
@@ -119,7 +118,7 @@ def run(
 
 
 def _check_output(path: Path, source: Path, overwrite: bool) -> None:
-    if path.suffix not in WRITTEN:
+    if path.suffix not in OUTPUT_SUFFIXES:
         raise UserError(f"--out {path}: scores are written as JSON lines; name the file {path.stem}.jsonl")
     check_output(
         path, f"--out {path}", own=overwrite, inputs=[source], remedy="choose another path, or pass --overwrite"
@@ -127,20 +126,20 @@ def _check_output(path: Path, source: Path, overwrite: bool) -> None:
 
 
 def _one_line(why: str) -> str:
-    shown = visible(" ".join(why.split()))
-    return shown if len(shown) <= SHOWN_CHARS else f"{shown[:SHOWN_CHARS]}..."
+    line = visible(" ".join(why.split()))
+    return line if len(line) <= MAX_REASON_CHARS else f"{line[:MAX_REASON_CHARS]}..."
 
 
-def _scored(source: Iterator[_Asked], verifier: Verifier) -> Iterator[tuple[Row, Score]]:
-    waiting: deque[tuple[list[_Asked], Pending]] = deque()
+def _scored(source: Iterator[_Input], verifier: Verifier) -> Iterator[tuple[Row, Score]]:
+    waiting: deque[tuple[list[_Input], Pending]] = deque()
     while block := list(islice(source, BLOCK)):
-        rows_of_block = [one.row for one in block]
+        rows_of_block = [entry.row for entry in block]
         pending = verifier.submit(
             [row["response"] for row in rows_of_block],
             [row.get("answer") for row in rows_of_block],
             rows_of_block,
             [prompt_in_row(row) for row in rows_of_block],
-            answers=[one.answer for one in block],
+            answers=[entry.answer for entry in block],
             sources=[data_source_of(row) for row in rows_of_block],
         )
         waiting.append((block, pending))
@@ -150,30 +149,30 @@ def _scored(source: Iterator[_Asked], verifier: Verifier) -> Iterator[tuple[Row,
         yield from _finished(waiting)
 
 
-def _finished(waiting: deque[tuple[list[_Asked], Pending]]) -> Iterator[tuple[Row, Score]]:
+def _finished(waiting: deque[tuple[list[_Input], Pending]]) -> Iterator[tuple[Row, Score]]:
     block, pending = waiting.popleft()
-    return zip((one.row for one in block), pending.result(), strict=True)
+    return zip((entry.row for entry in block), pending.result(), strict=True)
 
 
-def _well_formed(path: Path, section: RewardSection, strict: bool, malformed: list[str]) -> Iterator[_Asked]:
+def _well_formed(path: Path, section: RewardSection, strict: bool, malformed: list[str]) -> Iterator[_Input]:
     for line, row in rows(path):
         try:
-            yield _asked(row, section)
+            yield _input(row, section)
         except ValueError as error:
             if strict:
                 raise UserError(f"{path}:{line}: {error}: fix the row, or pass --skip-malformed") from None
             malformed.append(f"{path}:{line}: {error}")
 
 
-def _asked(row: Row | str, section: RewardSection) -> _Asked:
-    """The row with the answer in its gold, read as training reads it; ValueError says what is wrong with the row."""
+def _input(row: Row | str, section: RewardSection) -> _Input:
+    """Returns the row and its gold, read as in training; ValueError if the row is malformed."""
     if isinstance(row, str):
         raise ValueError(row)
     if not isinstance(row.get("response"), str):
         raise ValueError(f"field 'response' is missing or not text {found_in(row)}")
     columns = kept_row(row)
     if section.accepts_any_gold(data_source_of(row)):
-        return _Asked(columns, any_answer(columns.get("answer")))
+        return _Input(columns, any_answer(columns.get("answer")))
     if "answer" not in row:
         raise ValueError(f"field 'answer' is missing {found_in(row)}")
-    return _Asked(columns, verifiable_answer(row["answer"], "answer"))
+    return _Input(columns, verifiable_answer(row["answer"], "answer"))

@@ -1,6 +1,6 @@
-"""`mugrpo sft`: a model learns rows of prompts and responses, or a small new one a bundled task, as a start for RL.
+"""`mugrpo sft`: fine-tune a model on rows of prompts and responses, or train a small new one on a bundled task.
 
-Learner, packing and optimizer are those of RL; the loss is the mean cross-entropy of the answer's tokens.
+Learner, packing and optimizer are the same as in RL; the loss is the mean cross-entropy of the response's tokens.
 """
 
 from __future__ import annotations
@@ -43,28 +43,29 @@ from mugrpo_megatron.run.record import PROVENANCE
 from mugrpo_megatron.samples import Problem
 from mugrpo_megatron.weights.hf import save_hf
 
-MIN_LR_SHARE = 0.1
-"""The learning rate decays to this share of its peak."""
+MIN_LR_FRACTION = 0.1
+"""Learning rate at the end of the decay, as a fraction of its peak."""
 WARMUP_UPDATES = 30
 BETA2 = 0.98
 HEAD_DIM = 16
-"""Of as many key/value heads as heads: with fewer, the bundled task needs several times as many updates."""
-MOST_UPDATES = 4000
-"""Updates of a new model, over which its learning rate decays, whatever its accuracy."""
+"""Head dimension of a new model, which has no grouped-query attention: with it, the bundled task needs several times
+as many updates."""
+MAX_UPDATES = 4000
+"""Updates over which a new model's learning rate decays, even if it stops earlier."""
 CHECK_EVERY = 25
 """Updates between checks of the held-out accuracy."""
 INIT_STD = 0.05
 ROPE_THETA = 100.0
-"""Questions have a dozen tokens: with the usual base of 10,000 most rotary angles would hardly change over them, and
-learning to align digits takes several times the updates."""
+"""Base of a new model's rotary angles. Questions have a dozen tokens: with the usual 10,000 most angles would hardly
+change over them, and aligning digits takes several times the updates."""
 
 
 def train(recipe: Recipe) -> None:
-    """Save what `mugrpo sft` makes as a Hugging Face checkpoint in `sft.output`.
+    """Fine-tune and save a Hugging Face checkpoint in `sft.output`; every rank of the world runs this.
 
-    With `sft.train`, `model.path` learns its rows. Else a fresh Qwen2 of `sft`'s size learns `data.train` until
-    `sft.target_accuracy`. Every rank of the world runs this. A finished warm start is kept. Raises UserError when the
-    recipe names nothing to imitate or `sft.output` holds a warm start of another recipe.
+    With `sft.train`, trains `model.path` on its rows, else a new Qwen2 on `data.train` until `sft.target_accuracy`. A
+    finished warm start is kept. Raises UserError if the recipe has nothing to imitate, or if `sft.output` holds a warm
+    start of another recipe.
     """
     out = recipe.sft.output
     recipe = check_warm_start(recipe)
@@ -77,24 +78,24 @@ def train(recipe: Recipe) -> None:
         if recipe.sft.train is not None:
             _learn_rows(recipe, recipe.sft.train)
             return
-        with TemporaryDirectory() as scratch:  # of each rank: the same weights, drawn from the same seed
+        with TemporaryDirectory() as scratch:  # one on each rank, with the same weights from the same seed
             fresh = Path(scratch) / "fresh"
             tokenizer = build_arithmetic_tokenizer()
             tokenizer.save_pretrained(fresh)
             torch.manual_seed(recipe.run.seed)
             Qwen2ForCausalLM(model_config(recipe, tokenizer)).save_pretrained(fresh)
             model = recipe.model.model_copy(update={"path": fresh})
-            learner = build_learner(_as_one_stage(recipe, model, MOST_UPDATES))
+            learner = build_learner(_as_one_stage(recipe, model, MAX_UPDATES))
             with shutdown_after(learner.ranks):
                 _write_recipe(recipe, learner)
                 with open_display(show=learner.ranks.rank == 0) as display:
                     _imitate(learner, tokenizer, display)
                 save_hf(learner.models, learner.architecture, like=fresh, out=out / "hf")
-                _tell(learner, out)
+                _print_output(learner, out)
 
 
 def updates_on(rows: int, section: SftSection) -> int:
-    """Updates of `epochs` passes over so many rows; UserError for more than can be numbered."""
+    """Returns the updates of `epochs` over so many rows; UserError for more than can be numbered."""
     updates = math.ceil(section.epochs * rows / section.batch)
     if updates > MAX_STAGE_UPDATES:
         raise UserError(
@@ -105,11 +106,12 @@ def updates_on(rows: int, section: SftSection) -> int:
 
 
 def _learn_rows(recipe: Recipe, source: str) -> None:
-    """`model.path` learns the responses of a source's rows: the mean cross-entropy of their tokens alone."""
-    rows_of_source = demonstrations(source, recipe.data)
+    """Train `model.path` on the responses of a source's rows; prompts have no loss."""
     tokenizer = load_tokenizer(recipe.model.directory)
-    read = sequences(rows_of_source, tokenizer, recipe.data, recipe.rollout.max_response_tokens)
-    rows = [TokenSequence(np.array([*prompt, *response]), len(prompt)) for prompt, response in read.pairs]
+    tokenized = sequences(
+        demonstrations(source, recipe.data), tokenizer, recipe.data, recipe.rollout.max_response_tokens
+    )
+    rows = [TokenSequence(np.array([*prompt, *response]), len(prompt)) for prompt, response in tokenized.pairs]
     section = recipe.sft
     updates = updates_on(len(rows), section)
     learner = build_learner(_as_one_stage(recipe, recipe.model, updates))
@@ -117,11 +119,11 @@ def _learn_rows(recipe: Recipe, source: str) -> None:
         _write_recipe(recipe, learner)
         with open_display(show=learner.ranks.rank == 0) as display:
             display.say(f"sft.train: {len(rows):,} rows, {updates:,} updates")
-            if read.too_long:
-                display.say(f"{read.too_long:,} rows are longer than the recipe's token limits: left out")
+            if tokenized.too_long:
+                display.say(f"{tokenized.too_long:,} rows are longer than the recipe's token limits: left out")
             style, template = recipe.data.prompt_style, template_of(recipe.data)
-            display.say(first_prompt(tokenizer, read.pairs[0][0], style, template))
-            display.say(f"and its response: {decoded_line(tokenizer, read.pairs[0][1])}")
+            display.say(first_prompt(tokenizer, tokenized.pairs[0][0], style, template))
+            display.say(f"and its response: {decoded_line(tokenizer, tokenized.pairs[0][1])}")
             with display.bar("supervised", updates, "updates") as bar:
                 for batch in _batches(recipe, rows, updates):
                     tokens = sum(sequence.trained for sequence in batch)
@@ -136,22 +138,22 @@ def _learn_rows(recipe: Recipe, source: str) -> None:
             out=section.output / "hf",
             notes={PROVENANCE: {"model": asdict(hub)}} if hub else None,
         )
-        _tell(learner, section.output)
+        _print_output(learner, section.output)
 
 
-def _tell(learner: Learner, out: Path) -> None:
+def _print_output(learner: Learner, out: Path) -> None:
     if learner.ranks.rank == 0:
         print(f"Hugging Face checkpoint: {out / 'hf'}")
 
 
 def _write_recipe(recipe: Recipe, learner: Learner) -> None:
-    """Before hf/ is written, so that an hf/ without it is not a warm start."""
+    """Write the recipe before hf/, so that an hf/ without it is not a warm start."""
     if learner.ranks.rank == 0:
         write_text(recipe.sft.output / RECIPE, dump_recipe(recipe))
 
 
 def model_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Qwen2Config:
-    """The new model's Hugging Face configuration."""
+    """Returns the Hugging Face configuration of the new model."""
     section = recipe.sft
     return Qwen2Config(
         architectures=["Qwen2ForCausalLM"],
@@ -173,15 +175,15 @@ def model_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Qwen2Con
     )
 
 
-def answered(problem: Problem, tokenizer: PreTrainedTokenizerBase) -> TokenSequence:
-    """Question and answer as one sequence; the answer and the end-of-sequence token are learned."""
+def question_and_answer(problem: Problem, tokenizer: PreTrainedTokenizerBase) -> TokenSequence:
+    """Returns question and answer as one sequence; the loss is on the answer and the end-of-sequence token."""
     prompt = tokenizer.encode(problem.question, add_special_tokens=False)
     answer = tokenizer.encode(demonstration(problem), add_special_tokens=False)
     return TokenSequence(np.array([*prompt, *answer, tokenizer.eos_token_id]), len(prompt))
 
 
 def greedy_accuracy(learner: Learner, sequences: Sequence[TokenSequence]) -> float:
-    """Share of sequences whose trained tokens are what greedy decoding gives; collective, the same on every rank.
+    """Returns the fraction of sequences that greedy decoding would give; collective, with one result on all ranks.
 
     Greedy decoding gives an answer exactly when each of its tokens is the most likely one after those before it, so one
     forward pass over the right answers decides.
@@ -195,45 +197,45 @@ def greedy_accuracy(learner: Learner, sequences: Sequence[TokenSequence]) -> flo
         return (best == batch.targets).float()[None]
 
     batches = pack_local(learner, sequences, plan_update(learner, sequences))
-    hits_of_all = gather_tokens(learner, sequences, batches, forward_only(learner, batches, hits), k=1)[0]
-    return float(np.mean([part.min().item() for part in hits_of_all.split([s.trained for s in sequences])]))
+    token_hits = gather_tokens(learner, sequences, batches, forward_only(learner, batches, hits), k=1)[0]
+    return float(np.mean([hit.min().item() for hit in token_hits.split([s.trained for s in sequences])]))
 
 
 def _imitate(learner: Learner, tokenizer: PreTrainedTokenizerBase, display: Display) -> None:
     recipe, section = learner.recipe, learner.recipe.sft
     train = problems(recipe.run.seed, "train", GENERATED, recipe.data.train)
     held_out = problems(recipe.run.seed, "eval", recipe.data.eval_problems, recipe.data.train)
-    answers = [answered(problem, tokenizer) for problem in train]
-    checked = [answered(problem, tokenizer) for problem in held_out]
-    with display.bar("warm start", MOST_UPDATES, "updates") as bar:
-        for update, batch in enumerate(_batches(recipe, answers, MOST_UPDATES), start=1):
+    answers = [question_and_answer(problem, tokenizer) for problem in train]
+    checks = [question_and_answer(problem, tokenizer) for problem in held_out]
+    with display.bar("warm start", MAX_UPDATES, "updates") as bar:
+        for update, batch in enumerate(_batches(recipe, answers, MAX_UPDATES), start=1):
             tokens = sum(sequence.trained for sequence in batch)
             optimize(learner, batch, _cross_entropy(tokens))
             bar.advance(tokens=sum(len(sequence.ids) for sequence in batch))
             if update % CHECK_EVERY == 0:
-                bar.values["accuracy"] = accuracy = greedy_accuracy(learner, checked)
+                bar.values["accuracy"] = accuracy = greedy_accuracy(learner, checks)
                 if accuracy >= section.target_accuracy:
                     break
 
 
 def _cross_entropy(tokens: int) -> TokenLoss:
-    """Mean over the `tokens` of a whole update, so that the micro-batches' losses add up."""
+    """Returns the sum of token losses over `tokens`, the number of a whole update: micro-batches' losses add up."""
     return lambda logprobs, batch: -logprobs.sum() / tokens
 
 
 def _batches(recipe: Recipe, rows: Sequence[TokenSequence], updates: int) -> Iterator[list[TokenSequence]]:
     size, seed = recipe.sft.batch, recipe.run.seed
     for update in range(updates):
-        places = range(update * size, (update + 1) * size)
-        yield [rows[problem_at(seed, len(rows), place)] for place in places]
+        indices = range(update * size, (update + 1) * size)
+        yield [rows[problem_at(seed, len(rows), index)] for index in indices]
 
 
 def _as_one_stage(recipe: Recipe, model: ModelSection, updates: int) -> Recipe:
-    """The recipe with the warm start's optimizer, model and a schedule of so many updates; all weights train."""
+    """Returns the recipe with SFT's optimizer, its model, and a schedule of one stage; all weights are trained."""
     lr = recipe.sft.peak_lr
     optimizer = OptimizerSection(
-        lr=lr, min_lr=MIN_LR_SHARE * lr, decay="cosine", warmup_updates=WARMUP_UPDATES, beta2=BETA2
+        lr=lr, min_lr=MIN_LR_FRACTION * lr, decay="cosine", warmup_updates=WARMUP_UPDATES, beta2=BETA2
     )
     schedule = ScheduleSection(stages=1, updates_per_stage=updates)
-    parts = {"optimizer": optimizer, "schedule": schedule, "model": model, "lora": LoraSection()}
-    return recipe.model_copy(update=parts)
+    sections = {"optimizer": optimizer, "schedule": schedule, "model": model, "lora": LoraSection()}
+    return recipe.model_copy(update=sections)

@@ -1,4 +1,4 @@
-"""The directory of a warm start: whether it holds this recipe's, and its lock. Nothing slow is imported."""
+"""Directory of a warm start: its recipe and its lock. Nothing slow is imported."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ RECIPE = "recipe.toml"
 def is_warm_started(recipe: Recipe) -> bool:
     """Whether `sft.output` holds this recipe's warm start.
 
-    Raises UserError when it holds the warm start of another recipe or an hf/ that no warm start wrote, or cannot be
-    written.
+    Raises UserError if it holds another recipe's, or an hf/ that no warm start wrote, or cannot be written.
     """
     out = recipe.sft.output
     remedy = "remove it, or choose another sft.output"
@@ -31,7 +30,7 @@ def is_warm_started(recipe: Recipe) -> bool:
         check_output(out / "hf", str(out / "hf"), kind="directory", remedy=f"no warm start wrote it; {remedy}")
         return False
     before = load_recipe(out / RECIPE)
-    if _computed(before) != _computed(recipe):
+    if _identity(before) != _identity(recipe):
         raise UserError(f"{out} holds the warm start of another recipe; {remedy}")
     if (out / "hf" / CONFIG).is_file():
         return True
@@ -39,11 +38,9 @@ def is_warm_started(recipe: Recipe) -> bool:
     return False
 
 
-def _computed(recipe: Recipe) -> tuple[object, ...]:
-    """What makes a warm start another one.
-
-    Not the seed on a bundled task: runs of several seeds begin from one warm start.
-    """
+def _identity(recipe: Recipe) -> tuple[object, ...]:
+    """Returns the settings that decide a warm start's weights."""
+    # Without the seed on a bundled task: runs with several seeds begin from one warm start.
     section = recipe.sft.model_copy(update={"lr": recipe.sft.peak_lr})
     if section.train is None:
         return section, recipe.data.train, recipe.model.dtype
@@ -61,10 +58,7 @@ def _computed(recipe: Recipe) -> tuple[object, ...]:
 
 @contextmanager
 def locked_warm_start(out: Path) -> Iterator[None]:
-    """Hold the directory's lock on the first rank: two commands never write one warm start.
-
-    What a killed one has left is removed.
-    """
+    """Hold the directory's lock on rank 0, and remove leftovers of a killed command."""
     if rank_of_environment() != 0:
         yield
         return

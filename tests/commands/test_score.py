@@ -8,7 +8,7 @@ import pytest
 
 from mugrpo_megatron.cli import main
 from mugrpo_megatron.commands import score
-from mugrpo_megatron.commands.score import SHOWN, ScoreSummary, run
+from mugrpo_megatron.commands.score import MAX_REASONS, ScoreSummary, run
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.scoring import RewardSection
 
@@ -54,9 +54,9 @@ def test_a_gold_is_read_as_training_reads_it(gold: object, tmp_path: Path) -> No
 def test_the_summary_is_safe_short_and_says_what_is_replaced() -> None:
     whys = {f"error\n{k} \x1b]0;title\x07 {'long ' * 100}": 1 for k in range(100)}
     lines = str(ScoreSummary(100, 0, 0.5, 0, whys, ("reward", "why"), 1.0)).splitlines()
-    assert len(lines) == 2 + SHOWN + 1
+    assert len(lines) == 2 + MAX_REASONS + 1
     assert lines[1] == "columns of the input that the scores replace: reward, why"
-    assert lines[-1].split() == f"{100 - SHOWN} for {100 - SHOWN} other reasons (column why)".split()
+    assert lines[-1].split() == f"{100 - MAX_REASONS} for {100 - MAX_REASONS} other reasons (column why)".split()
     assert all(line.isprintable() and len(line) < 200 for line in lines)
 
 

@@ -38,7 +38,7 @@ def warm_start(out: str, **changes: object) -> Recipe:
 
 def trained(out: str) -> list[int]:
     """Times of the checkpoint's files after a first and a second call."""
-    sft.GENERATED, sft.MOST_UPDATES, times = 500, 30, []
+    sft.GENERATED, sft.MAX_UPDATES, times = 500, 30, []
     for _ in range(2):
         train(warm_start(out))
         times.append(max(path.stat().st_mtime_ns for path in (Path(out) / "hf").rglob("*")))

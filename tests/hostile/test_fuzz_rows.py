@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mugrpo_megatron.commands.score import _asked
+from mugrpo_megatron.commands.score import _input
 from mugrpo_megatron.data.demonstrations import demonstrations
 from mugrpo_megatron.data.files import rows
 from mugrpo_megatron.data.problems import load
@@ -76,7 +76,7 @@ def test_a_row_to_score(tmp_path_factory: pytest.TempPathFactory, row: Any, own:
     section = RewardSection(function="a:b" if own else "math")
     for _, one in rows(tmp_path_factory.getbasetemp() / "rows.jsonl"):
         try:
-            asked = _asked(one, section)
+            asked = _input(one, section)
         except ValueError as error:
             assert str(error)
         else:
