@@ -1,8 +1,8 @@
 """Compatibility with Megatron-core 0.16.1 and 0.19; puts the CPU's stand-ins in place before importing Megatron.
 
 Importing this module installs them. The learner imports it first, so its modules import Megatron directly; every other
-package takes the names below from here. ruff (TID251) and `tests/test_megatron_door.py` hold that. What differs between
-the two versions stands here too, each difference with the version that ends it (`tests/test_stack_versions.py`).
+package takes the names below from here. ruff (TID251) and `tests/test_megatron_compat.py` hold that. Differences of
+the two versions stand here too, each with the version that ends it (`tests/test_stack_versions.py`).
 """
 
 import logging

@@ -24,7 +24,7 @@ def check_output(
     """Raise UserError, before any work is done, when a command must not write `path`.
 
     A new path in a writable directory is allowed, and an existing file (or directory) that is the command's `own`: it
-    wrote it, or was told to replace it. An input is never replaced, through whatever hard or symbolic link; nor is a
+    wrote it, or was allowed to replace it. An input is never replaced, through whatever hard or symbolic link; nor is a
     device, a pipe, or a file in place of a directory.
 
     Args:
