@@ -25,7 +25,7 @@ FIRST, SECOND = "stage00000-age00001", "stage00000-age00002"
 def save_on_disks_of(pages: list[int], model: Path, folder: Path) -> list[tuple[str, list[str], str | None]]:
     """For each size: what the second of two saves says, which checkpoints are complete, and damage to the first."""
     learner = build_learner(recipe(model))
-    checkpoint.make_room = lambda partial, needed: partial.mkdir()  # type: ignore[attr-defined]
+    checkpoint.create_empty_directory = lambda partial, needed: partial.mkdir()  # type: ignore[attr-defined]
     told = []
     for size in pages:
         with disk(folder, size * PAGE) as place:

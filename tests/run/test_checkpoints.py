@@ -150,7 +150,7 @@ def test_starting_over_is_not_silent_and_another_run_s_checkpoint_is_refused(
 def fill_the_disk(model: Path, directory: Path) -> str:
     """Saves until there is no room; the check beforehand is fooled, as by another process that writes meanwhile."""
     learner = build_learner(recipe(model))
-    checkpoint.make_room = lambda partial, needed: partial.mkdir()  # type: ignore[attr-defined]
+    checkpoint.create_empty_directory = lambda partial, needed: partial.mkdir()  # type: ignore[attr-defined]
     with pytest.raises(UserError) as error:
         save_fifty_times(learner, directory)
     return str(error.value)
