@@ -67,7 +67,6 @@ class Task:
     """Number of first buckets that are never trained on."""
 
     def holds(self, split: Split, bucket: int) -> bool:
-        """Whether a bucket belongs to `split`."""
         return bucket == self.held_out if split == "eval" else bucket >= self.reserved
 
 
@@ -140,7 +139,6 @@ def _long(rng: np.random.Generator) -> Iterator[Drawn]:
 
 
 def _chain(rng: np.random.Generator) -> Iterator[Drawn]:
-    """Yield endless sums of `CHAIN_TERMS` two-digit terms."""
     while True:
         operands = [_number(rng, 2) for _ in range(CHAIN_TERMS)]
         yield "+".join(map(str, operands)) + "=", str(sum(operands)), "+" + ",".join(map(str, sorted(operands)))

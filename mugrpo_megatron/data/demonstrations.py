@@ -23,8 +23,6 @@ before its answer, GSM8K's answer is a worked one."""
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """A prompt and the response to it."""
-
     problem: Problem
     response: str
 

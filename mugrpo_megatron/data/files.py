@@ -81,7 +81,6 @@ def _is_file(path: Path) -> bool:
 
 
 def _is_array(path: Path) -> bool:
-    """Whether a `.json` file begins with a bracket."""
     if path.suffix != ".json":
         return False
     with path.open("rb") as file:

@@ -196,17 +196,12 @@ AnyGold = Callable[[str], bool]
 """Whether the gold of a row with this `data_source` may be any JSON value, for a function other than `math`."""
 
 
-def no_source(data_source: str) -> bool:
-    """The `AnyGold` of data for `math` alone."""
-    return False
-
-
 def load(
     source: str,
     section: DataSection,
     split: arithmetic.Split = "train",
     seed: int = 0,
-    any_gold: AnyGold = no_source,
+    any_gold: AnyGold = lambda data_source: False,
 ) -> Read:
     """Read all problems of a source, or of several separated by commas; `split` and `seed` select inside a named set.
 
@@ -318,7 +313,7 @@ def resolve(source: str, section: DataSection, split: arithmetic.Split) -> Sourc
     raise _unknown(source)
 
 
-def read_source(source: Source, any_gold: AnyGold = no_source) -> Read:
+def read_source(source: Source, any_gold: AnyGold = lambda data_source: False) -> Read:
     """Read every row of a source, in order."""
     read = Read()
     for path in source.files:

@@ -151,7 +151,6 @@ def with_question_asked(problem: Problem, template: Template) -> Problem:
 
 
 def messages_to_render(problem: Problem) -> list[dict[str, str]]:
-    """The messages for a chat template."""
     turns = problem.messages or (("user", problem.question),)
     return [{"role": role, "content": content} for role, content in turns]
 

@@ -38,7 +38,6 @@ class EngineGroup:
 
     @property
     def ranks(self) -> int:
-        """Tensor parallel ranks of each engine."""
         return int(self._engines[0].server_args.tp_size)
 
     def freeze_gc(self) -> None:
@@ -60,7 +59,6 @@ class EngineGroup:
             self._in_flight[index] -= len(input_ids)
 
     def abort(self) -> None:
-        """Abort all requests."""
         for engine in self._engines:
             engine.tokenizer_manager.abort_request(abort_all=True)
 
@@ -96,7 +94,6 @@ class EngineGroup:
         self._updating = True
 
     def end_update(self) -> None:
-        """Close the weight update, if one is open."""
         if self._updating:
             self.run(_all(map(sglang_compat.end_update, self._engines)))
         self._updating = False

@@ -247,15 +247,12 @@ class GenerateCommand:
 
 
 class Host:
-    """Executes the client's commands, one after another."""
-
     def __init__(self, engines: EngineGroup, connection: Channel) -> None:
         self._engines = engines
         self._connection = connection
         self._version = 0
 
     def serve(self) -> None:
-        """Execute commands until `stop`."""
         while (message := self._connection.receive())[0] != "stop":
             self._connection.reply(*self.execute(*message))
 

@@ -21,7 +21,7 @@ from uuid import uuid4
 from mugrpo_megatron.cuda import finds_cuda
 from mugrpo_megatron.engine.launch import EngineSpec, engine_arguments, engine_environment
 from mugrpo_megatron.engine.placement import EngineSlot
-from mugrpo_megatron.engine.process import DEATH_SECONDS, STARTING, HostProcess, no_peer_failure
+from mugrpo_megatron.engine.process import DEATH_SECONDS, STARTING, HostProcess
 from mugrpo_megatron.errors import CollectiveFailure, EngineFailure, EngineStopped
 from mugrpo_megatron.observe.environment import rank_of_environment
 
@@ -31,19 +31,15 @@ PORTS = 8
 """Consecutive ports of a rendezvous: with data parallel attention SGLang derives further ones from the first."""
 
 
-def ignore_failure(cause: str) -> None:
-    pass
-
-
 @dataclass
 class PeerFailure:
     """Shares the first failure among the processes of one start of an engine. Thread-safe."""
 
     address: str = ""
     """Rendezvous of SGLang's ranks: HOST:PORT on the leader's node."""
-    publish: Callable[[str], None] = ignore_failure
+    publish: Callable[[str], None] = lambda cause: None
     """Tells the other nodes that the process of this one has ended, and why."""
-    fetch: Callable[[], str] = no_peer_failure
+    fetch: Callable[[], str] = lambda: ""
     """Returns the failure that a node has published; empty if none has."""
     _cause: str = ""
     _next_poll: float = 0.0
@@ -142,7 +138,6 @@ class EngineFollowerNode:
 
     @property
     def running(self) -> bool:
-        """Whether the process is running."""
         return self._thread is not None and self._thread.is_alive()
 
     def rendezvous(self, peers: PeerFailure) -> None:

@@ -37,10 +37,6 @@ Message = tuple[str, Any]
 """(kind, value); the kinds are listed in wire.py."""
 
 
-def nothing() -> None:
-    pass
-
-
 class Channel:
     """One end of a socket pair. Any thread may send, one at a time; one thread receives."""
 
@@ -50,7 +46,7 @@ class Channel:
         self._sending = threading.Lock()
 
     def send(
-        self, message: Message, silence_s: float | None = None, while_waiting: Callable[[], None] = nothing
+        self, message: Message, silence_s: float | None = None, while_waiting: Callable[[], None] = lambda: None
     ) -> None:
         """Send a message; `while_waiting` is called repeatedly and may raise.
 
@@ -70,7 +66,7 @@ class Channel:
         """Send a message of the host to its client."""
         self.send((kind, value))
 
-    def receive(self, silence_s: float | None = None, while_waiting: Callable[[], None] = nothing) -> Message:
+    def receive(self, silence_s: float | None = None, while_waiting: Callable[[], None] = lambda: None) -> Message:
         """Return the next message; `while_waiting` is called repeatedly and may raise.
 
         Raises TimeoutError when the other end sends nothing for `silence_s`, even within a message; EOFError or OSError
@@ -85,7 +81,6 @@ class Channel:
         return self._socket.fileno()
 
     def close(self) -> None:
-        """Close this end; the other one reads EOF."""
         self._socket.close()
 
     def _read(self, size: int, silence_s: float | None, while_waiting: Callable[[], None]) -> bytearray:
@@ -114,11 +109,6 @@ class Channel:
             if time.monotonic() >= deadline:
                 raise TimeoutError
             while_waiting()
-
-
-def no_peer_failure() -> str:
-    """Single-node engine: no peer can fail."""
-    return ""
 
 
 LOG_TAIL_LINES = 15
@@ -153,9 +143,10 @@ class HostProcess:
         Raises UserError when there is no room for its temporary files.
         """
         self.cuda = cuda
-        self._peer_failure: Callable[[], str] = no_peer_failure
+        self._peer_failure: Callable[[], str] = lambda: ""
         self._scratch = _scratch_folder()
-        self._log, self._cancelled = self._scratch / "engine.log", _never
+        self._log = self._scratch / "engine.log"
+        self._cancelled: Callable[[], bool] = lambda: False
         # An unlinked file keeps what the process prints before it has a log, whatever ends it.
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  closed in `end`
         ours, theirs = socket.socketpair()
@@ -179,7 +170,7 @@ class HostProcess:
         arguments: Sequence[dict[str, Any]],
         log: Path,
         cancelled: Callable[[], bool],
-        peer_failure: Callable[[], str] = no_peer_failure,
+        peer_failure: Callable[[], str] = lambda: "",
     ) -> None:
         """Start an `sglang.Engine` from each of `arguments`, with output appended to `log`; returns at once.
 
@@ -299,10 +290,6 @@ class HostProcess:
         self.end()
         tail = self._log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
         return EngineFailure("\n".join([cause, f"end of {self._log}:", *tail]))
-
-
-def _never() -> bool:
-    return False
 
 
 def _scratch_folder() -> Path:

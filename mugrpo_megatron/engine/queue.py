@@ -31,7 +31,6 @@ class PromptQueue:
 
     @property
     def total(self) -> int:
-        """Number of groups of this round."""
         return len(self._groups)
 
     def take(self, in_flight: int, slots: int) -> list[int]:
@@ -65,7 +64,6 @@ class PromptQueue:
         self._add("out", self._engines)
 
     def finished(self, tokens: int) -> None:
-        """Count a finished group and its tokens."""
         self._add("groups", 1)
         self._add("tokens", tokens)
 
@@ -90,8 +88,6 @@ MOST_LOADS = 240
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """One reading of an engine's load."""
-
     time: float
     """Unix seconds."""
     tokens: int

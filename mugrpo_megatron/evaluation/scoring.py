@@ -36,7 +36,6 @@ class ScoredGroup:
 
     @property
     def tokens(self) -> int:
-        """Response tokens of the group."""
         return sum(len(response.ids) for response in self.responses)
 
 
@@ -150,8 +149,6 @@ class ProblemResult:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Figures of one data set."""
-
     name: str
     measure: Measure
     """Quantity of `mean` and `majority`."""

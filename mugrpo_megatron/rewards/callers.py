@@ -35,7 +35,6 @@ def _extra_info(item: ScoringInput) -> Any:
 
 
 def _sample(item: ScoringInput) -> SimpleNamespace:
-    """A response as slime's Sample."""
     metadata = item.row.get("metadata")
     return SimpleNamespace(
         prompt=item.prompt,
@@ -146,7 +145,6 @@ def form_of(function: Callable[..., Any]) -> Form:
 
 
 def single_arguments(form: Form, item: ScoringInput) -> dict[str, Any]:
-    """The arguments for one response."""
     return {name: get(item) for name, get in form.getters.items()}
 
 

@@ -51,12 +51,10 @@ class Call:
     """Workers that died on it, or on a batch that it was the first of."""
 
     def finish(self, verdicts: Sequence[Verdict]) -> None:
-        """Pass the verdicts to the sinks."""
         for number, (sink, index) in enumerate(self.sinks):
             sink.put(index, verdicts[number if len(verdicts) > 1 else 0])
 
     def fail(self, error: Exception) -> None:
-        """Pass an error to the sinks."""
         for sink, _ in self.sinks:
             sink.fail(error)
 
@@ -151,8 +149,6 @@ def start_guarded(
 
 @dataclass(slots=True)
 class Worker:
-    """A worker process and its calls."""
-
     process: WorkerProcess
     deadline: float
     """Monotonic time at which it is killed."""

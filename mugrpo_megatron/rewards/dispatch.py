@@ -64,7 +64,6 @@ class Dispatcher:
         self._thread = threading.Thread(target=self._run, name=f"verifier: {key}", daemon=True)
 
     def start(self) -> None:
-        """Start dispatching, and load a user's function."""
         self._thread.start()
 
     def wait_loaded(self) -> None:

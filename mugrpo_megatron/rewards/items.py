@@ -65,8 +65,6 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The score of one response."""
-
     reward: float
     """Weighted sum of the functions' rewards."""
     extracted: str
@@ -102,7 +100,6 @@ class Pending:
         return [score for score in self._scores if score is not None]
 
     def done(self) -> bool:
-        """Whether `result` would return at once."""
         return self._done.is_set()
 
     def put(self, index: int, score: Score) -> None:

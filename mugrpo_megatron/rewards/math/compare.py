@@ -41,7 +41,7 @@ _SET_OF = re.compile(
     r"\\\{\s*([A-Za-z])\s*(?:\\in\s*\\mathbb\s*\{?\s*R\s*\}?\s*)?(?:\\mid(?![A-Za-z])|\\vert(?![A-Za-z])|[|:])\s*(.+?)\s*\\\}"
 )
 _MEMBER = re.compile(r"[A-Za-z]\s*\\in(?![A-Za-z])\s*")
-_UNION = re.compile(r"\\cup(?![A-Za-z])")
+_UNION = r"\\cup(?![A-Za-z])"
 
 
 def as_interval(text: str) -> str:
@@ -56,7 +56,7 @@ def is_interval(text: str) -> bool:
     """Whether text is an interval or a union of intervals: brackets around two ends."""
     return all(
         interval[:1] in "([" and interval[-1:] in ")]" and encloses(interval) and interval.count(",") == 1
-        for interval in union_parts(text)
+        for interval in split_top(text, _UNION)
     )
 
 
@@ -70,11 +70,6 @@ def is_range(text: str) -> bool:
 def without_membership(text: str) -> str:
     r"""`x \in S` as `S`."""
     return _MEMBER.sub("", text, count=1) if _MEMBER.match(text) else text
-
-
-def union_parts(text: str) -> list[str]:
-    """The parts of a union."""
-    return split_top(text, _UNION.pattern)
 
 
 def _interval(inequality: str) -> str:
@@ -286,7 +281,7 @@ def _in_any_order(elements: list[str], golds: list[str], gold: Gold) -> Outcome:
 def _unordered(text: str) -> list[str]:
     """The elements of a list, a set or a union of intervals; a plus-minus counts as two."""
     text = text[2:-2] if _is_set(text) else text
-    elements = union_parts(text) if is_interval(text) else split_top(text, ",")
+    elements = split_top(text, _UNION) if is_interval(text) else split_top(text, ",")
     return [
         _PLUS_MINUS.sub(lambda _, sign=sign: sign, element)  # type: ignore[misc]
         for element in elements

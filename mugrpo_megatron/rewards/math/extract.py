@@ -236,7 +236,6 @@ _TAIL_CHARS = 8000
 
 
 def is_integer(text: str) -> bool:
-    """Whether text is an integer and nothing else."""
     return _INTEGER.fullmatch(text) is not None
 
 

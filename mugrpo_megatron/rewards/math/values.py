@@ -114,7 +114,6 @@ def agree(answer: Number, gold: Number) -> bool:
 
 
 def equal(left: Expr, right: Expr) -> bool:
-    """Whether two exact numbers are the same."""
     if left == right:
         return True
     if left.is_Rational and right.is_Rational:
