@@ -29,7 +29,9 @@ def kl_estimate(logprobs: Tensor, ref: Tensor, estimator: str) -> Tensor:
     """Estimate of KL(pi | ref) at each sampled token [T], in nats; differentiable in `logprobs` [T]."""
     d = log_ratios(logprobs, ref)
     if estimator == "k3":
-        return (-d).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp() - 1 + d
+        # Clamped in both terms: with exp alone clamped, a token below the limit would be pushed further away.
+        d = d.clamp(min=-LOG_RATIO_LIMIT)
+        return (-d).exp() - 1 + d
     return d.square() / 2 if estimator == "k2" else d
 
 

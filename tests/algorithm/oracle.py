@@ -90,12 +90,13 @@ def objective(
 def kl(d: float, log_ratio: float, config: ObjectiveSection) -> tuple[float, float]:
     """Penalty of a token whose log-probability is `d` above the reference policy's, and its derivative in the
     log-probability."""
-    grown = math.exp(min(max(-d, -20), 20))
+    near = max(d, -20.0)
+    grown = math.exp(-near)
     estimator = config.kl_penalty[:2]
     value, derivative = {
         "k1": (d, 1.0),
         "k2": (d * d / 2, d),
-        "k3": (grown - 1 + d, 1 - grown * (abs(d) <= 20)),
+        "k3": (grown - 1 + near, (1 - grown) * (d >= -20)),
     }[estimator]
     if config.kl_penalty == estimator:
         return value, derivative

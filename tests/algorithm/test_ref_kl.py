@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mugrpo_megatron.algorithm.ref_kl import kl_loss, rewards_less_kl
+from mugrpo_megatron.algorithm.ref_kl import kl_estimate, kl_loss, rewards_less_kl
 from mugrpo_megatron.algorithm.segments import make_segments
 from mugrpo_megatron.recipe import ObjectiveSection
 
@@ -80,3 +80,11 @@ def test_rewards_lose_the_log_ratio_of_the_whole_response() -> None:
 def test_penalties_that_do_nothing_or_mean_nothing_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ObjectiveSection(**changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+@given(st.floats(-300, -1e-3))
+def test_a_token_below_the_reference_policy_is_never_pushed_further_down(estimator: str, d: float) -> None:
+    logprobs = torch.tensor([d - 1.0], requires_grad=True)
+    kl_estimate(logprobs, torch.tensor([-1.0]), estimator).sum().backward()
+    assert logprobs.grad.item() <= 0
