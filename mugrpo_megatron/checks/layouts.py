@@ -231,8 +231,8 @@ def problems_of_any_layout(recipe: Recipe, model: Mapping[str, Any]) -> Iterator
     yield from _fp8_problems(recipe.learner, recipe.parallel.tensor, model)
     if recipe.model.dtype == "float16" and experts_of(model):
         yield (
-            'model.dtype = "float16" would scale the gradients of the experts and those of the other weights each by '
-            'its own overflows; take "bfloat16" for a model with experts'
+            'model.dtype = "float16" would scale the gradients of experts and other weights by different overflows; '
+            'take "bfloat16" for a model with experts'
         )
     if recipe.learner.routing_replay != "off" and not experts_of(model):
         yield (

@@ -46,8 +46,8 @@ PHASES: dict[str, str] = {
     "generate": "The engine samples the stage's responses; scoring overlaps with it.",
     "score": "Verification that remains after generation has ended.",
     "logprobs": "The learner computes logprobs of new responses: of a few to measure the engine's mismatch, or of "
-    'all with `rollout.behaviour = "learner"` and under `objective.kl_ref`. Inside `optimize`, those of the clip\'s '
-    "proximal policy if `objective.proximal_every` is above 1.",
+    'all with `rollout.behaviour = "learner"` and under `objective.kl_ref`. Inside `optimize`, logprobs of '
+    "the proximal policy if `objective.proximal_every` is above 1.",
     "auxiliary": "A model of `[auxiliary.NAME]` starts, scores the stage, and leaves.",
     "probe": "The learner computes logprobs of 32 responses, for the report's heat map.",
     "optimize": "The learner takes the stage's updates.",

@@ -77,9 +77,9 @@ def summarize(run_dir: Path) -> dict[str, Any]:
 
     `accuracy_before` and `accuracy_after` are unweighted means over the held-out sets, before the run's first update
     and at its last evaluation after it; None where there was none.
-    `accuracy_interval` is the 95 % interval [low, high] of `accuracy_after`, `accuracy_before_interval` that of
+    `accuracy_interval` is the 95 % interval [low, high] of `accuracy_after`, `accuracy_before_interval` the one of
     `accuracy_before`. `sets` has the same of each set: before, before_interval, after, interval, problems, samples.
-    `health_warnings` are those of observe/health.py: name, text and remedy of each.
+    `health_warnings` has name, text and remedy of each (observe/health.py).
     Where the figures are mean rewards, `measure` is "reward" and keys begin with `reward_` instead of `accuracy_`.
     """
     return summary_of(read_run(run_dir))

@@ -97,11 +97,11 @@ class Layer(NamedTuple):
     name: str
     """Name in messages."""
     table: Table
-    """Its keys, without those of its bases."""
+    """Its own keys, without its bases."""
 
 
 def layered(base: Table, top: Table) -> Table:
-    """Merge `top` over `base`; another objective or other reward functions in `top` replace those of `base`."""
+    """Merge `top` over `base`; `top` replaces another objective and other reward functions completely."""
     section = top.get("objective")
     base = for_objective(base, section.get("name") if isinstance(section, dict) else None)
     return merged(for_rewards(base, top.get("reward")), top)
@@ -140,7 +140,7 @@ def merged(base: Table, top: Table) -> Table:
 def layer_of_mistake(mistake: str, layers: Sequence[Layer], mistakes: Callable[[Table], Collection[str]]) -> str | None:
     """Returns the name of the file or --set that causes a mistake; None if the merged layers do not have it.
 
-    That is the first layer from which on the mistake stays. `mistakes` lists those of a table.
+    That is the first layer from which on the mistake stays. `mistakes` lists the mistakes of a table.
     """
     tables = list(accumulate((layer.table for layer in layers), layered))
     since = list(takewhile(lambda index: mistake in mistakes(tables[index]), reversed(range(len(tables)))))

@@ -57,7 +57,7 @@ class LearnerSection(Section):
     `fp8` ones multiply in fp8, scaled by tensor or by blocks of 128; weights stay bfloat16."""
     routing_replay: Replay = Field("off", json_schema_extra=changes("branch"))
     """Routing replay of mixtures of experts: `rollout` replays the engine's routes of each token during the stage
-    (CUDA), `learner` those of a learner pass at the stage's start. It keeps importance ratios of stale tokens from
+    (CUDA), `learner` the routes of a learner pass at the stage's start. It keeps importance ratios of stale tokens from
     jumping."""
     threads: NonNegativeInt = 0
     """CPU threads of each learner rank; 0 divides the machine's cores among the local ranks. Up to four of them run
