@@ -44,7 +44,6 @@ class TokenBatch:
     """The response and the position of each token."""
 
     def detached(self) -> TokenBatch:
-        """The same tokens without gradients."""
         return replace(
             self, logprobs=self.logprobs.detach(), log_ratio=self.log_ratio.detach(), ratio=self.ratio.detach()
         )

@@ -72,12 +72,10 @@ class BatchedAttention(TorchNativeAttnBackend):
         return self._batches
 
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True):  # type: ignore[no-untyped-def]
-        """Prefill: prompts, after any cached prefix."""
         forward = self._forward if _plain(layer) else super().forward_extend
         return forward(q, k, v, layer, forward_batch, save_kv_cache)
 
     def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True):  # type: ignore[no-untyped-def]
-        """Decode: one token of every sequence."""
         forward = self._forward if _plain(layer) else super().forward_decode
         return forward(q, k, v, layer, forward_batch, save_kv_cache)
 
@@ -138,7 +136,6 @@ class CpuEngine(Engine):
 
 
 def _run_scheduler(library: ctypes.CDLL | None, *arguments: Any) -> None:
-    """Entry point of a scheduler process."""
     backend = BatchedAttention if library is None else partial(BatchedAttention, kernels=Kernels(library))
     register_attention_backend(NAME)(backend)
     # Also here, because it imports the model's modules.

@@ -63,7 +63,7 @@ class Packing(PackedSeqParams):
     @cached_property
     def padding(self) -> Padding:
         """Computed by the first layer that needs it; flash attention does not."""
-        return _padding(self.lengths, self.cu_seqlens_q.device)
+        return _make_padding(self.lengths, self.cu_seqlens_q.device)
 
     @cached_property
     def pre_rotated(self) -> Packing:
@@ -82,7 +82,7 @@ def make_packing(lengths: np.ndarray, device: torch.device, cp_rank: int = 0, cp
     )
 
 
-def _padding(lengths: np.ndarray, device: torch.device) -> Padding:
+def _make_padding(lengths: np.ndarray, device: torch.device) -> Padding:
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     order = np.argsort(-lengths, kind="stable")
     slots = np.empty(offsets[-1], dtype=np.int64)

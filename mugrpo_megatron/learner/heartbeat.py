@@ -80,7 +80,6 @@ class Heartbeat:
             threading.Thread(target=self._watch, args=(on_loss,), name="monitor", daemon=True).start()
 
     def note(self, what: str) -> None:
-        """Set this rank's phase."""
         self.doing = what
 
     def leave(self, failed: bool = False) -> None:

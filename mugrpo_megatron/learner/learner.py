@@ -65,7 +65,6 @@ class Learner:
 
     @property
     def models(self) -> list[PolicyModel]:
-        """The chunks without their data parallel wrappers."""
         return [policy(chunk) for chunk in self.chunks]
 
     def adapter_files(self) -> dict[str, Any]:
@@ -171,8 +170,6 @@ def _states(learner: Learner) -> list[torch.Tensor]:
 
 @dataclass(slots=True)
 class _Slabs:
-    """Allocates host memory without gaps."""
-
     free: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     """The last slab's unused bytes."""
 
@@ -225,7 +222,6 @@ def _slices(host: list[torch.Tensor], device_bytes: torch.Tensor) -> Iterator[tu
 
 
 def _storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's storage as uint8."""
     empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return empty.set_(tensor.untyped_storage())  # type: ignore[call-overload, no-any-return]
 

@@ -54,8 +54,6 @@ class Replicated(torch.nn.Module):
 
 
 class DirectLayers(LocalSpecProvider):
-    """Megatron's local layers with these linear ones."""
-
     def column_parallel_linear(self) -> type:
         return ColumnParallel
 

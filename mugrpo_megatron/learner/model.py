@@ -345,5 +345,4 @@ def gather_sequence(hidden: torch.Tensor, sequence_parallel: bool) -> torch.Tens
 
 
 def parameters(chunks: Sequence[torch.nn.Module]) -> int:
-    """Parameters held by this rank."""
     return sum(p.numel() for chunk in chunks for p in chunk.parameters())

@@ -139,7 +139,6 @@ def plain(base: float, dim: int) -> torch.Tensor:
 
 
 def linear(base: float, dim: int, factor: float) -> torch.Tensor:
-    """Positions divided by `factor`."""
     return plain(base, dim) / factor
 
 

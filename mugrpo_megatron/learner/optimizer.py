@@ -22,8 +22,6 @@ from mugrpo_megatron.recipe.sections import OptimizerSection
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Outcome of one optimizer step."""
-
     grad_norm: float
     """Global gradient norm before clipping, without the loss scale; nan or inf if the step was skipped."""
     lr: float

@@ -47,8 +47,6 @@ class TokenSequence:
 
 @dataclass(frozen=True, slots=True)
 class PackingPlan:
-    """Assignment of sequences to micro-batches."""
-
     micro_batches: list[list[list[int]]]
     """[data parallel rank][micro-batch] -> indices of sequences; all ranks have the same number of micro-batches."""
     length: int
@@ -144,7 +142,7 @@ def pack(
     """
     chosen = [sequences[i] for i in indices]
     lengths = np.array([len(s.ids) for s in chosen], dtype=np.int64)
-    segments = np.concatenate([lengths, _padding(length - int(lengths.sum()), int(lengths.max(initial=1)))])
+    segments = np.concatenate([lengths, _padding_lengths(length - int(lengths.sum()), int(lengths.max(initial=1)))])
     offsets = np.concatenate([[0], np.cumsum(segments)])
     ids = np.zeros(length, dtype=np.int64)
     ids[: lengths.sum()] = np.concatenate([s.ids for s in chosen]) if chosen else 0
@@ -183,7 +181,7 @@ def _support_ids(sequences: list[TokenSequence], device: torch.device) -> torch.
     return torch.from_numpy(np.concatenate(padded).astype(np.int64)).to(device)
 
 
-def _padding(rest: int, longest: int) -> np.ndarray:
+def _padding_lengths(rest: int, longest: int) -> np.ndarray:
     """Lengths of segments of at most `longest` with `rest` tokens in total."""
     # One long padding segment would dominate the cost of attention, which is quadratic.
     count, remainder = divmod(rest, longest)

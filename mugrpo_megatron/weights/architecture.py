@@ -127,7 +127,6 @@ class Architecture:
 
     @property
     def _other_letters(self) -> dict[str, int]:
-        """Sizes outside attention."""
         shared = self.transformer.get("moe_shared_expert_intermediate_size")
         return ({"S": shared} if shared else {}) | {
             "V": self.vocab_size,

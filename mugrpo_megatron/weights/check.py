@@ -188,5 +188,5 @@ def engine_shards(
 
 def _vocab_shard(tensor: torch.Tensor, size: int, rank: int) -> torch.Tensor:
     rows = -(-len(tensor) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE // size
-    part = tensor[rank * rows : (rank + 1) * rows]
-    return torch.cat([part, part.new_zeros(rows - len(part), *part.shape[1:])])
+    rows_of_rank = tensor[rank * rows : (rank + 1) * rows]
+    return torch.cat([rows_of_rank, rows_of_rank.new_zeros(rows - len(rows_of_rank), *rows_of_rank.shape[1:])])

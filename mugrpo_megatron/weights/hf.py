@@ -199,7 +199,6 @@ def tokenizer_size(directory: Path) -> int:
 
 
 def _largest(vocabulary: Mapping[str, Any]) -> int:
-    """Largest id plus one."""
     ids = list(vocabulary.values())
     if any(type(index) is not int or index < 0 for index in ids):
         raise ValueError("an id is not a number")

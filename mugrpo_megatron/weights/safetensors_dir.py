@@ -170,8 +170,6 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class WeightFile:
-    """A file and its tensors, in order."""
-
     file: str
     specs: tuple[TensorSpec, ...]
 

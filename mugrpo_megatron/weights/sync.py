@@ -166,7 +166,6 @@ def fill_for_engines(weight_sync: WeightSync, number: int) -> tuple[Bucket, torc
 
 
 def _buffer(weight_sync: WeightSync, bucket: Bucket, number: int) -> torch.Tensor:
-    """Memory for a bucket."""
     if weight_sync.staging is None:
         # New for each bucket: SGLang answers when its copies are queued on its stream, not when they are done
         # (srt/managers/scheduler_components/weight_updater.py), so a buffer used again would be overwritten under them.

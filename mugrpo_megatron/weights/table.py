@@ -93,7 +93,7 @@ def merge_from_hf(entry: Entry, tensors: Sequence[torch.Tensor], architecture: A
     return torch.cat(list(tensors), dim=0) if len(tensors) > 1 else tensors[0]
 
 
-def split_to_hf(entry: Entry, whole: torch.Tensor, architecture: Architecture) -> list[torch.Tensor]:
+def split_to_hf(entry: Entry, unsharded: torch.Tensor, architecture: Architecture) -> list[torch.Tensor]:
     """The unsharded Megatron parameter -> views with the elements of its Hugging Face tensors, in row-major order.
 
     The views of `qkv` are [groups, rows of a group, ...]: reshaping to the tensor's shape would copy, so callers do it.
@@ -102,24 +102,24 @@ def split_to_hf(entry: Entry, whole: torch.Tensor, architecture: Architecture) -
     if entry.row.form == "qkv":
         groups = architecture.transformer["num_query_groups"]
         rows = [shape[0] // groups for shape in entry.hf_shapes(architecture)]
-        return list(whole.view(-1, sum(rows), *whole.shape[1:]).split(rows, dim=1))
+        return list(unsharded.view(-1, sum(rows), *unsharded.shape[1:]).split(rows, dim=1))
     if entry.row.form == "gated":
-        return list(whole.chunk(2, dim=0))
+        return list(unsharded.chunk(2, dim=0))
     if entry.row.form == "vocab":
-        return [whole[: architecture.vocab_size]]
+        return [unsharded[: architecture.vocab_size]]
     if entry.row.form == "stacked":
-        return list(whole.split([shape[0] for shape in entry.hf_shapes(architecture)], dim=0))
-    return [whole]
+        return list(unsharded.split([shape[0] for shape in entry.hf_shapes(architecture)], dim=0))
+    return [unsharded]
 
 
-def shard(entry: Entry, whole: torch.Tensor, size: int, rank: int) -> torch.Tensor:
+def shard(entry: Entry, unsharded: torch.Tensor, size: int, rank: int) -> torch.Tensor:
     """The shard of an unsharded parameter on tensor parallel `rank` of `size`; a view if the layout allows it."""
     if entry.row.split == "none" or size == 1:
-        return whole
+        return unsharded
     dimension = DIMENSION[entry.row.split]
     if entry.row.form == "gated":
-        return torch.cat([half.chunk(size, dim=dimension)[rank] for half in whole.chunk(2, dim=0)], dim=dimension)
-    return whole.chunk(size, dim=dimension)[rank]
+        return torch.cat([half.chunk(size, dim=dimension)[rank] for half in unsharded.chunk(2, dim=0)], dim=dimension)
+    return unsharded.chunk(size, dim=dimension)[rank]
 
 
 def unshard(entry: Entry, shards: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -133,12 +133,12 @@ def unshard(entry: Entry, shards: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(list(shards), dim=dimension)
 
 
-def pad_vocab(entry: Entry, whole: torch.Tensor, rows: int) -> torch.Tensor:
+def pad_vocab(entry: Entry, unsharded: torch.Tensor, rows: int) -> torch.Tensor:
     """Append zero rows to the vocabulary up to `rows`, so that it divides over the tensor parallel ranks."""
-    if entry.row.form != "vocab" or len(whole) == rows:
-        return whole
-    padded = whole.new_zeros(rows, *whole.shape[1:])
-    padded[: len(whole)] = whole
+    if entry.row.form != "vocab" or len(unsharded) == rows:
+        return unsharded
+    padded = unsharded.new_zeros(rows, *unsharded.shape[1:])
+    padded[: len(unsharded)] = unsharded
     return padded
 
 
