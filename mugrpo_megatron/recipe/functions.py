@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.json_text import as_text
 
 MAX_MESSAGE_CHARS = 300
 
@@ -110,4 +111,13 @@ def describe_exception(error: BaseException, *own_files: str) -> str:
         if frame.filename not in hidden and not frame.filename.startswith("<frozen")
     ]
     line = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}"[:MAX_MESSAGE_CHARS] + line
+    return exception_text(error) + line
+
+
+def exception_text(error: BaseException) -> str:
+    """Returns an exception's type and text in UTF-8; the text is a user's code too, and may fail."""
+    try:
+        text = str(error)
+    except Exception as failure:
+        text = f"its text cannot be read ({type(failure).__name__})"
+    return as_text(f"{type(error).__name__}: {text}"[:MAX_MESSAGE_CHARS])

@@ -265,7 +265,7 @@ class Caller:
             return returned
         try:
             return verdict_of(returned, self.name, self.form.takes_lists)
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # its `__float__` and `__str__` are the user's
             return error
 
 

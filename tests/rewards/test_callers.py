@@ -47,6 +47,13 @@ def test_anything_else_is_a_failure(returned: object) -> None:
         verdict_of(returned, "own", False)
 
 
+def test_a_number_that_is_no_float_fails_its_own_response_alone() -> None:
+    function = Caller(lambda responses: [1.0, 10**400], "own", 1.0)
+    good, bad = function(items("a", "b"))
+    assert isinstance(good, Verdict)
+    assert isinstance(bad, OverflowError)
+
+
 def test_a_dictionary_has_a_score_an_answer_and_numbers() -> None:
     found = verdict_of({"score": True, "acc": False, "pred": "4", "a b": 2, "bad": math.nan}, "own", False)
     assert (found.reward, found.extracted, found.parts) == (1.0, "4", {"acc": 0.0, "a_b": 2.0})

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from mugrpo_megatron.data.prompts import Template
 from mugrpo_megatron.engine import sglang_compat
 from mugrpo_megatron.extras.episodes.trajectory import Broken, Trajectory
+from mugrpo_megatron.files.json_text import as_text
 
 Message = Mapping[str, Any]
 
@@ -139,13 +140,13 @@ class Chat:
         return self._encode(text)
 
     def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        return list(self._tokenizer.encode(as_text(text), add_special_tokens=False))
 
 
 def _arguments(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

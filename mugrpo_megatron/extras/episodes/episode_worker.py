@@ -21,6 +21,7 @@ from typing import Any
 from mugrpo_megatron.extras.episodes import turns
 from mugrpo_megatron.extras.episodes.conventions import EpisodeFunction, load_episode_function
 from mugrpo_megatron.extras.episodes.turns import EpisodeModel, current
+from mugrpo_megatron.files.json_text import as_text
 from mugrpo_megatron.recipe.functions import describe_exception
 from mugrpo_megatron.samples import Problem
 
@@ -87,7 +88,7 @@ class _Worker:
         async def ask(what: str, **arguments: Any) -> Any:
             if key in self._pending:
                 raise RuntimeError("an episode asks the model one thing after another, and this one asked two at once")
-            text = json.dumps({"ask": key, "what": what, **arguments}).encode()
+            text = as_text({"ask": key, "what": what, **arguments}).encode()
             if len(text) > MOST_BYTES:
                 raise ValueError(f"a request of {len(text):,} bytes, and at most {MOST_BYTES:,} go to the model")
             future = self._pending[key] = asyncio.get_running_loop().create_future()
@@ -108,16 +109,18 @@ class _Worker:
             result = await self._function(model.problem, model)
             text = {"done": key, **result, "calls": model.calls, "failed_calls": model.failed_calls}
             self._send(text)
-        except asyncio.CancelledError:
-            self._send({"ended": key, "open": model.open})
         except BaseException as error:  # SystemExit too: it would end the other episodes
+            task = asyncio.current_task()
+            if task and task.cancelling():
+                self._send({"ended": key, "open": model.open})
+                return
             internal = (__file__, turns.__file__, asyncio.__file__)
             self._send({"failed": key, "why": describe_exception(error, *internal), "open": model.open})
         finally:
             self._episodes.pop(key, None)
 
     def _send(self, message: dict[str, Any]) -> None:
-        self._write(json.dumps(message).encode())
+        self._write(as_text(message).encode())
 
     def _write(self, text: bytes) -> None:
         try:

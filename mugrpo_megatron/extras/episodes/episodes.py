@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -24,8 +25,10 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.episodes.chat import Chat
 from mugrpo_megatron.extras.episodes.processes import Attempt, EpisodeProcess, Group, Pool
 from mugrpo_megatron.extras.episodes.trajectory import Broken, Trajectory
+from mugrpo_megatron.files.json_text import as_text
 from mugrpo_megatron.observe.environment import usable_cores
 from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe.functions import exception_text
 from mugrpo_megatron.samples import Episode as Outcome
 from mugrpo_megatron.samples import Response
 
@@ -174,32 +177,47 @@ class Episodes:
         episode = process.episodes.get(key)
         if episode is None:  # it was cancelled meanwhile
             process.cancelled.pop(key, None)
-        elif "ask" not in message:
+        elif "failed" in message:
             process.episodes.pop(key)
-            self._finish(episode, message) if "done" in message else self._fail(episode, message["why"])
-        elif message["what"] == "encode":
-            process.send({"answer": key, "value": self._chat.encode(message["text"])})
-        elif message["what"] == "decode":
-            process.send({"answer": key, "value": self._chat.text(message["ids"])})
+            self._fail(episode, message["why"])
         else:
-            self._request(process, episode, message)
+            if "done" in message:
+                process.episodes.pop(key)
+            with self._errors_of(process, episode):
+                if "done" in message:
+                    self._finish(episode, message)
+                elif message["what"] == "encode":
+                    process.send({"answer": key, "value": self._chat.encode(message["text"])})
+                elif message["what"] == "decode":
+                    process.send({"answer": key, "value": self._chat.text(message["ids"])})
+                else:
+                    self._request(process, episode, message)
+
+    @contextmanager
+    def _errors_of(self, process: EpisodeProcess, episode: Attempt) -> Iterator[None]:
+        """Fail the episode on any error in the block: templates, parsers and tokenizers may trip over its texts."""
+        try:
+            yield
+        except UserError:  # too many episodes have failed
+            raise
+        except Exception as error:
+            if episode.key in process.episodes:
+                self._pool.cancel(process, episode)
+            self._fail(episode, str(error) if isinstance(error, Broken | ValueError) else exception_text(error))
 
     def _request(self, process: EpisodeProcess, episode: Attempt, message: dict[str, Any]) -> None:
-        """Queue a request to the engine; a limit ends the episode with the turns that it has, and a broken prefix fails
-        it."""
+        """Queue a request to the engine; a limit ends the episode with the turns that it has.
+
+        Raises Broken where the request does not continue the last, and ValueError for a malformed one.
+        """
         now, so_far = time.monotonic(), episode.so_far
         episode.waited_s += now - episode.answered_at
         room = so_far.room if so_far.turns else so_far.limit
-        try:
-            if so_far.turns >= self._section.turns or room < 1 or self._too_long(message, room):
-                ids = None
-            else:
-                ids = self._ids(episode, message)
-                so_far.check(ids, self._chat.shown)
-        except (Broken, ValueError) as error:
-            self._pool.cancel(process, episode)
-            self._fail(episode, str(error))
-            return
+        if so_far.turns >= self._section.turns or room < 1 or self._too_long(message, room):
+            ids = None
+        else:
+            ids = self._ids(episode, message)
+            so_far.check(ids, self._chat.shown)
         between = len(ids or ()) - len(so_far.context) if so_far.turns else 0
         if ids is None or between >= room:
             self._pool.cancel(process, episode)
@@ -219,6 +237,8 @@ class Episodes:
 
     def _ids(self, episode: Attempt, message: dict[str, Any]) -> list[int]:
         """Token ids of the request. Raises ValueError for a malformed one."""
+        if (most := message.get("max_tokens")) is not None and most < 1:
+            raise ValueError(f"max_tokens = {most}: a turn has at least one token")
         if message["what"] == "chat":
             if episode.so_far.turns and not episode.messages:
                 raise ValueError("it asks with chat after generate: take one of them in an episode")
@@ -243,44 +263,40 @@ class Episodes:
         """Record the sampled tokens and send them to the episode's process."""
         if episode is None or episode.request is None:
             return
-        request, episode.request = episode.request, None
         process = next((process for process in self._pool.processes if episode.key in process.episodes), None)
         if process is None:  # it has failed meanwhile
             return
+        with self._errors_of(process, episode):
+            process.send({"answer": episode.key, "value": self._turn(episode, episode.request, response)})
+
+    def _turn(self, episode: Attempt, request: dict[str, Any], response: Response) -> dict[str, Any]:
+        """Record the sampled tokens; returns what the function reads of them."""
+        episode.request = None
         episode.so_far.extend(request["ids"], response)
         episode.answered_at = time.monotonic()
         sampled = response.ids.tolist()
         if request["what"] == "chat":
-            try:
-                message = self._chat.message(sampled, request["tools"])
-            except ValueError as error:
-                raise UserError(f"rollout.function: {error}") from None
-            episode.messages = [*request["messages"], json.loads(json.dumps(message))]
-            value: Any = {"message": message, "ids": episode.so_far.context}
-        else:
-            value = {
-                "ids": sampled,
-                "logprobs": response.logprobs.tolist(),
-                "text": self._chat.text(sampled),
-                "finish_reason": response.finish_reason,
-            }
-        process.send({"answer": episode.key, "value": value})
+            message = json.loads(as_text(self._chat.message(sampled, request["tools"])))
+            episode.messages = [*request["messages"], message]
+            return {"message": message, "ids": episode.so_far.context}
+        return {
+            "ids": sampled,
+            "logprobs": response.logprobs.tolist(),
+            "text": self._chat.text(sampled),
+            "finish_reason": response.finish_reason,
+        }
 
     # ------------------------------------------------------------ ends
 
     def _finish(self, episode: Attempt, result: dict[str, Any]) -> None:
-        """Store an episode that has ended; `result` is its process's message."""
+        """Store an episode that has ended; `result` is its process's message. Raises Broken for other tokens."""
         so_far = episode.so_far
         if not so_far.turns:
             self._fail(episode, "it ended without asking the model")
             return
         mask = np.array(so_far.mask, dtype=bool)
         if result.get("tokens"):
-            try:
-                so_far.check(result["tokens"], self._chat.shown)
-            except Broken as error:
-                self._fail(episode, str(error))
-                return
+            so_far.check(result["tokens"], self._chat.shown)
             mask_of_function = (result["loss_mask"] or [1] * len(mask))[: len(mask)]
             mask &= np.pad(np.array(mask_of_function, dtype=bool), (0, len(mask) - len(mask_of_function)))
         if result.get("cut"):

@@ -166,6 +166,8 @@ class Pool:
                         "its module exit, or need more memory than episodes.memory_mb?"
                     ) from None
                 yield process, {"died": f"its process died ({process.worker.exit_status()})"}
+            except (ValueError, RecursionError) as error:
+                yield process, {"died": f"a message of its process cannot be read ({error})"}
 
     def late(self, now: float) -> Iterator[tuple[EpisodeProcess, Attempt | None, str]]:
         """Episodes, and with None whole processes, that have taken too long, with a sentence each."""

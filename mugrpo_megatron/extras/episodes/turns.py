@@ -11,6 +11,7 @@ from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from typing import Any
 
+from mugrpo_megatron.recipe.functions import exception_text
 from mugrpo_megatron.samples import Problem
 
 MOST_CHARS = 1 << 20
@@ -97,20 +98,28 @@ class EpisodeModel:
             raise
 
     async def apart(self, function: Callable[..., Any], /, **arguments: Any) -> Any:
-        """`call` of a function that is no tool."""
-        if inspect.iscoroutinefunction(function):
-            return await function(**arguments)
+        """`call` of a function that is no tool. StopIteration, SystemExit and the like become a RuntimeError."""
 
         def run() -> Any:
             try:
                 return context.run(function, **arguments)
+            except StopIteration as error:  # a future refuses it, and would never be done
+                raise RuntimeError(exception_text(error)) from error
             finally:
                 self.open -= 1
 
-        context = copy_context()
-        self.open += 1
-        result = await asyncio.get_running_loop().run_in_executor(self.threads, run)
-        return await result if inspect.isawaitable(result) else result
+        try:
+            if inspect.iscoroutinefunction(function):
+                return await function(**arguments)
+            context = copy_context()
+            self.open += 1
+            result = await asyncio.get_running_loop().run_in_executor(self.threads, run)
+            return await result if inspect.isawaitable(result) else result
+        except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
+            task = asyncio.current_task()
+            if task and task.cancelling():
+                raise
+            raise RuntimeError(exception_text(error)) from error
 
     async def answer(self, message: Mapping[str, Any], tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
         """Run the tools that the assistant's message calls; returns a message for each, also for one that fails, as TRL
@@ -138,7 +147,7 @@ class EpisodeModel:
                 self.failed_calls += 1
                 raise
         except Exception as error:  # a tool may fail in any way, and the model reads how
-            return json.dumps({"error": f"{type(error).__name__}: {error}"[:SHOWN_CHARS]})
+            return json.dumps({"error": exception_text(error)})
 
 
 current: ContextVar[EpisodeModel] = ContextVar("current")

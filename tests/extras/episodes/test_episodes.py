@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from itertools import islice
@@ -16,6 +18,7 @@ from mugrpo_megatron.extras.episodes.episodes import Episodes
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.samples import Problem, Prompt
 from tests.extras.episodes.fake import EOS, TOKENIZER, FakeEngine, Says
+from tests.extras.episodes.functions import TEXTS
 
 pytestmark = pytest.mark.process
 HERE = "tests.extras.episodes.functions"
@@ -162,6 +165,7 @@ def test_limits_end_an_episode_as_cut(model: Path) -> None:
     [
         ("asks_nothing", "it ended without asking the model"),
         ("asks_twice_at_once", "asks the model one thing after another"),
+        ("asks_for_no_token", "max_tokens = 0: a turn has at least one token"),
     ],
 )
 def test_a_function_that_breaks_the_rules_fails_its_episode(model: Path, function: str, why: str) -> None:
@@ -208,6 +212,36 @@ def test_hostile_tools_cost_their_own_episode_alone(model: Path, monkeypatch: py
     for kind, [response] in found.items():
         assert response.episode.failed == bool(expected[kind]), kind
         assert expected[kind] in response.episode.why, kind
+
+
+def test_no_text_id_or_exception_of_an_episode_ends_the_run(model: Path) -> None:
+    """As many as EPISODES says, of which each ends by itself: none waits for its limit."""
+    says = random.Random(0)
+    recipe = recipe_of(model, "anything", seconds=60.0)
+    number = int(os.environ.get("EPISODES", "100"))
+    found = played(
+        recipe, lambda context: says.choice(TEXTS).encode("utf-8", "replace").decode(), list(map(str, range(number)))
+    )
+    whys = [response.episode.why for responses in found.values() for response in responses if response.episode.failed]
+    assert len(found) == number
+    assert 0 < len(whys) < 2 * number
+    assert not [why for why in whys if "took longer" in why or "AssertionError" in why]
+    "".join(whys).encode("utf-8")
+
+
+def calls_with_the_question(context: str) -> str:
+    text = context.split("user\n")[1].split("<|im_end|>")[0]
+    return f'<tool_call>\n{{"name": "echo", "arguments": {{"text": "{text}"}}}}\n</tool_call>'
+
+
+def test_a_chat_goes_on_after_text_that_is_not_utf8(chat_recipe: Callable[..., Recipe]) -> None:
+    """The model writes halves of surrogate pairs in JSON, the tool gives them back, and a row's text has one too."""
+    questions = ["caf\\ud83d", "\\udce9", "\\u0000", "\\ud83d\\ude00"]
+    recipe = chat_recipe("chats_of_anything")
+    found = played(recipe, calls_with_the_question, questions, n=1, row={"text": "caf\udce9"})
+    for question, [response] in found.items():
+        assert not response.episode.failed, (question, response.episode.why)
+        assert response.episode.parts["turns"] == 2
 
 
 def test_a_failed_episode_is_begun_again_and_dropped_with_its_groups_share(model: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,27 @@ from mugrpo_megatron.samples import Problem
 class Unprintable:
     def __str__(self) -> str:
         raise RuntimeError("no text")
+
+
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def raises_what(error: type[BaseException]) -> Callable[..., Any]:
+    """A plain tool that raises it; an exception that an event loop takes for its own is the tool's all the same."""
+
+    def tool() -> None:
+        raise error("stop")
+
+    return tool
+
+
+def raises_later(error: type[BaseException]) -> Callable[..., Any]:
+    async def tool() -> None:
+        raise error("stop")
+
+    return tool
 
 
 def raises() -> None:
@@ -68,6 +90,37 @@ def test_a_tool_that_fails_is_a_sentence_for_the_model(tool: Callable[..., Any],
     assert error.startswith(why)
     assert len(error) <= 300
     assert (calls, failed) == (1, 1)
+
+
+LOOPS_OWN = (StopIteration, SystemExit, KeyboardInterrupt, asyncio.CancelledError, concurrent.futures.CancelledError)
+
+
+@pytest.mark.parametrize("make", [raises_what, raises_later])
+@pytest.mark.parametrize("error", LOOPS_OWN)
+def test_the_model_reads_exceptions_that_an_event_loop_takes_for_its_own(
+    make: Callable[..., Callable[..., Any]], error: type[BaseException]
+) -> None:
+    [text], calls, failed = answers(make(error))
+    assert error.__name__ in json.loads(text)["error"]
+    assert (calls, failed) == (1, 1)
+
+
+def test_an_exception_without_text_is_read_by_its_type() -> None:
+    [text], _, _ = answers(raises_what(Speechless))
+    assert json.loads(text) == {"error": "Speechless: its text cannot be read (RuntimeError)"}
+
+
+def test_an_episode_that_is_cancelled_in_a_tool_is_cancelled() -> None:
+    async def cancelled() -> None:
+        with ThreadPoolExecutor(1) as threads:
+            model = EpisodeModel(Problem("p", "", ""), [1], "", [], {}, unasked, threads)
+            task = asyncio.ensure_future(model.call(asyncio.Event().wait))
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(cancelled())
 
 
 def test_a_tool_that_is_not_there_is_a_failed_call() -> None:
