@@ -263,6 +263,7 @@ def wait_for_engines(leader: EngineLeader | None, world: World) -> None:
     # An engine may load for longer than a collective's timeout: the barrier waits as long as all ranks are alive, so
     # the gather after it finds all of them there.
     world.barrier()
+    # Gathered, so that every rank ends with the same error; else the others would wait for the one that failed.
     for rank, reason in enumerate(world.gather(problem)):
         if reason:
             where = f"rank {rank}: " if world.ranks.world > 1 else ""

@@ -242,6 +242,7 @@ class StageStore:
         if not buffered:
             return
         manifest = self._open_for_writing()
+        # Not the count: a resume drops damaged shards, so that could be the number of an intact one.
         number = 1 + max((shard.number for shard in manifest.shards), default=-1)
         path = self.directory / shard_name(self._writer, number)
         with durable_file(path) as file:
@@ -389,7 +390,7 @@ class StageStore:
         """Remove this writer's shards that its manifest does not list, and its temporaries."""
         shards = shard_name(self._writer, DIGITS)
         for path in self.directory.glob(shards):
-            if path.name not in listed:
+            if path.name not in listed:  # damaged, or its writer was killed before the manifest
                 path.unlink()
         for name in (shards, manifest_name(self._writer), *([] if self._writer else [SEALED_NAME])):
             remove_leftovers(self.directory, name)
