@@ -238,8 +238,7 @@ class StageStore:
 
     def flush(self) -> None:
         """Write the buffered groups as a shard, durably."""
-        buffered = self._buffer.groups
-        if not buffered:
+        if not (buffered := self._buffer.groups):
             return
         manifest = self._open_for_writing()
         # Not the count: a resume drops damaged shards, so that could be the number of an intact one.
