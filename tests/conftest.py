@@ -25,6 +25,7 @@ from tests.costs import Costs
 from tests.cpu_seconds import Slowness
 from tests.engine_server import start_server
 from tests.forked import STARTED
+from tests.remembered import remember_problems
 
 # A property fails for what is wrong, never for a machine that is busy.
 settings.register_profile("suite", deadline=None, max_examples=30)
@@ -42,6 +43,8 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torch
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, (str(ROOT), str(ROOT / "tests" / "site"), os.environ.get("PYTHONPATH")))
 )
+
+remember_problems()
 
 # As many workers as cores run side by side; what is computed here is too small to share out.
 torch.set_num_threads(1)

@@ -21,8 +21,13 @@ import tests.models
 import tests.tiny
 import tests.weights.ranks_work
 import tests.weights.tiny
+from mugrpo_megatron.data import arithmetic
+from tests.remembered import remember_problems
 
 __all__ = ["hypothesis", "mugrpo_megatron", "pytest", "tests", "torch"]
+
+remember_problems()
+arithmetic.problems(0, "train", arithmetic.GENERATED)
 
 # A collection in a forked process would touch, and so copy, every page that it shares with the others.
 gc.collect()

@@ -116,6 +116,7 @@ def test_parts_are_told_while_the_imports_are_still_under_way(site: Path, monkey
 
 
 @pytest.mark.process
+@pytest.mark.night
 def test_this_machine_has_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor() == 0
     said = capsys.readouterr().out
