@@ -129,6 +129,7 @@ class Response:
     """None for a plain response."""
 
     def __post_init__(self) -> None:
+        # A missing logprob would shift all later ones by a token and train silently.
         if len(self.ids) != len(self.logprobs):
             raise EngineFailure(f"the engine returned {len(self.ids)} token ids and {len(self.logprobs)} logprobs")
 
@@ -153,6 +154,7 @@ class Sample:
     """int32 [P]"""
     response_ids: np.ndarray
     """int32 [R]"""
+    # float32 as SGLang computes them: in bfloat16 a ratio of long responses would be noise.
     engine_logprobs: np.ndarray
     """float32 [R]: the engine's, at the sampling temperature; NaN in an imported stage without any."""
     reward: float
@@ -190,6 +192,7 @@ class Sample:
     def __post_init__(self) -> None:
         columns = (self.behaviour_logprobs, self.proximal_logprobs, self.ref_logprobs, self.teacher_logprobs)
         arrays = [("logprobs", logprobs) for logprobs in (self.engine_logprobs, *columns)]
+        # A mask or a column of another length would broadcast or shift in the packed row without an error.
         for what, values in (*arrays, ("a loss mask", self.loss_mask), ("support ids", self.support_ids)):
             if values is not None and len(values) != len(self.response_ids):
                 raise ValueError(f"group {self.group}: {len(self.response_ids)} token ids, {what} of {len(values)}")

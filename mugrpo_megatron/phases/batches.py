@@ -68,6 +68,7 @@ def columns_of(recipe: Recipe, directory: RunDirectory, run: str, store: StageSt
         return f"after {checkpoint_name(Cursor(stage, age))} from {directory.checkpoints}"
 
     def proximal(age: int) -> LogprobColumn:
+        # With the run's id: a branch at the same age has other weights.
         key = {**identity, "run": run, "age": age}
         return LogprobColumn(directory.proximal(stage, age), key, recompute_remedy(after(age)))
 
@@ -153,6 +154,7 @@ class StageBatches:
         Epochs after the first shuffle the updates by the run's seed. With
         `objective.zero_variance = "leave_out"` updates consist of informative groups only.
         """
+        # Not shuffled in the first epoch (verl and TRL shuffle): a response's age is then its update's number.
         update = update_at(self.recipe.run.seed, self.stage, self.store.updates, age)
         if self.recipe.objective.zero_variance != "leave_out":
             return self._stored(update)
@@ -161,6 +163,7 @@ class StageBatches:
         is_informative = np.zeros(groups.max() + 1, dtype=bool)
         is_informative[groups] = informative(rewards, groups)
         chosen = informative_updates(is_informative, per_update)[update]
+        # Only the updates that hold chosen groups: a whole stage may be larger than memory.
         stored = {number: self._stored(number) for number in sorted({*(chosen // per_update).tolist()})}
         return [
             replace(sample, group=index)  # a group that occurs twice in one update counts as two groups
@@ -233,6 +236,7 @@ def training_rewards(samples: Sequence[Sample], section: ObjectiveSection) -> np
     rewards = np.array([sample.reward for sample in samples])
     if section.kl_penalty != "reward" or section.kl_ref is None:
         return rewards
+    # Before the baseline, as InstructGPT's PPO does (arXiv 2203.02155): a group's mean then holds its mean penalty.
     behaviour = [s.trained(s.behaviour_logprobs) for s in samples if s.behaviour_logprobs is not None]
     ref = [s.trained(s.ref_logprobs) for s in samples if s.ref_logprobs is not None]
     if min(len(behaviour), len(ref)) < len(samples):

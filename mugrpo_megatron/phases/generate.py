@@ -69,6 +69,7 @@ class Generation:
         disk, when the run was asked to stop.
         """
         run, leader = self.run, self.engines.leader
+        # Rank 0 alone looks at the disk: a shared file system may show the ranks different states.
         missing = sorted(set(self._groups) - self.store.verified_groups()) if run.is_main else []
         queue = shared_queue(run.world, missing)
         scorer = Scorer(leader.verifier, leader.tokenizer) if leader else None
@@ -81,12 +82,14 @@ class Generation:
                     self.store.append(group_samples(group, run.recipe.rollout, run.recipe.reward, run.recipe.objective))
                 if run.stop.requested:
                     self.store.flush()  # before the barrier: another rank may have died
+            # Heartbeats instead of a collective: a long generation would exceed its timeout (ProcessGroupNCCL).
             run.world.barrier(lambda: show_totals(bar, queue, run.is_main))
             show_totals(bar, queue, run.is_main)
             facts["tokens"] = float(bar.tokens)
             facts["engine_memory"] = max(run.world.gather(_engine_memory(leader)))
             _log_loads(run.world, run.log, leader, self.cursor)
         with run.phase("score", self.cursor):
+            # Scores that are still computed when the engine has finished; a verifier may be slower than the engine.
             for group in scorer.rest(run.stop.poll) if scorer else ():
                 self.store.append(group_samples(group, run.recipe.rollout, run.recipe.reward, run.recipe.objective))
             self.store.flush()
@@ -104,6 +107,7 @@ class Generation:
         groups_of_writers = run.world.gather(store.own_groups)
         sees_all = not run.is_main or store.wait_for(set().union(*groups_of_writers), sealed=False)
         check_shared(run.world, store, sees_all)
+        # One rank seals: engines write shards and manifests of their own, the sealed file has a single writer.
         if run.is_main and not stopping and store.listed_groups().issuperset(self._groups):
             store.seal(self.cursor.stage_updates(run.recipe.schedule), run.recipe.rollout.prompts_per_update)
         if any(run.world.any_rank(run.is_main and store.sealed)):

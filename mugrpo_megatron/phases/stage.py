@@ -52,6 +52,7 @@ def open_stage(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> 
     # Both passes see the weights that sampled the stage; after the first update they would be gone.
     record_behaviour(run, learner, batches, cursor)
     compute_ref_logprobs(run, learner, batches, cursor)
+    # The bar and the profiler must end before the next phase's bar begins, also when an update raises.
     with ExitStack() as display:
         yield TrainingStage(run, learner, engines, batches, display)
 
@@ -100,6 +101,7 @@ class TrainingStage:
         logged |= _kl_response(batch, metrics)
         run.log.update(cursor.stage, cursor.updates, cursor.age, logged)
         self._bar.advance(tokens=int(metrics["tokens"]), reward=logged["reward_mean"], loss=metrics["loss"])
+        # Megatron's optimizer skips a non-finite gradient silently (`MegatronOptimizer.step` returns False).
         if learner.skipped_in_a_row >= MOST_SKIPPED:
             _give_up(run, learner, cursor, cursor.advanced(run.recipe.schedule, store.updates), batch.samples)
         probe(run, learner, store, cursor, age=cursor.age + 1)
