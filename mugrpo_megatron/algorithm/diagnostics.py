@@ -33,6 +33,11 @@ METRICS: tuple[tuple[str, str, str], ...] = (
     *((f"ratio_{sign}_{name}", "ratio", meaning) for sign in ("neg", "pos") for name, meaning in RATIO_STATISTICS),
     ("clipped_fraction", "fraction", "clipped response tokens, without a gradient: the paper's token clipping rate"),
     ("vetoed_fraction", "fraction", "response tokens that the veto (the paper's NAV) or a mask drops from the loss"),
+    (
+        "prefix_weight_lost",
+        "fraction",
+        "share of the negative responses' tokens that weights by the prefix take from the loss: 1 - mean weight",
+    ),
     ("vetoed_responses", "fraction", "negative responses that have a trigger at the recipe's threshold"),
     ("veto_first_trigger", "fraction", "mean position of the first trigger in its response: 0 first token, 1 end"),
     ("ess", "fraction", "effective sample size of the token ratios, (sum r)^2 / (n sum r^2); 1 on policy"),
@@ -96,9 +101,11 @@ def metrics(loss: Tensor, tokens: TokenBatch, clipped: Tensor, mask: KeepMask, i
             values["kl_ref_k1"] = kl_estimate(logprobs.double(), inputs.ref, "k1").mean()
         if inputs.teacher is not None:
             values["kl_teacher"] = kl_estimate(logprobs.double(), inputs.teacher, "k1").mean()
+        if mask.weight is not None and (sign < 0).any():
+            values["prefix_weight_lost"] = 1 - mask.weight[sign < 0].double().mean()
         values |= _ratio_summary("ratio_neg", ratio[sign < 0]) | _ratio_summary("ratio_pos", ratio[sign > 0])
     if segments.responses:
-        values |= _trigger_summary(mask.first_trigger.view(segments.responses, -1).amin(1), advantages, segments)
+        values |= _trigger_summary(mask.state.first_trigger.view(segments.responses, -1).amin(1), advantages, segments)
     values |= trigger_metrics(log_ratio, advantages, segments, inputs.config)
     # One stack and one tolist: each `.item()` of its own would wait for the device.
     return dict(zip(values, torch.stack([value.double() for value in values.values()]).tolist(), strict=True))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from mugrpo_megatron.algorithm.segments import Segments, response_mean, response_sum
 from mugrpo_megatron.algorithm.surrogates import LOG_RATIO_LIMIT
-from mugrpo_megatron.algorithm.veto import KeepMask, veto
+from mugrpo_megatron.algorithm.veto import KeepMask, VetoState, veto
 from mugrpo_megatron.recipe.objective import ObjectiveSection
 
 
@@ -17,22 +19,22 @@ def keep_mask(
     segments: Segments,
     config: ObjectiveSection,
     log_drop: Tensor,
-    first_trigger: Tensor,
+    state: VetoState,
 ) -> KeepMask:
-    """Mask of the tokens that stay in the loss, and the veto state after these tokens.
+    """Mask of the tokens that stay in the loss, and the veto's state after these tokens.
 
     Args:
         log_ratio: [T] log of current over behaviour probability; no gradient flows through a mask.
         advantage: [T].
         log_drop: []: tokens whose log-ratio is larger in magnitude are dropped.
-        first_trigger: the veto's `initial_state`, or its state after the earlier tokens of the same responses.
+        state: the veto's `initial_state`, or its state after the earlier tokens of the same responses.
     """
     log_ratio = log_ratio.detach()
-    veto_mask = veto(log_ratio, advantage, segments, config, first_trigger)
+    veto_mask = veto(log_ratio, advantage, segments, config, state)
     keep = veto_mask.keep & (log_ratio.abs().double() <= log_drop)
     if config.reject != "none":
         keep = keep & _accepted(log_ratio, advantage, segments, config)
-    return KeepMask(keep, veto_mask.first_trigger)
+    return replace(veto_mask, keep=keep)
 
 
 def _accepted(log_ratio: Tensor, advantage: Tensor, segments: Segments, config: ObjectiveSection) -> Tensor:

@@ -20,7 +20,7 @@ from mugrpo_megatron.algorithm.surrogates import (
     recentre_clip,
     surrogate_of,
 )
-from mugrpo_megatron.algorithm.veto import KeepMask, initial_state
+from mugrpo_megatron.algorithm.veto import KeepMask, VetoState, initial_state
 from mugrpo_megatron.recipe.objective import ObjectiveSection
 
 
@@ -69,13 +69,11 @@ def policy_loss(
     return loss, metrics | diagnostics.user_metrics(tokens, config)
 
 
-def token_losses(
-    logprobs: Tensor, inputs: LossInputs, statistics: UpdateStatistics, first_trigger: Tensor
-) -> TokenLosses:
+def token_losses(logprobs: Tensor, inputs: LossInputs, statistics: UpdateStatistics, state: VetoState) -> TokenLosses:
     """Weighted loss of each token, of whole responses or of the next chunk of them in token order.
 
-    The chunk may start and end inside a response unless `config.dependence` is `response`; `first_trigger` is the
-    veto's state after the tokens before it.
+    The chunk may start and end inside a response unless `config.dependence` is `response`; `state` is the veto's after
+    the tokens before it.
     """
     config, segments = inputs.config, inputs.segments
     log_ratio = log_ratios(logprobs, inputs.behaviour)
@@ -92,10 +90,11 @@ def token_losses(
     advantage_t = token_advantage(advantage, logprobs, behaviour, inputs.teacher, config)
     tokens = TokenBatch(logprobs, behaviour, log_ratio, ratio, advantage_t, low, high, segments)
     surrogate = surrogate_of(config)(tokens, config)
-    mask = keep_mask(log_ratio, advantage, segments, config, statistics.log_drop, first_trigger)
+    mask = keep_mask(log_ratio, advantage, segments, config, statistics.log_drop, state)
     # Denominators count vetoed tokens too (mu-GRPO, arXiv 2605.17570): a veto must not raise the others' weights.
     weight = segments.weights.to(dtype)[segments.ids]
     weight = weight if inputs.correction is None else weight * inputs.correction.to(dtype)
+    weight = weight if mask.weight is None else weight * mask.weight
     # Not a product with the mask: a user's surrogate may be infinite at a vetoed token, and 0 * inf is nan.
     loss = torch.where(mask.keep, surrogate.loss, 0.0) * weight
     # Outside the mask: where the policy has left the prefix, the penalty is what brings it back.

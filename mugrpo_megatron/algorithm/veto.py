@@ -14,8 +14,17 @@ The tokens after κ follow a prefix that the policy would no longer produce. The
 With `objective.veto_reach = "turn"`, every turn of an episode is treated as a response: κ is the first trigger of the
 turn, and nothing beyond the turn leaves the loss. Positions count sampled tokens in either case.
 
-Whether a token is a trigger depends on that token alone, so a pass in token order carries no more than κ from one chunk
-to the next. Ratios are compared as log-ratios before the clamp of ±20 nats that the losses apply.
+Two further values weigh tokens instead, without a threshold. In a response with negative advantage
+
+    prefix               min(1, Π_{s < t} r_s)     PNPO (arXiv 2608.01418)
+    prefix_min           min(1, min_{s < t} r_s)   MinPRO (arXiv 2601.22718)
+
+multiplies the loss of token t: a token behind a prefix that the policy has left counts little. No gradient flows
+through the weight. Cap and restriction to negative responses follow the veto.
+
+Whether a token is a trigger depends on that token alone, so a pass in token order carries no more than κ, or the sum or
+minimum of log-ratios, from one chunk to the next. Log-ratios are read before the clamp of ±20 nats that the losses
+apply.
 """
 
 from __future__ import annotations
@@ -30,27 +39,41 @@ from torch import Tensor
 from mugrpo_megatron.algorithm.segments import Segments
 from mugrpo_megatron.recipe.objective import ObjectiveSection
 
+PREFIX_WEIGHTS = ("prefix", "prefix_min")
+"""Values of `objective.veto` that weigh tokens by their prefix."""
 NEVER = torch.iinfo(torch.int64).max
 """First trigger of a response that has none."""
 
 
 @dataclass(frozen=True, slots=True)
+class VetoState:
+    """The veto's state after some tokens of N responses.
+
+    With `objective.veto_reach = "turn"` it has an entry for each turn, [N * most_turns], numbered as in
+    `Segments.turn_ids`.
+    """
+
+    first_trigger: Tensor
+    """int64 [N]: κ of each response, the position of its first trigger so far, `NEVER` without one."""
+    log_prefix: Tensor
+    """float64 [N]: sum of each response's log-ratios so far, or with `prefix_min` their minimum, at most 0."""
+
+
+@dataclass(frozen=True, slots=True)
 class KeepMask:
-    """Tokens that stay in the loss, and the veto's state after them."""
+    """Tokens that stay in the loss, their weights by the prefix, and the veto's state after them."""
 
     keep: Tensor
     """bool [T]"""
-    first_trigger: Tensor
-    """int64 [N]: κ of each response, the position of its first trigger so far, `NEVER` without one.
-
-    With `objective.veto_reach = "turn"`, κ of each turn: [N * most_turns], numbered as in `Segments.turn_ids`.
-    """
+    state: VetoState
+    weight: Tensor | None = None
+    """float [T], in [0, 1]; None is 1."""
 
 
-def initial_state(segments: Segments, config: ObjectiveSection) -> Tensor:
-    """`KeepMask.first_trigger` before any token."""
-    turns = segments.most_turns if config.veto_reach == "turn" else 1
-    return segments.lengths.new_full((segments.responses * turns,), NEVER)
+def initial_state(segments: Segments, config: ObjectiveSection) -> VetoState:
+    """The veto's state before any token."""
+    units = segments.responses * (segments.most_turns if config.veto_reach == "turn" else 1)
+    return VetoState(segments.lengths.new_full((units,), NEVER), segments.lengths.new_zeros(units, dtype=torch.float64))
 
 
 def veto_unit(segments: Segments, config: ObjectiveSection) -> Tensor:
@@ -59,20 +82,51 @@ def veto_unit(segments: Segments, config: ObjectiveSection) -> Tensor:
 
 
 def veto(
-    log_ratio: Tensor, advantage: Tensor, segments: Segments, config: ObjectiveSection, first_trigger: Tensor
+    log_ratio: Tensor, advantage: Tensor, segments: Segments, config: ObjectiveSection, state: VetoState
 ) -> KeepMask:
     """Apply the veto to the next chunk of tokens, given the state after the previous one.
 
     Args:
-        log_ratio: [T], log of current over behaviour probability, not clamped.
+        log_ratio: [T], log of current over behaviour probability, not clamped; no gradient flows through it.
         advantage: [T], each token's advantage.
+        state: `initial_state`, or the state after the earlier tokens of the same responses.
     """
     threshold = math.log(config.trigger_ratio) if config.trigger_ratio > 0 else -math.inf
-    triggers = (advantage < 0) & (log_ratio.detach() < threshold)
+    log_ratio = log_ratio.detach()
+    triggers = (advantage < 0) & (log_ratio < threshold)
     candidates = torch.where(triggers, segments.positions, NEVER)
     unit = veto_unit(segments, config)
-    first = first_trigger.scatter_reduce(0, unit, candidates, "amin")
-    return KeepMask(_SCOPES[config.veto](triggers, segments.positions, first[unit]), first)
+    first = state.first_trigger.scatter_reduce(0, unit, candidates, "amin")
+    if config.veto not in PREFIX_WEIGHTS:
+        keep = _SCOPES[config.veto](triggers, segments.positions, first[unit])
+        return KeepMask(keep, VetoState(first, state.log_prefix))
+    before, log_prefix = _prefix(log_ratio.double(), unit, state.log_prefix, config)
+    weight = torch.where(advantage < 0, before.clamp(max=0), 0.0).exp().to(log_ratio.dtype)
+    return KeepMask(weight > 0, VetoState(first, log_prefix), weight)
+
+
+def _prefix(log_ratio: Tensor, unit: Tensor, log_prefix: Tensor, config: ObjectiveSection) -> tuple[Tensor, Tensor]:
+    """Sum or minimum of the log-ratios before each token [T] in its unit, and `VetoState.log_prefix` after them all."""
+    minimum = config.veto == "prefix_min"
+    same = unit[1:] == unit[:-1]
+    before = log_prefix[unit]
+    before = torch.cat([before[:1], torch.where(same, log_ratio[:-1], before[1:])])
+    if minimum:
+        # The first token's entry is the state, at most 0; so a minimum is capped from the start.
+        return _scan(before, unit, torch.minimum), log_prefix.scatter_reduce(0, unit, log_ratio, "amin")
+    return _scan(before, unit, torch.add), log_prefix.index_add(0, unit, log_ratio)
+
+
+def _scan(values: Tensor, unit: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Inclusive scan of `values` [T] within each unit, bitwise the same however responses are packed."""
+    # Not cumsum, as in `running_sum`. Differences of one sum over all tokens would depend on the other responses.
+    reach = 1
+    while reach < len(values):
+        within = unit[reach:] == unit[:-reach]
+        combined = torch.where(within, combine(values[reach:], values[:-reach]), values[reach:])
+        values = torch.cat([values[:reach], combined])
+        reach *= 2
+    return values
 
 
 # Each scope: (triggers [T], positions [T], κ of the token's response [T]) -> bool [T], tokens that stay.
@@ -122,7 +176,7 @@ def trigger_metrics(
     below = log_ratio[candidates, None] < bounds
     positions = torch.where(below, segments.positions[candidates, None], NEVER)
     unit = veto_unit(segments, config)
-    first = initial_state(segments, config)[:, None].expand(-1, len(THRESHOLDS))
+    first = initial_state(segments, config).first_trigger[:, None].expand(-1, len(THRESHOLDS))
     first = first.scatter_reduce(0, unit[candidates, None].expand_as(positions), positions, "amin")
     triggered = first != NEVER
     zeros = positions.new_zeros(len(first))

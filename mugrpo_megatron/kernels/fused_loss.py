@@ -19,7 +19,7 @@ from mugrpo_megatron.algorithm.policy_loss import token_losses
 from mugrpo_megatron.algorithm.segments import LossInputs, slice_or_none
 from mugrpo_megatron.algorithm.statistics import UpdateStatistics, neutral_statistics
 from mugrpo_megatron.algorithm.surrogates import entropy_loss
-from mugrpo_megatron.algorithm.veto import initial_state
+from mugrpo_megatron.algorithm.veto import VetoState, initial_state
 from mugrpo_megatron.kernels.head import Head, HeadLayout, head_backward, make_head, project, scan
 from mugrpo_megatron.kernels.torch_ops import EntropyTerm
 
@@ -125,12 +125,12 @@ def _one_pass(head: Head, tokens: _HeadInputs, gradients: _Gradients | None) -> 
     count, device = len(tokens.targets), tokens.hidden.device
     loss = torch.zeros((), dtype=torch.float32, device=device)
     logprobs, entropy = torch.empty(2, count, dtype=torch.float32, device=device)
-    # A trigger in one chunk vetoes tokens of the next, so chunks go in token order and carry the veto's state.
-    first_trigger = initial_state(tokens.loss.segments, tokens.loss.config)
+    # Tokens of one chunk veto or weigh tokens of the next, so chunks go in token order and carry the veto's state.
+    state = initial_state(tokens.loss.segments, tokens.loss.config)
     for rows in head.chunks(count):
         chunk = tokens.chunk(rows)
         logprobs[rows], entropy[rows], lse = scan(head, chunk.hidden, chunk.targets, chunk.support_ids)
-        losses, d_logprobs, first_trigger = _token_losses(chunk, logprobs[rows], first_trigger)
+        losses, d_logprobs, state = _token_losses(chunk, logprobs[rows], state)
         entropy_bonus, entropy_term = _entropy_bonus(chunk, entropy[rows])
         loss += losses.sum() + entropy_bonus
         if gradients is not None:
@@ -145,8 +145,8 @@ def _two_passes(head: Head, tokens: _HeadInputs, gradients: _Gradients | None) -
     for rows in head.chunks(count):
         chunk = tokens.chunk(rows)
         logprobs[rows], entropy[rows], lse[rows] = scan(head, chunk.hidden, chunk.targets, chunk.support_ids)
-    first_trigger = initial_state(tokens.loss.segments, tokens.loss.config)
-    losses, d_logprobs, _ = _token_losses(tokens, logprobs, first_trigger)
+    state = initial_state(tokens.loss.segments, tokens.loss.config)
+    losses, d_logprobs, _ = _token_losses(tokens, logprobs, state)
     entropy_bonus, _ = _entropy_bonus(tokens, entropy)
     if gradients is not None:
         for rows in head.chunks(count):
@@ -158,14 +158,14 @@ def _two_passes(head: Head, tokens: _HeadInputs, gradients: _Gradients | None) -
     return FusedLoss(losses.sum() + entropy_bonus, logprobs, entropy)
 
 
-def _token_losses(tokens: _HeadInputs, logprobs: Tensor, first_trigger: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _token_losses(tokens: _HeadInputs, logprobs: Tensor, state: VetoState) -> tuple[Tensor, Tensor, VetoState]:
     """Loss of each token, its derivative in the token's log-probability, and the veto's state after the tokens."""
     # Autograd of the reference loss: no surrogate has a second, hand-written gradient that could disagree with it.
     with torch.enable_grad():
         logprobs = logprobs.detach().requires_grad_()
-        losses = token_losses(logprobs, tokens.loss, tokens.statistics, first_trigger)
+        losses = token_losses(logprobs, tokens.loss, tokens.statistics, state)
         (d_logprobs,) = torch.autograd.grad(losses.loss.sum(), logprobs)
-    return losses.loss.detach(), d_logprobs, losses.mask.first_trigger
+    return losses.loss.detach(), d_logprobs, losses.mask.state
 
 
 def _entropy_bonus(tokens: _HeadInputs, entropy: Tensor) -> tuple[Tensor, EntropyTerm | None]:

@@ -43,7 +43,7 @@ ObjectiveName = Literal[
     "seq_mis",
     "geo_rs",
 ]
-VetoScope = Literal["none", "trigger", "suffix_non_trigger", "suffix", "response"]
+VetoScope = Literal["none", "trigger", "suffix_non_trigger", "suffix", "response", "prefix", "prefix_min"]
 KlPenalty = Literal["reward", "k2", "k3", "k1_weighted", "k2_weighted", "k3_weighted"]
 Dependence = Literal["token", "prefix", "response"]
 
@@ -193,12 +193,13 @@ class ObjectiveSection(Section):
     unset turns it off."""
     veto: VetoScope = "suffix_non_trigger"
     """Tokens dropped from a response with negative advantage and triggers T, the first at κ: none, T, H_κ = S_κ − T,
-    S_κ = {t > κ}, or all."""
+    S_κ = {t > κ}, or all. `prefix` and `prefix_min` weigh its tokens instead, without triggers: by min(1, product) or
+    min(1, minimum) of the importance ratios of the tokens before."""
     trigger_ratio: float = Field(1e-4, ge=0.0, le=1.0)
     """Importance ratio below which a token with negative advantage is a trigger; the paper illustrates 1e-4, our
     reading of its runs."""
     veto_reach: Literal["turn", "response"] = "response"
-    """Reach of a trigger in an episode: to the end of its turn, or of the response."""
+    """Reach of a trigger, or of a prefix's ratios, in an episode: to the end of the turn, or of the response."""
     reject: Literal["none", "sequence", "sequence_mean", "negative_mean"] = "none"
     """Rejection of responses by their importance ratio: of the whole response, its geometric mean per token, or this
     mean only where the advantage is negative."""

@@ -24,6 +24,8 @@ SCOPES: dict[str, str] = {
     "suffix": "S_κ",
     "suffix_non_trigger": "H_κ",
     "response": "S_seq",
+    "prefix": "∅, weights by the prefix",
+    "prefix_min": "∅, weights by the prefix",
 }
 """`objective.veto` -> the paper's symbol for the tokens that it drops."""
 

@@ -74,6 +74,7 @@ def objective(
             else:
                 value, d_ratio, d_logprob, clipped[i][t] = token(ratio, logprobs[i][t], a, *ranges[t], config)
             weight = weights[i] * (correction[i][t] if correction else 1.0) * keep[i][t]
+            weight *= prefix_weight(logs, t, advantages[i], config)
             loss += weight * value
             level_gradient[t] += weight * d_logprob
             if inside:
@@ -186,8 +187,18 @@ def token(
     return value, d_ratio, d_logprob, clipped
 
 
+def prefix_weight(logs: list[float], t: int, a: float, config: ObjectiveSection) -> float:
+    """Weight of token t by the tokens before it: min(1, product) or min(1, minimum) of their ratios where A < 0."""
+    if config.veto not in ("prefix", "prefix_min") or a >= 0:
+        return 1.0
+    before = logs[t - t % TURN : t] if config.veto_reach == "turn" else logs[:t]
+    return math.exp(min(0.0, math.fsum(before) if config.veto == "prefix" else min(before, default=0.0)))
+
+
 def veto(logs: list[float], a: float, config: ObjectiveSection) -> list[bool]:
     """Which tokens of one response stay: the paper's sets, T the triggers and kappa the position of the first."""
+    if config.veto in ("prefix", "prefix_min"):
+        return [prefix_weight(logs, t, a, config) > 0 for t in range(len(logs))]
     everything = set(range(len(logs)))
     below = {t for t in everything if config.trigger_ratio > 0 and logs[t] < math.log(config.trigger_ratio)}
     dropped: set[int] = set()

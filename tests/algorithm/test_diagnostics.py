@@ -31,7 +31,16 @@ def test_every_documented_name_is_reported_on_an_ordinary_batch() -> None:
     config = ObjectiveSection(trigger_ratio=0.9, kl_ref="start", teacher="t")
     inputs = batch.inputs(config)
     metrics = policy_loss(batch.leaf(), replace(inputs, teacher=inputs.behaviour))[1]
-    assert set(metrics) == {name for name, _, _ in METRICS}
+    by_prefix = metrics_of(batch, ObjectiveSection(veto="prefix"))
+    assert set(metrics) | set(by_prefix) == {name for name, _, _ in METRICS}
+
+
+def test_the_lost_weight_is_of_the_negative_responses() -> None:
+    """Ratios 1/2, 1, 1/2, 1 weigh 1, 1/2, 1/2, 1/4; a positive response loses nothing."""
+    log_ratio = torch.tensor([0.5, 1.0, 0.5, 1.0, 0.1, 1.0]).log()
+    segments = make_segments(torch.tensor([4, 2]), torch.ones(2))
+    inputs = LossInputs(ObjectiveSection(veto="prefix"), torch.zeros(6), torch.tensor([-1.0, 1.0]), segments)
+    assert policy_loss(log_ratio, inputs)[1]["prefix_weight_lost"] == pytest.approx(1 - 2.25 / 4)
 
 
 def test_values() -> None:

@@ -99,18 +99,19 @@ def test_micro_batches_in_any_order_add_up_to_the_update(
 def test_chunks_that_carry_the_state_equal_the_whole(batch: Batch, config: ObjectiveSection, chunk: int) -> None:
     logprobs, inputs = batch.leaf(), batch.inputs(config)
     statistics = update_statistics(logprobs.detach(), inputs)
-    first = initial_state(inputs.segments, config)
-    expected = token_losses(logprobs, inputs, statistics, first)
+    state = initial_state(inputs.segments, config)
+    expected = token_losses(logprobs, inputs, statistics, state)
     losses, keep = [flat([])], [torch.zeros(0, dtype=torch.bool)]
     for start in range(0, len(logprobs), chunk):
         tokens = slice(start, min(start + chunk, len(logprobs)))
-        result = token_losses(logprobs[tokens], inputs.chunk(tokens), statistics, first)
-        first = result.mask.first_trigger
+        result = token_losses(logprobs[tokens], inputs.chunk(tokens), statistics, state)
+        state = result.mask.state
         losses.append(result.loss)
         keep.append(result.mask.keep)
     torch.testing.assert_close(torch.cat(losses), expected.loss, rtol=1e-12, atol=1e-12)
     assert torch.cat(keep).equal(expected.mask.keep)
-    assert first.equal(expected.mask.first_trigger)
+    assert state.first_trigger.equal(expected.mask.state.first_trigger)
+    torch.testing.assert_close(state.log_prefix, expected.mask.state.log_prefix, rtol=1e-12, atol=1e-12)
 
 
 def test_on_policy_gradient_is_that_of_reinforce() -> None:

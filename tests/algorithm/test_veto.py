@@ -50,7 +50,59 @@ def test_every_scope_drops_what_its_definition_says(
         assert mask.keep.tolist() == [t not in sets[scope] for sets, length in expected for t in range(length)]
         if reach == "response":
             first = [min(sets["trigger"], default=NEVER) for sets, _ in expected]
-            assert mask.first_trigger.tolist() == first
+            assert mask.state.first_trigger.tolist() == first
+
+
+def weights_by_definition(ratios: list[float], advantage: float) -> dict[str, list[float]]:
+    """Weights of one response's tokens by the ratios before each, in Python floats."""
+    prefixes = [ratios[:t] if advantage < 0 else [] for t in range(len(ratios))]
+    return {
+        "prefix": [min(1.0, math.prod(prefix)) for prefix in prefixes],
+        "prefix_min": [min([1.0, *prefix]) for prefix in prefixes],
+    }
+
+
+@settings(max_examples=100)
+@given(EPISODES, st.sampled_from(["response", "turn"]), st.integers(1, 9))
+def test_weights_by_the_prefix_are_what_their_definition_says(
+    episodes: list[tuple[list[list[float]], float]], reach: str, chunk: int
+) -> None:
+    """A response, or each of its turns by itself, in chunks that carry the state."""
+    lengths = torch.tensor([sum(map(len, turns)) for turns, _ in episodes], dtype=torch.int64)
+    numbers = [np.repeat(np.arange(len(turns)), [len(turn) for turn in turns]) for turns, _ in episodes]
+    segments = with_turns(make_segments(lengths, torch.ones(len(episodes))), numbers)
+    log_ratio = torch.tensor([r for turns, _ in episodes for turn in turns for r in turn], dtype=torch.float64).log()
+    advantage = torch.tensor([a for _, a in episodes], dtype=torch.float64)[segments.ids]
+    units = [(unit, a) for turns, a in episodes for unit in (turns if reach == "turn" else [list(chain(*turns))])]
+    for scope in ("prefix", "prefix_min"):
+        section = ObjectiveSection(veto=scope, veto_reach=reach)
+        state, weights = initial_state(segments, section), torch.zeros(0, dtype=torch.float64)
+        for start in range(0, len(log_ratio), chunk):
+            tokens = slice(start, start + chunk)
+            mask = veto(log_ratio[tokens], advantage[tokens], segments.chunk(tokens), section, state)
+            state = mask.state
+            assert mask.weight is not None
+            weights = torch.cat([weights, mask.weight])
+        expected = [weight for unit, a in units for weight in weights_by_definition(unit, a)[scope]]
+        # 1e-30 to the power of a response leaves the floats' range: the sum of logs then holds what the product cannot.
+        torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float64), rtol=1e-10, atol=1e-250)
+
+
+def test_weights_by_the_prefix_are_bitwise_the_same_however_responses_are_packed() -> None:
+    lengths = torch.tensor([1, 300, 0, 77])
+    config = ObjectiveSection(veto="prefix")
+    log_ratio = torch.randn(378, generator=torch.Generator().manual_seed(0)) / 10 - 0.01
+
+    def weights(tokens: slice, sizes: torch.Tensor) -> torch.Tensor:
+        segments = make_segments(sizes, torch.ones(len(sizes)))
+        row = log_ratio[tokens]
+        weight = veto(row, -torch.ones_like(row), segments, config, initial_state(segments, config)).weight
+        assert weight is not None
+        return weight
+
+    together = weights(slice(None), lengths)
+    assert together[1:301].equal(weights(slice(1, 301), lengths[1:2]))
+    assert together[301:].equal(weights(slice(301, None), lengths[3:]))
 
 
 def test_a_ratio_of_the_threshold_itself_is_not_a_trigger() -> None:

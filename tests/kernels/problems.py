@@ -39,6 +39,11 @@ OBJECTIVES |= {
     for scope in ("suffix_non_trigger", "suffix", "response")
 }
 OBJECTIVES |= {
+    f"weights by {veto}{' of a turn' * (reach == 'turn')}": ObjectiveSection(veto=veto, veto_reach=reach)
+    for veto in ("prefix", "prefix_min")
+    for reach in ("response", "turn")
+}
+OBJECTIVES |= {
     f"{name}, proximal": ObjectiveSection(name=name, clip_centre="proximal_shifted", proximal_every=4)
     for name in ("off_policy_grpo", "mu_grpo", "gspo")
 }
@@ -74,8 +79,8 @@ OBJECTIVES |= {
 }
 
 TRIED = (
-    "mu_grpo", "grpo", "gspo", "vespo", "veto=response", "mu_grpo, k2 to a reference policy",
-    "mu_grpo, entropy", "grpo, entropy and KL", "gspo, entropy",
+    "mu_grpo", "grpo", "gspo", "vespo", "veto=response", "weights by prefix", "weights by prefix_min",
+    "mu_grpo, k2 to a reference policy", "mu_grpo, entropy", "grpo, entropy and KL", "gspo, entropy",
 )  # fmt: skip
 """What a loss asks of the row kernels and of other ranks; `test_fused_loss` has every objective, on one."""
 SUPPORT_OBJECTIVES = {

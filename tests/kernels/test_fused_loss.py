@@ -116,6 +116,14 @@ def test_the_problems_hold_triggers(name: str) -> None:
     assert metrics["vetoed_fraction"] > 0.1
 
 
+@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name.startswith("weights by")])
+def test_the_problems_lose_weight(name: str) -> None:
+    problem = make_problem(OBJECTIVES[name])
+    _, metrics = policy_loss(materialised_logprobs(problem)[0], problem.inputs)
+    assert 0.1 < metrics["prefix_weight_lost"] < 0.9
+    assert problem.config.dependence == "prefix"
+
+
 @pytest.mark.parametrize("name", sorted(SUPPORT_OBJECTIVES))
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
 def test_a_softmax_over_the_tokens_that_a_sampler_kept_equals_masked_logits(name: str, chunk: int) -> None:
