@@ -33,6 +33,11 @@ CLIPPED = 0.95
 """Fraction of updates with a clipped gradient."""
 MIN_UPDATES = 8
 """Updates from which a trend can be seen."""
+LEAP, LEAP_TOKEN = 1.0, 0.001
+"""Nats an update that the policy moves in a stage's first updates, for a response and for a token: above both it is
+ruined soon. A Llama of 135M parameters moved 13 nats in its first update at 20 times the rate at which it learns."""
+STEP = 0.05
+"""Share of that bound which an update may move at the rate to try."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,7 @@ def health_warnings(
         _no_answer(evals[-1:]),
         _entropy(updates, recent),
         _off_policy(recent, last),
+        _leap(updates),
         _clipped_gradient(recent, clip_grad),
         _fell(stages, evals),
     )
@@ -173,6 +179,27 @@ def _off_policy(recent: Sequence[Row], stages: Sequence[Row]) -> Iterator[Health
         )
 
 
+def _leap(updates: Sequence[Row]) -> Iterator[HealthWarning]:
+    """Finds the first updates of the last stage that leave the policy which sampled it."""
+    rows = [row for row in updates if row.get("kl_response") is not None and row["stage"] == updates[-1]["stage"]]
+    for row in rows[1:MIN_UPDATES]:
+        # The first row's value precedes the stage's first update: it is the mismatch of engine and learner.
+        taken, nats = row["age"] - rows[0]["age"], row["kl_response"] - rows[0]["kl_response"]
+        bound = taken * max(LEAP, LEAP_TOKEN * row["kl_response"] / (row.get("kl_k3") or row["kl_response"] or 1.0))
+        if rows[0]["age"] or nats <= bound:
+            continue
+        rates = values_in(rows[: rows.index(row)], "lr")
+        # KL grows with the square of a small step; a hundredth is as far as one measurement should lower a rate.
+        rate = f" near {max(rates) * max(0.01, (STEP * bound / nats) ** 0.5):.1g}" if rates else ""
+        yield HealthWarning(
+            "leap",
+            f"the first {'update' if taken == 1 else f'{taken} updates'} of stage {row['stage']} moved the policy "
+            f"{nats:.3g} nats a response{f' at a rate of {max(rates):.2g}' if rates else ''}: this ruins a model",
+            f"start again from before it with optimizer.lr{rate or ' lower'}",
+        )
+        return
+
+
 def _clipped_gradient(recent: Sequence[Row], clip_grad: float | None) -> Iterator[HealthWarning]:
     norms = values_in(recent, "grad_norm")
     clipped = sum(norm > clip_grad for norm in norms) if clip_grad else 0
@@ -212,7 +239,7 @@ def _fell(stages: Sequence[Row], evals: Sequence[Row]) -> Iterator[HealthWarning
 
 @dataclass(slots=True)
 class HealthMonitor:
-    """A sink of the metric log that prints new warnings before a stage's updates and after them."""
+    """A sink of the metric log that prints new warnings before a stage's updates and after them, a leap at once."""
 
     say: Callable[[str], None]
     clip_grad: float | None
@@ -227,10 +254,16 @@ class HealthMonitor:
             rows = self.rows
             updates, stages, evals = in_order(rows, "update"), in_order(rows, "stage"), in_order(rows, "eval")
             current = health_warnings(updates, stages, evals, self.clip_grad)
-            for warning in current:
-                if warning.name not in self.present:
-                    self.say(warning.line)
+            self._say_new(current)
             self.present = {warning.name for warning in current}
+        elif row["kind"] == "update" and 0 < row["age"] < MIN_UPDATES:
+            self._say_new(list(_leap(in_order(self.rows[-2 * MIN_UPDATES :], "update"))))
+
+    def _say_new(self, warnings: Iterable[HealthWarning]) -> None:
+        for warning in warnings:
+            if warning.name not in self.present:
+                self.say(warning.line)
+                self.present.add(warning.name)
 
     def take(self, row: Row) -> None:
         """Remember a row."""

@@ -118,6 +118,58 @@ def test_entropy_that_comes_back_down_does_not_rise_without_end() -> None:
     assert names_of(rows) == []
 
 
+def stage_updates(stage: int, nats: list[float], tokens: int = 10, lr: float = 2e-4) -> list[Row]:
+    """Update rows of a stage whose policy is `nats` a response away before each update."""
+    return [
+        {"kind": "update", "update": 100 * stage + age, "stage": stage, "age": age, "lr": lr, "kl_response": moved}
+        | {"kl_k3": moved / tokens}
+        for age, moved in enumerate(nats)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("nats", "tokens", "said"),
+    [
+        ([0.0, 13.0, 14.0], 10, "the first update of stage 1 moved the policy 13 nats a response at a rate of 0.0002"),
+        ([0.0, 0.4, 2.5, 9.0], 10, "the first 2 updates of stage 1 moved the policy 2.5 nats a response"),
+        ([0.0, 13.0], 9_000, "the first update of stage 1 moved the policy 13 nats"),
+        ([0.0, 0.03, 0.06, 0.19], 10, None),
+        ([0.0, 8.0], 9_000, None),  # below 0.001 a token
+        ([12.0, 12.5], 10, None),  # the engine's mismatch
+        ([0.0] + [0.5 * age for age in range(1, 64)], 10, None),
+        ([13.0], 10, None),
+    ],
+)
+def test_a_rate_that_ruins_is_said_after_the_update_that_shows_it(
+    nats: list[float], tokens: int, said: str | None
+) -> None:
+    lines: list[str] = []
+    watch = HealthMonitor(lines.append, clip_grad=1.0)
+    for row in [*stage_updates(0, [0.0, 0.1]), *stage_updates(1, nats, tokens)]:
+        watch(row)
+    watch({"kind": "phase", "phase": "optimize"})
+    assert len(lines) == (said is not None)
+    assert said is None or lines[0].startswith(f"warning: {said}")
+
+
+def test_the_rate_to_try_would_move_a_twentieth_of_the_bound_if_kl_grows_with_its_square() -> None:
+    """13 nats at 2e-4 on SmolLM2-135M, which then learned at 1e-5 and moved 0.2 nats in 12 updates."""
+    for nats, rate in ((13.0, "1e-05"), (1.3, "4e-05"), (1e9, "2e-06")):
+        (sign,) = health_warnings(stage_updates(0, [0.0, nats]), [], [])
+        assert sign.remedy == f"start again from before it with optimizer.lr near {rate}"
+
+
+def test_a_leap_is_said_once_and_again_by_a_later_stage_after_a_calm_one() -> None:
+    lines: list[str] = []
+    watch = HealthMonitor(lines.append, clip_grad=1.0)
+    for stage, moved in enumerate([13.0, 5.0, 0.1, 2.0]):
+        watch({"kind": "stage", "stage": stage})
+        for row in stage_updates(stage, [0.0, moved, moved]):
+            watch(row)
+        watch({"kind": "phase", "phase": "optimize"})
+    assert [line.partition(" moved")[0][-7:] for line in lines] == ["stage 0", "stage 3"]
+
+
 @settings(max_examples=30)
 @given(cut=st.integers(0, UPDATES), stages=st.integers(0, 4), evals=st.integers(0, 5), holes=st.booleans())
 def test_a_healthy_run_has_no_sign_at_any_time(cut: int, stages: int, evals: int, holes: bool) -> None:
