@@ -35,7 +35,7 @@ from mugrpo_megatron.evaluation.scoring import (
     scored,
     summarize,
 )
-from mugrpo_megatron.files.durable import full_disk_as_user_error, write_json, write_text
+from mugrpo_megatron.files.durable import full_disk_as_user_error, open_nofollow, write_json, write_text
 from mugrpo_megatron.files.hf_config import read_model_config
 from mugrpo_megatron.files.json_text import read_json, to_json_value
 from mugrpo_megatron.files.outputs import check_output, make_directory
@@ -162,14 +162,14 @@ class EvalRecord:
         raw = self._rows.read_bytes()
         complete = raw.rfind(b"\n") + 1
         if complete < len(raw):
-            with self._rows.open("r+b") as file:
+            with open_nofollow(self._rows, "r+b") as file:
                 file.truncate(complete)
         return [_from_row(row, f"{self._rows}:{line}") for line, row in rows(self._rows)]
 
     def append(self, result: ProblemResult) -> None:
         """Append a finished problem; UserError if the disk is full."""
-        with full_disk_as_user_error(self._rows), self._rows.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(_to_row(result)) + "\n")
+        with full_disk_as_user_error(self._rows), open_nofollow(self._rows, "ab") as file:
+            file.write((json.dumps(_to_row(result)) + "\n").encode())
 
 
 def _same(before: Any, now: Any) -> bool:

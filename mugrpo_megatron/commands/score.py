@@ -96,7 +96,7 @@ def run(
     if first is None:
         raise UserError(f"{input_path} holds no row to score ({len(malformed)} malformed): check the file")
     make_directory(output_path.parent, f"--out {output_path}")
-    with durable_file(output_path) as output, Verifier(section) as verifier:
+    with durable_file(output_path.resolve()) as output, Verifier(section) as verifier:  # --out may be a link
         for row, score in _scored(chain([first], source), verifier):
             columns = {name: value for name, value in asdict(score).items() if value is not None}
             replaced.update(name for name in row if name in columns)

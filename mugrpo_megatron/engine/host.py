@@ -41,11 +41,12 @@ from mugrpo_megatron.engine.wire import (
     range_logprobs,
     sampling_seeds,
 )
+from mugrpo_megatron.files.durable import open_nofollow
 
 
 def redirect_output(log: Path) -> None:
     """Redirect stdout and stderr to `log`, keeping early output."""
-    with log.open("ab", buffering=0) as file:
+    with open_nofollow(log, "ab", buffering=0) as file:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         file.write(os.pread(1, os.fstat(1).st_size, 0))

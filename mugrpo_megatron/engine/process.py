@@ -27,6 +27,7 @@ import psutil
 import mugrpo_megatron
 from mugrpo_megatron.engine.wire import Command, ReplyKind
 from mugrpo_megatron.errors import EngineFailure, EngineStopped, UserError
+from mugrpo_megatron.files.durable import open_nofollow
 
 HEADER = struct.Struct("!Q")
 """Length of the pickled message that follows."""
@@ -179,7 +180,7 @@ class HostProcess:
         """
         self._log, self._cancelled, self._peer_failure = log, cancelled, peer_failure
         log.parent.mkdir(parents=True, exist_ok=True)
-        log.touch()
+        open_nofollow(log, "ab").close()
         with suppress(OSError):  # the process is gone; the next `receive` reports the cause
             self._channel.send(("start", (list(arguments), str(log))))
 
@@ -270,7 +271,7 @@ class HostProcess:
         """Append to the log the output of a process that ended before it redirected it."""
         self._output.seek(0)
         if self._log.exists() and (output := self._output.read()):
-            with self._log.open("ab") as file:
+            with open_nofollow(self._log, "ab") as file:
                 file.write(output)
         self._output.close()
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.json_text import parse_json
@@ -48,30 +48,46 @@ class NameTaken(UserError):
 def durable_file(path: Path) -> Iterator[IO[bytes]]:
     """Yield a file that replaces `path` at the block's end: temporary file, fsync, rename, fsync of the directory.
 
-    Of several writers the last one wins. As with `open`, links are followed and an existing file keeps its permissions.
-    Raises UserError if `path` is not a regular file or cannot be written, or if the disk is full.
+    Of several writers the last one wins. A link is replaced, since its directory may come from others; a file keeps its
+    permissions. Raises UserError if `path` is not a regular file or cannot be written, or if the disk is full.
     """
-    target = path.resolve() if path.is_symlink() else path
-    if target.exists() and not target.is_file():
+    if path.exists() and not path.is_file():
         raise UserError(f"{path} exists and is not a regular file; choose another path")
-    temporary = _temporary(target)
+    temporary = _temporary(path)
     try:
         file = temporary.open("xb")
     except OSError as error:
         raise full_disk_error(error, path) or UserError(f"{path} cannot be written ({error.strerror})") from error
     try:
         with file:
-            if target.exists():
-                os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode))
+            if path.exists():
+                os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
             yield file
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(target)
-        fsync(target.parent)
+        temporary.replace(path)
+        fsync(path.parent)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if full := full_disk_error(error, path):
             raise full from error
+        raise
+
+
+def open_nofollow(path: Path, mode: str, buffering: int = -1) -> IO[bytes]:
+    """Open a file as `open` does, but not through a link, since its directory may come from others.
+
+    Raises UserError for a link, and for what is not a regular file.
+    """
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)  # a pipe would wait for a reader
+
+    try:
+        return cast(IO[bytes], open(path, mode, buffering, opener=opener))
+    except OSError:
+        if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+            raise UserError(f"{path} cannot be written: it is a link, or not a regular file; remove it") from None
         raise
 
 

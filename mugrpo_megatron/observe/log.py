@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -14,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.durable import open_nofollow
 from mugrpo_megatron.files.json_text import parse_json
 from mugrpo_megatron.observe.environment import environment, invocation, missing_wandb_error
 from mugrpo_megatron.observe.health import HealthMonitor
@@ -41,8 +41,9 @@ def _write_error_as_user_error(path: Path) -> Iterator[None]:
 @contextmanager
 def json_lines(path: Path) -> Iterator[Sink]:
     path.parent.mkdir(parents=True, exist_ok=True)
-    _drop_torn_line(path)
-    with path.open("ab", buffering=0) as file:  # unbuffered: a full disk fails at its row, not again at close
+    with open_nofollow(path, "a+b", buffering=0) as file:  # a full disk fails at its row, not again at close
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)  # half a row, which a crash may have left
 
         def sink(row: Row) -> None:
             if row["kind"] == "samples":
@@ -125,13 +126,6 @@ def _finite(row: Row) -> Row:
     """Returns the row with NaN and infinities, which JSON lacks, as None; `not_finite` lists them."""
     values = {key: str(value) for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
     return {**row, **dict.fromkeys(values), "not_finite": values} if values else row
-
-
-def _drop_torn_line(path: Path) -> None:
-    """Remove half a row, which a crash may have left at the end of metrics.jsonl."""
-    if path.exists():
-        content = path.read_bytes()
-        os.truncate(path, content.rfind(b"\n") + 1)
 
 
 FILE_NAME = "metrics.jsonl"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 
 from mugrpo_megatron.errors import UserError
@@ -37,6 +38,7 @@ def save_if_due(run: Run, cursor: Cursor) -> None:
     [stopping] = run.world.any_rank(run.stop.requested)
     saves = stopping or due
     if saves:
+        _check_on_main(run, run.directory.check_lock)
         with run.log.phase("save", cursor.stage):
             run.saver.save(cursor)
             if stage_ends and not last:
@@ -57,10 +59,20 @@ def write_hf(run: Run, cursor: Cursor) -> None:
 
 def check_own_hf(run: Run) -> None:
     """UserError on every rank unless the run may replace its `hf/`. Collective."""
+
+    def check() -> None:
+        run.directory.check_lock()
+        check_hf(run.directory.hf, run.record)
+
+    _check_on_main(run, check)
+
+
+def _check_on_main(run: Run, check: Callable[[], None]) -> None:
+    """Run the check on the main rank; raise its UserError on every rank. Collective."""
     refusal = ""
     if run.is_main:
         try:
-            check_hf(run.directory.hf, run.record)
+            check()
         except UserError as error:
             refusal = f"{error}; the checkpoint is not written, and the same command then writes it"
     if refusal := run.world.broadcast(refusal):

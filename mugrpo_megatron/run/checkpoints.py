@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.checkpoint_state import STATE, read_state
-from mugrpo_megatron.files.durable import remove_leftovers, resumable
+from mugrpo_megatron.files.durable import remove, remove_leftovers, resumable
 from mugrpo_megatron.learner import checkpoint
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.observe.log import MetricLog
@@ -169,7 +169,7 @@ def restore_newest(learner: Learner, directory: Path, record: RunRecord, say: Ca
     is_main = learner.ranks.rank == 0
     if is_main:
         for leftover in directory.glob(resumable(Path(CHECKPOINTS)).name):  # a killed save or removal left it
-            shutil.rmtree(leftover)
+            remove(leftover)
         remove_leftovers(directory, CHECKPOINTS)
     # Rank 0 lists them for all: on a shared file system another node may not see the newest directory yet.
     candidates = [checkpoint_directories(directory) if is_main else []]

@@ -6,9 +6,9 @@ import fcntl
 import os
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.checkpoint_state import CURSOR
-from mugrpo_megatron.files.durable import remove_leftovers, write_text
+from mugrpo_megatron.files.durable import open_nofollow, remove_leftovers, write_text
 from mugrpo_megatron.files.json_text import read_json
 from mugrpo_megatron.recipe import Recipe, dump_recipe, load_recipe
 from mugrpo_megatron.run.cursor import Cursor
@@ -36,6 +36,8 @@ class RunDirectory:
     """The paths of a run's files; other tools rely on these names."""
 
     path: Path
+    check_lock: Callable[[], None] = field(default=lambda: None, compare=False, repr=False)
+    """Raises UserError in the process that holds the lock, once its file was removed or replaced."""
 
     @property
     def recipe(self) -> Path:
@@ -125,14 +127,14 @@ def open_directory(recipe: Recipe) -> Iterator[RunDirectory]:
             folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"run.dir = {directory.path}: cannot be created ({error.strerror}); choose another") from None
-    with file_lock(directory.path / ".lock"):
+    with file_lock(directory.path / ".lock") as check_lock:
         for name in REPLACED_FILES:
             remove_leftovers(directory.path, name)
         claim(directory.path, hub_model(recipe.model), weights_fingerprint(recipe.model))
         check_directory(recipe)  # again: another process may have started a run before this one had the lock
         record_user_files(recipe)
         write_text(directory.recipe, dump_recipe(recipe))
-        yield directory
+        yield replace(directory, check_lock=check_lock)
 
 
 def check_directory(recipe: Recipe) -> None:
@@ -154,32 +156,41 @@ class InUse(UserError):
 
 
 @contextmanager
-def file_lock(path: Path, shared: bool = False, wait: bool = False) -> Iterator[None]:
+def file_lock(path: Path, shared: bool = False, wait: bool = False) -> Iterator[Callable[[], None]]:
     """Hold the lock file `path` in the block; it names the holder, and a holder that dies releases it.
+
+    Yields a check, which raises UserError when the file was removed or replaced: another process may hold that name.
 
     Any number of processes may hold it `shared`, but not while one holds it alone. Raises InUse when another process
     holds it, with `wait` only after LOCK_WAIT_S; UserError when the file system has no locks or cannot be written.
     """
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        file = open_nofollow(path, "a+b", buffering=0)
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror}); choose another directory") from None
     deadline = time.monotonic() + (LOCK_WAIT_S if wait else 0.0)
-    try:
+    with file:
+        descriptor = file.fileno()
         while not _try_lock(path, descriptor, shared):
             if time.monotonic() >= deadline:
-                holder = os.read(descriptor, 256).decode(errors="replace").strip()
-                raise InUse(
-                    f"{path.parent} is in use by process {holder or 'unknown'}; wait for it, or choose another "
-                    "directory"
-                )
+                holder = os.pread(descriptor, 256, 0).decode(errors="replace").strip()
+                held = path.parent if path.name == ".lock" else path
+                raise InUse(f"{held} is in use by process {holder or 'unknown'}; wait for it, or choose another")
             time.sleep(0.1)
         with suppress(OSError):  # a full disk: the lock is held all the same, only its holder's name is missing
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"{os.getpid()} on {platform.node()}".encode(), 0)
-        yield
-    finally:
-        os.close(descriptor)
+        yield lambda: _check_held(path, descriptor)
+
+
+def _check_held(path: Path, descriptor: int) -> None:
+    with suppress(OSError):
+        if os.path.samestat(path.stat(), os.fstat(descriptor)):
+            return
+    raise UserError(
+        f"{path} was removed or replaced, so another process may write to {path.parent} too; end that process, and the "
+        "same command then continues from the newest checkpoint"
+    )
 
 
 def _try_lock(path: Path, descriptor: int, shared: bool) -> bool:

@@ -24,6 +24,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import (
     durable_directory,
     durable_file,
+    open_nofollow,
     publish,
     read_checksummed_json,
     remove_leftovers,
@@ -173,14 +174,36 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_a_link_is_followed_and_stays(tmp_path: Path) -> None:
+@pytest.mark.parametrize("target", ["file", "nothing"])
+def test_a_link_is_replaced_and_its_target_kept(tmp_path: Path, target: str) -> None:
     (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "file").write_text("precious")
     link = tmp_path / "link"
-    link.symlink_to(tmp_path / "far" / "file")
-    write_text(link, "through")
-    assert link.is_symlink()
-    assert (tmp_path / "far" / "file").read_text() == "through"
+    link.symlink_to(tmp_path / "far" / target)
+    write_text(link, "new")
+    assert not link.is_symlink()
+    assert link.read_text() == "new"
+    assert (tmp_path / "far" / "file").read_text() == "precious"
     assert names(tmp_path / "far") == {"file"}
+
+
+@pytest.mark.parametrize("mode", ["ab", "a+b", "r+b"])
+@pytest.mark.parametrize("kind", ["link", "dangling link", "directory"])
+def test_a_file_of_a_fixed_name_is_never_opened_through_a_link(tmp_path: Path, kind: str, mode: str) -> None:
+    path, target = tmp_path / "engine.log", tmp_path / "precious"
+    path.symlink_to(target) if "link" in kind else path.mkdir()
+    if kind == "link":
+        target.write_text("precious")
+    with pytest.raises(UserError, match=r"engine\.log cannot be written: it is a link"):
+        open_nofollow(path, mode, buffering=0)
+    assert target.exists() == (kind == "link")
+    assert kind != "link" or target.read_text() == "precious"
+
+
+def test_a_pipe_of_a_fixed_name_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "engine.log")
+    with pytest.raises(UserError, match="not a regular file"):
+        open_nofollow(tmp_path / "engine.log", "ab")
 
 
 def test_a_linked_directory_is_replaced_and_its_target_kept(tmp_path: Path) -> None:

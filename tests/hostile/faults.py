@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import errno
 import io
 import os
@@ -89,5 +90,6 @@ def failing(disk: Disk) -> Iterator[None]:
         for name in ("fsync", "mkdir", "link", "rename", "replace", "unlink", "rmdir", "ftruncate"):
             patch.setattr(os, name, instrument(getattr(os, name), name))
         patch.setattr(durable, "_exchange_atomically", instrument(durable._exchange_atomically, "rename"))
-        patch.setattr(io, "open", open_)
+        for module in (io, builtins):
+            patch.setattr(module, "open", open_)
         yield

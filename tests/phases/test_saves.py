@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
+from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.log import read_rows
 from mugrpo_megatron.observe.progress import Display
 from mugrpo_megatron.phases import saves
@@ -53,6 +54,18 @@ def saved(stages: int, updates: int, engines: int = 1, **checkpoint: int) -> Sav
         cursor = cursor.advanced(recipe.schedule, cursor.stage_updates(recipe.schedule))
         save_if_due(run, cursor)
     return found
+
+
+def test_nothing_is_saved_once_the_lock_is_gone() -> None:
+    def gone() -> None:
+        raise UserError("the lock is gone")
+
+    saver = SimpleNamespace(save=lambda cursor: pytest.fail("it saved"))
+    world = SimpleNamespace(any_rank=lambda *flags: list(flags), engines=1, broadcast=lambda value: value)
+    stop, directory = SimpleNamespace(requested=True), SimpleNamespace(check_lock=gone)
+    run: Any = SimpleNamespace(recipe=Recipe(), world=world, saver=saver, stop=stop, is_main=True, directory=directory)
+    with pytest.raises(UserError, match="the lock is gone"):
+        save_if_due(run, Cursor())
 
 
 @pytest.mark.parametrize(

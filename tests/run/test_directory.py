@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -151,3 +152,24 @@ def test_a_lock_is_shared_by_those_who_ask_for_it(tmp_path: Path) -> None:
         pass
     with file_lock(path), pytest.raises(InUse), file_lock(path, shared=True):
         pass
+
+
+def test_a_lock_that_is_a_link_is_refused_and_its_target_kept(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("precious")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").symlink_to(tmp_path / "keys")
+    with (
+        pytest.raises(UserError, match=r"\.lock cannot be written: it is a link"),
+        file_lock(tmp_path / "run" / ".lock"),
+    ):
+        pass
+    assert (tmp_path / "keys").read_text() == "precious"
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_lock_that_was_removed_or_replaced_is_noticed(tmp_path: Path, again: bool) -> None:
+    with open_directory(recipe(tmp_path)) as directory:
+        directory.check_lock()
+        (tmp_path / ".lock").unlink()
+        with open_directory(recipe(tmp_path)) if again else nullcontext(), pytest.raises(UserError, match="removed or"):
+            directory.check_lock()

@@ -61,7 +61,7 @@ def write_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
         raise UserError("the same run directory is named twice; name each run once")
     runs = [read_run(directory) for directory in run_dirs]
     check_output(path, f"--out {path}", own=is_page(path, BRAND), remedy="it is not a comparison, so choose another")
-    write_text(path, comparison(runs))
+    write_text(path.resolve(), comparison(runs))
     return path
 
 
