@@ -109,3 +109,46 @@ def test_magnitudes_multiply(value: int) -> None:
     assert right(f"\\boxed{{{value} \\text{{ trillion}}}}", f"{value}000000000000")
     assert right(f"\\boxed{{{value} \\text{{ millions}}}}", f"{value}000000")
     assert split_unit(f"{value} \\text{{ dozens}}")[0] == f"{value} \\times 12"
+
+
+VALUES = [
+    (r"{}\mathrm{{i}}", "{}i"),
+    (r"7-{}\mathbf{{i}}", "7-{}i"),
+    (r"{}\,\mathrm{{e}}^{{-3}}", "{}e^{{-3}}"),
+    (r"{}\text{{e}}", "{}e"),
+    (r"{}\mathrm{{\pi}}", r"{}\pi"),
+    (r"{}\text{{\theta}}", r"{}\theta"),
+    (r"{}\mathrm{{y}}^2", "{}y^2"),
+    (r"{}\mathsf{{k}}", "{}k"),
+    (r"{}\mathrm{{pq}}", "{}pq"),
+    (r"{}\mathrm{{bcd}}", "{}bcd"),
+    (r"{}\,\text{{u v}}", "{}uv"),
+    (r"{}\mathrm{{p/q}}", r"\frac{{{}p}}{{q}}"),
+    (r"{}\mathrm{{ln}}\,3", r"{}\ln 3"),
+    (r"{}x^3+\mathrm{{C}}", "{}x^3+C"),
+    (r"{}\mathrm{{d}}", "{}d"),
+]
+
+
+@pytest.mark.parametrize(("upright", "italic"), VALUES)
+def test_upright_letters_are_values(upright: str, italic: str) -> None:
+    """An answer without the constant or variable differs from the gold, in both directions; italic letters do not."""
+    value, other = upright.format(4), italic.format(4)
+    for answer, gold in ((value, other), (other, value), (value, value)):
+        assert right(f"\\boxed{{{answer}}}", gold), (answer, gold)
+    for answer, gold in ((value, "4"), ("4", value), (value, italic.format(5))):
+        assert not right(f"\\boxed{{{answer}}}", gold), (answer, gold)
+
+
+@pytest.mark.parametrize("values", ["6 theta", "6 phi", "6xyz", "6 rst"])
+def test_spelled_out_variables_are_no_units(values: str) -> None:
+    assert not right("\\boxed{6}", values)
+    assert not right(f"\\boxed{{{values}}}", "6")
+
+
+@pytest.mark.parametrize(
+    "unit", ["\\mathrm{m}", "\\text{ kg}", "\\,\\mathrm{mol}", "\\text{ W}", "\\text{ apples}", "\\text{ men}"]
+)
+def test_units_and_nouns_may_be_omitted(unit: str) -> None:
+    assert right("\\boxed{6}", f"6{unit}")
+    assert right(f"\\boxed{{6{unit}}}", "6")

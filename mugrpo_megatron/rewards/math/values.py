@@ -18,6 +18,9 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 PLAIN_NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
 _LATEX = [LatexExtractionConfig(boxed_match_priority=0)]
 
+# math-verify 0.9 reads `4d` as 4 and a differential.
+_DIFFERENTIAL, _TIMES_D = re.compile(r"(?<=[0-9)}])\s*d(?![A-Za-z])"), r"\\,d"
+
 
 def parsed(text: str) -> list[Any]:
     """Sympy values of LaTeX, possibly none; `i` is the imaginary unit.
@@ -26,7 +29,7 @@ def parsed(text: str) -> list[Any]:
     """
     if PLAIN_NUMBER.fullmatch(text):  # most golds and answers: no grammar is needed
         return [Float(text, max(15, len(text))) if "." in text else Integer(text)]
-    wrapped = f"\\boxed{{{text}}}"
+    wrapped = f"\\boxed{{{_DIFFERENTIAL.sub(_TIMES_D, text)}}}"
     values = parse(wrapped, extraction_config=_LATEX, fallback_mode="no_fallback", parsing_timeout=None)
     return [v.subs({s: I for s in v.free_symbols if s.name == "i"}) if isinstance(v, Expr) else v for v in values]
 
