@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+from mugrpo_megatron.rewards.math.upright import has_value, italic
+
 _NUMBER = r"[0-9]+(?:\.[0-9]+)?|\.[0-9]+"
 _PLAIN = str.maketrans(
     {"−": "-", "–": "-", "×": "\\times ", "·": "\\cdot ", "÷": "/", "π": "\\pi ", "∞": "\\infty ", "°": "^\\circ ",
@@ -55,32 +57,6 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 )
 _WHOLE = re.compile(rf"\s*\\+(?:{_STYLE})\s*(?=\{{)")
 _STYLED = re.compile(rf"\\(?:{_STYLE})\s*\{{([^{{}}]*)\}}")
-FUNCTIONS = frozenset("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh exp log ln".split())
-UNIT_SYMBOLS = frozenset(
-    (
-        "m km dm cm mm nm pm g kg mg s ms ns ps min h hr hrs sec wk wks mo yr yrs N kN mN MN J kJ MJ GJ mJ W kW MW GW mW "
-        "V kV mV A mA K mK C mC nC F pF nF H mH T mT Pa kPa MPa GPa hPa bar atm Hz kHz MHz GHz mol cd lm lx Wb S mS kS Bq Gy Sv "
-        "mSv kat rad sr deg L l dL dl cL cl mL ml kL hL ha eV keV MeV GeV kWh Wh Ah cal dB B kB KB MB GB TB bit px rpm "
-        "in ft yd mi nmi ly pc AU oz lb lbs gal qt pt mph kph fps pct pts USD EUR GBP INR JPY CNY Rs Re cts ct sq cu ml "
-        "torr psi amu Da M mM Ci"
-    ).split()
-)
-"""Symbols of units in letters; those of the SI from BIPM, The International System of Units, tables 2 to 8.
-
-Without `d`, `a`, `t` and `u`, which are rather variables.
-"""
-_SMALL_UNITS = frozenset(symbol.lower() for symbol in UNIT_SYMBOLS if len(symbol) > 1)
-_SHORT_WORDS = frozenset(
-    "am pm ad bc ce st nd rd th to of at by if is as on no or be per and not the for mod via dry".split()
-)
-"""Words of two or three letters that are neither units nor values."""
-_GREEK = frozenset(
-    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau phi chi psi omega".split()
-) - {"psi"}
-_UPRIGHT = re.compile(
-    r"\\(?P<font>text|textbf|textrm|textit|textsf|textnormal|mathrm|mathbf|mathit|mathsf|mathnormal|boldsymbol|bm|mbox|hbox"
-    r"|operatorname\*?)\s*\{\s*(?P<name>[A-Za-z]{1,6}|\\[A-Za-z]+|[A-Za-z]{1,3}(?:\s*[ /*]\s*[A-Za-z]{1,3})+)\s*\}"
-)
 _WORDS = re.compile(
     r"\\(?:text|textbf|textrm|textit|mathrm|mbox)\s*\{(?P<words>[^{}0-9]*)\}(?:\^\{?-?[0-9]\}?)?(?=\s*(?:$|,|=))"
 )
@@ -113,7 +89,7 @@ def normalize(text: str) -> str:
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     text = _without_label(unwrapped(text.rstrip(_TRAILING).lstrip(_LEADING))).rstrip(_TRAILING)
-    text = _UPRIGHT.sub(_as_italic, text)
+    text = italic(text)
     text = REPEATING.sub(_as_fraction, _without_thousands(text))
     while text[:1] == "{" and text[-1:] == "}" and encloses(text):
         text = text[1:-1].strip()
@@ -124,47 +100,6 @@ def normalize(text: str) -> str:
     if scientific := _SCIENTIFIC.fullmatch(text):
         return f"{scientific[1]} \\times 10^{{{scientific[2]}}}"
     return text
-
-
-def _as_italic(upright: re.Match[str]) -> str:
-    r"""`2+3\mathrm{i}` as `2+3 i`: constants, variables and functions in upright letters are values, units stay."""
-    text, name = upright.string, upright["name"]
-    if name.startswith("\\"):  # Greek
-        return f"{name} "
-    if name.lower() in FUNCTIONS:
-        return f"\\{name.lower()} "
-    before, after = text[: upright.start()].rstrip(), text[upright.end() :]
-    if len(re.findall("[A-Za-z]+", name)) > 1:
-        return f" {name} " if has_value(name) and re.search(r"[A-Za-z0-9})]\Z", before) else upright[0]
-    is_operand = before.endswith(("+", "-", "^", "_", "{", "(", "[", "="))
-    if not is_value(name, upright["font"].startswith("math")) and not (len(name) == 1 and is_operand):
-        return upright[0]
-    if before[-1:] in ("^", "_"):
-        return f"{{{name}}}"
-    if re.match(r"_\{?[0-9]", after):
-        return name
-    front = " " if re.search(r"[A-Za-z0-9})]\Z", before) else ""
-    return f"{front}{name}{' ' if re.match(r'[A-Za-z0-9]', after) else ''}"
-
-
-def is_value(word: str, is_math: bool = False) -> bool:
-    r"""Whether a word behind a number is a constant or a product of variables, and neither a unit nor a noun.
-
-    Words of up to two letters are values unless they are units; so are those of three without a vowel or, with
-    `is_math`, in a mathematical font. Of both readings of a letter such as `m`, the unit is taken.
-    """
-    if word in UNIT_SYMBOLS or (len(word) > 1 and word.lower() in _SMALL_UNITS) or word.lower() in _SHORT_WORDS:
-        return False
-    if word.lower() in _GREEK:
-        return True
-    return len(word) < 3 or (len(word) == 3 and (is_math or not re.search("[aeiou]", word.lower())))
-
-
-def has_value(words: str) -> bool:
-    """Whether words behind a number contain a value beside units: `x/y`, `theta`, but not `units of x`."""
-    names = re.findall("[A-Za-z]+", words)
-    is_prose = any(len(name) > 3 and name.lower() not in _GREEK for name in names)
-    return any(name.lower() in _GREEK or (not is_prose and is_value(name)) for name in names)
 
 
 def _without_thousands(text: str) -> str:
