@@ -53,7 +53,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.process
 def test_it_has_every_file_that_the_package_reads(wheel: Path) -> None:
-    for name in ("report/browser", "checks", "recipe"):
+    for name in ("report/browser", "checks", "recipe", "weights"):
         for path in (ROOT / "mugrpo_megatron" / name).iterdir():
             if path.is_file():
                 assert (wheel / "mugrpo_megatron" / name / path.name).read_bytes() == path.read_bytes()

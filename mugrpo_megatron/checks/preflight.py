@@ -106,7 +106,7 @@ def check_on_paper(recipe: Recipe, say: Say) -> None:
         _check_extras(recipe, None, say, on_paper=True)
     else:
         shape = architecture(config, source)
-        say(_model_line(shape, source))
+        _say_model(shape, source, say)
         world = int(os.environ.get("WORLD_SIZE", "0")) or fewest_ranks(recipe.parallel)
         check_layout(recipe, config, world)
         say(_layout_line(recipe.parallel, world))
@@ -209,7 +209,7 @@ def _with_model_config(
     directory = recipe.model.directory
     config = read_model_config(directory)
     shape = architecture(config, str(directory / CONFIG))
-    say(_model_line(shape, str(directory)))
+    _say_model(shape, str(directory), say)
     check_tokenizer(directory)
     return recipe, config, shape
 
@@ -317,9 +317,11 @@ def _read(data: DataSection, reward: RewardSection, run_dir: Path, say: Say) -> 
     return problems
 
 
-def _model_line(model: Architecture, source: str) -> str:
+def _say_model(model: Architecture, source: str, say: Say) -> None:
     experts = f", {model.experts} experts" if model.experts else ""
-    return f"model: {model.family}, {model.layers} layers, hidden size {model.letters['H']}{experts} ({source})"
+    say(f"model: {model.family}, {model.layers} layers, hidden size {model.letters['H']}{experts} ({source})")
+    if model.unread:
+        say(f"model: without effect, since transformers' class does not read them: {', '.join(model.unread)}")
 
 
 def _layout_line(parallel: ParallelSection, world: int) -> str:

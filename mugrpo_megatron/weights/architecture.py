@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -73,6 +73,8 @@ class Architecture:
     rope: Rope
     latent: Latent | None = None
     """None for attention whose keys and values are not compressed."""
+    unread: tuple[str, ...] = field(default=(), compare=False)
+    """Fields of the config that transformers' class of this model does not read, so they change nothing."""
 
     @property
     def vocab_size(self) -> int:

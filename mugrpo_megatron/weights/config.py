@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Collection, Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from mugrpo_megatron.errors import UserError
@@ -12,21 +16,64 @@ from mugrpo_megatron.weights.blocks import Row
 
 WITHOUT_EFFECT = frozenset(
     {
-        "_name_or_path", "architectures", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id",
-        "id2label", "initializer_range", "is_encoder_decoder", "label2id", "model_type", "output_attentions",
-        "output_hidden_states", "output_router_logits", "pad_token_id", "pretraining_tp", "problem_type",
-        "return_dict", "router_aux_loss_coef", "torch_dtype", "transformers_version", "use_cache",
+        "_name_or_path", "architectures", "auto_map", "bos_token_id", "chunk_size_feed_forward", "dtype",
+        "eos_token_id", "id2label", "initializer_range", "is_encoder_decoder", "label2id", "model_type",
+        "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id", "pretraining_tp",
+        "problem_type", "return_dict", "router_aux_loss_coef", "torch_dtype", "transformers_version", "use_cache",
     }
 )  # fmt: skip
 """Fields about training from scratch, generation or bookkeeping, which do not change the forward pass."""
+OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
+SHAPING: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        (
+            "add_bias_linear", "add_cross_attention", "alibi", "attention_bias", "attention_chunk_size",
+            "attention_out_bias", "attention_sinks", "attn_logit_softcapping", "attn_output_gate", "clip_qkv",
+            "final_logit_softcapping", "layer_types", "lm_head_bias", "logits_soft_cap", "mlp_bias",
+            "moe_shared_expert_intermediate_size", "mrope_section",
+            "n_routed_experts", "n_shared_experts", "no_rope_layer_interval", "no_rope_layers", "normalize_embedding",
+            "num_experts", "num_local_experts", "num_shared_experts", "output_logit_soft_cap", "parallel_attn",
+            "pruned_heads", "qk_layernorm", "qk_norm", "qkv_bias", "query_pre_attn_scalar", "rope_interleave",
+            "rope_interleaved", "rope_local_base_freq", "scale_embeddings", "shared_expert_intermediate_size",
+            "sliding_window", "sliding_window_pattern", "use_alibi", "use_bias", "use_bidirectional_attention",
+            "use_mrope", "use_parallel_residual", "use_qk_layernorm", "use_qk_norm", "use_qkv_bias",
+            "use_sliding_window",
+        ),
+        (),
+    ),
+    **dict.fromkeys(
+        (
+            "attention_multiplier", "embedding_multiplier", "embedding_scale", "lm_head_multiplier", "logit_scale",
+            "logits_scaling", "partial_rotary_factor", "residual_multiplier", "rotary_pct", "scale_depth", "scale_emb",
+        ),
+        (1,),
+    ),
+    "hidden_activation": ("silu",),
+    "position_embedding_type": ("rope", "rotary"),
+}  # fmt: skip
+"""Fields by which other classes, or a checkpoint's own code, change the forward pass -> values without effect, besides
+`OFF`. transformers ignores them in a class that does not know them, but their author's code did not."""
+FIELDS_OF_CLASSES = Path(__file__).with_name("config_fields.json")
+"""`model_type` -> fields that transformers' class declares or reads, written by `tests/weights/config_fields.py`."""
+CLASSES = {"kimi_k2": "deepseek_v3"}
+"""`model_type` without a class in transformers -> the one whose class reads it."""
+
+
+@cache
+def class_fields(family: str) -> frozenset[str]:
+    """Fields that transformers' class of this `model_type` declares or reads."""
+    return frozenset(json.loads(FIELDS_OF_CLASSES.read_text(encoding="utf-8"))[CLASSES.get(family, family)])
 
 
 class Fields:
-    """Removes fields from a config one by one; `finish` raises if any remains."""
+    """Removes fields from a config one by one; `finish` judges those that remain."""
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         self._left = {key: value for key, value in config.items() if key not in WITHOUT_EFFECT}
         self._where = where
+        self._config = config
+        self.unread: list[str] = []
+        """Fields that the model's class does not read, with those of rope scaling."""
 
     def need(self, name: str) -> Any:
         """A required field."""
@@ -53,6 +100,13 @@ class Fields:
             supported = " or ".join(map(repr, allowed))
             raise UserError(f"{self._where}: {name} is {value!r}, but the learner supports only {supported}")
 
+    def experts(self, *names: str) -> int:
+        """Number of routed experts, which may have several names in one file."""
+        counts = {name: self.size(name) for name in names if self._left.get(name)} or {names[0]: self.size(names[0])}
+        if len(set(counts.values())) > 1:
+            raise self.error(f"{' and '.join(f'{name} {count}' for name, count in counts.items())} disagree")
+        return next(iter(counts.values()))
+
     def no_window(self, absent: int | None) -> None:
         """Require no `sliding_window`, or one as long as the context; `absent` is the family's default."""
         window = self._left.pop("sliding_window", absent)
@@ -73,17 +127,42 @@ class Fields:
         if kinds - {"full_attention"}:
             raise self.error(f"layer_types names {sorted(kinds)}, but the learner supports only 'full_attention'")
 
+    def rest(self) -> list[str]:
+        """Fields that were not read."""
+        return sorted(self._left)
+
     def error(self, message: str) -> UserError:
         return UserError(f"{self._where}: {message}")
 
-    def finish(self) -> None:
-        """Raises UserError naming the first field that was not read."""
-        if self._left:
-            name = sorted(self._left)[0]
-            raise UserError(
-                f"{self._where}: unknown field {name!r} (value {self._left[name]!r}), so the learner might build a "
-                f"different model than the config describes; docs/models.md says how to add the field"
+    def finish(self) -> tuple[str, ...]:
+        """Returns the fields that nothing reads; UserError naming all that would change the model."""
+        known = class_fields(self._config["model_type"])
+        refused = {
+            name: value
+            for name, value in self._left.items()
+            if value not in OFF and (name in known or (name in SHAPING and not self._without_effect(name, value)))
+        }
+        if refused:
+            values = ", ".join(f"{name} = {_short(value)}" for name, value in sorted(refused.items()))
+            raise self.error(
+                f"{values}: the learner does not build this, so it would train another model than the config "
+                "describes; take a checkpoint without it, or remove the field if the weights were made without it"
             )
+        return tuple(sorted({*self.unread, *self._left} - known))
+
+    def _without_effect(self, name: str, value: Any) -> bool:
+        """Whether a field of `SHAPING` has a value that changes nothing."""
+        if name == "sliding_window":
+            context = self._config.get("max_position_embeddings") or 0
+            return self._config.get("use_sliding_window") is False or (isinstance(value, int) and value >= context)
+        if name == "layer_types":
+            return set(value) == {"full_attention"}
+        return value in SHAPING[name]
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def decoder(
@@ -118,7 +197,7 @@ def decoder(
     context = fields.size("max_position_embeddings")
     fields.only("hidden_act", ("silu",), "silu")
     fields.only("attention_dropout", (0.0,), 0.0)
-    rotary = read_rope(fields, int(head_dim * rotated), context, rope_theta)
+    rotary = read_rope(fields, int(head_dim * rotated), context, rope_theta, rotated)
     tied = fields.take("tie_word_embeddings", False)
     architecture = Architecture(
         family=family,
@@ -153,13 +232,12 @@ def decoder(
         rope=rotary,
         latent=latent,
     )
-    fields.finish()
-    return architecture
+    return replace(architecture, unread=fields.finish())
 
 
 def routing(fields: Fields, ffn: int, renormalised: bool) -> dict[str, Any]:
     """A softmax router over all experts, without balancing loss; `renormalised`: the chosen weights sum to 1."""
-    count = fields.take("num_experts", 0) or fields.size("num_local_experts")
+    count = fields.experts("num_local_experts", "num_experts")
     chosen = fields.size("num_experts_per_tok")
     if chosen > count:
         raise fields.error(f"num_experts_per_tok {chosen} is more than the model's {count} experts")
@@ -195,7 +273,7 @@ def sigmoid_routing(fields: Fields, dense: int) -> dict[str, Any]:
     for unused in ("aux_loss_alpha", "seq_aux", "ep_size"):
         fields.take(unused, None)
     width, layers = fields.size("moe_intermediate_size"), fields.need("num_hidden_layers")
-    count, chosen = fields.size("n_routed_experts"), fields.size("num_experts_per_tok")
+    count, chosen = fields.experts("n_routed_experts", "num_local_experts"), fields.size("num_experts_per_tok")
     groups, best = fields.take("n_group", 1), fields.take("topk_group", 1)
     if not 1 < chosen <= count:
         raise fields.error(f"num_experts_per_tok {chosen} is not between 2 and the model's {count} experts")
@@ -225,16 +303,19 @@ def sigmoid_routing(fields: Fields, dense: int) -> dict[str, Any]:
     }
 
 
-def read_rope(fields: Fields, head_dim: int, context: int, default_theta: float) -> Rope:
-    """Read `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (transformers 4)."""
+def read_rope(fields: Fields, head_dim: int, context: int, default_theta: float, rotated: float) -> Rope:
+    """Read `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (transformers 4).
+
+    `head_dim` counts the rotated dimensions only, the fraction `rotated` of a head. As in transformers, settings that
+    the kind of scaling does not read have no effect.
+    """
     parameters = dict(fields.take("rope_scaling", {})) | dict(fields.take("rope_parameters", {}))
     outer_theta = fields.take("rope_theta", default_theta)
     scaling = Fields(parameters, "config.json, rope scaling")
     theta = float(scaling.take("rope_theta", outer_theta))
     legacy = scaling.take("type", "default")
     kind = scaling.take("rope_type", legacy)
-    # `head_dim` counts the rotated dimensions only.
-    scaling.take("partial_rotary_factor", None)
+    scaling.only("partial_rotary_factor", (rotated,), rotated)
     settings: tuple[Any, ...] = ()
     factor = score_factor = 1.0
     if kind == "linear":
@@ -253,7 +334,7 @@ def read_rope(fields: Fields, head_dim: int, context: int, default_theta: float)
         settings = (stretch, fast, slow, original, scaling.take("truncate", True))
     elif kind != "default":
         raise fields.error(f"rope scaling {kind!r} is unknown; default, linear, llama3 and yarn are supported")
-    scaling.finish()
+    fields.unread.extend(f"rope_parameters.{name}" for name in scaling.rest())
     return Rope(kind, theta, head_dim, settings, factor, score_factor)
 
 

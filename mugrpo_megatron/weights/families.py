@@ -59,6 +59,8 @@ def _mixtral(fields: Fields) -> Architecture:
 def _qwen2(fields: Fields) -> Architecture:
     """Qwen2 and Qwen2.5, including Math and Coder: biases on q, k and v."""
     fields.full_attention()
+    for bias in ("attention_bias", "qkv_bias"):
+        fields.only(bias, (True,), True)
     return decoder(fields, family="qwen2", table=TRUNK + QKV_BIAS + GATED_MLP, add_qkv_bias=True)
 
 
@@ -66,6 +68,7 @@ def _qwen3(fields: Fields) -> Architecture:
     """Qwen3, dense: RMSNorm on each head of q and k, head_dim independent of hidden/heads."""
     fields.full_attention()
     fields.only("attention_bias", (False,), False)
+    fields.only("use_qk_norm", (True,), True)
     return decoder(fields, family="qwen3", table=TRUNK + QK_NORM + GATED_MLP, head_dim=128, qk_layernorm=True)
 
 
@@ -73,6 +76,7 @@ def _qwen3_moe(fields: Fields) -> Architecture:
     """Qwen3 mixture of experts: Qwen3's attention, every layer with routed experts, no shared expert."""
     fields.full_attention()
     fields.only("attention_bias", (False,), False)
+    fields.only("use_qk_norm", (True,), True)
     fields.only("decoder_sparse_step", (1,), 1)
     fields.only("mlp_only_layers", ([],), [])
     fields.take("intermediate_size", 0)  # of dense layers, which this model does not have
@@ -106,8 +110,8 @@ def _glm4_moe_lite(fields: Fields) -> Architecture:
 
 
 def _latent(fields: Fields, family: str, dense: int) -> Architecture:
-    # Multi-token prediction layers are not built, remote code never runs, and these sizes follow from others.
-    for unused in ("num_nextn_predict_layers", "auto_map", "head_dim", "qk_head_dim"):
+    # Multi-token prediction layers are not built, and these sizes follow from others.
+    for unused in ("num_nextn_predict_layers", "head_dim", "qk_head_dim"):
         fields.take(unused, None)
     fields.only("attention_bias", (False,), False)
     fields.only("rope_interleave", (True,), True)
@@ -142,8 +146,7 @@ def _latent(fields: Fields, family: str, dense: int) -> Architecture:
 
 def _glm4_moe(fields: Fields) -> Architecture:
     """GLM-4.5 and 4.5-Air: sigmoid routing, shared experts, first layers dense; half of each head is rotated."""
-    for unused in ("num_nextn_predict_layers", "auto_map"):
-        fields.take(unused, None)
+    fields.take("num_nextn_predict_layers", None)
     rotated = fields.take("partial_rotary_factor", 0.5)
     bias, normed = fields.take("attention_bias", False), fields.take("use_qk_norm", False)
     routed = sigmoid_routing(fields, fields.take("first_k_dense_replace", 1))
@@ -199,7 +202,7 @@ CLOSE = {
 def architecture(config: Mapping[str, Any], where: str = "config.json") -> Architecture:
     """The architecture that a Hugging Face config describes.
 
-    Raises UserError for a family that has no table, and for any field that is missing, malformed or unknown.
+    Raises UserError for a family that has no table, and for fields that are missing, malformed or not supported.
     """
     family = check_config(config, where)["model_type"]
     if family in CLOSE:
