@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from mugrpo_megatron.algorithm.advantages import informative
 from mugrpo_megatron.algorithm.segments import Segments, response_mean, response_sum
 from mugrpo_megatron.algorithm.surrogates import LOG_RATIO_LIMIT
 from mugrpo_megatron.algorithm.veto import KeepMask, VetoState, veto
@@ -65,6 +67,27 @@ def mismatch_correction(learner: Tensor, engine: Tensor, config: ObjectiveSectio
         return weight.clamp(*config.mismatch_range)
     inside = (weight >= config.mismatch_range[0]) & (weight <= config.mismatch_range[1])
     return torch.where(inside, weight, 0.0)
+
+
+def counted_responses(
+    rewards: np.ndarray, groups: np.ndarray, truncated: np.ndarray, config: ObjectiveSection
+) -> np.ndarray | None:
+    """bool [N]: the responses of an update that its loss and denominators count; None for all.
+
+    `zero_variance = "mask"` takes out groups with equal rewards (DAPO, arXiv 2503.14476, eq. 8 with its constraint),
+    `truncated = "mask"` responses that were cut (overlong filtering, section 3.4 there; `mask_truncated_completions` of
+    TRL, `overlong_filtering` of NeMo-RL, `apply_overlong_filtering` of SkyRL). KL penalty and entropy bonus leave with
+    the policy loss. Advantages do not change: a cut response's reward is in its group's baseline, and a group that has
+    only cut responses trains nothing.
+
+    Args:
+        rewards, groups: [N].
+        truncated: bool [N], responses that end for their length.
+    """
+    if config.zero_variance != "mask" and config.truncated != "mask":
+        return None
+    counted = informative(rewards, groups) if config.zero_variance == "mask" else np.ones(len(rewards), dtype=bool)
+    return counted & ~truncated if config.truncated == "mask" else counted
 
 
 def response_weights(

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from megatron.core import parallel_state
 
-from mugrpo_megatron.algorithm.advantages import informative
-from mugrpo_megatron.algorithm.masks import mismatch_correction, response_weights
+from mugrpo_megatron.algorithm.masks import counted_responses, mismatch_correction, response_weights
 from mugrpo_megatron.algorithm.segments import LossInputs, make_segments, with_turns
 from mugrpo_megatron.algorithm.statistics import UpdateStatistics
 from mugrpo_megatron.kernels.fused_loss import fused_policy_loss
@@ -83,10 +82,10 @@ def make_loss_inputs(
     lengths and denominators do not count them.
     """
     lengths = torch.tensor([len(s.trained(s.response_ids)) for s in samples], device=device)
-    counted = None
-    if section.zero_variance == "mask":
-        rewards, groups = np.array([s.reward for s in samples]), np.array([s.group for s in samples])
-        counted = torch.from_numpy(informative(rewards, groups)).to(device)
+    rewards, groups = np.array([s.reward for s in samples]), np.array([s.group for s in samples])
+    truncated = np.array([s.finish_reason == "length" for s in samples], dtype=bool)
+    rows = counted_responses(rewards, groups, truncated, section)
+    counted = None if rows is None else torch.from_numpy(rows).to(device)
     weights = response_weights(lengths, section, constant_length=longest_response, counted=counted)
     behaviour = _column(samples, "behaviour_logprobs", "name", device)
     # Comparisons with NaN are false, so the veto and the masks would drop these tokens silently.

@@ -169,6 +169,10 @@ class ObjectiveSection(Section):
     zero_variance: Literal["count", "mask", "leave_out"] = "count"
     """Groups with equal rewards: `count` keeps their tokens in the loss's denominators, `mask` removes them,
     `leave_out` fills updates with other groups."""
+    truncated: Literal["count", "mask"] = "count"
+    """Responses cut at their length: `count` trains on them, `mask` takes their tokens out of the loss and of its
+    denominators, while their rewards stay in the group's baseline (DAPO's overlong filtering, arXiv 2503.14476; TRL's
+    `mask_truncated_completions`). For tasks where a cut response may have been right; no recipe here is one."""
     reduction: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """Aggregation of token losses: mean over all tokens, over responses of each one's token mean, or a sum over a
     constant (Dr. GRPO)."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from mugrpo_megatron.algorithm.masks import mismatch_correction, response_weights
+from mugrpo_megatron.algorithm.masks import counted_responses, mismatch_correction, response_weights
 from mugrpo_megatron.recipe import ObjectiveSection
 
 RATIO = torch.tensor([0.01, 0.5, 1.0, 1.9, 5.0, 100.0])
@@ -49,3 +50,20 @@ def test_weights(reduction: str, weights: list[float], masked: list[float]) -> N
     for lengths in (torch.zeros(0, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)):
         assert response_weights(lengths, config, constant_length=8).isfinite().all()
     assert not response_weights(LENGTHS, config, constant_length=8, counted=torch.zeros(4, dtype=torch.bool)).any()
+
+
+@pytest.mark.parametrize(
+    ("zero_variance", "truncated", "counted"),
+    [
+        ("count", "count", None),
+        ("leave_out", "count", None),
+        ("mask", "count", [True, True, False, False]),
+        ("count", "mask", [False, True, False, True]),
+        ("mask", "mask", [False, True, False, False]),
+    ],
+)
+def test_responses_that_count(zero_variance: str, truncated: str, counted: list[bool] | None) -> None:
+    config = ObjectiveSection(zero_variance=zero_variance, truncated=truncated)
+    rewards, groups = np.array([0.0, 1.0, 1.0, 1.0]), np.array([0, 0, 1, 1])
+    result = counted_responses(rewards, groups, np.array([True, False, True, False]), config)
+    assert (None if result is None else result.tolist()) == counted
