@@ -93,10 +93,12 @@ def score_arguments(parser: Parser) -> None:
 
 def score(options: Options) -> int:
     """Score the file's responses."""
-    from mugrpo_megatron.commands.score import run
+    from mugrpo_megatron.commands.score import opening_of_prompts, run
 
-    section = load_recipe(None, options.overrides).reward
-    print(run(options.input, options.out, section, strict=not options.skip_malformed, overwrite=options.overwrite))
+    recipe = load_recipe(None, options.overrides)
+    opening = opening_of_prompts(recipe)
+    strict = not options.skip_malformed
+    print(run(options.input, options.out, recipe.reward, strict, options.overwrite, opening))
     return 0
 
 

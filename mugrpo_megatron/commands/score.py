@@ -12,14 +12,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mugrpo_megatron.data.files import found_in, rows
+from mugrpo_megatron.data.prompts import prompt_text, template_of
 from mugrpo_megatron.data.reading import any_answer, data_source_of, kept_row, prompt_in_row, verifiable_answer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import durable_file
 from mugrpo_megatron.files.json_text import to_json_value
 from mugrpo_megatron.files.outputs import check_output, make_directory
+from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.scoring import RewardSection
 from mugrpo_megatron.rewards.items import Pending, Score
+from mugrpo_megatron.rewards.math.thoughts import opening_of
 from mugrpo_megatron.rewards.pool import Verifier
+from mugrpo_megatron.samples import Problem
 from mugrpo_megatron.terminal import visible
 
 BLOCK = 512
@@ -76,13 +80,19 @@ class ScoreSummary:
 
 
 def run(
-    input_path: Path, output_path: Path, section: RewardSection, strict: bool = True, overwrite: bool = False
+    input_path: Path,
+    output_path: Path,
+    section: RewardSection,
+    strict: bool = True,
+    overwrite: bool = False,
+    opening: str = "",
 ) -> ScoreSummary:
     """Score rows {"response", "answer", ...} of a JSONL or Parquet file into `output_path`, one JSON object a line.
 
     Each row gains `reward`, `extracted`, `why`, `seconds` and `components`; its other columns stay, as `to_json_value`
-    writes them. Its gold (`answer`) is read as in training: text, `#### 42`, a box, a number, a list of them. The
-    output is written completely or not at all. Raises UserError before scoring if the output must not be written
+    writes them. Its gold (`answer`) is read as in training: text, `#### 42`, a box, a number, a list of them. `opening`
+    is the tag with which the recipe's prompts open a thought; a row's text `prompt` takes precedence. The output is
+    written completely or not at all. Raises UserError before scoring if the output must not be written
     (`check_output`), for a file without rows, and with `strict` for the first malformed row.
     """
     start = time.perf_counter()
@@ -97,7 +107,7 @@ def run(
         raise UserError(f"{input_path} holds no row to score ({len(malformed)} malformed): check the file")
     make_directory(output_path.parent, f"--out {output_path}")
     with durable_file(output_path.resolve()) as output, Verifier(section) as verifier:  # --out may be a link
-        for row, score in _scored(chain([first], source), verifier):
+        for row, score in _scored(chain([first], source), verifier, opening):
             columns = {name: value for name, value in asdict(score).items() if value is not None}
             replaced.update(name for name in row if name in columns)
             output.write(json.dumps(row | to_json_value(columns)).encode() + b"\n")
@@ -117,6 +127,16 @@ def run(
     )
 
 
+def opening_of_prompts(recipe: Recipe) -> str:
+    """The tag with which the prompt style or the chat template opens a thought; empty where the model is not here."""
+    model = Path(recipe.model.path)
+    problem = Problem("a question", "1+1", "2")
+    rendered = prompt_text(
+        problem, recipe.data.prompt_style, template_of(recipe.data), model if model.is_dir() else None
+    )
+    return opening_of(rendered[1]) if rendered else ""
+
+
 def _check_output(path: Path, source: Path, overwrite: bool) -> None:
     if path.suffix not in OUTPUT_SUFFIXES:
         raise UserError(f"--out {path}: scores are written as JSON lines; name the file {path.stem}.jsonl")
@@ -130,7 +150,7 @@ def _one_line(why: str) -> str:
     return line if len(line) <= MAX_REASON_CHARS else f"{line[:MAX_REASON_CHARS]}..."
 
 
-def _scored(source: Iterator[_Input], verifier: Verifier) -> Iterator[tuple[Row, Score]]:
+def _scored(source: Iterator[_Input], verifier: Verifier, opening: str) -> Iterator[tuple[Row, Score]]:
     waiting: deque[tuple[list[_Input], Pending]] = deque()
     while block := list(islice(source, BLOCK)):
         rows_of_block = [entry.row for entry in block]
@@ -141,12 +161,19 @@ def _scored(source: Iterator[_Input], verifier: Verifier) -> Iterator[tuple[Row,
             [prompt_in_row(row) for row in rows_of_block],
             answers=[entry.answer for entry in block],
             sources=[data_source_of(row) for row in rows_of_block],
+            openings=[_opening(row, opening) for row in rows_of_block],
         )
         waiting.append((block, pending))
         if len(waiting) > BLOCKS_AHEAD:
             yield from _finished(waiting)
     while waiting:
         yield from _finished(waiting)
+
+
+def _opening(row: Row, opening: str) -> str:
+    """The tag with which the row's prompt opens a thought: that of a text as the model saw it, else the recipe's."""
+    prompt = row.get("prompt")
+    return (opening_of(prompt) if isinstance(prompt, str) else "") or opening
 
 
 def _finished(waiting: deque[tuple[list[_Input], Pending]]) -> Iterator[tuple[Row, Score]]:

@@ -21,6 +21,7 @@ from mugrpo_megatron.evaluation.estimators import (
 )
 from mugrpo_megatron.recipe.scoring import RewardSection
 from mugrpo_megatron.rewards.items import Pending, Score, prompt_of_problem
+from mugrpo_megatron.rewards.math.thoughts import PROMPT_END_TOKENS, opening_of
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.samples import Problem, Prompt, Response
 
@@ -58,7 +59,8 @@ class Scorer:
             ids = [response.ids.tolist() for response in group.responses]
             texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
             scored_texts, scored_ids = self._texts_to_score(group.responses, texts, ids)
-            self._pending.append((group, texts, self._submit(group.prompt.problem, scored_texts, scored_ids)))
+            openings = self._openings(group)
+            self._pending.append((group, texts, self._submit(group.prompt.problem, scored_texts, scored_ids, openings)))
             while self._pending and self._pending[0][-1].done():
                 yield self._next()
 
@@ -77,7 +79,20 @@ class Scorer:
             return [], []
         return self._tokenizer.batch_decode(turns, skip_special_tokens=True), turns
 
-    def _submit(self, problem: Problem, texts: list[str], ids: list[list[int]]) -> Pending:
+    def _openings(self, group: SampledGroup) -> list[str]:
+        """For each text to score, the tag with which the tokens before it open a thought."""
+        if all(response.episode is None for response in group.responses):
+            return [self._opening(group.prompt.ids)] * len(group.responses)
+        return [
+            self._opening([*response.episode.prompt_ids, *response.ids[: response.episode.last_turn]])
+            for response in group.responses
+            if response.episode and not response.episode.settled
+        ]
+
+    def _opening(self, ids: Sequence[int]) -> str:
+        return opening_of(str(self._tokenizer.decode([int(token) for token in ids[-PROMPT_END_TOKENS:]])))
+
+    def _submit(self, problem: Problem, texts: list[str], ids: list[list[int]], openings: list[str]) -> Pending:
         n = len(texts)
         return self._verifier.submit(
             texts,
@@ -87,6 +102,7 @@ class Scorer:
             answers=[problem.answer] * n,
             sources=[problem.data_source] * n,
             ids=ids,
+            openings=openings,
         )
 
     def rest(self, stopping: Callable[[], bool] = lambda: False) -> Iterator[ScoredGroup]:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from dataclasses import replace
 from multiprocessing.connection import wait
 
 from mugrpo_megatron.errors import UserError
@@ -88,13 +89,15 @@ class Dispatcher:
         if self._is_math:
             queued = [self._match_or_queue(sink, index, item) for index, item in zip(indices, items, strict=True)]
         else:
+            if self._section.function == CODE:
+                items = [replace(item, response=item.opening + item.response) for item in items]
             queued = [self._enqueue(call) for call in calls_of(sink, indices, items, self._needs.responses)]
         if any(queued):
             self._wake()
 
     def _match_or_queue(self, sink: VerdictSink, index: int, item: ScoringInput) -> bool:
         """Score a literal match here, queue any other comparison by `math`; returns whether a call was queued."""
-        verdict_or_answer = match_literally(item.response, item.answer, self._section)
+        verdict_or_answer = match_literally(item.opening + item.response, item.answer, self._section)
         if isinstance(verdict_or_answer, str):
             return self._enqueue(Call([ScoringInput(verdict_or_answer, item.answer, item.answer)], [(sink, index)]))
         sink.put(index, verdict_or_answer)

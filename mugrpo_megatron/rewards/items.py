@@ -36,6 +36,8 @@ class ScoringInput:
     """The problem's `data_source`."""
     ids: Sequence[int] = ()
     """The response's token ids."""
+    opening: str = ""
+    """The tag with which the prompt opens a thought; `response` continues it."""
 
 
 class Needs(NamedTuple):

@@ -164,6 +164,7 @@ class Verifier:
         answers: Sequence[str] | None = None,
         sources: Sequence[str] | None = None,
         ids: Sequence[Sequence[int]] | None = None,
+        openings: Sequence[str] | None = None,
     ) -> Pending:
         """Start scoring and return at once; raises what ended a function's workers, when they have ended.
 
@@ -175,11 +176,12 @@ class Verifier:
             answers: gold answers that `math` compares with; by default the golds, which are then texts.
             sources: the problems' `data_source`, which selects the functions.
             ids: the responses' token ids.
+            openings: tags with which the prompts open a thought (`opening_of`); `math` and `code` put them in front.
         """
         count = len(responses)
         items = [
-            ScoringInput(response, gold, answer, row, prompt, source, tokens)
-            for response, gold, answer, row, prompt, source, tokens in zip(
+            ScoringInput(response, gold, answer, row, prompt, source, tokens, opening)
+            for response, gold, answer, row, prompt, source, tokens, opening in zip(
                 responses,
                 golds,
                 golds if answers is None else answers,
@@ -187,6 +189,7 @@ class Verifier:
                 [""] * count if prompts is None else prompts,
                 [""] * count if sources is None else sources,
                 [()] * count if ids is None else ids,
+                [""] * count if openings is None else openings,
                 strict=True,
             )
         ]

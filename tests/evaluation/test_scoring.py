@@ -225,3 +225,11 @@ def test_without_extracted_answers_there_is_no_majority() -> None:
 def test_the_reward_function_decides_what_the_figures_are_called() -> None:
     assert measure_of(RewardSection(overlong_buffer_tokens=8)) == "accuracy"
     assert measure_of(RewardSection(function="tests.rewards.functions:parity")) == "reward"
+
+
+def test_the_verifier_learns_whether_the_prompt_opens_a_thought(verifier: Slow, scorer: Scorer) -> None:
+    opened = group(0, "12", "3")
+    ids = TOKENIZER.encode("1+2=<thinking>\n", add_special_tokens=False)
+    list(scorer.during([opened._replace(prompt=replace(opened.prompt, ids=ids)), group(1, "4")]))
+    known = [arguments[-1] for arguments in verifier.arguments]
+    assert [arguments["openings"] for arguments in known if isinstance(arguments, dict)] == [["<thinking>"] * 2, [""]]

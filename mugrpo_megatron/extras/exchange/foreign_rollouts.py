@@ -22,6 +22,7 @@ from mugrpo_megatron.data.reading import kept_row
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.exchange.traces import flatten_trace, trainable_traces
 from mugrpo_megatron.recipe.load import short_repr
+from mugrpo_megatron.rewards.math.thoughts import PROMPT_END_TOKENS, opening_of
 from mugrpo_megatron.samples import Problem
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ class ForeignRollout:
     loss_mask: np.ndarray | None
     """bool [R]"""
     finish_reason: str
+    opening: str = ""
+    """The tag with which the prompt opens a thought."""
 
 
 def read_rollouts(
@@ -138,15 +141,17 @@ def _parse_row(
             raise ValueError(f"{name} are per token, so the row needs its response_ids too")
         if not isinstance(values, list) or len(values) != len(response):
             raise ValueError(f"{name} need one value for each of the {len(response)} response_ids")
+    prompt = _prompt(row, location, tokenizer, template, limits[0])
     return ForeignRollout(
         location,
         row,
-        _prompt(row, location, tokenizer, template, limits[0]),
+        prompt,
         response,
         text,
         None if given_logprobs is None else _logprobs(given_logprobs),
         None if given_mask is None else _mask(given_mask),
         finish,
+        opening_of(str(tokenizer.decode(prompt[-PROMPT_END_TOKENS:].tolist()))),
     )
 
 

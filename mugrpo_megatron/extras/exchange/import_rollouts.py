@@ -158,6 +158,7 @@ def _scores(
                 answers=texts,
                 sources=[gold.source for gold in group_golds],
                 ids=[rollout.response_ids.tolist() for rollout in group],
+                openings=[rollout.opening for rollout in group],
             )
             for group, group_golds, texts in zip(groups, golds, answers, strict=True)
         ]

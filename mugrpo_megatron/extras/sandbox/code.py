@@ -25,7 +25,7 @@ from mugrpo_megatron.extras.sandbox.limits import Limits
 from mugrpo_megatron.extras.sandbox.programs import call_function, check_asserts, run_program
 from mugrpo_megatron.extras.sandbox.row_tests import AssertTest, FunctionTest, ProgramTest, Test, read_tests
 from mugrpo_megatron.extras.sandbox.value_codec import unpack
-from mugrpo_megatron.rewards.math.extract import after_thoughts
+from mugrpo_megatron.rewards.math.thoughts import after_thoughts
 
 _FENCE = re.compile(
     r"^([ \t]*)(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^\n`]*\n(.*?)^[ \t]*\2[`~]*[ \t]*$", re.DOTALL | re.MULTILINE

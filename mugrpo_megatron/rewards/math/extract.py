@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Literal, NamedTuple
 
+from mugrpo_megatron.rewards.math.thoughts import after_thoughts
+
 _PHRASE = re.compile(
     r"\b(?:final\s+answer|answers?|correct\s+(?:option|choice)s?)\s*(?:(?:is|are|would\s+be|must\s+be)\b|:|=)\s*:?\s*"
     r"|\b(?:I|we)\s+(?:choose|pick|select)\s+"
@@ -184,25 +186,9 @@ def _is_prose(line: str) -> bool:
     return bool(_PROSE.search(line) or (_MATH.search(line) and re.search(r"[A-Za-z]{2,}", _MATH.sub(" ", line))))
 
 
-_THOUGHT = r"(?:think|thinking|thought|reasoning)"
-_OPENING = re.compile(rf"<{_THOUGHT}>", re.IGNORECASE)
-_CLOSING = re.compile(rf".*</{_THOUGHT}>", re.IGNORECASE | re.DOTALL)
 _ANSWER = re.compile(
     r"<(?P<tag>answer|final_answer)>(?P<inside>(?:(?!<(?P=tag)>).)*?)</(?P=tag)>", re.IGNORECASE | re.DOTALL
 )
-
-
-def after_thoughts(response: str) -> str:
-    """Text after the last closed thought, up to a thought that is not closed.
-
-    A closing tag needs no opening one, which may be in the prompt.
-    """
-    if "<" not in response:
-        return response
-    closing = _CLOSING.match(response)
-    rest = response[closing.end() :] if closing else response
-    opening = _OPENING.search(rest)
-    return rest[: opening.start()] if opening else rest
 
 
 def tagged_answers(text: str, connective: re.Pattern[str]) -> list[str]:
@@ -242,8 +228,8 @@ def is_integer(text: str) -> bool:
 def answer_of(response: str, extract: Extract = "final", text_gold: bool = False) -> str:
     r"""Extract the answer from a response, stripped; empty when there is none.
 
-    Thoughts in tags are left out; if there are answers in tags, only they are searched. "boxed" takes only the last
-    `\boxed{}` or `\fbox{}`, joined with the boxes before it when only "and", commas and the like stand between. "final"
+    Thoughts (`after_thoughts`) are left out; if there are answers in tags, only they are searched. "boxed" takes only
+    the last `\boxed{}` or `\fbox{}`, joined with the boxes before it when only "and", commas and the like stand between. "final"
     takes, in this order: a response that is an integer; the last box; the text after the last `####`; the text after
     the last "answer is" or "answer:" in its sentence; a displayed `$$...$$` at the end; the last line, or for prose its
     last formula or number. "last_number" takes the last number anywhere. "auto" is "final"; a recipe whose prompts ask
@@ -251,13 +237,13 @@ def answer_of(response: str, extract: Extract = "final", text_gold: bool = False
 
     With `text_gold` the gold is words or a choice: prose is then the answer, not the numbers in it.
     """
-    text = response.strip()
+    text = after_thoughts(response).strip()
     if extract == "last_number":
         numbers = NUMBER.findall(text[-_TAIL_CHARS:])
         return numbers[-1] if numbers else ""
     if extract != "boxed" and is_integer(text):
         return text
-    text = after_thoughts(text).strip()[-_TAIL_CHARS:]
+    text = text[-_TAIL_CHARS:]
     texts = tagged_answers(text, _CONNECTIVE) or [text]
     if extract == "boxed":
         return ", ".join(dict.fromkeys(boxed_answer(text) or "" for text in texts))

@@ -1,0 +1,50 @@
+"""Thoughts in a response: the tags of the models that think aloud, and prompts that open a thought."""
+
+from __future__ import annotations
+
+import re
+
+_NAME = r"(?:seed:)?(?:think|thinking|thought|thoughts|reasoning)"
+_OPENINGS = (
+    rf"<{_NAME}(?:\s[^<>]*)?>"  # DeepSeek-R1, Qwen3, Seed-OSS; some write attributes
+    r"|◁think▷"  # Kimi
+    r"|(?-i:\[THINK\])"  # Magistral
+    r"|<\|(?:begin_of_thought|START_THINKING|think(?:ing)?)\|>"  # OpenThinker, Command A
+    r"|<unused94>"  # MedGemma
+    r"|<\|channel\|>\s*(?:analysis|commentary)(?:\s[^<>]*)?<\|message\|>"  # gpt-oss with its special tokens
+)
+_CLOSINGS = (
+    rf"</{_NAME}>|◁/think▷|(?-i:\[/THINK\])|<\|(?:end_of_thought|END_THINKING|/think(?:ing)?)\|>|<unused95>"
+    r"|<\|channel\|>\s*final(?:\s[^<>]*)?<\|message\|>"
+)
+_OPENING = re.compile(_OPENINGS, re.IGNORECASE)
+_CLOSING = re.compile(rf".*(?:{_CLOSINGS})", re.IGNORECASE | re.DOTALL)
+_ANALYSIS = re.compile(r"\s*analysis(?![a-z:,.;-])")
+_FINAL = re.compile(r".*assistant\s*final", re.DOTALL)
+"""gpt-oss without its special tokens: `analysisWe add ...assistantfinalThe answer is 7`."""
+PROMPT_END_TOKENS = 32
+"""Tokens at a prompt's end that are decoded to look for a thought that it opens."""
+_PROMPT_CHARS = 200
+"""Only this much of a prompt's end is searched: tags further ahead are the question's."""
+
+
+def after_thoughts(response: str) -> str:
+    """Text after the last closed thought, up to a thought that is not closed.
+
+    A closing tag needs no opening one. For a prompt that opens the thought, put `opening_of(prompt)` in front.
+    """
+    if not any(sign in response for sign in ("<", "◁", "[", "analysis")):
+        return response
+    if _ANALYSIS.match(response):
+        final = _FINAL.match(response)
+        return response[final.end() :] if final else ""
+    closing = _CLOSING.match(response)
+    rest = response[closing.end() :] if closing else response
+    opening = _OPENING.search(rest)
+    return rest[: opening.start()] if opening else rest
+
+
+def opening_of(prompt: str) -> str:
+    """The tag with which a prompt opens the thought of its response; empty for other prompts."""
+    opening = re.search(rf"({_OPENINGS})\s*\Z", prompt[-_PROMPT_CHARS:], re.IGNORECASE)
+    return opening[1] if opening else ""
