@@ -120,8 +120,12 @@ def test_a_reward_function_can_see_the_row_the_chat_and_the_tokens(verifier: Slo
     messages = [{"role": "system", "content": "Be terse."}, {"role": "user", "content": "1+1?"}]
     ids = [response.ids.tolist() for response in responses]
     assert verifier.arguments == [
-        ([row] * 2, [messages] * 2, {"answers": ["2"] * 2, "sources": ["hard_sums"] * 2, "ids": ids}),
-        ([{}] * 2, ["2+2?"] * 2, {"answers": ["4"] * 2, "sources": ["sums"] * 2, "ids": ids}),
+        (
+            [row] * 2,
+            [messages] * 2,
+            {"answers": ["2"] * 2, "sources": ["hard_sums"] * 2, "ids": ids, "openings": [""] * 2},
+        ),
+        ([{}] * 2, ["2+2?"] * 2, {"answers": ["4"] * 2, "sources": ["sums"] * 2, "ids": ids, "openings": [""] * 2}),
     ]
 
 

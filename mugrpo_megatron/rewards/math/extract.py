@@ -229,9 +229,10 @@ def answer_of(response: str, extract: Extract = "final", text_gold: bool = False
     r"""Extract the answer from a response, stripped; empty when there is none.
 
     Thoughts (`after_thoughts`) are left out; if there are answers in tags, only they are searched. "boxed" takes only
-    the last `\boxed{}` or `\fbox{}`, joined with the boxes before it when only "and", commas and the like stand between. "final"
-    takes, in this order: a response that is an integer; the last box; the text after the last `####`; the text after
-    the last "answer is" or "answer:" in its sentence; a displayed `$$...$$` at the end; the last line, or for prose its
+    the last `\boxed{}` or `\fbox{}`, joined with the boxes before it when only "and", commas and the like stand
+    between. "final" takes, in this order: a response that is an integer; the last box; the text after the last `####`;
+    the text after the last "answer is" or "answer:" in its sentence; a displayed `$$...$$` at the end; the last line,
+    or for prose its
     last formula or number. "last_number" takes the last number anywhere. "auto" is "final"; a recipe whose prompts ask
     for a box makes it "boxed".
 
