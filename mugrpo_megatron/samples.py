@@ -210,3 +210,8 @@ class Sample:
     @property
     def tokens(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
+
+
+def trained_lengths(samples: Sequence[Sample]) -> list[int]:
+    """Tokens of each response that are trained on."""
+    return [len(sample.trained(sample.response_ids)) for sample in samples]

@@ -2,30 +2,47 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+
 import numpy as np
 
+from mugrpo_megatron.errors import TrainingFailure, UserError
+from mugrpo_megatron.recipe.functions import describe_exception, load_function
 from mugrpo_megatron.recipe.objective import ObjectiveSection
 
 STD_EPSILON = 1e-6
 """Added to a group's standard deviation: a nearly constant group would otherwise get huge advantages."""
 
 
-def group_advantages(rewards: np.ndarray, groups: np.ndarray, config: ObjectiveSection) -> np.ndarray:
+def group_advantages(
+    rewards: np.ndarray,
+    groups: np.ndarray,
+    config: ObjectiveSection,
+    lengths: Sequence[int] = (),
+    rows: Sequence[str] = (),
+) -> np.ndarray:
     """Advantage of each response against its group's baseline.
 
     With G responses in a group, m their mean reward and s their unbiased standard deviation:
     `group_std`: (R - m) / (s + 1e-6) (GRPO, arXiv 2402.03300, section 4.1.2);
     `group_mean`: R - m (Dr.GRPO, arXiv 2503.20783);
     `leave_one_out`: R - mean of the other G - 1 = (R - m) * G / (G - 1) (RLOO, arXiv 2402.14740).
-    A group whose rewards are all equal, including a group of one, gets exactly 0.
+    A group whose rewards are all equal, including a group of one, gets exactly 0. A user's function may differ.
 
     Args:
         rewards: [N] numbers.
         groups: integers [N]; equal numbers are one group, in any order.
+        lengths: [N], response tokens that are trained on; only a user's function reads them.
+        rows: [N], the problem's row in its data set as JSON, or ""; only a user's function reads them.
 
     Returns:
         float32 [N].
+
+    Raises TrainingFailure when a user's function fails, UserError when it does not return N finite numbers.
     """
+    if config.has_user_advantage:
+        return _user_advantages(rewards, groups, config, lengths, rows)
     _, inverse, sizes = np.unique(groups, return_inverse=True, return_counts=True)
     rewards = np.asarray(rewards, dtype=np.float64)
     means = np.bincount(inverse, rewards, len(sizes)) / sizes
@@ -37,6 +54,34 @@ def group_advantages(rewards: np.ndarray, groups: np.ndarray, config: ObjectiveS
         return (centred * (sizes / others)[inverse]).astype(np.float32)
     std = np.sqrt(np.bincount(inverse, centred**2, len(sizes)) / others)
     return (centred / (std[inverse] + STD_EPSILON)).astype(np.float32)
+
+
+def _user_advantages(
+    rewards: np.ndarray, groups: np.ndarray, config: ObjectiveSection, lengths: Sequence[int], rows: Sequence[str]
+) -> np.ndarray:
+    """`group_advantages` by the user's f(rewards float64 [n], groups int64 [n], lengths int64 [n], rows) -> [n].
+
+    n responses have a reward; the others, with NaN, get 0.
+    """
+    if not len(rewards) == len(lengths) == len(rows):
+        raise ValueError("objective.advantage, a user's function, needs the length and the row of every response")
+    name = f"objective.advantage = {config.advantage}"
+    function = load_function("objective.advantage", config.advantage)
+    scored = np.flatnonzero(~np.isnan(rewards))
+    columns = [np.asarray(column, dtype)[scored] for column, dtype in ((rewards, float), (groups, int), (lengths, int))]
+    fields = [json.loads(rows[index]) if rows[index] else {} for index in scored.tolist()]
+    try:
+        values = np.asarray(function(*columns, fields), dtype=np.float32)
+    except (Exception, SystemExit) as error:
+        raise TrainingFailure(
+            f"{name} failed: {describe_exception(error, __file__)}; correct it and run it again"
+        ) from None
+    if values.shape != scored.shape or not np.isfinite(values).all():
+        shape = list(values.shape)
+        raise UserError(f"{name} returned an array {shape}; it has to be {len(scored)} finite numbers, one a response")
+    advantages = np.zeros(len(rewards), dtype=np.float32)
+    advantages[scored] = values
+    return advantages
 
 
 def informative(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:

@@ -233,6 +233,8 @@ def _check_names(
 
 
 def _check_user_loss(objective: ObjectiveSection) -> None:
+    if objective.has_user_advantage:
+        load_function("objective.advantage", objective.advantage)
     if ":" in objective.surrogate:
         load_function("objective.surrogate", objective.surrogate)
     if objective.diagnostics is not None:

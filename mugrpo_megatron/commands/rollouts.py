@@ -16,7 +16,6 @@ import numpy as np
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from mugrpo_megatron.algorithm.advantages import group_advantages
 from mugrpo_megatron.commands.rollout_views import Rollout, print_group, print_json, print_table
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.errors import UserError
@@ -26,6 +25,7 @@ from mugrpo_megatron.recipe.functions import load_function
 from mugrpo_megatron.rewards.pool import reward_before_penalty
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.initial_model import with_cached_model
+from mugrpo_megatron.run.stage_groups import displayed_advantages
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.columns import LogprobColumn
 from mugrpo_megatron.stages.manifest import check_stage, stage_identity
@@ -213,7 +213,7 @@ def _rollouts(
     for update in range(store.updates) if conditions.update is None else [conditions.update]:
         samples = store.read_update(update, with_text=True)
         groups = np.array([sample.group for sample in samples])
-        advantages = group_advantages(np.array([sample.reward for sample in samples]), groups, objective)
+        advantages = displayed_advantages(samples, objective)
         index_in_group = np.arange(len(samples)) - np.searchsorted(groups, groups)
         accepted = [i for i, sample in enumerate(samples) if conditions.accepts(sample, advantages[i])]
         rollouts = {

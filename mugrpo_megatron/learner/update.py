@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from mugrpo_megatron.algorithm.policy_loss import policy_loss
 from mugrpo_megatron.algorithm.segments import LossInputs
@@ -40,6 +41,8 @@ def update(
     """
     started, recipe = time.perf_counter(), learner.recipe
     with named_phase(learner.ranks, f"update {learner.updates_done}"):
+        if recipe.objective.has_user_advantage:
+            advantages = _from_rank_0(learner, advantages)
         sequences = _sequences(learner, samples)
         plan = plan_update(learner, sequences)
         batches = pack_local(learner, sequences, plan)
@@ -65,6 +68,16 @@ def update(
     metrics |= flips
     metrics["seconds"] = time.perf_counter() - started
     return metrics
+
+
+def _from_rank_0(learner: Learner, advantages: np.ndarray) -> np.ndarray:
+    """The advantages float32 [N] that the first rank has."""
+    if learner.ranks.world == 1:
+        return advantages
+    # A user's function may draw random numbers, and tensor parallel ranks with different losses would drift apart.
+    column = torch.from_numpy(np.asarray(advantages, dtype=np.float32)).to(learner.ranks.device)
+    dist.broadcast(column, 0)
+    return np.asarray(column.cpu().numpy())
 
 
 def _sequences(learner: Learner, samples: Sequence[Sample]) -> list[TokenSequence]:

@@ -17,7 +17,7 @@ from mugrpo_megatron.recipe.functions import source_sum
 from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.inputs import file_sum
-from mugrpo_megatron.samples import Sample
+from mugrpo_megatron.samples import Sample, trained_lengths
 from mugrpo_megatron.stages.columns import LogprobColumn, ScoreColumn, recompute_remedy
 from mugrpo_megatron.stages.manifest import stage_identity
 from mugrpo_megatron.stages.routes import RouteColumn, route_column
@@ -38,6 +38,16 @@ class Batch:
     """int64 [N]"""
     stage_progress: float
     """Fraction of the stage's updates already taken, in [0, 1)."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Response tokens that are trained on, of each sample."""
+        return trained_lengths(self.samples)
+
+    @property
+    def rows(self) -> list[str]:
+        """The problem's row of each sample as JSON, if the objective's advantages read it."""
+        return [sample.row for sample in self.samples]
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +209,8 @@ class StageBatches:
 
     def _stored(self, update: int) -> list[Sample]:
         """Returns the samples of a stored update with every column except the proximal logprobs."""
-        samples = self._judged(self.store.read_update(update), update)
+        with_rows = self.recipe.objective.has_user_advantage
+        samples = self._judged(self.store.read_update(update, with_text=with_rows), update)
         behaviour = self.columns.behaviour.read(update) if self.columns.behaviour else None
         # Added beside the engine's logprobs, never in their place: the mismatch needs both (Megatron against SGLang).
         columns = {"behaviour_logprobs": behaviour or [sample.engine_logprobs for sample in samples]}

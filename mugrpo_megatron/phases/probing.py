@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mugrpo_megatron.algorithm.advantages import group_advantages
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.update import token_logprobs
@@ -15,6 +14,7 @@ from mugrpo_megatron.recipe import ObjectiveSection
 from mugrpo_megatron.recipe.policy import ModelSection
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.run import Run
+from mugrpo_megatron.run.stage_groups import displayed_advantages
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.probe import ProbeRow, probe_ages, write_age, write_responses
 from mugrpo_megatron.stages.store import StageStore
@@ -61,9 +61,8 @@ def choose_responses(store: StageStore, objective: ObjectiveSection) -> list[Pro
     count, remainder = divmod(PROBED, len(updates))
     probed = []
     for number, update in enumerate(updates):
-        samples = store.read_update(update)
-        rewards, groups = np.array([s.reward for s in samples]), np.array([s.group for s in samples])
-        advantages = group_advantages(rewards, groups, objective)
+        samples = store.read_update(update, with_text=objective.has_user_advantage)
+        advantages = displayed_advantages(samples, objective)
         for index in _choice(advantages, count + (number < remainder)):
             probed.append(ProbedSample(update, samples[index], float(advantages[index])))
     return probed

@@ -78,6 +78,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "geo_rs": GRPO | {"reject": "sequence_mean", "reject_range": (0.999, 1.001)},
 }
 """Defaults of each objective; a field set in the recipe overrides its preset."""
+ADVANTAGES = ("group_std", "group_mean", "leave_one_out")
 SURROGATES: dict[str, Dependence] = {
     "ppo": "token",
     "cispo": "token",
@@ -164,8 +165,9 @@ class ObjectiveSection(Section):
     name: ObjectiveName = "mu_grpo"
     """Preset of all keys below that the recipe does not set. A new name, by `--set` or over a `base`, drops the keys
     that were set with the old one."""
-    advantage: Literal["group_std", "group_mean", "leave_one_out"] = "group_std"
-    """Baseline and scale of the advantage within a group: (R - mean) / std, R - mean, or R - mean of the others."""
+    advantage: str = "group_std"
+    """Baseline and scale of the advantage within a group: `group_std`, (R - mean) / std; `group_mean`, R - mean;
+    `leave_one_out`, R - mean of the others; or your `module:function`."""
     zero_variance: Literal["count", "mask", "leave_out"] = "count"
     """Groups with equal rewards: `count` keeps their tokens in the loss's denominators, `mask` removes them,
     `leave_out` fills updates with other groups."""
@@ -268,6 +270,13 @@ class ObjectiveSection(Section):
             raise ValueError(f"take one of {', '.join(SURROGATES)}, or your own function as module:function")
         return value
 
+    @field_validator("advantage")
+    @classmethod
+    def _check_advantage_exists(cls, value: str) -> str:
+        if value not in ADVANTAGES and not USER_FUNCTION.fullmatch(value):
+            raise ValueError(f"take one of {', '.join(ADVANTAGES)}, or your own function as module:function")
+        return value
+
     @field_validator("diagnostics")
     @classmethod
     def _check_diagnostics_are_named(cls, value: str | None) -> str | None:
@@ -306,6 +315,11 @@ class ObjectiveSection(Section):
         if whole_ratio or surrogate == "response" or self.veto == "response":
             return "response"
         return "token" if self.veto in ("none", "trigger") else "prefix"
+
+    @property
+    def has_user_advantage(self) -> bool:
+        """Whether advantages come from a user's function, which reads the problems' rows too."""
+        return self.advantage not in ADVANTAGES
 
     @property
     def needs_statistics(self) -> bool:

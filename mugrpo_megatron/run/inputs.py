@@ -73,6 +73,7 @@ def user_files(recipe: Recipe) -> dict[str, str]:
     objective, table = recipe.objective, bool(recipe.reward.functions)
     functions = {
         **{f"reward.functions.{k}" if table else "reward.function": f.function for k, f in recipe.reward.table.items()},
+        "objective.advantage": objective.advantage,
         "objective.surrogate": objective.surrogate,
         "objective.diagnostics": objective.diagnostics or "",
         "rollout.function": recipe.rollout.function or "",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from mugrpo_megatron.algorithm.advantages import group_advantages
@@ -39,9 +41,14 @@ def group_samples(
         for index, response in zip(indices, responses, strict=True)
     ]
     rewards = np.array([score.reward for score in scores])
-    advantages = group_advantages(rewards, np.zeros(len(rewards), dtype=np.int64), objective)
     gold, row = as_text(problem.gold), as_text(problem.row) if problem.row else ""
-    scored = zip(responses, texts, scores, advantages.tolist(), strict=True)
+    masks = [None if response.episode is None else response.episode.mask for response in responses]
+    lengths = [
+        len(response.ids) if mask is None else int(mask.sum()) for response, mask in zip(responses, masks, strict=True)
+    ]
+    same_group = np.zeros(len(rewards), dtype=np.int64)
+    advantages = group_advantages(rewards, same_group, objective, lengths, [row] * len(rewards))
+    scored = zip(responses, texts, scores, masks, advantages.tolist(), strict=True)
     return [
         Sample(
             group=group.prompt.index,
@@ -52,7 +59,7 @@ def group_samples(
             reward=score.reward,
             weight_version=response.weight_version,
             finish_reason=response.finish_reason,
-            loss_mask=None if response.episode is None else response.episode.mask,
+            loss_mask=mask,
             routes=None if response.routes is None else InMemoryRoutes(response.routes),
             support_ids=response.support_ids,
             text=as_text(text),
@@ -63,5 +70,16 @@ def group_samples(
             advantage=advantage,
             row=row,
         )
-        for response, text, score, advantage in scored
+        for response, text, score, mask, advantage in scored
     ]
+
+
+def displayed_advantages(samples: Sequence[Sample], objective: ObjectiveSection) -> np.ndarray:
+    """Advantages [N] for people; with a user's function those stored in the stage, 0 without any.
+
+    So reading a run executes no function that its recipe names. The samples are read with text.
+    """
+    if objective.has_user_advantage:
+        return np.array([sample.advantage or 0.0 for sample in samples], dtype=np.float32)
+    rewards, groups = np.array([s.reward for s in samples]), np.array([s.group for s in samples])
+    return group_advantages(rewards, groups, objective)

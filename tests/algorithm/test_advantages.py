@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mugrpo_megatron.algorithm.advantages import STD_EPSILON, group_advantages, informative, informative_updates
+from mugrpo_megatron.errors import TrainingFailure, UserError
 from mugrpo_megatron.recipe import ObjectiveSection
+from tests.checkout import ROOT
 
+HERE = "tests.algorithm.test_advantages"
 GROUPS = st.lists(st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=8), min_size=1, max_size=6)
 
 
@@ -58,3 +66,92 @@ def test_every_update_is_full_of_informative_groups(per_update: int, updates: in
         assert (np.diff(first_round) > 0).all()
     else:
         assert plan.ravel().tolist() == list(range(size))
+
+
+Rows = list[dict[str, object]]
+Columns = tuple[np.ndarray, np.ndarray, np.ndarray, Rows]
+
+
+def chosen(rewards: np.ndarray, groups: np.ndarray, lengths: np.ndarray, rows: Rows) -> object:
+    """Replaced by each test."""
+    raise NotImplementedError
+
+
+def by_function(function: Callable[..., object], *columns: object) -> np.ndarray:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[HERE], "chosen", function)
+        rewards, groups, lengths, rows = columns
+        return group_advantages(rewards, groups, ObjectiveSection(advantage=f"{HERE}:chosen"), lengths, rows)  # type: ignore[arg-type]
+
+
+def test_a_users_function_sees_the_responses_that_have_a_reward() -> None:
+    """A response without a reward is in nobody's baseline and has advantage 0."""
+    seen: list[Columns] = []
+
+    def function(*columns: object) -> list[int]:
+        seen.append(columns)  # type: ignore[arg-type]
+        return [1, -2, 3]
+
+    rewards = np.array([0.5, np.nan, 1.0, 0.0])
+    rows = [json.dumps({"n": 1}), "", "", json.dumps({"n": 4})]
+    result = by_function(function, rewards, np.array([0, 0, 3, 3]), [5, 6, 7, 8], rows)
+    assert result.dtype == np.float32
+    assert result.tolist() == [1, 0, -2, 3]
+    [(given_rewards, groups, lengths, fields)] = seen
+    assert given_rewards.tolist() == [0.5, 1.0, 0.0]
+    assert (groups.tolist(), lengths.tolist()) == ([0, 3, 3], [5, 7, 8])
+    assert (groups.dtype, lengths.dtype) == (np.int64, np.int64)
+    assert fields == [{"n": 1}, {}, {"n": 4}]
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "words"),
+    [
+        (KeyError("lost"), TrainingFailure, "failed: KeyError: 'lost'"),
+        (SystemExit(0), TrainingFailure, "failed: SystemExit: 0"),
+        ("text", TrainingFailure, "failed: ValueError"),
+        (None, UserError, "returned an array \\[\\]; it has to be 2 finite numbers"),
+        ([1.0], UserError, "returned an array \\[1\\]"),
+        ([[1.0], [2.0]], UserError, "returned an array \\[2, 1\\]"),
+        ([1.0, float("inf")], UserError, "returned an array \\[2\\]; it has to be 2 finite numbers"),
+    ],
+    ids=str,
+)
+def test_a_users_advantages_that_are_none_are_refused(answer: object, error: type[Exception], words: str) -> None:
+    def function(*columns: object) -> object:
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    with pytest.raises(error, match=f"objective.advantage = {HERE}:chosen {words}"):
+        by_function(function, np.array([0.0, 1.0]), np.zeros(2), [3, 4], ["", ""])
+
+
+def opo(group: list[tuple[float, int]]) -> list[float]:
+    """One group's advantages by OPO's definition, from (reward, length): every token votes for its reward."""
+    votes = [reward for reward, length in group for _ in range(length)]
+    return [reward - statistics.fmean(votes) for reward, _ in group]
+
+
+def maxrl(group: list[tuple[float, int]]) -> list[float]:
+    """One group's advantages by MaxRL's definition: with k right of n, n/k - 1 for right ones, else -1, or 0."""
+    right = sum(reward for reward, _ in group)
+    return [(len(group) / right - 1 if reward else -1.0) if right else 0.0 for reward, _ in group]
+
+
+@given(
+    st.lists(
+        st.lists(st.tuples(st.sampled_from([0.0, 1.0]), st.integers(1, 20)), min_size=1, max_size=8),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_the_pages_advantages_equal_their_definitions(groups: list[list[tuple[float, int]]]) -> None:
+    page = Path(ROOT, "docs/your-problem.md").read_text(encoding="utf-8").split("## Your own advantages")[1]
+    functions: dict[str, Callable[..., object]] = {}
+    exec(page.split("```python\n")[1].split("```")[0], functions)
+    rewards, lengths = np.array([response for group in groups for response in group]).T
+    ids = np.repeat(9 - np.arange(len(groups)), [len(group) for group in groups])
+    for name, definition in (("opo", opo), ("maxrl", maxrl)):
+        result = by_function(functions[name], rewards, ids, lengths, [""] * len(rewards))
+        np.testing.assert_allclose(result, [a for group in groups for a in definition(group)], rtol=1e-5, atol=1e-6)

@@ -62,6 +62,21 @@ def test_logprobs_are_those_of_transformers(model: str, temperature: float) -> N
         np.testing.assert_allclose(logprobs, expected, atol=2e-5)
 
 
+def with_advantages_of_its_own(model: str, advantage: str) -> tuple[int, list[float]]:
+    """A rank whose function drew other advantages; its log-probabilities after the update."""
+    learner = build_learner(recipe(Path(model), objective={"advantage": advantage}))
+    data = samples()
+    update(learner, data, advantages(len(data), seed=learner.ranks.rank))
+    return learner.ranks.rank, np.concatenate(token_logprobs(learner, data)).tolist()
+
+
+@pytest.mark.process
+def test_every_rank_trains_with_the_first_ranks_advantages_of_a_users_function(model: str) -> None:
+    [(_, alone)] = run_ranks(1, with_advantages_of_its_own, model, "group_std")
+    for _, logprobs in run_ranks(2, with_advantages_of_its_own, model, "a.module:function"):
+        np.testing.assert_allclose(logprobs, alone, atol=1e-4)
+
+
 def corrected(model: str, name: str, doubt: float) -> list[float]:
     """Loss and gradient norm of one update, the engine's logprobs `doubt` nats above the learner's."""
     learner = build_learner(recipe(Path(model), objective={"name": name}, rollout={"behaviour": "learner"}))

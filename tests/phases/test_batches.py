@@ -82,6 +82,25 @@ def test_later_passes_take_the_same_updates_in_another_order(tmp_path: Path, zer
     assert len({str(one) for one in epochs}) > 1
 
 
+def test_a_users_advantages_get_the_lengths_and_the_rows_of_the_stage(tmp_path: Path) -> None:
+    """The rows are columns for people, which other objectives leave unread."""
+    store = StageStore(tmp_path)
+    ids, logprobs, mask = np.arange(1, 5, dtype=np.int32), np.zeros(4, dtype=np.float32), np.array([1, 0, 1, 1], bool)
+    for index in range(PROMPTS):
+        row = f'{{"n": {index}}}'
+        store.append(
+            [Sample(index, "p", ids, ids, logprobs, r, 0, "stop", loss_mask=mask, row=row) for r in (0.0, 1.0)]
+        )
+    store.seal(1, PROMPTS)
+    for advantage, rows in (("group_mean", [""] * 4), ("os:abort", ['{"n": 0}'] * 2 + ['{"n": 1}'] * 2)):
+        recipe = Recipe.model_validate(
+            {"rollout": {"prompts_per_update": PROMPTS}, "objective": {"advantage": advantage}}
+        )
+        columns = columns_of(recipe, RunDirectory(tmp_path), "r", store, 0)
+        batch = StageBatches(recipe, store, 0, columns).batch(Cursor())
+        assert (batch.lengths, batch.rows) == ([3] * 4, rows)
+
+
 EVERY = 2
 LEARNER: Any = None
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from mugrpo_megatron.evaluation.scoring import ScoredGroup, score_of
-from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe import ObjectiveSection, Recipe
 from mugrpo_megatron.rewards.items import Score
-from mugrpo_megatron.run.stage_groups import group_samples
+from mugrpo_megatron.run.stage_groups import displayed_advantages, group_samples
 from mugrpo_megatron.samples import Episode, Problem, Prompt, Response
 from mugrpo_megatron.stages.schema import to_samples, to_table
 
@@ -61,3 +61,18 @@ def test_a_group_whose_episodes_have_all_failed_is_one_row_without_a_token_to_tr
     assert row.loss_mask is not None
     assert not row.loss_mask.any()
     assert (row.reward, row.advantage) == (0.0, 0.0)
+
+
+def longer(rewards: np.ndarray, groups: np.ndarray, lengths: np.ndarray, rows: list[object]) -> np.ndarray:
+    """A user's advantages: the lengths of what is trained on."""
+    assert len(rewards) == len(groups) == len(rows)
+    return lengths
+
+
+def test_a_users_advantages_are_stored_and_shown_without_the_function() -> None:
+    """`os:abort` ends the process of whoever reads the run, if it is called."""
+    objective = ObjectiveSection(advantage=f"{__name__}:longer")
+    rows = group_samples(scored(episode([True, False, True]), episode([True])), *SECTIONS[:2], objective)
+    assert [row.advantage for row in rows] == [2.0, 1.0]
+    assert displayed_advantages(rows, ObjectiveSection(advantage="os:abort")).tolist() == [2.0, 1.0]
+    assert displayed_advantages(rows, ObjectiveSection(advantage="group_mean")).tolist() == [0.0, 0.0]

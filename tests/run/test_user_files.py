@@ -19,6 +19,7 @@ CODE = "def right(response):\n    return 1.0\n"
 NAMES = {
     "reward.functions.first": "user_files_rewards.py",
     "reward.functions.second": "user_files_others.py",
+    "objective.advantage": "user_files_advantages.py",
     "objective.surrogate": "user_files_loss.py",
     "objective.diagnostics": "user_files_figures.py",
     "data.chat_template": "own.jinja",
@@ -43,6 +44,7 @@ def recipe_in(run_dir: Path) -> Recipe:
         "run": {"dir": str(run_dir)},
         "reward": {"functions": functions},
         "objective": {
+            "advantage": "user_files_advantages:right",
             "surrogate": "user_files_loss:right",
             "diagnostics": "user_files_figures:right",
         },

@@ -217,7 +217,9 @@ def _samples(
     index: int, group: list[ForeignRollout], gold: _Gold, scores: list[Score], objective: ObjectiveSection
 ) -> list[Sample]:
     rewards = np.array([score.reward for score in scores])
-    advantages = group_advantages(rewards, np.zeros(len(rewards), dtype=np.int64), objective)
+    lengths = [len(r.response_ids) if r.loss_mask is None else int(r.loss_mask.sum()) for r in group]
+    rows = [as_text(rollout.row) for rollout in group]
+    advantages = group_advantages(rewards, np.zeros(len(rewards), dtype=np.int64), objective, lengths, rows)
     return [
         Sample(
             group=index,
