@@ -38,6 +38,7 @@ from mugrpo_megatron.files.hf_config import (
     read_config,
     read_model_config,
 )
+from mugrpo_megatron.files.vocabulary import check_vocabulary
 from mugrpo_megatron.observe.environment import missing_wandb_error, rank_of_environment
 from mugrpo_megatron.recipe import ObjectiveSection, Recipe
 from mugrpo_megatron.recipe.functions import check_function, load_function
@@ -106,6 +107,8 @@ def check_on_paper(recipe: Recipe, say: Say) -> None:
         _check_extras(recipe, None, say, on_paper=True)
     else:
         shape = architecture(config, source)
+        if directory.exists():
+            check_vocabulary(directory, shape.vocab_size)
         _say_model(shape, source, say)
         world = int(os.environ.get("WORLD_SIZE", "0")) or fewest_ranks(recipe.parallel)
         check_layout(recipe, config, world)
@@ -211,6 +214,7 @@ def _with_model_config(
     shape = architecture(config, str(directory / CONFIG))
     _say_model(shape, str(directory), say)
     check_tokenizer(directory)
+    check_vocabulary(directory, shape.vocab_size)
     return recipe, config, shape
 
 

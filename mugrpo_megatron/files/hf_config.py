@@ -173,11 +173,31 @@ def check_weights(directory: Path, key: str) -> None:
 
 
 def check_tokenizer(directory: Path) -> None:
-    """Raise UserError if a checkpoint directory holds no tokenizer."""
+    """Raise UserError if a checkpoint directory holds no tokenizer, or one that only its own code reads."""
     names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+    if not (directory / "tokenizer.json").is_file():
+        _check_tiktoken(directory)
     if not any((directory / name).is_file() for name in names):
         raise UserError(
             f"{directory} holds no tokenizer (none of {', '.join(names)}): point model.path at a checkpoint"
+        )
+
+
+def _check_tiktoken(directory: Path) -> None:
+    """Raise UserError for a vocabulary of tiktoken, or a class of the checkpoint's own, without tokenizer.json.
+
+    transformers reads such a vocabulary with a split pattern of its own (TikTokenConverter), so with other tokens.
+    """
+    config = directory / "tokenizer_config.json"
+    auto_map = read_json(config).get("auto_map") if config.is_file() else None
+    own_code = isinstance(auto_map, dict) and auto_map.get("AutoTokenizer")
+    standard = any((directory / name).is_file() for name in ("tokenizer.model", "vocab.json"))
+    if any(directory.glob("*.tiktoken")) or (directory / "tiktoken.model").is_file() or (own_code and not standard):
+        raise UserError(
+            f"{directory} has no tokenizer.json, and only the checkpoint's own code reads its tokenizer, which never "
+            "runs here; make the file once where you trust that code: `tokenizer = AutoTokenizer.from_pretrained("
+            "DIR, trust_remote_code=True)`, `transformers.integrations.tiktoken.convert_tiktoken_to_fast("
+            "tokenizer.model, DIR)`, with tokenizer.model its tiktoken.Encoding"
         )
 
 

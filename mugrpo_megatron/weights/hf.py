@@ -11,13 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sentencepiece import SentencePieceProcessor
-from tokenizers import Tokenizer
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import durable_directory, write_content, write_text
-from mugrpo_megatron.files.hf_config import CONFIG, read_config, unreadable_as_user_error
-from mugrpo_megatron.files.json_text import read_json
+from mugrpo_megatron.files.hf_config import CONFIG, read_config
+from mugrpo_megatron.files.vocabulary import check_vocabulary
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.buckets import SAVE_BUCKET_BYTES, BucketPlan, build_plan, planned_tensors
 from mugrpo_megatron.weights.safetensors_dir import (
@@ -170,36 +168,4 @@ def check_tokenizer(directory: Path, architecture: Architecture) -> None:
                 (directory / name).open("rb").close()
         except OSError as error:
             raise UserError(f"{directory / name} cannot be read ({error.strerror})") from None
-    tokens = tokenizer_size(directory)
-    if tokens > architecture.vocab_size:
-        raise UserError(
-            f"{directory}: the tokenizer has ids up to {tokens - 1}, but config.json gives the model vocab_size "
-            f"{architecture.vocab_size}; tokenizer and weights do not belong together"
-        )
-
-
-def tokenizer_size(directory: Path) -> int:
-    """Largest id of the tokenizer in `directory` plus one, added tokens included; 0 without a tokenizer.
-
-    Reads `tokenizer.json`, else a sentencepiece `tokenizer.model` with its `added_tokens.json`, else `vocab.json`.
-    Raises UserError when one of them is damaged.
-    """
-    if (directory / "tokenizer.json").is_file():
-        with unreadable_as_user_error(directory / "tokenizer.json", "a readable tokenizer"):
-            return _largest(Tokenizer.from_file(str(directory / "tokenizer.json")).get_vocab())
-    sizes = [0]
-    if (directory / "tokenizer.model").is_file():
-        with unreadable_as_user_error(directory / "tokenizer.model", "a readable sentencepiece model"):
-            sizes.append(SentencePieceProcessor(model_file=str(directory / "tokenizer.model")).get_piece_size())
-    for name in ("added_tokens.json", "vocab.json"):
-        if (directory / name).is_file():
-            with unreadable_as_user_error(directory / name, "a map of tokens to ids"):
-                sizes.append(_largest(read_json(directory / name)))
-    return max(sizes)
-
-
-def _largest(vocabulary: Mapping[str, Any]) -> int:
-    ids = list(vocabulary.values())
-    if any(type(index) is not int or index < 0 for index in ids):
-        raise ValueError("an id is not a number")
-    return 1 + max(ids, default=-1)
+    check_vocabulary(directory, architecture.vocab_size)

@@ -11,6 +11,8 @@ from transformers import AutoTokenizer, LlamaConfig, Qwen2Config
 
 from mugrpo_megatron.data.tokenizer import VOCAB_SIZE, build_arithmetic_tokenizer, load_tokenizer
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.hf_config import check_tokenizer
+from mugrpo_megatron.files.vocabulary import check_vocabulary
 
 TOKENIZER = build_arithmetic_tokenizer()
 
@@ -76,3 +78,45 @@ def test_a_sentencepiece_model_that_is_converted_wrong_is_refused(sentencepiece_
 def test_a_directory_without_tokenizer_is_the_users_mistake(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no tokenizer"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("files", "refused"),
+    [
+        (("tiktoken.model",), True),
+        (("qwen.tiktoken", "merges.txt"), True),
+        (("tiktoken.model", "vocab.json", "tokenizer_config.json"), True),
+        (("tokenizer_config.json",), True),
+        (("tiktoken.model", "tokenizer.json", "tokenizer_config.json"), False),
+        (("tokenizer.model", "tokenizer_config.json"), False),
+    ],
+)
+def test_a_tokenizer_that_only_its_own_code_reads_is_refused_with_the_way_to_make_one(
+    files: tuple[str, ...], refused: bool, tmp_path: Path
+) -> None:
+    """Whether tiktoken is installed or not: transformers would read it with another split pattern."""
+    for name in files:
+        (tmp_path / name).write_text('{"auto_map": {"AutoTokenizer": ["own_code.Tokenizer", null]}}')
+    (tmp_path / "own_code.py").write_text("raise SystemExit('remote code ran')")
+    if refused:
+        with pytest.raises(UserError, match=r"no tokenizer\.json, .*convert_tiktoken_to_fast"):
+            load_tokenizer(tmp_path)
+    else:
+        check_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("where", ["tokenizer.json", "tokenizer_config.json", "added_tokens.json"])
+def test_the_first_token_that_the_model_lacks_is_named_before_anything_runs(where: str, tmp_path: Path) -> None:
+    if where == "tokenizer.json":
+        larger = build_arithmetic_tokenizer()
+        larger.add_tokens(["<tool>", "</tool>"])
+        larger.save_pretrained(tmp_path)
+    elif where == "tokenizer_config.json":
+        TOKENIZER.save_pretrained(tmp_path)
+        (tmp_path / where).write_text('{"added_tokens_decoder": {"272": {"content": "<tool>"}}}')
+    else:
+        (tmp_path / "vocab.json").write_text('{"a": 0}')
+        (tmp_path / where).write_text('{"<tool>": 272}')
+    check_vocabulary(tmp_path, VOCAB_SIZE + 16)  # a padded embedding is larger
+    with pytest.raises(UserError, match=r"vocab_size 272, so it has no embedding for [12] tokens, first '<tool>'"):
+        check_vocabulary(tmp_path, VOCAB_SIZE)

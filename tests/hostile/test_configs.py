@@ -12,8 +12,8 @@ import pytest
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer, load_tokenizer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import read_config, read_model_config
+from mugrpo_megatron.files.vocabulary import tokenizer_size
 from mugrpo_megatron.weights.families import read_architecture
-from mugrpo_megatron.weights.hf import tokenizer_size
 from tests.files.test_hf_config import DENSE
 from tests.hostile.damage import ODD_TEXTS, damages
 

@@ -57,7 +57,11 @@ class ForeignRollout:
 
 
 def read_rollouts(
-    path: Path, tokenizer: PreTrainedTokenizerBase, template: Template, limits: tuple[int, int]
+    path: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    template: Template,
+    limits: tuple[int, int],
+    vocab_size: int | None = None,
 ) -> list[list[ForeignRollout]]:
     """The groups of a file, in order of their first row: rows with the same `group`, or the same prompt and `step`.
 
@@ -67,7 +71,9 @@ def read_rollouts(
 
     Args:
         limits: most tokens of a prompt and of a response.
+        vocab_size: of the model, which may have more ids than the tokenizer and sample them; None: the tokenizer's.
     """
+    vocab_size = vocab_size or len(tokenizer)
     groups: dict[str, list[ForeignRollout]] = {}
     for line, row in rows(path):
         location = f"{path.name}:{line}"
@@ -76,7 +82,7 @@ def read_rollouts(
         try:
             _check_text(row)
             rollouts = [
-                _parse_row(kept_row(flatten_trace(trace)), location, tokenizer, template, limits)
+                _parse_row(kept_row(flatten_trace(trace)), location, tokenizer, template, limits, vocab_size)
                 for trace in trainable_traces(row)
             ]
         except ValueError as error:
@@ -104,7 +110,8 @@ def _check_even(path: Path, groups: list[list[ForeignRollout]]) -> None:
         odd = next(group for group in groups if len(group) != len(groups[0]))
         raise UserError(
             f"{path}: the group of {odd[0].location} has {len(odd)} responses and that of {groups[0][0].location} has "
-            f"{len(groups[0])}: every group needs as many; leave rows out, or name the groups in a column `group`"
+            f"{len(groups[0])}: every group needs as many; leave rows out, or tell groups of one prompt "
+            "apart with a column `group` or `step`"
         )
     for group in groups:
         if any(not np.array_equal(rollout.prompt_ids, group[0].prompt_ids) for rollout in group):
@@ -116,14 +123,19 @@ def _check_even(path: Path, groups: list[list[ForeignRollout]]) -> None:
 
 
 def _parse_row(
-    row: dict[str, Any], location: str, tokenizer: PreTrainedTokenizerBase, template: Template, limits: tuple[int, int]
+    row: dict[str, Any],
+    location: str,
+    tokenizer: PreTrainedTokenizerBase,
+    template: Template,
+    limits: tuple[int, int],
+    vocab_size: int,
 ) -> ForeignRollout:
     finish = row.get("finish_reason") or "stop"
     if finish not in ("stop", "length"):
         raise ValueError(f"finish_reason {short_repr(finish)} is neither `stop` nor `length`")
     given_ids = row.get("response_ids")
     if given_ids is not None:
-        response = _ids(given_ids, "response_ids", len(tokenizer))
+        response = _ids(given_ids, "response_ids", vocab_size)
         text = str(tokenizer.decode(response.tolist(), skip_special_tokens=True))
     else:
         text = _response(row)
@@ -141,7 +153,7 @@ def _parse_row(
             raise ValueError(f"{name} are per token, so the row needs its response_ids too")
         if not isinstance(values, list) or len(values) != len(response):
             raise ValueError(f"{name} need one value for each of the {len(response)} response_ids")
-    prompt = _prompt(row, location, tokenizer, template, limits[0])
+    prompt = _prompt(row, location, tokenizer, template, limits[0], vocab_size)
     return ForeignRollout(
         location,
         row,
@@ -191,11 +203,16 @@ def _longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _prompt(
-    row: dict[str, Any], location: str, tokenizer: PreTrainedTokenizerBase, template: Template, most: int
+    row: dict[str, Any],
+    location: str,
+    tokenizer: PreTrainedTokenizerBase,
+    template: Template,
+    most: int,
+    vocab_size: int,
 ) -> np.ndarray:
     content = row.get("prompt")
     if (ids := row.get("prompt_ids")) is not None:
-        prompt = _ids(ids, "prompt_ids", len(tokenizer))
+        prompt = _ids(ids, "prompt_ids", vocab_size)
     elif isinstance(content, list):
         turns = messages_of(content)
         _check_characters("prompt", "".join(text for _, text in turns), most, tokenizer)

@@ -24,6 +24,7 @@ from mugrpo_megatron.extras.exchange.foreign_rollouts import ForeignRollout, rea
 from mugrpo_megatron.extras.exchange.local_paths import hub_name, without_local_paths
 from mugrpo_megatron.extras.exchange.publish import CARD, card, say_leftovers
 from mugrpo_megatron.files.durable import durable_directory, write_text
+from mugrpo_megatron.files.hf_config import read_config
 from mugrpo_megatron.files.json_text import as_text
 from mugrpo_megatron.files.outputs import check_output
 from mugrpo_megatron.recipe import Recipe, dump_recipe
@@ -67,8 +68,10 @@ def import_rollouts(
     tokenizer = load_tokenizer(model)
     as_they_were = replace(template_of(recipe.data), question=None)  # the prompts are what the model saw
     limits = recipe.data.max_prompt_tokens, recipe.rollout.max_response_tokens
-    groups = read_rollouts(file, tokenizer, as_they_were, limits)
+    groups = read_rollouts(file, tokenizer, as_they_were, limits, read_config(model).get("vocab_size"))
     updates = _check_fits(file, groups, recipe)
+    if not _named(groups):
+        say(f"{file}: rows with the same prompt are one group, as no column `group` or `step` tells them apart")
     _check_trained(file, groups, recipe.rollout.prompts_per_update)
     known = groups[0][0].logprobs is not None
     golds = [[_gold(rollout, recipe.reward, file.stem) for rollout in group] for group in groups]
@@ -92,6 +95,11 @@ def import_rollouts(
     say(f"{to}: {count:,} responses in {len(groups):,} groups, {updates:,} updates, mean reward {mean:.4g}")
 
 
+def _named(groups: list[list[ForeignRollout]]) -> bool:
+    """Whether a column tells groups of one prompt apart."""
+    return any(groups[0][0].row.get(name) is not None for name in ("group", "step"))
+
+
 def _check_fits(file: Path, groups: list[list[ForeignRollout]], recipe: Recipe) -> int:
     """The updates that the groups make; UserError with all settings that fit, unless the recipe's do."""
     rollout, size = recipe.rollout, len(groups[0])
@@ -106,6 +114,11 @@ def _check_fits(file: Path, groups: list[list[ForeignRollout]], recipe: Recipe) 
         "schedule.updates_per_stage": updates,
         "rollout.max_response_tokens": max(longest, rollout.max_response_tokens),
     }
+    if not _named(groups) and size != rollout.responses_per_prompt and size % rollout.responses_per_prompt == 0:
+        facts.append(
+            "rows with the same prompt are one group: if a prompt was sampled several times, tell its groups apart "
+            "with a column `group` or `step`"
+        )
     if groups[0][0].logprobs is None:
         facts.append("the rows have no logprobs, so the learner has to compute them")
         fitting |= {"rollout.behaviour": "learner", "objective.mismatch": "none"}

@@ -47,6 +47,16 @@ def test_text_messages_and_ids_of_the_same_response_are_the_same(row: dict[str, 
     assert rollout.row == row
 
 
+def test_ids_between_the_tokenizer_and_a_padded_vocabulary_are_taken(tmp_path: Path) -> None:
+    """Qwen2.5's model has 151,936 ids, its tokenizer 151,665; a sampler draws any of them."""
+    path, size = tmp_path / "rollouts.jsonl", len(TOKENIZER)
+    path.write_text(json.dumps({"prompt_ids": [1, size], "response_ids": [2, size + 7]}))
+    [[rollout]] = read_rollouts(path, TOKENIZER, TEMPLATE, (9, 9), size + 8)
+    assert (rollout.prompt_ids.tolist(), rollout.response_ids.tolist()) == ([1, size], [2, size + 7])
+    with pytest.raises(UserError, match=rf"response_ids are not a list of token ids below {size}$"):
+        read_rollouts(path, TOKENIZER, TEMPLATE, (9, 9))
+
+
 def test_a_cut_response_has_no_end(tmp_path: Path) -> None:
     [[rollout]] = read(tmp_path, {"prompt": "1+1=", "completion": "2", "finish_reason": "length"})
     assert rollout.response_ids.tolist() == TOKENIZER.encode("2")
