@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
+from mugrpo_megatron.data.quoted import encode_quoting, mark_special
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.json_text import read_json
 from mugrpo_megatron.recipe.sections import DataSection, fill_template
@@ -122,7 +123,7 @@ def render(
     fitting = resolved_style(style, tokenizer, template)
     if fitting == "chat":
         text = _chat(with_question_asked(problem, template), tokenizer, template)
-        return tokenizer.encode(text, add_special_tokens=False)
+        return encode_quoting(text, tokenizer)
     ids = tokenizer.encode(_styled(problem, fitting, template), add_special_tokens=False)
     return ids if tokenizer.bos_token_id is None else [tokenizer.bos_token_id, *ids]
 
@@ -161,7 +162,7 @@ def _chat(problem: Problem, tokenizer: PreTrainedTokenizerBase, template: Templa
     with refusals(problem, template):
         return str(
             tokenizer.apply_chat_template(
-                messages_to_render(problem),
+                mark_special(messages_to_render(problem), tokenizer),
                 chat_template=template.text,
                 tokenize=False,
                 add_generation_prompt=True,

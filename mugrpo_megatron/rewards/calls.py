@@ -108,9 +108,10 @@ class WorkerProcess:
         return signal.Signals(code - 128).name if code > 128 else f"exit code {code}"
 
 
-def start_worker(section: RewardSection, key: str) -> WorkerProcess:
+def start_worker(section: RewardSection, key: str, of_judge: bool) -> WorkerProcess:
     """Start a worker of `section.function`, whose key in the recipe is `key`, and its guard."""
     options = {
+        "of_judge": of_judge,
         "key": key,
         "function": section.function,
         "policy": section.policy,

@@ -44,9 +44,9 @@ class Dispatcher:
     n times these limits.
     """
 
-    def __init__(self, section: RewardSection, key: str) -> None:
-        """Prepare `section.function`, whose key in the recipe is `key`."""
-        self._section, self._key = section, key
+    def __init__(self, section: RewardSection, key: str, of_judge: bool = False) -> None:
+        """Prepare `section.function`, whose key in the recipe is `key`; `of_judge`: it reads scores in answers."""
+        self._section, self._key, self._of_judge = section, key, of_judge
         self._title = f"{key} {section.function!r}"
         self._is_math = section.function == MATH
         self._needs = Needs()
@@ -207,7 +207,9 @@ class Dispatcher:
             and len(self._workers) < self._limit
             and not any(worker.ready and not worker.busy for worker in self._workers)
         ):
-            self._workers.append(Worker(start_worker(self._section, self._key), time.monotonic() + START_TIMEOUT_S))
+            self._workers.append(
+                Worker(start_worker(self._section, self._key, self._of_judge), time.monotonic() + START_TIMEOUT_S)
+            )
             queued -= BATCH if self._needs.responses == 1 else 1
             if queued <= 0:
                 break

@@ -54,6 +54,16 @@ def load(options: dict[str, Any]) -> tuple[RewardFunction, Needs, str]:
 
     name = options["function"]
     function = load_function(options["key"], EXTRA_FUNCTIONS.get(name, name))
+    if options["of_judge"]:
+        from mugrpo_megatron.extras.auxiliary.parse import check_parameters, parse_score
+
+        check_parameters(options["key"], name, function)
+
+        def parse(items: Sequence[ScoringInput]) -> list[Verdict]:
+            scores = [parse_score(function, item.response) for item in items]
+            return [Verdict(score, "", why) for score, why in scores]
+
+        return parse, Needs(), ""
     if name in EXTRA_FUNCTIONS:
         function = function({"timeout_s": options["timeout_s"], **options[name]})
     try:

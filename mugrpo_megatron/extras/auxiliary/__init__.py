@@ -4,6 +4,8 @@ phase              starts an auxiliary model's engines, has them compute what th
 shard              the same without a learner: one process's shard of a sealed stage
 scoring            the models and their jobs on a stage, and the loop of one engine
 jobs               a teacher's log-probabilities of the stage's own tokens, and a judge's scores
+score_reader       a judge's scores, read in workers with a reward's limits
+parse              the worker's side of it
 auxiliary_columns  columns of the stage, their finished parts, and those that a branch takes over
 models             an auxiliary model's files and its engine's recipe, with a hook for the temperature
 checks             refusals before the start

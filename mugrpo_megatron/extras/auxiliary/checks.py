@@ -12,10 +12,11 @@ from mugrpo_megatron.engine.placement import slot_of_environment
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.auxiliary.jobs import read_template
 from mugrpo_megatron.extras.auxiliary.models import directory_of, judge_recipe, question_room, teacher_recipe
+from mugrpo_megatron.extras.auxiliary.score_reader import score_reader
 from mugrpo_megatron.files.hf_config import CONFIG, check_tokenizer, check_weights, read_config, read_model_config
 from mugrpo_megatron.files.hub import model_name
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.recipe.functions import load_function
+from mugrpo_megatron.recipe.functions import check_function
 from mugrpo_megatron.recipe.policy import AuxiliariesSection
 from mugrpo_megatron.run.engine_spec import engine_spec
 from mugrpo_megatron.weights.families import architecture
@@ -34,7 +35,10 @@ def check_auxiliaries(recipe: Recipe, say: Callable[[str], None], on_paper: bool
         assert judge.prompt
         assert judge.parse
         read_template(f"{key}.prompt", judge.prompt)
-        load_function(f"{key}.parse", judge.parse)
+        check_function(f"{key}.parse", judge.parse)
+        if not on_paper:
+            with score_reader(recipe.reward.model_copy(update={"workers": 1}), judge, key):
+                pass
     for name, auxiliary in recipe.auxiliary.by_name.items():
         key, section = f"auxiliary.{name}", auxiliary.engine_section(recipe.engine)
         check_extra(section.extra)

@@ -11,24 +11,27 @@ judge out of the comparison inside the group (`phases.batches.neutral_where_miss
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
 from jinja2 import StrictUndefined, Template, TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
+from mugrpo_megatron.data.quoted import encode_quoting, mark_special
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.auxiliary.auxiliary_columns import ColumnParts
 from mugrpo_megatron.extras.auxiliary.models import judge_recipe, question_room, teacher_recipe
+from mugrpo_megatron.extras.auxiliary.score_reader import Reader, score_reader
 from mugrpo_megatron.files.hf_config import read_model_config
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.recipe.functions import describe_exception, load_function
+from mugrpo_megatron.recipe.functions import describe_exception
 from mugrpo_megatron.samples import Problem, Prompt, Response, Sample
 from mugrpo_megatron.stages.columns import LogprobColumn, ScoreColumn, logprob_table
 from mugrpo_megatron.stages.store import StageStore
@@ -42,6 +45,8 @@ class Teacher:
     """Scores a stage for its column; a `Job`."""
 
     what = "teacher logprobs"
+    workers = staticmethod(nullcontext)
+    """A judge has some."""
 
     def __init__(self, column: LogprobColumn, parts: ColumnParts) -> None:
         self.column, self.parts = column, parts
@@ -85,14 +90,31 @@ class Teacher:
         return {} if np.isnan(mean) else {"kl_teacher": mean}
 
 
+MOST_CHARS = 1 << 20
+LARGEST_POWER = 1000
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """Refuses products and powers that could fill the memory; without `optimized` none is computed at load."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        length = max((len(value) for value in (left, right) if hasattr(value, "__len__")), default=0)
+        times = max((abs(value) for value in (left, right) if isinstance(value, int)), default=0)
+        if length * times > MOST_CHARS or (operator == "**" and times > LARGEST_POWER):
+            raise SecurityError(f"{operator} would give more than {MOST_CHARS:,} characters")
+        return super().call_binop(context, operator, left, right)
+
+
 def read_template(key: str, path: Path) -> Template:
     """The template of a judge's question; UserError when it is missing or not Jinja."""
-    environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=False)
+    environment = _Environment(undefined=StrictUndefined, keep_trailing_newline=False, optimized=False)
     try:
         return environment.from_string(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{key} = {path}: cannot be read ({error}); name a Jinja file") from None
-    except TemplateError as error:
+    except (TemplateError, SyntaxError, RecursionError) as error:  # Python refuses a nesting that Jinja takes
         raise UserError(f"{key} = {path}: not a Jinja template ({error})") from None
 
 
@@ -107,13 +129,19 @@ class Judge:
         self.what, self.column, self.parts = f"scores of {name}", column, parts
         self._name, self._section, self._key = name, section, key
         self._template = read_template(f"{key}.prompt", section.prompt)
-        self._parse: Callable[[str], Any] = load_function(f"{key}.parse", section.parse)
+        self._reward, self._read_scores = recipe.reward, cast(Reader, None)
         self._tokenizer, self._policy_tokenizer = load_tokenizer(directory), load_tokenizer(recipe.model.directory)
         quoted = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
         self._room = question_room(quoted, section, read_model_config(directory))
         end = self._tokenizer.eos_token_id
         self.sampling = Sampling(section.temperature, 1.0, section.max_tokens, () if end is None else (end,))
         """Greedy at temperature 0."""
+
+    @contextmanager
+    def workers(self) -> Iterator[None]:
+        """Start the workers that `rows` needs, and end them with the block."""
+        with score_reader(self._reward, self._section, self._key) as self._read_scores:
+            yield
 
     def recipe(self, recipe: Recipe, name: str, directory: Path) -> Recipe:
         return judge_recipe(recipe, name, directory, self._section, self._room)
@@ -138,31 +166,35 @@ class Judge:
             "row": json.loads(sample.row) if sample.row else {},
         }
         try:
-            text = self._template.render(facts)
+            text = self._template.render(mark_special(facts, self._tokenizer))
         except Exception as error:  # a template may fail in any way on a row
             raise UserError(
                 f"{self._key}.prompt = {self._section.prompt}: fails on {sample.problem} "
                 f"({describe_exception(error)}); correct it"
             ) from None
         if not self._tokenizer.chat_template:
-            return list(self._tokenizer.encode(text))
+            return encode_quoting(text, self._tokenizer, add_special_tokens=True)
         chat = [{"role": "user", "content": text}]
-        ids: Any = self._tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-        return list(ids)
+        rendered = self._tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        return encode_quoting(str(rendered), self._tokenizer)
 
     def rows(self, samples: Sequence[Sample], responses: Mapping[int, Response]) -> pa.Table:
         """The update's rows of the column; `responses` by the sample's index, one for each prompt."""
-        rows = [self._row(sample, responses.get(index)) for index, sample in enumerate(samples)]
+        answers = {
+            index: str(self._tokenizer.decode(response.ids.tolist(), skip_special_tokens=True))
+            for index, response in responses.items()
+        }
+        verdicts = dict(zip(answers, self._read_scores(list(answers.values())), strict=True))
+        rows = [
+            {
+                "score": None if index not in verdicts or verdicts[index].failed else verdicts[index].reward,
+                "prompt": str(self._tokenizer.decode(self._question(sample))),
+                "answer": answers.get(index, ""),
+                "why": verdicts[index].why if index in verdicts else TOO_LONG,
+            }
+            for index, sample in enumerate(samples)
+        ]
         return pa.Table.from_pylist(rows, schema=self.column.schema)
-
-    def _row(self, sample: Sample, response: Response | None) -> dict[str, float | str | None]:
-        score: float | None = None
-        answer, why = "", TOO_LONG
-        if response is not None:
-            answer = str(self._tokenizer.decode(response.ids.tolist(), skip_special_tokens=True))
-            score, why = parse_score(self._parse, answer)
-        question = str(self._tokenizer.decode(self._question(sample)))
-        return {"score": score, "prompt": question, "answer": answer, "why": why}
 
     def metrics(self, store: StageStore) -> dict[str, float]:
         """The mean score and the number of responses without one."""
@@ -170,18 +202,6 @@ class Judge:
         unparsed = np.isnan(scores)
         mean = {} if unparsed.all() else {f"reward/{self._name}": float(scores[~unparsed].mean())}
         return {f"unparsed/{self._name}": float(unparsed.sum()), **mean}
-
-
-def parse_score(parse: Callable[[str], Any], answer: str) -> tuple[float | None, str]:
-    """The score in a judge's answer, or None with the reason; the user's function may fail in any way."""
-    try:
-        value = parse(answer)
-        if value is None:
-            return None, "no score in the answer"
-        score = float(value)
-    except Exception as error:
-        return None, describe_exception(error, __file__)
-    return (score, "") if math.isfinite(score) else (None, f"the score is {score}")
 
 
 Job = Teacher | Judge

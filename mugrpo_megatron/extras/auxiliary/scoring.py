@@ -93,12 +93,13 @@ def write_parts(
     Ends once the queue is empty or the run is asked to stop. Returns the engine's error, or an empty text.
     """
     try:
-        for answers in _completed_updates(engine, store, job, queue, width):
-            job.parts.write(answers.update, job.rows(answers.samples, answers.responses))
-            queue.finished(sum(len(response.ids) for response in answers.responses.values()))
-            written(answers.update)
-            if stop.poll():
-                break
+        with job.workers():
+            for answers in _completed_updates(engine, store, job, queue, width):
+                job.parts.write(answers.update, job.rows(answers.samples, answers.responses))
+                queue.finished(sum(len(response.ids) for response in answers.responses.values()))
+                written(answers.update)
+                if stop.poll():
+                    break
     except EngineStopped:
         pass
     except EngineFailure as failure:

@@ -16,6 +16,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from mugrpo_megatron.data.prompts import Template
+from mugrpo_megatron.data.quoted import encode_quoting, mark_special
 from mugrpo_megatron.engine import sglang_compat
 from mugrpo_megatron.extras.episodes.trajectory import Broken, Trajectory
 from mugrpo_megatron.files.json_text import as_text
@@ -76,7 +77,7 @@ class Chat:
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    [dict(message) for message in messages],
+                    mark_special([dict(message) for message in messages], self._tokenizer),
                     tools=list(tools) or None,
                     chat_template=self._template.text,
                     tokenize=False,
@@ -140,7 +141,7 @@ class Chat:
         return self._encode(text)
 
     def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(as_text(text), add_special_tokens=False))
+        return encode_quoting(as_text(text), self._tokenizer)
 
 
 def _arguments(text: str) -> Any:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
+import time
 
 
 def score(answer: str) -> float | None:
@@ -14,3 +17,16 @@ def score(answer: str) -> float | None:
 def characters(answer: str) -> int:
     """A score for any answer."""
     return len(answer)
+
+
+def exits(answer: str) -> None:
+    sys.exit(0)
+
+
+def exits_at_once(answer: str) -> None:
+    os._exit(0)
+
+
+def hangs(answer: str) -> None:
+    while True:
+        time.sleep(3600)

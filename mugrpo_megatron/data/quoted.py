@@ -1,0 +1,56 @@
+"""Text that a chat quotes: special tokens that it spells out are encoded as their characters.
+
+Rows, tools and models write text that a template puts between its own special tokens. `mark_special` marks what must
+not become a token before it is rendered, `encode_quoting` tokenizes the rendered text.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MARK = "\ufdd0"
+"""A noncharacter of Unicode, after the first character of a quoted special token."""
+
+
+def mark_special(value: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """A JSON value with each special token of the tokenizer in its texts marked."""
+    if isinstance(value, str):
+        return _special(tokenizer).sub(lambda match: f"{match[0][0]}{MARK}{match[0][1:]}", value)
+    if isinstance(value, dict):
+        return {key: mark_special(inner, tokenizer) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [mark_special(inner, tokenizer) for inner in value]
+    return value
+
+
+def encode_quoting(text: str, tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool = False) -> list[int]:
+    """Token ids of a text with marked special tokens; `add_special_tokens` adds those around it."""
+    ids: list[int] = []
+    for number, piece in enumerate(_marked(tokenizer).split(text)):
+        if number % 2:
+            ids += tokenizer.encode(piece.replace(MARK, ""), add_special_tokens=False, split_special_tokens=True)
+        elif piece or not number:
+            ids += tokenizer.encode(piece, add_special_tokens=add_special_tokens and not number)
+    return ids
+
+
+@lru_cache(maxsize=8)
+def _special(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, _names(tokenizer))) or r"(?!)")
+
+
+@lru_cache(maxsize=8)
+def _marked(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    return re.compile(f"({'|'.join(re.escape(name[0] + MARK + name[1:]) for name in _names(tokenizer)) or '(?!)'})")
+
+
+def _names(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Special tokens that more than one character spell, longest first."""
+    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    names = {*added, *map(str, tokenizer.all_special_tokens)}
+    return sorted((name for name in names if len(name) > 1), key=len, reverse=True)

@@ -1,0 +1,35 @@
+"""Scores in a judge's answers, read by a user's function; runs in a worker of the verifier."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.recipe.functions import describe_exception
+
+LARGEST_SCORE = 3e38
+"""Float32, in which advantages are computed, holds no larger number."""
+
+
+def check_parameters(key: str, name: str, function: Callable[..., Any]) -> None:
+    """Raise UserError unless the function takes a judge's answer by name: `os:system` takes a command."""
+    try:
+        inspect.signature(function).bind(answer="")
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{key} {name!r} does not take one parameter `answer` ({error}): name it so") from None
+
+
+def parse_score(parse: Callable[[str], Any], answer: str) -> tuple[float | None, str]:
+    """The score in a judge's answer, or None with the reason; the user's function may fail in any way."""
+    try:
+        value = parse(answer)
+        if value is None:
+            return None, "no score in the answer"
+        score = float(value)
+    except MemoryError:  # the worker ends
+        raise
+    except Exception as error:
+        return None, describe_exception(error, __file__)
+    return (score, "") if abs(score) <= LARGEST_SCORE else (None, f"the score is {score}")
