@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from mugrpo_megatron.data.arithmetic import TASKS
-from mugrpo_megatron.data.problems import held_out_sets, load
+from mugrpo_megatron.data.problems import generated_sets, held_out_sets, load
 from mugrpo_megatron.data.prompts import (
     FittingPrompts,
     first_prompt,
@@ -166,15 +166,16 @@ def read_problems(data: DataSection, reward: RewardSection) -> Problems:
     notes: list[str] = []
     held_out = held_out_problems(data.eval, data, reward, notes)
     train = usable_problems(data.train, "train", data, reward, notes)
-    # A bundled task repeats training questions on purpose, and its splits are disjoint by construction.
-    bundled, read = ([p for p in train if (p.source in TASKS) is is_task] for is_task in (True, False))
+    # A generator repeats training questions on purpose, and its splits are disjoint by construction.
+    generators = generated_sets(data.train)
+    generated, read = ([p for p in train if (p.source in generators) is is_task] for is_task in (True, False))
     distinct, disagreements = without_duplicates(read)
     notes += _few(disagreements)
     if len(distinct) < len(read):
         notes.append(f"{len(read) - len(distinct)} training problems repeat another one's question: left out")
     if data.contamination != "off":
         distinct = _uncontaminated(distinct, held_out, data.contamination == "drop", notes)
-    return Problems(bundled + distinct, evenly_spaced_by_set(held_out, data.eval_problems, notes), notes)
+    return Problems(generated + distinct, evenly_spaced_by_set(held_out, data.eval_problems, notes), notes)
 
 
 def held_out_problems(

@@ -24,9 +24,18 @@ from mugrpo_megatron.data.files import (
 from mugrpo_megatron.data.reading import FieldMissing, columns_of, data_source_of, problem_of
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hub import snapshot
-from mugrpo_megatron.recipe.scoring import MEAN, EvalSection
+from mugrpo_megatron.recipe.functions import load_function
+from mugrpo_megatron.recipe.scoring import GYM, MEAN, EvalSection
 from mugrpo_megatron.recipe.sections import DataSection
 from mugrpo_megatron.samples import Problem
+
+GYM_PROBLEMS = "mugrpo_megatron.extras.reasoning_gym.tasks:gym_problems"
+GYM_CHECK = "mugrpo_megatron.extras.reasoning_gym.tasks:check_task"
+
+
+def generated_sets(sources: str) -> set[str]:
+    """The names of those of comma-separated sources that are generated, into disjoint splits."""
+    return {name for name, source in named_sources(sources).items() if source in TASKS or source.startswith(GYM)}
 
 
 def named_sources(sources: str) -> dict[str, str]:
@@ -79,6 +88,8 @@ def _name(source: str, words: int) -> str:
     preset, at, file = source.partition("@")
     if source in TASKS or source in PRESETS:
         candidates = [source]
+    elif source.startswith(GYM):
+        candidates = source.partition("?")[0].split(":")
     elif at and preset in PRESETS:
         candidates = [Path(file).stem, preset]
     elif Path(source).suffix in SUFFIXES:
@@ -205,9 +216,10 @@ def load(
 ) -> Read:
     """Read all problems of a source, or of several separated by commas; `split` and `seed` select inside a named set.
 
-    A source is a bundled task, a file (`files.SUFFIXES`), a preset's name, `NAME@FILE` (a file with that preset's
-    columns), or a hub name `owner/name[/config][:split]`. Unless the section names other columns, a row is read by the
-    columns that it has (`files.recognised`). A problem's `source` is the short name of its set (`named_sources`).
+    A source is a bundled task, `reasoning_gym:TASK?key=value`, a file (`files.SUFFIXES`), a preset's name, `NAME@FILE`
+    (a file with that preset's columns), or a hub name `owner/name[/config][:split]`. Unless the section names other
+    columns, a row is read by the columns that it has (`files.recognised`). A problem's `source` is the short name of
+    its set (`named_sources`).
     Raises UserError for a source that cannot be read or is empty, and with `data.strict` when rows are malformed.
     """
     result = Read()
@@ -215,6 +227,10 @@ def load(
         if named in arithmetic.TASKS:
             count = arithmetic.GENERATED if split == "train" else section.eval_problems
             result.problems.extend(arithmetic.problems(seed, split, count, named))
+            continue
+        if named.startswith(GYM):
+            generate = load_function("data.train", GYM_PROBLEMS)
+            result.problems.extend(generate(named, name, split, section.eval_problems))
             continue
         read = read_source(replace(resolve(named, section, split), name=name), any_gold)
         if not read.problems and read.malformed and read.without_field == read.malformed:
@@ -261,10 +277,13 @@ def check_files(source: str) -> None:
 
 
 def _files_of(source: str) -> dict[str, Path | None]:
-    """Comma-separated sources other than bundled tasks -> their files, None for a set of the hub."""
+    """Comma-separated sources that are not generated -> their files, None for a set of the hub."""
     files = {}
     for name in filter(None, map(str.strip, source.split(","))):
         if name in arithmetic.TASKS:
+            continue
+        if name.startswith(GYM):
+            load_function("data.train", GYM_CHECK)(name)
             continue
         files[name] = _file_of(name)
         if files[name] is None and name not in PRESETS and (Path(name).is_dir() or not _HUB_NAME.fullmatch(name)):

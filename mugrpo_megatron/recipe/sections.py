@@ -32,7 +32,7 @@ from mugrpo_megatron.recipe.policy import (
     RolloutSection,
     SftSection,
 )
-from mugrpo_megatron.recipe.scoring import STYLES_WITHOUT_BOX, EvalSection, RewardSection
+from mugrpo_megatron.recipe.scoring import GYM, GYM_REWARD, STYLES_WITHOUT_BOX, EvalSection, RewardSection
 from mugrpo_megatron.recipe.systems import EngineSection, LearnerSection, ParallelSection
 
 QUESTION = "{question}"
@@ -79,8 +79,8 @@ class DataSection(Section):
     """Problems for training and evaluation, and their prompts."""
 
     train: str = "arithmetic"
-    """Training problems: a bundled task, a JSON, Parquet or CSV file, a named data set, or `owner/name` on the hub;
-    several with commas."""
+    """Training problems: a bundled task, a JSON, Parquet or CSV file, a named data set, `owner/name` on the hub, or
+    `reasoning_gym:TASK?key=value&...`; several with commas."""
     eval: str = Field("arithmetic", json_schema_extra=changes("branch"))
     """Held-out problems, sources as for `train`."""
     eval_problems: int = Field(500, gt=0, le=10_000_000)
@@ -304,3 +304,24 @@ class Recipe(Section):
         style = data.get("prompt_style", "auto")
         asks = isinstance(style, str) and style not in STYLES_WITHOUT_BOX and reward.get("extract", "auto") == "auto"
         return given | {"reward": reward | {"extract": "boxed"}} if asks else given
+
+    @model_validator(mode="before")
+    @classmethod
+    def _score_by_the_task(cls, given: Any) -> Any:
+        """Problems of reasoning-gym are scored by their task, and held-out ones are the same task's, unless named."""
+        data, reward = (given.get(key, {}) if isinstance(given, dict) else None for key in ("data", "reward"))
+        if not isinstance(data, dict) or not isinstance(reward, dict) or not isinstance(data.get("train", ""), str):
+            return given
+        if "eval" not in data and data.get("train", "").startswith(GYM):
+            data = data | {"eval": data["train"]}
+        named = [str(data.get(key, DataSection.model_fields[key].default)) for key in ("train", "eval")]
+        sources = list(filter(None, map(str.strip, ",".join(named).split(","))))
+        generated = [source for source in sources if source.startswith(GYM)]
+        if not generated or reward.get("function") or reward.get("functions"):
+            return given | {"data": data} if "data" in given else given
+        if others := [source for source in sources if source not in generated]:
+            raise ValueError(
+                f"{generated[0]} is scored by its task, and {others[0]} is not: name one kind in data.train and "
+                'data.eval, or what scores both (reward.function = "math", or [reward.functions] with sources)'
+            )
+        return given | {"data": data, "reward": reward | {"function": GYM_REWARD}}

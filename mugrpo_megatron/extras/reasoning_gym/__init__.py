@@ -1,0 +1,1 @@
+"""`data.train = "reasoning_gym:TASK"`: problems and verifiers of the package reasoning-gym."""

@@ -1,0 +1,36 @@
+"""The verifier of reasoning-gym's task as a reward function. Only workers import this file, and with it the package."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
+
+from mugrpo_megatron.rewards.math.extract import boxed_answer
+
+# At import: the first call's CPU time is limited, and the package takes a second.
+GYM = import_module("reasoning_gym")
+EXTRACT = import_module("reasoning_gym.utils").extract_answer
+
+
+def task_reward(response: str, answer: str, row: Mapping[str, Any]) -> float:
+    """The task's score of the answer: in the last <answer> tags or box, else the whole response."""
+    if "task" not in row:
+        raise ValueError("the row is not a problem of reasoning-gym, whose tasks score it; set reward.function")
+    extracted = EXTRACT(response) or boxed_answer(response) or response.strip()
+    dataset, entry = _entry(row["task"], json.dumps(row["parameters"]), row["index"])
+    return float(dataset.score_answer(extracted, entry))
+
+
+@lru_cache(maxsize=256)
+def _entry(task: str, parameters: str, index: int) -> tuple[Any, dict[str, Any]]:
+    """The data set and the entry, generated again: JSON would change its tuples and keys."""
+    dataset = _dataset(task, parameters)
+    return dataset, dataset[index]
+
+
+@lru_cache(maxsize=16)
+def _dataset(task: str, parameters: str) -> Any:
+    return GYM.create_dataset(task, **json.loads(parameters))

@@ -1,0 +1,103 @@
+"""Problems of reasoning-gym's tasks, in disjoint splits.
+
+A source is `reasoning_gym:TASK?key=value&...`: the task's parameters, and `seed` and `size`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from dataclasses import fields
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from mugrpo_megatron.data.arithmetic import BUCKETS, Split
+from mugrpo_megatron.data.reading import any_answer
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.recipe.scoring import GYM
+from mugrpo_megatron.samples import Problem
+
+SIZE = 10_000
+"""Training problems without `size`."""
+TRIES = 40
+"""Generated questions for each wanted one, after which a task has no further ones: an eighth is held out."""
+
+
+def check_task(source: str) -> None:
+    """Raise UserError for a source that cannot be generated, without the package too."""
+    _dataset(*_task_of(source))
+
+
+def gym_problems(source: str, name: str, split: Split, held_out: int) -> list[Problem]:
+    """Returns the problems of a split: `size` of them, else `held_out` or SIZE; the same on every machine.
+
+    A hash of the question determines its split, and held-out questions are distinct. `name` is the set's name. A row
+    names task, parameters and index, from which the verifier generates the entry again.
+    """
+    task, given = _task_of(source)
+    size = given.pop("size", held_out if split == "eval" else SIZE)
+    # reasoning-gym seeds problem i with seed + i: successive seeds of its own would share all problems but one.
+    seed = int.from_bytes(_digest(f"seed {given.get('seed', 0)}")) >> 33
+    parameters = given | {"seed": seed, "size": size * TRIES}
+    dataset = _dataset(task, parameters)
+    problems: list[Problem] = []
+    questions: set[str] = set()
+    for index in range(size * TRIES):
+        if len(problems) == size:
+            break
+        entry = dataset[index]
+        question, answer = str(entry["question"]), entry["answer"]
+        bucket = _digest(question)[0] % BUCKETS
+        if (bucket == 0) is (split == "eval") and (split == "train" or question not in questions):
+            gold = answer if isinstance(answer, str) else any_answer(answer)
+            row = {"question": question, "answer": gold, "task": task, "parameters": parameters, "index": index}
+            problems.append(Problem(f"{source}:{index}", question, gold, name, row=row))
+            questions.add(question)
+    if not problems:
+        raise UserError(f"{source}: none of {size * TRIES:,} generated questions is for the {split} split")
+    return problems
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()
+
+
+def _task_of(source: str) -> tuple[str, dict[str, Any]]:
+    """Returns a source's task and its parameters: JSON values, else text."""
+    task, _, query = source.removeprefix(GYM).partition("?")
+    parameters: dict[str, Any] = {}
+    for pair in filter(None, query.split("&")):
+        key, equals, text = pair.partition("=")
+        if not equals:
+            raise UserError(f"data source {source!r}: write its parameters as key=value, joined by &")
+        try:
+            parameters[key] = json.loads(text)
+        except (ValueError, RecursionError):
+            parameters[key] = text
+        if key in ("seed", "size") and not (type(parameters[key]) is int and parameters[key] >= (key == "size")):
+            raise UserError(f"data source {source!r}: {key} is a whole number")
+    return task, parameters
+
+
+def _dataset(task: str, parameters: dict[str, Any]) -> Any:
+    """Returns the task's data set; UserError where package, task or parameter does not exist."""
+    if find_spec("reasoning_gym") is None:
+        raise UserError(
+            f"data source '{GYM}{task}' needs a package that is not installed: pip install reasoning-gym==0.1.25"
+        )
+    gym, tasks = import_module("reasoning_gym"), import_module("reasoning_gym.factory").DATASETS
+    if task not in tasks:
+        close = difflib.get_close_matches(task, tasks, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(sorted(tasks))}"
+        raise UserError(f"data source '{GYM}{task}': reasoning-gym has no such task; {hint}")
+    known = [field.name for field in fields(tasks[task][1])]
+    if unknown := sorted(parameters.keys() - set(known)):
+        raise UserError(
+            f"data source '{GYM}{task}' has no parameter {unknown[0]}: its parameters are {', '.join(known)}"
+        )
+    try:
+        return gym.create_dataset(task, **parameters)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise UserError(f"data source '{GYM}{task}' refuses its parameters: {error}") from None
