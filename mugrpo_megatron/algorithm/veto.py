@@ -41,6 +41,8 @@ from mugrpo_megatron.recipe.objective import ObjectiveSection
 
 PREFIX_WEIGHTS = ("prefix", "prefix_min")
 """Values of `objective.veto` that weigh tokens by their prefix."""
+MARKED_WEIGHT = 0.5
+"""Weight by the prefix below which a token is shown as vetoed."""
 NEVER = torch.iinfo(torch.int64).max
 """First trigger of a response that has none."""
 
@@ -68,6 +70,11 @@ class KeepMask:
     state: VetoState
     weight: Tensor | None = None
     """float [T], in [0, 1]; None is 1."""
+
+    @property
+    def marked(self) -> Tensor:
+        """bool [T]: tokens to show as vetoed: out of the loss, or with weights by the prefix below `MARKED_WEIGHT`."""
+        return ~self.keep if self.weight is None else self.weight < MARKED_WEIGHT
 
 
 def initial_state(segments: Segments, config: ObjectiveSection) -> VetoState:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mugrpo_megatron.algorithm.veto import MARKED_WEIGHT, PREFIX_WEIGHTS
 from mugrpo_megatron.recipe.objective import ObjectiveSection
 from mugrpo_megatron.report.details import spaced
 from mugrpo_megatron.report.probes import ProbedResponse, veto_masks
@@ -126,9 +127,12 @@ def _spans(marked: np.ndarray) -> list[list[int]]:
 def heat_text(heat: Mapping[str, Any], objective: ObjectiveSection) -> str:
     updates = max(response["ages"][-1] for response in heat["responses"])
     turns = " Grey: what a tool wrote." if any(response["turns"] for response in heat["responses"]) else ""
+    dropped = "are dropped"
+    if objective.veto in PREFIX_WEIGHTS:
+        dropped = f"have a weight below {MARKED_WEIGHT:g}"
     return (
         f"One column a token, one row an age of the stage, after 0 to {updates} updates. Red: less likely than when it "
         f"was sampled; blue: more likely. A ring marks a trigger (ratio below {objective.trigger_ratio:g}); tokens "
-        f"under a line are dropped by this run's veto, {objective.veto}.{turns} Point at a row to read the response "
+        f"under a line {dropped} by this run's veto, {objective.veto}.{turns} Point at a row to read the response "
         "then."
     )

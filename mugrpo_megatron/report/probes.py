@@ -81,7 +81,7 @@ def objective_of(recipe: Mapping[str, Any]) -> ObjectiveSection:
 
 
 def veto_masks(response: ProbedResponse, objective: ObjectiveSection) -> tuple[np.ndarray, np.ndarray]:
-    """Triggers and dropped tokens of the run's veto at each age, bool [A, R] each."""
+    """Triggers and marked tokens (`KeepMask.marked`) of the run's veto at each age, bool [A, R] each."""
     inside, turns = response.trained, turns_in(response.trained)
     rows, tokens = len(response.log_ratio), int(inside.sum())
     segments = with_turns(make_segments(torch.full((rows,), tokens), torch.ones(rows)), [turns] * rows)
@@ -91,7 +91,7 @@ def veto_masks(response: ProbedResponse, objective: ObjectiveSection) -> tuple[n
     alone = objective.model_copy(update={"veto": "trigger"})
     marks = np.zeros((2, *response.log_ratio.shape), dtype=bool)
     for mark, section in zip(marks, (alone, objective), strict=True):
-        mark[:, inside] = ~veto(log_ratio, advantage, segments, section, start).keep.reshape(rows, tokens).numpy()
+        mark[:, inside] = veto(log_ratio, advantage, segments, section, start).marked.reshape(rows, tokens).numpy()
     return marks[0], marks[1]
 
 

@@ -20,7 +20,7 @@ from mugrpo_megatron.report import curves
 from mugrpo_megatron.report.details import MOST_STAGES, StageResponses, read_details, spaced
 from mugrpo_megatron.report.drawing import draw
 from mugrpo_megatron.report.excerpts import sample_sections
-from mugrpo_megatron.report.heat import LEVELS, LOWEST, OTHERS, STEPS, WINDOW, heat_map
+from mugrpo_megatron.report.heat import LEVELS, LOWEST, OTHERS, STEPS, WINDOW, heat_map, heat_text
 from mugrpo_megatron.report.page import page, write_report
 from mugrpo_megatron.report.probes import probed_responses, veto_masks
 from mugrpo_megatron.samples import Sample
@@ -122,6 +122,17 @@ def test_the_heat_map_follows_the_runs_veto(run: RunData) -> None:
     for veto, spans in dropped.items():
         for response in heat_of(run, veto=veto)["responses"]:
             assert (response["dropped"][-1], response["triggers"][-1]) == (spans, [2])
+
+
+@pytest.mark.parametrize("veto", ["prefix", "prefix_min"])
+def test_with_weights_by_the_prefix_tokens_below_one_half_are_marked(run: RunData, veto: str) -> None:
+    """The token at 2 falls by a nat an age, and its weight is of the tokens before it."""
+    heat = heat_of(run, veto=veto)
+    for response in heat["responses"]:
+        for age, dropped in zip(response["ages"], response["dropped"], strict=True):
+            assert dropped == ([[3, 5]] if age >= 1 else [])
+    text = heat_text(heat, ObjectiveSection(veto=veto))
+    assert f"under a line have a weight below 0.5 by this run's veto, {veto}." in text
 
 
 def test_a_ratio_that_is_not_finite_has_no_colour(run: RunData) -> None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from mugrpo_megatron.algorithm.segments import make_segments, with_turns
-from mugrpo_megatron.algorithm.veto import initial_state, veto
+from mugrpo_megatron.algorithm.veto import MARKED_WEIGHT, PREFIX_WEIGHTS, initial_state, veto
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import CONFIG, check_weights, read_config
 from mugrpo_megatron.recipe import ObjectiveSection
@@ -34,7 +34,7 @@ class Stale:
     trigger: np.ndarray
     """bool: tokens of a response with negative advantage whose ratio is below `trigger_ratio`."""
     dropped: np.ndarray
-    """bool: tokens that the veto drops from the loss; none outside the loss mask."""
+    """bool: tokens that the veto drops from the loss, or weighs little; none outside the loss mask."""
     lowest_ratio: float | None
     """Smallest importance ratio inside the loss mask; None if no token is inside."""
 
@@ -77,7 +77,8 @@ class LaterPolicy:
     def legend(self) -> str:
         """The veto and its trigger in words, as a table's caption."""
         veto, ratio = self._objective.veto, self._objective.trigger_ratio
-        return f"dropped: by veto {veto}; trigger: ratio below {ratio:g} where A < 0"
+        dropped = f"weight below {MARKED_WEIGHT:g}, {veto}" if veto in PREFIX_WEIGHTS else f"by veto {veto}"
+        return f"dropped: {dropped}; trigger: ratio below {ratio:g} where A < 0"
 
     def assess(self, samples: Sequence[Sample], behaviour: Sequence[np.ndarray], advantages: np.ndarray) -> list[Stale]:
         """Returns each response under this policy, as training sees it.
@@ -100,9 +101,9 @@ class LaterPolicy:
         segments = with_turns(make_segments(lengths, torch.ones(len(lengths))), [sample.turns for sample in samples])
         per_token = torch.from_numpy(np.asarray(advantages, dtype=np.float32))[segments.ids]
         log_ratio, start = torch.cat(ratios), initial_state(segments, objective)
-        keep = veto(log_ratio, per_token, segments, objective, start).keep
+        marked = veto(log_ratio, per_token, segments, objective, start).marked
         triggers = ~veto(log_ratio, per_token, segments, objective.model_copy(update={"veto": "trigger"}), start).keep
-        columns = [column.split(lengths.tolist()) for column in (log_ratio, triggers, ~keep)]
+        columns = [column.split(lengths.tolist()) for column in (log_ratio, triggers, marked)]
         return [
             _stale(sample, *(values.numpy() for values in row)) for sample, *row in zip(samples, *columns, strict=True)
         ]

@@ -21,7 +21,12 @@ def assess(model: Path, samples: list[Sample], advantages: list[float], objectiv
 
 @pytest.mark.parametrize(
     ("scope", "dropped"),
-    [("none", [False] * 4), ("trigger", [False, True, False, False]), ("suffix", [False, False, True, True])],
+    [
+        ("none", [False] * 4),
+        ("trigger", [False, True, False, False]),
+        ("suffix", [False, False, True, True]),
+        ("prefix", [False, False, True, True]),
+    ],
 )
 def test_only_the_token_that_lost_its_mass_is_a_trigger(model: Path, scope: str, dropped: list[bool]) -> None:
     samples = [sample(model, 0, text, reward) for text, reward in ((RIGHT, 1.0), (WRONG, 0.0))]
