@@ -16,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mugrpo_megatron.data.printed import printed_list, with_parsed_texts
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.json_text import parse_json
 from mugrpo_megatron.samples import Message
@@ -34,18 +35,26 @@ csv.field_size_limit(sys.maxsize)  # by default 128 KiB, which a row of tests or
 def rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
     """Yield (line from 1, row, or the reason why it is malformed); in Parquet and JSON arrays a line is a row's number.
 
+    Chats and objects that a column holds as text are parsed (`with_parsed_texts`).
     Raises UserError for a file that is missing, unreadable or of another format.
     """
     check_file(path)
     try:
-        if path.suffix == ".parquet":
-            yield from _parquet_rows(path)
-        elif path.suffix in (".csv", ".tsv"):
-            yield from _csv_rows(path, "," if path.suffix == ".csv" else "\t")
-        else:
-            yield from _array_rows(path) if _is_array(path) else _json_rows(path)
+        for line, row in _rows_as_written(path):
+            try:
+                yield line, row if isinstance(row, str) else with_parsed_texts(row)
+            except ValueError as error:
+                yield line, str(error)
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror or error})") from None
+
+
+def _rows_as_written(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    if path.suffix == ".parquet":
+        return _parquet_rows(path)
+    if path.suffix in (".csv", ".tsv"):
+        return _csv_rows(path, "," if path.suffix == ".csv" else "\t")
+    return _array_rows(path) if _is_array(path) else _json_rows(path)
 
 
 def check_file(path: Path) -> None:
@@ -270,6 +279,8 @@ def _texts(options: Any) -> list[str]:
             option.get("text", option.get("content")) if isinstance(option, dict) else option for option in options
         ]
         return [str(value) for value in values if _plain(value)]
+    if isinstance(options, str) and (printed := printed_list(options)):
+        return printed
     if isinstance(options, str) and options.lstrip().startswith(("[", "{")):
         try:
             return _texts(ast.literal_eval(options.strip()))

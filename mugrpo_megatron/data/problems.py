@@ -21,7 +21,7 @@ from mugrpo_megatron.data.files import (
     rows,
     unseen_options,
 )
-from mugrpo_megatron.data.reading import FieldMissing, columns_of, data_source_of, problem_of
+from mugrpo_megatron.data.reading import FieldMissing, columns_of, data_source_of, lists_answers, problem_of
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hub import snapshot
 from mugrpo_megatron.recipe.functions import load_function
@@ -199,6 +199,8 @@ class Read:
     """Description of recognised columns -> rows."""
     unseen: Counter[str] = field(default_factory=Counter)
     """Description of option columns missing from the question -> rows."""
+    listed: Counter[str] = field(default_factory=Counter)
+    """Column of a list of several answers, which `math` asks for together -> rows."""
     notes: list[str] = field(default_factory=list)
     """A sentence for each recognised format."""
 
@@ -243,6 +245,7 @@ def load(
         result.problems.extend(read.problems)
         result.malformed.extend(read.malformed)
         result.notes.extend(f"{name}: {count:,} rows read as {columns}" for columns, count in read.recognised.items())
+        result.notes.extend(_listed(name, column, count) for column, count in read.listed.items())
         result.notes.extend(_unseen(name, columns, count) for columns, count in read.unseen.items())
     if section.strict:
         refuse_malformed(result.malformed)
@@ -349,6 +352,7 @@ def read_source(source: Source, any_gold: AnyGold = lambda data_source: False) -
             else:
                 read.problems.append(problem)
                 read.recognised.update([described(columns)] if recognised else [])
+                read.listed.update([columns.answer] if not free and lists_answers(row, columns.answer) else [])
                 read.unseen.update(filter(None, [unseen_options(row, _full_question(problem))]))
     return read
 
@@ -356,6 +360,13 @@ def read_source(source: Source, any_gold: AnyGold = lambda data_source: False) -
 def _full_question(problem: Problem) -> str:
     """The question, with all messages of a chat."""
     return "\n".join((problem.question, *(text for _, text in problem.messages)))
+
+
+def _listed(name: str, column: str, count: int) -> str:
+    return (
+        f"{name}: {count:,} rows have a list of several answers in {column}: all of them are required, in any order; "
+        'to accept any one of them, take a function as in docs/rewards.md, "Alternative answers"'
+    )
 
 
 def _unseen(name: str, columns: str, count: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import math
 import re
@@ -22,6 +21,7 @@ from mugrpo_megatron.data.files import (
     null_columns,
     recognised,
 )
+from mugrpo_megatron.data.printed import parsed_text, printed_list
 from mugrpo_megatron.files.json_text import to_json_value
 from mugrpo_megatron.rewards.items import ChatOrText
 from mugrpo_megatron.rewards.math.extract import boxed_answer
@@ -32,7 +32,11 @@ class FieldMissing(ValueError):
     """A row lacks a column."""
 
 
-_PYTHON_LIST = re.compile(r"\[\s*['\"].*['\"]\s*,?\s*\]", re.DOTALL)
+_LOST_BACKSLASH = re.compile(
+    "\a(?=lpha|ngle|pprox)|\b(?=eta|inom|egin|oxed|ar\\b)|\f(?=rac|orall)|\v(?=ec|arphi|ert|dots)"
+    "|\t(?=ext|heta|imes|au\\b|frac|an[({^])|\n(?=eq\\b|abla)|\r(?=ho\\b|ight\\b)"
+)
+"""What is left of `\\frac` or `\\theta` where JSON or Python has read the backslash."""
 
 
 def columns_of(
@@ -61,6 +65,7 @@ def problem_of(
     can verify: text, a number or a list of them.
     """
     cell = _value(row, columns.question)
+    cell = parsed_text(columns.question, cell) if isinstance(cell, str) else cell
     messages = _messages(cell, columns) if isinstance(cell, list) else ()
     reply = messages[-1][1] if messages and columns.answer == CONVERSATION else None
     if messages and (reply is not None or columns.question == "messages"):
@@ -126,9 +131,24 @@ def verifiable_answer(gold: Any, path: str) -> str:
 def _verifiable(gold: str, path: str) -> str:
     if not gold.strip():
         raise ValueError(f"field {path!r} is empty")
-    if answer := final_answer(gold):
-        return answer
-    raise ValueError(f"field {path!r} holds no answer")
+    if not (answer := final_answer(gold)):
+        raise ValueError(f"field {path!r} holds no answer")
+    if lost := _LOST_BACKSLASH.search(gold):
+        raise ValueError(
+            f"field {path!r} holds the control character {lost[0]!r} where LaTeX has a command: the file writes one "
+            "backslash where JSON needs two; double them"
+        )
+    return answer
+
+
+def lists_answers(row: Mapping[str, Any], path: str) -> bool:
+    """Whether the gold in the field `path` is a list of several answers."""
+    try:
+        gold = field_at(dict(row), path)
+    except KeyError:
+        return False
+    gold = printed_list(gold) if isinstance(gold, str) else gold
+    return isinstance(gold, list) and len(gold) > 1
 
 
 def any_answer(gold: Any) -> str:
@@ -170,10 +190,7 @@ def _messages(value: list[Any], columns: ColumnPaths) -> tuple[Message, ...]:
 
 def _answers(value: Any, path: str) -> Iterator[str]:
     """Yield the answers in a value; several are a list, in some data sets a printed Python list."""
-    if isinstance(value, str) and _PYTHON_LIST.fullmatch(value.strip()):
-        try:
-            value = ast.literal_eval(value.strip())
-        except (ValueError, SyntaxError, MemoryError, RecursionError):  # brackets that mean something else
-            value = [value]
+    if isinstance(value, str):
+        value = printed_list(value) or value
     for answer in value if isinstance(value, list) else [value]:
         yield str(_scalar(answer, path))

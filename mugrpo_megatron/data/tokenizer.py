@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import check_tokenizer, unreadable_as_user_error
+from mugrpo_megatron.rewards.math.thoughts import opening_of
 
 VOCAB_SIZE = 272
 """256 bytes and 16 special tokens: a multiple of 16 splits evenly over tensor parallel ranks."""
@@ -69,3 +70,18 @@ def build_arithmetic_tokenizer(chat_template: str | None = None) -> PreTrainedTo
         clean_up_tokenization_spaces=False,
         model_max_length=1_000_000,
     )
+
+
+def without_repetition(response: str, prompt: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """A response as text without what comes with the prompt or is added to each response.
+
+    Some data repeat the prompt's last line or the thought that it opens, and others write the end-of-sequence token.
+    """
+    end = str(tokenizer.eos_token)
+    while response.rstrip().endswith(end):
+        response = response.rstrip().removesuffix(end)
+    line = prompt.rstrip().rsplit("\n", 1)[-1].strip()
+    for opening in (line if line.startswith(("<|", "<｜")) else "", opening_of(prompt)):
+        if opening and response.lstrip().startswith(opening):
+            response = response.lstrip().removeprefix(opening).lstrip("\n" if prompt.endswith("\n") else "")
+    return response

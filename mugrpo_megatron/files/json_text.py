@@ -28,6 +28,10 @@ def parse_json(text: str | bytes) -> Any:
         value = json.loads(text)
     except RecursionError:
         raise ValueError("nested too deep") from None
+    except ValueError as error:
+        if "integer string conversion" in str(error):  # CPython's limit names a function of sys
+            raise ValueError("an integer has more than 4,300 digits; write it as text") from None
+        raise
     if SURROGATE.search(text):
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     return value

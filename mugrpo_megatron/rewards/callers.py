@@ -7,7 +7,8 @@ import inspect
 import math
 import re
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any
@@ -217,6 +218,11 @@ class Caller:
 
     def __call__(self, items: Sequence[ScoringInput]) -> list[Verdict | BaseException]:
         """A verdict on each item, or the function's exception for it; re-raises an exception for all of them."""
+        # A function may sort or extend what a row holds; the responses of a group come with one row.
+        items = [
+            replace(item, row=deepcopy(item.row), prompt=deepcopy(item.prompt), gold=deepcopy(item.gold))
+            for item in items
+        ]
         results = self._call_with_lists(items) if self.form.takes_lists else self._call_each(items)
         return [self._verdict(result) for result in results]
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from mugrpo_megatron.recipe.scoring import CODE, MATH, RewardSection
 from mugrpo_megatron.rewards.items import prompt_of_problem
 from mugrpo_megatron.rewards.math.extract import is_integer
+from mugrpo_megatron.rewards.math.literal import MOST_ANSWER_CHARS
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.samples import Problem
 
@@ -42,6 +43,8 @@ def unusable_golds(problems: Sequence[Problem], section: RewardSection) -> dict[
         for problem, score in zip(doubtful, scores, strict=True):
             if score.reward != 1.0:
                 why = f"the answer {problem.answer[:80]!r} does not verify against itself"
+                if len(problem.answer) > 80:
+                    why += f": it has {len(problem.answer):,} characters; `math` compares at most {MOST_ANSWER_CHARS:,}"
                 reasons[problem.id] = f"{problem.id}: {why if function == MATH else score.why}"
     return reasons
 

@@ -223,3 +223,24 @@ def test_other_parameters_with_defaults_keep_them() -> None:
 def test_a_function_without_a_signature_is_refused() -> None:
     with pytest.raises(Unsupported, match="no signature"):
         form_of(dict)
+
+
+def test_what_a_function_changes_is_its_own_copy() -> None:
+    """The responses of a group share a row; nothing that a call changes inside it reaches another."""
+    row = {"tests": [3, 1], "extra_info": {"seen": []}, "metadata": {"n": {"calls": 0}}}
+    given = items("a", "b", "c", gold=[2, 1], row=row)
+
+    def one(response: str, answer: Any, row: Any) -> float:
+        answer.pop()
+        row["tests"].append(1)
+        row["extra_info"]["seen"].append(response)
+        return float(len(row["tests"]) + len(row["extra_info"]["seen"]) + len(answer))
+
+    def several(args: Any, samples: Any) -> list[float]:
+        for sample in samples:
+            sample.metadata["n"]["calls"] += 1
+        return [float(sample.metadata["n"]["calls"]) for sample in samples]
+
+    assert rewards(one, given) == rewards(one, given) == [5.0] * 3
+    assert rewards(several, given) == [1.0] * 3
+    assert row == {"tests": [3, 1], "extra_info": {"seen": []}, "metadata": {"n": {"calls": 0}}}

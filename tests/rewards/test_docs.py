@@ -19,6 +19,7 @@ EXPECTED = {
     "my_rewards:last_number": [1.0, 1.0, 0.5, 0.0],
     "group_rewards:shortest": [0.0, 0.0, 0.0, 1.0],
     "group_rewards:judged": [1.0, 0.0, 1.0, 0.0],
+    "any_of:any_of": [1.0, 1.0, 0.0, 0.0],
     "from_trl:correctness": [2.0, 0.0, 0.0, 0.0],
     "from_verl:compute_score": [1.0, -1.0, -1.0, -1.0],
     "from_slime:reward": [1.0, 0.0, 0.0, 0.0],

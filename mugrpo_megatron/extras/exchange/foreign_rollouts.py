@@ -19,6 +19,7 @@ import numpy as np
 from mugrpo_megatron.data.files import RESPONSES, found_in, messages_of, rows
 from mugrpo_megatron.data.prompts import Template, render
 from mugrpo_megatron.data.reading import kept_row
+from mugrpo_megatron.data.tokenizer import without_repetition
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.exchange.traces import flatten_trace, trainable_traces
 from mugrpo_megatron.recipe.load import short_repr
@@ -133,12 +134,13 @@ def _parse_row(
     finish = row.get("finish_reason") or "stop"
     if finish not in ("stop", "length"):
         raise ValueError(f"finish_reason {short_repr(finish)} is neither `stop` nor `length`")
+    prompt = _prompt(row, location, tokenizer, template, limits[0], vocab_size)
     given_ids = row.get("response_ids")
     if given_ids is not None:
         response = _ids(given_ids, "response_ids", vocab_size)
         text = str(tokenizer.decode(response.tolist(), skip_special_tokens=True))
     else:
-        text = _response(row)
+        text = without_repetition(_response(row), str(tokenizer.decode(prompt.tolist())), tokenizer)
         _check_characters("response", text, limits[1], tokenizer)
         ids = tokenizer.encode(text, add_special_tokens=False)
         response = np.array(ids if finish == "length" else [*ids, tokenizer.eos_token_id], dtype=np.int32)
@@ -153,7 +155,6 @@ def _parse_row(
             raise ValueError(f"{name} are per token, so the row needs its response_ids too")
         if not isinstance(values, list) or len(values) != len(response):
             raise ValueError(f"{name} need one value for each of the {len(response)} response_ids")
-    prompt = _prompt(row, location, tokenizer, template, limits[0], vocab_size)
     return ForeignRollout(
         location,
         row,
