@@ -106,6 +106,10 @@ def start_guard(scratch: str) -> IO[bytes]:
     return shell.stdin
 
 
+MOST_ANSWERS = 3
+"""Answers to one request whose logprobs are missing or not finite, after which the generation ends."""
+
+
 class GenerateCommand:
     """A generate command: every request is a task, and finished groups are sent together."""
 
@@ -125,6 +129,10 @@ class GenerateCommand:
         self._finished: list[tuple[int, list[dict[str, Any]]]] = []
         self._has_finished = asyncio.Event()
         """Set while finished groups wait to be sent."""
+        self._unsent: dict[int, tuple[Request, int]] = {}
+        """Key of a request whose group has not been sent -> the request and how often it was answered."""
+        self._tasks: asyncio.TaskGroup | None = None
+        """Tasks of requests, while there may be new ones."""
         self._in_flight = 0
         self._tokens = 0
         """Tokens of finished requests."""
@@ -142,11 +150,10 @@ class GenerateCommand:
         writer.start()
         async with asyncio.TaskGroup() as senders:  # the first request or message that raises ends the command
             messages = [senders.create_task(self._report_progress()), senders.create_task(self._send_finished())]
-            async with asyncio.TaskGroup() as tasks:
+            async with asyncio.TaskGroup() as self._tasks:
                 while (message := await self._inbox.get())[0] == "requests":
                     for request in message[1]:
-                        self._in_flight += 1
-                        tasks.create_task(self._answer(request))
+                        self._ask(request)
                 self._closing = True
                 if self._in_flight:
                     self._engines.abort()
@@ -155,6 +162,12 @@ class GenerateCommand:
         self._flush()
         self._outbox.put(None)
         writer.join()
+
+    def _ask(self, request: Request, answers: int = 0) -> None:
+        assert self._tasks is not None
+        self._unsent[request.key] = request, answers
+        self._in_flight += 1
+        self._tasks.create_task(self._answer(request))
 
     async def _answer(self, request: Request) -> None:
         # `abort_request(abort_all=True)` reaches only requests that SGLang has received; this one is not sent at all.
@@ -232,9 +245,30 @@ class GenerateCommand:
             self._flush()
 
     def _flush(self) -> None:
-        if self._finished:
-            self._outbox.put(("groups", pack(self._finished, self._version, self._sampling)))
-            self._finished = []
+        if not self._finished:
+            return
+        packed = pack(self._finished, self._version, self._sampling)
+        # A stage with one such logprob could never be trained on, so its group is sampled again before it is sealed.
+        if unsound := set() if self._closing else set(packed.unsound()):
+            self._finished = [group for group in self._finished if group[0] not in unsound]
+            for key in unsound:
+                self._ask_again(key)
+            self._flush()
+            return
+        for key in packed.keys:
+            self._unsent.pop(key, None)
+        self._outbox.put(("groups", packed))
+        self._finished = []
+
+    def _ask_again(self, key: int) -> None:
+        """Ask for a group once more; ValueError after `MOST_ANSWERS`."""
+        request, answers = self._unsent[key]
+        if answers + 1 == MOST_ANSWERS:
+            raise ValueError(
+                f"{MOST_ANSWERS} times in a row a prompt of {len(request.ids)} tokens got log-probabilities that are "
+                "missing or not finite: the engine's weights or its sampler are not sound"
+            )
+        self._ask(request, answers + 1)
 
     def _read(self, loop: asyncio.AbstractEventLoop) -> None:
         kind = "requests"

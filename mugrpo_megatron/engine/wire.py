@@ -155,6 +155,12 @@ class PackedGroups:
         for key, size in zip(self.keys, self.sizes, strict=True):
             yield key, [next(responses) for _ in range(size)]
 
+    def unsound(self) -> list[int]:
+        """Keys of groups with a logprob that is missing or not finite."""
+        if np.isfinite(self.logprobs).all():
+            return []
+        return [key for key, group in self.unpack() if not all(np.isfinite(r.logprobs).all() for r in group)]
+
 
 def sampling_seeds(stream: str, version: int, request: Request) -> list[int]:
     """A random seed of 63 bits for each response to a prompt, under the weights of this version."""

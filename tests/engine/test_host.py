@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
@@ -23,6 +25,7 @@ from mugrpo_megatron.engine.engine_group import EngineGroup
 from mugrpo_megatron.engine.host import GenerateCommand, Host, first_cause, start_guard
 from mugrpo_megatron.engine.process import SHARED_MEMORY, Channel
 from mugrpo_megatron.engine.wire import Request, Sampling, sampling_seeds
+from mugrpo_megatron.samples import Response
 from tests.engine.stub import StubEngine
 from tests.engine.tiny import group_processes
 from tests.forked import fork
@@ -116,6 +119,43 @@ def test_a_group_that_cannot_be_sent_ends_the_generation_with_its_cause(
     with pytest.raises(ExceptionGroup) as raised:
         engine.loop.run_until_complete(asyncio.wait_for(generation.run(), PATIENCE_S))
     assert str(first_cause(raised.value)) == "3 log-probabilities of 4 tokens"
+
+
+@pytest.mark.parametrize("value", [None, math.nan, -math.inf])
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_a_group_with_a_logprob_that_is_no_number_is_sampled_again(
+    value: float | None, times: int, ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stage with one could never be trained on; the other groups are not asked for again."""
+    asked: list[list[int]] = []
+
+    class Unsound(StubEngine):
+        async def async_generate(self, input_ids: list[list[int]], **named: Any) -> list[dict[str, Any]]:
+            outputs = await super().async_generate(input_ids, **named)
+            asked.append(input_ids[0])
+            if input_ids[0] == [9] and asked.count([9]) <= times:
+                outputs[-1]["meta_info"]["output_token_logprobs"][-1] = (value, 7, None)
+            return outputs
+
+    engine = Unsound()
+    engine.answers.set()
+    if times == host.MOST_ANSWERS:
+        generation = GenerateCommand(EngineGroup([engine]), ends[1], SAMPLING, version=4)
+        monkeypatch.setattr(generation, "_read", lambda loop: None)
+        generation._inbox.put_nowait(("requests", [Request(0, [9], 2)]))
+        with pytest.raises(ExceptionGroup) as raised:
+            engine.loop.run_until_complete(asyncio.wait_for(generation.run(), PATIENCE_S))
+        assert "3 times in a row a prompt of 1 tokens got log-probabilities" in str(first_cause(raised.value))
+        return
+    with generating(engine, ends) as client:
+        client.send(("requests", [Request(0, [9], 2), Request(1, [1], 2)]))
+        groups: dict[int, list[Response]] = {}
+        while len(groups) < 2:
+            kind, packed = client.receive(PATIENCE_S)
+            groups |= dict(packed.unpack()) if kind == "groups" else {}
+        client.send(("close", None))
+    assert (asked.count([9]), asked.count([1])) == (times + 1, 1)
+    assert all(np.isfinite(response.logprobs).all() for group in groups.values() for response in group)
 
 
 def _end_with_a_guard(scratch: Path) -> None:
