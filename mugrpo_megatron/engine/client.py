@@ -23,7 +23,8 @@ from mugrpo_megatron.observe.environment import group_memory
 from mugrpo_megatron.samples import Prompt, Response
 
 MemoryTag = Literal["weights", "kv_cache"]
-MEMORY_TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache")
+SGLANG_TAGS: dict[MemoryTag, list[str]] = {"weights": ["weights"], "kv_cache": ["kv_cache", "cuda_graph"]}
+"""Tag -> SGLang's. It frees CUDA graphs where SGLANG_MEMORY_SAVER_CUDA_GRAPH is set (docs/engine.md)."""
 STOP_SECONDS = 5.0
 MOST_FAILURES = 3
 """Failures in a row, without a finished response between them, after which an engine is not started again: the third
@@ -153,9 +154,9 @@ class Engine:
         if self._section.between_stages == "restart":
             self.stop()
             return
-        awake = [tag for tag in MEMORY_TAGS if tag not in self._asleep]
+        awake = [tag for tag in SGLANG_TAGS if tag not in self._asleep]
         if self._cuda and self._host is not None and awake:
-            self._call("sleep", awake)
+            self._call("sleep", [name for tag in awake for name in SGLANG_TAGS[tag]])
             self._asleep.update(awake)
 
     def wake(self, tag: MemoryTag) -> None:
@@ -166,7 +167,7 @@ class Engine:
         if self._host is None:
             self.restart()
         elif tag in self._asleep:
-            self._call("wake", [tag])
+            self._call("wake", SGLANG_TAGS[tag])
             self._asleep.remove(tag)
 
     def load_bucket(self, serialized: list[bytes]) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -257,6 +258,13 @@ def engine_environment(section: EngineSection, model_dir: Path, cuda: bool, slot
     if slot.joins:  # else SGLang's constructor blocks on a follower node (entrypoints/engine.py)
         environment["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
     if cuda:
+        environment |= {
+            # Else a teacher's scores hold two float32 tables of 8,192 rows at once, 10 GB at a vocabulary of 152,064;
+            # newer versions chunk by default (layers/logits_processor.py).
+            "SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK": "1",
+            # torch's default is in the TMPDIR of the engine, which ends with it: every start would compile again.
+            "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or _inductor_cache(),
+        }
         libraries = _joined(os.environ.get("LD_LIBRARY_PATH", ""), *cuda_runtime_folders())
         return environment | ({"LD_LIBRARY_PATH": libraries} if libraries else {})
     # A CUDA build of torch brings NCCL, which SGLang loads even without a device
@@ -289,6 +297,10 @@ def check_allocator() -> None:
                 f"{name}={os.environ[name]}: the engine cannot read the learner's weights from expandable segments; "
                 "unset the variable, or remove expandable_segments from it"
             )
+
+
+def _inductor_cache() -> str:
+    return f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
 
 
 def _joined(*folders: str) -> str:

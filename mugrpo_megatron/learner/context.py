@@ -48,7 +48,6 @@ def flash_attention(
     """
     from torch.nn.attention.varlen import varlen_attn  # loads without CUDA, runs only with it
 
-    fastest_flash()
     options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}
     if q.shape[1] != k.shape[1] and _asks_for_groups(varlen_attn):
         options["enable_gqa"] = True
@@ -59,7 +58,7 @@ def flash_attention(
 
 @cache
 def fastest_flash() -> str:
-    """Activate this process's flash attention: version 3 on Hopper if installed, else torch's, version 2."""
+    """Activate flash attention 3 for this process on Hopper if installed; returns the version that runs."""
     # torch has the calls of version 3, and its kernels come with the package `flash_attn_interface`.
     name = "FA3"
     hopper = torch.cuda.get_device_capability()[0] == 9

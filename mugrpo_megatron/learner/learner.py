@@ -14,6 +14,7 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from mugrpo_megatron.cpu.megatron import MOST_LANES, MOST_PARAMETERS
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.learner.context import fastest_flash
 from mugrpo_megatron.learner.groups import Ranks, initialize, seed_generators
 from mugrpo_megatron.learner.model import ADAPTERS, Adapters, PolicyModel, build_model, parameters, policy
 from mugrpo_megatron.learner.optimizer import build_optimizer, shards
@@ -128,6 +129,8 @@ def build_learner(recipe: Recipe, ranks: Ranks | None = None) -> Learner:
             f"parallel: tensor {ranks.tp_size} with expert {recipe.parallel.expert} needs CUDA: ranks get unequal "
             "numbers of tokens, which gloo cannot gather; on CPU use only one of the two"
         )
+    if ranks.device.type == "cuda" and recipe.learner.flash_attention == "fastest":
+        fastest_flash()
     adapters = None if recipe.lora.rank is None else load_function("lora", ADAPTERS)(recipe, architecture)
     chunks = build_model(
         recipe.model, recipe.parallel, recipe.learner, architecture, ranks, adapters, recipe.run.deterministic

@@ -12,10 +12,17 @@ from mugrpo_megatron.recipe.objective import Section, changes
 BLOCK = 128
 """Rows and columns of a weight block with one fp8 scale in an engine with `engine.quantization`."""
 SYNC_BUCKET_BYTES = 512 * 1024 * 1024
-"""Memory of a weight sync beyond the model, at most: two flattened buckets of half of it are in flight."""
+CUDA_SYNC_BUCKET_BYTES = 4 * 1024**3
 FP8_MULTIPLE = {"none": 1, "tensorwise": 16, "blockwise": 128}
 """`LearnerSection.fp8` -> divisor of all dimensions of a product: 16 for the tensor cores, 128 for a block."""
 Replay = Literal["off", "rollout", "learner"]
+
+
+def sync_bucket_bytes(cuda: bool) -> int:
+    """Returns the memory of a weight sync beyond the model, at most: two flattened buckets of half of it."""
+    # A bucket costs collectives, a message and an IPC handle, about 5 ms: 57 buckets of a 7B model take longer than
+    # its copies, and a GPU's memory is free then, because the KV cache sleeps.
+    return CUDA_SYNC_BUCKET_BYTES if cuda else SYNC_BUCKET_BYTES
 
 
 class ParallelSection(Section):
@@ -55,6 +62,8 @@ class LearnerSection(Section):
     layers: Literal["local", "transformer_engine", "auto", "fp8_tensorwise", "fp8_blockwise"] = "local"
     """Linear layers: Megatron's, or Transformer Engine's with fused norms; `auto` takes the latter if installed. The
     `fp8` ones multiply in fp8, scaled by tensor or by blocks of 128; weights stay bfloat16."""
+    flash_attention: Literal["fastest", "torch"] = "fastest"
+    """Attention on CUDA: version 3 on Hopper if `flash_attn_interface` is installed, or torch's, version 2, always."""
     routing_replay: Replay = Field("off", json_schema_extra=changes("branch"))
     """Routing replay of mixtures of experts: `rollout` replays the engine's routes of each token during the stage
     (CUDA), `learner` the routes of a learner pass at the stage's start. It keeps importance ratios of stale tokens from

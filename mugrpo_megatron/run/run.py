@@ -22,7 +22,7 @@ from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.policy import RolloutSection
 from mugrpo_megatron.recipe.sections import ScheduleSection
-from mugrpo_megatron.recipe.systems import SYNC_BUCKET_BYTES
+from mugrpo_megatron.recipe.systems import sync_bucket_bytes
 from mugrpo_megatron.run.checkpoints import Saver, check_stage_sealed, newest_cursor, open_saver, restore_newest
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory, open_directory, stage_origin
@@ -249,7 +249,7 @@ def weight_sync_of(learner: Learner) -> WeightSync:
     return build_weight_sync(
         learner.models,
         learner.architecture,
-        SYNC_BUCKET_BYTES,
+        sync_bucket_bytes(finds_cuda()),
         engine.tensor,
         quantised=engine.quantization != "none",
         engine_nodes=engine.nodes,

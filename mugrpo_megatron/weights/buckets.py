@@ -29,7 +29,7 @@ from mugrpo_megatron.weights.table import Entry, entries, local_parameters, spli
 ALIGNMENT = 16
 """Tensors start at multiples of this many bytes in a bucket."""
 SAVE_BUCKET_BYTES = 256 * 1024**2
-"""Largest bucket of a save; `recipe.systems.SYNC_BUCKET_BYTES` limits a sync."""
+"""Largest bucket of a save; `recipe.systems.sync_bucket_bytes` limits a sync."""
 LARGEST = 448.0
 """Largest finite value of float8_e4m3fn."""
 STRIP = 1 << 24

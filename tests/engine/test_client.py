@@ -9,6 +9,7 @@ import shutil
 from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import psutil
@@ -164,6 +165,19 @@ def test_sleeping_on_cpu_keeps_the_engine(engine: Engine) -> None:
     engine.wake("weights")
     engine.wake("kv_cache")
     assert engine.checksums() == before
+
+
+def test_on_cuda_the_graphs_sleep_and_wake_with_the_cache(checkpoint: Path, tmp_path: Path) -> None:
+    sleeper = Engine(engine_spec(recipe(checkpoint)), checkpoint, tmp_path / "engine.log")
+    calls: list[tuple[str, Any]] = []
+    sleeper._cuda, sleeper._host = True, cast(Any, object())
+    sleeper._call = lambda *call: calls.append(call)  # type: ignore[method-assign]
+    for _ in range(2):
+        sleeper.sleep()
+    sleeper.wake("weights")
+    sleeper.wake("kv_cache")
+    everything = ["weights", "kv_cache", "cuda_graph"]
+    assert calls == [("sleep", everything), ("wake", ["weights"]), ("wake", ["kv_cache", "cuda_graph"])]
 
 
 def test_sockets_are_on_loopback(engine: Engine) -> None:

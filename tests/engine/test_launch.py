@@ -96,6 +96,18 @@ def test_nothing_is_made_up_where_pip_has_no_cuda_runtime(checkpoint: Path, monk
     assert "LD_LIBRARY_PATH" not in engine_environment(EngineSection(), checkpoint, cuda=True)
 
 
+def test_on_cuda_logprobs_are_chunked_and_compiled_kernels_outlive_the_engine(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    environment = engine_environment(EngineSection(), checkpoint, cuda=True)
+    assert environment["SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK"] == "1"
+    assert environment["TORCHINDUCTOR_CACHE_DIR"] == f"{tmp_path}/torchinductor_{os.getuid()}"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/kept")
+    assert engine_environment(EngineSection(), checkpoint, cuda=True)["TORCHINDUCTOR_CACHE_DIR"] == "/kept"
+
+
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_expandable_segments_reach_no_engine_and_are_refused_in_the_learner(
     name: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch

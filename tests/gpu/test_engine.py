@@ -18,7 +18,7 @@ from mugrpo_megatron.learner.learner import build_learner
 from mugrpo_megatron.learner.model import policy
 from mugrpo_megatron.learner.update import token_logprobs, update
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.recipe.systems import SYNC_BUCKET_BYTES
+from mugrpo_megatron.recipe.systems import sync_bucket_bytes
 from mugrpo_megatron.run.engine_spec import engine_spec
 from mugrpo_megatron.samples import Problem, Prompt, Response, Sample
 from mugrpo_megatron.weights.check import compare_weights
@@ -79,7 +79,7 @@ def test_they_take_turns(tmp_path: Path, record_property: Callable[[str, object]
         assert mismatch(learner, samples) < 0.02
         timed("first update", lambda: update(learner, samples, np.resize([1.0, -1.0], len(samples)).astype(np.float32)))
         chunks = [policy(chunk) for chunk in learner.chunks]
-        weight_sync = build_weight_sync(chunks, learner.architecture, SYNC_BUCKET_BYTES, recipe.engine.tensor)
+        weight_sync = build_weight_sync(chunks, learner.architecture, sync_bucket_bytes(CUDA), recipe.engine.tensor)
         for version in (1, 2):
             timed("optimizer offloaded", lambda: learner.offload("optimizer"))
             timed("engine's weights wake", lambda: engine.wake("weights"))

@@ -122,7 +122,9 @@ def test_a_learner_that_slept_is_the_learner_that_was(model: Path) -> None:
     before, awake = token_logprobs(learner, data), torch.cuda.memory_allocated()
     learner.offload("optimizer")
     learner.offload("weights")
-    assert torch.cuda.memory_allocated() < 0.2 * awake or not CUDA  # a CPU has no other memory to move to
+    moved = sum(copy.bytes for copies in learner.offloaded.values() for copy in copies)
+    # cuBLAS keeps a workspace of 32 MiB, more than this model; a CPU has no other memory to move to.
+    assert awake - torch.cuda.memory_allocated() >= 0.9 * moved or not CUDA
     learner.reload()
     for found, known in zip(token_logprobs(learner, data), before, strict=True):
         np.testing.assert_array_equal(found, known)

@@ -10,7 +10,7 @@ from mugrpo_megatron.engine.launch import CPU_KV_BYTES, LENGTH_MARGIN, kv_bytes_
 from mugrpo_megatron.extras.plan.case import Layout, PlanCase, RankParameters, rank_parameters
 from mugrpo_megatron.extras.plan.hardware import GIB, replicas_of_engines
 from mugrpo_megatron.extras.plan.lengths import resident_mean, response_lengths
-from mugrpo_megatron.recipe.systems import BLOCK, SYNC_BUCKET_BYTES
+from mugrpo_megatron.recipe.systems import BLOCK, sync_bucket_bytes
 from mugrpo_megatron.weights.architecture import Architecture, stage_layers
 
 FLOAT = 4
@@ -369,7 +369,7 @@ def memory(case: PlanCase, engine: EngineMemory) -> Memory:
     rests = rest_bytes(case)
     largest = b * case.architecture.vocab_size * case.architecture.letters["H"]
     copies = 2 + 2 * (layout.tensor > 1)  # embedding and output layer in turn; shards gathered, then joined
-    bucket = max(SYNC_BUCKET_BYTES, copies * largest)
+    bucket = max(sync_bucket_bytes(cuda), copies * largest)
     state = max((stage.state for stage in stages), key=lambda stage: stage.total)
     offloaded = state.weights + state.optimizer if cuda else 0
     saved = max((b + 12) * case.trained(pp_stage).shared(layout) for pp_stage in range(layout.pipeline))

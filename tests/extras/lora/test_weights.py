@@ -74,6 +74,19 @@ def merged_by_hand(base: dict[str, torch.Tensor], adapter: dict[str, torch.Tenso
     return found
 
 
+def test_a_merge_on_cuda_adds_narrow_matrices_and_rounds_as_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    weight, a, b = ((torch.randn(*shape) * 0.02).bfloat16() for shape in ((256, 384), (16, 384), (256, 16)))
+    exact = (weight.double() + 2 * b.double() @ a.double()).bfloat16()
+    wide = merge(weight, a, b, 2.0)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    narrow = merge(weight, a, b, 2.0)
+    assert (wide.dtype, narrow.dtype) == (torch.float32, torch.bfloat16)
+    for found in (narrow, wide.bfloat16()):
+        assert (found != exact).double().mean() < 1e-4
+        torch.testing.assert_close(found, exact, rtol=2**-7, atol=0)
+
+
 OF_EXPERT = re.compile(r"(?P<module>.*\.experts)\.(?P<number>\d+)\.(?P<kind>gate|up|down)_proj\.weight")
 
 

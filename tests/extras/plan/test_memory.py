@@ -12,6 +12,7 @@ from mugrpo_megatron.extras.plan.case import make_case
 from mugrpo_megatron.extras.plan.hardware import GIB, Assumptions, Cluster, make_cluster
 from mugrpo_megatron.extras.plan.memory import Memory, PackedRows, engine_memory, learner_memory, memory
 from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe.systems import sync_bucket_bytes
 from mugrpo_megatron.weights.families import architecture
 from tests.extras.plan.measured import learner_bytes, save_random
 from tests.ranks import run_ranks
@@ -166,6 +167,13 @@ def test_recompute_trades_memory_and_more_ranks_share_it() -> None:
     assert full < selective < none
     assert update(parallel={"tensor": 4}) < none
     assert update(parallel={"tensor": 2, "context": 2}) < none
+
+
+def test_a_sync_takes_larger_buckets_on_cuda_and_both_embeddings_at_once() -> None:
+    assert (sync_bucket_bytes(False), sync_bucket_bytes(True)) == (GIB // 2, 4 * GIB)
+    found = needed(large(), make_cluster(1, 4, "h200"))
+    rests = ASSUMPTIONS.learner_rest + ASSUMPTIONS.engine_rest
+    assert 4 * GIB <= found.sync - found.learning.state.weights - found.serving.weights - rests < 5 * GIB
 
 
 def test_on_cpu_learner_and_engine_are_there_together() -> None:
