@@ -50,7 +50,7 @@ def run_alone(arguments: Sequence[str], limit_s: float) -> Iterator[Ended]:
                 stdout=output,
                 stderr=errors,
                 start_new_session=True,
-                env={**os.environ, "TMPDIR": folder},
+                env={"TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/inductor", **os.environ, "TMPDIR": folder},
             )
             code: int | None = None
             try:

@@ -1,10 +1,17 @@
-# Installs .gpu/ (carry.sh) into ~/site, once, and sets this shell's environment. Source it in the checkout's root.
+# Installs what there is of .gpu/ (carry.sh) into ~/site, once, and sets this shell's environment. Source it in the
+# checkout's root.
 site=$HOME/site
-if [ ! -f "$site/.complete" ]; then
-  python3 -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" .gpu/wheels/*.whl &&
-    tar xJf .gpu/sgl_kernel.tar.xz -C "$site" && cp -rn .gpu/stubs/. "$site/" &&
-    mkdir -p ~/.cache/tvm-ffi && cp -r .gpu/tvm-ffi/. ~/.cache/tvm-ffi/ && touch "$site/.complete" || exit
-fi
+for part in learner engine; do
+  if [ -d ".gpu/$part" ] && [ ! -f "$site/.$part" ]; then
+    python3 -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" ".gpu/$part"/wheels/*.whl || exit
+    if [ "$part" = engine ]; then
+      tar xJf .gpu/engine/sgl_kernel.tar.xz -C "$site" || python3 -m tarfile -e .gpu/engine/sgl_kernel.tar.xz "$site" || exit
+      cp -r .gpu/engine/stubs/. "$site/" || exit
+      { mkdir -p ~/.cache/tvm-ffi && cp -r .gpu/engine/tvm-ffi/. ~/.cache/tvm-ffi/; } || true # else compiled again
+    fi
+    touch "$site/.$part"
+  fi
+done
 export PYTHONPATH=$site:$PWD PYTHONUNBUFFERED=1 TORCHINDUCTOR_COMPILE_THREADS=8
 PATH=$(dirname "$(python3 -c 'import sys; print(sys.executable)')"):$PATH
 # flashinfer is a stub, and sgl_kernel's version is not asked of its metadata.

@@ -8,19 +8,21 @@
 # packages. Versions are those of constraints-cuda.txt. SGLang runs there with engine.extra.attention_backend = "triton":
 # FlashAttention 3 (1.8 GB) stays behind, and so does flashinfer (440 MB), which only sampling with top-p calls.
 # TVM_CACHE=DIR adds kernels that SGLang has compiled before (TVM_FFI_CACHE_DIR); else they are compiled there.
+# .gpu/learner (5 MiB) is all that a learner needs, and .gpu/engine is the rest.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-packages=(
-  megatron-core sglang transformers tokenizers torch-memory-saver apache-tvm-ffi
-  math-verify latex2sympy2-extended antlr4-python3-runtime tomli-w
-  pydantic pydantic-core annotated-types typing-inspection
-  openai jiter distro sniffio orjson pybase64 starlette fastapi annotated-doc opentelemetry-api uvicorn
-  partial-json-parser msgspec compressed-tensors gguf loguru dill setproctitle pyzmq liger-kernel
+learner=(megatron-core pydantic pydantic-core annotated-types typing-inspection typing-extensions tomli-w)
+engine=(
+  sglang transformers tokenizers torch-memory-saver apache-tvm-ffi math-verify latex2sympy2-extended
+  antlr4-python3-runtime openai jiter distro sniffio orjson pybase64 starlette fastapi annotated-doc opentelemetry-api
+  uvicorn partial-json-parser msgspec compressed-tensors gguf loguru dill setproctitle pyzmq liger-kernel
 )
-out=.gpu.partial work=$(mktemp -d)
-trap 'rm -rf "$work" "$out"' EXIT
-rm -rf "$out"
-mkdir -p "$out/wheels" "$out/stubs/flashinfer" "$out/stubs/IPython" "$out/tvm-ffi"
+archive=.gpu.partial work=$(mktemp -d)
+out=$archive/engine
+trap 'rm -rf "$work" "$archive"' EXIT
+rm -rf "$archive"
+mkdir -p "$archive/learner/wheels" "$out/wheels" "$out/stubs/flashinfer" "$out/stubs/IPython" "$out/tvm-ffi"
+touch "$out/tvm-ffi/.keep" # a transfer may carry files only
 
 platforms=()
 for tag in _2_35 _2_34 _2_28 _2_27 _2_26 _2_24 _2_17 2014 1; do platforms+=(--platform "manylinux${tag}_x86_64"); done
@@ -29,7 +31,8 @@ get() {  # the wheel of one package into a folder, as that machine would choose 
   python3 -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --python-version 3.12 \
     --implementation cp "${platforms[@]}" --dest "$1" "$(pinned "$2")"
 }
-for package in "${packages[@]}"; do get "$out/wheels" "$package"; done
+for package in "${learner[@]}"; do get "$archive/learner/wheels" "$package"; done
+for package in "${engine[@]}"; do get "$out/wheels" "$package"; done
 
 # 587 MiB, of which one Hopper GPU without FlashAttention 3 needs 14: every Python file, and two of the libraries.
 get "$work" sglang-kernel
@@ -55,5 +58,5 @@ if [ -n "${TVM_CACHE:-}" ]; then
   done
 fi
 rm -rf .gpu
-mv "$out" .gpu
+mv "$archive" .gpu
 echo "carry: .gpu/ has $(du -sm .gpu | cut -f1) MiB"

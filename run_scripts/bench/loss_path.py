@@ -14,19 +14,18 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import platform
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
+from run_scripts.bench import machine
 from run_scripts.bench.loss_ways import NEEDS, WAYS, Inputs, Shape, make_inputs
 
 
@@ -129,13 +128,9 @@ def sweep(shape: Shape, threads: int) -> None:
 
 def describe(shape: Shape, threads: int) -> None:
     """Print machine, versions and sizes."""
-    packages = {"torch", "triton", *(NEEDS[way].replace("_", "-") for way in NEEDS if find_spec(NEEDS[way]))}
-    if shape.device == "cuda":
-        machine = torch.cuda.get_device_name()
-    else:
-        model = [x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")]
-        machine = f"{model[0].split(':')[1].strip() if model else platform.processor()}, {threads} threads"
-    print(f"{machine}; python {platform.python_version()}; " + ", ".join(f"{p} {version(p)}" for p in sorted(packages)))
+    about = machine.describe(sys.argv)
+    versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items() if number)
+    print(f"{about['machine']}, {threads} threads; {versions}")
     print(f"tokens {shape.tokens}, hidden {shape.hidden}, vocabulary {shape.vocab}, {shape.dtype}, chunk {shape.chunk}")
 
 

@@ -66,14 +66,15 @@ def make_inputs(shape: Shape) -> Inputs:
     return Inputs(hidden, weight, targets, behaviour, advantages, segments, shape)
 
 
-def fused(inputs: Inputs, config: ObjectiveSection = MU_GRPO) -> Tensor:
-    """One pass, the negative-advantage veto included."""
+def fused(inputs: Inputs, config: ObjectiveSection = MU_GRPO, main_grad: Tensor | None = None) -> Tensor:
+    """One pass, the negative-advantage veto included; the weight's gradient is added to `main_grad`, as in a run."""
     return fused_policy_loss(
         inputs.hidden,
         inputs.weight,
         inputs.targets,
         LossInputs(config, inputs.behaviour, inputs.advantages, inputs.segments),
         inputs.layout,
+        main_grad=main_grad,
     ).loss
 
 

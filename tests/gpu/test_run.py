@@ -27,7 +27,7 @@ def rows(run: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def last_line(log: Path) -> str:
-    """Why the command failed, as first.py's verdict has it."""
+    """Why the command failed, as ten.py's verdict has it."""
     return (log.read_text(encoding="utf-8").strip().splitlines() or [""])[-1]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import tarfile
@@ -13,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "run_scripts" / "bench" / "carry.sh").read_text(encoding="utf-8")
-KERNELS = ROOT / ".gpu" / "sgl_kernel.tar.xz"
+KERNELS = ROOT / ".gpu" / "engine" / "sgl_kernel.tar.xz"
 LIBRARIES = ["sgl_kernel/sm90/common_ops.abi3.so", "sgl_kernel/spatial_ops.abi3.so"]
 """The ones that a Hopper GPU without FlashAttention 3 loads."""
 IMPORT = """
@@ -45,7 +44,8 @@ MODULES = (
 
 
 def test_everything_that_is_carried_is_pinned() -> None:
-    packages = re.sub(r"\s+", " ", TEXT.split("packages=(")[1].split(")")[0]).split()
+    packages = [name for part in ("learner", "engine") for name in TEXT.split(f"\n{part}=(")[1].split(")")[0].split()]
+    assert len(packages) == len(set(packages)) > 30
     constraints = [ROOT / "run_scripts" / f"constraints-{name}.txt" for name in ("cuda", "cpu")]
     pins = [line for file in constraints for line in file.read_text(encoding="utf-8").splitlines()]
     assert [package for package in packages if not any(pin.startswith(f"{package}==") for pin in pins)] == []

@@ -1,0 +1,181 @@
+"""Measures one GPU in ten minutes, one process a step, and writes each result as a JSON line at once.
+
+    python -m run_scripts.bench.ten --out a.jsonl --command A        # the learner: five minutes, no SGLang
+    python -m run_scripts.bench.ten --out b.jsonl --command B        # the engine, and a whole run: five minutes
+    python -m run_scripts.bench.ten --out c.jsonl --steps graphs bare ours whole
+    python -m run_scripts.bench.ten --small                          # tiny shapes, also on a CPU: shows that it runs
+
+A step that fails stops no other; the time that a step leaves goes to the next. `a-logs.tar.gz` beside `a.jsonl` has
+all that the steps printed, and the logs of their engines. docs/performance.md has the predictions.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__mp_main__":  # in a scheduler that SGLang spawns, as in engine/host.py
+    sys.modules["megatron"] = None  # type: ignore[assignment]
+
+import argparse
+import json
+import tarfile
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from shutil import which
+from typing import Any
+
+import torch
+
+from run_scripts.bench import ten_engine, ten_learner
+from run_scripts.bench.alone import Ended, keep_logs, run_alone
+from run_scripts.bench.machine import describe
+from run_scripts.bench.ten_whole import whole
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One process: a function that yields rows, or tests."""
+
+    limit_s: int
+    rows: Callable[[bool], Iterator[Row]] | None = None
+    tests: tuple[str, ...] = ()
+    """Arguments of pytest."""
+    needs: str = ""
+    """`cuda`, or a program on PATH."""
+
+
+A: dict[str, Step] = {
+    "ceilings": Step(20, ten_learner.ceilings),
+    "correct": Step(
+        40,
+        tests=(
+            "tests/gpu/test_kernels.py", "tests/gpu/test_attention.py", "tests/gpu/test_world.py",
+            "tests/kernels/test_cuda.py", "-k", "not sglang",
+        ),
+    ),
+    "loss": Step(40, ten_learner.loss),
+    "learner": Step(80, ten_learner.learner),
+    "layers": Step(80, ten_learner.layers),
+    "profile": Step(25, ten_learner.profile_update),
+    "ncu": Step(20, ten_learner.row_kernels, needs="ncu"),
+}  # fmt: skip
+B: dict[str, Step] = {
+    "machine": Step(
+        40, tests=("tests/gpu/test_kernels.py", "tests/gpu/test_memory.py", "-k", "sglang or saver or bucket")
+    ),
+    "switch": Step(165, ten_engine.switch),
+    "run": Step(60, tests=("tests/gpu/test_run.py",)),
+}
+MORE: dict[str, Step] = {
+    "updates": Step(180, tests=("tests/gpu/test_learner.py",)),
+    "turns": Step(185, tests=("tests/gpu/test_engine.py",)),
+    "graphs": Step(165, ten_engine.switch_without_graphs, needs="cuda"),
+    "bare": Step(120, ten_engine.engine_bare),
+    "ours": Step(120, ten_engine.engine_ours),
+    "whole": Step(400, whole),
+}
+STEPS = A | B | MORE
+COMMANDS = {"A": tuple(A), "B": tuple(B)}
+"""Each a call on a borrowed machine, in order of certainty times value."""
+INSTALL_S = {"A": 10, "B": 20}
+"""Seconds of carried.sh."""
+PATIENCE = 4
+"""Factor of the limits with --small, for cores that other programs use."""
+
+
+def write_row(out: Path, row: Row) -> None:
+    """Append a JSON line, and print it."""
+    line = json.dumps(row)
+    with out.open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
+    print(line[:400], flush=True)
+
+
+def run_step(name: str, small: bool, limit_s: float, out: Path, logs: Path) -> Row:
+    """Run a step in its own process; returns its verdict: seconds, and why it failed."""
+    step = STEPS[name]
+    missing = not torch.cuda.is_available() if step.needs == "cuda" else step.needs and not which(step.needs)
+    if missing:
+        return {"verdict": "skipped", "why": f"needs {step.needs}"}
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="ten-") as folder:
+        report = Path(folder) / "report.xml"
+        arguments = ["-m", "run_scripts.bench.ten", "--one", name, "--out", str(out), *(["--small"] if small else [])]
+        if step.tests:  # -m "": some are for the night where there is no GPU
+            pytest = ["-m", "pytest", "-q", "-m", "", "-p", "no:cacheprovider", "--tb=short", f"--junitxml={report}"]
+            arguments = [*pytest, *step.tests]
+        with run_alone(arguments, limit_s) as ended:
+            keep_logs(ended.scratch, logs, name)
+            if step.tests:
+                result = read_report(report, ended)
+            else:
+                result = {"verdict": "failed", "why": ended.failure} if ended.failure else {"verdict": "passed"}
+    return {**result, "seconds": round(time.perf_counter() - started, 1)}
+
+
+def read_report(report: Path, ended: Ended) -> Row:
+    """Verdict, counts and figures of pytest's JUnit report; a process that has left none has failed."""
+    if ended.code not in (0, 1) or not report.exists():
+        lines = ended.output.strip().splitlines()
+        return {"verdict": "failed", "why": ended.failure if ended.code is None or not lines else lines[-1]}
+    cases = list(ElementTree.parse(report).getroot().iter("testcase"))
+    failures = [
+        f"{case.get('name')}: {(problem.get('message') or '').splitlines()[0]}"
+        for case in cases
+        for problem in case
+        if problem.tag in ("failure", "error")
+    ]
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    figures = [
+        (entry.get("name"), entry.get("value"))
+        for case in cases
+        for entry in case.iter("property")
+        if entry.get("name") not in ("CPU seconds", "cost")
+    ]
+    passed = len(cases) - skipped - len(failures)
+    verdict = "failed" if failures else "passed" if passed else "skipped"
+    result: Row = {"verdict": verdict, "passed": passed, "skipped": skipped, "figures": figures}
+    return {**result, "why": failures[0], "failures": failures} if failures else result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("ten.jsonl"))
+    parser.add_argument("--command", choices=COMMANDS, help="its steps; by default those of both")
+    parser.add_argument("--steps", nargs="+", choices=STEPS)
+    parser.add_argument("--small", action="store_true", help="tiny shapes: shows that it runs, measures nothing")
+    parser.add_argument("--one", choices=STEPS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    out = options.out.absolute()
+    if options.one:
+        measure = STEPS[options.one].rows
+        assert measure is not None
+        started = time.perf_counter()
+        for row in measure(options.small):
+            write_row(out, {"step": options.one, "at_s": round(time.perf_counter() - started, 1), **row})
+        return
+    if not torch.cuda.is_available() and not options.small:
+        sys.exit("ten: torch finds no CUDA device; --small shows that everything runs without one")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    steps = options.steps or (COMMANDS[options.command] if options.command else [*A, *B])
+    write_row(out, {**describe(sys.argv), "small": options.small})
+    end = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="ten-") as folder:
+        logs = Path(folder) / "logs"
+        logs.mkdir()
+        for name in steps:
+            end += STEPS[name].limit_s * (PATIENCE if options.small else 1)
+            verdict = run_step(name, options.small, end - time.monotonic(), out, logs)
+            write_row(out, {"step": name, **verdict})
+            with tarfile.open(out.with_name(f"{out.stem}-logs.tar.gz"), "w:gz") as archive:
+                archive.add(logs, "logs")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""The engine's steps of run_scripts/bench/ten.py: they need SGLang."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from run_scripts.bench.ten_learner import (
+    RESPONSES,
+    SHAPES,
+    Row,
+    bucket_sizes,
+    free_bytes,
+    recipe_of,
+    sample_update,
+    save_random,
+    seconds,
+    seconds_of,
+)
+
+ROUNDS = (0, 0, 0, 1, 1)
+"""Indices into `bucket_sizes`."""
+
+
+def prompt_ids(count: int) -> list[list[int]]:
+    return [[3 + (index * step) % 500 for step in (1, 7, 31, 57, 111)] for index in range(count)]
+
+
+@contextmanager
+def engine_of(folder: Path, small: bool) -> Iterator[tuple[Any, Any]]:
+    """A recipe and the project's engine on a random model."""
+    from mugrpo_megatron.engine.client import Engine
+    from mugrpo_megatron.run.engine_spec import engine_spec
+
+    model = save_random("small" if small else "Qwen2.5-1.5B", folder / "model")
+    recipe = recipe_of(model, small)
+    engine = Engine.start(engine_spec(recipe), model, folder / "engine.log")
+    try:
+        yield recipe, engine
+    finally:
+        engine.stop()
+
+
+def generation(engine: Any, small: bool, count: int) -> tuple[Callable[[], list[Any]], int]:
+    """A function that samples `count` x 8 responses of 512 tokens (small: 16), and their tokens."""
+    from mugrpo_megatron.engine.wire import Sampling
+    from mugrpo_megatron.samples import Problem, Prompt
+
+    prompts = [Prompt(i, Problem(str(i), "", ""), ids) for i, ids in enumerate(prompt_ids(count))]
+    limit = 16 if small else 512
+    sampling = Sampling(1.0, 1.0, limit, ())
+    return lambda: list(engine.generate(prompts, RESPONSES, sampling)), count * RESPONSES * limit
+
+
+def switch(small: bool) -> Iterator[Row]:
+    """The switch from learner to engine and back, as in phases/generate.py, with buckets of two sizes."""
+    from mugrpo_megatron.learner.learner import build_learner
+    from mugrpo_megatron.learner.update import update
+    from mugrpo_megatron.weights.sync import build_weight_sync, sync
+
+    with tempfile.TemporaryDirectory() as folder, engine_of(Path(folder), small) as (recipe, engine):
+        yield {"start_s": seconds_of(engine.wait_ready), "free_awake_bytes": free_bytes()}
+        yield {"first_sleep_s": seconds_of(engine.sleep), "free_asleep_bytes": free_bytes()}
+        mine = build_learner(recipe)
+        samples, advantages = sample_update(recipe, SHAPES["small" if small else "Qwen2.5-1.5B"].vocab_size)
+        syncs = {size: build_weight_sync(mine.models, mine.architecture, size, 1) for size in bucket_sizes(small)}
+        generate, tokens = generation(engine, small, 4 if small else 32)
+        for number, size in enumerate(ROUNDS):
+            bucket_bytes = bucket_sizes(small)[size]
+            weight_sync = syncs[bucket_bytes]
+            groups: list[Any] = []
+            steps: dict[str, Callable[[], object]] = {
+                "update": lambda: update(mine, samples, advantages),
+                "optimizer_sleeps": lambda: mine.offload("optimizer"),
+                "engine_weights_wake": lambda: engine.wake("weights"),
+                "sync": lambda: sync(weight_sync, engine, version=1),  # noqa: B023
+                "learner_weights_sleep": lambda: mine.offload("weights"),
+                "engine_cache_wakes": lambda: engine.wake("kv_cache"),
+                "generate": lambda: groups.extend(generate()),  # noqa: B023
+                "engine_sleeps": engine.sleep,
+            }
+            row: Row = {f"{step}_s": seconds_of(work) for step, work in steps.items()}
+            row |= {"free_asleep_bytes": free_bytes(), "learner_wakes_s": seconds_of(mine.reload)}
+            yield {
+                "round": number,
+                "bucket_bytes": bucket_bytes,
+                "buckets": len(weight_sync.plan.buckets),
+                "bridge_bytes_per_s": weight_sync.bytes / row["sync_s"],
+                "tokens_per_s": tokens / row["generate_s"],
+                "mismatch_nats": mismatch(mine, groups),
+                **row,
+            }
+
+
+def mismatch(mine: Any, groups: list[Any]) -> float:
+    """Mean distance of the engine's log-probabilities from the learner's, in nats, over 16 responses."""
+    from mugrpo_megatron.learner.update import token_logprobs
+    from mugrpo_megatron.samples import Sample
+
+    responses = [(prompt, response) for prompt, group in groups for response in group][:16]
+    samples = [
+        Sample(prompt.index, "", np.array(prompt.ids, np.int32), got.ids, got.logprobs, 0.0, 1, got.finish_reason)
+        for prompt, got in responses
+    ]
+    distance = np.concatenate(token_logprobs(mine, samples)) - np.concatenate([got.logprobs for _, got in responses])
+    return float(np.abs(distance).mean())
+
+
+def switch_without_graphs(small: bool) -> Iterator[Row]:
+    """`switch` with an engine whose CUDA graphs sleep too; worth a try where the memory saver's probe passes."""
+    os.environ["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
+    yield from switch(small)
+
+
+def engine_ours(small: bool) -> Iterator[Row]:
+    """Tokens/s of the project's engine process."""
+    with tempfile.TemporaryDirectory() as folder, engine_of(Path(folder), small) as (_, engine):
+        generate, tokens = generation(engine, small, 4 if small else 64)
+        yield {"tokens_per_s": tokens / seconds(generate, repeats=1)}
+
+
+def engine_bare(small: bool) -> Iterator[Row]:
+    """Tokens/s of SGLang's own `generate`, the same prompts in one call."""
+    from mugrpo_megatron.cuda import finds_cuda
+    from mugrpo_megatron.engine.launch import engine_arguments, engine_environment
+    from mugrpo_megatron.run.engine_spec import engine_spec
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = save_random("small" if small else "Qwen2.5-1.5B", Path(folder) / "model")
+        recipe, cuda = recipe_of(model, small), finds_cuda()
+        os.environ.update(engine_environment(recipe.engine, model, cuda))
+        import sglang  # reads the environment at import
+
+        bare = sglang.Engine(**engine_arguments(engine_spec(recipe), model, cuda))
+        limit = 16 if small else 512
+        settings = {"temperature": 1.0, "max_new_tokens": limit}
+        inputs = [ids for ids in prompt_ids(4 if small else 64) for _ in range(RESPONSES)]
+        taken = seconds(
+            lambda: bare.generate(input_ids=inputs, sampling_params=settings, return_logprob=True), repeats=1
+        )
+        bare.shutdown()
+    yield {"tokens_per_s": len(inputs) * limit / taken}

@@ -1,0 +1,155 @@
+"""run_scripts/bench/ten.py: verdicts, logs, and the ten minutes of its two commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mugrpo_megatron.recipe import load_recipe
+from run_scripts.bench import ten
+from run_scripts.bench.alone import Ended, keep_logs
+from run_scripts.bench.ten import COMMANDS, INSTALL_S, STEPS, Step, read_report, run_step
+from run_scripts.bench.ten_learner import recipe_of
+from run_scripts.bench.ten_whole import RECIPE, settings_of
+
+ROOT = Path(__file__).parents[2]
+CASES = {
+    "passed": '<testcase name="a"><properties><property name="sync, s" value="0.2"/></properties></testcase>',
+    "failed": '<testcase name="b"><failure message="RuntimeError: no kernel image&#10;more"/></testcase>',
+    "skipped": '<testcase name="c"><skipped/></testcase>',
+}
+
+
+@pytest.mark.parametrize(
+    ("cases", "expected"),
+    [
+        (["passed", "skipped"], {"verdict": "passed", "passed": 1, "skipped": 1, "figures": [("sync, s", "0.2")]}),
+        (["skipped"], {"verdict": "skipped", "passed": 0, "skipped": 1, "figures": []}),
+        (["passed", "failed"], {"verdict": "failed", "why": "b: RuntimeError: no kernel image", "passed": 1}),
+    ],
+)
+def test_a_verdict_is_that_of_the_tests(cases: list[str], expected: dict[str, Any], tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    report.write_text(f"<testsuites><testsuite>{''.join(CASES[case] for case in cases)}</testsuite></testsuites>")
+    result = read_report(report, Ended(int("failed" in cases), "", tmp_path))
+    assert expected.items() <= result.items()
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "why"),
+    [
+        (None, "....", "not done at its time limit"),
+        (-11, "", "ended with code -11"),
+        (4, "ERROR: no such file", "ERROR: no such file"),
+    ],
+)
+def test_a_probe_without_a_report_has_failed(code: int | None, output: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "errors.log").touch()
+    result = read_report(tmp_path / "report.xml", Ended(code, output, tmp_path))
+    assert result == {"verdict": "failed", "why": why}
+
+
+def test_every_log_that_says_something_is_kept_under_its_steps_name(tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    (scratch / "run" / "logs").mkdir(parents=True)
+    (scratch / "errors.log").write_text("why")
+    (scratch / "run" / "logs" / "engine.log").write_text("no kernel image")
+    (scratch / "empty.log").touch()
+    (scratch / "model.safetensors").write_text("large")
+    kept = keep_logs(scratch, tmp_path / "logs", "switch")
+    assert kept == ["switch-errors.log", "switch-run-logs-engine.log"]
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == kept
+    assert (tmp_path / "logs" / kept[1]).read_text() == "no kernel image"
+
+
+@pytest.mark.parametrize(("library", "backend"), [("flash_ops.abi3.so", None), ("spatial_ops.abi3.so", "triton")])
+def test_every_recipe_has_a_backend_that_is_installed(
+    library: str, backend: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sgl_kernel").mkdir()
+    for name in ("__init__.py", library):
+        (tmp_path / "sgl_kernel" / name).touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert recipe_of(tmp_path, True).engine.extra.get("attention_backend") == backend
+    quickstart = load_recipe(ROOT / RECIPE, settings_of(str(tmp_path), True))
+    assert quickstart.engine.extra.get("attention_backend") == backend
+
+
+def commands() -> list[tuple[str, int]]:
+    """The page's commands, and the time limits that it gives them."""
+    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8").replace("\\\n", "")
+    found = re.findall(r"^    (source run_scripts/bench/carried\.sh.*--command \w)  +# (\d+) s$", text, re.MULTILINE)
+    return [(command, int(seconds)) for command, seconds in found]
+
+
+def test_two_commands_take_ten_minutes_and_name_what_exists() -> None:
+    assert [command.rsplit(" ", 1)[1] for command, _ in commands()] == list(COMMANDS)
+    total = 0
+    for (command, patience), (name, steps) in zip(commands(), COMMANDS.items(), strict=True):
+        limit = INSTALL_S[name] + sum(STEPS[step].limit_s for step in steps)
+        assert limit + 10 <= patience <= 600, "a command that is cut at the end keeps its rows"
+        assert len(command) <= 2000
+        total += limit
+    assert total <= 600
+    for step in STEPS.values():
+        for argument in step.tests:
+            assert not argument.startswith("tests/") or (ROOT / argument).exists(), argument
+
+
+@pytest.mark.process
+def test_rows_stand_in_the_file_when_a_step_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, logs = tmp_path / "ten.jsonl", tmp_path / "logs"
+    verdict = run_step("ceilings", True, 120, out, logs)
+    rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    assert verdict["verdict"] == "passed"
+    assert [row["step"] for row in rows] == ["ceilings"] * 6
+    cut = run_step("ceilings", True, 0.01, out, logs)
+    assert (cut["verdict"], cut["why"]) == ("failed", "not done at its time limit")
+    monkeypatch.setitem(STEPS, "ncu", Step(20, ten.ten_learner.row_kernels, needs="no-such-program"))
+    assert run_step("ncu", True, 20, out, logs) == {"verdict": "skipped", "why": "needs no-such-program"}
+
+
+@pytest.mark.night
+@pytest.mark.process
+def test_both_commands_run_on_a_cpu(tmp_path: Path) -> None:
+    out = tmp_path / "ten.jsonl"
+    done = subprocess.run([sys.executable, "-m", "run_scripts.bench.ten", "--small", "--out", str(out)], cwd=ROOT)
+    rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    assert done.returncode == 0
+    assert {row["step"]: row["verdict"] for row in rows if "verdict" in row} == {
+        step: "skipped" if step == "ncu" and not shutil.which("ncu") else "passed"
+        for steps in COMMANDS.values()
+        for step in steps
+    }
+    with tarfile.open(tmp_path / "ten-logs.tar.gz") as archive:
+        assert "logs/correct-output.log" in archive.getnames()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("where", ["tools/python3", ".venv/bin/python"])
+def test_the_script_takes_the_python_that_there_is(where: str, tmp_path: Path) -> None:
+    (tmp_path / "run_scripts" / "bench").mkdir(parents=True)
+    shutil.copy(ROOT / "run_scripts" / "bench" / "gpu.sh", tmp_path / "run_scripts" / "bench")
+    for name, text in (("tools/nvidia-smi", "echo NVIDIA H200"), (where, f'echo {where} "$@"')):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    done = subprocess.run(
+        ["bash", "run_scripts/bench/gpu.sh", "--command", "A"],
+        cwd=tmp_path,
+        env={"PATH": f"{tmp_path / 'tools'}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+    )
+    start = f"{where} -m run_scripts.bench.ten --out docs/benchmarks/NVIDIA-H200-"
+    assert done.stdout.startswith(start), done.stderr
+    assert done.stdout.endswith(".jsonl --command A\n")
