@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -111,25 +112,26 @@ def in_turns(data: list[Sample]) -> list[Sample]:
     ]
 
 
-REACHES = ("turn", "response")
+VETOES = [(veto, reach) for veto in ("suffix", "prefix") for reach in ("turn", "response")]
+"""Veto and its reach."""
 BUDGETS = (4096, 48)
 """Tokens of a packed row: all samples in one, or one or two in each."""
 
 
-def of_turns(model: str, parallel: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """By reach of the veto: a stage's first update on the learner's own logprobs, then stale ones, packed in each way.
+def of_turns(model: str, parallel: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    """By veto and reach: a stage's first update on the learner's own logprobs, then stale ones, packed in each way.
 
     The triggers of the stale ones lie in all turns.
     """
-    learner = build_learner(recipe(Path(model), optimizer=STILL, parallel=parallel, objective={"veto": "suffix"}))
+    learner = build_learner(recipe(Path(model), optimizer=STILL, parallel=parallel))
     data, stale = in_turns(samples()), in_turns(left_behind(samples()))
     logprobs_of_samples = token_logprobs(learner, data)
     fresh = [replace(s, behaviour_logprobs=logprobs) for s, logprobs in zip(data, logprobs_of_samples, strict=True)]
     result = {}
-    for reach in REACHES:
-        objective = learner.recipe.objective.model_copy(update={"veto_reach": reach})
+    for veto, reach in VETOES:
+        objective = learner.recipe.objective.model_copy(update={"veto": veto, "veto_reach": reach})
         reaching = replace(learner, recipe=learner.recipe.model_copy(update={"objective": objective}))
-        result[reach] = {
+        result[veto, reach] = {
             "first": update(reaching, fresh, advantages(len(data))),
             "stale": [updated(reaching, stale, budget) for budget in BUDGETS],
         }
@@ -141,15 +143,15 @@ def test_the_ratio_over_turns_is_exactly_1_at_first_and_losses_are_the_same_in_e
     [alone] = run_ranks(1, of_turns, model, {})
     layouts: list[dict[str, Any]] = [{"tensor": 2}, {"context": 2}, {"pipeline": 2}]
     for rank_result in (alone, *(rank for parallel in layouts for rank in run_ranks(2, of_turns, model, parallel))):
-        for reach in REACHES:
-            first, whole = rank_result[reach]["first"], alone[reach]
+        for case in VETOES:
+            first, whole = rank_result[case]["first"], alone[case]
             assert {first[name] for name in ("ratio_mean", "ratio_neg_min", "ratio_neg_max", "ratio_pos_max")} == {1.0}
             assert first["tokens"] == sum(int(mask_of(s).sum()) for s in in_turns(samples()))
             assert first["loss"] == pytest.approx(whole["first"]["loss"], rel=1e-4, abs=1e-7)
-            for packed in rank_result[reach]["stale"]:
+            for packed in rank_result[case]["stale"]:
                 assert packed == pytest.approx(whole["stale"][0], rel=1e-4, abs=1e-7)
-    (_, in_turn), (_, in_response) = (alone[reach]["stale"][0] for reach in REACHES)
-    assert in_turn != pytest.approx(in_response, rel=1e-3)
+    norms = [alone[case]["stale"][0][1] for case in VETOES]
+    assert all(other != pytest.approx(norm, rel=1e-3) for norm, other in combinations(norms, 2))
 
 
 def of_nothing(model: str) -> dict[str, float]:
