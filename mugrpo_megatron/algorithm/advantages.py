@@ -29,6 +29,7 @@ def group_advantages(
     `group_mean`: R - m (Dr.GRPO, arXiv 2503.20783);
     `leave_one_out`: R - mean of the other G - 1 = (R - m) * G / (G - 1) (RLOO, arXiv 2402.14740).
     A group whose rewards are all equal, including a group of one, gets exactly 0. A user's function may differ.
+    NaN is a missing reward: G, m and s are those of the other responses, and its advantage is 0.
 
     Args:
         rewards: [N] numbers.
@@ -43,8 +44,12 @@ def group_advantages(
     """
     if config.has_user_advantage:
         return _user_advantages(rewards, groups, config, lengths, rows)
-    _, inverse, sizes = np.unique(groups, return_inverse=True, return_counts=True)
     rewards = np.asarray(rewards, dtype=np.float64)
+    if (missing := np.isnan(rewards)).any():
+        advantages = np.zeros(len(rewards), dtype=np.float32)
+        advantages[~missing] = group_advantages(rewards[~missing], np.asarray(groups)[~missing], config)
+        return advantages
+    _, inverse, sizes = np.unique(groups, return_inverse=True, return_counts=True)
     means = np.bincount(inverse, rewards, len(sizes)) / sizes
     centred = np.where(informative(rewards, groups), rewards - means[inverse], 0.0)
     if config.advantage == "group_mean":

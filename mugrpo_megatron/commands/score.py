@@ -108,7 +108,7 @@ def run(
     make_directory(output_path.parent, f"--out {output_path}")
     with durable_file(output_path.resolve()) as output, Verifier(section) as verifier:  # --out may be a link
         for row, score in _scored(chain([first], source), verifier, opening):
-            columns = {name: value for name, value in asdict(score).items() if value is not None}
+            columns = {name: value for name, value in asdict(score).items() if name != "missing"}
             replaced.update(name for name in row if name in columns)
             output.write(json.dumps(row | to_json_value(columns)).encode() + b"\n")
             total += 1

@@ -138,7 +138,8 @@ class Dispatcher:
                 call.fail(error)
                 raise
         else:
-            verdicts = [verdicts[0]._replace(extracted=call.items[0].response)]
+            # An answer that no parser finishes is the response's fault: 0, and no failure of the function.
+            verdicts = [verdicts[0]._replace(extracted=call.items[0].response, failed=False)]
         if (key := self._comparison(call)) is not None:
             with self._lock:
                 self._in_flight.pop(key, None)

@@ -76,6 +76,8 @@ class Score:
     """Time in a worker; 0 when no worker was needed."""
     components: Mapping[str, float] = field(default_factory=dict)
     """Unweighted rewards by the functions' names, and the overlong penalty."""
+    missing: bool = False
+    """Whether no function applies, or one with a weight failed: `reward` then says nothing about the response."""
 
 
 class Pending:

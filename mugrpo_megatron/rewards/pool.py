@@ -17,14 +17,18 @@ from mugrpo_megatron.rewards.items import ChatOrText, Pending, Row, Score, Scori
 def combined(verdicts: Mapping[str, Verdict], weights: Mapping[str, float]) -> Score:
     """The score of one response: the sum of weight x reward over the functions that apply, 0 when none does.
 
+    It is `missing` when none does or one failed: evaluations count 0, training leaves the response out of its group.
+
     Components are the unweighted rewards by the functions' names, and `name.part` for other numbers of a function. The
     extracted answer is the first that a function found.
     """
     if len(verdicts) == 1:  # a stage has up to millions of these
         ((name, verdict),) = verdicts.items()
         reward = 0.0 if verdict.reward is None else weights[name] * verdict.reward
-        return Score(reward, verdict.extracted, verdict.why, verdict.seconds, _components(name, verdict))
+        missing = verdict.reward is None or (verdict.failed and weights[name] != 0)
+        return Score(reward, verdict.extracted, verdict.why, verdict.seconds, _components(name, verdict), missing)
     components: dict[str, float] = {}
+    missing = all(verdict.reward is None for verdict in verdicts.values())
     for name, verdict in verdicts.items():
         components |= _components(name, verdict)
     return Score(
@@ -33,6 +37,7 @@ def combined(verdicts: Mapping[str, Verdict], weights: Mapping[str, float]) -> S
         why="; ".join(f"{name}: {verdict.why}" for name, verdict in verdicts.items()),
         seconds=sum(verdict.seconds for verdict in verdicts.values()),
         components=components,
+        missing=missing or any(verdict.failed and weights[name] != 0 for name, verdict in verdicts.items()),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,6 +18,9 @@ from mugrpo_megatron.rewards.pool import with_length_penalty
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.samples import InMemoryRoutes, Prompt, Sample
 
+UNSCORED = "group.unscored"
+"""Component: the share of a group's responses without a reward."""
+
 
 def group_prompt(recipe: Recipe, problems: PreparedData, cursor: Cursor, group: int) -> Prompt:
     """The prompt of a stage's group, in the run's order; groups count from 0 within the stage."""
@@ -29,8 +33,16 @@ def group_prompt(recipe: Recipe, problems: PreparedData, cursor: Cursor, group: 
 def group_samples(
     group: ScoredGroup, rollout: RolloutSection, reward: RewardSection, objective: ObjectiveSection
 ) -> list[Sample]:
-    """A scored group as samples, without its failed episodes; one failed episode if all have failed."""
-    failed = [response.episode is not None and response.episode.failed for response in group.responses]
+    """A scored group as samples, without failed episodes and responses that have no reward; one of them if all fail.
+
+    So a function that does not apply, fails or runs into a limit gives no advantage and changes no baseline. The
+    component `group.unscored` is the share of the group's responses that were left out for it.
+    """
+    unscored = [score.missing and not reward.judges for score in group.scores]
+    failed = [
+        is_unscored or (response.episode is not None and response.episode.failed)
+        for response, is_unscored in zip(group.responses, unscored, strict=True)
+    ]
     # A group without a sample would leave a hole in its update; a single one has no advantage, so it trains nothing.
     indices = [index for index, has_failed in enumerate(failed) if not has_failed] or [0]
     responses, texts = [group.responses[index] for index in indices], [group.texts[index] for index in indices]
@@ -40,6 +52,9 @@ def group_samples(
         with_length_penalty(group.scores[index], len(response.ids), rollout.max_response_tokens, reward)
         for index, response in zip(indices, responses, strict=True)
     ]
+    if any(unscored):
+        share = {UNSCORED: sum(unscored) / len(unscored)}
+        scores = [replace(score, components={**score.components, **share}) for score in scores]
     rewards = np.array([score.reward for score in scores])
     gold, row = as_text(problem.gold), as_text(problem.row) if problem.row else ""
     masks = [None if response.episode is None else response.episode.mask for response in responses]

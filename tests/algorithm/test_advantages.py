@@ -155,3 +155,19 @@ def test_the_pages_advantages_equal_their_definitions(groups: list[list[tuple[fl
     for name, definition in (("opo", opo), ("maxrl", maxrl)):
         result = by_function(functions[name], rewards, ids, lengths, [""] * len(rewards))
         np.testing.assert_allclose(result, [a for group in groups for a in definition(group)], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "advantages"),
+    [
+        ("group_mean", [1.0, 0.0, -2.0, 0.0, 1.0, 0.0]),
+        ("leave_one_out", [1.5, 0.0, -3.0, 0.0, 1.5, 0.0]),
+        ("group_std", [3**-0.5, 0.0, -2 * 3**-0.5, 0.0, 3**-0.5, 0.0]),
+    ],
+)
+def test_missing_rewards_have_no_advantage_and_are_not_in_the_baseline(kind: str, advantages: list[float]) -> None:
+    """By hand: 4, 1, 4 have the mean 3 and the deviation 3^0.5; a group with one known reward gets 0."""
+    rewards = np.array([4.0, np.nan, 1.0, 7.0, 4.0, np.nan])
+    config = ObjectiveSection.model_validate({"advantage": kind})
+    given = group_advantages(rewards, np.array([2, 2, 2, 5, 2, 5]), config)
+    assert given.tolist() == pytest.approx(advantages, rel=1e-5)

@@ -56,3 +56,15 @@ def test_verdicts_come_in_any_order_from_any_thread() -> None:
     scores = pending.result(0.0)
     assert [score.reward for score in scores] == [place * (111.0 if place % 2 else 10.0) for place in range(200)]
     assert [tuple(score.components) for score in scores] == names
+
+
+def test_a_score_is_missing_where_nothing_applies_or_a_weighted_function_failed() -> None:
+    skipped, failed, right = Verdict(None, "", ""), Verdict(0.0, "", "", failed=True), Verdict(1.0, "", "")
+    weights = {"own": 0.5, "other": 1.0, "shown": 0.0}
+    assert combined({"own": skipped}, weights).missing
+    assert combined({"own": failed}, weights).missing
+    assert combined({"own": skipped, "other": skipped}, weights).missing
+    assert combined({"own": right, "other": failed}, weights).missing
+    assert not combined({"own": skipped, "other": right}, weights).missing
+    assert not combined({"own": right, "shown": failed}, weights).missing
+    assert not combined({"shown": failed}, weights).missing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -76,3 +77,16 @@ def test_a_users_advantages_are_stored_and_shown_without_the_function() -> None:
     assert [row.advantage for row in rows] == [2.0, 1.0]
     assert displayed_advantages(rows, ObjectiveSection(advantage="os:abort")).tolist() == [2.0, 1.0]
     assert displayed_advantages(rows, ObjectiveSection(advantage="group_mean")).tolist() == [0.0, 0.0]
+
+
+def test_responses_without_a_reward_are_left_out_of_their_group() -> None:
+    """As if the group had only the others: rewards 1, 0, 0 have the mean 1/3 and the deviation 3^-0.5."""
+    group = scored(*[Response(np.array([4], np.int32), np.zeros(1, np.float32), "stop", 5)] * 5)
+    values = [Score(1.0, "", "", 0.0), Score(0.0, "", "", 0.0, missing=True), *[Score(0.0, "", "", 0.0)] * 2]
+    group = replace(group, scores=[*values, Score(0.0, "", "", 0.0, missing=True)])
+    rows = group_samples(group, *SECTIONS)
+    assert [row.text for row in rows] == ["text 0", "text 2", "text 3"]
+    assert [row.advantage for row in rows] == pytest.approx([2 / 3**0.5, -1 / 3**0.5, -1 / 3**0.5], rel=1e-4)
+    assert [row.components for row in rows] == [{"group.unscored": 0.4}] * 3
+    [row] = group_samples(replace(group, scores=[values[1]] * 5), *SECTIONS)
+    assert (row.reward, row.advantage) == (0.0, 0.0)
