@@ -63,7 +63,7 @@ def check_file(path: Path) -> None:
         raise UserError(f"{path}: unknown file type; convert it to one of {', '.join(SUFFIXES)}")
     if _is_file(path):
         return
-    if alike := names_alike(path):
+    if not os.path.lexists(path) and (alike := names_alike(path)):
         raise UserError(f"{path} does not exist; did you mean {' or '.join(map(str, alike))}?")
     raise UserError(f"{path} does not exist or is not a file: check the path")
 

@@ -10,6 +10,7 @@ A bucket is pickled by reference for another process of the machine: on CUDA as 
 from __future__ import annotations
 
 import io
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,7 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from mugrpo_megatron.errors import EngineFailure
+from mugrpo_megatron.errors import EngineFailure, UserError
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.buckets import (
     Bucket,
@@ -112,6 +113,9 @@ def build_weight_sync(
         return WeightSync(architecture, plan, shards, engine_tensor, group, engine_buckets, None)
     # torch's default on Linux passes a file descriptor over a socket; the engine's host gets bytes, so it needs a name.
     torch.multiprocessing.set_sharing_strategy("file_system")
+    needed = sum([plan.largest] * len(plan.buckets[:2]))
+    if shutil.disk_usage(SHARED_MEMORY).free < needed:
+        raise _no_shared_memory(needed)
     staging = [torch.empty(plan.largest, dtype=torch.uint8) for _ in plan.buckets[:2]]
     # Shared memory reaches all of an engine's processes on a node; only an engine across nodes needs more ranks.
     cpu_group = _engine_group(engine_tensor, timeout_s) if engine_nodes > 1 else None
@@ -211,8 +215,24 @@ def _all_ok(weight_sync: WeightSync, ok: bool) -> bool:
 def serialize(bucket: Bucket, flat: torch.Tensor) -> bytes:
     """The bucket for one reader, as a reference to the memory of `flat`."""
     pickled = io.BytesIO()
-    ForkingPickler(pickled).dump(flattened_bucket(bucket, flat) if flat.is_cuda else named_tensors(bucket, flat))
+    try:
+        ForkingPickler(pickled).dump(flattened_bucket(bucket, flat) if flat.is_cuda else named_tensors(bucket, flat))
+    except RuntimeError as error:
+        if "shared memory" in str(error):
+            raise _no_shared_memory(flat.nbytes) from error
+        raise
     return pickled.getvalue()
+
+
+SHARED_MEMORY = "/dev/shm"
+
+
+def _no_shared_memory(needed: int) -> UserError:
+    usage = shutil.disk_usage(SHARED_MEMORY)
+    return UserError(
+        f"{SHARED_MEMORY}: {usage.free / 2**20:,.1f} of {usage.total / 2**20:,.1f} MiB are free, and the weights' "
+        f"buffers need {needed / 2**20:,.1f} MiB; mount it larger (in a container: docker run --ipc host or --shm-size)"
+    )
 
 
 def named_tensors(bucket: Bucket, flat: torch.Tensor) -> list[tuple[str, torch.Tensor]]:

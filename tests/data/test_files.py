@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -150,3 +152,11 @@ def test_a_chat_may_hold_them_in_another_turn(tmp_path: Path) -> None:
     row = {"prompt": messages, "answer": "1", "choices": TEXTS}
     (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
     assert [note for note in load(str(tmp_path / "a.jsonl"), DataSection()).notes if "options" in note] == []
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_is_not_said_to_be_missing(make: Callable[[Path], None], tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("a\n")
+    make(tmp_path / "rows.jsonl")
+    with pytest.raises(UserError, match=r"rows\.jsonl does not exist or is not a file: check the path"):
+        check_file(tmp_path / "rows.jsonl")

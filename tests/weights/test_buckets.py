@@ -22,6 +22,7 @@ from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
 from mugrpo_megatron.cpu.sglang import load_mapped
+from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.weights import buckets
 from mugrpo_megatron.weights.buckets import (
     ALIGNMENT,
@@ -238,3 +239,12 @@ def test_a_bucket_becomes_what_an_fp8_checkpoint_has() -> None:
     assert layout.bytes == len(out) < bucket.bytes
     ends = [(slot.start, slot.start + slot.bytes) for slot in layout.slots]
     assert all(a[1] <= b[0] and b[0] % ALIGNMENT == 0 for a, b in pairwise(ends))
+
+
+def test_shared_memory_without_room_is_told_with_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
+
+    monkeypatch.setattr(ForkingPickler, "dump", full)
+    with pytest.raises(UserError, match=r"/dev/shm: .* of .* MiB are free, and the weights' buffers need 1\.0 MiB"):
+        serialize(cast(Bucket, SimpleNamespace(slots=())), torch.empty(1 << 20, dtype=torch.uint8))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
 from mugrpo_megatron.checks.engines import EngineSetup, engine_problems
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.engine.launch import check_extra, engine_arguments
@@ -13,7 +15,14 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.auxiliary.jobs import read_template
 from mugrpo_megatron.extras.auxiliary.models import directory_of, judge_recipe, question_room, teacher_recipe
 from mugrpo_megatron.extras.auxiliary.score_reader import score_reader
-from mugrpo_megatron.files.hf_config import CONFIG, check_tokenizer, check_weights, read_config, read_model_config
+from mugrpo_megatron.files.hf_config import (
+    CONFIG,
+    ModelConfig,
+    check_tokenizer,
+    check_weights,
+    read_config,
+    read_model_config,
+)
 from mugrpo_megatron.files.hub import model_name
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.functions import check_function
@@ -21,6 +30,7 @@ from mugrpo_megatron.recipe.policy import AuxiliariesSection
 from mugrpo_megatron.run.engine_spec import engine_spec
 from mugrpo_megatron.weights.families import architecture
 
+EMBEDDING = "model.embed_tokens.weight"
 REMEDY = "give the directory of a checkpoint, or the name of a model on the hub"
 
 
@@ -54,6 +64,7 @@ def check_auxiliaries(recipe: Recipe, say: Callable[[str], None], on_paper: bool
         directory = directory_of(recipe.auxiliary, name, cached=on_paper)
         config = read_config(directory, key=f"{key}.model", remedy=REMEDY)
         check_weights(directory, f"{key}.model")
+        _check_headers(directory, config, f"{key}.model = {directory}")
         for engine_recipe in _recipes(recipe, name, directory):
             if problems := list(engine_problems(EngineSetup(engine_recipe, config))):
                 raise UserError(f"{key}: {'; '.join(problems)}")
@@ -86,6 +97,21 @@ def _recipes(recipe: Recipe, name: str, directory: Path) -> Iterator[Recipe]:
                 key = f"reward.functions.{function}.max_tokens"
                 raise UserError(f"{key} = {judge.max_tokens} leaves no room for a question; lower it")
             yield judge_recipe(recipe, name, directory, judge, room)
+
+
+def _check_headers(directory: Path, config: ModelConfig, where: str) -> None:
+    """Raise UserError for a truncated file of weights, and for another number of embeddings than the config's."""
+    for path in sorted(directory.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="numpy") as file:
+                rows = file.get_slice(EMBEDDING).get_shape()[0] if EMBEDDING in file.keys() else None  # noqa: SIM118
+        except (OSError, SafetensorError):
+            raise UserError(f"{where}: {path.name} is truncated or not a safetensors file; copy it again") from None
+        if rows not in (None, config.get("vocab_size")):
+            raise UserError(
+                f"{where}: its config has vocab_size {config.get('vocab_size')}, and {path.name} has {rows:,} rows of "
+                f"{EMBEDDING}; config and weights do not belong together"
+            )
 
 
 def _check_teacher(temperature: float, policy: Path, name: str, directory: Path) -> None:

@@ -12,6 +12,7 @@ from mugrpo_megatron.errors import EngineFailure, EngineStopped, UserError
 from mugrpo_megatron.extras.auxiliary.auxiliary_columns import ColumnParts, auxiliary_columns
 from mugrpo_megatron.extras.auxiliary.jobs import Job, Judge, Teacher
 from mugrpo_megatron.extras.auxiliary.models import directory_of
+from mugrpo_megatron.files.hf_config import check_weights
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.policy import RolloutSection
 from mugrpo_megatron.run.directory import RunDirectory
@@ -49,6 +50,7 @@ def auxiliaries_of(recipe: Recipe, directory: RunDirectory, store: StageStore, s
     columns = list(auxiliary_columns(recipe, directory, store, stage))
     for name in recipe.auxiliary.by_name:
         checkpoint = directory_of(recipe.auxiliary, name)
+        check_weights(checkpoint, f"auxiliary.{name}.model")
         weights = fingerprint(checkpoint)
         jobs: list[Job] = []
         for auxiliary, function, column in columns:

@@ -102,6 +102,8 @@ def _read_verifiers_trace(row: Mapping[str, Any], trace: Mapping[str, Any]) -> d
             raise ValueError(
                 f"node {index} of the trace has {len(tokens)} token_ids, {len(sampled)} values of its mask"
             )
+        if wrong := [value for value in sampled if type(value) not in (bool, int) or value not in (0, 1)]:
+            raise ValueError(f"the mask of node {index} of the trace has {short_repr(wrong[0])}, not true or false")
         rest = iter(values)
         ids, mask = ids + tokens, mask + sampled
         logprobs += [next(rest) if is_sampled else 0.0 for is_sampled in sampled]
@@ -125,7 +127,10 @@ def _reward(rewards: Any) -> dict[str, float]:
     for name, term in terms.items():
         if not isinstance(term, Mapping) or not all(isinstance(term.get(key), int | float) for key in TERM):
             raise ValueError(f"the reward {short_repr(name)} of the trace has no numbers as score and weight")
-    return {"reward": sum(term["score"] * term["weight"] for term in terms.values())} if terms else {}
+    try:
+        return {"reward": sum(float(term["score"]) * float(term["weight"]) for term in terms.values())} if terms else {}
+    except OverflowError:
+        raise ValueError("the rewards of the trace are too large for a number") from None
 
 
 def _turn(index: int, turn: Any) -> dict[str, list[Any]]:

@@ -65,6 +65,8 @@ def _merged(
         if spec.name in factors:
             a, b = (factor.to(weight.dtype) for factor in factors[spec.name])  # as the learner has them
             weight = merged(weight, a, b, scale).to(weight.dtype)
+            if not weight.isfinite().all():
+                raise UserError(f"{spec.name}: with the adapter a value is beyond {weight.dtype}; is it damaged?")
         yield weight
 
 

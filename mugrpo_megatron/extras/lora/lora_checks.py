@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.lora.peft_files import check_base, read_adapter
-from mugrpo_megatron.extras.lora.targets import adapter_parameters, target_kinds
+from mugrpo_megatron.extras.lora.targets import adapted_leaves, adapter_parameters, target_kinds
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.weights.architecture import Architecture
 
@@ -17,6 +17,11 @@ def check_lora(recipe: Recipe, architecture: Architecture) -> str:
         raise UserError(
             f'lora: learner.layers = "{recipe.learner.layers}" may fuse norms into the layers that get adapters; '
             'set it to "local"'
+        )
+    largest = max(min(leaf.inputs, leaf.outputs) for leaf in adapted_leaves(architecture, kinds))
+    if rank > largest:
+        raise UserError(
+            f"lora.rank = {rank} is above the rank of every layer with an adapter, at most {largest}; lower it"
         )
     heads = architecture.transformer["num_query_groups"]
     if heads % recipe.parallel.tensor:

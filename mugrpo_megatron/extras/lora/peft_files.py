@@ -36,8 +36,15 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
     "fan_in_fan_out": (False, None),
+    "init_lora_weights": (False, None, "gaussian", "orthogonal", "eva", True),
+    "layer_replication": (None, []),
+    "lora_bias": (False, None),
+    "trainable_token_indices": (None, [], {}),
+    "alora_invocation_tokens": (None, []),
+    "use_qalora": (False, None),
 }
-"""Settings of PEFT and the values of a plain adapter; others change the sum W + alpha / r B A."""
+"""Settings of PEFT and the values of a plain adapter; others change W, or the sum W + alpha / r B A."""
+TYPES = ("F32", "BF16", "F16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +59,19 @@ class AdapterFile:
     """Fingerprint of the weights that it was trained on; empty if the file has none."""
 
     def read(self) -> dict[str, torch.Tensor]:
-        """All tensors by PEFT's names, on the host. Raises UserError for a file that is damaged behind its header."""
+        """All tensors by PEFT's names, on the host. Raises UserError for a damaged file, NaN and infinities."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
+        path = self.directory / WEIGHTS
         try:
-            return load_file(self.directory / WEIGHTS)
+            tensors = load_file(path)
         except SafetensorError as error:
-            raise UserError(f"{self.directory / WEIGHTS} cannot be read ({error}); copy it again") from None
+            raise UserError(f"{path} cannot be read ({error}); copy it again") from None
+        for name, tensor in tensors.items():
+            if not tensor.isfinite().all():
+                raise UserError(f"{path}: {name} holds NaN or infinity, so the adapter is damaged; copy it again")
+        return tensors
 
 
 def read_adapter(directory: Path, architecture: Architecture, key: str = "lora.start") -> AdapterFile:
@@ -140,7 +152,11 @@ def _header(path: Path) -> tuple[dict[str, tuple[int, ...]], str]:
 
     try:
         with safe_open(path, framework="numpy") as file:
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            for name, header in slices.items():
+                if header.get_dtype() not in TYPES:
+                    raise UserError(f"{path}: {name} has type {header.get_dtype()}; adapters are {', '.join(TYPES)}")
+            shapes = {name: tuple(header.get_shape()) for name, header in slices.items()}
             return shapes, (file.metadata() or {}).get("base", "")
     except (OSError, SafetensorError):
         raise UserError(f"{path} is truncated or not a safetensors file; copy it again") from None

@@ -49,6 +49,24 @@ def test_another_vocabulary(model: Path, tmp_path: Path) -> None:
         check_auxiliaries(recipe(model, other), print)
 
 
+@pytest.mark.parametrize("size", [0, 100, -1])
+def test_weights_that_are_cut_are_refused(model: Path, tmp_path: Path, size: int) -> None:
+    other = save_model(tmp_path / "other")
+    path = other / "model.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:size])
+    with pytest.raises(UserError, match=r"big\.model = .*model\.safetensors is truncated"):
+        check_auxiliaries(recipe(model, other), print)
+
+
+def test_a_config_of_another_vocabulary_is_refused(model: Path, tmp_path: Path) -> None:
+    other = save_model(tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "vocab_size": 999}))
+    with pytest.raises(UserError, match=r"vocab_size 999, and model\.safetensors has 272 rows"):
+        check_auxiliaries(recipe(model, other), print)
+
+
 def dry_run(path: Path, capsys: pytest.CaptureFixture[str], code: int = 0) -> str:
     """What the command says last beside the recipe."""
     assert main(["train", str(path), "--dry-run"]) == code

@@ -143,6 +143,13 @@ def test_a_branch_of_verifiers_is_one_response_with_a_mask() -> None:
         ({"rewards": {"a": 1.0}}, "the reward 'a' of the trace has no numbers as score and weight"),
         ({"nodes": [*NODES[:2], node(0, [7], [True])]}, "node 2 of the trace does not follow the one before"),
         ({"nodes": [node(None, [1, 2])]}, "no token to train on"),
+        ({"rewards": {"a": {"score": 10**400, "weight": 0.5}}}, "too large for a number"),
+        (
+            {"nodes": [{**node(None, [1, 2], [False, True]), "mask": [0, 2]}]},
+            "the mask of node 0 of the trace has 2, not true",
+        ),
+        ({"nodes": [{**node(None, [1, 2], [False, True]), "mask": [0, "a"]}]}, "has 'a', not true or false"),
+        ({"nodes": [{**node(None, [1, 2], [True, True]), "mask": [[0], 1]}]}, r"has \[0\], not true or false"),
         ({"nodes": [node(None, [1], [True], logprobs=[])]}, "node 0 of the trace has 1 token_ids, 1 values"),
     ],
 )

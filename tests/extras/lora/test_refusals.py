@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from mugrpo_megatron.errors import UserError
 from tests.extras.lora.adapted import ALPHA, RANK, write_adapter
 from tests.hostile.outcome import command, refused
 from tests.tiny import save_model, write_recipe
@@ -34,6 +35,7 @@ def test_a_dry_run_says_what_is_trained(tmp_path: Path, model: Path) -> None:
     ("lora", "says", "sections"),
     [
         ({"rank": 0}, "`lora.rank` = 0: Input should be greater than 0", {}),
+        ({**LORA, "rank": 2147483647}, "is above the rank of every layer with an adapter, at most 32; lower it", {}),
         ({"alpha": 16.0}, "without a rank all weights are trained", {}),
         ({**LORA, "targets": ["q_proj", "wq"]}, "qwen2 has no linear layer 'wq' with an adapter; it has ['q_proj'", {}),
         ({**LORA, "targets": []}, "leaves nothing to train", {}),
@@ -89,6 +91,29 @@ def renamed(directory: Path) -> None:
     save_file({name.replace("q_proj", "wq"): tensor for name, tensor in load_file(path).items()}, path)
 
 
+def retyped(directory: Path) -> None:
+    import numpy as np
+    from safetensors.numpy import load_file, save_file
+
+    path = directory / "adapter_model.safetensors"
+    save_file({name: tensor.astype(np.int8) for name, tensor in load_file(path).items()}, path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_an_adapter_with_a_value_that_is_no_number_is_not_read(value: float, tmp_path: Path, model: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    from mugrpo_megatron.extras.lora.peft_files import read_adapter
+    from mugrpo_megatron.weights.families import read_architecture
+
+    path = write_adapter(tmp_path / "start", model) / "adapter_model.safetensors"
+    tensors = load_file(path)
+    next(iter(tensors.values()))[0, 0] = value
+    save_file(tensors, path)
+    with pytest.raises(UserError, match="holds NaN or infinity, so the adapter is damaged"):
+        read_adapter(path.parent, read_architecture(model)).read()
+
+
 def cut(directory: Path) -> None:
     path = directory / "adapter_model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
@@ -102,6 +127,8 @@ def cut(directory: Path) -> None:
         (edited(lambda c: c.update(use_dora=True)), "use_dora = True, and only plain LoRA adapters are read"),
         (edited(lambda c: c.update(lora_alpha=4)), "has alpha 4.0, and lora.alpha gives 8.0; set it to the adapter's"),
         (renamed, "start: qwen2 has no linear layer 'wq' with an adapter; it has ['q_proj'"),
+        (edited(lambda c: c.update(init_lora_weights="pissa")), "init_lora_weights = 'pissa', and only plain LoRA"),
+        (retyped, "has type I8; adapters are F32, BF16, F16"),
         (cut, "adapter_model.safetensors is truncated or not a safetensors file"),
     ],
 )
