@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -66,6 +68,44 @@ def test_every_python_file_of_the_kernels_is_carried_and_no_library_too_many(tmp
     with tarfile.open(tmp_path / "sgl_kernel.tar.xz") as archive:
         files = {member.name.removeprefix("./") for member in archive if member.isfile()}
     assert files == {*python, *LIBRARIES, record}
+
+
+def write_wheel(folder: Path, name: str) -> None:
+    """A package with one empty module."""
+    folder.mkdir(parents=True)
+    metadata = f"{name}-1.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{name}.py", "")
+        wheel.writestr(f"{metadata}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+        wheel.writestr(f"{metadata}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{metadata}/RECORD", "")
+
+
+@pytest.mark.process
+def test_the_archive_is_installed_without_xz_and_its_parts_one_after_the_other(tmp_path: Path) -> None:
+    """The learner's part alone, then the engine's; an empty environment, and a PATH with a few programs."""
+    archive, tools = tmp_path / ".gpu", tmp_path / "tools"
+    tools.mkdir()
+    for program in ("bash", "tar", "cp", "mkdir", "touch", "dirname"):
+        (tools / program).symlink_to(shutil.which(program) or program)
+    (tools / "python3").write_text(f'#!{shutil.which("sh")}\nexec {sys.executable} "$@"\n')
+    (tools / "python3").chmod(0o755)
+    (tmp_path / "kernel.py").touch()
+
+    def source(*modules: str) -> str:
+        script = f"source {ROOT}/run_scripts/bench/carried.sh; PATH={tools}; python3 -c 'import {', '.join(modules)}'"
+        environment = {"HOME": str(tmp_path), "PATH": str(tools)}
+        done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        return done.stderr if done.returncode else ""
+
+    write_wheel(archive / "learner" / "wheels", "of_learner")
+    assert source("of_learner") == ""
+    assert "No module named 'of_engine'" in source("of_engine")
+    write_wheel(archive / "engine" / "wheels", "of_engine")
+    (archive / "engine" / "stubs" / "of_stub").mkdir(parents=True)
+    with tarfile.open(archive / "engine" / "sgl_kernel.tar.xz", "w:xz") as kernels:
+        kernels.add(tmp_path / "kernel.py", "of_kernel.py")
+    assert source("of_learner", "of_engine", "of_kernel", "of_stub") == ""
 
 
 @pytest.mark.process
