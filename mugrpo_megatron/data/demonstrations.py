@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from mugrpo_megatron.data.files import CONVERSATION, QUESTIONS, RESPONSES, ColumnPaths, found_in, has, messages_of, rows
+from mugrpo_megatron.data.files import (
+    CONVERSATION,
+    QUESTIONS,
+    RESPONSES,
+    ColumnPaths,
+    found_in,
+    has,
+    messages_of,
+    rows,
+    unread_fields,
+)
 from mugrpo_megatron.data.problems import named_sources, refuse_malformed, resolve, with_system
 from mugrpo_megatron.data.prompts import render, template_of
 from mugrpo_megatron.data.reading import problem_of
@@ -95,6 +105,13 @@ def _demonstration(row: dict[str, Any] | str, source: str, problem_id: str) -> D
     if isinstance(row, str):
         raise ValueError(row)
     columns = _columns(row)
+    fields = {*unread_fields(row, columns.question), *unread_fields(row, columns.answer)}
+    if lost := sorted(
+        name for name in fields if name.endswith((".tool_calls", ".reasoning_content")) or name == "tools"
+    ):
+        raise ValueError(
+            f"has {', '.join(lost)}, which would be missing from what is learned: write them into the text"
+        )
     problem = problem_of(row, columns, source, problem_id, any_gold=True)
     response = _response_text(problem.gold, columns.answer)
     if not response.strip():

@@ -324,6 +324,18 @@ def field_at(row: dict[str, Any], path: str) -> Any:
     return value
 
 
+def unread_fields(row: Mapping[str, Any], question: str) -> tuple[str, ...]:
+    """What a row holds for a chat template and nothing reads: two columns, and keys of messages beside their text."""
+    messages = row.get(question)
+    keys = (
+        [key for message in messages if isinstance(message, dict) for key in message if message[key] not in (None, [])]
+        if isinstance(messages, list)
+        else []
+    )
+    columns = [name for name in ("tools", "chat_template_kwargs") if row.get(name)]
+    return (*columns, *sorted({f"{question}.{key}" for key in keys} - {f"{question}.role", f"{question}.content"}))
+
+
 def messages_of(value: list[Any]) -> tuple[Message, ...]:
     """The messages of a chat as (role, text); ValueError for a malformed one.
 
