@@ -59,7 +59,15 @@ def load_hf(chunks: Sequence[torch.nn.Module], hf_dir: Path, architecture: Archi
 def read_shard(checkpoint: HFCheckpoint, entry: Entry, architecture: Architecture, shape: torch.Size) -> torch.Tensor:
     """This rank's shard of one parameter, of the given shape, in the checkpoint's type."""
     group = tensor_group(entry)
-    unsharded = merge_from_hf(entry, [checkpoint.read(name) for name in entry.hf], architecture)
+    tensors = [checkpoint.read(name) for name in entry.hf]
+    for name, tensor in zip(entry.hf, tensors, strict=True):
+        if not torch.isfinite(tensor).all():
+            kind = "not a number (NaN)" if torch.isnan(tensor).any() else "infinite"
+            raise UserError(
+                f"{checkpoint.directory / checkpoint.files[name]}: {name}: a value is {kind}, so the checkpoint is "
+                "damaged; restore it from its source"
+            )
+    unsharded = merge_from_hf(entry, tensors, architecture)
     unsharded = pad_vocab(entry, unsharded, shape[0] * group.size())
     local = shard(entry, unsharded, group.size(), group.rank())
     if local.shape != shape:

@@ -54,11 +54,12 @@ class HFCheckpoint:
 def open_checkpoint(directory: Path, architecture: Architecture) -> HFCheckpoint:
     """Find every tensor and compare names and shapes with the architecture; only a tied output layer's data is read.
 
-    Rotary frequencies and the layers of multi-token prediction are ignored.
+    Rotary frequencies and the layers of multi-token prediction are ignored, and the index may name or lack them and a
+    tied output layer.
     Raises UserError for a missing or truncated shard, an index that disagrees with the files, a missing tensor, one
     that the architecture does not have, a wrong shape, and a tied output layer that differs from the embedding.
     """
-    files, shapes, dtypes = _scan(directory)
+    files, shapes, dtypes = _scan(directory, architecture)
     expected = {
         name: shape
         for entry in entries(architecture).values()
@@ -98,13 +99,25 @@ def _ignored(name: str, architecture: Architecture) -> bool:
     return name.endswith(".rotary_emb.inv_freq") or beyond
 
 
-def _scan(directory: Path) -> tuple[dict[str, str], dict[str, tuple[int, ...]], dict[str, torch.dtype]]:
-    """File, shape and type of every tensor, from the headers; an index, if present, must agree."""
+def _scan(
+    directory: Path, architecture: Architecture
+) -> tuple[dict[str, str], dict[str, tuple[int, ...]], dict[str, torch.dtype]]:
+    """File, shape and type of every tensor, from the headers; an index, if present, must agree about those needed."""
+
+    def needed(name: str) -> bool:
+        return not (_ignored(name, architecture) or (architecture.tied and name == HEAD))
+
     index_path = directory / INDEX
     indexed: dict[str, str] | None = None
     if index_path.is_file():
         indexed = _weight_map(index_path)
-        names = sorted(set(indexed.values()))
+        names = sorted({file for tensor, file in indexed.items() if needed(tensor)})
+        # transformers loads the single file, SGLang the shards of the index.
+        if SINGLE not in names and (directory / SINGLE).exists():
+            raise UserError(
+                f"{directory} has a {SINGLE} that {INDEX} does not name, so programs differ in the weights that they "
+                f"load; remove the stale one: {SINGLE}, or {INDEX} with its shards"
+            )
     elif (directory / SINGLE).is_file():
         names = [SINGLE]
     else:
@@ -127,8 +140,8 @@ def _scan(directory: Path) -> tuple[dict[str, str], dict[str, tuple[int, ...]], 
                         f"use the model's {' or '.join(FLOATS)} release"
                     )
                 dtypes[tensor] = FLOATS[header.get_dtype()]
-    if indexed is not None and indexed != files:
-        wrong = sorted(set(indexed.items()) ^ set(files.items()))[0][0]
+    differing = set(indexed.items()) ^ set(files.items()) if indexed is not None else set()
+    if indexed is not None and (wrong := min((name for name, _ in differing if needed(name)), default=None)):
         raise UserError(
             f"{index_path} disagrees with the shards about {wrong!r}: the index says {indexed.get(wrong, 'nothing')}, "
             f"the shards say {files.get(wrong, 'nothing')}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from pathlib import Path
 
 import pytest
@@ -10,17 +12,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.weights import hf
+from mugrpo_megatron.weights.families import architecture
 from mugrpo_megatron.weights.safetensors_dir import (
+    EMBEDDING,
+    HEAD,
     INDEX,
     SINGLE,
+    HFCheckpoint,
     TensorSpec,
     WeightFile,
     divide,
+    open_checkpoint,
     write_index,
     write_shard,
 )
+from mugrpo_megatron.weights.table import entries
+from tests import models
 
 SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=8)
 
@@ -60,3 +71,63 @@ def test_stopped_shard_leaves_no_file_of_its_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="b has shape"):
         write_shard(tmp_path, shard, [torch.zeros(2), torch.zeros(3)])
     assert not (tmp_path / SINGLE).exists()
+
+
+TIED = architecture({**models.SIZES, "model_type": "qwen2", "tie_word_embeddings": True})
+
+
+def sharded(directory: Path, stored: dict[str, torch.Tensor], indexed: dict[str, str]) -> Path:
+    """Two shards of a tied Qwen2 with the tensors of `stored` besides, and an index with `indexed` besides."""
+    shapes = {n: s for e in entries(TIED).values() for n, s in zip(e.hf, e.hf_shapes(TIED), strict=True)}
+    tensors = {name: torch.ones(shape) for name, shape in sorted(shapes.items())}
+    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    halves = [dict(list(tensors.items())[::2]), dict(list(tensors.items())[1::2])]
+    for name, half in zip(names, halves, strict=True):
+        save_file(half | (stored if name == names[1] else {}), directory / name)
+    weight_map = {tensor: name for name, half in zip(names, halves, strict=True) for tensor in half}
+    (directory / INDEX).write_text(json.dumps({"weight_map": weight_map | indexed}))
+    return directory
+
+
+@pytest.mark.parametrize("name", [HEAD, "model.layers.1.self_attn.rotary_emb.inv_freq"])
+@pytest.mark.parametrize("place", ["shard", "index", "index, of a file that is gone", "both"])
+def test_index_and_shards_may_differ_about_tensors_that_are_not_needed(name: str, place: str, tmp_path: Path) -> None:
+    """Tools drop a tied output layer from the shards and not from the index, or the reverse."""
+    stored = {name: torch.ones(TIED.shape("V H"))} if place in ("shard", "both") else {}
+    file = "model-00003.safetensors" if "gone" in place else "model-00002-of-00002.safetensors"
+    sharded(tmp_path, stored, {} if place == "shard" else {name: file})
+    assert EMBEDDING in open_checkpoint(tmp_path, TIED).files
+
+
+def test_an_output_layer_that_only_a_shard_has_must_equal_the_embedding(tmp_path: Path) -> None:
+    sharded(tmp_path, {HEAD: torch.zeros(TIED.shape("V H"))}, {})
+    with pytest.raises(UserError, match=r"differs from .*, though config.json ties them"):
+        open_checkpoint(tmp_path, TIED)
+
+
+def test_a_stale_single_file_beside_an_index_is_refused(tmp_path: Path) -> None:
+    sharded(tmp_path, {}, {})
+    save_file({"a": torch.ones(1)}, tmp_path / SINGLE)
+    with pytest.raises(UserError, match=f"has a {SINGLE} that {INDEX} does not name"):
+        open_checkpoint(tmp_path, TIED)
+
+
+def test_a_needed_tensor_that_only_the_index_has_is_named(tmp_path: Path) -> None:
+    sharded(tmp_path, {}, {"model.norm.bias": "model-00001-of-00002.safetensors"})
+    with pytest.raises(UserError, match=r"disagrees with the shards about 'model\.norm\.bias'"):
+        open_checkpoint(tmp_path, TIED)
+
+
+@pytest.mark.parametrize(("value", "kind"), [(math.nan, r"not a number \(NaN\)"), (-math.inf, "infinite")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_tensor_with_a_value_that_is_not_finite_is_named(
+    value: float, kind: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = next(entry for entry in entries(TIED).values() if len(entry.hf) == 2)
+    tensors = {name: torch.ones(2, dtype=dtype) for name in entry.hf}
+    tensors[entry.hf[1]][1] = value
+    save_file(tensors, tmp_path / SINGLE)
+    checkpoint = HFCheckpoint(tmp_path, dict.fromkeys(tensors, SINGLE), dict.fromkeys(tensors, dtype))
+    monkeypatch.setattr(hf, "tensor_group", lambda entry: None)
+    with pytest.raises(UserError, match=rf"{SINGLE}: {re.escape(entry.hf[1])}: a value is {kind}"):
+        hf.read_shard(checkpoint, entry, TIED, torch.Size())
