@@ -44,7 +44,7 @@ from mugrpo_megatron.recipe import ObjectiveSection, Recipe
 from mugrpo_megatron.recipe.functions import check_function, load_function
 from mugrpo_megatron.recipe.policy import RolloutSection
 from mugrpo_megatron.recipe.scoring import CODE, MATH, EvalSection, RewardSection
-from mugrpo_megatron.recipe.sections import DataSection, TrackSection
+from mugrpo_megatron.recipe.sections import DataSection, OptimizerSection, ScheduleSection, TrackSection
 from mugrpo_megatron.recipe.systems import EngineSection, LearnerSection, ParallelSection
 from mugrpo_megatron.rewards.gold_check import scores_of_golds
 from mugrpo_megatron.rewards.pool import Verifier
@@ -90,11 +90,23 @@ def check_run(recipe: Recipe, say: Say = lambda line: None, generates: bool = Tr
         slot_of_environment(recipe.engine, cuda=True)  # do the engines fit the node's ranks, whatever its cores
     _check_layers(recipe.learner, recipe.model.dtype)
     say(_layout_line(recipe.parallel, world))
+    say_warmup(recipe.optimizer, recipe.schedule, say)
     return recipe, _read(recipe.data, recipe.reward, recipe.run.dir, say) if main and generates else None
+
+
+def say_warmup(optimizer: OptimizerSection, schedule: ScheduleSection, say: Say) -> None:
+    """Say that the run ends within the warm-up of its learning rate."""
+    if optimizer.warmup_updates > schedule.total_updates:
+        reached = optimizer.lr * schedule.total_updates / optimizer.warmup_updates
+        say(
+            f"optimizer: warmup_updates = {optimizer.warmup_updates} is more than the run's {schedule.total_updates:,} "
+            f"updates, so the rate ends at {reached:.3g} and never reaches lr = {optimizer.lr:.3g}"
+        )
 
 
 def check_on_paper(recipe: Recipe, say: Say) -> None:
     """`check_run` for `--dry-run`: without a download, on as many ranks as the layout needs."""
+    say_warmup(recipe.optimizer, recipe.schedule, say)
     check_directory(recipe)
     _check_names(recipe.data, recipe.eval, recipe.reward, recipe.rollout, recipe.engine)
     _check_user_loss(recipe.objective)

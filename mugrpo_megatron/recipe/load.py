@@ -137,12 +137,25 @@ def merged(base: Table, top: Table) -> Table:
     return result
 
 
+UNSET = "unset"
+"""Value by which a recipe or `--set` takes back what its base sets, as TOML has no null."""
+
+
+def without_unset(table: Table) -> Table:
+    """Returns `table` without the keys whose value is `UNSET`."""
+    return {
+        key: without_unset(value) if isinstance(value, dict) else value
+        for key, value in table.items()
+        if value != UNSET
+    }
+
+
 def layer_of_mistake(mistake: str, layers: Sequence[Layer], mistakes: Callable[[Table], Collection[str]]) -> str | None:
     """Returns the name of the file or --set that causes a mistake; None if the merged layers do not have it.
 
     That is the first layer from which on the mistake stays. `mistakes` lists the mistakes of a table.
     """
-    tables = list(accumulate((layer.table for layer in layers), layered))
+    tables = [without_unset(table) for table in accumulate((layer.table for layer in layers), layered)]
     since = list(takewhile(lambda index: mistake in mistakes(tables[index]), reversed(range(len(tables)))))
     return layers[since[-1]].name if since else None
 
@@ -164,9 +177,9 @@ def load_recipe(
     """Load a recipe, merge it over its `base` files, apply `a.b=c` overrides, and validate it; None: all defaults.
 
     A recipe may start with `base = "other.toml"`, or a list of such paths (relative to itself, or bundled); it
-    overrides its bases, and a later base an earlier one. Another objective name drops the keys of `[objective]` below
-    it; `say` gets a line if `--set` drops some. Raises UserError for a missing file, broken TOML, an unknown key or a
-    value out of range.
+    overrides its bases, and a later base an earlier one; the value "unset" takes a key back. Another objective name
+    drops the keys of `[objective]` below it; `say` gets a line if `--set` drops some. Raises UserError for a missing
+    file, broken TOML, an unknown key or a value out of range.
     """
     layers: list[Layer] = []
     read = _read_with_base(find_recipe_file(path), within=(), read=[], layers=layers) if path else {}
@@ -176,7 +189,7 @@ def load_recipe(
     for override in overrides:
         table = _applied(table, override)
         layers.append(Layer(f"--set {_short(override)}", _applied({}, override)))
-    recipe = validate(table, str(path or "--set"), layers)
+    recipe = validate(without_unset(table), str(path or "--set"), layers)
     if base is not read and (line := _dropped_keys(read["objective"], recipe.objective)):
         say(f"{path}: {line}")
     return recipe

@@ -127,6 +127,16 @@ class RolloutSection(Section):
     behaviour: Literal["engine", "learner"] = Field("engine", json_schema_extra=changes("method"))
     """Source of the behaviour logprobs: the engine (free), or a learner pass at the stage's start (ratio exactly 1)."""
 
+    @field_validator("temperature", mode="before")
+    @classmethod
+    def _check_temperature(cls, value: Any) -> Any:
+        if not isinstance(value, bool) and value == 0:
+            raise ValueError(
+                "greedy responses to a prompt are all the same, so a group has no advantage; write 1.0, and "
+                "eval.temperature = 0 for greedy evaluation"
+            )
+        return value
+
     @property
     def truncates(self) -> bool:
         """Whether top-k or top-p excludes tokens from sampling."""

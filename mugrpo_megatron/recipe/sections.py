@@ -205,6 +205,13 @@ class OptimizerSection(Section):
     clip_grad: PositiveFloat = 1.0
     """Global gradient norm that an update is clipped to."""
 
+    @field_validator("clip_grad", mode="before")
+    @classmethod
+    def _check_clip(cls, value: Any) -> Any:
+        if not isinstance(value, bool) and value == 0:
+            raise ValueError("would clip every gradient to 0; to turn clipping off, write a norm that none has, as 1e9")
+        return value
+
     @field_validator("min_lr")
     @classmethod
     def _check_decay(cls, value: float, info: ValidationInfo) -> float:

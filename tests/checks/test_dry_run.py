@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from mugrpo_megatron.checks.preflight import say_warmup
 from mugrpo_megatron.cli import main
+from mugrpo_megatron.recipe import Recipe
 from tests.tiny import save_model, write_recipe
 
 FUNCTIONS = """
@@ -94,3 +96,14 @@ def test_an_absent_wandb_is_found(
         "mugrpo_megatron.checks.preflight.find_spec", lambda name: None if name == "wandb" else found(name)
     )
     assert "needs the wandb package: pip install" in dry_run(recipe, capsys, "track.wandb_project=p", code=2)[-1]
+
+
+@pytest.mark.parametrize(("warmup", "stages", "lines"), [(5, 2, 0), (6, 2, 0), (7, 2, 1), (4, 1, 1)])
+def test_a_warm_up_that_the_run_does_not_reach_the_end_of_is_noted(warmup: int, stages: int, lines: int) -> None:
+    recipe = Recipe.model_validate(
+        {"optimizer": {"warmup_updates": warmup, "lr": 1e-4}, "schedule": {"stages": stages, "updates_per_stage": 3}}
+    )
+    said: list[str] = []
+    say_warmup(recipe.optimizer, recipe.schedule, said.append)
+    assert len(said) == lines
+    assert all("never reaches lr = 0.0001" in line for line in said)

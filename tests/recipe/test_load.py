@@ -201,3 +201,31 @@ def undocumented(section: Any, prefix: str = "") -> Iterator[str]:
 
 def test_every_key_is_documented() -> None:
     assert list(undocumented(Recipe)) == []
+
+
+@pytest.mark.parametrize(
+    "key", ["objective.dual_clip", "lora.rank", "reward.timeout_s", "sft.lr", "data.system_prompt"]
+)
+def test_unset_takes_back_a_key_of_the_base(key: str, tmp_path: Path) -> None:
+    section, name = key.split(".")
+    value = {"system_prompt": '"be brief"', "lr": "0.5", "dual_clip": "3.0"}.get(name, "7")
+    base = write(tmp_path / "base.toml", f"[{section}]\n{name} = {value}\n")
+    default = getattr(getattr(Recipe(), section), name)
+    child = write(tmp_path / "child.toml", f'base = "base.toml"\n[{section}]\n{name} = "unset"\n')
+    for recipe in (load_recipe(base, [f"{key}=unset"]), load_recipe(child)):
+        assert getattr(getattr(recipe, section), name) == default
+    assert getattr(getattr(load_recipe(child, [f"{key}={value}"]), section), name) != default
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("optimizer.clip_grad=0", "turn clipping off, write a norm that none has"),
+        ("optimizer.clip_grad=0.0", "would clip every gradient to 0"),
+        ("rollout.temperature=0", "a group has no advantage; write 1.0, and eval.temperature = 0"),
+        ("rollout.temperature=-0.0", "a group has no advantage"),
+    ],
+)
+def test_a_zero_that_means_off_elsewhere_is_refused_with_the_reason(override: str, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        load_recipe(None, [override])
