@@ -155,6 +155,7 @@ def test_a_killed_rank_is_said_to_have_run_out_of_memory() -> None:
 
 
 @pytest.mark.process
+@pytest.mark.night
 def test_ranks_that_do_not_stop_are_killed_after_the_grace() -> None:
     process = start(1, "survives", "0")
     wait_for(process, "listening")
@@ -165,6 +166,7 @@ def test_ranks_that_do_not_stop_are_killed_after_the_grace() -> None:
 
 
 @pytest.mark.process
+@pytest.mark.night
 def test_a_failed_rank_gives_its_code_to_the_command_and_its_peers_time() -> None:
     process = start(60, "fails", "0")
     code, printed, errors = end(process)
