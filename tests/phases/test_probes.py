@@ -18,6 +18,7 @@ from mugrpo_megatron.cli import main
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.phases import probing as module
+from mugrpo_megatron.phases import stage
 from mugrpo_megatron.phases.probing import PROBED_UPDATES, choose_responses, probe
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor
@@ -156,7 +157,7 @@ def test_a_damaged_file_is_one_sentence(file: str, tmp_path: Path, monkeypatch: 
 
 def optimized(run_dir: Path, source: Path) -> None:
     """`mugrpo optimize` of the source's first stage without the probe."""
-    module.probe = lambda *_, **__: None
+    stage.probe = lambda *_, **__: None
     options = ["--stage", "0", "--from", str(source), "--set", f"run.dir={run_dir}"]
     sys.exit(main(["optimize", str(source / "recipe.toml"), *options]))
 
