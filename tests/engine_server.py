@@ -131,7 +131,7 @@ def start_server() -> None:
         listening.bind(address)
         listening.listen()
         server = subprocess.Popen(
-            [sys.executable, "-m", "tests.engine_server", str(listening.fileno())],
+            [sys.executable, "-W", "ignore", "-m", "tests.engine_server", str(listening.fileno())],
             stdin=subprocess.PIPE,
             pass_fds=(listening.fileno(),),
             start_new_session=True,

@@ -26,6 +26,7 @@ from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.record import PROVENANCE
 from mugrpo_megatron.samples import Problem, Prompt, Response
 from tests import models
+from tests.engine_server import forked_engines
 from tests.hostile.places import disk
 
 SUMS = {"arithmetic": "arithmetic"}
@@ -286,7 +287,8 @@ def test_greedy_evaluation_says_what_transformers_generates(checkpoint: Path, tm
         }
     )
     out = tmp_path / "out"
-    result = run(recipe, [str(sums)], out)
+    with forked_engines():
+        result = run(recipe, [str(sums)], out)
     first = [json.loads(line) for line in (out / "problems.jsonl").read_text().splitlines()]
     assert {row["problem"]["id"]: row["texts"] for row in first} == {place: [text] for place, text in expected.items()}
     assert result.sets[0].problems == len(first) == 24
