@@ -33,6 +33,8 @@ class AlarmRang(BaseException):
 
 EXTRA_FUNCTIONS = {"code": "mugrpo_megatron.extras.sandbox.code:grader"}
 """Built-in name -> factory of the reward function from its options."""
+JUDGE_PARSER = "mugrpo_megatron.extras.auxiliary.parse:parser_of"
+"""Makes a reward function of a judge's parser."""
 
 
 def load(options: dict[str, Any]) -> tuple[RewardFunction, Needs, str]:
@@ -55,15 +57,7 @@ def load(options: dict[str, Any]) -> tuple[RewardFunction, Needs, str]:
     name = options["function"]
     function = load_function(options["key"], EXTRA_FUNCTIONS.get(name, name))
     if options["of_judge"]:
-        from mugrpo_megatron.extras.auxiliary.parse import check_parameters, parse_score
-
-        check_parameters(options["key"], name, function)
-
-        def parse(items: Sequence[ScoringInput]) -> list[Verdict]:
-            scores = [parse_score(function, item.response) for item in items]
-            return [Verdict(score, "", why) for score, why in scores]
-
-        return parse, Needs(), ""
+        return load_function(options["key"], JUDGE_PARSER)(options["key"], name, function), Needs(), ""
     if name in EXTRA_FUNCTIONS:
         function = function({"timeout_s": options["timeout_s"], **options[name]})
     try:

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.functions import describe_exception
+from mugrpo_megatron.rewards.items import ScoringInput, Verdict
 
 LARGEST_SCORE = 3e38
 """Float32, in which advantages are computed, holds no larger number."""
 
 
-def check_parameters(key: str, name: str, function: Callable[..., Any]) -> None:
-    """Raise UserError unless the function takes a judge's answer by name: `os:system` takes a command."""
+def parser_of(key: str, name: str, function: Callable[..., Any]) -> Callable[[Sequence[ScoringInput]], list[Verdict]]:
+    """Returns the reward function that parses judges' answers.
+
+    Raises UserError unless `function` takes a judge's answer by name: `os:system` takes a command.
+    """
     try:
         inspect.signature(function).bind(answer="")
     except (TypeError, ValueError) as error:
         raise UserError(f"{key} {name!r} does not take one parameter `answer` ({error}): name it so") from None
+
+    def parse(items: Sequence[ScoringInput]) -> list[Verdict]:
+        scores = [parse_score(function, item.response) for item in items]
+        return [Verdict(score, "", why) for score, why in scores]
+
+    return parse
 
 
 def parse_score(parse: Callable[[str], Any], answer: str) -> tuple[float | None, str]:
