@@ -27,6 +27,12 @@ REPLAYED: dict[str, Any] = {"learner": {"routing_replay": "learner"}}
 CLOCKS = {"time", "seconds", "tflops", "mfu"}
 
 
+@pytest.fixture(autouse=True)
+def not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Megatron compiles of its routers takes seconds in every command; `learner/test_layouts.py` compiles it."""
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+
+
 def figures(run_dir: Path) -> dict[int, dict[str, Any]]:
     """Every metric of every update but those of the clock; an update that was taken twice has the same ones twice."""
     found: dict[int, dict[str, Any]] = {}
