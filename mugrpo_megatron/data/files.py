@@ -325,7 +325,7 @@ def field_at(row: dict[str, Any], path: str) -> Any:
 
 
 def unread_fields(row: Mapping[str, Any], question: str) -> tuple[str, ...]:
-    """What a row holds for a chat template and nothing reads: two columns, and keys of messages beside their text."""
+    """Names what a row holds for a chat template and nothing reads: two columns, and message keys besides the text."""
     messages = row.get(question)
     keys = (
         [key for message in messages if isinstance(message, dict) for key in message if message[key] not in (None, [])]

@@ -36,7 +36,7 @@ _LOST_BACKSLASH = re.compile(
     "\a(?=lpha|ngle|pprox)|\b(?=eta|inom|egin|oxed|ar\\b)|\f(?=rac|orall)|\v(?=ec|arphi|ert|dots)"
     "|\t(?=ext|heta|imes|au\\b|frac|an[({^])|\n(?=eq\\b|abla)|\r(?=ho\\b|ight\\b)"
 )
-"""What is left of `\\frac` or `\\theta` where JSON or Python has read the backslash."""
+"""The rest of `\\frac` or `\\theta` where JSON or Python has read the backslash."""
 
 
 def columns_of(
