@@ -96,6 +96,19 @@ def test_an_engine_that_dies_keeps_what_it_finished_and_generates_the_rest_once(
     assert stand.engine.finished == GROUPS
 
 
+def test_the_groups_of_a_damaged_shard_are_generated_again(stand: Stand) -> None:
+    stand.engine.lives = [GROUPS - 1]
+    generated(stand)
+    [shard] = store(stand).directory.glob("shard-*.parquet")
+    content = bytearray(shard.read_bytes())
+    content[40] ^= 1
+    shard.write_bytes(content)
+    stand.engine.running = True
+    generated(stand)
+    assert store(stand).sealed
+    assert stand.engine.finished == GROUPS - 1 + GROUPS
+
+
 def test_an_engine_that_keeps_failing_without_a_finished_group_ends_the_run(stand: Stand) -> None:
     for failures in range(MOST_FAILURES):
         stand.engine.lives, stand.engine.running = [0], True
