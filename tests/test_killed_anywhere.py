@@ -40,6 +40,8 @@ MOMENTS: dict[str, Moment] = {
     "published": lambda run_dir, rows: any(row.get("phase") == "save" for row in rows),
 }
 """What to wait for in the run directory and in the rows that this process logged; a random moment later it dies."""
+FINISHED = {"seal": "stages/*/stage.parquet", "proximal": "proximal/*.parquet", "save": "checkpoints/stage*"}
+"""Files that show that a moment has just passed: on a fast machine a temporary comes and goes between two looks."""
 
 
 def contents(run_dir: Path) -> dict[tuple[str, int], str]:
@@ -64,16 +66,19 @@ def digests(table: pa.Table) -> Iterator[tuple[int, str]]:
         yield group, hashlib.sha256(repr(members).encode()).hexdigest()
 
 
-def kill_at(moment: Moment, delay_s: float, recipe: Path, run_dir: Path) -> bool:
+def kill_at(name: str, delay_s: float, recipe: Path, run_dir: Path) -> bool:
     """Start the run and kill all of its processes `delay_s` after the moment; whether it was still alive then."""
     log = run_dir / "metrics.jsonl"
     before = len(read_rows(log)) if log.exists() else 0
+    moment, pattern = MOMENTS[name], FINISHED.get(name, "none")
+    earlier = set(run_dir.glob(pattern))
     due: float | None = None
     with started("train", recipe, real_engine=True) as command:
         while due is None or time.monotonic() < due:
             if command.wait(0.005) is not None:
                 return False
-            if due is None and moment(run_dir, read_rows(log)[before:] if log.exists() else []):
+            rows = read_rows(log)[before:] if log.exists() else []
+            if due is None and (moment(run_dir, rows) or set(run_dir.glob(pattern)) - earlier):
                 due = time.monotonic() + delay_s
         family = command.family  # the whole job is killed as the block ends: nobody is left who could tidy up
     _, alive = psutil.wait_procs(family, timeout=30)
@@ -100,7 +105,7 @@ def killed_again_and_again(folder: Path, kills: list[str], stages: int, seed: in
     hit: dict[str, int] = {}
     for name in kills:
         delay_s = draw.uniform(0.0, 12.0) if name == "start" else draw.uniform(0.0, 0.3)
-        if not kill_at(MOMENTS[name], delay_s, recipe, run_dir):
+        if not kill_at(name, delay_s, recipe, run_dir):
             break  # it ended before the moment came: the run is over
         hit[name] = hit.get(name, 0) + 1
         now = contents(run_dir)

@@ -42,6 +42,10 @@ for module in sys.argv[1:]:
             told = "not at all"
         except Reached as reached:
             told = str(reached)
+        except ModuleNotFoundError as missing:
+            if missing.name != "reasoning_gym":  # an extra's own package, which the suite does without
+                raise
+            told = "not at all"
         print(module, told, sep="\\t", flush=True)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0, module

@@ -141,12 +141,12 @@ UNSET = "unset"
 """Value by which a recipe or `--set` takes back what its base sets, as TOML has no null."""
 
 
-def without_unset(table: Table) -> Table:
-    """Returns `table` without the keys whose value is `UNSET`."""
+def without_unset(table: Table, levels: int = 8) -> Table:
+    """Returns `table` without the keys whose value is `UNSET`; no section of a recipe lies deeper than `levels`."""
     return {
-        key: without_unset(value) if isinstance(value, dict) else value
+        key: without_unset(value, levels - 1) if isinstance(value, dict) and levels else value
         for key, value in table.items()
-        if value != UNSET
+        if not isinstance(value, str) or value != UNSET
     }
 
 

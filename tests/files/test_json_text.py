@@ -28,7 +28,7 @@ WRONG = {
     "a byte-order mark": (b"\xef\xbb\xbf{}", "is not JSON (Unexpected UTF-8 BOM"),
     "NUL": (b'{"a": 1}\0', "is not JSON (Extra data"),
     "half of a pair": (b'{"a": "\\ud800"}', "is not JSON ('utf-8' codec can't encode"),
-    "a number of 5,000 digits": (b'{"a": 1' + b"0" * 5000 + b"}", "is not JSON (Exceeds the limit"),
+    "a number of 5,000 digits": (b'{"a": 1' + b"0" * 5000 + b"}", "is not JSON (an integer has more than 4,300 digits"),
     "array": (b"[1]", "holds a JSON array where an object is needed"),
     "string": (b'"a"', "holds a JSON string where"),
     "boolean": (b"true", "holds a JSON boolean where"),

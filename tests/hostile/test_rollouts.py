@@ -64,7 +64,6 @@ def test_selections_without_responses(options: str, run_dir: Path) -> None:
 CODE = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
 CONFIGS: dict[str, dict[str, Any]] = {
     "foreign code": {"auto_map": CODE, "model_type": "evil"},
-    "foreign code under a known name": {"auto_map": CODE},
     "another shape": {"intermediate_size": 128},
     "more layers": {"num_hidden_layers": 5},
 }

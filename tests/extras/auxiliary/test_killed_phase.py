@@ -65,8 +65,8 @@ def test_killed_while_a_auxiliary_has_its_turn(what: str, learner: bool, tmp_pat
     recipe = recipe_of(tmp_path)
     words = ["train", recipe] if learner else ["generate", recipe, "--engine-only", "--shard", "0/1"]
     if not learner:
-        assert "once all shares have, `mugrpo seal" in mugrpo(*words).stdout
-        assert "run its shares again for its auxiliary models" in mugrpo("seal", tmp_path / "run").stdout
+        assert "once all shards have, `mugrpo seal" in mugrpo(*words).stdout
+        assert "run its shards again for its auxiliary models" in mugrpo("seal", tmp_path / "run").stdout
     durable = kill_in_turn(recipe, what, *words)
     assert 0 < len(durable) < UPDATES
     mugrpo(*words)

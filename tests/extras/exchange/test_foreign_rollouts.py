@@ -53,7 +53,7 @@ def test_ids_between_the_tokenizer_and_a_padded_vocabulary_are_taken(tmp_path: P
     path.write_text(json.dumps({"prompt_ids": [1, size], "response_ids": [2, size + 7]}))
     [[rollout]] = read_rollouts(path, TOKENIZER, TEMPLATE, (9, 9), size + 8)
     assert (rollout.prompt_ids.tolist(), rollout.response_ids.tolist()) == ([1, size], [2, size + 7])
-    with pytest.raises(UserError, match=rf"response_ids are not a list of token ids below {size}$"):
+    with pytest.raises(UserError, match=rf"prompt_ids are not a list of token ids below {size}$"):
         read_rollouts(path, TOKENIZER, TEMPLATE, (9, 9))
 
 
