@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import struct
 import tempfile
@@ -15,6 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -47,6 +49,8 @@ class Bait:
 
     answer: str
     names: str
+    directories: str
+    """Where the judge makes those of its programs: not with other workers', so that what is left is this test's."""
 
     def response(self, text: str) -> str:
         return f"```python\n{self.names}\n{text}\n```"
@@ -61,10 +65,13 @@ def bait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bait]:
     file.write_text(answer)
     monkeypatch.setenv("ANSWER", answer)
     marker = f"left_{uuid.uuid4().hex}"
-    places = [str(home), "/var/tmp", "/dev/shm", tempfile.gettempdir(), os.getcwd()]
+    directories = tempfile.mkdtemp()
+    os.chmod(directories, 0o1777)
+    places = [str(home), "/var/tmp", "/dev/shm", directories, tempfile.gettempdir(), os.getcwd()]
     # Every process of a program has it, and so each is found.
     monkeypatch.setattr(jail, "_ENVIRONMENT", {"HOME": "/tmp", "LANG": "C.UTF-8", "MARKER": marker})
     with ExitStack() as opened:
+        opened.callback(shutil.rmtree, directories)
         addresses: list[Any] = [("127.0.0.1", 0), str(home / "socket"), f"\0{marker}"]
         servers = [_server(opened, address, answer) for address in addresses]
         told = {
@@ -72,7 +79,7 @@ def bait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bait]:
             "JUDGE": os.getpid(), "MARKER": marker, "PLACES": places,
         }  # fmt: skip
         before = [_attributes(path) for path in (file, home)]
-        yield Bait(answer, "; ".join(f"{name} = {value!r}" for name, value in told.items()))
+        yield Bait(answer, "; ".join(f"{name} = {value!r}" for name, value in told.items()), directories)
         assert [_attributes(path) for path in (file, home)] == before
         assert file.read_text() == answer
         assert [place for place in places if (Path(place) / marker).exists()] == []
@@ -123,12 +130,12 @@ def options(mode: Mode) -> Grader:
 
 
 def judged(bait: Bait, text: str, tests: str, mode: Mode) -> None:
-    before = set(os.listdir(tempfile.gettempdir()))
     start = time.monotonic()
-    reward, why = grade(bait.response(text), tests, {}, options(mode))
+    with mock.patch.object(tempfile, "tempdir", bait.directories):
+        reward, why = grade(bait.response(text), tests, {}, options(mode))
     assert reward == 0.0, why
     assert time.monotonic() - start < PATIENCE_S
-    assert not [name for name in set(os.listdir(tempfile.gettempdir())) - before if name.startswith("mugrpo_program_")]
+    assert os.listdir(bait.directories) == []
 
 
 def stdin_test(bait: Bait) -> str:
