@@ -16,7 +16,7 @@ test-quick: setup  # starts no process, under 90 seconds
 test:  # what a change must pass: check and the whole suite
 	run_scripts/test.sh
 night: setup new-stack  # kill and scaling harnesses, comparisons with TRL, the report in a browser; then all properties
-	$(PYTHON) -m pytest -m night --seconds .pytest_cache/night.tsv
+	$(PYTHON) -m pytest -m night --seconds=.pytest_cache/night.tsv
 	$(PYTHON) -m pytest -q -n 2 -m "$(QUICK)" --hypothesis-profile thorough
 seconds:  # what the tests of the last run and their fixtures cost
 	$(PYTHON) -m tests.costs

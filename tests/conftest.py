@@ -105,7 +105,7 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--most-seconds", type=float, default=0.0, help="begin no test after so long; 0: no limit")
-    parser.addoption("--seconds", metavar="FILE", help="write what each test and fixture costs here (tests/costs.py)")
+    parser.addoption("--seconds", metavar="=FILE", help="write what each test and fixture costs here (tests/costs.py)")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

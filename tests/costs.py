@@ -2,8 +2,8 @@
 
     python -m tests.costs [FILE]      sums by tier and room, the tests and fixtures that cost most, of the last run
 
-Every run of pytest writes the seconds to FILE (`--seconds`, by default .pytest_cache/seconds.tsv): wall-clock and CPU
-seconds, those of all processes that were started included. A fixture's cost is its own, not that of the test that
+Every run of pytest writes the seconds to FILE (`--seconds=FILE`, by default .pytest_cache/seconds.tsv): wall-clock and
+CPU seconds, those of all processes that were started included. A fixture's cost is its own, not that of the test that
 happens to come first. Engines are forked from a server that all workers share: the total has their seconds, no test.
 """
 
