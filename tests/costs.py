@@ -13,11 +13,11 @@ import csv
 import os
 import sys
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from time import monotonic, process_time  # a test may exchange `time.monotonic`
 from typing import Any, NamedTuple
 
 import pytest
@@ -99,18 +99,18 @@ class Costs:
         self._fixtures: list[Cost] = []
         self._last = Reading(0.0, 0.0)
         self._of_children = True
-        self._begin = time.monotonic()
+        self._begin = monotonic()
         if not self.worker:
             descriptor, name = tempfile.mkstemp(prefix="engine_starts_")
             os.close(descriptor)
             os.environ[STARTS_FILE] = name
 
     def _read(self) -> Reading:
-        return Reading(time.monotonic(), cpu_seconds(of_children=self._of_children))
+        return Reading(monotonic(), cpu_seconds(of_children=self._of_children))
 
     def pytest_runtest_setup(self) -> None:
         """Begin no test after `--most-seconds`."""
-        if self.most_s and time.monotonic() - self._begin > self.most_s:
+        if self.most_s and monotonic() - self._begin > self.most_s:
             pytest.skip("no time left")
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -123,11 +123,11 @@ class Costs:
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any, request: Any) -> Iterator[Any]:
         """Note what a fixture costs without those that it asks for."""
-        begin = time.monotonic()
+        begin = monotonic()
         try:
             return (yield)
         finally:
-            if time.monotonic() - begin > LEAST_S:
+            if monotonic() - begin > LEAST_S:
                 now = self._read()
                 where = fixturedef.baseid.removesuffix("/conftest.py") or "tests"
                 cost = now.since(self._last)
@@ -173,7 +173,7 @@ class Costs:
             return
         self.total = cpu_seconds()
         if self.of_workers is not None:  # workers have ended, and their seconds are among those of ended children
-            self.total = time.process_time() + self.of_workers + server_seconds()
+            self.total = process_time() + self.of_workers + server_seconds()
         self.limit = LIMIT_S * self.slowness.factor
         write(self.file, self.costs)
         if self.total > self.limit and not self.night and session.exitstatus == pytest.ExitCode.OK:
@@ -189,7 +189,7 @@ class Costs:
         Path(os.environ[STARTS_FILE]).unlink(missing_ok=True)
         terminalreporter.write_line(
             f"{self.total:.0f} CPU seconds in all processes, {self.total / factor:.0f} on a processor of 3.5 GHz (goal "
-            f"{GOAL_S:.0f}, limit {LIMIT_S:.0f}){over}; {time.monotonic() - self._begin:.0f} s, {starts}"
+            f"{GOAL_S:.0f}, limit {LIMIT_S:.0f}){over}; {monotonic() - self._begin:.0f} s, {starts}"
         )
         if self.total > SLOW_S:
             terminalreporter.section("most CPU seconds")
