@@ -55,8 +55,14 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], run_dir: P
     ],
 )
 def test_mistakes_in_the_recipe(
-    override: str, said: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    override: str,
+    said: str,
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(arithmetic, "GENERATED", 500)
     recipe = write_recipe(tmp_path / "recipe.toml", model, tmp_path / "run")
     assert said in refused(["train", str(recipe), "--set", override], capsys, tmp_path / "run")
 

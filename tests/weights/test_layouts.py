@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -89,10 +90,19 @@ def test_round_trip_is_bitwise(checkpoints: Path, tmp_path: Path, name: str) -> 
         tiny.assert_same_weights(checkpoints / model, tmp_path / model)
 
 
-@pytest.mark.parametrize(("world", "layout"), [(1, {}), (4, {"tensor": 4})])
-def test_logits_are_those_of_transformers(checkpoints: Path, world: int, layout: Layout) -> None:
-    (result, *_) = run_ranks(world, logits_of, [checkpoints / model for model in MODELS], layout, IDS)
-    for model, megatron in zip(MODELS, result, strict=True):
+DIVIDED = ("qwen2-tied", "qwen3", "llama-rope-linear", "mistral", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
+"""A model of each family, one with a single key/value head among them."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "names"),
+    [({}, MODELS), ({"tensor": 4}, DIVIDED), pytest.param({"tensor": 4}, MODELS, marks=pytest.mark.night)],
+    ids=["alone", "a model of each family on 4 ranks", "all on 4 ranks"],
+)
+def test_logits_are_those_of_transformers(checkpoints: Path, layout: Layout, names: Collection[str]) -> None:
+    world = layout.get("tensor", 1)
+    (result, *_) = run_ranks(world, logits_of, [checkpoints / model for model in names], layout, IDS)
+    for model, megatron in zip(names, result, strict=True):
         with torch.no_grad():
             expected = tiny.load(checkpoints / model)(torch.tensor([IDS])).logits[0].numpy()
         assert np.abs(megatron - expected).max() < 1e-5, model
