@@ -28,7 +28,7 @@ MAIN_PATH = (
 
 HELD = {
     "product lines (core, extras, convert)": 43_926,
-    "lines of tests": 41_400,
+    "lines of tests": 41_416,
     "lines of run_scripts": 4117,
     "core files": 196,
     "parameters of type Recipe": 87,
