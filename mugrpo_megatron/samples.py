@@ -212,6 +212,11 @@ class Sample:
         return len(self.prompt_ids) + len(self.response_ids)
 
 
+def rewards_and_groups(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
+    """Rewards, float64 [N], and groups, int64 [N], of the samples."""
+    return np.array([sample.reward for sample in samples]), np.array([sample.group for sample in samples])
+
+
 def trained_lengths(samples: Sequence[Sample]) -> list[int]:
     """Tokens of each response that are trained on."""
     return [len(sample.trained(sample.response_ids)) for sample in samples]

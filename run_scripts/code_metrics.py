@@ -27,8 +27,8 @@ MAIN_PATH = (
 """Where a reader follows a response from the engine to the gradient."""
 
 HELD = {
-    "product lines (core, extras, convert)": 43_926,
-    "lines of tests": 41_416,
+    "product lines (core, extras, convert)": 43_937,
+    "lines of tests": 41_415,
     "lines of run_scripts": 4117,
     "core files": 196,
     "parameters of type Recipe": 87,

@@ -19,7 +19,7 @@ from mugrpo_megatron.data.files import (
 from mugrpo_megatron.data.problems import named_sources, refuse_malformed, resolve, with_system
 from mugrpo_megatron.data.prompts import render, template_of
 from mugrpo_megatron.data.reading import problem_of
-from mugrpo_megatron.data.tokenizer import without_repetition
+from mugrpo_megatron.data.tokenizer import prompt_end, without_repetition
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.sections import DataSection
 from mugrpo_megatron.samples import Problem
@@ -87,7 +87,7 @@ def sequences(
     too_long = 0
     for example in examples:
         prompt = render(example.problem, tokenizer, section.prompt_style, template)
-        text = without_repetition(example.response, str(tokenizer.decode(prompt)), tokenizer)
+        text = without_repetition(example.response, prompt_end(prompt, tokenizer), tokenizer)
         response = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
         if 0 < len(prompt) <= section.max_prompt_tokens and len(response) <= max_response_tokens:
             fitting.pairs.append((prompt, response))

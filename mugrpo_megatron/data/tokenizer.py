@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from sentencepiece import SentencePieceProcessor
@@ -10,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import check_tokenizer, unreadable_as_user_error
-from mugrpo_megatron.rewards.math.thoughts import opening_of
+from mugrpo_megatron.rewards.math.thoughts import PROMPT_END_TOKENS, opening_of
 
 VOCAB_SIZE = 272
 """256 bytes and 16 special tokens: a multiple of 16 splits evenly over tensor parallel ranks."""
@@ -72,10 +73,16 @@ def build_arithmetic_tokenizer(chat_template: str | None = None) -> PreTrainedTo
     )
 
 
+def prompt_end(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """Text of a prompt's last tokens: the line that begins the response and a thought that it opens."""
+    return str(tokenizer.decode([int(token) for token in ids[-PROMPT_END_TOKENS:]]))
+
+
 def without_repetition(response: str, prompt: str, tokenizer: PreTrainedTokenizerBase) -> str:
     """A response as text without what comes with the prompt or is added to each response.
 
     Some data repeat the prompt's last line or the thought that it opens, and others write the end-of-sequence token.
+    The prompt's end is enough.
     """
     end = str(tokenizer.eos_token)
     while response.rstrip().endswith(end):

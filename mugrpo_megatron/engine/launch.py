@@ -263,7 +263,8 @@ def engine_environment(section: EngineSection, model_dir: Path, cuda: bool, slot
             # newer versions chunk by default (layers/logits_processor.py).
             "SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK": "1",
             # torch's default is in the TMPDIR of the engine, which ends with it: every start would compile again.
-            "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or _inductor_cache(),
+            "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+            or f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}",
         }
         libraries = _joined(os.environ.get("LD_LIBRARY_PATH", ""), *cuda_runtime_folders())
         return environment | ({"LD_LIBRARY_PATH": libraries} if libraries else {})
@@ -297,10 +298,6 @@ def check_allocator() -> None:
                 f"{name}={os.environ[name]}: the engine cannot read the learner's weights from expandable segments; "
                 "unset the variable, or remove expandable_segments from it"
             )
-
-
-def _inductor_cache() -> str:
-    return f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
 
 
 def _joined(*folders: str) -> str:

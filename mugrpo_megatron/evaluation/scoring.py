@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedTokenizerBase
 
 from mugrpo_megatron.data.prompts import TOKENIZER_TEMPLATE, Template, fitting_prompts_by_set
+from mugrpo_megatron.data.tokenizer import prompt_end
 from mugrpo_megatron.engine.wire import SampledGroup
 from mugrpo_megatron.evaluation.estimators import (
     Interval,
@@ -21,7 +22,7 @@ from mugrpo_megatron.evaluation.estimators import (
 )
 from mugrpo_megatron.recipe.scoring import RewardSection
 from mugrpo_megatron.rewards.items import Pending, Score, prompt_of_problem
-from mugrpo_megatron.rewards.math.thoughts import PROMPT_END_TOKENS, opening_of
+from mugrpo_megatron.rewards.math.thoughts import opening_of
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.samples import Problem, Prompt, Response
 
@@ -90,7 +91,7 @@ class Scorer:
         ]
 
     def _opening(self, ids: Sequence[int]) -> str:
-        return opening_of(str(self._tokenizer.decode([int(token) for token in ids[-PROMPT_END_TOKENS:]])))
+        return opening_of(prompt_end(ids, self._tokenizer))
 
     def _submit(self, problem: Problem, texts: list[str], ids: list[list[int]], openings: list[str]) -> Pending:
         n = len(texts)

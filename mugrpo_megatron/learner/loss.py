@@ -25,7 +25,7 @@ from mugrpo_megatron.learner.model import PolicyModel, gather_sequence
 from mugrpo_megatron.learner.optimizer import loss_scale
 from mugrpo_megatron.learner.packing import MicroBatch
 from mugrpo_megatron.recipe import ObjectiveSection
-from mugrpo_megatron.samples import Sample, trained_lengths
+from mugrpo_megatron.samples import Sample, rewards_and_groups, trained_lengths
 
 HiddenLoss = Callable[[PolicyModel, torch.Tensor, MicroBatch], tuple[torch.Tensor, torch.Tensor]]
 """(last chunk's model, its hidden states, micro-batch) -> scalar and, detached, log-probabilities and entropies
@@ -82,7 +82,7 @@ def make_loss_inputs(
     lengths and denominators do not count them.
     """
     lengths = torch.tensor(trained_lengths(samples), device=device)
-    rewards, groups = np.array([s.reward for s in samples]), np.array([s.group for s in samples])
+    rewards, groups = rewards_and_groups(samples)
     truncated = np.array([s.finish_reason == "length" for s in samples], dtype=bool)
     rows = counted_responses(rewards, groups, truncated, section)
     counted = None if rows is None else torch.from_numpy(rows).to(device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from mugrpo_megatron.engine.launch import replayed_routers, training_sampling
 from mugrpo_megatron.engine.queue import PromptQueue
@@ -73,13 +74,15 @@ class Generation:
         missing = sorted(set(self._groups) - self.store.verified_groups()) if run.is_main else []
         queue = shared_queue(run.world, missing)
         scorer = Scorer(leader.verifier, leader.tokenizer) if leader else None
+        recipe = run.recipe
+        to_samples = partial(group_samples, rollout=recipe.rollout, reward=recipe.reward, objective=recipe.objective)
         with (
             run.phase("generate", self.cursor) as facts,
             run.display.bar(f"{self.cursor.title(run.recipe.schedule)}: generate", queue.total, "prompts") as bar,
         ):
             if leader and scorer:
                 for group in scorer.during(_sample_stage(run, leader, self.cursor, queue, bar)):
-                    self.store.append(group_samples(group, run.recipe.rollout, run.recipe.reward, run.recipe.objective))
+                    self.store.append(to_samples(group))
                 if run.stop.requested:
                     self.store.flush()  # before the barrier: another rank may have died
             # Heartbeats instead of a collective: a long generation would exceed its timeout (ProcessGroupNCCL).
@@ -91,7 +94,7 @@ class Generation:
         with run.phase("score", self.cursor):
             # Scores that are still computed when the engine has finished; a verifier may be slower than the engine.
             for group in scorer.rest(run.stop.poll) if scorer else ():
-                self.store.append(group_samples(group, run.recipe.rollout, run.recipe.reward, run.recipe.objective))
+                self.store.append(to_samples(group))
             self.store.flush()
             run.world.barrier()
             stopping = any(run.world.any_rank(run.stop.requested))

@@ -27,7 +27,7 @@ from mugrpo_megatron.phases.saves import save_if_due
 from mugrpo_megatron.run.cursor import Cursor, nats_moved, stage_exhausted
 from mugrpo_megatron.run.leader import Engines
 from mugrpo_megatron.run.run import Run
-from mugrpo_megatron.samples import Sample
+from mugrpo_megatron.samples import Sample, rewards_and_groups
 from mugrpo_megatron.stages.schema import component_means, to_table
 from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.weights.families import model_flops
@@ -196,7 +196,7 @@ def _profiled(run: Run, cursor: Cursor) -> Iterator[None]:
 
 def _figures(samples: Sequence[Sample], cursor: Cursor) -> dict[str, float]:
     """Metrics of an update's responses."""
-    rewards, groups = np.array([s.reward for s in samples]), np.array([s.group for s in samples])
+    rewards, groups = rewards_and_groups(samples)
     zero_variance = ~informative(rewards, groups)
     return {
         "staleness": cursor.updates - samples[0].weight_version,

@@ -16,7 +16,7 @@ from mugrpo_megatron.recipe.policy import RolloutSection
 from mugrpo_megatron.recipe.scoring import RewardSection
 from mugrpo_megatron.rewards.pool import with_length_penalty
 from mugrpo_megatron.run.cursor import Cursor
-from mugrpo_megatron.samples import InMemoryRoutes, Prompt, Sample
+from mugrpo_megatron.samples import InMemoryRoutes, Prompt, Sample, rewards_and_groups, trained_lengths
 
 UNSCORED = "group.unscored"
 """Component: the share of a group's responses without a reward."""
@@ -55,16 +55,8 @@ def group_samples(
     if any(unscored):
         share = {UNSCORED: sum(unscored) / len(unscored)}
         scores = [replace(score, components={**score.components, **share}) for score in scores]
-    rewards = np.array([score.reward for score in scores])
     gold, row = as_text(problem.gold), as_text(problem.row) if problem.row else ""
-    masks = [None if response.episode is None else response.episode.mask for response in responses]
-    lengths = [
-        len(response.ids) if mask is None else int(mask.sum()) for response, mask in zip(responses, masks, strict=True)
-    ]
-    same_group = np.zeros(len(rewards), dtype=np.int64)
-    advantages = group_advantages(rewards, same_group, objective, lengths, [row] * len(rewards))
-    scored = zip(responses, texts, scores, masks, advantages.tolist(), strict=True)
-    return [
+    samples = [
         Sample(
             group=group.prompt.index,
             problem=problem.id,
@@ -74,7 +66,7 @@ def group_samples(
             reward=score.reward,
             weight_version=response.weight_version,
             finish_reason=response.finish_reason,
-            loss_mask=mask,
+            loss_mask=None if response.episode is None else response.episode.mask,
             routes=None if response.routes is None else InMemoryRoutes(response.routes),
             support_ids=response.support_ids,
             text=as_text(text),
@@ -82,10 +74,15 @@ def group_samples(
             extracted=as_text(score.extracted),
             why=as_text(score.why),
             components=score.components,
-            advantage=advantage,
             row=row,
         )
-        for response, text, score, mask, advantage in scored
+        for response, text, score in zip(responses, texts, scores, strict=True)
+    ]
+    advantages = group_advantages(
+        *rewards_and_groups(samples), objective, trained_lengths(samples), [row] * len(samples)
+    )
+    return [
+        replace(sample, advantage=advantage) for sample, advantage in zip(samples, advantages.tolist(), strict=True)
     ]
 
 
@@ -96,5 +93,5 @@ def displayed_advantages(samples: Sequence[Sample], objective: ObjectiveSection)
     """
     if objective.has_user_advantage:
         return np.array([sample.advantage or 0.0 for sample in samples], dtype=np.float32)
-    rewards, groups = np.array([s.reward for s in samples]), np.array([s.group for s in samples])
+    rewards, groups = rewards_and_groups(samples)
     return group_advantages(rewards, groups, objective)

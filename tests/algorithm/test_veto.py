@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mugrpo_megatron.algorithm.segments import make_segments, with_turns
+from mugrpo_megatron.algorithm.segments import Segments, make_segments, with_turns
 from mugrpo_megatron.algorithm.veto import NEVER, initial_state, veto
 from mugrpo_megatron.recipe import ObjectiveSection
 
@@ -21,6 +21,15 @@ Turns = list[list[float]]
 TURNS = st.lists(st.lists(RATIOS, max_size=6), max_size=4)
 EPISODES = st.lists(st.tuples(TURNS, st.sampled_from([-1.5, -0.1, 0.0, 2.0])), max_size=6)
 SCOPES = ("none", "trigger", "suffix", "suffix_non_trigger", "response")
+
+
+def packed(episodes: list[tuple[Turns, float]]) -> tuple[torch.Tensor, torch.Tensor, Segments]:
+    """Log-ratios and advantages of all tokens of the episodes, with their segments."""
+    lengths = torch.tensor([sum(map(len, turns)) for turns, _ in episodes], dtype=torch.int64)
+    numbers = [np.repeat(np.arange(len(turns)), [len(turn) for turn in turns]) for turns, _ in episodes]
+    segments = with_turns(make_segments(lengths, torch.ones(len(episodes))), numbers)
+    log_ratio = torch.tensor([r for turns, _ in episodes for turn in turns for r in turn], dtype=torch.float64).log()
+    return log_ratio, torch.tensor([a for _, a in episodes], dtype=torch.float64)[segments.ids], segments
 
 
 def dropped_by_definition(ratios: list[float], advantage: float) -> dict[str, set[int]]:
@@ -33,15 +42,9 @@ def dropped_by_definition(ratios: list[float], advantage: float) -> dict[str, se
 
 @settings(max_examples=100)
 @given(EPISODES, st.sampled_from(["response", "turn"]))
-def test_every_scope_drops_what_its_definition_says(
-    episodes: list[tuple[list[list[float]], float]], reach: str
-) -> None:
+def test_every_scope_drops_what_its_definition_says(episodes: list[tuple[Turns, float]], reach: str) -> None:
     """A response, or each of its turns by itself; a turn may be empty: of a mask without a token trained on."""
-    lengths = torch.tensor([sum(map(len, turns)) for turns, _ in episodes], dtype=torch.int64)
-    numbers = [np.repeat(np.arange(len(turns)), [len(turn) for turn in turns]) for turns, _ in episodes]
-    segments = with_turns(make_segments(lengths, torch.ones(len(episodes))), numbers)
-    log_ratio = torch.tensor([r for turns, _ in episodes for turn in turns for r in turn], dtype=torch.float64).log()
-    advantage = torch.tensor([a for _, a in episodes], dtype=torch.float64)[segments.ids]
+    log_ratio, advantage, segments = packed(episodes)
     units = [(unit, a) for turns, a in episodes for unit in (turns if reach == "turn" else [list(chain(*turns))])]
     expected = [(dropped_by_definition(unit, a), len(unit)) for unit, a in units]
     for scope in SCOPES:
@@ -65,14 +68,10 @@ def weights_by_definition(ratios: list[float], advantage: float) -> dict[str, li
 @settings(max_examples=100)
 @given(EPISODES, st.sampled_from(["response", "turn"]), st.integers(1, 9))
 def test_weights_by_the_prefix_are_what_their_definition_says(
-    episodes: list[tuple[list[list[float]], float]], reach: str, chunk: int
+    episodes: list[tuple[Turns, float]], reach: str, chunk: int
 ) -> None:
     """A response, or each of its turns by itself, in chunks that carry the state."""
-    lengths = torch.tensor([sum(map(len, turns)) for turns, _ in episodes], dtype=torch.int64)
-    numbers = [np.repeat(np.arange(len(turns)), [len(turn) for turn in turns]) for turns, _ in episodes]
-    segments = with_turns(make_segments(lengths, torch.ones(len(episodes))), numbers)
-    log_ratio = torch.tensor([r for turns, _ in episodes for turn in turns for r in turn], dtype=torch.float64).log()
-    advantage = torch.tensor([a for _, a in episodes], dtype=torch.float64)[segments.ids]
+    log_ratio, advantage, segments = packed(episodes)
     units = [(unit, a) for turns, a in episodes for unit in (turns if reach == "turn" else [list(chain(*turns))])]
     for scope in ("prefix", "prefix_min"):
         section = ObjectiveSection(veto=scope, veto_reach=reach)

@@ -19,11 +19,11 @@ import numpy as np
 from mugrpo_megatron.data.files import RESPONSES, found_in, messages_of, rows
 from mugrpo_megatron.data.prompts import Template, render
 from mugrpo_megatron.data.reading import kept_row
-from mugrpo_megatron.data.tokenizer import without_repetition
+from mugrpo_megatron.data.tokenizer import prompt_end, without_repetition
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.exchange.traces import flatten_trace, trainable_traces
 from mugrpo_megatron.recipe.load import short_repr
-from mugrpo_megatron.rewards.math.thoughts import PROMPT_END_TOKENS, opening_of
+from mugrpo_megatron.rewards.math.thoughts import opening_of
 from mugrpo_megatron.samples import Problem
 
 if TYPE_CHECKING:
@@ -135,12 +135,13 @@ def _parse_row(
     if finish not in ("stop", "length"):
         raise ValueError(f"finish_reason {short_repr(finish)} is neither `stop` nor `length`")
     prompt = _prompt(row, location, tokenizer, template, limits[0], vocab_size)
+    end = prompt_end(prompt.tolist(), tokenizer)
     given_ids = row.get("response_ids")
     if given_ids is not None:
         response = _ids(given_ids, "response_ids", vocab_size)
         text = str(tokenizer.decode(response.tolist(), skip_special_tokens=True))
     else:
-        text = without_repetition(_response(row), str(tokenizer.decode(prompt.tolist())), tokenizer)
+        text = without_repetition(_response(row), end, tokenizer)
         _check_characters("response", text, limits[1], tokenizer)
         ids = tokenizer.encode(text, add_special_tokens=False)
         response = np.array(ids if finish == "length" else [*ids, tokenizer.eos_token_id], dtype=np.int32)
@@ -164,7 +165,7 @@ def _parse_row(
         None if given_logprobs is None else _logprobs(given_logprobs),
         None if given_mask is None else _mask(given_mask),
         finish,
-        opening_of(str(tokenizer.decode(prompt[-PROMPT_END_TOKENS:].tolist()))),
+        opening_of(end),
     )
 
 
