@@ -42,7 +42,7 @@ def resume(model: str, directory: str, sections: Sections) -> tuple[Any, int, li
 
 def assert_goes_on(result: list[dict[str, float]], unbroken: list[dict[str, float]], exactly: bool = False) -> None:
     for again, before in zip(result, unbroken, strict=True):
-        for name in ("loss", "grad_norm"):
+        for name in ("loss", "grad_norm", "lr"):
             assert again[name] == pytest.approx(before[name], rel=0 if exactly else 1e-4, abs=0)
 
 
@@ -53,6 +53,7 @@ def refused(model: str, directory: str) -> str:
     return str(error.value)
 
 
+BY_ESS = {"optimizer": {"ess_power": 0.5}}
 BFLOAT16 = {"model": {"dtype": "bfloat16"}}
 SP = {"parallel": {"tensor": 2, "pipeline": 2}}
 
@@ -60,7 +61,7 @@ SP = {"parallel": {"tensor": 2, "pipeline": 2}}
 @pytest.mark.parametrize(
     ("saved_by", "saved_in", "loaded_by", "loaded_in"),
     [
-        (1, {}, 1, {}),
+        (1, BY_ESS, 1, BY_ESS),
         (1, BFLOAT16, 1, BFLOAT16),
         (1, {}, 2, {"parallel": {"tensor": 2}}),
         (4, SP, 2, {}),

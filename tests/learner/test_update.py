@@ -18,7 +18,7 @@ from mugrpo_megatron.learner.model import policy
 from mugrpo_megatron.learner.optimizer import learning_rate
 from mugrpo_megatron.learner.update import token_logprobs, update
 from mugrpo_megatron.recipe.sections import OptimizerSection
-from tests.learner.tiny import advantages, recipe, samples
+from tests.learner.tiny import advantages, left_behind, recipe, samples
 from tests.ranks import run_ranks
 
 
@@ -180,6 +180,31 @@ def test_a_decay_over_stages_starts_anew_at_each(update: int, age: int, decay: s
     rate = learning_rate(section, update, 400, age / 64)
     assert rate == pytest.approx(learning_rate(OptimizerSection(lr=1e-3, min_lr=1e-4, decay=decay), age, 64))
     assert learning_rate(section, 3, 400, age / 64) == pytest.approx(4e-4)
+
+
+def after_one_update(model: str, sections: dict[str, Any]) -> tuple[dict[str, float], list[float]]:
+    """Metrics of an update on stale responses, and the log-probabilities after it."""
+    learner = build_learner(recipe(Path(model), **sections))
+    data = left_behind(samples())
+    metrics = update(learner, data, advantages(len(data)))
+    return metrics, np.concatenate(token_logprobs(learner, data)).tolist()
+
+
+@pytest.mark.process
+def test_the_rate_follows_the_effective_sample_size_of_all_ranks(model: str) -> None:
+    """The gradient is the same; the step is the one that a constant rate of this height takes."""
+    by_ess = {"lr": 1e-3, "ess_power": 0.5}
+    [(plain, _)] = run_ranks(1, after_one_update, model, {})
+    [(metrics, after)] = run_ranks(1, after_one_update, model, {"optimizer": by_ess})
+    assert 0.1 < metrics["ess"] < 0.95
+    assert metrics["lr"] == 1e-3 * metrics["ess"] ** 0.5
+    assert metrics["grad_norm"] == plain["grad_norm"]
+    [(_, constant)] = run_ranks(1, after_one_update, model, {"optimizer": {"lr": metrics["lr"]}})
+    assert after == constant
+    for world, sizes in ((2, {}), (2, {"tensor": 2}), (2, {"pipeline": 2})):
+        ranks = run_ranks(world, after_one_update, model, {"optimizer": by_ess, "parallel": sizes})
+        assert len({result["lr"] for result, _ in ranks}) == 1, "weights would drift apart"
+        assert ranks[0][0]["lr"] == pytest.approx(metrics["lr"], rel=1e-6)
 
 
 def truncated(model: str, sections: dict[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
