@@ -21,7 +21,7 @@ class RankFailure(AssertionError):
 
 
 def run_ranks(
-    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120, compiled: bool = False
+    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 600, compiled: bool = False
 ) -> list[Any]:
     """`[function(*args) of rank 0, of rank 1, ...]`, each in a process whose torch.distributed world is theirs.
 

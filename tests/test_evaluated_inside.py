@@ -95,7 +95,7 @@ def test_a_run_killed_while_it_is_evaluated(times: int, finished_run: Path, tmp_
         family = command.offspring
         command.process.kill()
         command.wait()
-    _, alive = psutil.wait_procs(family, timeout=30)
+    _, alive = psutil.wait_procs(family, timeout=600)
     assert alive == []
     assert len(evaluated(run_dir)) <= times
     mugrpo("train", path)

@@ -81,7 +81,7 @@ def kill_at(name: str, delay_s: float, recipe: Path, run_dir: Path) -> bool:
             if due is None and (moment(run_dir, rows) or set(run_dir.glob(pattern)) - earlier):
                 due = time.monotonic() + delay_s
         family = command.family  # the whole job is killed as the block ends: nobody is left who could tidy up
-    _, alive = psutil.wait_procs(family, timeout=30)
+    _, alive = psutil.wait_procs(family, timeout=600)
     assert alive == []
     return True
 

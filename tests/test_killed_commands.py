@@ -38,7 +38,7 @@ def killed(command: tuple[object, ...], delay_s: float) -> bool:
         if running.wait(delay_s) is not None:
             return False
         family = running.family
-    assert psutil.wait_procs(family, timeout=30)[1] == []
+    assert psutil.wait_procs(family, timeout=600)[1] == []
     return True
 
 

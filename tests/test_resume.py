@@ -52,7 +52,7 @@ def interrupted(name: str, recipe: Path, updates: int) -> Iterator[Command]:
         offspring = command.offspring
         yield command
         command.wait()
-    _, alive = psutil.wait_procs(offspring, timeout=30)
+    _, alive = psutil.wait_procs(offspring, timeout=600)
     assert alive == []
 
 

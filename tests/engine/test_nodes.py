@@ -126,7 +126,7 @@ def board() -> tuple[list[str], PeerFailure]:
 
 def ended(engine: EngineFollowerNode) -> None:
     assert engine._thread
-    engine._thread.join(10)
+    engine._thread.join(600)
     assert not engine.running
 
 

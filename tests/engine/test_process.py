@@ -64,7 +64,7 @@ def test_messages_of_two_threads_arrive_whole(sizes: list[int]) -> None:
         threads = [threading.Thread(target=send, args=[name]) for name in "ab"]
         for thread in threads:
             thread.start()
-        found = [receiver.receive(30) for _ in range(2 * len(sizes))]
+        found = [receiver.receive(600) for _ in range(2 * len(sizes))]
         for thread in threads:
             thread.join()
     for name in "ab":
@@ -89,9 +89,9 @@ def test_an_end_that_is_closed(sent: bytes, ends: tuple[Channel, socket.socket])
     ends[1].send(sent)
     ends[1].close()
     with pytest.raises(EOFError):
-        ends[0].receive(30)
+        ends[0].receive(600)
     with pytest.raises(OSError, match="Broken pipe"):
-        ends[0].send(("requests", MORE_THAN_FITS), 30)
+        ends[0].send(("requests", MORE_THAN_FITS), 600)
 
 
 @pytest.mark.parametrize("call", ["send", "receive"])

@@ -89,7 +89,7 @@ def test_another_process_reads_a_bucket() -> None:
     reader = context.Process(target=_read, args=(serialized, answers))
     reader.start()
     try:
-        assert answers.get(timeout=60) == expected
+        assert answers.get(timeout=600) == expected
     finally:
         reader.kill()
         reader.join()

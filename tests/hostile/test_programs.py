@@ -39,7 +39,7 @@ FEW = (
     "the answer's file",
 )
 WALL_S = 3.0
-PATIENCE_S = 60.0
+PATIENCE_S = 600.0
 """For one program on a busy machine; no limit of a program comes near it."""
 
 

@@ -94,13 +94,14 @@ SUPPORT_OBJECTIVES = {
 def tolerance_of(config: ObjectiveSection) -> float:
     """Relative error in float32 that rounding explains.
 
-    The exp of a sum of log-ratios enlarges it, VESPO's power again; a teacher's term may cancel part of an advantage.
+    A log-probability below -4 is rounded to multiples of 5e-7, and its absolute error is the ratio's relative one. The
+    exp of a sum of log-ratios enlarges it, VESPO's power again; a teacher's term may cancel most of an advantage.
     """
     if config.surrogate == "vespo":
         return 1e-4
     if config.ratio == "sequence":
         return 1e-5
-    return 2e-6 if config.teacher else 1e-6
+    return 2e-5 if config.teacher else 4e-6
 
 
 @dataclass

@@ -27,9 +27,10 @@ pytestmark = pytest.mark.process
 def left_alone() -> str:
     """Rank 0 waits for a collective that rank 1 never joins."""
     ranks = initialize(RunSection(), ParallelSection())
-    group = dist.new_group(timeout=timedelta(seconds=2))
+    group = dist.new_group()
     if ranks.rank == 1:
         return ""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), group)  # once both have met
     with pytest.raises(CollectiveFailure) as failure, named_phase(ranks, "update 7"):
         dist.all_reduce(torch.ones(1), group=group)
     return str(failure.value)

@@ -39,7 +39,7 @@ def dom_of(address: str, tmp_path: Path, script: str = "") -> str:
         page.write_text(text.replace("</body>", f"<script>{script}</script></body>"))
         address = page.as_uri()
     command = [str(BROWSER), *FLAGS, f"--user-data-dir={tmp_path / 'browser'}", address]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
 
 
 def noted(dom: str) -> Any:
@@ -182,7 +182,7 @@ def test_a_live_page_takes_over_rows_that_are_added_while_it_is_open(
         flags = [flag if "virtual-time" not in flag else "--virtual-time-budget=25000" for flag in FLAGS]
         address = f"http://127.0.0.1:{server.server_address[1]}/"
         command = [str(BROWSER), *flags, f"--user-data-dir={tmp_path / 'browser'}", address]
-        dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+        dom = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
         server.shutdown()
     assert len(looks) > 2
     assert "updates taken: 16 " in dom

@@ -8,6 +8,10 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
+
+NOTES = "HANGS_OF_TESTS"
+"""Environment variable: the directory in which a function that is about to hang leaves its guard's process id."""
 
 
 def behave(response: str, answer: str) -> float:
@@ -17,11 +21,15 @@ def behave(response: str, answer: str) -> float:
     if response == "die":
         os._exit(3)
     if response == "hang in C":
-        ctypes.CDLL(None).usleep(2_000_000_000)
+        note_hang()
+        _wait()
+    if response == "wait":
+        _wait()
     if response == "hang in Python":
         while True:
             pass
     if response == "swallow the alarm":
+        note_hang()
         while True:
             try:
                 time.sleep(0)
@@ -52,10 +60,20 @@ def behave(response: str, answer: str) -> float:
     return float(response) + float(answer or 0)
 
 
+def note_hang() -> None:
+    """For `tests.rewards.patience`."""
+    if NOTES in os.environ:
+        Path(os.environ[NOTES], str(os.getppid())).touch()
+
+
+def _wait() -> int:
+    return ctypes.CDLL(None).usleep(2_000_000_000)  # type: ignore[no-any-return]
+
+
 def started(how: str) -> int:
     """The id of a process that would outlive its worker, as those of rewards that run code may."""
     if how == "fork":
-        return os.fork() or ctypes.CDLL(None).usleep(2_000_000_000)  # it keeps all of the worker's descriptors
+        return os.fork() or _wait()  # it keeps all of the worker's descriptors
     detached = how == "detached"
     sleep = ["sh", "-c", "sleep 977 & echo $!"] if detached else ["sleep", "977"]
     with_output = subprocess.Popen(sleep, start_new_session=detached, stdout=subprocess.PIPE)

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mugrpo_megatron.errors import UserError
@@ -177,7 +177,7 @@ def test_sending_is_not_the_function_s_time(plan: Plan, monkeypatch: pytest.Monk
     assert plan.started == 1
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@settings(max_examples=40)
 @given(
     st.lists(st.tuples(st.integers(0, 60_000), st.booleans()), min_size=1, max_size=24),
     st.integers(1_000, 60_000),

@@ -19,8 +19,9 @@ from mugrpo_megatron.rewards.calls import BATCH
 from mugrpo_megatron.rewards.items import Score
 from mugrpo_megatron.rewards.pool import Verifier, overlong, with_length_penalty
 from tests.rewards.hostile import KINDS, hostile_answers
+from tests.rewards.patience import patient as patient
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("patient")]
 
 BEHAVE = "tests.rewards.functions:behave"
 
@@ -136,7 +137,7 @@ def test_workers_end_with_the_verifier() -> None:
     with Verifier(misbehaving()) as pool:
         worker = int(pool.score(["pid"], [""])[0].reward)
         assert psutil.pid_exists(worker)
-        pending = pool.submit(["hang in C"] * 4, [""] * 4)
+        pending = pool.submit(["wait"] * 4, [""] * 4)
     assert not psutil.pid_exists(worker)
     with pytest.raises(RuntimeError, match="closed"):
         pending.result()
@@ -179,13 +180,13 @@ def test_nothing_outlives_a_killed_parent() -> None:
     assert len(left) == 4
     parent.kill()
     parent.wait()
-    psutil.wait_procs(left, timeout=30)
+    psutil.wait_procs(left, timeout=600)
     assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in left)
 
 
 def test_a_stopped_worker_costs_one_response() -> None:
     """It neither reads nor ends when it is asked to; its batch is larger than the socket holds."""
-    with Verifier(misbehaving(workers=1)) as pool:
+    with Verifier(misbehaving(workers=1, timeout_s=3.0)) as pool:
         worker = psutil.Process(int(pool.score(["pid"], [""])[0].reward))
         worker.suspend()
         scores = pool.score([f"{i}." + "0" * 100_000 for i in range(BATCH)], [""] * BATCH)

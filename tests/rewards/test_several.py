@@ -8,8 +8,9 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.scoring import RewardSection
 from mugrpo_megatron.rewards.pool import Verifier
 from tests.rewards.functions import parity
+from tests.rewards.patience import patient as patient
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("patient")]
 
 OWN = "tests.rewards.functions"
 FOREIGN = "tests.rewards.foreign"

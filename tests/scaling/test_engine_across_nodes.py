@@ -78,7 +78,7 @@ def test_a_run_that_is_asked_to_stop_while_it_generates_ends(cluster: Cluster, r
     finally:
         for node in nodes:
             kill(node)
-    _, alive = psutil.wait_procs(family, timeout=30)
+    _, alive = psutil.wait_procs(family, timeout=600)
     assert alive == [], "nothing outlives the run"
     assert rows(recipe.parent / "run", "event") == [], "no engine has failed"
 
@@ -101,7 +101,7 @@ def test_an_engine_of_two_nodes_trains_and_restarts(cluster: Cluster, recipe: Pa
     finally:
         for node in nodes:
             kill(node)
-    _, alive = psutil.wait_procs(family, timeout=30)
+    _, alive = psutil.wait_procs(family, timeout=600)
     assert alive == [], "nothing outlives the run"
 
     failures = [row["text"] for row in rows(recipe.parent / "run", "event") if row["event"] == "engine_failure"]

@@ -61,7 +61,7 @@ def wait_for(process: subprocess.Popen[str], word: str) -> str:
 
 
 def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    printed, errors = process.communicate(timeout=120)
+    printed, errors = process.communicate(timeout=600)
     return process.returncode, printed, errors
 
 

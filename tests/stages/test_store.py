@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mugrpo_megatron.errors import UserError
@@ -70,7 +70,7 @@ def update_of(k: int) -> list[Sample]:
 
 
 @given(order=st.permutations(range(GROUPS)), flushes=st.sets(st.integers(0, GROUPS)))
-@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=8)
 def test_updates_come_back_in_order_however_groups_completed(
     order: list[int], flushes: set[int], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -185,7 +185,7 @@ def span_of(row_group: Any, names: Collection[str]) -> tuple[int, int]:
 
 
 @given(seed=st.integers(0, 9))
-@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4)
 def test_optional_columns_come_back(seed: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     """The loss mask is flat; of support ids a response has as many for each place, and others have another number."""
     generator = np.random.default_rng(seed)

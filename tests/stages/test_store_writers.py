@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mugrpo_megatron.errors import UserError
@@ -41,7 +41,7 @@ def assert_sealed_and_tidy(directory: Path) -> None:
 @given(
     owners=st.lists(st.integers(0, WRITERS - 1), min_size=GROUPS, max_size=GROUPS), order=st.permutations(range(GROUPS))
 )
-@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=6)
 def test_the_stage_is_the_union_of_what_its_writers_wrote(
     owners: list[int], order: list[int], tmp_path_factory: pytest.TempPathFactory
 ) -> None:

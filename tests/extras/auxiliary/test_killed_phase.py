@@ -52,7 +52,7 @@ def kill_in_turn(recipe: Path, what: str, *words: object) -> dict[str, list[dict
         while not any(auxiliaries.glob(f"*{what}*.parts-*/*.parquet")):
             assert command.wait(0.005) is None, command.said
         family = command.family
-    _, alive = psutil.wait_procs(family, timeout=30)
+    _, alive = psutil.wait_procs(family, timeout=600)
     assert alive == []
     parts = sorted(auxiliaries.glob(f"*{what}*.parts-*/*.parquet"))
     return {part.stem: pq.read_table(part).to_pylist() for part in parts}

@@ -117,7 +117,7 @@ def test_four_machines_that_share_a_directory_three_of_them_ended_and_run_again(
                 kill(machines[shard])
             machines[shard].send_signal(signal.SIGTERM if shard == 3 else signal.SIGKILL)
             assert machines[shard].wait() == (0 if shard == 3 else -signal.SIGKILL)
-            assert psutil.wait_procs(family, timeout=60)[1] == [], "nothing outlives the command"
+            assert psutil.wait_procs(family, timeout=600)[1] == [], "nothing outlives the command"
         assert "the same command continues" in logs[3].read_text().lower()
         kept = {shard: finished(run, shard) for shard in (1, 2, 3)}
         assert all(0 < count < PROMPTS // 2 for count in kept.values()), kept

@@ -197,7 +197,7 @@ def test_processes_that_begin_at_once_make_one_run(tmp_path: Path) -> None:
     processes = [context.Process(target=_begin, args=(recipe, results)) for _ in range(6)]
     for process in processes:
         process.start()
-    ids = {results.get(timeout=60) for _ in processes}
+    ids = {results.get(timeout=600) for _ in processes}
     for process in processes:
         process.join()
     record = read_record(recipe.run.dir)

@@ -1,0 +1,33 @@
+"""Verifiers that kill no worker because the machine is busy: only one whose function has said that it hangs is late."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from mugrpo_megatron.rewards import calls, dispatch
+from tests.rewards.functions import NOTES
+
+
+class PatientWorker(calls.Worker):
+    """Of the dispatcher, which looks for late ones whenever the first may be so."""
+
+    __slots__ = ()
+
+    @property
+    def deadline(self) -> float:  # type: ignore[override]
+        hangs = Path(os.environ[NOTES], str(self.process.process.pid)).exists()
+        return 0.0 if hangs else time.monotonic() + 0.05
+
+    @deadline.setter
+    def deadline(self, _: float) -> None:
+        pass
+
+
+@pytest.fixture
+def patient(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(NOTES, str(tmp_path_factory.mktemp("hangs")))
+    monkeypatch.setattr(dispatch, "Worker", PatientWorker)
