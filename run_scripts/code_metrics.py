@@ -28,7 +28,7 @@ MAIN_PATH = (
 
 HELD = {
     "product lines (core, extras, convert)": 43_959,
-    "lines of tests": 41_459,
+    "lines of tests": 41_543,
     "lines of run_scripts": 4117,
     "core files": 196,
     "parameters of type Recipe": 87,
