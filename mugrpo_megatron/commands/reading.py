@@ -106,6 +106,7 @@ def rollouts_arguments(parser: Parser) -> None:
     """Add a run and conditions on its responses."""
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--stage", type=int, metavar="K", help="from 0; the newest sealed one otherwise")
+    parser.add_argument("--by", choices=["problem"], help="pass rate, tokens and cut responses of each problem")
     parser.add_argument("--update", type=int, metavar="N", help="only the responses of this update of the stage")
     parser.add_argument("--group", type=int, metavar="N", help="one group in full, its triggers marked")
     parser.add_argument(
@@ -121,16 +122,23 @@ def rollouts_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--policy", type=Path, metavar="DIR", help="Hugging Face checkpoint that the veto compares with; RUN_DIR/hf"
     )
-    parser.add_argument("--limit", type=int, default=20, metavar="N", help="at most this many responses; 20 by default")
+    parser.add_argument(
+        "--limit", type=int, default=20, metavar="N", help="at most this many lines of a table or responses; 20"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object a line, with everything that is known")
     override_arguments(parser)
 
 
 def rollouts(options: Options) -> int:
     """Show responses of a stage."""
-    from mugrpo_megatron.commands.rollouts import RolloutFilter, browse
+    from mugrpo_megatron.commands.rollouts import RolloutFilter, browse, browse_problems
 
     conditions = RolloutFilter(**{field.name: getattr(options, field.name) for field in fields(RolloutFilter)})
+    if options.by:
+        if not conditions.takes_all or options.policy:
+            raise UserError("--by problem counts every response of a stage: leave the other conditions out")
+        browse_problems(options.run_dir, options.stage, options.limit, options.overrides, options.json)
+        return 0
     browse(options.run_dir, options.stage, conditions, options.policy, options.overrides, options.json)
     return 0
 

@@ -110,16 +110,57 @@ def print_group(console: Console, rollouts: Iterable[Rollout], tokenizer: PreTra
     return count
 
 
-def print_json(console: Console, rollouts: Iterable[Rollout]) -> int:
+@dataclass(slots=True)
+class ProblemRollouts:
+    """The responses of a stage to one problem, counted."""
+
+    problem: str
+    row: dict[str, Any]
+    """Its row in the data set; without one, question and gold; empty if the question is not known."""
+    gold: str
+    responses: int = 0
+    scored: int = 0
+    right: int = 0
+    tokens: int = 0
+    cut: int = 0
+    """Responses with finish reason `length`."""
+
+    @property
+    def pass_rate(self) -> float | None:
+        """Share of right ones among the scored responses; None if none is scored."""
+        return self.right / self.scored if self.scored else None
+
+    def record(self) -> dict[str, Any]:
+        """The row with `pass_rate` and the other counts, which `data.train` reads."""
+        counts = {"responses": self.responses, "tokens": self.tokens / self.responses, "cut": self.cut / self.responses}
+        return self.row | {"pass_rate": self.pass_rate, "rollouts": counts}
+
+
+def print_problems(console: Console, title: str, problems: Sequence[ProblemRollouts], limit: int) -> None:
+    """Print a line for each of the first `limit` problems."""
+    table = new_table(escape(visible(title)), padding=(0, 1, 0, 0))
+    for name in ("responses", "pass rate", "tokens", "cut"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("gold", overflow="ellipsis", no_wrap=True, max_width=SHORT)
+    table.add_column("problem", overflow="fold")
+    for entry in problems[:limit]:
+        rate = "not scored" if entry.pass_rate is None else f"{entry.pass_rate:.0%}"
+        shares = f"{entry.tokens / entry.responses:.0f}", f"{entry.cut / entry.responses:.0%}"
+        table.add_row(str(entry.responses), rate, *shares, _line(entry.gold), _line(entry.problem))
+    console.print(table)
+
+
+def print_json(console: Console, records: Iterable[dict[str, Any]]) -> int:
     """Print an object a line, in ASCII; returns their number."""
     count = 0
-    for rollout in rollouts:
+    for record in records:
         count += 1
-        console.file.write(json.dumps(_record(rollout)).replace("\x7f", "\\u007f") + "\n")
+        console.file.write(json.dumps(record).replace("\x7f", "\\u007f") + "\n")
     return count
 
 
-def _record(rollout: Rollout) -> dict[str, Any]:
+def record_of(rollout: Rollout) -> dict[str, Any]:
+    """Everything that is known of a response, as JSON values."""
     sample = rollout.sample
     record = {
         "update": rollout.update,

@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -16,16 +16,26 @@ import numpy as np
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from mugrpo_megatron.commands.rollout_views import Rollout, print_group, print_json, print_table
+from mugrpo_megatron.commands.rollout_views import (
+    ProblemRollouts,
+    Rollout,
+    print_group,
+    print_json,
+    print_problems,
+    print_table,
+    record_of,
+)
+from mugrpo_megatron.data import arithmetic
+from mugrpo_megatron.data.problems import PLAIN, named_sources
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import check_tokenizer
-from mugrpo_megatron.recipe import ObjectiveSection, load_recipe
+from mugrpo_megatron.recipe import ObjectiveSection, Recipe, load_recipe
 from mugrpo_megatron.recipe.functions import load_function
 from mugrpo_megatron.rewards.pool import reward_before_penalty
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.initial_model import with_cached_model
-from mugrpo_megatron.run.stage_groups import displayed_advantages
+from mugrpo_megatron.run.stage_groups import UNSCORED, displayed_advantages
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.columns import LogprobColumn
 from mugrpo_megatron.stages.manifest import check_stage, stage_identity
@@ -87,10 +97,7 @@ def browse(
     `hf/`. `overrides` of the run's recipe try another veto: `objective.trigger_ratio=0.1`. Without a tokenizer, prompts
     are left out and responses are the stored texts. Raises UserError when the run or the stage does not exist.
     """
-    directory = RunDirectory(run_dir)
-    if not directory.recipe.exists():
-        raise UserError(f"{run_dir}: not a run directory (it has no {directory.recipe.name})")
-    recipe = load_recipe(directory.recipe, overrides)
+    directory, recipe = _opened(run_dir, overrides)
     policy = policy or (directory.hf if conditions.vetoed else None)
     number, store, note = _stage(directory, stage)
     _check(conditions, store.updates, recipe.rollout.prompts_per_update)
@@ -112,7 +119,7 @@ def browse(
         _print_note(notes, line)
     legend = later.legend if later else None
     if as_json:
-        count = print_json(console, rollouts)
+        count = print_json(console, map(record_of, rollouts))
     elif conditions.group is not None:
         count = print_group(console, rollouts, tokenizer)
     else:
@@ -121,6 +128,68 @@ def browse(
         _print_note(notes, _limit_note(count, conditions, store))
     else:
         _print_note(notes, f"stage {number}: {_empty_note(conditions, legend)}")
+
+
+def browse_problems(
+    run_dir: Path, stage: int | None, limit: int, overrides: Sequence[str] = (), as_json: bool = False
+) -> None:
+    """Print pass rate, tokens and cut responses of each problem of a sealed stage, those rarely solved first.
+
+    A table of `limit` problems, or all as JSON lines that `data.train` reads: the problem's row and `pass_rate`.
+    Raises UserError when the run or the stage does not exist.
+    """
+    directory, recipe = _opened(run_dir, overrides)
+    number, store, note = _stage(directory, stage)
+    _check(RolloutFilter(limit=limit), store.updates, recipe.rollout.prompts_per_update)
+    problems = sorted(
+        _by_problem(store, _bundled_rows(recipe.data.train)), key=lambda p: (p.pass_rate is None, p.pass_rate)
+    )
+    console = Console()
+    notes = Console(stderr=True) if as_json else console
+    if not console.is_terminal:
+        console.width = WIDTH_WITHOUT_TERMINAL
+    _print_note(notes, note)
+    if as_json:
+        count = print_json(console, (problem.record() for problem in problems if problem.row))
+        unknown = len(problems) - count
+        _print_note(notes, f"{unknown:,} problems have no row in the stage: left out" if unknown else "")
+        return
+    extremes = [sum(problem.pass_rate == rate for problem in problems) for rate in (0, 1)]
+    title = (
+        f"{run_dir}: stage {number}, {len(problems):,} problems, {extremes[0]:,} never right, {extremes[1]:,} always"
+    )
+    print_problems(console, title, problems, limit)
+    _print_note(notes, f"{limit:,} of {len(problems):,} shown; --limit shows more" if limit < len(problems) else "")
+
+
+def _by_problem(store: StageStore, rows: Mapping[str, dict[str, Any]]) -> list[ProblemRollouts]:
+    """Counts of each problem; `rows` are of problems that the stage has no row of, by id."""
+    problems: dict[str, ProblemRollouts] = {}
+    for update in range(store.updates):
+        for sample in store.read_update(update, with_text=True):
+            if (counts := problems.get(sample.problem)) is None:
+                row = json.loads(sample.row) if sample.row else rows.get(sample.problem, {})
+                counts = problems[sample.problem] = ProblemRollouts(sample.problem, row, sample.gold)
+            counts.responses += 1
+            counts.scored += sample.components.get(UNSCORED) != 1.0  # else it stands for a group without a reward
+            counts.right += reward_before_penalty(sample.reward, sample.components) >= RIGHT
+            counts.tokens += len(sample.response_ids)
+            counts.cut += sample.finish_reason == "length"
+    return list(problems.values())
+
+
+def _bundled_rows(sources: str) -> dict[str, dict[str, Any]]:
+    """Question and gold of every training problem of bundled tasks, which have no rows, by the problem's id."""
+    tasks = [source for source in named_sources(sources).values() if source in arithmetic.TASKS]
+    drawn = [problem for task in tasks for problem in arithmetic.problems(0, "train", arithmetic.GENERATED, task)]
+    return {problem.id: {PLAIN.question: problem.question, PLAIN.answer: problem.answer} for problem in drawn}
+
+
+def _opened(run_dir: Path, overrides: Sequence[str]) -> tuple[RunDirectory, Recipe]:
+    directory = RunDirectory(run_dir)
+    if not directory.recipe.exists():
+        raise UserError(f"{run_dir}: not a run directory (it has no {directory.recipe.name})")
+    return directory, load_recipe(directory.recipe, overrides)
 
 
 def _print_note(console: Console, line: str) -> None:

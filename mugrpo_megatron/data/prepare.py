@@ -218,13 +218,39 @@ def usable_problems(
     any_gold = cache(reward.accepts_any_gold)  # thousands of problems have few sources
     read = load(source, data, split, any_gold=any_gold)
     notes += [*read.notes, *_few(read.malformed)]
+    problems = within_pass_rate(read.problems, data.pass_rate, notes) if split == "train" else read.problems
     if source in TASKS:
-        return read.problems
-    unusable = unusable_golds(read.problems, reward)
+        return problems
+    unusable = unusable_golds(problems, reward)
     if unusable and data.strict:
         raise UserError(f"{'; '.join(_few(list(unusable.values())))}: fix these rows or set data.strict=false")
     notes += _few(list(unusable.values()))
-    return [problem for problem in read.problems if problem.id not in unusable]
+    return [problem for problem in problems if problem.id not in unusable]
+
+
+def within_pass_rate(problems: list[Problem], bounds: tuple[float, float], notes: list[str]) -> list[Problem]:
+    """The problems whose row has a `pass_rate` within `bounds`; null is outside.
+
+    Raises UserError for a row without this column, and if no problem is left.
+    """
+    if bounds == (0.0, 1.0):
+        return problems
+    for problem in problems:
+        rate = problem.row.get("pass_rate", "nothing")
+        if not isinstance(rate, int | float | None):
+            raise UserError(
+                f"{problem.id}: data.pass_rate needs a number or null in the column pass_rate, which has {rate!r}; "
+                "`mugrpo rollouts RUN_DIR --by problem --json` writes rows with it"
+            )
+    rates = [-1.0 if problem.row["pass_rate"] is None else problem.row["pass_rate"] for problem in problems]
+    inside = [problem for problem, rate in zip(problems, rates, strict=True) if bounds[0] <= rate <= bounds[1]]
+    if not inside:
+        raise UserError(f"data.pass_rate: none of {len(problems):,} training problems has a rate in {list(bounds)}")
+    notes.append(
+        f"{len(problems) - len(inside):,} of {len(problems):,} training problems have a pass rate outside "
+        f"{list(bounds)}: left out"
+    )
+    return inside
 
 
 def _uncontaminated(train: list[Problem], held_out: list[Problem], drop: bool, notes: list[str]) -> list[Problem]:

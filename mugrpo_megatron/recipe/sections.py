@@ -104,6 +104,9 @@ class DataSection(Section):
     """Length above which a prompt is skipped and counted."""
     strict: bool = True
     """End with an error at a malformed row or an unverifiable gold; false skips and counts them."""
+    pass_rate: tuple[float, float] = (0.0, 1.0)
+    """Least and largest pass rate of a training problem, from its column `pass_rate` (`mugrpo rollouts --by problem
+    --json`); [0, 1] takes every row. No shipped recipe's data have this column."""
     contamination: Literal["report", "drop", "off"] = "report"
     """Treatment of training problems that share half of their 8-grams with a held-out problem."""
 
@@ -112,6 +115,13 @@ class DataSection(Section):
     def _check_style_takes_it(cls, value: Any, info: ValidationInfo) -> Any:
         if value and info.data.get("prompt_style") not in ("chat", "auto"):
             raise ValueError('needs prompt_style = "chat" or "auto"; other styles use no chat template')
+        return value
+
+    @field_validator("pass_rate")
+    @classmethod
+    def _check_pass_rate(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if not 0 <= value[0] <= value[1] <= 1:
+            raise ValueError("name the least and the largest pass rate, from 0 to 1, in this order")
         return value
 
     @field_validator("question_template")

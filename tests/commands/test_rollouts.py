@@ -7,6 +7,7 @@ import json
 import math
 import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +20,15 @@ from transformers import AutoModelForCausalLM
 from mugrpo_megatron.cli import main
 from mugrpo_megatron.commands.rollout_views import Rollout, print_group, print_table
 from mugrpo_megatron.commands.rollouts import RolloutFilter, browse
+from mugrpo_megatron.data import arithmetic
+from mugrpo_megatron.data.prepare import usable_problems
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import load_recipe
+from mugrpo_megatron.recipe.scoring import RewardSection
+from mugrpo_megatron.recipe.sections import DataSection
 from mugrpo_megatron.run.directory import open_directory
+from mugrpo_megatron.run.stage_groups import UNSCORED
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.columns import LogprobColumn
 from mugrpo_megatron.stages.manifest import stage_identity
@@ -158,6 +164,60 @@ def test_json_has_every_fact_of_the_responses_searched_for(
         assert row["row"].items() >= {"question": "a\x7f?", "level": row["group"]}.items()
         assert row["index"] == (0 if right else 1)
         assert row["update"] == row["group"] // PROMPTS
+
+
+def test_a_stage_is_a_table_of_pass_rates_that_training_reads(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Right, wrong, cut and unscored responses in one group or two; bundled and imported problems have no row."""
+    task = arithmetic.problems(0, "train", 3)[2]
+    groups = {"hard": "ww", "mixed": "rw", "cut": "rc", task.id: "rr", "imported": "rw"}
+    plain = sample(model, 0, RIGHT, 0.0)
+    shape = {"schedule": {"stages": 1, "updates_per_stage": 2}, "rollout": {"prompts_per_update": 3}}
+    recipe = load_recipe(write_recipe(tmp_path / "recipe.toml", model, tmp_path / "run", **shape))
+    with open_directory(recipe) as directory:
+        store = StageStore(directory.stage(0))
+        for group, (problem, letters) in enumerate([*groups.items(), ("mixed", "n")]):
+            row = "" if problem in (task.id, "imported") else json.dumps({"question": problem, "answer": "7"})
+            responses = [replace(plain, group=group, reward=float(letter == "r")) for letter in letters]
+            if letters == "n":
+                responses = [replace(responses[0], components={UNSCORED: 1.0})]
+            ends = ["length" if letter == "c" else "stop" for letter in letters]
+            pairs = zip(responses, ends, strict=True)
+            store.append([replace(s, problem=problem, row=row, finish_reason=end) for s, end in pairs])
+        store.seal(2, 3)
+    command = ["rollouts", str(tmp_path / "run"), "--by", "problem"]
+    assert main(command) == 0
+    shown = capsys.readouterr().out
+    assert "5 problems, 1 never right, 1 always" in shown
+    assert [line.split()[:4] for line in shown.splitlines() if line.rstrip().endswith("mixed")] == [
+        ["3", "50%", "2", "0%"]
+    ]
+    assert main([*command, "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert err.strip() == "1 problems have no row in the stage: left out"
+    records = [json.loads(line) for line in out.splitlines()]
+    assert [(r.get("question") or r["problem"], r["pass_rate"], r["rollouts"]["cut"]) for r in records] == [
+        ("hard", 0.0, 0.0),
+        ("mixed", 0.5, 0.0),
+        ("cut", 0.5, 0.5),
+        (task.question, 1.0, 0.0),
+    ]
+    assert records[3]["answer"] == task.answer
+    assert records[1]["rollouts"] == {"responses": 3, "tokens": 2.0, "cut": 0.0}
+    rated = tmp_path / "rated.jsonl"
+    rated.write_text(out)
+    notes: list[str] = []
+    data = DataSection(train=str(rated), pass_rate=(0.1, 0.5))
+    problems = usable_problems(data.train, "train", data, RewardSection(), notes)
+    assert [problem.question for problem in problems] == ["mixed", "cut"]
+    assert "2 of 4 training problems have a pass rate outside [0.1, 0.5]: left out" in notes
+    with pytest.raises(UserError, match="none of 4 training problems has a rate in"):
+        usable_problems(data.train, "train", data.model_copy(update={"pass_rate": (0.6, 0.9)}), RewardSection(), notes)
+    with pytest.raises(UserError, match="needs a number or null in the column pass_rate"):
+        usable_problems("arithmetic", "train", data, RewardSection(), notes)
+    assert main([*command, "--wrong"]) == 2
+    assert "leave the other conditions out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("colour", [True, False])
