@@ -27,8 +27,8 @@ MAIN_PATH = (
 """Where a reader follows a response from the engine to the gradient."""
 
 HELD = {
-    "product lines (core, extras, convert)": 43_959,
-    "lines of tests": 41_543,
+    "product lines (core, extras, convert)": 44_113,
+    "lines of tests": 41_603,
     "lines of run_scripts": 4117,
     "core files": 196,
     "parameters of type Recipe": 87,
@@ -36,8 +36,8 @@ HELD = {
     "locals called one": 5,
     "docstrings that begin with a question word": 0,
     "turns of dialect in docstrings": 27,
-    "recipe keys": 137,
-    "recipe keys that nothing shipped sets": 34,
+    "recipe keys": 138,
+    "recipe keys that nothing shipped sets": 35,
     "modules with one importer": 39,
     "basenames that occur twice": 4,
     "circles of rooms": 0,
