@@ -52,4 +52,4 @@ def test_a_command_goes_on_and_keeps_its_exit_code() -> None:
     for stream in (process.stdout, process.stderr, process.stdin):
         assert stream
         stream.close()
-    assert process.wait(60) == 7
+    assert process.wait(600) == 7

@@ -125,8 +125,8 @@ def _alive(marker: str) -> list[str]:
     return found
 
 
-def options(mode: Mode) -> Grader:
-    return Grader(Limits(mode=mode, test_s=1.0, memory_mb=256, wall_s=WALL_S), False, 0, PATIENCE_S)
+def options(mode: Mode, wall_s: float = WALL_S) -> Grader:
+    return Grader(Limits(mode=mode, test_s=1.0, memory_mb=256, wall_s=wall_s), False, 0, PATIENCE_S)
 
 
 def judged(bait: Bait, text: str, tests: str, mode: Mode) -> None:
@@ -197,5 +197,5 @@ def test_the_right_answer_is_paid(bait: Bait) -> None:
         (f"def f(x):\n    return {bait.answer!r}", function_test(bait)),
         (f"def f(x):\n    return {bait.answer!r}", assert_test(bait)),
     ):
-        assert grade(bait.response(text), tests, {}, options("namespaces")) == (1.0, "passed")
-        assert grade(bait.response(text), tests, {}, options("limits")) == (1.0, "passed")
+        assert grade(bait.response(text), tests, {}, options("namespaces", PATIENCE_S)) == (1.0, "passed")
+        assert grade(bait.response(text), tests, {}, options("limits", PATIENCE_S)) == (1.0, "passed")

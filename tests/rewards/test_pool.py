@@ -46,12 +46,12 @@ def test_scores_come_in_order(verifier: Verifier) -> None:
 
 
 def test_literal_answers_need_no_worker() -> None:
-    before = psutil.Process().children()
+    before = set(psutil.Process().children())
     with Verifier(RewardSection()) as pool:
         scores = pool.score(["933", "934", "\\boxed{\\frac{1}{2}}"], ["933", "933", "0.5"])
         assert [score.reward for score in scores] == [1.0, 0.0, 1.0]
         assert [score.seconds for score in scores] == [0.0, 0.0, 0.0]
-        assert psutil.Process().children() == before
+        assert set(psutil.Process().children()) <= before
 
 
 def test_hostile_answers_among_normal_ones_change_nothing(verifier: Verifier) -> None:

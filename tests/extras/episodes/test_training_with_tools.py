@@ -26,7 +26,7 @@ def run_of(folder: Path, function: str, **sections: dict[str, Any]) -> Path:
     shape: dict[str, dict[str, Any]] = {
         "rollout": {"function": f"{HERE}:{function}", "max_response_tokens": 24, "behaviour": "learner"},
         "schedule": {"stages": 1, "updates_per_stage": 4},
-        "episodes": {"seconds": 30.0, "max_failure_share": 1.0},
+        "episodes": {"seconds": 600.0, "max_failure_share": 1.0},
         "reward": {"function": "tests.rewards.functions:parity"},
         "objective": {"veto_reach": "turn"},
         "data": {"eval_problems": 4},

@@ -82,7 +82,7 @@ def test_reasons_say_what_went_wrong() -> None:
         "import os; os.abort()": "ended by SIG",
         "x = 'a' * 10 ** 10": "exit code 1: MemoryError",
     }
-    with Verifier(section(code={"test_s": 1.0})) as verifier:
+    with Verifier(section(code={"test_s": 2.0})) as verifier:
         scores = verifier.submit([fenced(text) for text in programs], [""] * 6, rows=[row] * 6).result()
     for score, why in zip(scores, programs.values(), strict=True):
         assert any(score.why.startswith(f"test 1 of 1: {reason}") for reason in why.split("|")), score.why
@@ -99,9 +99,9 @@ def test_a_row_without_tests_ends_the_run() -> None:
 
 @pytest.mark.process
 def test_a_tests_time_is_part_of_the_responses() -> None:
-    """Every test may take 7 s of the clock, all together have half of 4."""
+    """Every test may take 7 s of the clock, all together have half of 12."""
     row = {"tests": {"inputs": ["5"] * 50, "outputs": ["5"] * 50}}
-    with Verifier(section(timeout_s=4.0, code={"test_s": 3.0, "reward": "share"})) as verifier:
+    with Verifier(section(timeout_s=12.0, code={"test_s": 3.0, "reward": "share"})) as verifier:
         (score,) = verifier.submit([fenced("import time; time.sleep(99)")], [""], rows=[row]).result()
     assert score.reward == 0.0
     assert score.why.startswith("passed 0 of 50; test 1 of 50: ran out of time")
@@ -165,7 +165,7 @@ os._exit(0)
 @pytest.mark.process
 def test_a_program_has_so_many_threads_and_no_more() -> None:
     """As root too: its user id is no other process's. It was 767 of them."""
-    limits = Limits()
+    limits = Limits(wall_s=600.0)
     assert run_program(BOMB, "", limits).output == str(limits.threads).encode()
 
 
