@@ -28,7 +28,7 @@ MAIN_PATH = (
 
 HELD = {
     "product lines (core, extras, convert)": 44_113,
-    "lines of tests": 41_603,
+    "lines of tests": 41_630,
     "lines of run_scripts": 4117,
     "core files": 196,
     "parameters of type Recipe": 87,
