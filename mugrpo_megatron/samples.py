@@ -10,8 +10,8 @@ import numpy as np
 
 from mugrpo_megatron.errors import EngineFailure
 
-Message = tuple[str, str]
-"""A chat message: role and text."""
+Message = Mapping[str, Any]
+"""A chat message: `role`, `content` (text, or null beside other fields), and what else its row has for a template."""
 
 
 class Routes(Protocol):
@@ -50,7 +50,7 @@ class Problem:
     answer: str
     """Answer that `math` compares with: of a worked solution its last answer, of a structure its JSON text."""
     source: str = ""
-    messages: tuple[Message, ...] = ()
+    messages: tuple[Message, ...] = field(default=(), hash=False)
     """The question as a chat: system turn, history, the user's last turn; empty for a bare question."""
     gold: Any = field(default=None, hash=False)
     """The gold as the row has it, any JSON value, for a user's function; the answer where the problem has no row."""

@@ -24,6 +24,7 @@ from mugrpo_megatron.checks.layouts import bundled_configs, check_layers, check_
 from mugrpo_megatron.checks.toolchain import tools_here
 from mugrpo_megatron.cuda import driver_finds_gpu, finds_cuda, may_find_cuda
 from mugrpo_megatron.data.arithmetic import TASKS
+from mugrpo_megatron.data.fields import unread_fields
 from mugrpo_megatron.data.prepare import Problems, read_problems
 from mugrpo_megatron.data.problems import absent, check_files, check_sets, held_out_sets, named_sources
 from mugrpo_megatron.data.prompts import check_style, prompt_text, quoted, template_of
@@ -134,14 +135,17 @@ def check_on_paper(recipe: Recipe, say: Say) -> None:
     problems = _read(data, recipe.reward, recipe.run.dir, say)
     for note in problems.notes:
         say(f"data: {note}")
-    if line := _check_prompts(data, directory, [*problems.train, *problems.held_out]):
+    for line in _check_prompts(data, directory, [*problems.train, *problems.held_out]):
         say(line)
     for line in scores_of_golds([*problems.train, *problems.held_out], recipe.reward):
         say(f"reward: {line}")
 
 
-def _check_prompts(data: DataSection, model: Path, problems: Sequence[Problem]) -> str:
-    """Returns a line with the first prompt; UserError when the chat template cannot render a set's first problem."""
+def _check_prompts(data: DataSection, model: Path, problems: Sequence[Problem]) -> list[str]:
+    """Returns lines with the first prompt and with fields that no prompt shows; none where the template is not here.
+
+    Raises UserError when the chat template cannot render a set's first problem.
+    """
     template = template_of(data)
     first_of_each: dict[str, Problem] = {}
     for problem in problems:
@@ -150,7 +154,14 @@ def _check_prompts(data: DataSection, model: Path, problems: Sequence[Problem]) 
         prompt_text(problem, data.prompt_style, template, model if model.exists() else None)
         for problem in first_of_each.values()
     ]
-    return f"prompt: {prompts[0][0]}, before it is tokenized: {quoted(prompts[0][1])}" if prompts and prompts[0] else ""
+    if not prompts or prompts[0] is None:
+        return []
+
+    def shown(problem: Problem) -> str:
+        return (prompt_text(problem, data.prompt_style, template, model if model.exists() else None) or ("", ""))[1]
+
+    first = f"prompt: {prompts[0][0]}, before it is tokenized: {quoted(prompts[0][1])}"
+    return [first, *(f"data: {note}" for note in unread_fields(problems, shown))]
 
 
 def check_engine_only(recipe: Recipe, say: Say) -> tuple[Recipe, Problems]:

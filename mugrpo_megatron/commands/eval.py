@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from transformers import PreTrainedTokenizerBase
 from mugrpo_megatron.checks.engines import EngineSetup
 from mugrpo_megatron.checks.preflight import check_engine
 from mugrpo_megatron.commands.common import say
+from mugrpo_megatron.data.fields import unread_fields
 from mugrpo_megatron.data.files import rows
 from mugrpo_megatron.data.prepare import evenly_spaced_by_set, held_out_problems
 from mugrpo_megatron.data.problems import check_sets, held_out_sets, named_sources
-from mugrpo_megatron.data.prompts import first_prompt, template_of
+from mugrpo_megatron.data.prompts import first_prompt, rendered, template_of
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.engine.client import Engine
 from mugrpo_megatron.engine.launch import held_out_sampling
@@ -90,6 +92,7 @@ def run(recipe: Recipe, sources: Sequence[str], output: Path) -> Evaluation:
     problems = evenly_spaced_by_set(held_out, recipe.data.eval_problems, notes)
     style, template = recipe.data.prompt_style, template_of(recipe.data)
     prompts = prompts_of(problems, tokenizer, style, recipe.data.max_prompt_tokens, template)
+    notes += unread_fields(problems, partial(rendered, tokenizer=tokenizer, style=style, template=template))
     record = EvalRecord(
         output, settings_of(recipe, names, problems), inputs=[Path(source) for source in names.values()]
     )
@@ -191,10 +194,15 @@ def _from_row(row: dict[str, Any] | str, line: str) -> ProblemResult:
     try:
         if isinstance(row, str):
             raise TypeError(row)
-        messages = tuple((role, text) for role, text in row["problem"].get("messages", ()))
+        messages = tuple(map(_message, row["problem"].get("messages", ())))
         return ProblemResult(**{**row, "problem": Problem(**{**row["problem"], "messages": messages})})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{line}: not a finished problem ({error}); delete the line to evaluate it again") from None
+
+
+def _message(turn: Any) -> dict[str, Any]:
+    """A message, which earlier versions wrote as a pair."""
+    return turn if isinstance(turn, dict) else dict(zip(("role", "content"), turn, strict=True))
 
 
 def table(evaluation: Evaluation) -> list[list[str]]:

@@ -121,6 +121,8 @@ def _learn_rows(recipe: Recipe, source: str) -> None:
             display.say(f"sft.train: {len(rows):,} rows, {updates:,} updates")
             if tokenized.too_long:
                 display.say(f"{tokenized.too_long:,} rows are longer than the recipe's token limits: left out")
+            for note in tokenized.notes:
+                display.say(note)
             style, template = recipe.data.prompt_style, template_of(recipe.data)
             display.say(first_prompt(tokenizer, tokenized.pairs[0][0], style, template))
             display.say(f"and its response: {decoded_line(tokenizer, tokenized.pairs[0][1])}")

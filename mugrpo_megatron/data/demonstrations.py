@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from mugrpo_megatron.data.fields import spoken_message, unread_fields
 from mugrpo_megatron.data.files import (
     CONVERSATION,
     QUESTIONS,
@@ -14,15 +16,14 @@ from mugrpo_megatron.data.files import (
     has,
     messages_of,
     rows,
-    unread_fields,
 )
 from mugrpo_megatron.data.problems import named_sources, refuse_malformed, resolve, with_system
-from mugrpo_megatron.data.prompts import render, template_of
+from mugrpo_megatron.data.prompts import render, render_reply, rendered, template_of
 from mugrpo_megatron.data.reading import problem_of
 from mugrpo_megatron.data.tokenizer import prompt_end, without_repetition
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.sections import DataSection
-from mugrpo_megatron.samples import Problem
+from mugrpo_megatron.samples import Message, Problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # a second to import
@@ -36,6 +37,8 @@ before its answer, GSM8K's answer is a worked one."""
 class Demonstration:
     problem: Problem
     response: str
+    reply: Message | None = None
+    """The response as a message, where it has calls or a thought that only a chat template writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ class Sequences:
     """(prompt, response with the end-of-sequence token)."""
     too_long: int = 0
     """Demonstrations left out."""
+    notes: list[str] = field(default_factory=list)
 
 
 def demonstrations(source: str, section: DataSection) -> list[Demonstration]:
@@ -85,34 +89,43 @@ def sequences(
     template = template_of(section)
     fitting = Sequences()
     too_long = 0
+    refused: list[str] = []
     for example in examples:
         prompt = render(example.problem, tokenizer, section.prompt_style, template)
-        text = without_repetition(example.response, prompt_end(prompt, tokenizer), tokenizer)
-        response = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+        if example.reply:
+            try:
+                response = render_reply(example.problem, example.reply, tokenizer, section.prompt_style, template)
+            except UserError as error:
+                refused.append(str(error))
+                continue
+        else:
+            text = without_repetition(example.response, prompt_end(prompt, tokenizer), tokenizer)
+            response = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
         if 0 < len(prompt) <= section.max_prompt_tokens and len(response) <= max_response_tokens:
             fitting.pairs.append((prompt, response))
         else:
             too_long += 1
+    if section.strict or not (fitting.pairs or too_long):
+        refuse_malformed(refused)
     if not fitting.pairs:
         raise UserError(
             f"all {too_long:,} rows are longer than data.max_prompt_tokens = {section.max_prompt_tokens} or "
             f"rollout.max_response_tokens = {max_response_tokens}: raise them"
         )
-    return Sequences(fitting.pairs, too_long)
+    shown = partial(rendered, tokenizer=tokenizer, style=section.prompt_style, template=template)
+    notes = unread_fields([example.problem for example in examples], shown)
+    notes += [f"{len(refused):,} rows are left out: {refused[0]}"] if refused else []
+    return Sequences(fitting.pairs, too_long, notes)
 
 
 def _demonstration(row: dict[str, Any] | str, source: str, problem_id: str) -> Demonstration:
     if isinstance(row, str):
         raise ValueError(row)
     columns = _columns(row)
-    fields = {*unread_fields(row, columns.question), *unread_fields(row, columns.answer)}
-    if lost := sorted(
-        name for name in fields if name.endswith((".tool_calls", ".reasoning_content")) or name == "tools"
-    ):
-        raise ValueError(
-            f"has {', '.join(lost)}, which would be missing from what is learned: write them into the text"
-        )
     problem = problem_of(row, columns, source, problem_id, any_gold=True)
+    said = row[columns.question][-1:] if columns.answer == CONVERSATION else row[columns.answer]
+    if reply := spoken_message(said):
+        return Demonstration(problem, reply["content"] or "", reply)
     response = _response_text(problem.gold, columns.answer)
     if not response.strip():
         raise ValueError(f"field {columns.answer!r} is empty")
@@ -124,7 +137,7 @@ def _columns(row: dict[str, Any]) -> ColumnPaths:
     if question is None:
         raise ValueError(f"has none of the columns {', '.join(QUESTIONS)} {found_in(row)}")
     messages = row[question]
-    ends_with_response = isinstance(messages, list) and messages and messages_of(messages)[-1][0] == "assistant"
+    ends_with_response = isinstance(messages, list) and messages and messages_of(messages)[-1]["role"] == "assistant"
     columns = RESPONSES if ends_with_response else (*RESPONSES, *SOLUTIONS)
     if response := next((name for name in columns if has(row, name)), None):
         return ColumnPaths(question, response)
@@ -138,10 +151,10 @@ def _columns(row: dict[str, Any]) -> ColumnPaths:
 def _response_text(gold: Any, path: str) -> str:
     """The text of a response: text, a number, or a list of one message."""
     if isinstance(gold, list) and len(gold) == 1:
-        [(role, text)] = messages_of(gold)
-        if role != "assistant":
-            raise ValueError(f"field {path!r} is a message of {role!r}, not the assistant's")
-        return text
+        [message] = messages_of(gold)
+        if message["role"] != "assistant":
+            raise ValueError(f"field {path!r} is a message of {message['role']!r}, not the assistant's")
+        return str(message["content"] or "")
     if isinstance(gold, str | int | float) and not isinstance(gold, bool):
         return str(gold)
     raise ValueError(f"field {path!r} holds {type(gold).__name__}, not a response")

@@ -16,9 +16,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mugrpo_megatron.data.printed import printed_list, with_parsed_texts
+from mugrpo_megatron.data.printed import parsed_text, printed_list, with_parsed_texts
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.json_text import parse_json
+from mugrpo_megatron.files.json_text import parse_json, to_json_value
 from mugrpo_megatron.samples import Message
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv")
@@ -324,26 +324,56 @@ def field_at(row: dict[str, Any], path: str) -> Any:
     return value
 
 
-def unread_fields(row: Mapping[str, Any], question: str) -> tuple[str, ...]:
-    """Names what a row holds for a chat template and nothing reads: two columns, and message keys besides the text."""
-    messages = row.get(question)
-    keys = (
-        [key for message in messages if isinstance(message, dict) for key in message if message[key] not in (None, [])]
-        if isinstance(messages, list)
-        else []
-    )
-    columns = [name for name in ("tools", "chat_template_kwargs") if row.get(name)]
-    return (*columns, *sorted({f"{question}.{key}" for key in keys} - {f"{question}.role", f"{question}.content"}))
-
-
 def messages_of(value: list[Any]) -> tuple[Message, ...]:
-    """The messages of a chat as (role, text); ValueError for a malformed one.
+    """The messages of a chat with all their fields; ValueError for a malformed one.
 
-    A content is text, or a list of parts of type `text`.
+    A content is text, or a list of parts of type `text`, which are joined. Calls and their arguments may be JSON text.
+    A field that is null counts as absent: `datasets` writes those of any message into every message.
     """
-    return tuple(
-        (_role_of(number, message), _text_of(number, message)) for number, message in enumerate(value, start=1)
-    )
+    try:
+        return tuple(_message(number, message) for number, message in enumerate(value, start=1))
+    except RecursionError:
+        raise ValueError("its messages are nested too deep") from None
+    except TypeError as error:  # a value without a form in JSON
+        raise ValueError(str(error)) from None
+
+
+def _message(number: int, message: Any) -> Message:
+    role = _role_of(number, message)
+    others = to_json_value({str(key): value for key, value in message.items() if key not in ("role", "content")})
+    fields = {key: value for key, value in without_nulls(others).items() if value not in ([], {}, "")}
+    if "tool_calls" in fields:
+        fields["tool_calls"] = _calls(number, fields["tool_calls"])
+    only_fields = role == "assistant" and bool(fields) and message.get("content") is None
+    return {"role": role, "content": None if only_fields else _text_of(number, message), **fields}
+
+
+def _calls(number: int, calls: Any) -> list[dict[str, Any]]:
+    """The calls of a message, as transformers' templates take them: objects whose arguments are objects."""
+    calls = parsed_text("tool_calls", calls) if isinstance(calls, str) else calls
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise ValueError(f"message {number} has tool_calls that are not a list of objects")
+    return [_with_parsed_arguments(call) for call in calls]
+
+
+def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """The call with the arguments in its JSON text, as servers of OpenAI's protocol write them."""
+    if isinstance(function := call.get("function"), dict):
+        return {**call, "function": _with_parsed_arguments(function)}
+    if not isinstance(text := call.get("arguments"), str):
+        return call
+    try:
+        arguments = parse_json(text)
+    except ValueError:  # the model may have written anything
+        return call
+    return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
+
+
+def without_nulls(value: Any) -> Any:
+    """A JSON value without the null fields of its objects."""
+    if isinstance(value, dict):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _role_of(number: int, message: Any) -> str:

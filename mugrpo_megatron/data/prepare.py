@@ -6,18 +6,20 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from mugrpo_megatron.data.arithmetic import TASKS
+from mugrpo_megatron.data.fields import row_arguments, unread_fields
 from mugrpo_megatron.data.problems import generated_sets, held_out_sets, load
 from mugrpo_megatron.data.prompts import (
     FittingPrompts,
     first_prompt,
     fitting_prompts,
     fitting_prompts_by_set,
+    rendered,
     template_of,
 )
 from mugrpo_megatron.errors import UserError
@@ -58,7 +60,8 @@ def words(text: str) -> tuple[str, ...]:
 def without_duplicates(problems: Sequence[Problem]) -> tuple[list[Problem], list[str]]:
     """Keep the first copy of every question; also return a sentence for each copy with another answer.
 
-    A copy has the same `words` and the same answer, or the same text up to case and spaces.
+    A copy has the same `words` and the same answer, or the same text up to case and spaces, and the same fields for a
+    chat template.
     """
     # Not by words alone: `5!` and `5`, `f'(x)` and `f(x)` have the same words, but different answers.
     alike: dict[tuple[str, ...], list[Problem]] = defaultdict(list)
@@ -78,7 +81,15 @@ def without_duplicates(problems: Sequence[Problem]) -> tuple[list[Problem], list
 
 
 def _is_copy(problem: Problem, other: Problem) -> bool:
+    if row_arguments(problem.row) != row_arguments(other.row) or _fields(problem) != _fields(other):
+        return False
     return problem.answer == other.answer or _spelled(problem) == _spelled(other)
+
+
+def _fields(problem: Problem) -> list[dict[str, object]]:
+    """What the messages hold besides role and content, of those that hold anything."""
+    fields = [{k: v for k, v in m.items() if k not in ("role", "content")} for m in problem.messages]
+    return [entry for entry in fields if entry]
 
 
 def _spelled(problem: Problem) -> str:
@@ -150,6 +161,8 @@ def prepare(
         fitting_prompts(problems.train, tokenizer, *rendering),
         fitting_prompts_by_set(problems.held_out, tokenizer, *rendering),
     )
+    shown = partial(rendered, tokenizer=tokenizer, style=data.prompt_style, template=template)
+    notes += unread_fields([*problems.train, *problems.held_out], shown)
     for name, fit in zip(("training", "held-out"), fits, strict=True):
         if fit.too_long:
             notes.append(f"{fit.too_long} {name} prompts are longer than data.max_prompt_tokens: left out")

@@ -40,7 +40,7 @@ STRUCTURES = ("messages", "prompt", "question", "problem", "completion", "respon
 """Columns that may hold a chat."""
 OBJECTS = ("reward_model", "extra_info", "metadata", "chat_template_kwargs")
 """Columns that hold an object."""
-LISTS = ("tools",)
+LISTS = ("tools", "tool_calls")
 
 
 def with_parsed_texts(row: dict[str, Any]) -> dict[str, Any]:

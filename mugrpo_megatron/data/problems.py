@@ -19,7 +19,6 @@ from mugrpo_megatron.data.files import (
     described,
     names_alike,
     rows,
-    unread_fields,
     unseen_options,
 )
 from mugrpo_megatron.data.reading import FieldMissing, columns_of, data_source_of, lists_answers, problem_of
@@ -200,8 +199,6 @@ class Read:
     """Description of recognised columns -> rows."""
     unseen: Counter[str] = field(default_factory=Counter)
     """Description of option columns missing from the question -> rows."""
-    unread: Counter[str] = field(default_factory=Counter)
-    """Fields for a chat template that nothing reads -> rows."""
     listed: Counter[str] = field(default_factory=Counter)
     """Column of a list of several answers, which `math` asks for together -> rows."""
     notes: list[str] = field(default_factory=list)
@@ -248,10 +245,6 @@ def load(
         result.problems.extend(read.problems)
         result.malformed.extend(read.malformed)
         result.notes.extend(f"{name}: {count:,} rows read as {columns}" for columns, count in read.recognised.items())
-        result.notes.extend(
-            f"{name}: {count:,} rows have {column}, which the prompts do not show and no chat template gets"
-            for column, count in read.unread.items()
-        )
         result.notes.extend(_listed(name, column, count) for column, count in read.listed.items())
         result.notes.extend(_unseen(name, columns, count) for columns, count in read.unseen.items())
     if section.strict:
@@ -359,7 +352,6 @@ def read_source(source: Source, any_gold: AnyGold = lambda data_source: False) -
             else:
                 read.problems.append(problem)
                 read.recognised.update([described(columns)] if recognised else [])
-                read.unread.update(unread_fields(row, columns.question))
                 read.listed.update([columns.answer] if not free and lists_answers(row, columns.answer) else [])
                 read.unseen.update(filter(None, [unseen_options(row, _full_question(problem))]))
     return read
@@ -367,7 +359,7 @@ def read_source(source: Source, any_gold: AnyGold = lambda data_source: False) -
 
 def _full_question(problem: Problem) -> str:
     """The question, with all messages of a chat."""
-    return "\n".join((problem.question, *(text for _, text in problem.messages)))
+    return "\n".join((problem.question, *(message["content"] or "" for message in problem.messages)))
 
 
 def _listed(name: str, column: str, count: int) -> str:
@@ -386,5 +378,7 @@ def _unseen(name: str, columns: str, count: int) -> str:
 
 def with_system(problem: Problem, prompt: str) -> Problem:
     """Add a system message to the problem, unless it has one."""
-    messages = problem.messages or (("user", problem.question),)
-    return problem if messages[0][0] == "system" else replace(problem, messages=(("system", prompt), *messages))
+    messages = problem.messages or ({"role": "user", "content": problem.question},)
+    if messages[0]["role"] == "system":
+        return problem
+    return replace(problem, messages=({"role": "system", "content": prompt}, *messages))

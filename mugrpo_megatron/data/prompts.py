@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
+from mugrpo_megatron.data.fields import SPOKEN, in_accepted_form, row_arguments
 from mugrpo_megatron.data.quoted import encode_quoting, mark_special
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.json_text import read_json
 from mugrpo_megatron.recipe.sections import DataSection, fill_template
-from mugrpo_megatron.samples import Problem
+from mugrpo_megatron.samples import Message, Problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # a second to import
@@ -38,6 +39,7 @@ STYLES: dict[str, str] = {
 """Prompt texts by style, as the model cards give them; `chat` is the tokenizer's own template."""
 
 
+_WRITE = "write it into the message's text, or name another template with data.chat_template"
 EXCERPT_CHARS = 400
 """Characters of a long prompt's beginning and end in an excerpt."""
 
@@ -120,12 +122,50 @@ def render(
 
     Only `chat` renders more than one message. Raises UserError for a chat that the style or the template cannot render.
     """
+    text = rendered(problem, tokenizer, style, template)
+    if resolved_style(style, tokenizer, template) == "chat":
+        return encode_quoting(text, tokenizer)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return ids if tokenizer.bos_token_id is None else [tokenizer.bos_token_id, *ids]
+
+
+def rendered(problem: Problem, tokenizer: PreTrainedTokenizerBase, style: str, template: Template) -> str:
+    """A problem's prompt as text; of a chat template with marks for `encode_quoting`."""
     fitting = resolved_style(style, tokenizer, template)
     if fitting == "chat":
-        text = _chat(with_question_asked(problem, template), tokenizer, template)
-        return encode_quoting(text, tokenizer)
-    ids = tokenizer.encode(_styled(problem, fitting, template), add_special_tokens=False)
-    return ids if tokenizer.bos_token_id is None else [tokenizer.bos_token_id, *ids]
+        return _chat(with_question_asked(problem, template), tokenizer, template)
+    return _styled(problem, fitting, template)
+
+
+def render_reply(
+    problem: Problem, reply: Message, tokenizer: PreTrainedTokenizerBase, style: str, template: Template
+) -> list[int]:
+    """Token ids of the assistant's message after the problem's prompt as the chat template writes it, up to its end.
+
+    Raises UserError when there is no template, when it does not continue the prompt, and when it leaves out one of
+    `SPOKEN` that the message has.
+    """
+    spoken = [name for name in SPOKEN if name in reply]
+    if resolved_style(style, tokenizer, template) != "chat":
+        raise UserError(f"{problem.id} has {', '.join(spoken)}, which only a chat template writes; {_WRITE}")
+    asked = with_question_asked(problem, template)
+    prompt = _chat(asked, tokenizer, template)
+
+    def written(message: Message) -> str:
+        chat = replace(asked, messages=(*messages_to_render(asked), message))
+        return _chat(chat, tokenizer, template, is_prompt=False)
+
+    text = written(reply)
+    if lost := [name for name in spoken if written({k: v for k, v in reply.items() if k != name}) == text]:
+        raise UserError(f"{problem.id} has {', '.join(lost)}, which the chat template leaves out; {_WRITE}")
+    if not text.startswith(prompt):
+        raise UserError(
+            f"{problem.id} has {', '.join(spoken)}, and the chat template begins this message otherwise than its "
+            f"prompts end; {_WRITE}"
+        )
+    end = str(tokenizer.eos_token)
+    body = text[len(prompt) :].rpartition(end)[0] if end in text[len(prompt) :] else text[len(prompt) :].rstrip()
+    return [*encode_quoting(body, tokenizer), tokenizer.eos_token_id]
 
 
 def _styled(problem: Problem, style: str, template: Template) -> str:
@@ -144,31 +184,34 @@ def with_question_asked(problem: Problem, template: Template) -> Problem:
     if template.question is None:
         return problem
     turns = problem.messages
-    last = max((index for index, (role, _) in enumerate(turns) if role == "user"), default=None)
+    last = max((index for index, message in enumerate(turns) if message["role"] == "user"), default=None)
     if last is not None:
-        turn = ("user", fill_template(turns[last][1], template.question))
+        turn = {**turns[last], "content": fill_template(turns[last]["content"], template.question)}
         turns = (*turns[:last], turn, *turns[last + 1 :])
     return replace(problem, question=fill_template(problem.question, template.question), messages=turns)
 
 
-def messages_to_render(problem: Problem) -> list[dict[str, str]]:
-    turns = problem.messages or (("user", problem.question),)
-    return [{"role": role, "content": content} for role, content in turns]
+def messages_to_render(problem: Problem) -> list[dict[str, Any]]:
+    return [dict(message) for message in problem.messages] or [{"role": "user", "content": problem.question}]
 
 
-def _chat(problem: Problem, tokenizer: PreTrainedTokenizerBase, template: Template) -> str:
+def _chat(problem: Problem, tokenizer: PreTrainedTokenizerBase, template: Template, is_prompt: bool = True) -> str:
     if tokenizer.chat_template is None and template.text is None:
         raise without_template()
-    with refusals(problem, template):
+
+    def apply(messages: list[dict[str, Any]]) -> str:
         return str(
             tokenizer.apply_chat_template(
-                mark_special(messages_to_render(problem), tokenizer),
+                mark_special(messages, tokenizer),
                 chat_template=template.text,
                 tokenize=False,
-                add_generation_prompt=True,
-                **template.arguments,
+                add_generation_prompt=is_prompt,
+                **{**template.arguments, **mark_special(row_arguments(problem.row), tokenizer)},
             )
         )
+
+    with refusals(problem, template):
+        return in_accepted_form(apply, messages_to_render(problem))
 
 
 def without_template() -> UserError:
@@ -248,24 +291,27 @@ def prompt_text(problem: Problem, style: str, template: Template, model: Path | 
             return None
         if text is None:
             raise without_template()
-        return "chat", _rendered(with_question_asked(problem, template), text, template, _special(config))
+        return "chat", _untokenized(with_question_asked(problem, template), text, template, _special(config))
     if style == "auto" and model is None:
         return None
     named = "plain" if style == "auto" else style
     return named, _styled(problem, named, template)
 
 
-def _rendered(problem: Problem, text: str, template: Template, special: Mapping[str, str]) -> str:
+def _untokenized(problem: Problem, text: str, template: Template, special: Mapping[str, str]) -> str:
     from transformers.utils.chat_template_utils import render_jinja_template  # a second, and no torch
 
-    with refusals(problem, template):
-        rendered: Any = render_jinja_template(
-            conversations=[messages_to_render(problem)],
+    def apply(messages: list[dict[str, Any]]) -> str:
+        texts: Any = render_jinja_template(
+            conversations=[messages],
             chat_template=text,
             add_generation_prompt=True,
-            **{**special, **template.arguments},
+            **{**special, **template.arguments, **row_arguments(problem.row)},
         )
-        return str(rendered[0][0])
+        return str(texts[0][0])
+
+    with refusals(problem, template):
+        return in_accepted_form(apply, messages_to_render(problem))
 
 
 def _config(model: Path) -> dict[str, Any]:

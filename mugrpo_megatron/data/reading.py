@@ -67,12 +67,13 @@ def problem_of(
     cell = _value(row, columns.question)
     cell = parsed_text(columns.question, cell) if isinstance(cell, str) else cell
     messages = _messages(cell, columns) if isinstance(cell, list) else ()
-    reply = messages[-1][1] if messages and columns.answer == CONVERSATION else None
+    reply = messages[-1]["content"] or "" if messages and columns.answer == CONVERSATION else None
     if messages and (reply is not None or columns.question == "messages"):
-        messages = messages[:-1] if messages[-1][0] == "assistant" else messages
-    if messages and messages[-1][0] == "assistant":
+        messages = messages[:-1] if messages[-1]["role"] == "assistant" else messages
+    if messages and messages[-1]["role"] == "assistant":
         raise ValueError(f"field {columns.question!r} ends with the assistant's turn, not with a question")
-    question = "\n".join(text for _, text in messages) if isinstance(cell, list) else str(cell)
+    texts = [message["content"] or "" for message in messages]
+    question = "\n".join(texts) if isinstance(cell, list) else str(cell)
     if not question.strip():
         raise ValueError(f"field {columns.question!r} is empty")
     question = question.removeprefix(columns.question_prefix).removesuffix(columns.question_suffix)

@@ -202,7 +202,7 @@ def _kept(group: ScoredGroup) -> Example:
     return Example(
         set=problem.source,
         problem=problem.id,
-        question=problem.question or (problem.messages[-1][1] if problem.messages else ""),
+        question=problem.question or (problem.messages[-1]["content"] or "" if problem.messages else ""),
         gold=problem.answer,
         text=shorten(group.texts[0]),
         extracted=shorten(score.extracted),

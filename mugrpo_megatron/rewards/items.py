@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 """A row of the data set as JSON values, all columns included."""
-ChatOrText = str | Sequence[Mapping[str, str]]
-"""A prompt: text, or the messages of a chat (`role`, `content`)."""
+ChatOrText = str | Sequence[Mapping[str, Any]]
+"""A prompt: text, or the messages of a chat (`role`, `content`, and what else its row has)."""
 
 
 def prompt_of_problem(problem: Problem) -> ChatOrText:
     """The problem's prompt: its messages if it is a chat, else its question."""
-    return [{"role": role, "content": text} for role, text in problem.messages] or problem.question
+    return list(problem.messages) or problem.question
 
 
 @dataclass(frozen=True, slots=True)

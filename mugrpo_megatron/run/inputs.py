@@ -61,7 +61,9 @@ def sums_by_set(problems: Sequence[Problem]) -> dict[str, str]:
     sums: dict[str, hashlib._Hash] = {}
     for problem in problems:
         # Not the id, which holds the path of the problem's file: a run goes on after its data set has moved.
-        fields: list[object] = [problem.question, problem.answer, problem.source, problem.messages]
+        # A message without other fields is a pair, as in the sums of earlier versions.
+        messages = [list(m.values()) if m.keys() == {"role", "content"} else m for m in problem.messages]
+        fields: list[object] = [problem.question, problem.answer, problem.source, messages]
         if problem.row:
             fields += [problem.gold, problem.data_source, problem.row]
         sums.setdefault(problem.source, hashlib.sha256()).update(f"{json.dumps(fields)}\n".encode())

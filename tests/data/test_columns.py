@@ -26,9 +26,9 @@ USER = {"role": "user", "content": "6*7="}
 SYSTEM = {"role": "system", "content": "Be brief."}
 SAID = {"role": "assistant", "content": "so #### 42"}
 TEXT = {"type": "text"}
-CHAT = (("system", "Be brief."), ("user", "6*7="))
+CHAT = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "6*7="})
 
-ROWS: dict[str, tuple[dict[str, Any], str, tuple[tuple[str, str], ...]]] = {
+ROWS: dict[str, tuple[dict[str, Any], str, tuple[dict[str, str], ...]]] = {
     "ours": ({"problem": "6*7=", "answer": 42}, "", ()),
     "GSM8K": ({"question": "6*7=", "answer": "6 times 7\n#### 42"}, "GSM8K's question, answer", ()),
     "MATH": ({"problem": "6*7=", "solution": "is \\boxed{42}.", "level": "1"}, "MATH's problem, solution", ()),
@@ -181,7 +181,7 @@ def test_a_system_prompt_goes_before_chats_that_have_none(tmp_path: Path, monkey
         [problem] = load(write(tmp_path / "set.jsonl", ROWS[name][0]), section).problems
         assert rendered(problem).startswith(f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n6*7=")
     [task] = load("arithmetic", section).problems
-    assert task.messages == (("system", "Think first."), ("user", task.question))
+    assert task.messages == ({"role": "system", "content": "Think first."}, {"role": "user", "content": task.question})
     with pytest.raises(UserError, match="needs prompt_style"):
         validate({"data": {"prompt_style": "plain", "system_prompt": "Think first."}}, "recipe")
 

@@ -64,7 +64,7 @@ def write(folder: Path, *rows: dict[str, Any]) -> str:
 @pytest.mark.parametrize("as_text", [json.dumps, repr])
 def test_chats_as_text_are_chats(column: str, as_text: Any, tmp_path: Path) -> None:
     [problem] = load(write(tmp_path, {column: as_text(CHAT[:1]), "answer": "13"}), DataSection()).problems
-    assert problem.messages == (("user", "7+6?"),)
+    assert problem.messages == ({"role": "user", "content": "7+6?"},)
     text = as_text({"ground_truth": r"\frac{1}{13}"})
     [problem] = load(write(tmp_path, {column: as_text(CHAT[:1]), "reward_model": text}), DataSection()).problems
     assert problem.answer == r"\frac{1}{13}"
@@ -109,18 +109,3 @@ def test_a_thought_that_the_template_opens_is_opened_once(tag: str, tmp_path: Pa
     source = write(tmp_path, {"prompt": "7+6?", "response": f"{tag}\n6+7</think>13"})
     [(prompt, ids)] = sequences(demonstrations(source, section), tokenizer, section, 100).pairs
     assert tokenizer.decode([*prompt, *ids]).endswith(f"assistant\n{tag}\n6+7</think>13<|im_end|>")
-
-
-def test_what_no_template_gets_is_named(tmp_path: Path) -> None:
-    chat = [CHAT[0] | {"name": "Ann", "weight": None}]
-    row = {"messages": chat, "answer": "13", "tools": [{"type": "function"}], "chat_template_kwargs": {"deep": True}}
-    notes = " ".join(load(write(tmp_path, row), DataSection()).notes)
-    assert all(name in notes for name in ("rows have tools", "chat_template_kwargs", "messages.name"))
-    assert "weight" not in notes
-
-
-@pytest.mark.parametrize("field", [{"tool_calls": [{"id": "1"}]}, {"reasoning_content": "6+7"}])
-def test_demonstrations_lose_no_call_and_no_thought(field: dict[str, Any], tmp_path: Path) -> None:
-    for row in ({"messages": [CHAT[0], CHAT[1] | field]}, {"prompt": CHAT[:1], "completion": [CHAT[1] | field]}):
-        with pytest.raises(UserError, match="would be missing from what is learned"):
-            demonstrations(write(tmp_path, row), DataSection())

@@ -62,7 +62,9 @@ def test_auto_is_the_template_where_there_is_one() -> None:
         assert first_prompt(tokenizer, ids, "auto").startswith(
             f"the first prompt as the model sees it ({style}): 'What"
         )
-    chat = Problem("set:1", "q", "1", "set", (("system", "Be brief."), ("user", "q")))
+    chat = Problem(
+        "set:1", "q", "1", "set", ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "q"})
+    )
     with pytest.raises(UserError, match=r"only a chat template renders: name a file with data.chat_template"):
         render(chat, bare, "auto")
 
@@ -93,7 +95,9 @@ def test_long_prompts_are_left_out_and_counted() -> None:
 
 
 PLAIN = Problem("set:1", "What is $\\frac{1}{2}$ of {4}?", "2", "set")
-CHAT = Problem("set:2", "Hi", "2", "set", (("system", "Be brief."), ("user", "Hi")))
+CHAT = Problem(
+    "set:2", "Hi", "2", "set", ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"})
+)
 OWN = "{{ bos_token }}{{ messages | tojson }}{{ eos_token }}{% if thinking %}<think>{% endif %}"
 
 

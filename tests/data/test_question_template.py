@@ -16,7 +16,7 @@ from mugrpo_megatron.data.tokenizer import CHAT_ML, build_arithmetic_tokenizer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import Recipe, load_recipe
 from mugrpo_megatron.recipe.load import validate
-from mugrpo_megatron.samples import Message, Problem
+from mugrpo_megatron.samples import Problem
 
 TOKENIZER = build_arithmetic_tokenizer(CHAT_ML)
 TEXT = "{question}\nPut the final answer in \\boxed{}."
@@ -49,10 +49,11 @@ def test_a_question_is_wrapped_in_every_style(style: str) -> None:
         ([("system", "s"), ("tool", "t")], None),
     ],
 )
-def test_the_users_last_turn_of_a_chat_is_wrapped(turns: list[Message], wrapped: int | None) -> None:
+def test_the_users_last_turn_of_a_chat_is_wrapped(turns: list[tuple[str, str]], wrapped: int | None) -> None:
     asked = [(role, f"<{said}>" if place == wrapped else said) for place, (role, said) in enumerate(turns)]
-    found = text(Problem("set:1", "q", "1", "set", tuple(turns)), "chat", Template(question="<{question}>"))
-    assert found == text(Problem("set:1", "q", "1", "set", tuple(asked)), "chat", Template())
+    plain, expected = ([{"role": role, "content": said} for role, said in chat] for chat in (turns, asked))
+    found = text(Problem("set:1", "q", "1", "set", tuple(plain)), "chat", Template(question="<{question}>"))
+    assert found == text(Problem("set:1", "q", "1", "set", tuple(expected)), "chat", Template())
 
 
 def test_training_held_out_and_demonstrations_ask_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,7 +111,7 @@ def test_what_ends_the_source_ends_the_pipeline_and_keeps_what_was_submitted(ver
 
 def test_a_reward_function_can_see_the_row_the_chat_and_the_tokens(verifier: Slow, scorer: Scorer) -> None:
     row = {"problem": "1+1?", "tests": [1, {"a": None}]}
-    chat = (("system", "Be terse."), ("user", "1+1?"))
+    chat = ({"role": "system", "content": "Be terse."}, {"role": "user", "content": "1+1?"})
     problem = Problem("p", "1+1?", "2", "sums", chat, ["two", 2], "hard_sums", row)
     prompt, responses = group(0, "12", "3")
     bare = SampledGroup(Prompt(1, Problem("q", "2+2?", "4", "sums"), [1]), responses)

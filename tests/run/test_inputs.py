@@ -18,7 +18,7 @@ from mugrpo_megatron.run.inputs import check_data, problem_sums, record_data
 from mugrpo_megatron.samples import Problem
 
 ROW = {"problem": "6*7=", "answer": 42, "tests": ["assert a"]}
-WITH_ROW = Problem("/here/set.jsonl:1", "6*7=", "42", "set", (("user", "6*7="),), row=ROW)
+WITH_ROW = Problem("/here/set.jsonl:1", "6*7=", "42", "set", ({"role": "user", "content": "6*7="},), row=ROW)
 
 
 def cached(cache: Path, monkeypatch: pytest.MonkeyPatch, last: int = 2) -> Problems:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from jinja2 import TemplateError
@@ -20,8 +20,7 @@ from mugrpo_megatron.data.quoted import encode_quoting, mark_special
 from mugrpo_megatron.engine import sglang_compat
 from mugrpo_megatron.extras.episodes.trajectory import Broken, Trajectory
 from mugrpo_megatron.files.json_text import as_text
-
-Message = Mapping[str, Any]
+from mugrpo_megatron.samples import Message
 
 FORMATS = (
     ("<|tool_calls_section_begin|>", "kimi_k2"),
@@ -44,19 +43,27 @@ class Chat:
         self._closing = str(tokenizer.eos_token)
 
     def ids(
-        self, messages: Sequence[Message], tools: Sequence[Any], before: Sequence[Message], so_far: Trajectory
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any],
+        before: Sequence[Message],
+        so_far: Trajectory,
+        arguments: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of the request; `before` are the messages that `so_far` holds, its last turn included.
 
+        `arguments` are the row's own for the template.
+
         Raises Broken where they differ from the first of `messages`, and ValueError for a chat that cannot be rendered.
         """
+        render = partial(self._render, tools=tools, arguments=arguments or {})
         if not so_far.turns:
-            return self._encode(self._render(messages, tools, True))
+            return self._encode(render(messages, is_prompt=True))
         common = list(messages[: len(before)])
         if common != list(before) or len(messages) == len(before):
-            so_far.check(self._encode(self._render(messages, tools, True)), self.shown)
+            so_far.check(self._encode(render(messages, is_prompt=True)), self.shown)
             raise Broken(_different(common, before, so_far.turns))
-        rendered, earlier = self._render(messages, tools, True), self._render(before, tools, False)
+        rendered, earlier = render(messages, is_prompt=True), render(before, is_prompt=False)
         end, closed = self._end(earlier, so_far)
         if not rendered.startswith(earlier[:end]):
             so_far.check(self._encode(rendered), self.shown)
@@ -73,16 +80,18 @@ class Chat:
             raise ValueError(f"the chat template does not end the assistant's turn with {self._closing!r}")
         return end + len(self._closing), so_far.ids[-1] == self._tokenizer.eos_token_id
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Any], prompt: bool) -> str:
+    def _render(
+        self, messages: Sequence[Message], *, tools: Sequence[Any], arguments: Mapping[str, Any], is_prompt: bool
+    ) -> str:
         try:
             return str(
                 self._tokenizer.apply_chat_template(
                     mark_special([dict(message) for message in messages], self._tokenizer),
-                    tools=list(tools) or None,
                     chat_template=self._template.text,
                     tokenize=False,
-                    add_generation_prompt=prompt,
-                    **self._template.arguments,
+                    add_generation_prompt=is_prompt,
+                    **{**self._template.arguments, **mark_special(arguments, self._tokenizer)},
+                    tools=list(tools) or None,
                 )
             )
         except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:

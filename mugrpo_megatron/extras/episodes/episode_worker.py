@@ -99,7 +99,7 @@ class _Worker:
                 self._pending.pop(key, None)
 
         fields = message["problem"]
-        problem = Problem(**{**fields, "messages": tuple((role, text) for role, text in fields["messages"])})
+        problem = Problem(**{**fields, "messages": tuple(fields["messages"])})
         rest = {name: message[name] for name in ("prompt_ids", "prompt", "messages", "sampling")}
         return EpisodeModel(problem, ask=ask, threads=self._threads, **rest)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from mugrpo_megatron.data.fields import TOOLS, row_arguments
 from mugrpo_megatron.data.prompts import messages_to_render, template_of, with_question_asked
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.engine.client import Engine, PromptSource
@@ -242,7 +243,9 @@ class Episodes:
         if message["what"] == "chat":
             if episode.so_far.turns and not episode.messages:
                 raise ValueError("it asks with chat after generate: take one of them in an episode")
-            ids = self._chat.ids(message["messages"], message["tools"], episode.messages, episode.so_far)
+            row = row_arguments(episode.group.prompt.problem.row)
+            row.pop(TOOLS, None)  # the function names those that it runs
+            ids = self._chat.ids(message["messages"], message["tools"], episode.messages, episode.so_far, row)
         elif "text" in message:
             ids = self._chat.encode(message["text"], episode.so_far)
         else:

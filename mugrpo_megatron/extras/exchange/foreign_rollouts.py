@@ -8,16 +8,17 @@ A row has a prompt (`prompt_ids`, or `prompt` as text or messages) and a respons
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mugrpo_megatron.data.fields import spoken_message
 from mugrpo_megatron.data.files import RESPONSES, found_in, messages_of, rows
-from mugrpo_megatron.data.prompts import Template, render
+from mugrpo_megatron.data.prompts import Template, render, render_reply
 from mugrpo_megatron.data.reading import kept_row
 from mugrpo_megatron.data.tokenizer import prompt_end, without_repetition
 from mugrpo_megatron.errors import UserError
@@ -140,6 +141,16 @@ def _parse_row(
     if given_ids is not None:
         response = _ids(given_ids, "response_ids", vocab_size)
         text = str(tokenizer.decode(response.tolist(), skip_special_tokens=True))
+    elif reply := spoken_message(_given_response(row)):
+        problem = _chat_of(row, location)
+        if problem is None:
+            raise ValueError(f"the response has {', '.join(reply)}: give the prompt as messages, or response_ids")
+        try:
+            ids = render_reply(problem, reply, tokenizer, "chat", template)
+        except UserError as error:
+            raise ValueError(str(error)) from None
+        response = np.array(ids[:-1] if finish == "length" else ids, dtype=np.int32)
+        text = str(tokenizer.decode(response.tolist(), skip_special_tokens=True))
     else:
         text = without_repetition(_response(row), end, tokenizer)
         _check_characters("response", text, limits[1], tokenizer)
@@ -216,11 +227,10 @@ def _prompt(
     if (ids := row.get("prompt_ids")) is not None:
         prompt = _ids(ids, "prompt_ids", vocab_size)
     elif isinstance(content, list):
-        turns = messages_of(content)
-        _check_characters("prompt", "".join(text for _, text in turns), most, tokenizer)
-        prompt = np.array(
-            render(Problem(location, "", "", messages=turns), tokenizer, "chat", template), dtype=np.int32
-        )
+        problem = _chat_of(row, location) or Problem(location, "", "")
+        texts = [message["content"] or "" for message in problem.messages]
+        _check_characters("prompt", "".join(texts), most, tokenizer)
+        prompt = np.array(render(problem, tokenizer, "chat", template), dtype=np.int32)
     elif isinstance(content, str):
         _check_characters("prompt", content, most, tokenizer)
         has_start = bool(tokenizer.bos_token) and content.startswith(str(tokenizer.bos_token))
@@ -236,13 +246,31 @@ def _prompt(
     return prompt
 
 
+def _chat_of(row: Mapping[str, Any], location: str) -> Problem | None:
+    """The row's prompt as a chat, with its arguments for the template; None for a prompt that is no list."""
+    content = row.get("prompt")
+    if not isinstance(content, list):
+        return None
+    return Problem(location, "", "", messages=messages_of(content), row=row)
+
+
+def prompt_chats(groups: Sequence[Sequence[ForeignRollout]]) -> list[Problem]:
+    """The prompts that went through the chat template, one a group."""
+    chats = (_chat_of(group[0].row, group[0].location) for group in groups if group[0].row.get("prompt_ids") is None)
+    return [replace(chat, source="prompts") for chat in chats if chat]
+
+
+def _given_response(row: Mapping[str, Any]) -> Any:
+    return next((row[name] for name in RESPONSES if row.get(name) is not None), None)
+
+
 def _response(row: dict[str, Any]) -> str:
-    response = next((row[name] for name in RESPONSES if row.get(name) is not None), None)
+    response = _given_response(row)
     if isinstance(response, list):
         turns = messages_of(response)
-        if [role for role, _ in turns] != ["assistant"]:
+        if [turn["role"] for turn in turns] != ["assistant"]:
             raise ValueError("the response is a chat of several turns; give response_ids and a loss_mask")
-        return turns[0][1]
+        return str(turns[0]["content"] or "")
     if not isinstance(response, str):
         raise ValueError(f"needs a column response_ids or one of {', '.join(RESPONSES)} {found_in(row)}")
     return response

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,12 +16,13 @@ import numpy as np
 
 from mugrpo_megatron.algorithm.advantages import group_advantages
 from mugrpo_megatron.checks.layouts import divisors
+from mugrpo_megatron.data.fields import unread_fields
 from mugrpo_megatron.data.files import ANSWERS, field_at, found_in, gold_column
-from mugrpo_megatron.data.prompts import template_of
+from mugrpo_megatron.data.prompts import rendered, template_of
 from mugrpo_megatron.data.reading import any_answer, data_source_of, prompt_in_row, verifiable_answer
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.extras.exchange.foreign_rollouts import ForeignRollout, read_rollouts, small_enough
+from mugrpo_megatron.extras.exchange.foreign_rollouts import ForeignRollout, prompt_chats, read_rollouts, small_enough
 from mugrpo_megatron.extras.exchange.local_paths import hub_name, without_local_paths
 from mugrpo_megatron.extras.exchange.publish import CARD, card, say_leftovers
 from mugrpo_megatron.files.durable import durable_directory, write_text
@@ -69,6 +71,9 @@ def import_rollouts(
     as_they_were = replace(template_of(recipe.data), question=None)  # the prompts are what the model saw
     limits = recipe.data.max_prompt_tokens, recipe.rollout.max_response_tokens
     groups = read_rollouts(file, tokenizer, as_they_were, limits, read_config(model).get("vocab_size"))
+    shown = partial(rendered, tokenizer=tokenizer, style="chat", template=as_they_were)
+    for note in unread_fields(prompt_chats(groups), shown):
+        say(f"{file}: {note}")
     updates = _check_fits(file, groups, recipe)
     if not _named(groups):
         say(f"{file}: rows with the same prompt are one group, as no column `group` or `step` tells them apart")
@@ -81,15 +86,15 @@ def import_rollouts(
     run = secrets.token_hex(8)
     published = Published(run, 0, *hub_name(model), weights, hidden, logprobs=known)
     say_leftovers(to, say)
-    with durable_directory(to, replace=False) as partial:
-        target = RunDirectory(partial)
+    with durable_directory(to, replace=False) as unfinished:
+        target = RunDirectory(unfinished)
         store = StageStore(target.stage(0), origin=Origin(run, 0, 0))
         for index, (group, group_golds, scored) in enumerate(zip(groups, golds, scores, strict=True)):
             store.append(_samples(index, group, group_golds[0], scored, recipe.objective))
         store.seal(updates, recipe.rollout.prompts_per_update)
         write_text(target.recipe, recipe_text)
-        write_published(partial, published)
-        write_text(partial / CARD, card(published, recipe_text, store, weights=True))
+        write_published(unfinished, published)
+        write_text(unfinished / CARD, card(published, recipe_text, store, weights=True))
         mean = store.statistics()["reward_mean"]
     count = sum(len(group) for group in groups)
     say(f"{to}: {count:,} responses in {len(groups):,} groups, {updates:,} updates, mean reward {mean:.4g}")

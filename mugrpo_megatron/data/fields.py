@@ -1,0 +1,131 @@
+"""What rows hold for a chat template besides roles and texts, and whether the template shows it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from jinja2 import TemplateError
+
+from mugrpo_megatron.data.files import messages_of, without_nulls
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.json_text import parse_json
+from mugrpo_megatron.samples import Message, Problem
+
+SPOKEN = ("reasoning_content", "reasoning", "thinking", "tool_calls", "function_call")
+"""Fields of an assistant's message that the model writes."""
+TOOLS, ARGUMENTS = "tools", "chat_template_kwargs"
+"""Columns of tools (TRL, slime) and of further arguments of the template (TRL)."""
+EMPTY: tuple[Any, ...] = (None, [], {}, "", "[]", "{}", "null")
+MOST_TRIED = 64
+"""Rows of a source that are rendered without a field before it counts as unread."""
+
+
+def row_arguments(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row's arguments for the chat template: `chat_template_kwargs`, and `tools` if they are a list of objects."""
+    arguments, tools = row.get(ARGUMENTS), row.get(TOOLS)
+    tools = [without_nulls(_parsed(tool)) for tool in tools] if isinstance(tools, list) else []
+    return {
+        **(without_nulls(arguments) if isinstance(arguments, dict) else {}),
+        **({TOOLS: tools} if tools and all(isinstance(tool, dict) for tool in tools) else {}),
+    }
+
+
+def _parsed(tool: Any) -> Any:
+    try:
+        return parse_json(tool) if isinstance(tool, str) else tool
+    except ValueError:
+        return tool
+
+
+def spoken_message(value: Any) -> Message | None:
+    """The message in a list of one if it is the assistant's and has one of `SPOKEN`; ValueError for a malformed one."""
+    if not isinstance(value, list) or len(value) != 1:
+        return None
+    [message] = messages_of(value)
+    return message if message["role"] == "assistant" and not message.keys().isdisjoint(SPOKEN) else None
+
+
+def in_accepted_form(render: Callable[[list[dict[str, Any]]], str], messages: list[dict[str, Any]]) -> str:
+    """Render messages; if the template refuses them, with calls' arguments as JSON text, or empty text for null.
+
+    Most templates write arguments with `tojson`, but DeepSeek-V3's adds them to a text; some take no null content.
+    """
+    forms = [messages, _with_written_arguments(messages)]  # null first: some templates show calls only beside null
+    forms += [_with_texts(form) for form in forms]
+    refusal: Exception | None = None
+    for index, form in enumerate(forms):
+        if form not in forms[:index]:
+            try:
+                return render(form)
+            except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+                refusal = refusal or error
+    raise refusal or ValueError("there is no message")
+
+
+def _with_texts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**message, "content": message["content"] or ""} for message in messages]
+
+
+def _with_written_arguments(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {**message, "tool_calls": [_written(call) for call in message["tool_calls"]]}
+        if "tool_calls" in message
+        else message
+        for message in messages
+    ]
+
+
+def _written(call: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(function := call.get("function"), dict):
+        return {**call, "function": _written(function)}
+    arguments = call.get("arguments")
+    return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)} if isinstance(arguments, dict) else call
+
+
+def unread_fields(problems: Sequence[Problem], rendered: Callable[[Problem], str]) -> list[str]:
+    """A sentence for each field for chat templates that changes none of the prompts, which `rendered` gives as text."""
+    rows: Counter[tuple[str, str]] = Counter()
+    tried: Counter[tuple[str, str]] = Counter()
+    read: set[tuple[str, str]] = set()
+    for problem in problems:
+        prompt: str | None = None
+        for name, rest in _without_fields(problem):
+            key = problem.source, name
+            rows[key] += 1
+            if key in read or tried[key] >= MOST_TRIED:
+                continue
+            tried[key] += 1
+            prompt = rendered(problem) if prompt is None else prompt
+            if _differs(rendered, rest, prompt):
+                read.add(key)
+    return [
+        f"{source}: {count:,} rows have {name}, which changes no prompt: the template or style does not show it"
+        for (source, name), count in rows.items()
+        if (source, name) not in read
+    ]
+
+
+def _differs(rendered: Callable[[Problem], str], rest: Problem, prompt: str) -> bool:
+    try:
+        return rendered(rest) != prompt
+    except UserError:  # a template that needs the field
+        return True
+
+
+def _without_fields(problem: Problem) -> Iterator[tuple[str, Problem]]:
+    """Yields the name of each field for a template, and the problem without it."""
+    arguments = problem.row.get(ARGUMENTS)
+    for column in (TOOLS, *([] if isinstance(arguments, dict) else [ARGUMENTS])):
+        if problem.row.get(column) not in EMPTY:
+            yield column, replace(problem, row={key: value for key, value in problem.row.items() if key != column})
+    given = without_nulls(arguments) if isinstance(arguments, dict) else {}
+    for name in given:
+        rest = {key: value for key, value in given.items() if key != name}
+        yield f"{ARGUMENTS}.{name}", replace(problem, row={**problem.row, ARGUMENTS: rest})
+    for name in sorted({key for message in problem.messages for key in message} - {"role", "content"}):
+        messages = tuple({key: value for key, value in message.items() if key != name} for message in problem.messages)
+        yield f"message.{name}", replace(problem, messages=messages)
