@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mugrpo_megatron.errors import EngineFailure
+from mugrpo_megatron.recipe.scoring import OVERLONG
 
 Message = Mapping[str, Any]
 """A chat message: `role`, `content` (text, or null beside other fields), and what else its row has for a template."""
@@ -215,6 +216,11 @@ class Sample:
 def rewards_and_groups(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
     """Rewards, float64 [N], and groups, int64 [N], of the samples."""
     return np.array([sample.reward for sample in samples]), np.array([sample.group for sample in samples])
+
+
+def penalties(samples: Sequence[Sample]) -> np.ndarray:
+    """float64 [N]: the overlong penalty in each reward."""
+    return np.array([sample.components.get(OVERLONG, 0.0) for sample in samples])
 
 
 def trained_lengths(samples: Sequence[Sample]) -> list[int]:

@@ -89,6 +89,15 @@ def _user_advantages(
     return advantages
 
 
+def before_penalty(rewards: np.ndarray, penalties: np.ndarray) -> np.ndarray:
+    """Rewards [N] before the overlong penalty [N], by which groups are chosen.
+
+    DAPO samples groups by accuracy (arXiv 2503.14476, eq. 11; verl's `filter_groups.metric = "acc"`): responses that
+    are all wrong and differ in length are no informative group.
+    """
+    return np.round(rewards + penalties, 9) if np.any(penalties) else rewards  # 1 - 0.3 + 0.3 may not be 1
+
+
 def informative(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """bool [N]: whether the rewards in the response's group differ, so that its advantages are not all 0."""
     rewards = np.asarray(rewards, dtype=np.float64)
@@ -111,7 +120,7 @@ def informative_updates(informative: np.ndarray, prompts_per_update: int) -> np.
 
     Returns:
         int64 [updates, prompts_per_update] indices of groups. If no group is informative, the stage unchanged: its
-        gradients are zero for any choice.
+        updates have no gradient (`masks.counted_responses`).
     """
     indices = np.flatnonzero(informative) if informative.any() else np.arange(len(informative))
     return np.resize(indices, len(informative)).reshape(-1, prompts_per_update)

@@ -75,18 +75,19 @@ def counted_responses(
     """bool [N]: the responses of an update that its loss and denominators count; None for all.
 
     `zero_variance = "mask"` takes out groups with equal rewards (DAPO, arXiv 2503.14476, eq. 8 with its constraint),
-    `truncated = "mask"` responses that were cut (overlong filtering, section 3.4 there; `mask_truncated_completions` of
-    TRL, `overlong_filtering` of NeMo-RL, `apply_overlong_filtering` of SkyRL). KL penalty and entropy bonus leave with
+    as does `"leave_out"` where a stage has no others; `truncated = "mask"` takes out responses that were cut (overlong
+    filtering, section 3.4 there; `mask_truncated_completions` of TRL, `overlong_filtering` of NeMo-RL,
+    `apply_overlong_filtering` of SkyRL). KL penalty and entropy bonus leave with
     the policy loss. Advantages do not change: a cut response's reward is in its group's baseline, and a group that has
     only cut responses trains nothing.
 
     Args:
-        rewards, groups: [N].
+        rewards, groups: [N]; `before_penalty`.
         truncated: bool [N], responses that end for their length.
     """
-    if config.zero_variance != "mask" and config.truncated != "mask":
+    if config.zero_variance == "count" and config.truncated == "count":
         return None
-    counted = informative(rewards, groups) if config.zero_variance == "mask" else np.ones(len(rewards), dtype=bool)
+    counted = np.ones(len(rewards), dtype=bool) if config.zero_variance == "count" else informative(rewards, groups)
     return counted & ~truncated if config.truncated == "mask" else counted
 
 

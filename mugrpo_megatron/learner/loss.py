@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from megatron.core import parallel_state
 
+from mugrpo_megatron.algorithm.advantages import before_penalty
 from mugrpo_megatron.algorithm.masks import counted_responses, mismatch_correction, response_weights
 from mugrpo_megatron.algorithm.segments import LossInputs, make_segments, with_turns
 from mugrpo_megatron.algorithm.statistics import UpdateStatistics
@@ -25,7 +26,7 @@ from mugrpo_megatron.learner.model import PolicyModel, gather_sequence
 from mugrpo_megatron.learner.optimizer import loss_scale
 from mugrpo_megatron.learner.packing import MicroBatch
 from mugrpo_megatron.recipe import ObjectiveSection
-from mugrpo_megatron.samples import Sample, rewards_and_groups, trained_lengths
+from mugrpo_megatron.samples import Sample, penalties, rewards_and_groups, trained_lengths
 
 HiddenLoss = Callable[[PolicyModel, torch.Tensor, MicroBatch], tuple[torch.Tensor, torch.Tensor]]
 """(last chunk's model, its hidden states, micro-batch) -> scalar and, detached, log-probabilities and entropies
@@ -84,7 +85,7 @@ def make_loss_inputs(
     lengths = torch.tensor(trained_lengths(samples), device=device)
     rewards, groups = rewards_and_groups(samples)
     truncated = np.array([s.finish_reason == "length" for s in samples], dtype=bool)
-    rows = counted_responses(rewards, groups, truncated, section)
+    rows = counted_responses(before_penalty(rewards, penalties(samples)), groups, truncated, section)
     counted = None if rows is None else torch.from_numpy(rows).to(device)
     weights = response_weights(lengths, section, constant_length=longest_response, counted=counted)
     behaviour = _column(samples, "behaviour_logprobs", "name", device)

@@ -184,7 +184,7 @@ class StageBatches:
 
     @cached_property
     def _rewards(self) -> tuple[np.ndarray, np.ndarray]:
-        """Rewards float64 [n] and groups int64 [n] of the whole stage, judges' scores included; read once."""
+        """`StageStore.rewards` of the whole stage, judges' scores included; read once."""
         rewards, groups = self.store.rewards()
         for name, column in self.columns.scores.items():
             scores = np.concatenate([column.read(update) for update in range(self.store.updates)])

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import torch
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
-from mugrpo_megatron.algorithm.advantages import informative
+from mugrpo_megatron.algorithm.advantages import before_penalty, informative
 from mugrpo_megatron.errors import TrainingFailure
 from mugrpo_megatron.files.durable import durable_file
 from mugrpo_megatron.learner.learner import Learner
@@ -27,7 +27,7 @@ from mugrpo_megatron.phases.saves import save_if_due
 from mugrpo_megatron.run.cursor import Cursor, nats_moved, stage_exhausted
 from mugrpo_megatron.run.leader import Engines
 from mugrpo_megatron.run.run import Run
-from mugrpo_megatron.samples import Sample, rewards_and_groups
+from mugrpo_megatron.samples import Sample, penalties, rewards_and_groups
 from mugrpo_megatron.stages.schema import component_means, to_table
 from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.weights.families import model_flops
@@ -197,7 +197,7 @@ def _profiled(run: Run, cursor: Cursor) -> Iterator[None]:
 def _figures(samples: Sequence[Sample], cursor: Cursor) -> dict[str, float]:
     """Metrics of an update's responses."""
     rewards, groups = rewards_and_groups(samples)
-    zero_variance = ~informative(rewards, groups)
+    zero_variance = ~informative(before_penalty(rewards, penalties(samples)), groups)
     return {
         "staleness": cursor.updates - samples[0].weight_version,
         "reward_mean": float(np.mean(rewards)),

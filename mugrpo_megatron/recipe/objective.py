@@ -169,8 +169,8 @@ class ObjectiveSection(Section):
     """Baseline and scale of the advantage within a group: `group_std`, (R - mean) / std; `group_mean`, R - mean;
     `leave_one_out`, R - mean of the others; or your `module:function`."""
     zero_variance: Literal["count", "mask", "leave_out"] = "count"
-    """Groups with equal rewards: `count` keeps their tokens in the loss's denominators, `mask` removes them,
-    `leave_out` fills updates with other groups."""
+    """Groups with equal rewards before the overlong penalty: `count` keeps their tokens in the loss's denominators,
+    `mask` removes them, `leave_out` fills updates with other groups."""
     truncated: Literal["count", "mask"] = "count"
     """Responses cut at their length: `count` trains on them, `mask` takes their tokens out of the loss and of its
     denominators, while their rewards stay in the group's baseline (DAPO's overlong filtering, arXiv 2503.14476; TRL's

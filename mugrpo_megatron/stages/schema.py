@@ -20,7 +20,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from mugrpo_megatron.algorithm.advantages import before_penalty
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.recipe.scoring import OVERLONG
 from mugrpo_megatron.samples import InMemoryRoutes, Sample
 from mugrpo_megatron.stages.routes import append_routes
 
@@ -208,7 +210,8 @@ class StageStatistics:
         groups, rewards = table["group"].to_numpy(), table["reward"].to_numpy()
         lengths = pc.list_value_length(table["response_ids"]).to_numpy()
         starts = np.flatnonzero(np.r_[True, groups[1:] != groups[:-1]])
-        spread = np.maximum.reduceat(rewards, starts) - np.minimum.reduceat(rewards, starts)
+        verdicts = before_penalty(rewards, penalties_of(table))
+        spread = np.maximum.reduceat(verdicts, starts) - np.minimum.reduceat(verdicts, starts)
         self._sums["responses"] += len(rewards)
         self._sums["groups"] += len(starts)
         self._reward += float(rewards.sum())
@@ -234,6 +237,16 @@ class StageStatistics:
             "zero_variance_fraction": sums["alike"] / sums["groups"],
             **{f"reward/{name}": total / count for name, (total, count) in self._components.items()},
         }
+
+
+def penalties_of(table: pa.Table) -> np.ndarray:
+    """float64 [n]: the overlong penalty in each row's reward."""
+    column = table["components"].combine_chunks()
+    entries = pc.list_flatten(column)
+    has_penalty = pc.equal(entries.field("name"), OVERLONG).to_numpy(zero_copy_only=False)
+    penalties = np.zeros(len(column))
+    penalties[pc.list_parent_indices(column).to_numpy()[has_penalty]] = entries.field("value").to_numpy()[has_penalty]
+    return penalties
 
 
 def component_means(components: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -30,6 +30,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mugrpo_megatron.algorithm.advantages import before_penalty
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import digest, durable_file, fsync, full_disk_error, remove_leftovers
 from mugrpo_megatron.recipe.systems import Replay
@@ -64,6 +65,7 @@ from mugrpo_megatron.stages.schema import (
     check_rows,
     check_same_columns,
     optional_columns,
+    penalties_of,
     to_samples,
     training_columns,
     write_shard,
@@ -318,9 +320,9 @@ class StageStore:
         return with_routes(to_samples(table), self.directory, self.content, update, self.replay)
 
     def rewards(self) -> tuple[np.ndarray, np.ndarray]:
-        """Rewards float64 [n] and groups int64 [n] of the sealed stage's samples.
+        """Rewards before the overlong penalty, float64 [n], and groups int64 [n] of the sealed stage's samples.
 
-        Keeps only these two columns in memory. The first call verifies what training reads: UserError for damage.
+        Keeps only these in memory. The first call verifies what training reads: UserError for damage.
         """
         if self._rewards is None:
             sealed = self._require_sealed()
@@ -328,10 +330,10 @@ class StageStore:
             for span in sealed.row_groups:
                 verify(self.directory / sealed.file, span, REMEDY)
             with pq.ParquetFile(self.directory / sealed.file) as file:
-                table = file.read(columns=["reward", "group"])
+                table = file.read(columns=["reward", "group", "components"])
             check_rows(self.directory / sealed.file, table, range(sealed.updates * sealed.prompts_per_update), REMEDY)
-            columns = table["reward"].to_numpy(), table["group"].to_numpy()
-            self._rewards = columns[0].astype(np.float64), columns[1].astype(np.int64)
+            verdicts = before_penalty(table["reward"].to_numpy().astype(np.float64), penalties_of(table))
+            self._rewards = verdicts, table["group"].to_numpy().astype(np.int64)
         return self._rewards
 
     def _checked_layout(self) -> pq.FileMetaData:

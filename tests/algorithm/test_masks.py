@@ -56,7 +56,7 @@ def test_weights(reduction: str, weights: list[float], masked: list[float]) -> N
     ("zero_variance", "truncated", "counted"),
     [
         ("count", "count", None),
-        ("leave_out", "count", None),
+        ("leave_out", "count", [True, True, False, False]),
         ("mask", "count", [True, True, False, False]),
         ("count", "mask", [False, True, False, True]),
         ("mask", "mask", [False, True, False, False]),

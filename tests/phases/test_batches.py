@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.checkpoint_state import STATE
+from mugrpo_megatron.learner.loss import make_loss_inputs
 from mugrpo_megatron.phases import column_passes as learner_passes
 from mugrpo_megatron.phases import stage as module
 from mugrpo_megatron.phases.batches import StageBatches, columns_of
 from mugrpo_megatron.phases.column_passes import refresh_proximal
-from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe import ObjectiveSection, Recipe
 from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.stopping import Stopped
@@ -72,6 +75,28 @@ def test_an_update_says_how_many_of_its_groups_have_equal_rewards() -> None:
 
 def test_groups_of_equal_rewards_are_left_out(tmp_path: Path) -> None:
     assert problems_of_updates(tmp_path, "leave_out") == [["p1", "p2"], ["p5", "p1"], ["p2", "p5"]]
+
+
+def test_a_length_makes_no_group_informative(tmp_path: Path) -> None:
+    """Groups are chosen by what they had before the overlong penalty, in updates, statistics and losses."""
+    ids, logprobs = np.arange(1, 5, dtype=np.int32), np.zeros(4, dtype=np.float32)
+    store, groups = StageStore(tmp_path), []
+    for index, verdicts in enumerate(([0.0, 0.0], [1.0, 0.0], [1.0, 1.0], [0.1, 0.1])):
+        scores = [(v - p, {"math": v, "overlong": p}) for v, p in zip(verdicts, (0.7, 0.1), strict=True)]
+        group = [Sample(index, f"p{index}", ids, ids, logprobs, r, 0, "stop", components=c) for r, c in scores]
+        groups += group
+        store.append(group)
+    store.seal(2, 2)
+    assert store.statistics()["zero_variance_fraction"] == module._figures(groups, Cursor())["zero_variance_fraction"]
+    assert store.statistics()["zero_variance_fraction"] == 0.75
+    recipe = Recipe.model_validate({"rollout": {"prompts_per_update": 2}, "objective": {"zero_variance": "leave_out"}})
+    of_stage = StageBatches(recipe, store, 0, columns_of(recipe, RunDirectory(tmp_path), "r", store, 0))
+    assert {sample.problem for age in (0, 1) for sample in of_stage.batch(Cursor(0, age, age)).samples} == {"p1"}
+    for zero_variance, counted in (("count", [1, 1, 1, 1]), ("mask", [0, 1, 0, 0]), ("leave_out", [0, 1, 0, 0])):
+        section = ObjectiveSection.model_validate({"zero_variance": zero_variance})
+        behaviour = [replace(sample, behaviour_logprobs=logprobs) for sample in groups]
+        weights = make_loss_inputs(section, 4, behaviour, np.zeros(8), torch.device("cpu")).segments.weights
+        assert (weights > 0).tolist() == [bool(share) for share in counted for _ in range(2)]
 
 
 @pytest.mark.parametrize("zero_variance", ["count", "leave_out"])
