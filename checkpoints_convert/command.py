@@ -17,6 +17,8 @@ from mugrpo_megatron.files.hf_config import CONFIG, read_config
 from mugrpo_megatron.files.torch_dist import Reader
 from mugrpo_megatron.observe.progress import Bar, open_display
 from mugrpo_megatron.weights.architecture import Architecture
+from mugrpo_megatron.weights.config import WITHOUT_EFFECT
+from mugrpo_megatron.weights.families import read_architecture
 from mugrpo_megatron.weights.safetensors_dir import WeightFile, write_index, write_shard
 from mugrpo_megatron.weights.table import entries, stored, whole_shape
 
@@ -41,6 +43,14 @@ def run(name: str, command: Callable[[], None]) -> int:
         print(f"{name}: interrupted; run the same command again to continue", file=sys.stderr)
         return 130
     return 0
+
+
+def noted_architecture(directory: Path) -> Architecture:
+    """`read_architecture`; prints the line about fields without effect, as training does."""
+    architecture = read_architecture(directory)
+    if architecture.note:
+        print(architecture.note)
+    return architecture
 
 
 def advance(bar: Bar, done: int) -> None:
@@ -101,12 +111,16 @@ def _checksums(directory: Path) -> tuple[Path, dict[str, str] | None]:
 
 
 def compare_configs(megatron: Path, like: Path) -> int:
-    """Number of config fields, all equal; 0 for a training checkpoint, which has none. UserError if one differs."""
+    """Number of config fields with an effect, all equal; 0 for a training checkpoint, which has none.
+
+    Raises UserError if one differs.
+    """
     if not (megatron / CONFIG).is_file():
         return 0
     ours, theirs = (dict(read_config(side)) for side in (megatron, like))
-    names = sorted((ours.keys() | theirs.keys()) - ABOUT_THE_FILE, key=lambda name: (name != "model_type", name))
-    for name in names:
+    unread = {name for side in (megatron, like) for name in read_architecture(side).unread}
+    names = (ours.keys() | theirs.keys()) - ABOUT_THE_FILE - (WITHOUT_EFFECT - {"model_type"}) - unread
+    for name in sorted(names, key=lambda name: (name != "model_type", name)):
         if ours.get(name) != theirs.get(name):
             raise UserError(
                 f"config field {name} is {ours.get(name)!r} in {megatron} and {theirs.get(name)!r} in {like}; "

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from checkpoints_convert.command import DTYPES, MEGABYTE, advance, fingerprint, run
+from checkpoints_convert.command import DTYPES, MEGABYTE, advance, fingerprint, noted_architecture, run
 from checkpoints_convert.output import checked_output, open_output
 from mugrpo_megatron.checks.layouts import split_problems
 from mugrpo_megatron.errors import UserError
@@ -40,7 +40,6 @@ from mugrpo_megatron.files.torch_dist import INDEX
 from mugrpo_megatron.observe.progress import open_display
 from mugrpo_megatron.recipe.systems import ParallelSection
 from mugrpo_megatron.weights.architecture import Architecture
-from mugrpo_megatron.weights.families import read_architecture
 from mugrpo_megatron.weights.hf import carry_files, check_tokenizer
 from mugrpo_megatron.weights.safetensors_dir import HFCheckpoint, open_checkpoint
 from mugrpo_megatron.weights.table import DIMENSION, Entry, entries, merge_from_hf, stored, whole_shape
@@ -68,7 +67,7 @@ def convert(
     replaced: an input, or anything else that exists, unless it is a conversion's and `overwrite` is true.
     """
     out = checked_output(out, {"--hf": hf}, overwrite)
-    architecture = read_architecture(hf)
+    architecture = noted_architecture(hf)
     if problems := list(split_problems(parallel, read_config(hf), OPTIONS)):
         raise UserError("; ".join(problems))
     check_tokenizer(hf, architecture)

@@ -10,11 +10,19 @@ from pathlib import Path
 
 import torch
 
-from checkpoints_convert.command import DTYPES, check_model, check_sums, compare_configs, fill_hf, fingerprint, run
+from checkpoints_convert.command import (
+    DTYPES,
+    check_model,
+    check_sums,
+    compare_configs,
+    fill_hf,
+    fingerprint,
+    noted_architecture,
+    run,
+)
 from checkpoints_convert.output import checked_output, open_output
 from mugrpo_megatron.files.torch_dist import Reader
 from mugrpo_megatron.weights.architecture import Architecture
-from mugrpo_megatron.weights.families import read_architecture
 from mugrpo_megatron.weights.hf import SHARD_BYTES, carry_files, check_tokenizer
 from mugrpo_megatron.weights.safetensors_dir import TensorSpec, WeightFile, divide
 from mugrpo_megatron.weights.table import Entry, entries, split_to_hf, stored, whole_shape
@@ -36,7 +44,7 @@ def convert(
     input, or anything else that exists, unless it is a conversion's and `overwrite` is true.
     """
     out = checked_output(out, {"--megatron": megatron, "--like": like}, overwrite)
-    architecture = read_architecture(like)
+    architecture = noted_architecture(like)
     check_tokenizer(like, architecture)
     reader = Reader(megatron)
     compare_configs(megatron, like)

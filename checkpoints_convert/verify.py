@@ -10,13 +10,20 @@ from pathlib import Path
 
 import torch
 
-from checkpoints_convert.command import MEGABYTE, advance, check_model, check_sums, compare_configs, run
+from checkpoints_convert.command import (
+    MEGABYTE,
+    advance,
+    check_model,
+    check_sums,
+    compare_configs,
+    noted_architecture,
+    run,
+)
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.tensors import raw_bytes
 from mugrpo_megatron.files.torch_dist import Reader
 from mugrpo_megatron.observe.progress import open_display
 from mugrpo_megatron.weights.architecture import Architecture
-from mugrpo_megatron.weights.families import read_architecture
 from mugrpo_megatron.weights.hf import check_tokenizer
 from mugrpo_megatron.weights.safetensors_dir import HFCheckpoint, open_checkpoint
 from mugrpo_megatron.weights.table import entries, merge_from_hf, stored, whole_shape
@@ -31,7 +38,7 @@ def verify(hf: Path, megatron: Path, logits: bool = True) -> str:
 
     If the conversion cast the weights, the cast ones are compared. Raises UserError with the first difference.
     """
-    architecture = read_architecture(hf)
+    architecture = noted_architecture(hf)
     check_tokenizer(hf, architecture)
     checkpoint = open_checkpoint(hf, architecture)
     fields = compare_configs(megatron, hf)

@@ -27,15 +27,15 @@ MAIN_PATH = (
 """Where a reader follows a response from the engine to the gradient."""
 
 HELD = {
-    "product lines (core, extras, convert)": 44_113,
-    "lines of tests": 41_630,
+    "product lines (core, extras, convert)": 44_502,
+    "lines of tests": 41_873,
     "lines of run_scripts": 4117,
-    "core files": 196,
+    "core files": 197,
     "parameters of type Recipe": 87,
     "class names defined twice": 0,
     "locals called one": 5,
     "docstrings that begin with a question word": 0,
-    "turns of dialect in docstrings": 27,
+    "turns of dialect in docstrings": 28,
     "recipe keys": 138,
     "recipe keys that nothing shipped sets": 35,
     "modules with one importer": 39,

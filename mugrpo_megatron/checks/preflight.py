@@ -347,10 +347,9 @@ def _read(data: DataSection, reward: RewardSection, run_dir: Path, say: Say) -> 
 
 
 def _say_model(model: Architecture, source: str, say: Say) -> None:
-    experts = f", {model.experts} experts" if model.experts else ""
-    say(f"model: {model.family}, {model.layers} layers, hidden size {model.letters['H']}{experts} ({source})")
-    if model.unread:
-        say(f"model: without effect, since transformers' class does not read them: {', '.join(model.unread)}")
+    say(f"{model.summary} ({source})")
+    if model.note:
+        say(model.note)
 
 
 def _layout_line(parallel: ParallelSection, world: int) -> str:

@@ -1,4 +1,4 @@
-"""What rows hold for a chat template besides roles and texts, and whether the template shows it."""
+"""Fields of rows for a chat template besides roles and texts, and whether a template shows them."""
 
 from __future__ import annotations
 

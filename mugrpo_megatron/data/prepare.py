@@ -87,7 +87,7 @@ def _is_copy(problem: Problem, other: Problem) -> bool:
 
 
 def _fields(problem: Problem) -> list[dict[str, object]]:
-    """What the messages hold besides role and content, of those that hold anything."""
+    """Fields of the messages besides role and content, without empty entries."""
     fields = [{k: v for k, v in m.items() if k not in ("role", "content")} for m in problem.messages]
     return [entry for entry in fields if entry]
 

@@ -77,6 +77,18 @@ class Architecture:
     """Fields of the config that transformers' class of this model does not read, so they change nothing."""
 
     @property
+    def summary(self) -> str:
+        """Family and size in a line."""
+        experts = f", {self.experts} experts" if self.experts else ""
+        return f"model: {self.family}, {self.layers} layers, hidden size {self.letters['H']}{experts}"
+
+    @property
+    def note(self) -> str:
+        """A line about the unread fields; empty without any."""
+        names = ", ".join(self.unread)
+        return f"model: without effect, since transformers' class does not read them: {names}" if names else ""
+
+    @property
     def vocab_size(self) -> int:
         return self.gpt["vocab_size"]
 

@@ -23,6 +23,7 @@ from tests import models
 from tests.weights import tiny
 
 Spoil = Callable[[Path], Any]
+NOTE = "model: without effect, since transformers' class does not read them: is_llama_config, unsloth_fixed\n"
 SECOND = "model-00002-of-00003.safetensors"
 
 
@@ -90,6 +91,13 @@ def test_verify_agrees_or_names_what_differs(
 ) -> None:
     assert verify.main(["--hf", str(hf), "--megatron", str(megatron), "--no-logits"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("equal: ")
+    mirror = shutil.copytree(hf, tmp_path / "mirror")
+    edit_config(mirror, unsloth_fixed=True, is_llama_config=True, _name_or_path="elsewhere")
+    for command in (partial(to_megatron, mirror, tmp_path / "m"), partial(to_hf, megatron, tmp_path / "h", mirror)):
+        assert command() == 0
+        assert capsys.readouterr().out.startswith(NOTE)
+    assert verify.main(["--hf", str(mirror), "--megatron", str(megatron), "--no-logits"]) == 0
+    assert capsys.readouterr().out.startswith(NOTE)
     other = shutil.copytree(hf, tmp_path / "other")
     edit_tensor(other, "model.layers.2.mlp.up_proj.weight", lambda value: value.index_fill(0, torch.tensor([3]), 9.0))
     assert verify.main(["--hf", str(other), "--megatron", str(megatron), "--no-logits"]) == 2

@@ -24,6 +24,7 @@ from mugrpo_megatron.checks.toolchain import Tool, tools_here
 from mugrpo_megatron.cuda import driver_answers
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.environment import devices, installed_version, usable_cores
+from mugrpo_megatron.weights.families import read_architecture
 
 SETUP = "run_scripts/setup.sh"
 State = Literal["ok", "absent", "broken"]
@@ -97,13 +98,14 @@ STACKS = {("0.16.1", "0.5.15.post1"): "pinned", ("0.19.2", "0.5.23"): "new"}
 
 
 def doctor_arguments(parser: argparse.ArgumentParser) -> None:
-    """None."""
+    """A model, which is optional."""
+    parser.add_argument("model", nargs="?", type=Path, help="checkpoint whose config.json is checked as well")
 
 
 def doctor(options: argparse.Namespace | None = None) -> int:
     """Print every result as soon as it is known; returns 0 when this machine can train, 2 when it cannot.
 
-    Raises UserError when torch is not installed.
+    Raises UserError when torch is not installed, and for a model that the learner cannot build.
     """
     if importlib.util.find_spec("torch") is None:
         raise UserError(f"torch is not installed in {sys.prefix}; {SETUP} makes .venv with the build for this machine")
@@ -113,6 +115,9 @@ def doctor(options: argparse.Namespace | None = None) -> int:
         for result in results():
             console.print(view(result))
             missing += [result.name] * (result.needed and result.state != "ok")
+    if options is not None and options.model is not None:
+        model = read_architecture(options.model)
+        console.print(f"{model.summary} ({options.model})", *filter(None, [model.note]), sep="\n", markup=False)
     if missing:
         console.print(f"Training cannot start without: {', '.join(missing)}.", style="red")
         return 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
@@ -96,7 +97,9 @@ def import_rollouts(
         write_published(unfinished, published)
         write_text(unfinished / CARD, card(published, recipe_text, store, weights=True))
         mean = store.statistics()["reward_mean"]
-    count = sum(len(group) for group in groups)
+    if unscored := sum(score.missing for scored in scores for score in scored):
+        say(f"{file}: {unscored:,} responses have no reward and are left out, as in training")
+    count = sum(len(group) for group in groups) - unscored
     say(f"{to}: {count:,} responses in {len(groups):,} groups, {updates:,} updates, mean reward {mean:.4g}")
 
 
@@ -158,10 +161,17 @@ def _check_trained(file: Path, groups: list[list[ForeignRollout]], size: int) ->
 def _scores(
     groups: list[list[ForeignRollout]], golds: list[list[_Gold]], section: RewardSection, limit: int, column: str | None
 ) -> list[list[Score]]:
-    """Scores from `column`, else from a column `reward`, else the verifier's, whose length limit is `limit` tokens."""
-    column = column or ("reward" if "reward" in groups[0][0].row else None)
+    """Scores from `column`, else from a column `reward`, else the verifier's, whose length limit is `limit` tokens.
+
+    Null and NaN, as TRL writes where no function applies, are `missing`; a column `reward` of them only is none.
+    """
+    has_rewards = any(rollout.row.get("reward") is not None for group in groups for rollout in group)
+    column = column or ("reward" if has_rewards else None)
     if column is not None:
-        return [[_given(rollout, column) for rollout in group] for group in groups]
+        given = [[_given(rollout, column) for rollout in group] for group in groups]
+        if all(score.missing for scores in given for score in scores):
+            raise UserError(f"{groups[0][0].location}: no row has a reward in {column}; --reward names another column")
+        return given
     answers = [
         [_answer(rollout, gold) for rollout, gold in zip(group, group_golds, strict=True)]
         for group, group_golds in zip(groups, golds, strict=True)
@@ -183,7 +193,10 @@ def _scores(
         verdicts = [batch.result() for batch in pending]
     return [
         [
-            with_length_penalty(score, len(rollout.response_ids), limit, section)
+            replace(
+                with_length_penalty(score, len(rollout.response_ids), limit, section),
+                missing=score.missing and not section.judges,
+            )
             for rollout, score in zip(group, scores, strict=True)
         ]
         for group, scores in zip(groups, verdicts, strict=True)
@@ -196,11 +209,11 @@ def _given(rollout: ForeignRollout, column: str) -> Score:
         alike = get_close_matches(column, map(str, rollout.row), n=1)
         meant = f"; did you mean --reward {alike[0]}?" if alike else ""
         raise UserError(f"{rollout.location}: has no column {column} of rewards {found_in(rollout.row)}{meant}")
-    if isinstance(value, str):  # CSV has no numbers
-        try:
+    if isinstance(value, str) and value.strip():  # CSV has no numbers
+        with suppress(ValueError):
             value = float(value)
-        except ValueError:
-            value = None
+    if value in (None, "") or value != value:
+        return Score(0.0, "", f"none given in {column}", 0.0, missing=True)
     if not isinstance(value, bool | int | float) or not small_enough(value):
         raise UserError(
             f"{rollout.location}: {column} holds no finite number that fits float32; --reward names another column"
@@ -234,6 +247,8 @@ def _answer(rollout: ForeignRollout, gold: _Gold) -> str:
 def _samples(
     index: int, group: list[ForeignRollout], gold: _Gold, scores: list[Score], objective: ObjectiveSection
 ) -> list[Sample]:
+    kept = [index for index, score in enumerate(scores) if not score.missing] or [0]
+    group, scores = [group[index] for index in kept], [scores[index] for index in kept]
     rewards = np.array([score.reward for score in scores])
     lengths = [len(r.response_ids) if r.loss_mask is None else int(r.loss_mask.sum()) for r in group]
     rows = [as_text(rollout.row) for rollout in group]

@@ -84,6 +84,8 @@ def _head(plan: RunPlan) -> Iterable[str]:
         "(--nodes, --gpus-per-node, --gpu)"
     )
     yield f"[bold]{plan.parameters / 1e9:.2f} B parameters[/bold] ({plan.model.source})"
+    if plan.model.architecture.note:
+        yield plan.model.architecture.note
     yield f"a checkpoint is {_gib(plan.checkpoint_bytes)} GiB, a sync moves {_gib(plan.sync_bytes)} GiB to each engine"
     yield (
         f"learner: [bold]{plan.layout}[/bold]; {plan.batch.micro_batches} micro-batches of {plan.batch.length:,} "

@@ -140,7 +140,7 @@ def test_an_update_needs_a_token_to_train_on(model: Path, tmp_path: Path) -> Non
     assert sum(int(sample.trained(sample.response_ids).size) for k in range(2) for sample in store.read_update(k)) == 2
 
 
-@pytest.mark.parametrize("reward", ["-1" + "0" * 400, "1e39", "NaN"])
+@pytest.mark.parametrize("reward", ["-1" + "0" * 400, "1e39", '"a"', "[1]"])
 def test_a_reward_is_finite_as_float32(reward: str, model: Path, tmp_path: Path) -> None:
     recipe = load_recipe(recipe_file(tmp_path, model, **SMALL))
     log = of_ids(tmp_path / "rows.jsonl", *[{}] * 8)
@@ -148,6 +148,20 @@ def test_a_reward_is_finite_as_float32(reward: str, model: Path, tmp_path: Path)
     log.write_text(first.replace('"reward": 0', f'"reward": {reward}') + "\n" + rest)
     with pytest.raises(UserError, match=r"rows\.jsonl:1: reward holds no finite number"):
         imported(log, recipe, tmp_path / "stage", reward=None)
+
+
+@pytest.mark.parametrize("none", [None, float("nan"), "nan", ""])
+def test_a_response_without_a_reward_is_neutral(none: Any, model: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(recipe_file(tmp_path, model, **SMALL))
+    unscored = {"reward": none}
+    log = of_ids(tmp_path / "rows.jsonl", unscored, {}, {}, {}, unscored, unscored, {}, {})
+    store = imported(log, recipe, tmp_path / "stage", reward=None)
+    samples = [sample for update in range(2) for sample in store.read_update(update, with_text=True)]
+    assert [(s.group, s.reward, bool(s.advantage)) for s in samples] == [
+        (0, 1.0, False), (1, 0.0, True), (1, 1.0, True), (2, 0.0, False), (3, 0.0, True), (3, 1.0, True)
+    ]  # fmt: skip
+    with pytest.raises(UserError, match="no row has a reward in reward"):
+        imported(of_ids(log, *[unscored] * 8), recipe, tmp_path / "other", reward="reward")
 
 
 @pytest.mark.process
