@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mugrpo_megatron.errors import TrainingFailure, UserError
-from mugrpo_megatron.recipe.functions import describe_exception, load_function
+from mugrpo_megatron.recipe.functions import ForeignFailure, call_foreign, load_function
 from mugrpo_megatron.recipe.objective import ObjectiveSection
 
 STD_EPSILON = 1e-6
@@ -76,11 +76,9 @@ def _user_advantages(
     columns = [np.asarray(column, dtype)[scored] for column, dtype in ((rewards, float), (groups, int), (lengths, int))]
     fields = [json.loads(rows[index]) if rows[index] else {} for index in scored.tolist()]
     try:
-        values = np.asarray(function(*columns, fields), dtype=np.float32)
-    except (Exception, SystemExit) as error:
-        raise TrainingFailure(
-            f"{name} failed: {describe_exception(error, __file__)}; correct it and run it again"
-        ) from None
+        values = call_foreign(lambda: np.asarray(function(*columns, fields), dtype=np.float32), hidden=[__file__])
+    except ForeignFailure as failure:
+        raise TrainingFailure(f"{name} failed: {failure}; correct it and run it again") from None
     if values.shape != scored.shape or not np.isfinite(values).all():
         shape = list(values.shape)
         raise UserError(f"{name} returned an array {shape}; it has to be {len(scored)} finite numbers, one a response")

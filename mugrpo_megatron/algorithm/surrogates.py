@@ -11,8 +11,7 @@ from torch import Tensor
 
 from mugrpo_megatron.algorithm.segments import Segments, response_mean, response_sum
 from mugrpo_megatron.errors import TrainingFailure, UserError
-from mugrpo_megatron.recipe.functions import describe_exception as failure_text
-from mugrpo_megatron.recipe.functions import load_function
+from mugrpo_megatron.recipe.functions import ForeignFailure, call_foreign, load_function
 from mugrpo_megatron.recipe.objective import ObjectiveSection
 
 LOG_RATIO_LIMIT = 20.0
@@ -220,9 +219,9 @@ def user_surrogate(function: Surrogate, tokens: TokenBatch, config: ObjectiveSec
 def call_user_function(name: str, function: Callable[..., Any], tokens: TokenBatch, config: ObjectiveSection) -> Any:
     """Call a user's function. Raises TrainingFailure when it fails."""
     try:
-        return function(tokens, config)
-    except (Exception, SystemExit) as error:
-        raise TrainingFailure(f"{name} failed: {failure_text(error, __file__)}; correct it and run it again") from None
+        return call_foreign(function, tokens, config, hidden=[__file__])
+    except ForeignFailure as failure:
+        raise TrainingFailure(f"{name} failed: {failure}; correct it and run it again") from None
 
 
 def _by_sign(positive: Tensor, where_positive: float, elsewhere: float, like: Tensor) -> Tensor:

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import TemplateSyntaxError
 
+from mugrpo_megatron.call_guard import TEMPLATE_S, TookTooLong, clock
 from mugrpo_megatron.data.fields import SPOKEN, in_accepted_form, row_arguments
 from mugrpo_megatron.data.quoted import encode_quoting, mark_special
 from mugrpo_megatron.errors import UserError
@@ -224,13 +225,14 @@ def without_template() -> UserError:
 
 @contextmanager
 def refusals(problem: Problem, template: Template) -> Iterator[None]:
-    """Convert a chat template's errors to UserErrors, with its file if it has one."""
+    """Convert a chat template's errors to UserErrors, with its file if it has one; it has TEMPLATE_S."""
     named = f"data.chat_template = {template.path}" if template.path else "the tokenizer's chat template"
     try:
-        yield
+        with clock(TEMPLATE_S):
+            yield
     except TemplateSyntaxError as error:
         raise UserError(f"{named}, line {error.lineno}: {error.message}; correct the template") from None
-    except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:  # roles must alternate
+    except (Exception, TookTooLong) as error:  # it is a program of the model's author; roles must alternate, say
         file = f" ({named})" if template.path else ""
         raise UserError(f"{problem.id}: the chat template refuses the messages ({error}){file}") from None
 

@@ -14,7 +14,7 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,6 +89,17 @@ def open_nofollow(path: Path, mode: str, buffering: int = -1) -> IO[bytes]:
         if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
             raise UserError(f"{path} cannot be written: it is a link, or not a regular file; remove it") from None
         raise
+
+
+def refuse_linked_folders(directory: Path, names: Iterable[str]) -> None:
+    """Raise UserError for a link to a directory among the folders `names`, or inside one of them.
+
+    The directory may come from others, and what is written there would land outside.
+    """
+    for folder in (directory / name for name in names):
+        for path in (folder, *sorted(folder.iterdir() if folder.is_dir() and not folder.is_symlink() else ())):
+            if path.is_symlink() and path.is_dir():
+                raise UserError(f"{path} is a link: nothing is written through it; move {path.resolve()} there")
 
 
 @contextmanager

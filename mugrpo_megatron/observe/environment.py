@@ -32,6 +32,10 @@ PACKAGES = (
 """Distributions that affect a run's results or speed."""
 
 
+SHARED_MEMORY = "/dev/shm"
+SHARED_MEMORY_REMEDY = "docker run --ipc host or --shm-size"
+
+
 def installed_version(distribution: str) -> str | None:
     """Returns the version of a distribution; None if it is not installed."""
     try:

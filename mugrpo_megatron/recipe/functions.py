@@ -8,17 +8,45 @@ import hashlib
 import importlib
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from mugrpo_megatron import call_guard
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.json_text import as_text
 
+T = TypeVar("T")
 MAX_MESSAGE_CHARS = 300
+PACKAGE = __name__.partition(".")[0]
+CALL_S = 120.0
+"""Seconds of a call, and of an import; a first call may compile."""
+
+
+class ForeignFailure(Exception):
+    """A user's code failed; the message has its exception and line."""
+
+
+def call_foreign(function: Callable[..., T], *arguments: Any, hidden: Sequence[str] = (), seconds: float = CALL_S) -> T:
+    """Returns what a user's function returns, called in this process with the guards of `call_guard`.
+
+    Raises ForeignFailure when it raises, exits (`os._exit` too) or takes longer than `seconds`; frames of the files
+    `hidden` are not the user's.
+    """
+    try:
+        with (
+            call_guard.clock(seconds),
+            call_guard.end_of_process(seconds + call_guard.DEAF_S),
+            call_guard.without_exits(),
+        ):
+            return function(*arguments)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise ForeignFailure(describe_exception(error, *hidden)) from None
 
 
 def load_function(key: str, name: str) -> Callable[..., Any]:
@@ -31,8 +59,13 @@ def load_function(key: str, name: str) -> Callable[..., Any]:
         here = str(Path.cwd())
         if here not in sys.path and find_spec(module.partition(".")[0]) is None:
             sys.path.append(here)  # last, so that a file there never replaces a library's module
-        function = getattr(import_module(module), attribute)
-    except (Exception, SystemExit) as error:  # a user's module may fail in any way when it is imported
+        if module.partition(".")[0] == PACKAGE:
+            return getattr(import_module(module), attribute)  # type: ignore[no-any-return]
+        with call_guard.clock(CALL_S), call_guard.without_exits():
+            function = getattr(import_module(module), attribute)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a user's module may fail in any way when it is imported
         raise _load_error(key, name, describe_exception(error)) from error
     if not callable(function):
         raise UserError(f"{key} {name!r} cannot be loaded: it is {str(function)[:MAX_MESSAGE_CHARS]}, not a function")
@@ -104,7 +137,7 @@ def _names(tree: ast.Module) -> set[str] | None:
 
 def describe_exception(error: BaseException, *own_files: str) -> str:
     """Returns an exception's type, text and line; frames of this file and of `own_files` are not the user's code."""
-    hidden = (*own_files, __file__, importlib.__file__)
+    hidden = (*own_files, __file__, call_guard.__file__, importlib.__file__)
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

@@ -6,7 +6,6 @@ It limits its address space, gives up a call when its alarm rings, retires when 
 from __future__ import annotations
 
 import json
-import os
 import resource
 import signal
 import time
@@ -15,6 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from mugrpo_megatron.call_guard import refuse_exits
 from mugrpo_megatron.rewards.items import Needs, ScoringInput, Verdict
 
 ALARM_AGAIN_S = 0.25
@@ -122,10 +122,11 @@ def serve(socket: int, text: str) -> None:
         connection.send_bytes(json.dumps({"failed": f"a verifier process could not start: {why}"}).encode())
         return
     connection.send_bytes(json.dumps({"needs": needs, "note": note}).encode())
+    leave = refuse_exits()
     try:
         _serve(connection, function, options["alarm_s"], RETIREMENT_SHARE * memory)
     except (MemoryError, AlarmRang, OSError):  # the parent handles the worker's death, or is gone
-        os._exit(1)
+        leave(1)
 
 
 def _serve(connection: Connection, function: RewardFunction, alarm_s: float, max_bytes: float) -> None:

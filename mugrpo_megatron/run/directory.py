@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.checkpoint_state import CURSOR
-from mugrpo_megatron.files.durable import open_nofollow, remove_leftovers, write_text
+from mugrpo_megatron.files.durable import open_nofollow, refuse_linked_folders, remove_leftovers, write_text
 from mugrpo_megatron.files.json_text import read_json
 from mugrpo_megatron.recipe import Recipe, dump_recipe, load_recipe
 from mugrpo_megatron.run.cursor import Cursor
@@ -27,6 +27,11 @@ from mugrpo_megatron.stages.manifest import Origin, read_manifest
 
 REPLACED_FILES = ("run.json", "data.json", "user_files.json", "recipe.toml", "summary.json", "hf")
 """Files that only the holder of the lock writes, so it may remove what a killed process left of them."""
+FOLDERS = (
+    *("stages", "checkpoints", "logs", "proximal", "probe", "evaluations", "ref", "auxiliary"),
+    *("poisoned", "profile", "tensorboard", "wandb"),
+)
+"""Folders that a run writes to."""
 LOCK_WAIT_S = 20.0
 """Longest wait for a lock that other processes hold for moments only."""
 
@@ -140,6 +145,7 @@ def open_directory(recipe: Recipe) -> Iterator[RunDirectory]:
 def check_directory(recipe: Recipe) -> None:
     """Raise UserError when `run.dir` is not this run's to write into; changes nothing."""
     directory = RunDirectory(recipe.run.dir)
+    refuse_linked_folders(directory.path, FOLDERS)
     check_model_path(recipe.model.path, directory.hf)
     record = check_run_dir(directory.path)
     check_same_run(directory, recipe)

@@ -103,6 +103,14 @@ def check_file(path: Path, stored: pa.Schema, remedy: str) -> None:
         raise UserError(f"{path}: it has other columns than a stage; {remedy}")
 
 
+def without_nulls(stored: pa.Schema) -> pa.Schema:
+    """The schema of a file that may have nulls only where a stage may."""
+    for index, column in enumerate(stored):
+        if column.name in COLUMNS:
+            stored = stored.set(index, column.with_nullable(COLUMNS[column.name].empty))
+    return stored
+
+
 def check_rows(path: Path, table: pa.Table, groups: Sequence[int], remedy: str) -> None:
     """Raise UserError, ending with `remedy`, unless the rows belong to `groups`, in order, and can be trained on."""
     # Checksums do not show this: the manifest of a stage that someone else published fits whatever its files hold.

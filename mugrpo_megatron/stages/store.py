@@ -68,6 +68,7 @@ from mugrpo_megatron.stages.schema import (
     penalties_of,
     to_samples,
     training_columns,
+    without_nulls,
     write_shard,
 )
 
@@ -110,9 +111,10 @@ def update_rows(directory: Path, shards: list[StageShard], updates: int, prompts
             file = shard_of[group].file
             row_group, start, length = row_ranges[file][group]
             rows.append(read(file, row_group).slice(start, length))
-        table = pa.concat_tables(rows).combine_chunks()
+        # A shard that another program has written may allow nulls in any column.
+        table = pa.concat_tables(rows, promote_options="default").combine_chunks()
         check_rows(directory, table, groups, REMEDY)
-        yield table
+        yield table.cast(without_nulls(table.schema))
 
 
 def _row_ranges(path: Path, shard: StageShard) -> dict[int, RowRange]:
@@ -268,10 +270,10 @@ class StageStore:
         shards = usable_shards(self.directory, listed, groups)
         path = self.directory / SEALED_NAME
         stored = pq.read_schema(self.directory / shards[0].file)
-        schema, identity = without_routes(stored), dict[str, str]()
+        schema, identity = without_nulls(without_routes(stored)), dict[str, str]()
         statistics = StageStatistics()
         # Routes go into a file of their own, since a pipeline rank reads the layers that it replays and no others.
-        with route_column(self.directory, "rollout", identity).write(stored != schema) as append_routes:
+        with route_column(self.directory, "rollout", identity).write(without_routes(stored) != stored) as append_routes:
             with durable_file(path) as file, pq.ParquetWriter(file, schema, compression=COMPRESSION) as writer:
                 for shard_table in update_rows(self.directory, shards, updates, prompts_per_update):
                     table, routes = split_routes(shard_table)

@@ -25,6 +25,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from mugrpo_megatron.errors import EngineFailure, UserError
+from mugrpo_megatron.observe.environment import SHARED_MEMORY, SHARED_MEMORY_REMEDY
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.buckets import (
     Bucket,
@@ -224,14 +225,11 @@ def serialize(bucket: Bucket, flat: torch.Tensor) -> bytes:
     return pickled.getvalue()
 
 
-SHARED_MEMORY = "/dev/shm"
-
-
 def _no_shared_memory(needed: int) -> UserError:
     usage = shutil.disk_usage(SHARED_MEMORY)
     return UserError(
         f"{SHARED_MEMORY}: {usage.free / 2**20:,.1f} of {usage.total / 2**20:,.1f} MiB are free, and the weights' "
-        f"buffers need {needed / 2**20:,.1f} MiB; mount it larger (in a container: docker run --ipc host or --shm-size)"
+        f"buffers need {needed / 2**20:,.1f} MiB; mount it larger (in a container: {SHARED_MEMORY_REMEDY})"
     )
 
 

@@ -84,6 +84,21 @@ def test_an_unusable_style_is_the_users_mistake() -> None:
         render(PROBLEM, tokenizer, "chat")
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{% for a in range(9**5) %}{% for b in range(9**5) %}{% endfor %}{% endfor %}", "it took longer than 0.2 s"),
+        ("{% if x %}" * 200 + "{% endif %}" * 200, "too many statically nested blocks|indentation|too many levels"),
+        ("{{ messages[0].content.__class__.__mro__ }}", "unsafe"),
+    ],
+)
+def test_a_template_has_an_end_and_no_traceback(text: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if says.startswith("it took"):
+        monkeypatch.setattr("mugrpo_megatron.data.prompts.TEMPLATE_S", 0.2)
+    with pytest.raises(UserError, match=says):
+        render(PROBLEM, TOKENIZER, "chat", Template(text))
+
+
 def test_long_prompts_are_left_out_and_counted() -> None:
     problems = [Problem(f"set:{n}", "x" * n, "1") for n in (3, 9, 5)]
     fit = fitting_prompts(problems, TOKENIZER, "plain", 5)

@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 import uuid
+from ast import literal_eval
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ import pytest
 from mugrpo_megatron.extras.sandbox import jail, kernel
 from mugrpo_megatron.extras.sandbox.code import Grader, grade
 from mugrpo_megatron.extras.sandbox.limits import Limits, Mode
+from mugrpo_megatron.extras.sandbox.programs import run_program
 from tests.forked import fork
 from tests.hostile.programs import FUNCTIONS, PROGRAMS
 
@@ -199,3 +201,19 @@ def test_the_right_answer_is_paid(bait: Bait) -> None:
     ):
         assert grade(bait.response(text), tests, {}, options("namespaces", PATIENCE_S)) == (1.0, "passed")
         assert grade(bait.response(text), tests, {}, options("limits", PATIENCE_S)) == (1.0, "passed")
+
+
+@pytest.mark.parametrize("mode", ["namespaces", "limits"])
+def test_a_program_finds_the_standard_library_and_no_package(mode: Mode) -> None:
+    """Whatever this machine's interpreter has: numpy, or nothing at all."""
+    look = (
+        "import importlib.metadata, pkgutil, sys\n"
+        "print([one.name for one in importlib.metadata.distributions()])\n"
+        "print([one.name for one in pkgutil.iter_modules() if one.ispkg and one.name not in sys.stdlib_module_names])\n"
+        "try: import numpy\n"
+        "except ModuleNotFoundError: exit(3)\n"
+    )
+    outcome = run_program(look, "", Limits(mode))
+    packages, others = outcome.output.decode().splitlines()
+    assert (packages, outcome.code) == ("[]", 3), outcome
+    assert set(literal_eval(others)) <= {"__phello__", "test"}

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -9,7 +17,7 @@ import pytest
 from mugrpo_megatron.checks.preflight import check_on_paper
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import load_recipe
-from mugrpo_megatron.recipe.functions import check_function
+from mugrpo_megatron.recipe.functions import ForeignFailure, call_foreign, check_function, load_function
 
 MODULE = """
 raise SystemExit("this module was run")
@@ -74,3 +82,85 @@ def test_a_dry_run_names_a_reward_function_that_is_not_there(here: Path) -> None
     with pytest.raises(UserError, match=r"reward.functions.near 'own_rewards:nera' cannot be loaded"):
         check_on_paper(recipe, lambda line: None)
     assert not (here / "run").exists()
+
+
+def hangs() -> None:
+    while True:
+        pass
+
+
+def swallows() -> None:
+    while True:
+        try:
+            time.sleep(3600)
+        except Exception:
+            continue
+
+
+def matches() -> None:
+    re.match("(a+)+$", "a" * 64 + "b")
+
+
+def leaves() -> None:
+    os._exit(0)
+
+
+def leaves_in_a_thread() -> None:
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(os._exit, 0).result()
+
+
+def forks() -> None:
+    """A fork ends as it does elsewhere."""
+    if not (child := os.fork()):
+        os._exit(7)
+    raise KeyError(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+
+def stops() -> None:
+    raise GeneratorExit("mine")
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (hangs, r"TookTooLong: it took longer than 0\.2 s \(test_functions\.py:\d+\)"),
+        (swallows, "TookTooLong"),
+        (matches, "TookTooLong"),
+        (leaves, r"SystemExit: os\._exit\(0\) \(test_functions\.py:\d+\)"),
+        (leaves_in_a_thread, r"SystemExit: os\._exit\(0\)"),
+        (forks, "KeyError: 7"),
+        (stops, r"GeneratorExit: mine \(test_functions\.py:\d+\)"),
+    ],
+)
+def test_a_call_in_this_process_has_an_end_and_names_it(function: Callable[[], None], says: str) -> None:
+    before = os._exit, signal.getsignal(signal.SIGALRM)
+    with pytest.raises(ForeignFailure, match=f"^{says}"):
+        call_foreign(function, seconds=0.2 if says.startswith("Took") else 600.0)
+    assert (os._exit, signal.getsignal(signal.SIGALRM)) == before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert call_foreign(int, "3") == 3
+
+
+@pytest.mark.process
+def test_a_call_that_reads_no_signals_ends_the_process_with_its_line() -> None:
+    code = (
+        "import signal\n"
+        "from mugrpo_megatron import call_guard\n"
+        "from mugrpo_megatron.recipe.functions import call_foreign\n"
+        "call_guard.DEAF_S = 0.2\n"
+        "def deaf():\n"
+        "    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])\n"
+        "    while True: pass\n"
+        "call_foreign(deaf, seconds=0.2)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert "line 7 in deaf" in ended.stderr
+
+
+@pytest.mark.parametrize("body", ["import os; os._exit(0)", "import sys; sys.exit(0)", "raise GeneratorExit"])
+def test_a_module_cannot_end_the_process_that_imports_it(body: str, here: Path) -> None:
+    (here / "leaving_module.py").write_text(body)
+    with pytest.raises(UserError, match=r"objective.surrogate 'leaving_module:loss' cannot be loaded"):
+        load_function("objective.surrogate", "leaving_module:loss")

@@ -90,6 +90,7 @@ BAD = {
     "swallow the alarm": "killed after 1 s",
     "hang in Python": "gave up after 0.125 s",
     "die": "the worker died (exit code 3): out of memory, or the function ended it or closed its files",
+    "leave": "failed: SystemExit: os._exit(0) (functions.py:",
     "eat memory": "the worker died",
     "raise": "failed: RuntimeError: no (functions.py:",
     "nan": "failed: ValueError",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from mugrpo_megatron.files.durable import write_json
 from mugrpo_megatron.recipe import Recipe, load_recipe
 from mugrpo_megatron.run.checkpoints import check_stage_sealed
 from mugrpo_megatron.run.cursor import Cursor
-from mugrpo_megatron.run.directory import InUse, RunDirectory, check_directory, file_lock, open_directory
+from mugrpo_megatron.run.directory import FOLDERS, InUse, RunDirectory, check_directory, file_lock, open_directory
 from mugrpo_megatron.run.record import PROVENANCE, provenance, read_record
 from tests.hostile.rundir import NOW, make
 
@@ -164,6 +165,25 @@ def test_a_lock_that_is_a_link_is_refused_and_its_target_kept(tmp_path: Path) ->
     ):
         pass
     assert (tmp_path / "keys").read_text() == "precious"
+
+
+@pytest.mark.parametrize("name", [*FOLDERS, "stages/00000", "checkpoints/.stage00000-age00002.partial", "logs/old"])
+def test_a_link_to_a_directory_is_refused_and_its_target_kept(name: str, tmp_path: Path) -> None:
+    """tar and `cp -r` keep links; so a run directory of somebody else must not lead elsewhere."""
+    made = recipe(tmp_path / "run")
+    with open_directory(made):
+        pass
+    link, target = tmp_path / "run" / name, tmp_path / "target"
+    if link.exists():
+        link.rename(target)
+    else:
+        target.mkdir()
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(target)
+    for command in (lambda: open_directory(made).__enter__(), lambda: generate_alone(made, None)):
+        with pytest.raises(UserError, match=f"{re.escape(str(link))} is a link: nothing is written through it; move "):
+            command()
+    assert list(target.iterdir()) == []
 
 
 @pytest.mark.parametrize("again", [False, True])

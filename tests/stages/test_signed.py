@@ -129,6 +129,18 @@ def test_a_file_that_holds_something_else(name: str, whole: Path, tmp_path: Path
         read(copy)
 
 
+def test_a_shard_whose_columns_may_be_null_is_sealed(tmp_path: Path) -> None:
+    """Another program's schema; with nulls it is refused as above."""
+    store = StageStore(tmp_path / "00000")
+    for index in range(GROUPS):
+        store.append(group(index, 0))
+        if index == 0:
+            store.flush()
+    store.flush()
+    rewritten(store.directory, column("reward", list)(tables_of(store.directory)))
+    read(store.directory)
+
+
 def test_an_update_more(tmp_path: Path, whole: Path) -> None:
     copy = Path(shutil.copytree(whole, tmp_path / "00000"))
     tables = tables_of(whole)

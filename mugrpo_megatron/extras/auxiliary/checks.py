@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -64,6 +65,7 @@ def check_auxiliaries(recipe: Recipe, say: Callable[[str], None], on_paper: bool
         directory = directory_of(recipe.auxiliary, name, cached=on_paper)
         config = read_config(directory, key=f"{key}.model", remedy=REMEDY)
         check_weights(directory, f"{key}.model")
+        _check_family(config, f"{key}.model = {directory}")
         _check_headers(directory, config, f"{key}.model = {directory}")
         for engine_recipe in _recipes(recipe, name, directory):
             if problems := list(engine_problems(EngineSetup(engine_recipe, config))):
@@ -97,6 +99,23 @@ def _recipes(recipe: Recipe, name: str, directory: Path) -> Iterator[Recipe]:
                 key = f"reward.functions.{function}.max_tokens"
                 raise UserError(f"{key} = {judge.max_tokens} leaves no room for a question; lower it")
             yield judge_recipe(recipe, name, directory, judge, room)
+
+
+def _check_family(config: ModelConfig, where: str) -> None:
+    """Raise UserError for a `model_type` that the sources of transformers and SGLang do not name; imports neither."""
+    kind = config["model_type"]
+    files = [
+        *_sources("transformers", "models/auto/*.py"),
+        *(path for folder in ("configs", "utils/hf_transformers") for path in _sources("sglang", f"srt/{folder}/*.py")),
+    ]
+    if files and not any(f'"{kind}"' in path.read_text("utf-8", "replace") for path in files):
+        raise UserError(f"{where}: SGLang has no model of model_type {kind!r}; put the config of these weights there")
+
+
+def _sources(package: str, pattern: str) -> Iterator[Path]:
+    spec = find_spec(package)
+    for folder in spec.submodule_search_locations or () if spec else ():
+        yield from Path(folder).glob(pattern)
 
 
 def _check_headers(directory: Path, config: ModelConfig, where: str) -> None:

@@ -22,6 +22,7 @@ from jinja2 import StrictUndefined, Template, TemplateError
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
+from mugrpo_megatron.call_guard import TEMPLATE_S, TookTooLong, clock
 from mugrpo_megatron.data.quoted import encode_quoting, mark_special
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.engine.wire import Sampling
@@ -165,18 +166,25 @@ class Judge:
             "gold": sample.gold,
             "row": json.loads(sample.row) if sample.row else {},
         }
-        try:
+        with self._errors_on(sample, f"{self._key}.prompt = {self._section.prompt}"):
             text = self._template.render(mark_special(facts, self._tokenizer))
-        except Exception as error:  # a template may fail in any way on a row
-            raise UserError(
-                f"{self._key}.prompt = {self._section.prompt}: fails on {sample.problem} "
-                f"({describe_exception(error)}); correct it"
-            ) from None
         if not self._tokenizer.chat_template:
             return encode_quoting(text, self._tokenizer, add_special_tokens=True)
-        chat = [{"role": "user", "content": text}]
-        rendered = self._tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        with self._errors_on(sample, "the judge's chat template"):
+            chat = [{"role": "user", "content": text}]
+            rendered = self._tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
         return encode_quoting(str(rendered), self._tokenizer)
+
+    @contextmanager
+    def _errors_on(self, sample: Sample, template: str) -> Iterator[None]:
+        """Turn any error of a template into UserError; it has TEMPLATE_S."""
+        try:
+            with clock(TEMPLATE_S):
+                yield
+        except (Exception, TookTooLong) as error:
+            raise UserError(
+                f"{template}: fails on {sample.problem} ({describe_exception(error)}); correct it"
+            ) from None
 
     def rows(self, samples: Sequence[Sample], responses: Mapping[int, Response]) -> pa.Table:
         """The update's rows of the column; `responses` by the sample's index, one for each prompt."""

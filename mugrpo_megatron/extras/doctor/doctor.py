@@ -23,7 +23,13 @@ from rich.text import Text
 from mugrpo_megatron.checks.toolchain import Tool, tools_here
 from mugrpo_megatron.cuda import driver_answers
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.observe.environment import devices, installed_version, usable_cores
+from mugrpo_megatron.observe.environment import (
+    SHARED_MEMORY,
+    SHARED_MEMORY_REMEDY,
+    devices,
+    installed_version,
+    usable_cores,
+)
 from mugrpo_megatron.weights.families import read_architecture
 
 SETUP = "run_scripts/setup.sh"
@@ -92,6 +98,9 @@ PACKAGES = (
     Package("flash-attn", "flash_attn", "inside Transformer Engine; the learner's comes with torch", _FLASH, "never"),
     Package("wandb", "wandb", "only with track.wandb_project", 'pip install "mugrpo-megatron[wandb]"', "never"),
 )
+
+SHARED_MEMORY_BYTES = 1 << 30
+"""Free bytes of /dev/shm that suffice for every model; Docker's default is 64 MB."""
 
 STACKS = {("0.16.1", "0.5.15.post1"): "pinned", ("0.19.2", "0.5.23"): "new"}
 """(megatron-core, SGLang) -> the stack that `setup.sh --stack` installs and the tests run on."""
@@ -211,10 +220,14 @@ def _machine() -> list[CheckResult]:
     memory = psutil.virtual_memory()
     supported: State = "ok" if (3, 11) <= sys.version_info[:2] <= (3, 12) else "broken"
     free = f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free"
+    shared = psutil.disk_usage(SHARED_MEMORY) if os.path.isdir(SHARED_MEMORY) else None
+    enough: State = "ok" if shared and shared.free >= SHARED_MEMORY_BYTES else "broken"
+    size = f"{shared.free / 2**30:.2f} of {shared.total / 2**30:.2f} GiB free" if shared else "not mounted"
     return [
         CheckResult("Python", supported, platform.python_version(), "3.11 or 3.12", True, "python3.11 -m venv .venv"),
         CheckResult("cores", "ok", f"{usable_cores()} usable of {os.cpu_count()}", "verifier, engine on CPU", True),
         CheckResult("memory", "ok", free, "optimizer state, engine, verifier", True),
+        CheckResult(SHARED_MEMORY, enough, size, "NCCL; weights for engines on CPU", False, SHARED_MEMORY_REMEDY),
     ]
 
 

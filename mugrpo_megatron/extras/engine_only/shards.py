@@ -19,12 +19,20 @@ from typing import Any
 from mugrpo_megatron.data.prepare import Problems
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.checkpoint_state import STATE
-from mugrpo_megatron.files.durable import read_checksummed_json, write_checksummed_json
+from mugrpo_megatron.files.durable import read_checksummed_json, refuse_linked_folders, write_checksummed_json
 from mugrpo_megatron.recipe import Recipe, load_recipe
 from mugrpo_megatron.recipe.policy import ModelSection
 from mugrpo_megatron.recipe.sections import ScheduleSection
 from mugrpo_megatron.run.cursor import CHECKPOINTS, Cursor, checkpoint_name
-from mugrpo_megatron.run.directory import InUse, RunDirectory, check_directory, file_lock, hf_cursor, open_directory
+from mugrpo_megatron.run.directory import (
+    FOLDERS,
+    InUse,
+    RunDirectory,
+    check_directory,
+    file_lock,
+    hf_cursor,
+    open_directory,
+)
 from mugrpo_megatron.run.initial_model import with_model
 from mugrpo_megatron.run.inputs import problem_sums as problems_fingerprint
 from mugrpo_megatron.run.inputs import record_data
@@ -199,6 +207,7 @@ def seal(run_dir: Path) -> str:
     directory = RunDirectory(run_dir)
     if not directory.recipe.exists():
         raise UserError(f"{run_dir}: not a run directory (it has no {directory.recipe.name})")
+    refuse_linked_folders(run_dir, FOLDERS)
     recipe = with_model(load_recipe(directory.recipe), run_dir=run_dir)
     stage = next_stage(directory, recipe.model, recipe.schedule)
     with file_lock(directory.path / ".lock"):

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from mugrpo_megatron.call_guard import TEMPLATE_S, TookTooLong, clock
 from mugrpo_megatron.data.prompts import Template
 from mugrpo_megatron.data.quoted import encode_quoting, mark_special
 from mugrpo_megatron.engine import sglang_compat
@@ -84,17 +84,18 @@ class Chat:
         self, messages: Sequence[Message], *, tools: Sequence[Any], arguments: Mapping[str, Any], is_prompt: bool
     ) -> str:
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    mark_special([dict(message) for message in messages], self._tokenizer),
-                    chat_template=self._template.text,
-                    tokenize=False,
-                    add_generation_prompt=is_prompt,
-                    **{**self._template.arguments, **mark_special(arguments, self._tokenizer)},
-                    tools=list(tools) or None,
+            with clock(TEMPLATE_S):
+                return str(
+                    self._tokenizer.apply_chat_template(
+                        mark_special([dict(message) for message in messages], self._tokenizer),
+                        chat_template=self._template.text,
+                        tokenize=False,
+                        add_generation_prompt=is_prompt,
+                        **{**self._template.arguments, **mark_special(arguments, self._tokenizer)},
+                        tools=list(tools) or None,
+                    )
                 )
-            )
-        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+        except (Exception, TookTooLong) as error:
             raise ValueError(f"the chat template refuses the messages ({error})") from None
 
     def message(self, ids: Sequence[int], tools: Sequence[Any]) -> dict[str, Any]:
@@ -114,8 +115,9 @@ class Chat:
         if not parser.has_tool_call(text):
             return text, []
         try:
-            content, calls = parser.parse_non_stream(text)
-        except Exception:  # the model may write anything, and a parser trip over it
+            with clock(TEMPLATE_S):
+                content, calls = parser.parse_non_stream(text)
+        except (Exception, TookTooLong):  # the model may write anything, and a parser trip over it
             return text, []
         return content, [
             {"type": "function", "function": {"name": call.name, "arguments": _arguments(call.parameters)}}

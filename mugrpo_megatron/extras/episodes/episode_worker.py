@@ -14,10 +14,12 @@ import json
 import os
 import resource
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
+from mugrpo_megatron.call_guard import refuse_exits
 from mugrpo_megatron.extras.episodes import turns
 from mugrpo_megatron.extras.episodes.conventions import EpisodeFunction, load_episode_function
 from mugrpo_megatron.extras.episodes.turns import EpisodeModel, current
@@ -44,6 +46,7 @@ def serve(socket: int, text: str) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(STACK_BYTES)  # address space, of which there may be a thousand
     connection = Connection(socket)
+    leave = refuse_exits()  # a tool's exit would end the other episodes
     os.register_at_fork(after_in_child=connection.close)  # a tool's fork must not speak for its parent
     try:
         function = load_episode_function(options["function"], options)
@@ -51,12 +54,14 @@ def serve(socket: int, text: str) -> None:
         connection.send_bytes(json.dumps({"refused": str(error)}).encode())
         return
     connection.send_bytes(b'{"ready": true}')
-    asyncio.run(_Worker(connection, function).run())
+    asyncio.run(_Worker(connection, function, leave).run())
 
 
 class _Worker:
-    def __init__(self, connection: Connection, function: EpisodeFunction) -> None:
-        self._connection, self._function = connection, function
+    def __init__(
+        self, connection: Connection, function: EpisodeFunction, leave: Callable[[int], NoReturn] = os._exit
+    ) -> None:
+        self._connection, self._function, self._leave = connection, function, leave
         self._threads = ThreadPoolExecutor(THREADS)
         self._episodes: dict[int, tuple[asyncio.Task[None], EpisodeModel]] = {}
         self._pending: dict[int, asyncio.Future[Any]] = {}
@@ -72,7 +77,7 @@ class _Worker:
         try:
             message = json.loads(self._connection.recv_bytes())
         except (EOFError, OSError):
-            os._exit(0)  # threads may hang in a user's function
+            self._leave(0)  # threads may hang in a user's function
         if "start" in message:
             key = message["start"]
             model = self._model(key, message)
@@ -126,4 +131,4 @@ class _Worker:
         try:
             self._connection.send_bytes(text)
         except OSError:  # the parent is gone, or this is a tool's fork
-            os._exit(1)
+            self._leave(1)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mugrpo_megatron.engine.launch import CPU_KV_BYTES, LENGTH_MARGIN, kv_bytes_per_token
-from mugrpo_megatron.extras.plan.case import Layout, PlanCase, RankParameters, rank_parameters
+from mugrpo_megatron.extras.plan.case import Layout, PlanCase, RankParameters, parameters, rank_parameters
 from mugrpo_megatron.extras.plan.hardware import GIB, replicas_of_engines
 from mugrpo_megatron.extras.plan.lengths import resident_mean, response_lengths
 from mugrpo_megatron.recipe.systems import BLOCK, sync_bucket_bytes
@@ -326,6 +326,8 @@ class Memory:
     """The engine works while the learner is offloaded."""
     host: float
     """Host memory of one node: pinned copies of offloaded state, and each rank's copy of what a checkpoint saves."""
+    shared: float
+    """/dev/shm of one node: the buckets of the sync for engines on CPU."""
 
     @property
     def resting(self) -> float:
@@ -370,6 +372,7 @@ def memory(case: PlanCase, engine: EngineMemory) -> Memory:
     largest = b * case.architecture.vocab_size * case.architecture.letters["H"]
     copies = 2 + 2 * (layout.tensor > 1)  # embedding and output layer in turn; shards gathered, then joined
     bucket = max(sync_bucket_bytes(cuda), copies * largest)
+    staging = min(max(sync_bucket_bytes(cuda), 2 * largest), parameters(case.architecture) * b)
     state = max((stage.state for stage in stages), key=lambda stage: stage.total)
     offloaded = state.weights + state.optimizer if cuda else 0
     saved = max((b + 12) * case.trained(pp_stage).shared(layout) for pp_stage in range(layout.pipeline))
@@ -383,4 +386,5 @@ def memory(case: PlanCase, engine: EngineMemory) -> Memory:
         sync=state.weights + engine.weights + bucket + rests if cuda else state.total + engine.total + bucket,
         generate=engine.total + (rests if cuda else state.total),
         host=cluster.per_node * (offloaded + saved),
+        shared=0.0 if cuda else cluster.per_node / case.recipe.engine.tensor * staging,
     )

@@ -17,6 +17,7 @@ from mugrpo_megatron.extras.plan.hardware import GIB, Cluster
 from mugrpo_megatron.extras.plan.memory import RECOMPUTE
 from mugrpo_megatron.extras.plan.plan import RunPlan, plan_as_dict
 from mugrpo_megatron.files.json_text import to_json_value
+from mugrpo_megatron.observe.environment import SHARED_MEMORY, SHARED_MEMORY_REMEDY
 from mugrpo_megatron.observe.progress import new_table as _table
 
 UNITS = ((3600.0, "h"), (60.0, "min"), (1.0, "s"))
@@ -132,6 +133,8 @@ def _memory(plan: RunPlan) -> Table:
     ):
         table.add_row(name, _gib(value), f"{note}; {100 * value / need.device:.0f} % of the device")
     table.add_row("host memory of a node", _gib(need.host), "offloaded state, a checkpoint")
+    if need.shared:
+        table.add_row(f"{SHARED_MEMORY} of a node", _gib(need.shared), f"sync; in a container {SHARED_MEMORY_REMEDY}")
     return table
 
 

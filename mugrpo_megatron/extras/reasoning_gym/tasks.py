@@ -8,14 +8,18 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from mugrpo_megatron.call_guard import TookTooLong, clock
 from mugrpo_megatron.data.arithmetic import BUCKETS, Split
 from mugrpo_megatron.data.reading import any_answer
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.recipe.functions import CALL_S
 from mugrpo_megatron.recipe.scoring import GYM
 from mugrpo_megatron.samples import Problem
 
@@ -47,7 +51,8 @@ def gym_problems(source: str, name: str, split: Split, held_out: int) -> list[Pr
     for index in range(size * TRIES):
         if len(problems) == size:
             break
-        entry = dataset[index]
+        with _refusals(source):
+            entry = dataset[index]
         question, answer = str(entry["question"]), entry["answer"]
         bucket = _digest(question)[0] % BUCKETS
         if (bucket == 0) is (split == "eval") and (split == "train" or question not in questions):
@@ -97,7 +102,15 @@ def _dataset(task: str, parameters: dict[str, Any]) -> Any:
         raise UserError(
             f"data source '{GYM}{task}' has no parameter {unknown[0]}: its parameters are {', '.join(known)}"
         )
-    try:
+    with _refusals(GYM + task):
         return gym.create_dataset(task, **parameters)
-    except (AssertionError, TypeError, ValueError) as error:
-        raise UserError(f"data source '{GYM}{task}' refuses its parameters: {error}") from None
+
+
+@contextmanager
+def _refusals(source: str) -> Iterator[None]:
+    """Turn any error of the package in the block, which has CALL_S, into UserError."""
+    try:
+        with clock(CALL_S):
+            yield
+    except (Exception, TookTooLong) as error:
+        raise UserError(f"data source {source!r} refuses its parameters: {error}") from None

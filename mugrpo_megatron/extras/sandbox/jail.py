@@ -34,6 +34,7 @@ _ENVIRONMENT = {"HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8"}
 
 PYTHON = os.path.realpath(sys.executable)
 """The interpreter under this environment: a program has the standard library and no package of the trainer."""
+VENV_PYTHON = "/bin/python"
 
 
 def start(
@@ -158,7 +159,8 @@ def _become(
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     if calls.available():
         calls.refuse_calls()
-    os.execve(PYTHON, [PYTHON, "-I", "-B", "-X", "utf8", *arguments], _ENVIRONMENT)
+    python = PYTHON if apart else next(iter(files)) + VENV_PYTHON
+    os.execve(python, [python, "-I", "-B", "-X", "utf8", *arguments], _ENVIRONMENT)
 
 
 def _place(channels: Mapping[int, int], error_pipe: int) -> int:
@@ -180,6 +182,19 @@ def _libraries() -> list[str]:
     return [path for path in dict.fromkeys([*system, *interpreter]) if os.path.exists(path)]
 
 
+def _packages() -> list[str]:
+    """Folders of the interpreter's packages in `_libraries`, which a root covers with empty ones."""
+    libraries = [Path(path) for path in _libraries() if os.path.isdir(path) and not os.path.islink(path)]
+    return [str(path) for folder in libraries for path in folder.glob("python*/*-packages") if not path.is_symlink()]
+
+
+def write_environment(directory: str) -> None:
+    """Make `directory` a virtual environment without packages, for a program that shares this machine's root."""
+    write_files(directory, {"/pyvenv.cfg": f"home = {os.path.dirname(PYTHON)}\ninclude-system-site-packages = false\n"})
+    os.mkdir(f"{directory}/bin")
+    os.symlink(PYTHON, directory + VENV_PYTHON)
+
+
 def _enter_root(files: Mapping[str, str], limits: Limits) -> None:
     """A root of the interpreter, its libraries, the files and an empty /tmp; only /tmp can be written, and little."""
     kernel.mount(None, "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
@@ -188,6 +203,8 @@ def _enter_root(files: Mapping[str, str], limits: Limits) -> None:
     os.mkdir(f"{_ROOT}/tmp")
     for source in [*_libraries(), PYTHON, *(f"/dev/{name}" for name in _DEVICES)]:
         _bind(source, _ROOT + source)
+    for packages in _packages():
+        kernel.mount("none", _ROOT + packages, "tmpfs", safe, "size=4k,mode=755")
     write_files(_ROOT, files)
     for mounted, flags in _mounts(_ROOT):
         device = kernel.MS_NOSUID if mounted.startswith(f"{_ROOT}/dev/") else safe

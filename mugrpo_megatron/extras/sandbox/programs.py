@@ -228,6 +228,7 @@ def _files(files: Mapping[str, str], limits: Limits) -> Iterator[tuple[str, Mapp
     directory = tempfile.mkdtemp(prefix="mugrpo_program_")
     try:
         jail.write_files(directory, files)
+        jail.write_environment(directory)
         yield directory, {directory: ""}
     finally:
         shutil.rmtree(directory, ignore_errors=True)

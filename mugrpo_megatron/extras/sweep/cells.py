@@ -18,7 +18,7 @@ from pathlib import Path
 from mugrpo_megatron.checks.preflight import check_run
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.sweep.grid import Cell
-from mugrpo_megatron.files.durable import write_json
+from mugrpo_megatron.files.durable import refuse_linked_folders, write_json
 from mugrpo_megatron.files.json_text import read_json
 from mugrpo_megatron.files.outputs import make_directory
 from mugrpo_megatron.observe.log import FILE_NAME
@@ -83,6 +83,7 @@ def check_sweep(sweep: Sweep) -> tuple[Sweep, Origin]:
 def claim_out(sweep: Sweep, origin: Origin) -> None:
     """Make the sweep's directory and mark it as this stage's."""
     make_directory(sweep.out, f"--out {sweep.out}")
+    refuse_linked_folders(sweep.out, ["logs", *(cell.name for cell in sweep.cells)])
     write_json(sweep.out / MARK, {"run": origin.run, "stage": origin.stage, "of": str(sweep.source.resolve())})
 
 

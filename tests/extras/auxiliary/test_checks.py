@@ -11,10 +11,12 @@ import torch
 
 from mugrpo_megatron.cli import main
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.extras.auxiliary import checks
 from mugrpo_megatron.extras.auxiliary.checks import check_auxiliaries
 from mugrpo_megatron.extras.auxiliary.models import LAST_NORM, make_divider, teacher_recipe, temperature_hook
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.load import validate
+from mugrpo_megatron.weights.families import FAMILIES
 from tests.tiny import save_model, write_recipe
 
 PARSE = "tests.extras.auxiliary.parsing:score"
@@ -65,6 +67,16 @@ def test_a_config_of_another_vocabulary_is_refused(model: Path, tmp_path: Path) 
     (other / "config.json").write_text(json.dumps({**config, "vocab_size": 999}))
     with pytest.raises(UserError, match=r"vocab_size 999, and model\.safetensors has 272 rows"):
         check_auxiliaries(recipe(model, other), print)
+
+
+def test_a_family_that_no_library_names_is_refused(model: Path, tmp_path: Path) -> None:
+    other = save_model(tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "model_type": "evil"}))
+    with pytest.raises(UserError, match=r"big\.model = .*: SGLang has no model of model_type 'evil'"):
+        check_auxiliaries(recipe(model, other), print)
+    for known in FAMILIES:
+        checks._check_family({"model_type": known}, "here")
 
 
 def dry_run(path: Path, capsys: pytest.CaptureFixture[str], code: int = 0) -> str:

@@ -169,7 +169,7 @@ def raises_half_a_pair(answer: str) -> None:
     ("parse", "why"),
     [
         ("exits", r"failed on 1 of .*SystemExit: 0 \(parsing.py:\d+\), for the response 'score 1'"),
-        ("exits_at_once", r"the worker died \(exit code 0\).*or the function ended it"),
+        ("exits_at_once", r"SystemExit: os\._exit\(0\) \(parsing.py:\d+\)"),
         ("hangs", "killed after 1 s|gave up after"),
     ],
 )
@@ -244,6 +244,33 @@ def test_a_question_that_cannot_be_rendered_names_its_problem(tmp_path: Path, mo
     run = stand(judged(tmp_path, model, "{{ answer }}"), tmp_path / "run")
     with pytest.raises(UserError, match=r"quality\.prompt = .*: fails on tiny:0 \(UndefinedError: 'answer'"):
         phase.score_stage(run, LEARNER, sealed_stage(run.directory), Cursor())
+
+
+ENDLESS = "{% for a in range(9**5) %}{% for b in range(9**5) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("question", "chat", "says"),
+    [
+        (ENDLESS, None, r"quality\.prompt = .*: fails on tiny:0 \(TookTooLong: it took longer"),
+        ("Rate {{ response }}", ENDLESS, r"the judge's chat template: fails on tiny:0 \(TookTooLong"),
+        ("Rate {{ response }}", "{{ raise_exception('no') }}", r"the judge's chat template: fails on tiny:0 \(Tem"),
+        ("Rate {{ response }}", "{% if x %}" * 200 + "{% endif %}" * 200, "the judge's chat template: fails on tiny:0"),
+    ],
+)
+def test_templates_have_an_end_and_no_traceback(
+    tmp_path: Path, model: Path, question: str, chat: str | None, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if ENDLESS in (question, chat):
+        monkeypatch.setattr("mugrpo_megatron.extras.auxiliary.jobs.TEMPLATE_S", 0.5)
+    recipe = judged(tmp_path, model, question)
+    store = sealed_stage(RunDirectory(tmp_path / "run"))
+    column = score_column(recipe, RunDirectory(tmp_path / "run"), store, 0, "quality")
+    judge = Judge(recipe, "quality", model, column, ColumnParts(column, "", UPDATES))
+    judge._tokenizer = build_arithmetic_tokenizer(chat)
+    with pytest.raises(UserError, match=says):
+        judge.prompts(store.read_update(0, with_text=True))
 
 
 @pytest.mark.parametrize(

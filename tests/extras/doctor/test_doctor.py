@@ -113,8 +113,8 @@ def test_parts_are_told_while_the_imports_are_still_under_way(site: Path, monkey
     monkeypatch.setattr("mugrpo_megatron.extras.doctor.doctor.PACKAGES", (package,))
     monkeypatch.setattr("mugrpo_megatron.extras.doctor.doctor.installed_version", lambda distribution: "1")
     with closing(results()) as told:
-        before = [next(told).name for _ in range(8)]
-    assert before == ["Python", "cores", "memory", "devices", "torch", "gloo", "NCCL", "stack"]
+        before = [next(told).name for _ in range(9)]
+    assert before == ["Python", "cores", "memory", "/dev/shm", "devices", "torch", "gloo", "NCCL", "stack"]
 
 
 @pytest.mark.process

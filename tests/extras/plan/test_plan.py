@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -52,6 +53,12 @@ def test_a_plan_of_growing_stages_says_that_its_stage_is_of_mean_length(capsys: 
     assert plan.stage_lengths == (recipe.schedule.length(0), recipe.schedule.length(2)) == (4, 11)
     print_plan(plan, {})
     assert "A stage of mean length, 7 updates; this recipe's have 4 to 11" in " ".join(capsys.readouterr().out.split())
+
+
+def test_engines_on_cpu_need_shared_memory_for_a_sync() -> None:
+    case = replace(case_of(1), cluster=make_cluster(1, 4, "cpu"))
+    assert memory(case, engine_memory(case)).shared == 4 * 2 * 2 * 152_064 * 3584, "two embeddings"
+    assert memory(case_of(1), engine_memory(case_of(1))).shared == 0
 
 
 def test_fp8_halves_an_engines_weights_and_several_nodes_slow_its_steps() -> None:

@@ -36,6 +36,8 @@ class Sums:
         self.config = config
 
     def __getitem__(self, index):
+        if self.config.largest == 13:
+            raise ZeroDivisionError("no entry")
         random = Random(self.config.seed + index)
         terms = tuple(random.randrange(self.config.largest) for _ in range(2))
         return {"question": "{} + {} =".format(*terms), "answer": str(sum(terms)), "metadata": {"terms": terms}}
@@ -87,6 +89,12 @@ def test_problems_are_the_same_again_and_no_seed_trains_on_a_held_out_one() -> N
     read = read_problems(data, RewardSection(function="a:b"))
     assert (len(read.train), len(read.held_out)) == (200, 50)
     assert [note for note in read.notes if "training" in note] == []
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_a_task_that_fails_on_an_entry_is_one_sentence() -> None:
+    with pytest.raises(UserError, match=r"'reasoning_gym:sums\?largest=13' refuses its parameters: no entry"):
+        load("reasoning_gym:sums?largest=13", DataSection())
 
 
 @pytest.mark.usefixtures("stand_in")
