@@ -27,10 +27,10 @@ MAIN_PATH = (
 """Where a reader follows a response from the engine to the gradient."""
 
 HELD = {
-    "product lines (core, extras, convert)": 44_502,
-    "lines of tests": 41_873,
+    "product lines (core, extras, convert)": 44_741,
+    "lines of tests": 42_085,
     "lines of run_scripts": 4117,
-    "core files": 197,
+    "core files": 198,
     "parameters of type Recipe": 87,
     "class names defined twice": 0,
     "locals called one": 5,
