@@ -20,7 +20,7 @@ from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.config import WITHOUT_EFFECT
 from mugrpo_megatron.weights.families import read_architecture
 from mugrpo_megatron.weights.safetensors_dir import WeightFile, write_index, write_shard
-from mugrpo_megatron.weights.table import entries, stored, whole_shape
+from mugrpo_megatron.weights.table import Entry, entries, stored
 
 DTYPES = {"keep": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MEGABYTE = 10**6
@@ -132,18 +132,23 @@ def compare_configs(megatron: Path, like: Path) -> int:
 def check_model(reader: Reader, megatron: Path, architecture: Architecture, like: Path) -> None:
     """Raises UserError when a parameter of the model that `like` describes is missing or has another shape."""
     for entry in entries(architecture).values():
-        place = stored(entry, architecture)
-        expected = place.stack + whole_shape(entry, architecture)
-        shape = reader.shape(place.key)
-        if shape is None:
-            raise UserError(
-                f"{megatron} has no {place.key}, which the {architecture.family} model in {like} needs; "
-                f"the checkpoint is of another model"
-            )
-        if entry.row.form == "vocab" and shape[0] >= expected[0]:  # padded for tensor parallelism
-            shape = (expected[0], *shape[1:])
-        if shape != expected:
-            raise UserError(
-                f"{megatron}: {place.key} has shape {list(shape)}, the config in {like} says {list(expected)}; "
-                f"the checkpoint is of another model"
-            )
+        for place in stored(entry, architecture):
+            shape, expected = reader.shape(place.key), place.stacked_shape
+            if shape is None:
+                raise UserError(
+                    f"{megatron} has no {place.key}, which the {architecture.family} model in {like} needs; "
+                    f"the checkpoint is of another model"
+                )
+            if entry.row.form == "vocab" and shape[0] >= expected[0]:  # padded for tensor parallelism
+                shape = (expected[0], *shape[1:])
+            if shape != expected:
+                raise UserError(
+                    f"{megatron}: {place.key} has shape {list(shape)}, the config in {like} says {list(expected)}; "
+                    f"the checkpoint is of another model"
+                )
+
+
+def read_parameter(reader: Reader, entry: Entry, architecture: Architecture) -> torch.Tensor:
+    """The unsharded parameter of a distributed checkpoint, in the stored type."""
+    sections = [reader.read(place.key, place.index, place.shape) for place in stored(entry, architecture)]
+    return torch.cat(sections) if len(sections) > 1 else sections[0]

@@ -49,7 +49,10 @@ CONFIG = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common
 OBJECT = "object"
 WHOLE = ParallelSection()
 OPTIONS = {"tensor": "--tp", "pipeline": "--pp", "virtual_pipeline": "--vpp", "expert": "--ep"}
-LINEARS = tuple(f"linear_{name}.weight" for name in ("qkv", "q_proj", "q_up_proj", "kv_up_proj", "proj", "fc1", "fc2"))
+LINEARS = (
+    *(f"linear_{name}.weight" for name in ("qkv", "q_proj", "q_up_proj", "kv_up_proj", "proj", "fc1", "fc2")),
+    *(f"self_attention.{name}_proj.weight" for name in ("in", "out")),
+)
 
 
 def convert(
@@ -107,26 +110,26 @@ def write_entry(
     dtype: torch.dtype | None,
 ) -> None:
     """Write one whole parameter, cut into the chunks that tensor parallel ranks read."""
-    place = stored(entry, architecture)
     parameter = merge_from_hf(entry, [checkpoint.read(name) for name in entry.hf], architecture)
     target = torch.float32 if entry.row.frozen else dtype or parameter.dtype
     parameter = cast_checked(parameter, target, " or ".join(entry.hf))
-    shape = place.stack + tuple(parameter.shape)
     dimension = DIMENSION.get(entry.row.split, 0)
     pieces = tensor_parallel if entry.row.split != "none" else 1
     if entry.row.form == "gated" and pieces > 1:
         pieces *= 2  # a rank's gate and up are not contiguous
-    start = 0
-    for piece in parameter.chunk(pieces, dim=dimension):
-        inner = [0] * parameter.dim()
-        inner[dimension] = start
-        chunk = piece.view((1,) * len(place.stack) + tuple(piece.shape)) if place.stack else piece
-        writer.tensor(place.key, (*place.index, *inner), shape, chunk)
-        start += piece.shape[dimension]
+    places = stored(entry, architecture)
+    for place, section in zip(places, parameter.split([place.shape[0] for place in places]), strict=True):
+        start = 0
+        for piece in section.chunk(pieces, dim=dimension):
+            inner = [0] * parameter.dim()
+            inner[dimension] = start
+            chunk = piece.view((1,) * len(place.stack) + tuple(piece.shape)) if place.stack else piece
+            writer.tensor(place.key, (*place.index, *inner), place.stacked_shape, chunk)
+            start += piece.shape[dimension]
     if entry.row.megatron.endswith(LINEARS):
         # Megatron's layers expect an (empty) Transformer Engine state.
-        index, stack = (".".join(map(str, numbers)) for numbers in (place.index or (0,), place.stack or (1,)))
-        writer.object(f"{place.key.removesuffix('weight')}_extra_state/shard_{index}_{stack}", [None])
+        index, stack = (".".join(map(str, numbers)) for numbers in (places[0].index or (0,), places[0].stack or (1,)))
+        writer.object(f"{places[0].key.partition('weight')[0]}_extra_state/shard_{index}_{stack}", [None])
 
 
 def cast_checked(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:

@@ -18,6 +18,7 @@ from checkpoints_convert.command import (
     fill_hf,
     fingerprint,
     noted_architecture,
+    read_parameter,
     run,
 )
 from checkpoints_convert.output import checked_output, open_output
@@ -25,7 +26,7 @@ from mugrpo_megatron.files.torch_dist import Reader
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.hf import SHARD_BYTES, carry_files, check_tokenizer
 from mugrpo_megatron.weights.safetensors_dir import TensorSpec, WeightFile, divide
-from mugrpo_megatron.weights.table import Entry, entries, split_to_hf, stored, whole_shape
+from mugrpo_megatron.weights.table import Entry, entries, split_to_hf, stored
 
 
 def convert(
@@ -68,7 +69,7 @@ def specs_of(
     reader: Reader, entry: Entry, architecture: Architecture, dtype: torch.dtype | None
 ) -> Iterator[TensorSpec]:
     """The Hugging Face tensors of a parameter, in their stored type or cast."""
-    target = torch.float32 if entry.row.frozen else dtype or reader.dtype(stored(entry, architecture).key)
+    target = torch.float32 if entry.row.frozen else dtype or reader.dtype(stored(entry, architecture)[0].key)
     for name, shape in zip(entry.hf, entry.hf_shapes(architecture), strict=True):
         yield TensorSpec(name, shape, target)
 
@@ -89,8 +90,7 @@ def tensors_of(
 
 def read_entry(reader: Reader, entry: Entry, architecture: Architecture) -> dict[str, torch.Tensor]:
     """Hugging Face tensors that a stored parameter holds; q, k and v are still split by group."""
-    place = stored(entry, architecture)
-    parameter = reader.read(place.key, place.index, whole_shape(entry, architecture))
+    parameter = read_parameter(reader, entry, architecture)
     return dict(zip(entry.hf, split_to_hf(entry, parameter, architecture), strict=True))
 
 

@@ -17,6 +17,7 @@ from checkpoints_convert.command import (
     check_sums,
     compare_configs,
     noted_architecture,
+    read_parameter,
     run,
 )
 from mugrpo_megatron.errors import UserError
@@ -26,7 +27,7 @@ from mugrpo_megatron.observe.progress import open_display
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.hf import check_tokenizer
 from mugrpo_megatron.weights.safetensors_dir import HFCheckpoint, open_checkpoint
-from mugrpo_megatron.weights.table import entries, merge_from_hf, stored, whole_shape
+from mugrpo_megatron.weights.table import entries, merge_from_hf, whole_shape
 
 TOLERANCE = 1e-4
 """Largest difference of log-probabilities, both sides computed in float32."""
@@ -62,10 +63,9 @@ def compare_tensors(
     done = tensors = 0
     with open_display() as display, display.bar("comparing", sum(sizes) // MEGABYTE, "MB") as bar:
         for entry, size in zip(table, sizes, strict=True):
-            place = stored(entry, architecture)
+            theirs = read_parameter(reader, entry, architecture)
             ours = merge_from_hf(entry, [checkpoint.read(name) for name in entry.hf], architecture)
-            ours = ours.to(reader.dtype(place.key))
-            theirs = reader.read(place.key, place.index, tuple(ours.shape))
+            ours = ours.to(theirs.dtype)
             if not torch.equal(ours, theirs):
                 differ = int((ours != theirs).sum())
                 raise UserError(

@@ -18,6 +18,7 @@ cpu.complete_router()
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.models.backends import BackendSpecProvider  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend  # noqa: E402
+from megatron.core.ssm.mamba_mixer import _split_tensor_factory as split_tensor_factory  # noqa: E402
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region  # noqa: E402
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset  # noqa: E402
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint  # noqa: E402
@@ -30,6 +31,7 @@ __all__ = [
     "mlp_parts",
     "mlp_spec",
     "parallel_state",
+    "split_tensor_factory",
     "tensor_parallel",
 ]
 

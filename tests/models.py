@@ -36,6 +36,16 @@ LATENT = {
     "topk_method": "noaux_tc",
 }
 """With fields that SGLang needs and transformers does not know (`checks.engines.UNWRITTEN`)."""
+DELTA = {
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}
+"""The last of three pipeline stages has only a gated delta network."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"head_dim": 16},
@@ -60,6 +70,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.5,
     },
     "glm4_moe_lite": {**LATENT, "first_k_dense_replace": 1, "v_head_dim": 24, "rms_norm_eps": 1e-6},
+    "qwen3_5_text": {**DELTA},
+    "qwen3_5_moe_text": {
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        **DELTA,
+    },
 }
 
 
@@ -104,8 +122,14 @@ def save_model(
 
 @torch.no_grad()
 def _randomise(model: PreTrainedModel, scale: float) -> None:
+    # Norms that multiply by 1 + weight, but for that of a gated delta network.
+    centred = model.config.model_type.startswith("qwen3_5")
     for name, parameter in model.named_parameters():
-        if "norm" in name:
+        if "norm" in name and centred and ".linear_attn." not in name:
+            parameter.copy_(0.1 * torch.randn_like(parameter))
+        elif name.endswith("A_log"):
+            parameter.copy_(torch.randn_like(parameter))
+        elif "norm" in name:
             parameter.copy_(1 + 0.1 * torch.randn_like(parameter))
         elif name.endswith("bias"):
             parameter.copy_(0.1 * torch.randn_like(parameter))

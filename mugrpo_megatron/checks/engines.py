@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.hf_config import has_delta
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.systems import BLOCK
 from mugrpo_megatron.weights.config import attention_factor
@@ -97,6 +98,10 @@ def _latent(setup: EngineSetup) -> bool:
     return bool(setup.model.get("kv_lora_rank"))
 
 
+def _hybrid(setup: EngineSetup) -> bool:
+    return has_delta(setup.model)
+
+
 def _unwritten(setup: EngineSetup) -> str:
     needed = UNWRITTEN.get(setup.model.get("model_type", ""), ())
     return " and ".join(name for name in needed if setup.model.get(name) is None)
@@ -111,6 +116,12 @@ def _extra(setup: EngineSetup, name: str) -> Any:
 
 
 GAPS = (
+    Gap(
+        _hybrid,
+        "the model is a {model[model_type]}, whose gated delta networks no engine of this project generates with yet; "
+        "conversion and the learner have them",
+        PROJECT_LIMIT,
+    ),
     Gap(
         lambda c: c.recipe.engine.tensor % c.recipe.engine.nodes,
         "engine.nodes = {engine.nodes} does not divide engine.tensor = {engine.tensor}: each node runs as many of an "

@@ -12,7 +12,7 @@ from typing import Any
 
 from mugrpo_megatron.checks.engines import EngineSetup, engine_problems
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.hf_config import experts_of
+from mugrpo_megatron.files.hf_config import experts_of, has_delta
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.policy import RolloutSection
 from mugrpo_megatron.recipe.systems import FP8_MULTIPLE, LearnerSection, ParallelSection
@@ -160,6 +160,11 @@ def layout_problems(
             f"rollout: prompts_per_update x responses_per_prompt = {responses} does not divide over "
             f"{data_parallel} data parallel ranks"
         )
+    if cp > 1 and has_delta(model):
+        yield (
+            f"parallel.context = {cp} splits sequences, and the state of the model's gated delta networks runs through "
+            "a whole one; set it to 1"
+        )
     yield from split_problems(parallel, model)
     yield from _expert_problems(parallel, experts_of(model), data_parallel)
 
@@ -175,6 +180,9 @@ def split_problems(
     if vpp > 1 and pp == 1:
         yield f"{keys['virtual_pipeline']} above 1 needs {keys['pipeline']} of at least 2"
     yield from _shard_problems(keys["tensor"], parallel.tensor, model)
+    if has_delta(model) and (kv_heads := model.get("num_key_value_heads") or 1) % parallel.tensor:
+        # Megatron's output gate has no heads that ranks share (core/transformer/attention.py).
+        yield f"{keys['tensor']} = {parallel.tensor} does not divide the {kv_heads} key/value heads of gated attention"
     layers, experts = model.get("num_hidden_layers") or 1, experts_of(model)
     if pp > layers:
         yield f"{keys['pipeline']} = {pp} is more than the model's {layers} layers"
@@ -205,7 +213,12 @@ def _shard_problems(name: str, size: int, model: Mapping[str, Any]) -> Iterator[
         yield f"{name} = {size} does not divide the model's {heads} attention heads; take one of {divisors(heads)}"
     if kv_heads % size and size % kv_heads:
         yield f"{name} = {size} neither divides nor is a multiple of the model's {kv_heads} key/value heads"
-    for key in ("intermediate_size", "moe_intermediate_size"):
+    for key in (
+        "intermediate_size",
+        "moe_intermediate_size",
+        "shared_expert_intermediate_size",
+        "linear_num_key_heads",
+    ):
         if model.get(key) and model[key] % size:
             yield f"{name} = {size} does not divide the model's {key} of {model[key]}"
 
@@ -214,6 +227,8 @@ def _fp8_problems(learner: LearnerSection, tp: int, model: Mapping[str, Any]) ->
     """Yields a sentence for each dimension that tensor cores cannot multiply in fp8 on `tp` tensor parallel ranks."""
     if learner.fp8 == "none":
         return
+    if has_delta(model):
+        yield f'learner.layers = "{learner.layers}": gated delta networks were not tried in fp8; take "local"'
     multiple = FP8_MULTIPLE[learner.fp8]
     for key in ("hidden_size", "intermediate_size", "moe_intermediate_size"):
         if model.get(key) and model[key] % (multiple * tp):

@@ -112,6 +112,13 @@ class ModelConfig(TypedDict, total=False):
     moe_layer_freq: OptionalCount
     mlp_layer_types: list[str] | None
     num_nextn_predict_layers: OptionalCount
+    full_attention_interval: Size
+    linear_conv_kernel_dim: Size
+    linear_key_head_dim: Size
+    linear_value_head_dim: Size
+    linear_num_key_heads: Heads
+    linear_num_value_heads: Heads
+    shared_expert_intermediate_size: OptionalCount
     quantization_config: dict[str, Any] | None
 
 
@@ -164,6 +171,11 @@ def read_model_config(directory: Path) -> ModelConfig:
 def experts_of(model: Mapping[str, Any]) -> int:
     """Returns the routed experts per layer of a Hugging Face config; 0 for a dense model."""
     return model.get("num_experts") or model.get("num_local_experts") or model.get("n_routed_experts") or 0
+
+
+def has_delta(model: Mapping[str, Any]) -> bool:
+    """Whether some layers of a Hugging Face config are gated delta networks."""
+    return bool(model.get("linear_num_value_heads"))
 
 
 def check_weights(directory: Path, key: str) -> None:

@@ -144,7 +144,7 @@ class _Rotate(torch.autograd.Function):
         return rotate(grads[0], cos, sin, inverse=True), None, None
 
 
-class _Unpad(torch.autograd.Function):
+class Unpad(torch.autograd.Function):
     """Padded [slots, heads, d] -> packed [t, heads, d]."""
 
     @staticmethod
@@ -216,4 +216,4 @@ def _bucketed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packin
         bq, bk, bv = batch.split([heads, groups, groups], dim=1)
         out = F.scaled_dot_product_attention(bq, bk, bv, is_causal=True, scale=scale, enable_gqa=heads != groups)
         outputs.append(out.transpose(1, 2).reshape(-1, heads, out.shape[-1]))
-    return _Unpad.apply(torch.cat(outputs) if len(outputs) > 1 else outputs[0], padding.slots).to(q.dtype)
+    return Unpad.apply(torch.cat(outputs) if len(outputs) > 1 else outputs[0], padding.slots).to(q.dtype)

@@ -26,14 +26,15 @@ from megatron.core.transformer.transformer_layer import (
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner.attention import PackedAttention, Packing
+from mugrpo_megatron.learner.delta import delta_spec
 from mugrpo_megatron.learner.groups import Ranks
 from mugrpo_megatron.learner.latent import latent_spec
 from mugrpo_megatron.learner.linear import DirectLayers
-from mugrpo_megatron.learner.operators import RMSNorm, SwiGLU, frequencies
+from mugrpo_megatron.learner.operators import SwiGLU, frequencies, norm_type
 from mugrpo_megatron.megatron_compat import mlp_spec
 from mugrpo_megatron.recipe.policy import ModelSection
 from mugrpo_megatron.recipe.systems import LearnerSection, ParallelSection
-from mugrpo_megatron.weights.architecture import Architecture, Latent, Rope, stage_layers
+from mugrpo_megatron.weights.architecture import Architecture, Rope, stage_layers
 from mugrpo_megatron.weights.table import NORMS
 
 
@@ -61,26 +62,33 @@ def block_spec(
     """The layers of this rank's pipeline stage, or of its virtual stage `vp_stage`, and the model's final norm."""
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
-    routed, dense = (layer_spec(config, backend, architecture.latent, experts) for experts in (architecture.experts, 0))
-    specs = [dense if layer < architecture.dense_layers else routed for layer in layers]
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
+    specs = [layer_spec(config, backend, architecture, layer) for layer in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm_type(config))
 
 
 def layer_spec(
-    config: TransformerConfig, backend: BackendSpecProvider, latent: Latent | None, experts: int
+    config: TransformerConfig, backend: BackendSpecProvider, architecture: Architecture, layer: int
 ) -> ModuleSpec:
     """A pre-norm layer; `config.moe_grouped_gemm` selects one grouped GEMM for its experts, if any."""
-    fused = backend.fuse_layernorm_and_linear()
+    fused, norm = backend.fuse_layernorm_and_linear(), norm_type(config)
+    experts = architecture.experts if layer >= architecture.dense_layers else 0
+    latent, linear = architecture.latent, architecture.is_linear(layer)
+    if latent:
+        attention = latent_spec(latent, backend)
+    elif architecture.delta and linear:
+        attention = delta_spec(architecture.delta, backend)
+    else:
+        attention = _attention_spec(config, backend)
     # use_te_activation_func is Megatron's name for taking the activation from the spec.
     activation = SwiGLU if config.use_te_activation_func else None
     mlp = mlp_spec(backend, experts or None, config.moe_grouped_gemm, activation)
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=IdentityOp if fused and not latent else RMSNorm,
-            self_attention=latent_spec(latent, backend) if latent else _attention_spec(config, backend),
+            input_layernorm=IdentityOp if fused and not (latent or linear) else norm,
+            self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=IdentityOp if fused and not experts else RMSNorm,
+            pre_mlp_layernorm=IdentityOp if fused and not experts else norm,
             mlp=mlp,
             mlp_bda=get_bias_dropout_add,
             # A norm has one name in checkpoints, fused or not: either backend loads what the other saved.
@@ -90,7 +98,7 @@ def layer_spec(
 
 
 def _attention_spec(config: TransformerConfig, backend: BackendSpecProvider) -> ModuleSpec:
-    head_norm = RMSNorm if config.qk_layernorm else IdentityOp
+    head_norm = norm_type(config) if config.qk_layernorm else IdentityOp
     return ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},

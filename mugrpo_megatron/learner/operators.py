@@ -31,6 +31,9 @@ class RMSNorm(torch.nn.Module):
     Takes Megatron's arguments. Under sequence parallelism the weight's gradient is summed over TP ranks.
     """
 
+    centre = 0.0
+    """Added to the weight."""
+
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
         self.eps = eps
@@ -41,30 +44,43 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., hidden] -> the same shape and dtype."""
-        if x.is_cuda:  # one kernel each way; on CPU torch composes it from single operations
+        if x.is_cuda and not self.centre:  # one kernel each way; on CPU torch composes it from single operations
             return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
-        return _RMSNorm.apply(x, self.weight, self.eps)
+        return _RMSNorm.apply(x, self.weight, self.eps, self.centre)
+
+
+class ZeroCentredRMSNorm(RMSNorm):
+    """RMSNorm whose weight is stored minus one, and multiplied in float32 (Gemma, Qwen3.5)."""
+
+    centre = 1.0
+
+
+def norm_type(config: TransformerConfig) -> type[RMSNorm]:
+    return ZeroCentredRMSNorm if config.layernorm_zero_centered_gamma else RMSNorm
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, centre: float) -> torch.Tensor:
         wide = x.float()
         scale = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
         ctx.save_for_backward(x, weight, scale)
+        ctx.centre = centre
+        if centre:
+            return (wide * scale).mul_(weight.float() + centre).to(x.dtype)
         return (wide * scale).to(x.dtype).mul_(weight)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
         """With n = x s and g = dy w:  dw = sum dy n,  dx = s (g - n mean(g n))."""
         x, weight, scale = ctx.saved_tensors
         dy, width = grads[0].float(), x.shape[-1]
         normed = x.float() * scale
         dw = torch.linalg.vecdot(dy.reshape(-1, width), normed.reshape(-1, width), dim=0)
-        g = dy * weight
+        g = dy * (weight.float() + ctx.centre if ctx.centre else weight)
         mean = torch.linalg.vecdot(g, normed).div_(width).unsqueeze(-1)
         dx = g.addcmul_(normed, mean, value=-1).mul_(scale)
-        return dx.to(x.dtype), dw.to(weight.dtype), None
+        return dx.to(x.dtype), dw.to(weight.dtype), None, None
 
 
 class SwiGLU(MegatronModule):

@@ -52,6 +52,42 @@ class Latent:
         return self.key_value + self.rotary
 
 
+@dataclass(frozen=True)
+class Delta:
+    """Sizes of gated delta networks (arXiv 2412.06464), which replace attention in some layers."""
+
+    key_heads: int
+    value_heads: int
+    key: int
+    """Dimensions of a query's and a key's head."""
+    value: int
+    """Dimensions of a value's head."""
+    kernel: int
+    """Tokens that the causal convolution sees."""
+    linear_layers: tuple[bool, ...]
+    """Whether each layer has one; the others have attention."""
+
+    @property
+    def keys(self) -> int:
+        """Dimensions of the keys of all heads."""
+        return self.key_heads * self.key
+
+    @property
+    def values(self) -> int:
+        """Dimensions of the values of all heads."""
+        return self.value_heads * self.value
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.keys + self.values
+
+    @property
+    def state(self) -> int:
+        """Float32 numbers of a sequence's state in one layer."""
+        return self.value_heads * self.key * self.value
+
+
 def stage_layers(layers: int, stages: int) -> list[int]:
     """Layers of each pipeline stage, in order; if they do not divide, the first stages have one more."""
     # Not the last ones: the last stage also has the output layer and the loss.
@@ -73,6 +109,8 @@ class Architecture:
     rope: Rope
     latent: Latent | None = None
     """None for attention whose keys and values are not compressed."""
+    delta: Delta | None = None
+    """None if every layer has attention."""
     unread: tuple[str, ...] = field(default=(), compare=False)
     """Fields of the config that transformers' class of this model does not read, so they change nothing."""
 
@@ -114,7 +152,18 @@ class Architecture:
 
     def has_row(self, row: Row, layer: int) -> bool:
         """Whether the layer has the parameter of this row."""
+        if row.layers in ("linear", "full"):
+            return (row.layers == "linear") == self.is_linear(layer)
         return row.layers == "all" or (row.layers == "dense") == (layer < self.dense_layers)
+
+    def is_linear(self, layer: int) -> bool:
+        """Whether the layer has a gated delta network instead of attention."""
+        return self.delta is not None and self.delta.linear_layers[layer]
+
+    @property
+    def attention_layers(self) -> int:
+        """Number of layers with attention, which an engine caches keys and values of."""
+        return sum(not self.is_linear(layer) for layer in range(self.layers))
 
     @property
     def qk_layernorm(self) -> bool:
@@ -133,22 +182,44 @@ class Architecture:
                 "U": heads * (self.latent.plain + self.latent.value),
                 "O": heads * self.latent.value,
             }
-        return self._other_letters | {
-            "Q": heads * head_dim,
-            "K": self.transformer["num_query_groups"] * head_dim,
-            "D": head_dim,
-        }
+        gated_queries = {"G": 2 * heads * head_dim} if self.transformer.get("attention_output_gate") else {}
+        return (
+            self._other_letters
+            | gated_queries
+            | {
+                "Q": heads * head_dim,
+                "K": self.transformer["num_query_groups"] * head_dim,
+                "D": head_dim,
+            }
+        )
 
     @property
     def _other_letters(self) -> dict[str, int]:
         shared = self.transformer.get("moe_shared_expert_intermediate_size")
-        return ({"S": shared} if shared else {}) | {
-            "V": self.vocab_size,
-            "H": self.transformer["hidden_size"],
-            "F": self.transformer["ffn_hidden_size"],
-            "M": self.transformer.get("moe_ffn_hidden_size", 0),
-            "E": self.experts,
-        }
+        delta = self.delta
+        linear = (
+            {
+                "B": delta.values,
+                "N": delta.value_heads,
+                "W": delta.value,
+                "X": delta.channels,
+                "Y": delta.kernel,
+            }
+            if delta
+            else {}
+        )
+        return (
+            ({"S": shared} if shared else {})
+            | linear
+            | {
+                "1": 1,
+                "V": self.vocab_size,
+                "H": self.transformer["hidden_size"],
+                "F": self.transformer["ffn_hidden_size"],
+                "M": self.transformer.get("moe_ffn_hidden_size", 0),
+                "E": self.experts,
+            }
+        )
 
     def shape(self, letters: str) -> tuple[int, ...]:
         """The sizes of a row's shape, e.g. "Q H"."""

@@ -4,6 +4,8 @@ Shapes are written in letters that an `Architecture` resolves: V vocabulary, H h
 feed-forward, S shared experts' feed-forward, Q heads x head_dim, K key/value heads x head_dim, D head_dim, E experts.
 Latent attention has C the queries' rank, L the keys' and values', P the latter with the rotary dimensions, U heads x
 (key without rotary dimensions + value), O heads x value.
+Gated delta networks have B value heads x value, N value heads, W dimensions of a value, X channels and Y tokens of the
+convolution; the attention beside them has G heads x (query + gate).
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Form = Literal["copy", "vocab", "qkv", "gated", "stacked"]
-Layers = Literal["all", "dense", "routed"]
+Form = Literal["copy", "vocab", "qkv", "qkv_gated", "gated", "stacked"]
+Layers = Literal["all", "dense", "routed", "linear", "full"]
 Split = Literal["none", "rows", "columns"]
 
 
@@ -26,14 +28,17 @@ class Row:
     hf: tuple[tuple[str, str], ...]
     """(name, shape in letters) of the Hugging Face tensors, in the order in which they merge."""
     form: Form = "copy"
-    """`copy`: the same tensor; `vocab`: padded at the end; `qkv`: [group][heads of q, k, v]; `gated`: [gate; up];
-    `stacked`: one tensor above the other."""
+    """`copy`: the same tensor; `vocab`: padded at the end; `qkv`: [group][heads of q, k, v]; `qkv_gated`: [group][heads
+    of q, their output gates, k, v]; `gated`: [gate; up]; `stacked`: one tensor above the other."""
     split: Split = "none"
     """Dimension that tensor parallelism shards: `rows` is 0, `columns` is 1."""
     layers: Layers = "all"
-    """Layers that have it, in a model whose layers are partly dense."""
+    """Layers that have it, in a model whose layers are partly dense, or partly without attention (`linear`)."""
     frozen: bool = False
     """Whether it is a float32 buffer that training does not change."""
+    sections: tuple[tuple[str, int], ...] = ()
+    """(Megatron's name, size) of the sections of the first dimension. A tensor parallel rank has a shard of each, and
+    distributed checkpoints have a tensor of each."""
 
 
 OURS, THEIRS = "decoder.layers.{layer}.", "model.layers.{layer}."
@@ -113,6 +118,13 @@ def in_layers(layers: Layers, rows: Iterable[Row]) -> tuple[Row, ...]:
     return tuple(replace(row, layers=layers) for row in rows)
 
 
+def with_attention(attention: Iterable[Row]) -> tuple[Row, ...]:
+    """`TRUNK` with other rows for attention."""
+    others = [row for row in TRUNK if ".self_attention." not in row.megatron]
+    norm = next(index for index, row in enumerate(others) if ".input_layernorm." in row.megatron)
+    return (*others[: norm + 1], *attention, *others[norm + 1 :])
+
+
 def latent_trunk(compressed: bool) -> tuple[Row, ...]:
     """`TRUNK` with multi-head latent attention (arXiv 2405.04434, 2.1); `compressed`: queries have latents too."""
     ours, theirs = OURS + "self_attention.", THEIRS + "self_attn."
@@ -140,6 +152,4 @@ def latent_trunk(compressed: bool) -> tuple[Row, ...]:
         Row(ours + "linear_kv_up_proj.weight", ((theirs + "kv_b_proj.weight", "U L"),), split="rows"),
         Row(ours + "linear_proj.weight", ((theirs + "o_proj.weight", "H O"),), split="columns"),
     )
-    others = [row for row in TRUNK if ".self_attention." not in row.megatron]
-    norm = next(index for index, row in enumerate(others) if ".input_layernorm." in row.megatron)
-    return (*others[: norm + 1], *attention, *others[norm + 1 :])
+    return with_attention(attention)

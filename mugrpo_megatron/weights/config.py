@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.weights.architecture import Architecture, Latent, Rope
+from mugrpo_megatron.weights.architecture import Architecture, Delta, Latent, Rope
 from mugrpo_megatron.weights.blocks import Row
 
 WITHOUT_EFFECT = frozenset(
@@ -175,13 +175,14 @@ def decoder(
     rms_norm_eps: float = 1e-6,
     latent: Latent | None = None,
     rotated: float = 1.0,
+    delta: Delta | None = None,
     **transformer: Any,
 ) -> Architecture:
     """A pre-norm RMSNorm decoder with rotary positions and a gated SiLU feed-forward; the family adds the rest.
 
     head_dim, rope_theta, rms_norm_eps: the family's defaults, for a config without these fields. latent: sizes of
-    latent attention, instead of head_dim. rotated: fraction of a head that is rotated. transformer: the family's
-    arguments of TransformerConfig.
+    latent attention, instead of head_dim. rotated: fraction of a head that is rotated. delta: sizes of gated delta
+    networks. transformer: the family's arguments of TransformerConfig.
     Raises UserError for a field that is missing, malformed or not supported.
     """
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
@@ -191,6 +192,8 @@ def decoder(
     head_dim = head_dim or hidden // heads
     if head_dim % 2:
         raise fields.error(f"head_dim {head_dim} is odd, but rotary embedding rotates pairs")
+    if int(head_dim * rotated) % 2 or not 0 < int(head_dim * rotated) <= head_dim:
+        raise fields.error(f"partial_rotary_factor {rotated} of head_dim {head_dim} is not a positive number of pairs")
     groups = fields.take("num_key_value_heads", heads)
     if heads % groups:
         raise fields.error(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}")
@@ -231,6 +234,7 @@ def decoder(
         },
         rope=rotary,
         latent=latent,
+        delta=delta,
     )
     return replace(architecture, unread=fields.finish())
 

@@ -26,6 +26,7 @@ from mugrpo_megatron.weights.blocks import (
     shared_experts,
 )
 from mugrpo_megatron.weights.config import Fields, decoder, routing, sigmoid_routing
+from mugrpo_megatron.weights.hybrid import qwen3_5_moe_text, qwen3_5_text
 
 
 def _llama(fields: Fields) -> Architecture:
@@ -181,18 +182,21 @@ FAMILIES = {
     "mixtral": _mixtral,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "qwen3_5_moe_text": qwen3_5_moe_text,
+    "qwen3_5_text": qwen3_5_text,
     "qwen3_moe": _qwen3_moe,
 }
 """`model_type` -> function that reads its config, the config of transformers' `...ForCausalLM` class."""
 _SPARSE = "sparse attention (DSA), whose indexer the learner does not have"
-_LINEAR = "linear attention (Gated DeltaNet) over packed rows, which the pinned Megatron does not have"
+_WITH_VISION = "a vision tower; its text alone is the family {}"
 CLOSE = {
     "deepseek_v32": _SPARSE,
     "glm_moe_dsa": _SPARSE,
-    "qwen3_next": _LINEAR,
-    "qwen3_5": _LINEAR,
-    "qwen3_5_moe": _LINEAR,
-    "kimi_linear": "linear attention (Kimi Delta Attention), which the pinned Megatron does not have",
+    "qwen3_next": "projections of gated delta networks that are grouped by key head; of the later models the family "
+    "qwen3_5_moe_text is supported",
+    "qwen3_5": _WITH_VISION.format("qwen3_5_text"),
+    "qwen3_5_moe": _WITH_VISION.format("qwen3_5_moe_text"),
+    "kimi_linear": "linear attention (Kimi Delta Attention), which the learner does not have",
     "deepseek_v2": "the softmax router of its groups; of the later models the family deepseek_v3 is supported",
     "gpt_oss": "attention sinks and weights in mxfp4",
 }
@@ -247,11 +251,16 @@ def token_flops(architecture: Architecture, sequence: float) -> TokenFlops:
         attention = queries + size["H"] * size["P"] + size["L"] * size["U"] + size["O"] * size["H"]
         scored = size["Q"] + size["O"]
     else:
-        attention = size["H"] * (size["Q"] + 2 * size["K"]) + size["Q"] * size["H"]
+        attention = size["H"] * (size.get("G", size["Q"]) + 2 * size["K"]) + size["Q"] * size["H"]
         scored = 2 * size["Q"]
+    full, linear = architecture.attention_layers, 0
+    if delta := architecture.delta:
+        # Of the state: what a key reads, what is written, what a query reads.
+        rule = delta.channels * delta.kernel + 3 * delta.state
+        linear = size["H"] * (delta.channels + 2 * (delta.values + delta.value_heads)) + rule
     return TokenFlops(
-        layers=2.0 * (layers * attention + feed_forward),
-        attention=2.0 * layers * scored * sequence / 2,
+        layers=2.0 * (full * attention + (layers - full) * linear + feed_forward),
+        attention=2.0 * full * scored * sequence / 2,
         head=2.0 * size["V"] * size["H"],
     )
 

@@ -86,9 +86,13 @@ def whole_shape(entry: Entry, architecture: Architecture) -> tuple[int, ...]:
 
 def merge_from_hf(entry: Entry, tensors: Sequence[torch.Tensor], architecture: Architecture) -> torch.Tensor:
     """Hugging Face tensors -> the unsharded Megatron parameter, without vocabulary padding."""
-    if entry.row.form == "qkv":
+    if entry.row.form in ("qkv", "qkv_gated"):
         groups = architecture.transformer["num_query_groups"]
         by_group = [tensor.reshape(groups, -1, *tensor.shape[1:]) for tensor in tensors]
+        if entry.row.form == "qkv_gated":
+            # Hugging Face has each head's query above its gate, Megatron a group's queries above its gates.
+            heads = by_group[0].unflatten(1, (-1, 2, architecture.transformer["kv_channels"]))
+            by_group[0] = heads.transpose(1, 2).flatten(1, 3)
         return torch.cat(by_group, dim=1).flatten(0, 1)
     return torch.cat(list(tensors), dim=0) if len(tensors) > 1 else tensors[0]
 
@@ -96,13 +100,18 @@ def merge_from_hf(entry: Entry, tensors: Sequence[torch.Tensor], architecture: A
 def split_to_hf(entry: Entry, unsharded: torch.Tensor, architecture: Architecture) -> list[torch.Tensor]:
     """The unsharded Megatron parameter -> views with the elements of its Hugging Face tensors, in row-major order.
 
-    The views of `qkv` are [groups, rows of a group, ...]: reshaping to the tensor's shape would copy, so callers do it.
-    For a rank's shard of a linear layer, views of that rank's shard of each tensor.
+    The views of `qkv` are [groups, rows of a group, ...], of queries with gates [groups, heads, 2, dim, ...]: reshaping
+    to the tensor's shape would copy, so callers do it. For a rank's shard of a linear layer, views of that rank's shard
+    of each tensor.
     """
-    if entry.row.form == "qkv":
+    if entry.row.form in ("qkv", "qkv_gated"):
         groups = architecture.transformer["num_query_groups"]
         rows = [shape[0] // groups for shape in entry.hf_shapes(architecture)]
-        return list(unsharded.view(-1, sum(rows), *unsharded.shape[1:]).split(rows, dim=1))
+        views = list(unsharded.view(-1, sum(rows), *unsharded.shape[1:]).split(rows, dim=1))
+        if entry.row.form == "qkv_gated":
+            heads = views[0].unflatten(1, (2, -1, architecture.transformer["kv_channels"]))
+            views[0] = heads.transpose(1, 2)
+        return views
     if entry.row.form == "gated":
         return list(unsharded.chunk(2, dim=0))
     if entry.row.form == "vocab":
@@ -117,6 +126,9 @@ def shard(entry: Entry, unsharded: torch.Tensor, size: int, rank: int) -> torch.
     if entry.row.split == "none" or size == 1:
         return unsharded
     dimension = DIMENSION[entry.row.split]
+    if entry.row.sections:
+        sections = unsharded.split([rows for _, rows in entry.row.sections])
+        return torch.cat([section.chunk(size)[rank] for section in sections])
     if entry.row.form == "gated":
         return torch.cat([half.chunk(size, dim=dimension)[rank] for half in unsharded.chunk(2, dim=0)], dim=dimension)
     return unsharded.chunk(size, dim=dimension)[rank]
@@ -127,6 +139,10 @@ def unshard(entry: Entry, shards: Sequence[torch.Tensor]) -> torch.Tensor:
     if entry.row.split == "none" or len(shards) == 1:
         return shards[0]
     dimension = DIMENSION[entry.row.split]
+    if entry.row.sections:
+        rows = [size // len(shards) for _, size in entry.row.sections]
+        sections = zip(*(shard.split(rows) for shard in shards), strict=True)
+        return torch.cat([of_rank for section in sections for of_rank in section])
     if entry.row.form == "gated":
         halves = [shard.chunk(2, dim=0) for shard in shards]
         return torch.cat([rank_halves[half] for half in (0, 1) for rank_halves in halves], dim=dimension)
@@ -144,19 +160,28 @@ def pad_vocab(entry: Entry, unsharded: torch.Tensor, rows: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Stored:
-    """Location of an unsharded parameter in a Megatron distributed checkpoint: in a stack over layers and experts."""
+    """Location of an unsharded parameter, or a section of it, in a Megatron distributed checkpoint: in a stack over
+    layers and experts."""
 
     key: str
     index: tuple[int, ...]
     """Index in the stack: (), (layer,) or (layer, expert)."""
     stack: tuple[int, ...]
     """Size of the stack in the same dimensions."""
+    shape: tuple[int, ...]
+    """Shape of the parameter or section."""
+
+    @property
+    def stacked_shape(self) -> tuple[int, ...]:
+        """Shape of the tensor in the checkpoint."""
+        return self.stack + self.shape
 
 
-def stored(entry: Entry, architecture: Architecture) -> Stored:
-    """Key and index of a parameter in a `torch_dist` checkpoint; the same for every layout."""
+def stored(entry: Entry, architecture: Architecture) -> list[Stored]:
+    """Locations in a `torch_dist` checkpoint of a parameter, or of its sections in order; the same for every layout."""
     # Megatron stacks layers only if all have the same parameters (TransformerBlock.sharded_state_dict).
-    key, alike = entry.megatron, not (architecture.experts and architecture.dense_layers)
+    alike = not ((architecture.experts and architecture.dense_layers) or architecture.delta)
+    key = entry.megatron
     for pattern, replacement in STORED_NAMES[0 if alike else 1 :]:
         key = pattern.sub(replacement, key)
     index, stack = [], []
@@ -164,7 +189,9 @@ def stored(entry: Entry, architecture: Architecture) -> Stored:
         index, stack = [entry.layer], [architecture.layers]
     if entry.of_expert:
         index, stack = [*index, entry.expert], [*stack, architecture.experts]
-    return Stored(key, tuple(index), tuple(stack))
+    shape = whole_shape(entry, architecture)
+    sections = [(f".{name}", (rows, *shape[1:])) for name, rows in entry.row.sections] or [("", shape)]
+    return [Stored(key + name, tuple(index), tuple(stack), part) for name, part in sections]
 
 
 def table_name(name: str) -> str:

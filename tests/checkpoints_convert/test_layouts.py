@@ -22,6 +22,8 @@ MODELS = {
     "qwen3_moe": ("qwen3_moe", {}),
     "mixtral": ("mixtral", {}),
     "deepseek_v3": ("deepseek_v3", {}),
+    "qwen3_5_text": ("qwen3_5_text", {"tie_word_embeddings": True, "vocab_size": 130}),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", {}),
 }
 LAYOUTS: dict[str, Layout] = {
     "tp1": {},
@@ -48,7 +50,9 @@ def test_conversion_loads_in_every_layout(checkpoints: Path, tmp_path: Path, lay
         assert_same_weights(checkpoints / name, tmp_path / name)
 
 
-@pytest.mark.parametrize("name", ["qwen2-tied", "qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.night)])
+@pytest.mark.parametrize(
+    "name", ["qwen2-tied", "qwen3_moe", "qwen3_5_text", pytest.param("deepseek_v3", marks=pytest.mark.night)]
+)
 def test_training_checkpoint_becomes_hugging_face(checkpoints: Path, tmp_path: Path, name: str) -> None:
     layout = {"tensor": 2, "pipeline": 2}
     run_ranks(4, save_training_checkpoint, checkpoints / name, tmp_path / "saved", layout)

@@ -69,6 +69,12 @@ def test_fields_that_transformers_does_not_write_are_asked_for() -> None:
     assert "lacks first_k_dense_replace" in said
 
 
+def test_engines_of_gated_delta_networks_are_refused() -> None:
+    model = {**models.SIZES, **models.FAMILIES["qwen3_5_text"], "model_type": "qwen3_5_text"}
+    (said,) = problems_of(recipe(), model)
+    assert "whose gated delta networks no engine of this project generates with yet" in said
+
+
 def test_latent_attention_is_not_quantised() -> None:
     model = {**models.SIZES, **models.FAMILIES["deepseek_v3"], "model_type": "deepseek_v3"}
     said = problems_of(recipe(**FP8, **BFLOAT16), model)

@@ -66,6 +66,25 @@ def test_impossible_layouts_are_refused(sections: dict[str, Any], world: int, sa
         check_layout(recipe(**sections), MODEL, world)
 
 
+HYBRID = {**MODEL, "model_type": "qwen3_5_text", "linear_num_key_heads": 6, "linear_num_value_heads": 12}
+
+
+@pytest.mark.parametrize(
+    ("sections", "world", "said"),
+    [
+        ({"parallel": {"context": 2}}, 2, r"parallel.context = 2 splits sequences, and the state .* set it to 1"),
+        ({"parallel": {"tensor": 4}}, 4, r"tensor = 4 does not divide the 2 key/value heads of gated attention"),
+        ({"parallel": {"tensor": 4}}, 4, r"tensor = 4 does not divide the model's linear_num_key_heads of 6"),
+        ({"learner": {"layers": "fp8_tensorwise"}}, 1, r'not tried in fp8; take "local"'),
+    ],
+)
+def test_what_gated_delta_networks_cannot_be_split_into_is_refused(
+    sections: dict[str, Any], world: int, said: str
+) -> None:
+    with pytest.raises(UserError, match=said):
+        check_layout(recipe(**sections), HYBRID, world)
+
+
 def test_every_problem_is_reported_at_once() -> None:
     with pytest.raises(UserError, match=r"attention heads.*layers"):
         check_layout(recipe(parallel={"tensor": 3, "pipeline": 5}), MODEL, 15)

@@ -16,7 +16,8 @@ from mugrpo_megatron.files.checkpoint_state import STATE
 from mugrpo_megatron.learner import checkpoint
 from mugrpo_megatron.learner.learner import build_learner
 from mugrpo_megatron.learner.update import update
-from tests.learner.tiny import advantages, as_on_cuda, recipe, samples, save_model
+from tests import models
+from tests.learner.tiny import VOCAB, advantages, as_on_cuda, recipe, samples, save_model
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.process
@@ -95,6 +96,15 @@ def test_a_checkpoint_goes_on_without_expert_parallelism(routed: str, tmp_path: 
     unbroken = run_ranks(2, train_and_save, routed, str(tmp_path / "c"), {"parallel": {"expert": 2}})[0]
     [(_, _, metrics)] = run_ranks(1, resume, routed, str(tmp_path / "c"), {})
     assert_goes_on(metrics, unbroken)
+
+
+def test_a_checkpoint_of_gated_delta_networks_goes_on_in_another_layout(tmp_path: Path) -> None:
+    models.save_model(tmp_path / "hybrid", "qwen3_5_text", vocab_size=VOCAB, scale=2.0)
+    model, directory = str(tmp_path / "hybrid"), str(tmp_path / "c")
+    unbroken = run_ranks(4, train_and_save, model, directory, SP)[0]
+    for world, sections in ((1, {}), (4, SP)):
+        [(_, _, metrics), *_] = run_ranks(world, resume, model, directory, sections)
+        assert_goes_on(metrics, unbroken, exactly=sections == SP)
 
 
 def saved_by_each_rank(model: str, directory: str, sections: Sections) -> dict[str, int]:

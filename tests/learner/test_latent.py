@@ -26,23 +26,23 @@ REPLAY = {"learner": {"routing_replay": "learner"}}
 LENGTHS = np.array([14, 9, 1])
 
 
-def gradients(learner: Learner, model: str) -> dict[str, float]:
+def gradients(learner: Learner, model: str, lengths: np.ndarray = LENGTHS) -> dict[str, float]:
     """Largest difference of each parameter's gradient from transformers', as a share of its largest value.
 
     The learner packs the sequences into one row; the loss is a random sum of log-probabilities.
     """
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, VOCAB, (int(LENGTHS.sum()),), generator=generator)
+    ids = torch.randint(0, VOCAB, (int(lengths.sum()),), generator=generator)
     slopes = torch.randn(len(ids), VOCAB, generator=generator)
-    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    positions = torch.cat([torch.arange(length) for length in lengths])
     (wrapped,) = learner.chunks
-    chunk, packing = policy(wrapped), make_packing(LENGTHS, torch.device("cpu"))
+    chunk, packing = policy(wrapped), make_packing(lengths, torch.device("cpu"))
     wrapped.zero_grad_buffer()
     hidden = chunk(ids[None], positions[None], attention_mask=None, packed_seq_params=packing).squeeze(1)
     ((hidden @ chunk.output_weight().T).log_softmax(-1) * slopes).sum().backward()
 
     proximal = tiny.load(Path(model))
-    for sequence, slope in zip(ids.split(LENGTHS.tolist()), slopes.split(LENGTHS.tolist()), strict=True):
+    for sequence, slope in zip(ids.split(lengths.tolist()), slopes.split(lengths.tolist()), strict=True):
         (proximal(sequence[None]).logits[0].log_softmax(-1) * slope).sum().backward()
     theirs = {name: parameter.grad for name, parameter in proximal.named_parameters()}
     apart = {}

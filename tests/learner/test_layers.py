@@ -52,7 +52,8 @@ LATENT = {
     "self_attention.linear_qkv_down_proj.weight": "self_attention.linear_qkv_down_proj.weight",
 }
 """Of a first layer, which has no experts."""
-WITHOUT_EXPERTS = ("qwen2", "qwen3", "llama", "mistral")
+DELTA = {name: name for name in ("input_layernorm.weight", "self_attention.in_proj.weight", "self_attention.A_log")}
+WITHOUT_EXPERTS = ("qwen2", "qwen3", "llama", "mistral", "qwen3_5_text")
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +67,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fused_name(name: str, model: Architecture) -> str:
     """Transformer Engine's name of the table's parameter `name`: norms before experts and latents are not fused."""
     layer = int(result[1]) if (result := re.match(r"decoder\.layers\.(\d+)\.", name)) else 0
-    apart = {"pre_mlp_layernorm.": layer >= model.dense_layers, "input_layernorm.": model.latent is not None}
+    linear = model.delta is not None and model.delta.linear_layers[layer]
+    apart = {"pre_mlp_layernorm.": layer >= model.dense_layers, "input_layernorm.": bool(model.latent or linear)}
     for plain, fused_norm in NORMS.items():
         if not apart[plain]:
             name = name.replace(f".{plain}", f".{fused_norm}")
@@ -82,7 +84,8 @@ def test_names_are_those_of_the_modules_and_come_back_and_checkpoints_have_those
     for family, (table, megatrons, names) in zip(models.FAMILIES, result, strict=True):
         model = architecture(json.loads((checkpoints / family / "config.json").read_text()))
         known = {fused_name(name, model): name for name in entries(model)}
-        for name, expected in (LATENT if model.latent else DENSE if model.dense_layers else ROUTED).items():
+        names_of_layer = LATENT if model.latent else DELTA if model.delta else DENSE if model.dense_layers else ROUTED
+        for name, expected in names_of_layer.items():
             assert known[LAYER + expected] == LAYER + name
         assert {name: table_name(name) for name in known} == known
         assert all(table_name(name) == name for name in known.values())
@@ -151,7 +154,7 @@ def test_swiglu_is_fused_on_cuda(checkpoints: Path, family: str) -> None:
     chosen = recipe(checkpoints / family)
     sections = chosen.model, chosen.parallel, chosen.learner
     config = transformer_config(*sections, model, ranks, grouped_experts=False)
-    mlp = mlp_parts(layers.layer_spec(config, LocalSpecProvider(), None, config.num_moe_experts or 0).submodules.mlp)
+    mlp = mlp_parts(layers.layer_spec(config, LocalSpecProvider(), model, 0).submodules.mlp)
     if not model.experts:
         assert mlp.activation_func is SwiGLU
     assert config.use_te_activation_func == (not model.experts), "Megatron takes the spec's activation"

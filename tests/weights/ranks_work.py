@@ -26,7 +26,7 @@ from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.buckets import build_plan, planned_tensors
 from mugrpo_megatron.weights.families import read_architecture
 from mugrpo_megatron.weights.hf import load_hf, save_hf
-from mugrpo_megatron.weights.table import entries, stored, whole_shape
+from mugrpo_megatron.weights.table import entries, stored
 from tests.weights.tiny import recipe
 
 Layout = dict[str, Any]
@@ -148,10 +148,9 @@ def stored_shapes(hf_dirs: list[Path]) -> list[tuple[Shapes, Shapes, list[str]]]
     result = []
     for hf_dir in hf_dirs:
         (chunk,), architecture = build(hf_dir, {}, ranks)
-        table = {}
+        table: Shapes = {}
         for entry in entries(architecture).values():
-            location = stored(entry, architecture)
-            table[location.key] = location.stack + whole_shape(entry, architecture)
+            table |= {place.key: place.stacked_shape for place in stored(entry, architecture)}
         state = chunk.sharded_state_dict()
         apply_factories(state)
         tensors = [value for value in nested_values(state) if isinstance(value, ShardedTensor)]

@@ -38,6 +38,7 @@ PARAMETERS = {
     "Moonlight-16B-A3B": 15_960_110_208,
     "GLM-4.7-Flash": 29_943_393_920,
     "DeepSeek-V3 in bfloat16": 671_026_419_200,
+    "text of Qwen3.5-0.8B": 752_393_024,
 }
 LATENT = {**models.SIZES, **models.FAMILIES["deepseek_v3"], "model_type": "deepseek_v3"}
 ROPES: list[dict[str, Any]] = [
@@ -157,8 +158,19 @@ def test_old_spelling_of_rope_scaling_means_the_same() -> None:
         ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "needs attention sinks and weights in mxfp4"),
         ("deepseek_v32", {}, "model_type 'deepseek_v32' is not supported: it needs sparse attention (DSA)"),
         ("glm_moe_dsa", {}, "needs sparse attention (DSA)"),
-        ("qwen3_next", {}, "needs linear attention (Gated DeltaNet)"),
-        ("qwen3_5_moe", {}, "needs linear attention (Gated DeltaNet)"),
+        ("qwen3_next", {}, "needs projections of gated delta networks that are grouped by key head"),
+        ("qwen3_5_moe", {}, "needs a vision tower; its text alone is the family qwen3_5_moe_text"),
+        ("qwen3_5_text", {"linear_num_key_heads": 6}, "32 is not a multiple of linear_num_key_heads 6"),
+        ("qwen3_5_text", {"layer_types": ["full_attention"]}, "layer_types names 1 of 2 layers"),
+        ("qwen3_5_text", {"layer_types": ["sliding", "full_attention"]}, "linear_attention or full_attention"),
+        ("qwen3_5_text", {"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype is 'bfloat16'"),
+        ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate is False"),
+        (
+            "qwen3_5_text",
+            {"head_dim": 12},
+            "partial_rotary_factor 0.25 of head_dim 12 is not a positive number of pairs",
+        ),
+        ("qwen3_5_moe_text", {"norm_topk_prob": False, "moe_intermediate_size": 8}, "norm_topk_prob is False"),
     ],
 )
 def test_what_the_learner_cannot_honour_is_refused(family: str, changes: dict[str, Any], sentence: str) -> None:

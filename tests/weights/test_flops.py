@@ -30,6 +30,25 @@ def test_forward_flop_are_those_that_torch_counts(tmp_path: Path, family: str, c
     assert counter.get_total_flops() == pytest.approx(tokens * (layers + 2 * work.attention + work.head), rel=0.01)
 
 
+def test_flop_of_gated_delta_networks_are_those_that_torch_counts(tmp_path: Path) -> None:
+    """Except for the rule itself, which transformers computes in chunks; it is held to the products of the recurrence:
+    a key reads the state, the state gets key times value, a query reads it."""
+
+    def without_rule(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: Any) -> Any:
+        return torch.zeros_like(value), None
+
+    model, tokens = save_model(tmp_path, "qwen3_5_text"), 24
+    for module in model.modules():
+        if hasattr(module, "chunk_gated_delta_rule"):
+            module.chunk_gated_delta_rule = without_rule  # type: ignore[assignment]
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(torch.arange(tokens)[None], use_cache=False)
+    architecture = read_architecture(tmp_path)
+    work, (linear, heads, key, value) = token_flops(architecture, tokens), (3, 8, 8, 12)
+    layers = work.layers - 2 * linear * heads * 3 * key * value
+    assert counter.get_total_flops() == pytest.approx(tokens * (layers + 2 * work.attention + work.head), rel=0.01)
+
+
 def test_a_token_of_a_mixture_pays_for_its_experts_and_the_router(tmp_path: Path) -> None:
     """torch does not count the grouped products of experts, so they are held to the dense model of the same width."""
     save_model(tmp_path / "moe", "qwen3_moe", num_experts_per_tok=3, moe_intermediate_size=40)

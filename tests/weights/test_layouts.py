@@ -36,7 +36,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe_lite": ("glm4_moe_lite", {"vocab_size": 131}),
     "glm4_moe": ("glm4_moe", {}),
     "glm4_moe-normed": ("glm4_moe", {"use_qk_norm": True, "attention_bias": False, "num_key_value_heads": 4}),
+    "qwen3_5_text": ("qwen3_5_text", {"tie_word_embeddings": True, "vocab_size": 130}),
+    "qwen3_5_text-equal": ("qwen3_5_text", {"linear_num_value_heads": 4, "linear_conv_kernel_dim": 3}),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", {}),
 }
+BOUNDS = {"qwen3_5": 1e-4}
+"""Largest difference of logits for models whose names begin so, else 1e-5. The inputs of a delta rule's state are
+divided by their norm: on these models transformers' own float32 is 3.5e-5 from its float64."""
 LAYOUTS: dict[str, Layout] = {
     "tp4": {"tensor": 4},
     "tp2pp2": {"tensor": 2, "pipeline": 2},
@@ -90,7 +96,10 @@ def test_round_trip_is_bitwise(checkpoints: Path, tmp_path: Path, name: str) -> 
         tiny.assert_same_weights(checkpoints / model, tmp_path / model)
 
 
-DIVIDED = ("qwen2-tied", "qwen3", "llama-rope-linear", "mistral", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
+DIVIDED = (
+    *("qwen2-tied", "qwen3", "llama-rope-linear", "mistral", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe"),
+    "qwen3_5_text",
+)
 """A model of each family, one with a single key/value head among them."""
 
 
@@ -105,4 +114,5 @@ def test_logits_are_those_of_transformers(checkpoints: Path, layout: Layout, nam
     for model, megatron in zip(names, result, strict=True):
         with torch.no_grad():
             expected = tiny.load(checkpoints / model)(torch.tensor([IDS])).logits[0].numpy()
-        assert np.abs(megatron - expected).max() < 1e-5, model
+        bound = next((bound for start, bound in BOUNDS.items() if model.startswith(start)), 1e-5)
+        assert np.abs(megatron - expected).max() < bound, model

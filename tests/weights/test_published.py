@@ -158,7 +158,7 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         qwen2(3584, 18944, 28, 28, 4, quantization_config={"quant_method": "awq"}),
         ("stored in awq",),
     ),
-    "Qwen3-Next-80B-A3B": (moe(model_type="qwen3_next"), ("Gated DeltaNet",)),
+    "Qwen3-Next-80B-A3B": (moe(model_type="qwen3_next"), ("gated delta networks",)),
     "DeepSeek-V2-Lite": (deepseek(model_type="deepseek_v2"), ("deepseek_v2",)),
     "gemma-2-2b": (dense("gemma2", 2304, 9216, 26, 8, 4, 256000, 8192), ("model_type 'gemma2' is not supported",)),
     "a Llama with Granite's and Gemma's factors": (

@@ -85,7 +85,7 @@ def test_merge_shard_unshard_split_is_the_identity(model: Architecture, size: in
 def test_every_tensor_has_one_place(model: Architecture) -> None:
     table = entries(model)
     names = [name for entry in table.values() for name in entry.hf]
-    locations = [stored(entry, model) for entry in table.values()]
+    locations = [place for entry in table.values() for place in stored(entry, model)]
     assert len(names) == len(set(names))
     assert len(locations) == len({(location.key, location.index) for location in locations})
     assert ("lm_head.weight" in names) is not model.tied

@@ -116,7 +116,7 @@ def extract(megatron: Path, hf: Path, out: Path, overwrite: bool = False) -> Non
     rank, alpha, kinds = int(model["lora_rank"]), float(model["lora_alpha"]), str(model["lora_targets"]).split()
     tensors: dict[str, torch.Tensor] = {}
     for entry, leaf in _adapted(architecture, kinds):
-        place = stored(entry, architecture)
+        (place,) = stored(entry, architecture)
         above, _, layer = place.key.removesuffix(".weight").rpartition(".")
         experts = (leaf.experts,) if leaf.experts else ()
         index = place.index[: len(place.index) - len(experts)]

@@ -107,8 +107,13 @@ def row_kinds(row: Row) -> tuple[str, ...]:
 def target_kinds(architecture: Architecture, targets: Targets, where: str = "lora.targets") -> tuple[str, ...]:
     """The kinds of layers that `targets` names, in the table's order; `where` names the setting in errors.
 
-    Raises UserError for a name that is none, for no names, and for latent attention.
+    Raises UserError for a name that is none, for no names, for latent attention and for gated delta networks.
     """
+    if architecture.delta:
+        raise UserError(
+            f"lora: adapters do not fit {architecture.family}, whose gated delta networks shard sections of a "
+            "projection; leave [lora] out and train the weights"
+        )
     if architecture.latent:
         raise UserError(
             f"lora: adapters do not fit {architecture.family}, whose latents are projected whole on every rank and "

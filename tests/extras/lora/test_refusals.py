@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.extras.lora.targets import target_kinds
+from mugrpo_megatron.weights.families import read_architecture
 from tests.extras.lora.adapted import ALPHA, RANK, write_adapter
 from tests.hostile.outcome import command, refused
+from tests.models import save_model as save_hybrid
 from tests.tiny import save_model, write_recipe
 
 LORA = {"rank": RANK, "alpha": ALPHA}
@@ -72,6 +75,12 @@ def test_experts_have_adapters_by_the_names_of_transformers(tmp_path: Path) -> N
 def test_latent_attention_has_none(tmp_path: Path) -> None:
     latent = save_model(tmp_path / "latent", "deepseek_v3")
     refused(*dry(tmp_path, latent, {**LORA, "targets": ["o_proj"]}), says="adapters do not fit deepseek_v3")
+
+
+def test_gated_delta_networks_have_none(tmp_path: Path) -> None:
+    save_hybrid(tmp_path, "qwen3_5_text")
+    with pytest.raises(UserError, match=r"adapters do not fit qwen3_5_text, whose gated delta networks"):
+        target_kinds(read_architecture(tmp_path), "all-linear")
 
 
 def edited(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:

@@ -1,0 +1,224 @@
+"""Gated delta networks over packed sequences (arXiv 2412.06464, equation 10; Qwen3.5).
+
+Megatron's own module (core/ssm/gated_delta_net) needs flash-linear-attention's CUDA kernels, and refuses packed rows
+without them. This module has its parameters and checkpoint keys. Every segment of a packed row starts with an empty
+convolution window and a state of zeros, so no token sees a token of another segment. Tensor parallel ranks have their
+own heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+    sharded_state_dict_default,
+)
+from torch.utils.checkpoint import checkpoint
+
+from mugrpo_megatron.learner.attention import Packing, Unpad
+from mugrpo_megatron.learner.operators import RMSNorm
+from mugrpo_megatron.megatron_compat import split_tensor_factory
+from mugrpo_megatron.weights.architecture import Delta
+
+CHUNK = 64
+"""Tokens whose updates of the state are one system of equations."""
+EPSILON = 1e-6
+"""Added to the squared norm of queries and keys."""
+
+
+@dataclass
+class DeltaSubmodules:
+    """Classes of its linear layers, under Megatron's names."""
+
+    in_proj: type
+    """Column parallel."""
+    out_proj: type
+    """Row parallel."""
+
+
+class GatedDeltaNet(MegatronModule):
+    """[t, 1, hidden] -> the same, t divided by TP under sequence parallelism."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: DeltaSubmodules,
+        layer_number: int,
+        sizes: Delta,
+        pg_collection: Any,
+        **_: Any,
+    ) -> None:
+        super().__init__(config)
+        self.sizes, self.group = sizes, pg_collection.tp
+        ranks = self.group.size()
+        self.keys, self.values, self.heads = sizes.keys // ranks, sizes.values // ranks, sizes.value_heads // ranks
+        self.sections = [self.keys, self.keys, self.values, self.values, self.heads, self.heads]
+        """Rows of this rank's shard of in_proj: query, key, value, gate z, beta, alpha."""
+        linear: dict[str, Any] = {"config": config, "bias": False, "is_expert": False, "tp_group": self.group}
+        self.dt_bias = self._parameter(self.heads)
+        self.A_log = self._parameter(self.heads)
+        self.in_proj = build_module(
+            submodules.in_proj,
+            config.hidden_size,
+            ranks * sum(self.sections),
+            init_method=config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            **linear,
+        )
+        self.conv1d = torch.nn.Module()
+        self.conv1d.register_parameter("weight", self._parameter(sizes.channels // ranks, 1, sizes.kernel))
+        self.out_norm = RMSNorm(config, sizes.value, config.layernorm_epsilon)
+        # Its gradient is a sum over this rank's heads, and `forward` adds the other ranks'.
+        self.out_norm.weight.sequence_parallel = False  # type: ignore[attr-defined]
+        self.out_proj = build_module(
+            submodules.out_proj,
+            sizes.values,
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            **linear,
+        )
+
+    def _parameter(self, *shape: int) -> torch.nn.Parameter:
+        """A parameter of this rank's heads."""
+        weight = torch.empty(shape, dtype=self.config.params_dtype, device=torch.cuda.current_device())
+        parameter = torch.nn.Parameter(weight)
+        parameter.tensor_model_parallel, parameter.partition_dim = True, 0  # type: ignore[attr-defined]
+        return parameter
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, *, packed_seq_params: Packing, **_: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The output and its bias, which is None."""
+        projected, _bias = self.in_proj(hidden_states)
+        qkv, z, beta_alpha = projected.squeeze(1).split([sum(self.sections[:3]), self.values, 2 * self.heads], dim=-1)
+        padding, outputs = packed_seq_params.padding, []
+        padded = _Pad.apply(torch.cat([qkv, beta_alpha], dim=-1), padding.rows, padding.slots)
+        counts = [bucket.count * bucket.length for bucket in padding.buckets]
+        recomputes = self.config.recompute_granularity == "selective" and self.training
+        for bucket, rows in zip(padding.buckets, padded.split(counts), strict=True):
+            segments = rows.view(bucket.count, bucket.length, -1)
+            mixed = checkpoint(self._mix, segments, use_reentrant=False) if recomputes else self._mix(segments)
+            outputs.append(mixed.flatten(0, 1))
+        out = Unpad.apply(torch.cat(outputs) if len(outputs) > 1 else outputs[0], padding.slots)
+        weight = copy_to_tensor_model_parallel_region(self.out_norm.weight, self.group)
+        out = F.rms_norm(out.float(), out.shape[-1:], None, self.out_norm.eps).to(z.dtype) * weight
+        out = out * F.silu(z.unflatten(-1, (-1, self.sizes.value)).float())
+        return self.out_proj(out.to(z.dtype).flatten(1).unsqueeze(1))
+
+    def _mix(self, segments: torch.Tensor) -> torch.Tensor:
+        """[segments, tokens, query key value beta alpha] -> [segments, tokens, heads, value], causal."""
+        qkv, beta, alpha = segments.split([sum(self.sections[:3]), self.heads, self.heads], dim=-1)
+        window = F.pad(qkv.transpose(1, 2), (self.sizes.kernel - 1, 0))
+        convolved = F.conv1d(window, self.conv1d.get_parameter("weight"), groups=qkv.shape[-1])
+        query, key, value = F.silu(convolved).transpose(1, 2).split(self.sections[:3], dim=-1)
+        query, key = (x.unflatten(-1, (-1, self.sizes.key)) for x in (query, key))
+        value = value.unflatten(-1, (-1, self.sizes.value))
+        log_decay = -self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias)
+        return gated_delta_rule(query, key, value, log_decay, beta.sigmoid()).to(segments.dtype)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None, **_: Any
+    ) -> dict[str, Any]:
+        """The keys of Megatron's own module: each section of `in_proj` and `conv1d` is a tensor of its own."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        tensors = {
+            "A_log": self.A_log,
+            "dt_bias": self.dt_bias,
+            "conv1d.weight": self.conv1d.get_parameter("weight"),
+            "out_norm.weight": self.out_norm.weight,
+        }
+        axes = {"A_log": 0, "dt_bias": 0, "conv1d.weight": 0}
+        groups = {"tp_group": self.group, "dp_cp_group": metadata["dp_cp_group"]}
+        state = make_sharded_tensors_for_checkpoint(tensors, prefix, axes, sharded_offsets, **groups)
+        for name in ("in_proj", "out_proj"):
+            layer = getattr(self, name)
+            state |= sharded_state_dict_default(layer, f"{prefix}{name}.", sharded_offsets, metadata, self.group)
+        names = ("query", "key", "value", "z", "beta", "alpha")
+        for name, count in (("in_proj.weight", 6), ("conv1d.weight", 3)):
+            sharded = state[prefix + name]
+            state[prefix + name] = split_tensor_factory(sharded, self.sections[:count], names[:count], 0)
+        return state
+
+
+def delta_spec(sizes: Delta, backend: BackendSpecProvider) -> ModuleSpec:
+    """Takes attention's place in a layer, with the backend's linear layers."""
+    submodules = DeltaSubmodules(backend.column_parallel_linear(), backend.row_parallel_linear())
+    return ModuleSpec(module=GatedDeltaNet, params={"sizes": sizes}, submodules=submodules)
+
+
+class _Pad(torch.autograd.Function):
+    """Packed [t, d] -> padded [slots, d]; as in attention, the gradient of a padding slot is zero and is not read."""
+
+    @staticmethod
+    def forward(ctx: Any, packed: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(slots)
+        return packed.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (slots,) = ctx.saved_tensors
+        return grads[0].index_select(0, slots), None, None
+
+
+def gated_delta_rule(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor
+) -> torch.Tensor:
+    """Outputs S_t q_t of the state S_t = a_t S_{t-1} (1 - b_t k_t k_t^T) + b_t v_t k_t^T, with S_0 = 0, in float32.
+
+    Within a chunk the updates are one triangular system (arXiv 2412.06464, section 3.3), between chunks a loop.
+
+    Args:
+        query, key: [n, t, key heads, key], normalised here; value: [n, t, heads, value].
+        log_decay: [n, t, heads], logarithm of a; beta: [n, t, heads], b.
+
+    Returns:
+        float32 [n, t, heads, value]
+    """
+    t, heads, width = value.shape[1:]
+    query, key = (x.float() * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + EPSILON) for x in (query, key))
+    query, key = (x.repeat_interleave(heads // x.shape[2], 2) for x in (query, key))
+    chunk = min(CHUNK, t)
+    # From here on every tensor is [n, chunks, heads, tokens of a chunk, ...]. Padding has beta 0, so no effect.
+    query, key, value, log_decay, beta = (
+        _chunks(x, chunk) for x in (query * query.shape[-1] ** -0.5, key, value.float(), log_decay, beta.float())
+    )
+    total = log_decay.cumsum(-1)
+    later = torch.ones(chunk, chunk, dtype=torch.bool, device=total.device).triu(1)
+    # Masked before the exponential, whose gradient is then 0 and not infinity times 0.
+    decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(later, float("-inf")).exp()
+    weighted = key * beta.unsqueeze(-1)
+    system = (weighted @ key.transpose(-1, -2)) * decay
+    sides = torch.cat([value * beta.unsqueeze(-1), weighted * total.exp().unsqueeze(-1)], dim=-1)
+    solution = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
+    written, read = solution.split([width, key.shape[-1]], dim=-1)
+    scores = (query @ key.transpose(-1, -2)) * decay
+    query = query * total.exp().unsqueeze(-1)
+    key = (key * (total[..., -1:] - total).exp().unsqueeze(-1)).transpose(-1, -2)
+    remaining = total[..., -1, None, None].exp()
+    state = value.new_zeros(len(value), heads, query.shape[-1], width)
+    outputs = []
+    for i in range(total.shape[1]):
+        update = written[:, i] - read[:, i] @ state
+        outputs.append(scores[:, i] @ update + query[:, i] @ state)
+        state = state * remaining[:, i] + key[:, i] @ update
+    return torch.stack(outputs, dim=1).transpose(2, 3).flatten(1, 2)[:, :t]
+
+
+def _chunks(x: torch.Tensor, chunk: int) -> torch.Tensor:
+    """[n, t, heads, ...] -> [n, chunks, heads, tokens of a chunk, ...], with zeros after the last token."""
+    missing = -x.shape[1] % chunk
+    padded = F.pad(x, (0, 0) * (x.dim() - 2) + (0, missing)) if missing else x
+    return padded.unflatten(1, (-1, chunk)).transpose(2, 3)
