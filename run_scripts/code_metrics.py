@@ -27,10 +27,10 @@ MAIN_PATH = (
 """Where a reader follows a response from the engine to the gradient."""
 
 HELD = {
-    "product lines (core, extras, convert)": 44_741,
-    "lines of tests": 42_085,
+    "product lines (core, extras, convert)": 45_294,
+    "lines of tests": 42_368,
     "lines of run_scripts": 4117,
-    "core files": 198,
+    "core files": 200,
     "parameters of type Recipe": 87,
     "class names defined twice": 0,
     "locals called one": 5,
@@ -38,7 +38,7 @@ HELD = {
     "turns of dialect in docstrings": 28,
     "recipe keys": 138,
     "recipe keys that nothing shipped sets": 35,
-    "modules with one importer": 39,
+    "modules with one importer": 41,
     "basenames that occur twice": 4,
     "circles of rooms": 0,
     "words of pages": 35_000,
