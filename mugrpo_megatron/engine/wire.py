@@ -22,7 +22,7 @@ import base64
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -281,8 +281,9 @@ def _support_from_top_logprobs(
     return top_p_support(tokens.reshape(shape), values.reshape(shape), ids, logprobs, sampling.top_p)
 
 
-MOST_IDS = 512
-"""Most token ids of one `LogprobRange`, unless a single token has a larger support."""
+MOST_LOGPROBS = 1 << 14
+"""Most logprobs in the reply to one `LogprobRange`, unless a single token has a larger support: SGLang makes a Python
+object of each, which at this number costs more than the request itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,16 +303,20 @@ class LogprobRange:
 def logprob_ranges(length: int, logprob_tokens: int, support_ids: np.ndarray | None) -> Iterator[LogprobRange]:
     """Ranges that cover the last `logprob_tokens` of `length` tokens.
 
-    `support_ids` is int32 [logprob_tokens, k], or None.
+    `support_ids` is int32 [logprob_tokens, k], PADDING where fewer, or None.
     """
     first = length - logprob_tokens
     if support_ids is None:
         yield LogprobRange(first, length, None)
         return
-    size = max(1, MOST_IDS // support_ids.shape[1])
-    for start, end in pairwise([*range(0, logprob_tokens, size), logprob_tokens]):
-        ids = np.unique(support_ids[start:end])
-        yield LogprobRange(first + start, first + end, ids[ids >= 0].tolist())
+    start, union = 0, set[int]()
+    for index, row in enumerate(support_ids.tolist()):
+        support = {token for token in row if token != PADDING}
+        if (index + 1 - start) * len(union | support) > MOST_LOGPROBS and index > start:
+            yield LogprobRange(first + start, first + index, sorted(union))
+            start, union = index, set()
+        union |= support
+    yield LogprobRange(first + start, length, sorted(union))
 
 
 def logprob_request(ids: Sequence[int], tokens: LogprobRange) -> dict[str, Any]:

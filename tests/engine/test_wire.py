@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import math
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -12,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mugrpo_megatron.engine import wire
 from mugrpo_megatron.engine.wire import (
-    MOST_IDS,
     PADDING,
     LogprobRange,
     Request,
@@ -191,6 +192,7 @@ def sglang(ids: list[int], arguments: dict[str, Any], logprobs: np.ndarray) -> d
     return {"meta_info": {"input_token_logprobs": tokens, "input_token_ids_logprobs": others}}
 
 
+@patch.object(wire, "MOST_LOGPROBS", 500)
 @given(st.integers(0, 10**6), st.integers(1, 6), st.integers(1, 300), st.one_of(st.none(), st.integers(1, 20)))
 def test_ranges_together_are_the_softmax_over_each_token_s_support(
     seed: int, prompt: int, response: int, top: int | None
@@ -206,7 +208,8 @@ def test_ranges_together_are_the_softmax_over_each_token_s_support(
         support_ids[:, 1:][rng.random((response, top - 1)) < 0.3] = -1
     parsed = []
     for tokens in logprob_ranges(len(ids), response, support_ids):
-        assert tokens.token_ids is None or len(tokens.token_ids) <= MOST_IDS
+        count = tokens.end - tokens.start
+        assert tokens.token_ids is None or count == 1 or count * len(tokens.token_ids) <= 500
         rows = None if support_ids is None else support_ids[tokens.start - prompt : tokens.end - prompt]
         parsed.append(range_logprobs(sglang(ids, logprob_request(ids, tokens), logprobs), tokens, rows))
     expected = logprobs[np.arange(prompt, len(ids)), ids[prompt:]]
@@ -214,6 +217,14 @@ def test_ranges_together_are_the_softmax_over_each_token_s_support(
         mass = np.where(support_ids >= 0, np.exp(np.take_along_axis(logprobs[prompt:], support_ids.clip(0), 1)), 0)
         expected = expected - np.log(mass.sum(1))
     np.testing.assert_allclose(np.concatenate(parsed), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(("width", "most"), [(64, 96), (5, 27), (1, 12)])
+def test_a_long_response_takes_few_requests(width: int, most: int) -> None:
+    """Of 1,520 tokens of which no two share a support: cuts at a fixed number of tokens took 190 at a top-k of 64."""
+    support_ids = np.full((1520, 64), PADDING, dtype=np.int32)
+    support_ids[:, :width] = np.arange(1520 * width).reshape(1520, width)
+    assert len(list(logprob_ranges(1530, 1520, support_ids))) <= most
 
 
 def test_another_number_of_tokens_is_an_error() -> None:
