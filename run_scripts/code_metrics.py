@@ -27,9 +27,9 @@ MAIN_PATH = (
 """Where a reader follows a response from the engine to the gradient."""
 
 HELD = {
-    "product lines (core, extras, convert)": 45_294,
-    "lines of tests": 42_368,
-    "lines of run_scripts": 4117,
+    "product lines (core, extras, convert)": 45_299,
+    "lines of tests": 42_403,
+    "lines of run_scripts": 4159,
     "core files": 200,
     "parameters of type Recipe": 87,
     "class names defined twice": 0,

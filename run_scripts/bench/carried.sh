@@ -14,6 +14,8 @@ for part in learner engine; do
 done
 export PYTHONPATH=$site:$PWD PYTHONUNBUFFERED=1 TORCHINDUCTOR_COMPILE_THREADS=8
 PATH=$(dirname "$(python3 -c 'import sys; print(sys.executable)')"):$PATH
+# Of the folder above nvcc, which may be a script in /usr/local/bin, tvm-ffi would take a CUDA without libraries.
+if [ -z "${CUDA_HOME:-}" ] && [ -x /usr/local/cuda/bin/nvcc ]; then export CUDA_HOME=/usr/local/cuda; fi
 # flashinfer is a stub, and sgl_kernel's version is not asked of its metadata.
 export SGLANG_IS_FLASHINFER_AVAILABLE=false SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK=1
 # torch_memory_saver's library, which SGLang preloads, needs libcudart.

@@ -7,7 +7,7 @@
 # That machine is taken to have Python 3.12, torch 2.11.0+cu130, triton 3.6.0, nvcc 13.0, ninja and the usual scientific
 # packages. Versions are those of constraints-cuda.txt. SGLang runs there with engine.extra.attention_backend = "triton":
 # FlashAttention 3 (1.8 GB) stays behind, and so does flashinfer (440 MB), which only sampling with top-p calls.
-# TVM_CACHE=DIR adds kernels that SGLang has compiled before (TVM_FFI_CACHE_DIR); else they are compiled there.
+# With .venv, nvcc 13.0 and ninja here, the kernels that SGLang would compile there are compiled here (engine_kernels.py).
 # .gpu/learner (5 MiB) is all that a learner needs, and .gpu/engine is the rest.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -51,11 +51,12 @@ min_p_sampling_from_probs = top_k_top_p_sampling_from_probs = _absent
 PY
 : > "$out/stubs/IPython/__init__.py"
 printf 'def display(*_, **__): ...\n\n\nclass HTML:\n    def __init__(self, *_, **__): ...\n' > "$out/stubs/IPython/display.py"
-if [ -n "${TVM_CACHE:-}" ]; then
-  for folder in "$TVM_CACHE"/*/; do
-    mkdir -p "$out/tvm-ffi/$(basename "$folder")"
-    cp "$folder"*.so "$out/tvm-ffi/$(basename "$folder")/"
-  done
+if [ -x .venv/bin/python ] && [ -n "$(command -v nvcc)" ] && [ -n "$(command -v ninja)" ]; then
+  .venv/bin/python -m pip install --quiet --no-deps --target "$work/tvm" "$(pinned apache-tvm-ffi)"
+  cuda=${CUDA_HOME:-/usr/local/cuda}
+  CUDA_HOME=$cuda LD_LIBRARY_PATH=$cuda/lib64 TVM_FFI_CACHE_DIR=$work/kernels PYTHONPATH=$work/tvm:. \
+    .venv/bin/python -m run_scripts.bench.engine_kernels
+  (cd "$work/kernels" && find . -name '*.so' -exec cp --parents {} "$OLDPWD/$out/tvm-ffi/" \;)
 fi
 rm -rf .gpu
 mv "$archive" .gpu

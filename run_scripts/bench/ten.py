@@ -85,8 +85,8 @@ COMMANDS = {"A": tuple(A), "B": tuple(B)}
 """Each a call on a borrowed machine, in order of certainty times value."""
 INSTALL_S = {"A": 10, "B": 20}
 """Seconds of carried.sh."""
-PATIENCE = 4
-"""Factor of the limits with --small, for cores that other programs use."""
+PATIENCE = 20
+"""Factor of the limits with --small: on busy cores a step may be slow, and only hangs are cut."""
 
 
 def write_row(out: Path, row: Row) -> None:

@@ -209,6 +209,7 @@ def learner_of(name: str, small: bool) -> Iterator[tuple[Any, Callable[[], objec
     with tempfile.TemporaryDirectory() as folder:
         recipe = recipe_of(save_random(name, Path(folder)), small)
         mine = build_learner(recipe)
+    reset_peak()  # the checkpoint's model is freed, so the peak is that of updates
     samples, advantages = sample_update(recipe, SHAPES[name].vocab_size)
     yield mine, lambda: update(mine, samples, advantages)
     shutdown()
@@ -361,8 +362,11 @@ def profile_update(small: bool) -> Iterator[Row]:
 
 def row_kernels(small: bool) -> Iterator[Row]:
     """The loss's row kernels in ncu: share of the device memory's bandwidth."""
-    options = "--target-processes all --clock-control none -k regex:_statistics|_gradient -c 2"
+    # Three launches: statistics for the inputs' log-probabilities, then statistics and gradient of the loss.
+    options = "--target-processes all --clock-control none -k regex:_statistics|_gradient -c 3"
     bench = f"{sys.executable} -m run_scripts.bench.loss_path --device cuda --tokens 4096 --ways fused --repeats 1"
     done = subprocess.run(f"ncu {options} {bench}".split(), capture_output=True, text=True)
     print(done.stdout, done.stderr)
-    yield {"ncu": [line.strip() for line in done.stdout.splitlines() if "_kernel" in line or "Throughput" in line]}
+    words = "_statistics (", "_gradient (", "Throughput", "Duration"
+    lines = [line.strip() for line in done.stdout.splitlines() if any(word in line for word in words)]
+    yield {"ncu": lines, "code": done.returncode}

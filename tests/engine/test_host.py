@@ -54,9 +54,10 @@ def generating(engine: StubEngine, ends: tuple[Channel, Channel], sampling: Samp
 
 
 @pytest.mark.process
-def test_a_spawned_scheduler_does_not_find_megatron() -> None:
+@pytest.mark.parametrize("module", [host.__name__, "run_scripts.bench.ten"])
+def test_a_spawned_scheduler_does_not_find_megatron(module: str) -> None:
     """`multiprocessing` runs the parent's main module again in a process that it spawns, as `__mp_main__`."""
-    code = f"import runpy, sys; runpy.run_module({host.__name__!r}, run_name='__mp_main__'); " + (
+    code = f"import runpy, sys; runpy.run_module({module!r}, run_name='__mp_main__'); " + (
         "assert sys.modules['megatron'] is None"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

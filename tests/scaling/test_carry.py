@@ -9,8 +9,12 @@ import sys
 import tarfile
 import zipfile
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
+
+from run_scripts.bench.engine_kernels import HEAD_DIMS, ROW_BYTES, compile_kernels
+from run_scripts.bench.ten_learner import SHAPES
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "run_scripts" / "bench" / "carry.sh").read_text(encoding="utf-8")
@@ -68,6 +72,25 @@ def test_every_python_file_of_the_kernels_is_carried_and_no_library_too_many(tmp
     with tarfile.open(tmp_path / "sgl_kernel.tar.xz") as archive:
         files = {member.name.removeprefix("./") for member in archive if member.isfile()}
     assert files == {*python, *LIBRARIES, record}
+
+
+def test_kernels_are_compiled_for_the_shapes_and_the_architecture_of_the_bench(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What SGLang asks of its compiler; its engine looks for the same names (`load_jit`)."""
+    compiler = MagicMock(__version__="1")
+    monkeypatch.setitem(sys.modules, "tvm_ffi", compiler)
+    monkeypatch.setitem(sys.modules, "tvm_ffi.cpp", compiler.cpp)
+    compile_kernels()
+    folders = [Path(call.kwargs["build_directory"]).name for call in compiler.cpp.load_inline.call_args_list]
+    assert all(folder.endswith("__arch_9.0__tvmffi_1") for folder in folders)
+    shape = SHAPES["Qwen2.5-1.5B"]
+    head_dim = shape.hidden_size // shape.num_attention_heads
+    for sizes, size, kernel in (
+        (HEAD_DIMS, head_dim, f"fused_rope_true_{head_dim}_true_bf16_t"),
+        (ROW_BYTES, 2 * head_dim * shape.num_key_value_heads, f"kvcache_{ROW_BYTES[0]}_true"),
+    ):
+        assert size in sizes
+        assert sum(folder.startswith(f"sgl_kernel_jit_{kernel}") for folder in folders) == 1
+    assert len(folders) == 8
 
 
 def write_wheel(folder: Path, name: str) -> None:
