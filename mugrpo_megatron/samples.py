@@ -11,6 +11,8 @@ import numpy as np
 from mugrpo_megatron.errors import EngineFailure
 from mugrpo_megatron.recipe.scoring import OVERLONG
 
+UNSCORED = "group.unscored"
+"""Component of a sample: the share of its group's responses without a reward, which are no samples."""
 Message = Mapping[str, Any]
 """A chat message: `role`, `content` (text, or null beside other fields), and what else its row has for a template."""
 

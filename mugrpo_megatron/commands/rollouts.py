@@ -35,8 +35,8 @@ from mugrpo_megatron.recipe.functions import load_function
 from mugrpo_megatron.rewards.pool import reward_before_penalty
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.initial_model import with_cached_model
-from mugrpo_megatron.run.stage_groups import UNSCORED, displayed_advantages
-from mugrpo_megatron.samples import Sample
+from mugrpo_megatron.run.stage_groups import displayed_advantages
+from mugrpo_megatron.samples import UNSCORED, Sample
 from mugrpo_megatron.stages.columns import LogprobColumn
 from mugrpo_megatron.stages.manifest import check_stage, stage_identity
 from mugrpo_megatron.stages.store import StageStore

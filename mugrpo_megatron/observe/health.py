@@ -15,6 +15,8 @@ from mugrpo_megatron.observe.metrics import Row, in_order, mean_in, values_in
 
 EQUAL = 0.9
 """Fraction of groups with equal rewards."""
+UNSCORED = 0.2
+"""Fraction of responses without a reward."""
 CUT = 0.5
 """Fraction of truncated responses."""
 UNPARSED = 0.9
@@ -69,6 +71,7 @@ def health_warnings(
     recent = _tail(updates, MIN_UPDATES) if len(updates) >= MIN_UPDATES else []
     warnings = (
         _equal_rewards(last),
+        _unscored(last),
         _truncated(last, evals[-1:]),
         _no_answer(evals[-1:]),
         _entropy(updates, recent),
@@ -108,6 +111,16 @@ def _equal_rewards(stages: Sequence[Row]) -> Iterator[HealthWarning]:
             "average: they have no gradient, and nothing is learned from them",
             "read some with `mugrpo rollouts`: if all are wrong, the reward or the gold answers are broken or the "
             "problems too hard; if all are right, too easy",
+        )
+
+
+def _unscored(stages: Sequence[Row]) -> Iterator[HealthWarning]:
+    share = mean_in(stages, "unscored_fraction")
+    if share is not None and share >= UNSCORED:
+        yield HealthWarning(
+            "no reward",
+            f"{_percent(share)} of the responses of {_stage_names(stages)} have no reward and are left out",
+            "find out where the reward function returns None, fails or runs into a limit (docs/rewards.md)",
         )
 
 

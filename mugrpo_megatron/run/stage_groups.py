@@ -16,10 +16,7 @@ from mugrpo_megatron.recipe.policy import RolloutSection
 from mugrpo_megatron.recipe.scoring import RewardSection
 from mugrpo_megatron.rewards.pool import with_length_penalty
 from mugrpo_megatron.run.cursor import Cursor
-from mugrpo_megatron.samples import InMemoryRoutes, Prompt, Sample, rewards_and_groups, trained_lengths
-
-UNSCORED = "group.unscored"
-"""Component: the share of a group's responses without a reward."""
+from mugrpo_megatron.samples import UNSCORED, InMemoryRoutes, Prompt, Sample, rewards_and_groups, trained_lengths
 
 
 def group_prompt(recipe: Recipe, problems: PreparedData, cursor: Cursor, group: int) -> Prompt:

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from mugrpo_megatron.algorithm.advantages import before_penalty
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.scoring import OVERLONG
-from mugrpo_megatron.samples import InMemoryRoutes, Sample
+from mugrpo_megatron.samples import UNSCORED, InMemoryRoutes, Sample
 from mugrpo_megatron.stages.routes import append_routes
 
 
@@ -209,7 +209,7 @@ class StageStatistics:
 
     def __init__(self) -> None:
         self._sums: Counter[str] = Counter()
-        self._reward, self._longest = 0.0, 0
+        self._reward, self._unscored, self._longest = 0.0, 0.0, 0
         self._components: dict[str, tuple[float, int]] = {}
         """Name -> sum and count."""
 
@@ -227,7 +227,8 @@ class StageStatistics:
         self._sums["truncated"] += table["finish_reason"].to_pylist().count("length")
         self._sums["alike"] += int((spread == 0).sum())
         self._longest = max(self._longest, int(lengths.max()))
-        components = ({entry["name"]: entry["value"] for entry in row} for row in table["components"].to_pylist())
+        components = [{entry["name"]: entry["value"] for entry in row} for row in table["components"].to_pylist()]
+        self._unscored += sum(components[start].get(UNSCORED, 0.0) for start in starts.tolist())
         for name, values in by_name(components).items():
             total, count = self._components.get(name, (0.0, 0))
             self._components[name] = total + sum(values), count + len(values)
@@ -243,6 +244,7 @@ class StageStatistics:
             "generated_tokens": sums["tokens"],
             "truncated_fraction": sums["truncated"] / sums["responses"],
             "zero_variance_fraction": sums["alike"] / sums["groups"],
+            "unscored_fraction": self._unscored / sums["groups"],
             **{f"reward/{name}": total / count for name, (total, count) in self._components.items()},
         }
 

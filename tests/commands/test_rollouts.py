@@ -28,8 +28,7 @@ from mugrpo_megatron.recipe import load_recipe
 from mugrpo_megatron.recipe.scoring import RewardSection
 from mugrpo_megatron.recipe.sections import DataSection
 from mugrpo_megatron.run.directory import open_directory
-from mugrpo_megatron.run.stage_groups import UNSCORED
-from mugrpo_megatron.samples import Sample
+from mugrpo_megatron.samples import UNSCORED, Sample
 from mugrpo_megatron.stages.columns import LogprobColumn
 from mugrpo_megatron.stages.manifest import stage_identity
 from mugrpo_megatron.stages.store import StageStore

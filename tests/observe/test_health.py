@@ -72,6 +72,7 @@ FALLEN = {"accuracy/mean": 0.2, "low/mean": 0.17, "high/mean": 0.24}
     ("name", "change"),
     [
         ("equal rewards", late("stage", zero_variance_fraction=0.95)),
+        ("no reward", late("stage", unscored_fraction=0.5)),
         ("truncated", late("stage", truncated_fraction=0.6)),
         ("truncated", late("eval", **{"truncated/math500": 0.9})),
         ("no answer", late("eval", **{"unparsed/math500": 0.97})),

@@ -91,6 +91,11 @@ def grow(response: str, answer: str) -> float:
 _left_behind: list[bytearray] = []
 
 
+def half_scored(completions: list[str], **columns: object) -> list[float | None]:
+    """No reward for a text of odd length; else whether its length is a multiple of 4."""
+    return [None if len(text) % 2 else float(len(text) % 4 == 0) for text in completions]
+
+
 def parity(response: str, answer: str) -> float:
     """A coin flip that depends on the response: random answers are rewarded half of the time."""
     return float(sum(map(ord, response)) % 2)

@@ -377,6 +377,7 @@ def test_statistics_of_the_sealed_stage(tmp_path: Path) -> None:
         "generated_tokens": sum(lengths),
         "truncated_fraction": pytest.approx(np.mean([sample.finish_reason == "length" for sample in samples])),
         "zero_variance_fraction": pytest.approx(np.mean(rewards.min(1) == rewards.max(1))),
+        "unscored_fraction": 0.0,
     }
 
 
