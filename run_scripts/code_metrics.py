@@ -27,8 +27,8 @@ MAIN_PATH = (
 """Where a reader follows a response from the engine to the gradient."""
 
 HELD = {
-    "product lines (core, extras, convert)": 45_299,
-    "lines of tests": 42_403,
+    "product lines (core, extras, convert)": 45_314,
+    "lines of tests": 42_448,
     "lines of run_scripts": 4159,
     "core files": 200,
     "parameters of type Recipe": 87,
