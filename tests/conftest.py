@@ -50,6 +50,10 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, (str(ROOT), str(ROOT / "tests" / "site"), os.environ.get("PYTHONPATH")))
 )
 
+# Compiled once, for every worker, process and run, whatever the environment says.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 remember_problems()
 
 # As many workers as cores run side by side; what is computed here is too small to share out.

@@ -56,7 +56,9 @@ def comparisons(source: str) -> Iterator[int]:
 def sources() -> Iterator[tuple[str, str]]:
     for folder in ("mugrpo_megatron", "checkpoints_convert", "run_scripts"):
         for path in sorted((ROOT / folder).rglob("*.py")):
-            yield path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
+            source = path.read_text(encoding="utf-8")
+            if any(word in source for word in (*FINDERS, *ANSWERS, "__version__", "package_info")):
+                yield path.relative_to(ROOT).as_posix(), source
 
 
 def test_no_version_is_compared_outside_the_compatibility_modules() -> None:
