@@ -28,7 +28,7 @@ MAIN_PATH = (
 
 HELD = {
     "product lines (core, extras, convert)": 45_314,
-    "lines of tests": 42_448,
+    "lines of tests": 42_455,
     "lines of run_scripts": 4159,
     "core files": 200,
     "parameters of type Recipe": 87,
