@@ -283,7 +283,7 @@ def _support_from_top_logprobs(
 
 MOST_LOGPROBS = 1 << 14
 """Most logprobs in the reply to one `LogprobRange`, unless a single token has a larger support: SGLang makes a Python
-object of each, which at this number costs more than the request itself."""
+object of each, which takes 3 ms for so many."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,9 +67,9 @@ A: dict[str, Step] = {
 }  # fmt: skip
 B: dict[str, Step] = {
     "machine": Step(
-        40, tests=("tests/gpu/test_kernels.py", "tests/gpu/test_memory.py", "-k", "sglang or saver or bucket")
+        50, tests=("tests/gpu/test_kernels.py", "tests/gpu/test_memory.py", "-k", "sglang or saver or bucket")
     ),
-    "switch": Step(165, ten_engine.switch),
+    "switch": Step(155, ten_engine.switch),
     "run": Step(60, tests=("tests/gpu/test_run.py",)),
 }
 MORE: dict[str, Step] = {
