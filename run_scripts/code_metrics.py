@@ -27,9 +27,9 @@ MAIN_PATH = (
 """Where a reader follows a response from the engine to the gradient."""
 
 HELD = {
-    "product lines (core, extras, convert)": 45_314,
-    "lines of tests": 42_455,
-    "lines of run_scripts": 4159,
+    "product lines (core, extras, convert)": 45_360,
+    "lines of tests": 42_632,
+    "lines of run_scripts": 4313,
     "core files": 200,
     "parameters of type Recipe": 87,
     "class names defined twice": 0,

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mugrpo_megatron import __version__
-from mugrpo_megatron.observe.environment import rank_of_environment
+from mugrpo_megatron.cuda import may_find_cuda
+from mugrpo_megatron.observe.environment import bfloat16_products, rank_of_environment
 from mugrpo_megatron.terminal import visible
 
 if TYPE_CHECKING:
     from mugrpo_megatron.recipe import Recipe
+    from mugrpo_megatron.recipe.policy import ModelSection
 
 Parser = argparse.ArgumentParser
 Options = argparse.Namespace
@@ -56,8 +58,19 @@ def with_recipe(
         check_on_paper(recipe, _print_to_stderr)
         return 0
     say(visible(f"mugrpo {__version__}: {options.recipe} -> {output(recipe)}"))
-    run(recipe)
+    run(recipe.model_copy(update={"model": with_dtype(recipe.model, say)}))
     return 0
+
+
+def with_dtype(section: ModelSection, say: Callable[[str], None]) -> ModelSection:
+    """Returns `[model]` with a dtype that this machine multiplies fast, unless the recipe sets one; says which."""
+    if "dtype" in section.model_fields_set or may_find_cuda():
+        return section
+    flag = bfloat16_products()
+    dtype = "bfloat16" if flag else "float32"
+    reason = f"these cores have {flag}" if flag else "these cores do not multiply bfloat16"
+    say(f"model.dtype = {dtype}: {reason}")
+    return section.model_copy(update={"dtype": dtype})
 
 
 def _print_to_stderr(line: str) -> None:

@@ -8,7 +8,7 @@ from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 
-from mugrpo_megatron.commands.common import Options, Parser, override_arguments, say
+from mugrpo_megatron.commands.common import Options, Parser, override_arguments, say, with_dtype
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import CONFIG
 from mugrpo_megatron.files.hub import model_name
@@ -50,6 +50,7 @@ def evaluate(options: Options) -> int:
     ]
     out = options.out or results_of(model)
     recipe = load_recipe(options.recipe, overrides)
+    recipe = recipe.model_copy(update={"model": with_dtype(recipe.model, say)})
     check_evaluation(recipe, options.data)
     from mugrpo_megatron.commands.eval import run
 

@@ -129,9 +129,6 @@ MOST_LANES = 4
 LANES_FROM = 1024
 """Tokens of a rank's update from which it is split for lanes. On two cores 900 to 5,000 tokens took 15 to 40 % less
 time in two lanes than as one micro-batch whose operations two threads share."""
-LANE_TOKENS = 4096
-"""Largest micro-batch of a lane in tokens, unless one response is longer: measured with a model of 0.8M parameters,
-whose activations of 8,192 tokens leave the cache before the backward pass reads them."""
 MOST_PARAMETERS = 64 * 2**20
 """Each lane has gradients of its own; larger models keep the cores busy within each operation."""
 

@@ -21,8 +21,12 @@ if TYPE_CHECKING:
 
 MOST_REPLICAS = 2
 """Largest number of copies of an engine that share its requests; one host serves them all. More were not measured."""
-LARGEST_WEIGHTS = 1 << 28
+LARGEST_WEIGHTS = 1 << 30
 """Largest weights in bytes for more than one replica; each holds a copy."""
+KV_BYTES = 1 << 29
+"""KV cache that an engine on CPU may always have."""
+KV_SHARE = 16
+"""Divisor of the machine's memory that gives the largest KV cache of an engine above `KV_BYTES`."""
 REPLICA_SEED_STRIDE = 104_729
 """Distance between the random seeds of two replicas."""
 NAMED_KERNELS = (
@@ -43,6 +47,11 @@ def replicas_of(engine: EngineSection, weight_bytes: float, local_engines: int, 
     if cores is None or engine.tensor > 1 or weight_bytes > LARGEST_WEIGHTS:
         return 1
     return max(1, min(MOST_REPLICAS, cores // local_engines))
+
+
+def most_kv_bytes(memory: float) -> int:
+    """Returns the largest KV cache in bytes of an engine on a machine with `memory` bytes."""
+    return max(KV_BYTES, int(memory) // KV_SHARE)
 
 
 def replica_arguments(arguments: dict[str, Any], replicas: int) -> list[dict[str, Any]]:

@@ -14,7 +14,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mugrpo_megatron.cpu.sglang import replicas_of
+import psutil
+
+from mugrpo_megatron.cpu.sglang import most_kv_bytes, replicas_of
 from mugrpo_megatron.cuda import may_find_cuda
 from mugrpo_megatron.engine import sglang_compat
 from mugrpo_megatron.engine.placement import ALONE, EngineSlot, slot_of_environment
@@ -38,8 +40,6 @@ FP8 = {
     "load_format": "dummy",  # the directory's weights are of another dtype; the first sync brings these
 }
 """Arguments of an engine whose weights a sync quantises."""
-CPU_KV_BYTES = 1 << 29
-"""Largest KV cache of an engine on CPU; SGLang zeroes it at start, so unused cache costs memory too."""
 SHARED_PREFIX_TOKENS = 32
 """Length of a common prefix from which on SGLang delays requests that arrive together
 (`IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD`, managers/schedule_policy.py)."""
@@ -215,7 +215,8 @@ def _cuda_arguments(spec: EngineSpec, gpu: int) -> dict[str, Any]:
 
 def _cpu_arguments(spec: EngineSpec, config: Mapping[str, Any], common: dict[str, Any]) -> dict[str, Any]:
     batch_tokens = common["max_running_requests"] * common["context_length"]
-    affordable = max(CPU_KV_BYTES // kv_bytes_per_token(config, spec.dtype), common["context_length"])
+    # SGLang zeroes the cache at its start, so what the requests cannot fill would cost memory too.
+    affordable = most_kv_bytes(psutil.virtual_memory().total) // kv_bytes_per_token(config, spec.dtype)
     return {
         "device": "cpu",
         "attention_backend": "torch_native",
@@ -227,7 +228,7 @@ def _cpu_arguments(spec: EngineSpec, config: Mapping[str, Any], common: dict[str
         # Shorter prompts cannot share a prefix within a group, and still pay for the cache.
         "disable_radix_cache": spec.max_prompt_tokens <= SHARED_PREFIX_TOKENS,
         "mem_fraction_static": 0.1,
-        "max_total_tokens": min(batch_tokens, affordable),
+        "max_total_tokens": min(batch_tokens, max(affordable, common["context_length"])),
     }
 
 

@@ -14,14 +14,14 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from mugrpo_megatron.cpu.megatron import LANE_TOKENS, LANES_FROM, run_lanes
+from mugrpo_megatron.cpu.megatron import LANES_FROM, run_lanes
 from mugrpo_megatron.learner.groups import Ranks
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.loss import HiddenLoss, logprobs_and_entropy
 from mugrpo_megatron.learner.model import PolicyModel, policy
 from mugrpo_megatron.learner.packing import MicroBatch, PackingPlan, TokenSequence, pack, plan
 from mugrpo_megatron.learner.routing import Routing, clear, layers_of, make_routing
-from mugrpo_megatron.recipe.systems import FP8_MULTIPLE
+from mugrpo_megatron.recipe.systems import FP8_MULTIPLE, cpu_row_tokens
 
 Read = Callable[[PolicyModel, torch.Tensor, MicroBatch], torch.Tensor]
 """(last chunk's model, its hidden states, micro-batch) -> float32 [k, T]: k values for each trained token."""
@@ -33,10 +33,12 @@ def plan_update(learner: Learner, sequences: Sequence[TokenSequence]) -> Packing
     lengths = [len(s.ids) for s in sequences]
     lanes = learner.lanes if sum(lengths) >= LANES_FROM * ranks.dp_size else 1
     row = -(-recipe.learner.micro_batch_tokens // lanes)
+    if ranks.device.type == "cpu":
+        row = min(row, cpu_row_tokens(learner.architecture.layers, learner.architecture.letters["H"]))
     return plan(
         lengths,
         ranks.dp_size,
-        min(row, LANE_TOKENS) if lanes > 1 else row,
+        row,
         multiple=row_multiple(recipe.learner.fp8, ranks),
         count_multiple=ranks.pp_size if recipe.parallel.virtual_pipeline > 1 else lanes,
     )

@@ -91,6 +91,16 @@ def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     return cores
 
 
+def bfloat16_products(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Returns the flag of instructions that multiply bfloat16, of the first CPU in `cpuinfo`; "" without any."""
+    with suppress(OSError):
+        for line in cpuinfo.read_text(encoding="ascii", errors="replace").splitlines():
+            name, _, flags = line.partition(":")
+            if name.strip() in ("flags", "Features"):  # x86, Arm
+                return next((flag for flag in ("amx_bf16", "avx512_bf16", "bf16") if flag in flags.split()), "")
+    return ""
+
+
 def devices() -> str:
     """Returns the CUDA devices, such as `2 x NVIDIA H200 (139 GiB)`, or `none (CPU)`."""
     import torch  # not at the top: doctor runs without torch

@@ -55,7 +55,7 @@ class ModelSection(Section):
     """Commit, tag or branch of a model on the hub; run.json records the commit."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Parameters and activations of learner and engine; float16 scales the loss. Master weights and moments are
-    float32."""
+    float32. Unset, float32 on CPUs without bfloat16."""
     _snapshot: Path | None = PrivateAttr(None)
     """Directory of a hub model's files on this machine; no part of the recipe."""
 

@@ -11,13 +11,14 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 
+import psutil
 import pytest
 
 from mugrpo_megatron.checks.engines import DETERMINISTIC_ATTENTION
+from mugrpo_megatron.cpu.sglang import most_kv_bytes
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.engine import launch, sglang_compat
 from mugrpo_megatron.engine.launch import (
-    CPU_KV_BYTES,
     EARLIER_STARTS,
     EngineSpec,
     check_allocator,
@@ -174,7 +175,7 @@ def test_kv_bytes_of_qwen2_5_7b() -> None:
 
 def test_the_cpu_cache_is_bounded(checkpoint: Path) -> None:
     arguments = engine_arguments(spec(checkpoint, max_running_requests=100_000), checkpoint, cuda=False)
-    assert arguments["max_total_tokens"] * 2 * 2 * 2 * 16 * 4 <= CPU_KV_BYTES
+    assert arguments["max_total_tokens"] * 2 * 2 * 2 * 16 * 4 <= most_kv_bytes(psutil.virtual_memory().total)
     assert engine_arguments(spec(checkpoint), checkpoint, cuda=False)["max_total_tokens"] == 64 * (232 + 8)
 
 

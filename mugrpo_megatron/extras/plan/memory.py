@@ -6,11 +6,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mugrpo_megatron.engine.launch import CPU_KV_BYTES, LENGTH_MARGIN, kv_bytes_per_token
+from mugrpo_megatron.cpu.sglang import most_kv_bytes
+from mugrpo_megatron.engine.launch import LENGTH_MARGIN, kv_bytes_per_token
 from mugrpo_megatron.extras.plan.case import Layout, PlanCase, RankParameters, parameters, rank_parameters
 from mugrpo_megatron.extras.plan.hardware import GIB, replicas_of_engines
 from mugrpo_megatron.extras.plan.lengths import resident_mean, response_lengths
-from mugrpo_megatron.recipe.systems import BLOCK, sync_bucket_bytes
+from mugrpo_megatron.recipe.systems import BLOCK, cpu_row_tokens, sync_bucket_bytes
 from mugrpo_megatron.weights.architecture import Architecture, stage_layers
 
 FLOAT = 4
@@ -174,7 +175,10 @@ def batch_of(case: PlanCase) -> PackedRows:
     recipe, layout = case.recipe, case.layout
     longest = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
     most = -(-case.responses * longest // layout.data)
-    length = max(longest, min(recipe.learner.micro_batch_tokens, most))
+    row = recipe.learner.micro_batch_tokens
+    if not case.cuda:
+        row = min(row, cpu_row_tokens(case.architecture.layers, case.architecture.letters["H"]))
+    length = max(longest, min(row, most))
     tokens = case.responses * case.mean_sequence / case.assumptions.packing / layout.data
     multiple = layout.pipeline if layout.virtual > 1 else 1
     count = max(1, math.ceil(tokens / length))
@@ -303,7 +307,8 @@ def engine_memory(case: PlanCase) -> EngineMemory:
     else:
         window = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens + LENGTH_MARGIN
         cache = min(limit, recipe.engine.max_running_requests * window) * per_token
-        cache, work = min(cache, max(CPU_KV_BYTES, window * per_token)), 0.0
+        most = most_kv_bytes(case.cluster.device.memory * case.cluster.per_node)
+        cache, work = min(cache, max(most, window * per_token)), 0.0
     tokens = int(cache / per_token)
     lengths = response_lengths(case.mean_response, recipe.rollout.max_response_tokens, assumptions.spread)
     resident = case.mean_prompt + resident_mean(lengths)
