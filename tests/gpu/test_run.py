@@ -17,7 +17,7 @@ from mugrpo_megatron.observe.log import read_rows
 from tests.gpu.tiny import save_model, sections
 from tests.tiny import COIN, write_recipe
 
-PATIENCE_S = 150.0
+PATIENCE_S = 600.0
 UPDATES = 4
 
 
