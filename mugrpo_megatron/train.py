@@ -50,7 +50,7 @@ def optimize_stage(run: Run, learner: Learner, engines: Engines, cursor: Cursor)
         while stage.holds(cursor):
             stage.evaluate_if_due(cursor)
             batch = stage.batch(cursor)
-            advantages = group_advantages(batch.rewards, batch.groups, run.recipe.objective, batch.lengths, batch.rows)
+            advantages = group_advantages(batch.rewards, batch.groups, run.recipe.objective, batch.samples)
             metrics = update(learner, batch.samples, advantages, batch.stage_progress)  # clip, veto, head: fused
             stage.record(cursor, batch, metrics)
             cursor = stage.next_cursor(cursor, batch, metrics)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ import numpy as np
 from mugrpo_megatron.errors import TrainingFailure, UserError
 from mugrpo_megatron.recipe.functions import ForeignFailure, call_foreign, load_function
 from mugrpo_megatron.recipe.objective import ObjectiveSection
+from mugrpo_megatron.samples import Sample, trained_lengths
 
 STD_EPSILON = 1e-6
 """Added to a group's standard deviation: a nearly constant group would otherwise get huge advantages."""
@@ -19,8 +21,7 @@ def group_advantages(
     rewards: np.ndarray,
     groups: np.ndarray,
     config: ObjectiveSection,
-    lengths: Sequence[int] = (),
-    rows: Sequence[str] = (),
+    samples: Sequence[Sample] = (),
 ) -> np.ndarray:
     """Advantage of each response against its group's baseline.
 
@@ -34,8 +35,7 @@ def group_advantages(
     Args:
         rewards: [N] numbers.
         groups: integers [N]; equal numbers are one group, in any order.
-        lengths: [N], response tokens that are trained on; only a user's function reads them.
-        rows: [N], the problem's row in its data set as JSON, or ""; only a user's function reads them.
+        samples: [N], with their rows; only a user's function reads them.
 
     Returns:
         float32 [N].
@@ -43,7 +43,7 @@ def group_advantages(
     Raises TrainingFailure when a user's function fails, UserError when it does not return N finite numbers.
     """
     if config.has_user_advantage:
-        return _user_advantages(rewards, groups, config, lengths, rows)
+        return _user_advantages(rewards, groups, config, samples)
     rewards = np.asarray(rewards, dtype=np.float64)
     if (missing := np.isnan(rewards)).any():
         advantages = np.zeros(len(rewards), dtype=np.float32)
@@ -62,21 +62,28 @@ def group_advantages(
 
 
 def _user_advantages(
-    rewards: np.ndarray, groups: np.ndarray, config: ObjectiveSection, lengths: Sequence[int], rows: Sequence[str]
+    rewards: np.ndarray, groups: np.ndarray, config: ObjectiveSection, samples: Sequence[Sample]
 ) -> np.ndarray:
     """`group_advantages` by the user's f(rewards float64 [n], groups int64 [n], lengths int64 [n], rows) -> [n].
 
-    n responses have a reward; the others, with NaN, get 0.
+    n responses have a reward; the others, with NaN, get 0. A parameter `components` gets the parts of each reward.
     """
-    if not len(rewards) == len(lengths) == len(rows):
-        raise ValueError("objective.advantage, a user's function, needs the length and the row of every response")
+    if len(rewards) != len(samples):
+        raise ValueError("objective.advantage, a user's function, needs every response")
     name = f"objective.advantage = {config.advantage}"
     function = load_function("objective.advantage", config.advantage)
     scored = np.flatnonzero(~np.isnan(rewards))
+    lengths, kept = trained_lengths(samples), [samples[index] for index in scored.tolist()]
     columns = [np.asarray(column, dtype)[scored] for column, dtype in ((rewards, float), (groups, int), (lengths, int))]
-    fields = [json.loads(rows[index]) if rows[index] else {} for index in scored.tolist()]
+    rows = [json.loads(sample.row) if sample.row else {} for sample in kept]
+
+    def call() -> np.ndarray:
+        takes_parts = "components" in inspect.signature(function).parameters
+        parts = {"components": [dict(sample.components) for sample in kept]} if takes_parts else {}
+        return np.asarray(function(*columns, rows, **parts), dtype=np.float32)
+
     try:
-        values = call_foreign(lambda: np.asarray(function(*columns, fields), dtype=np.float32), hidden=[__file__])
+        values = call_foreign(call, hidden=[__file__])
     except ForeignFailure as failure:
         raise TrainingFailure(f"{name} failed: {failure}; correct it and run it again") from None
     if values.shape != scored.shape or not np.isfinite(values).all():

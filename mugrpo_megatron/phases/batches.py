@@ -17,7 +17,7 @@ from mugrpo_megatron.recipe.functions import source_sum
 from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.inputs import file_sum
-from mugrpo_megatron.samples import Sample, trained_lengths
+from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.columns import LogprobColumn, ScoreColumn, recompute_remedy
 from mugrpo_megatron.stages.manifest import stage_identity
 from mugrpo_megatron.stages.routes import RouteColumn, route_column
@@ -32,22 +32,13 @@ class Batch:
     """The responses that one update trains on."""
 
     samples: list[Sample]
+    """With their problems' rows if the objective's advantages read them."""
     rewards: np.ndarray
     """float64 [N]: what advantages are computed from."""
     groups: np.ndarray
     """int64 [N]"""
     stage_progress: float
     """Fraction of the stage's updates already taken, in [0, 1)."""
-
-    @property
-    def lengths(self) -> list[int]:
-        """Response tokens that are trained on, of each sample."""
-        return trained_lengths(self.samples)
-
-    @property
-    def rows(self) -> list[str]:
-        """The problem's row of each sample as JSON, if the objective's advantages read it."""
-        return [sample.row for sample in self.samples]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from mugrpo_megatron.recipe.policy import RolloutSection
 from mugrpo_megatron.recipe.scoring import RewardSection
 from mugrpo_megatron.rewards.pool import with_length_penalty
 from mugrpo_megatron.run.cursor import Cursor
-from mugrpo_megatron.samples import UNSCORED, InMemoryRoutes, Prompt, Sample, rewards_and_groups, trained_lengths
+from mugrpo_megatron.samples import UNSCORED, InMemoryRoutes, Prompt, Sample, rewards_and_groups
 
 
 def group_prompt(recipe: Recipe, problems: PreparedData, cursor: Cursor, group: int) -> Prompt:
@@ -75,9 +75,7 @@ def group_samples(
         )
         for response, text, score in zip(responses, texts, scores, strict=True)
     ]
-    advantages = group_advantages(
-        *rewards_and_groups(samples), objective, trained_lengths(samples), [row] * len(samples)
-    )
+    advantages = group_advantages(*rewards_and_groups(samples), objective, samples)
     return [
         replace(sample, advantage=advantage) for sample, advantage in zip(samples, advantages.tolist(), strict=True)
     ]

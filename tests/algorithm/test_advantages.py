@@ -7,6 +7,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ from hypothesis import strategies as st
 from mugrpo_megatron.algorithm.advantages import STD_EPSILON, group_advantages, informative, informative_updates
 from mugrpo_megatron.errors import TrainingFailure, UserError
 from mugrpo_megatron.recipe import ObjectiveSection
+from mugrpo_megatron.samples import Sample
+from tests.algorithm.user_advantages import gdpo
 from tests.checkout import ROOT
 
 HERE = "tests.algorithm.test_advantages"
@@ -77,11 +80,17 @@ def chosen(rewards: np.ndarray, groups: np.ndarray, lengths: np.ndarray, rows: R
     raise NotImplementedError
 
 
-def by_function(function: Callable[..., object], *columns: object) -> np.ndarray:
+def by_function(function: Callable[..., object], *columns: Any) -> np.ndarray:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys.modules[HERE], "chosen", function)
-        rewards, groups, lengths, rows = columns
-        return group_advantages(rewards, groups, ObjectiveSection(advantage=f"{HERE}:chosen"), lengths, rows)  # type: ignore[arg-type]
+        rewards, groups, lengths, rows, *parts = columns
+        samples = [
+            Sample(0, "p", ids, ids, ids, 0.0, 0, "stop", row=row, components=components)
+            for ids, row, components in zip(
+                map(np.zeros, map(int, lengths)), rows, *(parts or [[{}] * len(lengths)]), strict=True
+            )
+        ]
+        return group_advantages(rewards, groups, ObjectiveSection(advantage=f"{HERE}:chosen"), samples)
 
 
 def test_a_users_function_sees_the_responses_that_have_a_reward() -> None:
@@ -155,6 +164,30 @@ def test_the_pages_advantages_equal_their_definitions(groups: list[list[tuple[fl
     for name, definition in (("opo", opo), ("maxrl", maxrl)):
         result = by_function(functions[name], rewards, ids, lengths, [""] * len(rewards))
         np.testing.assert_allclose(result, [a for group in groups for a in definition(group)], rtol=1e-5, atol=1e-6)
+
+
+@given(
+    st.lists(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 9)), min_size=1, max_size=5), min_size=1, max_size=4)
+)
+def test_gdpo_normalises_each_part_of_the_reward_in_its_group(groups: list[list[tuple[int, int]]]) -> None:
+    """Against the definition in loops: (right, -length / 10) of each response."""
+
+    def normal(values: list[float]) -> list[float]:
+        spread = statistics.stdev(values) if len(values) > 1 else 0.0
+        return [(value - statistics.fmean(values)) / (spread + 1e-6) for value in values]
+
+    parts = [[{"right": float(right), "short": -length / 10} for right, length in group] for group in groups]
+    sums = [
+        right + short
+        for group in parts
+        for right, short in zip(*(normal([part[name] for part in group]) for name in ("right", "short")), strict=True)
+    ]
+    middle, spread = statistics.fmean(sums), statistics.pstdev(sums)
+    flat = [part for group in parts for part in group]
+    ids = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+    rewards, texts = np.array([part["right"] + part["short"] for part in flat]), [""] * len(flat)
+    result = by_function(gdpo, rewards, ids, [1] * len(flat), texts, flat)
+    np.testing.assert_allclose(result, [(value - middle) / (spread + 1e-6) for value in sums], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

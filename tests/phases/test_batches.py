@@ -23,7 +23,7 @@ from mugrpo_megatron.recipe import ObjectiveSection, Recipe
 from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.stopping import Stopped
-from mugrpo_megatron.samples import Sample
+from mugrpo_megatron.samples import Sample, trained_lengths
 from mugrpo_megatron.stages.store import StageStore
 from tests.phases.bare import bare_run
 
@@ -123,7 +123,7 @@ def test_a_users_advantages_get_the_lengths_and_the_rows_of_the_stage(tmp_path: 
         )
         columns = columns_of(recipe, RunDirectory(tmp_path), "r", store, 0)
         batch = StageBatches(recipe, store, 0, columns).batch(Cursor())
-        assert (batch.lengths, batch.rows) == ([3] * 4, rows)
+        assert (trained_lengths(batch.samples), [sample.row for sample in batch.samples]) == ([3] * 4, rows)
 
 
 EVERY = 2

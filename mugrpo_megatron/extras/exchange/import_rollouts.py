@@ -38,7 +38,7 @@ from mugrpo_megatron.rewards.pool import Verifier, with_length_penalty
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.initial_model import with_model
 from mugrpo_megatron.run.published import Published, weight_sums, write_published
-from mugrpo_megatron.samples import Sample
+from mugrpo_megatron.samples import Sample, rewards_and_groups
 from mugrpo_megatron.stages.manifest import Origin
 from mugrpo_megatron.stages.store import StageStore
 
@@ -249,11 +249,7 @@ def _samples(
 ) -> list[Sample]:
     kept = [index for index, score in enumerate(scores) if not score.missing] or [0]
     group, scores = [group[index] for index in kept], [scores[index] for index in kept]
-    rewards = np.array([score.reward for score in scores])
-    lengths = [len(r.response_ids) if r.loss_mask is None else int(r.loss_mask.sum()) for r in group]
-    rows = [as_text(rollout.row) for rollout in group]
-    advantages = group_advantages(rewards, np.zeros(len(rewards), dtype=np.int64), objective, lengths, rows)
-    return [
+    samples = [
         Sample(
             group=index,
             problem=group[0].location,
@@ -272,8 +268,9 @@ def _samples(
             extracted=as_text(score.extracted),
             why=as_text(score.why),
             components=score.components,
-            advantage=advantage,
             row=as_text(rollout.row),
         )
-        for rollout, score, advantage in zip(group, scores, advantages.tolist(), strict=True)
+        for rollout, score in zip(group, scores, strict=True)
     ]
+    advantages = group_advantages(*rewards_and_groups(samples), objective, samples)
+    return [replace(sample, advantage=value) for sample, value in zip(samples, advantages.tolist(), strict=True)]
