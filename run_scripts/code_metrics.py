@@ -27,8 +27,8 @@ MAIN_PATH = (
 """Where a reader follows a response from the engine to the gradient."""
 
 HELD = {
-    "product lines (core, extras, convert)": 45_360,
-    "lines of tests": 42_632,
+    "product lines (core, extras, convert)": 45_353,
+    "lines of tests": 42_684,
     "lines of run_scripts": 4313,
     "core files": 200,
     "parameters of type Recipe": 87,
@@ -45,7 +45,7 @@ HELD = {
 }
 """Figures that may only fall. The suite holds its own CPU seconds (tests/conftest.py)."""
 
-HELD_FROM_BELOW = {"comments per 100 lines, main path": 4.0}
+HELD_FROM_BELOW = {"comments per 100 lines, main path": 4.1}
 """Figures that may only rise."""
 
 GOALS = {
