@@ -9,14 +9,17 @@ import random
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from mugrpo_megatron.extras.lora import convert
 from mugrpo_megatron.stages.store import StageStore
-from tests.forked import started
+from tests.extras.lora.adapted import write_adapter
+from tests.forked import fork, started
 from tests.hostile.outcome import listing
-from tests.tiny import COIN, FINISHED, mugrpo, rows, save_model, weights, write_recipe
+from tests.tiny import COIN, FINISHED, mugrpo, rows, save_model, take_stages, weights, write_recipe, write_run
 
 pytestmark = [pytest.mark.process, pytest.mark.night]
 
@@ -129,3 +132,60 @@ def test_seal(tmp_path: Path) -> None:
         assert groups == [group for group in range(800) for _ in range(4)]
         assert not list((run / "stages").rglob("shard-*"))
     print(f"{hits} of {KILLS} kills hit seal")
+
+
+SECTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "episodes": {
+        "rollout": {"function": "tests.extras.episodes.functions:calculator", "max_response_tokens": 24},
+        "episodes": {"seconds": 600.0, "max_failure_share": 1.0},
+    },
+    "teacher": {"objective": {"teacher": "wise", "teacher_coef": 0.1}, "eval": {"every_stages": 0}},
+    "lora": {"lora": {"rank": 4}},
+    "max_kl": {"schedule": {"max_kl": 1e-4}},
+}
+
+
+@pytest.mark.parametrize("kind", SECTIONS)
+def test_train(kind: str, tmp_path: Path) -> None:
+    """The end is that of an unbroken run on the same stages, and on the same columns of a teacher."""
+    model = save_model(tmp_path / "model")
+    teacher = {"auxiliary": {"wise": {"model": str(model)}}} if kind == "teacher" else {}
+
+    def recipe(name: str) -> Path:
+        return write_run(tmp_path / name, model, **SECTIONS[kind], **teacher)
+
+    whole_s = seconds("train", recipe("timed"))
+    killed_often(("train", recipe("killed")), whole_s, seed=5)
+    run, unbroken = tmp_path / "killed" / "run", tmp_path / "unbroken" / "run"
+    command = "train", recipe("unbroken")
+    take_stages(run, unbroken)
+    if kind == "teacher":
+        shutil.copytree(run / "auxiliary", unbroken / "auxiliary")
+    mugrpo(*command)
+    assert weights(run) == weights(unbroken) != (model / "model.safetensors").read_bytes()
+    assert sorted(set(updates(run))) == sorted(set(updates(unbroken)))
+    assert (len(updates(unbroken)) < FINISHED["stages"] * FINISHED["updates_per_stage"]) == (kind == "max_kl")
+    assert not list(run.rglob("*.partial"))
+
+
+def test_merge(tmp_path: Path) -> None:
+    """Of adapters; after a kill the output is absent, and the next merge writes what an unbroken one does."""
+    model = save_model(tmp_path / "model")
+    write_adapter(tmp_path / "adapter", model)
+
+    def arguments(out: str) -> list[str]:
+        return ["merge", "--adapter", *map(str, (tmp_path / "adapter", "--hf", model, "--out", tmp_path / out))]
+
+    start = time.monotonic()
+    assert convert.main(arguments("whole")) == 0
+    whole_s, draw = time.monotonic() - start, random.Random(6)
+    for _ in range(KILLS):
+        process = fork(convert.main, arguments("merged"))
+        process.join(draw.uniform(0.0, whole_s))
+        process.kill()
+        process.join()
+        if (tmp_path / "merged").exists():
+            assert listing(tmp_path / "merged") == listing(tmp_path / "whole")
+            shutil.rmtree(tmp_path / "merged")
+    assert convert.main(arguments("merged")) == 0
+    assert listing(tmp_path / "merged") == listing(tmp_path / "whole")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -184,6 +186,24 @@ def test_a_parser_that_exits_or_hangs_ends_the_run_with_a_sentence(
     ):
         read(["score 1"])
     assert failure.value.key == f"{key}.parse"
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("count", "seed"), [(40, 0), pytest.param(500, 1, marks=pytest.mark.night)])
+def test_any_answer_and_any_parser_give_a_score_or_a_reason(tmp_path: Path, model: Path, count: int, seed: int) -> None:
+    recipe = judged(tmp_path, model, parse="tests.extras.auxiliary.parsing:anything", timeout_s=2.0)
+    draw = random.Random(seed)
+    answers = ["".join(map(chr, draw.choices(range(0x110000), k=draw.randrange(1, 9)))) for _ in range(count)]
+    section = recipe.reward.model_copy(update={"max_failure_share": 1.0})
+    with score_reader(section, recipe.reward.judges["quality"], "reward.functions.quality") as read:
+        verdicts = read(answers)
+    assert len(verdicts) == count
+    for verdict in verdicts:
+        scored = verdict.reward is not None and not verdict.failed
+        assert scored != bool(verdict.why)
+        assert math.isfinite(verdict.reward or 0.0)
+        verdict.why.encode("utf-8")
+    assert {verdict.failed for verdict in verdicts} == {True, False}
 
 
 @pytest.mark.process

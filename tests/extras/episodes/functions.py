@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import random
 import time
@@ -110,7 +111,9 @@ async def hostile(problem: Any, model: Any) -> Any:
     elif kind == "forks":
         await model.call(_fork)
     elif kind == "exits":
-        os._exit(3)
+        os._exit(0)
+    elif kind == "dies":
+        ctypes.CDLL(None)._exit(3)
     elif kind == "returns_text":
         return "well done"
     return 1.0
@@ -126,7 +129,7 @@ TEXTS = (
     "[" * 2000,
 )
 ERRORS = (StopIteration, StopAsyncIteration, GeneratorExit, SystemExit, asyncio.CancelledError, MemoryError, OSError)
-ACTIONS = 12
+ACTIONS = 13
 
 
 async def anything(problem: Any, model: Any) -> Any:
@@ -160,6 +163,8 @@ async def anything(problem: Any, model: Any) -> Any:
             await model.generate([*model.ids, *await model.encode(text + turn.text)])
         case 7:
             return await model.call(tool)
+        case 8:
+            await model.call(os._exit, status=choose.choice([0, 3]))
         case _:
             call = {"function": {"name": choose.choice(["tool", text]), "arguments": {"argument": text}}}
             [message] = await model.answer({"tool_calls": [call]}, [tool])

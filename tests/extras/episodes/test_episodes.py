@@ -210,7 +210,8 @@ def test_hostile_tools_cost_their_own_episode_alone(model: Path, monkeypatch: py
         "ten_megabytes": "ValueError: a text of 10,000,000 characters, and at most 1,048,576 go to the model",
         "wrong_type": "TypeError: 'object' object is not iterable",
         "forks": "",
-        "exits": "its process died (exit code 3)",
+        "exits": "SystemExit: os._exit(0) (functions.py:",
+        "dies": "its process died (exit code 3)",
         "returns_text": "functions:hostile returned 'well done', a str and not a number",
         "good": "",
     }
@@ -221,13 +222,16 @@ def test_hostile_tools_cost_their_own_episode_alone(model: Path, monkeypatch: py
         assert expected[kind] in response.episode.why, kind
 
 
-def test_no_text_id_or_exception_of_an_episode_ends_the_run(model: Path) -> None:
-    """As many as EPISODES says, of which each ends by itself: none waits for its limit."""
+@pytest.mark.parametrize(("first", "number"), [(0, 60), pytest.param(10_000, 500, marks=pytest.mark.night)])
+def test_no_text_id_or_exception_of_an_episode_ends_the_run(model: Path, first: int, number: int) -> None:
+    """EPISODES=2000 tries more; each ends by itself, and none waits for its limit."""
     says = random.Random(0)
     recipe = recipe_of(model, "anything")
-    number = int(os.environ.get("EPISODES", "100"))
+    number = int(os.environ.get("EPISODES", number))
     found = played(
-        recipe, lambda context: says.choice(TEXTS).encode("utf-8", "replace").decode(), list(map(str, range(number)))
+        recipe,
+        lambda context: says.choice(TEXTS).encode("utf-8", "replace").decode(),
+        list(map(str, range(first, first + number))),
     )
     whys = [response.episode.why for responses in found.values() for response in responses if response.episode.failed]
     assert len(found) == number
