@@ -28,8 +28,8 @@ MAIN_PATH = (
 
 HELD = {
     "product lines (core, extras, convert)": 45_353,
-    "lines of tests": 42_684,
-    "lines of run_scripts": 4313,
+    "lines of tests": 42_830,
+    "lines of run_scripts": 4314,
     "core files": 200,
     "parameters of type Recipe": 87,
     "class names defined twice": 0,
