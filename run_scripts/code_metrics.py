@@ -27,7 +27,7 @@ MAIN_PATH = (
 """Where a reader follows a response from the engine to the gradient."""
 
 HELD = {
-    "product lines (core, extras, convert)": 45_353,
+    "product lines (core, extras, convert)": 45_355,
     "lines of tests": 42_830,
     "lines of run_scripts": 4314,
     "core files": 200,
@@ -35,7 +35,7 @@ HELD = {
     "class names defined twice": 0,
     "locals called one": 5,
     "docstrings that begin with a question word": 0,
-    "turns of dialect in docstrings": 28,
+    "turns of dialect in docstrings": 29,
     "recipe keys": 138,
     "recipe keys that nothing shipped sets": 35,
     "modules with one importer": 41,

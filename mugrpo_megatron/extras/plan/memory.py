@@ -15,6 +15,8 @@ from mugrpo_megatron.recipe.systems import BLOCK, cpu_row_tokens, sync_bucket_by
 from mugrpo_megatron.weights.architecture import Architecture, stage_layers
 
 FLOAT = 4
+CPU_IMPORTS = 0.4 * GIB
+"""Resident bytes of torch, Megatron or SGLang in a process on CPU; replicas of an engine are forked and share them."""
 PADDED = 1.0
 """Slots of CPU attention per token: 1 for equal lengths, at most 1.25 with padding (learner/attention.py)."""
 
@@ -362,8 +364,8 @@ class Memory:
 
 
 def rest_bytes(case: PlanCase) -> float:
-    """Bytes that a sleeping learner and a sleeping engine keep on a GPU."""
-    return case.assumptions.learner_rest + case.assumptions.engine_rest if case.cuda else 0.0
+    """Bytes that a sleeping learner and a sleeping engine keep on a GPU; on CPU those of their imports."""
+    return case.assumptions.learner_rest + case.assumptions.engine_rest if case.cuda else 2 * CPU_IMPORTS
 
 
 def memory(case: PlanCase, engine: EngineMemory) -> Memory:
@@ -386,10 +388,10 @@ def memory(case: PlanCase, engine: EngineMemory) -> Memory:
         device=cluster.device.memory,
         learning=fullest,
         serving=engine,
-        # On CPU neither frees memory for the other.
-        learn=learn + (rests if cuda else engine.total),
-        sync=state.weights + engine.weights + bucket + rests if cuda else state.total + engine.total + bucket,
-        generate=engine.total + (rests if cuda else state.total),
+        # On CPU neither frees memory for the other, and a checkpoint's copies are made beside freed activations.
+        learn=learn + rests + (0 if cuda else saved + engine.total),
+        sync=rests + bucket + (state.weights + engine.weights if cuda else state.total + engine.total),
+        generate=engine.total + rests + (0 if cuda else state.total),
         host=cluster.per_node * (offloaded + saved),
         shared=0.0 if cuda else cluster.per_node / case.recipe.engine.tensor * staging,
     )
