@@ -152,3 +152,22 @@ def test_spelled_out_variables_are_no_units(values: str) -> None:
 def test_units_and_nouns_may_be_omitted(unit: str) -> None:
     assert right("\\boxed{6}", f"6{unit}")
     assert right(f"\\boxed{{6{unit}}}", "6")
+
+
+@pytest.mark.parametrize(
+    ("shorter", "formula"),
+    [
+        (r"\frac{1}{3}\pi r^{2}", r"\frac{1}{3}\pi r^{2} h"),
+        (r"x^{2}", r"x^{2}t"),
+        ("6", "6c"),
+        (r"\sqrt{2}", r"\sqrt{2} o"),
+        (r"5a^{2}", r"5a^{2}bc"),
+        (r"\frac{a}{b}", r"\frac{a}{b}s"),
+        ("9", "2+7m"),
+    ],
+)
+def test_last_variables_are_no_units(shorter: str, formula: str) -> None:
+    """math-verify drops them."""
+    assert not right(f"\\boxed{{{shorter}}}", formula)
+    assert not right(f"\\boxed{{{formula}}}", shorter)
+    assert right(f"\\boxed{{0+{formula}}}", formula)

@@ -13,6 +13,8 @@ from typing import Any
 from math_verify import LatexExtractionConfig, parse, verify
 from sympy import Abs, Basic, Expr, FiniteSet, Float, I, Integer, NumberSymbol, Pow, Rational, floor, nan
 
+from mugrpo_megatron.rewards.math.upright import is_value
+
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 PLAIN_NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
@@ -20,6 +22,9 @@ _LATEX = [LatexExtractionConfig(boxed_match_priority=0)]
 
 # math-verify 0.9 reads `4d` as 4 and a differential.
 _DIFFERENTIAL, _TIMES_D = re.compile(r"(?<=[0-9)}])\s*d(?![A-Za-z])"), r"\\,d"
+_LAST_LETTERS = re.compile(r"(?<=[0-9}\s])\s*([A-Za-z]{1,2})\Z")
+_MACRO = re.compile(r"\\(?:text|mathrm)\s*\{[^{}]*\}|\\[A-Za-z]+")
+_FORMULA = re.compile(r"[A-Za-z]|[0-9)}]\s*[+-]")
 
 
 def parsed(text: str) -> list[Any]:
@@ -29,9 +34,19 @@ def parsed(text: str) -> list[Any]:
     """
     if PLAIN_NUMBER.fullmatch(text):  # most golds and answers: no grammar is needed
         return [Float(text, max(15, len(text))) if "." in text else Integer(text)]
-    wrapped = f"\\boxed{{{_DIFFERENTIAL.sub(_TIMES_D, text)}}}"
+    wrapped = f"\\boxed{{{_DIFFERENTIAL.sub(_TIMES_D, _with_last_variable(text))}}}"
     values = parse(wrapped, extraction_config=_LATEX, fallback_mode="no_fallback", parsing_timeout=None)
     return [v.subs({s: I for s in v.free_symbols if s.name == "i"}) if isinstance(v, Expr) else v for v in values]
+
+
+def _with_last_variable(text: str) -> str:
+    r"""Text of which math-verify 0.9 keeps the last letters if they are variables: `\pi r^2 h` and `7t`, but not `7 h`."""
+    last = _LAST_LETTERS.search(text)
+    if last is None:
+        return text
+    before = text[: last.start()]
+    is_variable = is_value(last[1]) or last[1] == "bc" or _FORMULA.search(_MACRO.sub(" ", before.rpartition("=")[2]))
+    return f"{before}\\,{last[1]}" if is_variable else text
 
 
 def number(text: str) -> Expr | None:
