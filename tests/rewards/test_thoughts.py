@@ -19,6 +19,10 @@ TAGS = [
     ("[THINK]", "[/THINK]"),
     ("<|begin_of_thought|>", "<|end_of_thought|>"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<chain_of_thought>", "</chain_of_thought>"),
+    ("<analysis>", "</analysis>"),
+    ("<|inner_prefix|>", "<|inner_suffix|>"),
+    ("<|reasoning_start|>", "<|reasoning_end|>"),
     ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"),
     ("analysis", "assistantfinal"),
 ]
@@ -37,7 +41,7 @@ def test_thoughts_are_no_answer(opening: str, closing: str, extract: Extract) ->
 def test_prompts_that_open_a_thought(opening: str, closing: str) -> None:
     prompt = f"<|user|>2+9? Think in {opening}...{closing}.<|assistant|>"
     assert opening_of(prompt) == opening_of(f"{prompt}{opening}\n\n{closing}\n\n") == ""
-    assert opening_of(f"{prompt}{opening}\n") == opening
+    assert opening_of(f"{prompt}{opening}\n") == opening_of(f"{prompt}{opening} Okay, ") == opening
     assert after_thoughts(f"{opening}2+9 is{closing} 11").strip() == "11"
 
 

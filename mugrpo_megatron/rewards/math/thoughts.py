@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import re
 
-_NAME = r"(?:seed:)?(?:think|thinking|thought|thoughts|reasoning)"
+_NAME = r"(?:[a-z]+[:_-]){0,2}(?:think(?:ing)?|thoughts?|reason(?:ing)?|reflection|scratchpad|analysis)(?:[_-][a-z]+)?"
+"""Also `seed:think`, `chain_of_thought` and `thinking_process`."""
+_MARKED = r"(?:thinking|reasoning|thoughts?)"
 _OPENINGS = (
     rf"<{_NAME}(?:\s[^<>]*)?>"  # DeepSeek-R1, Qwen3, Seed-OSS; some write attributes
     r"|◁think▷"  # Kimi
     r"|(?-i:\[THINK\])"  # Magistral
-    r"|<\|(?:begin_of_thought|START_THINKING|think(?:ing)?)\|>"  # OpenThinker, Command A
+    r"|<\|(?:begin_of_thought|START_THINKING|think(?:ing)?|inner_prefix)\|>"  # OpenThinker, Command A, Apertus
+    rf"|<\|(?:{_MARKED}_(?:start|begin)|(?:start|begin)_{_MARKED})\|>"
+    r"|<\|channel>\s*thoughts?\b"
     r"|<unused94>"  # MedGemma
     r"|<\|channel\|>\s*(?:analysis|commentary)(?:\s[^<>]*)?<\|message\|>"  # gpt-oss with its special tokens
 )
 _CLOSINGS = (
-    rf"</{_NAME}>|◁/think▷|(?-i:\[/THINK\])|<\|(?:end_of_thought|END_THINKING|/think(?:ing)?)\|>|<unused95>"
+    rf"</{_NAME}>|◁/think▷|(?-i:\[/THINK\])|<\|(?:end_of_thought|END_THINKING|/think(?:ing)?|inner_suffix)\|>|<unused95>"
+    rf"|<\|(?:{_MARKED}_(?:end|stop)|(?:end|stop)_{_MARKED})\|>|<channel\|>"
     r"|<\|channel\|>\s*final(?:\s[^<>]*)?<\|message\|>"
 )
 _OPENING = re.compile(_OPENINGS, re.IGNORECASE)
 _CLOSING = re.compile(rf".*(?:{_CLOSINGS})", re.IGNORECASE | re.DOTALL)
+_TURN = re.compile(r".*(?:<[^<>\n]*assistant[^<>\n]*>|<[^<>\n]*>(?:assistant|model)\b|\[/INST\])", re.DOTALL | re.I)
 _ANALYSIS = re.compile(r"\s*analysis(?![a-z:,.;-])")
 _FINAL = re.compile(r".*assistant\s*final", re.DOTALL)
 """gpt-oss without its special tokens: `analysisWe add ...assistantfinalThe answer is 7`."""
@@ -45,6 +51,13 @@ def after_thoughts(response: str) -> str:
 
 
 def opening_of(prompt: str) -> str:
-    """The tag with which a prompt opens the thought of its response; empty for other prompts."""
-    opening = re.search(rf"({_OPENINGS})\s*\Z", prompt[-_PROMPT_CHARS:], re.IGNORECASE)
-    return opening[1] if opening else ""
+    """The tag with which a prompt opens the thought of its response; empty for other prompts.
+
+    Behind a template's mark of the assistant's turn, the thought's first words may follow it.
+    """
+    end = prompt[-_PROMPT_CHARS:]
+    if opening := re.search(rf"({_OPENINGS})\s*\Z", end, re.IGNORECASE):
+        return opening[1]
+    turn = _TURN.match(end)
+    openings = list(_OPENING.finditer(end, turn.end())) if turn else []
+    return openings[-1][0] if openings and not _CLOSING.match(end, openings[-1].end()) else ""

@@ -40,7 +40,7 @@ def parsed(text: str) -> list[Any]:
 
 
 def _with_last_variable(text: str) -> str:
-    r"""Text of which math-verify 0.9 keeps the last letters if they are variables: `\pi r^2 h` and `7t`, but not `7 h`."""
+    r"""Text whose last letters math-verify 0.9 keeps if they are variables: `\pi r^2 h` and `7t`, not `7 h`."""
     last = _LAST_LETTERS.search(text)
     if last is None:
         return text
