@@ -390,7 +390,10 @@ def _role(message: Any) -> Any:
 def _text_of(number: int, message: dict[str, Any]) -> str:
     content = message.get("content")
     if isinstance(content, str):
-        return content
+        parts = parsed_text("content", content) if content.lstrip().startswith('[{"type"') else content
+        if not isinstance(parts, list):
+            return content
+        content = parts
     if isinstance(content, list) and content and all(isinstance(part, dict) for part in content):
         other = [part.get("type") for part in content if part.get("type") != "text"]
         if other:

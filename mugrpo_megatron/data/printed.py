@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ast
 import re
+from contextlib import suppress
 from typing import Any
 
 from mugrpo_megatron.files.json_text import parse_json
 
-_ITEM = r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"|[+-]?[0-9]+(?:\.[0-9]+)?"
+_ITEM = r"[rRuU]?'(?:\\.|[^'\\])*'|[rRuU]?\"(?:\\.|[^\"\\])*\"|[+-]?[0-9]+(?:\.[0-9]+)?"
 _LIST = re.compile(rf"\[\s*(?:{_ITEM})(?:(?:\s*,\s*|\s+)(?:{_ITEM}))*\s*,?\s*\]", re.DOTALL)
 _ITEMS = re.compile(_ITEM, re.DOTALL)
+_ARRAY = re.compile(r"(?:(?:np|numpy)\.)?array\((.*?)(?:,\s*dtype=[^()]*)?\)", re.DOTALL)
 _CODE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})(?![A-Za-z]))")
 _BLANK = re.compile(r"\\[nrt](?![A-Za-z])")
 
@@ -18,18 +20,25 @@ _BLANK = re.compile(r"\\[nrt](?![A-Za-z])")
 def printed_list(text: str) -> list[str] | None:
     r"""The elements of a printed list of quoted texts and numbers, by commas or, as NumPy prints, by blanks; else None.
 
+    A tuple, a set, an array and the only list in a list count as one.
     An element whose backslashes are all doubled is a Python literal. Otherwise `\f` and `\t` are not control
     characters but the beginning of `\frac` and `\theta`, and every backslash stays.
     """
     text = text.strip()
+    text = array[1].strip() if (array := _ARRAY.fullmatch(text)) else text
+    if text[:1] + text[-1:] in ("()", "{}", "[]") and (inner := text[1:-1].strip().rstrip(",").rstrip()):
+        text = inner if inner[0] + inner[-1] in ("[]", "()") and _LIST.fullmatch(f"[{inner[1:-1]}]") else f"[{inner}]"
+        text = f"[{text[1:-1]}]"
     if ("'" not in text and '"' not in text) or not _LIST.fullmatch(text):
         return None
     return [_element(item) for item in _ITEMS.findall(text)]
 
 
 def _element(item: str) -> str:
-    if item[0] not in "'\"":
-        return item
+    prefix = item[0].lower() if item[0].isalpha() else ""
+    item = item[len(prefix) :]
+    if item[0] not in "'\"" or prefix == "r":
+        return item.strip("'\"")
     text = item[1:-1].replace("\\" + item[0], item[0])
     if all(len(run) % 2 == 0 for run in re.findall(r"\\+", text)):
         return text.replace("\\\\", "\\")
@@ -57,10 +66,15 @@ def with_parsed_texts(row: dict[str, Any]) -> dict[str, Any]:
 def parsed_text(name: str, text: str) -> Any:
     """The structure in the text of the column `name`; the text itself for plain text."""
     kind = dict if name in OBJECTS else list
-    opening = r"\{\s*[\"'}]" if kind is dict else r"\[\s*\{"
-    if not re.match(rf"\s*{opening}", text):
-        return text
     is_chat = name not in (*OBJECTS, *LISTS)
+    if re.match(r"\s*\"\s*[\[{]", text):  # JSON of JSON
+        with suppress(ValueError):
+            text = inner if isinstance(inner := parse_json(text), str) else text
+    if name == "messages" and text.strip() == "[]":
+        return []
+    opening = r"\{\s*[\"'}]" if kind is dict else r"\[\s*\{"
+    if not re.match(rf"\s*(?:{opening}{r'|\{' if is_chat else ''})", text):
+        return text
     if is_chat and not re.search(r"[\"']role[\"']\s*:", text):
         return text
     try:
@@ -68,6 +82,9 @@ def parsed_text(name: str, text: str) -> Any:
     except ValueError as error:
         form = "an object" if kind is dict else "a list of objects"
         raise ValueError(f"column {name!r} holds text that begins like {form} and is not JSON ({error})") from None
+    if is_chat and isinstance(value, dict):  # a message, or an object with messages
+        inner = value.get("messages")
+        value = inner if isinstance(inner, list) else [value] if isinstance(value.get("role"), str) else value
     is_expected = isinstance(value, kind) and (kind is dict or all(isinstance(entry, dict) for entry in value))
     return value if is_expected else text
 
