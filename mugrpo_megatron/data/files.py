@@ -390,10 +390,12 @@ def _role(message: Any) -> Any:
 def _text_of(number: int, message: dict[str, Any]) -> str:
     content = message.get("content")
     if isinstance(content, str):
-        parts = parsed_text("content", content) if content.lstrip().startswith('[{"type"') else content
-        if not isinstance(parts, list):
+        if not content.startswith('[{"type"'):
             return content
-        content = parts
+        try:
+            content = parse_json(content)
+        except ValueError:
+            return str(content)
     if isinstance(content, list) and content and all(isinstance(part, dict) for part in content):
         other = [part.get("type") for part in content if part.get("type") != "text"]
         if other:

@@ -26,9 +26,10 @@ def printed_list(text: str) -> list[str] | None:
     """
     text = text.strip()
     text = array[1].strip() if (array := _ARRAY.fullmatch(text)) else text
-    if text[:1] + text[-1:] in ("()", "{}", "[]") and (inner := text[1:-1].strip().rstrip(",").rstrip()):
-        text = inner if inner[0] + inner[-1] in ("[]", "()") and _LIST.fullmatch(f"[{inner[1:-1]}]") else f"[{inner}]"
+    if text[:1] + text[-1:] in ("()", "{}"):
         text = f"[{text[1:-1]}]"
+    if text[:2] in ("[[", "[(") and _LIST.fullmatch(alone := f"[{text[2:-2]}]"):
+        text = alone
     if ("'" not in text and '"' not in text) or not _LIST.fullmatch(text):
         return None
     return [_element(item) for item in _ITEMS.findall(text)]
@@ -72,14 +73,16 @@ def parsed_text(name: str, text: str) -> Any:
             text = inner if isinstance(inner := parse_json(text), str) else text
     if name == "messages" and text.strip() == "[]":
         return []
-    opening = r"\{\s*[\"'}]" if kind is dict else r"\[\s*\{"
-    if not re.match(rf"\s*(?:{opening}{r'|\{' if is_chat else ''})", text):
+    opening = r"\{\s*[\"'}]" if kind is dict else r"[\[{]\s*[{\"']" if is_chat else r"\[\s*\{"
+    if not re.match(rf"\s*{opening}", text):
         return text
     if is_chat and not re.search(r"[\"']role[\"']\s*:", text):
         return text
     try:
         value = _parsed(text)
     except ValueError as error:
+        if is_chat and text.lstrip()[0] == "{":
+            return text
         form = "an object" if kind is dict else "a list of objects"
         raise ValueError(f"column {name!r} holds text that begins like {form} and is not JSON ({error})") from None
     if is_chat and isinstance(value, dict):  # a message, or an object with messages

@@ -41,6 +41,12 @@ def test_lists_of_latex_lose_no_backslash(elements: list[str]) -> None:
         (r"['caf\u00e9']", "café"),
         (r"['\begin{cases}x\\y\end{cases}']", r"\begin{cases}x\\y\end{cases}"),
         ("['a]b']", "a]b"),
+        (r"('\nu',)", r"\nu"),
+        (r"{'\alpha'}", r"\alpha"),
+        (r"[['\theta', 'x']]", r"\theta, x"),
+        (r"[r'\rho']", r"\rho"),
+        (r"array(['\tau', '2'], dtype=object)", r"\tau, 2"),
+        ("(f'(x), g'(x))", "(f'(x), g'(x))"),
         ("[2, 3)", "[2, 3)"),
     ],
 )
@@ -68,6 +74,22 @@ def test_chats_as_text_are_chats(column: str, as_text: Any, tmp_path: Path) -> N
     text = as_text({"ground_truth": r"\frac{1}{13}"})
     [problem] = load(write(tmp_path, {column: as_text(CHAT[:1]), "reward_model": text}), DataSection()).problems
     assert problem.answer == r"\frac{1}{13}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [json.dumps(json.dumps(CHAT[:1])), json.dumps({"messages": CHAT[:1]}), json.dumps(CHAT[0]), repr(CHAT[0])],
+)
+def test_other_forms_of_chats(text: str, tmp_path: Path) -> None:
+    parts = [{"role": "user", "content": json.dumps([{"type": "text", "text": "7+6?"}])}]
+    for row in ({"messages": text}, {"prompt": text}, {"messages": parts}):
+        [problem] = load(write(tmp_path, row | {"answer": "13"}), DataSection()).problems
+        assert problem.messages == ({"role": "user", "content": "7+6?"},)
+    for question in ('{"a": 1} has how many keys?', '{"role": of a verb} is?', '[{"a": 1}]'):
+        [problem] = load(write(tmp_path, {"prompt": question, "answer": "1"}), DataSection()).problems
+        assert (problem.question, problem.messages) == (question, ())
+    with pytest.raises(UserError, match="field 'messages' is empty"):
+        load(write(tmp_path, {"messages": "[]", "answer": "13"}), DataSection())
 
 
 def test_a_cut_chat_is_named(tmp_path: Path) -> None:
