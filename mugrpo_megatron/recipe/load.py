@@ -39,6 +39,10 @@ def error_message(error: ErrorDetails) -> str:
         choices = re.findall(r"'([^']*)'", error["ctx"]["expected"])
         if close := difflib.get_close_matches(str(error["input"]), choices, n=1):
             message = f"did you mean `{close[0]}`? {message}"
+    given = short_repr(error["input"]).strip("'")
+    if given.lower() in OFF and _may_be_unset(error["loc"]):
+        message += f'; write {key} = "unset" to leave it out'
+    message += OFF_HERE.get((key, given), "")
     value = "" if isinstance(error["input"], dict) else f" = {short_repr(error['input'])}"
     return f"`{key}`{value}: {message}" if key else message
 
@@ -137,6 +141,16 @@ def merged(base: Table, top: Table) -> Table:
     return result
 
 
+OFF = ("", "0", "0.0", "-1", "false", "none", "null", "nil", "off", "no")
+"""Values by which other programs leave out a key."""
+OFF_HERE = {
+    ("rollout.top_k", "-1"): "; 0 keeps all tokens",
+    ("rollout.top_p", "0"): "; 1 keeps all tokens",
+    ("rollout.top_p", "0.0"): "; 1 keeps all tokens",
+    ("optimizer.lr", "0"): "; a rate of 0 trains nothing, and `mugrpo eval` evaluates without training",
+    ("optimizer.lr", "0.0"): "; a rate of 0 trains nothing, and `mugrpo eval` evaluates without training",
+}
+"""(key, value that means something else in other programs) -> the way out."""
 UNSET = "unset"
 """Value by which a recipe or `--set` takes back what its base sets, as TOML has no null."""
 
@@ -290,6 +304,10 @@ def parse_toml(text: str) -> Table:
         return tomllib.loads(text)
     except RecursionError:
         raise ValueError("nested too deep") from None
+    except tomllib.TOMLDecodeError:
+        raise
+    except ValueError:  # Python's sentence is about its own settings
+        raise ValueError("an integer has more than 4,300 digits") from None
 
 
 def _read_with_base(path: Path, within: tuple[Path, ...], read: list[Path], layers: list[Layer]) -> Table:
@@ -370,6 +388,15 @@ def coerce_override(key: str, text: str, value: Any) -> Any:
         model = fields[name].annotation if name in fields else None
     texts = {*(get_args(model) or (model,))} <= {str, Path, NoneType}
     return text if texts and isinstance(value, int | float | date | time) else value
+
+
+def _may_be_unset(path: Sequence[str | int]) -> bool:
+    """Whether the recipe's key at `path` may have no value."""
+    model: Any = Recipe
+    for name in path:
+        field = getattr(model, "model_fields", {}).get(name)
+        model = field.annotation if field else None
+    return NoneType in get_args(model)
 
 
 def _value(override: str, text: str) -> Any:

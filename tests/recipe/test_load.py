@@ -222,6 +222,11 @@ def test_unset_takes_back_a_key_of_the_base(key: str, tmp_path: Path) -> None:
     [
         ("optimizer.clip_grad=0", "turn clipping off, write a norm that none has"),
         ("optimizer.clip_grad=0.0", "would clip every gradient to 0"),
+        ("lora.rank=0", 'write lora.rank = "unset" to leave it out'),
+        ("objective.dual_clip=none", 'write objective.dual_clip = "unset" to leave it out'),
+        ("rollout.top_k=-1", "; 0 keeps all tokens"),
+        ("rollout.top_p=0", "; 1 keeps all tokens"),
+        (f"run.seed={'8' * 4400}", "an integer has more than 4,300 digits"),
         ("rollout.temperature=0", "a group has no advantage; write 1.0, and eval.temperature = 0"),
         ("rollout.temperature=-0.0", "a group has no advantage"),
     ],
