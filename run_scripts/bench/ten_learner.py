@@ -57,7 +57,7 @@ def device() -> torch.device:
 
 def attention() -> dict[str, str]:
     """`[engine.extra]` for what is installed: carry.sh leaves FlashAttention 3, SGLang's choice, behind."""
-    kernels = find_spec("sgl_kernel")
+    kernels = find_spec("sgl_kernel") if torch.cuda.is_available() else None
     if kernels is None or kernels.origin is None or list(Path(kernels.origin).parent.glob("flash_ops*")):
         return {}
     return {"attention_backend": "triton"}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mugrpo_megatron.recipe import load_recipe
 from run_scripts.bench import ten
@@ -79,6 +80,7 @@ def test_every_recipe_has_a_backend_that_is_installed(
     for name in ("__init__.py", library):
         (tmp_path / "sgl_kernel" / name).touch()
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert recipe_of(tmp_path, True).engine.extra.get("attention_backend") == backend
     quickstart = load_recipe(ROOT / RECIPE, settings_of(str(tmp_path), True))
     assert quickstart.engine.extra.get("attention_backend") == backend
