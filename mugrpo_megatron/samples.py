@@ -84,7 +84,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """A response assembled by a user's function (`rollout.function`): several turns with text of its environment."""
+    """A response of several turns with text of its environment, by `rollout.function` or a program, `rollout.agent`."""
 
     prompt_ids: np.ndarray
     """int32 [P]: tokens before the model's first one."""
@@ -98,11 +98,15 @@ class Episode:
     """Such an episode has no turn that counts: an evaluation scores it 0, and training leaves it out."""
     parts: Mapping[str, float] = field(default_factory=dict, hash=False)
     """Numbers by name: turns, calls, seconds, and what else the function returned."""
+    answer: str | None = None
+    """Text that the verifier scores instead of the last turn."""
+    scored_with_previous: bool = False
+    """Whether it is a further response of the episode before it in its group, and has that one's score."""
 
     @property
     def settled(self) -> bool:
         """Whether the verifier has nothing left to score."""
-        return self.failed or self.reward is not None
+        return self.failed or self.reward is not None or self.scored_with_previous
 
     @property
     def last_turn(self) -> int:

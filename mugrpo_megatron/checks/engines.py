@@ -129,8 +129,8 @@ GAPS = (
         PROJECT_LIMIT,
     ),
     Gap(
-        lambda c: c.recipe.rollout.function and c.recipe.learner.routing_replay == "rollout",
-        'learner.routing_replay = "rollout" with rollout.function: an engine returns the experts of one request, and '
+        lambda c: c.recipe.rollout.episodes and c.recipe.learner.routing_replay == "rollout",
+        'learner.routing_replay = "rollout" with episodes: an engine returns the experts of one request, and '
         'an episode has several; set it to "learner"',
         PROJECT_LIMIT,
     ),

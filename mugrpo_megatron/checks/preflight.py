@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,6 +45,7 @@ from mugrpo_megatron.files.vocabulary import check_vocabulary
 from mugrpo_megatron.observe.environment import missing_wandb_error, rank_of_environment
 from mugrpo_megatron.recipe import ObjectiveSection, Recipe
 from mugrpo_megatron.recipe.functions import check_function, load_function
+from mugrpo_megatron.recipe.objective import USER_FUNCTION
 from mugrpo_megatron.recipe.policy import RolloutSection
 from mugrpo_megatron.recipe.scoring import CODE, MATH, EvalSection, RewardSection
 from mugrpo_megatron.recipe.sections import DataSection, OptimizerSection, ScheduleSection, TrackSection
@@ -192,7 +195,7 @@ def check_evaluation(recipe: Recipe, sources: Sequence[str]) -> None:
     check_sets(recipe.eval, known, "--data and data.eval")
     check_style(recipe.data.prompt_style)
     template_of(recipe.data)
-    _check_user_rewards(recipe.reward, recipe.rollout.function)
+    _check_user_rewards(recipe.reward, recipe.rollout)
     check_extra(recipe.engine.extra)
     _try_rewards(recipe.reward)
 
@@ -255,7 +258,7 @@ def _check_names(
 ) -> None:
     """Raise UserError for names of held-out sets, of users' functions and of SGLang's arguments that do not exist."""
     check_sets(evaluation, held_out_sets(data.eval).keys())
-    _check_user_rewards(reward, rollout.function)
+    _check_user_rewards(reward, rollout)
     check_extra(engine.extra)
 
 
@@ -273,13 +276,20 @@ def _check_tracking(section: TrackSection) -> None:
         raise missing_wandb_error(section.wandb_project)
 
 
-def _check_user_rewards(section: RewardSection, episodes: str | None) -> None:
-    """Raise UserError for a user's reward or episode function that its module lacks; only workers import it."""
+def _check_user_rewards(section: RewardSection, rollout: RolloutSection) -> None:
+    """Raise UserError for a user's reward, episode function or program that does not exist; only workers import it."""
     for name, entry in section.table.items():
         if entry.function not in (MATH, CODE):
             check_function(f"reward.functions.{name}" if section.functions else "reward.function", entry.function)
-    if episodes:
-        check_function("rollout.function", episodes)
+    if rollout.function:
+        check_function("rollout.function", rollout.function)
+    if rollout.agent and USER_FUNCTION.fullmatch(rollout.agent):
+        check_function("rollout.agent", rollout.agent)
+    elif rollout.agent and shutil.which(shlex.split(rollout.agent)[0]) is None:
+        raise UserError(
+            f"rollout.agent {rollout.agent!r}: there is no program {shlex.split(rollout.agent)[0]!r}; name a command, "
+            "or a module:function"
+        )
 
 
 def _try_rewards(section: RewardSection) -> None:

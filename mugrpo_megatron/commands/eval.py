@@ -129,7 +129,7 @@ def settings_of(recipe: Recipe, names: Mapping[str, str], problems: Sequence[Pro
         "reward": recipe.reward.model_dump(mode="json", exclude={"workers"}),
         "problems": sums_by_set(problems),
         "reward files": {name: source_sum(entry.function) for name, entry in recipe.reward.table.items()},
-        "episodes": recipe.rollout.function and [recipe.rollout.function, source_sum(recipe.rollout.function)],
+        "episodes": recipe.rollout.episodes and [recipe.rollout.episodes, source_sum(recipe.rollout.episodes)],
         "template file": file_sum(recipe.data.chat_template),
     }
 

@@ -40,6 +40,14 @@ class ScoredGroup:
     def tokens(self) -> int:
         return sum(len(response.ids) for response in self.responses)
 
+    @property
+    def episodes(self) -> ScoredGroup:
+        """The group with the scored response of each episode alone."""
+        rows = zip(self.responses, self.texts, self.scores, strict=True)
+        scored = [row for row in rows if not (row[0].episode and row[0].episode.scored_with_previous)]
+        responses, texts, scores = (list(column) for column in zip(*scored, strict=True))
+        return ScoredGroup(self.prompt, responses, texts, scores)
+
 
 POLL_S = 0.2
 """Interval at which a wait for scores looks whether the run was asked to stop."""
@@ -71,14 +79,19 @@ class Scorer:
         """The verifier's input as text and as ids: the last turn of an episode, unless the episode has its score."""
         if all(response.episode is None for response in responses):
             return texts, ids
+        unsettled = [(response, response.episode) for response in responses if response.episode]
+        unsettled = [(response, episode) for response, episode in unsettled if not episode.settled]
         turns = [
-            response.ids[response.episode.last_turn :].tolist()
-            for response in responses
-            if response.episode and not response.episode.settled
+            response.ids[episode.last_turn :].tolist()
+            if episode.answer is None
+            else self._tokenizer.encode(episode.answer, add_special_tokens=False)
+            for response, episode in unsettled
         ]
         if not turns:  # `batch_decode` returns one empty text for no rows
             return [], []
-        return self._tokenizer.batch_decode(turns, skip_special_tokens=True), turns
+        decoded = self._tokenizer.batch_decode(turns, skip_special_tokens=True)
+        answers = [episode.answer for _, episode in unsettled]
+        return [text if answer is None else answer for text, answer in zip(decoded, answers, strict=True)], turns
 
     def _openings(self, group: SampledGroup) -> list[str]:
         """For each text to score, the tag with which the tokens before it open a thought."""
@@ -86,6 +99,8 @@ class Scorer:
             return [self._opening(group.prompt.ids)] * len(group.responses)
         return [
             self._opening([*response.episode.prompt_ids, *response.ids[: response.episode.last_turn]])
+            if response.episode.answer is None
+            else ""
             for response in group.responses
             if response.episode and not response.episode.settled
         ]
@@ -118,8 +133,11 @@ class Scorer:
 
     def _next(self) -> ScoredGroup:
         (prompt, responses), texts, pending = self._pending.popleft()
-        scores = iter(pending.result())
-        return ScoredGroup(prompt, responses, texts, [score_of(response, scores) for response in responses])
+        scored, scores = iter(pending.result()), list[Score]()
+        for response in responses:
+            shared = response.episode is not None and response.episode.scored_with_previous
+            scores.append(scores[-1] if shared else score_of(response, scored))
+        return ScoredGroup(prompt, responses, texts, scores)
 
 
 def score_of(response: Response, scores: Iterator[Score]) -> Score:
@@ -197,6 +215,7 @@ def prompts_of(
 
 def problem_result(group: ScoredGroup) -> ProblemResult:
     """The result of one problem from its scored group."""
+    group = group.episodes
     return ProblemResult(
         problem=group.prompt.problem,
         rewards=[score.reward for score in group.scores],

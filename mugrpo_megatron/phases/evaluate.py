@@ -128,7 +128,7 @@ def _log(run: Run, cursor: Cursor, names: Sequence[str], answers: ByPlace, bar: 
         sets[name] = SetFigures(mean_at_k(own, measure), len(own), len(own[0]))
         responses = len(own) * len(own[0])
         shares |= {f"truncated/{name}": sum(each.truncated for each in of_set) / responses}
-        if run.recipe.rollout.function:
+        if run.recipe.rollout.episodes:
             shares |= {f"called/{name}": sum(each.called for each in of_set) / responses}
         if measure == "accuracy":
             if run.recipe.reward.finds_answers:
@@ -186,9 +186,10 @@ def _answered(
 
 
 def _answers(group: ScoredGroup, keep: bool) -> Answers:
+    tokens, group = group.tokens, group.episodes
     return Answers(
         rewards=[score.reward for score in group.scores],
-        tokens=group.tokens,
+        tokens=tokens,
         truncated=sum(response.finish_reason == "length" for response in group.responses),
         unparsed=sum(not score.extracted for score in group.scores),
         called=sum(score.components.get(f"{EPISODE}called", 0.0) for score in group.scores),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -124,6 +125,9 @@ class RolloutSection(Section):
     """Stop strings besides the end-of-sequence token, for base models; the response includes them."""
     function: str | None = Field(None, pattern=USER_FUNCTION.pattern + "$")
     """Your own `module:function` or class for episodes of several turns with tools (docs/episodes.md)."""
+    agent: str | None = Field(None, min_length=1)
+    """Program that plays an episode as a client of OpenAI's chat API: a command, with files found from the current
+    directory, or your own `module:function` of the row (docs/episodes.md)."""
     behaviour: Literal["engine", "learner"] = Field("engine", json_schema_extra=changes("method"))
     """Source of the behaviour logprobs: the engine (free), or a learner pass at the stage's start (ratio exactly 1)."""
 
@@ -136,6 +140,23 @@ class RolloutSection(Section):
                 "eval.temperature = 0 for greedy evaluation"
             )
         return value
+
+    @model_validator(mode="after")
+    def _check_who_plays(self) -> Self:
+        if self.agent and self.function:
+            raise ValueError("function and agent both play the episodes; remove one of them")
+        try:
+            words = shlex.split(self.agent or "true")
+        except ValueError as error:
+            raise ValueError(f"agent is no command ({error})") from None
+        if not words:
+            raise ValueError("agent is empty")
+        return self
+
+    @property
+    def episodes(self) -> str | None:
+        """The function or the program that plays the episodes; None for responses of one turn."""
+        return self.function or self.agent
 
     @property
     def truncates(self) -> bool:
@@ -151,7 +172,7 @@ class RolloutSection(Section):
 
 
 class EpisodesSection(Section):
-    """Limits of the episodes of `rollout.function`; `rollout.max_response_tokens` limits all tokens of one."""
+    """Limits of episodes (`rollout.function`, `rollout.agent`); `rollout.max_response_tokens` limits a response."""
 
     model_config = ConfigDict(json_schema_extra=changes("branch"))
 
@@ -165,6 +186,8 @@ class EpisodesSection(Section):
     does."""
     memory_mb: PositiveInt = 4096
     """Address space limit of a process that runs episodes; one that loads torch needs more."""
+    programs: PositiveInt = 16
+    """Programs of `rollout.agent` that an engine's host runs at a time."""
 
 
 class SftSection(Section):

@@ -10,7 +10,7 @@ from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.functions import load_function
 
 EPISODES = "mugrpo_megatron.extras.episodes.episodes:Episodes"
-"""Runs a user's function (`rollout.function`) per response instead of sampling one response."""
+"""Has a user's function or program play an episode per response instead of sampling one response."""
 
 
 def engine_spec(recipe: Recipe) -> EngineSpec:
@@ -21,9 +21,9 @@ def engine_spec(recipe: Recipe) -> EngineSpec:
         max_response_tokens=recipe.longest_response,
         seed=recipe.run.seed,
         deterministic=recipe.run.deterministic,
-        needs_tokenizer=bool(recipe.rollout.stop or recipe.rollout.function),
+        needs_tokenizer=bool(recipe.rollout.stop or recipe.rollout.episodes),
         returns_routes=recipe.learner.routing_replay == "rollout",
-        episodes=_episodes(recipe) if recipe.rollout.function else None,
+        episodes=_episodes(recipe) if recipe.rollout.episodes else None,
     )
 
 

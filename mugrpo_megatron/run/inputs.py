@@ -79,6 +79,7 @@ def user_files(recipe: Recipe) -> dict[str, str]:
         "objective.surrogate": objective.surrogate,
         "objective.diagnostics": objective.diagnostics or "",
         "rollout.function": recipe.rollout.function or "",
+        "rollout.agent": recipe.rollout.agent or "",
     }
     sums = {key: source_sum(function) for key, function in functions.items()}
     sums["data.chat_template"] = file_sum(recipe.data.chat_template)

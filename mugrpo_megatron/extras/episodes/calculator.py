@@ -1,9 +1,10 @@
 """The bundled task of episodes: sums of `chain`, too long for a small model's head, and a calculator for them.
 
-    python -m mugrpo_megatron.extras.episodes.calculator ROWS.jsonl
+    python -m mugrpo_megatron.extras.episodes.calculator ROWS.jsonl [TEMPLATE.jinja]
 
 writes the rows that a model is warm-started on: most answer at once and are right (which it cannot learn), some write
 the sum, a question mark, and the answer that the calculator gave. Training then finds out which of the two is worth it.
+With a template, which it writes too, the rows are chats that call a tool, for `program`, a client of OpenAI's API.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from mugrpo_megatron.data.arithmetic import problems
 from mugrpo_megatron.extras.episodes.turns import EpisodeModel
@@ -25,6 +28,16 @@ MOST_CALLS = 4
 ROWS = 6000
 CALLING = 0.2
 """Share of the rows that call."""
+TOOL: Any = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"terms": {"type": "string"}}}},
+}
+TEMPLATE = """{% for m in messages %}<|im_start|>{{ m['role'] }}
+{{ m['content'] }}{% for c in m['tool_calls'] or [] %}<tool_call>
+{"name": "{{ c['function']['name'] }}", "arguments": {{ c['function']['arguments'] | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
 SUM = re.compile(r"\d{1,9}(?:\+\d{1,9})*")
 
 
@@ -40,6 +53,25 @@ async def episode(problem: Problem, model: EpisodeModel) -> None:
         except ValueError as error:
             result = str(error)
         ids = [*model.ids, *await model.encode(f" {result} ")]
+
+
+def program(row: dict[str, Any]) -> None:
+    """The episode as a program of `rollout.agent`, with OpenAI's client: it knows nothing of training."""
+    from openai import OpenAI  # half a second
+
+    client, messages = OpenAI(), list[Any](row["messages"])
+    for _ in range(MOST_CALLS):
+        completion: Any = client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])
+        message = completion.choices[0].message
+        messages.append(message)
+        if not message.tool_calls:
+            return
+        for call in message.tool_calls:
+            try:
+                result = value(json.loads(call.function.arguments)["terms"])
+            except (ValueError, TypeError, KeyError):
+                result = "no sum"
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 
 
 def value(expression: str) -> str:
@@ -60,11 +92,28 @@ def demonstrations(count: int = ROWS) -> list[dict[str, str]]:
     return rows
 
 
+def chats(count: int = ROWS) -> Iterator[dict[str, Any]]:
+    """Rows of a chat and its answer; every fifth calls, and another row answers with the call's result."""
+    for row in demonstrations(count):
+        question = {"role": "user", "content": row["prompt"]}
+        said, called, rest = row["response"].partition(CALL)
+        if not called:
+            yield {"prompt": [question], "response": said}
+            continue
+        call = f"<tool_call>\n{json.dumps({'name': 'add', 'arguments': {'terms': said}})}\n</tool_call>"
+        result, boxed = rest.split()
+        answered = [{"role": "assistant", "content": call}, {"role": "tool", "content": result}]
+        yield {"prompt": [question], "response": call}
+        yield {"prompt": [question, *answered], "response": boxed}
+
+
 def main() -> None:
-    path = Path(sys.argv[1])
-    check_output(path, str(path), remedy="remove it, or name another file")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, "".join(json.dumps(row) + "\n" for row in demonstrations()))
+    paths = [Path(argument) for argument in sys.argv[1:3]]
+    rows = demonstrations() if len(paths) == 1 else chats()
+    for path, text in zip(paths, ("".join(json.dumps(row) + "\n" for row in rows), TEMPLATE), strict=False):
+        check_output(path, str(path), remedy="remove it, or name another file")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, text)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,13 @@
 """Chats as token ids: the whole first prompt, then only the tokens after each sampled turn.
 
 The template renders the chat twice, with and without the new messages; the difference, from the end of the assistant's
-turn on, is all that is tokenized. A template that renders earlier turns differently once later ones are there breaks
-the prefix.
+turn on, is all that is tokenized.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -18,8 +16,8 @@ from mugrpo_megatron.call_guard import TEMPLATE_S, TookTooLong, clock
 from mugrpo_megatron.data.prompts import Template
 from mugrpo_megatron.data.quoted import encode_quoting, mark_special
 from mugrpo_megatron.engine import sglang_compat
-from mugrpo_megatron.extras.episodes.trajectory import Broken, Trajectory
-from mugrpo_megatron.files.json_text import as_text
+from mugrpo_megatron.extras.episodes.trajectory import Trajectory
+from mugrpo_megatron.files.json_text import as_text, parse_json
 from mugrpo_megatron.samples import Message
 
 FORMATS = (
@@ -42,46 +40,38 @@ class Chat:
         self._tokenizer, self._template, self._parser = tokenizer, template, parser
         self._closing = str(tokenizer.eos_token)
 
-    def ids(
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Any], arguments: Mapping[str, Any]) -> list[int]:
+        """Token ids of a chat, up to where the model answers; `arguments` are the row's own for the template."""
+        return self._encode(self._render(messages, tools, arguments, is_prompt=True))
+
+    def continuation(
         self,
         messages: Sequence[Message],
         tools: Sequence[Any],
-        before: Sequence[Message],
-        so_far: Trajectory,
-        arguments: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """Token ids of the request; `before` are the messages that `so_far` holds, its last turn included.
+        arguments: Mapping[str, Any],
+        count: int,
+        context: list[int],
+    ) -> list[int] | None:
+        """Token ids of a chat whose first `count` messages, the last of them sampled, are the tokens of `context`.
 
-        `arguments` are the row's own for the template.
-
-        Raises Broken where they differ from the first of `messages`, and ValueError for a chat that cannot be rendered.
+        Returns None if the template renders those messages differently once the others are there.
         """
-        render = partial(self._render, tools=tools, arguments=arguments or {})
-        if not so_far.turns:
-            return self._encode(render(messages, is_prompt=True))
-        common = list(messages[: len(before)])
-        if common != list(before) or len(messages) == len(before):
-            so_far.check(self._encode(render(messages, is_prompt=True)), self.shown)
-            raise Broken(_different(common, before, so_far.turns))
-        rendered, earlier = render(messages, is_prompt=True), render(before, is_prompt=False)
-        end, closed = self._end(earlier, so_far)
+        rendered = self._render(messages, tools, arguments, is_prompt=True)
+        earlier = self._render(messages[:count], tools, arguments, is_prompt=False)
+        end, closed = self._end(earlier, context)
         if not rendered.startswith(earlier[:end]):
-            so_far.check(self._encode(rendered), self.shown)
-            raise Broken(
-                f"the chat template renders turn {so_far.turns} differently once turn {so_far.turns + 1} is there; "
-                "name a template that does not with data.chat_template"
-            )
-        return so_far.context + self._encode(rendered[end if closed else end - len(self._closing) :])
+            return None
+        return context + self._encode(rendered[end if closed else end - len(self._closing) :])
 
-    def _end(self, earlier: str, so_far: Trajectory) -> tuple[int, bool]:
+    def _end(self, earlier: str, context: list[int]) -> tuple[int, bool]:
         """End of the last turn in the rendered text, after its closing token; and whether that token was sampled."""
         end = earlier.rfind(self._closing)
         if end < 0 or earlier[end + len(self._closing) :].strip():
             raise ValueError(f"the chat template does not end the assistant's turn with {self._closing!r}")
-        return end + len(self._closing), so_far.ids[-1] == self._tokenizer.eos_token_id
+        return end + len(self._closing), context[-1] == self._tokenizer.eos_token_id
 
     def _render(
-        self, messages: Sequence[Message], *, tools: Sequence[Any], arguments: Mapping[str, Any], is_prompt: bool
+        self, messages: Sequence[Message], tools: Sequence[Any], arguments: Mapping[str, Any], is_prompt: bool
     ) -> str:
         try:
             with clock(TEMPLATE_S):
@@ -156,18 +146,9 @@ class Chat:
 
 
 def _arguments(text: str) -> Any:
+    """Arguments that are a JSON object as that, others as their text."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        arguments = parse_json(text)
+    except ValueError:
         return text
-
-
-def _different(messages: Sequence[Message], before: Sequence[Message], turn: int) -> str:
-    index = next(
-        (k for k, (message, earlier) in enumerate(zip(messages, before, strict=False)) if message != earlier),
-        len(messages),
-    )
-    return (
-        f"message {index} of turn {turn + 1} is not the one of turn {turn}, though its tokens are the same; pass on "
-        "the messages as they were returned, and add to them"
-    )
+    return arguments if isinstance(arguments, dict) else text

@@ -2,8 +2,8 @@
 
 Started by rewards/guard.py, which kills with it whatever its tools have started. Messages are JSON:
 
-From the parent:  `start` key, problem, ... · `answer` key, value · `cancel` key
-To the parent:    `ready` · `refused` text · `alive` · `ask` key, what, ... · `done` key, ... · `failed` key, why
+From the parent:  `start` key, problem, ... · `answer` key, request, value or error · `cancel` key
+To the parent:    `ready` · `refused` text · `alive` · `ask` key, request, what · `done` key, ... · `failed` key, why
                   · `ended` key, open: a cancelled episode has ended, with so many functions that still run
 """
 
@@ -16,13 +16,14 @@ import resource
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from mugrpo_megatron.call_guard import refuse_exits
 from mugrpo_megatron.extras.episodes import turns
 from mugrpo_megatron.extras.episodes.conventions import EpisodeFunction, load_episode_function
-from mugrpo_megatron.extras.episodes.turns import EpisodeModel, current
+from mugrpo_megatron.extras.episodes.turns import PROGRAM, EpisodeModel, ProgramFailure, current
 from mugrpo_megatron.files.json_text import as_text
 from mugrpo_megatron.recipe.functions import describe_exception
 from mugrpo_megatron.samples import Problem
@@ -49,7 +50,13 @@ def serve(socket: int, text: str) -> None:
     leave = refuse_exits()  # a tool's exit would end the other episodes
     os.register_at_fork(after_in_child=connection.close)  # a tool's fork must not speak for its parent
     try:
-        function = load_episode_function(options["function"], options)
+        if options["key"] == "rollout.agent":
+            # Only here: it imports a web server.
+            from mugrpo_megatron.extras.episodes.agent import Agent
+
+            function: EpisodeFunction = Agent(options).episode
+        else:
+            function = load_episode_function(options["name"], options)
     except UserError as error:
         connection.send_bytes(json.dumps({"refused": str(error)}).encode())
         return
@@ -65,6 +72,10 @@ class _Worker:
         self._threads = ThreadPoolExecutor(THREADS)
         self._episodes: dict[int, tuple[asyncio.Task[None], EpisodeModel]] = {}
         self._pending: dict[int, asyncio.Future[Any]] = {}
+        """Number of a request -> its answer."""
+        self._asking: set[int] = set()
+        """Keys of episodes whose function waits for an answer."""
+        self._numbers = count()
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -83,25 +94,31 @@ class _Worker:
             model = self._model(key, message)
             self._episodes[key] = asyncio.ensure_future(self._run(key, model)), model
         elif "answer" in message:
-            future = self._pending.pop(message["answer"], None)
+            future = self._pending.pop(message["request"], None)
             if future and not future.done():
-                future.set_result(message["value"])
+                if "error" in message:
+                    future.set_exception(ValueError(message["error"]))
+                else:
+                    future.set_result(message["value"])
         elif message["cancel"] in self._episodes:
             self._episodes[message["cancel"]][0].cancel()
 
     def _model(self, key: int, message: dict[str, Any]) -> EpisodeModel:
         async def ask(what: str, **arguments: Any) -> Any:
-            if key in self._pending:
+            if key in self._asking:
                 raise RuntimeError("an episode asks the model one thing after another, and this one asked two at once")
-            text = as_text({"ask": key, "what": what, **arguments}).encode()
+            number = next(self._numbers)
+            text = as_text({"ask": key, "request": number, "what": what, **arguments}).encode()
             if len(text) > MOST_BYTES:
                 raise ValueError(f"a request of {len(text):,} bytes, and at most {MOST_BYTES:,} go to the model")
-            future = self._pending[key] = asyncio.get_running_loop().create_future()
+            future = self._pending[number] = asyncio.get_running_loop().create_future()
+            self._asking |= {key} if what != PROGRAM else set()  # a program may ask several things at once
             try:
                 self._write(text)
                 return await future
             finally:
-                self._pending.pop(key, None)
+                self._pending.pop(number, None)
+                self._asking.discard(key)
 
         fields = message["problem"]
         problem = Problem(**{**fields, "messages": tuple(fields["messages"])})
@@ -120,7 +137,8 @@ class _Worker:
                 self._send({"ended": key, "open": model.open})
                 return
             internal = (__file__, turns.__file__, asyncio.__file__)
-            self._send({"failed": key, "why": describe_exception(error, *internal), "open": model.open})
+            why = str(error) if isinstance(error, ProgramFailure) else describe_exception(error, *internal)
+            self._send({"failed": key, "why": why, "open": model.open})
         finally:
             self._episodes.pop(key, None)
 

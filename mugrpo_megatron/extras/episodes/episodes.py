@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
+import tempfile
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -24,8 +26,10 @@ from mugrpo_megatron.engine.client import Engine, PromptSource
 from mugrpo_megatron.engine.wire import Request, SampledGroup, Sampling
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.episodes.chat import Chat
-from mugrpo_megatron.extras.episodes.processes import Attempt, EpisodeProcess, Group, Pool
+from mugrpo_megatron.extras.episodes.conversations import Conversation, continued
+from mugrpo_megatron.extras.episodes.processes import Asked, Attempt, EpisodeProcess, Group, Pool
 from mugrpo_megatron.extras.episodes.trajectory import Broken, Trajectory
+from mugrpo_megatron.extras.episodes.turns import PROGRAM
 from mugrpo_megatron.files.json_text import as_text
 from mugrpo_megatron.observe.environment import usable_cores
 from mugrpo_megatron.recipe import Recipe
@@ -52,7 +56,13 @@ class Episodes:
         self._template = template_of(recipe.data)
         self._chat = Chat(self._tokenizer, self._template, recipe.engine.extra.get("tool_call_parser"))
         limit = max(1, usable_cores() // 2 // engine.slot.local_engines)
-        self._pool = Pool(str(recipe.rollout.function), self._args(), recipe.episodes, limit)
+        agent, programs = recipe.rollout.agent, recipe.episodes.programs
+        self._key, self._name = ("rollout.agent", agent) if agent else ("rollout.function", recipe.rollout.function)
+        # Removed here: a worker that is killed leaves its programs' files.
+        self._directory = tempfile.TemporaryDirectory(prefix="mugrpo-agent-", ignore_cleanup_errors=True)
+        options = {"key": self._key, "name": self._name, "args": self._args(), "directory": self._directory.name}
+        self._programs = programs if agent else math.inf
+        self._pool = Pool(options, recipe.episodes, limit, self._programs)
         self._keys = itertools.count()
         self._finished, self._dropped = 0, 0
         self.busy_s, self.total_s = 0.0, 0.0
@@ -60,12 +70,13 @@ class Episodes:
 
     def close(self) -> None:
         self._pool.close()
+        self._directory.cleanup()
 
     def generate(self, take: PromptSource, n: int, sampling: Sampling) -> Generator[SampledGroup]:
         """Groups of `n` episodes, in order of completion, until none is in flight and `take` returns no prompt."""
         self._sampling, self._n = sampling, n
         self._groups: dict[int, Group] = {}
-        self._requests: dict[int, Attempt] = {}
+        self._requests: dict[int, Asked] = {}
         self._work: list[Request] = []
         last_answer = last = time.monotonic()
         silence_s = self._recipe.engine.request_timeout_s
@@ -91,8 +102,7 @@ class Episodes:
                     self._flush()  # before the caller stores what is finished
                     for group in [group for group in self._groups.values() if all(group.responses)]:
                         del self._groups[id(group)]
-                        responses = [response for response in group.responses if response]
-                        yield SampledGroup(group.prompt, _with_shares(responses))
+                        yield SampledGroup(group.prompt, _with_shares(group.responses))
             finally:
                 self._pool.waiting.clear()
                 for process in self._pool.processes:
@@ -103,15 +113,15 @@ class Episodes:
 
     def _take(self, take: PromptSource) -> bool:
         """Begin episodes as long as the engine has room; returns whether any is in flight."""
-        at_once = IN_FLIGHT * self._n * self._engine.slots(self._n)
+        at_once = int(min(IN_FLIGHT * self._n * self._engine.slots(self._n), self._programs + self._n))
         while True:
-            live = sum(response is None for group in self._groups.values() for response in group.responses)
-            idle = sum(not episode.so_far.turns and episode.key not in self._requests for episode in self._live())
+            live = sum(not responses for group in self._groups.values() for responses in group.responses)
+            idle = sum(not episode.asked for episode in self._live())
             in_engine = -(-(len(self._requests) + idle) // self._n)
             room = max(0, at_once - live) // self._n if live else max(1, at_once // self._n)
             prompts = take(in_engine, min(self._engine.slots(self._n), max(1, room // 2))) if room else []
             for prompt in prompts:
-                group = Group(prompt, [None] * self._n)
+                group = Group(prompt, [[] for _ in range(self._n)])
                 self._groups[id(group)] = group
                 for number in range(self._n):
                     self._begin(group, number)
@@ -125,8 +135,7 @@ class Episodes:
         ]
 
     def _begin(self, group: Group, number: int, retries: int = 0, alone: bool = False) -> None:
-        so_far = Trajectory(self._sampling.max_tokens)
-        self._pool.waiting.append(Attempt(next(self._keys), group, number, so_far, retries, alone))
+        self._pool.waiting.append(Attempt(next(self._keys), group, number, retries, alone))
 
     def _start(self, episode: Attempt) -> dict[str, Any]:
         prompt, how = episode.group.prompt, self._sampling
@@ -184,143 +193,185 @@ class Episodes:
         else:
             if "done" in message:
                 process.episodes.pop(key)
-            with self._errors_of(process, episode):
+            with self._errors_of(process, episode, message):
                 if "done" in message:
                     self._finish(episode, message)
                 elif message["what"] == "encode":
-                    process.send({"answer": key, "value": self._chat.encode(message["text"])})
+                    self._send(process, message, value=self._chat.encode(message["text"]))
                 elif message["what"] == "decode":
-                    process.send({"answer": key, "value": self._chat.text(message["ids"])})
+                    self._send(process, message, value=self._chat.text(message["ids"]))
                 else:
                     self._request(process, episode, message)
 
+    def _send(self, process: EpisodeProcess, message: Mapping[str, Any], **answer: Any) -> None:
+        """Answer what an episode asked."""
+        process.send({"answer": message["ask"], "request": message["request"], **answer})
+
     @contextmanager
-    def _errors_of(self, process: EpisodeProcess, episode: Attempt) -> Iterator[None]:
-        """Fail the episode on any error in the block: templates, parsers and tokenizers may trip over its texts."""
+    def _errors_of(self, process: EpisodeProcess, episode: Attempt, message: Mapping[str, Any]) -> Iterator[None]:
+        """Fail the episode on any error in the block: templates, parsers and tokenizers may trip over its texts.
+
+        A program reads the error as the answer to its request instead, and may go on.
+        """
         try:
             yield
         except UserError:  # too many episodes have failed
             raise
         except Exception as error:
+            why = str(error) if isinstance(error, Broken | ValueError) else exception_text(error)
+            if message.get("what") == PROGRAM:
+                self._send(process, message, error=why)
+                return
             if episode.key in process.episodes:
                 self._pool.cancel(process, episode)
-            self._fail(episode, str(error) if isinstance(error, Broken | ValueError) else exception_text(error))
+            self._fail(episode, why)
 
     def _request(self, process: EpisodeProcess, episode: Attempt, message: dict[str, Any]) -> None:
         """Queue a request to the engine; a limit ends the episode with the turns that it has.
 
         Raises Broken where the request does not continue the last, and ValueError for a malformed one.
         """
-        now, so_far = time.monotonic(), episode.so_far
-        episode.waited_s += now - episode.answered_at
-        room = so_far.room if so_far.turns else so_far.limit
-        if so_far.turns >= self._section.turns or room < 1 or self._too_long(message, room):
-            ids = None
-        else:
-            ids = self._ids(episode, message)
-            so_far.check(ids, self._chat.shown)
-        between = len(ids or ()) - len(so_far.context) if so_far.turns else 0
-        if ids is None or between >= room:
+        if not episode.in_engine:
+            episode.waited_s += time.monotonic() - episode.answered_at
+        room = 0
+        if episode.asked < self._section.turns and not self._too_long(message):
+            conversation, ids = self._continued(episode, message)
+            room = conversation.so_far.limit - (len(ids) - len(conversation.so_far.prompt or ids))
+        if room < 1:
             self._pool.cancel(process, episode)
             self._finish(episode, {"reward": None, "why": "", "parts": {}, "cut": True})
             return
-        most = max(1, min(room - between, message.get("max_tokens") or room))
-        episode.request = {**message, "ids": ids}
-        self._requests[episode.key] = episode
-        stream = f"{episode.group.prompt.index}/{episode.number}/{episode.retries}/{so_far.turns}"
-        self._work.append(Request(episode.key, ids, 1, stream, most, tuple(message.get("stop") or ())))
+        key = next(self._keys)
+        self._requests[key] = Asked(episode, conversation, message, ids)
+        stream = f"{episode.group.prompt.index}/{episode.number}/{episode.retries}/{episode.asked}"
+        most = min(room, message.get("max_tokens") or room)
+        self._work.append(Request(key, ids, 1, stream, most, tuple(message.get("stop") or ())))
+        conversation.busy = True
+        episode.asked += 1
+        episode.in_engine += 1
 
-    def _too_long(self, message: dict[str, Any], room: int) -> bool:
+    def _too_long(self, message: dict[str, Any]) -> bool:
         """Whether a text is so long that it cannot fit, tokenized or not."""
-        room += self._recipe.data.max_prompt_tokens
         texts = [message.get("text", ""), *(message.get("content") or "" for message in message.get("messages", ()))]
-        return sum(map(len, map(str, texts))) > CHARS_A_TOKEN * room
+        return sum(map(len, map(str, texts))) > CHARS_A_TOKEN * self._longest
 
-    def _ids(self, episode: Attempt, message: dict[str, Any]) -> list[int]:
-        """Token ids of the request. Raises ValueError for a malformed one."""
+    @property
+    def _longest(self) -> int:
+        """Most tokens of a prompt and its response."""
+        return self._recipe.data.max_prompt_tokens + self._sampling.max_tokens
+
+    def _continued(self, episode: Attempt, message: dict[str, Any]) -> tuple[Conversation, list[int]]:
+        """The conversation that a request continues or begins, and its token ids.
+
+        Raises Broken where tokens do not continue the last, and ValueError for a malformed request.
+        """
         if (most := message.get("max_tokens")) is not None and most < 1:
             raise ValueError(f"max_tokens = {most}: a turn has at least one token")
-        if message["what"] == "chat":
-            if episode.so_far.turns and not episode.messages:
-                raise ValueError("it asks with chat after generate: take one of them in an episode")
+        before = episode.conversations
+        if message["what"] != "generate":
             row = row_arguments(episode.group.prompt.problem.row)
-            row.pop(TOOLS, None)  # the function names those that it runs
-            ids = self._chat.ids(message["messages"], message["tools"], episode.messages, episode.so_far, row)
-        elif "text" in message:
-            ids = self._chat.encode(message["text"], episode.so_far)
+            row.pop(TOOLS, None)  # the function or the program names those that it runs
+            conversation, ids = continued(before, message["messages"], message["tools"], row, self._chat)
         else:
-            ids = message["ids"]
-        most, vocabulary = self._recipe.data.max_prompt_tokens, len(self._tokenizer)
+            conversation = before[-1] if before else None
+            so_far = conversation.so_far if conversation else None
+            ids = self._chat.encode(message["text"], so_far) if "text" in message else message["ids"]
+        vocabulary, longest = len(self._tokenizer), self._recipe.data.max_prompt_tokens
         if not ids or not all(0 <= token < vocabulary for token in ids):
             raise ValueError(f"a prompt has at least one token, and ids below {vocabulary}")
-        if not episode.so_far.turns and len(ids) > most:
-            raise ValueError(f"its prompt has {len(ids)} tokens: raise data.max_prompt_tokens, which is {most}")
-        return list(ids)
+        if not before and len(ids) > longest:
+            raise ValueError(f"its prompt has {len(ids)} tokens: raise data.max_prompt_tokens, which is {longest}")
+        if conversation is None:
+            room = min(self._sampling.max_tokens, self._longest - len(ids))
+            conversation = Conversation(Trajectory(room), message.get("tools", ()))
+            before.insert(0, conversation)
+        conversation.so_far.check(ids, self._chat.shown)
+        return conversation, list(ids)
 
     def _flush(self) -> None:
         if self._work:
             self._engine.submit(self._work)
             self._work = []
 
-    def _answer(self, episode: Attempt | None, response: Response) -> None:
+    def _answer(self, asked: Asked | None, response: Response) -> None:
         """Record the sampled tokens and send them to the episode's process."""
-        if episode is None or episode.request is None:
+        if asked is None:
             return
-        process = next((process for process in self._pool.processes if episode.key in process.episodes), None)
+        process = next((process for process in self._pool.processes if asked.attempt.key in process.episodes), None)
         if process is None:  # it has failed meanwhile
             return
-        with self._errors_of(process, episode):
-            process.send({"answer": episode.key, "value": self._turn(episode, episode.request, response)})
+        with self._errors_of(process, asked.attempt, asked.message):
+            self._send(process, asked.message, value=self._turn(asked, response))
 
-    def _turn(self, episode: Attempt, request: dict[str, Any], response: Response) -> dict[str, Any]:
-        """Record the sampled tokens; returns what the function reads of them."""
-        episode.request = None
-        episode.so_far.extend(request["ids"], response)
+    def _turn(self, asked: Asked, response: Response) -> dict[str, Any]:
+        """Record the sampled tokens; returns what the function or the program reads of them."""
+        episode, conversation, message, ids = asked
+        conversation.busy = False
+        conversation.so_far.extend(ids, response)
+        episode.conversations.remove(conversation)
+        episode.conversations.append(conversation)
+        episode.in_engine -= 1
         episode.answered_at = time.monotonic()
         sampled = response.ids.tolist()
-        if request["what"] == "chat":
-            message = json.loads(as_text(self._chat.message(sampled, request["tools"])))
-            episode.messages = [*request["messages"], message]
-            return {"message": message, "ids": episode.so_far.context}
+        if message["what"] == "generate":
+            return {
+                "ids": sampled,
+                "logprobs": response.logprobs.tolist(),
+                "text": self._chat.text(sampled),
+                "finish_reason": response.finish_reason,
+            }
+        said = json.loads(as_text(self._chat.message(sampled, message["tools"] if message.get("parse", True) else ())))
+        if message["what"] == PROGRAM:
+            # OpenAI's API returns a turn without the text that stopped it; the recorded tokens keep it.
+            stops = [stop for stop in message["stop"] if said["content"].endswith(stop)]
+            said["content"] = said["content"].removesuffix(max(stops, key=len, default=""))
+            episode.calls += len(said.get("tool_calls", ()))
+        conversation.answered(message["messages"], said)
+        if message["what"] == "chat":
+            return {"message": said, "ids": conversation.so_far.context}
         return {
-            "ids": sampled,
-            "logprobs": response.logprobs.tolist(),
-            "text": self._chat.text(sampled),
+            "message": said,
             "finish_reason": response.finish_reason,
+            "prompt_tokens": len(ids),
+            "completion_tokens": len(sampled),
         }
 
     # ------------------------------------------------------------ ends
 
     def _finish(self, episode: Attempt, result: dict[str, Any]) -> None:
         """Store an episode that has ended; `result` is its process's message. Raises Broken for other tokens."""
-        so_far = episode.so_far
-        if not so_far.turns:
+        answered = [conversation for conversation in episode.conversations[::-1] if conversation.so_far.turns]
+        if not answered:
             self._fail(episode, "it ended without asking the model")
             return
-        mask = np.array(so_far.mask, dtype=bool)
+        last = answered[0].so_far
+        mask = np.array(last.mask, dtype=bool)
         if result.get("tokens"):
-            so_far.check(result["tokens"], self._chat.shown)
+            last.check(result["tokens"], self._chat.shown)
             mask_of_function = (result["loss_mask"] or [1] * len(mask))[: len(mask)]
             mask &= np.pad(np.array(mask_of_function, dtype=bool), (0, len(mask) - len(mask_of_function)))
         if result.get("cut"):
-            so_far.finish_reason = "length"
-        calls = result.get("calls", 0)
+            last.finish_reason = "length"
+        turns = sum(conversation.so_far.turns for conversation in answered)
+        calls = result.get("calls", 0) + episode.calls
         parts = {
             **result["parts"],
-            "turns": so_far.turns,
+            "turns": turns,
             "calls": calls,
-            "called": float(so_far.turns > 1 or calls > 0),
+            "called": float(turns > 1 or calls > 0),
             "failed_calls": result.get("failed_calls", 0),
             "tool_seconds": episode.waited_s,
             "retries": episode.retries,
+            "responses": len(answered),
         }
-        prompt = np.array(so_far.prompt, dtype=np.int32)
-        outcome = Outcome(prompt, mask, result["reward"], result["why"], parts={k: float(v) for k, v in parts.items()})
-        self._store(episode, so_far.response(outcome))
+        parts = {name: float(value) for name, value in parts.items()}
+        prompt = np.array(last.prompt, dtype=np.int32)
+        outcome = Outcome(prompt, mask, result["reward"], result["why"], parts=parts, answer=result.get("answer"))
+        self._store(episode, [each.response(outcome, others=each is not answered[0]) for each in answered])
 
     def _fail(self, episode: Attempt, why: str) -> None:
         """Begin a failed episode again, or drop it."""
-        self._requests.pop(episode.key, None)
+        self._drop_requests(episode)
         if episode.retries < RETRIES:
             self._begin(episode.group, episode.number, episode.retries + 1, episode.alone)
             return
@@ -334,19 +385,26 @@ class Episodes:
             support_ids[:, 0] = end
         nothing = np.zeros(1, dtype=np.float32)
         self._store(
-            episode, Response(end, nothing, "stop", self._engine.version, support_ids=support_ids, episode=outcome)
+            episode, [Response(end, nothing, "stop", self._engine.version, support_ids=support_ids, episode=outcome)]
         )
         share = self._section.max_failure_share
         if self._dropped > share * max(FIRST, self._finished):
             raise UserError(
-                f"rollout.function {self._recipe.rollout.function!r}: {self._dropped} of {self._finished} episodes "
-                f"failed, the last one on {episode.group.prompt.problem.id}: {why}; fix the function, or raise "
+                f"{self._key} {self._name!r}: {self._dropped} of {self._finished} episodes failed, the last one on "
+                f"{episode.group.prompt.problem.id}: {why}; fix the {self._key.removeprefix('rollout.')}, or raise "
                 f"episodes.max_failure_share (now {share:g})"
             )
 
-    def _store(self, episode: Attempt, response: Response) -> None:
+    def _store(self, episode: Attempt, responses: list[Response]) -> None:
         self._finished += 1
-        episode.group.responses[episode.number] = response
+        episode.group.responses[episode.number] = responses
+
+    def _drop_requests(self, episode: Attempt) -> bool:
+        """Ignore the answers to an episode's requests; returns whether there were any."""
+        keys = [key for key, asked in self._requests.items() if asked.attempt is episode]
+        for key in keys:
+            del self._requests[key]
+        return bool(keys)
 
     def _stop(self, process: EpisodeProcess, episode: Attempt | None, why: str) -> None:
         """End an episode that took too long, or a process: its episodes are begun again, one that was alone fails."""
@@ -357,19 +415,20 @@ class Episodes:
         if process not in self._pool.processes:
             return
         if not process.ready:
-            raise UserError(f"a process of rollout.function did not start in time: {why}")
+            raise UserError(f"a process of {self._key} did not start in time: {why}")
         episodes = self._pool.discard(process)
         for attempt in episodes:
-            innocent = self._requests.pop(attempt.key, None) is not None
+            innocent = self._drop_requests(attempt)
             if len(episodes) == 1:
                 self._fail(attempt, why)
             else:
                 self._begin(attempt.group, attempt.number, attempt.retries, attempt.alone or not innocent)
 
 
-def _with_shares(responses: Sequence[Response]) -> list[Response]:
-    """The responses of a group, each with the share of the group that has failed."""
-    lost = sum(response.episode is not None and response.episode.failed for response in responses) / len(responses)
+def _with_shares(episodes: Sequence[Sequence[Response]]) -> list[Response]:
+    """The responses of a group's episodes, each with the share of the episodes that have failed."""
+    responses = [response for episode in episodes for response in episode]
+    lost = sum(response.episode is not None and response.episode.failed for response in responses) / len(episodes)
     return [
         replace(response, episode=replace(response.episode, parts={**response.episode.parts, "lost": lost}))
         if response.episode

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import queue
 import threading
 import time
@@ -10,10 +11,10 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.extras.episodes.trajectory import Trajectory
+from mugrpo_megatron.extras.episodes.conversations import Conversation
 from mugrpo_megatron.recipe.policy import EpisodesSection
 from mugrpo_megatron.rewards.calls import WorkerProcess, start_guarded
 from mugrpo_megatron.samples import Prompt, Response
@@ -30,7 +31,8 @@ class Group:
     """The episodes of one prompt."""
 
     prompt: Prompt
-    responses: list[Response | None]
+    responses: list[list[Response]]
+    """Responses of each episode, empty while it runs; the first of them is scored for all."""
 
 
 @dataclass(slots=True)
@@ -41,15 +43,18 @@ class Attempt:
     group: Group
     number: int
     """Index of the response in its group."""
-    so_far: Trajectory
     retries: int = 0
     alone: bool = False
     """Whether the episode runs in a process of its own: one that held it and others died, and only alone can it be
     blamed."""
-    messages: list[Any] = field(default_factory=list)
-    """Messages of the last chat request, and its answer."""
-    request: dict[str, Any] | None = None
-    """The request that the engine works on: the ids, and how the answer is delivered."""
+    conversations: list[Conversation] = field(default_factory=list)
+    """Its responses so far; the last one has the latest answer."""
+    asked: int = 0
+    """Requests to the engine."""
+    in_engine: int = 0
+    """Requests that the engine works on."""
+    calls: int = 0
+    """Calls of tools in a program's chats."""
     start: float = field(default_factory=time.monotonic)
     answered_at: float = field(default_factory=time.monotonic)
     """When it last got an answer of the model."""
@@ -89,12 +94,25 @@ class EpisodeProcess:
         self.worker.kill()
 
 
+class Asked(NamedTuple):
+    """A request that the engine works on."""
+
+    attempt: Attempt
+    conversation: Conversation
+    message: dict[str, Any]
+    """As the episode's process sent it."""
+    ids: list[int]
+
+
 class Pool:
     """Worker processes: at most `limit`, not counting those that retire and those with a single episode."""
 
-    def __init__(self, function: str, args: Mapping[str, Any], section: EpisodesSection, limit: int) -> None:
-        self._options = {"function": function, "args": args, "memory_mb": section.memory_mb}
-        self._section, self._limit = section, limit
+    def __init__(
+        self, options: Mapping[str, Any], section: EpisodesSection, limit: int, most_episodes: float = math.inf
+    ) -> None:
+        """`options` say what the processes run; at most `most_episodes` episodes run at a time."""
+        self._options = {**options, "memory_mb": section.memory_mb}
+        self._section, self._limit, self._most_episodes = section, limit, most_episodes
         self._silent_s = min(SILENT_S, section.seconds)
         self.processes: list[EpisodeProcess] = []
         self.waiting: deque[Attempt] = deque()
@@ -121,6 +139,8 @@ class Pool:
             process.send(start(episode))
 
     def _process_for(self, episode: Attempt) -> EpisodeProcess | None:
+        if sum(len(process.episodes) for process in self.processes) >= self._most_episodes:
+            return None
         open_ = [process for process in self.processes if not process.retiring]
         shared = [process for process in open_ if not any(attempt.alone for attempt in process.episodes.values())]
         if episode.alone:
@@ -162,8 +182,8 @@ class Pool:
             except (EOFError, OSError):
                 if not process.ready:
                     raise UserError(
-                        f"a process of rollout.function died while it started ({process.worker.exit_status()}): does "
-                        "its module exit, or need more memory than episodes.memory_mb?"
+                        f"a process of {self._options['key']} died while it started ({process.worker.exit_status()}): "
+                        "does its module exit, or need more memory than episodes.memory_mb?"
                     ) from None
                 yield process, {"died": f"its process died ({process.worker.exit_status()})"}
             except (ValueError, RecursionError) as error:

@@ -17,9 +17,15 @@ from mugrpo_megatron.samples import Problem
 MOST_CHARS = 1 << 20
 """Most characters of one text for the model: beyond any context, and still quick to tokenize."""
 SHOWN_CHARS = 300
+PROGRAM = "program"
+"""Kind of a request that a program makes at its endpoint."""
 
 Ask = Callable[..., Awaitable[Any]]
 """(request, **arguments) -> the parent's answer."""
+
+
+class ProgramFailure(Exception):
+    """A program failed; the text is one sentence."""
 
 
 @dataclass(frozen=True, slots=True)

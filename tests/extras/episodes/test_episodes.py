@@ -150,9 +150,14 @@ def test_a_broken_prefix_ends_the_episode_with_the_first_token_that_differs(
         "the episode failed: turn 2 does not continue turn 1: its token 4 is '&' (id 5) where 'd' (id 67) was sampled "
         "before; pass on the ids, or the messages, as they were returned"
     )
-    [response] = played(chat_recipe("edits_messages"), lambda context: "abc", ["1"], n=1)["1"]
-    assert response.episode.failed
-    assert "is 'e' (id 68) where 'a' (id 64) was sampled before" in response.episode.why
+
+
+def test_edited_messages_begin_a_response_that_shares_the_score(chat_recipe: Callable[..., Recipe]) -> None:
+    [scored, first] = played(chat_recipe("edits_messages"), lambda context: "abc", ["1"], n=1)["1"]
+    assert TOKENIZER.decode(first.ids) == TOKENIZER.decode(scored.ids) == "abc<|im_end|>"
+    assert "assistant\nelse<|im_end|>" in TOKENIZER.decode(scored.episode.prompt_ids)
+    assert first.episode.scored_with_previous
+    assert not scored.episode.scored_with_previous
 
 
 def test_limits_end_an_episode_as_cut(model: Path) -> None:

@@ -16,21 +16,28 @@ import pytest
 
 from mugrpo_megatron.observe.log import read_rows
 from mugrpo_megatron.stages.store import StageStore
+from tests.extras.episodes.test_episodes import TOOLS
 from tests.tiny import save_model, write_recipe
 
 pytestmark = [pytest.mark.process, pytest.mark.night]
-HERE = "tests.extras.episodes.functions"
+HERE = "tests.extras.episodes"
 
 
-def run_of(folder: Path, function: str, **sections: dict[str, Any]) -> Path:
+def run_of(folder: Path, player: str, name: str, **sections: dict[str, Any]) -> Path:
     shape: dict[str, dict[str, Any]] = {
-        "rollout": {"function": f"{HERE}:{function}", "max_response_tokens": 24, "behaviour": "learner"},
+        "rollout": {player: f"{HERE}.{name}", "max_response_tokens": 96, "behaviour": "learner"},
         "schedule": {"stages": 1, "updates_per_stage": 4},
         "episodes": {"seconds": 600.0, "max_failure_share": 1.0},
         "reward": {"function": "tests.rewards.functions:parity"},
         "objective": {"veto_reach": "turn"},
-        "data": {"eval_problems": 4},
+        "data": {
+            "eval_problems": 4,
+            "prompt_style": "chat",
+            "chat_template": str(folder / "template.jinja"),
+            "max_prompt_tokens": 64,
+        },
     }
+    (folder / "template.jinja").write_text(TOOLS, encoding="utf-8")
     merged = {name: {**shape.get(name, {}), **sections.get(name, {})} for name in {*shape, *sections}}
     return write_recipe(folder / "recipe.toml", save_model(folder / "model"), folder / "run", **merged)
 
@@ -42,8 +49,9 @@ def train(recipe: Path) -> subprocess.Popen[bytes]:
     )
 
 
-def test_killed_in_mid_episode_no_group_is_doubled_or_lost(tmp_path: Path) -> None:
-    recipe = run_of(tmp_path, "slow_calls", rollout={"prompts_per_update": 8}, engine={"max_running_requests": 4})
+@pytest.mark.parametrize(("player", "name"), [("function", "functions:slow_calls"), ("agent", "agents:asks_twice")])
+def test_killed_in_mid_episode_no_group_is_doubled_or_lost(tmp_path: Path, player: str, name: str) -> None:
+    recipe = run_of(tmp_path, player, name, rollout={"prompts_per_update": 8}, engine={"max_running_requests": 4})
     stage = tmp_path / "run" / "stages" / "00000"
     kills = 0
     for groups_on_disk in (1, 17):
