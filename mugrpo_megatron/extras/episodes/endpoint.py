@@ -9,7 +9,7 @@ import hmac
 import json
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,29 +61,24 @@ class Endpoint:
 
     def __init__(self) -> None:
         self.sessions: dict[str, Session] = {}
-        self._nobody = Session(_no_model, {})
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return
-        headers = [(b"content-type", b"application/json")]
         try:
             status, body = 200, await self._answer(scope, receive)
-            if isinstance(body, list):
-                headers, text = [(b"content-type", b"text/event-stream")], "".join(body)
-            else:
-                text = as_text(body)
         except Refused as refusal:
-            status, text = refusal.status, as_text(refusal.body)
+            status, body = refusal.status, refusal.body
         except Exception as error:
-            status, text = 500, as_text(Refused(exception_text(error), 500).body)
+            status, body = 500, Refused(exception_text(error), 500).body
+        kind = b"text/event-stream" if isinstance(body, str) else b"application/json"
         # What is left of an unread body would be read as the next request.
-        headers += [(b"connection", b"close")] if status != 200 else []
+        headers = [(b"content-type", kind), *([(b"connection", b"close")] if status != 200 else ())]
         await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": text.encode()})
+        await send({"type": "http.response.body", "body": as_text(body).encode()})
 
-    async def _answer(self, scope: dict[str, Any], receive: Any) -> dict[str, Any] | list[str]:
-        """The body of the answer, a list of events where the request asks for a stream."""
+    async def _answer(self, scope: dict[str, Any], receive: Any) -> dict[str, Any] | str:
+        """The body of the answer, the text of a stream where the request asks for one."""
         session = self._session(scope)
         method, path = scope["method"], scope["path"].split("/", 3)[3]
         known = {"v1/models": "GET", f"v1/models/{MODEL}": "GET", "v1/chat/completions": "POST"}
@@ -116,13 +111,10 @@ class Endpoint:
         session = self.sessions.get(parts[2]) if len(parts) == 4 and parts[1] == "s" else None
         keys = [value for name, value in scope["headers"] if name == b"authorization"]
         given = keys[0] if len(keys) == 1 else b""
-        if not hmac.compare_digest(given, f"Bearer {(session or self._nobody).key}".encode()) or session is None:
+        key = session.key if session else secrets.token_urlsafe(32)
+        if not hmac.compare_digest(given, f"Bearer {key}".encode()) or session is None:
             raise Refused("the key is not the one of this session", 401, "invalid_api_key")
         return session
-
-
-async def _no_model(**_: Any) -> dict[str, Any]:
-    raise ValueError("this session has no model")
 
 
 async def _body(receive: Any) -> bytes:
@@ -200,8 +192,8 @@ def _short(value: Any) -> str:
     return as_text(value)[:100]
 
 
-def completion(answer: Mapping[str, Any], body: Mapping[str, Any], session: Session) -> dict[str, Any] | list[str]:
-    """The answer as OpenAI's completion, or as the events of one."""
+def completion(answer: Mapping[str, Any], body: Mapping[str, Any], session: Session) -> dict[str, Any] | str:
+    """The answer as OpenAI's completion, or as the stream of one."""
     said, calls = answer["message"], []
     for call in said.get("tool_calls", ()):
         session.calls += 1
@@ -209,33 +201,22 @@ def completion(answer: Mapping[str, Any], body: Mapping[str, Any], session: Sess
         function = {"name": call["function"]["name"] or "", "arguments": as_text(arguments)}
         # Nine letters and digits: templates of Mistral take no other id.
         calls.append({"id": f"call{session.calls:05d}", "type": "function", "function": function})
-    message = {"role": "assistant", "content": said["content"] or (None if calls else "")}
+    message: dict[str, Any] = {"role": "assistant", "content": said["content"] or (None if calls else "")}
     message |= {"tool_calls": calls} if calls else {}
     reason = "tool_calls" if calls else answer["finish_reason"]
     usage = {name: answer[name] for name in ("prompt_tokens", "completion_tokens")}
     usage["total_tokens"] = sum(usage.values())
-    head = {"id": f"chatcmpl-{secrets.token_hex(8)}", "created": int(time.time()), "model": MODEL}
+    head: dict[str, Any] = {"id": f"chatcmpl-{secrets.token_hex(8)}", "created": int(time.time()), "model": MODEL}
     if not body.get("stream"):
         choice = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
         return {**head, "object": "chat.completion", "choices": [choice], "usage": usage}
+    # All of its text in one event, and all of its calls in another.
+    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": message["content"] or ""}]
+    deltas += [{"tool_calls": [{"index": number, **call} for number, call in enumerate(calls)]}] if calls else []
+    events: list[Any] = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
+    events.append({"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]})
     options = body.get("stream_options")
-    with_usage = isinstance(options, dict) and options.get("include_usage")
-    return [
-        *_events(head, message, reason),
-        *([_event(head, [], usage=usage)] if with_usage else ()),
-        "data: [DONE]\n\n",
-    ]
-
-
-def _events(head: Mapping[str, Any], message: Mapping[str, Any], reason: str) -> Iterator[str]:
-    """A message as a stream: all of its text in one event, all of its calls in another."""
-    yield _event(head, [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])
-    if message["content"]:
-        yield _event(head, [{"index": 0, "delta": {"content": message["content"]}, "finish_reason": None}])
-    if calls := [{"index": number, **call} for number, call in enumerate(message.get("tool_calls", ()))]:
-        yield _event(head, [{"index": 0, "delta": {"tool_calls": calls}, "finish_reason": None}])
-    yield _event(head, [{"index": 0, "delta": {}, "finish_reason": reason}])
-
-
-def _event(head: Mapping[str, Any], choices: list[Any], **more: Any) -> str:
-    return f"data: {json.dumps({**head, 'object': 'chat.completion.chunk', 'choices': choices, **more})}\n\n"
+    if isinstance(options, dict) and options.get("include_usage"):
+        events.append({"choices": [], "usage": usage})
+    head["object"] = "chat.completion.chunk"
+    return "".join(f"data: {json.dumps({**head, **event})}\n\n" for event in events) + "data: [DONE]\n\n"
