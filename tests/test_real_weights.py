@@ -83,7 +83,7 @@ def test_logprobs_are_those_of_transformers(model: Path, alone: tuple[list[float
         start = len(sample.prompt_ids)
         expected += table[torch.arange(start - 1, len(ids) - 1), ids[start:]].tolist()
     np.testing.assert_allclose(alone[0], expected, atol=1e-4)
-    assert np.abs(np.array(half) - expected).mean() < 0.05
+    assert np.abs(np.array(half) - expected).mean() < 0.1
 
 
 @pytest.mark.parametrize("layout", [{"tensor": 3}, {"pipeline": 2}], ids=str)

@@ -227,7 +227,8 @@ def _cpu_arguments(spec: EngineSpec, config: Mapping[str, Any], common: dict[str
         "disable_overlap_schedule": True,
         # Shorter prompts cannot share a prefix within a group, and still pay for the cache.
         "disable_radix_cache": spec.max_prompt_tokens <= SHARED_PREFIX_TOKENS,
-        "mem_fraction_static": 0.1,
+        # SGLang refuses to start when other processes, such as the loading learner, take more than this meanwhile.
+        "mem_fraction_static": 0.9,
         "max_total_tokens": min(batch_tokens, max(affordable, common["context_length"])),
     }
 
