@@ -70,7 +70,7 @@ def test_data_parallel_ranks_add_what_their_lanes_found(model: str) -> None:
 def with_unequal_threads(model: str) -> tuple[dict[str, float], list[list[list[int]]]]:
     """An update where each rank has one thread more than the one before, and the plan that the rank made for it."""
     learner = build_learner(recipe(Path(model), learner={"threads": 1 + dist.get_rank(), "micro_batch_tokens": 4096}))
-    data = samples(40, 8)
+    data = samples(16, 8)
     plan = plan_update(learner, [sequence_of(sample) for sample in data])
     return update(learner, data, advantages(len(data))), plan.micro_batches
 

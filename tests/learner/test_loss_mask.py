@@ -119,9 +119,9 @@ BUDGETS = (4096, 48)
 
 
 def of_turns(model: str, parallel: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
-    """By veto and reach: a stage's first update on the learner's own logprobs, then stale ones, packed in each way.
+    """By veto and reach: a stage's first update on the learner's own logprobs, then stale ones.
 
-    The triggers of the stale ones lie in all turns.
+    Those are packed in each way on one rank. Their triggers lie in all turns.
     """
     learner = build_learner(recipe(Path(model), optimizer=STILL, parallel=parallel))
     data, stale = in_turns(samples()), in_turns(left_behind(samples()))
@@ -133,7 +133,7 @@ def of_turns(model: str, parallel: dict[str, Any]) -> dict[tuple[str, str], dict
         reaching = replace(learner, recipe=learner.recipe.model_copy(update={"objective": objective}))
         result[veto, reach] = {
             "first": update(reaching, fresh, advantages(len(data))),
-            "stale": [updated(reaching, stale, budget) for budget in BUDGETS],
+            "stale": [updated(reaching, stale, budget) for budget in BUDGETS[bool(parallel) :]],
         }
     return result
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,9 @@ class PatientWorker(calls.Worker):
         pass
 
 
-@pytest.fixture
-def patient(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(NOTES, str(tmp_path_factory.mktemp("hangs")))
-    monkeypatch.setattr(dispatch, "Worker", PatientWorker)
+@pytest.fixture(scope="module")
+def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(NOTES, str(tmp_path_factory.mktemp("hangs")))
+        patch.setattr(dispatch, "Worker", PatientWorker)
+        yield

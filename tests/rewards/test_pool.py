@@ -27,7 +27,7 @@ BEHAVE = "tests.rewards.functions:behave"
 
 
 @pytest.fixture(scope="module")
-def verifier() -> Iterator[Verifier]:
+def verifier(patient: None) -> Iterator[Verifier]:
     with Verifier(RewardSection(workers=2)) as pool:
         yield pool
 

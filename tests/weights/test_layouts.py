@@ -86,21 +86,31 @@ def test_every_rank_is_told_that_an_export_cannot_be_written(checkpoints: Path, 
     tiny.assert_same_weights(source, tmp_path / "hf")
 
 
-@pytest.mark.parametrize("name", [*LAYOUTS, "tp2ep2", *(pytest.param(name, marks=pytest.mark.night) for name in RARE)])
-def test_round_trip_is_bitwise(checkpoints: Path, tmp_path: Path, name: str) -> None:
-    layout = {**LAYOUTS, **EXPERT_LAYOUTS, "tp2pp2ep2": EIGHT}[name]
-    chosen = [model for model in MODELS if routed(model) or name in LAYOUTS]
-    cases = [(checkpoints / model, tmp_path / model) for model in chosen]
-    run_ranks(8 if layout is EIGHT else 4, round_trips, cases, layout)
-    for model in chosen:
-        tiny.assert_same_weights(checkpoints / model, tmp_path / model)
-
-
 DIVIDED = (
     *("qwen2-tied", "qwen3", "llama-rope-linear", "mistral", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe"),
     "qwen3_5_text",
 )
 """A model of each family, one with a single key/value head among them."""
+
+
+@pytest.mark.parametrize(
+    ("name", "names"),
+    [
+        ("tp4", MODELS),
+        ("tp2pp2", DIVIDED),
+        ("pp2vpp2", DIVIDED),
+        ("tp2ep2", MODELS),
+        *(pytest.param(name, MODELS, marks=pytest.mark.night) for name in ("tp2pp2", "pp2vpp2", *RARE)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "all" if value is MODELS else "a model of each family",
+)
+def test_round_trip_is_bitwise(checkpoints: Path, tmp_path: Path, name: str, names: Collection[str]) -> None:
+    layout = {**LAYOUTS, **EXPERT_LAYOUTS, "tp2pp2ep2": EIGHT}[name]
+    chosen = [model for model in names if routed(model) or name in LAYOUTS]
+    cases = [(checkpoints / model, tmp_path / model) for model in chosen]
+    run_ranks(8 if layout is EIGHT else 4, round_trips, cases, layout)
+    for model in chosen:
+        tiny.assert_same_weights(checkpoints / model, tmp_path / model)
 
 
 @pytest.mark.parametrize(
