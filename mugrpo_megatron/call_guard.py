@@ -9,13 +9,14 @@ import faulthandler
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn, cast
 
 TEMPLATE_S = 10.0
-"""Seconds in which a template has to render, and a parser to read a text."""
+"""CPU seconds in which a template has to render, and a parser to read a text."""
 AGAIN_S = 0.25
 """The alarm repeats: the first may ring where an exception is swallowed, as in a finalizer."""
 DEAF_S = 30.0
@@ -27,17 +28,21 @@ class TookTooLong(BaseException):
 
 
 @contextmanager
-def clock(seconds: float) -> Iterator[None]:
-    """Raise TookTooLong in the block once it has taken `seconds`; without effect outside the main thread."""
+def clock(seconds: float, cpu: bool = False) -> Iterator[None]:
+    """Raise TookTooLong in the block once it has taken `seconds`; without effect outside the main thread.
+
+    With `cpu` only this thread's CPU time counts: what cannot wait ends nothing on a busy machine.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    inside = True
+    inside, begin = True, time.thread_time()
 
     def ring(_number: int, _frame: FrameType | None) -> None:
-        if inside:
+        if not inside:  # it rang while the block ended
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        elif not cpu or time.thread_time() - begin >= seconds:
             raise TookTooLong(f"it took longer than {seconds:g} s")
-        signal.setitimer(signal.ITIMER_REAL, 0)  # it rang while the block ended
 
     handler = signal.signal(signal.SIGALRM, ring)
     timer = signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN_S)

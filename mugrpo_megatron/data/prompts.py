@@ -228,7 +228,7 @@ def refusals(problem: Problem, template: Template) -> Iterator[None]:
     """Convert a chat template's errors to UserErrors, with its file if it has one; it has TEMPLATE_S."""
     named = f"data.chat_template = {template.path}" if template.path else "the tokenizer's chat template"
     try:
-        with clock(TEMPLATE_S):
+        with clock(TEMPLATE_S, cpu=True):
             yield
     except TemplateSyntaxError as error:
         raise UserError(f"{named}, line {error.lineno}: {error.message}; correct the template") from None

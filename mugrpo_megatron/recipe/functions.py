@@ -23,7 +23,8 @@ T = TypeVar("T")
 MAX_MESSAGE_CHARS = 300
 PACKAGE = __name__.partition(".")[0]
 CALL_S = 120.0
-"""Seconds of a call, and of an import; a first call may compile."""
+"""Seconds of a call; the first may compile."""
+IMPORT_S = 600.0
 
 
 class ForeignFailure(Exception):
@@ -61,7 +62,7 @@ def load_function(key: str, name: str) -> Callable[..., Any]:
             sys.path.append(here)  # last, so that a file there never replaces a library's module
         if module.partition(".")[0] == PACKAGE:
             return getattr(import_module(module), attribute)  # type: ignore[no-any-return]
-        with call_guard.clock(CALL_S), call_guard.without_exits():
+        with call_guard.clock(IMPORT_S), call_guard.without_exits():
             function = getattr(import_module(module), attribute)
     except KeyboardInterrupt:
         raise

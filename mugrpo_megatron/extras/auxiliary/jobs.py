@@ -179,7 +179,7 @@ class Judge:
     def _errors_on(self, sample: Sample, template: str) -> Iterator[None]:
         """Turn any error of a template into UserError; it has TEMPLATE_S."""
         try:
-            with clock(TEMPLATE_S):
+            with clock(TEMPLATE_S, cpu=True):
                 yield
         except (Exception, TookTooLong) as error:
             raise UserError(

@@ -74,7 +74,7 @@ class Chat:
         self, messages: Sequence[Message], tools: Sequence[Any], arguments: Mapping[str, Any], is_prompt: bool
     ) -> str:
         try:
-            with clock(TEMPLATE_S):
+            with clock(TEMPLATE_S, cpu=True):
                 return str(
                     self._tokenizer.apply_chat_template(
                         mark_special([dict(message) for message in messages], self._tokenizer),
@@ -105,7 +105,7 @@ class Chat:
         if not parser.has_tool_call(text):
             return text, []
         try:
-            with clock(TEMPLATE_S):
+            with clock(TEMPLATE_S, cpu=True):
                 content, calls = parser.parse_non_stream(text)
         except (Exception, TookTooLong):  # the model may write anything, and a parser trip over it
             return text, []
