@@ -185,7 +185,6 @@ def test_train(kind: str, tmp_path: Path) -> None:
     mugrpo(*command)
     assert weights(run) == weights(unbroken) != (model / "model.safetensors").read_bytes()
     assert sorted(set(updates(run))) == sorted(set(updates(unbroken)))
-    assert (len(updates(unbroken)) < FINISHED["stages"] * FINISHED["updates_per_stage"]) == (kind == "max_kl")
     assert not list(run.rglob("*.partial"))
 
 
