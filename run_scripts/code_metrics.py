@@ -27,8 +27,8 @@ MAIN_PATH = (
 """Where a reader follows a response from the engine to the gradient."""
 
 HELD = {
-    "product lines (core, extras, convert)": 46_197,
-    "lines of tests": 43_520,
+    "product lines (core, extras, convert)": 46_203,
+    "lines of tests": 43_540,
     "lines of run_scripts": 4314,
     "core files": 200,
     "parameters of type Recipe": 87,
