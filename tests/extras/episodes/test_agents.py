@@ -82,7 +82,10 @@ def test_hostile_programs_cost_their_own_episode_alone(
 def test_a_program_that_hangs_is_killed(agent_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mugrpo_megatron.extras.episodes.episodes.RETRIES", 0)
     [response] = played(agent_recipe("hangs", seconds=1.0), lambda context: "a", ["1"], n=1)["1"]
-    assert response.episode.why == "the episode failed: it took longer than 1 s"
+    # On a busy machine the worker may be silent for that long, too: whichever is seen first.
+    assert response.episode.why.startswith(
+        ("the episode failed: it took longer than 1 s", "the episode failed: it blocked")
+    )
 
 
 def test_a_command_is_a_program_with_its_row_on_standard_input(
