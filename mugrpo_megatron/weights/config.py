@@ -74,6 +74,8 @@ class Fields:
         self._config = config
         self.unread: list[str] = []
         """Fields that the model's class does not read, with those of rope scaling."""
+        self.refused: list[str] = []
+        """A sentence for each value that the learner does not support."""
 
     def need(self, name: str) -> Any:
         """A required field."""
@@ -94,11 +96,11 @@ class Fields:
         return default if value is None else value
 
     def only(self, name: str, allowed: Collection[Any], default: Any) -> None:
-        """Require one of the `allowed` values."""
+        """Require one of the `allowed` values; `finish` raises."""
         value = self.take(name, default)
         if value not in allowed:
             supported = " or ".join(map(repr, allowed))
-            raise UserError(f"{self._where}: {name} is {value!r}, but the learner supports only {supported}")
+            self.refused.append(f"{name} is {value!r}, but the learner supports only {supported}")
 
     def experts(self, *names: str) -> int:
         """Number of routed experts, which may have several names in one file."""
@@ -144,10 +146,12 @@ class Fields:
         }
         if refused:
             values = ", ".join(f"{name} = {_short(value)}" for name, value in sorted(refused.items()))
-            raise self.error(
+            self.refused.append(
                 f"{values}: the learner does not build this, so it would train another model than the config "
                 "describes; take a checkpoint without it, or remove the field if the weights were made without it"
             )
+        if self.refused:
+            raise self.error("; ".join(self.refused))
         return tuple(sorted({*self.unread, *self._left} - known))
 
     def _without_effect(self, name: str, value: Any) -> bool:
@@ -338,6 +342,7 @@ def read_rope(fields: Fields, head_dim: int, context: int, default_theta: float,
         settings = (stretch, fast, slow, original, scaling.take("truncate", True))
     elif kind != "default":
         raise fields.error(f"rope scaling {kind!r} is unknown; default, linear, llama3 and yarn are supported")
+    fields.refused.extend(f"rope scaling: {sentence}" for sentence in scaling.refused)
     fields.unread.extend(f"rope_parameters.{name}" for name in scaling.rest())
     return Rope(kind, theta, head_dim, settings, factor, score_factor)
 

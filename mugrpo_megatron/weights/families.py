@@ -220,7 +220,11 @@ def architecture(config: Mapping[str, Any], where: str = "config.json") -> Archi
     if family not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise UserError(f"{where}: model_type {family!r} is not supported; the supported families are {known}")
-    return FAMILIES[family](Fields(config, where))
+    fields = Fields(config, where)
+    try:
+        return FAMILIES[family](fields)
+    except UserError as error:
+        raise fields.error("; ".join(fields.refused)) if fields.refused else error from None
 
 
 def read_architecture(directory: Path) -> Architecture:

@@ -142,6 +142,11 @@ def test_old_spelling_of_rope_scaling_means_the_same() -> None:
         ("mistral", {}, "sliding_window 4096 is shorter than max_position_embeddings 8192"),
         ("mistral", {"sliding_window": 1024}, "sliding_window 1024 is shorter"),
         ("llama", {"attention_bias": True}, "attention_bias is True, but the learner supports only False"),
+        (
+            "llama",
+            {"attention_bias": True, "hidden_act": "gelu", "logit_scale": 0.5, "num_key_value_heads": 3},
+            "attention_bias is True, but the learner supports only False; hidden_act is 'gelu', but",
+        ),
         ("llama", {"mlp_bias": True}, "mlp_bias is True"),
         ("llama", {"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
