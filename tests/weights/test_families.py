@@ -144,7 +144,7 @@ def test_old_spelling_of_rope_scaling_means_the_same() -> None:
         ("llama", {"attention_bias": True}, "attention_bias is True, but the learner supports only False"),
         (
             "llama",
-            {"attention_bias": True, "hidden_act": "gelu", "logit_scale": 0.5, "num_key_value_heads": 3},
+            {"attention_bias": True, "hidden_act": "gelu", "logit_scale": 0.5},
             "attention_bias is True, but the learner supports only False; hidden_act is 'gelu', but",
         ),
         ("llama", {"mlp_bias": True}, "mlp_bias is True"),
