@@ -27,8 +27,8 @@ MAIN_PATH = (
 """Where a reader follows a response from the engine to the gradient."""
 
 HELD = {
-    "product lines (core, extras, convert)": 46_203,
-    "lines of tests": 43_540,
+    "product lines (core, extras, convert)": 46_217,
+    "lines of tests": 43_550,
     "lines of run_scripts": 4314,
     "core files": 200,
     "parameters of type Recipe": 87,

@@ -17,6 +17,11 @@ VOCAB_SIZE = 272
 """256 bytes and 16 special tokens: a multiple of 16 splits evenly over tensor parallel ranks."""
 PAD, EOS, TURN = "<|endoftext|>", "<|im_end|>", "<|im_start|>"
 """Qwen2's names: for a Qwen2 model, `AutoTokenizer` makes a Qwen2 tokenizer, which adds them if they are missing."""
+END_TOKENS = frozenset(
+    ("</s>", "<eos>", "<end_of_turn>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>",
+     "<|return|>", "<｜end▁of▁sentence｜>", "[EOS]")
+)  # fmt: skip
+"""Tokens by which models end a response; a data set may have another one than the tokenizer's."""
 CHAT_ML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -84,8 +89,8 @@ def without_repetition(response: str, prompt: str, tokenizer: PreTrainedTokenize
     Some data repeat the prompt's last line or the thought that it opens, and others write the end-of-sequence token.
     The prompt's end is enough.
     """
-    end = str(tokenizer.eos_token)
-    while response.rstrip().endswith(end):
+    ends = {str(tokenizer.eos_token), *END_TOKENS.intersection(tokenizer.get_added_vocab())}
+    while end := next(filter(response.rstrip().endswith, ends), ""):
         response = response.rstrip().removesuffix(end)
     line = prompt.rstrip().rsplit("\n", 1)[-1].strip()
     for opening in (line if line.startswith(("<|", "<｜")) else "", opening_of(prompt)):

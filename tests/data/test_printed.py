@@ -115,7 +115,9 @@ def test_integers_of_any_length(tmp_path: Path) -> None:
         load(str(path), DataSection())
 
 
-@pytest.mark.parametrize("response", ["13", "13<|im_end|>", "13<|im_end|>\n", "<|im_start|>assistant\n13<|im_end|>"])
+@pytest.mark.parametrize(
+    "response", ["13", "13<|im_end|>", "13<|im_end|>\n<|endoftext|>", "<|im_start|>assistant\n13<|im_end|>"]
+)
 def test_demonstrations_repeat_nothing(response: str, tmp_path: Path) -> None:
     tokenizer = build_arithmetic_tokenizer(CHAT_ML)
     section = DataSection()
