@@ -145,9 +145,9 @@ def open_directory(recipe: Recipe) -> Iterator[RunDirectory]:
 def check_directory(recipe: Recipe) -> None:
     """Raise UserError when `run.dir` is not this run's to write into; changes nothing."""
     directory = RunDirectory(recipe.run.dir)
-    refuse_linked_folders(directory.path, FOLDERS)
     check_model_path(recipe.model.path, directory.hf)
     record = check_run_dir(directory.path)
+    refuse_linked_folders(directory.path, FOLDERS)
     check_same_run(directory, recipe)
     check_user_files(recipe)
     check_hf(directory.hf, record)

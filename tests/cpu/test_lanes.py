@@ -125,5 +125,5 @@ def row_lengths(model: str, threads: int, responses: list[int]) -> list[int]:
 
 @pytest.mark.process
 def test_a_lane_gets_rows_that_stay_in_the_cache(model: str) -> None:
-    assert run_ranks(1, row_lengths, model, 1, [150]) == [[15_000]]
+    assert run_ranks(1, row_lengths, model, 1, [150]) == [[3_800]]
     assert run_ranks(1, row_lengths, model, 2, [150, 82, 80, 12, 10]) == [[3_800, 2_100, 4_000, 600, 1_000]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -58,7 +59,7 @@ def test_rollouts_that_are_not_there(options: str, run_dir: Path) -> None:
     "options", ["--limit 0", "--min-reward nan", "--max-reward -inf", "--limit 99999999999999999999"]
 )
 def test_selections_without_responses(options: str, run_dir: Path) -> None:
-    assert answered("rollouts", run_dir, *options.split()).out.count("46") in (0, 2)
+    assert len(re.findall(r"\s46\s", answered("rollouts", run_dir, *options.split()).out)) in (0, 2)
 
 
 CODE = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}

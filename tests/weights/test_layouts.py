@@ -96,11 +96,11 @@ DIVIDED = (
 @pytest.mark.parametrize(
     ("name", "names"),
     [
-        ("tp4", MODELS),
+        ("tp4", DIVIDED),
         ("tp2pp2", DIVIDED),
         ("pp2vpp2", DIVIDED),
         ("tp2ep2", MODELS),
-        *(pytest.param(name, MODELS, marks=pytest.mark.night) for name in ("tp2pp2", "pp2vpp2", *RARE)),
+        *(pytest.param(name, MODELS, marks=pytest.mark.night) for name in ("tp4", "tp2pp2", "pp2vpp2", *RARE)),
     ],
     ids=lambda value: value if isinstance(value, str) else "all" if value is MODELS else "a model of each family",
 )

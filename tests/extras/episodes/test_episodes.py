@@ -227,7 +227,7 @@ def test_hostile_tools_cost_their_own_episode_alone(model: Path, monkeypatch: py
         assert expected[kind] in response.episode.why, kind
 
 
-@pytest.mark.parametrize(("first", "number"), [(0, 60), pytest.param(10_000, 500, marks=pytest.mark.night)])
+@pytest.mark.parametrize(("first", "number"), [(0, 30), pytest.param(10_000, 500, marks=pytest.mark.night)])
 def test_no_text_id_or_exception_of_an_episode_ends_the_run(model: Path, first: int, number: int) -> None:
     """EPISODES=2000 tries more; each ends by itself, and none waits for its limit."""
     says = random.Random(0)

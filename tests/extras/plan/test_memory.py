@@ -90,7 +90,6 @@ def check(name: str, directory: Path, world: int, changes: dict[str, dict[str, A
     [
         ("dense", 1, {"model": {"dtype": "bfloat16"}}),
         ("dense", 1, {"learner": {"recompute": "full"}}),
-        ("dense", 2, {"parallel": {"tensor": 2}}),
         ("qk norm", 1, {}),
         ("experts", 2, {"parallel": {"expert": 2}}),
         *(
@@ -99,6 +98,7 @@ def check(name: str, directory: Path, world: int, changes: dict[str, dict[str, A
                 ("dense", 1, {}),
                 ("dense", 1, {"learner": {"recompute": "selective"}}),
                 ("dense", 2, {}),
+                ("dense", 2, {"parallel": {"tensor": 2}}),
                 ("dense", 2, {"parallel": {"pipeline": 2}}),
                 ("dense", 2, {"parallel": {"pipeline": 2, "virtual_pipeline": 2}}),
                 ("dense", 2, {"parallel": {"context": 2}}),
