@@ -27,7 +27,7 @@ MAIN_PATH = (
 """Where a reader follows a response from the engine to the gradient."""
 
 HELD = {
-    "product lines (core, extras, convert)": 46_217,
+    "product lines (core, extras, convert)": 46_225,
     "lines of tests": 43_557,
     "lines of run_scripts": 4314,
     "core files": 200,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -200,19 +201,31 @@ def _chat(problem: Problem, tokenizer: PreTrainedTokenizerBase, template: Templa
     if tokenizer.chat_template is None and template.text is None:
         raise without_template()
 
-    def apply(messages: list[dict[str, Any]]) -> str:
-        return str(
-            tokenizer.apply_chat_template(
-                mark_special(messages, tokenizer),
-                chat_template=template.text,
-                tokenize=False,
-                add_generation_prompt=is_prompt,
-                **{**template.arguments, **mark_special(row_arguments(problem.row), tokenizer)},
-            )
-        )
-
     with refusals(problem, template):
+        arguments = mark_special(row_arguments(problem.row), tokenizer)
+        apply = partial(
+            apply_template, tokenizer=tokenizer, template=template, arguments=arguments, is_prompt=is_prompt
+        )
         return in_accepted_form(apply, messages_to_render(problem))
+
+
+def apply_template(
+    messages: list[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    template: Template,
+    arguments: Mapping[str, Any],
+    is_prompt: bool,
+) -> str:
+    """A chat as the template writes it, with marks for `encode_quoting`; `arguments` win over the template's own."""
+    return str(
+        tokenizer.apply_chat_template(
+            mark_special(messages, tokenizer),
+            chat_template=template.text,
+            tokenize=False,
+            add_generation_prompt=is_prompt,
+            **{**template.arguments, **arguments},
+        )
+    )
 
 
 def without_template() -> UserError:

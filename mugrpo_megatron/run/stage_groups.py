@@ -75,10 +75,13 @@ def group_samples(
         )
         for response, text, score in zip(responses, texts, scores, strict=True)
     ]
+    return with_advantages(samples, objective)
+
+
+def with_advantages(samples: Sequence[Sample], objective: ObjectiveSection) -> list[Sample]:
+    """The samples of a group with their advantages."""
     advantages = group_advantages(*rewards_and_groups(samples), objective, samples)
-    return [
-        replace(sample, advantage=advantage) for sample, advantage in zip(samples, advantages.tolist(), strict=True)
-    ]
+    return [replace(sample, advantage=value) for sample, value in zip(samples, advantages.tolist(), strict=True)]
 
 
 def displayed_advantages(samples: Sequence[Sample], objective: ObjectiveSection) -> np.ndarray:

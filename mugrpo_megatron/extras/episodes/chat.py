@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mugrpo_megatron.call_guard import TEMPLATE_S, TookTooLong, clock
-from mugrpo_megatron.data.prompts import Template
+from mugrpo_megatron.data.prompts import Template, apply_template
 from mugrpo_megatron.data.quoted import encode_quoting, mark_special
 from mugrpo_megatron.engine import sglang_compat
 from mugrpo_megatron.extras.episodes.trajectory import Trajectory
@@ -75,16 +75,9 @@ class Chat:
     ) -> str:
         try:
             with clock(TEMPLATE_S, cpu=True):
-                return str(
-                    self._tokenizer.apply_chat_template(
-                        mark_special([dict(message) for message in messages], self._tokenizer),
-                        chat_template=self._template.text,
-                        tokenize=False,
-                        add_generation_prompt=is_prompt,
-                        **{**self._template.arguments, **mark_special(arguments, self._tokenizer)},
-                        tools=list(tools) or None,
-                    )
-                )
+                given = {**mark_special(arguments, self._tokenizer), "tools": list(tools) or None}
+                chat = [dict(message) for message in messages]
+                return apply_template(chat, self._tokenizer, self._template, given, is_prompt)
         except (Exception, TookTooLong) as error:
             raise ValueError(f"the chat template refuses the messages ({error})") from None
 

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mugrpo_megatron.algorithm.advantages import group_advantages
 from mugrpo_megatron.checks.layouts import divisors
 from mugrpo_megatron.data.fields import unread_fields
 from mugrpo_megatron.data.files import ANSWERS, field_at, found_in, gold_column
@@ -38,7 +37,8 @@ from mugrpo_megatron.rewards.pool import Verifier, with_length_penalty
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.initial_model import with_model
 from mugrpo_megatron.run.published import Published, weight_sums, write_published
-from mugrpo_megatron.samples import Sample, rewards_and_groups
+from mugrpo_megatron.run.stage_groups import with_advantages
+from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.manifest import Origin
 from mugrpo_megatron.stages.store import StageStore
 
@@ -272,5 +272,4 @@ def _samples(
         )
         for rollout, score in zip(group, scores, strict=True)
     ]
-    advantages = group_advantages(*rewards_and_groups(samples), objective, samples)
-    return [replace(sample, advantage=value) for sample, value in zip(samples, advantages.tolist(), strict=True)]
+    return with_advantages(samples, objective)
