@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,9 @@ GIB = 1 << 30
 def as_sample(prompt: Prompt, response: Response, version: int) -> Sample:
     ids = np.array(prompt.ids, dtype=np.int32)
     reward = float(len(response.ids) % 2)
-    return Sample(prompt.index, "", ids, response.ids, response.logprobs, reward, version, response.finish_reason)
+    logprobs = response.logprobs
+    sample = Sample(prompt.index, "", ids, response.ids, logprobs, reward, version, response.finish_reason)
+    return replace(sample, behaviour_logprobs=logprobs)
 
 
 def generate(engine: Engine, version: int) -> list[Sample]:
