@@ -28,7 +28,7 @@ MAIN_PATH = (
 
 HELD = {
     "product lines (core, extras, convert)": 46_225,
-    "lines of tests": 43_557,
+    "lines of tests": 43_561,
     "lines of run_scripts": 4314,
     "core files": 200,
     "parameters of type Recipe": 87,

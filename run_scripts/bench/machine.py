@@ -19,7 +19,7 @@ def describe(command: Sequence[str]) -> dict[str, Any]:
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else processor(),
-        "command": " ".join(command),
+        "command": " ".join([Path(command[0]).name, *command[1:]]),
         "versions": {"python": platform.python_version()} | {name: installed(name) for name in PACKAGES},
     }
 

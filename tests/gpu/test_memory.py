@@ -33,6 +33,7 @@ torch.ones(1, device="cuda")
 with saver.region(tag="weights", enable_cpu_backup=False):
     x = torch.full((GIB,), 7, dtype=torch.uint8, device="cuda")
 address, free = x.data_ptr(), [torch.cuda.mem_get_info()[0]]
+torch.cuda.synchronize()  # pause unmaps memory at once, under a kernel that still writes to it
 saver.pause("weights")
 free.append(torch.cuda.mem_get_info()[0])
 saver.resume("weights")
