@@ -43,9 +43,10 @@ DELTA = {
     "linear_num_value_heads": 8,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "layer_types": [*3 * ["linear_attention"], "full_attention"],
+    "full_attention_interval": 4,
 }
-"""The last of three pipeline stages has only a gated delta network."""
+"""With the interval, which SGLang reads and transformers writes only where it is given beside `layer_types`."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"head_dim": 16},
@@ -73,7 +74,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {**DELTA},
     "qwen3_5_moe_text": {
         "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 48,
+        "shared_expert_intermediate_size": 64,
         "num_experts": 4,
         "num_experts_per_tok": 2,
         **DELTA,

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mugrpo_megatron.checks.preflight import check_run
+from mugrpo_megatron.engine.sglang_compat import has_gated_delta
 from mugrpo_megatron.recipe import load_recipe
 from mugrpo_megatron.train import train
 from tests.ranks import run_ranks
@@ -117,3 +118,25 @@ def test_a_model_of_deepseek_v3_s_shape_trains(tmp_path: Path, monkeypatch: pyte
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert not any("e_score_correction_bias" in name for name in moved)
     assert {"gate", "kv_b_proj", "q_a_proj", "shared_experts"} <= {part for name in moved for part in name.split(".")}
+
+
+@pytest.mark.night
+@pytest.mark.skipif(not has_gated_delta(), reason="the pinned SGLang has no class for the text of Qwen3.5")
+def test_a_model_of_qwen3_5_s_shape_trains(tmp_path: Path) -> None:
+    """Packed rows on TP2 x PP2 and an engine of two ranks: ratios are exact, every sync is compared bitwise."""
+    recipe = write_recipe(
+        tmp_path / "recipe.toml",
+        save_model(tmp_path / "model", "qwen3_5_text"),
+        tmp_path / "run",
+        parallel={"tensor": 2, "pipeline": 2},
+        engine={"tensor": 2, "check_weights": "every"},
+        rollout={"behaviour": "learner"},
+        reward=COIN,
+    )
+    run_ranks(4, train_as, recipe, timeout_s=600)
+    run = tmp_path / "run"
+    assert all(row["mismatch_max"] < 1e-4 for row in rows(run, "stage"))
+    assert {row["ratio_pos_max"] for row in rows(run, "update") if row["age"] == 0} == {1.0}
+    assert all(row["checked"] for row in rows(run, "phase") if row["phase"] == "sync")
+    before, after = (load_file(one / "model.safetensors") for one in (tmp_path / "model", run / "hf"))
+    assert {name for name in before if torch.equal(before[name], after[name])} == set()

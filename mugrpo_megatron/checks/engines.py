@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from mugrpo_megatron.engine.sglang_compat import has_gated_delta
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import has_delta
 from mugrpo_megatron.recipe import Recipe
@@ -25,7 +26,13 @@ UNTIED = ("mixtral", "qwen3_moe")
 """Model types whose class in SGLang ignores `tie_word_embeddings` and has a separate output layer."""
 
 _DEEPSEEK = ("moe_layer_freq", "scoring_func", "topk_method")
-UNWRITTEN = {"deepseek_v3": _DEEPSEEK, "kimi_k2": _DEEPSEEK, "glm4_moe_lite": ("first_k_dense_replace",)}
+UNWRITTEN = {
+    "deepseek_v3": _DEEPSEEK,
+    "kimi_k2": _DEEPSEEK,
+    "glm4_moe_lite": ("first_k_dense_replace",),
+    "qwen3_5_text": ("full_attention_interval",),
+    "qwen3_5_moe_text": ("full_attention_interval",),
+}
 """Fields that SGLang's class of a model type reads and transformers does not write."""
 
 
@@ -102,6 +109,15 @@ def _hybrid(setup: EngineSetup) -> bool:
     return has_delta(setup.model)
 
 
+def _other_interval(setup: EngineSetup) -> str:
+    """Returns the layers with full attention if they are not every `full_attention_interval`-th; "" if they are."""
+    interval, kinds = setup.model.get("full_attention_interval"), setup.model.get("layer_types")
+    full = [layer for layer, kind in enumerate(kinds or [], 1) if kind == "full_attention"]
+    if not _hybrid(setup) or not interval or not kinds or full == list(range(interval, len(kinds) + 1, interval)):
+        return ""
+    return ", ".join(map(str, full)) or "none"
+
+
 def _unwritten(setup: EngineSetup) -> str:
     needed = UNWRITTEN.get(setup.model.get("model_type", ""), ())
     return " and ".join(name for name in needed if setup.model.get(name) is None)
@@ -117,10 +133,14 @@ def _extra(setup: EngineSetup, name: str) -> Any:
 
 GAPS = (
     Gap(
-        _hybrid,
-        "the model is a {model[model_type]}, whose gated delta networks no engine of this project generates with yet; "
-        "conversion and the learner have them",
-        PROJECT_LIMIT,
+        lambda c: _hybrid(c) and not has_gated_delta(),
+        "the model is a {model[model_type]}, for which the installed SGLang has no class: take the new stack, "
+        "`run_scripts/setup.sh --stack new`",
+    ),
+    Gap(
+        _other_interval,
+        "the model's layer_types has full attention in layers {it}, and SGLang reads full_attention_interval = "
+        "{model[full_attention_interval]} alone: it would load other layers",
     ),
     Gap(
         lambda c: c.recipe.engine.tensor % c.recipe.engine.nodes,
@@ -205,6 +225,12 @@ GAPS = (
         _unwritten,
         "the model's config.json lacks {it}, which SGLang reads and transformers does not write: copy it from the "
         "config.json of the published model",
+    ),
+    Gap(
+        lambda c: _fp8(c) and _hybrid(c),
+        'engine.quantization = "fp8" of a model with gated delta networks: the sync does not know which projections '
+        'SGLang multiplies in fp8; set it to "none"',
+        PROJECT_LIMIT,
     ),
     Gap(
         lambda c: _fp8(c) and _latent(c),

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from setproctitle import setproctitle
 
+from mugrpo_megatron.cpu import delta_kernels
 from mugrpo_megatron.cpu.batched_attention import DecodeBatch, attend, plan
 from mugrpo_megatron.cpu.deferred import compiler_deferred, compiling_deferred
 from mugrpo_megatron.cpu.kernels import Kernels, fits, use_large_pages
-from mugrpo_megatron.files.hf_config import read_config
+from mugrpo_megatron.files.hf_config import has_delta, read_config
 
 with compiler_deferred():
     from sglang.srt.entrypoints.engine import Engine
@@ -140,8 +141,11 @@ def _run_scheduler(library: ctypes.CDLL | None, *arguments: Any) -> None:
     register_attention_backend(NAME)(backend)
     # Also here, because it imports the model's modules.
     with compiling_deferred():
-        if read_config(Path(arguments[0].model_path)).get("kv_lora_rank"):
+        config = read_config(Path(arguments[0].model_path))
+        if config.get("kv_lora_rank"):
             _prepare_latent_attention()
+        if has_delta(config):
+            delta_kernels.install(arguments[0].dtype)
         run_scheduler_process(*arguments)
 
 

@@ -23,7 +23,7 @@ from mugrpo_megatron.engine.placement import ALONE, EngineSlot, slot_of_environm
 from mugrpo_megatron.engine.process import HostProcess
 from mugrpo_megatron.engine.wire import RouterShape, Sampling
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.hf_config import experts_of, read_model_config
+from mugrpo_megatron.files.hf_config import attention_layers, experts_of, has_delta, read_model_config
 from mugrpo_megatron.observe.environment import usable_cores
 from mugrpo_megatron.recipe.policy import ModelSection, RolloutSection
 from mugrpo_megatron.recipe.scoring import EvalSection
@@ -40,6 +40,9 @@ FP8 = {
     "load_format": "dummy",  # the directory's weights are of another dtype; the first sync brings these
 }
 """Arguments of an engine whose weights a sync quantises."""
+STATES_PER_REQUEST = 4
+"""States of gated delta networks: SGLang runs a third as many requests (mem_cache/kv_cache_configurator.py); one is for
+cached prefixes."""
 SHARED_PREFIX_TOKENS = 32
 """Length of a common prefix from which on SGLang delays requests that arrive together
 (`IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD`, managers/schedule_policy.py)."""
@@ -217,6 +220,8 @@ def _cpu_arguments(spec: EngineSpec, config: Mapping[str, Any], common: dict[str
     batch_tokens = common["max_running_requests"] * common["context_length"]
     # SGLang zeroes the cache at its start, so what the requests cannot fill would cost memory too.
     affordable = most_kv_bytes(psutil.virtual_memory().total) // kv_bytes_per_token(config, spec.dtype)
+    # SGLang would give the states of gated delta networks a share of what is free at this moment.
+    states = {"max_mamba_cache_size": STATES_PER_REQUEST * common["max_running_requests"], "mem_fraction_static": 0.5}
     return {
         "device": "cpu",
         "attention_backend": "torch_native",
@@ -230,11 +235,12 @@ def _cpu_arguments(spec: EngineSpec, config: Mapping[str, Any], common: dict[str
         # SGLang refuses to start when other processes, such as the loading learner, take more than this meanwhile.
         "mem_fraction_static": 0.9,
         "max_total_tokens": min(batch_tokens, max(affordable, common["context_length"])),
+        **(states if has_delta(config) else {}),
     }
 
 
 def kv_bytes_per_token(config: Mapping[str, Any], dtype: str) -> int:
-    """KV cache bytes of one token in all layers, from a Hugging Face config; UserError for a missing field."""
+    """KV cache bytes of one token in all layers with attention, by its config; UserError if a field is missing."""
     for name in ("num_attention_heads", "hidden_size", "num_hidden_layers"):
         if not config.get(name):
             raise UserError(f"config.json has no field {name!r}, so the size of the engine's KV cache is unknown")
@@ -243,7 +249,7 @@ def kv_bytes_per_token(config: Mapping[str, Any], dtype: str) -> int:
     elements = 2 * (config.get("num_key_value_heads") or heads) * head_dim
     if config.get("kv_lora_rank"):  # MLA caches the latent and the rotary part of the keys
         elements = config["kv_lora_rank"] + (config.get("qk_rope_head_dim") or 0)
-    return config["num_hidden_layers"] * elements * (4 if dtype == "float32" else 2)
+    return max(1, attention_layers(config)) * elements * (4 if dtype == "float32" else 2)
 
 
 def engine_environment(section: EngineSection, model_dir: Path, cuda: bool, slot: EngineSlot = ALONE) -> dict[str, str]:

@@ -21,6 +21,11 @@ def is_new() -> bool:
     return tuple(map(int, re.findall(r"\d+", version)[:3])) > (0, 5, 15)
 
 
+def has_gated_delta() -> bool:
+    """Whether SGLang has classes for the text of models with gated delta networks (srt/models/qwen3_5_text.py)."""
+    return is_new()
+
+
 def most_support_ids() -> int:
     """Largest top-k whose support ids the engine can return."""
     return MOST_MASKED if is_new() else MOST_TOP_LOGPROBS

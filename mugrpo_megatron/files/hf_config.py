@@ -178,6 +178,15 @@ def has_delta(model: Mapping[str, Any]) -> bool:
     return bool(model.get("linear_num_value_heads"))
 
 
+def attention_layers(model: Mapping[str, Any]) -> int:
+    """Number of layers of a Hugging Face config that have attention, whose keys and values an engine caches."""
+    layers: int = model["num_hidden_layers"]
+    if not has_delta(model):
+        return layers
+    kinds = model.get("layer_types")
+    return kinds.count("full_attention") if kinds else layers // (model.get("full_attention_interval") or 4)
+
+
 def check_weights(directory: Path, key: str) -> None:
     """Raise UserError if a checkpoint directory holds no safetensors files."""
     if not any(directory.glob("*.safetensors")):

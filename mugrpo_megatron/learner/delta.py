@@ -25,15 +25,11 @@ from megatron.core.transformer.utils import (
 )
 from torch.utils.checkpoint import checkpoint
 
+from mugrpo_megatron.kernels.gated_delta import gated_delta_rule
 from mugrpo_megatron.learner.attention import Packing, Unpad
 from mugrpo_megatron.learner.operators import RMSNorm
 from mugrpo_megatron.megatron_compat import split_tensor_factory
 from mugrpo_megatron.weights.architecture import Delta
-
-CHUNK = 64
-"""Tokens whose updates of the state are one system of equations."""
-EPSILON = 1e-6
-"""Added to the squared norm of queries and keys."""
 
 
 @dataclass
@@ -127,7 +123,8 @@ class GatedDeltaNet(MegatronModule):
         query, key = (x.unflatten(-1, (-1, self.sizes.key)) for x in (query, key))
         value = value.unflatten(-1, (-1, self.sizes.value))
         log_decay = -self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias)
-        return gated_delta_rule(query, key, value, log_decay, beta.sigmoid()).to(segments.dtype)
+        out, _state = gated_delta_rule(query, key, value, log_decay, beta.sigmoid())
+        return out.to(segments.dtype)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None, **_: Any
@@ -171,54 +168,3 @@ class _Pad(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (slots,) = ctx.saved_tensors
         return grads[0].index_select(0, slots), None, None
-
-
-def gated_delta_rule(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor
-) -> torch.Tensor:
-    """Outputs S_t q_t of the state S_t = a_t S_{t-1} (1 - b_t k_t k_t^T) + b_t v_t k_t^T, with S_0 = 0, in float32.
-
-    Within a chunk the updates are one triangular system (arXiv 2412.06464, section 3.3), between chunks a loop.
-
-    Args:
-        query, key: [n, t, key heads, key], normalised here; value: [n, t, heads, value].
-        log_decay: [n, t, heads], logarithm of a; beta: [n, t, heads], b.
-
-    Returns:
-        float32 [n, t, heads, value]
-    """
-    t, heads, width = value.shape[1:]
-    query, key = (x.float() * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + EPSILON) for x in (query, key))
-    query, key = (x.repeat_interleave(heads // x.shape[2], 2) for x in (query, key))
-    chunk = min(CHUNK, t)
-    # From here on every tensor is [n, chunks, heads, tokens of a chunk, ...]. Padding has beta 0, so no effect.
-    query, key, value, log_decay, beta = (
-        _chunks(x, chunk) for x in (query * query.shape[-1] ** -0.5, key, value.float(), log_decay, beta.float())
-    )
-    total = log_decay.cumsum(-1)
-    later = torch.ones(chunk, chunk, dtype=torch.bool, device=total.device).triu(1)
-    # Masked before the exponential, whose gradient is then 0 and not infinity times 0.
-    decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(later, float("-inf")).exp()
-    weighted = key * beta.unsqueeze(-1)
-    system = (weighted @ key.transpose(-1, -2)) * decay
-    sides = torch.cat([value * beta.unsqueeze(-1), weighted * total.exp().unsqueeze(-1)], dim=-1)
-    solution = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
-    written, read = solution.split([width, key.shape[-1]], dim=-1)
-    scores = (query @ key.transpose(-1, -2)) * decay
-    query = query * total.exp().unsqueeze(-1)
-    key = (key * (total[..., -1:] - total).exp().unsqueeze(-1)).transpose(-1, -2)
-    remaining = total[..., -1, None, None].exp()
-    state = value.new_zeros(len(value), heads, query.shape[-1], width)
-    outputs = []
-    for i in range(total.shape[1]):
-        update = written[:, i] - read[:, i] @ state
-        outputs.append(scores[:, i] @ update + query[:, i] @ state)
-        state = state * remaining[:, i] + key[:, i] @ update
-    return torch.stack(outputs, dim=1).transpose(2, 3).flatten(1, 2)[:, :t]
-
-
-def _chunks(x: torch.Tensor, chunk: int) -> torch.Tensor:
-    """[n, t, heads, ...] -> [n, chunks, heads, tokens of a chunk, ...], with zeros after the last token."""
-    missing = -x.shape[1] % chunk
-    padded = F.pad(x, (0, 0) * (x.dim() - 2) + (0, missing)) if missing else x
-    return padded.unflatten(1, (-1, chunk)).transpose(2, 3)

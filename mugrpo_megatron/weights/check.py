@@ -30,6 +30,12 @@ FUSED = (
 )
 COMPRESSED = (re.compile(r"\.(q_a_proj|kv_a_proj_with_mqa)\."), ".fused_qkv_a_proj_with_mqa.")
 """Fused projections of latent attention whose queries have a latent; its other projections are not fused."""
+HYBRID = (
+    (re.compile(r"\.self_attn\."), "."),
+    (re.compile(r"\.in_proj_(qkv|z)\."), ".in_proj_qkvz."),
+    (re.compile(r"\.in_proj_(b|a)\."), ".in_proj_ba."),
+)
+"""Names of gated delta networks and of the attention beside them."""
 
 
 class SummedEngine(Protocol):
@@ -91,8 +97,9 @@ def uncheckable_reason(weight_sync: WeightSync) -> str:
 def padded_on_cpu(architecture: Architecture, size: int) -> bool:
     """Whether SGLang's CPU engine pads heads or experts to divide them (srt/configs/update_config.py)."""
     uneven_heads = architecture.transformer["num_query_groups"] % size != 0
-    uneven_experts = architecture.experts > 0 and architecture.transformer["moe_ffn_hidden_size"] % (32 * size) != 0
-    return uneven_heads or uneven_experts
+    names = ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size") if architecture.experts else ()
+    widths = [architecture.transformer.get(name) or 0 for name in names]
+    return uneven_heads or any(width % (32 * size) for width in widths)
 
 
 def expected_checksums(weight_sync: WeightSync, engine_sums: list[TensorChecksums]) -> list[TensorChecksums]:
@@ -163,6 +170,9 @@ def engine_name(hf_name: str, architecture: Architecture) -> str:
     latent = architecture.latent
     if latent and ".self_attn." in hf_name:
         return COMPRESSED[0].sub(COMPRESSED[1], hf_name) if latent.query else hf_name
+    if architecture.delta:
+        for pattern, replacement in HYBRID:
+            hf_name = pattern.sub(replacement, hf_name)
     for pattern, replacement in FUSED:
         if pattern.search(hf_name):
             return pattern.sub(replacement, hf_name)
@@ -178,7 +188,10 @@ def engine_shards(
             yield _vocab_shard(tensor, size, rank)
         elif entry.row.split == "none":
             yield tensor
-        elif entry.row.form == "qkv" and ".q_proj." not in name:
+        elif name.endswith((".in_proj_qkv.weight", ".conv1d.weight")):
+            sections = tensor.split([rows for _, rows in entry.row.sections[:3]])
+            yield torch.cat([section.chunk(size)[rank] for section in sections])
+        elif entry.row.form in ("qkv", "qkv_gated") and ".q_proj." not in name:
             # With fewer key/value heads than ranks, several ranks hold the same head.
             parts = min(size, architecture.transformer["num_query_groups"])
             yield tensor.chunk(parts, dim=0)[rank * parts // size]

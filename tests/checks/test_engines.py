@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mugrpo_megatron.checks import engines
 from mugrpo_megatron.checks.engines import (
     EngineSetup,
     check_engine_device,
@@ -69,10 +70,18 @@ def test_fields_that_transformers_does_not_write_are_asked_for() -> None:
     assert "lacks first_k_dense_replace" in said
 
 
-def test_engines_of_gated_delta_networks_are_refused() -> None:
+def test_gated_delta_networks_need_the_new_stack_and_a_regular_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     model = {**models.SIZES, **models.FAMILIES["qwen3_5_text"], "model_type": "qwen3_5_text"}
+    monkeypatch.setattr(engines, "has_gated_delta", lambda: False)
     (said,) = problems_of(recipe(), model)
-    assert "whose gated delta networks no engine of this project generates with yet" in said
+    assert "take the new stack, `run_scripts/setup.sh --stack new`" in said
+    monkeypatch.setattr(engines, "has_gated_delta", lambda: True)
+    assert problems_of(recipe(), model) == []
+    (said,) = problems_of(recipe(), {**model, "full_attention_interval": None})
+    assert "lacks full_attention_interval, which SGLang reads" in said
+    (said,) = problems_of(recipe(), {**model, "layer_types": model["layer_types"][::-1]})
+    assert "full attention in layers 1, and SGLang reads full_attention_interval = 4 alone" in said
+    assert any("of a model with gated delta networks" in one for one in problems_of(recipe(**FP8, **BFLOAT16), model))
 
 
 def test_latent_attention_is_not_quantised() -> None:

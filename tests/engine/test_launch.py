@@ -179,6 +179,12 @@ def test_the_cpu_cache_is_bounded(checkpoint: Path) -> None:
     assert engine_arguments(spec(checkpoint), checkpoint, cuda=False)["max_total_tokens"] == 64 * (232 + 8)
 
 
+def test_states_of_gated_delta_networks_do_not_depend_on_the_memory_that_is_free(tmp_path: Path) -> None:
+    models.save_model(tmp_path, "qwen3_5_text")
+    arguments = engine_arguments(spec(tmp_path, max_running_requests=8), tmp_path, cuda=False)
+    assert arguments["max_mamba_cache_size"] == 4 * 8
+
+
 def test_the_routers_are_those_of_the_model_on_this_machine(tmp_path: Path) -> None:
     """A model of the hub is named by its path, and lies elsewhere."""
     snapshot = tmp_path / "snapshot"

@@ -14,8 +14,16 @@ from safetensors.torch import load_file
 
 from mugrpo_megatron.errors import EngineFailure, TrainingFailure
 from mugrpo_megatron.files.tensors import TensorChecksums
-from mugrpo_megatron.weights.check import WeightMismatch, compare_weights, uncheckable_reason
+from mugrpo_megatron.weights.check import (
+    WeightMismatch,
+    compare_weights,
+    engine_name,
+    engine_shards,
+    uncheckable_reason,
+)
+from mugrpo_megatron.weights.families import read_architecture
 from mugrpo_megatron.weights.sync import build_weight_sync
+from mugrpo_megatron.weights.table import entries
 from tests import models
 from tests.ranks import run_ranks
 from tests.weights.ranks_work import build, enter
@@ -149,3 +157,21 @@ def test_a_layout_that_cannot_be_compared_says_so(hf: Path) -> None:
     ((compared, reason),) = run_ranks(1, engine_with_padded_heads, hf)
     assert compared == 0
     assert "engine.tensor = 3" in reason
+
+
+def test_gated_delta_networks_have_the_engine_s_names_and_a_shard_of_each_section(tmp_path: Path) -> None:
+    """SGLang fuses the projections in pairs (srt/models/qwen3_5.py); a rank has its heads' queries, keys and values."""
+    models.save_model(tmp_path, "qwen3_5_text")
+    model = read_architecture(tmp_path)
+    table = entries(model)
+    entry = table["decoder.layers.0.self_attention.in_proj.weight"]
+    assert [engine_name(name, model).split("linear_attn.")[1] for name in entry.hf] == [
+        *2 * ["in_proj_qkvz.weight"],
+        *2 * ["in_proj_ba.weight"],
+    ]
+    attention = table["decoder.layers.3.self_attention.linear_qkv.weight"]
+    assert {engine_name(name, model) for name in attention.hf} == {"model.layers.3.qkv_proj.weight"}
+    qkv = torch.arange(4 * 8 + 4 * 8 + 8 * 12).unsqueeze(1)
+    first, second = engine_shards(entry, entry.hf[0], qkv, 2, model)
+    assert first.flatten().tolist() == [*range(16), *range(32, 48), *range(64, 112)]
+    assert second.flatten().tolist() == [*range(16, 32), *range(48, 64), *range(112, 160)]

@@ -12,8 +12,10 @@ from mugrpo_megatron.checks.layouts import bundled_configs
 from mugrpo_megatron.engine.launch import kv_bytes_per_token
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.plan.case import find_model, parameters
+from mugrpo_megatron.extras.plan.plan import make_plan
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.initial_model import with_cached_model
+from tests.checkout import ROOT
 from tests.hub import NAME, used
 
 PUBLISHED = {
@@ -88,6 +90,15 @@ def test_a_config_alone_is_enough_and_wins_over_the_table(tmp_path: Path) -> Non
     path.write_text(json.dumps(bundled_configs()["Qwen3-8B"]), encoding="utf-8")
     assert find_model(named("Qwen2.5-32B").model, path).architecture.layers == 36
     assert find_model(Recipe.model_validate({"model": {"path": str(tmp_path)}}).model).architecture.layers == 36
+
+
+def test_gated_delta_networks_have_no_plan_and_no_cache_of_keys(tmp_path: Path) -> None:
+    config = json.loads((ROOT / "tests/weights/published.json").read_text())["text of Qwen3.5-0.8B"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="the plan does not know the memory and the time of gated delta networks"):
+        make_plan(named("anything"), 1, 1, "h100", tmp_path / "config.json")
+    full_layers, keys_and_values, heads, head_dim = 6, 2, 2, 256
+    assert kv_bytes_per_token(config, "bfloat16") == 2 * full_layers * keys_and_values * heads * head_dim
 
 
 def test_a_model_that_nothing_describes(tmp_path: Path) -> None:
