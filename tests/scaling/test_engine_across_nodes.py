@@ -117,14 +117,11 @@ def test_an_engine_of_two_nodes_trains_and_restarts(cluster: Cluster, recipe: Pa
         "the engine samples from the learner"
     )
 
-
-def test_greedy_responses_are_those_of_an_engine_of_one_node(recipe: Path, tmp_path: Path) -> None:
-    if not (recipe.parent / "run" / "evaluations").exists():
-        pytest.skip("the run on two nodes did not begin")
     alone = {"run.dir": recipe.parent / "alone", "engine.nodes": 1, "rollout.max_response_tokens": 4}
     overrides = [part for key, value in alone.items() for part in ("--set", f"{key}={value}")]
     done = subprocess.run(
         [TORCHRUN, "2", "generate", str(recipe), *overrides], capture_output=True, text=True, env=dict(os.environ)
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    # The first evaluation: greedy responses are those of an engine of one node.
     assert greedy(recipe, "run") == greedy(recipe, "alone") != {}
