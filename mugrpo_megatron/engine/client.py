@@ -128,6 +128,7 @@ class Engine:
         patience_s = 0.0
         if self._episodes is not None:
             self._episodes.close()
+            self._episodes = None
         if self._host is not None and self._ready and self._host.alive and not self._cancelled():
             with suppress(EngineFailure):  # it has just died, which ends it too
                 self._host.send(("stop", None), STOP_SECONDS, "stop")

@@ -142,6 +142,7 @@ METRICS_OF: dict[Kind, tuple[tuple[str, str, str], ...]] = {
         ("truncated/SET", "fraction", "Responses cut off at `eval.max_tokens`."),
         ("unparsed/SET", "fraction", "Responses in which `math` found no answer."),
         ("called/SET", "fraction", "Episodes (`rollout.function`) in which the model called a tool."),
+        ("failed/SET", "fraction", "Episodes that failed, scored 0."),
         ("passed/SET", "fraction", "Problems with a correct response among the k: pass@k."),
         ("tokens", "tokens", "Response tokens sampled, over all sets."),
     ),

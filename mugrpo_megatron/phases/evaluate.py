@@ -36,6 +36,8 @@ class Answers:
     """Responses in which no answer was found."""
     called: float
     """Responses in which the model called a tool."""
+    failed: int
+    """Episodes that failed, and so have a reward of 0."""
     kept: Example | None
     """The first response, if it is one that is kept."""
 
@@ -130,6 +132,7 @@ def _log(run: Run, cursor: Cursor, names: Sequence[str], answers: ByPlace, bar: 
         shares |= {f"truncated/{name}": sum(each.truncated for each in of_set) / responses}
         if run.recipe.rollout.episodes:
             shares |= {f"called/{name}": sum(each.called for each in of_set) / responses}
+            shares |= {f"failed/{name}": sum(each.failed for each in of_set) / responses}
         if measure == "accuracy":
             if run.recipe.reward.finds_answers:
                 shares |= {f"unparsed/{name}": sum(each.unparsed for each in of_set) / responses}
@@ -193,6 +196,7 @@ def _answers(group: ScoredGroup, keep: bool) -> Answers:
         truncated=sum(response.finish_reason == "length" for response in group.responses),
         unparsed=sum(not score.extracted for score in group.scores),
         called=sum(score.components.get(f"{EPISODE}called", 0.0) for score in group.scores),
+        failed=sum(response.episode is not None and response.episode.failed for response in group.responses),
         kept=_kept(group) if keep else None,
     )
 

@@ -24,11 +24,11 @@ from typing import Any
 import uvicorn
 
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.extras.episodes.conventions import result_of
 from mugrpo_megatron.extras.episodes.endpoint import Endpoint, Session
 from mugrpo_megatron.extras.episodes.launcher import ERRORS, OUTPUT, ROW, SCRATCH
 from mugrpo_megatron.extras.episodes.turns import PROGRAM, EpisodeModel, ProgramFailure
 from mugrpo_megatron.files.json_text import as_text, parse_json
-from mugrpo_megatron.rewards.callers import verdict_of
 from mugrpo_megatron.rewards.calls import start_guarded
 from mugrpo_megatron.samples import Problem
 
@@ -113,21 +113,14 @@ class _Server(uvicorn.Server):
 
 def _result(output: Path) -> dict[str, Any]:
     """The episode's result from its program's last line. Raises TypeError or ValueError unless a reward is finite."""
-    lines = _tail(output).splitlines()
     said: Any = None
-    with suppress(ValueError):
-        said = parse_json(lines[-1]) if lines else None
-    if not isinstance(said, dict):
-        return {"reward": None, "why": "", "parts": {}}
-    answer = said.pop("answer", None)
-    reward = said.pop("reward", None)
-    verdict = verdict_of({"score": 0.0 if reward is None else reward, **said}, "the program", may_skip=True)
-    return {
-        "reward": None if reward is None else verdict.reward,
-        "why": verdict.why,
-        "parts": dict(verdict.parts),
-        "answer": answer if isinstance(answer, str) else None,
-    }
+    with suppress(ValueError, IndexError):
+        said = parse_json(_tail(output).splitlines()[-1])
+    said = said if isinstance(said, dict) else {}
+    answer, reward = said.pop("answer", None), said.pop("reward", None)
+    result = result_of({"score": 0.0 if reward is None else reward, **said}, "the program")
+    result["answer"] = answer if isinstance(answer, str) else None
+    return result if reward is not None else {**result, "reward": None}
 
 
 def _last_error(path: Path) -> str:

@@ -16,6 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import openai.resources.chat.completions  # noqa: F401  # or every program would import it at its first request
+from openai import OpenAI
+
 from mugrpo_megatron.data.arithmetic import problems
 from mugrpo_megatron.extras.episodes.turns import EpisodeModel
 from mugrpo_megatron.files.durable import write_text
@@ -57,8 +60,6 @@ async def episode(problem: Problem, model: EpisodeModel) -> None:
 
 def program(row: dict[str, Any]) -> None:
     """The episode as a program of `rollout.agent`, with OpenAI's client: it knows nothing of training."""
-    from openai import OpenAI  # half a second
-
     client, messages = OpenAI(), list[Any](row["messages"])
     for _ in range(MOST_CALLS):
         completion: Any = client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])

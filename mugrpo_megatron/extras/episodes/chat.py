@@ -16,7 +16,6 @@ from mugrpo_megatron.call_guard import TEMPLATE_S, TookTooLong, clock
 from mugrpo_megatron.data.prompts import Template, apply_template
 from mugrpo_megatron.data.quoted import encode_quoting, mark_special
 from mugrpo_megatron.engine import sglang_compat
-from mugrpo_megatron.extras.episodes.trajectory import Trajectory
 from mugrpo_megatron.files.json_text import as_text, parse_json
 from mugrpo_megatron.samples import Message
 
@@ -128,10 +127,10 @@ class Chat:
         """Token ids as text, without special tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def encode(self, text: str, so_far: Trajectory | None = None) -> list[int]:
-        """Token ids of a text; if it begins with the tokens of `so_far`, only the rest is tokenized."""
-        if so_far and so_far.turns and text.startswith(context := self.shown(so_far.context)):
-            return so_far.context + self._encode(text[len(context) :])
+    def encode(self, text: str, context: list[int] | None = None) -> list[int]:
+        """Token ids of a text; if it begins with the tokens of `context`, only the rest is tokenized."""
+        if context and text.startswith(shown := self.shown(context)):
+            return context + self._encode(text[len(shown) :])
         return self._encode(text)
 
     def _encode(self, text: str) -> list[int]:

@@ -51,14 +51,15 @@ def _is_needed(parameter: inspect.Parameter) -> bool:
     return parameter.default is parameter.empty and parameter.kind < parameter.VAR_POSITIONAL
 
 
-def _result(returned: Any, name: str) -> dict[str, Any]:
+def result_of(returned: Any, name: str) -> dict[str, Any]:
+    """An episode's result from what its function or program returns. Raises TypeError or ValueError for no score."""
     verdict = verdict_of(returned, name, may_skip=True)
     return {"reward": verdict.reward, "why": verdict.why, "parts": dict(verdict.parts)}
 
 
 def _own_form(function: Callable[..., Any], name: str, options: Mapping[str, Any]) -> EpisodeFunction:
     async def run_episode(problem: Problem, model: EpisodeModel) -> dict[str, Any]:
-        return _result(await function(problem=problem, model=model), name)
+        return result_of(await function(problem=problem, model=model), name)
 
     return run_episode
 
@@ -85,7 +86,7 @@ def _slime_form(function: Callable[..., Any], name: str, options: Mapping[str, A
             "loss_mask": None if returned.loss_mask is None else list(map(int, returned.loss_mask)),
             "cut": returned.status is SlimeSample.Status.TRUNCATED,
         }
-        return {**_result(returned.reward, name), **sampled}
+        return {**result_of(returned.reward, name), **sampled}
 
     return run_episode
 
@@ -112,7 +113,7 @@ def _trl_form(factory: Callable[[], Any], name: str) -> EpisodeFunction:
                 break
             messages += await model.answer(message, tools)
         reward = getattr(environment, "reward", None)
-        return _result(reward if isinstance(reward, Real) else None, name)
+        return result_of(reward if isinstance(reward, Real) else None, name)
 
     return run_episode
 

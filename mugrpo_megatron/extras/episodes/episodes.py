@@ -26,9 +26,8 @@ from mugrpo_megatron.engine.client import Engine, PromptSource
 from mugrpo_megatron.engine.wire import Request, SampledGroup, Sampling
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.episodes.chat import Chat
-from mugrpo_megatron.extras.episodes.conversations import Conversation, continued
 from mugrpo_megatron.extras.episodes.processes import Asked, Attempt, EpisodeProcess, Group, Pool
-from mugrpo_megatron.extras.episodes.trajectory import Broken, Trajectory
+from mugrpo_megatron.extras.episodes.trajectory import Broken, Trajectory, continued
 from mugrpo_megatron.extras.episodes.turns import PROGRAM
 from mugrpo_megatron.files.json_text import as_text
 from mugrpo_megatron.observe.environment import usable_cores
@@ -235,18 +234,18 @@ class Episodes:
             episode.waited_s += time.monotonic() - episode.answered_at
         room = 0
         if episode.asked < self._section.turns and not self._too_long(message):
-            conversation, ids = self._continued(episode, message)
-            room = conversation.so_far.limit - (len(ids) - len(conversation.so_far.prompt or ids))
+            trajectory, ids = self._continued(episode, message)
+            room = trajectory.limit - (len(ids) - len(trajectory.prompt or ids))
         if room < 1:
             self._pool.cancel(process, episode)
             self._finish(episode, {"reward": None, "why": "", "parts": {}, "cut": True})
             return
         key = next(self._keys)
-        self._requests[key] = Asked(episode, conversation, message, ids)
+        self._requests[key] = Asked(episode, trajectory, message, ids)
         stream = f"{episode.group.prompt.index}/{episode.number}/{episode.retries}/{episode.asked}"
         most = min(room, message.get("max_tokens") or room)
         self._work.append(Request(key, ids, 1, stream, most, tuple(message.get("stop") or ())))
-        conversation.busy = True
+        trajectory.busy = True
         episode.asked += 1
         episode.in_engine += 1
 
@@ -260,33 +259,33 @@ class Episodes:
         """Most tokens of a prompt and its response."""
         return self._recipe.data.max_prompt_tokens + self._sampling.max_tokens
 
-    def _continued(self, episode: Attempt, message: dict[str, Any]) -> tuple[Conversation, list[int]]:
-        """The conversation that a request continues or begins, and its token ids.
+    def _continued(self, episode: Attempt, message: dict[str, Any]) -> tuple[Trajectory, list[int]]:
+        """The response that a request continues or begins, and its token ids.
 
         Raises Broken where tokens do not continue the last, and ValueError for a malformed request.
         """
         if (most := message.get("max_tokens")) is not None and most < 1:
             raise ValueError(f"max_tokens = {most}: a turn has at least one token")
-        before = episode.conversations
+        before = episode.trajectories
         if message["what"] != "generate":
             row = row_arguments(episode.group.prompt.problem.row)
             row.pop(TOOLS, None)  # the function or the program names those that it runs
-            conversation, ids = continued(before, message["messages"], message["tools"], row, self._chat)
+            trajectory, ids = continued(before, message["messages"], message["tools"], row, self._chat)
         else:
-            conversation = before[-1] if before else None
-            so_far = conversation.so_far if conversation else None
-            ids = self._chat.encode(message["text"], so_far) if "text" in message else message["ids"]
+            trajectory = before[-1] if before else None
+            context = trajectory.context if trajectory else None
+            ids = self._chat.encode(message["text"], context) if "text" in message else message["ids"]
         vocabulary, longest = len(self._tokenizer), self._recipe.data.max_prompt_tokens
         if not ids or not all(0 <= token < vocabulary for token in ids):
             raise ValueError(f"a prompt has at least one token, and ids below {vocabulary}")
         if not before and len(ids) > longest:
             raise ValueError(f"its prompt has {len(ids)} tokens: raise data.max_prompt_tokens, which is {longest}")
-        if conversation is None:
+        if trajectory is None:
             room = min(self._sampling.max_tokens, self._longest - len(ids))
-            conversation = Conversation(Trajectory(room), message.get("tools", ()))
-            before.insert(0, conversation)
-        conversation.so_far.check(ids, self._chat.shown)
-        return conversation, list(ids)
+            trajectory = Trajectory(room, message.get("tools", ()))
+            before.insert(0, trajectory)
+        trajectory.check(ids, self._chat.shown)
+        return trajectory, list(ids)
 
     def _flush(self) -> None:
         if self._work:
@@ -305,11 +304,10 @@ class Episodes:
 
     def _turn(self, asked: Asked, response: Response) -> dict[str, Any]:
         """Record the sampled tokens; returns what the function or the program reads of them."""
-        episode, conversation, message, ids = asked
-        conversation.busy = False
-        conversation.so_far.extend(ids, response)
-        episode.conversations.remove(conversation)
-        episode.conversations.append(conversation)
+        episode, trajectory, message, ids = asked
+        trajectory.busy = False
+        trajectory.extend(ids, response)
+        episode.trajectories = [other for other in episode.trajectories if other is not trajectory] + [trajectory]
         episode.in_engine -= 1
         episode.answered_at = time.monotonic()
         sampled = response.ids.tolist()
@@ -326,9 +324,9 @@ class Episodes:
             stops = [stop for stop in message["stop"] if said["content"].endswith(stop)]
             said["content"] = said["content"].removesuffix(max(stops, key=len, default=""))
             episode.calls += len(said.get("tool_calls", ()))
-        conversation.answered(message["messages"], said)
+        trajectory.answered(message["messages"], said)
         if message["what"] == "chat":
-            return {"message": said, "ids": conversation.so_far.context}
+            return {"message": said, "ids": trajectory.context}
         return {
             "message": said,
             "finish_reason": response.finish_reason,
@@ -340,11 +338,11 @@ class Episodes:
 
     def _finish(self, episode: Attempt, result: dict[str, Any]) -> None:
         """Store an episode that has ended; `result` is its process's message. Raises Broken for other tokens."""
-        answered = [conversation for conversation in episode.conversations[::-1] if conversation.so_far.turns]
+        answered = [trajectory for trajectory in episode.trajectories[::-1] if trajectory.turns]
         if not answered:
             self._fail(episode, "it ended without asking the model")
             return
-        last = answered[0].so_far
+        last = answered[0]
         mask = np.array(last.mask, dtype=bool)
         if result.get("tokens"):
             last.check(result["tokens"], self._chat.shown)
@@ -352,7 +350,7 @@ class Episodes:
             mask &= np.pad(np.array(mask_of_function, dtype=bool), (0, len(mask) - len(mask_of_function)))
         if result.get("cut"):
             last.finish_reason = "length"
-        turns = sum(conversation.so_far.turns for conversation in answered)
+        turns = sum(trajectory.turns for trajectory in answered)
         calls = result.get("calls", 0) + episode.calls
         parts = {
             **result["parts"],
@@ -367,7 +365,7 @@ class Episodes:
         parts = {name: float(value) for name, value in parts.items()}
         prompt = np.array(last.prompt, dtype=np.int32)
         outcome = Outcome(prompt, mask, result["reward"], result["why"], parts=parts, answer=result.get("answer"))
-        self._store(episode, [each.response(outcome, others=each is not answered[0]) for each in answered])
+        self._store(episode, [each.response(outcome, others=each is not last) for each in answered])
 
     def _fail(self, episode: Attempt, why: str) -> None:
         """Begin a failed episode again, or drop it."""
@@ -427,11 +425,9 @@ class Episodes:
 
 def _with_shares(episodes: Sequence[Sequence[Response]]) -> list[Response]:
     """The responses of a group's episodes, each with the share of the episodes that have failed."""
-    responses = [response for episode in episodes for response in episode]
-    lost = sum(response.episode is not None and response.episode.failed for response in responses) / len(episodes)
+    outcomes = [(response, response.episode) for responses in episodes for response in responses if response.episode]
+    lost = sum(outcome.failed for _, outcome in outcomes) / len(episodes)
     return [
-        replace(response, episode=replace(response.episode, parts={**response.episode.parts, "lost": lost}))
-        if response.episode
-        else response
-        for response in responses
+        replace(response, episode=replace(outcome, parts={**outcome.parts, "lost": lost}))
+        for response, outcome in outcomes
     ]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.extras.episodes.conversations import Conversation
+from mugrpo_megatron.extras.episodes.trajectory import Trajectory
 from mugrpo_megatron.recipe.policy import EpisodesSection
 from mugrpo_megatron.rewards.calls import WorkerProcess, start_guarded
 from mugrpo_megatron.samples import Prompt, Response
@@ -47,7 +47,7 @@ class Attempt:
     alone: bool = False
     """Whether the episode runs in a process of its own: one that held it and others died, and only alone can it be
     blamed."""
-    conversations: list[Conversation] = field(default_factory=list)
+    trajectories: list[Trajectory] = field(default_factory=list)
     """Its responses so far; the last one has the latest answer."""
     asked: int = 0
     """Requests to the engine."""
@@ -98,7 +98,7 @@ class Asked(NamedTuple):
     """A request that the engine works on."""
 
     attempt: Attempt
-    conversation: Conversation
+    trajectory: Trajectory
     message: dict[str, Any]
     """As the episode's process sent it."""
     ids: list[int]

@@ -1,18 +1,21 @@
-"""The tokens of one episode: given and sampled ones, and a check that each request continues the last.
+"""The responses of an episode as tokens, given and sampled; a request continues one of them, or begins another.
 
-What the model sampled is never tokenized again. A later request has to begin with the ids of the earlier ones, token by
-token; `Broken` says where it does not. Positions of the loss mask are those of the response, from the first sampled
-token on.
+What the model sampled is never tokenized again. A request of tokens has to begin with the ids of the earlier ones;
+`Broken` says where it does not. A chat that does not extend an earlier one, as after a compaction, a retry or beside a
+parallel one, begins a response with its own prompt, which takes over the tokens of the longest chat that both begin
+with. Positions of the loss mask are those of the response, from the first sampled token on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
-from mugrpo_megatron.samples import Episode, Response
+from mugrpo_megatron.extras.episodes.chat import Chat
+from mugrpo_megatron.samples import Episode, Message, Response
 
 Shown = Callable[[list[int]], str]
 """Token ids as text, special tokens included."""
@@ -24,10 +27,17 @@ class Broken(Exception):
 
 @dataclass(slots=True)
 class Trajectory:
-    """The tokens of one episode so far."""
+    """The tokens of a response so far, and the chat that they hold, if any."""
 
     limit: int
     """Most tokens after the prompt, the environment's included."""
+    tools: Sequence[Any] = ()
+    messages: list[Any] = field(default_factory=list)
+    """Messages of the last chat request, and its answer."""
+    ends: dict[int, int] = field(default_factory=dict)
+    """Messages up to the end of each answer -> tokens."""
+    busy: bool = False
+    """Whether the engine works on it."""
     prompt: list[int] = field(default_factory=list)
     """Tokens before the first sampled one."""
     ids: list[int] = field(default_factory=list)
@@ -83,13 +93,57 @@ class Trajectory:
         self.turns += 1
         self.finish_reason, self.weight_version = response.finish_reason, response.weight_version
 
-    def response(self, episode: Episode) -> Response:
-        """The response as the stage stores it."""
+    def answered(self, messages: Sequence[Any], answer: Mapping[str, Any]) -> None:
+        """Add the answer to a chat request, whose tokens are here already."""
+        self.messages = [*messages, answer]
+        self.ends[len(self.messages)] = len(self.context)
+
+    def response(self, episode: Episode, others: bool) -> Response:
+        """The response as the stage stores it; `others` for one that the scored response of the episode precedes."""
+        mask = np.array(self.mask, dtype=bool) if others else episode.mask
+        prompt = np.array(self.prompt, dtype=np.int32)
         return Response(
             ids=np.array(self.ids, dtype=np.int32),
             logprobs=np.array(self.logprobs, dtype=np.float32),
             finish_reason=self.finish_reason,
             weight_version=self.weight_version,
             support_ids=np.concatenate(self.support_ids) if self.support_ids else None,
-            episode=episode,
+            episode=replace(episode, prompt_ids=prompt, mask=mask, scored_with_previous=others),
         )
+
+
+def continued(
+    trajectories: Sequence[Trajectory],
+    messages: Sequence[Message],
+    tools: Sequence[Any],
+    arguments: Mapping[str, Any],
+    chat: Chat,
+) -> tuple[Trajectory | None, list[int]]:
+    """The response that a chat request continues, None for a new one; and the request's token ids.
+
+    `arguments` are the row's own for the chat template.
+    """
+    shared = [
+        (count, count == len(earlier.messages) and not earlier.busy, earlier)
+        for earlier in trajectories
+        if earlier.tools == tools
+        for count in earlier.ends
+        if count < len(messages) and _said(earlier.messages[:count]) == _said(messages[:count])
+    ]
+    for count, continues, earlier in sorted(shared, key=lambda entry: entry[:2], reverse=True):
+        ids = chat.continuation(messages, tools, arguments, count, earlier.context[: earlier.ends[count]])
+        if ids is not None:
+            return earlier if continues else None, ids
+    return None, chat.prompt(messages, tools, arguments)
+
+
+def _said(messages: Sequence[Message]) -> list[Any]:
+    """Messages without what programs add or leave out when they send them again, such as the ids of calls."""
+    return [
+        (
+            message["role"],
+            message.get("content") or "",
+            [(call["function"]["name"], call["function"].get("arguments")) for call in message.get("tool_calls") or ()],
+        )
+        for message in messages
+    ]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from mugrpo_megatron.observe.log import read_rows
@@ -49,23 +50,43 @@ def train(recipe: Path) -> subprocess.Popen[bytes]:
     )
 
 
-@pytest.mark.parametrize(("player", "name"), [("function", "functions:slow_calls"), ("agent", "agents:asks_twice")])
-def test_killed_in_mid_episode_no_group_is_doubled_or_lost(tmp_path: Path, player: str, name: str) -> None:
-    recipe = run_of(tmp_path, player, name, rollout={"prompts_per_update": 8}, engine={"max_running_requests": 4})
+def kill(process: subprocess.Popen[bytes], victim: str) -> None:
+    """Kill a run with its processes, or its engine alone."""
+    if victim == "run":
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    for child in psutil.Process(process.pid).children(recursive=True) if victim == "engine" else ():
+        if "mugrpo_megatron.engine.host" in child.cmdline():
+            os.killpg(child.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("victim", "player", "name"),
+    [
+        ("run", "function", "functions:slow_calls"),
+        ("run", "agent", "agents:asks_twice"),
+        ("engine", "agent", "agents:asks_twice"),
+    ],
+)
+def test_killed_in_mid_episode_no_group_is_doubled_or_lost(tmp_path: Path, victim: str, player: str, name: str) -> None:
+    """An engine that is killed is restarted by its run, one that sleeps by ending too."""
+    engine = {"max_running_requests": 4, "between_stages": "restart" if victim == "engine" else "sleep"}
+    recipe = run_of(tmp_path, player, name, rollout={"prompts_per_update": 8}, engine=engine, eval={"every_updates": 2})
     stage = tmp_path / "run" / "stages" / "00000"
-    kills = 0
+    process, kills = train(recipe), 0
     for groups_on_disk in (1, 17):
-        process = train(recipe)
         while process.poll() is None and (
             not stage.exists() or len(StageStore(stage).verified_groups()) < groups_on_disk
         ):
             time.sleep(0.2)
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            kill(process, victim)
             kills += 1
-        process.wait()
-    finished = train(recipe)
-    assert finished.wait() == 0, (tmp_path / "log").read_text()
+        process = process if process.poll() is None else train(recipe)
+    assert process.wait() == 0, (tmp_path / "log").read_text()
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    assert any(row.get("event") == "engine_failure" for row in rows) == (victim == "engine")
+    assert {row["failed/arithmetic"] for row in rows if row["kind"] == "eval"} == {0.0}
     store = StageStore(stage)
     samples = [sample for update in range(store.updates) for sample in store.read_update(update, with_text=True)]
     groups = [sample.group for sample in samples]
@@ -76,7 +97,7 @@ def test_killed_in_mid_episode_no_group_is_doubled_or_lost(tmp_path: Path, playe
         assert sample.loss_mask is not None
         assert (sample.engine_logprobs[~sample.loss_mask] == 0).all()
         assert len(np.unique(sample.turns)) == sample.components["episode.turns"] == 2
-    first = next(row for row in read_rows(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "update")
+    first = next(row for row in rows if row["kind"] == "update")
     exact = ("ratio_mean", "ratio_neg_min", "ratio_neg_max", "ratio_pos_min", "ratio_pos_max")
     assert {first[name] for name in exact if name in first} == {1.0}
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["updates"] == 4
