@@ -8,8 +8,10 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Generator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import MagicMock, Mock
 
 import numpy as np
 import psutil
@@ -178,6 +180,17 @@ def test_on_cuda_the_graphs_sleep_and_wake_with_the_cache(checkpoint: Path, tmp_
     sleeper.wake("kv_cache")
     everything = ["weights", "kv_cache", "cuda_graph"]
     assert calls == [("sleep", everything), ("wake", ["weights"]), ("wake", ["kv_cache", "cuda_graph"])]
+
+
+def test_an_engine_that_was_stopped_begins_its_episodes_anew(checkpoint: Path, tmp_path: Path) -> None:
+    """What played them has closed its directory and its processes."""
+    players = [MagicMock(**{"generate.return_value": iter(())}) for _ in range(2)]
+    spec = replace(engine_spec(recipe(checkpoint)), episodes=Mock(side_effect=players))
+    engine = Engine(spec, checkpoint, tmp_path / "engine.log")
+    for player in players:
+        assert list(engine.generate_from(lambda waiting, slots: [], 1, SAMPLED)) == []
+        engine.stop()
+        assert [call[0] for call in player.method_calls] == ["generate", "close"]
 
 
 def test_sockets_are_on_loopback(engine: Engine) -> None:
