@@ -63,7 +63,6 @@ class Episodes:
         self._programs = programs if agent else math.inf
         self._pool = Pool(options, recipe.episodes, limit, self._programs)
         self._keys = itertools.count()
-        self._finished, self._dropped = 0, 0
         self.busy_s, self.total_s = 0.0, 0.0
         """Seconds with a request in the engine, and in all."""
 
@@ -74,6 +73,8 @@ class Episodes:
     def generate(self, take: PromptSource, n: int, sampling: Sampling) -> Generator[SampledGroup]:
         """Groups of `n` episodes, in order of completion, until none is in flight and `take` returns no prompt."""
         self._sampling, self._n = sampling, n
+        # Counted anew: after a stage's thousands, an evaluation in which most fail would be far below the share.
+        self._finished, self._dropped = 0, 0
         self._groups: dict[int, Group] = {}
         self._requests: dict[int, Asked] = {}
         self._work: list[Request] = []

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from mugrpo_megatron.engine.client import PromptSource
 from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.episodes.episodes import Episodes
@@ -52,19 +53,21 @@ def prompts_of(questions: Sequence[str], row: dict[str, Any] | None = None) -> l
     ]
 
 
+def takes(prompts: list[Prompt]) -> PromptSource:
+    """A queue of them."""
+    source = iter(prompts)
+    return lambda held, slots: list(islice(source, max(0, 2 * slots - held)))
+
+
 def played(
     recipe: Recipe, says: Says, questions: Sequence[str], n: int = 2, row: dict[str, Any] | None = None, **engine: Any
 ) -> dict[str, list[Any]]:
     """The responses to each question, each of an episode."""
-    source = iter(prompts_of(questions, row))
     fake = FakeEngine(says, **engine)
     how = Sampling(1.0, 1.0, recipe.rollout.max_response_tokens, (EOS,), stop=tuple(recipe.rollout.stop))
-
-    def take(held: int, slots: int) -> list[Prompt]:
-        return list(islice(source, max(0, 2 * slots - held)))
-
     with closing(Episodes(recipe, fake)) as episodes:  # type: ignore[arg-type]
-        found = {prompt.problem.question: responses for prompt, responses in episodes.generate(take, n, how)}
+        groups = list(episodes.generate(takes(prompts_of(questions, row)), n, how))
+    found = {prompt.problem.question: responses for prompt, responses in groups}
     assert all(response.episode for responses in found.values() for response in responses)
     return found
 
@@ -286,9 +289,12 @@ def test_a_failed_episode_is_begun_again_and_dropped_with_its_groups_share(model
 
 
 def test_too_many_failures_end_the_run_with_the_last_ones_error(model: Path) -> None:
-    recipe = recipe_of(model, "hostile", max_failure_share=0.1)
-    with pytest.raises(UserError, match=r"2 of \d+ episodes failed, the last one on test:\d: ValueError: invalid"):
-        played(recipe, lambda context: "abc", ["raises"], n=4)
+    """Those of a stage or an evaluation count, however many episodes went well in the one before."""
+    recipe, how = recipe_of(model, "hostile", max_failure_share=0.1), Sampling(1.0, 1.0, 64, (EOS,))
+    with closing(Episodes(recipe, FakeEngine(lambda context: "abc"))) as episodes:  # type: ignore[arg-type]
+        list(episodes.generate(takes(prompts_of(["good"] * 8)), 4, how))
+        with pytest.raises(UserError, match=r"2 of \d+ episodes failed, the last one on test:\d: ValueError: invalid"):
+            list(episodes.generate(takes(prompts_of(["raises"])), 4, how))
 
 
 @pytest.mark.parametrize("function", ["sleeps", "sleeps_in_a_thread"])
