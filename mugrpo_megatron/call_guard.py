@@ -5,18 +5,26 @@ Rewards, judges' parsers and episodes have workers instead. A loss needs the lea
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import inspect
 import os
+import resource
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from types import FrameType
-from typing import NoReturn, cast
+from typing import Any
 
 TEMPLATE_S = 10.0
 """CPU seconds in which a template has to render, and a parser to read a text."""
+TEMPLATE_BYTES = 2 << 30
+"""Address space that it may take meanwhile."""
+ENDS = ("_exit", "execv", "execve")
+"""Functions of `os` that end a program; the others of `exec*` call these."""
 AGAIN_S = 0.25
 """The alarm repeats: the first may ring where an exception is swallowed, as in a finalizer."""
 DEAF_S = 30.0
@@ -28,30 +36,50 @@ class TookTooLong(BaseException):
 
 
 @contextmanager
-def clock(seconds: float, cpu: bool = False) -> Iterator[None]:
+def clock(seconds: float, cpu: bool = False, memory: int | None = None) -> Iterator[None]:
     """Raise TookTooLong in the block once it has taken `seconds`; without effect outside the main thread.
 
-    With `cpu` only this thread's CPU time counts: what cannot wait ends nothing on a busy machine.
+    With `cpu` only this thread's CPU time counts: what cannot wait ends nothing on a busy machine. With `memory` the
+    block raises MemoryError beyond so many bytes of address space more.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     inside, begin = True, time.thread_time()
+    leaving = (inspect.unwrap(clock).__code__, contextlib._GeneratorContextManager.__exit__.__code__)
 
-    def ring(_number: int, _frame: FrameType | None) -> None:
+    def ring(_number: int, frame: FrameType | None) -> None:
         if not inside:  # it rang while the block ended
             signal.setitimer(signal.ITIMER_REAL, 0)
+        elif frame and frame.f_code in leaving:  # raised there, it would leave the limits in force
+            return
         elif not cpu or time.thread_time() - begin >= seconds:
             raise TookTooLong(f"it took longer than {seconds:g} s")
 
     handler = signal.signal(signal.SIGALRM, ring)
     timer = signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN_S)
+    space = resource.getrlimit(resource.RLIMIT_AS)
+    if memory is not None:
+        most = [limit for limit in (address_space() + memory, space[0]) if limit != resource.RLIM_INFINITY]
+        resource.setrlimit(resource.RLIMIT_AS, (min(most), space[1]))
     try:
         yield
     finally:
         inside = False
+        resource.setrlimit(resource.RLIMIT_AS, space)
         signal.setitimer(signal.ITIMER_REAL, *timer)
         signal.signal(signal.SIGALRM, handler)
+
+
+def template_clock() -> AbstractContextManager[None]:
+    """The limits of a chat template, a judge's question and a parser of tool calls."""
+    return clock(TEMPLATE_S, cpu=True, memory=TEMPLATE_BYTES)
+
+
+def address_space() -> int:
+    """Bytes of this process's address space, as RLIMIT_AS counts them."""
+    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[0]
+    return int(pages) * resource.getpagesize()
 
 
 @contextmanager
@@ -66,22 +94,27 @@ def end_of_process(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def without_exits() -> Iterator[None]:
-    """`os._exit` raises SystemExit in the block, on every thread; a fork's ends the fork."""
-    leave = refuse_exits()
+    """`os._exit` and `os.exec*` raise SystemExit in the block, on every thread; a fork's end the fork."""
+    ends = refuse_exits()
     try:
         yield
     finally:
-        setattr(os, "_exit", leave)  # noqa: B010
+        for name, function in ends.items():
+            setattr(os, name, function)
 
 
-def refuse_exits() -> Callable[[int], NoReturn]:
-    """Have `os._exit` raise SystemExit in this process from now on; returns the function that exits."""
-    leave, process = cast(Callable[[int], NoReturn], os._exit), os.getpid()
+def refuse_exits() -> dict[str, Callable[..., Any]]:
+    """Have ENDS raise SystemExit in this process from now on; returns the functions by name."""
+    ends, process = {name: getattr(os, name) for name in ENDS}, os.getpid()
 
-    def refuse(status: int) -> NoReturn:
-        if os.getpid() != process:  # `multiprocessing` ends its forks so
-            leave(status)
-        raise SystemExit(f"os._exit({status})")
+    def refusal(name: str) -> Callable[..., Any]:
+        def refuse(*arguments: Any, **named: Any) -> Any:
+            if os.getpid() != process:  # `multiprocessing` ends its forks so
+                return ends[name](*arguments, **named)
+            raise SystemExit(f"os.{name}({', '.join(map(repr, (*arguments[:2], *named.values())))})")
 
-    setattr(os, "_exit", refuse)  # noqa: B010  # mypy holds `os._exit` for a constant
-    return leave
+        return refuse
+
+    for name in ENDS:
+        setattr(os, name, refusal(name))
+    return ends

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateSyntaxError
 
-from mugrpo_megatron.call_guard import TEMPLATE_S, TookTooLong, clock
+from mugrpo_megatron.call_guard import TookTooLong, template_clock
 from mugrpo_megatron.data.fields import SPOKEN, in_accepted_form, row_arguments
 from mugrpo_megatron.data.quoted import encode_quoting, mark_special
 from mugrpo_megatron.errors import UserError
@@ -238,16 +238,16 @@ def without_template() -> UserError:
 
 @contextmanager
 def refusals(problem: Problem, template: Template) -> Iterator[None]:
-    """Convert a chat template's errors to UserErrors, with its file if it has one; it has TEMPLATE_S."""
+    """Convert a chat template's errors to UserErrors, with its file if it has one; it has limits."""
     named = f"data.chat_template = {template.path}" if template.path else "the tokenizer's chat template"
     try:
-        with clock(TEMPLATE_S, cpu=True):
+        with template_clock():
             yield
     except TemplateSyntaxError as error:
         raise UserError(f"{named}, line {error.lineno}: {error.message}; correct the template") from None
     except (Exception, TookTooLong) as error:  # it is a program of the model's author; roles must alternate, say
-        file = f" ({named})" if template.path else ""
-        raise UserError(f"{problem.id}: the chat template refuses the messages ({error}){file}") from None
+        why, file = str(error) or type(error).__name__, f" ({named})" if template.path else ""
+        raise UserError(f"{problem.id}: the chat template refuses the messages ({why}){file}") from None
 
 
 def fitting_prompts(

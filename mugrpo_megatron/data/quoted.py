@@ -1,4 +1,4 @@
-"""Text that a chat quotes: special tokens that it spells out are encoded as their characters.
+"""Text that a chat quotes: control tokens that it spells out are encoded as their characters.
 
 Rows, tools and models write text that a template puts between its own special tokens. `mark_special` marks what must
 not become a token before it is rendered, `encode_quoting` tokenizes the rendered text.
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+CONTROL = re.compile(r"<[|｜].+[|｜]>")
+"""Also control tokens that are not declared special, such as the turns of DeepSeek-R1's tokenizers."""
 MARK = "\ufdd0"
 """A noncharacter of Unicode, after the first character of a quoted special token."""
 
@@ -22,7 +24,7 @@ def mark_special(value: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
     if isinstance(value, str):
         return _special(tokenizer).sub(lambda match: f"{match[0][0]}{MARK}{match[0][1:]}", value)
     if isinstance(value, dict):
-        return {key: mark_special(inner, tokenizer) for key, inner in value.items()}
+        return {mark_special(key, tokenizer): mark_special(inner, tokenizer) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [mark_special(inner, tokenizer) for inner in value]
     return value
@@ -33,9 +35,16 @@ def encode_quoting(text: str, tokenizer: PreTrainedTokenizerBase, add_special_to
     ids: list[int] = []
     for number, piece in enumerate(_marked(tokenizer).split(text)):
         if number % 2:
-            ids += tokenizer.encode(piece.replace(MARK, ""), add_special_tokens=False, split_special_tokens=True)
+            ids += _characters(piece.replace(MARK, ""), tokenizer)
         elif piece or not number:
             ids += tokenizer.encode(piece, add_special_tokens=add_special_tokens and not number)
+    return ids
+
+
+def _characters(name: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    ids: list[int] = tokenizer.encode(name, add_special_tokens=False, split_special_tokens=True)
+    if ids == [tokenizer.convert_tokens_to_ids(name)]:  # not one that transformers knows as special, so not split
+        return [token for half in (name[0], name[1:]) for token in tokenizer.encode(half, add_special_tokens=False)]
     return ids
 
 
@@ -50,7 +59,11 @@ def _marked(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
 
 
 def _names(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Special tokens that more than one character spell, longest first."""
-    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    """Control tokens that more than one character spell, longest first."""
+    added = [
+        token.content
+        for token in tokenizer.added_tokens_decoder.values()
+        if token.special or CONTROL.fullmatch(token.content)
+    ]
     names = {*added, *map(str, tokenizer.all_special_tokens)}
     return sorted((name for name in names if len(name) > 1), key=len, reverse=True)

@@ -11,10 +11,9 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
-from mugrpo_megatron.call_guard import refuse_exits
+from mugrpo_megatron.call_guard import address_space, refuse_exits
 from mugrpo_megatron.rewards.items import Needs, ScoringInput, Verdict
 
 ALARM_AGAIN_S = 0.25
@@ -122,7 +121,7 @@ def serve(socket: int, text: str) -> None:
         connection.send_bytes(json.dumps({"failed": f"a verifier process could not start: {why}"}).encode())
         return
     connection.send_bytes(json.dumps({"needs": needs, "note": note}).encode())
-    leave = refuse_exits()
+    leave = refuse_exits()["_exit"]
     try:
         _serve(connection, function, options["alarm_s"], RETIREMENT_SHARE * memory)
     except (MemoryError, AlarmRang, OSError):  # the parent handles the worker's death, or is gone
@@ -141,7 +140,7 @@ def _serve(connection: Connection, function: RewardFunction, alarm_s: float, max
             items = [_item(response, batch["subjects"][subject], ids) for response, subject, ids in rows]
             verdicts, alarm_rang = call(function, items, alarm_s)
             # Tasks of an event loop that an alarm interrupted may still run.
-            retires = _address_space() > max_bytes or (alarm_rang and getattr(function, "is_async", False))
+            retires = address_space() > max_bytes or (alarm_rang and getattr(function, "is_async", False))
             connection.send_bytes(json.dumps({"verdicts": verdicts, "retires": retires}).encode())
             if retires:
                 return
@@ -163,9 +162,3 @@ def _failure(error: BaseException) -> str:
 
 def _on_alarm(_number: int, _frame: Any) -> None:
     raise AlarmRang
-
-
-def _address_space() -> int:
-    """Bytes of address space, as RLIMIT_AS counts them."""
-    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[0]
-    return int(pages) * resource.getpagesize()

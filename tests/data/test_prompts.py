@@ -88,13 +88,15 @@ def test_an_unusable_style_is_the_users_mistake() -> None:
     ("text", "says"),
     [
         ("{% for a in range(9**5) %}{% for b in range(9**5) %}{% endfor %}{% endfor %}", "it took longer than 0.2 s"),
+        ("{% set n = namespace(t='x') %}{% for i in range(40) %}{% set n.t = n.t ~ n.t %}{% endfor %}", "MemoryError"),
         ("{% if x %}" * 200 + "{% endif %}" * 200, "too many statically nested blocks|indentation|too many levels"),
         ("{{ messages[0].content.__class__.__mro__ }}", "unsafe"),
     ],
 )
 def test_a_template_has_an_end_and_no_traceback(text: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mugrpo_megatron.call_guard.TEMPLATE_BYTES", 64 << 20)
     if says.startswith("it took"):
-        monkeypatch.setattr("mugrpo_megatron.data.prompts.TEMPLATE_S", 0.2)
+        monkeypatch.setattr("mugrpo_megatron.call_guard.TEMPLATE_S", 0.2)
     with pytest.raises(UserError, match=says):
         render(PROBLEM, TOKENIZER, "chat", Template(text))
 

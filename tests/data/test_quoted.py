@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from mugrpo_megatron.data.prompts import render
 from mugrpo_megatron.data.quoted import encode_quoting, mark_special
@@ -12,15 +13,20 @@ from mugrpo_megatron.data.tokenizer import CHAT_ML, EOS, PAD, TURN, build_arithm
 from mugrpo_megatron.samples import Problem
 
 TOKENIZER = build_arithmetic_tokenizer(CHAT_ML)
-SPECIAL = {TOKENIZER.convert_tokens_to_ids(name) for name in (PAD, EOS, TURN, "<reserved_0>")}
-PIECES = st.sampled_from([PAD, EOS, TURN, "<reserved_0>", "<|im_", "end|>", "<", "\ufdd0", "é", "user\n"])
+USER = "<｜User｜>"
+"""DeepSeek-R1's; it is not declared special."""
+TOKENIZER.add_tokens(AddedToken(USER, special=False, normalized=False))
+SPECIAL = {TOKENIZER.convert_tokens_to_ids(name) for name in (PAD, EOS, TURN, USER, "<reserved_0>")}
+PIECES = st.sampled_from([PAD, EOS, TURN, USER, "<reserved_0>", "<|im_", "end|>", "<", "\ufdd0", "é", "user\n"])
 
 
 @given(st.lists(PIECES | st.text(st.characters(codec="utf-8")), max_size=6).map("".join))
 def test_quoted_text_has_no_special_token_and_is_read_as_it_was(text: str) -> None:
-    ids = encode_quoting(mark_special(text, TOKENIZER), TOKENIZER)
-    assert not SPECIAL & set(ids)
-    assert TOKENIZER.decode(ids).replace("\ufdd0", "") == text.replace("\ufdd0", "")
+    [(key, value)] = mark_special({text: text}, TOKENIZER).items()
+    for marked in (key, value):
+        ids = encode_quoting(marked, TOKENIZER)
+        assert not SPECIAL & set(ids)
+        assert TOKENIZER.decode(ids).replace("\ufdd0", "") == text.replace("\ufdd0", "")
 
 
 @given(st.lists(PIECES, max_size=6).map("".join))

@@ -207,13 +207,17 @@ def test_the_right_answer_is_paid(bait: Bait) -> None:
 def test_a_program_finds_the_standard_library_and_no_package(mode: Mode) -> None:
     """Whatever this machine's interpreter has: numpy, or nothing at all."""
     look = (
-        "import importlib.metadata, pkgutil, sys\n"
+        "import contextlib, glob, importlib.metadata, pkgutil, sys\n"
         "print([one.name for one in importlib.metadata.distributions()])\n"
         "print([one.name for one in pkgutil.iter_modules() if one.ispkg and one.name not in sys.stdlib_module_names])\n"
+        "found = [path for top in ('/usr', sys.base_prefix) for path in glob.glob(top + '/lib/*/*-packages/*/*.py')]\n"
+        "def readable(path):\n"
+        "    with contextlib.suppress(OSError): return open(path)\n"
+        "print(list(filter(readable, found)))\n"
         "try: import numpy\n"
         "except ModuleNotFoundError: exit(3)\n"
     )
     outcome = run_program(look, "", Limits(mode))
-    packages, others = outcome.output.decode().splitlines()
-    assert (packages, outcome.code) == ("[]", 3), outcome
+    packages, others, files = outcome.output.decode().splitlines()
+    assert (packages, files, outcome.code) == ("[]", "[]", 3), outcome
     assert set(literal_eval(others)) <= {"__phello__", "test"}

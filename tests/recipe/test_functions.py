@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -11,9 +12,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from mugrpo_megatron.call_guard import TookTooLong, clock
 from mugrpo_megatron.checks.preflight import check_on_paper
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import load_recipe
@@ -110,6 +114,10 @@ def leaves_in_a_thread() -> None:
         threads.submit(os._exit, 0).result()
 
 
+def becomes_another_program() -> None:
+    os.execlp("true", "true")
+
+
 def forks() -> None:
     """A fork ends as it does elsewhere."""
     if not (child := os.fork()):
@@ -129,6 +137,7 @@ def stops() -> None:
         (matches, "TookTooLong"),
         (leaves, r"SystemExit: os\._exit\(0\) \(test_functions\.py:\d+\)"),
         (leaves_in_a_thread, r"SystemExit: os\._exit\(0\)"),
+        (becomes_another_program, r"SystemExit: os\.execv\(.*true', \('true',\)\)"),
         (forks, "KeyError: 7"),
         (stops, r"GeneratorExit: mine \(test_functions\.py:\d+\)"),
     ],
@@ -140,6 +149,16 @@ def test_a_call_in_this_process_has_an_end_and_names_it(function: Callable[[], N
     assert (os._exit, signal.getsignal(signal.SIGALRM)) == before
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
     assert call_foreign(int, "3") == 3
+
+
+def test_a_clock_does_not_ring_while_its_block_ends() -> None:
+    """What it raised there would leave its limits in force."""
+    leaving: Any = SimpleNamespace(f_code=contextlib._GeneratorContextManager.__exit__.__code__)
+    with clock(0.0, cpu=True):
+        ring: Any = signal.getsignal(signal.SIGALRM)
+        ring(signal.SIGALRM, leaving)
+        with pytest.raises(TookTooLong):
+            ring(signal.SIGALRM, None)
 
 
 @pytest.mark.process

@@ -14,15 +14,14 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import pyarrow as pa
 from jinja2 import StrictUndefined, Template, TemplateError
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from mugrpo_megatron.call_guard import TEMPLATE_S, TookTooLong, clock
+from mugrpo_megatron.call_guard import TookTooLong, template_clock
 from mugrpo_megatron.data.quoted import encode_quoting, mark_special
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.engine.wire import Sampling
@@ -91,31 +90,17 @@ class Teacher:
         return {} if np.isnan(mean) else {"kl_teacher": mean}
 
 
-MOST_CHARS = 1 << 20
-LARGEST_POWER = 1000
-
-
-class _Environment(ImmutableSandboxedEnvironment):
-    """Refuses products and powers that could fill the memory; without `optimized` none is computed at load."""
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        length = max((len(value) for value in (left, right) if hasattr(value, "__len__")), default=0)
-        times = max((abs(value) for value in (left, right) if isinstance(value, int)), default=0)
-        if length * times > MOST_CHARS or (operator == "**" and times > LARGEST_POWER):
-            raise SecurityError(f"{operator} would give more than {MOST_CHARS:,} characters")
-        return super().call_binop(context, operator, left, right)
-
-
 def read_template(key: str, path: Path) -> Template:
     """The template of a judge's question; UserError when it is missing or not Jinja."""
-    environment = _Environment(undefined=StrictUndefined, keep_trailing_newline=False, optimized=False)
+    environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
     try:
-        return environment.from_string(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        with template_clock():  # Jinja computes constants here
+            return environment.from_string(text)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{key} = {path}: cannot be read ({error}); name a Jinja file") from None
-    except (TemplateError, SyntaxError, RecursionError) as error:  # Python refuses a nesting that Jinja takes
+    # Python refuses a nesting that Jinja takes.
+    except (TemplateError, SyntaxError, RecursionError, TookTooLong) as error:
         raise UserError(f"{key} = {path}: not a Jinja template ({error})") from None
 
 
@@ -160,13 +145,13 @@ class Judge:
         }
 
     def _question(self, sample: Sample) -> list[int]:
-        facts = {
-            "prompt": self._policy_tokenizer.decode(sample.prompt_ids.tolist(), skip_special_tokens=True),
-            "response": sample.text,
-            "gold": sample.gold,
-            "row": json.loads(sample.row) if sample.row else {},
-        }
         with self._errors_on(sample, f"{self._key}.prompt = {self._section.prompt}"):
+            facts = {
+                "prompt": self._policy_tokenizer.decode(sample.prompt_ids.tolist(), skip_special_tokens=True),
+                "response": sample.text,
+                "gold": sample.gold,
+                "row": json.loads(sample.row) if sample.row else {},
+            }
             text = self._template.render(mark_special(facts, self._tokenizer))
         if not self._tokenizer.chat_template:
             return encode_quoting(text, self._tokenizer, add_special_tokens=True)
@@ -177,9 +162,9 @@ class Judge:
 
     @contextmanager
     def _errors_on(self, sample: Sample, template: str) -> Iterator[None]:
-        """Turn any error of a template into UserError; it has TEMPLATE_S."""
+        """Turn any error of a template into UserError; it has limits."""
         try:
-            with clock(TEMPLATE_S, cpu=True):
+            with template_clock():
                 yield
         except (Exception, TookTooLong) as error:
             raise UserError(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import signal
 import socket
 import tempfile
@@ -26,7 +25,7 @@ import uvicorn
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.episodes.conventions import result_of
 from mugrpo_megatron.extras.episodes.endpoint import Endpoint, Session
-from mugrpo_megatron.extras.episodes.launcher import ERRORS, OUTPUT, ROW, SCRATCH
+from mugrpo_megatron.extras.episodes.launcher import ERRORS, OUTPUT, ROW, SCRATCH, remove_tree
 from mugrpo_megatron.extras.episodes.turns import PROGRAM, EpisodeModel, ProgramFailure
 from mugrpo_megatron.files.json_text import as_text, parse_json
 from mugrpo_megatron.rewards.calls import start_guarded
@@ -82,7 +81,7 @@ class Agent:
             return _result(directory / OUTPUT)
         finally:
             del self._endpoint.sessions[session.id]
-            shutil.rmtree(directory, ignore_errors=True)
+            remove_tree(directory)
 
     async def _run(self, directory: Path, session: Session) -> int:
         """Run the program; returns its exit code. Kills it if this coroutine is cancelled."""
@@ -129,6 +128,7 @@ def _last_error(path: Path) -> str:
 
 
 def _tail(path: Path) -> str:
-    with path.open("rb") as file:
+    # The program may have put a pipe or a link there.
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
         return file.read().decode("utf-8", "replace").strip()

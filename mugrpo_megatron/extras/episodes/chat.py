@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mugrpo_megatron.call_guard import TEMPLATE_S, TookTooLong, clock
+from mugrpo_megatron.call_guard import TookTooLong, template_clock
 from mugrpo_megatron.data.prompts import Template, apply_template
 from mugrpo_megatron.data.quoted import encode_quoting, mark_special
 from mugrpo_megatron.engine import sglang_compat
@@ -73,12 +73,12 @@ class Chat:
         self, messages: Sequence[Message], tools: Sequence[Any], arguments: Mapping[str, Any], is_prompt: bool
     ) -> str:
         try:
-            with clock(TEMPLATE_S, cpu=True):
-                given = {**mark_special(arguments, self._tokenizer), "tools": list(tools) or None}
+            with template_clock():
+                given = mark_special({**arguments, "tools": list(tools) or None}, self._tokenizer)
                 chat = [dict(message) for message in messages]
                 return apply_template(chat, self._tokenizer, self._template, given, is_prompt)
         except (Exception, TookTooLong) as error:
-            raise ValueError(f"the chat template refuses the messages ({error})") from None
+            raise ValueError(f"the chat template refuses the messages ({str(error) or type(error).__name__})") from None
 
     def message(self, ids: Sequence[int], tools: Sequence[Any]) -> dict[str, Any]:
         """Parse sampled ids as the assistant's message, with `tool_calls` if it makes any."""
@@ -97,7 +97,7 @@ class Chat:
         if not parser.has_tool_call(text):
             return text, []
         try:
-            with clock(TEMPLATE_S, cpu=True):
+            with template_clock():
                 content, calls = parser.parse_non_stream(text)
         except (Exception, TookTooLong):  # the model may write anything, and a parser trip over it
             return text, []

@@ -149,7 +149,8 @@ def request_of(body: Any, session: Session) -> dict[str, Any]:
     tools = body.get("tools") or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) and _is_function(tool) for tool in tools):
         raise Refused("tools is not a list of functions with names", param="tools")
-    most = body.get("max_completion_tokens") or body.get("max_tokens")
+    limits = (body.get(name) for name in ("max_completion_tokens", "max_tokens"))
+    most = next((limit for limit in limits if limit is not None), None)
     if most is not None and (not isinstance(most, int) or isinstance(most, bool)):
         raise Refused(f"max_tokens = {_short(most)} is no number of tokens", param="max_tokens")
     stop = body.get("stop") or []

@@ -47,7 +47,7 @@ def serve(socket: int, text: str) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(STACK_BYTES)  # address space, of which there may be a thousand
     connection = Connection(socket)
-    leave = refuse_exits()  # a tool's exit would end the other episodes
+    leave = refuse_exits()["_exit"]  # a tool's exit would end the other episodes
     os.register_at_fork(after_in_child=connection.close)  # a tool's fork must not speak for its parent
     try:
         if options["key"] == "rollout.agent":

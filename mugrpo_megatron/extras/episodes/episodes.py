@@ -26,6 +26,7 @@ from mugrpo_megatron.engine.client import Engine, PromptSource
 from mugrpo_megatron.engine.wire import Request, SampledGroup, Sampling
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.episodes.chat import Chat
+from mugrpo_megatron.extras.episodes.launcher import remove_tree
 from mugrpo_megatron.extras.episodes.processes import Asked, Attempt, EpisodeProcess, Group, Pool
 from mugrpo_megatron.extras.episodes.trajectory import Broken, Trajectory, continued
 from mugrpo_megatron.extras.episodes.turns import PROGRAM
@@ -58,8 +59,8 @@ class Episodes:
         agent, programs = recipe.rollout.agent, recipe.episodes.programs
         self._key, self._name = ("rollout.agent", agent) if agent else ("rollout.function", recipe.rollout.function)
         # Removed here: a worker that is killed leaves its programs' files.
-        self._directory = tempfile.TemporaryDirectory(prefix="mugrpo-agent-", ignore_cleanup_errors=True)
-        options = {"key": self._key, "name": self._name, "args": self._args(), "directory": self._directory.name}
+        self._directory = tempfile.mkdtemp(prefix="mugrpo-agent-")
+        options = {"key": self._key, "name": self._name, "args": self._args(), "directory": self._directory}
         self._programs = programs if agent else math.inf
         self._pool = Pool(options, recipe.episodes, limit, self._programs)
         self._keys = itertools.count()
@@ -68,7 +69,7 @@ class Episodes:
 
     def close(self) -> None:
         self._pool.close()
-        self._directory.cleanup()
+        remove_tree(self._directory)
 
     def generate(self, take: PromptSource, n: int, sampling: Sampling) -> Generator[SampledGroup]:
         """Groups of `n` episodes, in order of completion, until none is in flight and `take` returns no prompt."""

@@ -17,6 +17,7 @@ import shlex
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -80,7 +81,7 @@ def _call(function: Callable[..., Any], row: Path) -> None:
         result = {"answer": result} if isinstance(result, str) else result
         result = {"reward": result} if isinstance(result, int | float) else result or {}
         print(f"\n{as_text(result)}", flush=True)
-    except Exception as error:
+    except BaseException as error:
         print(describe_exception(error, __file__, asyncio.__file__), file=sys.stderr, flush=True)
         os._exit(1)
     os._exit(0)  # threads may hang in the function
@@ -102,10 +103,18 @@ def _guard(session: socket.socket, message: dict[str, Any], run: Callable[[Path]
     ended, status = os.waitpid(child, os.WNOHANG)
     kill_descendants()
     if not ended:  # nobody reads what it has written
-        shutil.rmtree(message["directory"], ignore_errors=True)
+        remove_tree(message["directory"])
     with suppress(OSError):  # the worker has closed it
         session.send(str(os.waitstatus_to_exitcode(status) if ended else -signal.SIGKILL).encode())
     os._exit(0)
+
+
+def remove_tree(directory: str | Path) -> None:
+    """Remove a directory in which programs may have nested folders deeper than Python recurses."""
+    with suppress(RecursionError):
+        shutil.rmtree(directory, ignore_errors=True)
+    if os.path.lexists(directory):
+        subprocess.run(["rm", "-rf", "--", directory], stderr=subprocess.DEVNULL, check=False)
 
 
 def _enter(directory: Path, environment: dict[str, str], memory: int) -> None:

@@ -20,7 +20,7 @@ from checkpoints_convert.output import checked_output, open_output
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.lora.low_rank import merge as merged
 from mugrpo_megatron.extras.lora.peft_files import adapter_files, check_base, read_adapter
-from mugrpo_megatron.extras.lora.targets import Leaf, adapted_rows, leaves_of
+from mugrpo_megatron.extras.lora.targets import Leaf, adapted_rows, leaves_of, target_kinds
 from mugrpo_megatron.files.checkpoint_state import read_state
 from mugrpo_megatron.files.durable import write_content
 from mugrpo_megatron.files.torch_dist import Reader
@@ -107,13 +107,17 @@ def extract(megatron: Path, hf: Path, out: Path, overwrite: bool = False) -> Non
     architecture, model = read_architecture(hf), read_state(megatron)["model"]
     if "lora_rank" not in model:
         raise UserError(f"{megatron} has no adapters: all weights are in it; use checkpoints_convert.megatron_to_hf")
-    if model["base"] != families.fingerprint(hf):
+    if model.get("base") != families.fingerprint(hf):
         raise UserError(
             f"{megatron} has adapters of other weights than {hf} holds; name the model that its run began with"
         )
     reader = Reader(megatron)
     check_sums(megatron, reader.files)
-    rank, alpha, kinds = int(model["lora_rank"]), float(model["lora_alpha"]), str(model["lora_targets"]).split()
+    try:
+        rank, alpha, targets = int(model["lora_rank"]), float(model["lora_alpha"]), str(model["lora_targets"]).split()
+    except (KeyError, ValueError) as error:
+        raise UserError(f"{megatron} is damaged: its adapters' settings cannot be read ({error})") from None
+    kinds = target_kinds(architecture, targets, f"{megatron}: lora_targets")
     tensors: dict[str, torch.Tensor] = {}
     for entry, leaf in _adapted(architecture, kinds):
         (place,) = stored(entry, architecture)

@@ -29,8 +29,6 @@ OF_EXPERTS = re.compile(rf"\.{re.escape(EXPERTS)}(\.base_layer)?\.lora_")
 """Name of an experts' tensor; the parameter that it adapts is only in `target_parameters`."""
 PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
-    "use_dora": (False, None),
-    "use_rslora": (False, None),
     "bias": ("none", None),
     "modules_to_save": (None, []),
     "rank_pattern": ({}, None),
@@ -41,7 +39,6 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "lora_bias": (False, None),
     "trainable_token_indices": (None, [], {}),
     "alora_invocation_tokens": (None, []),
-    "use_qalora": (False, None),
 }
 """Settings of PEFT and the values of a plain adapter; others change W, or the sum W + alpha / r B A."""
 TYPES = ("F32", "BF16", "F16")
@@ -85,7 +82,8 @@ def read_adapter(directory: Path, architecture: Architecture, key: str = "lora.s
         if not (directory / name).is_file():
             raise UserError(f"{where}: not an adapter in PEFT's format (no {name} there)")
     config = read_json(directory / CONFIG)
-    for name, plain in PLAIN.items():
+    variants = {name: (False, None) for name in config if name.startswith("use_")}  # use_dora, and later ones
+    for name, plain in (PLAIN | variants).items():
         if config.get(name, plain[-1]) not in plain:
             raise UserError(f"{where}: {name} = {short_repr(config[name])}, and only plain LoRA adapters are read")
     rank, alpha = config.get("r"), config.get("lora_alpha")

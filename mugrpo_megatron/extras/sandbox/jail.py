@@ -155,7 +155,8 @@ def _become(
     kernel.give_up_rights(user, NOBODY)
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user clears it
     if not apart and kernel.landlock_version():
-        kernel.see_only([*_libraries(), PYTHON, *files, *(f"/dev/{name}" for name in _DEVICES)])
+        libraries, folders = _libraries_alone()
+        kernel.see_only([*libraries, PYTHON, *files, *(f"/dev/{name}" for name in _DEVICES)], folders)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     if calls.available():
         calls.refuse_calls()
@@ -177,7 +178,8 @@ def _place(channels: Mapping[int, int], error_pipe: int) -> int:
 
 def _libraries() -> list[str]:
     """Paths that the interpreter reads: its own library and the system's."""
-    interpreter = [os.path.join(sys.base_prefix, name) for name in ("lib", "lib64")]
+    # Resolved as PYTHON is: a prefix may be a link to the one of the newest version.
+    interpreter = [os.path.join(os.path.realpath(sys.base_prefix), name) for name in ("lib", "lib64")]
     system = ["/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache"]
     return [path for path in dict.fromkeys([*system, *interpreter]) if os.path.exists(path)]
 
@@ -186,6 +188,15 @@ def _packages() -> list[str]:
     """Folders of the interpreter's packages in `_libraries`, which a root covers with empty ones."""
     libraries = [Path(path) for path in _libraries() if os.path.isdir(path) and not os.path.islink(path)]
     return [str(path) for folder in libraries for path in folder.glob("python*/*-packages") if not path.is_symlink()]
+
+
+def _libraries_alone() -> tuple[list[str], list[str]]:
+    """(what a program may read of `_libraries`, folders that it may only list since `_packages` are in them)."""
+    packages = {Path(path).resolve() for path in _packages()}
+    folders = {folder for path in packages for folder in path.parents[:2]}
+    paths = {Path(path).resolve() for path in _libraries()}
+    paths |= {path for folder in folders for path in folder.iterdir() if not path.is_symlink()}
+    return list(map(str, paths - packages - folders)), list(map(str, folders))
 
 
 def write_environment(directory: str) -> None:

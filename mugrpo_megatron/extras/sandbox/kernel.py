@@ -23,7 +23,7 @@ PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _LANDLOCK = 444
 """landlock_create_ruleset(2); landlock_add_rule(2) and landlock_restrict_self(2) follow it, on every architecture."""
-_READ = 0b1101  # execute, read a file, list a directory: linux/landlock.h
+_READ, _LIST = 0b1101, 0b1000  # execute, read a file, list a directory: linux/landlock.h
 _ACCESSES = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
 """Kinds of file access that each version of Landlock restricts; the bits below that number."""
 
@@ -72,17 +72,20 @@ def landlock_version() -> int:
     return max(0, int(LIBC.syscall(_LANDLOCK, None, ctypes.c_size_t(0), 1)))
 
 
-def see_only(paths: list[str]) -> None:
-    """Restrict this process and its children with Landlock: they read files beneath `paths` only, and write none."""
+def see_only(paths: list[str], folders: list[str]) -> None:
+    """Restrict this process and its children with Landlock: they read files beneath `paths` only, and write none.
+
+    Beneath `folders` they may list what there is.
+    """
     version = landlock_version()
     handled = (1 << _ACCESSES.get(version, 16)) - 1
     network = 0b11 if version >= 4 else 0  # bind and connect of TCP
     scoped = 0b11 if version >= 6 else 0  # abstract sockets and signals of processes outside
     attributes = struct.pack("QQQ", handled, network, scoped)[: 8 if version < 4 else 16 if version < 6 else 24]
     rules = _checked(LIBC.syscall(_LANDLOCK, attributes, ctypes.c_size_t(len(attributes)), 0), "landlock")
-    for path in paths:
+    for path, access in [*((path, _READ) for path in paths), *((folder, _LIST) for folder in folders)]:
         opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        allowed = _READ if os.path.isdir(path) else _READ & ~0b1000
+        allowed = access if os.path.isdir(path) else access & ~_LIST
         _checked(LIBC.syscall(_LANDLOCK + 1, rules, 1, struct.pack("=Qi", allowed, opened), 0), f"landlock {path}")
         os.close(opened)
     _checked(LIBC.syscall(_LANDLOCK + 2, rules, 0), "landlock_restrict_self")

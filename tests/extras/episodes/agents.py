@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -142,7 +143,7 @@ def wrong_shapes(row: dict[str, Any]) -> bool:
         *({"messages": [{**message, "content": content}]} for content in (1, [1], [{"type": "image_url"}], {"a": 1})),
         *({"messages": [{**message, "tool_calls": calls}]} for calls in (1, [1], [{"id": 1}], [{"function": 1}])),
         *({"messages": [message], **more} for more in ({"tools": 1}, {"tools": [1]}, {"stop": 1}, {"stop": [""]})),
-        *({"messages": [message], **more} for more in ({"max_tokens": "x"}, {"max_tokens": -1}, {"n": 2})),
+        *({"messages": [message], **more} for more in ({"max_tokens": "x"}, {"max_tokens": 0}, {"n": 2})),
         *({"messages": [message], **more} for more in ({"top_p": 0.5}, {"logit_bias": {"5": 1}}, {"logprobs": True})),
         {"messages": [message], "response_format": {"type": "json_object"}},
         *(b"", b"{", b"[" * 100_000, b'"\\ud800"', b"\xff"),
@@ -172,10 +173,26 @@ def leaves_nothing(row: dict[str, Any]) -> bool:
     return answer
 
 
+def nests(row: dict[str, Any]) -> bool:
+    """Folders deeper than Python recurses, and a pipe where its output is read."""
+    for _ in range(2000):
+        os.mkdir("d")
+        os.chdir("d")
+    return bool(says(row))
+
+
+def pipes(row: dict[str, Any]) -> None:
+    (Path.cwd().parent / "stdout").unlink()
+    os.mkfifo(Path.cwd().parent / "stdout")
+
+
 HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "good": (lambda row: bool(says(row)), ""),
     "never asks": (lambda row: None, "it ended without asking the model"),
     "exits": (lambda row: os._exit(3), "the program ended with exit code 3"),
+    "leaves": (lambda row: sys.exit(0), "exit code 1: SystemExit: 0 (agents.py"),
+    "nests": (nests, ""),
+    "pipes": (pipes, "Illegal seek"),
     "raises": (lambda row: int("x"), "exit code 1: ValueError: invalid literal for int() with base 10: 'x' (agents.py"),
     "kills itself": (lambda row: os.kill(os.getpid(), signal.SIGKILL), "the program was ended by SIGKILL"),
     "kills its guard": (lambda row: os.kill(os.getppid(), signal.SIGKILL), "the program was ended by SIGKILL"),

@@ -8,6 +8,8 @@ import pytest
 from safetensors.torch import load_file
 
 from mugrpo_megatron.extras.lora import convert
+from mugrpo_megatron.files.checkpoint_state import read_state
+from mugrpo_megatron.files.durable import write_checksummed_json
 from mugrpo_megatron.learner import checkpoint
 from mugrpo_megatron.learner.update import update
 from mugrpo_megatron.weights.hf import save_hf
@@ -73,4 +75,11 @@ def test_what_does_not_belong_together_is_refused(
     assert "adapters of other weights" in capsys.readouterr().err
     assert command("extract", "--megatron", run / "base", "--hf", run / "base", "--out", out) == 2
     assert "not a complete checkpoint" in capsys.readouterr().err
+    state = run / "checkpoint" / "state.json"
+    sound, content = state.read_bytes(), read_state(state.parent)
+    for name, value, why in (("lora_alpha", "x", "could not convert"), ("lora_targets", "", "names no layer")):
+        write_checksummed_json(state, "state", content | {"model": content["model"] | {name: value}})
+        assert command("extract", "--megatron", state.parent, "--hf", run / "base", "--out", out) == 2
+        assert why in capsys.readouterr().err
+    state.write_bytes(sound)
     assert not out.exists()
