@@ -27,7 +27,7 @@ MAIN_PATH = (
 """Where a reader follows a response from the engine to the gradient."""
 
 HELD = {
-    "product lines (core, extras, convert)": 46_532,
+    "product lines (core, extras, convert)": 46_536,
     "lines of tests": 43_908,
     "lines of run_scripts": 4314,
     "core files": 202,
