@@ -95,37 +95,26 @@ def batches(draw: st.DrawFn) -> Batch:
 
 VARIANTS: list[dict[str, object]] = [
     {},
-    {"veto": "trigger"},
-    {"veto": "suffix"},
-    {"veto": "suffix_non_trigger"},
-    {"veto": "response"},
-    {"veto": "trigger", "trigger_ratio": 0.5},
-    {"veto": "suffix", "trigger_ratio": 0.5},
-    {"veto": "suffix_non_trigger", "trigger_ratio": 0.5},
-    {"veto": "response", "trigger_ratio": 0.5},
-    {"veto": "suffix", "trigger_ratio": 0.5, "veto_reach": "turn"},
-    {"veto": "suffix_non_trigger", "trigger_ratio": 0.5, "veto_reach": "turn"},
-    {"veto": "response", "trigger_ratio": 0.5, "veto_reach": "turn"},
-    {"veto": "prefix"},
-    {"veto": "prefix_min"},
-    {"veto": "prefix", "veto_reach": "turn"},
-    {"veto": "prefix_min", "veto_reach": "turn"},
+    *(
+        {"veto": veto, **fields}
+        for fields in ({}, {"trigger_ratio": 0.5}, {"trigger_ratio": 0.5, "veto_reach": "turn"})
+        for veto in ("trigger", "suffix", "suffix_non_trigger", "response")
+    ),
+    *({"veto": veto, "veto_reach": reach} for veto in ("prefix", "prefix_min") for reach in ("response", "turn")),
     {"dual_clip": 3.0},
-    {"veto": "suffix", "trigger_ratio": 0.0},
-    {"veto": "suffix", "trigger_ratio": 1.0},
-    {"reduction": "constant"},
-    {"reduction": "sequence_mean"},
-    {"clip_centre": "proximal_shifted"},
-    {"clip_centre": "proximal_shifted", "proximal_every": 4},
-    {"clip_centre": "proximal_scaled"},
-    {"clip_centre": "proximal_scaled", "proximal_every": 4},
+    *({"veto": "suffix", "trigger_ratio": ratio} for ratio in (0.0, 1.0)),
+    *({"reduction": reduction} for reduction in ("constant", "sequence_mean")),
+    *(
+        {"clip_centre": centre, "proximal_every": every}
+        for centre in ("proximal_shifted", "proximal_scaled")
+        for every in (ObjectiveSection().proximal_every, 4)
+    ),
     {"reject": "sequence", "reject_range": (0.5, 2.0)},
     {"reject": "sequence_mean", "reject_range": (0.8, 1.1)},
-    {"kl_ref": "start", "kl_coef": 0.1, "kl_penalty": "k2"},
-    {"kl_ref": "start", "kl_coef": 0.1, "kl_penalty": "k3"},
-    {"kl_ref": "start", "kl_coef": 0.1, "kl_penalty": "k1_weighted"},
-    {"kl_ref": "start", "kl_coef": 0.1, "kl_penalty": "k2_weighted"},
-    {"kl_ref": "start", "kl_coef": 0.1, "kl_penalty": "k3_weighted"},
+    *(
+        {"kl_ref": "start", "kl_coef": 0.1, "kl_penalty": penalty}
+        for penalty in ("k2", "k3", "k1_weighted", "k2_weighted", "k3_weighted")
+    ),
 ]
 
 configs = st.builds(

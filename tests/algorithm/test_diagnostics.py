@@ -19,6 +19,7 @@ from mugrpo_megatron.algorithm.veto import THRESHOLDS, TRIGGER_METRICS
 from mugrpo_megatron.recipe import ObjectiveSection
 from mugrpo_megatron.recipe.objective import PRESETS
 from tests.algorithm.batches import Batch, batches, random_batch
+from tests.algorithm.test_veto import SCOPES, dropped_by_definition
 
 
 def metrics_of(batch: Batch, config: ObjectiveSection) -> dict[str, float]:
@@ -111,9 +112,6 @@ def test_what_no_token_qualifies_for_is_left_out() -> None:
     assert result == {"loss": 0.0, "update_tokens": 0.0}
 
 
-SCOPES = ("trigger", "suffix", "suffix_non_trigger", "response")
-
-
 @st.composite
 def stale_batches(draw: st.DrawFn) -> Batch:
     """Batches with ratios on either side of every threshold."""
@@ -128,26 +126,18 @@ def stale_batches(draw: st.DrawFn) -> Batch:
 
 def by_sets(batch: Batch, threshold: float) -> dict[str, float]:
     """Shares at one threshold, token by token."""
-    tokens = negative_tokens = negative = with_trigger = 0
-    dropped = dict.fromkeys(SCOPES, 0)
-    for logprobs, behaviour, a in zip(batch.logprobs, batch.behaviour, batch.advantages, strict=True):
-        tokens += len(logprobs)
-        if a >= 0 or not logprobs:
-            continue
-        negative_tokens += len(logprobs)
-        negative += 1
-        result = {t for t in range(len(logprobs)) if math.exp(logprobs[t] - behaviour[t]) < threshold}
-        if result:
-            suffix = set(range(min(result) + 1, len(logprobs)))
-            sets = (result, suffix, suffix - result, logprobs)
-            dropped = {
-                scope: dropped[scope] + len(tokens_of_scope)
-                for scope, tokens_of_scope in zip(SCOPES, sets, strict=True)
-            }
-            with_trigger += 1
-    shares = {f"dropped_{scope}": count / tokens for scope, count in dropped.items()} if tokens else {}
-    if negative:
-        shares |= {"trigger_tokens": dropped["trigger"] / negative_tokens, "trigger_responses": with_trigger / negative}
+    ratios = [
+        [math.exp(x - y) for x, y in zip(*rows, strict=True)]
+        for rows in zip(batch.logprobs, batch.behaviour, strict=True)
+    ]
+    sets = [dropped_by_definition(row, a, threshold) for row, a in zip(ratios, batch.advantages, strict=True)]
+    dropped = {scope: sum(len(of[scope]) for of in sets) for scope in SCOPES[1:]}
+    shares = {
+        f"dropped_{scope}": count / tokens for scope, count in dropped.items() if (tokens := sum(map(len, ratios)))
+    }
+    if negative := [len(row) for row, a in zip(ratios, batch.advantages, strict=True) if a < 0 and row]:
+        shares["trigger_tokens"] = dropped["trigger"] / sum(negative)
+        shares["trigger_responses"] = sum(bool(of["trigger"]) for of in sets) / len(negative)
     return shares
 
 

@@ -66,22 +66,6 @@ def test_rewards_lose_the_log_ratio_of_the_whole_response() -> None:
     np.testing.assert_allclose(result, [1 - 0.1 * 2.5, 0.0, 1 + 0.1 * 0.25])
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"kl_coef": 0.1}, "set kl_ref"),
-        ({"kl_ref": "start", "kl_coef": 0.1, "kl_penalty": "k1"}, "Input should be 'reward', 'k2'"),
-        (
-            {"kl_ref": "stage", "kl_coef": 0.1, "kl_penalty": "reward"},
-            "is always 0: the policy that sampled is the reference policy",
-        ),
-    ],
-)
-def test_penalties_that_do_nothing_or_mean_nothing_are_refused(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ObjectiveSection(**changes)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 @given(st.floats(-300, -1e-3))
 def test_a_token_below_the_reference_policy_is_never_pushed_further_down(estimator: str, d: float) -> None:

@@ -32,10 +32,10 @@ def packed(episodes: list[tuple[Turns, float]]) -> tuple[torch.Tensor, torch.Ten
     return log_ratio, torch.tensor([a for _, a in episodes], dtype=torch.float64)[segments.ids], segments
 
 
-def dropped_by_definition(ratios: list[float], advantage: float) -> dict[str, set[int]]:
+def dropped_by_definition(ratios: list[float], advantage: float, threshold: float = 1e-4) -> dict[str, set[int]]:
     """What each scope drops of one response. Only A < 0 has triggers; κ is where the first of them stands."""
     y = set(range(len(ratios)))
-    T = {t for t in y if advantage < 0 and ratios[t] < 1e-4}
+    T = {t for t in y if advantage < 0 and ratios[t] < threshold}
     S = {t for t in y if T and t > min(T)}
     return {"none": set(), "trigger": T, "suffix": S, "suffix_non_trigger": S - T, "response": y if T else set()}
 
@@ -104,19 +104,16 @@ def test_weights_by_the_prefix_are_bitwise_the_same_however_responses_are_packed
     assert together[301:].equal(weights(slice(301, None), lengths[3:]))
 
 
-def test_a_ratio_of_the_threshold_itself_is_not_a_trigger() -> None:
-    segments = make_segments(torch.tensor([2]), torch.ones(1))
-    log_ratio = torch.tensor([math.log(1e-4), 0.0], dtype=torch.float64)
-    config = ObjectiveSection(veto="response")
-    result = veto(log_ratio, -torch.ones(2), segments, config, initial_state(segments, config))
-    assert result.keep.all()
-
-
-@pytest.mark.parametrize("log_ratio", [-21.0, -50.0, -800.0])
-def test_a_threshold_below_the_clamp_of_the_losses_still_has_its_say(log_ratio: float) -> None:
-    """Losses hold log-ratios within 20 nats; the veto compares them as they are: e^-20 is 2e-9."""
+@pytest.mark.parametrize(
+    ("threshold", "log_ratio", "kept"),
+    [(1e-4, math.log(1e-4), True), (1e-9, -21.0, False), (1e-9, -50.0, False), (1e-9, -800.0, False)],
+)
+def test_ratios_are_compared_as_they_are_and_one_at_the_threshold_is_no_trigger(
+    threshold: float, log_ratio: float, kept: bool
+) -> None:
+    """Losses hold log-ratios within 20 nats, and e^-20 is 2e-9."""
     segments = make_segments(torch.tensor([3]), torch.ones(1))
     row = torch.tensor([0.0, log_ratio, 0.0], dtype=torch.float64)
-    config = ObjectiveSection(veto="trigger", trigger_ratio=1e-9)
+    config = ObjectiveSection(veto="trigger", trigger_ratio=threshold)
     result = veto(row, -torch.ones(3), segments, config, initial_state(segments, config))
-    assert result.keep.tolist() == [True, False, True]
+    assert result.keep.tolist() == [True, kept, True]

@@ -18,6 +18,7 @@ from checkpoints_convert.output import RECORD, Output, open_output
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import resumable, write_checksummed_json
 from tests import models
+from tests.hostile.damage import flip
 from tests.hostile.places import permissions_count
 
 Contents = dict[str, bytes]
@@ -98,7 +99,7 @@ def stop_after(count: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 SPOIL: dict[str, Callable[[Path], Any]] = {
     "nothing": lambda file: None,
     "truncated": lambda file: os.truncate(file, file.stat().st_size // 2),
-    "a flipped bit": lambda file: flip(file),
+    "a flipped bit": flip,
     "missing": lambda file: file.unlink(),
     "a directory": lambda file: to_directory(file),
     "null": lambda file: file.write_text("null"),
@@ -108,12 +109,6 @@ SPOIL: dict[str, Callable[[Path], Any]] = {
 def to_directory(file: Path) -> None:
     file.unlink()
     file.mkdir()
-
-
-def flip(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 4
-    file.write_bytes(data)
 
 
 @pytest.mark.parametrize("of", ["data", "note", "record"])

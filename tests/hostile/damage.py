@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 ODD_JSON: list[Any] = [
@@ -34,6 +35,13 @@ def damages(data: bytes, count: int, seed: int) -> Iterator[bytes]:
         if damaged != data:  # zeroes over zeroes
             count -= 1
             yield damaged
+
+
+def flip(path: Path) -> None:
+    """Change a bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
 
 
 def _damaged(data: bytearray, chance: random.Random) -> bytes:

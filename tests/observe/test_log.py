@@ -117,12 +117,6 @@ def test_a_full_disk_under_tensorboard_is_one_sentence(tmp_path: Path, monkeypat
     assert read_rows(tmp_path / FILE_NAME)[-1]["kind"] == "update"
 
 
-def test_tensorboard_whose_place_is_taken_is_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "tensorboard").touch()
-    with pytest.raises(UserError, match="tensorboard cannot be written"), open_log(tmp_path, TrackSection()):
-        pass
-
-
 def test_a_resumed_run_knows_what_it_has_evaluated_and_tensorboard_keeps_it(tmp_path: Path) -> None:
     """It resumes from a checkpoint before its last evaluations, which are neither repeated nor lost."""
     section = TrackSection()
@@ -149,10 +143,15 @@ def test_tensorboard_keeps_readings_of_engines_when_a_run_resumes(tmp_path: Path
     assert [e.step for e in events.Scalars("engine/0/running")] == [1_700_000_000, 1_700_000_500]
 
 
-def test_a_missing_wandb_is_an_error_with_the_install_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensorboard_or_wandb_that_cannot_be_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tensorboard").touch()
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match="pip install"), open_log(tmp_path, TrackSection(wandb_project="p")):
-        pass
+    for section, words in (
+        (TrackSection(), "tensorboard cannot be written"),
+        (TrackSection(tensorboard=False, wandb_project="p"), "pip install"),
+    ):
+        with pytest.raises(UserError, match=words), open_log(tmp_path, section):
+            pass
 
 
 def test_a_clock_that_goes_back_gives_no_negative_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

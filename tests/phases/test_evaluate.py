@@ -145,11 +145,7 @@ def test_an_engine_that_keeps_failing_ends_the_run(stand: Stand) -> None:
 
 def test_a_request_to_stop_is_answered_with_the_state_saved_and_nothing_logged(stand: Stand) -> None:
     asked = stand.engine.asked
-
-    def ask() -> None:
-        stand.run.stop.requested = len(asked) >= 3
-
-    stand.engine.answering = ask
+    stand.engine.answering = lambda: setattr(stand.run.stop, "requested", len(asked) >= 3)
     with pytest.raises(AllStopped) as stopped:
         evaluated(stand, Cursor(1, 3, 11))
     assert stand.rows("eval") == []
@@ -159,11 +155,7 @@ def test_a_request_to_stop_is_answered_with_the_state_saved_and_nothing_logged(s
 
 def test_a_request_that_comes_with_the_last_answer_loses_no_evaluation(stand: Stand) -> None:
     asked = stand.engine.asked
-
-    def ask() -> None:
-        stand.run.stop.requested = len(asked) == sum(SETS.values())
-
-    stand.engine.answering = ask
+    stand.engine.answering = lambda: setattr(stand.run.stop, "requested", len(asked) == sum(SETS.values()))
     evaluated(stand, Cursor(1, 3, 11))
     assert len(stand.rows("eval")) == 1
 

@@ -23,6 +23,7 @@ from mugrpo_megatron.run.stage_groups import group_prompt
 from mugrpo_megatron.run.stopping import Stopped
 from mugrpo_megatron.samples import Problem
 from mugrpo_megatron.stages.store import StageStore
+from tests.hostile.damage import flip
 from tests.phases.stand import Oracle, Stand, response, standing
 
 UPDATES, PROMPTS, RESPONSES = 3, 4, 2
@@ -100,9 +101,7 @@ def test_the_groups_of_a_damaged_shard_are_generated_again(stand: Stand) -> None
     stand.engine.lives = [GROUPS - 1]
     generated(stand)
     [shard] = store(stand).directory.glob("shard-*.parquet")
-    content = bytearray(shard.read_bytes())
-    content[40] ^= 1
-    shard.write_bytes(content)
+    flip(shard)
     stand.engine.running = True
     generated(stand)
     assert store(stand).sealed
@@ -120,14 +119,14 @@ def test_an_engine_that_keeps_failing_without_a_finished_group_ends_the_run(stan
     assert store(stand).verified_groups() == set()
 
 
-def test_a_request_to_stop_leaves_every_finished_group_on_disk_and_the_stage_open(stand: Stand) -> None:
-    def ask() -> None:
-        stand.run.stop.requested = stand.engine.finished == 5
-
-    stand.engine.answering = ask
+@pytest.mark.parametrize("count", [5, GROUPS])
+def test_a_request_to_stop_leaves_every_finished_group_on_disk_and_the_stage_open(stand: Stand, count: int) -> None:
+    """Also where it comes with the last group: the stage is sealed by the run that resumes."""
+    stand.engine.answering = lambda: setattr(stand.run.stop, "requested", stand.engine.finished == count)
     with pytest.raises(Stopped):
         generated(stand)
-    assert stand.engine.finished == len(store(stand).verified_groups()) == 5
+    assert not store(stand).sealed
+    assert stand.engine.finished == len(store(stand).verified_groups()) == count
     stand.run.stop.requested, stand.engine.answering = False, lambda: None
     generated(stand)
     assert store(stand).sealed
@@ -169,15 +168,3 @@ def test_an_engine_ended_by_a_request_has_not_failed(stand: Stand) -> None:
         generated(stand)
     assert len(stand.rows("event")) == 0
     assert stand.leader.failures_in_a_row == 0
-
-
-def test_a_request_that_comes_with_the_last_group_leaves_the_stage_open_too(stand: Stand) -> None:
-    """It is sealed by the run that resumes, which has nothing to generate."""
-    stand.engine.answering = lambda: setattr(stand.run.stop, "requested", stand.engine.finished == GROUPS)
-    with pytest.raises(Stopped):
-        generated(stand)
-    assert not store(stand).sealed
-    assert len(store(stand).verified_groups()) == GROUPS
-    stand.run.stop.requested = False
-    generated(stand)
-    assert store(stand).sealed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,8 @@ from mugrpo_megatron.recipe.sections import CheckpointSection
 from mugrpo_megatron.run.checkpoints import complete_checkpoints, newest_cursor, open_saver, restore_newest
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.record import RunRecord
+from tests.hostile.damage import flip
+from tests.hostile.places import disk
 from tests.learner.tiny import advantages, recipe, samples, save_model
 from tests.ranks import run_ranks
 
@@ -73,12 +74,6 @@ def saved(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
 @pytest.fixture
 def copied(saved: tuple[Path, list[float]], tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved[0], tmp_path / "c"))
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 def test_saves_in_the_background_hold_the_state_of_their_moment(
@@ -163,16 +158,10 @@ def save_fifty_times(learner: Learner, directory: Path) -> None:
 
 
 def test_a_full_disk_ends_cleanly_with_the_checkpoints_before_it(model: Path, tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", disk], check=False).returncode:
-        pytest.skip("mounting a tmpfs needs root")
-    try:
-        [message] = run_ranks(1, fill_the_disk, model, disk)
+    with disk(tmp_path / "disk", 3 << 20) as place:
+        [message] = run_ranks(1, fill_the_disk, model, place)
         assert "no space left" in message
-        assert complete_checkpoints(disk), "what was complete is kept"
-        [(cursor, said, _)] = run_ranks(1, resume, model, disk)
+        assert complete_checkpoints(place), "what was complete is kept"
+        [(cursor, said, _)] = run_ranks(1, resume, model, place)
         assert said == []
-        assert cursor == newest_cursor(disk)
-    finally:
-        subprocess.run(["umount", "-l", disk], check=True)
+        assert cursor == newest_cursor(place)

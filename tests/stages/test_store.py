@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from mugrpo_megatron.stages.manifest import Origin, check_stage
 from mugrpo_megatron.stages.schema import COLUMNS, OPTIONAL, TEXT_COLUMNS, TRAINING, schema
 from mugrpo_megatron.stages.store import StageStore
 from tests.engine.tiny import group
+from tests.hostile.places import disk
 
 UPDATES, PROMPTS = 3, 5
 GROUPS = UPDATES * PROMPTS
@@ -52,8 +52,8 @@ def assert_same(found: Sequence[Sample], expected: Sequence[Sample], whole: bool
             assert getattr(one, name).dtype == getattr(other, name).dtype
 
 
-def filled(directory: Path, indices: Sequence[int] = range(GROUPS)) -> StageStore:
-    store = StageStore(directory)
+def filled(directory: Path, indices: Sequence[int] = range(GROUPS), writer: int = 0) -> StageStore:
+    store = StageStore(directory, writer)
     for index in indices:
         store.append(group(index))
     store.flush()
@@ -266,17 +266,10 @@ def test_a_shard_that_is_damaged_while_the_stage_is_written_stops_the_seal(tmp_p
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB."""
-    directory = tmp_path / "disk"
-    directory.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", directory], check=False)
-    if mounted.returncode:
-        pytest.skip("mounting a tmpfs needs root")
-    yield directory
-    subprocess.run(["umount", directory], check=True)
+    with disk(tmp_path / "disk", 1 << 20) as directory:
+        yield directory
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("phase", ["append", "seal"])
 def test_a_disk_that_really_is_full(phase: str, small_disk: Path) -> None:
     stage = small_disk / "stage"

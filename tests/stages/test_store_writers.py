@@ -13,7 +13,8 @@ from mugrpo_megatron.stages import schema
 from mugrpo_megatron.stages import store as store_module
 from mugrpo_megatron.stages.store import StageStore
 from tests.engine.tiny import group
-from tests.stages.test_store import GROUPS, PROMPTS, UPDATES, assert_same, update_of
+from tests.hostile.damage import flip
+from tests.stages.test_store import GROUPS, PROMPTS, UPDATES, assert_same, filled, update_of
 
 WRITERS = 3
 
@@ -21,13 +22,6 @@ WRITERS = 3
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schema, "SHARD_RESPONSES", 2 * 4)
-
-
-def write(directory: Path, writer: int, indices: list[int]) -> None:
-    store = StageStore(directory, writer)
-    for index in indices:
-        store.append(group(index))
-    store.flush()
 
 
 def assert_sealed_and_tidy(directory: Path) -> None:
@@ -65,55 +59,49 @@ def test_a_writer_that_died_loses_only_what_it_had_not_written(survivor: int, tm
     dead = StageStore(tmp_path, writer=1)
     for index in (0, 1, 2):  # two make a shard
         dead.append(group(index))
-    write(tmp_path, survivor, [3, 4])
+    filled(tmp_path, [3, 4], survivor)
     resumed = StageStore(tmp_path, survivor)
     assert resumed.verified_groups() == {0, 1, 3, 4}
 
 
 def test_a_group_that_two_writers_have_counts_once(tmp_path: Path) -> None:
-    write(tmp_path, 1, list(range(8)))
-    write(tmp_path, 2, list(range(6, GROUPS)))
+    filled(tmp_path, range(8), 1)
+    filled(tmp_path, range(6, GROUPS), 2)
     StageStore(tmp_path).seal(UPDATES, PROMPTS)
     assert_sealed_and_tidy(tmp_path)
 
 
 def test_opening_one_writer_s_files_leaves_the_others_alone(tmp_path: Path) -> None:
-    write(tmp_path, 1, [0, 1])
+    filled(tmp_path, [0, 1], 1)
     (tmp_path / "shard-0001-00007.parquet").write_bytes(b"unnamed")
     (tmp_path / ".shard-0002-00000.parquet.0123abcd.partial").write_bytes(b"being written")
-    write(tmp_path, 0, [2])
+    filled(tmp_path, [2])
     assert (tmp_path / "shard-0001-00007.parquet").exists()
     assert (tmp_path / ".shard-0002-00000.parquet.0123abcd.partial").exists()
-    write(tmp_path, 1, [3])
+    filled(tmp_path, [3], 1)
     assert not (tmp_path / "shard-0001-00007.parquet").exists()
     assert StageStore(tmp_path).verified_groups() == {0, 1, 2, 3}
 
 
 def test_damage_to_a_shard_that_is_not_needed_does_not_matter(tmp_path: Path) -> None:
-    write(tmp_path, 1, [0, 1])
-    write(tmp_path, 0, list(range(GROUPS)))
-    _flip(tmp_path / "shard-0001-00000.parquet")
+    filled(tmp_path, [0, 1], 1)
+    filled(tmp_path, range(GROUPS))
+    flip(tmp_path / "shard-0001-00000.parquet")
     StageStore(tmp_path).seal(UPDATES, PROMPTS)
     assert_sealed_and_tidy(tmp_path)
 
 
 def test_a_damaged_shard_of_another_writer_stops_the_seal_and_is_generated_again(tmp_path: Path) -> None:
-    write(tmp_path, 1, [0, 1])
-    write(tmp_path, 0, list(range(2, GROUPS)))
-    _flip(tmp_path / "shard-0001-00000.parquet")
+    filled(tmp_path, [0, 1], 1)
+    filled(tmp_path, range(2, GROUPS))
+    flip(tmp_path / "shard-0001-00000.parquet")
     with pytest.raises(UserError, match=r"shard-0001-00000\.parquet: damaged.*run the same command again"):
         StageStore(tmp_path).seal(UPDATES, PROMPTS)
     resumed = StageStore(tmp_path)
     assert set(range(GROUPS)) - resumed.verified_groups() == {0, 1}
-    write(tmp_path, 0, [0, 1])
+    filled(tmp_path, [0, 1])
     StageStore(tmp_path).seal(UPDATES, PROMPTS)
     assert_sealed_and_tidy(tmp_path)
-
-
-def _flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[40] ^= 1
-    path.write_bytes(data)
 
 
 def test_what_another_process_writes_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +112,7 @@ def test_what_another_process_writes_is_waited_for(tmp_path: Path, monkeypatch: 
     def nap(seconds: float) -> None:
         naps.append(seconds)
         if len(naps) == 3:
-            write(tmp_path, 1, [4, 5])
+            filled(tmp_path, [4, 5], 1)
 
     monkeypatch.setattr(store_module.time, "sleep", nap)
     assert leader.wait_for({4, 5}, sealed=False)
@@ -136,8 +124,8 @@ def test_what_another_process_writes_is_waited_for(tmp_path: Path, monkeypatch: 
 
 def test_shards_of_a_writer_without_its_manifest_are_named_and_kept(tmp_path: Path) -> None:
     """A shared file system may say for a while that the manifest is not there."""
-    write(tmp_path, 0, [0])
-    write(tmp_path, 2, [1, 2])
+    filled(tmp_path, [0])
+    filled(tmp_path, [1, 2], 2)
     manifest = (tmp_path / "manifest-0002.json").rename(tmp_path / "aside")
     store = StageStore(tmp_path, writer=2)
     with pytest.raises(UserError, match=r"manifest-0002.json is missing.*shard-0002-00000.parquet"):

@@ -24,11 +24,11 @@ PROMPTS, GROUP, UPDATES = 4, 4, 2
 TOKENIZER = build_arithmetic_tokenizer()
 
 
-def trl_log(path: Path) -> Path:
+def trl_log(path: Path, steps: int = UPDATES, reward: str = "parity") -> Path:
     """What `log_completions` of TRL's GRPOTrainer writes: text, each reward function's column, its advantage."""
     logged = [
-        {"step": step, "prompt": f"{step}+{place}=", "completion": str(said), "parity": said % 2.0, "advantage": 0.0}
-        for step in range(UPDATES)
+        {"step": step, "prompt": f"{step}+{place}=", "completion": str(said), reward: said % 2.0, "advantage": 0.0}
+        for step in range(steps)
         for place in range(PROMPTS)
         for said in range(GROUP)
     ]
