@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tomllib
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,6 +27,7 @@ from mugrpo_megatron.data.prepare import Problems
 from mugrpo_megatron.engine import launch
 from mugrpo_megatron.extras.sweep import grid as sweep_grid
 from mugrpo_megatron.recipe import Recipe, load_recipe
+from tests.hostile.outcome import dry_run
 from tests.tiny import write_recipe
 
 
@@ -299,18 +301,8 @@ def test_every_phase_is_checked_first(
         main([command, str(recipe), "--set", f"sft.output={tmp_path / 'warm-start'}"])
 
 
-def test_a_dry_run_says_what_it_checked_and_what_it_could_not(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = str(write_recipe(tmp_path / "recipe.toml", model, tmp_path / "run"))
-
-    def told(*overrides: str, code: int = 0) -> list[str]:
-        sets = [part for override in overrides for part in ("--set", override)]
-        assert main(["train", recipe, "--dry-run", *sets]) == code
-        said = capsys.readouterr()
-        assert tomllib.loads(said.out)["run"]["dir"] == str(tmp_path / "run")  # nothing but the recipe on stdout
-        return [line.removeprefix("mugrpo: ") for line in said.err.splitlines()]
-
+def test_a_dry_run_says_what_it_checked_and_what_it_could_not(model: Path, tmp_path: Path) -> None:
+    told = partial(dry_run, write_recipe(tmp_path / "recipe.toml", model, tmp_path / "run"))
     *before, prompt, reward = told()
     assert before == [
         f"model: qwen2, 4 layers, hidden size 32 ({model / 'config.json'})",
@@ -335,7 +327,7 @@ def test_a_dry_run_says_what_it_checked_and_what_it_could_not(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_dry_run_renders_the_first_prompt(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_renders_the_first_prompt(model: Path, tmp_path: Path) -> None:
     template = tmp_path / "own.jinja"
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"problem": "1+1=", "answer": "2"}\n', encoding="utf-8")
@@ -344,10 +336,7 @@ def test_a_dry_run_renders_the_first_prompt(model: Path, tmp_path: Path, capsys:
 
     def told(text: str, *overrides: str, code: int = 0) -> str:
         template.write_text(text, encoding="utf-8")
-        sets = [part for override in overrides for part in ("--set", override)]
-        assert main(["train", recipe, "--dry-run", *sets]) == code
-        lines = [line.removeprefix("mugrpo: ") for line in capsys.readouterr().err.splitlines()]
-        return [line for line in lines if not line.startswith("reward: ")][-1]
+        return [line for line in dry_run(recipe, *overrides, code=code) if not line.startswith("reward: ")][-1]
 
     asks = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ eos_token if end else 'A' }}"
     assert told(asks) == "prompt: chat, before it is tokenized: '[user]Box: 1+1=A'"

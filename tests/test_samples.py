@@ -11,23 +11,21 @@ import pytest
 from mugrpo_megatron.engine.wire import Sampling, pack
 from mugrpo_megatron.errors import EngineFailure
 from mugrpo_megatron.samples import Response, Sample
+from tests.refusals import refuses
 
 IDS, FEWER = np.arange(3, dtype=np.int32), np.zeros(2, dtype=np.float32)
 
 
 def test_a_response_has_as_many_logprobs_as_tokens() -> None:
-    with pytest.raises(EngineFailure, match="3 token ids and 2 logprobs"):
-        Response(IDS, FEWER, "stop", 0)
+    refuses("3 token ids and 2 logprobs", Response, IDS, FEWER, "stop", 0, error=EngineFailure)
 
 
 @pytest.mark.parametrize("which", ["behaviour_logprobs", "engine_logprobs", "proximal_logprobs"])
 def test_so_does_a_sample(which: str) -> None:
     whole = Sample(7, "p", IDS, IDS, np.zeros(3, dtype=np.float32), 0.0, 0, "stop")
     fewer: dict[str, Any] = {which: FEWER}
-    with pytest.raises(ValueError, match="group 7: 3 token ids, logprobs of 2"):
-        replace(whole, **fewer)
-    with pytest.raises(ValueError, match="group 7: 3 token ids, a loss mask of 2"):
-        replace(whole, loss_mask=FEWER > 0)
+    refuses("group 7: 3 token ids, logprobs of 2", replace, whole, **fewer, error=ValueError)
+    refuses("group 7: 3 token ids, a loss mask of 2", replace, whole, loss_mask=FEWER > 0, error=ValueError)
     with pytest.raises(ValueError, match="group 7: 3 token ids, support ids of 2"):
         replace(whole, support_ids=np.zeros((2, 4), np.int32))
 
@@ -39,5 +37,4 @@ def test_one_logprob_less_does_not_shift_those_of_later_responses() -> None:
 
     how = Sampling(1.0, 1.0, 9, ())
     assert len(pack([(0, [output(3, 3), output(2, 2)])], 0, how).logprobs) == 5
-    with pytest.raises(ValueError, match="2 logprobs for 3 tokens"):
-        pack([(0, [output(3, 2), output(2, 3)])], 0, how)
+    refuses("2 logprobs for 3 tokens", pack, [(0, [output(3, 2), output(2, 3)])], 0, how, error=ValueError)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -93,7 +94,7 @@ def batches(draw: st.DrawFn) -> Batch:
     return batch
 
 
-VARIANTS: list[dict[str, object]] = [
+VARIANTS: list[dict[str, Any]] = [
     {},
     *(
         {"veto": veto, **fields}

@@ -11,6 +11,7 @@ import pytest
 from mugrpo_megatron.checks.preflight import say_warmup
 from mugrpo_megatron.cli import main
 from mugrpo_megatron.recipe import Recipe
+from tests.hostile.outcome import dry_run
 from tests.tiny import save_model, write_recipe
 
 FUNCTIONS = """
@@ -44,18 +45,11 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     )
 
 
-def dry_run(recipe: str, capsys: pytest.CaptureFixture[str], *overrides: str, code: int = 0) -> list[str]:
-    """The lines beside the recipe."""
-    sets = [part for override in overrides for part in ("--set", override)]
-    assert main(["train", recipe, "--dry-run", *sets]) == code
-    return [line.removeprefix("mugrpo: ") for line in capsys.readouterr().err.splitlines()]
-
-
 @pytest.mark.process
-def test_each_function_scores_the_gold_of_the_first_problem(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_function_scores_the_gold_of_the_first_problem(recipe: str) -> None:
     functions = {"a": "own_rewards:exact", "b": "own_rewards:half", "c": "math"}
     overrides = [f"reward.functions.{name}.function={one}" for name, one in functions.items()]
-    lines = [line for line in dry_run(recipe, capsys, *overrides) if line.startswith("reward: ")]
+    lines = [line for line in dry_run(recipe, *overrides) if line.startswith("reward: ")]
     place = f"{Path(recipe).parent / 'rows.jsonl'}:1"
     assert lines == [
         f"reward: own_rewards:exact gives 1 to the gold of {place} as the response, '2' (text equals gold)",
@@ -76,9 +70,9 @@ def test_each_function_scores_the_gold_of_the_first_problem(recipe: str, capsys:
 def test_a_function_that_cannot_score_is_found(
     function: str, words: str, recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert words in dry_run(recipe, capsys, f"reward.function=own_rewards:{function}", code=2)[-1]
+    assert words in dry_run(recipe, f"reward.function=own_rewards:{function}", code=2)[-1]
     if function == "impossible":  # also without data on this machine
-        lines = dry_run(recipe, capsys, f"reward.function=own_rewards:{function}", "data.train=gsm8k", code=2)
+        lines = dry_run(recipe, f"reward.function=own_rewards:{function}", "data.train=gsm8k", code=2)
         assert words in lines[-1]
         # `train` says so before it looks for a data set that is not there.
         assert (
@@ -88,14 +82,12 @@ def test_a_function_that_cannot_score_is_found(
         assert not (Path(recipe).parent / "run").exists()
 
 
-def test_an_absent_wandb_is_found(
-    recipe: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_absent_wandb_is_found(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(
         "mugrpo_megatron.checks.preflight.find_spec", lambda name: None if name == "wandb" else found(name)
     )
-    assert "needs the wandb package: pip install" in dry_run(recipe, capsys, "track.wandb_project=p", code=2)[-1]
+    assert "needs the wandb package: pip install" in dry_run(recipe, "track.wandb_project=p", code=2)[-1]
 
 
 @pytest.mark.parametrize(("warmup", "stages", "lines"), [(5, 2, 0), (6, 2, 0), (7, 2, 1), (4, 1, 1)])

@@ -19,6 +19,7 @@ from mugrpo_megatron.checks.engines import (
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import Recipe
 from tests import models
+from tests.refusals import refuses
 
 MODEL = {
     "num_attention_heads": 28,
@@ -148,17 +149,14 @@ def test_engines_of_several_nodes_need_a_learner() -> None:
     wide = recipe(engine={"tensor": 2, "nodes": 2})
     for cuda in (True, False):
         check_device(wide, cuda)
-    with pytest.raises(UserError, match="needs a learner's ranks on each: leave --engine-only out"):
-        check_without_sync(EngineSetup(wide))
+    refuses("needs a learner's ranks on each: leave --engine-only out", check_without_sync, EngineSetup(wide))
 
 
 def test_fp8_engines_need_cuda_and_a_sync() -> None:
     check_device(recipe(**FP8), cuda=True)
     check_without_sync(EngineSetup(recipe()))
-    with pytest.raises(UserError, match="needs a learner, whose weight sync quantises"):
-        check_without_sync(EngineSetup(recipe(**FP8)))
-    with pytest.raises(UserError, match=r'quantization = "fp8" needs CUDA.* set it to "none"'):
-        check_device(recipe(**FP8), cuda=False)
+    refuses("needs a learner, whose weight sync quantises", check_without_sync, EngineSetup(recipe(**FP8)))
+    refuses(r'quantization = "fp8" needs CUDA.* set it to "none"', check_device, recipe(**FP8), cuda=False)
 
 
 def test_float32_on_cuda_needs_other_norms() -> None:

@@ -28,6 +28,7 @@ from mugrpo_megatron.samples import Problem, Prompt, Response
 from tests import models
 from tests.engine_server import forked_engines
 from tests.hostile.places import disk
+from tests.refusals import refuses
 
 SUMS = {"arithmetic": "arithmetic"}
 
@@ -70,8 +71,7 @@ def test_other_weights_of_one_path_are_another_evaluation(tmp_path: Path) -> Non
     recipe = Recipe.model_validate({"model": {"path": tmp_path / "hf"}})
     EvalRecord(tmp_path / "out", settings_of(recipe, SUMS, []))
     (tmp_path / "hf" / "model.safetensors").write_bytes(b"later")
-    with pytest.raises(UserError, match=r"with other weights; choose another"):
-        EvalRecord(tmp_path / "out", settings_of(recipe, SUMS, []))
+    refuses(r"with other weights; choose another", EvalRecord, tmp_path / "out", settings_of(recipe, SUMS, []))
 
 
 def test_other_problems_or_functions_behind_a_name_are_another_evaluation(
@@ -110,8 +110,7 @@ def test_a_run_stands_for_its_weights(tmp_path: Path) -> None:
     assert weights_of(tmp_path / "run") == tmp_path / "run"
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").touch()
-    with pytest.raises(UserError, match="this run has no hf/ yet"):
-        weights_of(tmp_path / "run")
+    refuses("this run has no hf/ yet", weights_of, tmp_path / "run")
     (tmp_path / "run" / "hf").mkdir()
     (tmp_path / "run" / "hf" / "config.json").touch()
     assert weights_of(tmp_path / "run") == weights_of(tmp_path / "run" / "hf") == tmp_path / "run" / "hf"
@@ -224,8 +223,7 @@ def test_sets_are_told_apart_and_sampled_as_each_of_them_asks(
     assert Parrot.sampled == {"easy-sums": (3, 0.6, 0.9, 5), "hard-sums": (2, 0.0, 0.9, 1024)}
     with pytest.raises(UserError, match=r"\[eval.sets.easy-sums\] names no held-out set: .* arithmetic, sums$"):
         run(recipe, [str(files[1])], tmp_path / "other")
-    with pytest.raises(UserError, match=r"--data names .*sums.jsonl 2 times"):
-        run(recipe, [str(files[1])] * 2, tmp_path / "other")
+    refuses(r"--data names .*sums.jsonl 2 times", run, recipe, [str(files[1])] * 2, tmp_path / "other")
 
 
 def test_the_command_takes_the_recipes_sampling_its_own_options_before_it_and_says_where_the_results_are(

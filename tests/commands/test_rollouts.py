@@ -33,6 +33,7 @@ from mugrpo_megatron.samples import UNSCORED, Sample
 from mugrpo_megatron.stages.columns import LogprobColumn
 from mugrpo_megatron.stages.manifest import stage_identity
 from mugrpo_megatron.stages.store import StageStore
+from tests.refusals import refuses
 from tests.tiny import write_recipe
 
 PROMPTS, UPDATES = 2, 2
@@ -288,13 +289,8 @@ def test_without_a_tokenizer_the_stored_texts_are_shown(
 
 
 def test_what_is_not_there_is_said(run_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="not a run directory"):
-        browse(tmp_path, None, RolloutFilter(), None)
-    with pytest.raises(UserError, match="stage 3 holds nothing"):
-        browse(run_dir, 3, RolloutFilter(), None)
-    with pytest.raises(UserError, match="0 to 1"):
-        browse(run_dir, 0, RolloutFilter(update=9), None)
-    with pytest.raises(UserError, match=r"--grep \(: not a regular expression"):
-        browse(run_dir, 0, RolloutFilter(grep="("), None)
-    with pytest.raises(UserError, match="--policy"):
-        browse(run_dir, 0, RolloutFilter(vetoed=True), None)
+    refuses("not a run directory", browse, tmp_path, None, RolloutFilter(), None)
+    refuses("stage 3 holds nothing", browse, run_dir, 3, RolloutFilter(), None)
+    refuses("0 to 1", browse, run_dir, 0, RolloutFilter(update=9), None)
+    refuses(r"--grep \(: not a regular expression", browse, run_dir, 0, RolloutFilter(grep="("), None)
+    refuses("--policy", browse, run_dir, 0, RolloutFilter(vetoed=True), None)

@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mugrpo_megatron.commands import sft
 from mugrpo_megatron.commands.sft import greedy_accuracy, train, updates_on
-from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner.learner import build_learner
 from mugrpo_megatron.learner.packing import TokenSequence
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.policy import SftSection
 from tests.learner.tiny import VOCAB, recipe, save_model
 from tests.ranks import run_ranks
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.process
 
@@ -54,16 +54,14 @@ def test_a_warm_start_loads_with_transformers_and_is_made_once(tmp_path: Path) -
     assert tokenizer.decode(tokenizer.encode("12+34=")) == "12+34="
     assert model.config.eos_token_id == tokenizer.eos_token_id
     assert model.config.vocab_size == len(tokenizer)
-    with pytest.raises(UserError, match="another recipe"):
-        train(warm_start(str(out), hidden=64))
+    refuses("another recipe", train, warm_start(str(out), hidden=64))
 
 
 def test_only_bundled_tasks_have_answers_to_imitate(tmp_path: Path) -> None:
     own = warm_start(str(tmp_path)).model_copy(
         update={"data": Recipe.model_validate({"data": {"train": "x.jsonl"}}).data}
     )
-    with pytest.raises(UserError, match="bundled task"):
-        train(own)
+    refuses("bundled task", train, own)
 
 
 @settings(max_examples=50)
@@ -71,8 +69,7 @@ def test_only_bundled_tasks_have_answers_to_imitate(tmp_path: Path) -> None:
 def test_every_row_is_learned_epochs_times(epochs: int, rows: int, batch: int) -> None:
     section = SftSection(epochs=epochs, batch=batch)
     if epochs * rows > 99_999 * batch:
-        with pytest.raises(UserError, match=r"at most 99,999 can be numbered; raise sft\.batch"):
-            updates_on(rows, section)
+        refuses(r"at most 99,999 can be numbered; raise sft\.batch", updates_on, rows, section)
     else:
         assert epochs * rows <= updates_on(rows, section) * batch < epochs * rows + batch
 

@@ -13,6 +13,7 @@ from mugrpo_megatron.recipe import load_recipe
 from mugrpo_megatron.report.page import write_report
 from mugrpo_megatron.run.checkpoints import complete_checkpoints, newest_cursor
 from mugrpo_megatron.run.cursor import Cursor
+from tests.refusals import refuses
 from tests.tiny import COIN, mugrpo, save_model, weights, write_recipe
 
 pytestmark = pytest.mark.process
@@ -30,12 +31,10 @@ def test_phases_apart_leave_what_train_leaves(tmp_path: Path) -> None:
     )
     assert "mugrpo optimize" in mugrpo("generate", recipe, "--stage", "0").stdout
     generate_alone(load_recipe(recipe), None)  # returns at once: a sealed stage is not generated twice
-    with pytest.raises(UserError, match="is at stage 0"):
-        generate_alone(load_recipe(recipe), 1)
+    refuses("is at stage 0", generate_alone, load_recipe(recipe), 1)
     mugrpo("optimize", recipe)
     assert (tmp_path / "run" / "hf" / "model.safetensors").exists()
-    with pytest.raises(UserError, match="mugrpo generate"):
-        optimize_alone(load_recipe(recipe), None)
+    refuses("mugrpo generate", optimize_alone, load_recipe(recipe), None)
     mugrpo("train", recipe)
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert [row["update"] for row in rows if row["kind"] == "update"] == list(range(6))
@@ -43,8 +42,7 @@ def test_phases_apart_leave_what_train_leaves(tmp_path: Path) -> None:
         "stage00001-age00000",
         "stage00002-age00000",
     ]
-    with pytest.raises(UserError, match="taken all of its 6 updates"):
-        optimize_alone(load_recipe(recipe), None)
+    refuses("taken all of its 6 updates", optimize_alone, load_recipe(recipe), None)
 
 
 def branched(finished_run: Path, stage: int, target: Path, *changes: str, code: int = 0) -> str:

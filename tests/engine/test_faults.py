@@ -22,6 +22,7 @@ from mugrpo_megatron.samples import Prompt
 from tests.engine.tiny import group_processes, prompts, save_checkpoint, spec
 from tests.engine_server import forked_engines, hosts_of
 from tests.forked import fork
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.process
 
@@ -59,16 +60,14 @@ def test_an_engine_killed_and_frozen_in_mid_generation(checkpoint: Path, tmp_pat
             assert len(responses) == 4
             del missing[prompt.index]
 
-    with pytest.raises(EngineFailure, match=r"(host process is gone|silent for 2 s) .*during generate"):
-        generate(_kill_scheduler)
+    refuses(r"(host process is gone|silent for 2 s) .*during generate", generate, _kill_scheduler, error=EngineFailure)
     assert 40 < len(missing) < 120
     left = len(missing)
     engine._section = engine._section.model_copy(update={"request_timeout_s": 600.0})
     engine.sleep()
     engine.wake("weights")
     engine.wake("kv_cache")
-    with pytest.raises(EngineFailure, match=r"silent for 2 s during generate; .*stopped"):
-        generate(_freeze)
+    refuses(r"silent for 2 s during generate; .*stopped", generate, _freeze, error=EngineFailure)
     assert 0 < len(missing) < left, "it went on with what was missing"
     engine.stop()
     assert len(set(hosts)) == len(hosts)
@@ -103,11 +102,9 @@ def test_a_frozen_engine_is_named_with_the_state_of_its_processes(checkpoint: Pa
     engine = Engine.start(spec(checkpoint, request_timeout_s=0.5), checkpoint, tmp_path / "engine.log")
     host = _host(engine)
     os.killpg(host, signal.SIGSTOP)
-    with pytest.raises(EngineFailure, match=rf"silent for 1.5 s during start.*\({host}\) stopped"):
-        engine.wait_ready()
+    refuses(rf"silent for 1.5 s during start.*\({host}\) stopped", engine.wait_ready, error=EngineFailure)
     assert group_processes(host) == []
-    with pytest.raises(EngineFailure, match="not running"):
-        engine.checksums()
+    refuses("not running", engine.checksums, error=EngineFailure)
 
 
 @pytest.mark.usefixtures("forked")
@@ -117,8 +114,7 @@ def test_an_engine_that_cannot_load_its_model(tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:1000])
     engine = Engine.start(spec(broken), broken, tmp_path / "engine.log")
     host = _host(engine)
-    with pytest.raises(EngineFailure, match=r"(?s)engine.*end of .*engine\.log.*afetensor"):
-        engine.wait_ready()
+    refuses(r"(?s)engine.*end of .*engine\.log.*afetensor", engine.wait_ready, error=EngineFailure)
     assert group_processes(host) == []
 
 

@@ -33,7 +33,6 @@ from mugrpo_megatron.engine.launch import (
     training_sampling,
 )
 from mugrpo_megatron.engine.placement import EngineSlot, engine_slot
-from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import load_recipe
 from mugrpo_megatron.recipe.policy import RolloutSection
 from mugrpo_megatron.recipe.scoring import EvalSection
@@ -41,6 +40,7 @@ from mugrpo_megatron.recipe.sections import RunSection
 from mugrpo_megatron.recipe.systems import EngineSection
 from tests import models
 from tests.engine.tiny import spec
+from tests.refusals import refuses
 
 
 def half(checkpoint: Path, **engine: object) -> EngineSpec:
@@ -118,8 +118,7 @@ def test_expandable_segments_reach_no_engine_and_are_refused_in_the_learner(
         check_allocator()
     monkeypatch.setenv(name, "max_split_size_mb:128,expandable_segments: True")
     assert name not in engine_environment(EngineSection(), checkpoint, cuda=True)
-    with pytest.raises(UserError, match=rf"{name}=.*unset the variable"):
-        check_allocator()
+    refuses(rf"{name}=.*unset the variable", check_allocator)
 
 
 def test_only_the_checkpoint_s_architecture_is_imported(checkpoint: Path) -> None:
@@ -169,8 +168,7 @@ def test_extra_arguments_come_last(checkpoint: Path) -> None:
 def test_kv_bytes_of_qwen2_5_7b() -> None:
     config = {"num_hidden_layers": 28, "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4}
     assert kv_bytes_per_token(config, "bfloat16") == 57_344
-    with pytest.raises(UserError, match="no field 'hidden_size'"):
-        kv_bytes_per_token({"num_attention_heads": 4}, "bfloat16")
+    refuses("no field 'hidden_size'", kv_bytes_per_token, {"num_attention_heads": 4}, "bfloat16")
 
 
 def test_the_cpu_cache_is_bounded(checkpoint: Path) -> None:
@@ -258,6 +256,5 @@ def test_only_an_engine_after_another_process_takes_another_stream(tmp_path: Pat
     ],
 )
 def test_an_argument_of_sglang_that_is_decided_elsewhere_is_refused(name: str, sentence: str) -> None:
-    with pytest.raises(UserError, match=rf"engine\.extra\.{name}.*{sentence}"):
-        check_extra({"chunked_prefill_size": 4096, name: 1})
+    refuses(rf"engine\.extra\.{name}.*{sentence}", check_extra, {"chunked_prefill_size": 4096, name: 1})
     check_extra({"chunked_prefill_size": 4096, "kv_cache_dtype": "fp8_e5m2"})

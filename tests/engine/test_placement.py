@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from mugrpo_megatron.engine.placement import ALONE, EngineSlot, engine_slot
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.systems import EngineSection
+from tests.refusals import refuses
 
 
 def slots(engine: EngineSection, nodes: int, local_world: int, cores: int | None = None) -> list[EngineSlot]:
@@ -58,9 +59,6 @@ def test_an_engine_of_several_nodes_takes_all_their_devices(engines: int, span: 
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(UserError, match=r"engine\.tensor = 3 does not divide the 8 ranks of a node.*\[1, 2, 4, 8\]"):
         slots(EngineSection(tensor=3), 2, 8)
-    with pytest.raises(UserError, match=r"engine\.tensor = 16 does not divide the 8 ranks"):
-        slots(EngineSection(tensor=16), 2, 8)
-    with pytest.raises(UserError, match=r"engine\.tensor is 8; set it to 16"):
-        slots(EngineSection(tensor=8, nodes=2), 2, 8)
-    with pytest.raises(UserError, match=r"engine\.nodes = 2 does not divide the 3 nodes"):
-        slots(EngineSection(tensor=16, nodes=2), 3, 8)
+    refuses(r"engine\.tensor = 16 does not divide the 8 ranks", slots, EngineSection(tensor=16), 2, 8)
+    refuses(r"engine\.tensor is 8; set it to 16", slots, EngineSection(tensor=8, nodes=2), 2, 8)
+    refuses(r"engine\.nodes = 2 does not divide the 3 nodes", slots, EngineSection(tensor=16, nodes=2), 3, 8)

@@ -33,6 +33,7 @@ from mugrpo_megatron.files.durable import (
     write_json,
     write_text,
 )
+from tests.refusals import refuses
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -194,16 +195,14 @@ def test_a_file_of_a_fixed_name_is_never_opened_through_a_link(tmp_path: Path, k
     path.symlink_to(target) if "link" in kind else path.mkdir()
     if kind == "link":
         target.write_text("precious")
-    with pytest.raises(UserError, match=r"engine\.log cannot be written: it is a link"):
-        open_nofollow(path, mode, buffering=0)
+    refuses(r"engine\.log cannot be written: it is a link", open_nofollow, path, mode, buffering=0)
     assert target.exists() == (kind == "link")
     assert kind != "link" or target.read_text() == "precious"
 
 
 def test_a_pipe_of_a_fixed_name_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "engine.log")
-    with pytest.raises(UserError, match="not a regular file"):
-        open_nofollow(tmp_path / "engine.log", "ab")
+    refuses("not a regular file", open_nofollow, tmp_path / "engine.log", "ab")
 
 
 def test_a_linked_directory_is_replaced_and_its_target_kept(tmp_path: Path) -> None:
@@ -270,10 +269,8 @@ def test_a_sealed_value_comes_back(tmp_path_factory: pytest.TempPathFactory, bod
     write_checksummed_json(path, "state", body, **head)
     assert read_checksummed_json(path, "state", **head) == body
     for other in ({**head, "format": 7}, {**head, "unknown": None}):
-        with pytest.raises(ValueError, match="checksum"):
-            read_checksummed_json(path, "state", **other)
-    with pytest.raises(ValueError, match="checksum"):
-        read_checksummed_json(path, "stage")
+        refuses("checksum", read_checksummed_json, path, "state", **other, error=ValueError)
+    refuses("checksum", read_checksummed_json, path, "stage", error=ValueError)
 
 
 def flips(whole: bytes) -> Iterator[bytes]:
@@ -299,8 +296,7 @@ def test_a_flipped_bit_in_a_sealed_value_is_found(tmp_path: Path) -> None:
 )
 def test_other_json_is_not_taken_for_a_sealed_value(text: str, tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(text.encode("latin-1"))
-    with pytest.raises(ValueError, match=r"checksum|Expecting value|decode"):
-        read_checksummed_json(tmp_path / "x", "stage")
+    refuses(r"checksum|Expecting value|decode", read_checksummed_json, tmp_path / "x", "stage", error=ValueError)
 
 
 def test_json_for_people_ends_with_a_newline(tmp_path: Path) -> None:

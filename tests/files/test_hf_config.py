@@ -21,6 +21,7 @@ from mugrpo_megatron.files.hf_config import ModelConfig, RopeParameters, check_c
 from mugrpo_megatron.learner.operators import frequencies
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.weights.families import FAMILIES, architecture, read_architecture
+from tests.refusals import refuses
 
 DENSE: dict[str, Any] = {
     "vocab_size": 64,
@@ -101,13 +102,10 @@ def test_every_reader_says_the_same_about_a_wrong_config(reader: str, number: in
 
 
 def test_a_directory_without_a_config_is_named_with_the_key_it_was_given_as(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=rf"^{tmp_path}: not a Hugging Face checkpoint \(no config\.json there\)$"):
-        read_config(tmp_path)
-    with pytest.raises(UserError, match=r"^model\.path = .*no config\.json there\); make the bundled small model"):
-        read_model_config(tmp_path)
+    refuses(rf"^{tmp_path}: not a Hugging Face checkpoint \(no config\.json there\)$", read_config, tmp_path)
+    refuses(r"^model\.path = .*no config\.json there\); make the bundled small model", read_model_config, tmp_path)
     write(tmp_path, {"model_type": "llama"})
-    with pytest.raises(UserError, match=r"^model\.path = .*holds no \*\.safetensors"):
-        read_model_config(tmp_path)
+    refuses(r"^model\.path = .*holds no \*\.safetensors", read_model_config, tmp_path)
 
 
 @pytest.mark.parametrize("name", sorted(bundled_configs()))

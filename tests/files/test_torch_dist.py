@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from checkpoints_convert.hf_to_megatron import write_metadata, write_part
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.torch_dist import INDEX, Reader, read_index
+from tests.refusals import refuses
 
 CUTS = st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=3), min_size=1, max_size=3)
 """Sizes of the chunks along each axis."""
@@ -63,8 +64,7 @@ def test_any_region_comes_from_any_grid(tmp_path_factory: pytest.TempPathFactory
     rest = whole[tuple(slice(start, start + size + 2) for start, size in zip(starts, sizes, strict=True))]
     assert padded[tuple(map(slice, rest.shape))].equal(rest.float())
     assert padded.sum() == rest.float().sum()
-    with pytest.raises(UserError, match="without the region"):
-        reader.fill(padded, "w", tuple(size - 1 for size in whole.shape))
+    refuses("without the region", reader.fill, padded, "w", tuple(size - 1 for size in whole.shape))
 
 
 @settings(max_examples=10)
@@ -167,16 +167,13 @@ def test_a_data_file_that_holds_something_else_is_refused(tmp_path: Path) -> Non
         data = path.read_bytes()
         path.write_bytes(data + bytes(max(0, len(whole) - len(data))))
         edited(tmp_path, place(chunk.file, 0, len(data)))
-        with pytest.raises(UserError, match=r"__0_0\.distcp is damaged"):
-            Reader(tmp_path).read("w", (), (2, 3))
+        refuses(r"__0_0\.distcp is damaged", Reader(tmp_path).read, "w", (), (2, 3))
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     write(tmp_path, [[2], [3]])
     reader = Reader(tmp_path)
     assert reader.shape("v") is None
-    with pytest.raises(UserError, match="has no v, which this model needs"):
-        reader.read("v", (), (2, 3))
-    with pytest.raises(UserError, match=r"w has shape \[2, 3\], without the region 0:2 x 0:4"):
-        reader.read("w", (), (2, 4))
+    refuses("has no v, which this model needs", reader.read, "v", (), (2, 3))
+    refuses(r"w has shape \[2, 3\], without the region 0:2 x 0:4", reader.read, "w", (), (2, 4))
     assert reader.files == {INDEX, "__0_0.distcp"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import tomllib
 import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -61,6 +62,14 @@ def answered(*arguments: object) -> Outcome:
     if ended.code:
         refused(*arguments)
     return ended
+
+
+def dry_run(recipe: object, *overrides: str, code: int = 0) -> list[str]:
+    """The lines beside the recipe, which alone is on stdout."""
+    ended = command("train", recipe, "--dry-run", *(word for one in overrides for word in ("--set", one)))
+    assert ended.code == code, ended
+    assert tomllib.loads(ended.out)["run"]["dir"]
+    return [line.removeprefix("mugrpo: ") for line in ended.err.splitlines()]
 
 
 def sentence(act: Callable[[], object]) -> str:

@@ -16,10 +16,12 @@ import pytest
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files import durable
 from mugrpo_megatron.files.durable import durable_directory, full_disk_error, remove_leftovers, write_json
+from mugrpo_megatron.learner import checkpoint
+from mugrpo_megatron.learner.learner import build_learner
 from mugrpo_megatron.observe.log import open_log, read_rows
 from mugrpo_megatron.recipe.sections import TrackSection
 from mugrpo_megatron.run.branch import branch
-from mugrpo_megatron.run.checkpoints import newest_cursor
+from mugrpo_megatron.run.checkpoints import complete_checkpoints, newest_cursor
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory, open_directory
 from mugrpo_megatron.run.inputs import record_data
@@ -27,7 +29,10 @@ from mugrpo_megatron.run.record import read_record
 from mugrpo_megatron.stages.columns import LogprobColumn
 from mugrpo_megatron.stages.store import StageStore
 from tests.hostile.faults import Disk, Fault, Killed, failing
+from tests.hostile.places import disk
 from tests.hostile.rundir import GROUPS, PROBLEMS, PROMPTS, UPDATES, fill, logprobs, make, recipe, save, stage_of
+from tests.learner import tiny
+from tests.ranks import run_ranks
 
 PLAIN = TrackSection(tensorboard=False)
 FAULTS: tuple[Fault, ...] = ("full", "killed")
@@ -231,3 +236,39 @@ def test_each_operation_may_be_the_last(
         if not disk.failed:
             break
     assert last > 1
+
+
+PAGE = 4096
+FIRST, SECOND = "stage00000-age00001", "stage00000-age00002"
+
+
+def save_on_disks_of(pages: list[int], model: Path, folder: Path) -> list[tuple[str, list[str], str | None]]:
+    """For each size: what the second of two saves says, which checkpoints are complete, and damage to the first."""
+    learner = build_learner(tiny.recipe(model))
+    checkpoint.create_empty_directory = lambda partial, needed: partial.mkdir()  # type: ignore[attr-defined]
+    told = []
+    for size in pages:
+        with disk(folder, size * PAGE) as place:
+            said = ""
+            try:
+                for name in (FIRST, SECOND):
+                    checkpoint.begin_save(
+                        learner, place / name, {"run": "run", "cursor": {"stage": 0, "age": 0, "updates": 0}}
+                    )()
+            except UserError as error:
+                said = str(error)
+            whole = [path.name for path in complete_checkpoints(place)]
+            told.append((said, whole, checkpoint.find_damage(learner, place / FIRST) if whole else None))
+    return told
+
+
+@pytest.mark.process
+def test_a_save_on_a_full_disk(tmp_path: Path) -> None:
+    model = tiny.save_model(tmp_path / "model", layers=1)
+    pages = [*range(1, 40, 8), *range(40, 280, 16)]
+    [told] = run_ranks(1, save_on_disks_of, pages, model, tmp_path / "disk")
+    for said, whole, damage in told:
+        assert ("no space left" in said) == (len(whole) < 2)
+        assert "\n" not in said
+        assert damage is None
+    assert {len(whole) for _, whole, _ in told} == {0, 1, 2}, "it filled in either save, and in none"

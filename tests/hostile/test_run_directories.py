@@ -25,6 +25,7 @@ from mugrpo_megatron.run.inputs import check_data, record_data
 from mugrpo_megatron.run.record import read_record
 from mugrpo_megatron.samples import Problem
 from tests.hostile.rundir import PROBLEMS, content, make, recipe, resume
+from tests.refusals import refuses
 
 
 @pytest.fixture(scope="module")
@@ -158,8 +159,7 @@ def test_what_is_not_the_runs_own_is_refused_and_stays(case: str, changed: Recip
     act, words = REFUSED[case]
     act(changed.run.dir)
     before = content(changed.run.dir)
-    with pytest.raises(UserError, match=words):
-        resume(changed)
+    refuses(words, resume, changed)
     assert content(changed.run.dir) == before
 
 
@@ -190,8 +190,7 @@ def test_files_of_another_run_are_refused(changed: Recipe, tmp_path: Path) -> No
     ):
         (changed.run.dir / name).rename(tmp_path / "own")
         shutil.copytree(other / name, changed.run.dir / name)
-        with pytest.raises(UserError, match=words):
-            resume(changed)
+        refuses(words, resume, changed)
         shutil.rmtree(changed.run.dir / name)
         (tmp_path / "own").rename(changed.run.dir / name)
     assert content(changed.run.dir) == before
@@ -199,11 +198,9 @@ def test_files_of_another_run_are_refused(changed: Recipe, tmp_path: Path) -> No
     assert record
     place = "checkpoints/stage00001-age00001"
     check_checkpoint_identity(changed.run.dir / place, record)
-    with pytest.raises(UserError, match="is a checkpoint of run"):
-        check_checkpoint_identity(other / place, record)
+    refuses("is a checkpoint of run", check_checkpoint_identity, other / place, record)
     renamed = (changed.run.dir / place).rename(changed.run.dir / "checkpoints" / "stage00002-age00000")
-    with pytest.raises(UserError, match="holds the checkpoint stage00001-age00001"):
-        check_checkpoint_identity(renamed, record)
+    refuses("holds the checkpoint stage00001-age00001", check_checkpoint_identity, renamed, record)
 
 
 @pytest.mark.parametrize("name", ["hf", "stages", "checkpoints", "proximal", "metrics.jsonl", "recipe.toml"])
@@ -257,8 +254,7 @@ CHANGES = [
 
 @pytest.mark.parametrize("now", CHANGES)
 def test_data_that_changed_are_refused_until_accepted(now: Problems, changed: Recipe) -> None:
-    with pytest.raises(UserError, match=r"began with other problems of [fh] .*or remove .*data\.json"):
-        check_data(changed.run.dir, now)
+    refuses(r"began with other problems of [fh] .*or remove .*data\.json", check_data, changed.run.dir, now)
     check_data(changed.run.dir, PROBLEMS)
     (changed.run.dir / "data.json").unlink()
     record_data(changed.run.dir, now)
@@ -271,8 +267,7 @@ def test_a_file_system_without_locks_is_told(number: int, changed: Recipe, monke
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.raises(UserError, match="no file locks"):
-        resume(changed)
+    refuses("no file locks", resume, changed)
 
 
 def test_a_read_only_place_is_told(changed: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,8 +280,7 @@ def test_a_read_only_place_is_told(changed: Recipe, monkeypatch: pytest.MonkeyPa
         return opened(path, flags, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(os, "open", read_only)
-    with pytest.raises(UserError, match=r"\.lock cannot be written"):
-        resume(changed)
+    refuses(r"\.lock cannot be written", resume, changed)
     monkeypatch.undo()
     assert content(changed.run.dir) == before
 
@@ -294,8 +288,7 @@ def test_a_read_only_place_is_told(changed: Recipe, monkeypatch: pytest.MonkeyPa
 def test_a_second_process_is_refused_and_the_report_is_not(changed: Recipe) -> None:
     """The lock is the process's and the descriptor's: a second open of this process stands for another one."""
     with open_directory(changed) as directory, open_log(directory.path, TrackSection(tensorboard=False)) as log:
-        with pytest.raises(UserError, match=f"in use by process {os.getpid()} on "):
-            resume(changed)
+        refuses(f"in use by process {os.getpid()} on ", resume, changed)
         (directory.path / "metrics.jsonl").open("a").write('{"kind": "eve')  # it is in the middle of a row
         assert write_report(directory.path).exists()
         log.event("e", "t")

@@ -1,4 +1,4 @@
-"""Packed attention equals attention of each sequence alone, and torch's flash attention is called as every torch wants."""
+"""Packed attention equals attention of each sequence alone; torch's flash attention is called as every torch wants."""
 
 from __future__ import annotations
 

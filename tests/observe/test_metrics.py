@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mugrpo_megatron.observe.metrics import KINDS, METRICS, NAMES, ROW_KEYS, check_metrics
+from mugrpo_megatron.observe.metrics import KINDS, METRICS, NAMES, ROW_KEYS, Kind, check_metrics
 from run_scripts.metrics_page import markdown
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -28,12 +28,13 @@ def test_held_out_metrics_take_the_name_of_a_set_and_parts_of_the_reward_any_nam
     check_metrics("eval", sets)
     check_metrics("stage", ["reward/math", "reward/compute_score.acc"])
     check_metrics("update", ["reward/overlong"])
-    for kind, names in (
+    undefined: tuple[tuple[Kind, list[str]], ...] = (
         ("eval", ["accuracy", "accuracy/", "accuracy/a/b", "accuracy/a b", "tokens/math500", "pass/math500"]),
         ("eval", ["problems/mean", "reward/own.part"]),
         ("update", ["accuracy/math500"]),
         ("stage", ["reward/", "reward/a/b", "reward/a b"]),
-    ):
+    )
+    for kind, names in undefined:
         for name in names:
             with pytest.raises(ValueError, match=name):
                 check_metrics(kind, [name])

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.evaluation.estimators import SetFigures, figures_of, mean_interval
 from mugrpo_megatron.observe.results import summarize, summary_table
 from mugrpo_megatron.observe.rundata import read_run, seconds_by_phase
 from mugrpo_megatron.report.drawing import MAX_POINTS, SLICES, draw
 from mugrpo_megatron.report.page import write_report
 from mugrpo_megatron.report.tables import stage_table
+from tests.refusals import refuses
 from tests.report.synthetic import charts_of, drawing_in, recipe_of, rows_of, write_run
 
 
@@ -265,14 +265,11 @@ def test_many_short_stages_stay_small_and_lose_no_extreme(tmp_path: Path) -> Non
 
 
 def test_missing_files_are_user_errors(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"recipe\.toml: no such file"):
-        write_report(tmp_path)
+    refuses(r"recipe\.toml: no such file", write_report, tmp_path)
     (tmp_path / "recipe.toml").write_text("[run]\n")
-    with pytest.raises(UserError, match=r"metrics\.jsonl: no such file"):
-        write_report(tmp_path)
+    refuses(r"metrics\.jsonl: no such file", write_report, tmp_path)
     (tmp_path / "metrics.jsonl").write_text("")
-    with pytest.raises(UserError, match="no rows yet"):
-        write_report(tmp_path)
+    refuses("no rows yet", write_report, tmp_path)
 
 
 @pytest.mark.parametrize("color", [True, False])

@@ -23,6 +23,7 @@ from mugrpo_megatron.run.record import read_record
 from mugrpo_megatron.stages.manifest import read_manifest
 from mugrpo_megatron.weights.families import fingerprint
 from tests.hostile.rundir import GROUPS, PROMPTS, UPDATES, content, fill, group, make, recipe, stage_of
+from tests.refusals import refuses
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +60,7 @@ def test_a_branch_names_its_source(links: bool, source: Path, tmp_path: Path, mo
         assert (tmp_path / "b" / name).samefile(source / name) == links
     assert content(tmp_path / "b" / STAGE) == content(source / STAGE)
     assert content(source) == before
-    with pytest.raises(UserError, match=r"is a branch of .* at stage 1; choose another run\.dir"):
-        branch(recipe(tmp_path / "b"), source, 0)
+    refuses(r"is a branch of .* at stage 1; choose another run\.dir", branch, recipe(tmp_path / "b"), source, 0)
 
 
 def test_stage_0_is_refused_with_other_weights_than_those_that_sampled_it(tmp_path: Path) -> None:
@@ -119,8 +119,7 @@ def test_a_stage_without_logprobs_needs_the_learner_s(tmp_path: Path) -> None:
         store.seal(UPDATES, PROMPTS)
     learner = "rollout.behaviour=learner"
     for changes in ([], [learner, "objective.mismatch=truncate"]):
-        with pytest.raises(UserError, match="no log-probabilities of their own"):
-            branch(recipe(tmp_path / "b", *changes), tmp_path / "a", 0)
+        refuses("no log-probabilities of their own", branch, recipe(tmp_path / "b", *changes), tmp_path / "a", 0)
     branch(recipe(tmp_path / "b", learner), tmp_path / "a", 0)
 
 
@@ -136,8 +135,7 @@ def test_what_lies_in_run_dir_is_not_removed(name: str, source: Path, tmp_path: 
         (run / name).mkdir(parents=True)
         (run / name / "precious.txt").write_text("mine")
         before = content(run)
-        with pytest.raises(UserError, match=r"exists|was not written by this run"):
-            branch(recipe(run), source, 1)
+        refuses(r"exists|was not written by this run", branch, recipe(run), source, 1)
         assert content(run).items() >= before.items()
 
 
@@ -171,8 +169,7 @@ def test_a_broken_source_is_named_before_anything_is_made(case: str, source: Pat
     shutil.copytree(source, tmp_path / "source")
     (tmp_path / "source" / "stages" / "00000.bak").mkdir()
     broken(tmp_path / "source", case)
-    with pytest.raises(UserError, match=BROKEN[case]):
-        branch(recipe(tmp_path / "b"), tmp_path / "source", 1)
+    refuses(BROKEN[case], branch, recipe(tmp_path / "b"), tmp_path / "source", 1)
     assert not (tmp_path / "b").exists()
     with pytest.raises(UserError, match=r"no sealed stage 7 .* it has \[0|holds stage|manifest\.json is missing"):
         branch(recipe(tmp_path / "b"), tmp_path / "source", 7)

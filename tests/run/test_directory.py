@@ -21,6 +21,7 @@ from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import FOLDERS, InUse, RunDirectory, check_directory, file_lock, open_directory
 from mugrpo_megatron.run.record import PROVENANCE, provenance, read_record
 from tests.hostile.rundir import NOW, make
+from tests.refusals import refuses
 
 HOLD = """
 import sys
@@ -69,8 +70,7 @@ def test_weights_that_changed_before_the_first_checkpoint_are_refused(tmp_path: 
     with open_directory(own):  # as they were
         pass
     (model / "model.safetensors").write_bytes(b"other")
-    with pytest.raises(UserError, match=r"no checkpoint yet, used other weights than .*model holds now"):
-        check_directory(own)
+    refuses(r"no checkpoint yet, used other weights than .*model holds now", check_directory, own)
     (run / "checkpoints" / "stage00000-age00004").mkdir()
     with open_directory(own):  # the run goes on from its own weights
         pass
@@ -103,19 +103,16 @@ def test_one_model_by_two_paths_is_one_model(tmp_path: Path, monkeypatch: pytest
     with open_directory(recipe(tmp_path / "run", "model.path=model")):
         pass
     check_directory(recipe(tmp_path / "run", f"model.path={tmp_path}/model"))
-    with pytest.raises(UserError, match=r"other values of model\.path"):
-        check_directory(recipe(tmp_path / "run", f"model.path={tmp_path}/other"))
+    refuses(r"other values of model\.path", check_directory, recipe(tmp_path / "run", f"model.path={tmp_path}/other"))
 
 
 def test_a_directory_in_which_nothing_was_generated_may_go(tmp_path: Path) -> None:
     with open_directory(recipe(tmp_path)) as directory:
         pass
     other = recipe(tmp_path, "optimizer.lr=1e-3")
-    with pytest.raises(UserError, match="or remove this one, in which nothing was generated"):
-        check_directory(other)
+    refuses("or remove this one, in which nothing was generated", check_directory, other)
     directory.stage(0).mkdir()
-    with pytest.raises(UserError, match="or resume with the recipe it holds"):
-        check_directory(other)
+    refuses("or resume with the recipe it holds", check_directory, other)
 
 
 def test_what_is_refused_at_the_end_is_refused_on_paper(tmp_path: Path) -> None:
@@ -123,8 +120,7 @@ def test_what_is_refused_at_the_end_is_refused_on_paper(tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "precious").touch()
     for check in (check_run, check_on_paper):
-        with pytest.raises(UserError, match="hf exists, but"):
-            check(recipe(tmp_path), lambda line: None)
+        refuses("hf exists, but", check, recipe(tmp_path), lambda line: None)
         with pytest.raises(UserError, match="is where this run would write"):
             check(recipe(tmp_path, f"model.path={tmp_path}/hf", f"run.dir={tmp_path}/./"), lambda line: None)
     assert [path.name for path in tmp_path.rglob("*")] == ["hf", "precious"]
@@ -143,8 +139,7 @@ def test_a_run_inside_a_stage_needs_it_whole(tmp_path: Path) -> None:
         lambda: generate_alone(made, None),
         lambda: optimize_alone(made, None),
     ):
-        with pytest.raises(UserError, match=way_out):
-            command()
+        refuses(way_out, command)
 
 
 def test_a_lock_is_shared_by_those_who_ask_for_it(tmp_path: Path) -> None:
@@ -181,8 +176,7 @@ def test_a_link_to_a_directory_is_refused_and_its_target_kept(name: str, tmp_pat
     link.parent.mkdir(exist_ok=True)
     link.symlink_to(target)
     for command in (lambda: open_directory(made).__enter__(), lambda: generate_alone(made, None)):
-        with pytest.raises(UserError, match=f"{re.escape(str(link))} is a link: nothing is written through it; move "):
-            command()
+        refuses(f"{re.escape(str(link))} is a link: nothing is written through it; move ", command)
     assert list(target.iterdir()) == []
 
 

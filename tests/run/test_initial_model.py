@@ -20,6 +20,7 @@ from mugrpo_megatron.run.directory import open_directory
 from mugrpo_megatron.run.initial_model import hub_model, with_cached_model, with_model
 from mugrpo_megatron.run.record import HubModel, read_record
 from tests.hub import FIRST, NAME, SECOND, Hub, serving, used
+from tests.refusals import refuses
 from tests.tiny import save_model, write_recipe
 
 
@@ -69,16 +70,14 @@ def test_a_run_keeps_the_commit_that_it_began_with(hub: Hub, tmp_path: Path) -> 
     hub.refs["main"] = SECOND
     assert with_model(recipe_for(tmp_path), run_dir=tmp_path / "run").model.commit == FIRST
     assert with_model(recipe_for(tmp_path), run_dir=tmp_path / "other").model.commit == SECOND
-    with pytest.raises(UserError, match=r"other values of model\.revision"):
-        check_run(recipe_for(tmp_path, "model.revision=v1"))
+    refuses(r"other values of model\.revision", check_run, recipe_for(tmp_path, "model.revision=v1"))
 
 
 def test_a_branch_begins_with_the_commit_of_its_run(hub: Hub, tmp_path: Path) -> None:
     with open_directory(with_model(recipe_for(tmp_path))):
         pass
     moved = with_model(recipe_for(tmp_path, f"run.dir={tmp_path}/branch", "model.revision=v1"))
-    with pytest.raises(UserError, match=rf"began with {NAME} at {FIRST}.* --set model.revision={FIRST}"):
-        branch(moved, tmp_path / "run", 0)
+    refuses(rf"began with {NAME} at {FIRST}.* --set model.revision={FIRST}", branch, moved, tmp_path / "run", 0)
 
 
 @pytest.mark.parametrize(
@@ -113,8 +112,7 @@ def test_a_directory_that_is_called_as_a_model_is_the_directory(tmp_path: Path, 
     assert with_model(recipe_for(tmp_path)).model.commit is None  # a folder here, so a mistyped path is not looked up
     (tmp_path / NAME).symlink_to(model)
     assert check_run(recipe_for(tmp_path))[0].model.directory == Path(NAME)
-    with pytest.raises(UserError, match="a directory has no revisions"):
-        recipe_for(tmp_path, f"model.path={model}", "model.revision=v1")
+    refuses("a directory has no revisions", recipe_for, tmp_path, f"model.path={model}", "model.revision=v1")
 
 
 @pytest.mark.process

@@ -22,6 +22,7 @@ from mugrpo_megatron.run.inputs import USER_FILES as FILE_NAME
 from mugrpo_megatron.run.inputs import check_data, problem_sums, record_data, user_files
 from mugrpo_megatron.run.run import open_files
 from mugrpo_megatron.samples import Problem
+from tests.refusals import refuses
 
 CODE = "def right(response):\n    return 1.0\n"
 NAMES = {
@@ -81,9 +82,8 @@ def test_an_edited_file_is_refused_with_the_way_out(key: str, recipe: Recipe, tm
     own = tmp_path / NAMES[key]
     own.write_text(CODE + "# edited\n", encoding="utf-8")
     said = rf"{key} names a file that was edited since .* began; restore it, begin a new run or a branch .*remove"
-    for refuses in (check_directory, begin):
-        with pytest.raises(UserError, match=said):
-            refuses(recipe)
+    for act in (check_directory, begin):
+        refuses(said, act, recipe)
     begin(recipe_in(tmp_path / "another"))
     own.write_text(CODE, encoding="utf-8")
     begin(recipe)
@@ -91,8 +91,7 @@ def test_an_edited_file_is_refused_with_the_way_out(key: str, recipe: Recipe, tm
     (tmp_path / "run" / FILE_NAME).unlink()
     begin(recipe)
     own.write_text(CODE, encoding="utf-8")
-    with pytest.raises(UserError, match=key):
-        begin(recipe)
+    refuses(key, begin, recipe)
 
 
 @pytest.mark.parametrize("scored", ["stages/00000/shard-00000.parquet", "evaluations/update000000.jsonl"])
@@ -100,8 +99,7 @@ def test_an_edited_reward_is_accepted_until_it_has_scored(scored: str, recipe: R
     begin(recipe)
     own = {key: tmp_path / name for key, name in NAMES.items()}
     own["objective.surrogate"].write_text(CODE + "# edited\n", encoding="utf-8")
-    with pytest.raises(UserError, match=r"objective\.surrogate"):
-        begin(recipe)
+    refuses(r"objective\.surrogate", begin, recipe)
     own["objective.surrogate"].write_text(CODE, encoding="utf-8")
     key = "reward.functions.first"
     own[key].write_text(CODE + "# edited\n", encoding="utf-8")
@@ -110,8 +108,7 @@ def test_an_edited_reward_is_accepted_until_it_has_scored(scored: str, recipe: R
     score(tmp_path / "run", scored)
     begin(recipe)  # the edited file is the run's now
     (tmp_path / NAMES[key]).write_text(CODE, encoding="utf-8")
-    with pytest.raises(UserError, match=f"{key} names a file that was edited"):
-        begin(recipe)
+    refuses(f"{key} names a file that was edited", begin, recipe)
 
 
 def test_a_reward_that_ended_the_run_may_be_edited(recipe: Recipe, tmp_path: Path) -> None:
@@ -124,15 +121,13 @@ def test_a_reward_that_ended_the_run_may_be_edited(recipe: Recipe, tmp_path: Pat
     (tmp_path / NAMES["reward.functions.first"]).write_text(CODE + "# edited\n", encoding="utf-8")
     begin(recipe)
     (tmp_path / NAMES["reward.functions.second"]).write_text(CODE + "# edited\n", encoding="utf-8")
-    with pytest.raises(UserError, match=r"^reward\.functions\.second names"):
-        begin(recipe)
+    refuses(r"^reward\.functions\.second names", begin, recipe)
 
 
 def test_a_damaged_record_is_told(recipe: Recipe, tmp_path: Path) -> None:
     begin(recipe)
     (tmp_path / "run" / FILE_NAME).write_bytes(b"{}")
-    with pytest.raises(UserError, match=rf"{FILE_NAME}: damaged, .*remove .*{FILE_NAME} to continue"):
-        check_directory(recipe)
+    refuses(rf"{FILE_NAME}: damaged, .*remove .*{FILE_NAME} to continue", check_directory, recipe)
 
 
 def test_an_edited_template_is_another_evaluation(recipe: Recipe, tmp_path: Path) -> None:
@@ -188,5 +183,4 @@ def test_a_file_may_move(tmp_path: Path) -> None:
 @pytest.mark.parametrize("change", [{"question": "6*8="}, {"answer": "43"}, {"messages": ()}, {"row": {"tests": []}}])
 def test_what_a_reward_depends_on_is_told(change: dict[str, Any], tmp_path: Path) -> None:
     record_data(tmp_path, Problems([WITH_ROW], [], []))
-    with pytest.raises(UserError, match=r"other problems of set \(train\)"):
-        check_data(tmp_path, Problems([replace(WITH_ROW, **change)], [], []))
+    refuses(r"other problems of set \(train\)", check_data, tmp_path, Problems([replace(WITH_ROW, **change)], [], []))

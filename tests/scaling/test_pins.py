@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from mugrpo_megatron.extras.doctor.doctor import STACKS
+from tests.torch211 import python_files
 
 ROOT = Path(__file__).parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -95,3 +98,18 @@ def test_the_cuda_lock_resolves(name: str, python: str) -> None:
     assert done.returncode == 0, done.stderr
     lines = (ROOT / "run_scripts" / name).read_text().splitlines()
     assert set(done.stdout.splitlines()) <= set(lines)
+
+
+OURS = ("mugrpo_megatron/", "checkpoints_convert/", "run_scripts/", "tests/")
+
+
+@pytest.mark.night
+@pytest.mark.process
+def test_our_calls_have_the_types_of_cudas_torch(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """mypy over everything, with that version's Python files and stubs in front of the installed ones."""
+    torch = python_files(pytestconfig.cache.mkdir("torch211"))
+    command = [sys.executable, "-m", "mypy", "--cache-dir", str(tmp_path), "--no-error-summary"]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "MYPYPATH": str(torch)}, capture_output=True, text=True)
+    wrong = [line for line in done.stdout.splitlines() if line.startswith(OURS) and ": error: " in line]
+    assert wrong == []
+    assert done.returncode == 0 or f"{torch}/torch/" in done.stdout, done.stdout + done.stderr

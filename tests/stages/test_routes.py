@@ -17,6 +17,7 @@ from mugrpo_megatron.samples import InMemoryRoutes, Sample, expert_type
 from mugrpo_megatron.stages import routes as module
 from mugrpo_megatron.stages.routes import RouteColumn, route_column, with_routes
 from mugrpo_megatron.stages.store import StageStore
+from tests.refusals import refuses
 
 OF = {"stage": "0123"}
 LENGTHS = [[3, 1, 5], [2, 2]]
@@ -109,8 +110,7 @@ def test_those_of_another_stage_are_refused(tmp_path: Path) -> None:
     written(path)
     with pytest.raises(UserError, match="was computed for other responses or another policy; do this"):
         RouteColumn(path, {"stage": "4567"}, "do this").read(0, LENGTHS[0])
-    with pytest.raises(UserError, match="for other responses"):
-        routes(path).read(0, [3, 1, 4])
+    refuses("for other responses", routes(path).read, 0, [3, 1, 4])
 
 
 def test_a_file_cut_short_is_absent(tmp_path: Path) -> None:
@@ -194,13 +194,11 @@ def test_the_engines_routes_go_through_shards_into_a_file_of_their_own(total: in
             assert sample.routes is not None
             np.testing.assert_array_equal(found.routes.read([2, 0]), sample.routes.read([2, 0]))
     assert stores["without"].read_update(0)[0].routes is None
-    with pytest.raises(UserError, match="generate the stage again with"):
-        StageStore(tmp_path / "without", replay="rollout").read_update(0)
+    refuses("generate the stage again with", StageStore(tmp_path / "without", replay="rollout").read_update, 0)
 
 
 def test_a_stage_with_some_routes_is_refused(tmp_path: Path) -> None:
     one, other = generated(0, [2, 2], 4)
     store = StageStore(tmp_path)
     store.append([one, replace(other, routes=None)])
-    with pytest.raises(ValueError, match="all samples of a stage have the engine's routes, or none"):
-        store.flush()
+    refuses("all samples of a stage have the engine's routes, or none", store.flush, error=ValueError)

@@ -13,12 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import digest, write_checksummed_json
 from mugrpo_megatron.stages.manifest import FORMAT, parquet_spans, read_manifest
 from mugrpo_megatron.stages.schema import training_columns
 from mugrpo_megatron.stages.store import StageStore
 from tests.hostile.rundir import GROUPS, PROMPTS, UPDATES, group
+from tests.refusals import refuses
 
 Tables = list[pa.Table]
 
@@ -125,8 +125,7 @@ def test_a_file_that_holds_something_else(name: str, whole: Path, tmp_path: Path
     change, says = FILES[name]
     copy = Path(shutil.copytree(whole, tmp_path / "00000"))
     rewritten(copy, change(tables_of(whole)))
-    with pytest.raises(UserError, match=says):
-        read(copy)
+    refuses(says, read, copy)
 
 
 def test_a_shard_whose_columns_may_be_null_is_sealed(tmp_path: Path) -> None:
@@ -146,8 +145,7 @@ def test_an_update_more(tmp_path: Path, whole: Path) -> None:
     tables = tables_of(whole)
     rewritten(copy, [*tables, tables[0]])
     if read_manifest(whole).sealed:
-        with pytest.raises(UserError, match=r"damaged|row groups do not match its manifest"):
-            read(copy)
+        refuses(r"damaged|row groups do not match its manifest", read, copy)
     else:
         read(copy)  # of a shard only the groups count that the manifest lists
 
@@ -172,5 +170,4 @@ def test_a_manifest_that_says_something_else(name: str, whole: Path, tmp_path: P
     body = json.loads((copy / "manifest.json").read_text())["stage"]
     BODIES[name](body["sealed"] or body["shards"][0])
     signed(copy, body)
-    with pytest.raises(UserError, match="damaged"):
-        read(copy)
+    refuses("damaged", read, copy)

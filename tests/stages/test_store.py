@@ -28,6 +28,7 @@ from mugrpo_megatron.stages.schema import COLUMNS, OPTIONAL, TEXT_COLUMNS, TRAIN
 from mugrpo_megatron.stages.store import StageStore
 from tests.engine.tiny import group
 from tests.hostile.places import disk
+from tests.refusals import refuses
 
 UPDATES, PROMPTS = 3, 5
 GROUPS = UPDATES * PROMPTS
@@ -113,27 +114,22 @@ def test_no_group_twice(tmp_path: Path) -> None:
     store = StageStore(tmp_path)
     store.append(group(2))
     for index in (1, 2):
-        with pytest.raises(ValueError, match=f"group {index} is in"):
-            store.append(group(index))
+        refuses(f"group {index} is in", store.append, group(index), error=ValueError)
 
 
 def test_what_is_incomplete_cannot_be_sealed_and_what_is_sealed_cannot_grow(tmp_path: Path) -> None:
     store = filled(tmp_path, [*range(4), *range(5, GROUPS)])
-    with pytest.raises(ValueError, match=r"lacks 1 groups, first \[4\]"):
-        store.seal(UPDATES, PROMPTS)
-    with pytest.raises(ValueError, match="not sealed"):
-        store.read_update(0)
+    refuses(r"lacks 1 groups, first \[4\]", store.seal, UPDATES, PROMPTS, error=ValueError)
+    refuses("not sealed", store.read_update, 0, error=ValueError)
     store.append(group(4))
     store.seal(UPDATES, PROMPTS)
     for writer in (store, StageStore(tmp_path)):
-        with pytest.raises(ValueError, match="is sealed"):
-            writer.append(group(GROUPS))
+        refuses("is sealed", writer.append, group(GROUPS), error=ValueError)
 
 
 def test_shards_that_a_kill_right_after_the_seal_left_are_removed(tmp_path: Path) -> None:
     store = filled(tmp_path)
-    with pytest.raises(ValueError, match="not sealed"):
-        store.remove_shards()
+    refuses("not sealed", store.remove_shards, error=ValueError)
     shards = {path: path.read_bytes() for path in tmp_path.glob("shard-*.parquet")}
     assert shards
     store.seal(UPDATES, PROMPTS)
@@ -214,10 +210,8 @@ def test_optional_columns_come_back(seed: int, tmp_path_factory: pytest.TempPath
 def test_groups_with_and_without_an_optional_column_do_not_share_a_stage(tmp_path: Path) -> None:
     filled(tmp_path, [0])
     masked = [replace(one, loss_mask=np.ones(len(one.response_ids), dtype=bool)) for one in group(1)]
-    with pytest.raises(UserError, match="new ones \\['loss_mask'\\]; take the keys of the recipe"):
-        StageStore(tmp_path).append(masked)
-    with pytest.raises(ValueError, match="same optional columns"):
-        StageStore(tmp_path / "other").append([*masked, *group(1)])
+    refuses("new ones \\['loss_mask'\\]; take the keys of the recipe", StageStore(tmp_path).append, masked)
+    refuses("same optional columns", StageStore(tmp_path / "other").append, [*masked, *group(1)], error=ValueError)
 
 
 def test_a_stage_of_an_older_format_is_refused_by_name(tmp_path: Path) -> None:
@@ -237,8 +231,7 @@ def test_damage_to_one_update_leaves_the_others_readable(tmp_path: Path) -> None
     store = StageStore(tmp_path)
     assert_same(store.read_update(0), update_of(0))
     assert_same(store.read_update(2), update_of(2))
-    with pytest.raises(UserError, match="damaged"):
-        store.read_update(1)
+    refuses("damaged", store.read_update, 1)
 
 
 def test_the_groups_of_a_damaged_shard_are_generated_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -260,8 +253,7 @@ def test_a_shard_that_is_damaged_while_the_stage_is_written_stops_the_seal(tmp_p
     store = filled(tmp_path)
     victim = tmp_path / "shard-00000.parquet"
     victim.write_bytes(victim.read_bytes()[:-3])
-    with pytest.raises(UserError, match=r"shard-00000\.parquet: damaged.*run the same command again"):
-        store.seal(UPDATES, PROMPTS)
+    refuses(r"shard-00000\.parquet: damaged.*run the same command again", store.seal, UPDATES, PROMPTS)
 
 
 @pytest.fixture
@@ -281,8 +273,7 @@ def test_a_disk_that_really_is_full(phase: str, small_disk: Path) -> None:
             store.append(one)
         store.flush()
     ballast.write_bytes(b"x" * (_free(small_disk) - 20_000))
-    with pytest.raises(UserError, match="no space left"):
-        _finish(store, [] if phase == "seal" else long)
+    refuses("no space left", _finish, store, [] if phase == "seal" else long)
     kept = StageStore(stage).verified_groups()
     assert {path.suffix for path in stage.iterdir()} <= {".parquet", ".json"}
     ballast.unlink()
@@ -324,15 +315,12 @@ def test_a_stage_of_another_place_is_refused(other: Origin | None, until: str, t
         lambda s: s.read_update(0),
         lambda s: s.verified_groups(),
     ):
-        with pytest.raises(UserError, match=r"holds .*, not stage 3 of run run, sampled after 0 updates"):
-            act(StageStore(directory, origin=HERE))
-    with pytest.raises(UserError, match="holds"):
-        check_stage(directory, HERE)
+        refuses(r"holds .*, not stage 3 of run run, sampled after 0 updates", act, StageStore(directory, origin=HERE))
+    refuses("holds", check_stage, directory, HERE)
     assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
     check_stage(directory, other)
     if other:  # without a run to compare with, the directory's name has to be right
-        with pytest.raises(UserError, match="give it its right name"):
-            check_stage(directory.rename(tmp_path / "00009"))
+        refuses("give it its right name", check_stage, directory.rename(tmp_path / "00009"))
 
 
 def test_a_response_of_other_weights_is_not_taken(tmp_path: Path) -> None:
@@ -346,8 +334,7 @@ def test_a_missing_manifest_is_named_and_nothing_is_removed(until: str, tmp_path
     (tmp_path / "manifest.json").unlink()
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     for act in (lambda: check_stage(tmp_path), lambda: StageStore(tmp_path).append(group(3))):
-        with pytest.raises(UserError, match=r"manifest\.json is missing, so (stage|shard)"):
-            act()
+        refuses(r"manifest\.json is missing, so (stage|shard)", act)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 

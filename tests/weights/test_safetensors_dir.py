@@ -32,6 +32,7 @@ from mugrpo_megatron.weights.safetensors_dir import (
 )
 from mugrpo_megatron.weights.table import entries
 from tests import models
+from tests.refusals import refuses
 
 SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=8)
 
@@ -68,8 +69,7 @@ def test_transposed_tensor_is_written_in_its_own_order(tmp_path: Path) -> None:
 
 def test_stopped_shard_leaves_no_file_of_its_name(tmp_path: Path) -> None:
     shard = WeightFile(SINGLE, (TensorSpec("a", (2,), torch.float32), TensorSpec("b", (2,), torch.float32)))
-    with pytest.raises(ValueError, match="b has shape"):
-        write_shard(tmp_path, shard, [torch.zeros(2), torch.zeros(3)])
+    refuses("b has shape", write_shard, tmp_path, shard, [torch.zeros(2), torch.zeros(3)], error=ValueError)
     assert not (tmp_path / SINGLE).exists()
 
 
@@ -101,21 +101,18 @@ def test_index_and_shards_may_differ_about_tensors_that_are_not_needed(name: str
 
 def test_an_output_layer_that_only_a_shard_has_must_equal_the_embedding(tmp_path: Path) -> None:
     sharded(tmp_path, {HEAD: torch.zeros(TIED.shape("V H"))}, {})
-    with pytest.raises(UserError, match=r"differs from .*, though config.json ties them"):
-        open_checkpoint(tmp_path, TIED)
+    refuses(r"differs from .*, though config.json ties them", open_checkpoint, tmp_path, TIED)
 
 
 def test_a_stale_single_file_beside_an_index_is_refused(tmp_path: Path) -> None:
     sharded(tmp_path, {}, {})
     save_file({"a": torch.ones(1)}, tmp_path / SINGLE)
-    with pytest.raises(UserError, match=f"has a {SINGLE} that {INDEX} does not name"):
-        open_checkpoint(tmp_path, TIED)
+    refuses(f"has a {SINGLE} that {INDEX} does not name", open_checkpoint, tmp_path, TIED)
 
 
 def test_a_needed_tensor_that_only_the_index_has_is_named(tmp_path: Path) -> None:
     sharded(tmp_path, {}, {"model.norm.bias": "model-00001-of-00002.safetensors"})
-    with pytest.raises(UserError, match=r"disagrees with the shards about 'model\.norm\.bias'"):
-        open_checkpoint(tmp_path, TIED)
+    refuses(r"disagrees with the shards about 'model\.norm\.bias'", open_checkpoint, tmp_path, TIED)
 
 
 @pytest.mark.parametrize(("value", "kind"), [(math.nan, r"not a number \(NaN\)"), (-math.inf, "infinite")])

@@ -17,6 +17,7 @@ from mugrpo_megatron.extras.auxiliary.models import LAST_NORM, make_divider, tea
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.load import validate
 from mugrpo_megatron.weights.families import FAMILIES
+from tests.refusals import refuses
 from tests.tiny import save_model, write_recipe
 
 PARSE = "tests.extras.auxiliary.parsing:score"
@@ -57,16 +58,14 @@ def test_weights_that_are_cut_are_refused(model: Path, tmp_path: Path, size: int
     path = other / "model.safetensors"
     content = path.read_bytes()
     path.write_bytes(content[:size])
-    with pytest.raises(UserError, match=r"big\.model = .*model\.safetensors is truncated"):
-        check_auxiliaries(recipe(model, other), print)
+    refuses(r"big\.model = .*model\.safetensors is truncated", check_auxiliaries, recipe(model, other), print)
 
 
 def test_a_config_of_another_vocabulary_is_refused(model: Path, tmp_path: Path) -> None:
     other = save_model(tmp_path / "other")
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "vocab_size": 999}))
-    with pytest.raises(UserError, match=r"vocab_size 999, and model\.safetensors has 272 rows"):
-        check_auxiliaries(recipe(model, other), print)
+    refuses(r"vocab_size 999, and model\.safetensors has 272 rows", check_auxiliaries, recipe(model, other), print)
 
 
 def test_a_family_that_no_library_names_is_refused(model: Path, tmp_path: Path) -> None:
@@ -131,8 +130,7 @@ def test_names_without_a_auxiliary_and_auxiliaries_without_work() -> None:
         validate({"objective": {"teacher": "big"}}, "recipe")
     with pytest.raises(UserError, match=r"auxiliary\.big: neither objective\.teacher nor a judge names it"):
         validate({"auxiliary": {"big": {"model": "m"}}}, "recipe")
-    with pytest.raises(UserError, match=r"teacher_coef.*needs a teacher"):
-        validate({"objective": {"teacher_coef": 1.0}}, "recipe")
+    refuses(r"teacher_coef.*needs a teacher", validate, {"objective": {"teacher_coef": 1.0}}, "recipe")
     with pytest.raises(UserError, match=r"`auxiliary\.big\.modell` is not a recipe key; did you mean"):
         validate({"auxiliary": {"big": {"modell": "m"}}}, "recipe")
 

@@ -39,6 +39,7 @@ from tests.extras.auxiliary.stand import (
     stage_updates,
     stand,
 )
+from tests.refusals import refuses
 from tests.tiny import save_model
 
 TOKENIZER = build_arithmetic_tokenizer(CHAT_ML)
@@ -219,8 +220,7 @@ def test_a_parser_takes_an_answer_by_name(tmp_path: Path, model: Path, parse: st
 def test_a_template_that_python_cannot_compile_is_no_traceback(tmp_path: Path, model: Path, text: str) -> None:
     path = tmp_path / "deep.j2"
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(UserError, match="not a Jinja template"):
-        read_template("key", path)
+    refuses("not a Jinja template", read_template, "key", path)
 
 
 @pytest.mark.parametrize("text", ["{{ 'x' * 10**10 }}", "{{ 'x' | center(10**10) }}", "{{ '%9999999999d' % 1 }}"])
@@ -292,8 +292,7 @@ def test_templates_have_an_end_and_no_traceback(
     column = score_column(recipe, RunDirectory(tmp_path / "run"), store, 0, "quality")
     judge = Judge(recipe, "quality", model, column, ColumnParts(column, "", UPDATES))
     judge._tokenizer = build_arithmetic_tokenizer(chat)
-    with pytest.raises(UserError, match=says):
-        judge.prompts(store.read_update(0, with_text=True))
+    refuses(says, judge.prompts, store.read_update(0, with_text=True))
 
 
 @pytest.mark.parametrize(
@@ -314,5 +313,4 @@ def test_templates_have_an_end_and_no_traceback(
     ],
 )
 def test_judges_that_are_not_whole(functions: dict[str, Any], match: str) -> None:
-    with pytest.raises(UserError, match=match):
-        validate({"reward": {"functions": functions}}, "recipe")
+    refuses(match, validate, {"reward": {"functions": functions}}, "recipe")

@@ -36,6 +36,7 @@ from mugrpo_megatron.run.record import PROVENANCE, claim, provenance, read_recor
 from mugrpo_megatron.samples import Problem, Sample
 from mugrpo_megatron.stages.manifest import Origin
 from mugrpo_megatron.stages.store import StageStore
+from tests.refusals import refuses
 
 SCHEDULE = {"stages": 2, "updates_per_stage": 3}
 PROBLEMS = Problems([Problem("p", "1 + 1", "2", "p")], [], [])
@@ -67,16 +68,14 @@ def test_a_process_without_a_learner_imports_no_megatron() -> None:
 
 @pytest.mark.parametrize("text", ["", "4", "4/4", "-1/4", "1/0", "0/0", "a/b", "1/4 ", "99999/100000"])
 def test_other_texts_are_no_shard(text: str) -> None:
-    with pytest.raises(UserError, match="write it as I/N"):
-        parse_shard(text)
+    refuses("write it as I/N", parse_shard, text)
     assert parse_shard("3/4") == GenerationShard(3, 4)
 
 
 def test_a_run_begins_with_the_model_and_goes_on_with_its_hf(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
     directory = RunDirectory(recipe.run.dir)
-    with pytest.raises(UserError, match="holds no run"):
-        next_stage(directory, recipe.model, recipe.schedule)
+    refuses("holds no run", next_stage, directory, recipe.model, recipe.schedule)
     first = begin(recipe, PROBLEMS)
     assert (first.cursor, first.weights) == (Cursor(), recipe.model.path)
     assert first.origin == Origin(first.record.id, 0, 0)
@@ -93,8 +92,7 @@ def test_a_run_begins_with_the_model_and_goes_on_with_its_hf(tmp_path: Path) -> 
         next_stage(directory, recipe.model, recipe.schedule)
     directory.hf.mkdir()
     write_json(directory.hf / PROVENANCE, provenance(first.record))
-    with pytest.raises(UserError, match="does not say at which update"):
-        next_stage(directory, recipe.model, recipe.schedule)
+    refuses("does not say at which update", next_stage, directory, recipe.model, recipe.schedule)
     write_json(directory.hf / PROVENANCE, provenance(first.record, asdict(Cursor(1, 0, 3))))
     assert next_stage(directory, recipe.model, recipe.schedule).origin == Origin(first.record.id, 1, 3)
     assert next_stage(directory, recipe.model, recipe.schedule).weights == directory.hf
@@ -106,11 +104,9 @@ def test_a_run_begins_with_the_model_and_goes_on_with_its_hf(tmp_path: Path) -> 
     with pytest.raises(UserError, match=r"holds stage00001-age00000: finish the stage with `mugrpo optimize`"):
         next_stage(directory, recipe.model, recipe.schedule)
     write_json(directory.hf / PROVENANCE, provenance(first.record, asdict(Cursor(2, 0, 6))))
-    with pytest.raises(UserError, match="taken all of its 6 updates"):
-        next_stage(directory, recipe.model, recipe.schedule)
+    refuses("taken all of its 6 updates", next_stage, directory, recipe.model, recipe.schedule)
     write_json(directory.hf / PROVENANCE, {"run": "another", "cursor": asdict(Cursor(2, 0, 6))})
-    with pytest.raises(UserError, match="does not say"):
-        next_stage(directory, recipe.model, recipe.schedule)
+    refuses("does not say", next_stage, directory, recipe.model, recipe.schedule)
 
 
 def test_shards_have_the_same_weights_and_problems(tmp_path: Path) -> None:
@@ -121,17 +117,13 @@ def test_shards_have_the_same_weights_and_problems(tmp_path: Path) -> None:
     mark_shard(GenerationShard(0, 2), stage, PROBLEMS)
     mark_shard(GenerationShard(1, 2), stage, PROBLEMS)
     assert marked_shards(folder, stage.weights) == [GenerationShard(0, 2), GenerationShard(1, 2)]
-    with pytest.raises(UserError, match="another part of the stage"):
-        mark_shard(GenerationShard(0, 3), stage, PROBLEMS)
+    refuses("another part of the stage", mark_shard, GenerationShard(0, 3), stage, PROBLEMS)
     other = Problems([Problem("p", "1 + 2", "3", "p")], [], [])
     mark_shard(GenerationShard(2, 3), stage, other)
-    with pytest.raises(UserError, match="different problems"):
-        marked_shards(folder, stage.weights)
+    refuses("different problems", marked_shards, folder, stage.weights)
     (recipe.model.path / "model.safetensors").write_bytes(b"stronger")
-    with pytest.raises(UserError, match="other weights than"):
-        marked_shards(folder, stage.weights)
-    with pytest.raises(UserError, match="other weights or problems"):
-        mark_shard(GenerationShard(1, 2), stage, PROBLEMS)
+    refuses("other weights than", marked_shards, folder, stage.weights)
+    refuses("other weights or problems", mark_shard, GenerationShard(1, 2), stage, PROBLEMS)
 
 
 def test_a_shard_without_its_mark_is_not_sealed(tmp_path: Path) -> None:
@@ -145,11 +137,9 @@ def test_a_shard_without_its_mark_is_not_sealed(tmp_path: Path) -> None:
     damaged = folder / "shard-0002.json"
     damaged.write_text(damaged.read_text().replace("2", "3", 1))
     way_out = r"remove it with manifest-0002\.json and shard-0002-\*\.parquet, and run its shard again"
-    with pytest.raises(UserError, match=rf"shard-0002\.json: damaged; {way_out}"):
-        marked_shards(folder, stage.weights)
+    refuses(rf"shard-0002\.json: damaged; {way_out}", marked_shards, folder, stage.weights)
     damaged.unlink()
-    with pytest.raises(UserError, match=rf"shard-0002\.json is missing.*{way_out}"):
-        marked_shards(folder, stage.weights)
+    refuses(rf"shard-0002\.json is missing.*{way_out}", marked_shards, folder, stage.weights)
     (folder / "manifest-0002.json").unlink()
     assert marked_shards(folder, stage.weights) == [GenerationShard(0, 2)]
 
@@ -168,15 +158,12 @@ def test_a_stage_is_sealed_once_all_groups_of_its_weights_are_there(tmp_path: Pa
     stage = begin(recipe, PROBLEMS)
     shards = [GenerationShard(number, 2) for number in range(2)]
     mark_shard(shards[0], stage, PROBLEMS)
-    with pytest.raises(UserError, match=r"lacks 6 of 6 groups; shards that lack some: 0/2 \(3\); no shard .* for 3;"):
-        close_stage(stage, 3, 2)
+    refuses(r"lacks 6 of 6 groups; shards that lack some: 0/2 \(3\); no shard .* for 3;", close_stage, stage, 3, 2)
     mark_shard(shards[1], stage, PROBLEMS)
     write_groups(stage, shards[0])
-    with pytest.raises(UserError, match=r"lacks 3 of 6 groups; shards that lack some: 1/2 \(3\); run them again"):
-        close_stage(stage, 3, 2)
+    refuses(r"lacks 3 of 6 groups; shards that lack some: 1/2 \(3\); run them again", close_stage, stage, 3, 2)
     write_groups(stage, shards[1], version=2)
-    with pytest.raises(UserError, match=r"sampled after 2 updates, not .* sampled after 0 updates;"):
-        close_stage(stage, 3, 2)
+    refuses(r"sampled after 2 updates, not .* sampled after 0 updates;", close_stage, stage, 3, 2)
     for path in stage.directory.glob("*-0002*"):
         path.unlink()
     mark_shard(shards[1], stage, PROBLEMS)

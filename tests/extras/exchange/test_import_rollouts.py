@@ -18,6 +18,7 @@ from mugrpo_megatron.extras.exchange.import_rollouts import import_rollouts
 from mugrpo_megatron.recipe import Recipe, load_recipe
 from mugrpo_megatron.run.published import read_published
 from mugrpo_megatron.stages.store import StageStore
+from tests.refusals import refuses
 from tests.tiny import COIN, mugrpo, rows, write_recipe
 
 PROMPTS, GROUP, UPDATES = 4, 4, 2
@@ -76,8 +77,7 @@ def test_the_stage_holds_the_file(model: Path, tmp_path: Path) -> None:
     published = read_published(tmp_path / "stage")
     assert published
     assert not published.logprobs
-    with pytest.raises(UserError, match="exists already"):
-        imported(log, recipe, tmp_path / "stage")
+    refuses("exists already", imported, log, recipe, tmp_path / "stage")
 
 
 @pytest.mark.parametrize(
@@ -96,8 +96,7 @@ def test_a_recipe_that_does_not_fit_is_told_what_fits(
     sections: dict[str, dict[str, Any]], words: str, model: Path, tmp_path: Path
 ) -> None:
     recipe = load_recipe(recipe_file(tmp_path, model, **sections))
-    with pytest.raises(UserError, match=words):
-        imported(trl_log(tmp_path / "completions.parquet"), recipe, tmp_path / "stage")
+    refuses(words, imported, trl_log(tmp_path / "completions.parquet"), recipe, tmp_path / "stage")
     assert not (tmp_path / "stage").exists()
 
 
@@ -132,8 +131,7 @@ def test_an_update_needs_a_token_to_train_on(model: Path, tmp_path: Path) -> Non
     none: dict[str, Any] = {"loss_mask": [0, 0]}
     log = of_ids(tmp_path / "rows.jsonl", *[none] * 3, {"loss_mask": [0, 1]}, *[none] * 4)
     words = r"rows\.jsonl: the loss masks of update 1 \(from 0\), whose responses begin at rows\.jsonl:5, are all 0"
-    with pytest.raises(UserError, match=words):
-        imported(log, recipe, tmp_path / "stage", reward=None)
+    refuses(words, imported, log, recipe, tmp_path / "stage", reward=None)
     assert not (tmp_path / "stage").exists()
     log = of_ids(tmp_path / "rows.jsonl", *[none] * 3, {"loss_mask": [0, 1]}, *[none] * 3, {"loss_mask": [True, 0]})
     store = imported(log, recipe, tmp_path / "stage", reward=None)
@@ -146,8 +144,7 @@ def test_a_reward_is_finite_as_float32(reward: str, model: Path, tmp_path: Path)
     log = of_ids(tmp_path / "rows.jsonl", *[{}] * 8)
     first, rest = log.read_text().split("\n", 1)
     log.write_text(first.replace('"reward": 0', f'"reward": {reward}') + "\n" + rest)
-    with pytest.raises(UserError, match=r"rows\.jsonl:1: reward holds no finite number"):
-        imported(log, recipe, tmp_path / "stage", reward=None)
+    refuses(r"rows\.jsonl:1: reward holds no finite number", imported, log, recipe, tmp_path / "stage", reward=None)
 
 
 @pytest.mark.parametrize("none", [None, float("nan"), "nan", ""])
@@ -244,6 +241,5 @@ def test_what_another_makes_while_a_stage_is_written_stays(
         return "# a stage"
 
     monkeypatch.setattr(import_command, "card", card)
-    with pytest.raises(UserError, match="was created meanwhile"):
-        imported(file, load_recipe(recipe_file(tmp_path, model)), to)
+    refuses("was created meanwhile", imported, file, load_recipe(recipe_file(tmp_path, model)), to)
     assert [path.name for path in to.iterdir()] == ["precious"]

@@ -21,6 +21,7 @@ from mugrpo_megatron.extras.exchange.publish import publish, upload
 from mugrpo_megatron.recipe import load_recipe
 from mugrpo_megatron.run.branch import branch
 from mugrpo_megatron.stages.store import StageStore
+from tests.refusals import refuses
 from tests.stages.test_signed import rewritten, tables_of
 from tests.tiny import mugrpo
 
@@ -90,13 +91,10 @@ def test_what_publish_did_not_write_stays(finished_run: Path, tmp_path: Path) ->
             publish(finished_run, 0, other, overwrite=overwrite, say=quiet)
     assert [path.read_text() for path in other.iterdir()] == ["mine"]
     publish(finished_run, 0, tmp_path / "set", say=quiet)
-    with pytest.raises(UserError, match="--overwrite replaces it"):
-        publish(finished_run, 1, tmp_path / "set", say=quiet)
+    refuses("--overwrite replaces it", publish, finished_run, 1, tmp_path / "set", say=quiet)
     assert (tmp_path / "set" / "stages" / "00000").exists()
-    with pytest.raises(UserError, match="no sealed stage 7"):
-        publish(finished_run, 7, tmp_path / "seven", say=quiet)
-    with pytest.raises(UserError, match="not a run directory"):
-        publish(tmp_path, 0, tmp_path / "seven", say=quiet)
+    refuses("no sealed stage 7", publish, finished_run, 7, tmp_path / "seven", say=quiet)
+    refuses("not a run directory", publish, tmp_path, 0, tmp_path / "seven", say=quiet)
     assert not (tmp_path / "seven").exists()
     to = tmp_path / "set"
     for name in ("precious.txt", ".git/HEAD", "stages/00000/notes.txt", "checkpoints/empty/x"):
@@ -110,8 +108,7 @@ def test_what_publish_did_not_write_stays(finished_run: Path, tmp_path: Path) ->
             shutil.rmtree(to / name.split("/")[0])
     publish(finished_run, 1, to, overwrite=True, say=quiet)
     assert not (to / "stages" / "00000").exists()
-    with pytest.raises(UserError, match="is inside the run"):
-        publish(finished_run, 0, finished_run / "stages" / "00009", say=quiet)
+    refuses("is inside the run", publish, finished_run, 0, finished_run / "stages" / "00009", say=quiet)
 
 
 @pytest.mark.process
@@ -131,8 +128,7 @@ def test_nothing_but_listed_regular_files_is_published(finished_run: Path, tmp_p
     stage = run / "stages" / "00001" / "stage.parquet"
     stage.rename(tmp_path / "moved.parquet")
     stage.symlink_to(tmp_path / "moved.parquet")
-    with pytest.raises(UserError, match="only regular files are, no links"):
-        publish(run, 1, tmp_path / "other", say=quiet)
+    refuses("only regular files are, no links", publish, run, 1, tmp_path / "other", say=quiet)
     assert not (tmp_path / "other").exists()
 
 
@@ -165,14 +161,12 @@ def test_a_published_stage_trains_only_with_what_made_it(finished_run: Path, tmp
     (other / "model.safetensors").write_bytes(weights[:-1] + b"!")
     with pytest.raises(UserError, match="has other weights than model, which sampled"):
         branch(load_recipe(recipe, [here, f"model.path={other}"]), tmp_path / "zero", 0)
-    with pytest.raises(UserError, match="published with --weights has them"):
-        branch(load_recipe(recipe, [here]), tmp_path / "one", 1)
+    refuses("published with --weights has them", branch, load_recipe(recipe, [here]), tmp_path / "one", 1)
     with pytest.raises(UserError, match=r"a branch cannot change rollout\.temperature"):
         optimize_alone(load_recipe(recipe, [here, "rollout.temperature=0.5"]), None, tmp_path / "zero")
     damaged = tmp_path / "zero" / "published.json"
     damaged.write_text(damaged.read_text().replace("model", "modal", 1))
-    with pytest.raises(UserError, match=r"published\.json: damaged"):
-        optimize_alone(load_recipe(recipe, [here]), None, tmp_path / "zero")
+    refuses(r"published\.json: damaged", optimize_alone, load_recipe(recipe, [here]), None, tmp_path / "zero")
     assert not (tmp_path / "b").exists()
 
 
@@ -234,6 +228,5 @@ def test_an_upload_is_private_unless_told_and_replaces_only_published_stages(
         assert hub.asked == [*created, ("upload", tmp_path)]
     hub = Hub(["data.parquet"])
     monkeypatch.setattr("huggingface_hub.HfApi", lambda: hub)
-    with pytest.raises(UserError, match="not a published stage"):
-        upload(tmp_path, "me/set", public, say=quiet)
+    refuses("not a published stage", upload, tmp_path, "me/set", public, say=quiet)
     assert hub.asked == []

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.exchange.foreign_rollouts import read_rollouts
 from mugrpo_megatron.extras.exchange.traces import flatten_trace
 from tests.extras.exchange.test_foreign_rollouts import TEMPLATE, TOKENIZER
+from tests.refusals import refuses
 
 
 def turn(prompt: list[Any], completion: list[int], mask: list[int] | None = None, node: str = "a") -> dict[str, Any]:
@@ -74,8 +74,7 @@ def test_a_turn_that_is_not_trained_on_may_be_of_another_conversation() -> None:
     ],
 )
 def test_what_is_no_trace_is_said_in_a_sentence(change: dict[str, Any], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        flatten_trace({**TWO, **change})
+    refuses(why, flatten_trace, {**TWO, **change}, error=ValueError)
 
 
 def node(parent: int | None, ids: list[int], mask: list[bool] | None = None, **more: Any) -> dict[str, Any]:
@@ -119,8 +118,7 @@ def test_an_episode_of_verifiers_is_its_trained_traces(tmp_path: Path) -> None:
     assert groups[0][0].response_ids.tolist() == [3, 4, 9, 9, 5]
     for traces, why in (([judge], "without a trace to train on"), ("x", "traces is no list"), ([3], "are no objects")):
         path.write_text(json.dumps({**episodes[0], "traces": traces}) + "\n")
-        with pytest.raises(UserError, match=rf"traces.jsonl:1: .*{why}"):
-            read_rollouts(path, TOKENIZER, TEMPLATE, (1000, 1000))
+        refuses(rf"traces.jsonl:1: .*{why}", read_rollouts, path, TOKENIZER, TEMPLATE, (1000, 1000))
 
 
 def test_a_branch_of_verifiers_is_one_response_with_a_mask() -> None:
@@ -154,5 +152,4 @@ def test_a_branch_of_verifiers_is_one_response_with_a_mask() -> None:
     ],
 )
 def test_what_is_no_trace_of_verifiers_is_said_in_a_sentence(change: dict[str, Any], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        flatten_trace({**VERIFIERS, **change})
+    refuses(why, flatten_trace, {**VERIFIERS, **change}, error=ValueError)

@@ -17,6 +17,7 @@ from mugrpo_megatron.run.directory import InUse, RunDirectory
 from mugrpo_megatron.run.record import read_record
 from mugrpo_megatron.stages.manifest import Origin
 from tests.forked import started
+from tests.refusals import refuses
 from tests.tiny import FINISHED, mugrpo, rows, weights
 
 MU = FINISHED["updates_per_stage"]
@@ -100,8 +101,7 @@ def test_every_cell_is_checked_before_the_first_one_starts(finished_run: Path, t
     assert not out.exists()
     assert states(sweep).splitlines()[:2] == ["missing   lr=0.001", "missing   lr=0.002"]
     assert "0 of 2 cells are finished; the rest takes about" in states(sweep)
-    with pytest.raises(UserError, match="no sealed stage 5"):
-        check_sweep(Sweep(finished_run, 5, out, sweep.cells))
+    refuses("no sealed stage 5", check_sweep, Sweep(finished_run, 5, out, sweep.cells))
     with pytest.raises(UserError, match=r"a branch cannot change run\.seed"):
         check_sweep(sweep_of(finished_run, out, "optimizer.lr=1e-3,2e-3", "run.seed=5"))
     with pytest.raises(UserError, match=r"cell name=icepop: .*mismatch"):
@@ -112,8 +112,6 @@ def test_every_cell_is_checked_before_the_first_one_starts(finished_run: Path, t
 def test_a_directory_of_something_else_is_refused(finished_run: Path, tmp_path: Path) -> None:
     sweep = sweep_of(finished_run, tmp_path, "optimizer.lr=1e-3,2e-3")
     (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
-    with pytest.raises(UserError, match="no sweep has written"):
-        check_sweep(sweep)
+    refuses("no sweep has written", check_sweep, sweep)
     (tmp_path / "sweep.json").write_text('{"run": "other", "stage": 0, "of": "elsewhere"}', encoding="utf-8")
-    with pytest.raises(UserError, match="the sweep of stage 0 of elsewhere"):
-        check_sweep(sweep)
+    refuses("the sweep of stage 0 of elsewhere", check_sweep, sweep)
