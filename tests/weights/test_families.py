@@ -40,7 +40,20 @@ PARAMETERS = {
     "DeepSeek-V3 in bfloat16": 671_026_419_200,
     "text of Qwen3.5-0.8B": 752_393_024,
 }
-LATENT = {**models.SIZES, **models.FAMILIES["deepseek_v3"]}
+LATENT: dict[str, Any] = {**models.SIZES, **models.FAMILIES["deepseek_v3"]}
+LATENT_CANNOT: list[tuple[dict[str, Any], str]] = [
+    ({"scoring_func": "softmax"}, "scoring_func is 'softmax', but the learner supports only 'sigmoid'"),
+    ({"norm_topk_prob": False}, "norm_topk_prob is False"),
+    ({"topk_group": 1}, "needs groups of equal size and num_experts_per_tok of twice topk_group"),
+    ({"n_group": 3}, "needs groups of equal size"),
+    ({"num_experts_per_tok": 1}, "num_experts_per_tok 1 is not between 2 and the model's 8 experts"),
+    ({"first_k_dense_replace": 4}, "leaves no layer of 4 with routed experts"),
+    ({"num_key_value_heads": 2}, "num_key_value_heads 2 is not num_attention_heads 4"),
+    ({"kv_lora_rank": None}, "has no field 'kv_lora_rank'"),
+    ({"rope_parameters": {**tiny.YARN}}, "yarn with mscale equal to mscale_all_dim"),
+    ({"rope_parameters": {**tiny.LINEAR}}, "rope scaling of latent attention is none, or yarn"),
+    ({"v_head_dim": 25}, "v_head_dim 25 is larger than the 24 dimensions of a query's head"),
+]
 ROPES: list[dict[str, Any]] = [
     {"rope_type": "default", "rope_theta": 1e6},
     {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.5},
@@ -116,22 +129,7 @@ def test_old_spelling_of_rope_scaling_means_the_same() -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "sentence"),
     [
-        *(
-            ("deepseek_v3", {**LATENT, **changes}, sentence)
-            for changes, sentence in [
-                ({"scoring_func": "softmax"}, "scoring_func is 'softmax', but the learner supports only 'sigmoid'"),
-                ({"norm_topk_prob": False}, "norm_topk_prob is False"),
-                ({"topk_group": 1}, "needs groups of equal size and num_experts_per_tok of twice topk_group"),
-                ({"n_group": 3}, "needs groups of equal size"),
-                ({"num_experts_per_tok": 1}, "num_experts_per_tok 1 is not between 2 and the model's 8 experts"),
-                ({"first_k_dense_replace": 4}, "leaves no layer of 4 with routed experts"),
-                ({"num_key_value_heads": 2}, "num_key_value_heads 2 is not num_attention_heads 4"),
-                ({"kv_lora_rank": None}, "has no field 'kv_lora_rank'"),
-                ({"rope_parameters": {**tiny.YARN}}, "yarn with mscale equal to mscale_all_dim"),
-                ({"rope_parameters": {**tiny.LINEAR}}, "rope scaling of latent attention is none, or yarn"),
-                ({"v_head_dim": 25}, "v_head_dim 25 is larger than the 24 dimensions of a query's head"),
-            ]
-        ),
+        *(("deepseek_v3", {**LATENT, **changes}, sentence) for changes, sentence in LATENT_CANNOT),
         ("mistral", {}, "sliding_window 4096 is shorter than max_position_embeddings 8192"),
         ("mistral", {"sliding_window": 1024}, "sliding_window 1024 is shorter"),
         ("llama", {"attention_bias": True}, "attention_bias is True, but the learner supports only False"),
