@@ -19,7 +19,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import resumable, write_checksummed_json
 from tests import models
 from tests.hostile.damage import flip
-from tests.hostile.places import permissions_count
+from tests.hostile.faults import permissions_count
 
 Contents = dict[str, bytes]
 

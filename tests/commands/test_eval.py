@@ -27,7 +27,7 @@ from mugrpo_megatron.run.record import PROVENANCE
 from mugrpo_megatron.samples import Problem, Prompt, Response
 from tests import models
 from tests.engine_server import forked_engines
-from tests.hostile.places import disk
+from tests.hostile.faults import disk
 from tests.refusals import refuses
 
 SUMS = {"arithmetic": "arithmetic"}

@@ -23,7 +23,7 @@ from mugrpo_megatron.errors import EngineFailure, UserError
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.engine_spec import engine_spec
 from tests.engine.tiny import group_processes
-from tests.hostile.places import disk
+from tests.hostile.faults import disk
 
 
 def test_a_full_disk_of_temporary_files_is_told_before_it_starts(

@@ -21,7 +21,7 @@ from mugrpo_megatron.files import checkpoint_state
 from mugrpo_megatron.files.durable import resumable
 from tests import models
 from tests.hostile.damage import ODD_JSON, ODD_TEXTS, damages
-from tests.hostile.places import disk, make_read_only, permissions_count
+from tests.hostile.faults import disk, make_read_only, permissions_count
 
 INDEX = "model.safetensors.index.json"
 

@@ -28,8 +28,7 @@ from mugrpo_megatron.run.inputs import record_data
 from mugrpo_megatron.run.record import read_record
 from mugrpo_megatron.stages.columns import LogprobColumn
 from mugrpo_megatron.stages.store import StageStore
-from tests.hostile.faults import Disk, Fault, Killed, failing
-from tests.hostile.places import disk
+from tests.hostile.faults import Disk, Fault, Killed, disk, failing
 from tests.hostile.rundir import GROUPS, PROBLEMS, PROMPTS, UPDATES, fill, logprobs, make, recipe, save, stage_of
 from tests.learner import tiny
 from tests.ranks import run_ranks

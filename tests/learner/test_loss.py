@@ -1,4 +1,4 @@
-"""The inputs of an update's loss, made from its samples."""
+"""The inputs of an update's loss; the host never waits for the device in it, which would empty a GPU's queue."""
 
 from __future__ import annotations
 

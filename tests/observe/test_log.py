@@ -18,8 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.log import FILE_NAME, open_log, read_rows
 from mugrpo_megatron.recipe.sections import TrackSection
-from tests.hostile.faults import Disk, failing
-from tests.hostile.places import disk
+from tests.hostile.faults import Disk, disk, failing
 
 PLAIN = TrackSection(tensorboard=False)
 

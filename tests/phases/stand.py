@@ -1,8 +1,9 @@
-"""A run of one rank in a directory, with a verifier and an engine that does as told."""
+"""Runs of one rank: one that shows and logs nothing, and one with a verifier and an engine that does as told."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.leader import EngineLeader, Engines
 from mugrpo_megatron.run.record import RunRecord
 from mugrpo_megatron.run.run import Run
+from mugrpo_megatron.run.stopping import StopRequest
 from mugrpo_megatron.run.world import World
 from mugrpo_megatron.samples import Problem, Prompt, Response
 from mugrpo_megatron.weights.sync import WeightSync
@@ -100,3 +102,16 @@ def standing(
     world = World(cast(Ranks, SimpleNamespace(rank=0, world=1, heartbeat=None)), None, engines=1)
     run = Run(recipe, RunDirectory(path), world, log, Display(None, None), cast(Saver, None), RunRecord("r"))
     return Stand(run, Engines(cast(WeightSync, None), leader), engine)
+
+
+def bare_run(recipe: Recipe, directory: RunDirectory) -> Any:
+    return SimpleNamespace(
+        recipe=recipe,
+        directory=directory,
+        record=RunRecord("r"),
+        is_main=True,
+        log=SimpleNamespace(phase=lambda *_: nullcontext()),
+        display=SimpleNamespace(bar=lambda *_: nullcontext(SimpleNamespace(advance=lambda: None))),
+        world=SimpleNamespace(barrier=lambda: None, any_rank=lambda *flags: flags),
+        stop=StopRequest(),
+    )

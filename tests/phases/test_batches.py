@@ -28,7 +28,7 @@ from mugrpo_megatron.run.stopping import Stopped
 from mugrpo_megatron.samples import Sample, trained_lengths
 from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.weights.families import fingerprint
-from tests.phases.bare import bare_run
+from tests.phases.stand import bare_run
 
 UPDATES, PROMPTS, RESPONSES = 3, 2, 4
 EQUAL = {0, 3, 4}

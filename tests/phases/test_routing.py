@@ -19,7 +19,7 @@ from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.routes import RouteColumn
 from mugrpo_megatron.stages.store import StageStore
-from tests.phases.bare import bare_run
+from tests.phases.stand import bare_run
 from tests.phases.test_batches import PROMPTS, UPDATES, sealed
 
 LAYERS = 2

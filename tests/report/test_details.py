@@ -26,8 +26,7 @@ from mugrpo_megatron.report.probes import probed_responses, veto_masks
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.probe import probe_ages
 from mugrpo_megatron.stages.store import StageStore
-from tests.report.run_files import write_evaluation, write_probe, write_stage
-from tests.report.synthetic import charts_of, recipe_of, rows_of, write_run
+from tests.report.synthetic import charts_of, recipe_of, rows_of, write_evaluation, write_probe, write_run, write_stage
 
 UPDATES = 16
 

@@ -20,8 +20,7 @@ from mugrpo_megatron.extras.comparison.comparison import write_comparison
 from mugrpo_megatron.observe.rundata import RunData, read_run
 from mugrpo_megatron.report import page as live
 from mugrpo_megatron.report.page import server_of, write_report
-from tests.report.run_files import write_evaluation, write_probe, write_stage
-from tests.report.synthetic import recipe_of, rows_of, write_run
+from tests.report.synthetic import recipe_of, rows_of, write_evaluation, write_probe, write_run, write_stage
 
 BROWSER = shutil.which("chromium")
 FLAGS = (

@@ -18,7 +18,7 @@ from mugrpo_megatron.run.checkpoints import complete_checkpoints, newest_cursor,
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.record import RunRecord
 from tests.hostile.damage import flip
-from tests.hostile.places import disk
+from tests.hostile.faults import disk
 from tests.learner.tiny import advantages, recipe, samples, save_model
 from tests.ranks import run_ranks
 

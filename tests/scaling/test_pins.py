@@ -1,4 +1,4 @@
-"""The constraints: one version of every package, in the ranges that pyproject.toml and megatron-core ask for."""
+"""The constraints: one version of every package, in its ranges; and our calls have the types of CUDA's torch."""
 
 from __future__ import annotations
 

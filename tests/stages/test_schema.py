@@ -1,4 +1,4 @@
-"""When a shard is due, and what of its file is read at once."""
+"""When a shard is due, what of its file is read at once, and log-probabilities bound to their stage and policy."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from mugrpo_megatron.stages.manifest import Origin, check_stage
 from mugrpo_megatron.stages.schema import COLUMNS, OPTIONAL, TEXT_COLUMNS, TRAINING, schema
 from mugrpo_megatron.stages.store import StageStore
 from tests.engine.tiny import group
-from tests.hostile.places import disk
+from tests.hostile.faults import disk
 from tests.refusals import refuses
 
 UPDATES, PROMPTS = 3, 5
