@@ -19,17 +19,9 @@ from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.record import RunRecord
 from mugrpo_megatron.stages.store import StageStore
-from tests.hostile.rundir import PROMPTS, group
+from tests.hostile.rundir import PROMPTS, UPDATES, fill
 
-UPDATES, MU = 2, 4
-
-
-def stage(directory: Path) -> StageStore:
-    store = StageStore(directory)
-    for index in range(UPDATES * PROMPTS):
-        store.append(group(index, 0))
-    store.seal(UPDATES, PROMPTS)
-    return store
+MU = 4
 
 
 @pytest.mark.parametrize("stages", [2, 9])
@@ -43,7 +35,9 @@ def test_a_stage_ends_with_its_last_responses(stages: int, tmp_path: Path, monke
         {"schedule": schedule, "rollout": {"prompts_per_update": PROMPTS}, "track": {"profile_updates": [7]}}
     )
     said: list[str] = []
-    store = stage(tmp_path)
+    store = StageStore(tmp_path)
+    fill(store, 0)
+    store.seal(UPDATES, PROMPTS)
     run: Any = SimpleNamespace(
         recipe=recipe,
         evaluates_every=0,

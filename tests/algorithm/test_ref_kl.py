@@ -1,4 +1,4 @@
-"""The KL penalty and the teacher's term: mean gradients over every token of a small vocabulary, and where they count."""
+"""The KL penalty and the teacher's term: mean gradients over all tokens of a small vocabulary, and where they count."""
 
 from __future__ import annotations
 

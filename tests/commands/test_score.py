@@ -34,16 +34,6 @@ def test_rows_come_back_in_order_with_their_scores(tmp_path: Path, monkeypatch: 
     assert "500 rows, mean reward" in str(summary)
 
 
-@pytest.mark.parametrize("row", ["nonsense\n", {"answer": "1"}, {"response": "1"}, {"response": 1, "answer": "1"}])
-def test_a_malformed_row_is_named_or_left_out(tmp_path: Path, row: object) -> None:
-    path = write(tmp_path / "in.jsonl", [{"response": "1", "answer": "1"}, row])
-    with pytest.raises(UserError, match=r"in\.jsonl:2: "):
-        run(path, tmp_path / "out.jsonl", REWARD)
-    assert list(tmp_path.iterdir()) == [path]
-    summary = run(path, tmp_path / "out.jsonl", REWARD, strict=False)
-    assert (summary.rows, summary.malformed) == (1, 1)
-
-
 @pytest.mark.parametrize("gold", ["so 6 x 7\n#### 42", [42]])
 def test_a_gold_is_read_as_training_reads_it(gold: object, tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", [{"response": r"\boxed{42}", "answer": gold}])
@@ -66,12 +56,6 @@ def test_columns_that_a_score_replaces_are_counted(tmp_path: Path) -> None:
     assert summary.replaced == ("reward",)
     scored = json.loads((tmp_path / "out.jsonl").read_text())
     assert (scored["reward"], scored["mine"]) == (1.0, 2)
-
-
-def test_an_empty_file_is_the_users_mistake(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="holds no row"):
-        run(write(tmp_path / "in.jsonl", []), tmp_path / "out.jsonl", REWARD)
-    assert list(tmp_path.iterdir()) == [tmp_path / "in.jsonl"]
 
 
 @pytest.mark.process

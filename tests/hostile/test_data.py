@@ -221,6 +221,7 @@ TABLES: dict[str, tuple[str, bytes, str]] = {
     "array and more": ("json", b'[{"response": "1", "answer": 1}] x', "is not a JSON array"),
     "surrogate": ("json", b'[{"response": "\\ud800", "answer": 1}]', "is not a JSON array"),
     "empty array": ("json", b"[]", "holds no row to score"),
+    "no line": ("jsonl", b"", "holds no row to score"),
     "object over lines": ("json", b'{\n"response": "1",\n"answer": 1}\n', ".json:1: not JSON"),
 }
 

@@ -22,20 +22,10 @@ from mugrpo_megatron.run.published import FORMAT as PUBLISHED_FORMAT
 from mugrpo_megatron.stages.store import StageStore
 from tests.hostile.fuzz import changed
 from tests.hostile.outcome import listing, sentence
-from tests.hostile.rundir import GROUPS, PROMPTS, UPDATES, group
-from tests.stages.test_signed import rewritten, signed, tables_of
+from tests.hostile.rundir import GROUPS, PROMPTS, UPDATES
+from tests.stages.test_signed import rewritten, signed, stage, tables_of
 
 pytestmark = pytest.mark.night
-
-
-def stage(folder: Path, sealed: bool) -> Path:
-    store = StageStore(folder)
-    for index in range(GROUPS):
-        store.append(group(index, 0))
-    store.flush()
-    if sealed:
-        store.seal(UPDATES, PROMPTS)
-    return folder
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["sealed", "open"])

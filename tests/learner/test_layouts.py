@@ -102,6 +102,12 @@ def test_update_is_that_of_one_process(
         assert rank[0]["packed_efficiency"] > 0.7
 
 
+@pytest.mark.night
+@pytest.mark.parametrize("kind", ["untied", "latent", "hybrid"])
+def test_a_compiled_update_is_the_same(kind: str, models: dict[str, str], alone: dict[str, Updates]) -> None:
+    assert_same_updates(run_ranks(1, two_updates, models[kind], {}, compiled=True)[0], alone[kind])
+
+
 START = _ParamAndGradBucketGroup.start_grad_sync
 
 

@@ -17,21 +17,23 @@ from mugrpo_megatron.files.durable import digest, write_checksummed_json
 from mugrpo_megatron.stages.manifest import FORMAT, parquet_spans, read_manifest
 from mugrpo_megatron.stages.schema import training_columns
 from mugrpo_megatron.stages.store import StageStore
-from tests.hostile.rundir import GROUPS, PROMPTS, UPDATES, group
+from tests.hostile.rundir import GROUPS, PROMPTS, UPDATES, fill, group
 from tests.refusals import refuses
 
 Tables = list[pa.Table]
 
 
-@pytest.fixture(scope="module", params=["sealed", "open"])
-def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    store = StageStore(tmp_path_factory.mktemp("whole") / "00000")
-    for index in range(GROUPS):
-        store.append(group(index, 0))
-    store.flush()
-    if request.param == "sealed":
+def stage(folder: Path, sealed: bool) -> Path:
+    store = StageStore(folder)
+    fill(store, 0)
+    if sealed:
         store.seal(UPDATES, PROMPTS)
-    return store.directory
+    return folder
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["sealed", "open"])
+def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return stage(tmp_path_factory.mktemp("whole") / "00000", request.param)
 
 
 def read(directory: Path) -> None:
