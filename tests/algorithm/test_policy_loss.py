@@ -127,17 +127,6 @@ def test_on_policy_gradient_is_that_of_reinforce() -> None:
         assert metrics["vetoed_fraction"] == metrics["clipped_fraction"] == metrics["kl_k3"] == 0
 
 
-def test_denominators_come_from_the_mask_before_the_veto() -> None:
-    """Vetoing tokens of one response leaves the gradient of every other as it is."""
-    batch = random_batch(5, [6, 6], spread=0.0)
-    batch.advantages = [-1.0, 1.0]
-    before = loss_and_gradient(batch, ObjectiveSection())[1]
-    batch.behaviour[0][0] = batch.logprobs[0][0] + 10
-    after = loss_and_gradient(batch, ObjectiveSection())[1]
-    assert after[6:].equal(before[6:])
-    assert not after[1:6].any()
-
-
 def test_correction_weighs_tokens() -> None:
     batch = random_batch(2, [4, 5])
     config = ObjectiveSection(name="grpo")

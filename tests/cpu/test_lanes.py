@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from mugrpo_megatron.learner.learner import build_learner
 from mugrpo_megatron.learner.model import policy
 from mugrpo_megatron.learner.packing import TokenSequence, sequence_of
 from mugrpo_megatron.learner.passes import plan_update
-from mugrpo_megatron.learner.update import optimize, token_logprobs, update
+from mugrpo_megatron.learner.update import optimize, update
 from tests.learner.tiny import advantages, recipe, samples, save_model
 from tests.ranks import run_ranks
 
@@ -82,22 +81,6 @@ def test_ranks_of_unequal_size_train_each_response_once(model: str) -> None:
     assert plan == other
     for name in METRICS:
         assert first[name] == second[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6)
-
-
-def ratios(model: str) -> dict[str, float]:
-    """An update on responses whose behaviour log-probabilities are the learner's own."""
-    learner = build_learner(recipe(Path(model), learner={"threads": 2}))
-    data = samples()
-    own = token_logprobs(learner, data)
-    data = [replace(sample, behaviour_logprobs=mine) for sample, mine in zip(data, own, strict=True)]
-    return update(learner, data, advantages(len(data)))
-
-
-@pytest.mark.process
-def test_a_pass_without_gradients_computes_the_same_bits(model: str) -> None:
-    [metrics] = run_ranks(1, ratios, model)
-    assert metrics["ratio_mean"] == metrics["ratio_neg_min"] == metrics["ratio_neg_max"] == 1.0
-    assert metrics["kl_k3"] == 0.0
 
 
 def at_once(model: str, sections: dict[str, Any]) -> int:

@@ -37,6 +37,7 @@ def logprobs_and_first_update(model: str, sections: dict[str, Any]) -> tuple[lis
         (1, {}),
         (1, {"model": {"dtype": "bfloat16"}}),
         (1, {"objective": {"name": "m2po"}}),
+        (1, {"learner": {"threads": 2}}),  # lanes at once
         (2, {"parallel": {"tensor": 2}}),
         (2, {}),
     ],

@@ -21,27 +21,15 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def test_own_keys_win_over_the_base_and_overrides_over_both(tmp_path: Path) -> None:
-    write(tmp_path / "base.toml", "[schedule]\nstages = 8\nupdates_per_stage = 2\n[run]\nseed = 5\n")
-    top = write(tmp_path / "top.toml", 'base = "base.toml"\n[schedule]\nupdates_per_stage = 3\n')
+def test_own_keys_win_over_the_bases_later_ones_over_earlier_ones_and_overrides_over_all(tmp_path: Path) -> None:
+    write(tmp_path / "common.toml", "[schedule]\nstages = 8\nupdates_per_stage = 2\nepochs = 4\n[run]\nseed = 5\n")
+    write(tmp_path / "method.toml", "[schedule]\nstages = 16\nupdates_per_stage = 7\n")
+    top = write(tmp_path / "top.toml", 'base = ["common.toml", "method.toml"]\n[schedule]\nupdates_per_stage = 3\n')
     recipe = load_recipe(top, ["run.seed=7", "data.train=../some/file.jsonl", "eval.temperature=0.5"])
-    assert (recipe.schedule.stages, recipe.schedule.updates_per_stage, recipe.run.seed) == (8, 3, 7)
+    schedule = recipe.schedule
+    assert (schedule.stages, schedule.updates_per_stage, schedule.epochs, recipe.run.seed) == (16, 3, 4, 7)
     assert recipe.data.train == "../some/file.jsonl"
     assert recipe.eval.temperature == 0.5
-
-
-def test_later_bases_win_over_earlier_ones(tmp_path: Path) -> None:
-    write(tmp_path / "common.toml", "[schedule]\nstages = 8\nupdates_per_stage = 2\n[run]\nseed = 5\n")
-    write(tmp_path / "method.toml", "[schedule]\nstages = 16\n")
-    top = write(tmp_path / "top.toml", 'base = ["common.toml", "method.toml"]\n[run]\nseed = 6\n')
-    recipe = load_recipe(top)
-    assert (recipe.schedule.stages, recipe.schedule.updates_per_stage, recipe.run.seed) == (16, 2, 6)
-
-
-def test_a_preset_fills_what_the_recipe_leaves_out(tmp_path: Path) -> None:
-    path = write(tmp_path / "r.toml", '[objective]\nname = "grpo"\nclip_high = 1.28\n')
-    objective = load_recipe(path).objective
-    assert (objective.clip_low, objective.clip_high, objective.veto) == (0.8, 1.28, "none")
 
 
 def objective_of(name: str) -> ObjectiveSection:
