@@ -27,20 +27,8 @@ from mugrpo_megatron.data.prepare import Problems
 from mugrpo_megatron.engine import launch
 from mugrpo_megatron.extras.sweep import grid as sweep_grid
 from mugrpo_megatron.recipe import Recipe, load_recipe
-from tests.hostile.outcome import dry_run
+from tests.hostile.outcome import command, dry_run
 from tests.tiny import write_recipe
-
-
-def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], run_dir: Path) -> str:
-    """What the command says on stderr when it refuses: one line, code 2, no new process, no run directory."""
-    before = set(psutil.Process().children(recursive=True))
-    assert main(arguments) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("mugrpo: ")
-    assert said.count("\n") == 1
-    assert set(psutil.Process().children(recursive=True)) <= before
-    assert not run_dir.exists()
-    return said
 
 
 @pytest.mark.parametrize(
@@ -61,12 +49,17 @@ def test_mistakes_in_the_recipe(
     said: str,
     model: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """One line, code 2, no new process, no run directory."""
     monkeypatch.setattr(arithmetic, "GENERATED", 500)
     recipe = write_recipe(tmp_path / "recipe.toml", model, tmp_path / "run")
-    assert said in refused(["train", str(recipe), "--set", override], capsys, tmp_path / "run")
+    before = set(psutil.Process().children(recursive=True))
+    ended = command("train", recipe, "--set", override)
+    assert (ended.code, ended.err.count("\n"), ended.err[:8]) == (2, 1, "mugrpo: ")
+    assert said in ended.err
+    assert set(psutil.Process().children(recursive=True)) <= before
+    assert not (tmp_path / "run").exists()
 
 
 def test_dry_run_prints_the_resolved_recipe_and_starts_nothing(

@@ -78,10 +78,6 @@ def check_generates(path: Path, before: Any, done: bool) -> Any:
     return present
 
 
-def recomputes(path: Path, source: Path) -> None:
-    logprobs(RunDirectory(path), 0)
-
-
 def check_recomputes(path: Path, before: Any, done: bool) -> Any:
     directory = RunDirectory(path)
     store = stage_of(directory, 0)
@@ -128,10 +124,6 @@ def check_exports(path: Path, before: Any, done: bool) -> Any:
 OLD = ("config.json", "model.safetensors")
 
 
-def branches(path: Path, source: Path) -> None:
-    branch(recipe(path), source, 1)
-
-
 def check_branches(path: Path, before: Any, done: bool) -> Any:
     stage = path / "stages" / "00001"
     if stage.exists():
@@ -156,10 +148,6 @@ def check_logs(path: Path, before: Any, done: bool) -> Any:
     return rows
 
 
-def begun(path: Path) -> None:
-    begin(path)
-
-
 def generated(path: Path) -> None:
     begin(path)
     generates(path, path)
@@ -176,22 +164,14 @@ def exported(path: Path) -> None:
         write_json(path / "hf" / name, "old")
 
 
-def logged(path: Path) -> None:
-    logs(path, path)
-
-
-def empty(path: Path) -> None:
-    """Nothing is there yet."""
-
-
-WRITERS: dict[str, tuple[Callable[[Path], None], Callable[[Path, Path], None], Callable[[Path, Any, bool], Any]]] = {
-    "open": (empty, opens, check_opens),
-    "generate": (begun, generates, check_generates),
-    "recompute": (computed, recomputes, check_recomputes),
-    "save": (begun, saves, check_saves),
+WRITERS: dict[str, tuple[Callable[[Path], object], Callable[[Path, Path], None], Callable[[Path, Any, bool], Any]]] = {
+    "open": (Path, opens, check_opens),  # nothing is there yet
+    "generate": (begin, generates, check_generates),
+    "recompute": (computed, lambda path, source: logprobs(RunDirectory(path), 0), check_recomputes),
+    "save": (begin, saves, check_saves),
     "export": (exported, exports, check_exports),
-    "branch": (empty, branches, check_branches),
-    "log": (logged, logs, check_logs),
+    "branch": (Path, lambda path, source: branch(recipe(path), source, 1), check_branches),
+    "log": (lambda path: logs(path, path), logs, check_logs),
 }
 
 

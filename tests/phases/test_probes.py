@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +25,7 @@ from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.probe import INTERVALS, MIN_UPDATES_APART, probe_ages, read_probe
 from mugrpo_megatron.stages.store import StageStore
 from tests.forked import fork
+from tests.phases.stand import bare_run
 from tests.tiny import FINISHED, rows
 
 UPDATES, PROMPTS, RESPONSES = 16, 2, 4
@@ -92,12 +91,7 @@ class Stand:
         )
         self.directory = RunDirectory(path)
         self.store = sealed(self.directory.stage(0))
-        self.run: Any = SimpleNamespace(
-            recipe=recipe,
-            directory=self.directory,
-            is_main=True,
-            log=SimpleNamespace(phase=lambda *_: nullcontext()),
-        )
+        self.run = bare_run(recipe, self.directory)
         self.passes = 0
         self.age = 0
         monkeypatch.setattr(module, "token_logprobs", self._logprobs)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.scaling.test_scripts import program
+
 pytestmark = pytest.mark.process
 
 SCRIPTS = Path(__file__).parents[2] / "run_scripts"
@@ -29,11 +31,6 @@ echo "pip CPATH=${CPATH:-} $*" >> calls
 if [ -e gate ]; then read -r _ < gate; fi
 exit "${PIP_CODE:-0}"
 """
-
-
-def program(path: Path, text: str) -> None:
-    path.write_text(text)
-    path.chmod(0o755)
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-import os
 import random
+import shutil
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -272,7 +272,7 @@ def test_a_disk_that_really_is_full(phase: str, small_disk: Path) -> None:
         for one in long:
             store.append(one)
         store.flush()
-    ballast.write_bytes(b"x" * (_free(small_disk) - 20_000))
+    ballast.write_bytes(b"x" * (shutil.disk_usage(small_disk).free - 20_000))
     refuses("no space left", _finish, store, [] if phase == "seal" else long)
     kept = StageStore(stage).verified_groups()
     assert {path.suffix for path in stage.iterdir()} <= {".parquet", ".json"}
@@ -287,11 +287,6 @@ def _finish(store: StageStore, groups: Sequence[list[Sample]]) -> None:
     for one in groups:
         store.append(one)
     store.seal(UPDATES, PROMPTS)
-
-
-def _free(directory: Path) -> int:
-    disk = os.statvfs(directory)
-    return disk.f_bavail * disk.f_bsize
 
 
 HERE = Origin("run", 3, 0)

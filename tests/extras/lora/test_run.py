@@ -17,9 +17,9 @@ from mugrpo_megatron.observe.log import read_rows
 from mugrpo_megatron.weights.hf import save_hf
 from tests import models
 from tests.extras.lora.adapted import adapted, write_adapter, write_files
-from tests.forked import started
 from tests.learner.tiny import advantages, samples
 from tests.ranks import run_ranks
+from tests.test_resume import interrupted
 from tests.tiny import mugrpo, save_model, take_stages, write_run
 
 pytestmark = pytest.mark.process
@@ -60,11 +60,8 @@ def test_engines_get_merged_weights(run: Path) -> None:
 def test_a_stage_killed_inside_ends_bitwise_like_the_unbroken_one(run: Path, tmp_path: Path) -> None:
     recipe = write_run(tmp_path, run.parent / "model", **SECTIONS)
     take_stages(run, tmp_path / "run")
-    log = tmp_path / "run" / "metrics.jsonl"
-    with started("optimize", recipe) as command:
-        while not log.exists() or sum(row["kind"] == "update" for row in read_rows(log)) < 2:
-            assert command.wait(0.05) is None, command.said
-        command.process.kill()
+    with interrupted("optimize", recipe, 2) as killed:
+        killed.process.kill()
     mugrpo("optimize", recipe)
     end = "checkpoints/stage00001-age00000/__0_0.distcp"
     assert (tmp_path / "run" / end).read_bytes() == (run / end).read_bytes()
