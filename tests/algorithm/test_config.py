@@ -21,21 +21,17 @@ from tests.algorithm.test_policy_loss import loss_and_gradient
 from tests.checkout import ROOT
 
 
-def test_every_name_has_a_preset() -> None:
+def test_every_name_has_a_preset_and_every_surrogate_is_there() -> None:
     assert set(PRESETS) == set(get_args(ObjectiveName))
+    assert set(surrogates.SURROGATES) == set(SURROGATES)
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
-def test_a_field_in_the_recipe_wins_over_the_preset(name: str) -> None:
+def test_a_field_in_the_recipe_wins_over_the_preset_and_a_resolved_section_reads_back_as_itself(name: str) -> None:
     preset, changed = ObjectiveSection(name=name), ObjectiveSection(name=name, clip_high=7.0)
     assert changed.clip_high == 7.0
     assert changed.model_copy(update={"clip_high": preset.clip_high}) == preset
-
-
-@pytest.mark.parametrize("name", sorted(PRESETS))
-def test_a_resolved_section_reads_back_as_itself(name: str) -> None:
-    section = ObjectiveSection(name=name)
-    assert ObjectiveSection(**section.model_dump()) == section
+    assert ObjectiveSection(**preset.model_dump()) == preset
 
 
 @pytest.mark.parametrize(
@@ -65,10 +61,6 @@ def test_mu_grpo_is_the_default() -> None:
     section = ObjectiveSection()
     assert (section.name, section.clip_low, section.clip_high) == ("mu_grpo", 0.0, 5.0)
     assert (section.veto, section.trigger_ratio, section.dual_clip) == ("suffix_non_trigger", 1e-4, None)
-
-
-def test_every_surrogate_that_a_recipe_may_name_is_there() -> None:
-    assert set(surrogates.SURROGATES) == set(SURROGATES)
 
 
 @settings(max_examples=25)

@@ -105,15 +105,7 @@ def test_distance_is_zero_to_itself_and_counts_doublings() -> None:
     assert describe_layout(ParallelSection()) == "every size 1"
 
 
-MODEL = {
-    "model_type": "qwen2",
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 4,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "max_position_embeddings": 4096,
-}
+MODEL = {**DENSE, "num_attention_heads": 4, "num_hidden_layers": 4, "hidden_size": 32}
 HYBRID = {**MODEL, "model_type": "qwen3_5_text", "linear_num_key_heads": 6, "linear_num_value_heads": 12}
 
 

@@ -12,12 +12,8 @@ from hypothesis import strategies as st
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.json_text import parse_json, read_json
+from tests.files.test_durable import JSON
 
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=8,
-)
 WRONG = {
     "empty": (b"", "is not JSON (Expecting value"),
     "half": (b'{"a": ', "is not JSON (Expecting value"),
@@ -55,7 +51,7 @@ def test_a_path_that_is_no_readable_file_is_named(tmp_path: Path) -> None:
             read_json(tmp_path / name)
 
 
-@given(value=VALUES)
+@given(value=JSON)
 @example(value={"emoji": "\U0001f600"})
 def test_every_value_comes_back(value: object) -> None:
     for ascii_only in (True, False):

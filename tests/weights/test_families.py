@@ -16,17 +16,10 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner.operators import frequencies
 from mugrpo_megatron.weights.families import architecture
 from tests import models
+from tests.files.test_hf_config import DENSE
 from tests.weights import tiny
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-}
+SMALL: dict[str, Any] = {**DENSE, "max_position_embeddings": 512}
 REAL: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("published.json").read_text())
 """Configs as published, under the name of the model they belong to."""
 PARAMETERS = {
