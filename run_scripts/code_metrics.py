@@ -28,7 +28,7 @@ MAIN_PATH = (
 
 HELD = {
     "product lines (core, extras, convert)": 46_536,
-    "lines of tests": 43_908,
+    "lines of tests": 43_113,
     "lines of run_scripts": 4314,
     "core files": 202,
     "parameters of type Recipe": 87,

@@ -29,7 +29,6 @@ from tests.extras.auxiliary.stand import (
     sealed_stage,
     stage_updates,
 )
-from tests.hostile.damage import flip
 
 
 def test_every_token_is_scored_once_and_in_its_place(run: Any, answers: Answers) -> None:
@@ -116,7 +115,9 @@ def test_a_damaged_part_is_told_by_its_name(run: Any, answers: Answers) -> None:
     with pytest.raises(Killed):
         phase.score_stage(run, LEARNER, run.store, Cursor())
     part = sorted(run.directory.auxiliary(0, "teacher-big").parent.glob("*.parts-*/*.parquet"))[0]
-    flip(part)
+    content = bytearray(part.read_bytes())
+    content[40] ^= 255
+    part.write_bytes(content)
     with pytest.raises(UserError, match=f"{part.name}: damaged"):
         phase.score_stage(run, LEARNER, run.store, Cursor())
 
