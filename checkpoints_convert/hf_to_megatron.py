@@ -133,12 +133,12 @@ def write_entry(
 
 
 def cast_checked(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """Cast the tensor to `dtype`; raise UserError for NaN and for finite values that overflow, as in float16 above
+    """Cast the tensor to `dtype`; raise UserError for NaN, infinities and values that overflow, as in float16 above
     65,504."""
-    if tensor.dtype.itemsize > 1 and torch.isnan(tensor).any():
-        raise UserError(f"{name}: a value is not a number (NaN), so the checkpoint is damaged")
+    if tensor.dtype.itemsize > 1 and not torch.isfinite(tensor).all():
+        raise UserError(f"{name}: a value is not a number (NaN) or infinite, so the checkpoint is damaged")
     narrow = tensor.to(dtype)
-    if dtype != tensor.dtype and torch.isinf(narrow).any() and torch.isfinite(tensor).all():
+    if dtype != tensor.dtype and torch.isinf(narrow).any():
         raise UserError(f"{name}: a value is too large for {str(dtype).removeprefix('torch.')}; take bfloat16")
     return narrow
 

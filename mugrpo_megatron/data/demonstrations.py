@@ -18,7 +18,7 @@ from mugrpo_megatron.data.files import (
     rows,
 )
 from mugrpo_megatron.data.problems import named_sources, refuse_malformed, resolve, with_system
-from mugrpo_megatron.data.prompts import render, render_reply, rendered, template_of
+from mugrpo_megatron.data.prompts import messages_to_render, render, render_reply, rendered, template_of
 from mugrpo_megatron.data.reading import problem_of
 from mugrpo_megatron.data.tokenizer import prompt_end, without_repetition
 from mugrpo_megatron.errors import UserError
@@ -55,10 +55,10 @@ class Sequences:
 def demonstrations(source: str, section: DataSection) -> list[Demonstration]:
     """Read the rows of a source, or of several separated by commas: a file, a named data set or one of the hub.
 
-    A row has a prompt (`prompt`, `question` or `problem`; text or messages) and a response (`RESPONSES`; text, or one
-    message of the assistant), or `messages` whose last turn is the response, or else one of `SOLUTIONS`. A prompt
-    without a system turn gets `data.system_prompt`, as in RL. Raises UserError that names malformed rows, unless
-    `data.strict` is false, and for a source without any row.
+    A row has a prompt (`prompt`, `question` or `problem`; text or messages) and a response (`RESPONSES`; text, or
+    messages: each of the assistant's is a response), or `messages` whose last turn is the response, or else one of
+    `SOLUTIONS`. A prompt without a system turn gets `data.system_prompt`, as in RL. Raises UserError that names
+    malformed rows, unless `data.strict` is false, and for a source without any row.
     """
     rows_read: list[Demonstration] = []
     malformed: list[str] = []
@@ -66,7 +66,7 @@ def demonstrations(source: str, section: DataSection) -> list[Demonstration]:
         for path in resolve(named, section, "train").files:
             for line, row in rows(path):
                 try:
-                    rows_read.append(_demonstration(row, name, f"{path}:{line}"))
+                    rows_read += _demonstrations(row, name, f"{path}:{line}")
                 except ValueError as error:
                     malformed.append(f"{path}:{line}: {error}")
     if section.strict:
@@ -118,18 +118,30 @@ def sequences(
     return Sequences(fitting.pairs, too_long, notes)
 
 
-def _demonstration(row: dict[str, Any] | str, source: str, problem_id: str) -> Demonstration:
+def _demonstrations(row: dict[str, Any] | str, source: str, problem_id: str) -> list[Demonstration]:
+    """The responses in a row: one, or each of the assistant's messages in a list of several, after those before it."""
     if isinstance(row, str):
         raise ValueError(row)
     columns = _columns(row)
     problem = problem_of(row, columns, source, problem_id, any_gold=True)
-    said = row[columns.question][-1:] if columns.answer == CONVERSATION else row[columns.answer]
-    if reply := spoken_message(said):
-        return Demonstration(problem, reply["content"] or "", reply)
-    response = _response_text(problem.gold, columns.answer)
-    if not response.strip():
+    said = row[columns.question][-1:] if columns.answer == CONVERSATION else problem.gold
+    examples: list[Demonstration] = []
+    if isinstance(said, list):
+        asked, turns = messages_to_render(problem), messages_of(said)
+        if not turns or turns[-1]["role"] != "assistant":
+            last = turns[-1]["role"] if turns else None
+            raise ValueError(f"field {columns.answer!r} ends with a message of {last!r}, not the assistant's")
+        for index, turn in enumerate(turns):
+            if turn["role"] == "assistant":
+                earlier = replace(problem, messages=(*asked, *turns[:index])) if index else problem
+                examples.append(Demonstration(earlier, turn["content"] or "", spoken_message([turn])))
+    elif isinstance(said, str | int | float) and not isinstance(said, bool):
+        examples.append(Demonstration(problem, str(said)))
+    else:
+        raise ValueError(f"field {columns.answer!r} holds {type(said).__name__}, not a response")
+    if not all(example.response.strip() or example.reply for example in examples):
         raise ValueError(f"field {columns.answer!r} is empty")
-    return Demonstration(problem, response)
+    return examples
 
 
 def _columns(row: dict[str, Any]) -> ColumnPaths:
@@ -146,15 +158,3 @@ def _columns(row: dict[str, Any]) -> ColumnPaths:
     raise ValueError(
         f"has no response: none of {', '.join(columns)}, and no messages that end with the assistant's {found_in(row)}"
     )
-
-
-def _response_text(gold: Any, path: str) -> str:
-    """The text of a response: text, a number, or a list of one message."""
-    if isinstance(gold, list) and len(gold) == 1:
-        [message] = messages_of(gold)
-        if message["role"] != "assistant":
-            raise ValueError(f"field {path!r} is a message of {message['role']!r}, not the assistant's")
-        return str(message["content"] or "")
-    if isinstance(gold, str | int | float) and not isinstance(gold, bool):
-        return str(gold)
-    raise ValueError(f"field {path!r} holds {type(gold).__name__}, not a response")

@@ -11,6 +11,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from mugrpo_megatron.data.files import messages_of, without_nulls
+from mugrpo_megatron.data.quoted import MARK
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.json_text import parse_json
 from mugrpo_megatron.samples import Message, Problem
@@ -50,20 +51,31 @@ def spoken_message(value: Any) -> Message | None:
 
 
 def in_accepted_form(render: Callable[[list[dict[str, Any]]], str], messages: list[dict[str, Any]]) -> str:
-    """Render messages; if the template refuses them, with calls' arguments as JSON text, or empty text for null.
+    """Render messages; if the template refuses them, with calls' arguments as JSON text, empty text for null, or parts.
 
-    Most templates write arguments with `tojson`, but DeepSeek-V3's adds them to a text; some take no null content.
+    Most templates write arguments with `tojson`, but DeepSeek-V3's adds them to a text; some take no null content. A
+    template that shows nothing of the last question, such as a pointer of Git LFS, refuses it too.
     """
     forms = [messages, _with_written_arguments(messages)]  # null first: some templates show calls only beside null
     forms += [_with_texts(form) for form in forms]
+    forms.append([{**message, "content": _as_parts(message["content"])} for message in messages])
+    questions = [message["content"].split() for message in messages if message["role"] == "user"]
+    word = max(questions[-1], key=len, default="") if questions else ""
     refusal: Exception | None = None
     for index, form in enumerate(forms):
         if form not in forms[:index]:
             try:
-                return render(form)
+                if word in (text := render(form)).replace(MARK, ""):
+                    return text
+                refusal = refusal or ValueError("it shows nothing of the user's message")
             except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
                 refusal = refusal or error
     raise refusal or ValueError("there is no message")
+
+
+def _as_parts(content: Any) -> Any:
+    """Text as a list of one part, which templates of multimodal models go through."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _with_texts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateSyntaxError
 
 from mugrpo_megatron.call_guard import TookTooLong, template_clock
-from mugrpo_megatron.data.fields import SPOKEN, in_accepted_form, row_arguments
+from mugrpo_megatron.data.fields import SPOKEN, TOOLS, in_accepted_form, row_arguments
 from mugrpo_megatron.data.quoted import encode_quoting, mark_special
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.json_text import read_json
+from mugrpo_megatron.files.vocabulary import chat_templates, tokenizer_config
 from mugrpo_megatron.recipe.sections import DataSection, fill_template
 from mugrpo_megatron.samples import Message, Problem
 
@@ -88,7 +88,7 @@ def template_of(section: DataSection) -> Template:
     if (path := section.chat_template) is None:
         return Template(None, section.template_arguments, section.question_template)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         return Template(text, section.template_arguments, section.question_template, path)
     except (OSError, ValueError) as error:
         raise UserError(f"data.chat_template = {path} cannot be read ({error})") from None
@@ -299,8 +299,8 @@ def prompt_text(problem: Problem, style: str, template: Template, model: Path | 
     it. Raises UserError for an invalid template, or one that refuses the messages.
     """
     check_style(style)
-    config = _config(model) if model else {}
-    text = template.text or (_tokenizer_template(model, config) if model else None)
+    config = tokenizer_config(model) if model else {}
+    text = template.text or (_tokenizer_template(model, problem.row) if model else None)
     if style == "chat" or (style == "auto" and text is not None):
         if text is None and model is None:
             return None
@@ -329,24 +329,15 @@ def _untokenized(problem: Problem, text: str, template: Template, special: Mappi
         return in_accepted_form(apply, messages_to_render(problem))
 
 
-def _config(model: Path) -> dict[str, Any]:
-    path = model / "tokenizer_config.json"
-    return read_json(path) if path.is_file() else {}
-
-
-def _tokenizer_template(model: Path, config: Mapping[str, Any]) -> str | None:
-    """The tokenizer's own template, where transformers looks for it (tokenization_utils_base.py)."""
-    path = model / "chat_template.jinja"
-    if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path} cannot be read ({error}): restore it from a copy of the model") from None
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        templates = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = templates.get("default")
-    return template if isinstance(template, str) else None
+def _tokenizer_template(model: Path, row: Mapping[str, Any]) -> str | None:
+    """The tokenizer's own template for a row, as transformers chooses it."""
+    templates = chat_templates(model)
+    name = "tool_use" if "tool_use" in templates and TOOLS in row_arguments(row) else "default"
+    if templates and name not in templates:
+        raise UserError(
+            f"{model} has the chat templates {', '.join(templates)} and no default: name a file with data.chat_template"
+        )
+    return templates.get(name)
 
 
 def _special(config: Mapping[str, Any]) -> dict[str, str]:

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import check_tokenizer, unreadable_as_user_error
+from mugrpo_megatron.files.vocabulary import added_tokens, chat_templates
 from mugrpo_megatron.rewards.math.thoughts import PROMPT_END_TOKENS, opening_of
 
 VOCAB_SIZE = 272
@@ -35,15 +36,28 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """
     check_tokenizer(directory)
     with unreadable_as_user_error(directory, "a directory with a readable tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
-        if (directory / "tokenizer.model").is_file() and not (directory / "tokenizer.json").is_file():
+        # tokenizer.json decides: transformers 5 builds LlamaTokenizer, which DeepSeek's byte-level vocabularies name,
+        # and others without the file's normalizer and split (models/llama/tokenization_llama.py).
+        kind = PreTrainedTokenizerFast if (directory / "tokenizer.json").is_file() else AutoTokenizer
+        # A trainer's split_special_tokens would write the template's own special tokens as characters.
+        options = {"trust_remote_code": False, "local_files_only": True, "split_special_tokens": False}
+        tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(directory, **options)
+        if kind is AutoTokenizer and (directory / "tokenizer.model").is_file():
             _check_conversion(tokenizer, directory)
+        for index, token in added_tokens(directory).items():
+            if (actual := tokenizer.convert_tokens_to_ids(token)) != index:
+                raise UserError(
+                    f"{directory}: tokenizer_config.json gives {token!r} the id {index}, and transformers "
+                    f"{actual}; take all files of the tokenizer from one copy of the model"
+                )
     if tokenizer.eos_token_id is None:
         raise UserError(
             f"the tokenizer of {directory} has no end-of-sequence token: add eos_token to its configuration"
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    if templates := chat_templates(directory):
+        tokenizer.chat_template = templates["default"] if templates.keys() == {"default"} else templates
     return tokenizer
 
 

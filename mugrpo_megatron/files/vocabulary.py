@@ -1,4 +1,4 @@
-"""The ids of a checkpoint's tokenizer, from its files; imports neither torch nor transformers."""
+"""Ids and chat templates of a checkpoint's tokenizer, from its files; imports neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,13 @@ from mugrpo_megatron.files.json_text import read_json
 def check_vocabulary(directory: Path, vocab_size: int) -> None:
     """Raise UserError when the tokenizer in `directory` is damaged or has an id that the model of its config lacks."""
     vocabulary = read_vocabulary(directory)
+    end = tokenizer_config(directory).get("eos_token")
+    end = end.get("content") if isinstance(end, dict) else end
+    if isinstance(end, str) and end not in vocabulary and (directory / "tokenizer.json").is_file():
+        raise UserError(
+            f"{directory}: tokenizer_config.json names eos_token {end!r}, which is no token of tokenizer.json, so the "
+            "model never writes it and no response would end; name the model's own"
+        )
     beyond = {index: token for token, index in vocabulary.items() if index >= vocab_size}
     if beyond:
         raise UserError(
@@ -21,11 +28,6 @@ def check_vocabulary(directory: Path, vocab_size: int) -> None:
             f"{vocab_size}, so it has no embedding for {len(beyond)} tokens, first {beyond[min(beyond)]!r}; resize the "
             "embedding (transformers: model.resize_token_embeddings(len(tokenizer))), or take the model's tokenizer"
         )
-
-
-def tokenizer_size(directory: Path) -> int:
-    """Largest id of the tokenizer in `directory` plus one, added tokens included; 0 without a tokenizer."""
-    return 1 + max(read_vocabulary(directory).values(), default=-1)
 
 
 def read_vocabulary(directory: Path) -> dict[str, int]:
@@ -52,11 +54,46 @@ def read_vocabulary(directory: Path) -> dict[str, int]:
         if (directory / name).is_file():
             with unreadable_as_user_error(directory / name, "a map of tokens to ids"):
                 vocabulary |= _checked(read_json(directory / name))
-    if (directory / "tokenizer_config.json").is_file():
-        with unreadable_as_user_error(directory / "tokenizer_config.json", "a tokenizer's configuration"):
-            added = read_json(directory / "tokenizer_config.json").get("added_tokens_decoder") or {}
-            vocabulary |= _checked({entry["content"]: int(index) for index, entry in added.items()})
-    return vocabulary
+    return vocabulary | _checked({token: index for index, token in added_tokens(directory).items()})
+
+
+def added_tokens(directory: Path) -> dict[int, str]:
+    """Id -> token of `added_tokens_decoder` in tokenizer_config.json. Raises UserError for a damaged file."""
+    with unreadable_as_user_error(directory / "tokenizer_config.json", "a tokenizer's configuration"):
+        added = tokenizer_config(directory).get("added_tokens_decoder") or {}
+        return {int(index): entry["content"] for index, entry in added.items()}
+
+
+def tokenizer_config(directory: Path) -> dict[str, Any]:
+    """tokenizer_config.json; empty without the file. Raises UserError for a damaged one."""
+    path = directory / "tokenizer_config.json"
+    return read_json(path) if path.is_file() else {}
+
+
+def chat_templates(directory: Path) -> dict[str, str]:
+    """Name -> Jinja source; a single template is called `default`.
+
+    From the files that transformers reads (tokenization_utils_base.py), and else from chat_template.json, which it
+    reads for processors only. Raises UserError for a damaged file.
+    """
+    files = [*directory.glob("chat_template.jinja"), *sorted(directory.glob("additional_chat_templates/*.jinja"))]
+    if files:
+        return {path.stem.replace("chat_template", "default"): _without_mark(path) for path in files}
+    processor = directory / "chat_template.json"
+    value = tokenizer_config(directory).get("chat_template")
+    value = read_json(processor).get("chat_template") if value is None and processor.is_file() else value
+    if isinstance(value, list):
+        value = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
+    table = value if isinstance(value, dict) else {"default": value}
+    return {str(name): text.removeprefix("\ufeff") for name, text in table.items() if isinstance(text, str)}
+
+
+def _without_mark(path: Path) -> str:
+    """Text of a file without a byte order mark, which would begin every prompt."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}): restore it from a copy of the model") from None
 
 
 def _checked(vocabulary: Mapping[str, Any]) -> dict[str, int]:

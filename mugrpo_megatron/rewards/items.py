@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 """A row of the data set as JSON values, all columns included."""
+LARGEST_FLOAT = 3.4e38
+"""Float32, in which advantages are computed, holds no larger number."""
 ChatOrText = str | Sequence[Mapping[str, Any]]
 """A prompt: text, or the messages of a chat (`role`, `content`, and what else its row has)."""
 

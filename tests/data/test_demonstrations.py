@@ -72,14 +72,28 @@ def test_rows_that_are_too_long_are_counted(tmp_path: Path) -> None:
         sequences(found, TOKENIZER, section, 2)
 
 
+def test_each_message_of_the_assistant_in_a_completion_is_a_response(tmp_path: Path) -> None:
+    """After the prompt and the messages before it, as the model meets it; TRL trains on the whole completion."""
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 40}}}]}
+    tool = {"role": "tool", "content": "42"}
+    for prompt in ("x", [{"role": "user", "content": "x"}], [SYSTEM, {"role": "user", "content": "x"}]):
+        found = demonstrations(write(tmp_path, {"prompt": prompt, "completion": [call, tool, SAID]}), DataSection())
+        assert [bool(row.reply) for row in found] == [True, False]
+        assert found[1].response == SAID["content"]
+        before = [dict(message) for message in found[1].problem.messages]
+        assert [message["role"] for message in before[-3:]] == ["user", "assistant", "tool"]
+        assert before[:-3] == ([SYSTEM] if len(prompt) == 2 else [])
+
+
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no prompt": ({"response": "x"}, "has none of the columns problem, question, prompt, messages"),
     "no response": ({"prompt": "x", "responce": "y"}, "the assistant's (found prompt, responce)"),
     "a question at the end": ({"messages": [USER]}, "has no response"),
     "blank": ({"prompt": "x", "response": " "}, "field 'response' is empty"),
     "object": ({"prompt": "x", "response": {"a": 1}}, "field 'response' holds dict"),
-    "of the user": ({"prompt": "x", "response": [USER]}, "is a message of 'user'"),
-    "several": ({"prompt": "x", "response": [SAID, SAID]}, "field 'response' holds list"),
+    "of the user": ({"prompt": "x", "response": [USER]}, "ends with a message of 'user'"),
+    "several": ({"prompt": "x", "completion": [SAID, USER]}, "field 'completion' ends with a message of 'user'"),
+    "empty": ({"prompt": "x", "response": []}, "ends with a message of None"),
     "no message": ({"prompt": "x", "response": ["x"]}, "message 1 has no role"),
 }  # fmt: skip
 

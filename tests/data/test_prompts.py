@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -144,15 +145,54 @@ def test_a_text_is_what_the_tokenizer_renders(model: Path) -> None:
         assert style in (named, "auto")
 
 
-def test_templates_are_found_where_transformers_finds_them(tmp_path: Path) -> None:
+def template(begin: str) -> str:
+    return begin + "{{ messages[0].content }}{{ eos_token }}"
+
+
+PARTS = "{% for part in messages[0].content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
+TEMPLATE_FILES: dict[str, tuple[dict[str, object], dict[str, str], str]] = {
+    "listed": ({"chat_template": [{"name": n, "template": template(n)} for n in ("rag", "default")]}, {}, "default"),
+    "a table": ({"chat_template": {"default": template("a"), "rag": "-"}}, {}, "a"),
+    "tools": ({"chat_template": {"default": "-", "tool_use": template("{{ tools[0].name }}")}}, {}, "add"),
+    "a file first": ({"chat_template": template("-")}, {"chat_template.jinja": template("a")}, "a"),
+    "a file of tools": (
+        {},
+        {"chat_template.jinja": "-", "additional_chat_templates/tool_use.jinja": template("{{ tools[0].name }}")},
+        "add",
+    ),
+    "a processor's": ({}, {"chat_template.json": json.dumps({"chat_template": template("a")})}, "a"),
+    "a byte order mark": ({}, {"chat_template.jinja": "\ufeff" + template("a")}, "a"),
+    "a byte order mark inside": ({"chat_template": "\ufeff" + template("a")}, {}, "a"),
+    "a list of parts": ({"chat_template": PARTS + "{{ eos_token }}"}, {}, ""),
+    "no default": ({"chat_template": {"rag": template("a")}}, {}, "refused"),
+    "empty": ({"chat_template": ""}, {}, "refused"),
+    "an empty file": ({"chat_template": template("a")}, {"chat_template.jinja": "\n"}, "refused"),
+    "another field": ({"chat_template": "{{ messages[0].value }}{{ eos_token }}"}, {}, "refused"),
+    "a pointer of LFS": ({}, {"chat_template.jinja": "version https://git-lfs.github.com/spec/v1\noid"}, "refused"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TEMPLATE_FILES)
+def test_templates_are_found_and_show_the_question(name: str, tmp_path: Path) -> None:
+    """With the tokenizer and without it; a template that shows nothing of the question is refused."""
+    fields, files, begin = TEMPLATE_FILES[name]
     build_arithmetic_tokenizer().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    named = [{"name": "tool_use", "template": "tool"}, {"name": "default", "template": "listed {{ eos_token }}"}]
-    for given, said in ((named, "listed <|im_end|>"), ("one", "one")):
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": given}))
-        ids = render(PLAIN, load_tokenizer(tmp_path), "chat")
-        assert prompt_text(PLAIN, "auto", Template(), tmp_path) == ("chat", said)
-        assert load_tokenizer(tmp_path).decode(ids) == said
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | fields))
+    (tmp_path / "additional_chat_templates").mkdir()
+    for file, text in files.items():
+        (tmp_path / file).write_text(text, encoding="utf-8")
+    problem = replace(PLAIN, row={"tools": [{"name": "add"}]}) if begin == "add" else PLAIN
+    tokenizer = load_tokenizer(tmp_path)
+    if begin == "refused":
+        with pytest.raises(UserError, match=r"shows nothing of the user|no default"):
+            render(problem, tokenizer, "auto")
+        with pytest.raises(UserError, match=r"shows nothing of the user|no default"):
+            prompt_text(problem, "auto", Template(), tmp_path)
+        return
+    said = f"{begin}{PLAIN.question}{tokenizer.eos_token}"
+    assert tokenizer.decode(render(problem, tokenizer, "auto")) == said
+    assert prompt_text(problem, "auto", Template(), tmp_path) == ("chat", said)
 
 
 def test_what_is_not_known_without_the_model_is_not_said() -> None:

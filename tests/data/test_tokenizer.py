@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import io
+import json
+import re
 from pathlib import Path
 
 import pytest
 import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer, LlamaConfig, Qwen2Config
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerBase, Qwen2Config
 
 from mugrpo_megatron.data.tokenizer import VOCAB_SIZE, build_arithmetic_tokenizer, load_tokenizer
 from mugrpo_megatron.errors import UserError
@@ -120,3 +123,65 @@ def test_the_first_token_that_the_model_lacks_is_named_before_anything_runs(wher
     check_vocabulary(tmp_path, VOCAB_SIZE + 16)  # a padded embedding is larger
     with pytest.raises(UserError, match=r"vocab_size 272, so it has no embedding for [12] tokens, first '<tool>'"):
         check_vocabulary(tmp_path, VOCAB_SIZE)
+
+
+SPLIT = r"\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+"
+TEXT = "Find 12345 + 34 = x,  please.\n\n the cat's <|im_end|> y ."
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A vocabulary with a split of its own, as DeepSeek's, for a Llama model."""
+    tokenizer = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(SPLIT), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    special, letters = ["<|im_end|>", "<tool>"], pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=letters, show_progress=False)
+    tokenizer.train_from_iterator([TEXT] * 20, trainer)
+    directory = tmp_path_factory.mktemp("byte_level")
+    tokenizer.save(str(directory / "tokenizer.json"))
+    LlamaConfig(vocab_size=512).save_pretrained(directory)
+    return directory
+
+
+def loaded_and_checked(directory: Path) -> PreTrainedTokenizerBase:
+    check_vocabulary(directory, 512)
+    return load_tokenizer(directory)
+
+
+def added(index: int, content: str) -> dict[str, object]:
+    return {"added_tokens_decoder": {str(index): {"content": content, "special": True, "normalized": False}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "refused"),
+    [
+        *(
+            ({"tokenizer_class": f"{name}Tokenizer"}, "")
+            for name in ("Llama", "Qwen2", "GPT2", "Cohere", "Gemma", "None")
+        ),
+        ({"tokenizer_class": "LlamaTokenizerFast", "add_prefix_space": True, "legacy": False}, ""),
+        ({"clean_up_tokenization_spaces": True}, ""),
+        ({"split_special_tokens": True}, ""),
+        (added(1, "<tool>"), ""),
+        (added(400, "<new>"), "'<new>' the id 400"),
+        (added(7, "<new>"), "'<new>' the id 7"),
+        (added(0, "<tool>"), "'<tool>' the id 0"),
+        ({"eos_token": "</s>"}, "eos_token '</s>', which is no token"),
+        ({"eos_token": {"content": "<|eot_id|>"}}, "eos_token '<|eot_id|>', which is no token"),
+    ],
+)
+def test_tokenizer_json_decides(fields: dict[str, object], refused: str, byte_level: Path, tmp_path: Path) -> None:
+    """Whatever class tokenizer_config.json names; transformers 5 builds some of them with another split."""
+    for file in byte_level.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", **fields}))
+    if refused:
+        with pytest.raises(UserError, match=re.escape(refused)):
+            loaded_and_checked(tmp_path)
+        return
+    loaded, original = loaded_and_checked(tmp_path), Tokenizer.from_file(str(byte_level / "tokenizer.json"))
+    ids = loaded.encode(TEXT, add_special_tokens=False)
+    assert ids == original.encode(TEXT, add_special_tokens=False).ids
+    assert loaded.decode(ids) == TEXT

@@ -171,3 +171,19 @@ def test_last_variables_are_no_units(shorter: str, formula: str) -> None:
     assert not right(f"\\boxed{{{shorter}}}", formula)
     assert not right(f"\\boxed{{{formula}}}", shorter)
     assert right(f"\\boxed{{0+{formula}}}", formula)
+
+
+@pytest.mark.parametrize("value", ["7", r"\frac{7}{2}", "2.5", r"4\sqrt{3}", "0.04"])
+@pytest.mark.parametrize(
+    ("letter", "other"), [("m", "km"), ("g", "kg"), ("s", "min"), ("h", "s"), ("N", "J"), ("L", "mL")]
+)
+def test_a_letter_that_is_also_a_unit(value: str, letter: str, other: str) -> None:
+    r"""`7\mathrm{m}` is 7 metres, so 7; `7m` is that or 7 times m, so equal to the first and not to 7."""
+    italic, *upright = f"{value}{letter}", rf"{value}\mathrm{{{letter}}}", rf"{value}\,\text{{ {letter}}}"
+    for unit in upright:
+        for answer, gold in ((unit, italic), (italic, unit), (unit, value), (value, unit)):
+            assert right(f"\\boxed{{{answer}}}", gold), (answer, gold)
+            assert not right(f"\\boxed{{{answer}+1}}", gold)
+    for strange in (value, rf"{value}\mathrm{{{other}}}", rf"{value}\mathrm{{{letter}}}^2", f"2{italic}"):
+        for answer, gold in ((strange, italic), (italic, strange)):
+            assert not right(f"\\boxed{{{answer}}}", gold), (answer, gold)

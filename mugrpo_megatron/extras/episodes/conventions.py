@@ -14,6 +14,7 @@ from enum import Enum
 from functools import lru_cache
 from importlib import import_module
 from numbers import Real
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -170,9 +171,9 @@ class GenerateState:
 
 @lru_cache(maxsize=1)
 def _tokenizer(path: str) -> Any:
-    from transformers import AutoTokenizer
+    from mugrpo_megatron.data.tokenizer import load_tokenizer
 
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    return load_tokenizer(Path(path))
 
 
 async def post(url: str, payload: Mapping[str, Any], **_: Any) -> dict[str, Any]:

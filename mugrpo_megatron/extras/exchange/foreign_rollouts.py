@@ -24,6 +24,7 @@ from mugrpo_megatron.data.tokenizer import prompt_end, without_repetition
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.exchange.traces import flatten_trace, trainable_traces
 from mugrpo_megatron.recipe.load import short_repr
+from mugrpo_megatron.rewards.items import LARGEST_FLOAT
 from mugrpo_megatron.rewards.math.thoughts import opening_of
 from mugrpo_megatron.samples import Problem
 
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 LOGPROBS = ("logprobs", "engine_logprobs")
 ROUNDING = 1e-5
 """Nats above 0 that a logprob may be: kernels that approximate exp and log round a certain token's to about 1e-7."""
-_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ def _parse_row(
 
 def small_enough(value: float) -> bool:
     """Whether a number, an integer of any size included, is finite as float32."""
-    return abs(value) <= _LARGEST  # NaN is not
+    return abs(value) <= LARGEST_FLOAT  # NaN is not
 
 
 def _logprobs(values: list[Any]) -> np.ndarray:

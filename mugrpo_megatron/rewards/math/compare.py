@@ -108,6 +108,7 @@ _DECIMAL_COMMA = re.compile(r"([+-]?[0-9]+),([0-9]{2})")
 _COLUMN = re.compile(r"\\begin\{([pb]?matrix)\}([^&]*)\\end\{\1\}")
 _DECIMALS = re.compile(r"[0-9]\.([0-9]+)")
 _PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])")
+_GLUED = re.compile(r"(?<=[0-9)}])[mgshlLNJWV]\Z")
 _OTHER_UNIT = "another unit than the gold answer's"
 _MATCHED_ELEMENTS = 16
 """Longer lists are compared as sets by math-verify: matching takes the square of their length."""
@@ -122,6 +123,7 @@ def compare_answer(answer: str, gold: str, policy: Policy = "strict") -> Outcome
     text = normalize(answer)
     if not text:
         return 0.0, "no answer found"
+    text, read = _with_unit(text, read.text, read.unit), _as_quantity(read, text)
     if text == read.text:
         return _same_money(money(answer), read)
     if refusal := too_large(text, read.text):
@@ -131,6 +133,21 @@ def compare_answer(answer: str, gold: str, policy: Policy = "strict") -> Outcome
     if policy == "lenient":
         return _outcome(same(read.parsed, parsed(without_words(text))))
     return _compare_number(text, read, money(answer)) if read.kind == "number" else _compare_other(text, read)
+
+
+def _with_unit(text: str, other: str, unit: Unit | None = None) -> str:
+    r"""`7m` as `7\text{ m}` if the other text has the unit m: `7\mathrm{m}`, `7 m`; alone, m is a variable."""
+    letter = _GLUED.search(text)
+    if letter is None:
+        return text
+    spelled = f"{text[: letter.start()]}\\text{{ {letter[0]} }}"
+    return spelled if split_unit(spelled)[1] == (unit or split_unit(other)[1]) else text
+
+
+def _as_quantity(gold: Gold, text: str) -> Gold:
+    """The gold, read with a last letter as a unit if the answer has it as one."""
+    spelled = _with_unit(gold.text, text) if gold.kind == "other" else gold.text
+    return gold if spelled == gold.text else read_gold(spelled)
 
 
 def _same_money(sign: Unit | None, gold: Gold) -> Outcome:

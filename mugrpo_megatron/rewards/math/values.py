@@ -45,7 +45,8 @@ def _with_last_variable(text: str) -> str:
     if last is None:
         return text
     before = text[: last.start()]
-    is_variable = is_value(last[1]) or last[1] == "bc" or _FORMULA.search(_MACRO.sub(" ", before.rpartition("=")[2]))
+    is_formula = _FORMULA.search(_MACRO.sub(" ", before.rpartition("=")[2]))
+    is_variable = len(last[0]) == 1 or last[1] == "bc" or is_formula or is_value(last[1])
     return f"{before}\\,{last[1]}" if is_variable else text
 
 
