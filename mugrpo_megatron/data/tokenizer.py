@@ -40,8 +40,9 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
         # and others without the file's normalizer and split (models/llama/tokenization_llama.py).
         kind = PreTrainedTokenizerFast if (directory / "tokenizer.json").is_file() else AutoTokenizer
         # A trainer's split_special_tokens would write the template's own special tokens as characters.
-        options = {"trust_remote_code": False, "local_files_only": True, "split_special_tokens": False}
-        tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(directory, **options)
+        tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(
+            directory, trust_remote_code=False, local_files_only=True, split_special_tokens=False
+        )
         if kind is AutoTokenizer and (directory / "tokenizer.model").is_file():
             _check_conversion(tokenizer, directory)
         for index, token in added_tokens(directory).items():
