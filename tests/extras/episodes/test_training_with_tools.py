@@ -28,7 +28,7 @@ def run_of(folder: Path, player: str, name: str, **sections: dict[str, Any]) -> 
     shape: dict[str, dict[str, Any]] = {
         "rollout": {player: f"{HERE}.{name}", "max_response_tokens": 96, "behaviour": "learner"},
         "schedule": {"stages": 1, "updates_per_stage": 4},
-        "episodes": {"seconds": 600.0, "max_failure_share": 1.0},
+        "episodes": {"seconds": 600.0, "max_failure_share": 1.0, "programs": 2},
         "reward": {"function": "tests.rewards.functions:parity"},
         "objective": {"veto_reach": "turn"},
         "data": {
