@@ -176,7 +176,7 @@ def report(options: Options) -> int:
     return 0
 
 
-CONVERSIONS = ("hf_to_megatron", "megatron_to_hf", "verify")
+CONVERSIONS = ("hf_to_megatron", "megatron_to_hf", "text_of", "verify")
 
 
 def convert_arguments(parser: Parser) -> None:

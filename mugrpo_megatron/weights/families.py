@@ -188,7 +188,7 @@ FAMILIES = {
 }
 """`model_type` -> function that reads its config, the config of transformers' `...ForCausalLM` class."""
 _SPARSE = "sparse attention (DSA), whose indexer the learner does not have"
-_WITH_VISION = "a vision tower; its text alone is the family {}"
+_WITH_VISION = "a vision tower; take its text out, {}, with `mugrpo convert text_of`"
 CLOSE = {
     "deepseek_v32": _SPARSE,
     "glm_moe_dsa": _SPARSE,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ class HFCheckpoint:
     files: Mapping[str, str]
     """Tensor name -> file name."""
     dtypes: Mapping[str, torch.dtype]
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor, memory-mapped from its file; UserError when the file has become unreadable."""
@@ -59,7 +60,25 @@ def open_checkpoint(directory: Path, architecture: Architecture) -> HFCheckpoint
     Raises UserError for a missing or truncated shard, an index that disagrees with the files, a missing tensor, one
     that the architecture does not have, a wrong shape, and a tied output layer that differs from the embedding.
     """
-    files, shapes, dtypes = _scan(directory, architecture)
+
+    def needed(name: str) -> bool:
+        return not (_ignored(name, architecture) or (architecture.tied and name == HEAD))
+
+    checkpoint = scan(directory, needed)
+    files = checkpoint.files
+    check_tensors(directory, files, checkpoint.shapes, architecture)
+    if architecture.tied and HEAD in files and not torch.equal(checkpoint.read(HEAD), checkpoint.read(EMBEDDING)):
+        raise UserError(
+            f"{directory / files[HEAD]}: {HEAD} differs from {EMBEDDING}, though config.json ties them "
+            f"(tie_word_embeddings); set it to false if the model has an output layer of its own"
+        )
+    return checkpoint
+
+
+def check_tensors(
+    directory: Path, files: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], architecture: Architecture
+) -> None:
+    """Raise UserError if names or shapes of a checkpoint's tensors are not the architecture's."""
     expected = {
         name: shape
         for entry in entries(architecture).values()
@@ -83,13 +102,6 @@ def open_checkpoint(directory: Path, architecture: Architecture) -> HFCheckpoint
             raise UserError(
                 f"{directory / files[name]}: {name} has shape {list(shapes[name])}, but config.json says {list(shape)}"
             )
-    checkpoint = HFCheckpoint(directory, files, dtypes)
-    if architecture.tied and HEAD in files and not torch.equal(checkpoint.read(HEAD), checkpoint.read(EMBEDDING)):
-        raise UserError(
-            f"{directory / files[HEAD]}: {HEAD} differs from {EMBEDDING}, though config.json ties them "
-            f"(tie_word_embeddings); set it to false if the model has an output layer of its own"
-        )
-    return checkpoint
 
 
 def _ignored(name: str, architecture: Architecture) -> bool:
@@ -99,14 +111,8 @@ def _ignored(name: str, architecture: Architecture) -> bool:
     return name.endswith(".rotary_emb.inv_freq") or beyond
 
 
-def _scan(
-    directory: Path, architecture: Architecture
-) -> tuple[dict[str, str], dict[str, tuple[int, ...]], dict[str, torch.dtype]]:
-    """File, shape and type of every tensor, from the headers; an index, if present, must agree about those needed."""
-
-    def needed(name: str) -> bool:
-        return not (_ignored(name, architecture) or (architecture.tied and name == HEAD))
-
+def scan(directory: Path, needed: Callable[[str], bool]) -> HFCheckpoint:
+    """Find every tensor, from the headers; an index, if present, must agree about those needed."""
     index_path = directory / INDEX
     indexed: dict[str, str] | None = None
     if index_path.is_file():
@@ -146,7 +152,7 @@ def _scan(
             f"{index_path} disagrees with the shards about {wrong!r}: the index says {indexed.get(wrong, 'nothing')}, "
             f"the shards say {files.get(wrong, 'nothing')}"
         )
-    return files, shapes, dtypes
+    return HFCheckpoint(directory, files, dtypes, shapes)
 
 
 def _weight_map(index: Path) -> dict[str, str]:

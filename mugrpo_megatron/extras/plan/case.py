@@ -150,14 +150,19 @@ class RankParameters:
         return self.dense / layout.shards + self.experts / layout.expert_shards
 
 
+def stage_range(architecture: Architecture, layout: Layout, pp_stage: int) -> range:
+    """Numbers of the layers of a pipeline stage, as if it were not interleaved."""
+    counts = stage_layers(architecture.layers, layout.pipeline)
+    first = sum(counts[:pp_stage])
+    return range(first, first + counts[pp_stage])
+
+
 def rank_parameters(architecture: Architecture, layout: Layout, pp_stage: int) -> RankParameters:
     """Parameters of a rank of `pp_stage`, vocabulary padding included, from the table that loads weights.
 
     A tied output layer is the embedding itself with one pipeline stage, and a copy of it on the last of several.
     """
-    counts = stage_layers(architecture.layers, layout.pipeline)
-    first = sum(counts[:pp_stage])
-    layers = range(first, first + counts[pp_stage])
+    layers = stage_range(architecture, layout, pp_stage)
     last = pp_stage == layout.pipeline - 1
     dense = experts = vocabulary = 0
     for row in architecture.table:

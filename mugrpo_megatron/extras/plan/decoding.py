@@ -6,7 +6,7 @@ from mugrpo_megatron.engine.launch import kv_bytes_per_token
 from mugrpo_megatron.extras.plan.case import PlanCase
 from mugrpo_megatron.extras.plan.hardware import engines_of
 from mugrpo_megatron.extras.plan.lengths import resident_mean, response_lengths, seconds_to_decode
-from mugrpo_megatron.extras.plan.memory import EngineMemory, cache_shares
+from mugrpo_megatron.extras.plan.memory import EngineMemory, cache_shares, state_bytes
 from mugrpo_megatron.weights.families import token_flops
 
 
@@ -17,6 +17,7 @@ def decoding_seconds(responses: int, case: PlanCase, engine: EngineMemory) -> fl
     resident = case.mean_prompt + resident_mean(lengths)
     sharing = cache_shares(case.architecture, share)
     cached = kv_bytes_per_token(dict(case.config), case.recipe.model.dtype) / sharing * resident
+    cached += 2 * state_bytes(case.architecture, case.itemsize) / share  # read and written
     work = token_flops(case.architecture, case.mean_sequence)
     of_token = (work.layers + work.head + 2 * work.attention) / share
 

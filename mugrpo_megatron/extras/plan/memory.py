@@ -7,16 +7,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mugrpo_megatron.cpu.sglang import most_kv_bytes
-from mugrpo_megatron.engine.launch import LENGTH_MARGIN, kv_bytes_per_token
-from mugrpo_megatron.extras.plan.case import Layout, PlanCase, RankParameters, parameters, rank_parameters
+from mugrpo_megatron.engine.launch import LENGTH_MARGIN, STATES_PER_REQUEST, kv_bytes_per_token
+from mugrpo_megatron.extras.plan.case import Layout, PlanCase, RankParameters, parameters, rank_parameters, stage_range
 from mugrpo_megatron.extras.plan.hardware import GIB, replicas_of_engines
 from mugrpo_megatron.extras.plan.lengths import resident_mean, response_lengths
 from mugrpo_megatron.recipe.systems import BLOCK, cpu_row_tokens, sync_bucket_bytes
-from mugrpo_megatron.weights.architecture import Architecture, stage_layers
+from mugrpo_megatron.weights.architecture import Architecture
 
 FLOAT = 4
 CPU_IMPORTS = 0.4 * GIB
 """Resident bytes of torch, Megatron or SGLang in a process on CPU; replicas of an engine are forked and share them."""
+CHUNK = 64
+"""Tokens of a chunk of the gated delta rule (kernels/gated_delta.py, which imports torch)."""
+KEYS_SHARE = 1 / 1.9
+"""Of an engine's cache beside gated delta networks' states (SGLang's `mamba_full_memory_ratio`, 0.9)."""
 PADDED = 1.0
 """Slots of CPU attention per token: 1 for equal lengths, at most 1.25 with padding (learner/attention.py)."""
 
@@ -75,12 +79,44 @@ def layer_bytes(architecture: Architecture, layout: Layout, tokens: int, itemsiz
         attention += 0 if cuda else tokens * b * (q + 2 * k)
     projections = tokens * b * (q + 2 * k + q)
     rest = stream * b * size["H"] * 3 + norms + tokens * b * q
+    if architecture.transformer.get("attention_output_gate"):
+        rest += tokens * 2 * q * FLOAT  # the gate and its sigmoid
     if architecture.latent:
         projections = tokens * b * 4 * q
         latents = 2 * (size["C"] + size["L"]) + architecture.latent.rotary
         rest = stream * b * (size["H"] * 3 + latents) + norms + tokens * b * size["O"] / tp
     feed_forward, working = _feed_forward(architecture, layout, tokens, stream, b, cuda)
     return LayerBytes(stream * b * size["H"], attention, projections, rest + feed_forward, working)
+
+
+def linear_layer_bytes(
+    architecture: Architecture, layout: Layout, tokens: int, itemsize: int, cuda: bool
+) -> LayerBytes:
+    """One layer with a gated delta network, in torch's operations (kernels/gated_delta.py).
+
+    Its mixing takes attention's place: it is what selective recompute drops, and then keeps the mixing's input.
+    """
+    sizes, tp, b = architecture.delta, layout.tensor, itemsize
+    assert sizes is not None
+    stream, width = tokens / (tp if layout.sequence else 1), architecture.letters["H"]
+    channels, values, heads = sizes.channels / tp, sizes.values / tp, sizes.value_heads / tp
+    # Of a head: keys, queries and their products with decays; five matrices of a chunk; solution, update and states.
+    of_head = 9 * sizes.key + 5 * CHUNK + sizes.key + 2 * sizes.value + sizes.key * sizes.value / CHUNK + 8
+    mixing = tokens * (3 * b * channels + FLOAT * heads * of_head)
+    projected = tokens * b * (channels + values + 2 * heads)
+    normed = tokens * values * (2 * FLOAT + 3 * b)
+    rest = stream * b * width * 3 + 2 * stream * FLOAT + projected + normed
+    feed_forward, working = _feed_forward(architecture, layout, tokens, stream, b, cuda)
+    segments = tokens * b * (channels + 2 * heads)
+    return LayerBytes(stream * b * width, mixing, segments, rest + feed_forward, working)
+
+
+def state_bytes(architecture: Architecture, itemsize: int) -> int:
+    """Bytes that an engine keeps of a request besides keys and values: states, and windows of convolutions."""
+    if not (sizes := architecture.delta):
+        return 0
+    window = (sizes.kernel - 1) * sizes.channels
+    return (architecture.layers - architecture.attention_layers) * (FLOAT * sizes.state + itemsize * window)
 
 
 def _feed_forward(
@@ -238,9 +274,12 @@ def learner_memory(case: PlanCase, batch: PackedRows, pp_stage: int) -> LearnerM
     mine, adapter = rank_parameters(architecture, layout, pp_stage), case.adapter(layout)
     trained = adapter or mine
     tokens = batch.length // layout.context
-    layer = layer_bytes(architecture, layout, tokens, b, case.cuda)
+    mixers = {
+        linear: (linear_layer_bytes if linear else layer_bytes)(architecture, layout, tokens, b, case.cuda)
+        for linear in {architecture.is_linear(layer) for layer in stage_range(architecture, layout, pp_stage)}
+    }
     in_flight = micro_batches_in_flight(layout, pp_stage, batch.micro_batches)
-    layers = stage_layers(architecture.layers, layout.pipeline)[pp_stage]
+    layers = [mixers[architecture.is_linear(layer)] for layer in stage_range(architecture, layout, pp_stage)]
     loss = 0.0
     if pp_stage == layout.pipeline - 1:
         loss = loss_bytes(architecture, layout, tokens, recipe.learner.chunk_tokens(case.cuda), b, case.cuda)
@@ -248,10 +287,10 @@ def learner_memory(case: PlanCase, batch: PackedRows, pp_stage: int) -> LearnerM
         pp_stage=pp_stage,
         state=learner_state(mine, layout, b, adapter),
         recompute=recipe.learner.recompute,
-        kept={choice: in_flight * layers * layer.kept(choice) for choice in RECOMPUTE},
-        remade={choice: layer.recomputed(choice) for choice in RECOMPUTE},
+        kept={choice: in_flight * sum(layer.kept(choice) for layer in layers) for choice in RECOMPUTE},
+        remade={choice: max(layer.recomputed(choice) for layer in layers) for choice in RECOMPUTE},
         loss=loss,
-        working=layer.working,
+        working=max(layer.working for layer in layers),
         embedding=float(b * trained.vocabulary if pp_stage == 0 else 0),
         reduced=0.0 if case.cuda else 4.0 * max(trained.dense, trained.experts),
         in_flight=in_flight,
@@ -302,6 +341,7 @@ def engine_memory(case: PlanCase) -> EngineMemory:
     sharing = cache_shares(case.architecture, tp)
     per_token = kv_bytes_per_token(dict(case.config), recipe.model.dtype) / sharing
     limit = recipe.engine.extra.get("max_total_tokens") or float("inf")
+    states = STATES_PER_REQUEST * state_bytes(case.architecture, case.itemsize) / tp
     if case.cuda:
         free = case.cluster.device.memory - assumptions.learner_rest - assumptions.engine_rest
         cache = min(limit * per_token, max(0.0, recipe.engine.memory_fraction * free - weights))
@@ -310,11 +350,14 @@ def engine_memory(case: PlanCase) -> EngineMemory:
         window = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens + LENGTH_MARGIN
         cache = min(limit, recipe.engine.max_running_requests * window) * per_token
         most = most_kv_bytes(case.cluster.device.memory * case.cluster.per_node)
-        cache, work = min(cache, max(most, window * per_token)), 0.0
-    tokens = int(cache / per_token)
+        cache = min(cache, max(most, window * per_token))
+        work = recipe.engine.max_running_requests * states
+    tokens = int(cache / per_token * (KEYS_SHARE if states and case.cuda else 1))
     lengths = response_lengths(case.mean_response, recipe.rollout.max_response_tokens, assumptions.spread)
     resident = case.mean_prompt + resident_mean(lengths)
     requests = min(recipe.engine.max_running_requests, int(tokens / resident))
+    if states and case.cuda:
+        requests = min(requests, int(cache * (1 - KEYS_SHARE) / states))
     return EngineMemory(weights, cache, work, tokens, requests)
 
 

@@ -67,11 +67,6 @@ def make_plan(
     cluster, assumed = make_cluster(nodes, per_node, device), assume(assumptions)
     check_engine_device(EngineSetup(recipe, cuda=cluster.device.cuda))
     model = find_model(recipe.model, model_config)
-    if model.architecture.delta:
-        raise UserError(
-            f"the model is a {model.architecture.family}: the plan does not know the memory and the time of gated "
-            "delta networks; start with a short run"
-        )
     case = make_case(recipe, model.architecture, model.config, cluster, assumed)
     if problems := _problems(case):
         raise UserError("; ".join([*problems, *_advice(case)]))

@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from mugrpo_megatron.checks import engines
 from mugrpo_megatron.checks.layouts import bundled_configs
 from mugrpo_megatron.engine.launch import kv_bytes_per_token
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.plan.case import find_model, parameters
+from mugrpo_megatron.extras.plan.memory import CHUNK, state_bytes
 from mugrpo_megatron.extras.plan.plan import make_plan
+from mugrpo_megatron.kernels import gated_delta
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.initial_model import with_cached_model
 from tests.checkout import ROOT
@@ -92,13 +95,22 @@ def test_a_config_alone_is_enough_and_wins_over_the_table(tmp_path: Path) -> Non
     assert find_model(Recipe.model_validate({"model": {"path": str(tmp_path)}}).model).architecture.layers == 36
 
 
-def test_gated_delta_networks_have_no_plan_and_no_cache_of_keys(tmp_path: Path) -> None:
+def test_gated_delta_networks_cache_a_state_beside_the_keys_of_few_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Qwen3.5-0.8B: 18 layers of 16 states of 128 x 128 and windows of 3 x 6,144 inputs; 6 layers with attention."""
     config = json.loads((ROOT / "tests/weights/published.json").read_text())["text of Qwen3.5-0.8B"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="the plan does not know the memory and the time of gated delta networks"):
-        make_plan(named("anything"), 1, 1, "h100", tmp_path / "config.json")
-    full_layers, keys_and_values, heads, head_dim = 6, 2, 2, 256
-    assert kv_bytes_per_token(config, "bfloat16") == 2 * full_layers * keys_and_values * heads * head_dim
+    model = find_model(named("anything").model, tmp_path / "config.json").architecture
+    assert state_bytes(model, 2) == 18 * (4 * 16 * 128 * 128 + 2 * 3 * 6144)
+    assert kv_bytes_per_token(config, "bfloat16") == 2 * 6 * 2 * 2 * 256
+    assert CHUNK == gated_delta.CHUNK
+    monkeypatch.setattr(engines, "has_gated_delta", lambda: True)
+    plan = make_plan(named("anything"), 1, 1, "h200", tmp_path / "config.json")
+    serving = plan.memory.serving
+    assert (plan.parameters, plan.memory.learning.state.moments) == (752_393_024, 8 * 752_393_024)
+    assert serving.tokens == int(serving.cache / 1.9 / 12_288)
+    assert 0 < serving.requests <= serving.cache * 0.9 / 1.9 / (4 * state_bytes(model, 2))
 
 
 def test_a_model_that_nothing_describes(tmp_path: Path) -> None:

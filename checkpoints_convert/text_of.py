@@ -1,0 +1,118 @@
+"""Text of a vision-language checkpoint as a checkpoint, and back into it: `mugrpo convert text_of --help`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from checkpoints_convert.command import fill_hf, fingerprint, run
+from checkpoints_convert.output import checked_output, open_output
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.durable import write_text
+from mugrpo_megatron.files.hf_config import CONFIG, read_config
+from mugrpo_megatron.weights.families import architecture
+from mugrpo_megatron.weights.hf import CARRIED, SHARD_BYTES
+from mugrpo_megatron.weights.safetensors_dir import (
+    HEAD,
+    TensorSpec,
+    WeightFile,
+    check_tensors,
+    divide,
+    open_checkpoint,
+    scan,
+)
+
+TEXTS = {"qwen3_5": "Qwen3_5ForCausalLM", "qwen3_5_moe": "Qwen3_5MoeForCausalLM"}
+"""`model_type` with a vision tower -> transformers' class of its text."""
+PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+
+
+def convert(
+    hf: Path, out: Path, text: Path | None = None, shard_bytes: int = SHARD_BYTES, overwrite: bool = False
+) -> None:
+    """Write the text of the vision-language checkpoint `hf`; with `text`, write `hf` with the weights of `text`.
+
+    Every tensor keeps its type, `hf`'s if both have it. Peak memory is the largest tensor. Raises UserError, with
+    nothing written, for a directory that is damaged or of another model, and as other conversions do for `out`.
+    """
+    out = checked_output(out, {"--hf": hf, **({"--put": text} if text else {})}, overwrite)
+    config = text_config(hf)
+    model = architecture(config, f"{hf / CONFIG}: text_config")
+    source = scan(hf, lambda name: True)
+    # A copy of the embedding would be stale once the embedding is trained.
+    stored = [name for name in source.files if not (model.tied and name == HEAD)]
+    names = {text_name(name): name for name in stored if text_name(name)}
+    if packed := next((name for name in names.values() if name.endswith(".experts.gate_up_proj")), None):
+        raise UserError(f"{hf / source.files[packed]}: {packed} packs all experts of a layer, which is not supported")
+    files, shapes = ({name: of[old] for name, old in names.items()} for of in (source.files, source.shapes))
+    check_tensors(hf, files, shapes, model)
+    replacement = open_checkpoint(text, model) if text else None
+    if replacement:
+        kept = {name: name for name in stored}
+    else:
+        kept = names
+        print(_left_out(set(stored) - set(names.values())))
+    specs = [TensorSpec(name, source.shapes[old], source.dtypes[old]) for name, old in kept.items()]
+    shards = divide(specs, shard_bytes)
+
+    def tensors(shard: WeightFile) -> Iterator[torch.Tensor]:
+        for spec in shard.specs:
+            name = text_name(spec.name)
+            yield replacement.read(name) if replacement and name in replacement.files else source.read(kept[spec.name])
+
+    recipe = {"source": fingerprint(hf), "text": fingerprint(text) if text else None, "shards": len(shards)}
+    with open_output(out, recipe, sum(shard.bytes for shard in shards), overwrite) as output:
+        fill_hf(output, "text", shards, tensors)
+        for name in (*CARRIED, *(PROCESSORS if text else ())):
+            if (hf / name).is_file():
+                shutil.copyfile(hf / name, output.directory / name)
+        written = dict(read_config(hf)) if text else config
+        write_text(output.directory / CONFIG, json.dumps(written, indent=2, ensure_ascii=False) + "\n")
+
+
+def text_config(hf: Path) -> dict[str, Any]:
+    """The config of the text; UserError if the checkpoint has no vision tower that is known."""
+    config: dict[str, Any] = dict(read_config(hf))
+    family, nested = config["model_type"], config.get("text_config")
+    if family not in TEXTS or not isinstance(nested, dict):
+        raise UserError(
+            f"{hf / CONFIG}: model_type {family!r} has no text to take out; the families are {', '.join(TEXTS)}"
+        )
+    shared = {name: config[name] for name in ("tie_word_embeddings", "dtype") if name in config}
+    return {**shared, **nested, "architectures": [TEXTS[family]]}
+
+
+def text_name(name: str) -> str:
+    """The name of a tensor in the text's checkpoint; "" for vision and multi-token prediction."""
+    if name.startswith("model.language_model."):
+        return "model." + name.removeprefix("model.language_model.")
+    return name if name == HEAD else ""
+
+
+def _left_out(names: set[str]) -> str:
+    counts = Counter(name.removeprefix("model.").split(".")[0] for name in names)
+    return "left out: " + (", ".join(f"{count} tensors of {part}" for part, count in sorted(counts.items())) or "none")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="mugrpo convert text_of", description=__doc__.partition(":")[0])
+    parser.add_argument("--hf", type=Path, required=True, metavar="DIR", help="vision-language checkpoint to read")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="Hugging Face directory to write")
+    parser.add_argument("--put", type=Path, metavar="TEXT_DIR", help="write --hf with the weights of this text instead")
+    parser.add_argument("--overwrite", action="store_true", help="replace DIR if a conversion wrote it")
+    options = parser.parse_args(arguments)
+    command = partial(convert, text=options.put, overwrite=options.overwrite)
+    return run(parser.prog, partial(command, options.hf, options.out))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
