@@ -189,6 +189,11 @@ def parameters(architecture: Architecture) -> int:
     return rank_parameters(architecture, Layout(), 0).total
 
 
+def largest_parameter(architecture: Architecture) -> int:
+    """Size of the largest parameter; each expert has its own."""
+    return max(_numel(row, architecture, 1) for row in architecture.table)
+
+
 def _numel(row: Row, architecture: Architecture, tensor: int) -> int:
     shapes = [architecture.shape(letters) for _, letters in row.hf]
     if row.form == "vocab":

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 
 from mugrpo_megatron.cpu.sglang import most_kv_bytes
 from mugrpo_megatron.engine.launch import LENGTH_MARGIN, STATES_PER_REQUEST, kv_bytes_per_token
-from mugrpo_megatron.extras.plan.case import Layout, PlanCase, RankParameters, parameters, rank_parameters, stage_range
+from mugrpo_megatron.extras.plan.case import (
+    Layout,
+    PlanCase,
+    RankParameters,
+    largest_parameter,
+    parameters,
+    rank_parameters,
+    stage_range,
+)
 from mugrpo_megatron.extras.plan.hardware import GIB, replicas_of_engines
 from mugrpo_megatron.extras.plan.lengths import resident_mean, response_lengths
 from mugrpo_megatron.recipe.systems import BLOCK, cpu_row_tokens, sync_bucket_bytes
@@ -409,6 +417,11 @@ class Memory:
 def rest_bytes(case: PlanCase) -> float:
     """Bytes that a sleeping learner and a sleeping engine keep on a GPU; on CPU those of their imports."""
     return case.assumptions.learner_rest + case.assumptions.engine_rest if case.cuda else 2 * CPU_IMPORTS
+
+
+def conversion_bytes(architecture: Architecture, itemsize: int) -> float:
+    """Peak bytes of `mugrpo convert`: the libraries, the largest parameter and its copy."""
+    return CPU_IMPORTS + 2 * itemsize * largest_parameter(architecture)
 
 
 def memory(case: PlanCase, engine: EngineMemory) -> Memory:

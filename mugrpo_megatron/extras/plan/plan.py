@@ -13,7 +13,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.plan.auxiliary import AuxiliaryCost, auxiliary_costs, auxiliary_problems
 from mugrpo_megatron.extras.plan.case import Layout, ModelShape, PlanCase, find_model, make_case, parameters
 from mugrpo_megatron.extras.plan.hardware import Assumptions, Cluster, assume, engines_of, make_cluster
-from mugrpo_megatron.extras.plan.memory import Memory, PackedRows, batch_of, engine_memory, memory
+from mugrpo_megatron.extras.plan.memory import Memory, PackedRows, batch_of, conversion_bytes, engine_memory, memory
 from mugrpo_megatron.extras.plan.search import Candidate, compare_layouts, fastest_fit, recipe_keys
 from mugrpo_megatron.extras.plan.time import Phases, Schedule, bubble, checkpoint_bytes, phases, schedules, sync_bytes
 from mugrpo_megatron.recipe import Recipe
@@ -42,6 +42,7 @@ class RunPlan:
     bubble: float
     checkpoint_bytes: float
     sync_bytes: int
+    conversion_bytes: float
     """Bytes sent to each engine in every stage."""
     schedules: list[Schedule]
     layouts: list[Candidate]
@@ -89,6 +90,7 @@ def make_plan(
         bubble=bubble(case.layout, batch.micro_batches),
         checkpoint_bytes=checkpoint_bytes(case),
         sync_bytes=sync_bytes(case),
+        conversion_bytes=conversion_bytes(case.architecture, case.itemsize),
         schedules=schedules(case, need),
         layouts=compare_layouts(case, engine),
     )
@@ -111,6 +113,7 @@ def plan_as_dict(plan: RunPlan, launch: Mapping[str, str]) -> dict[str, Any]:
         "bubble": plan.bubble,
         "checkpoint_bytes": plan.checkpoint_bytes,
         "sync_bytes": plan.sync_bytes,
+        "conversion_bytes": plan.conversion_bytes,
         "schedules": [
             {**asdict(schedule), "total": schedule.total, "gpu_hours": plan.gpu_hours(schedule.total)}
             for schedule in plan.schedules

@@ -88,6 +88,7 @@ def _head(plan: RunPlan) -> Iterable[str]:
     if plan.model.architecture.note:
         yield plan.model.architecture.note
     yield f"a checkpoint is {_gib(plan.checkpoint_bytes)} GiB, a sync moves {_gib(plan.sync_bytes)} GiB to each engine"
+    yield f"a conversion needs {_gib(plan.conversion_bytes)} GiB of host memory"
     yield (
         f"learner: [bold]{plan.layout}[/bold]; {plan.batch.micro_batches} micro-batches of {plan.batch.length:,} "
         f"tokens on each rank" + f"; pipeline bubble {100 * plan.bubble:.1f} %" * (plan.layout.pipeline > 1)
