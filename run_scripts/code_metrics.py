@@ -30,7 +30,7 @@ HELD = {
     "product lines (core, extras, convert)": 46_609,
     "lines of tests": 43_250,
     "lines of run_scripts": 4314,
-    "core files": 202,
+    "core files": 203,
     "parameters of type Recipe": 87,
     "class names defined twice": 0,
     "locals called one": 5,
