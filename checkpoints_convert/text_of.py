@@ -53,7 +53,8 @@ def convert(
     names = {text_name(name): name for name in stored if text_name(name)}
     if packed := next((name for name in names.values() if name.endswith(".experts.gate_up_proj")), None):
         raise UserError(f"{hf / source.files[packed]}: {packed} packs all experts of a layer, which is not supported")
-    files, shapes = ({name: of[old] for name, old in names.items()} for of in (source.files, source.shapes))
+    files = {name: source.files[old] for name, old in names.items()}
+    shapes = {name: source.shapes[old] for name, old in names.items()}
     check_tensors(hf, files, shapes, model)
     replacement = open_checkpoint(text, model) if text else None
     if replacement:

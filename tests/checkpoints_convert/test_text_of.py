@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +36,8 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("vision")
     text = {**models.SIZES, **models.DELTA, "vocab_size": 512, "tie_word_embeddings": True}
     torch.manual_seed(0)
-    config = CONFIG_MAPPING["qwen3_5"](text_config=text, vision_config=VISION, tie_word_embeddings=True)
+    settings: dict[str, Any] = {"text_config": text, "vision_config": VISION, "tie_word_embeddings": True}
+    config = CONFIG_MAPPING["qwen3_5"](**settings)
     AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
     weights = load_file(directory / "model.safetensors")
     for name, tensor in weights.items():
