@@ -27,8 +27,8 @@ MAIN_PATH = (
 """Where a reader follows a response from the engine to the gradient."""
 
 HELD = {
-    "product lines (core, extras, convert)": 46_800,
-    "lines of tests": 43_373,
+    "product lines (core, extras, convert)": 46_801,
+    "lines of tests": 43_374,
     "lines of run_scripts": 4314,
     "core files": 203,
     "parameters of type Recipe": 87,

@@ -34,6 +34,7 @@ PLACEHOLDERS = {
     "NAME": "owner/name",
     "DIR": "models/some",
     "HF_DIR": "models/some",
+    "TEXT_DIR": "models/text",
     "TYPE": "bfloat16",
 }
 """What a word in capitals stands for: alone, or as a part of `key=value` or of a path."""

@@ -113,8 +113,9 @@ class _Server(uvicorn.Server):
 def _result(output: Path) -> dict[str, Any]:
     """The episode's result from its program's last line. Raises TypeError or ValueError unless a reward is finite."""
     said: Any = None
+    lines = _tail(output).splitlines()
     with suppress(ValueError, IndexError):
-        said = parse_json(_tail(output).splitlines()[-1])
+        said = parse_json(lines[-1])
     said = said if isinstance(said, dict) else {}
     answer, reward = said.pop("answer", None), said.pop("reward", None)
     result = result_of({"score": 0.0 if reward is None else reward, **said}, "the program")
