@@ -18,105 +18,15 @@ from mugrpo_megatron.extras.plan.case import (
     stage_range,
 )
 from mugrpo_megatron.extras.plan.hardware import GIB, replicas_of_engines
+from mugrpo_megatron.extras.plan.layer_bytes import FLOAT, layer_bytes, linear_layer_bytes
 from mugrpo_megatron.extras.plan.lengths import resident_mean, response_lengths
 from mugrpo_megatron.recipe.systems import BLOCK, cpu_row_tokens, sync_bucket_bytes
 from mugrpo_megatron.weights.architecture import Architecture
 
-FLOAT = 4
 CPU_IMPORTS = 0.4 * GIB
 """Resident bytes of torch, Megatron or SGLang in a process on CPU; replicas of an engine are forked and share them."""
-CHUNK = 64
-"""Tokens of a chunk of the gated delta rule (kernels/gated_delta.py, which imports torch)."""
 KEYS_SHARE = 1 / 1.9
 """Of an engine's cache beside gated delta networks' states (SGLang's `mamba_full_memory_ratio`, 0.9)."""
-PADDED = 1.0
-"""Slots of CPU attention per token: 1 for equal lengths, at most 1.25 with padding (learner/attention.py)."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerBytes:
-    """Bytes of one transformer layer."""
-
-    input: float
-    """The residual stream that enters: all that is kept under full recompute."""
-    attention: float
-    """Activations of core attention besides its output; dropped under selective recompute."""
-    projections: float
-    """Activations kept in their place under selective recompute."""
-    rest: float
-    """Norms, residual stream, inputs of matrix products, feed-forward."""
-    working: float
-    """Gradients and temporaries that exist at once in the layer's backward pass."""
-
-    def kept(self, recompute: str) -> float:
-        """Bytes kept from forward to backward."""
-        if recompute == "full":
-            return self.input
-        return self.input + self.rest + (self.projections if recompute == "selective" else self.attention)
-
-    def recomputed(self, recompute: str) -> float:
-        """Bytes that are recomputed for the one layer in its backward pass."""
-        whole = self.kept("none")
-        return {"none": 0.0, "selective": self.attention, "full": whole}[recompute]
-
-
-def layer_bytes(architecture: Architecture, layout: Layout, tokens: int, itemsize: int, cuda: bool) -> LayerBytes:
-    """One layer on `tokens` tokens of this rank: a packed row divided by the context parallel size.
-
-    With experts, of a model that has some; its first layers may have none and then keep less.
-    """
-    size = architecture.letters
-    tp, b = layout.tensor, itemsize
-    stream = tokens / (tp if layout.sequence else 1)
-    heads = architecture.transformer["num_attention_heads"] / tp
-    q, k = size["Q"] / tp, size.get("K", 0) / tp
-    norms = 2 * stream * FLOAT
-    if architecture.latent:
-        # Query, key, value and output have a query's size of heads; on CPU padded and in float32.
-        attention = 4 * q * b if cuda else PADDED * 5 * q * FLOAT
-        attention = tokens * (attention + FLOAT * heads)
-    elif cuda:
-        # v is a view of the projection's output and keeps all of it; rotated q and k are copies; flash keeps lse.
-        attention = tokens * (b * (q + 2 * k) + b * (q + k) + FLOAT * heads)
-    else:
-        # q, k, v rotated, padded and in float32; the padded output; lse.
-        attention = PADDED * tokens * FLOAT * (q + 2 * k + q + heads)
-    if architecture.qk_layernorm:
-        # The norm keeps its input: a copy of q, and k in the projection's output, freed on CPU without a norm.
-        attention += tokens * (b * q + FLOAT * (heads + heads * k / q))
-        attention += 0 if cuda else tokens * b * (q + 2 * k)
-    projections = tokens * b * (q + 2 * k + q)
-    rest = stream * b * size["H"] * 3 + norms + tokens * b * q
-    if architecture.transformer.get("attention_output_gate"):
-        rest += tokens * 2 * q * FLOAT  # the gate and its sigmoid
-    if architecture.latent:
-        projections = tokens * b * 4 * q
-        latents = 2 * (size["C"] + size["L"]) + architecture.latent.rotary
-        rest = stream * b * (size["H"] * 3 + latents) + norms + tokens * b * size["O"] / tp
-    feed_forward, working = _feed_forward(architecture, layout, tokens, stream, b, cuda)
-    return LayerBytes(stream * b * size["H"], attention, projections, rest + feed_forward, working)
-
-
-def linear_layer_bytes(
-    architecture: Architecture, layout: Layout, tokens: int, itemsize: int, cuda: bool
-) -> LayerBytes:
-    """One layer with a gated delta network, in torch's operations (kernels/gated_delta.py).
-
-    Its mixing takes attention's place: it is what selective recompute drops, and then keeps the mixing's input.
-    """
-    sizes, tp, b = architecture.delta, layout.tensor, itemsize
-    assert sizes is not None
-    stream, width = tokens / (tp if layout.sequence else 1), architecture.letters["H"]
-    channels, values, heads = sizes.channels / tp, sizes.values / tp, sizes.value_heads / tp
-    # Of a head: keys, queries and their products with decays; five matrices of a chunk; solution, update and states.
-    of_head = 9 * sizes.key + 5 * CHUNK + sizes.key + 2 * sizes.value + sizes.key * sizes.value / CHUNK + 8
-    mixing = tokens * (3 * b * channels + FLOAT * heads * of_head)
-    projected = tokens * b * (channels + values + 2 * heads)
-    normed = tokens * values * (2 * FLOAT + 3 * b)
-    rest = stream * b * width * 3 + 2 * stream * FLOAT + projected + normed
-    feed_forward, working = _feed_forward(architecture, layout, tokens, stream, b, cuda)
-    segments = tokens * b * (channels + 2 * heads)
-    return LayerBytes(stream * b * width, mixing, segments, rest + feed_forward, working)
 
 
 def state_bytes(architecture: Architecture, itemsize: int) -> int:
@@ -125,22 +35,6 @@ def state_bytes(architecture: Architecture, itemsize: int) -> int:
         return 0
     window = (sizes.kernel - 1) * sizes.channels
     return (architecture.layers - architecture.attention_layers) * (FLOAT * sizes.state + itemsize * window)
-
-
-def _feed_forward(
-    architecture: Architecture, layout: Layout, tokens: int, stream: float, itemsize: int, cuda: bool
-) -> tuple[float, float]:
-    """(kept, working): bytes kept besides the norm's output, and temporary bytes of the backward pass."""
-    size, tp, b = architecture.letters, layout.tensor, itemsize
-    if not architecture.experts:
-        width = size["F"] / tp
-        return tokens * b * 3 * width, b * (tokens * 3 * width + 2 * stream * size["H"])
-    chosen = tokens * architecture.transformer["moe_router_topk"]  # experts are evenly loaded
-    width = size["M"] / tp
-    products = 3 if cuda else 5  # fc1's output and fc2's input; on CPU also silu(gate) and the product before weighting
-    activations = chosen * b * (size["H"] + products * width) + stream * architecture.experts * (2 * FLOAT + 1)
-    shared = tokens * b * 3 * size.get("S", 0) / tp
-    return activations + shared, b * chosen * 3 * (size["H"] + width)
 
 
 def micro_batches_in_flight(layout: Layout, pp_stage: int, micro_batches: int) -> float:

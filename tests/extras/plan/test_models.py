@@ -14,7 +14,8 @@ from mugrpo_megatron.engine.launch import kv_bytes_per_token
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.plan.case import find_model, parameters
 from mugrpo_megatron.extras.plan.hardware import GIB
-from mugrpo_megatron.extras.plan.memory import CHUNK, state_bytes
+from mugrpo_megatron.extras.plan.layer_bytes import CHUNK
+from mugrpo_megatron.extras.plan.memory import state_bytes
 from mugrpo_megatron.extras.plan.plan import make_plan
 from mugrpo_megatron.kernels import gated_delta
 from mugrpo_megatron.recipe import Recipe
