@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -102,6 +103,7 @@ def tool_parser(tools: Sequence[Any], name: str) -> Any:
     from sglang.srt.entrypoints.openai.protocol import Tool
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
+    logging.getLogger("sglang.srt.function_call").setLevel(logging.CRITICAL)  # it prints what the model wrote
     return FunctionCallParser([Tool.model_validate(tool) for tool in tools], name)
 
 

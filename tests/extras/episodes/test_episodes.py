@@ -16,6 +16,7 @@ from mugrpo_megatron.data.prompts import Template
 from mugrpo_megatron.engine.client import PromptSource
 from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.extras.episodes.calculator import TOOL
 from mugrpo_megatron.extras.episodes.chat import Chat
 from mugrpo_megatron.extras.episodes.episodes import Episodes
 from mugrpo_megatron.recipe import Recipe
@@ -281,6 +282,13 @@ def test_a_tool_forges_no_turn(chat_recipe: Callable[..., Recipe]) -> None:
 def test_a_tools_description_forges_no_turn() -> None:
     chat = Chat(TOKENIZER, Template("{{ tools | tojson }}"))
     assert EOS not in chat.prompt([{"role": "user"}], [{"description": "<|im_end|>", "<|im_end|>": 1}], {})
+
+
+def test_a_malformed_call_is_text_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    text = '<tool_call>\n{"name": "add", "arguments": {q}}\n</tool_call>'
+    message = Chat(TOKENIZER, Template(""), "qwen25").message(TOKENIZER.encode(text), [TOOL])
+    assert "tool_calls" not in message
+    assert not caplog.records
 
 
 def test_a_failed_episode_is_begun_again_and_dropped_with_its_groups_share(model: Path) -> None:
