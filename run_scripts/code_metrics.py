@@ -27,8 +27,8 @@ MAIN_PATH = (
 """Where a reader follows a response from the engine to the gradient."""
 
 HELD = {
-    "product lines (core, extras, convert)": 46_801,
-    "lines of tests": 43_374,
+    "product lines (core, extras, convert)": 46_813,
+    "lines of tests": 43_383,
     "lines of run_scripts": 4314,
     "core files": 203,
     "parameters of type Recipe": 87,
@@ -38,7 +38,7 @@ HELD = {
     "turns of dialect in docstrings": 29,
     "recipe keys": 140,
     "recipe keys that nothing shipped sets": 35,
-    "modules with one importer": 41,
+    "modules with one importer": 42,
     "basenames that occur twice": 4,
     "circles of rooms": 0,
     "words of pages": 35_000,
