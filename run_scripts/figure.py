@@ -59,7 +59,9 @@ def _curves(axes: Axes, run: RunData) -> None:
     if measure_in(run.evals) == "accuracy":
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.yaxis.set_major_locator(MaxNLocator(5))
-    axes.legend(loc="lower right", facecolor=LIGHT["paper"], edgecolor="none", labelcolor=LIGHT["ink"], fontsize=10)
+    # Beside the title, because curves end in every corner.
+    style = {"labelcolor": LIGHT["ink"], "fontsize": 9, "columnspacing": 1.2, "handlelength": 1.4, "handletextpad": 0.5}
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False, **style)
     _plain(axes)
 
 
@@ -120,7 +122,8 @@ def _boundaries(axes: Axes, drawing: Drawing) -> None:
 def _title(axes: Axes, run: RunData) -> None:
     schedule = run.recipe.get("schedule", {})
     name = run.recipe.get("objective", {}).get("name", "")
-    title = f"{name}: {schedule.get('stages')} stages of {schedule.get('updates_per_stage')} updates"
+    stages = schedule.get("stages")
+    title = f"{name}: {stages} stage{'s' * (stages != 1)} of {schedule.get('updates_per_stage')} updates"
     axes.set_title(title, loc="left", color=LIGHT["ink"], fontsize=12.5, fontweight="bold", pad=10)
 
 
