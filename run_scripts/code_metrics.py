@@ -29,7 +29,7 @@ MAIN_PATH = (
 HELD = {
     "product lines (core, extras, convert)": 46_813,
     "lines of tests": 43_383,
-    "lines of run_scripts": 4314,
+    "lines of run_scripts": 4317,
     "core files": 203,
     "parameters of type Recipe": 87,
     "class names defined twice": 0,
