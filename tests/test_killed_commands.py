@@ -147,7 +147,7 @@ def test_seal(tmp_path: Path) -> None:
         store.verify()
         groups = [sample.group for update in range(store.updates) for sample in store.read_update(update)]
         assert groups == [group for group in range(800) for _ in range(4)]
-        assert not list((run / "stages").rglob("shard-*"))
+        assert not list((run / "stages").rglob("shard-*.parquet"))
     print(f"{hits} of {KILLS} kills hit seal")
 
 
