@@ -28,7 +28,7 @@ MAIN_PATH = (
 
 HELD = {
     "product lines (core, extras, convert)": 46_813,
-    "lines of tests": 43_383,
+    "lines of tests": 43_381,
     "lines of run_scripts": 4317,
     "core files": 203,
     "parameters of type Recipe": 87,
