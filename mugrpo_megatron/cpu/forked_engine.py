@@ -22,7 +22,8 @@ from setproctitle import setproctitle
 from mugrpo_megatron.cpu import delta_kernels
 from mugrpo_megatron.cpu.batched_attention import DecodeBatch, attend, plan
 from mugrpo_megatron.cpu.deferred import compiler_deferred, compiling_deferred
-from mugrpo_megatron.cpu.kernels import Kernels, fits, use_large_pages
+from mugrpo_megatron.cpu.kernels import Kernels, fits, ready, use_large_pages
+from mugrpo_megatron.cpu.sampling import use_sampling
 from mugrpo_megatron.files.hf_config import has_delta, read_config
 
 with compiler_deferred():
@@ -48,11 +49,12 @@ class BatchedAttention(TorchNativeAttnBackend):
     """Causal self-attention batched over sequences; the base class handles sliding windows and cross attention."""
 
     def __init__(self, model_runner: Any, kernels: Kernels | None = None) -> None:
-        """With `kernels`, decoding in float32 uses them, in the model's other layers too."""
+        """With `kernels`, decoding uses them, in the model's other layers and the sampler too."""
         super().__init__(model_runner)
         self._kernels = kernels
         if kernels is not None:
             use_kernels(model_runner.model, kernels)
+            use_sampling(model_runner.sampler, kernels)
             pool = self.token_to_kv_pool
             for buffer in [*getattr(pool, "k_buffer", []), *getattr(pool, "v_buffer", [])]:
                 use_large_pages(buffer)
@@ -188,6 +190,10 @@ FORWARD = "_forward_method"
 """Attribute of SGLang's layers with the function that runs them."""
 
 
+OTHER_NORMS = ("variance_size_override", "cast_x_before_out_mul", "fp32_residual", "override_orig_dtype")
+"""Attributes of SGLang's RMSNorm under which it computes or rounds otherwise."""
+
+
 def use_kernels(model: torch.nn.Module, kernels: Kernels) -> int:
     """Replace the functions of the model's norms, gates and rotations by kernels; returns the number replaced."""
     replaced = 0
@@ -195,7 +201,7 @@ def use_kernels(model: torch.nn.Module, kernels: Kernels) -> int:
         before = module.__dict__.get(FORWARD)
         if before is None or before != getattr(module, "forward_native", None):
             continue
-        if type(module) is RMSNorm and module.variance_size_override is None:
+        if type(module) is RMSNorm and not any(getattr(module, name, None) for name in OTHER_NORMS):
             module.__dict__[FORWARD] = _norm(module, kernels, before)
         elif type(module) is SiluAndMul:
             module.__dict__[FORWARD] = _gate(kernels, before)
@@ -209,12 +215,10 @@ def use_kernels(model: torch.nn.Module, kernels: Kernels) -> int:
 
 def _norm(module: Any, kernels: Kernels, before: Any) -> Any:
     def norm(x, residual=None, post_residual_addition=None):  # type: ignore[no-untyped-def]
-        if post_residual_addition is not None or not (_ready(x) and _ready(module.weight)):
+        if post_residual_addition is not None or not ready(x, module.weight, *([] if residual is None else [residual])):
             return before(x, residual, post_residual_addition)
         if residual is None:
             return kernels.rms_norm(x, None, module.weight, module.variance_epsilon)
-        if not _ready(residual):
-            return before(x, residual)
         return kernels.rms_norm(x, residual, module.weight, module.variance_epsilon), residual
 
     return norm
@@ -222,7 +226,7 @@ def _norm(module: Any, kernels: Kernels, before: Any) -> Any:
 
 def _gate(kernels: Kernels, before: Any) -> Any:
     def gate(x):  # type: ignore[no-untyped-def]
-        return kernels.silu_and_mul(x) if _ready(x) else before(x)
+        return kernels.silu_and_mul(x) if ready(x) else before(x)
 
     return gate
 
@@ -230,7 +234,8 @@ def _gate(kernels: Kernels, before: Any) -> Any:
 def _rotation(module: Any, kernels: Kernels, before: Any) -> Any:
     def rotation(positions, query, key, offsets=None, fused_set_kv_buffer_arg=None):  # type: ignore[no-untyped-def]
         cache = module.cos_sin_cache
-        if offsets is not None or not (_ready(cache) and _in_rows(query) and _in_rows(key) and positions.ndim == 1):
+        fitting = ready(cache) and _in_rows(query, cache) and _in_rows(key, cache) and positions.ndim == 1
+        if offsets is not None or not fitting:
             return before(positions, query, key, offsets, fused_set_kv_buffer_arg)
         for x in (query, key):
             kernels.rotate(x, module.head_size, cache, positions)
@@ -245,9 +250,5 @@ def _rotates_whole_heads(module: RotaryEmbedding) -> bool:
     return full and type(module).forward_native is RotaryEmbedding.forward_native
 
 
-def _ready(x: torch.Tensor) -> bool:
-    return x.dtype == torch.float32 and x.is_contiguous() and x.numel() > 0
-
-
-def _in_rows(x: torch.Tensor) -> bool:
-    return x.dtype == torch.float32 and x.ndim == 2 and x.stride(1) == 1 and len(x) > 0
+def _in_rows(x: torch.Tensor, cache: torch.Tensor) -> bool:
+    return x.dtype == cache.dtype and x.ndim == 2 and x.stride(1) == 1 and len(x) > 0
