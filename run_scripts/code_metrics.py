@@ -27,10 +27,10 @@ MAIN_PATH = (
 """Where a reader follows a response from the engine to the gradient."""
 
 HELD = {
-    "product lines (core, extras, convert)": 46_813,
-    "lines of tests": 43_381,
+    "product lines (core, extras, convert)": 46_987,
+    "lines of tests": 43_455,
     "lines of run_scripts": 4317,
-    "core files": 203,
+    "core files": 205,
     "parameters of type Recipe": 87,
     "class names defined twice": 0,
     "locals called one": 5,
@@ -38,7 +38,7 @@ HELD = {
     "turns of dialect in docstrings": 29,
     "recipe keys": 140,
     "recipe keys that nothing shipped sets": 35,
-    "modules with one importer": 42,
+    "modules with one importer": 44,
     "basenames that occur twice": 4,
     "circles of rooms": 0,
     "words of pages": 35_000,

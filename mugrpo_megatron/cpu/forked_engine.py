@@ -23,7 +23,7 @@ from mugrpo_megatron.cpu import delta_kernels
 from mugrpo_megatron.cpu.batched_attention import DecodeBatch, attend, plan
 from mugrpo_megatron.cpu.deferred import compiler_deferred, compiling_deferred
 from mugrpo_megatron.cpu.kernels import Kernels, fits, ready, use_large_pages
-from mugrpo_megatron.cpu.sampling import use_sampling
+from mugrpo_megatron.cpu.sampler import use_sampling
 from mugrpo_megatron.files.hf_config import has_delta, read_config
 
 with compiler_deferred():

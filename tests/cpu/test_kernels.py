@@ -18,7 +18,7 @@ from torch.nn.functional import rms_norm, silu
 from mugrpo_megatron.cpu import kernels as cpu_kernels
 from mugrpo_megatron.cpu.batched_attention import attend, plan
 from mugrpo_megatron.cpu.kernels import Build, Kernels, fits, use_large_pages
-from mugrpo_megatron.cpu.sampling import LARGE_VOCABULARY, OTHER_SAMPLING, OTHER_SETTINGS, use_sampling
+from mugrpo_megatron.cpu.sampler import LARGE_VOCABULARY, OTHER_SAMPLING, OTHER_SETTINGS, use_sampling
 
 HEADS = [(1, 1), (8, 8), (4, 2), (6, 1), (14, 2)]
 
