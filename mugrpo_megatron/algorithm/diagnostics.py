@@ -11,7 +11,7 @@ from torch import Tensor
 from mugrpo_megatron.algorithm.ref_kl import kl_estimate
 from mugrpo_megatron.algorithm.segments import LossInputs, Segments
 from mugrpo_megatron.algorithm.surrogates import LOG_RATIO_LIMIT, TokenBatch, call_user_function
-from mugrpo_megatron.algorithm.veto import NEVER, TRIGGER_METRICS, KeepMask, trigger_metrics
+from mugrpo_megatron.algorithm.veto import NEVER, TRIGGER_METRICS, KeepMask, trigger_metrics, weighed_by_prefix
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.functions import load_function
 from mugrpo_megatron.recipe.objective import ObjectiveSection
@@ -36,7 +36,7 @@ METRICS: tuple[tuple[str, str, str], ...] = (
     (
         "prefix_weight_lost",
         "fraction",
-        "share of the negative responses' tokens that weights by the prefix take from the loss: 1 - mean weight",
+        "share of the tokens they apply to that weights by the prefix take from the loss: 1 - mean weight",
     ),
     ("vetoed_responses", "fraction", "negative responses that have a trigger at the recipe's threshold"),
     ("veto_first_trigger", "fraction", "mean position of the first trigger in its response: 0 first token, 1 end"),
@@ -101,8 +101,8 @@ def metrics(loss: Tensor, tokens: TokenBatch, clipped: Tensor, mask: KeepMask, i
             values["kl_ref_k1"] = kl_estimate(logprobs.double(), inputs.ref, "k1").mean()
         if inputs.teacher is not None:
             values["kl_teacher"] = kl_estimate(logprobs.double(), inputs.teacher, "k1").mean()
-        if mask.weight is not None and (sign < 0).any():
-            values["prefix_weight_lost"] = 1 - mask.weight[sign < 0].double().mean()
+        if mask.weight is not None and (weighed := weighed_by_prefix(sign, inputs.config)).any():
+            values["prefix_weight_lost"] = 1 - mask.weight[weighed].double().mean()
         values |= _ratio_summary("ratio_neg", ratio[sign < 0]) | _ratio_summary("ratio_pos", ratio[sign > 0])
     if segments.responses:
         values |= _trigger_summary(mask.state.first_trigger.view(segments.responses, -1).amin(1), advantages, segments)

@@ -20,7 +20,7 @@ Two further values weigh tokens instead, without a threshold. In a response with
     prefix_min           min(1, min_{s < t} r_s)   MinPRO (arXiv 2601.22718)
 
 multiplies the loss of token t: a token behind a prefix that the policy has left counts little. No gradient flows
-through the weight. Cap and restriction to negative responses follow the veto.
+through the weight. Cap and restriction to negative responses follow the veto; `prefix_signs = "both"` lifts the latter.
 
 Whether a token is a trigger depends on that token alone, so a pass in token order carries no more than κ, or the sum or
 minimum of log-ratios, from one chunk to the next. Log-ratios are read before the clamp of ±20 nats that the losses
@@ -108,8 +108,13 @@ def veto(
         keep = _SCOPES[config.veto](triggers, segments.positions, first[unit])
         return KeepMask(keep, VetoState(first, state.log_prefix))
     before, log_prefix = _prefix(log_ratio.double(), unit, state.log_prefix, config)
-    weight = torch.where(advantage < 0, before.clamp(max=0), 0.0).exp().to(log_ratio.dtype)
+    weight = torch.where(weighed_by_prefix(advantage, config), before.clamp(max=0), 0.0).exp().to(log_ratio.dtype)
     return KeepMask(weight > 0, VetoState(first, log_prefix), weight)
+
+
+def weighed_by_prefix(advantage: Tensor, config: ObjectiveSection) -> Tensor:
+    """bool [T]: tokens that weights by the prefix apply to."""
+    return (advantage < 0) | (config.prefix_signs == "both")
 
 
 def _prefix(log_ratio: Tensor, unit: Tensor, log_prefix: Tensor, config: ObjectiveSection) -> tuple[Tensor, Tensor]:

@@ -79,7 +79,7 @@ class RolloutFilter:
             and (self.max_reward is None or sample.reward <= self.max_reward)
             and (self.right is None or (reward_before_penalty(sample.reward, sample.components) >= RIGHT) is self.right)
             and (self.advantage is None or np.sign(advantage) == SIGNS[self.advantage])
-            and (not self.vetoed or advantage < 0)  # the veto drops tokens of negative advantage alone
+            and (not self.vetoed or advantage != 0)  # weights by the prefix may be of both signs
         )
 
 

@@ -206,6 +206,8 @@ class ObjectiveSection(Section):
     reading of its runs."""
     veto_reach: Literal["turn", "response"] = "response"
     """Reach of a trigger, or of a prefix's ratios, in an episode: to the end of the turn, or of the response."""
+    prefix_signs: Literal["negative", "both"] = "negative"
+    """Signs of the advantages that `prefix` and `prefix_min` weigh; the papers weigh `both`, and no recipe does."""
     reject: Literal["none", "sequence", "sequence_mean", "negative_mean"] = "none"
     """Rejection of responses by their importance ratio: of the whole response, its geometric mean per token, or this
     mean only where the advantage is negative."""
@@ -254,6 +256,13 @@ class ObjectiveSection(Section):
                 'the clip range is centred at 1, without a proximal policy; set clip_centre = "proximal_shifted" '
                 "or leave the key out"
             )
+        return value
+
+    @field_validator("prefix_signs")
+    @classmethod
+    def _check_prefix_is_weighed(cls, value: str, info: ValidationInfo) -> str:
+        if value == "both" and info.data.get("veto") not in ("prefix", "prefix_min"):
+            raise ValueError('needs veto = "prefix" or "prefix_min"; other scopes are of negative advantages')
         return value
 
     @field_validator("mismatch_range", "reject_range")

@@ -159,7 +159,7 @@ def _veto(run: RunData) -> str:
     if run.recipe.get("objective", {}).get("veto") == "none" or share is None:
         return "This run has no veto; the map shows what its trigger_ratio would find."
     if (lost := mean_in(run.updates, "prefix_weight_lost")) is not None:
-        return f"Weights by the prefix took {share_text(lost)} of the negative responses' tokens from the loss."
+        return f"Weights by the prefix took {share_text(lost)} of the tokens that they apply to from the loss."
     few = ": too few to matter" if share < MATTERS else ""
     return f"The veto dropped {share_text(share)} of the tokens{few}."
 

@@ -102,6 +102,7 @@ VARIANTS: list[dict[str, Any]] = [
         for veto in ("trigger", "suffix", "suffix_non_trigger", "response")
     ),
     *({"veto": veto, "veto_reach": reach} for veto in ("prefix", "prefix_min") for reach in ("response", "turn")),
+    {"veto": "prefix", "prefix_signs": "both"},
     {"dual_clip": 3.0},
     *({"veto": "suffix", "trigger_ratio": ratio} for ratio in (0.0, 1.0)),
     *({"reduction": reduction} for reduction in ("constant", "sequence_mean")),

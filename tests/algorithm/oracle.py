@@ -189,7 +189,7 @@ def token(
 
 def prefix_weight(logs: list[float], t: int, a: float, config: ObjectiveSection) -> float:
     """Weight of token t by the tokens before it: min(1, product) or min(1, minimum) of their ratios where A < 0."""
-    if config.veto not in ("prefix", "prefix_min") or a >= 0:
+    if config.veto not in ("prefix", "prefix_min") or (a >= 0 and config.prefix_signs == "negative"):
         return 1.0
     before = logs[t - t % TURN : t] if config.veto_reach == "turn" else logs[:t]
     return math.exp(min(0.0, math.fsum(before) if config.veto == "prefix" else min(before, default=0.0)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from itertools import chain
+from itertools import chain, product
 
 import numpy as np
 import pytest
@@ -56,9 +56,9 @@ def test_every_scope_drops_what_its_definition_says(episodes: list[tuple[Turns, 
             assert mask.state.first_trigger.tolist() == first
 
 
-def weights_by_definition(ratios: list[float], advantage: float) -> dict[str, list[float]]:
+def weights_by_definition(ratios: list[float], weighed: bool) -> dict[str, list[float]]:
     """Weights of one response's tokens by the ratios before each, in Python floats."""
-    prefixes = [ratios[:t] if advantage < 0 else [] for t in range(len(ratios))]
+    prefixes = [ratios[:t] if weighed else [] for t in range(len(ratios))]
     return {
         "prefix": [min(1.0, math.prod(prefix)) for prefix in prefixes],
         "prefix_min": [min([1.0, *prefix]) for prefix in prefixes],
@@ -73,8 +73,8 @@ def test_weights_by_the_prefix_are_what_their_definition_says(
     """A response, or each of its turns by itself, in chunks that carry the state."""
     log_ratio, advantage, segments = packed(episodes)
     units = [(unit, a) for turns, a in episodes for unit in (turns if reach == "turn" else [list(chain(*turns))])]
-    for scope in ("prefix", "prefix_min"):
-        section = ObjectiveSection(veto=scope, veto_reach=reach)
+    for scope, signs in product(("prefix", "prefix_min"), ("negative", "both")):
+        section = ObjectiveSection.model_validate({"veto": scope, "veto_reach": reach, "prefix_signs": signs})
         state, weights = initial_state(segments, section), torch.zeros(0, dtype=torch.float64)
         for start in range(0, len(log_ratio), chunk):
             tokens = slice(start, start + chunk)
@@ -82,7 +82,9 @@ def test_weights_by_the_prefix_are_what_their_definition_says(
             state = mask.state
             assert mask.weight is not None
             weights = torch.cat([weights, mask.weight])
-        expected = [weight for unit, a in units for weight in weights_by_definition(unit, a)[scope]]
+        expected = [
+            weight for unit, a in units for weight in weights_by_definition(unit, a < 0 or signs == "both")[scope]
+        ]
         # 1e-30 to the power of a response leaves the floats' range: the sum of logs then holds what the product cannot.
         torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float64), rtol=1e-10, atol=1e-250)
 

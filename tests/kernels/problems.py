@@ -43,6 +43,7 @@ OBJECTIVES |= {
     for veto in ("prefix", "prefix_min")
     for reach in ("response", "turn")
 }
+OBJECTIVES["weights by prefix, both signs"] = ObjectiveSection(veto="prefix", prefix_signs="both")
 OBJECTIVES |= {
     f"{name}, proximal": ObjectiveSection(name=name, clip_centre="proximal_shifted", proximal_every=4)
     for name in ("off_policy_grpo", "mu_grpo", "gspo")
