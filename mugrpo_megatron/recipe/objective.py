@@ -207,7 +207,7 @@ class ObjectiveSection(Section):
     veto_reach: Literal["turn", "response"] = "response"
     """Reach of a trigger, or of a prefix's ratios, in an episode: to the end of the turn, or of the response."""
     prefix_signs: Literal["negative", "both"] = "negative"
-    """Signs of the advantages that `prefix` and `prefix_min` weigh; the papers weigh `both`, and no recipe does."""
+    """Advantages that `prefix` and `prefix_min` weigh; the papers weigh `both`."""
     reject: Literal["none", "sequence", "sequence_mean", "negative_mean"] = "none"
     """Rejection of responses by their importance ratio: of the whole response, its geometric mean per token, or this
     mean only where the advantage is negative."""
