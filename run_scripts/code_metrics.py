@@ -27,8 +27,8 @@ MAIN_PATH = (
 """Where a reader follows a response from the engine to the gradient."""
 
 HELD = {
-    "product lines (core, extras, convert)": 46_987,
-    "lines of tests": 43_455,
+    "product lines (core, extras, convert)": 47_001,
+    "lines of tests": 43_459,
     "lines of run_scripts": 4317,
     "core files": 205,
     "parameters of type Recipe": 87,
@@ -36,8 +36,8 @@ HELD = {
     "locals called one": 5,
     "docstrings that begin with a question word": 0,
     "turns of dialect in docstrings": 29,
-    "recipe keys": 140,
-    "recipe keys that nothing shipped sets": 35,
+    "recipe keys": 141,
+    "recipe keys that nothing shipped sets": 36,
     "modules with one importer": 44,
     "basenames that occur twice": 4,
     "circles of rooms": 0,
@@ -83,8 +83,8 @@ MISSED = {
     "lines of tests": "they hold each promise of docs/faults.md and SECURITY.md",
     "turns of dialect in docstrings": "the pronoun is right in about half of them",
     "comments per 100 lines, main path": "reasons stand where a line surprises",
-    "recipe keys": "learner.flash_attention is a way around a broken library; ess_power, pass_rate and prefix_signs came",
-    "recipe keys that nothing shipped sets": "the study's grids set five elsewhere; ess_power, pass_rate and prefix_signs are new",
+    "recipe keys": "learner.flash_attention is a way around a broken library; ess_power, pass_rate, prefix_signs came",
+    "recipe keys that nothing shipped sets": "the study's grids set five elsewhere; ess_power, pass_rate, prefix_signs",
     "header lines, per cent": "imports are one a line",
 }
 """Why a figure misses its goal."""
