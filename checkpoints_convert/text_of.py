@@ -7,7 +7,7 @@ import json
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,8 @@ def convert(
     nothing written, for a directory that is damaged or of another model, and as other conversions do for `out`.
     """
     out = checked_output(out, {"--hf": hf, **({"--put": text} if text else {})}, overwrite)
-    config = text_config(hf)
+    given = read_config(hf)
+    config = text_config(given, hf / CONFIG)
     model = architecture(config, f"{hf / CONFIG}: text_config")
     source = scan(hf, lambda name: True)
     # A copy of the embedding would be stale once the embedding is trained.
@@ -61,7 +62,9 @@ def convert(
         kept = {name: name for name in stored}
     else:
         kept = names
-        print(_left_out(set(stored) - set(names.values())))
+        counts = Counter(name.removeprefix("model.").split(".")[0] for name in stored if not text_name(name))
+        parts = (f"{count} tensors of {part}" for part, count in sorted(counts.items()))
+        print("left out:", ", ".join(parts) or "none")
     specs = [TensorSpec(name, source.shapes[old], source.dtypes[old]) for name, old in kept.items()]
     shards = divide(specs, shard_bytes)
 
@@ -76,18 +79,15 @@ def convert(
         for name in (*CARRIED, *(PROCESSORS if text else ())):
             if (hf / name).is_file():
                 shutil.copyfile(hf / name, output.directory / name)
-        written = dict(read_config(hf)) if text else config
-        write_text(output.directory / CONFIG, json.dumps(written, indent=2, ensure_ascii=False) + "\n")
+        written = json.dumps(given if text else config, indent=2, ensure_ascii=False)
+        write_text(output.directory / CONFIG, written + "\n")
 
 
-def text_config(hf: Path) -> dict[str, Any]:
-    """The config of the text; UserError if the checkpoint has no vision tower that is known."""
-    config: dict[str, Any] = dict(read_config(hf))
+def text_config(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The config of the text in that of `path`; UserError if it has no vision tower that is known."""
     family, nested = config["model_type"], config.get("text_config")
     if family not in TEXTS or not isinstance(nested, dict):
-        raise UserError(
-            f"{hf / CONFIG}: model_type {family!r} has no text to take out; the families are {', '.join(TEXTS)}"
-        )
+        raise UserError(f"{path}: model_type {family!r} has no text to take out; the families are {', '.join(TEXTS)}")
     shared = {name: config[name] for name in ("tie_word_embeddings", "dtype") if name in config}
     return {**shared, **nested, "architectures": [TEXTS[family]]}
 
@@ -97,11 +97,6 @@ def text_name(name: str) -> str:
     if name.startswith("model.language_model."):
         return "model." + name.removeprefix("model.language_model.")
     return name if name == HEAD else ""
-
-
-def _left_out(names: set[str]) -> str:
-    counts = Counter(name.removeprefix("model.").split(".")[0] for name in names)
-    return "left out: " + (", ".join(f"{count} tensors of {part}" for part, count in sorted(counts.items())) or "none")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -58,15 +58,16 @@ def clock(seconds: float, cpu: bool = False, memory: int | None = None) -> Itera
 
     handler = signal.signal(signal.SIGALRM, ring)
     timer = signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN_S)
-    space = resource.getrlimit(resource.RLIMIT_AS)
     if memory is not None:
+        space = resource.getrlimit(resource.RLIMIT_AS)
         most = [limit for limit in (address_space() + memory, space[0]) if limit != resource.RLIM_INFINITY]
         resource.setrlimit(resource.RLIMIT_AS, (min(most), space[1]))
     try:
         yield
     finally:
         inside = False
-        resource.setrlimit(resource.RLIMIT_AS, space)
+        if memory is not None:
+            resource.setrlimit(resource.RLIMIT_AS, space)
         signal.setitimer(signal.ITIMER_REAL, *timer)
         signal.signal(signal.SIGALRM, handler)
 

@@ -61,8 +61,11 @@ def check_file(path: Path) -> None:
     """Raise UserError for a file that is missing, with similar names, or of another format. Does not read it."""
     if path.suffix not in SUFFIXES:
         raise UserError(f"{path}: unknown file type; convert it to one of {', '.join(SUFFIXES)}")
-    if _is_file(path):
-        return
+    try:
+        if path.is_file():
+            return
+    except OSError as error:  # a name that is too long, a directory that this user may not enter
+        raise UserError(f"{path} cannot be read ({error.strerror}): check the path") from None
     if not os.path.lexists(path) and (alike := names_alike(path)):
         raise UserError(f"{path} does not exist; did you mean {' or '.join(map(str, alike))}?")
     raise UserError(f"{path} does not exist or is not a file: check the path")
@@ -80,13 +83,6 @@ def names_alike(path: Path) -> list[Path]:
     spelled = {name.lower(): name for name in names} | {Path(name).stem.lower(): name for name in names}
     alike = difflib.get_close_matches(missing.name.lower(), spelled, n=MOST_ALIKE, cutoff=ALIKE)
     return [missing.parent / name for name in dict.fromkeys(map(spelled.__getitem__, alike)) if name != missing.name]
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError as error:  # a name that is too long, a directory that this user may not enter
-        raise UserError(f"{path} cannot be read ({error.strerror}): check the path") from None
 
 
 def _is_array(path: Path) -> bool:
@@ -339,7 +335,9 @@ def messages_of(value: list[Any]) -> tuple[Message, ...]:
 
 
 def _message(number: int, message: Any) -> Message:
-    role = _role_of(number, message)
+    role = _role(message)
+    if not isinstance(role, str) or not role.strip():
+        raise ValueError(f"message {number} has no role")
     others = to_json_value({str(key): value for key, value in message.items() if key not in ("role", "content")})
     fields = {key: value for key, value in without_nulls(others).items() if value not in ([], {}, "")}
     if "tool_calls" in fields:
@@ -353,13 +351,13 @@ def _calls(number: int, calls: Any) -> list[dict[str, Any]]:
     calls = parsed_text("tool_calls", calls) if isinstance(calls, str) else calls
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise ValueError(f"message {number} has tool_calls that are not a list of objects")
-    return [_with_parsed_arguments(call) for call in calls]
+    return [with_parsed_arguments(call) for call in calls]
 
 
-def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
+def with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
     """The call with the arguments in its JSON text, as servers of OpenAI's protocol write them."""
     if isinstance(function := call.get("function"), dict):
-        return {**call, "function": _with_parsed_arguments(function)}
+        return {**call, "function": with_parsed_arguments(function)}
     if not isinstance(text := call.get("arguments"), str):
         return call
     try:
@@ -374,13 +372,6 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
-
-
-def _role_of(number: int, message: Any) -> str:
-    role = _role(message)
-    if not isinstance(role, str) or not role.strip():
-        raise ValueError(f"message {number} has no role")
-    return role
 
 
 def _role(message: Any) -> Any:

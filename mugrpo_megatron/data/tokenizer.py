@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import check_tokenizer, unreadable_as_user_error
-from mugrpo_megatron.files.vocabulary import added_tokens, chat_templates
+from mugrpo_megatron.files.vocabulary import added_tokens, chat_templates, tokenizer_config
 from mugrpo_megatron.rewards.math.thoughts import PROMPT_END_TOKENS, opening_of
 
 VOCAB_SIZE = 272
@@ -45,7 +45,7 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
         )
         if kind is AutoTokenizer and (directory / "tokenizer.model").is_file():
             _check_conversion(tokenizer, directory)
-        for index, token in added_tokens(directory).items():
+        for index, token in added_tokens(directory, tokenizer_config(directory)).items():
             if (actual := tokenizer.convert_tokens_to_ids(token)) != index:
                 raise UserError(
                     f"{directory}: tokenizer_config.json gives {token!r} the id {index}, and transformers "

@@ -83,29 +83,17 @@ BY_RECIPE = {
 }
 """Arguments of SGLang that a key of the recipe decides."""
 BY_PROJECT = {
-    **dict.fromkeys(
-        ("custom_weight_loader", "load_format", "json_model_override_args", "fp8_gemm_runner_backend"), "weight sync"
+    "weight sync": ("custom_weight_loader", "load_format", "json_model_override_args", "fp8_gemm_runner_backend"),
+    "checking the engine's weights": (
+        *("ep_size", "moe_a2a_backend", "ep_num_redundant_experts", "enable_eplb", "init_expert_location"),
+        *("disable_shared_experts_fusion", "enforce_shared_experts_fusion"),
     ),
-    **dict.fromkeys(
-        (
-            "ep_size",
-            "moe_a2a_backend",
-            "ep_num_redundant_experts",
-            "enable_eplb",
-            "init_expert_location",
-            "disable_shared_experts_fusion",
-            "enforce_shared_experts_fusion",
-        ),
-        "checking the engine's weights",
-    ),
-    **dict.fromkeys(("pp_size", "dp_size", "node_rank", "dist_init_addr", "gpu_id_step"), "placing engines"),
-    **dict.fromkeys(
-        ("skip_tokenizer_init", "tokenizer_path", "grammar_backend", "enable_lora"), "the engine's protocol"
-    ),
-    **dict.fromkeys(("host", "port", "nccl_port", "skip_server_warmup", "log_level"), "the engine's process"),
-    "trust_remote_code": "running no code of a checkpoint",
+    "placing engines": ("pp_size", "dp_size", "node_rank", "dist_init_addr", "gpu_id_step"),
+    "the engine's protocol": ("skip_tokenizer_init", "tokenizer_path", "grammar_backend", "enable_lora"),
+    "the engine's process": ("host", "port", "nccl_port", "skip_server_warmup", "log_level"),
+    "running no code of a checkpoint": ("trust_remote_code",),
 }
-"""Arguments of SGLang that cannot be changed, and what depends on them."""
+"""What depends on arguments of SGLang that cannot be changed -> these arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +121,8 @@ def check_extra(extra: Mapping[str, Any]) -> None:
         key = f"engine.extra.{name}"
         if name in BY_RECIPE:
             raise UserError(f"{key}: this is decided by {BY_RECIPE[name]}; set that instead")
-        if name in BY_PROJECT:
-            raise UserError(f"{key}: {BY_PROJECT[name]} depends on it, so it cannot be set; remove it")
+        if reason := next((reason for reason, names in BY_PROJECT.items() if name in names), ""):
+            raise UserError(f"{key}: {reason} depends on it, so it cannot be set; remove it")
 
 
 def engine_arguments(spec: EngineSpec, model_dir: Path, cuda: bool, slot: EngineSlot = ALONE) -> dict[str, Any]:

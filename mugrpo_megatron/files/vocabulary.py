@@ -13,8 +13,9 @@ from mugrpo_megatron.files.json_text import read_json
 
 def check_vocabulary(directory: Path, vocab_size: int) -> None:
     """Raise UserError when the tokenizer in `directory` is damaged or has an id that the model of its config lacks."""
-    vocabulary = read_vocabulary(directory)
-    end = tokenizer_config(directory).get("eos_token")
+    config = tokenizer_config(directory)
+    vocabulary = read_vocabulary(directory, config)
+    end = config.get("eos_token")
     end = end.get("content") if isinstance(end, dict) else end
     if isinstance(end, str) and end not in vocabulary and (directory / "tokenizer.json").is_file():
         raise UserError(
@@ -30,10 +31,10 @@ def check_vocabulary(directory: Path, vocab_size: int) -> None:
         )
 
 
-def read_vocabulary(directory: Path) -> dict[str, int]:
+def read_vocabulary(directory: Path, config: Mapping[str, Any]) -> dict[str, int]:
     """Token -> id, from `tokenizer.json` or else a sentencepiece `tokenizer.model` or `vocab.json`, and added tokens.
 
-    Raises UserError when one of the files is damaged.
+    Raises UserError when one of the files is damaged; `config` is the tokenizer's.
     """
     vocabulary: dict[str, int] = {}
     if (directory / "tokenizer.json").is_file():
@@ -54,13 +55,13 @@ def read_vocabulary(directory: Path) -> dict[str, int]:
         if (directory / name).is_file():
             with unreadable_as_user_error(directory / name, "a map of tokens to ids"):
                 vocabulary |= _checked(read_json(directory / name))
-    return vocabulary | _checked({token: index for index, token in added_tokens(directory).items()})
+    return vocabulary | _checked({token: index for index, token in added_tokens(directory, config).items()})
 
 
-def added_tokens(directory: Path) -> dict[int, str]:
-    """Id -> token of `added_tokens_decoder` in tokenizer_config.json. Raises UserError for a damaged file."""
+def added_tokens(directory: Path, config: Mapping[str, Any]) -> dict[int, str]:
+    """Id -> token of `added_tokens_decoder` in tokenizer_config.json. Raises UserError for a damaged one."""
     with unreadable_as_user_error(directory / "tokenizer_config.json", "a tokenizer's configuration"):
-        added = tokenizer_config(directory).get("added_tokens_decoder") or {}
+        added = config.get("added_tokens_decoder") or {}
         return {int(index): entry["content"] for index, entry in added.items()}
 
 

@@ -6,7 +6,7 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import date, time
 from functools import reduce
 from itertools import accumulate, takewhile
@@ -40,7 +40,7 @@ def error_message(error: ErrorDetails) -> str:
         if close := difflib.get_close_matches(str(error["input"]), choices, n=1):
             message = f"did you mean `{close[0]}`? {message}"
     given = short_repr(error["input"]).strip("'")
-    if given.lower() in OFF and _may_be_unset(error["loc"]):
+    if given.lower() in OFF and NoneType in get_args(_annotation(error["loc"])):
         message += f'; write {key} = "unset" to leave it out'
     message += OFF_HERE.get((key, given), "")
     value = "" if isinstance(error["input"], dict) else f" = {short_repr(error['input'])}"
@@ -50,10 +50,13 @@ def error_message(error: ErrorDetails) -> str:
 def short_repr(value: Any) -> str:
     """Returns the repr of a value, cut to a readable length."""
     try:
-        text = repr(value)
+        return _cut(repr(value), MAX_VALUE_CHARS)
     except (ValueError, RecursionError):  # a number of more than 4,300 digits
         return f"a huge {type(value).__name__}"
-    return text if len(text) <= MAX_VALUE_CHARS else f"{text[: MAX_VALUE_CHARS - 3]}..."
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def _suggestion(loc: tuple[int | str, ...], value: Any) -> str:
@@ -62,18 +65,14 @@ def _suggestion(loc: tuple[int | str, ...], value: Any) -> str:
     known = _known_keys(loc[:-1])
     close = difflib.get_close_matches(key, known, n=1)
     near = f"did you mean `{'.'.join([*sections, *close])}`?" if close else ""
-    other = translate_key(".".join([*sections, key]), value) or _sections_with(key)
+    homes = [f"`{name}.{key}`" for name in Recipe.model_fields if key in _known_keys((name,))]
+    home = f"it belongs into a section: {' or '.join(homes)}" if homes else ""
+    other = translate_key(".".join([*sections, key]), value) or home
     if near or other:
         return " ".join(filter(None, (near, other)))
     if sections and len(known) > MAX_LISTED_KEYS:
         return f"docs/recipe.md lists the {len(known)} keys of [{'.'.join(sections)}]"
     return f"known keys: {', '.join(sorted(known))}"
-
-
-def _sections_with(key: str) -> str:
-    """Returns a hint at the sections that have a key of this name; "" for none."""
-    sections = [name for name in Recipe.model_fields if key in _known_keys((name,))]
-    return f"it belongs into a section: {' or '.join(f'`{name}.{key}`' for name in sections)}" if sections else ""
 
 
 def _known_keys(loc: tuple[int | str, ...]) -> list[str]:
@@ -197,12 +196,13 @@ def load_recipe(
     """
     layers: list[Layer] = []
     read = _read_with_base(find_recipe_file(path), within=(), read=[], layers=layers) if path else {}
-    texts = {override.partition("=")[0].strip(): override for override in overrides}
-    base = for_objective(read, _objective_of(texts))
-    table = for_rewards(base, reduce(_applied, overrides, Table()).get("reward"))
+    given = reduce(_applied, overrides, Table())
+    base = for_objective(read, given.get("objective", {}).get("name"))
+    table = for_rewards(base, given.get("reward"))
     for override in overrides:
         table = _applied(table, override)
-        layers.append(Layer(f"--set {_short(override)}", _applied({}, override)))
+        printable = override if override.isprintable() else ascii(override)[1:-1]
+        layers.append(Layer(f"--set {_cut(printable, MAX_OVERRIDE_CHARS)}", _applied({}, override)))
     recipe = validate(without_unset(table), str(path or "--set"), layers)
     if base is not read and (line := _dropped_keys(read["objective"], recipe.objective)):
         say(f"{path}: {line}")
@@ -365,38 +365,23 @@ def _applied(table: Table, override: str) -> Table:
     return result
 
 
-def _objective_of(overrides: Mapping[str, str]) -> object:
-    """Returns the objective name that `--set` gives; None without one."""
-    override = overrides.get("objective.name")
-    return None if override is None else _value(override, override.partition("=")[2])
-
-
-def _short(override: str) -> str:
-    """Returns the override in printable characters, cut to a readable length."""
-    text = override if override.isprintable() else ascii(override)[1:-1]
-    return text if len(text) <= MAX_OVERRIDE_CHARS else f"{text[: MAX_OVERRIDE_CHARS - 3]}..."
-
-
 def coerce_override(key: str, text: str, value: Any) -> Any:
     """Returns `value`, the TOML value of `text`, or `text` itself if `key` takes only texts or paths.
 
     `model.revision=1.0` is no number, and `run.dir=2026-05-01` no date.
     """
-    model: Any = Recipe
-    for name in key.split("."):
-        fields = getattr(model, "model_fields", {})
-        model = fields[name].annotation if name in fields else None
-    texts = {*(get_args(model) or (model,))} <= {str, Path, NoneType}
+    annotation = _annotation(key.split("."))
+    texts = {*(get_args(annotation) or (annotation,))} <= {str, Path, NoneType}
     return text if texts and isinstance(value, int | float | date | time) else value
 
 
-def _may_be_unset(path: Sequence[str | int]) -> bool:
-    """Whether the recipe's key at `path` may have no value."""
+def _annotation(path: Sequence[str | int]) -> Any:
+    """Returns the type of the recipe's key at `path`; None for an unknown one."""
     model: Any = Recipe
     for name in path:
         field = getattr(model, "model_fields", {}).get(name)
         model = field.annotation if field else None
-    return NoneType in get_args(model)
+    return model
 
 
 def _value(override: str, text: str) -> Any:

@@ -13,7 +13,7 @@ from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
-from mugrpo_megatron.rewards.items import LARGEST_FLOAT, Needs, ScoringInput, Verdict
+from mugrpo_megatron.rewards.items import Needs, ScoringInput, Verdict, fits_float32
 
 LARGEST_CALL = 256
 """Most responses in one call of a function of lists: a whole group, in all but the largest."""
@@ -305,7 +305,7 @@ def _number(returned: Any, name: str) -> float:
     if isinstance(returned, str | bytes) or not hasattr(returned, "__float__"):
         raise TypeError(f"{name} returned {_excerpt(returned)}, a {type(returned).__name__} and not a number")
     reward = float(returned)
-    if not abs(reward) <= LARGEST_FLOAT:  # NaN is not
+    if not fits_float32(reward):
         raise ValueError(f"{name} returned {reward}")
     return reward
 

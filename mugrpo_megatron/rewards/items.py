@@ -18,6 +18,11 @@ ChatOrText = str | Sequence[Mapping[str, Any]]
 """A prompt: text, or the messages of a chat (`role`, `content`, and what else its row has)."""
 
 
+def fits_float32(value: float) -> bool:
+    """Whether a number, an integer of any size included, is finite as float32."""
+    return abs(value) <= LARGEST_FLOAT  # NaN is not
+
+
 def prompt_of_problem(problem: Problem) -> ChatOrText:
     """The problem's prompt: its messages if it is a chat, else its question."""
     return list(problem.messages) or problem.question

@@ -234,7 +234,11 @@ class StageStore:
         # AReaL) update engines under way and mix versions in a batch.
         if self._origin and any(sample.weight_version != self._origin.updates for sample in group):
             raise ValueError(f"group {index} was not sampled after {self._origin.updates} updates: {self.directory}")
-        self._check_columns(optional_columns(group))
+        optional = optional_columns(group)
+        if self._columns is None:
+            shards = self._shards()
+            self._columns = tuple(pq.read_schema(self.directory / shards[0].file).names) if shards else optional
+        check_same_columns(self.directory, self._columns, optional)
         self._groups.add(index)
         self._buffer.add(group)
         if self._buffer.due:
@@ -376,27 +380,16 @@ class StageStore:
                 check_stage(self.directory, self._origin)
             shards = intact(self.directory, read_manifest(self.directory, manifest_name(self._writer)).shards)
             self._replace(shards)
-            self._remove_leftovers({shard.file for shard in shards})
+            listed, pattern = {shard.file for shard in shards}, shard_name(self._writer, DIGITS)
+            for path in self.directory.glob(pattern):
+                if path.name not in listed:  # damaged, or its writer was killed before the manifest
+                    path.unlink()
+            for name in (pattern, manifest_name(self._writer), *([] if self._writer else [SEALED_NAME])):
+                remove_leftovers(self.directory, name)
             self._groups = {group for shard in shards for group in shard.groups}
         if self._sealed_file is not None or self._manifest is None:
             raise ValueError(f"{self.directory} is sealed: nothing can be added")
         return self._manifest
-
-    def _check_columns(self, optional: tuple[str, ...]) -> None:
-        """Raise UserError when the groups so far have other optional columns: a Parquet file has one schema."""
-        if self._columns is None:
-            shards = self._shards()
-            self._columns = tuple(pq.read_schema(self.directory / shards[0].file).names) if shards else optional
-        check_same_columns(self.directory, self._columns, optional)
-
-    def _remove_leftovers(self, listed: set[str]) -> None:
-        """Remove this writer's shards that its manifest does not list, and its temporaries."""
-        shards = shard_name(self._writer, DIGITS)
-        for path in self.directory.glob(shards):
-            if path.name not in listed:  # damaged, or its writer was killed before the manifest
-                path.unlink()
-        for name in (shards, manifest_name(self._writer), *([] if self._writer else [SEALED_NAME])):
-            remove_leftovers(self.directory, name)
 
     def _replace(self, shards: list[StageShard], sealed: SealedFile | None = None) -> None:
         manifest = Manifest(shards, sealed, self._origin)

@@ -8,7 +8,7 @@ from typing import Any
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.functions import describe_exception
-from mugrpo_megatron.rewards.items import LARGEST_FLOAT, ScoringInput, Verdict
+from mugrpo_megatron.rewards.items import ScoringInput, Verdict, fits_float32
 
 
 def parser_of(key: str, name: str, function: Callable[..., Any]) -> Callable[[Sequence[ScoringInput]], list[Verdict]]:
@@ -39,4 +39,4 @@ def parse_score(parse: Callable[[str], Any], answer: str) -> tuple[float | None,
         raise
     except Exception as error:
         return None, describe_exception(error, __file__)
-    return (score, "") if abs(score) <= LARGEST_FLOAT else (None, f"the score is {score}")
+    return (score, "") if fits_float32(score) else (None, f"the score is {score}")

@@ -77,7 +77,8 @@ class Agent:
             code = await self._run(directory, session)
             if code:
                 died = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-                raise ProgramFailure(f"the program {died}{_last_error(directory / ERRORS)}")
+                error = _tail(directory / ERRORS).rpartition("\n")[2][-ERROR_CHARS:]
+                raise ProgramFailure(f"the program {died}" + (f": {error}" if error else ""))
             return _result(directory / OUTPUT)
         finally:
             del self._endpoint.sessions[session.id]
@@ -121,11 +122,6 @@ def _result(output: Path) -> dict[str, Any]:
     result = result_of({"score": 0.0 if reward is None else reward, **said}, "the program")
     result["answer"] = answer if isinstance(answer, str) else None
     return result if reward is not None else {**result, "reward": None}
-
-
-def _last_error(path: Path) -> str:
-    lines = _tail(path).split("\n")
-    return f": {lines[-1][-ERROR_CHARS:]}" if lines[-1] else ""
 
 
 def _tail(path: Path) -> str:

@@ -4,7 +4,7 @@
 
 writes the rows that a model is warm-started on: most answer at once and are right (which it cannot learn), some write
 the sum, a question mark, and the answer that the calculator gave. Training then finds out which of the two is worth it.
-With a template, which it writes too, the rows are chats that call a tool, for `program`, a client of OpenAI's API.
+With a template, which it writes too, the rows are chats that call a tool, for the program `calculator_client`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import openai.resources.chat.completions  # noqa: F401  # or every program would import it at its first request
-from openai import OpenAI
 
 from mugrpo_megatron.data.arithmetic import problems
 from mugrpo_megatron.extras.episodes.turns import EpisodeModel
@@ -31,10 +28,6 @@ MOST_CALLS = 4
 ROWS = 6000
 CALLING = 0.2
 """Share of the rows that call."""
-TOOL: Any = {
-    "type": "function",
-    "function": {"name": "add", "parameters": {"type": "object", "properties": {"terms": {"type": "string"}}}},
-}
 TEMPLATE = """{% for m in messages %}<|im_start|>{{ m['role'] }}
 {{ m['content'] }}{% for c in m['tool_calls'] or [] %}<tool_call>
 {"name": "{{ c['function']['name'] }}", "arguments": {{ c['function']['arguments'] | tojson }}}
@@ -56,23 +49,6 @@ async def episode(problem: Problem, model: EpisodeModel) -> None:
         except ValueError as error:
             result = str(error)
         ids = [*model.ids, *await model.encode(f" {result} ")]
-
-
-def program(row: dict[str, Any]) -> None:
-    """The episode as a program of `rollout.agent`, with OpenAI's client: it knows nothing of training."""
-    client, messages = OpenAI(), list[Any](row["messages"])
-    for _ in range(MOST_CALLS):
-        completion: Any = client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])
-        message = completion.choices[0].message
-        messages.append(message)
-        if not message.tool_calls:
-            return
-        for call in message.tool_calls:
-            try:
-                result = value(json.loads(call.function.arguments)["terms"])
-            except (ValueError, TypeError, KeyError):
-                result = "no sum"
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 
 
 def value(expression: str) -> str:

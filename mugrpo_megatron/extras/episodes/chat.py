@@ -13,10 +13,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mugrpo_megatron.call_guard import TookTooLong, template_clock
+from mugrpo_megatron.data.files import with_parsed_arguments
 from mugrpo_megatron.data.prompts import Template, apply_template
 from mugrpo_megatron.data.quoted import encode_quoting, mark_special
 from mugrpo_megatron.engine import sglang_compat
-from mugrpo_megatron.files.json_text import as_text, parse_json
+from mugrpo_megatron.files.json_text import as_text
 from mugrpo_megatron.samples import Message
 
 FORMATS = (
@@ -57,17 +58,13 @@ class Chat:
         """
         rendered = self._render(messages, tools, arguments, is_prompt=True)
         earlier = self._render(messages[:count], tools, arguments, is_prompt=False)
-        end, closed = self._end(earlier, context)
-        if not rendered.startswith(earlier[:end]):
-            return None
-        return context + self._encode(rendered[end if closed else end - len(self._closing) :])
-
-    def _end(self, earlier: str, context: list[int]) -> tuple[int, bool]:
-        """End of the last turn in the rendered text, after its closing token; and whether that token was sampled."""
-        end = earlier.rfind(self._closing)
-        if end < 0 or earlier[end + len(self._closing) :].strip():
+        last, closing, rest = earlier.rpartition(self._closing)
+        if not closing or rest.strip():
             raise ValueError(f"the chat template does not end the assistant's turn with {self._closing!r}")
-        return end + len(self._closing), context[-1] == self._tokenizer.eos_token_id
+        if not rendered.startswith(last + closing):
+            return None
+        closed = context[-1] == self._tokenizer.eos_token_id  # the model has sampled the closing token
+        return context + self._encode(rendered[len(last) + closed * len(closing) :])
 
     def _render(
         self, messages: Sequence[Message], tools: Sequence[Any], arguments: Mapping[str, Any], is_prompt: bool
@@ -84,13 +81,8 @@ class Chat:
         """Parse sampled ids as the assistant's message, with `tool_calls` if it makes any."""
         spoken = list(ids[:-1] if ids and ids[-1] == self._tokenizer.eos_token_id else ids)
         text = str(self._tokenizer.decode(spoken, skip_special_tokens=not tools))
-        if not tools:
-            return {"role": "assistant", "content": text}
-        content, calls = self._parse(text, tools)
-        message: dict[str, Any] = {"role": "assistant", "content": content}
-        if calls:
-            message["tool_calls"] = calls
-        return message
+        content, calls = self._parse(text, tools) if tools else (text, [])
+        return {"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})}
 
     def _parse(self, text: str, tools: Sequence[Any]) -> tuple[str, list[dict[str, Any]]]:
         parser = sglang_compat.tool_parser(tools, self.parser)
@@ -102,7 +94,7 @@ class Chat:
         except (Exception, TookTooLong):  # the model may write anything, and a parser trip over it
             return text, []
         return content, [
-            {"type": "function", "function": {"name": call.name, "arguments": _arguments(call.parameters)}}
+            with_parsed_arguments({"type": "function", "function": {"name": call.name, "arguments": call.parameters}})
             for call in calls
         ]
 
@@ -135,12 +127,3 @@ class Chat:
 
     def _encode(self, text: str) -> list[int]:
         return encode_quoting(as_text(text), self._tokenizer)
-
-
-def _arguments(text: str) -> Any:
-    """Arguments that are a JSON object as that, others as their text."""
-    try:
-        arguments = parse_json(text)
-    except ValueError:
-        return text
-    return arguments if isinstance(arguments, dict) else text

@@ -12,7 +12,7 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -27,9 +27,9 @@ from mugrpo_megatron.engine.wire import Request, SampledGroup, Sampling
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.episodes.chat import Chat
 from mugrpo_megatron.extras.episodes.launcher import remove_tree
-from mugrpo_megatron.extras.episodes.processes import Asked, Attempt, EpisodeProcess, Group, Pool
+from mugrpo_megatron.extras.episodes.processes import Asked, Attempt, EpisodeProcess, Group, Pool, slime_args
 from mugrpo_megatron.extras.episodes.trajectory import Broken, Trajectory, continued
-from mugrpo_megatron.extras.episodes.turns import PROGRAM
+from mugrpo_megatron.extras.episodes.turns import PROGRAM, sampling_settings
 from mugrpo_megatron.files.json_text import as_text
 from mugrpo_megatron.observe.environment import usable_cores
 from mugrpo_megatron.recipe import Recipe
@@ -60,7 +60,8 @@ class Episodes:
         self._key, self._name = ("rollout.agent", agent) if agent else ("rollout.function", recipe.rollout.function)
         # Removed here: a worker that is killed leaves its programs' files.
         self._directory = tempfile.mkdtemp(prefix="mugrpo-agent-")
-        options = {"key": self._key, "name": self._name, "args": self._args(), "directory": self._directory}
+        args = slime_args(recipe.model, recipe.data, recipe.rollout)
+        options = {"key": self._key, "name": self._name, "args": args, "directory": self._directory}
         self._programs = programs if agent else math.inf
         self._pool = Pool(options, recipe.episodes, limit, self._programs)
         self._keys = itertools.count()
@@ -74,6 +75,7 @@ class Episodes:
     def generate(self, take: PromptSource, n: int, sampling: Sampling) -> Generator[SampledGroup]:
         """Groups of `n` episodes, in order of completion, until none is in flight and `take` returns no prompt."""
         self._sampling, self._n = sampling, n
+        self._longest = self._recipe.data.max_prompt_tokens + sampling.max_tokens  # a prompt and its response
         # Counted anew: after a stage's thousands, an evaluation in which most fail would be far below the share.
         self._finished, self._dropped = 0, 0
         self._groups: dict[int, Group] = {}
@@ -103,7 +105,9 @@ class Episodes:
                     self._flush()  # before the caller stores what is finished
                     for group in [group for group in self._groups.values() if all(group.responses)]:
                         del self._groups[id(group)]
-                        yield SampledGroup(group.prompt, _with_shares(group.responses))
+                        lost = group.failed / n
+                        responses = [_with_part(response, lost) for each in group.responses for response in each]
+                        yield SampledGroup(group.prompt, responses)
             finally:
                 self._pool.waiting.clear()
                 for process in self._pool.processes:
@@ -117,7 +121,8 @@ class Episodes:
         at_once = int(min(IN_FLIGHT * self._n * self._engine.slots(self._n), self._programs + self._n))
         while True:
             live = sum(not responses for group in self._groups.values() for responses in group.responses)
-            idle = sum(not episode.asked for episode in self._live())
+            placed = (attempt for process in self._pool.processes for attempt in process.episodes.values())
+            idle = sum(not attempt.asked for attempt in itertools.chain(self._pool.waiting, placed))
             in_engine = -(-(len(self._requests) + idle) // self._n)
             room = max(0, at_once - live) // self._n if live else max(1, at_once // self._n)
             prompts = take(in_engine, min(self._engine.slots(self._n), max(1, room // 2))) if room else []
@@ -129,17 +134,11 @@ class Episodes:
             if not prompts:
                 return bool(self._groups)
 
-    def _live(self) -> list[Attempt]:
-        return [
-            *self._pool.waiting,
-            *(attempt for process in self._pool.processes for attempt in process.episodes.values()),
-        ]
-
     def _begin(self, group: Group, number: int, retries: int = 0, alone: bool = False) -> None:
         self._pool.waiting.append(Attempt(next(self._keys), group, number, retries, alone))
 
     def _start(self, episode: Attempt) -> dict[str, Any]:
-        prompt, how = episode.group.prompt, self._sampling
+        prompt = episode.group.prompt
         problem = prompt.problem
         names = ("id", "question", "answer", "source", "messages", "gold", "data_source", "row")
         return {
@@ -148,34 +147,7 @@ class Episodes:
             "prompt_ids": list(prompt.ids),
             "prompt": self._chat.shown(list(prompt.ids)),
             "messages": messages_to_render(with_question_asked(problem, self._template)),
-            "sampling": {
-                "temperature": how.temperature,
-                "top_p": how.top_p,
-                "top_k": how.top_k or -1,
-                "min_p": 0.0,
-                "max_new_tokens": how.max_tokens,
-                "stop": list(how.stop),
-                "stop_token_ids": list(how.stop_ids),
-                "skip_special_tokens": False,
-                "no_stop_trim": True,
-                "spaces_between_special_tokens": False,
-            },
-        }
-
-    def _args(self) -> dict[str, Any]:
-        """The `args` of slime's convention."""
-        rollout = self._recipe.rollout
-        return {
-            "sglang_router_ip": "127.0.0.1",
-            "sglang_router_port": 0,
-            "hf_checkpoint": str(self._recipe.model.directory),
-            "partial_rollout": False,
-            "n_samples_per_prompt": rollout.responses_per_prompt,
-            "rollout_temperature": rollout.temperature,
-            "rollout_top_p": rollout.top_p,
-            "rollout_max_response_len": rollout.max_response_tokens,
-            "rollout_max_prompt_len": self._recipe.data.max_prompt_tokens,
-            "rollout_max_context_len": self._recipe.data.max_prompt_tokens + rollout.max_response_tokens,
+            "sampling": sampling_settings(self._sampling),
         }
 
     # ------------------------------------------------------------ requests and answers
@@ -235,7 +207,9 @@ class Episodes:
         if not episode.in_engine:
             episode.waited_s += time.monotonic() - episode.answered_at
         room = 0
-        if episode.asked < self._section.turns and not self._too_long(message):
+        texts = [message.get("text", ""), *(message.get("content") or "" for message in message.get("messages", ()))]
+        too_long = sum(map(len, map(str, texts))) > CHARS_A_TOKEN * self._longest
+        if episode.asked < self._section.turns and not too_long:
             trajectory, ids = self._continued(episode, message)
             room = trajectory.limit - (len(ids) - len(trajectory.prompt or ids))
         if room < 1:
@@ -250,16 +224,6 @@ class Episodes:
         trajectory.busy = True
         episode.asked += 1
         episode.in_engine += 1
-
-    def _too_long(self, message: dict[str, Any]) -> bool:
-        """Whether a text is so long that it cannot fit, tokenized or not."""
-        texts = [message.get("text", ""), *(message.get("content") or "" for message in message.get("messages", ()))]
-        return sum(map(len, map(str, texts))) > CHARS_A_TOKEN * self._longest
-
-    @property
-    def _longest(self) -> int:
-        """Most tokens of a prompt and its response."""
-        return self._recipe.data.max_prompt_tokens + self._sampling.max_tokens
 
     def _continued(self, episode: Attempt, message: dict[str, Any]) -> tuple[Trajectory, list[int]]:
         """The response that a request continues or begins, and its token ids.
@@ -367,7 +331,8 @@ class Episodes:
         parts = {name: float(value) for name, value in parts.items()}
         prompt = np.array(last.prompt, dtype=np.int32)
         outcome = Outcome(prompt, mask, result["reward"], result["why"], parts=parts, answer=result.get("answer"))
-        self._store(episode, [each.response(outcome, others=each is not last) for each in answered])
+        episode.group.responses[episode.number] = [each.response(outcome, each is not last) for each in answered]
+        self._finished += 1
 
     def _fail(self, episode: Attempt, why: str) -> None:
         """Begin a failed episode again, or drop it."""
@@ -376,6 +341,7 @@ class Episodes:
             self._begin(episode.group, episode.number, episode.retries + 1, episode.alone)
             return
         self._dropped += 1
+        episode.group.failed += 1
         prompt = np.array(episode.group.prompt.ids, dtype=np.int32)
         parts = {"retries": float(episode.retries)}
         outcome = Outcome(prompt, np.zeros(1, dtype=bool), None, f"the episode failed: {why}", failed=True, parts=parts)
@@ -384,9 +350,9 @@ class Episodes:
         if support_ids is not None:
             support_ids[:, 0] = end
         nothing = np.zeros(1, dtype=np.float32)
-        self._store(
-            episode, [Response(end, nothing, "stop", self._engine.version, support_ids=support_ids, episode=outcome)]
-        )
+        response = Response(end, nothing, "stop", self._engine.version, support_ids=support_ids, episode=outcome)
+        episode.group.responses[episode.number] = [response]
+        self._finished += 1
         share = self._section.max_failure_share
         if self._dropped > share * max(FIRST, self._finished):
             raise UserError(
@@ -394,10 +360,6 @@ class Episodes:
                 f"{episode.group.prompt.problem.id}: {why}; fix the {self._key.removeprefix('rollout.')}, or raise "
                 f"episodes.max_failure_share (now {share:g})"
             )
-
-    def _store(self, episode: Attempt, responses: list[Response]) -> None:
-        self._finished += 1
-        episode.group.responses[episode.number] = responses
 
     def _drop_requests(self, episode: Attempt) -> bool:
         """Ignore the answers to an episode's requests; returns whether there were any."""
@@ -425,11 +387,7 @@ class Episodes:
                 self._begin(attempt.group, attempt.number, attempt.retries, attempt.alone or not innocent)
 
 
-def _with_shares(episodes: Sequence[Sequence[Response]]) -> list[Response]:
-    """The responses of a group's episodes, each with the share of the episodes that have failed."""
-    outcomes = [(response, response.episode) for responses in episodes for response in responses if response.episode]
-    lost = sum(outcome.failed for _, outcome in outcomes) / len(episodes)
-    return [
-        replace(response, episode=replace(outcome, parts={**outcome.parts, "lost": lost}))
-        for response, outcome in outcomes
-    ]
+def _with_part(response: Response, lost: float) -> Response:
+    """The response with the share of its group's episodes that have failed."""
+    assert response.episode
+    return replace(response, episode=replace(response.episode, parts={**response.episode.parts, "lost": lost}))

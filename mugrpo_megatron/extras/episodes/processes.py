@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.episodes.trajectory import Trajectory
-from mugrpo_megatron.recipe.policy import EpisodesSection
+from mugrpo_megatron.recipe.policy import EpisodesSection, ModelSection, RolloutSection
+from mugrpo_megatron.recipe.sections import DataSection
 from mugrpo_megatron.rewards.calls import WorkerProcess, start_guarded
 from mugrpo_megatron.samples import Prompt, Response
 
@@ -33,6 +34,8 @@ class Group:
     prompt: Prompt
     responses: list[list[Response]]
     """Responses of each episode, empty while it runs; the first of them is scored for all."""
+    failed: int = 0
+    """Episodes that have failed for good."""
 
 
 @dataclass(slots=True)
@@ -222,3 +225,19 @@ class Pool:
     def _ended(self, process: EpisodeProcess, key: int, still_open: int) -> None:
         process.cancelled.pop(key, None)
         process.retiring |= still_open > 0
+
+
+def slime_args(model: ModelSection, data: DataSection, rollout: RolloutSection) -> dict[str, Any]:
+    """The `args` of slime's convention."""
+    return {
+        "sglang_router_ip": "127.0.0.1",
+        "sglang_router_port": 0,
+        "hf_checkpoint": str(model.directory),
+        "partial_rollout": False,
+        "n_samples_per_prompt": rollout.responses_per_prompt,
+        "rollout_temperature": rollout.temperature,
+        "rollout_top_p": rollout.top_p,
+        "rollout_max_response_len": rollout.max_response_tokens,
+        "rollout_max_prompt_len": data.max_prompt_tokens,
+        "rollout_max_context_len": data.max_prompt_tokens + rollout.max_response_tokens,
+    }

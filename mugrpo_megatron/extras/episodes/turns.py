@@ -9,10 +9,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mugrpo_megatron.recipe.functions import exception_text
 from mugrpo_megatron.samples import Problem
+
+if TYPE_CHECKING:
+    from mugrpo_megatron.engine.wire import Sampling  # whose module a worker does without
 
 MOST_CHARS = 1 << 20
 """Most characters of one text for the model: beyond any context, and still quick to tokenize."""
@@ -183,3 +186,19 @@ def schema_of(tool: Callable[..., Any]) -> dict[str, Any]:
     from transformers.utils.chat_template_utils import get_json_schema  # a second, and no torch
 
     return dict(get_json_schema(tool))
+
+
+def sampling_settings(sampling: Sampling) -> dict[str, Any]:
+    """The sampling parameters by SGLang's names."""
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "min_p": 0.0,
+        "max_new_tokens": sampling.max_tokens,
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(sampling.stop_ids),
+        "skip_special_tokens": False,
+        "no_stop_trim": True,
+        "spaces_between_special_tokens": False,
+    }

@@ -24,7 +24,7 @@ from mugrpo_megatron.data.tokenizer import prompt_end, without_repetition
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.exchange.traces import flatten_trace, trainable_traces
 from mugrpo_megatron.recipe.load import short_repr
-from mugrpo_megatron.rewards.items import LARGEST_FLOAT
+from mugrpo_megatron.rewards.items import fits_float32
 from mugrpo_megatron.rewards.math.thoughts import opening_of
 from mugrpo_megatron.samples import Problem
 
@@ -180,19 +180,14 @@ def _parse_row(
     )
 
 
-def small_enough(value: float) -> bool:
-    """Whether a number, an integer of any size included, is finite as float32."""
-    return abs(value) <= LARGEST_FLOAT  # NaN is not
-
-
 def _logprobs(values: list[Any]) -> np.ndarray:
     """float32 [R]; a logprob above 0 by no more than ROUNDING becomes 0."""
     if not all(type(value) in (int, float) for value in values):
         raise ValueError("logprobs hold something that is not a number")
     if (highest := max(values)) > ROUNDING:
-        value_text = highest if small_enough(highest) else "a number beyond float32"
+        value_text = highest if fits_float32(highest) else "a number beyond float32"
         raise ValueError(f"logprobs hold {value_text}, and the logarithm of a probability is at most 0")
-    if not all(map(small_enough, values)):
+    if not all(map(fits_float32, values)):
         raise ValueError("logprobs hold a number that is not finite as float32")
     return np.minimum(np.array(values, dtype=np.float32), np.float32(0.0))
 

@@ -22,7 +22,7 @@ from mugrpo_megatron.data.prompts import rendered, template_of
 from mugrpo_megatron.data.reading import any_answer, data_source_of, prompt_in_row, verifiable_answer
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.extras.exchange.foreign_rollouts import ForeignRollout, prompt_chats, read_rollouts, small_enough
+from mugrpo_megatron.extras.exchange.foreign_rollouts import ForeignRollout, prompt_chats, read_rollouts
 from mugrpo_megatron.extras.exchange.local_paths import hub_name, without_local_paths
 from mugrpo_megatron.extras.exchange.publish import CARD, card, say_leftovers
 from mugrpo_megatron.files.durable import durable_directory, write_text
@@ -32,7 +32,7 @@ from mugrpo_megatron.files.outputs import check_output
 from mugrpo_megatron.recipe import Recipe, dump_recipe
 from mugrpo_megatron.recipe.objective import ObjectiveSection
 from mugrpo_megatron.recipe.scoring import RewardSection
-from mugrpo_megatron.rewards.items import Score
+from mugrpo_megatron.rewards.items import Score, fits_float32
 from mugrpo_megatron.rewards.pool import Verifier, with_length_penalty
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.initial_model import with_model
@@ -214,7 +214,7 @@ def _given(rollout: ForeignRollout, column: str) -> Score:
             value = float(value)
     if value in (None, "") or value != value:
         return Score(0.0, "", f"none given in {column}", 0.0, missing=True)
-    if not isinstance(value, bool | int | float) or not small_enough(value):
+    if not isinstance(value, bool | int | float) or not fits_float32(value):
         raise UserError(
             f"{rollout.location}: {column} holds no finite number that fits float32; --reward names another column"
         )

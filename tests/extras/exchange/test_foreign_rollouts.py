@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from mugrpo_megatron.data.prompts import Template
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.extras.exchange.foreign_rollouts import ROUNDING, ForeignRollout, read_rollouts, small_enough
+from mugrpo_megatron.extras.exchange.foreign_rollouts import ROUNDING, ForeignRollout, read_rollouts
+from mugrpo_megatron.rewards.items import fits_float32
 
 TOKENIZER = build_arithmetic_tokenizer()
 TEMPLATE = Template("{% for m in messages %}{{ m.content }}{% endfor %}=")
@@ -88,8 +89,8 @@ def test_a_logprob_that_was_rounded_above_0_is_0(tmp_path: Path) -> None:
 
 
 @given(st.one_of(st.integers(-(10**60), 10**60), st.floats(), st.just(10**400), st.just(-(10**400))))
-def test_a_number_that_is_small_enough_is_finite_as_float32(value: float) -> None:
-    if small_enough(value):
+def test_a_number_that_fits_is_finite_as_float32(value: float) -> None:
+    if fits_float32(value):
         assert np.isfinite(np.array(value, dtype=np.float64).astype(np.float32))
     else:
         assert not abs(value) < 3.4e38
