@@ -84,7 +84,7 @@ def convert(
 
 
 def text_config(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The config of the text in that of `path`; UserError if it has no vision tower that is known."""
+    """The config of the text in `config`, read from `path`; UserError if it has no vision tower that is known."""
     family, nested = config["model_type"], config.get("text_config")
     if family not in TEXTS or not isinstance(nested, dict):
         raise UserError(f"{path}: model_type {family!r} has no text to take out; the families are {', '.join(TEXTS)}")

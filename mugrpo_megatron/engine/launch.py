@@ -93,7 +93,7 @@ BY_PROJECT = {
     "the engine's process": ("host", "port", "nccl_port", "skip_server_warmup", "log_level"),
     "running no code of a checkpoint": ("trust_remote_code",),
 }
-"""What depends on arguments of SGLang that cannot be changed -> these arguments."""
+"""Arguments of SGLang that cannot be changed, by what depends on them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from mugrpo_megatron.data.prompts import Template
 from mugrpo_megatron.engine.client import PromptSource
 from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.extras.episodes.calculator import TOOL
+from mugrpo_megatron.extras.episodes.calculator_client import TOOL
 from mugrpo_megatron.extras.episodes.chat import Chat
 from mugrpo_megatron.extras.episodes.episodes import Episodes
 from mugrpo_megatron.recipe import Recipe
