@@ -37,10 +37,16 @@ from mugrpo_megatron.evaluation.scoring import (
     scored,
     summarize,
 )
-from mugrpo_megatron.files.durable import full_disk_as_user_error, open_nofollow, write_json, write_text
+from mugrpo_megatron.files.durable import (
+    check_output,
+    full_disk_as_user_error,
+    make_directory,
+    open_nofollow,
+    write_json,
+    write_text,
+)
 from mugrpo_megatron.files.hf_config import read_model_config
 from mugrpo_megatron.files.json_text import read_json, to_json_value
-from mugrpo_megatron.files.outputs import check_output, make_directory
 from mugrpo_megatron.observe.progress import Display, new_table, open_display
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.functions import source_sum
@@ -171,8 +177,10 @@ class EvalRecord:
 
     def append(self, result: ProblemResult) -> None:
         """Append a finished problem; UserError if the disk is full."""
+        row = asdict(replace(result, problem=replace(result.problem, gold=None, row={})))
+        del row["problem"]["gold"], row["problem"]["row"]  # the problem's id finds them
         with full_disk_as_user_error(self._rows), open_nofollow(self._rows, "ab") as file:
-            file.write((json.dumps(_to_row(result)) + "\n").encode())
+            file.write((json.dumps(row) + "\n").encode())
 
 
 def _same(before: Any, now: Any) -> bool:
@@ -180,13 +188,6 @@ def _same(before: Any, now: Any) -> bool:
     if isinstance(before, dict) and isinstance(now, dict):
         return all(_same(before.get(key), now.get(key)) for key in before.keys() | now.keys())
     return bool(before == now)
-
-
-def _to_row(result: ProblemResult) -> dict[str, Any]:
-    """Returns a row of problems.jsonl, without the data's row and gold, which the problem's id finds."""
-    row = asdict(replace(result, problem=replace(result.problem, gold=None, row={})))
-    del row["problem"]["gold"], row["problem"]["row"]
-    return row
 
 
 def _from_row(row: dict[str, Any] | str, line: str) -> ProblemResult:

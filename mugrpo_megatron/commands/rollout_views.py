@@ -100,7 +100,9 @@ def print_group(console: Console, rollouts: Iterable[Rollout], tokenizer: PreTra
             console.rule(f"group {group}, {escape(visible(sample.problem))}")
             if rollout.prompt is not None:
                 console.print(Text(visible(rollout.prompt), style="dim"))
-            _print_facts(console, [("gold", sample.gold), *_row_facts(sample.row)])
+            columns = json.loads(sample.row) if sample.row else {}
+            texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in columns.items()}
+            _print_facts(console, [("gold", sample.gold), *((f"row.{key}", text) for key, text in texts.items())])
         heading = f"response {rollout.index}: reward {sample.reward:g}, advantage {rollout.advantage:+.2f}"
         console.rule(heading, align="left")
         components = ", ".join(f"{name} {value:g}" for name, value in sample.components.items())
@@ -186,17 +188,8 @@ def record_of(rollout: Rollout) -> dict[str, Any]:
 def _print_facts(console: Console, facts: Iterable[tuple[str, str]]) -> None:
     for name, value in facts:
         if value:
-            console.print(Text.assemble((f"{visible(name)}: ", "bold"), visible(_clipped(value))))
-
-
-def _row_facts(row: str) -> list[tuple[str, str]]:
-    """Returns name and text of each column of a source row."""
-    columns = json.loads(row) if row else {}
-    return [(f"row.{key}", value if isinstance(value, str) else json.dumps(value)) for key, value in columns.items()]
-
-
-def _clipped(text: str) -> str:
-    return text if len(text) <= LONG else f"{text[:LONG]}… ({len(text):,} characters, --json shows all)"
+            text = value if len(value) <= LONG else f"{value[:LONG]}… ({len(value):,} characters, --json shows all)"
+            console.print(Text.assemble((f"{visible(name)}: ", "bold"), visible(text)))
 
 
 def _line(text: str) -> str:

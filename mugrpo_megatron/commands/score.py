@@ -15,9 +15,8 @@ from mugrpo_megatron.data.files import found_in, rows
 from mugrpo_megatron.data.prompts import prompt_text, template_of
 from mugrpo_megatron.data.reading import any_answer, data_source_of, kept_row, prompt_in_row, verifiable_answer
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.durable import durable_file
+from mugrpo_megatron.files.durable import check_output, durable_file, make_directory
 from mugrpo_megatron.files.json_text import to_json_value
-from mugrpo_megatron.files.outputs import check_output, make_directory
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.scoring import RewardSection
 from mugrpo_megatron.rewards.items import Pending, Score

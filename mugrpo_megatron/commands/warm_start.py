@@ -7,9 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.durable import remove_leftovers
+from mugrpo_megatron.files.durable import check_output, make_directory, remove_leftovers
 from mugrpo_megatron.files.hf_config import CONFIG
-from mugrpo_megatron.files.outputs import check_output, make_directory
 from mugrpo_megatron.observe.environment import rank_of_environment
 from mugrpo_megatron.recipe import Recipe, load_recipe
 from mugrpo_megatron.run.directory import file_lock

@@ -64,7 +64,8 @@ def problem_of(
     With `any_gold` the gold may be any JSON value, or missing if `columns` allow it; otherwise an answer that `math`
     can verify: text, a number or a list of them.
     """
-    cell = _value(row, columns.question)
+    cell = _found(row, columns.question)
+    cell = cell if isinstance(cell, list) else _scalar(cell, columns.question)
     cell = parsed_text(columns.question, cell) if isinstance(cell, str) else cell
     messages = _messages(cell, columns) if isinstance(cell, list) else ()
     reply = messages[-1]["content"] or "" if messages and columns.answer == CONVERSATION else None
@@ -164,12 +165,6 @@ def _found(row: dict[str, Any], path: str) -> Any:
         return field_at(row, path)
     except KeyError:
         raise FieldMissing(f"field {path!r} is missing {found_in(row)}") from None
-
-
-def _value(row: dict[str, Any], path: str) -> Any:
-    """The text, number or list in a field."""
-    value = _found(row, path)
-    return value if isinstance(value, list) else _scalar(value, path)
 
 
 def _scalar(value: Any, path: str) -> Any:

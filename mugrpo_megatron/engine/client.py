@@ -245,7 +245,9 @@ class Engine:
             yield
         finally:
             if self._host is not None:
-                self._close_generation()
+                self._send(("close", None), "generate")
+                while self._receive_any(self._section.request_timeout_s, "generate")[0] == "groups":
+                    pass  # sent before the host had aborted
 
     def submit(self, requests: list[Request]) -> None:
         """Send requests; returns at once."""
@@ -269,12 +271,6 @@ class Engine:
             self.load_record.add(value)
             return []
         return list(value.unpack())
-
-    def _close_generation(self) -> None:
-        """Abort requests in flight, and drop the groups that the host sends until it has."""
-        self._send(("close", None), "generate")
-        while self._receive_any(self._section.request_timeout_s, "generate")[0] == "groups":
-            pass
 
     def _call(self, command: CommandKind, value: Any) -> Any:
         self.wait_ready()

@@ -1,4 +1,4 @@
-"""Atomic, fsynced writes of files and directories that have to be complete or absent, and checksums.
+"""Atomic, fsynced writes of files and directories that have to be complete or absent; checksums; output paths.
 
 Temporaries are named `.NAME.XXXXXXXX.partial` with random hexadecimal digits, by which leftovers of killed writers are
 recognised. A directory that several ranks fill, or that a later command continues, is `resumable(path)`.
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, Literal, cast
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.json_text import parse_json
@@ -293,3 +293,60 @@ def full_disk_error(error: BaseException, path: Path) -> UserError | None:
 def _free(path: Path) -> int:
     """Returns the free bytes of the disk of a path that may not exist yet."""
     return shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists())).free
+
+
+KINDS = {"file": Path.is_file, "directory": Path.is_dir}
+
+
+def check_output(
+    path: Path,
+    label: str,
+    *,
+    kind: Literal["file", "directory"] = "file",
+    own: bool = False,
+    inputs: Iterable[Path] = (),
+    remedy: str = "choose another path",
+) -> None:
+    """Raise UserError, before any work is done, when a command must not write `path`.
+
+    A new path in a writable directory is allowed, and an existing file (or directory) that is the command's `own`: it
+    wrote it, or was allowed to replace it. An input is never replaced, through whatever hard or symbolic link; nor is a
+    device, a pipe, or a file in place of a directory.
+
+    Args:
+        label: the user's name of the path, such as `--out out.jsonl`; sentences begin with it.
+        remedy: end of the sentence about an existing path that is not the command's own.
+    """
+    try:
+        if not os.path.lexists(path):
+            _check_writable(path, label)
+            return
+        if path.exists() and not KINDS[kind](path):
+            raise UserError(f"{label} exists and is not a {'regular file' if kind == 'file' else kind}")
+        for source in inputs:
+            if path.exists() and source.exists() and path.samefile(source):
+                raise UserError(f"{label} is the input {source} itself; choose another path")
+        if not own:
+            raise UserError(f"{label} exists already; {remedy}")
+        _check_writable(path, label)
+    except (OSError, ValueError, RuntimeError) as error:  # a name too long, a null character, a loop of links
+        raise UserError(f"{label} cannot be written ({getattr(error, 'strerror', None) or error})") from None
+
+
+def make_directory(path: Path, label: str) -> None:
+    """Create a directory and its parents; UserError if that fails."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{label}: {path} cannot be created ({error.strerror})") from None
+
+
+def _check_writable(path: Path, label: str) -> None:
+    """Raise UserError unless the nearest existing parent of `path` can be written."""
+    folder = path.resolve().parent
+    while not os.path.lexists(folder):
+        folder = folder.parent
+    if not folder.is_dir():
+        raise UserError(f"{label} cannot be written: {folder} is not a directory")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(f"{label} cannot be written: {folder} is read-only for this user")

@@ -72,7 +72,11 @@ def initialize(run: RunSection, layout: ParallelSection, threads: int = 0) -> Ra
     CollectiveFailure when ranks do not join.
     """
     if run.deterministic:
-        be_deterministic()
+        # Flash attention's backward pass and Megatron's dispatch of tokens to experts follow torch's setting. cuBLAS
+        # needs a workspace of fixed size, and NVLS adds in the switches, in the order in which the shards arrive.
+        os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0"}
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # only helps to debug
     device = _device()
     if not dist.is_initialized():
         _join("nccl" if device.type == "cuda" else "gloo", timedelta(seconds=run.collective_timeout_s))
@@ -92,17 +96,6 @@ def initialize(run: RunSection, layout: ParallelSection, threads: int = 0) -> Ra
     )
     seed_generators(run.seed)
     return _ranks(device, _set_threads(threads, device), run.collective_timeout_s)
-
-
-def be_deterministic() -> None:
-    """Make torch use algorithms with a fixed order of additions, or raise if it has none; before CUDA starts.
-
-    Flash attention's backward pass and Megatron's dispatch of tokens to experts follow it.
-    """
-    # cuBLAS needs a workspace of fixed size, and NVLS adds in the switches, in the order in which the shards arrive.
-    os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0"}
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # only helps to debug
 
 
 def seed_generators(seed: int) -> None:

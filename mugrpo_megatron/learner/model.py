@@ -193,7 +193,7 @@ def build_model(
         model, parallel, section, architecture, ranks, backend.fuse_layernorm_and_linear(), deterministic
     )
     vp_size = parallel.virtual_pipeline
-    rows = padded_vocab(architecture, ranks.tp_size)
+    rows = -(-architecture.gpt["vocab_size"] // ranks.tp_size) * ranks.tp_size  # padded to equal shards
     chunks = [
         _build_chunk(config, backend, architecture, rows, vp_stage if vp_size > 1 else None)
         for vp_stage in range(vp_size)
@@ -218,11 +218,6 @@ def reduces_early(ranks: Ranks) -> bool:
     """Whether gradients are reduced over data parallel ranks, bucket by bucket, while the last backward pass runs."""
     # Not on CPU, whose cores are busy with that pass.
     return ranks.device.type == "cuda" and ranks.dp_size * ranks.cp_size > 1
-
-
-def padded_vocab(architecture: Architecture, tp_size: int) -> int:
-    """Rows of the embedding: the vocabulary rounded up to a multiple of the tensor parallel size."""
-    return -(-architecture.gpt["vocab_size"] // tp_size) * tp_size
 
 
 def policy(chunk: torch.nn.Module) -> PolicyModel:

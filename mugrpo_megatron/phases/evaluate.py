@@ -13,8 +13,7 @@ from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.observe.examples import Example, example_indices, shorten, write_examples
 from mugrpo_megatron.observe.log import MetricLog
 from mugrpo_megatron.observe.progress import Bar
-from mugrpo_megatron.phases.handover import sleep_engines, sync_weights
-from mugrpo_megatron.phases.sampling import report_failures, sample_groups, shared_queue
+from mugrpo_megatron.phases.handover import report_failures, sample_groups, shared_queue, sleep_engines, sync_weights
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.scoring import EvalSection
 from mugrpo_megatron.run.cursor import Cursor

@@ -17,8 +17,14 @@ from mugrpo_megatron.observe.environment import device_memory_in_use
 from mugrpo_megatron.observe.log import MetricLog
 from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.phases.evaluate import evaluate_if_due
-from mugrpo_megatron.phases.handover import sleep_engines, sync_weights
-from mugrpo_megatron.phases.sampling import report_failures, sample_groups, shared_queue, show_totals
+from mugrpo_megatron.phases.handover import (
+    report_failures,
+    sample_groups,
+    shared_queue,
+    show_totals,
+    sleep_engines,
+    sync_weights,
+)
 from mugrpo_megatron.recipe.functions import load_function
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.leader import EngineLeader, Engines
@@ -89,7 +95,8 @@ class Generation:
             run.world.barrier(lambda: show_totals(bar, queue, run.is_main))
             show_totals(bar, queue, run.is_main)
             facts["tokens"] = float(bar.tokens)
-            facts["engine_memory"] = max(run.world.gather(_engine_memory(leader)))
+            memory = device_memory_in_use() or leader.engine.memory if leader else 0.0
+            facts["engine_memory"] = max(run.world.gather(memory))
             _log_loads(run.world, run.log, leader, self.cursor)
         with run.phase("score", self.cursor):
             # Scores that are still computed when the engine has finished; a verifier may be slower than the engine.
@@ -152,13 +159,6 @@ def _sample_stage(
         show_totals(bar, queue, run.is_main)
     if not leader.engine.running:
         queue.leave()
-
-
-def _engine_memory(leader: EngineLeader | None) -> float:
-    """Bytes of this rank's engine, as the metric `engine_memory` counts them; 0 without an engine."""
-    if leader is None:
-        return 0.0
-    return device_memory_in_use() or leader.engine.memory
 
 
 def _log_loads(world: World, log: MetricLog, leader: EngineLeader | None, cursor: Cursor) -> None:

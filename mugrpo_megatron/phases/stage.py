@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -20,9 +20,8 @@ from mugrpo_megatron.observe.environment import learner_memory_peak, peak_flops,
 from mugrpo_megatron.observe.metrics import MISMATCH_RESPONSES
 from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.phases.batches import Batch, StageBatches, columns_of
-from mugrpo_megatron.phases.column_passes import compute_ref_logprobs, record_behaviour, refresh_proximal
+from mugrpo_megatron.phases.column_passes import compute_ref_logprobs, probe, record_behaviour, refresh_proximal
 from mugrpo_megatron.phases.evaluate import evaluate_if_due
-from mugrpo_megatron.phases.probing import probe
 from mugrpo_megatron.phases.saves import save_if_due
 from mugrpo_megatron.run.cursor import Cursor, nats_moved, stage_exhausted
 from mugrpo_megatron.run.leader import Engines
@@ -142,7 +141,9 @@ def _record_stage(run: Run, learner: Learner, stage: StageStore, cursor: Cursor)
     mismatch = _mismatch(run, learner, samples[:MISMATCH_RESPONSES], cursor) if same_weights else {}
     run.log.stage(cursor.stage, stage.statistics() | mismatch)
     if logs_samples:
-        run.log.samples(cursor.stage, _table_rows(samples[:WANDB_SAMPLES]))
+        names = ("group", "problem", "text", "gold", "extracted", "why", "reward", "finish_reason")
+        rows = [{name: getattr(sample, name) for name in names} for sample in samples[:WANDB_SAMPLES]]
+        run.log.samples(cursor.stage, rows)
     probe(run, learner, stage, cursor, age=0)
 
 
@@ -160,11 +161,6 @@ def _mismatch(run: Run, learner: Learner, samples: Sequence[Sample], cursor: Cur
         "mismatch_p99": float(np.quantile(distance, 0.99)),
         "mismatch_max": float(distance.max()),
     }
-
-
-def _table_rows(samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    names = ("group", "problem", "text", "gold", "extracted", "why", "reward", "finish_reason")
-    return [{name: getattr(sample, name) for name in names} for sample in samples]
 
 
 @contextmanager

@@ -272,18 +272,12 @@ class ObjectiveSection(Section):
             raise ValueError("its second number must be above its first, or every token would be dropped")
         return value
 
-    @field_validator("surrogate")
+    @field_validator("surrogate", "advantage")
     @classmethod
-    def _check_surrogate_exists(cls, value: str) -> str:
-        if value not in SURROGATES and not USER_FUNCTION.fullmatch(value):
-            raise ValueError(f"take one of {', '.join(SURROGATES)}, or your own function as module:function")
-        return value
-
-    @field_validator("advantage")
-    @classmethod
-    def _check_advantage_exists(cls, value: str) -> str:
-        if value not in ADVANTAGES and not USER_FUNCTION.fullmatch(value):
-            raise ValueError(f"take one of {', '.join(ADVANTAGES)}, or your own function as module:function")
+    def _check_it_exists(cls, value: str, info: ValidationInfo) -> str:
+        names = SURROGATES if info.field_name == "surrogate" else ADVANTAGES
+        if value not in names and not USER_FUNCTION.fullmatch(value):
+            raise ValueError(f"take one of {', '.join(names)}, or your own function as module:function")
         return value
 
     @field_validator("diagnostics")

@@ -19,8 +19,7 @@ from markupsafe import Markup
 
 from mugrpo_megatron import __version__
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.durable import write_text
-from mugrpo_megatron.files.outputs import check_output
+from mugrpo_megatron.files.durable import check_output, write_text
 from mugrpo_megatron.observe.metrics import values_in
 from mugrpo_megatron.observe.progress import duration, short_number
 from mugrpo_megatron.observe.results import format_difference, format_interval, format_value, mean_of, summary_of

@@ -152,7 +152,8 @@ def _quantile(
     for age in ages_of_probes(responses):
         rows = [response.at(age) for response in responses if response.negative and counts(response, age)]
         tokens = [row for row in rows if row is not None]
-        values.append(_ratio(float(np.quantile(np.concatenate(tokens), share))) if tokens else None)
+        quantile = float(np.quantile(np.concatenate(tokens), share)) if tokens else None
+        values.append(None if quantile is None else rounded(math.exp(max(min(quantile, 50.0), -50.0))))
     return values
 
 
@@ -169,7 +170,3 @@ def _firsts(responses: Sequence[ProbedResponse]) -> dict[str, list[tuple[int, in
         if points:
             firsts[name] = sorted(points)
     return firsts
-
-
-def _ratio(log_ratio: float) -> float:
-    return rounded(math.exp(max(min(log_ratio, 50.0), -50.0)))

@@ -38,8 +38,8 @@ def unusable_golds(problems: Sequence[Problem], section: RewardSection) -> dict[
         checking = {"function": check, "functions": {}, "max_failure_share": 1.0}
         with Verifier(section.model_copy(update=checking)) as verifier:
             answers = [problem.answer for problem in doubtful]
-            rows = [problem.row for problem in doubtful]
-            scores = verifier.score(answers, [_gold(problem, function) for problem in doubtful], rows)
+            golds = answers if function == MATH else [problem.gold for problem in doubtful]
+            scores = verifier.score(answers, golds, [problem.row for problem in doubtful])
         for problem, score in zip(doubtful, scores, strict=True):
             if score.reward != 1.0:
                 why = f"the answer {problem.answer[:80]!r} does not verify against itself"
@@ -80,7 +80,3 @@ def scores_of_golds(problems: Sequence[Problem], section: RewardSection) -> Iter
 
 def _excerpt(text: str) -> str:
     return repr(text) if len(text) <= EXCERPT_CHARS else f"{text[:EXCERPT_CHARS]!r}..."
-
-
-def _gold(problem: Problem, function: str) -> object:
-    return problem.answer if function == MATH else problem.gold

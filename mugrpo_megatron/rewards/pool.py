@@ -148,16 +148,9 @@ class Verifier:
     ) -> None:
         self._stack.close()
 
-    def score(
-        self,
-        responses: Sequence[str],
-        golds: Sequence[Any],
-        rows: Sequence[Row] | None = None,
-        prompts: Sequence[ChatOrText] | None = None,
-        **known: Any,
-    ) -> list[Score]:
-        """Score `responses` against `golds`, in order; blocks until all are done. Arguments as of `submit`."""
-        return self.submit(responses, golds, rows, prompts, **known).result()
+    def score(self, *arguments: Any, **known: Any) -> list[Score]:
+        """Score responses, in order; blocks until all are done. Takes the arguments of `submit`."""
+        return self.submit(*arguments, **known).result()
 
     def submit(
         self,

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from mugrpo_megatron.engine.launch import EngineSpec
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.functions import load_function
@@ -23,9 +20,7 @@ def engine_spec(recipe: Recipe) -> EngineSpec:
         deterministic=recipe.run.deterministic,
         needs_tokenizer=bool(recipe.rollout.stop or recipe.rollout.episodes),
         returns_routes=recipe.learner.routing_replay == "rollout",
-        episodes=_episodes(recipe) if recipe.rollout.episodes else None,
+        episodes=(lambda engine: load_function("rollout.function", EPISODES)(recipe, engine))
+        if recipe.rollout.episodes
+        else None,
     )
-
-
-def _episodes(recipe: Recipe) -> Callable[[Any], Any]:
-    return lambda engine: load_function("rollout.function", EPISODES)(recipe, engine)

@@ -161,7 +161,8 @@ class LogprobColumn(TableColumn):
 
     def read(self, update: int) -> list[np.ndarray]:
         """Logprobs of the responses of the `update`-th update in the file, float32 [R] each; raises as `read_table`."""
-        return logprobs_of(self.read_table(update))
+        column: Any = self.read_table(update).column(0).combine_chunks()
+        return np.split(column.flatten().to_numpy(), column.offsets.to_numpy()[1:-1])
 
 
 class ScoreColumn(TableColumn):
@@ -185,10 +186,3 @@ class ScoreColumn(TableColumn):
 def logprob_table(logprobs: Sequence[np.ndarray]) -> pa.Table:
     """The rows of an update's logprobs, float32 [R] per response."""
     return pa.table([pa.array(logprobs, SCHEMA.field(0).type)], schema=SCHEMA)
-
-
-def logprobs_of(table: pa.Table) -> list[np.ndarray]:
-    """The log-probabilities in a table of `logprob_table`, float32 [R] per response."""
-    column: Any = table.column(0).combine_chunks()
-    flat, offsets = column.flatten().to_numpy(), column.offsets.to_numpy()
-    return np.split(flat, offsets[1:-1])

@@ -15,7 +15,7 @@ import pytest
 
 from mugrpo_megatron.cli import COMMANDS
 from mugrpo_megatron.commands import score
-from mugrpo_megatron.files import outputs
+from mugrpo_megatron.files import durable
 from tests.hostile.outcome import command, listing, refused
 
 ROWS = '{"response": "1", "answer": 1}\n{"response": "2", "answer": 1}\n'
@@ -92,7 +92,7 @@ def test_a_place_that_cannot_be_written_is_found_before_anything_is_scored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "in.jsonl").write_text(ROWS)
-    monkeypatch.setattr(outputs.os, "access", lambda *_: False)  # root may write everywhere
+    monkeypatch.setattr(durable.os, "access", lambda *_: False)  # root may write everywhere
     refused("score", tmp_path / "in.jsonl", "--out", tmp_path / "new" / "out.jsonl", says="is read-only for this user")
     assert list(listing(tmp_path)) == ["in.jsonl"]
 

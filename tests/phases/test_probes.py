@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from mugrpo_megatron.cli import main
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.phases import probing as module
+from mugrpo_megatron.phases import column_passes as module
 from mugrpo_megatron.phases import stage
-from mugrpo_megatron.phases.probing import PROBED_UPDATES, choose_responses, probe
+from mugrpo_megatron.phases.column_passes import PROBED_UPDATES, choose_responses, probe
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory

@@ -27,7 +27,7 @@ from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.observe.environment import device_memory_in_use
 from mugrpo_megatron.observe.progress import Display
 from mugrpo_megatron.phases.generate import check_shared
-from mugrpo_megatron.phases.sampling import shared_queue, show_totals
+from mugrpo_megatron.phases.handover import shared_queue, show_totals
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import InUse, file_lock

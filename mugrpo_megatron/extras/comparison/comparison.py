@@ -12,8 +12,7 @@ from typing import Any
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.evaluation.estimators import Measure
-from mugrpo_megatron.files.durable import read_checksummed_json, write_text
-from mugrpo_megatron.files.outputs import check_output
+from mugrpo_megatron.files.durable import check_output, read_checksummed_json, write_text
 from mugrpo_megatron.observe.progress import duration
 from mugrpo_megatron.observe.results import format_interval, format_value, mean_of, measure_in, sets_in, summary_of
 from mugrpo_megatron.observe.rundata import RunData, read_run
@@ -83,13 +82,15 @@ def comparison(runs: Sequence[RunData]) -> str:
         "colors": {},
     }
     several = len(runs) > 2
+    first, differing = _settings(runs[0].recipe), set(differences(runs))
+    shared = {key: _value(first[key]) for key in SHARED if key in first and key not in differing}
     return render(
         name=" · ".join(run.path.resolve().name for run in runs) if len(runs) < 4 else f"{len(runs)} runs",
         brand=BRAND,
         progress=f"{len(runs)} runs",
         source=", ".join(str(run.path) for run in runs),
         drawing=drawing,
-        facts=[{"before": f"{key} ", "value": value, "after": ""} for key, value in _shared(runs)],
+        facts=[{"before": f"{key} ", "value": value, "after": ""} for key, value in shared.items()],
         runs=_table(runs, labels),
         warnings=list(_warnings(runs)),
         sections=[PageSection("Curves", charts, "Whiskers are 95 % intervals." if several else "")],
@@ -126,11 +127,6 @@ def differences(runs: Sequence[RunData]) -> list[str]:
     flat = [_settings(run.recipe) for run in runs]
     keys = dict.fromkeys(key for settings in flat for key in settings)
     return [key for key in keys if key not in LEFT_OUT and len({str(settings.get(key)) for settings in flat}) > 1]
-
-
-def _shared(runs: Sequence[RunData]) -> Iterable[tuple[str, str]]:
-    first, differing = _settings(runs[0].recipe), set(differences(runs))
-    return ((key, _value(first[key])) for key in SHARED if key in first and key not in differing)
 
 
 def _warnings(runs: Sequence[RunData]) -> Iterable[str]:

@@ -18,8 +18,7 @@ from typing import Any
 
 from mugrpo_megatron.data.arithmetic import problems
 from mugrpo_megatron.extras.episodes.turns import EpisodeModel
-from mugrpo_megatron.files.durable import write_text
-from mugrpo_megatron.files.outputs import check_output
+from mugrpo_megatron.files.durable import check_output, write_text
 from mugrpo_megatron.samples import Problem
 
 CALL = "?"

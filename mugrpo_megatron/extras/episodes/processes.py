@@ -178,7 +178,8 @@ class Pool:
                     if "ready" in message:
                         process.ready = True
                     elif "ended" in message:
-                        self._ended(process, message["ended"], message["open"])
+                        process.cancelled.pop(message["ended"], None)
+                        process.retiring |= message["open"] > 0
                     elif "alive" not in message:
                         process.retiring |= bool(message.get("failed") is not None and message["open"])
                         yield process, message
@@ -221,10 +222,6 @@ class Pool:
         self.processes.remove(process)
         process.kill()
         return list(process.episodes.values())
-
-    def _ended(self, process: EpisodeProcess, key: int, still_open: int) -> None:
-        process.cancelled.pop(key, None)
-        process.retiring |= still_open > 0
 
 
 def slime_args(model: ModelSection, data: DataSection, rollout: RolloutSection) -> dict[str, Any]:

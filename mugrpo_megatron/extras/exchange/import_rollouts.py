@@ -25,10 +25,9 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.exchange.foreign_rollouts import ForeignRollout, prompt_chats, read_rollouts
 from mugrpo_megatron.extras.exchange.local_paths import hub_name, without_local_paths
 from mugrpo_megatron.extras.exchange.publish import CARD, card, say_leftovers
-from mugrpo_megatron.files.durable import durable_directory, write_text
+from mugrpo_megatron.files.durable import check_output, durable_directory, write_text
 from mugrpo_megatron.files.hf_config import read_config
 from mugrpo_megatron.files.json_text import as_text
-from mugrpo_megatron.files.outputs import check_output
 from mugrpo_megatron.recipe import Recipe, dump_recipe
 from mugrpo_megatron.recipe.objective import ObjectiveSection
 from mugrpo_megatron.recipe.scoring import RewardSection

@@ -16,9 +16,8 @@ from mugrpo_megatron import __version__
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.exchange.local_paths import hub_name, without_local_paths
 from mugrpo_megatron.files.checkpoint_state import STATE, read_state
-from mugrpo_megatron.files.durable import RANDOM_SUFFIX, durable_directory, write_text
+from mugrpo_megatron.files.durable import RANDOM_SUFFIX, check_output, durable_directory, write_text
 from mugrpo_megatron.files.json_text import file_inside
-from mugrpo_megatron.files.outputs import check_output
 from mugrpo_megatron.recipe import dump_recipe, load_recipe
 from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
 from mugrpo_megatron.run.directory import RunDirectory

@@ -18,9 +18,8 @@ from pathlib import Path
 from mugrpo_megatron.checks.preflight import check_run
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.sweep.grid import Cell
-from mugrpo_megatron.files.durable import refuse_linked_folders, write_json
+from mugrpo_megatron.files.durable import make_directory, refuse_linked_folders, write_json
 from mugrpo_megatron.files.json_text import read_json
-from mugrpo_megatron.files.outputs import make_directory
 from mugrpo_megatron.observe.log import FILE_NAME
 from mugrpo_megatron.observe.progress import duration
 from mugrpo_megatron.observe.rundata import read_run, seconds_by_phase
