@@ -54,7 +54,11 @@ def _rows_as_written(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
         return _parquet_rows(path)
     if path.suffix in (".csv", ".tsv"):
         return _csv_rows(path, "," if path.suffix == ".csv" else "\t")
-    return _array_rows(path) if _is_array(path) else _json_rows(path)
+    if path.suffix == ".json":
+        with path.open("rb") as file:
+            if file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+                return _array_rows(path)
+    return _json_rows(path)
 
 
 def check_file(path: Path) -> None:
@@ -85,20 +89,13 @@ def names_alike(path: Path) -> list[Path]:
     return [missing.parent / name for name in dict.fromkeys(map(spelled.__getitem__, alike)) if name != missing.name]
 
 
-def _is_array(path: Path) -> bool:
-    if path.suffix != ".json":
-        return False
-    with path.open("rb") as file:
-        return file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
-
-
 def _array_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
     try:
         value = parse_json(path.read_bytes().removeprefix(codecs.BOM_UTF8))
     except ValueError as error:
         raise UserError(f"{path} is not a JSON array ({error})") from None
     for number, row in enumerate(value, start=1):
-        yield number, row if isinstance(row, dict) else f"expected a JSON object, found {type(row).__name__}"
+        yield number, _object(row)
 
 
 def _csv_rows(path: Path, delimiter: str) -> Iterator[tuple[int, dict[str, Any] | str]]:
@@ -131,14 +128,14 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
                     f"{path} is a JSON array, not one object a line: rename it to {path.with_suffix('.json').name}"
                 )
             if text.strip():
-                yield line, _json_row(text)
+                try:
+                    row = _object(parse_json(text))
+                except ValueError as error:
+                    row = f"not JSON ({error})"
+                yield line, row
 
 
-def _json_row(raw: bytes) -> dict[str, Any] | str:
-    try:
-        row = parse_json(raw)
-    except ValueError as error:
-        return f"not JSON ({error})"
+def _object(row: Any) -> dict[str, Any] | str:
     return row if isinstance(row, dict) else f"expected a JSON object, found {type(row).__name__}"
 
 

@@ -245,8 +245,16 @@ def load(
         result.problems.extend(read.problems)
         result.malformed.extend(read.malformed)
         result.notes.extend(f"{name}: {count:,} rows read as {columns}" for columns, count in read.recognised.items())
-        result.notes.extend(_listed(name, column, count) for column, count in read.listed.items())
-        result.notes.extend(_unseen(name, columns, count) for columns, count in read.unseen.items())
+        result.notes.extend(
+            f"{name}: {count:,} rows have a list of several answers in {column}: all of them are required, in any "
+            'order; to accept any one of them, take a function as in docs/rewards.md, "Alternative answers"'
+            for column, count in read.listed.items()
+        )
+        result.notes.extend(
+            f"{name}: {count:,} rows have options in {columns} that are not in the question, so the model does not see "
+            "them: write each row's options into its question, and the right one, as its gold"
+            for columns, count in read.unseen.items()
+        )
     if section.strict:
         refuse_malformed(result.malformed)
     if not result.problems:
@@ -360,20 +368,6 @@ def read_source(source: Source, any_gold: AnyGold = lambda data_source: False) -
 def _full_question(problem: Problem) -> str:
     """The question, with all messages of a chat."""
     return "\n".join((problem.question, *(message["content"] or "" for message in problem.messages)))
-
-
-def _listed(name: str, column: str, count: int) -> str:
-    return (
-        f"{name}: {count:,} rows have a list of several answers in {column}: all of them are required, in any order; "
-        'to accept any one of them, take a function as in docs/rewards.md, "Alternative answers"'
-    )
-
-
-def _unseen(name: str, columns: str, count: int) -> str:
-    return (
-        f"{name}: {count:,} rows have options in {columns} that are not in the question, so the model does not see "
-        "them: write each row's options into its question, and the right one, as its gold"
-    )
 
 
 def with_system(problem: Problem, prompt: str) -> Problem:

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -127,7 +127,9 @@ def verifiable_answer(gold: Any, path: str) -> str:
 
     Raises ValueError for other values and without an answer.
     """
-    return _verifiable(", ".join(_answers(gold, path)), path)
+    gold = printed_list(gold) or gold if isinstance(gold, str) else gold
+    answers = gold if isinstance(gold, list) else [gold]
+    return _verifiable(", ".join(str(_scalar(answer, path)) for answer in answers), path)
 
 
 def _verifiable(gold: str, path: str) -> str:
@@ -182,11 +184,3 @@ def _messages(value: list[Any], columns: ColumnPaths) -> tuple[Message, ...]:
         return messages_of(value)
     except ValueError as error:
         raise ValueError(f"field {columns.question!r}: {error}") from None
-
-
-def _answers(value: Any, path: str) -> Iterator[str]:
-    """Yield the answers in a value; several are a list, in some data sets a printed Python list."""
-    if isinstance(value, str):
-        value = printed_list(value) or value
-    for answer in value if isinstance(value, list) else [value]:
-        yield str(_scalar(answer, path))

@@ -293,21 +293,16 @@ def transformer_config(
         **FP8[section.fp8],
     }
     if not interleaved and architecture.layers % ranks.pp_size:
-        settings["pipeline_model_parallel_layout"] = _uneven(architecture.layers, ranks.pp_size)
+        stages = [["decoder"] * count for count in stage_layers(architecture.layers, ranks.pp_size)]
+        stages[0].insert(0, "embedding")
+        stages[-1].append("loss")
+        settings["pipeline_model_parallel_layout"] = stages
     if experts:
         settings["moe_token_dispatcher_type"] = "alltoall"
         settings["moe_grouped_gemm"] = grouped_experts
         settings["moe_enable_routing_replay"] = section.routing_replay != "off"
         settings["moe_router_padding_for_quantization"] = section.fp8 != "none"
     return TransformerConfig(**{**settings, **architecture.transformer})
-
-
-def _uneven(layers: int, stages: int) -> list[list[str]]:
-    """Megatron's `pipeline_model_parallel_layout` for stages with different numbers of layers."""
-    layout = [["decoder"] * count for count in stage_layers(layers, stages)]
-    layout[0].insert(0, "embedding")
-    layout[-1].append("loss")
-    return layout
 
 
 def _no_init(weight: torch.Tensor) -> torch.Tensor:

@@ -65,7 +65,9 @@ def update(
     metrics["loss"] = float(loss)
     if len(entropy):
         metrics["entropy"] = float(entropy.mean())
-    metrics |= _step_metrics(learner, step, scale)
+    metrics |= {"grad_norm": step.grad_norm, "lr": step.lr, "skipped": float(step.skipped and not step.overflowed)}
+    if learner.recipe.model.dtype == "float16":
+        metrics |= {"overflowed": float(step.overflowed), "loss_scale": scale}
     metrics |= {"tokens": float(len(logprobs)), "packed_efficiency": plan.efficiency}
     metrics |= flips
     metrics["seconds"] = time.perf_counter() - started
@@ -94,14 +96,6 @@ def _sequences(learner: Learner, samples: Sequence[Sample]) -> list[TokenSequenc
             "stage is of another model, or damaged; take the model that sampled it"
         )
     return sequences
-
-
-def _step_metrics(learner: Learner, step: Step, scale: float) -> dict[str, float]:
-    """Metrics of an optimizer step; `scale` is the loss scale before it, reported for float16."""
-    metrics = {"grad_norm": step.grad_norm, "lr": step.lr, "skipped": float(step.skipped and not step.overflowed)}
-    if learner.recipe.model.dtype == "float16":
-        metrics |= {"overflowed": float(step.overflowed), "loss_scale": scale}
-    return metrics
 
 
 def optimize(learner: Learner, sequences: Sequence[TokenSequence], token_loss: TokenLoss) -> Step:

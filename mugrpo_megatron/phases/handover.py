@@ -50,7 +50,10 @@ def sync_weights(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -
         learner.offload("weights")
         run.world.barrier()
         if leader and leader.engine.running:
-            _wake_kv_cache(leader)
+            try:
+                leader.engine.wake("kv_cache")
+            except EngineFailure as failure:
+                leader.record_failure(failure)
         facts["bytes"] = float(engines.weight_sync.bytes)
         engines.awake = True
 
@@ -86,13 +89,6 @@ def _wake_weights(leader: EngineLeader) -> Engine | None:
         leader.record_failure(failure)
         return None
     return leader.engine
-
-
-def _wake_kv_cache(leader: EngineLeader) -> None:
-    try:
-        leader.engine.wake("kv_cache")
-    except EngineFailure as failure:
-        leader.record_failure(failure)
 
 
 def sleep_engines(world: World, engines: Engines) -> None:

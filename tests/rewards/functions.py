@@ -124,14 +124,6 @@ async def judge(response: str, answer: str) -> float:
     return float(response)
 
 
-def positional(a: str, b: str) -> float:
-    return 1.0
-
-
-def budgeted(response: str, answer: str, budget: int) -> float:
-    return float(budget)
-
-
 NUMBER = 7
 """No function."""
 
