@@ -183,8 +183,6 @@ def write_part(path: Path) -> Iterator[PartWriter]:
 
 
 class PartWriter:
-    """Appends chunks to a data file."""
-
     def __init__(self, file: str, stream: IO[bytes]) -> None:
         self._file, self._stream = file, stream
         self.items: list[ChunkRecord] = []

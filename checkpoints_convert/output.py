@@ -35,8 +35,6 @@ MALFORMED = (ValueError, KeyError, TypeError)
 
 @dataclass(frozen=True)
 class Output:
-    """A directory that is being written."""
-
     directory: Path
 
     def finish(self, file: str, body: Any = None) -> None:

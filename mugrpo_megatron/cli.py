@@ -239,7 +239,6 @@ def command_parser(name: str | None = None) -> argparse.ArgumentParser:
 
 
 def completion_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add a shell."""
     parser.epilog = "Put `source <(mugrpo completion bash)` into ~/.bashrc, or the same with zsh into ~/.zshrc."
     parser.add_argument("shell", choices=("bash", "zsh"))
 

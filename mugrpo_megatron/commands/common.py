@@ -33,12 +33,10 @@ def recipe_arguments(parser: Parser) -> None:
 
 
 def recipe_argument(parser: Parser) -> None:
-    """Add a recipe's file."""
     parser.add_argument("recipe", type=Path, help="TOML file, also a bundled one: one_gpu/24gb.toml")
 
 
 def override_arguments(parser: Parser, values: str = "VALUE", help: str = "override one key") -> None:
-    """Add --set."""
     parser.add_argument(
         "--set", dest="overrides", action="append", default=[], metavar=f"SECTION.KEY={values}", help=help
     )

@@ -68,8 +68,6 @@ UNDEFINED = "–"
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """A finished evaluation."""
-
     sets: list[Summary]
     seconds: dict[str, float]
     """Set -> wall-clock of this command; 0 if an earlier one had finished it."""
@@ -229,14 +227,12 @@ def table(evaluation: Evaluation) -> list[list[str]]:
 
 
 def markdown(lines: Sequence[Sequence[str]]) -> str:
-    """Returns a table in Markdown."""
     head, *body = lines
     rows = [head, ["---", *["---:"] * (len(head) - 1)], *body]
     return "\n".join("".join(f"| {cell} " if cell else "| " for cell in cells) + "|" for cells in rows)
 
 
 def on_screen(lines: Sequence[Sequence[str]]) -> Table:
-    """Returns a table for a terminal."""
     (first, *others), *body = lines
     screen = new_table("", first, *(f">{name}" for name in others))
     for cells in body:

@@ -17,7 +17,6 @@ from mugrpo_megatron.terminal import visible
 
 
 def evaluate_arguments(parser: Parser) -> None:
-    """Add a checkpoint, data sets and sampling."""
     parser.add_argument("model", type=Path, help="a run, a Hugging Face checkpoint, or OWNER/NAME on the hub")
     parser.add_argument(
         "--data", nargs="+", required=True, metavar="SET", help="files, bundled tasks or named data sets"
@@ -38,7 +37,6 @@ def evaluate_arguments(parser: Parser) -> None:
 
 
 def evaluate(options: Options) -> int:
-    """Evaluate the checkpoint on the sets."""
     from mugrpo_megatron.checks.preflight import check_evaluation
 
     model = weights_of(options.model)
@@ -93,7 +91,6 @@ def score_arguments(parser: Parser) -> None:
 
 
 def score(options: Options) -> int:
-    """Score the file's responses."""
     from mugrpo_megatron.commands.score import opening_of_prompts, run
 
     recipe = load_recipe(None, options.overrides)
@@ -145,7 +142,6 @@ def rollouts(options: Options) -> int:
 
 
 def report_arguments(parser: Parser) -> None:
-    """Add runs and their page."""
     parser.add_argument("run_dir", type=Path, nargs="+", help="several share one page")
     parser.add_argument("--out", type=Path, metavar="PAGE", help="the page of several runs")
     parser.add_argument("--live", action="store_true", help="serve the page on this machine while the run goes on")
@@ -180,7 +176,6 @@ CONVERSIONS = ("hf_to_megatron", "megatron_to_hf", "text_of", "verify")
 
 
 def convert_arguments(parser: Parser) -> None:
-    """Add a conversion and its arguments."""
     parser.add_argument(
         "conversion", choices=CONVERSIONS, help="`mugrpo convert CONVERSION --help` lists its arguments"
     )

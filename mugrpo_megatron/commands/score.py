@@ -39,8 +39,6 @@ Row = dict[str, Any]
 
 
 class _Input(NamedTuple):
-    """A row to score."""
-
     row: Row
     """The input's row as JSON values."""
     answer: str
@@ -49,8 +47,6 @@ class _Input(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ScoreSummary:
-    """Summary of a scored file."""
-
     rows: int
     malformed: int
     """Rows that were skipped."""

@@ -122,7 +122,6 @@ def _generate_shard(options: Options) -> int:
 
 
 def seal_arguments(parser: Parser) -> None:
-    """A run's directory."""
     parser.add_argument("run_dir", type=Path)
 
 

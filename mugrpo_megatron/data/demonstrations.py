@@ -7,16 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mugrpo_megatron.data.fields import spoken_message, unread_fields
-from mugrpo_megatron.data.files import (
-    CONVERSATION,
-    QUESTIONS,
-    RESPONSES,
-    ColumnPaths,
-    found_in,
-    has,
-    messages_of,
-    rows,
-)
+from mugrpo_megatron.data.files import CONVERSATION, QUESTIONS, RESPONSES, ColumnPaths, found_in, has, messages_of, rows
 from mugrpo_megatron.data.problems import named_sources, refuse_malformed, resolve, with_system
 from mugrpo_megatron.data.prompts import messages_to_render, render, render_reply, rendered, template_of
 from mugrpo_megatron.data.reading import problem_of
@@ -43,8 +34,6 @@ class Demonstration:
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Demonstrations as token ids."""
-
     pairs: list[tuple[list[int], list[int]]] = field(default_factory=list)
     """(prompt, response with the end-of-sequence token)."""
     too_long: int = 0

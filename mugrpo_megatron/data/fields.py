@@ -57,7 +57,7 @@ def in_accepted_form(render: Callable[[list[dict[str, Any]]], str], messages: li
     template that shows nothing of the last question, such as a pointer of Git LFS, refuses it too.
     """
     forms = [messages, _with_written_arguments(messages)]  # null first: some templates show calls only beside null
-    forms += [_with_texts(form) for form in forms]
+    forms += [[{**message, "content": message["content"] or ""} for message in form] for form in forms]
     forms.append([{**message, "content": _as_parts(message["content"])} for message in messages])
     questions = [message["content"].split() for message in messages if message["role"] == "user"]
     word = max(questions[-1], key=len, default="") if questions else ""
@@ -76,10 +76,6 @@ def in_accepted_form(render: Callable[[list[dict[str, Any]]], str], messages: li
 def _as_parts(content: Any) -> Any:
     """Text as a list of one part, which templates of multimodal models go through."""
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-def _with_texts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{**message, "content": message["content"] or ""} for message in messages]
 
 
 def _with_written_arguments(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

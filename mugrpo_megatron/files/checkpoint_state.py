@@ -24,8 +24,6 @@ Count = Annotated[int, Field(ge=0)]
 
 @with_config(ConfigDict(strict=True, extra="forbid"))
 class SavedCursor(TypedDict):
-    """Fields of a cursor (`run/cursor.py`)."""
-
     stage: Count
     age: Count
     updates: Count
@@ -37,8 +35,6 @@ class SavedCursor(TypedDict):
 
 @with_config(ConfigDict(strict=True))
 class Saved(TypedDict):
-    """Content of `state.json`."""
-
     run: NotRequired[str]
     """Id of the run that saved it; a converted checkpoint has none and continues no run."""
     cursor: SavedCursor

@@ -46,13 +46,9 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{path} is not JSON ({error})") from None
     if not isinstance(value, dict):
-        raise UserError(f"{path} holds a JSON {_kind(value)} where an object is needed")
+        kind = {list: "array", str: "string", bool: "boolean", type(None): "null"}.get(type(value), "number")
+        raise UserError(f"{path} holds a JSON {kind} where an object is needed")
     return value
-
-
-def _kind(value: Any) -> str:
-    names = {list: "array", str: "string", bool: "boolean", type(None): "null"}
-    return names.get(type(value), "number")
 
 
 def to_json_value(value: Any) -> Any:

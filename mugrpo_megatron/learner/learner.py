@@ -153,7 +153,6 @@ def build_learner(recipe: Recipe, ranks: Ranks | None = None) -> Learner:
 
 
 def _reduce_gradients(chunks: list[torch.nn.Module], tokens: Any, **groups: Any) -> None:
-    """Sum gradients over ranks."""
     # num_tokens = None: Megatron would divide by the tokens, and each token's loss already has the denominators.
     finalize_model_grads(chunks, None, **groups)
 

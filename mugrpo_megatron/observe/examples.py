@@ -21,8 +21,6 @@ MAX_TEXT_CHARS = 16_000
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A response and its score."""
-
     set: str
     """Name of the held-out set; empty for a response of a stage."""
     problem: str

@@ -56,7 +56,6 @@ class HealthWarning:
 
     @property
     def line(self) -> str:
-        """The warning on the console."""
         return f"warning: {self.sentence} (docs/health.md)"
 
 
@@ -279,6 +278,5 @@ class HealthMonitor:
                 self.present.add(warning.name)
 
     def take(self, row: Row) -> None:
-        """Remember a row."""
         if row["kind"] in ("update", "stage", "eval"):
             self.rows.append(row)

@@ -77,7 +77,6 @@ class Bar:
         return self._line(self.count(), self.rates(), self.left(), self.values_text())
 
     def closing_line(self) -> str:
-        """Returns the line at the phase's end."""
         return self._line(f"{self.count()} in {duration(self.seconds)}", self.rates(), self.values_text())
 
     def _line(self, *parts: str) -> str:

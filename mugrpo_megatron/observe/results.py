@@ -86,7 +86,6 @@ def summarize(run_dir: Path) -> dict[str, Any]:
 
 
 def summary_of(run: RunData) -> dict[str, Any]:
-    """Returns `summarize` of a run."""
     measure = measure_in(run.evals)
     seconds, clip_grad = seconds_by_phase(run.phases), run.setting("optimizer.clip_grad")
     phases = {name: seconds.get(name, 0.0) for name in PHASES if name in seconds or name in REPORTED_PHASES}
@@ -94,7 +93,10 @@ def summary_of(run: RunData) -> dict[str, Any]:
         "measure": measure,
         **{f"{measure}_{key}": value for key, value in _figures(run, MEAN).items()},
         "problems": problems_in(run.evals[-1]) if run.evals else None,
-        "sets": {name: _figures(run, name) | _size(run.evals[-1], name) for name in sets_in(run.evals)},
+        "sets": {
+            name: _figures(run, name) | {key: run.evals[-1].get(f"{key}/{name}") for key in ("problems", "samples")}
+            for name in sets_in(run.evals)
+        },
         "seconds": phases | {"total": run.seconds},
         "paper_seconds": paper_seconds(run.phases),
         "tokens": {
@@ -116,10 +118,6 @@ def _figures(run: RunData, name: str) -> dict[str, Any]:
     after = next((row for row in reversed(run.evals) if row["update"] > start), {})
     values = (value_in(before, name), interval_in(before, name), value_in(after, name), interval_in(after, name))
     return dict(zip(FIGURES, values, strict=True))
-
-
-def _size(row: Row, name: str) -> dict[str, int | None]:
-    return {"problems": row.get(f"problems/{name}"), "samples": row.get(f"samples/{name}")}
 
 
 def mean_of(summary: dict[str, Any]) -> dict[str, Any]:

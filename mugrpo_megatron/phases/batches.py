@@ -29,8 +29,6 @@ AUXILIARY_REMEDY = "remove both of its files, and `mugrpo train` or `mugrpo gene
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The responses that one update trains on."""
-
     samples: list[Sample]
     """With their problems' rows if the objective's advantages read them."""
     rewards: np.ndarray

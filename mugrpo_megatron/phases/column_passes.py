@@ -182,8 +182,6 @@ NEGATIVE = 0.75
 
 
 class ProbedSample(NamedTuple):
-    """A response in the probe."""
-
     update: int
     """The stage's update that trains on it, from 0."""
     sample: Sample

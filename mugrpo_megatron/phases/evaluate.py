@@ -201,7 +201,6 @@ def _answers(group: ScoredGroup, keep: bool) -> Answers:
 
 
 def _kept(group: ScoredGroup) -> Example:
-    """The first response, for people to read."""
     problem, response, score = group.prompt.problem, group.responses[0], group.scores[0]
     return Example(
         set=problem.source,

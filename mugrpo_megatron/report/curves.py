@@ -49,8 +49,6 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """One panel of the page."""
-
     id: str
     title: str
     explains: str

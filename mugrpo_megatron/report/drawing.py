@@ -12,13 +12,7 @@ from mugrpo_megatron.observe.log import Row
 from mugrpo_megatron.observe.metrics import PHASES
 from mugrpo_megatron.observe.rundata import RunData
 from mugrpo_megatron.report.charts import ChartData, charts
-from mugrpo_megatron.report.curves import (
-    Chart,
-    ages_of,
-    axes_of,
-    longest,
-    reward_span,
-)
+from mugrpo_megatron.report.curves import Chart, ages_of, axes_of, longest, reward_span
 from mugrpo_megatron.report.details import NONE, Details
 from mugrpo_megatron.report.heat import heat_map
 from mugrpo_megatron.report.probes import AXIS, ages_of_probes, objective_of, probed_responses, trigger_axes

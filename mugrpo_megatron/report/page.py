@@ -223,7 +223,6 @@ def server_of(run_dir: Path, port: int = 0) -> ThreadingHTTPServer:
 
 
 def serve(run_dir: Path, port: int) -> None:
-    """Serve until interrupted."""
     with server_of(run_dir, port) as server:
         print(f"http://{HOST}:{server.server_address[1]}/ shows {run_dir}; Ctrl-C ends it", flush=True)
         try:

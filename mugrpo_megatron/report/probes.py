@@ -17,7 +17,7 @@ from mugrpo_megatron.recipe.objective import ObjectiveSection
 from mugrpo_megatron.report.curves import Series, Values, rounded
 from mugrpo_megatron.report.details import Details
 from mugrpo_megatron.samples import turns_in
-from mugrpo_megatron.stages.probe import Probe, ProbeRow
+from mugrpo_megatron.stages.probe import ProbeRow
 
 VETO_KEYS = ("name", "veto", "veto_reach", "trigger_ratio")
 QUANTILES = ((0.99, "red"), (0.9, "orange"), (0.5, "blue"), (0.1, "teal"), (0.01, "violet"))
@@ -61,14 +61,10 @@ def probed_responses(details: Details, recipe: Mapping[str, Any]) -> list[Probed
         for index, response in enumerate(probe.responses):
             if ages and response.tokens:
                 base = probe.logprobs[ages[0]][index] if by_learner else response.engine_logprobs
-                log_ratio = _rows(probe, ages, index) - base
+                log_ratio = np.stack([probe.logprobs[age][index] for age in ages]) - base
                 probed = ProbedResponse(stage, response, ages, log_ratio)
                 responses += [probed] if probed.trained.any() else []
     return responses
-
-
-def _rows(probe: Probe, ages: tuple[int, ...], index: int) -> np.ndarray:
-    return np.stack([probe.logprobs[age][index] for age in ages])
 
 
 def objective_of(recipe: Mapping[str, Any]) -> ObjectiveSection:

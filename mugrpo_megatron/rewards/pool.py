@@ -98,8 +98,6 @@ class VerdictCollector:
 
 @dataclass(frozen=True, slots=True)
 class _FunctionSink:
-    """Takes one function's verdicts on a submission."""
-
     collector: VerdictCollector
     name: str
 

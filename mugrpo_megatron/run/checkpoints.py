@@ -242,7 +242,6 @@ def check_checkpoint_identity(path: Path, record: RunRecord) -> None:
 
 
 def _free_name(path: Path) -> Path:
-    """An unused name for a damaged checkpoint."""
     names = (path.with_name(f"{path.name}.damaged{f'-{n}' if n > 1 else ''}") for n in count(1))
     return next(name for name in names if not os.path.lexists(name))
 

@@ -54,8 +54,6 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """A model of the Hugging Face hub."""
-
     name: str
     """`owner/name`."""
     commit: str

@@ -150,8 +150,6 @@ class TableColumn(Column):
 
 
 class LogprobColumn(TableColumn):
-    """Log-probabilities of every response's tokens."""
-
     name, schema = "logprobs", SCHEMA
 
     @contextmanager

@@ -84,8 +84,6 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The complete files of a stage."""
-
     shards: list[StageShard]
     sealed: SealedFile | None = None
     origin: Origin | None = None
@@ -208,7 +206,6 @@ def other_shards(directory: Path, writer: int) -> list[StageShard]:
 
 
 def write_manifest(directory: Path, manifest: Manifest, name: str = manifest_name(0)) -> None:
-    """Replace a manifest of the stage durably."""
     write_checksummed_json(directory / name, "stage", asdict(manifest), format=FORMAT)
 
 

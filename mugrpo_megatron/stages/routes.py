@@ -57,8 +57,6 @@ class RouteSpan:
 
 @dataclass(frozen=True, slots=True)
 class RouteShape:
-    """Sizes of a stage's routes."""
-
     layers: int
     topk: int
     """Experts of a token in a layer (Megatron's `moe_router_topk`)."""
@@ -102,8 +100,6 @@ class StoredRoutes:
 
 
 class RouteColumn(Column):
-    """The routes of a stage's responses."""
-
     name = "routes"
 
     @contextmanager

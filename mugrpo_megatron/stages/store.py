@@ -179,7 +179,6 @@ class StageStore:
 
     @property
     def file(self) -> str:
-        """Name of the sealed stage's file."""
         return self._require_sealed().file
 
     def verify(self) -> None:

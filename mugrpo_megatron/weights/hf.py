@@ -18,13 +18,7 @@ from mugrpo_megatron.files.hf_config import CONFIG, read_config
 from mugrpo_megatron.files.vocabulary import check_vocabulary
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.buckets import SAVE_BUCKET_BYTES, BucketPlan, build_plan, planned_tensors
-from mugrpo_megatron.weights.safetensors_dir import (
-    HFCheckpoint,
-    divide,
-    open_checkpoint,
-    write_index,
-    write_shard,
-)
+from mugrpo_megatron.weights.safetensors_dir import HFCheckpoint, divide, open_checkpoint, write_index, write_shard
 from mugrpo_megatron.weights.table import Entry, local_parameters, merge_from_hf, pad_vocab, shard, tensor_group
 
 SHARD_BYTES = 4 * 1024**3

@@ -74,8 +74,6 @@ class CheckResult(NamedTuple):
 
 
 class Package(NamedTuple):
-    """A Python package to look for."""
-
     distribution: str
     module: str
     use: str
@@ -107,7 +105,6 @@ STACKS = {("0.16.1", "0.5.15.post1"): "pinned", ("0.19.2", "0.5.23"): "new"}
 
 
 def doctor_arguments(parser: argparse.ArgumentParser) -> None:
-    """A model, which is optional."""
     parser.add_argument("model", nargs="?", type=Path, help="checkpoint whose config.json is checked as well")
 
 

@@ -140,9 +140,10 @@ def begin(recipe: Recipe, problems: Problems) -> NextStage:
 
 
 def mark_shard(shard: GenerationShard, stage: NextStage, problems: Problems) -> None:
-    """RunRecord the shard's weights and problems; raise UserError when it was begun with others."""
+    """Record the shard's weights and problems; raise UserError when it was begun with others."""
     path = stage.directory / f"shard-{shard.writer:04d}.json"
-    mark = {"shard": asdict(shard), "weights": fingerprint(stage.weights), "problems": _digest(problems)}
+    digest = sha256(repr(sorted(problems_fingerprint(problems)["train"].items())).encode()).hexdigest()
+    mark = {"shard": asdict(shard), "weights": fingerprint(stage.weights), "problems": digest}
     if path.exists() and _read_mark(path) != mark:
         raise UserError(
             f"{path}: this shard was begun as another part of the stage, or with other weights or problems; use those "
@@ -234,7 +235,3 @@ def _read_mark(path: Path) -> dict[str, Any]:
 def _remedy(path: Path) -> str:
     number = path.stem.removeprefix("shard-")
     return f"remove it with manifest-{number}.json and shard-{number}-*.parquet, and run its shard again"
-
-
-def _digest(problems: Problems) -> str:
-    return sha256(repr(sorted(problems_fingerprint(problems)["train"].items())).encode()).hexdigest()

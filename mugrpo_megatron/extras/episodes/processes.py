@@ -29,8 +29,6 @@ ENDING_S = 1.0
 
 @dataclass(slots=True)
 class Group:
-    """The episodes of one prompt."""
-
     prompt: Prompt
     responses: list[list[Response]]
     """Responses of each episode, empty while it runs; the first of them is scored for all."""
@@ -67,8 +65,6 @@ class Attempt:
 
 @dataclass(slots=True)
 class EpisodeProcess:
-    """A worker process and its episodes."""
-
     worker: WorkerProcess
     last_message: float = field(default_factory=time.monotonic)
     ready: bool = False

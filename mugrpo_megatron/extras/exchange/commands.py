@@ -21,7 +21,6 @@ def publish_stage_arguments(parser: Parser) -> None:
 
 
 def publish_stage(options: Options) -> int:
-    """Write the stage as a data set."""
     from mugrpo_megatron.extras.exchange.publish import publish, upload
 
     publish(options.run_dir, options.stage, options.to, options.weights, options.overwrite)
@@ -40,7 +39,6 @@ def import_stage_arguments(parser: Parser) -> None:
 
 
 def import_stage(options: Options) -> int:
-    """Write the responses as a stage."""
     from mugrpo_megatron.data.files import check_file
 
     recipe = load_recipe(options.recipe, options.overrides)

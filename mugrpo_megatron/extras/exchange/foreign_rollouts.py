@@ -38,8 +38,6 @@ ROUNDING = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class ForeignRollout:
-    """One response of a file."""
-
     location: str
     """`file:line`"""
     row: Mapping[str, Any]
@@ -82,7 +80,9 @@ def read_rollouts(
         if isinstance(row, str):
             raise UserError(f"{location}: {row}")
         try:
-            _check_text(row)
+            for name in ("prompt", *RESPONSES):  # a Parquet file may hold binary columns
+                if isinstance(row.get(name), bytes | bytearray | memoryview):
+                    raise ValueError(f"{name} is binary; write the column as text (a string type)")
             rollouts = [
                 _parse_row(kept_row(flatten_trace(trace)), location, tokenizer, template, limits, vocab_size)
                 for trace in trainable_traces(row)
@@ -95,13 +95,6 @@ def read_rollouts(
             groups.setdefault(json.dumps([key, prompt] if len(rollouts) > 1 else key, default=str), []).append(rollout)
     _check_even(path, list(groups.values()))
     return list(groups.values())
-
-
-def _check_text(row: Mapping[str, Any]) -> None:
-    """Raise ValueError for binary prompts or responses, as a Parquet file may hold."""
-    for name in ("prompt", *RESPONSES):
-        if isinstance(row.get(name), bytes | bytearray | memoryview):
-            raise ValueError(f"{name} is binary; write the column as text (a string type)")
 
 
 def _check_even(path: Path, groups: list[list[ForeignRollout]]) -> None:

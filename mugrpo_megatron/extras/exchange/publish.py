@@ -49,10 +49,9 @@ def publish(
     """Write stage `stage` of the run in `run_dir` as a data set to the directory `to`, whole or not at all.
 
     With it what auxiliary models have computed of the stage, and with `weights` the checkpoint at its start. Only
-    files that the stage's manifest or the checkpoint's state names are copied, and whole columns. Raises UserError
-    when the stage is
-    not sealed or is damaged, when one of the files is a link, when `to` is inside the run, or when it exists, unless it
-    is a published stage without another file and `overwrite` is given.
+    files that the stage's manifest or the checkpoint's state names are copied, and whole columns. Raises UserError when
+    the stage is not sealed or is damaged, when one of the files is a link, when `to` is inside the run, or when it
+    exists, unless it is a published stage without another file and `overwrite` is given.
     """
     run = RunDirectory(run_dir)
     if not run.recipe.exists():

@@ -54,7 +54,6 @@ class Leaf:
         return f"{PREFIX}{self.name}.lora_B.weight"
 
     def shapes(self, rank: int) -> dict[str, tuple[int, int]]:
-        """Both tensors' shapes by name."""
         columns = rank * max(1, self.experts)
         return {self.a: (columns, self.inputs), self.b: (self.outputs, columns)}
 

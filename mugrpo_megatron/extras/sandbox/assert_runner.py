@@ -32,8 +32,6 @@ class ProgramError(Exception):
 
 
 class Program:
-    """The program in the other jail."""
-
     def __init__(self, answers: TextIO, requests: TextIO) -> None:
         self._answers, self._requests = answers, requests
 

@@ -44,8 +44,6 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One run of the sweep."""
-
     name: str
     """Its directory inside the sweep's; follows from its settings alone, so a grid may grow."""
     settings: Settings
