@@ -146,7 +146,7 @@ def _one_line(why: str) -> str:
 
 
 def _scored(source: Iterator[_Input], verifier: Verifier, opening: str) -> Iterator[tuple[Row, Score]]:
-    waiting: deque[tuple[list[_Input], Pending]] = deque()
+    waiting: deque[tuple[list[_Input], Pending[Score]]] = deque()
     while block := list(islice(source, BLOCK)):
         rows_of_block = [entry.row for entry in block]
         pending = verifier.submit(
@@ -171,7 +171,7 @@ def _opening(row: Row, opening: str) -> str:
     return (opening_of(prompt) if isinstance(prompt, str) else "") or opening
 
 
-def _finished(waiting: deque[tuple[list[_Input], Pending]]) -> Iterator[tuple[Row, Score]]:
+def _finished(waiting: deque[tuple[list[_Input], Pending[Score]]]) -> Iterator[tuple[Row, Score]]:
     block, pending = waiting.popleft()
     return zip((entry.row for entry in block), pending.result(), strict=True)
 

@@ -60,7 +60,7 @@ class Scorer:
 
     def __init__(self, verifier: Verifier, tokenizer: PreTrainedTokenizerBase) -> None:
         self._verifier, self._tokenizer = verifier, tokenizer
-        self._pending: deque[tuple[SampledGroup, list[str], Pending]] = deque()
+        self._pending: deque[tuple[SampledGroup, list[str], Pending[Score]]] = deque()
 
     def during(self, groups: Iterable[SampledGroup]) -> Iterator[ScoredGroup]:
         """Submit each group as it is sampled, and yield groups whose scores are ready; does not wait for scores."""
@@ -108,7 +108,7 @@ class Scorer:
     def _opening(self, ids: Sequence[int]) -> str:
         return opening_of(prompt_end(ids, self._tokenizer))
 
-    def _submit(self, problem: Problem, texts: list[str], ids: list[list[int]], openings: list[str]) -> Pending:
+    def _submit(self, problem: Problem, texts: list[str], ids: list[list[int]], openings: list[str]) -> Pending[Score]:
         n = len(texts)
         return self._verifier.submit(
             texts,

@@ -152,6 +152,11 @@ class RewardSection(Section):
         """Name -> judge; judges score a stage once it is sampled."""
         return {name: section for name, section in self.functions.items() if section.function == JUDGE}
 
+    def of_function(self, entry: FunctionSection, function: str | None) -> RewardSection:
+        """Returns the section of one `function`, with the limits of its `entry`."""
+        limits = {name: getattr(entry, name) or getattr(self, name) for name in ("timeout_s", "worker_memory_mb")}
+        return self.model_copy(update={"function": function, "functions": {}, **limits})
+
     @property
     def is_right_or_wrong(self) -> bool:
         """Whether every reward is 1 or 0."""

@@ -30,7 +30,7 @@ PIECE = 24
 
 
 def heat_map(responses: Sequence[ProbedResponse], objective: ObjectiveSection) -> dict[str, Any] | None:
-    """The data that heat.js draws; None without a negative response that was response.
+    """The data that heat.js draws; None without a negative response that was probed.
 
     Of each stage the responses with a trigger at the last age come first, then those with the lowest ratios; the last
     place is for one of several turns where there is any.

@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from mugrpo_megatron.samples import Problem  # numpy, which a worker does without
 
+Result = TypeVar("Result")
 Row = Mapping[str, Any]
 """A row of the data set as JSON values, all columns included."""
 LARGEST_FLOAT = 3.4e38
@@ -87,11 +88,11 @@ class Score:
     """Whether no function applies, or one with a weight failed: `reward` then says nothing about the response."""
 
 
-class Pending:
-    """A future of several scores."""
+class Pending(Generic[Result]):
+    """A future of several results: scores, or verdicts."""
 
     def __init__(self, count: int) -> None:
-        self._scores: list[Score | None] = [None] * count
+        self._results: list[Result | None] = [None] * count
         self._missing = count
         self._lock = threading.Lock()
         self._done = threading.Event()
@@ -99,24 +100,24 @@ class Pending:
         if count == 0:
             self._done.set()
 
-    def result(self, timeout_s: float | None = None) -> list[Score]:
-        """Wait for all scores; returns them in the order of submission.
+    def result(self, timeout_s: float | None = None) -> list[Result]:
+        """Wait for all results; returns them in the order of submission.
 
         Raises TimeoutError after `timeout_s`, or the error that ended the verifier.
         """
         if not self._done.wait(timeout_s):
-            raise TimeoutError(f"{self._missing} of {len(self._scores)} responses are not scored after {timeout_s} s")
+            raise TimeoutError(f"{self._missing} of {len(self._results)} responses are not scored after {timeout_s} s")
         if self._failure is not None:
             raise self._failure
-        return [score for score in self._scores if score is not None]
+        return [result for result in self._results if result is not None]
 
     def done(self) -> bool:
         return self._done.is_set()
 
-    def put(self, index: int, score: Score) -> None:
-        """Set one score; the verifier calls this once for every index."""
+    def put(self, index: int, result: Result) -> None:
+        """Set one result; the verifier calls this once for every index."""
         with self._lock:
-            self._scores[index] = score
+            self._results[index] = result
             self._missing -= 1
             if self._missing == 0:
                 self._done.set()

@@ -74,7 +74,7 @@ def overlong(tokens: int, max_tokens: int, buffer: int) -> float:
 class VerdictCollector:
     """Combines the verdicts on each response of a submission into its score. Thread-safe."""
 
-    pending: Pending
+    pending: Pending[Score]
     weights: Mapping[str, float]
     names: Sequence[Sequence[str]]
     """Functions that score each response, in the recipe's order."""
@@ -119,14 +119,8 @@ class Verifier:
         self._weights = {name: function.weight for name, function in section.table.items()}
         self._dispatchers = {}
         for name, function in section.table.items():
-            settings = {
-                "function": function.function,
-                "functions": {},
-                "timeout_s": function.timeout_s or section.timeout_s,
-                "worker_memory_mb": function.worker_memory_mb or section.worker_memory_mb,
-            }
             key = f"reward.functions.{name}" if section.functions else "reward.function"
-            self._dispatchers[name] = Dispatcher(section.model_copy(update=settings), key)
+            self._dispatchers[name] = Dispatcher(section.of_function(function, function.function), key)
         self._functions_by_source: dict[str, tuple[str, ...]] = {}
         self._stack = ExitStack()
 
@@ -161,7 +155,7 @@ class Verifier:
         sources: Sequence[str] | None = None,
         ids: Sequence[Sequence[int]] | None = None,
         openings: Sequence[str] | None = None,
-    ) -> Pending:
+    ) -> Pending[Score]:
         """Start scoring and return at once; raises what ended a function's workers, when they have ended.
 
         Args:
@@ -190,7 +184,7 @@ class Verifier:
             )
         ]
         names = [self._functions_of(item.source) for item in items]
-        pending = Pending(count)
+        pending = Pending[Score](count)
         collector = VerdictCollector(pending, self._weights, names)
         for name, dispatcher in self._dispatchers.items():
             indices = [index for index in range(count) if name in names[index]]

@@ -33,11 +33,11 @@ class Slow:
     """A verifier that scores a submission when a test calls `finish`; the score is the length of the text."""
 
     def __init__(self) -> None:
-        self.submitted: list[tuple[Pending, list[str], list[str]]] = []
+        self.submitted: list[tuple[Pending[Score], list[str], list[str]]] = []
         self.arguments: list[tuple[object, ...]] = []
 
-    def submit(self, responses: Sequence[str], golds: Sequence[str], *about: object, **known: object) -> Pending:
-        pending = Pending(len(responses))
+    def submit(self, responses: Sequence[str], golds: Sequence[str], *about: object, **known: object) -> Pending[Score]:
+        pending = Pending[Score](len(responses))
         self.arguments.append((*about, known))
         self.submitted.append((pending, list(responses), list(golds)))
         return pending

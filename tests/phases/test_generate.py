@@ -139,9 +139,9 @@ class SlowVerifier:
     def __init__(self) -> None:
         self.submitted = 0
 
-    def submit(self, responses: list[str], golds: list[str], *about: object, **known: object) -> Pending:
+    def submit(self, responses: list[str], golds: list[str], *about: object, **known: object) -> Pending[Score]:
         self.submitted += 1
-        pending = Pending(len(responses))
+        pending = Pending[Score](len(responses))
         if self.submitted % 2:
             for place in range(len(responses)):
                 pending.put(place, Score(1.0, "", "", 0.0))

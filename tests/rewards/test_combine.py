@@ -39,7 +39,7 @@ def test_several_are_told_by_name() -> None:
 
 def test_verdicts_come_in_any_order_from_any_thread() -> None:
     names = [("a", "b", "c") if place % 2 else ("b",) for place in range(200)]
-    pending = Pending(len(names))
+    pending = Pending[Score](len(names))
     collector = VerdictCollector(pending, {"a": 1.0, "b": 10.0, "c": 100.0}, names)
     puts = [(name, place) for place, own in enumerate(names) for name in own]
     random.Random(0).shuffle(puts)

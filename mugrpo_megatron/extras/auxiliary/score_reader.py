@@ -4,38 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from queue import SimpleQueue
-from typing import Any
 
 from mugrpo_megatron.recipe.scoring import FunctionSection, RewardSection
 from mugrpo_megatron.rewards.dispatch import Dispatcher
-from mugrpo_megatron.rewards.items import ScoringInput, Verdict
+from mugrpo_megatron.rewards.items import Pending, ScoringInput, Verdict
 
 Reader = Callable[[Sequence[str]], list[Verdict]]
 """A verdict on each answer: its score, or None with the reason."""
-
-
-class _VerdictQueue:
-    """Takes the verdicts on some answers, from the dispatching thread."""
-
-    def __init__(self) -> None:
-        self._queue: SimpleQueue[tuple[int, Verdict] | Exception] = SimpleQueue()
-
-    def put(self, index: int, verdict: Verdict) -> None:
-        self._queue.put((index, verdict))
-
-    def fail(self, error: Exception) -> None:
-        self._queue.put(error)
-
-    def verdicts(self, count: int) -> list[Verdict]:
-        """Wait for `count` verdicts; returns them by index, or raises the error that ended the workers."""
-        verdicts: dict[int, Verdict] = {}
-        while len(verdicts) < count:
-            entry = self._queue.get()
-            if isinstance(entry, Exception):
-                raise entry
-            verdicts[entry[0]] = entry[1]
-        return [verdicts[index] for index in range(count)]
 
 
 @contextmanager
@@ -47,17 +22,11 @@ def score_reader(section: RewardSection, judge: FunctionSection, key: str) -> It
     """
 
     def read(answers: Sequence[str]) -> list[Verdict]:
-        sink = _VerdictQueue()
-        dispatcher.submit(sink, range(len(answers)), [ScoringInput(answer, "", "") for answer in answers])
-        return sink.verdicts(len(answers))
+        pending = Pending[Verdict](len(answers))
+        dispatcher.submit(pending, range(len(answers)), [ScoringInput(answer, "", "") for answer in answers])
+        return pending.result()
 
-    settings: dict[str, Any] = {
-        "function": judge.parse,
-        "functions": {},
-        "timeout_s": judge.timeout_s or section.timeout_s,
-        "worker_memory_mb": judge.worker_memory_mb or section.worker_memory_mb,
-    }
-    dispatcher = Dispatcher(section.model_copy(update=settings), f"{key}.parse", of_judge=True)
+    dispatcher = Dispatcher(section.of_function(judge, judge.parse), f"{key}.parse", of_judge=True)
     dispatcher.start()
     try:
         dispatcher.wait_loaded()
