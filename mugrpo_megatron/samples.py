@@ -208,6 +208,14 @@ class Sample:
         """Selects the tokens trained on from values [R, ...] of all response tokens."""
         return values if self.loss_mask is None else values[self.loss_mask]
 
+    def scattered(self, values: np.ndarray) -> np.ndarray:
+        """Puts values of the tokens trained on in their places among all response tokens [R]; others get 0."""
+        if self.loss_mask is None:
+            return values
+        row = np.zeros(len(self.loss_mask), dtype=values.dtype)
+        row[self.loss_mask] = values
+        return row
+
     @property
     def turns(self) -> np.ndarray:
         """int64 [T]: the turn of each token trained on, from 0; a turn is a run of them in the loss mask."""

@@ -124,18 +124,8 @@ def _logprobs(
         values = logprobs_and_entropies(learner, batches, learner.recipe.rollout.temperature)
         logprobs = gather_tokens(learner, sequences, batches, values, k=2)[0].cpu()
     trained = [values.numpy() for values in logprobs.split([sequence.trained for sequence in sequences])]
-    rows = [
-        values if sample.loss_mask is None else _scatter(values, sample.loss_mask)
-        for values, sample in zip(trained, samples, strict=True)
-    ]
+    rows = [sample.scattered(values) for sample, values in zip(samples, trained, strict=True)]
     return rows, sequences, batches
-
-
-def _scatter(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """float32 [R] of a response: `values` at the tokens of its loss mask, 0 elsewhere."""
-    row = np.zeros(len(mask), dtype=np.float32)
-    row[mask] = values
-    return row
 
 
 def record_routes(learner: Learner, samples: Sequence[Sample]) -> tuple[list[np.ndarray], Iterator[np.ndarray]]:

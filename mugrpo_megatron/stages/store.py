@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -80,6 +80,17 @@ REMEDY = "restore it from a copy, or remove the stage's directory to generate th
 
 RowRange = tuple[int, int, int]
 """Row group of a Parquet file, first row in it, number of rows."""
+
+
+def becomes_visible(condition: Callable[[], bool]) -> bool:
+    """Wait until `condition` holds on a shared file system; False after VISIBLE_SECONDS."""
+    # NFS caches a directory's attributes for seconds: another node's file is durable before it can be seen here.
+    deadline = time.monotonic() + VISIBLE_SECONDS
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True
 
 
 def usable_shards(directory: Path, shards: list[StageShard], groups: set[int]) -> list[StageShard]:
@@ -212,13 +223,7 @@ class StageStore:
 
     def wait_for(self, groups: set[int], sealed: bool) -> bool:
         """Wait until `groups`, or the sealed stage, are visible; False after VISIBLE_SECONDS."""
-        # NFS caches a directory's attributes for seconds: another node's file is durable before it can be seen here.
-        deadline = time.monotonic() + VISIBLE_SECONDS
-        while not (self.sealed if sealed else self.listed_groups() >= groups):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.2)
-        return True
+        return becomes_visible(lambda: self.sealed if sealed else self.listed_groups() >= groups)
 
     def append(self, group: list[Sample]) -> None:
         """Add one finished group; it is durable once its shard is written: when full or old enough, or at `flush`.

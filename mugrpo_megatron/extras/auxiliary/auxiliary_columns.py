@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.branch import link_or_copy
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.stages.columns import LogprobColumn, ScoreColumn, TableColumn
-from mugrpo_megatron.stages.store import VISIBLE_SECONDS, StageStore
+from mugrpo_megatron.stages.store import StageStore, becomes_visible
 from mugrpo_megatron.weights.families import fingerprint
 
 
@@ -85,12 +84,7 @@ class ColumnParts:
 
     def wait_for(self, updates: set[int]) -> bool:
         """Wait until parts of other processes are visible on a shared file system; False after VISIBLE_SECONDS."""
-        deadline = time.monotonic() + VISIBLE_SECONDS
-        while updates & set(self.missing()):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.2)
-        return True
+        return becomes_visible(lambda: updates.isdisjoint(self.missing()))
 
     def write(self, update: int, table: pa.Table) -> None:
         """Write a part, durably; it is complete or absent. UserError for a full disk."""

@@ -134,16 +134,8 @@ def _response_logprobs(sample: Sample, logits: torch.Tensor) -> np.ndarray:
 
 
 def _stale(sample: Sample, log_ratio: np.ndarray, trigger: np.ndarray, dropped: np.ndarray) -> Stale:
-    """Scatter values of the tokens inside the loss mask over the whole response."""
-    inside = np.ones(len(sample.response_ids), dtype=bool) if sample.loss_mask is None else sample.loss_mask
-
-    def scatter(values: np.ndarray) -> np.ndarray:
-        response = np.zeros(len(inside), dtype=values.dtype)
-        response[inside] = values
-        return response
-
     lowest = float(np.exp(log_ratio.min())) if len(log_ratio) else None
-    return Stale(scatter(log_ratio), scatter(trigger), scatter(dropped), lowest)
+    return Stale(sample.scattered(log_ratio), sample.scattered(trigger), sample.scattered(dropped), lowest)
 
 
 def _load(checkpoint: Path) -> Any:
