@@ -30,7 +30,7 @@ def group_advantages(
     `group_mean`: R - m (Dr.GRPO, arXiv 2503.20783);
     `leave_one_out`: R - mean of the other G - 1 = (R - m) * G / (G - 1) (RLOO, arXiv 2402.14740).
     A group whose rewards are all equal, including a group of one, gets exactly 0. A user's function may differ.
-    NaN is a missing reward: G, m and s are those of the other responses, and its advantage is 0.
+    NaN is a missing reward: G, m and s count the other responses, and its advantage is 0.
 
     Args:
         rewards: [N] numbers.

@@ -166,7 +166,7 @@ def _scored(source: Iterator[_Input], verifier: Verifier, opening: str) -> Itera
 
 
 def _opening(row: Row, opening: str) -> str:
-    """The tag with which the row's prompt opens a thought: that of a text as the model saw it, else the recipe's."""
+    """The tag with which the row's prompt opens a thought: from its text as the model saw it, else the recipe's."""
     prompt = row.get("prompt")
     return (opening_of(prompt) if isinstance(prompt, str) else "") or opening
 

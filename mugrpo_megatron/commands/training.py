@@ -90,7 +90,7 @@ def generate_alone(
 ) -> None:
     """Generate, score and seal the run's current stage, and have auxiliary models score it. Every rank runs this.
 
-    The recipe is checked; `problems` and `host` are those of `open_run`. Raises UserError when `stage` is given
+    The recipe is checked; `problems` and `host` go to `open_run`. Raises UserError when `stage` is given
     and is not the current one.
     """
     from mugrpo_megatron.run.run import open_run

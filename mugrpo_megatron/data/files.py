@@ -321,7 +321,7 @@ def messages_of(value: list[Any]) -> tuple[Message, ...]:
     """The messages of a chat with all their fields; ValueError for a malformed one.
 
     A content is text, or a list of parts of type `text`, which are joined. Calls and their arguments may be JSON text.
-    A field that is null counts as absent: `datasets` writes those of any message into every message.
+    A field that is null counts as absent: `datasets` writes any message's into every message.
     """
     try:
         return tuple(_message(number, message) for number, message in enumerate(value, start=1))

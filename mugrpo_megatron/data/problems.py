@@ -34,7 +34,7 @@ GYM_CHECK = "mugrpo_megatron.extras.reasoning_gym.tasks:check_task"
 
 
 def generated_sets(sources: str) -> set[str]:
-    """The names of those of comma-separated sources that are generated, into disjoint splits."""
+    """The names of the comma-separated sources that are generated, into disjoint splits."""
     return {name for name, source in named_sources(sources).items() if source in TASKS or source.startswith(GYM)}
 
 

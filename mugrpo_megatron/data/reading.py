@@ -156,7 +156,7 @@ def lists_answers(row: Mapping[str, Any], path: str) -> bool:
 
 
 def any_answer(gold: Any) -> str:
-    """The answer of a gold for a user's function: that of a text, else JSON; empty without a gold."""
+    """The answer of a gold for a user's function: a text's `final_answer`, else JSON; empty without a gold."""
     if gold is None:
         return ""
     return (final_answer(gold) or gold) if isinstance(gold, str) else json.dumps(gold, ensure_ascii=False)

@@ -375,7 +375,7 @@ def _stream(run: RunSection, name: str) -> str | None:
 
 
 def _stop_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The tokenizer's end-of-sequence token; SGLang adds those of config.json and generation_config.json."""
+    """The tokenizer's end-of-sequence token; SGLang adds config.json's and generation_config.json's."""
     return () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
 
 

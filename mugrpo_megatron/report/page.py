@@ -116,7 +116,7 @@ def slug(title: str) -> str:
 def render(**content: Any) -> str:
     """Render the page. `name`, `brand`, `progress`, `source` and `drawing` are needed; `EMPTY` has the rest.
 
-    A content security policy forbids every request, except for those of a live page to its own server.
+    A content security policy forbids every request, except a live page's to its own server.
     """
     text = _template().render(
         version=__version__,

@@ -257,7 +257,7 @@ class FailureCount:
     def add(self, failed: bool, why: str, response: str, gold: object) -> None:
         """Count one response; RewardFailure when the failures exceed `reward.max_failure_share`.
 
-        The share is of at least FIRST responses: with the default of 1 %, any failure in the first 99 responses ends
+        The share counts at least FIRST responses: with the default of 1 %, any failure in the first 99 responses ends
         the run.
         """
         if len(self._failed) == WINDOW:

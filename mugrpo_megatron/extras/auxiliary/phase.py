@@ -43,7 +43,7 @@ def score_stage(run: Run, learner: Learner, store: StageStore, cursor: Cursor) -
     If a column is missing, the learner is offloaded and stays so. Each update's part of a column goes to disk when it
     is finished, so a killed or stopped run computes only what is missing. Waits for processes without a learner that
     score the stage (`shard.py`), and takes over their parts. Raises UserError when an auxiliary model's weights differ
-    from those of its earlier columns, EngineFailure after MOST_FAILURES rounds in a row in which an engine fails and
+    from its earlier columns', EngineFailure after MOST_FAILURES rounds in a row in which an engine fails and
     nothing is finished, and Stopped, with the finished parts on disk, when the run was asked to stop.
     """
     for auxiliary in auxiliaries_of(run.recipe, run.directory, store, cursor.stage):

@@ -3,7 +3,7 @@
 What the model sampled is never tokenized again. A request of tokens has to begin with the ids of the earlier ones;
 `Broken` says where it does not. A chat that does not extend an earlier one, as after a compaction, a retry or beside a
 parallel one, begins a response with its own prompt, which takes over the tokens of the longest chat that both begin
-with. Positions of the loss mask are those of the response, from the first sampled token on.
+with. The loss mask covers the response, from the first sampled token on.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class EpisodeModel:
     async def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> dict[str, Any]:
         """Sample the assistant's next message, with `tool_calls` if the model calls tools.
 
-        `messages` begin with those of the last request and its answer. `tools` are functions with docstrings, or JSON
+        `messages` begin with the last request's and its answer. `tools` are functions with docstrings, or JSON
         schemas.
         """
         schemas = [tool if isinstance(tool, dict) else schema_of(tool) for tool in tools]

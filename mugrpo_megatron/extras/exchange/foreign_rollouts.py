@@ -67,7 +67,7 @@ def read_rollouts(
 
     Text prompts are taken as the model saw them, messages go through the chat template. A response that is text is
     tokenized, and ends with the end-of-sequence token unless its `finish_reason` is `length`. UserError names the file
-    and line of a row that cannot be taken, and a group whose size is not that of the first.
+    and line of a row that cannot be taken, and a group of another size than the first.
 
     Args:
         limits: most tokens of a prompt and of a response.

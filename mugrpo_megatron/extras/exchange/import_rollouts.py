@@ -59,7 +59,7 @@ def import_rollouts(
 ) -> None:
     """Write the rollouts of `file` as stage 0 of a published stage in the directory `to`, whole or not at all.
 
-    Their rewards are those of the column `reward`, else of one called so, else the recipe's verifier scores them
+    Their rewards are the values of the column `reward`, else of one called so, else the recipe's verifier scores them
     against the rows' golds, and shapes the scores, as in training. Raises UserError for rows that cannot be taken, and
     when their number does not fit the recipe.
     """

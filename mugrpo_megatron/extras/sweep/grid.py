@@ -80,7 +80,7 @@ def cells_of(grid: Grid, run: RunDirectory, out: Path) -> list[Cell]:
     """Every cell with its recipe: the run's, with the cell's settings and a directory of its own.
 
     A cell that names an objective takes that preset whole: the run's resolved recipe holds every key of `[objective]`,
-    and those of one objective are not another's. Raises UserError for a key that cells cannot differ in, for two equal
+    and one objective's keys are not another's. Raises UserError for a key that cells cannot differ in, for two equal
     cells, and for every recipe that is not valid.
     """
     several = {key for key, values in grid.axes.items() if len(values) > 1} | {
