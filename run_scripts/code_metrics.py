@@ -28,7 +28,7 @@ MAIN_PATH = (
 
 HELD = {
     "product lines (core, extras, convert)": 46_641,
-    "lines of tests": 43_453,
+    "lines of tests": 43_454,
     "lines of run_scripts": 4317,
     "core files": 202,
     "parameters of type Recipe": 86,
