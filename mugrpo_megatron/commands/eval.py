@@ -22,21 +22,13 @@ from mugrpo_megatron.data.fields import unread_fields
 from mugrpo_megatron.data.files import rows
 from mugrpo_megatron.data.prepare import evenly_spaced_by_set, held_out_problems
 from mugrpo_megatron.data.problems import check_sets, held_out_sets, named_sources
-from mugrpo_megatron.data.prompts import first_prompt, rendered, template_of
+from mugrpo_megatron.data.prompts import first_prompt, fitting_prompts_by_set, rendered, template_of
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.engine.client import Engine
 from mugrpo_megatron.engine.launch import held_out_sampling
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.evaluation.estimators import Interval, Measure, macro_average
-from mugrpo_megatron.evaluation.scoring import (
-    ProblemResult,
-    Summary,
-    measure_of,
-    problem_result,
-    prompts_of,
-    scored,
-    summarize,
-)
+from mugrpo_megatron.evaluation.scoring import ProblemResult, Scorer, Summary, measure_of, problem_result, summarize
 from mugrpo_megatron.files.durable import (
     check_output,
     full_disk_as_user_error,
@@ -95,7 +87,9 @@ def run(recipe: Recipe, sources: Sequence[str], output: Path) -> Evaluation:
     recipe.reward.check_sources(problem.data_source for problem in held_out)
     problems = evenly_spaced_by_set(held_out, recipe.data.eval_problems, notes)
     style, template = recipe.data.prompt_style, template_of(recipe.data)
-    prompts = prompts_of(problems, tokenizer, style, recipe.data.max_prompt_tokens, template)
+    fits = fitting_prompts_by_set(problems, tokenizer, style, recipe.data.max_prompt_tokens, template)
+    pairs = zip(fits.problems, fits.prompts, strict=True)
+    prompts = [Prompt(index, problem, ids) for index, (problem, ids) in enumerate(pairs)]
     notes += unread_fields(problems, partial(rendered, tokenizer=tokenizer, style=style, template=template))
     record = EvalRecord(
         output, settings_of(recipe, names, problems), inputs=[Path(source) for source in names.values()]
@@ -265,7 +259,7 @@ def _evaluate(
                     start = time.perf_counter()
                     with display.bar(name, len(missing), "problems") as bar:
                         groups = engine.generate(missing, recipe.eval.of(name).samples, sampling)
-                        for group in scored(groups, verifier, tokenizer):
+                        for group in Scorer(verifier, tokenizer).scored(groups):
                             bar.advance(tokens=group.tokens)
                             results[group.prompt.problem.id] = result = problem_result(group)
                             record.append(result)

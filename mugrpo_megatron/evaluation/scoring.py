@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
-from mugrpo_megatron.data.prompts import TOKENIZER_TEMPLATE, Template, fitting_prompts_by_set
 from mugrpo_megatron.data.tokenizer import prompt_end
 from mugrpo_megatron.engine.wire import SampledGroup
 from mugrpo_megatron.evaluation.estimators import (
@@ -61,6 +60,13 @@ class Scorer:
     def __init__(self, verifier: Verifier, tokenizer: PreTrainedTokenizerBase) -> None:
         self._verifier, self._tokenizer = verifier, tokenizer
         self._pending: deque[tuple[SampledGroup, list[str], Pending[Score]]] = deque()
+
+    def scored(
+        self, groups: Iterable[SampledGroup], stopping: Callable[[], bool] = lambda: False
+    ) -> Iterator[ScoredGroup]:
+        """Score groups in their order; once `stopping()`, only those whose scores are ready are yielded."""
+        yield from self.during(groups)
+        yield from self.rest(stopping)
 
     def during(self, groups: Iterable[SampledGroup]) -> Iterator[ScoredGroup]:
         """Submit each group as it is sampled, and yield groups whose scores are ready; does not wait for scores."""
@@ -154,18 +160,6 @@ def score_of(response: Response, scores: Iterator[Score]) -> Score:
     return Score(episode.reward or 0.0, "", episode.why, 0.0, components=components)
 
 
-def scored(
-    groups: Iterable[SampledGroup],
-    verifier: Verifier,
-    tokenizer: PreTrainedTokenizerBase,
-    stopping: Callable[[], bool] = lambda: False,
-) -> Iterator[ScoredGroup]:
-    """Score groups in their order; once `stopping()`, only those whose scores are ready are yielded."""
-    scorer = Scorer(verifier, tokenizer)
-    yield from scorer.during(groups)
-    yield from scorer.rest(stopping)
-
-
 @dataclass(frozen=True, slots=True)
 class ProblemResult:
     """The K samples of one problem."""
@@ -198,19 +192,6 @@ class Summary:
     """majority@K; None where no response of the set has an extracted answer."""
     tokens: int
     truncated: int
-
-
-def prompts_of(
-    problems: Sequence[Problem],
-    tokenizer: PreTrainedTokenizerBase,
-    style: str,
-    max_prompt_tokens: int,
-    template: Template = TOKENIZER_TEMPLATE,
-) -> list[Prompt]:
-    """Render problems as prompts, set by set, without those that are too long."""
-    fits = fitting_prompts_by_set(problems, tokenizer, style, max_prompt_tokens, template)
-    pairs = zip(fits.problems, fits.prompts, strict=True)
-    return [Prompt(index, problem, ids) for index, (problem, ids) in enumerate(pairs)]
 
 
 def problem_result(group: ScoredGroup) -> ProblemResult:

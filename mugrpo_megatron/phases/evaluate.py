@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mugrpo_megatron.engine.launch import held_out_sampling
 from mugrpo_megatron.engine.queue import PromptQueue
 from mugrpo_megatron.evaluation.estimators import SetFigures, figures_of
-from mugrpo_megatron.evaluation.scoring import EPISODE, ScoredGroup, mean_at_k, measure_of, scored
+from mugrpo_megatron.evaluation.scoring import EPISODE, ScoredGroup, Scorer, mean_at_k, measure_of
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.observe.examples import Example, example_indices, shorten, write_examples
 from mugrpo_megatron.observe.log import MetricLog
@@ -181,7 +181,7 @@ def _answered(
         ]
 
     groups = sample_groups(leader, queue, take, samples, how, stop)
-    for group in scored(groups, leader.verifier, leader.tokenizer, stop.poll):
+    for group in Scorer(leader.verifier, leader.tokenizer).scored(groups, stop.poll):
         answers[group.prompt.index] = _answers(group, group.prompt.index in shown)
         bar.advance(tokens=group.tokens)
     return answers

@@ -9,18 +9,11 @@ from typing import cast
 import numpy as np
 import pytest
 
+from mugrpo_megatron.data.prompts import fitting_prompts_by_set
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.engine.wire import SampledGroup
 from mugrpo_megatron.errors import EngineFailure, UserError
-from mugrpo_megatron.evaluation.scoring import (
-    ProblemResult,
-    Scorer,
-    measure_of,
-    problem_result,
-    prompts_of,
-    scored,
-    summarize,
-)
+from mugrpo_megatron.evaluation.scoring import ProblemResult, Scorer, measure_of, problem_result, summarize
 from mugrpo_megatron.recipe.scoring import RewardSection
 from mugrpo_megatron.rewards.items import Pending, Score
 from mugrpo_megatron.rewards.pool import Verifier
@@ -181,9 +174,11 @@ def backwards(prompts: list[Prompt], n: int) -> Iterator[SampledGroup]:
 
 
 def test_every_problem_is_graded_once_with_its_own_answers() -> None:
-    prompts = prompts_of(PROBLEMS, TOKENIZER, "plain", 10)
+    fits = fitting_prompts_by_set(PROBLEMS, TOKENIZER, "plain", 10)
+    prompts = [Prompt(index, *pair) for index, pair in enumerate(zip(fits.problems, fits.prompts, strict=True))]
     with Verifier(RewardSection()) as verifier:
-        found = {g.prompt.problem.id: problem_result(g) for g in scored(backwards(prompts, 3), verifier, TOKENIZER)}
+        groups = Scorer(verifier, TOKENIZER).scored(backwards(prompts, 3))
+        found = {group.prompt.problem.id: problem_result(group) for group in groups}
     assert sorted(found) == [p.id for p in PROBLEMS]
     assert [sum(found[p.id].rewards) for p in PROBLEMS] == [0, 1, 2, 3, 3, 3]
     assert found["sums:2"].texts == ["3", "3", "-1"] == found["sums:2"].answers
@@ -199,7 +194,7 @@ def test_every_problem_is_graded_once_with_its_own_answers() -> None:
 
 def test_prompts_of_a_set_of_which_none_fits_are_the_users_mistake() -> None:
     with pytest.raises(UserError, match="all 1 prompts of long are longer"):
-        prompts_of([*PROBLEMS, Problem("long:1", "1" * 50, "1", "long")], TOKENIZER, "plain", 10)
+        fitting_prompts_by_set([*PROBLEMS, Problem("long:1", "1" * 50, "1", "long")], TOKENIZER, "plain", 10)
 
 
 def graded(place: int, rewards: list[float]) -> ProblemResult:
