@@ -56,16 +56,6 @@ def choose_backend(layers: str, device: torch.device) -> BackendSpecProvider:
     return TESpecProvider()
 
 
-def block_spec(
-    config: TransformerConfig, backend: BackendSpecProvider, architecture: Architecture, vp_stage: int | None
-) -> TransformerBlockSubmodules:
-    """The layers of this rank's pipeline stage, or of its virtual stage `vp_stage`, and the model's final norm."""
-    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
-    layers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
-    specs = [layer_spec(config, backend, architecture, layer) for layer in layers]
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm_type(config))
-
-
 def layer_spec(
     config: TransformerConfig, backend: BackendSpecProvider, architecture: Architecture, layer: int
 ) -> ModuleSpec:
@@ -318,10 +308,13 @@ def _build_chunk(
 ) -> PolicyModel:
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
+    offset = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    layers = range(offset, offset + get_num_layers_to_build(config, vp_stage=vp_stage))
+    specs = [layer_spec(config, backend, architecture, layer) for layer in layers]
     return PolicyModel(
         rope=architecture.rope,
         config=config,
-        transformer_layer_spec=block_spec(config, backend, architecture, vp_stage),
+        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm_type(config)),
         pre_process=first,
         post_process=last,
         parallel_output=True,
