@@ -45,7 +45,8 @@ def fused_qk_gemma_rmsnorm_with_gate_cpu(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The same, of heads of [query, gate]; returns the gates too, [tokens x heads, width]."""
     q, gate = q_gate.reshape(len(q_gate), heads, 2, width).unbind(2)
-    return *fused_qk_gemma_rmsnorm_cpu(q, k, q_weight, k_weight, eps, width), gate.reshape(-1, width)
+    # The gates of a single token would be a view with gaps, which SGLang cannot flatten.
+    return *fused_qk_gemma_rmsnorm_cpu(q, k, q_weight, k_weight, eps, width), gate.reshape(-1, width).contiguous()
 
 
 def fused_qkvzba_split_reshape_cat_contiguous_cpu(

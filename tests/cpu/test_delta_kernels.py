@@ -119,6 +119,10 @@ def test_gates_norms_and_projections_are_those_of_a_loop_over_tokens() -> None:
             torch.testing.assert_close(q[token * heads + head], wanted)
             assert torch.equal(gates[token * heads + head], of_head)
         torch.testing.assert_close(normed[token], k[token] / (k[token].square().mean() + 1e-6).sqrt() * (1 + k_weight))
+    alone = delta_kernels.fused_qk_gemma_rmsnorm_with_gate_cpu(
+        torch.cat([q_gate, k], 1)[:1, : 2 * heads * width], k[:1], q_weight, k_weight, 1e-6, width, heads
+    )
+    assert torch.equal(alone[2].view(1, -1), gates[:heads].view(1, -1))
 
     qkvz, ba = random(tokens, CHANNELS + HEADS * VALUE), random(tokens, 2 * HEADS)
     parts = delta_kernels.fused_qkvzba_split_reshape_cat_contiguous_cpu(qkvz, ba, KEY_HEADS, HEADS, KEY, VALUE)
