@@ -11,7 +11,10 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from mugrpo_megatron.engine.sglang_compat import has_gated_delta
 from mugrpo_megatron.observe.log import read_rows
 from mugrpo_megatron.run.checkpoints import complete_checkpoints, newest_cursor
 from mugrpo_megatron.run.cursor import Cursor
@@ -101,6 +104,29 @@ def test_an_evaluated_run_that_was_stopped_and_killed_ends_bitwise_like_the_unbr
     assert len(taken) - 2 * UPDATES == repeated, "nothing is repeated after an orderly stop"
     assert evaluated(run_dir) == list(range(0, 2 * UPDATES + 1, EVERY)), "and nothing twice"
     assert weights(run_dir) == weights(finished_run)
+
+
+@pytest.mark.night
+@pytest.mark.skipif(not has_gated_delta(), reason="the pinned SGLang has no class for the text of Qwen3.5")
+def test_a_killed_run_in_bfloat16_keeps_float32_rows_and_ends_bitwise_like_the_unbroken_one(tmp_path: Path) -> None:
+    """Qwen3.5's decays and norms of heads: into the engine, through a resume, into `hf/`."""
+    model = save_model(tmp_path / "model", "qwen3_5_text")
+    shape: dict[str, dict[str, Any]] = {"model": {"dtype": "bfloat16"}, "engine": {"check_weights": "every"}}
+    mugrpo("train", write_run(tmp_path / "unbroken", model, **shape))
+    unbroken, run_dir = tmp_path / "unbroken" / "run", tmp_path / "killed" / "run"
+    take_stages(unbroken, run_dir)
+    recipe = write_run(tmp_path / "killed", model, **shape)
+    kill("train", recipe, UPDATES + 5)
+    mugrpo("train", recipe)
+    assert weights(run_dir) == weights(unbroken)
+    measured = [{row["update"]: row["grad_norm"] for row in rows(run, "update")} for run in (run_dir, unbroken)]
+    assert measured[0] == measured[1]
+    assert all(row["checked"] for row in rows(unbroken, "phase") if row["phase"] == "sync")
+    before, after = (load_file(folder / "model.safetensors") for folder in (model, run_dir / "hf"))
+    wide = {name: tensor for name, tensor in after.items() if tensor.dtype == torch.float32}
+    assert wide.keys() == {name for name in after if name.endswith(("A_log", "linear_attn.norm.weight"))}
+    assert not any(torch.equal(tensor, tensor.bfloat16().float()) for tensor in wide.values())
+    assert not any(torch.equal(tensor, before[name]) for name, tensor in wide.items())
 
 
 @pytest.mark.night

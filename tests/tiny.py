@@ -63,7 +63,7 @@ FINISHED = {"stages": 2, "updates_per_stage": 12}
 """The schedule of `finish_run`: a stage is long enough for ten skipped updates in a row."""
 
 
-def write_run(folder: Path, model: Path, **sections: dict[str, Any]) -> Path:
+def write_run(folder: Path, model: Path, /, **sections: dict[str, Any]) -> Path:
     """The recipe of `finish_run` for a run in `folder`, which is made; `sections` are merged over it."""
     folder.mkdir(exist_ok=True)
     shape: dict[str, dict[str, Any]] = {

@@ -62,7 +62,8 @@ class GatedDeltaNet(MegatronModule):
         """Rows of this rank's shard of in_proj: query, key, value, gate z, beta, alpha."""
         linear: dict[str, Any] = {"config": config, "bias": False, "is_expert": False, "tp_group": self.group}
         self.dt_bias = self._parameter(self.heads)
-        self.A_log = self._parameter(self.heads)
+        # Published checkpoints have it and the norm in float32: bfloat16 would move A by up to 1.6 %.
+        self.A_log = self._parameter(self.heads, dtype=torch.float32)
         self.in_proj = build_module(
             submodules.in_proj,
             config.hidden_size,
@@ -75,6 +76,7 @@ class GatedDeltaNet(MegatronModule):
         self.conv1d = torch.nn.Module()
         self.conv1d.register_parameter("weight", self._parameter(sizes.channels // ranks, 1, sizes.kernel))
         self.out_norm = RMSNorm(config, sizes.value, config.layernorm_epsilon)
+        self.out_norm.weight.data = self.out_norm.weight.data.float()
         # Its gradient is a sum over this rank's heads, and `forward` adds the other ranks'.
         self.out_norm.weight.sequence_parallel = False  # type: ignore[attr-defined]
         self.out_proj = build_module(
@@ -87,9 +89,9 @@ class GatedDeltaNet(MegatronModule):
             **linear,
         )
 
-    def _parameter(self, *shape: int) -> torch.nn.Parameter:
-        """A parameter of this rank's heads."""
-        weight = torch.empty(shape, dtype=self.config.params_dtype, device=torch.cuda.current_device())
+    def _parameter(self, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
+        """A parameter of this rank's heads, in the model's type unless one is given."""
+        weight = torch.empty(shape, dtype=dtype or self.config.params_dtype, device=torch.cuda.current_device())
         parameter = torch.nn.Parameter(weight)
         parameter.tensor_model_parallel, parameter.partition_dim = True, 0  # type: ignore[attr-defined]
         return parameter

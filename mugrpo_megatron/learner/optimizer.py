@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -192,11 +192,11 @@ def gather_states(optimizer: DistributedOptimizer, model: list[dict[str, Any]]) 
     from `assign_writers`; parameters that another group of ranks stores are skipped.
     """
     gathered = []
-    group = optimizer.data_parallel_group
+    group, mains = optimizer.data_parallel_group, _main_parameters(optimizer)
     for parameter, sharded in _sharded_parameters(optimizer, model):
         if any(sharded.replica_id[:-1]):
             continue
-        slices = _local_slice(optimizer, parameter)
+        slices = _local_slice(optimizer, parameter, mains)
         for name in STATES:
             flat = torch.zeros(parameter.numel(), device=parameter.device)
             if slices is not None:
@@ -219,8 +219,9 @@ def read_states(
     `read` fills a sharded state and returns its tensor. It is called for one state at a time, and only for parameters
     with a slice on this rank. Not collective.
     """
+    mains = _main_parameters(optimizer)
     for parameter, sharded in _sharded_parameters(optimizer, model):
-        slices = _local_slice(optimizer, parameter)
+        slices = _local_slice(optimizer, parameter, mains)
         if slices is not None:
             local, states = slices
             for name in STATES:
@@ -240,15 +241,29 @@ def _sharded_parameters(
 
 
 def _local_slice(
-    optimizer: DistributedOptimizer, parameter: torch.nn.Parameter
+    optimizer: DistributedOptimizer,
+    parameter: torch.nn.Parameter,
+    mains: Mapping[torch.nn.Parameter, torch.Tensor],
 ) -> tuple[slice, dict[str, torch.Tensor]] | None:
     """The slice of a flattened parameter whose states this rank holds, with the states; None without a slice."""
-    if parameter not in optimizer.model_param_gbuf_map:
+    if (main := mains.get(parameter)) is None:
         return None
     local = optimizer._get_model_param_range_map(parameter)["param"]
-    group, order = optimizer.model_param_group_index_map[parameter]
-    main = optimizer.optimizer.param_groups[group]["params"][order]
     return slice(local.start, local.end), {"param": main, **optimizer.optimizer.state[main]}
+
+
+def _main_parameters(optimizer: DistributedOptimizer) -> dict[torch.nn.Parameter, torch.Tensor]:
+    """The float32 slice that AdamW steps, by the model's parameter, of parameters with a slice on this rank."""
+    # Megatron's index counts in the model's order, but its lists begin with float32 parameters (distrib_optimizer.py).
+    return {
+        parameter: main
+        for ranges, group in zip(optimizer.opt_group_ranges, optimizer.optimizer.param_groups, strict=True)
+        for parameter, main in zip(
+            sorted(ranges["params"], key=lambda parameter: parameter.dtype != torch.float32),
+            group["params"],
+            strict=True,
+        )
+    }
 
 
 def _sharded_like(sharded: Any, name: str, data: torch.Tensor) -> Any:

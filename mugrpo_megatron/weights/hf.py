@@ -137,7 +137,7 @@ def _write(
             for shard in shards:
                 write_shard(partial, shard, islice(tensors, len(shard.specs)))
             write_index(partial, shards)
-            carry_files(like, partial, specs[0].dtype)
+            carry_files(like, partial, max(specs, key=lambda spec: spec.bytes).dtype)
             for name, note in notes.items():
                 (partial / name).parent.mkdir(exist_ok=True)
                 write_content(partial / name, note)

@@ -190,7 +190,14 @@ def learner_memory(case: PlanCase, batch: PackedRows, pp_stage: int) -> LearnerM
         state=learner_state(mine, layout, b, adapter),
         recompute=recipe.learner.recompute,
         kept={choice: in_flight * sum(layer.kept(choice) for layer in layers) for choice in RECOMPUTE},
-        remade={choice: max(layer.recomputed(choice) for layer in layers) for choice in RECOMPUTE},
+        # When a layer is recomputed, those behind it are freed.
+        remade={
+            choice: max(
+                layer.recomputed(choice) - sum(later.kept(choice) for later in layers[index + 1 :])
+                for index, layer in enumerate(layers)
+            )
+            for choice in RECOMPUTE
+        },
         loss=loss,
         working=max(layer.working for layer in layers),
         embedding=float(b * trained.vocabulary if pp_stage == 0 else 0),
