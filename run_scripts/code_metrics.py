@@ -27,8 +27,8 @@ MAIN_PATH = (
 """Where a reader follows a response from the engine to the gradient."""
 
 HELD = {
-    "product lines (core, extras, convert)": 46_609,
-    "lines of tests": 43_449,
+    "product lines (core, extras, convert)": 46_634,
+    "lines of tests": 43_500,
     "lines of run_scripts": 4317,
     "core files": 202,
     "parameters of type Recipe": 86,
