@@ -115,6 +115,7 @@ def test_a_rank_that_has_done_its_work_is_not_lost(tmp_path: Path, clock: Clock)
     lost: queue.Queue[str] = queue.Queue()
     first, second = watched(tmp_path, clock, lost)
     second.leave()
+    second._thread.join()  # `leave` waits for an interval at most
     clock.tick(INTERVAL_S, first)
     clock.tick(2 * PATIENCE_S, first)
     assert first.silent(PATIENCE_S) == [1]
