@@ -66,23 +66,29 @@ class Command:
     @property
     def hosts(self) -> list[psutil.Process]:
         """Of the engines of the command and its ranks."""
-        mine = psutil.Process(self.pid)
-        return [host for process in (mine, *mine.children(recursive=True)) for host in hosts_of(process.pid)]
+        return [host for process in tree_of(self.pid) for host in hosts_of(process.pid)]
 
     @property
     def offspring(self) -> list[psutil.Process]:
         """Every process that it has started; forked hosts are among them, though they are not its children."""
-        hosts = {member for host in self.hosts for member in (host, *host.children(recursive=True))}
-        return list(hosts | set(psutil.Process(self.pid).children(recursive=True)))
+        return list({member for host in self.hosts for member in tree_of(host.pid)} | set(tree_of(self.pid)[1:]))
 
     @property
     def family(self) -> list[psutil.Process]:
-        return [psutil.Process(self.pid), *self.offspring]
+        return [*tree_of(self.pid)[:1], *self.offspring]
 
     def wait(self, timeout_s: float = 600.0) -> int | None:
         """Its exit code, negative after a signal; None when it is still running after `timeout_s`."""
         self.process.join(timeout_s)
         return self.process.exitcode  # type: ignore[no-any-return]
+
+
+def tree_of(pid: int) -> list[psutil.Process]:
+    """A process and what it has started; empty if it has ended."""
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    return []
 
 
 @contextmanager
