@@ -28,7 +28,7 @@ MAIN_PATH = (
 
 HELD = {
     "product lines (core, extras, convert)": 46_634,
-    "lines of tests": 43_500,
+    "lines of tests": 43_507,
     "lines of run_scripts": 4317,
     "core files": 202,
     "parameters of type Recipe": 86,
