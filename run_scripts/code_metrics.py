@@ -27,8 +27,8 @@ MAIN_PATH = (
 """Where a reader follows a response from the engine to the gradient."""
 
 HELD = {
-    "product lines (core, extras, convert)": 46_634,
-    "lines of tests": 43_507,
+    "product lines (core, extras, convert)": 46_635,
+    "lines of tests": 43_513,
     "lines of run_scripts": 4317,
     "core files": 202,
     "parameters of type Recipe": 86,
