@@ -28,7 +28,7 @@ MAIN_PATH = (
 
 HELD = {
     "product lines (core, extras, convert)": 46_635,
-    "lines of tests": 43_513,
+    "lines of tests": 43_529,
     "lines of run_scripts": 4317,
     "core files": 202,
     "parameters of type Recipe": 86,

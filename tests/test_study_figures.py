@@ -121,3 +121,19 @@ def test_the_laws_formula_predicted_four_gaps() -> None:
     assert [miss <= half for miss in misses] == [True] * 4
     assert math.sqrt(fmean(miss**2 for miss in misses)) == pytest.approx(0.019, abs=5e-4)
     assert "A formula of errors and nats predicted four gaps of a second task" in README
+
+
+def test_the_table_of_the_real_model() -> None:
+    page = Path(ROOT, "docs/study.md").read_text(encoding="utf-8")
+    rows = [row for row in rows_of("real_model.csv") if int(row["seed"]) < 100]
+    ends = {way: {int(r["seed"]): float(r["end"]) for r in rows if r["way"] == way} for way in {r["way"] for r in rows}}
+    for way, title in (
+        ("4-veto", "4 stages, veto"),
+        ("4-prefix", "4 stages, prefix"),
+        ("8-veto", "8 stages, veto"),
+        ("8-prefix", "8 stages, prefix"),
+    ):
+        shown = ", ".join(f"{100 * ends[way][seed]:.1f}" for seed in (0, 1, 2))
+        assert f"| {title} | {shown} | {interval(minus(ends[way], ends['grpo']))} |" in page
+        nats = fmean(float(row["nats_a_stage"]) for row in rows if row["way"] == way)
+        assert f"| {nats:.2f} |" in page
