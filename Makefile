@@ -11,7 +11,7 @@ check: setup  # linter, formatter, type checker, code metrics
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 	$(PYTHON) -m run_scripts.code_metrics --check
-test-quick: setup  # starts no process, under 90 seconds
+test-quick: setup  # starts no process, about 100 seconds
 	$(PYTHON) -m pytest -q -n 2 -m "$(QUICK)"
 test:  # what a change must pass: check and the whole suite
 	run_scripts/test.sh

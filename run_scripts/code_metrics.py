@@ -27,9 +27,9 @@ MAIN_PATH = (
 """Where a reader follows a response from the engine to the gradient."""
 
 HELD = {
-    "product lines (core, extras, convert)": 46_635,
-    "lines of tests": 43_529,
-    "lines of run_scripts": 4317,
+    "product lines (core, extras, convert)": 46_658,
+    "lines of tests": 43_565,
+    "lines of run_scripts": 4318,
     "core files": 202,
     "parameters of type Recipe": 86,
     "class names defined twice": 0,

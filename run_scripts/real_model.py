@@ -46,6 +46,7 @@ def write_checkpoint(out: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     # transformers gives the tokenizer the file's first special token as its end; the config has the right one.
     tokenizer.eos_token_id, tokenizer.pad_token_id = model.config.eos_token_id, model.config.pad_token_id
+    tokenizer.clean_up_tokenization_spaces = False  # transformers ignores it for such a tokenizer, with a warning
     tokenizer.save_pretrained(half)
     config = json.loads((half / "config.json").read_text(encoding="utf-8"))
     kept = {key: value for key, value in config.items() if key not in NAMELESS}

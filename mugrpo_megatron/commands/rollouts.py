@@ -187,8 +187,7 @@ def _bundled_rows(sources: str) -> dict[str, dict[str, Any]]:
 
 def _opened(run_dir: Path, overrides: Sequence[str]) -> tuple[RunDirectory, Recipe]:
     directory = RunDirectory(run_dir)
-    if not directory.recipe.exists():
-        raise UserError(f"{run_dir}: not a run directory (it has no {directory.recipe.name})")
+    directory.check_exists()
     return directory, load_recipe(directory.recipe, overrides)
 
 

@@ -92,6 +92,20 @@ async def update_weights(engine: Any, serialized: list[bytes], load_format: str)
     _check(await engine.tokenizer_manager.update_weights_from_tensor(request, None), "a weight bucket")
 
 
+async def release_memory(engine: Any, tags: list[str]) -> None:
+    """Unmap the memory of `tags`. Unlike `Engine.release_memory_occupation`, for engines that share an event loop."""
+    from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+    await engine.tokenizer_manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags), None)
+
+
+async def resume_memory(engine: Any, tags: list[str]) -> None:
+    """Map the memory of `tags` again."""
+    from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+    await engine.tokenizer_manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags), None)
+
+
 def _check(reply: tuple[bool, str], request: str) -> None:
     success, message = reply
     if not success:

@@ -62,7 +62,7 @@ def branch_stage(source: Path, stage: int | None) -> int:
 
     Raises UserError when `source` is no run directory, or is a run's and `stage` is None.
     """
-    _check_is_run(source)
+    RunDirectory(source).check_exists("--from ")
     if stage is not None:
         return stage
     published = read_published(source)
@@ -89,15 +89,9 @@ def _is_branch(directory: Path, record: RunRecord, expected: Branch) -> bool:
     return False
 
 
-def _check_is_run(source: Path) -> None:
-    recipe = RunDirectory(source).recipe
-    if not recipe.exists():
-        raise UserError(f"--from {source}: not a run directory (it has no {recipe.name})")
-
-
 def _check(recipe: Recipe, source: RunDirectory, stage: int) -> tuple[Origin, Recipe]:
     """Returns the origin of the stage to branch at and its run's recipe; raises as `branch`."""
-    _check_is_run(source.path)
+    source.check_exists("--from ")
     if recipe.run.dir.resolve() == source.path.resolve():
         raise UserError(f"{source.path} already holds a run, the one of --from; choose another run.dir for the branch")
     record, published = read_record(source.path), read_published(source.path)

@@ -48,6 +48,11 @@ class RunDirectory:
     def recipe(self) -> Path:
         return self.path / "recipe.toml"
 
+    def check_exists(self, option: str = "") -> None:
+        """Raise UserError where there is no run; `option` begins the message."""
+        if not self.recipe.exists():
+            raise UserError(f"{option}{self.path}: not a run directory (it has no {self.recipe.name})")
+
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"

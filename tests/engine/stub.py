@@ -6,6 +6,11 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from mugrpo_megatron.engine import sglang_compat
+from mugrpo_megatron.engine.launch import WAITING
+
 
 class StubEngine:
     """Answers when told to; idle after some questions."""
@@ -16,6 +21,7 @@ class StubEngine:
         self.server_args = SimpleNamespace(tp_size=1)
         self.rid_to_state: dict[str, Any] = {"one": SimpleNamespace(output_ids=[])}
         self.released: list[list[str]] = []
+        self.loaders: list[str] = []
         self.answers = asyncio.Event()
         self.reason = "stop"
         self.asked: list[dict[str, Any]] = []
@@ -30,9 +36,6 @@ class StubEngine:
         ranks = ((2, 0, 0.25), (3, 2, 0.125))  # of data parallel schedulers
         return [SimpleNamespace(num_running_reqs=a, num_waiting_reqs=b, token_usage=c) for a, b, c in ranks]
 
-    def release_memory_occupation(self, tags: list[str]) -> None:
-        self.released.append(tags)
-
     def abort_request(self, abort_all: bool) -> None:
         assert abort_all
         self.reason = "abort"
@@ -43,3 +46,21 @@ class StubEngine:
         await self.answers.wait()
         facts = {"output_token_logprobs": [(-1.0, 7)] * 3, "finish_reason": {"type": self.reason}}
         return [{"output_ids": [7] * 3, "meta_info": facts} for _ in input_ids]
+
+
+def record_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let stubs note what they are told, without importing SGLang."""
+
+    async def update_weights(engine: StubEngine, serialized: list[bytes], load_format: str) -> None:
+        engine.loaders.append(load_format)
+
+    async def release_memory(engine: StubEngine, tags: list[str]) -> None:
+        assert engine.loaders.pop() == WAITING, "a kernel may still use the memory"
+        engine.released.append(tags)
+
+    async def nothing(engine: StubEngine) -> None: ...
+
+    for function in (update_weights, release_memory):
+        monkeypatch.setattr(sglang_compat, function.__name__, function)
+    for name in ("begin_update", "end_update"):
+        monkeypatch.setattr(sglang_compat, name, nothing)

@@ -161,7 +161,9 @@ def test_weights_and_version_follow_a_sync(engine: Engine, checkpoint: Path, tmp
     _load(engine, checkpoint, version=0)
 
 
-def test_sleeping_on_cpu_keeps_the_engine(engine: Engine) -> None:
+@pytest.mark.parametrize("commands", [False, True], ids=["nothing is sent", "SGLang runs what it does on CUDA"])
+def test_sleeping_on_cpu_keeps_the_engine(engine: Engine, commands: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_cuda", commands)
     before = engine.checksums()
     engine.sleep()
     engine.wake("weights")

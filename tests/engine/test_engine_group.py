@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from mugrpo_megatron.engine import engine_group as groups
 from mugrpo_megatron.engine.engine_group import EngineGroup, read_sums, write_sums
 from mugrpo_megatron.files.tensors import tensor_checksums
-from tests.engine.stub import StubEngine
+from tests.engine.stub import StubEngine, record_commands
 
 
 def test_requests_go_to_the_engine_with_the_fewest() -> None:
@@ -59,7 +60,8 @@ def test_an_aborted_request_counts_no_more() -> None:
     group.run(ask())
 
 
-def test_what_all_engines_have_or_do() -> None:
+def test_what_all_engines_have_or_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    record_commands(monkeypatch)
     engines = [StubEngine(), StubEngine(busy=1)]
     engines[1].rid_to_state = {"two": SimpleNamespace(output_ids=[])}
     group = EngineGroup(engines)
@@ -115,6 +117,14 @@ def test_a_sync_is_one_update_of_many_buckets(monkeypatch: pytest.MonkeyPatch) -
         group.end_update()
         group.end_update()
     assert calls == ["begin_update", "update_weights", "update_weights", "end_update"] * 2
+
+
+def test_the_device_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[bool] = []
+    monkeypatch.setattr(torch, "get_device_module", lambda: SimpleNamespace(synchronize=lambda: waits.append(True)))
+    package, _, function = groups.WAITING.rpartition(".")
+    getattr(importlib.import_module(package), function)(torch.nn.Linear(1, 1), [])
+    assert waits == [True]
 
 
 def test_scales_that_sglang_does_not_check_are_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from mugrpo_megatron.engine.host import GenerateCommand, Host, first_cause, star
 from mugrpo_megatron.engine.process import SHARED_MEMORY, Channel
 from mugrpo_megatron.engine.wire import Request, Sampling, sampling_seeds
 from mugrpo_megatron.samples import Response
-from tests.engine.stub import StubEngine
+from tests.engine.stub import StubEngine, record_commands
 from tests.engine.tiny import group_processes
 from tests.forked import fork
 
@@ -63,7 +63,10 @@ def test_a_spawned_scheduler_does_not_find_megatron(module: str) -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_memory_is_not_released_before_the_engine_is_idle(ends: tuple[Channel, Channel]) -> None:
+def test_memory_is_not_released_before_the_engine_is_idle(
+    ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record_commands(monkeypatch)
     engine = StubEngine(busy=2)
     served = Host(EngineGroup([engine]), ends[1])
     with pytest.raises(RuntimeError, match="not idle after 60 s: pending requests"):

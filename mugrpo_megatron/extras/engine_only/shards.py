@@ -206,8 +206,7 @@ def seal(run_dir: Path) -> str:
     works on the stage.
     """
     directory = RunDirectory(run_dir)
-    if not directory.recipe.exists():
-        raise UserError(f"{run_dir}: not a run directory (it has no {directory.recipe.name})")
+    directory.check_exists()
     refuse_linked_folders(run_dir, FOLDERS)
     recipe = with_model(load_recipe(directory.recipe), run_dir=run_dir)
     stage = next_stage(directory, recipe.model, recipe.schedule)

@@ -54,8 +54,7 @@ def publish(
     exists, unless it is a published stage without another file and `overwrite` is given.
     """
     run = RunDirectory(run_dir)
-    if not run.recipe.exists():
-        raise UserError(f"{run_dir}: not a run directory (it has no {run.recipe.name})")
+    run.check_exists()
     published_before = to.is_dir() and not to.is_symlink() and read_published(to) is not None
     remedy = "--overwrite replaces it" if published_before else "it is not a published stage; choose another path"
     check_output(

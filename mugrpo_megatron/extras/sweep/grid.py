@@ -100,8 +100,7 @@ def cells_of(grid: Grid, run: RunDirectory, out: Path) -> list[Cell]:
     points += grid.extra
     if not points:
         raise UserError("the grid has no cells; give an axis, as in --set optimizer.lr=1e-4,2e-4, or a file, --grid")
-    if not run.recipe.exists():
-        raise UserError(f"{run.path}: not a run directory (it has no {run.recipe.name})")
+    run.check_exists()
     base = read_toml(run.recipe)
     cells: dict[str, Cell] = {}
     for settings in points:
