@@ -27,8 +27,8 @@ MAIN_PATH = (
 """Where a reader follows a response from the engine to the gradient."""
 
 HELD = {
-    "product lines (core, extras, convert)": 46_658,
-    "lines of tests": 43_565,
+    "product lines (core, extras, convert)": 46_660,
+    "lines of tests": 43_573,
     "lines of run_scripts": 4318,
     "core files": 202,
     "parameters of type Recipe": 86,

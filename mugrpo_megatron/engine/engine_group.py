@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from mugrpo_megatron.engine import sglang_compat
-from mugrpo_megatron.engine.launch import SUMMING, WAITING
+from mugrpo_megatron.engine.launch import CALLS, SUMMING, WAITING
 from mugrpo_megatron.engine.queue import EngineLoad, read_load
 from mugrpo_megatron.files.tensors import TensorChecksums, tensor_checksums
 
@@ -78,7 +78,7 @@ class EngineGroup:
         The first bucket of a sync opens an update, `end_update` closes it.
         """
         self._begin_update()
-        loaders = [name for name in self._engines[0].server_args.custom_weight_loader if name not in (SUMMING, WAITING)]
+        loaders = [name for name in self._engines[0].server_args.custom_weight_loader if name not in CALLS]
         load_format = loaders[0] if loaders else "flattened_bucket"
         buckets = [serialized[start : start + self.ranks] for start in range(0, len(serialized), self.ranks)]
         self.run(
@@ -160,8 +160,8 @@ def write_sums(model: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]]) 
 
 
 def wait_for_device(model: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """Wait until the device has finished all kernels: SGLang calls this `custom_weight_loader` in each rank."""
-    torch.get_device_module().synchronize()
+    """Wait until the model's device is idle: SGLang calls this `custom_weight_loader` in each tensor parallel rank."""
+    torch.get_device_module(next(model.parameters()).device).synchronize()
 
 
 def read_sums() -> list[TensorChecksums]:

@@ -163,6 +163,8 @@ def test_weights_and_version_follow_a_sync(engine: Engine, checkpoint: Path, tmp
 
 @pytest.mark.parametrize("commands", [False, True], ids=["nothing is sent", "SGLang runs what it does on CUDA"])
 def test_sleeping_on_cpu_keeps_the_engine(engine: Engine, commands: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if commands and torch.get_device_module() is not torch.cpu:
+        pytest.skip("SGLang's release_memory_occupation waits for CUDA where torch is built with it")
     monkeypatch.setattr(engine, "_cuda", commands)
     before = engine.checksums()
     engine.sleep()

@@ -120,11 +120,12 @@ def test_a_sync_is_one_update_of_many_buckets(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_device_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[bool] = []
-    monkeypatch.setattr(torch, "get_device_module", lambda: SimpleNamespace(synchronize=lambda: waits.append(True)))
+    waits: list[str] = []
+    stub = lambda device: SimpleNamespace(synchronize=lambda: waits.append(device.type))  # noqa: E731
+    monkeypatch.setattr(torch, "get_device_module", stub)
     package, _, function = groups.WAITING.rpartition(".")
-    getattr(importlib.import_module(package), function)(torch.nn.Linear(1, 1), [])
-    assert waits == [True]
+    getattr(importlib.import_module(package), function)(torch.nn.Linear(1, 1, device="meta"), [])
+    assert waits == ["meta"], "of the model, not the one that torch prefers"
 
 
 def test_scales_that_sglang_does_not_check_are_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
