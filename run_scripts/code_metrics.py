@@ -27,9 +27,9 @@ MAIN_PATH = (
 """Where a reader follows a response from the engine to the gradient."""
 
 HELD = {
-    "product lines (core, extras, convert)": 46_660,
-    "lines of tests": 43_573,
-    "lines of run_scripts": 4318,
+    "product lines (core, extras, convert)": 46_636,
+    "lines of tests": 43_593,
+    "lines of run_scripts": 4463,
     "core files": 202,
     "parameters of type Recipe": 86,
     "class names defined twice": 0,

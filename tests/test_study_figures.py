@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from mugrpo_megatron.evaluation.estimators import mean_interval
+from run_scripts import objectives
 from tests.checkout import ROOT
 
 README = " ".join(Path(ROOT, "README.md").read_text(encoding="utf-8").split())
@@ -123,12 +124,18 @@ def test_the_laws_formula_predicted_four_gaps() -> None:
     assert "A formula of errors and nats predicted four gaps of a second task" in README
 
 
+def real_model_ends() -> dict[str, Figures]:
+    """Way -> ends by seed; the tuning seed is left out."""
+    rows = [row for row in rows_of("real_model.csv") if int(row["seed"]) < 100]
+    return {way: {int(r["seed"]): float(r["end"]) for r in rows if r["way"] == way} for way in {r["way"] for r in rows}}
+
+
 def test_the_table_of_the_real_model() -> None:
     section = (
         Path(ROOT, "docs/study.md").read_text(encoding="utf-8").split("\n## On a real model\n")[1].split("\n## ")[0]
     )
     rows = [row for row in rows_of("real_model.csv") if int(row["seed"]) < 100]
-    ends = {way: {int(r["seed"]): float(r["end"]) for r in rows if r["way"] == way} for way in {r["way"] for r in rows}}
+    ends = real_model_ends()
     ways = {
         "GRPO, µ=4": "grpo",
         **{f"{n} stages, {veto}": f"{n}-{veto}" for n in (4, 8) for veto in ("veto", "prefix")},
@@ -142,3 +149,26 @@ def test_the_table_of_the_real_model() -> None:
         assert nats == f"{fmean(float(row['nats_a_stage']) for row in own):.2f}"
         phases = [median(float(row[f"s_{phase}"]) for row in own) for phase in ("sync", "generate", "optimize")]
         assert seconds == ", ".join(map(str, phases))
+
+
+def test_the_page_of_all_objectives_is_that_of_its_cells(tmp_path: Path) -> None:
+    cells = objectives.read_cells(objectives.CELLS)
+    page = objectives.PAGE.read_text(encoding="utf-8")
+    assert objectives.with_table(page, objectives.table(cells)) == page, "python -m run_scripts.objectives"
+    assert objectives.draw(cells, tmp_path / "real.svg").read_text(encoding="utf-8").count("mu_grpo") == 6
+
+    def gain(left: tuple[str, float], right: tuple[str, float]) -> float:
+        one, other = (cells[f"`mu_grpo`{name}" if "," in name else f"`{name}`", rate] for name, rate in (left, right))
+        return fmean(one[seed].end - other[seed].end for seed in one.keys() & other.keys())
+
+    strict = ("grpo", "dapo", "dr_grpo", "rloo", "gspo", "opsm", "m2po_drop")
+    doubled = [gain((name, 2e-5), (name, 1e-5)) for name in strict]
+    vetoes = [gain(("mu_grpo", rate), (", no veto", rate)) for rate in (1e-5, 2e-5)]
+    grpo = fmean(real_model_ends()["grpo"].values())
+    for sentence in (
+        f"gains {min(doubled):.0f} to {max(doubled):.0f} points from the doubled rate",
+        f"worth {vetoes[0]:.1f} points at 10⁻⁵, {vetoes[1]:.1f} at 2·10⁻⁵",
+        f"with µ=4](../study.md#on-a-real-model) had {100 * grpo:.1f} %",
+    ):
+        assert sentence in " ".join(page.split())
+    assert round(gain((", KL to the stage 0.01", 1e-5), ("mu_grpo", 1e-5))) == -1, "a KL penalty costs one"

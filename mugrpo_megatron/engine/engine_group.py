@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from mugrpo_megatron.engine import sglang_compat
-from mugrpo_megatron.engine.launch import CALLS, SUMMING, WAITING
+from mugrpo_megatron.engine.launch import SUMMING
 from mugrpo_megatron.engine.queue import EngineLoad, read_load
 from mugrpo_megatron.files.tensors import TensorChecksums, tensor_checksums
 
@@ -78,7 +78,7 @@ class EngineGroup:
         The first bucket of a sync opens an update, `end_update` closes it.
         """
         self._begin_update()
-        loaders = [name for name in self._engines[0].server_args.custom_weight_loader if name not in CALLS]
+        loaders = [name for name in self._engines[0].server_args.custom_weight_loader if name != SUMMING]
         load_format = loaders[0] if loaders else "flattened_bucket"
         buckets = [serialized[start : start + self.ranks] for start in range(0, len(serialized), self.ranks)]
         self.run(
@@ -103,16 +103,12 @@ class EngineGroup:
         replicas = []
         self._begin_update()
         for engine in self._engines:  # one after the other: they write the same file
-            self.run(self._call_loader(engine, SUMMING))
+            self.run(sglang_compat.update_weights(engine, [pickle.dumps([])] * self.ranks, SUMMING))
             replicas.append(read_sums())
         self.end_update()
         if any(other != replicas[0] for other in replicas):
             raise RuntimeError("the engine's replicas hold different weights")
         return replicas[0]
-
-    def _call_loader(self, engine: Any, loader: str) -> Awaitable[None]:
-        """Call a `custom_weight_loader` in each tensor parallel rank, without weights."""
-        return sglang_compat.update_weights(engine, [pickle.dumps([])] * self.ranks, loader)
 
     def flush_cache(self) -> None:
         """Wait until the engines are idle and empty their prefix caches; RuntimeError after IDLE_SECONDS."""
@@ -121,12 +117,7 @@ class EngineGroup:
     def release(self, tags: list[str]) -> None:
         """Release memory; the engines have to be idle (`flush_cache`)."""
         # SGLang may run one more step after its last response, and asserts that it is idle here
-        # (managers/scheduler_components/weight_updater.py): the failed assertion ends the scheduler. Idle means that
-        # the last step is launched; SGLang waits for the device only after it has unmapped the memory, so a step that
-        # still ran on a busy GPU ended the engine with an illegal memory access (sgl-project/sglang#31073).
-        self._begin_update()
-        self.run(_all(self._call_loader(engine, WAITING) for engine in self._engines))
-        self.end_update()
+        # (managers/scheduler_components/weight_updater.py): the failed assertion ends the scheduler.
         self.run(_all(sglang_compat.release_memory(engine, tags) for engine in self._engines))
 
     def resume(self, tags: list[str]) -> None:
@@ -157,11 +148,6 @@ def write_sums(model: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]]) 
     )
     if ranks := sglang_compat.gather_on_first_rank(tensor_checksums(weights)):
         _sums_path().write_text(json.dumps(ranks), encoding="utf-8")
-
-
-def wait_for_device(model: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """Wait until the model's device is idle: SGLang calls this `custom_weight_loader` in each tensor parallel rank."""
-    torch.get_device_module(next(model.parameters()).device).synchronize()
 
 
 def read_sums() -> list[TensorChecksums]:

@@ -48,10 +48,6 @@ SHARED_PREFIX_TOKENS = 32
 (`IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD`, managers/schedule_policy.py)."""
 SUMMING = "mugrpo_megatron.engine.engine_group.write_sums"
 """Import path of the `custom_weight_loader` that writes checksums."""
-WAITING = "mugrpo_megatron.engine.engine_group.wait_for_device"
-"""Import path of the `custom_weight_loader` that loads nothing and waits for the device."""
-CALLS = (SUMMING, WAITING)
-"""The loaders that are called for what they do, and load no weights."""
 SEED_STRIDE = 7_919
 """Distance between the random seeds of two engines."""
 EARLIER_STARTS = 1000
@@ -192,7 +188,7 @@ def _cuda_arguments(spec: EngineSpec, gpu: int) -> dict[str, Any]:
         "base_gpu_id": gpu,
         "mem_fraction_static": spec.section.memory_fraction,
         "enable_memory_saver": spec.section.between_stages == "sleep",
-        "custom_weight_loader": [*CALLS],
+        "custom_weight_loader": [SUMMING],
         # By default SGLang captures batches up to 256 on such a GPU (server_args.py) and launches kernels one by one
         # for larger ones.
         "cuda_graph_max_bs_decode": min(spec.section.max_running_requests, LARGEST_GRAPH),
@@ -218,7 +214,7 @@ def _cpu_arguments(spec: EngineSpec, config: Mapping[str, Any], common: dict[str
         "device": "cpu",
         "attention_backend": "torch_native",
         "sampling_backend": "pytorch",
-        "custom_weight_loader": ["mugrpo_megatron.cpu.sglang.load_mapped", *CALLS],
+        "custom_weight_loader": ["mugrpo_megatron.cpu.sglang.load_mapped", SUMMING],
         "disable_cuda_graph": True,
         # Small models are bound by the scheduler's work per step; overlapping it needs a spare core.
         "disable_overlap_schedule": True,

@@ -13,11 +13,11 @@ from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.observe.examples import Example, example_indices, shorten, write_examples
 from mugrpo_megatron.observe.log import MetricLog
 from mugrpo_megatron.observe.progress import Bar
-from mugrpo_megatron.phases.handover import report_failures, sample_groups, shared_queue, sleep_engines, sync_weights
+from mugrpo_megatron.phases.handover import report_failures, sample_groups, shared_queue, sync_weights
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.scoring import EvalSection
 from mugrpo_megatron.run.cursor import Cursor
-from mugrpo_megatron.run.leader import EngineLeader, Engines
+from mugrpo_megatron.run.leader import EngineLeader, Engines, sleep_engines
 from mugrpo_megatron.run.run import Run
 from mugrpo_megatron.run.stopping import StopRequest
 from mugrpo_megatron.run.world import World

@@ -22,12 +22,11 @@ from mugrpo_megatron.phases.handover import (
     sample_groups,
     shared_queue,
     show_totals,
-    sleep_engines,
     sync_weights,
 )
 from mugrpo_megatron.recipe.functions import load_function
 from mugrpo_megatron.run.cursor import Cursor
-from mugrpo_megatron.run.leader import EngineLeader, Engines
+from mugrpo_megatron.run.leader import EngineLeader, Engines, sleep_engines
 from mugrpo_megatron.run.run import Run
 from mugrpo_megatron.run.stage_groups import group_prompt, group_samples
 from mugrpo_megatron.run.world import World

@@ -16,7 +16,7 @@ from mugrpo_megatron.errors import EngineFailure
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.run.cursor import Cursor
-from mugrpo_megatron.run.leader import EngineLeader, Engines, rendezvous, sleep_followers
+from mugrpo_megatron.run.leader import EngineLeader, Engines, rendezvous
 from mugrpo_megatron.run.run import Run
 from mugrpo_megatron.run.stopping import StopRequest
 from mugrpo_megatron.run.world import World
@@ -89,17 +89,6 @@ def _wake_weights(leader: EngineLeader) -> Engine | None:
         leader.record_failure(failure)
         return None
     return leader.engine
-
-
-def sleep_engines(world: World, engines: Engines) -> None:
-    """Put the engines to sleep; the learner stays offloaded. Collective."""
-    engines.awake = False
-    if leader := engines.leader:
-        try:
-            leader.engine.sleep()
-        except EngineFailure as failure:  # the process was ended, which frees the devices as well
-            leader.record_failure(failure)
-    sleep_followers(world, engines)
 
 
 def shared_queue(world: World, groups: Sequence[int]) -> PromptQueue:

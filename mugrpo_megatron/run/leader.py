@@ -146,11 +146,19 @@ def rendezvous(world: World, local: Engine | EngineFollowerNode | None) -> str:
     return f"the engine's processes on its nodes {', '.join(ended)} have ended" if leader.running else ""
 
 
-def sleep_followers(world: World, engines: Engines) -> None:
-    """End the follower nodes of engines that were stopped or have failed. Collective.
+def sleep_engines(world: World, engines: Engines) -> None:
+    """Put the engines to sleep, and end their follower nodes; the learner stays offloaded. Collective.
 
-    Every rank calls it once its engine sleeps; afterwards no engine holds memory of any rank's device.
+    Afterwards no engine holds memory of any rank's device. One that fails here is reported and restarted later: on a
+    GPU that other processes keep busy, SGLang unmaps the weights while it still copies their buffers
+    (`release_memory_occupation`, managers/scheduler_components/weight_updater.py).
     """
+    engines.awake = False
+    if leader := engines.leader:
+        try:
+            leader.engine.sleep()
+        except EngineFailure as failure:  # the process was ended, which frees the devices as well
+            leader.record_failure(failure)
     world.barrier()
     if engines.nodes > 1:
         if engines.follower:

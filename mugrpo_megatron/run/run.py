@@ -27,7 +27,7 @@ from mugrpo_megatron.run.checkpoints import Saver, check_stage_sealed, newest_cu
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory, open_directory, stage_origin
 from mugrpo_megatron.run.inputs import editable_after_failure, record_data
-from mugrpo_megatron.run.leader import EngineLeader, EngineRole, Engines, engine_role, rendezvous, sleep_followers
+from mugrpo_megatron.run.leader import EngineLeader, EngineRole, Engines, engine_role, rendezvous, sleep_engines
 from mugrpo_megatron.run.record import RunRecord, read_record
 from mugrpo_megatron.run.stopping import StopRequest, handle_signals
 from mugrpo_megatron.run.world import World, broadcast_failure, open_world
@@ -205,9 +205,7 @@ def start_engines(
     # The learner trains next, also at a resume inside a stage: engine and learner take turns on the device, so the
     # engine releases its memory now (SGLang's release_memory_occupation) and gets weights at the first sync.
     if finds_cuda() or recipe.engine.between_stages == "sleep":
-        if engines.leader:
-            engines.leader.engine.sleep()
-        sleep_followers(world, engines)
+        sleep_engines(world, engines)
     learner.reload()
     return engines
 

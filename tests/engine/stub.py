@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from mugrpo_megatron.engine import sglang_compat
-from mugrpo_megatron.engine.launch import WAITING
 
 
 class StubEngine:
@@ -21,7 +20,6 @@ class StubEngine:
         self.server_args = SimpleNamespace(tp_size=1)
         self.rid_to_state: dict[str, Any] = {"one": SimpleNamespace(output_ids=[])}
         self.released: list[list[str]] = []
-        self.loaders: list[str] = []
         self.answers = asyncio.Event()
         self.reason = "stop"
         self.asked: list[dict[str, Any]] = []
@@ -51,16 +49,7 @@ class StubEngine:
 def record_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let stubs note what they are told, without importing SGLang."""
 
-    async def update_weights(engine: StubEngine, serialized: list[bytes], load_format: str) -> None:
-        engine.loaders.append(load_format)
-
     async def release_memory(engine: StubEngine, tags: list[str]) -> None:
-        assert engine.loaders.pop() == WAITING, "a kernel may still use the memory"
         engine.released.append(tags)
 
-    async def nothing(engine: StubEngine) -> None: ...
-
-    for function in (update_weights, release_memory):
-        monkeypatch.setattr(sglang_compat, function.__name__, function)
-    for name in ("begin_update", "end_update"):
-        monkeypatch.setattr(sglang_compat, name, nothing)
+    monkeypatch.setattr(sglang_compat, "release_memory", release_memory)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -117,15 +116,6 @@ def test_a_sync_is_one_update_of_many_buckets(monkeypatch: pytest.MonkeyPatch) -
         group.end_update()
         group.end_update()
     assert calls == ["begin_update", "update_weights", "update_weights", "end_update"] * 2
-
-
-def test_the_device_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[str] = []
-    stub = lambda device: SimpleNamespace(synchronize=lambda: waits.append(device.type))  # noqa: E731
-    monkeypatch.setattr(torch, "get_device_module", stub)
-    package, _, function = groups.WAITING.rpartition(".")
-    getattr(importlib.import_module(package), function)(torch.nn.Linear(1, 1, device="meta"), [])
-    assert waits == ["meta"], "of the model, not the one that torch prefers"
 
 
 def test_scales_that_sglang_does_not_check_are_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

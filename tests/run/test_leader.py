@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from mugrpo_megatron.engine.nodes import NodeStatus, PeerFailure
-from mugrpo_megatron.run.leader import Engines, rendezvous, sleep_followers
+from mugrpo_megatron.errors import EngineFailure
+from mugrpo_megatron.run.leader import EngineLeader, Engines, rendezvous, sleep_engines
 
 
 class World:
@@ -83,5 +84,15 @@ def test_a_leader_that_ran_hears_which_nodes_did_not(mine: bool, said: str) -> N
 @pytest.mark.parametrize(("nodes", "barriers", "slept"), [(1, 1, 0), (2, 2, 1)])
 def test_parts_sleep_after_their_leader(nodes: int, barriers: int, slept: int) -> None:
     world, own = World(), Own(0, 1, True)
-    sleep_followers(world, Engines(None, None, own, nodes))  # type: ignore[arg-type]
+    sleep_engines(world, Engines(None, None, own, nodes))  # type: ignore[arg-type]
     assert (world.barriers, own.slept) == (barriers, slept)
+
+
+def test_an_engine_that_fails_as_it_falls_asleep_is_reported_later() -> None:
+    def sleep() -> None:
+        raise failure
+
+    world, failure = World(), EngineFailure("an illegal memory access was encountered")
+    leader = EngineLeader(None, SimpleNamespace(sleep=sleep), None, None, None)  # type: ignore[arg-type]
+    sleep_engines(world, engines := Engines(None, leader, awake=True))  # type: ignore[arg-type]
+    assert (engines.awake, leader.failure, leader.failures_in_a_row, world.barriers) == (False, failure, 1, 1)
