@@ -28,8 +28,8 @@ MAIN_PATH = (
 
 HELD = {
     "product lines (core, extras, convert)": 46_636,
-    "lines of tests": 43_593,
-    "lines of run_scripts": 4463,
+    "lines of tests": 43_596,
+    "lines of run_scripts": 4468,
     "core files": 202,
     "parameters of type Recipe": 86,
     "class names defined twice": 0,

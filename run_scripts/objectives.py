@@ -6,7 +6,6 @@ python -m run_scripts.objectives
 from __future__ import annotations
 
 import csv
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,10 +48,13 @@ Cells = Mapping[tuple[str, float], Mapping[int, Cell]]
 """(objective, rate) -> seed -> cell."""
 
 
-def read_cells(path: Path) -> dict[tuple[str, float], dict[int, Cell]]:
+def read_cells(path: Path, repeat: int = 0) -> dict[tuple[str, float], dict[int, Cell]]:
+    """The cells of a draw: `repeat` 1 has the runs whose stages were swept, which are the veto's cells once more."""
     cells: dict[tuple[str, float], dict[int, Cell]] = {}
     with path.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
+            if int(row["repeat"]) != repeat:
+                continue
             variant = row["objective.veto"], row["objective.prefix_signs"], row["objective.kl_ref"]
             name = f"`{row['objective.name']}`{VARIANTS[variant]}"
             end, nats, seconds = (float(row[key]) for key in ("after", "kl_k3_last", "seconds_update_median"))
@@ -65,13 +67,15 @@ def mean_end(cells: Iterable[Cell]) -> float:
     return fmean(cell.end for cell in cells)
 
 
+def common_seeds(cells: Cells, name: str) -> list[int]:
+    return sorted(cells[name, LOW].keys() & cells[name, HIGH].keys())
+
+
 def better_rate(cells: Cells, name: str) -> float:
-    """LOW or HIGH, by the mean end over the seeds that have both, if they are two; LOW in a tie."""
-    low, high = cells[name, LOW], cells[name, HIGH]
-    seeds = low.keys() & high.keys()
-    if len(seeds) < 2:
-        return LOW
-    return HIGH if mean_end(high[seed] for seed in seeds) > mean_end(low[seed] for seed in seeds) else LOW
+    """LOW or HIGH, by the mean end over the seeds that have both; LOW in a tie, and where one seed compares them."""
+    seeds = common_seeds(cells, name)
+    low, high = (mean_end(cells[name, rate][seed] for seed in seeds) for rate in (LOW, HIGH))
+    return HIGH if len(seeds) > 1 and high > low else LOW
 
 
 def gap(cells: Cells, name: str) -> tuple[float, float]:
@@ -92,18 +96,19 @@ def table(cells: Cells) -> str:
         "| --- | --: | --: | --: | --: | --: |",
     ]
     for name in ordered_names(cells):
-        best = cells[name, better_rate(cells, name)].values()
+        best = cells[name, better_rate(cells, name)]
         value, half = gap(cells, name)
-        against = "–" if name == VETO else f"{value:+.1f}" + ("" if math.isinf(half) else f" ± {half:.1f}")
-        nats, seconds = (f"{median(figures):.2f}" for figures in zip(*((c.nats, c.seconds) for c in best), strict=True))
-        ends = (_ends(cells[name, rate]) for rate in (LOW, HIGH))
+        against = "–" if name == VETO else f"{value:+.1f} ± {half:.1f}{_seeds(best)}"
+        figures = zip(*((cell.nats, cell.seconds) for cell in best.values()), strict=True)
+        nats, seconds = (f"{median(values):.2f}" for values in figures)
+        ends = [f"{mean_end(at.values()):.1f}{_seeds(at)}" for at in (cells[name, LOW], cells[name, HIGH])]
         lines.append(f"| {' | '.join([name, *ends, against, nats, seconds])} |")
     return "\n".join(lines)
 
 
-def _ends(cells: Mapping[int, Cell]) -> str:
-    missing = "" if len(cells) == 3 else f" ({len(cells)})"
-    return f"{mean_end(cells.values()):.1f}{missing}"
+def _seeds(cells: Mapping[int, Cell]) -> str:
+    """The number of seeds where some are missing."""
+    return "" if len(cells) == 3 else f" ({len(cells)})"
 
 
 def draw(cells: Cells, path: Path) -> Path:
