@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Collection, Mapping
+from itertools import product
 from pathlib import Path
 from statistics import fmean, median
 
@@ -122,6 +123,28 @@ def test_the_laws_formula_predicted_four_gaps() -> None:
     assert [miss <= half for miss in misses] == [True] * 4
     assert math.sqrt(fmean(miss**2 for miss in misses)) == pytest.approx(0.019, abs=5e-4)
     assert "A formula of errors and nats predicted four gaps of a second task" in README
+
+
+def sign_flip(values: list[float]) -> float:
+    """One-sided p: the share of sign patterns whose mean is as high as the values'."""
+    sums = [sum(signed) for signed in product(*((value, -value) for value in values))]
+    return fmean(total >= sum(values) - 1e-9 for total in sums)
+
+
+def test_part_seven() -> None:
+    product_minus_veto = [
+        minus(*(column(f"seven_{headroom}/cells.csv", f"stage_{veto}", 2e-5) for veto in ("product", "veto")))
+        for headroom in ("small", "large")
+    ]
+    small, large = (interval(values, "") for values in product_minus_veto)
+    chances = " and ".join(f"{sign_flip(values):.2f}" for values in product_minus_veto)
+    page = " ".join(Path(ROOT, "docs/study/part-seven.md").read_text(encoding="utf-8").split())
+    assert (
+        f"the product ends {small} points above the veto at small headroom and {large} at large (p = {chances})" in page
+    )
+    assert (
+        f"{len(rows_of('seven_small/cells.csv')) + len(rows_of('seven_large/cells.csv'))} of at least 280 cells" in page
+    )
 
 
 def real_model_ends() -> dict[str, Figures]:
