@@ -67,21 +67,17 @@ def mean_end(cells: Iterable[Cell]) -> float:
     return fmean(cell.end for cell in cells)
 
 
-def common_seeds(cells: Cells, name: str) -> list[int]:
-    return sorted(cells[name, LOW].keys() & cells[name, HIGH].keys())
-
-
 def better_rate(cells: Cells, name: str) -> float:
     """LOW or HIGH, by the mean end over the seeds that have both; LOW in a tie, and where one seed compares them."""
-    seeds = common_seeds(cells, name)
+    seeds = cells[name, LOW].keys() & cells[name, HIGH].keys()
     low, high = (mean_end(cells[name, rate][seed] for seed in seeds) for rate in (LOW, HIGH))
     return HIGH if len(seeds) > 1 and high > low else LOW
 
 
 def gap(cells: Cells, name: str) -> tuple[float, float]:
     """Points above the veto, both at their better rates, seed by seed: mean and half of its 95 % interval."""
-    own, veto = cells[name, better_rate(cells, name)], cells[VETO, better_rate(cells, VETO)]
-    interval = mean_interval([own[seed].end - veto[seed].end for seed in sorted(own)])
+    by_seed, veto = cells[name, better_rate(cells, name)], cells[VETO, better_rate(cells, VETO)]
+    interval = mean_interval([by_seed[seed].end - veto[seed].end for seed in sorted(by_seed)])
     return interval.value, interval.high - interval.value
 
 
@@ -101,7 +97,9 @@ def table(cells: Cells) -> str:
         against = "–" if name == VETO else f"{value:+.1f} ± {half:.1f}{_seeds(best)}"
         figures = zip(*((cell.nats, cell.seconds) for cell in best.values()), strict=True)
         nats, seconds = (f"{median(values):.2f}" for values in figures)
-        ends = [f"{mean_end(at.values()):.1f}{_seeds(at)}" for at in (cells[name, LOW], cells[name, HIGH])]
+        ends = [
+            f"{mean_end(by_seed.values()):.1f}{_seeds(by_seed)}" for by_seed in (cells[name, LOW], cells[name, HIGH])
+        ]
         lines.append(f"| {' | '.join([name, *ends, against, nats, seconds])} |")
     return "\n".join(lines)
 
