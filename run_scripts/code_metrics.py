@@ -28,7 +28,7 @@ MAIN_PATH = (
 
 HELD = {
     "product lines (core, extras, convert)": 46_636,
-    "lines of tests": 43_619,
+    "lines of tests": 43_631,
     "lines of run_scripts": 4466,
     "core files": 202,
     "parameters of type Recipe": 86,

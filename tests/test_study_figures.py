@@ -139,12 +139,24 @@ def test_part_seven() -> None:
     small, large = (interval(values, "") for values in product_minus_veto)
     chances = " and ".join(f"{sign_flip(values):.2f}" for values in product_minus_veto)
     page = " ".join(Path(ROOT, "docs/study/part-seven.md").read_text(encoding="utf-8").split())
-    assert (
-        f"the product ends {small} points above the veto at small headroom and {large} at large (p = {chances})" in page
-    )
-    assert (
-        f"{len(rows_of('seven_small/cells.csv')) + len(rows_of('seven_large/cells.csv'))} of at least 280 cells" in page
-    )
+    tuned = [
+        [100 * fmean(tuning_ends(f"seven_{headroom}/cells.csv", "grpo", rate).values()) for rate in rates]
+        for headroom, rates in (("small", (2e-5, 4e-5, 8e-5)), ("large", (4e-5, 8e-5, 1.6e-4)))
+    ]
+    cells = len(rows_of("seven_small/cells.csv")) + len(rows_of("seven_large/cells.csv"))
+    for sentence in (
+        f"{cells} of at least 280 cells",
+        f"the product ends {small} points above the veto at small headroom and {large} at large (p = {chances})",
+        "({:.1f}, {:.1f} and {:.1f} % at 2, 4 and 8·10⁻⁵)".format(*tuned[0]),
+        "({:.1f}, {:.1f}, {:.1f} at 4, 8, 16·10⁻⁵)".format(*tuned[1]),
+    ):
+        assert sentence in page
+
+
+def tuning_ends(name: str, method: str, rate: float) -> Figures:
+    """Ends of a method's tuning cells by seed."""
+    rows = [row for row in rows_of(name) if (row["method"], float(row["rate"])) == (method, rate)]
+    return {int(row["seed"]): float(row["after"]) for row in rows if int(row["seed"]) >= 100}
 
 
 def real_model_ends() -> dict[str, Figures]:

@@ -149,9 +149,9 @@ def rendezvous(world: World, local: Engine | EngineFollowerNode | None) -> str:
 def sleep_engines(world: World, engines: Engines) -> None:
     """Put the engines to sleep, and end their follower nodes; the learner stays offloaded. Collective.
 
-    Afterwards no engine holds memory of any rank's device. One that fails here is reported and restarted later: on a
-    GPU that other processes keep busy, SGLang unmaps the weights while it still copies their buffers
-    (`release_memory_occupation`, managers/scheduler_components/weight_updater.py).
+    Afterwards no engine holds memory of any rank's device. One that fails here is reported and restarted later: it
+    happens on a GPU that other processes keep busy, since SGLang unmaps the weights without waiting for the copies of
+    their buffers (`release_memory_occupation`, managers/scheduler_components/weight_updater.py).
     """
     engines.awake = False
     if leader := engines.leader:
