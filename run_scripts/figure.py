@@ -17,7 +17,7 @@ from mugrpo_megatron.observe.progress import duration
 from mugrpo_megatron.observe.results import interval_in, measure_in, sets_in, value_in
 from mugrpo_megatron.observe.rundata import RunData, read_run
 from mugrpo_megatron.report.drawing import Drawing, draw
-from run_scripts.svg import LIGHT, write_svg
+from run_scripts.svg import LIGHT, plain_axes, write_svg
 
 LANES = {"generate": LIGHT["blue"], "optimize": LIGHT["green"]}
 """Phases that the picture shows, with their colours."""
@@ -62,7 +62,7 @@ def _curves(axes: Axes, run: RunData) -> None:
     # Beside the title, because curves end in every corner.
     style = {"labelcolor": LIGHT["ink"], "fontsize": 9, "columnspacing": 1.2, "handlelength": 1.4, "handletextpad": 0.5}
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False, **style)
-    _plain(axes)
+    plain_axes(axes)
 
 
 def _called(axes: Axes, run: RunData) -> None:
@@ -108,7 +108,7 @@ def _lanes(axes: Axes, drawing: Drawing) -> None:
         FuncFormatter(lambda seconds, _: f"{seconds:g} s" if seconds < 60 else duration(seconds))
     )
     axes.set_xlabel("wall-clock", color=LIGHT["soft"], fontsize=10, loc="right")
-    _plain(axes)
+    plain_axes(axes)
     axes.grid(visible=False)
 
 
@@ -125,16 +125,6 @@ def _title(axes: Axes, run: RunData) -> None:
     stages = schedule.get("stages")
     title = f"{name}: {stages} stage{'s' * (stages != 1)} of {schedule.get('updates_per_stage')} updates"
     axes.set_title(title, loc="left", color=LIGHT["ink"], fontsize=12.5, fontweight="bold", pad=10)
-
-
-def _plain(axes: Axes) -> None:
-    axes.set_facecolor(LIGHT["paper"])
-    axes.grid(axis="y", color=LIGHT["line"], linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=LIGHT["soft"], length=0, labelsize=10)
-    for side in ("top", "left", "right", "bottom"):
-        axes.spines[side].set_visible(side == "bottom")
-        axes.spines[side].set_color(LIGHT["line"])
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from mugrpo_megatron.evaluation.estimators import mean_interval
-from run_scripts.svg import LIGHT, write_svg
+from run_scripts.svg import LIGHT, plain_axes, write_svg
 
 STUDY = Path(__file__).parents[1] / "docs/study"
 PAGE, CELLS, PICTURE = STUDY / "objectives.md", STUDY / "objectives/real.csv", STUDY / "objectives/real.svg"
@@ -125,13 +125,8 @@ def draw(cells: Cells, path: Path) -> Path:
     axes.set_yticks(range(len(names)), [name.replace("`", "") for name in names])
     axes.set_ylim(-0.7, len(names) - 0.3)
     axes.set_xlabel("points above mu-GRPO with the veto on the same seed's stage; diamonds: means", color=LIGHT["soft"])
-    axes.tick_params(colors=LIGHT["ink"], length=0)
+    plain_axes(axes)
     axes.legend(loc="upper left", frameon=False, labelcolor=LIGHT["ink"])
-    for side, spine in axes.spines.items():
-        spine.set_visible(side == "bottom")
-        spine.set_color(LIGHT["line"])
-    axes.grid(axis="y", color=LIGHT["line"], linewidth=0.6)
-    axes.set_axisbelow(True)
     return write_svg(figure, path)
 
 

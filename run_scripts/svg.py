@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
 from matplotlib import rc_context
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 COLORS = {
@@ -38,6 +39,17 @@ _COLOR = re.compile(r"#[0-9a-f]{6}\b")
 _REFERENCE = re.compile(r"#([\w.]+)")
 _ATTRIBUTES = ("id", "class", "href", "clip-path", "transform", "x", "y", "width", "height", "d")
 _DEFAULTS = ("text-anchor: start", "font-weight: 400", "stroke-dashoffset: 0")
+
+
+def plain_axes(axes: Axes) -> None:
+    """Horizontal lines behind the data, and no frame but the line below."""
+    axes.set_facecolor(LIGHT["paper"])
+    axes.grid(axis="y", color=LIGHT["line"], linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=LIGHT["soft"], length=0, labelsize=10)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side == "bottom")
+        spine.set_color(LIGHT["line"])
 
 
 def write_svg(figure: Figure, path: Path) -> Path:

@@ -26,11 +26,15 @@ def rows_of(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def column(name: str, method: str, rate: float, key: str = "after", drawn_again: Collection[int] = ()) -> Figures:
-    """A figure of a method's cells; tuning seeds are left out. Seeds in `drawn_again` take their second draw."""
+def column(
+    name: str, method: str, rate: float, key: str = "after", drawn_again: Collection[int] = (), tuning: bool = False
+) -> Figures:
+    """A figure of a method's cells, of tuning seeds or the others. Seeds in `drawn_again` take their second draw."""
     rows = [row for row in rows_of(name) if (row["method"], float(row["rate"])) == (method, rate)]
     draws = {(int(row["seed"]), int(row["repeat"])): float(row[key]) for row in rows}
-    return {seed: draws[seed, draw] for seed, draw in draws if seed < 100 and draw == (seed in drawn_again)}
+    return {
+        seed: draws[seed, draw] for seed, draw in draws if (seed >= 100) == tuning and draw == (seed in drawn_again)
+    }
 
 
 def minus(left: Figures, right: Figures) -> list[float]:
@@ -140,7 +144,7 @@ def test_part_seven() -> None:
     chances = " and ".join(f"{sign_flip(values):.2f}" for values in product_minus_veto)
     page = " ".join(Path(ROOT, "docs/study/part-seven.md").read_text(encoding="utf-8").split())
     tuned = [
-        [100 * fmean(tuning_ends(f"seven_{headroom}/cells.csv", "grpo", rate).values()) for rate in rates]
+        [100 * fmean(column(f"seven_{headroom}/cells.csv", "grpo", rate, tuning=True).values()) for rate in rates]
         for headroom, rates in (("small", (2e-5, 4e-5, 8e-5)), ("large", (4e-5, 8e-5, 1.6e-4)))
     ]
     cells = len(rows_of("seven_small/cells.csv")) + len(rows_of("seven_large/cells.csv"))
@@ -151,12 +155,6 @@ def test_part_seven() -> None:
         "({:.1f}, {:.1f}, {:.1f} at 4, 8, 16·10⁻⁵)".format(*tuned[1]),
     ):
         assert sentence in page
-
-
-def tuning_ends(name: str, method: str, rate: float) -> Figures:
-    """Ends of a method's tuning cells by seed."""
-    rows = [row for row in rows_of(name) if (row["method"], float(row["rate"])) == (method, rate)]
-    return {int(row["seed"]): float(row["after"]) for row in rows if int(row["seed"]) >= 100}
 
 
 def real_model_ends() -> dict[str, Figures]:
