@@ -21,27 +21,28 @@ from tests.tiny import COIN, mugrpo, save_model, take_stages, weights, write_rec
 
 pytestmark = pytest.mark.process
 
-UPDATES, PROMPTS = 12, 96
-"""Stages of 4,608 responses: a shard is committed while they are generated."""
+UPDATES, PROMPTS = 12, 128
+"""Stages of 6,144 responses: the first shard, of 4,096, is committed well before the last response."""
 
 Rows = list[dict[str, object]]
-Moment = Callable[[Path, Rows], bool]
 
-MOMENTS: dict[str, Moment] = {
-    "start": lambda run_dir, rows: True,
-    "sync": lambda run_dir, rows: any(row.get("phase") == "start" for row in rows),
-    "generate": lambda run_dir, rows: any(row.get("phase") == "sync" for row in rows),
-    "shard": lambda run_dir, rows: any(run_dir.glob("stages/*/.shard-*.partial")),
-    "score": lambda run_dir, rows: any(row.get("phase") == "generate" for row in rows),
-    "seal": lambda run_dir, rows: any(run_dir.glob("stages/*/.stage.parquet.*.partial")),
-    "proximal": lambda run_dir, rows: any(run_dir.glob("proximal/.*.partial")),
-    "optimize": lambda run_dir, rows: any(row["kind"] == "update" for row in rows),
-    "save": lambda run_dir, rows: any(run_dir.glob("checkpoints/.*.partial")),
-    "published": lambda run_dir, rows: any(row.get("phase") == "save" for row in rows),
+LOGGED: dict[str, Callable[[Rows], bool]] = {
+    "start": lambda rows: True,
+    "sync": lambda rows: any(row.get("phase") == "start" for row in rows),
+    "generate": lambda rows: any(row.get("phase") == "sync" for row in rows),
+    "score": lambda rows: any(row.get("phase") == "generate" for row in rows),
+    "optimize": lambda rows: any(row["kind"] == "update" for row in rows),
+    "published": lambda rows: any(row.get("phase") == "save" for row in rows),
 }
-"""What to wait for in the run directory and in the rows that this process logged; a random moment later it dies."""
-FINISHED = {"seal": "stages/*/stage.parquet", "proximal": "proximal/*.parquet", "save": "checkpoints/stage*"}
-"""Files that show that a moment has just passed: on a fast machine a temporary comes and goes between two looks."""
+"""Moments that the rows of this process show; a random time later it dies."""
+WRITTEN = {
+    "shard": ("stages/*/.shard-*.partial", "stages/*/shard-*.parquet"),
+    "seal": ("stages/*/.stage.parquet.*.partial", "stages/*/stage.parquet"),
+    "proximal": ("proximal/.*.partial", "proximal/*.parquet"),
+    "save": ("checkpoints/.*.partial", "checkpoints/stage*"),
+}
+"""Moments that a new file shows: a temporary one or, since that comes and goes between two looks, the finished one."""
+MOMENTS = (*LOGGED, *WRITTEN)
 
 
 def contents(run_dir: Path) -> dict[tuple[str, int], str]:
@@ -67,23 +68,28 @@ def digests(table: pa.Table) -> Iterator[tuple[int, str]]:
 
 
 def kill_at(name: str, delay_s: float, recipe: Path, run_dir: Path) -> bool:
-    """Start the run and kill all of its processes `delay_s` after the moment; whether it was still alive then."""
+    """Start the run and kill all of its processes `delay_s` after the moment; False if it was done before."""
     log = run_dir / "metrics.jsonl"
     before = len(read_rows(log)) if log.exists() else 0
-    moment, pattern = MOMENTS[name], FINISHED.get(name, "none")
-    earlier = set(run_dir.glob(pattern))
+    earlier = files_of(name, run_dir)
     due: float | None = None
     with started("train", recipe, real_engine=True) as command:
         while due is None or time.monotonic() < due:
-            if command.wait(0.005) is not None:
+            if (code := command.wait(0.005)) is not None:
+                assert code == 0, command.said
                 return False
             rows = read_rows(log)[before:] if log.exists() else []
-            if due is None and (moment(run_dir, rows) or set(run_dir.glob(pattern)) - earlier):
+            logged = name in LOGGED and LOGGED[name](rows)
+            if due is None and (logged or files_of(name, run_dir) - earlier):
                 due = time.monotonic() + delay_s
         family = command.family  # the whole job is killed as the block ends: nobody is left who could tidy up
     _, alive = psutil.wait_procs(family, timeout=600)
     assert alive == []
     return True
+
+
+def files_of(name: str, run_dir: Path) -> set[Path]:
+    return {path for pattern in WRITTEN.get(name, ()) for path in run_dir.glob(pattern)}
 
 
 def killed_again_and_again(folder: Path, kills: list[str], stages: int, seed: int) -> dict[str, int]:
