@@ -81,10 +81,9 @@ def fitted(model: str, method: str) -> Hours:
 def hours_row(model: str, method: str) -> str:
     """docs/plan.md's row of a run as shipped."""
     paper, plan = published(model, method), planned(model, method)
-    ratio = plan.over(paper)
     return (
-        f"| {model} | {METHODS[method]} | {paper.rollout:.1f} | {plan.rollout:.1f} | {ratio.rollout:.2f} "
-        f"| {paper.total:.1f} | {plan.total:.1f} | {ratio.total:.2f} |"
+        f"| {model} | {METHODS[method]} | {paper.rollout:.1f} | {plan.rollout:.1f} "
+        f"| {paper.total:.1f} | {plan.total:.1f} |"
     )
 
 
