@@ -28,8 +28,8 @@ MAIN_PATH = (
 
 HELD = {
     "product lines (core, extras, convert)": 46_636,
-    "lines of tests": 43_629,
-    "lines of run_scripts": 4463,
+    "lines of tests": 43_671,
+    "lines of run_scripts": 4500,
     "core files": 202,
     "parameters of type Recipe": 86,
     "class names defined twice": 0,

@@ -21,7 +21,7 @@ def cells(page: str, *words: str) -> list[str]:
 
 
 def test_the_hours_and_the_memory_of_7b_are_the_plans() -> None:
-    hours = {name: float(cells(PLAN, "qwen2.5-math-7b", name)[6]) for name in ("mu-GRPO", "GRPO, µ=4")}
+    hours = {name: float(cells(PLAN, "qwen2.5-math-7b", name)[5]) for name in ("mu-GRPO", "GRPO, µ=4")}
     _, _, _, engine, host, _, checkpoint, kept = cells(PLAN, "qwen2.5-math-7b", "DP4")
     assert f"{hours['mu-GRPO']:.0f} hours, {engine} of 139 GiB per GPU, {host} GiB of host memory" in README
     assert f"GRPO's schedule is planned at {hours['GRPO, µ=4']:.0f} hours" in README

@@ -2,7 +2,6 @@
 
     python -m run_scripts.bench.loss_path                      # CPU: 8,192 x 512 x 32,000 float32
     python -m run_scripts.bench.loss_path --device cuda        # CUDA: 16,384 x 3,584 x 152,064 bfloat16
-    python -m run_scripts.bench.loss_path --sweep              # CPU: peak memory over tokens and vocabulary
 
 Each implementation runs in its own process, from hidden states and output weight to loss, d hidden and d weight. Memory
 is the peak minus that with inputs and weights ready: resident set on CPU, allocator on CUDA. `floor` is only the three
@@ -19,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -83,13 +82,8 @@ def _peak(device: str) -> int:
 
 def run_alone(way: str, shape: Shape, repeats: int, threads: int) -> Result | str:
     """`measure` in a new process; the last line of its errors if it fails."""
-    command = [
-        sys.executable,
-        "-m",
-        "run_scripts.bench.loss_path",
-        "--one",
-        json.dumps([way, asdict(shape), repeats, threads]),
-    ]
+    arguments = json.dumps([way, asdict(shape), repeats, threads])
+    command = [sys.executable, "-m", "run_scripts.bench.loss_path", "--one", arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         return done.stderr.strip().splitlines()[-1]
@@ -116,16 +110,6 @@ def compare(ways: list[str], shape: Shape, repeats: int, threads: int) -> None:
         print(f"floor: {flops / statistics.median(first.seconds) / 1e12:.2f} TFLOP/s")
 
 
-def sweep(shape: Shape, threads: int) -> None:
-    """Peak memory of the fused and the materialised path as tokens and vocabulary grow; weight gradient included."""
-    print(f"{'tokens':>8} {'vocab':>8} {'fused MiB':>10} {'materialised MiB':>17}")
-    for tokens, vocab in ((2048, 16000), (4096, 16000), (8192, 16000), (8192, 32000), (8192, 64000)):
-        cut = replace(shape, tokens=tokens, vocab=vocab)
-        found = [run_alone(way, cut, 1, threads) for way in ("fused", "materialised")]
-        peaks = [f"{one.peak_mib:.0f}" if isinstance(one, Result) else one for one in found]
-        print(f"{tokens:8} {vocab:8} {peaks[0]:>10} {peaks[1]:>17}", flush=True)
-
-
 def describe(shape: Shape, threads: int) -> None:
     """Print machine, versions and sizes."""
     about = machine.describe(sys.argv)
@@ -146,7 +130,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--ways", nargs="*", default=[way for way in WAYS if find_spec(NEEDS.get(way, "torch"))])
-    parser.add_argument("--sweep", action="store_true", help="peak memory over tokens and vocabulary instead")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
@@ -166,10 +149,7 @@ def main() -> None:
         given.chunk or chunk,
     )
     describe(shape, given.threads)
-    if given.sweep:
-        sweep(shape, given.threads)
-    else:
-        compare(given.ways, shape, given.repeats, given.threads)
+    compare(given.ways, shape, given.repeats, given.threads)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,84 @@
+"""Part seven of the study: the table and the picture of docs/study/part-seven.md, from its cells.
+
+python -m run_scripts.part_seven
+"""
+
+from __future__ import annotations
+
+import csv
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+
+from run_scripts.study import STUDY, interval, plot_gaps, two_panels, with_table
+from run_scripts.svg import write_svg
+
+PAGE, PICTURE = STUDY / "part-seven.md", STUDY / "seven.svg"
+TUNING = range(100, 104)
+WAYS = {
+    "grpo": "GRPO, µ=4",
+    "stage_veto": "1 stage, veto",
+    "stage_product": "1 stage, product",
+    "four_product": "4 stages, product",
+}
+
+Rows = Sequence[Mapping[str, str]]
+"""The cells of a headroom."""
+
+
+def read_cells(headroom: str) -> list[dict[str, str]]:
+    with (STUDY / f"seven_{headroom}/cells.csv").open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def tuned_rate(rows: Rows, way: str) -> float:
+    """The rate of the highest mean end over the tuning seeds; the lower one in a tie."""
+    ends = defaultdict(list)
+    for row in rows:
+        if row["method"] == way and int(row["seed"]) in TUNING:
+            ends[float(row["rate"])].append(float(row["after"]))
+    return min(ends, key=lambda rate: (-fmean(ends[rate]), rate))
+
+
+def figures(rows: Rows, way: str, key: str) -> dict[int, float]:
+    """Seed -> a figure of the way's cells at its tuned rate, tuning seeds left out."""
+    own = [row for row in rows if (row["method"], float(row["rate"])) == (way, tuned_rate(rows, way))]
+    return {int(row["seed"]): float(row[key]) for row in own if int(row["seed"]) not in TUNING}
+
+
+def gaps(rows: Rows, way: str) -> list[float]:
+    """Points above GRPO, seed by seed."""
+    ends, grpo = (figures(rows, name, "after") for name in (way, "grpo"))
+    return [100 * (ends[seed] - grpo[seed]) for seed in sorted(ends)]
+
+
+def table(cells: Mapping[str, Rows]) -> str:
+    lines = [
+        "| Headroom | Way | Rate, 10⁻⁵ | Start, % | End, % | Points to GRPO | Nats a stage |",
+        "| --- | --- | --: | --: | --: | --: | --: |",
+    ]
+    for (headroom, rows), (way, name) in product(cells.items(), WAYS.items()):
+        start, end, nats = (fmean(figures(rows, way, key).values()) for key in ("before", "after", "nats"))
+        against = "–" if way == "grpo" else interval(gaps(rows, way))
+        ends = f"{100 * start:.1f} | {100 * end:.1f} | {against} | {nats:.2g}"
+        lines.append(f"| {headroom} | {name} | {1e5 * tuned_rate(rows, way):g} | {ends} |")
+    return "\n".join(lines)
+
+
+def draw(cells: Mapping[str, Rows], path: Path) -> Path:
+    """Every end against GRPO's of its seed, a panel for each headroom."""
+    stale = [way for way in WAYS if way != "grpo"]
+    titles = [f"{headroom} headroom" for headroom in cells]
+    label = "points above GRPO on the same seed; diamonds: means"
+    figure, panels = two_panels([WAYS[way] for way in stale], titles, label, 2.4)
+    for axes, rows in zip(panels, cells.values(), strict=True):
+        plot_gaps(axes, [gaps(rows, way) for way in stale], "blue")
+    return write_svg(figure, path)
+
+
+if __name__ == "__main__":
+    cells = {headroom: read_cells(headroom) for headroom in ("small", "large")}
+    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), table(cells)), encoding="utf-8")
+    print(f"{PAGE}, {draw(cells, PICTURE)}")

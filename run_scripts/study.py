@@ -1,0 +1,52 @@
+"""What the study's pages share: their table, the text of an interval, and a picture of gaps seed by seed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from mugrpo_megatron.evaluation.estimators import mean_interval
+from run_scripts.svg import LIGHT, plain_axes
+
+STUDY = Path(__file__).parents[1] / "docs/study"
+
+
+def with_table(page: str, text: str) -> str:
+    """The page with its table replaced."""
+    lines = page.split("\n")
+    rows = [number for number, line in enumerate(lines) if line.startswith("| ")]
+    return "\n".join([*lines[: rows[0]], text, *lines[rows[-1] + 1 :]])
+
+
+def interval(values: Sequence[float], sign: str = "+") -> str:
+    """Mean with half of its 95 % interval, Student's t."""
+    mean = mean_interval(values)
+    return f"{mean.value:{sign}.1f} ± {mean.high - mean.value:.1f}"
+
+
+def two_panels(rows: Sequence[str], titles: Sequence[str], label: str, height: float) -> tuple[Figure, Sequence[Axes]]:
+    """A figure of two panels that share rows with these names, the first on top."""
+    figure = Figure(figsize=(9.6, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, 2, sharey=True)
+    panels[0].set_yticks(range(len(rows)), rows)
+    panels[0].set_ylim(len(rows) - 0.3, -0.7)
+    for axes, title in zip(panels, titles, strict=True):
+        plain_axes(axes)
+        axes.axvline(0, color=LIGHT["soft"], linewidth=1)
+        axes.set_title(title, loc="left", color=LIGHT["ink"], fontsize=11)
+        axes.set_xlabel(label, color=LIGHT["soft"])
+    return figure, panels
+
+
+def plot_gaps(axes: Axes, rows: Sequence[Sequence[float]], color: str, shift: float = 0.0, label: str = "") -> None:
+    """A point for each seed and a diamond at the mean, row by row, `shift` rows lower."""
+    for row, gaps in enumerate(rows):
+        axes.plot(gaps, [row + shift] * len(gaps), ".", color=LIGHT[color], alpha=0.5, markersize=5)
+    lines = [row + shift for row in range(len(rows))]
+    axes.plot(list(map(fmean, rows)), lines, "D", color=LIGHT[color], markersize=5, label=label)
