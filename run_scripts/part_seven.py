@@ -44,7 +44,8 @@ def tuned_rate(rows: Rows, way: str) -> float:
 
 def figures(rows: Rows, way: str, key: str) -> dict[int, float]:
     """Seed -> a figure of the way's cells at its tuned rate, tuning seeds left out."""
-    own = [row for row in rows if (row["method"], float(row["rate"])) == (way, tuned_rate(rows, way))]
+    rate = tuned_rate(rows, way)
+    own = [row for row in rows if (row["method"], float(row["rate"])) == (way, rate)]
     return {int(row["seed"]): float(row[key]) for row in own if int(row["seed"]) not in TUNING}
 
 
@@ -70,9 +71,8 @@ def table(cells: Mapping[str, Rows]) -> str:
 def draw(cells: Mapping[str, Rows], path: Path) -> Path:
     """Every end against GRPO's of its seed, a panel for each headroom."""
     stale = [way for way in WAYS if way != "grpo"]
-    titles = [f"{headroom} headroom" for headroom in cells]
     label = "points above GRPO on the same seed; diamonds: means"
-    figure, panels = two_panels([WAYS[way] for way in stale], titles, label, 2.4)
+    figure, panels = two_panels([WAYS[way] for way in stale], [f"{name} headroom" for name in cells], label, 2.4)
     for axes, rows in zip(panels, cells.values(), strict=True):
         plot_gaps(axes, [gaps(rows, way) for way in stale], "blue")
     return write_svg(figure, path)

@@ -17,6 +17,8 @@ from run_scripts.study import interval, with_table
 from tests.checkout import ROOT
 
 README = " ".join(Path(ROOT, "README.md").read_text(encoding="utf-8").split())
+PART_SIX = " ".join(Path(ROOT, "docs/study/part-six.md").read_text(encoding="utf-8").split())
+WAYS_OF_SIX = (("six_small", "stage"), ("six_large", "rule"), ("six_large", "eight"))
 Figures = Mapping[int, float]
 """Seed -> a figure."""
 
@@ -75,12 +77,13 @@ def six(headroom: str, method: str, key: str = "after") -> Figures:
 
 
 def test_part_six() -> None:
-    cells = (("six_small", "stage"), ("six_large", "eight"), ("six_large", "rule"))
-    seconds = [
-        [fmean(six(grid, method, "rollout_seconds").values()) for method in (name, "grpo")] for grid, name in cells
-    ]
-    saved = [100 * (1 - own / grpo) for own, grpo in seconds]
-    assert f"{fmean(six('six_large', 'rule', 'stages').values()):.1f} that `schedule.max_kl = 0.5` ended" in README
+    for grid, way in WAYS_OF_SIX:
+        _, _, gap, _, phases, *_ = PART_SIX.partition(f"| `{way}` | 2·10⁻⁵ |")[2].split(" | ")
+        assert gap == interval(minus(six(grid, way), six(grid, "grpo")))
+        assert phases == f"{round(fmean(six(grid, way, 'stages').values()), 1):g}"
+    cells = (*WAYS_OF_SIX, ("six_small", "grpo"), ("six_large", "grpo"))
+    seconds = {cell: fmean(six(*cell, "rollout_seconds").values()) for cell in cells}
+    saved = [100 * (1 - seconds[grid, way] / seconds[grid, "grpo"]) for grid, way in WAYS_OF_SIX]
     assert f"Generation took {min(saved):.0f} to {max(saved):.0f} % less time" in README
 
 
@@ -124,8 +127,7 @@ def sign_flip(values: list[float]) -> float:
 
 def seven(headroom: str, way: str) -> Figures:
     """Ends of part seven at the way's tuned rate."""
-    grpo = {"small": 4e-5, "large": 8e-5}[headroom]
-    rate = {"grpo": grpo, "four_product": 4e-5, "stage_product": 2e-5, "stage_veto": 2e-5}[way]
+    rate = {"grpo": {"small": 4e-5, "large": 8e-5}[headroom], "four_product": 4e-5}.get(way, 2e-5)
     return column(f"seven_{headroom}/cells.csv", way, rate)
 
 
@@ -146,12 +148,9 @@ def test_part_seven(tmp_path: Path) -> None:
     four = minus(seven("small", "four_product"), seven("small", "grpo"))
     left, lost = (minus(seven("large", "grpo"), seven("large", way)) for way in ("four_product", "stage_veto"))
     spared = [half / 2 - rest for half, rest in zip(lost, left, strict=True)]
-    nine = [sign_flip(values) for values in product_minus_veto]
-    chances = holm([max(nine), sign_flip([points + 1 for points in four]), sign_flip(spared)])
+    chances = holm([max(map(sign_flip, product_minus_veto)), sign_flip([gap + 1 for gap in four]), sign_flip(spared)])
     small, large = (interval(values, "") for values in product_minus_veto)
-    more = [
-        interval(minus(seven(headroom, "four_product"), seven(headroom, "stage_product")), "") for headroom in cells
-    ]
+    more = [interval(minus(seven(size, "four_product"), seven(size, "stage_product")), "") for size in cells]
     tuned = [
         [100 * fmean(column(f"seven_{headroom}/cells.csv", "grpo", rate, tuning=True).values()) for rate in rates]
         for headroom, rates in (("small", (2e-5, 4e-5, 8e-5)), ("large", (4e-5, 8e-5, 1.6e-4)))
@@ -170,18 +169,18 @@ def test_part_seven(tmp_path: Path) -> None:
 
 
 def test_part_six_against_the_rate_of_part_seven() -> None:
-    ways = (("six_small", "stage"), ("six_large", "rule"), ("six_large", "eight"))
-    below = [minus(seven(grid.removeprefix("six_"), "grpo"), six(grid, way)) for grid, way in ways]
+    below = [minus(seven(grid.removeprefix("six_"), "grpo"), six(grid, way)) for grid, way in WAYS_OF_SIX]
     stage, rule, eight = (interval(values, "") for values in below)
-    corrected = f"are `stage` by {stage} points, `rule` by {rule} and `eight` by {eight}: 6 and 7 are not shown"
-    assert corrected in " ".join(Path(ROOT, "docs/study/part-six.md").read_text(encoding="utf-8").split())
+    assert f"are `stage` by {stage} points, `rule` by {rule} and `eight` by {eight}: 6 and 7 are not shown" in PART_SIX
     assert [round(sign_flip([1 - points for points in values]), 3) for values in below] == [1.0] * 3
-    start, low = (100 * fmean(six(grid, "grpo", "before").values()) for grid in ("six_small", "six_large"))
+    start, low, _ = (100 * fmean(six(*cell, "before").values()) for cell in WAYS_OF_SIX)
+    phases = fmean(six("six_large", "rule", "stages").values())
     four = [interval(minus(seven(size, "grpo"), seven(size, "four_product")), "") for size in ("small", "large")]
     more = [interval(minus(seven(h, "stage_product"), seven(h, "stage_veto")), "") for h in ("small", "large")]
     for sentence in (
         f"Over 8 seeds, from {start:.0f} % sampled accuracy, one stage of 256 updates ended {stage} points below",
-        f"from {low:.0f} %, 8 equal stages ended {eight} below, and 4.5 that `schedule.max_kl = 0.5` ended {rule}.",
+        f"from {low:.0f} %, 8 equal stages ended {eight} below, and {phases:.1f} that `schedule.max_kl = 0.5`",
+        f"`schedule.max_kl = 0.5` ended {rule}. Generation took",
         f"it ended {more[0]} and {more[1]} points above the veto, on four {four[0]} and {four[1]} below GRPO",
     ):
         assert sentence in README
