@@ -205,7 +205,7 @@ def test_the_right_answer_is_paid(bait: Bait) -> None:
 
 @pytest.mark.parametrize("mode", ["namespaces", "limits"])
 def test_a_program_finds_the_standard_library_and_no_package(mode: Mode) -> None:
-    """Whatever this machine's interpreter has: numpy, or nothing at all."""
+    """Whatever this machine's interpreter has: numpy, or nothing at all; and whatever files the judge has open."""
     look = (
         "import contextlib, glob, importlib.metadata, pkgutil, sys\n"
         "print([one.name for one in importlib.metadata.distributions()])\n"
@@ -217,7 +217,10 @@ def test_a_program_finds_the_standard_library_and_no_package(mode: Mode) -> None
         "try: import numpy\n"
         "except ModuleNotFoundError: exit(3)\n"
     )
-    outcome = run_program(look, "", Limits(mode))
+    with ExitStack() as opened:
+        for _ in range(64):
+            opened.enter_context(open(os.devnull, "rb"))
+        outcome = run_program(look, "", Limits(mode))
     packages, others, files = outcome.output.decode().splitlines()
     assert (packages, files, outcome.code) == ("[]", "[]", 3), outcome
     assert set(literal_eval(others)) <= {"__phello__", "test"}

@@ -151,12 +151,12 @@ def _become(
     if apart:
         _enter_root(files, limits)
     os.chdir("/tmp" if apart else "/")
-    set_limits(limits, alone)
     kernel.give_up_rights(user, NOBODY)
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user clears it
     if not apart and kernel.landlock_version():
         libraries, folders = _libraries_alone()
         kernel.see_only([*libraries, PYTHON, *files, *(f"/dev/{name}" for name in _DEVICES)], folders)
+    set_limits(limits, alone)  # the worker's files, open until the program is executed, may be more than its limit
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     if calls.available():
         calls.refuse_calls()
