@@ -186,18 +186,18 @@ def test_part_six_against_the_rate_of_part_seven() -> None:
         assert sentence in README
 
 
-def real_model_ends() -> dict[str, Figures]:
-    """Way -> ends by seed; the tuning seed is left out."""
+def real_model() -> dict[str, list[dict[str, str]]]:
+    """Way -> cells; the tuning seed is left out."""
     rows = [row for row in rows_of("real_model.csv") if int(row["seed"]) < 100]
-    return {way: {int(r["seed"]): float(r["end"]) for r in rows if r["way"] == way} for way in {r["way"] for r in rows}}
+    return {way: [row for row in rows if row["way"] == way] for way in {row["way"] for row in rows}}
 
 
 def test_the_table_of_the_real_model() -> None:
     section = (
         Path(ROOT, "docs/study.md").read_text(encoding="utf-8").split("\n## On a real model\n")[1].split("\n## ")[0]
     )
-    rows = [row for row in rows_of("real_model.csv") if int(row["seed"]) < 100]
-    ends = real_model_ends()
+    cells = real_model()
+    ends = {way: {int(row["seed"]): float(row["end"]) for row in own} for way, own in cells.items()}
     ways = {
         "GRPO, µ=4": "grpo",
         **{f"{n} stages, {veto}": f"{n}-{veto}" for n in (4, 8) for veto in ("veto", "prefix")},
@@ -205,11 +205,10 @@ def test_the_table_of_the_real_model() -> None:
     for title, way in ways.items():
         [line] = [line for line in section.splitlines() if line.startswith(f"| {title} |")]
         shown, gap, _, nats, seconds = (cell.strip() for cell in line.strip("|").split("|")[1:])
-        own = [row for row in rows if row["way"] == way]
         assert shown == ", ".join(f"{100 * ends[way][seed]:.1f}" for seed in (0, 1, 2))
         assert gap == ("–" if way == "grpo" else interval(minus(ends[way], ends["grpo"])))
-        assert nats == f"{fmean(float(row['nats_a_stage']) for row in own):.2f}"
-        phases = [median(float(row[f"s_{phase}"]) for row in own) for phase in ("sync", "generate", "optimize")]
+        assert nats == f"{fmean(float(row['nats_a_stage']) for row in cells[way]):.2f}"
+        phases = [median(float(row[f"s_{phase}"]) for row in cells[way]) for phase in ("sync", "generate", "optimize")]
         assert seconds == ", ".join(map(str, phases))
 
 
@@ -241,6 +240,6 @@ def test_the_page_of_all_objectives_is_that_of_its_cells(tmp_path: Path) -> None
         f"worth {vetoes[0]:.1f} points at 10⁻⁵, {vetoes[1]:.1f} at 2·10⁻⁵",
         f"a KL penalty: {penalties[0]:+.1f}, {penalties[1]:+.1f}",
         f"{first:+.1f}, {second:+.1f} and {third:.1f} points (`repeat` 1)",
-        f"with µ=4](../study.md#on-a-real-model) had {100 * fmean(real_model_ends()['grpo'].values()):.1f} %",
+        f"µ=4](../study.md#on-a-real-model) had {100 * fmean(float(row['end']) for row in real_model()['grpo']):.1f} %",
     ):
         assert sentence in " ".join(page.split())

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -35,18 +34,13 @@ def whole(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-def clipped_fractions(run_dir: Path) -> list[float]:
-    return [row["clipped_fraction"] for row in rows(run_dir, "update")]
-
-
-def total_kl(updates: list[dict[str, Any]]) -> float:
-    return sum(row["kl_ref"] for row in updates)
+def column(run_dir: Path, name: str) -> list[float]:
+    return [row[name] for row in rows(run_dir, "update")]
 
 
 def test_later_passes_take_the_same_updates_in_another_order(whole: Path) -> None:
-    taken = rows(whole, "update")
-    assert [row["age"] for row in taken] == list(range(2 * MU))
-    rewards = [row["reward_mean"] for row in taken]
+    assert column(whole, "age") == list(range(2 * MU))
+    rewards = column(whole, "reward_mean")
     assert sorted(rewards[:MU]) == sorted(rewards[MU:])
     assert rewards[:MU] != rewards[MU:]
     assert newest_cursor(whole / "checkpoints") == Cursor(1, 0, 2 * MU, repeated=MU)
@@ -60,37 +54,32 @@ def test_the_clip_binds_between_refreshes_and_only_there(finished_run: Path, who
     """
     optimize(finished_run, tmp_path / "informative", *CLIPPED, "objective.zero_variance=leave_out")
     for run_dir in (whole, tmp_path / "informative"):
-        shares = clipped_fractions(run_dir)
+        shares = column(run_dir, "clipped_fraction")
         assert set(shares[::EVERY]) == {0.0}, "at a refresh the ratio is exactly the proximal policy's"
         assert max(shares) > 0
-    first_pass = clipped_fractions(whole)[:MU]
+    first_pass = column(whole, "clipped_fraction")[:MU]
     assert all(max(first_pass[refresh : refresh + EVERY]) > 0 for refresh in range(0, MU, EVERY))
 
 
 def test_a_run_stays_near_its_ref(finished_run: Path, whole: Path, tmp_path: Path) -> None:
-    """The stage's first weights cost no pass where the learner has scored it; a directory may hold any weights.
-
-    Runs with and without the term take the same updates; a later update may have samples that lie further from the ref.
-    """
-    optimize(finished_run, tmp_path / "free", *EPOCHS, REF)
-    held, free = rows(whole, "update"), rows(tmp_path / "free", "update")
-    assert held[0]["kl_ref"] == held[0]["kl_ref_k1"] == 0.0
-    assert (held[0]["loss"], held[0]["grad_norm"]) == (free[0]["loss"], free[0]["grad_norm"])
-    assert 0 < total_kl(held) < total_kl(free)
+    """The stage's first weights cost no pass where the learner has scored it; a directory may hold any weights."""
+    free, stage, towards, away = (tmp_path / name for name in ("free", "stage", "towards", "away"))
+    optimize(finished_run, free, *EPOCHS, REF)
+    assert column(whole, "kl_ref")[0] == column(whole, "kl_ref_k1")[0] == 0.0
+    assert [column(whole, name)[0] == column(free, name)[0] for name in ("loss", "grad_norm")] == [True, True]
+    assert 0 < sum(column(whole, "kl_ref")) < sum(column(free, "kl_ref"))
     assert (whole / "ref" / "stage00000.parquet").exists()
 
-    optimize(finished_run, tmp_path / "stage", *EPOCHS, "objective.kl_ref=stage", HELD)
-    assert [row["kl_ref"] for row in rows(tmp_path / "stage", "update")] == [row["kl_ref"] for row in held]
-    assert not (tmp_path / "stage" / "ref").exists()
+    optimize(finished_run, stage, *EPOCHS, "objective.kl_ref=stage", HELD)
+    assert column(stage, "kl_ref") == column(whole, "kl_ref")
+    assert not (stage / "ref").exists()
 
-    moved = f"objective.kl_ref={tmp_path / 'stage' / 'hf'}"
-    optimize(finished_run, tmp_path / "towards", *MOVING, moved, "objective.kl_coef=50")
-    optimize(finished_run, tmp_path / "apart", *MOVING, moved)
-    towards, apart = rows(tmp_path / "towards", "update"), rows(tmp_path / "apart", "update")
-    assert towards[0]["kl_ref"] == apart[0]["kl_ref"] > 0
-    assert total_kl(towards) < total_kl(apart)
-    assert clipped_fractions(tmp_path / "towards") == [0.0] * MU, "without a proximal policy nothing is clipped"
-    assert not (tmp_path / "towards" / "proximal").exists()
+    for run_dir, pull in ((towards, 50), (away, 0)):
+        optimize(finished_run, run_dir, *MOVING, f"objective.kl_ref={stage / 'hf'}", f"objective.kl_coef={pull}")
+    assert column(towards, "kl_ref")[0] == column(away, "kl_ref")[0] > 0
+    assert sum(column(towards, "kl_ref")) < sum(column(away, "kl_ref")), "with the same samples, update by update"
+    assert column(towards, "clipped_fraction") == [0.0] * MU, "without a proximal policy nothing is clipped"
+    assert not (towards / "proximal").exists()
     refused = optimize(finished_run, tmp_path / "wrong", f"objective.kl_ref={tmp_path}", code=2)
     assert 'name the directory of a checkpoint like the model\'s, or "start" or "stage"' in refused.stderr
 
