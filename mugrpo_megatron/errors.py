@@ -38,6 +38,10 @@ class TrainingFailure(Exception):
     """Training cannot continue; the text says what happened, what was saved, and what to try. Commands exit with 1."""
 
 
+class FunctionFailure(UserError, TrainingFailure):
+    """A user's function of the loss failed or returned something else. Commands exit with 2."""
+
+
 class CollectiveFailure(RuntimeError):
     """A collective or barrier failed; the text has this rank, phase, likely cause, and each rank's last activity."""
 

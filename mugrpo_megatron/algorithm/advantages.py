@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mugrpo_megatron.errors import TrainingFailure, UserError
+from mugrpo_megatron.errors import FunctionFailure
 from mugrpo_megatron.recipe.functions import ForeignFailure, call_foreign, load_function
 from mugrpo_megatron.recipe.objective import ObjectiveSection
 from mugrpo_megatron.samples import Sample, trained_lengths
@@ -40,7 +40,7 @@ def group_advantages(
     Returns:
         float32 [N].
 
-    Raises TrainingFailure when a user's function fails, UserError when it does not return N finite numbers.
+    Raises FunctionFailure when a user's function fails or does not return N finite numbers.
     """
     if config.has_user_advantage:
         return _user_advantages(rewards, groups, config, samples)
@@ -85,10 +85,10 @@ def _user_advantages(
     try:
         values = call_foreign(call, hidden=[__file__])
     except ForeignFailure as failure:
-        raise TrainingFailure(f"{name} failed: {failure}; correct it and run it again") from None
+        raise FunctionFailure(f"{name} failed: {failure}; correct it and run it again") from None
     if values.shape != scored.shape or not np.isfinite(values).all():
-        shape = list(values.shape)
-        raise UserError(f"{name} returned an array {shape}; it has to be {len(scored)} finite numbers, one a response")
+        wanted = f"{len(scored)} finite numbers, one a response"
+        raise FunctionFailure(f"{name} returned an array {list(values.shape)}; it has to be {wanted}")
     advantages = np.zeros(len(rewards), dtype=np.float32)
     advantages[scored] = values
     return advantages

@@ -12,7 +12,7 @@ from mugrpo_megatron.algorithm.ref_kl import kl_estimate
 from mugrpo_megatron.algorithm.segments import LossInputs, Segments
 from mugrpo_megatron.algorithm.surrogates import LOG_RATIO_LIMIT, TokenBatch, call_user_function
 from mugrpo_megatron.algorithm.veto import NEVER, TRIGGER_METRICS, KeepMask, trigger_metrics, weighed_by_prefix
-from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.errors import FunctionFailure
 from mugrpo_megatron.recipe.functions import load_function
 from mugrpo_megatron.recipe.objective import ObjectiveSection
 
@@ -133,8 +133,7 @@ def _trigger_summary(first_trigger: Tensor, advantages: Tensor, segments: Segmen
 def user_metrics(tokens: TokenBatch, config: ObjectiveSection) -> dict[str, float]:
     """Numbers that the function of `config.diagnostics` returns for an update's tokens, as `user/NAME`; no gradients.
 
-    `tokens` are detached. Raises TrainingFailure when the function fails, UserError when it returns anything but
-    numbers by name.
+    `tokens` are detached. Raises FunctionFailure when the function fails or returns anything but numbers by name.
     """
     if config.diagnostics is None:
         return {}
@@ -143,13 +142,13 @@ def user_metrics(tokens: TokenBatch, config: ObjectiveSection) -> dict[str, floa
     with torch.no_grad():
         values = call_user_function(source, function, tokens, config)
     if not isinstance(values, Mapping):
-        raise UserError(f"{source} returned {type(values).__name__}, not a mapping of numbers")
+        raise FunctionFailure(f"{source} returned {type(values).__name__}, not a mapping of numbers")
     values_by_name = {}
     for name, value in values.items():
         if not isinstance(name, str) or not USER_NAME.fullmatch(name):
-            raise UserError(f"{source}: {name!r} is not a name of letters, digits, - and _")
+            raise FunctionFailure(f"{source}: {name!r} is not a name of letters, digits, - and _")
         try:
             values_by_name[USER_PREFIX + name] = float(value)
         except Exception:  # a tensor of several numbers, a number too large for a float
-            raise UserError(f"{source}: {name} is not a number but {type(value).__name__}") from None
+            raise FunctionFailure(f"{source}: {name} is not a number but {type(value).__name__}") from None
     return values_by_name

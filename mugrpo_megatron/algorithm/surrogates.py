@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mugrpo_megatron.algorithm.segments import Segments, response_mean, response_sum
-from mugrpo_megatron.errors import TrainingFailure, UserError
+from mugrpo_megatron.errors import FunctionFailure
 from mugrpo_megatron.recipe.functions import ForeignFailure, call_foreign, load_function
 from mugrpo_megatron.recipe.objective import ObjectiveSection
 
@@ -196,32 +196,29 @@ def surrogate_of(config: ObjectiveSection) -> Surrogate:
 def user_surrogate(function: Surrogate, tokens: TokenBatch, config: ObjectiveSection) -> SurrogateLoss:
     """The user's surrogate on T tokens.
 
-    Raises TrainingFailure when it fails, and UserError when it returns anything but a differentiable loss [T] in the
-    type of the log-ratios and a bool [T].
+    Raises FunctionFailure when it fails or does not return a differentiable loss [T] like log_ratio and a bool [T].
     """
     name = f"objective.surrogate = {config.surrogate}"
     result = call_user_function(name, function, tokens, config)
     if not isinstance(result, SurrogateLoss):
-        raise UserError(f"{name} returned {type(result).__name__}, not SurrogateLoss(loss, clipped)")
-    shape = tuple(tokens.logprobs.shape)
+        raise FunctionFailure(f"{name} returned {type(result).__name__}, not SurrogateLoss(loss, clipped)")
     expected = (("loss", result.loss, tokens.log_ratio.dtype), ("clipped", result.clipped, torch.bool))
     for field, tensor, dtype in expected:
-        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape or tensor.dtype != dtype:
+        if not isinstance(tensor, Tensor) or tensor.shape != tokens.logprobs.shape or tensor.dtype != dtype:
             value = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise UserError(
-                f"{name} returned {field} as {value}; it has to be {dtype} {list(shape)}, one value a token"
-            )
+            wanted = f"{dtype} {list(tokens.logprobs.shape)}, one value a token"
+            raise FunctionFailure(f"{name} returned {field} as {value}; it has to be {wanted}")
     if tokens.logprobs.requires_grad and not result.loss.requires_grad:
-        raise UserError(f"{name} returned a loss without a gradient: compute it from tokens.logprobs or tokens.ratio")
+        raise FunctionFailure(f"{name} returned a loss without a gradient: use tokens.logprobs or tokens.ratio")
     return result
 
 
 def call_user_function(name: str, function: Callable[..., Any], tokens: TokenBatch, config: ObjectiveSection) -> Any:
-    """Call a user's function. Raises TrainingFailure when it fails."""
+    """Call a user's function. Raises FunctionFailure when it fails."""
     try:
         return call_foreign(function, tokens, config, hidden=[__file__])
     except ForeignFailure as failure:
-        raise TrainingFailure(f"{name} failed: {failure}; correct it and run it again") from None
+        raise FunctionFailure(f"{name} failed: {failure}; correct it and run it again") from None
 
 
 def _by_sign(positive: Tensor, where_positive: float, elsewhere: float, like: Tensor) -> Tensor:
