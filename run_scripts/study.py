@@ -45,8 +45,8 @@ def two_panels(rows: Sequence[str], titles: Sequence[str], label: str, height: f
 
 
 def plot_gaps(axes: Axes, rows: Sequence[Sequence[float]], color: str, shift: float = 0.0, label: str = "") -> None:
-    """A point for each seed and a diamond at the mean, row by row, `shift` rows lower."""
+    """A point for each seed and a diamond at the mean, row by row, `shift` rows lower; a row may be empty."""
     for row, gaps in enumerate(rows):
         axes.plot(gaps, [row + shift] * len(gaps), ".", color=LIGHT[color], alpha=0.5, markersize=5)
-    lines = [row + shift for row in range(len(rows))]
-    axes.plot(list(map(fmean, rows)), lines, "D", color=LIGHT[color], markersize=5, label=label)
+    means = {row + shift: fmean(gaps) for row, gaps in enumerate(rows) if gaps}
+    axes.plot(list(means.values()), list(means), "D", color=LIGHT[color], markersize=5, label=label)

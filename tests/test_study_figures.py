@@ -151,6 +151,7 @@ def test_part_seven(tmp_path: Path) -> None:
     chances = holm([max(map(sign_flip, product_minus_veto)), sign_flip([gap + 1 for gap in four]), sign_flip(spared)])
     small, large = (interval(values, "") for values in product_minus_veto)
     more = [interval(minus(seven(size, "four_product"), seven(size, "stage_product")), "") for size in cells]
+    over = [interval(minus(seven("large", way), seven("large", "four_veto")), "") for way in ("grpo", "four_product")]
     tuned = [
         [100 * fmean(column(f"seven_{headroom}/cells.csv", "grpo", rate, tuning=True).values()) for rate in rates]
         for headroom, rates in (("small", (2e-5, 4e-5, 8e-5)), ("large", (4e-5, 8e-5, 1.6e-4)))
@@ -160,6 +161,7 @@ def test_part_seven(tmp_path: Path) -> None:
         f"{small} points above the veto at small headroom and {large} at large",
         f"{interval([-points for points in four], '')} points below GRPO",
         f"four stages with the product end {more[0]} and {more[1]} points above one",
+        f"with the veto end {over[0]} points below GRPO, the product {over[1]} above them",
         f"{fmean(left):.1f} of {fmean(lost):.1f} points are left, {interval(spared, '')} less than half",
         "**No claim is shown**: p = {:.2f}, {:.2f} and {:.2f} (Holm)".format(*chances),
         "({:.1f}, {:.1f} and {:.1f} % at 2, 4 and 8·10⁻⁵)".format(*tuned[0]),
@@ -177,11 +179,12 @@ def test_part_six_against_the_rate_of_part_seven() -> None:
     phases = fmean(six("six_large", "rule", "stages").values())
     four = [interval(minus(seven(size, "grpo"), seven(size, "four_product")), "") for size in ("small", "large")]
     more = [interval(minus(seven(h, "stage_product"), seven(h, "stage_veto")), "") for h in ("small", "large")]
+    over = interval(minus(seven("large", "four_product"), seven("large", "four_veto")), "")
     for sentence in (
         f"Over 8 seeds, from {start:.0f} % sampled accuracy, one stage of 256 updates ended {stage} points below",
-        f"from {low:.0f} %, 8 equal stages ended {eight} below, and {phases:.1f} that `schedule.max_kl = 0.5`",
-        f"`schedule.max_kl = 0.5` ended {rule}. Generation took",
+        f"{low:.0f} %, 8 equal stages ended {eight} below, and `schedule.max_kl = 0.5` ({phases:.1f} stages) {rule}",
         f"it ended {more[0]} and {more[1]} points above the veto, on four {four[0]} and {four[1]} below GRPO",
+        f"below GRPO, from {low:.0f} % {over} above the veto",
     ):
         assert sentence in README
 
