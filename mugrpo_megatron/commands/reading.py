@@ -121,7 +121,11 @@ def rollouts_arguments(parser: Parser) -> None:
         "--policy", type=Path, metavar="DIR", help="Hugging Face checkpoint that the veto compares with; RUN_DIR/hf"
     )
     parser.add_argument(
-        "--limit", type=int, default=20, metavar="N", help="at most this many lines of a table or responses; 20"
+        "--limit",
+        type=int,
+        default=20,
+        metavar="N",
+        help="at most N responses, or N lines of a table; 20. `--by problem --json` writes every problem",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object a line, with everything that is known")
     override_arguments(parser)
