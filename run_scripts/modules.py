@@ -71,6 +71,13 @@ def imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
             yield from ((f"{node.module}.{alias.name}", alias.asname or alias.name) for alias in node.names)
 
 
+def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, text) of every string that is a statement."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, node.value.value
+
+
 def module_of(name: str, modules: Mapping[str, Module]) -> str:
     """The module that defines a dotted name, "" for another library's."""
     while name and name not in modules:

@@ -1,7 +1,7 @@
 """What every room shares: fixtures, and what a test may cost.
 
 Only a test marked `process` starts one, so the quick tier, which leaves those out, starts none. `tests.costs` notes
-what tests cost and limits it.
+what tests cost, and holds no one to it.
 """
 
 from __future__ import annotations

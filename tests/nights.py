@@ -23,7 +23,7 @@ from tests.costs import read
 
 SHARES = 12
 LONGEST_S = 15 * 60.0
-"""Expected seconds of a share."""
+"""Expected seconds of a share, at most, when the table is written."""
 MOST_S = 20 * 60
 """Seconds after which a share begins no further test: CI has 90 minutes for everything."""
 UNKNOWN_S = 10.0

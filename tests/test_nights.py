@@ -27,12 +27,6 @@ def test_every_test_is_in_one_of_twelve_landings(measured: dict[str, float], new
         assert max(loads) <= sum(measured.values()) / SHARES + LONGEST_S / 4 + SHARES
 
 
-def test_no_share_takes_longer_than_it_may() -> None:
-    shares = read_shares()
-    for number in range(SHARES):
-        assert sum(seconds for share, seconds in shares.values() if share == number) <= LONGEST_S
-
-
 def test_shares_follow_what_was_measured(tmp_path: Path) -> None:
     costs = [
         Cost("test", "tests/a/test_a.py::test_long[1]", "night", 800.0, 700.0),

@@ -1,20 +1,12 @@
-"""The table of metrics and the page made from it."""
+"""The table of metrics."""
 
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 from mugrpo_megatron.observe.metrics import KINDS, METRICS, NAMES, ROW_KEYS, Kind, check_metrics
-from run_scripts.metrics_page import markdown
-
-PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
-
-
-def test_page_is_generated_from_the_table() -> None:
-    assert PAGE.read_text(encoding="utf-8") == markdown()
 
 
 def test_a_name_is_defined_once_for_a_kind_and_is_not_a_place_key() -> None:

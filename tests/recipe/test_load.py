@@ -12,8 +12,6 @@ import pytest
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import Recipe, dump_recipe, load_recipe
 from mugrpo_megatron.recipe.objective import ObjectiveSection, Section
-from run_scripts.recipe_reference import markdown
-from tests.checkout import ROOT
 
 
 def write(path: Path, text: str) -> Path:
@@ -215,9 +213,3 @@ def test_unset_takes_back_a_key_of_the_base(key: str, tmp_path: Path) -> None:
     for recipe in (load_recipe(base, [f"{key}=unset"]), load_recipe(child)):
         assert getattr(getattr(recipe, section), name) == default
     assert getattr(getattr(load_recipe(child, [f"{key}={value}"]), section), name) != default
-
-
-def test_the_page_is_up_to_date() -> None:
-    assert Path(ROOT, "docs/recipe.md").read_text(encoding="utf-8") == markdown(), (
-        "run: python -m run_scripts.recipe_reference > docs/recipe.md"
-    )
