@@ -1,0 +1,162 @@
+"""Part eight of the study: its search for rates, the order of its cells, their ends, its loss."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mugrpo_megatron.algorithm.policy_loss import policy_loss
+from mugrpo_megatron.recipe import ObjectiveSection, load_recipe
+from run_scripts.dev.part_eight.cells import Cell, Grid, best_way, load_grid, settings, tuned_rate, wanted
+from run_scripts.dev.part_eight.rows import add_rows, mean_of_last_quarter, read_rows
+from run_scripts.dev.part_eight.run import BASE
+from tests.algorithm.batches import Batch, batches, random_batch
+from tests.checkout import ROOT
+
+GRID = load_grid(Path(ROOT, "docs/study/eight_large/grid.toml"))
+
+
+def end(cell: Cell, peak: float) -> float:
+    """A made-up end: highest at the rate `peak`, the same at every seed."""
+    return 0.5 - 0.01 * abs(GRID.ladder.index(cell.rate) - GRID.ladder.index(peak))
+
+
+def run_all(grid: Grid, peak: float) -> list[Cell]:
+    """The cells in the order in which they would run."""
+    ends: dict[Cell, float] = {}
+    while cell := next((one for one in wanted(grid, ends) if one not in ends), None):
+        ends[cell] = end(cell, peak)
+    return list(ends)
+
+
+@pytest.mark.parametrize("peak", GRID.ladder)
+def test_a_search_brackets_the_best_rate(peak: float) -> None:
+    ends: dict[Cell, float] = {}
+    while True:
+        cells, rate = tuned_rate(GRID, ends, "veto_4")
+        if rate is not None:
+            break
+        ends |= {cell: end(cell, peak) for cell in cells}
+    place = GRID.ladder.index(peak)
+    assert rate == peak
+    assert {cell.rate for cell in ends} >= set(GRID.ladder[max(0, place - 1) : place + 2])
+    assert {cell.seed for cell in ends} == set(GRID.tuning_seeds)
+
+
+def test_the_order_is_the_plans() -> None:
+    cells = run_all(GRID, 8e-5)
+    tests = [cell for cell in cells if cell.seed in GRID.test_seeds]
+    first = {name: next(k for k, cell in enumerate(cells) if cell.way == name) for name in {c.way for c in cells}}
+    tuned = max(k for k, cell in enumerate(cells) if cell.way in ("veto_4", "prefix_4") and cell not in tests)
+    assert tuned < first["grpo_4"] < first["grpo_16"] < first["grpo_64"] < first["grpo_falling_4"]
+    assert cells[0].way == "veto_4"
+    assert [cell.way for cell in tests[:4]] == ["grpo_4", "veto_4", "prefix_4", "prefix_64"]
+    assert len({cell.seed for cell in tests[:4]}) == 1
+    assert len(cells) == len(set(cells)) == 176  # what the page says
+    decoupled = {cell.way for cell in tests if cell.way.startswith("decoupled")}
+    assert decoupled == {"decoupled_16", "decoupled_64"}  # the first in a tie, and the same form at µ=64
+
+
+def test_the_form_that_tuning_chose_goes_on() -> None:
+    forms = ("decoupled_16", "decoupled_prefix_16", "decoupled_truncated_16")
+    ends = {
+        Cell(name, rate, seed): 0.6 - 0.1 * (rate != 8e-5) + 0.01 * (name == "decoupled_prefix_16")
+        for name in GRID.ways
+        for rate in (4e-5, 8e-5, 1.6e-4)
+        for seed in GRID.tuning_seeds
+    }
+    assert best_way(GRID, {}, forms) is None
+    assert best_way(GRID, ends, forms) == "decoupled_prefix_16"
+    ran = {cell.way for cell in wanted(GRID, ends) if cell.seed in GRID.test_seeds}
+    assert ran & {name for name in GRID.ways if name.startswith("decoupled")} == {
+        "decoupled_prefix_16",
+        "decoupled_prefix_64",
+    }
+
+
+def test_every_cell_is_a_recipe_evaluated_as_planned() -> None:
+    for name, way in GRID.ways.items():
+        for seed in (100, 28):
+            keys = {**GRID.shared, **settings(GRID, Cell(name, 8e-5, seed))}
+            recipe = load_recipe(BASE, [f"{key}={value}" for key, value in keys.items()])
+            schedule = recipe.schedule
+            assert schedule.total_updates == 256
+            assert schedule.updates_per_stage == way.mu
+            assert recipe.objective.reduction == "token_mean"
+            starts = recipe.eval.every_stages * way.mu
+            assert starts == 32 or (way.mu > 32 and starts == way.mu and recipe.eval.every_updates == 32)
+            assert recipe.data.eval == ("chain_validation" if seed == 100 else "chain")
+
+
+curves = st.lists(st.floats(0, 1), min_size=9, max_size=9).map(lambda ys: dict(zip(range(0, 257, 32), ys, strict=True)))
+
+
+@given(curves, st.floats(32, 256))
+def test_an_end_is_the_mean_of_the_last_quarter(curve: dict[int, float], updates: float) -> None:
+    def at(update: float) -> float:
+        low = min(int(update // 32) * 32, 224)
+        return curve[low] + (curve[low + 32] - curve[low]) * (update - low) / 32
+
+    steps = 4000
+    width = updates / 4 / steps
+    middle = fmean(at(0.75 * updates + (k + 0.5) * width) for k in range(steps))
+    assert mean_of_last_quarter(curve, updates) == pytest.approx(middle, abs=1e-4)
+
+
+def test_no_curve_is_extrapolated() -> None:
+    for updates in (257, 8):
+        with pytest.raises(ValueError, match="does not say"):
+            mean_of_last_quarter({16: 0.1, 256: 0.5}, updates)
+
+
+def test_rows_of_a_cell_are_replaced_and_others_kept(tmp_path: Path) -> None:
+    path, columns = tmp_path / "cells.csv", ("way", "rate", "seed", "warm_start", "end")
+    row = {"way": "a", "rate": 4e-5, "seed": 28, "warm_start": "x", "end": 0.1}
+    add_rows(path, columns, [row, row | {"seed": 100}])
+    add_rows(path, columns, [row | {"end": 0.2}, row | {"warm_start": "y"}])
+    assert [(r["seed"], r["warm_start"], r["end"]) for r in read_rows(path)] == [
+        ("28", "x", "0.2"),
+        ("28", "y", "0.1"),
+        ("100", "x", "0.1"),
+    ]
+
+
+def decoupled(**keys: object) -> ObjectiveSection:
+    return ObjectiveSection(name="decoupled_ppo", reduction="token_mean", **keys)
+
+
+TRUNCATED = decoupled(surrogate="run_scripts.dev.part_eight.surrogates:decoupled_truncated")
+
+
+@given(batches())
+def test_within_four_updates_a_clip_that_follows_is_grpos(batch: Batch) -> None:
+    """Until the first refresh the proximal policy is the one that sampled."""
+    fresh = replace(batch, proximal=batch.behaviour)
+    grpo = ObjectiveSection(name="grpo", reduction="token_mean")
+    expected = policy_loss(fresh.leaf(), fresh.inputs(grpo))[0]
+    for config in (decoupled(), TRUNCATED):
+        torch.testing.assert_close(policy_loss(fresh.leaf(), fresh.inputs(config))[0], expected)
+
+
+def test_the_truncated_weight() -> None:
+    """min(1, p) min(r/p A, clip(r/p, 0.8, 1.2) A), token by token, and its gradient."""
+    batch = random_batch(3, [5, 4, 6])
+    logprobs = batch.leaf()
+    policy_loss(logprobs, batch.inputs(TRUNCATED))[0].backward()
+    leaf = batch.leaf()
+    tokens = batch.lengths.sum()
+    behaviour, proximal = (
+        torch.tensor([x for row in rows for x in row]).double() for rows in (batch.behaviour, batch.proximal)
+    )
+    advantage = torch.tensor(batch.advantages).double().repeat_interleave(batch.lengths)
+    step, age = (leaf - proximal).exp(), (proximal - behaviour).exp()
+    gain = torch.minimum(step * advantage, step.clamp(0.8, 1.2) * advantage) * age.clamp(max=1)
+    (-gain.sum() / tokens).backward()
+    torch.testing.assert_close(logprobs.grad, leaf.grad, rtol=1e-5, atol=1e-7)
+    assert (age > 1).any()
