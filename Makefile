@@ -10,7 +10,7 @@ check: setup  # linter, formatter, type checker; contracts, and figures of the c
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
-	$(PYTHON) -m run_scripts.code_metrics
+	$(PYTHON) -m run_scripts.dev.code_metrics
 test-quick: setup  # starts no process, about 100 seconds
 	$(PYTHON) -m pytest -q -n 2 -m "$(QUICK)"
 test:  # what a change must pass: check and the whole suite
@@ -24,8 +24,8 @@ new-stack:  # the quick tier, and the processes of learner and weights, where `s
 	if [ -x .venv-new/bin/python ]; then .venv-new/bin/python -m pytest -q -n 2 -m "$(QUICK)" \
 		&& .venv-new/bin/python -m pytest -q -n 2 -m "process and not night" tests/learner tests/weights; fi
 docs: setup  # the pages that are made from the code
-	$(PYTHON) -m run_scripts.recipe_reference > docs/recipe.md
-	$(PYTHON) -m run_scripts.metrics_page > docs/metrics.md
+	$(PYTHON) -m run_scripts.dev.recipe_reference > docs/recipe.md
+	$(PYTHON) -m run_scripts.dev.metrics_page > docs/metrics.md
 lock:  # every version of the CUDA environment, of the pinned stack and of the new one; needs uv
 	for stack in "3.11 " "3.12 -new"; do set -- $$stack; \
 		uv pip compile --quiet --python-version $$1 --python-platform x86_64-manylinux_2_34 --no-annotate \

@@ -6,5 +6,5 @@ run_scripts/setup.sh
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy
-.venv/bin/python -m run_scripts.code_metrics
+.venv/bin/python -m run_scripts.dev.code_metrics
 .venv/bin/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder "$@"

@@ -94,4 +94,4 @@ scripts=$(dirname "$0")
 source "$scripts/cluster/environment.sh"
 need_python torchrun.sh "$scripts/.."
 # -P: a random.py in the current directory is not imported in place of Python's.
-exec "$python" -P "$scripts/launch.py" "$grace" "${options[@]}" --no-python "$python" -P -u -m mugrpo_megatron "$@"
+exec "$python" -P "$scripts/cluster/launch.py" "$grace" "${options[@]}" --no-python "$python" -P -u -m mugrpo_megatron "$@"

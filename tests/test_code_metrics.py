@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from run_scripts import contracts
-from run_scripts.contracts import banned_names, broken
-from run_scripts.modules import ROOT, Module, product, walk
+from run_scripts.dev import contracts
+from run_scripts.dev.contracts import banned_names, broken
+from run_scripts.dev.modules import ROOT, Module, product, walk
 
 TEXT = '''
 """A guest's columns."""

@@ -12,8 +12,8 @@ from statistics import fmean, median
 import numpy as np
 import pytest
 
-from run_scripts import objectives, part_seven
-from run_scripts.study import interval, with_table
+from run_scripts.dev import objectives, part_seven
+from run_scripts.dev.study import interval, with_table
 from tests.checkout import ROOT
 
 README = " ".join(Path(ROOT, "README.md").read_text(encoding="utf-8").split())
@@ -158,7 +158,7 @@ def holm(chances: list[float]) -> list[float]:
 def test_part_seven(tmp_path: Path) -> None:
     page = Path(ROOT, "docs/study/part-seven.md").read_text(encoding="utf-8")
     cells = {headroom: part_seven.read_cells(headroom) for headroom in ("small", "large")}
-    assert with_table(page, part_seven.table(cells)) == page, "python -m run_scripts.part_seven"
+    assert with_table(page, part_seven.table(cells)) == page, "python -m run_scripts.dev.part_seven"
     assert "4 stages, product" in part_seven.draw(cells, tmp_path / "seven.svg").read_text(encoding="utf-8")
     product_minus_veto = [minus(seven(headroom, "stage_product"), seven(headroom, "stage_veto")) for headroom in cells]
     four = minus(seven("small", "four_product"), seven("small", "grpo"))
@@ -234,7 +234,7 @@ def test_the_table_of_the_real_model() -> None:
 def test_the_page_of_all_objectives_is_that_of_its_cells(tmp_path: Path) -> None:
     cells, chain = objectives.read_cells(objectives.REAL), objectives.read_cells(objectives.CHAIN, "after_8")
     page = objectives.PAGE.read_text(encoding="utf-8")
-    assert with_table(page, objectives.table(cells, chain)) == page, "python -m run_scripts.objectives"
+    assert with_table(page, objectives.table(cells, chain)) == page, "python -m run_scripts.dev.objectives"
     assert objectives.draw(cells, chain, tmp_path / "all.svg").read_text(encoding="utf-8").count("mu_grpo") == 6
 
     def gain(left: tuple[str, float], right: tuple[str, float]) -> float:

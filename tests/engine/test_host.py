@@ -54,7 +54,7 @@ def generating(engine: StubEngine, ends: tuple[Channel, Channel], sampling: Samp
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("module", [host.__name__, "run_scripts.bench.ten"])
+@pytest.mark.parametrize("module", [host.__name__, "run_scripts.dev.bench.ten"])
 def test_a_spawned_scheduler_does_not_find_megatron(module: str) -> None:
     """`multiprocessing` runs the parent's main module again in a process that it spawns, as `__mp_main__`."""
     code = f"import runpy, sys; runpy.run_module({module!r}, run_name='__mp_main__'); " + (

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
-from run_scripts.bench.ten_learner import attention
+from run_scripts.dev.bench.ten_learner import attention
 from tests import models
 
 CUDA = torch.cuda.is_available()

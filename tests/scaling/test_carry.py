@@ -1,4 +1,4 @@
-"""run_scripts/bench/carry.sh: what goes to a GPU machine without a network."""
+"""run_scripts/dev/bench/carry.sh: what goes to a GPU machine without a network."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from run_scripts.bench.engine_kernels import HEAD_DIMS, ROW_BYTES, compile_kernels
-from run_scripts.bench.ten_learner import SHAPES
+from run_scripts.dev.bench.engine_kernels import HEAD_DIMS, ROW_BYTES, compile_kernels
+from run_scripts.dev.bench.ten_learner import SHAPES
 
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "run_scripts" / "bench" / "carry.sh").read_text(encoding="utf-8")
+TEXT = (ROOT / "run_scripts/dev/bench/carry.sh").read_text(encoding="utf-8")
 KERNELS = ROOT / ".gpu" / "engine" / "sgl_kernel.tar.xz"
 LIBRARIES = ["sgl_kernel/sm90/common_ops.abi3.so", "sgl_kernel/spatial_ops.abi3.so"]
 """The ones that a Hopper GPU without FlashAttention 3 loads."""
@@ -116,7 +116,9 @@ def test_the_archive_is_installed_without_xz_and_its_parts_one_after_the_other(t
     (tmp_path / "kernel.py").touch()
 
     def source(*modules: str) -> str:
-        script = f"source {ROOT}/run_scripts/bench/carried.sh; PATH={tools}; python3 -c 'import {', '.join(modules)}'"
+        script = (
+            f"source {ROOT}/run_scripts/dev/bench/carried.sh; PATH={tools}; python3 -c 'import {', '.join(modules)}'"
+        )
         environment = {"HOME": str(tmp_path), "PATH": str(tools)}
         done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
         return done.stderr if done.returncode else ""
@@ -132,7 +134,7 @@ def test_the_archive_is_installed_without_xz_and_its_parts_one_after_the_other(t
 
 
 @pytest.mark.process
-@pytest.mark.skipif(not KERNELS.exists(), reason="run run_scripts/bench/carry.sh first: it downloads 600 MB")
+@pytest.mark.skipif(not KERNELS.exists(), reason="run run_scripts/dev/bench/carry.sh first: it downloads 600 MB")
 def test_an_engine_can_be_imported_from_what_is_carried(tmp_path: Path) -> None:
     """On a machine that claims to have CUDA; all but the libraries, which need a GPU."""
     with tarfile.open(KERNELS) as archive:

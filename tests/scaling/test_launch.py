@@ -1,4 +1,4 @@
-"""run_scripts/launch.py: how long ranks get to stop, how it exits, and what it listens on."""
+"""run_scripts/cluster/launch.py: how long ranks get to stop, how it exits, and what it listens on."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import psutil
 import pytest
 from torch.distributed.elastic.multiprocessing.api import PContext, SignalException, SubprocessContext
 
-from run_scripts import launch
-from run_scripts.launch import exit_code, patient
+from run_scripts.cluster import launch
+from run_scripts.cluster.launch import exit_code, patient
 from tests.torch211 import python_files
 
-LAUNCH = Path(__file__).parents[2] / "run_scripts" / "launch.py"
+LAUNCH = Path(__file__).parents[2] / "run_scripts/cluster/launch.py"
 RANK = Path(__file__).with_name("stopping_rank.py")
 WITH_OVERLAY = """
 import runpy, sys

@@ -60,7 +60,7 @@ def option(words: list[str], name: str) -> str:
 
 def test_one_node(checkout: Path) -> None:
     words = said(call(checkout, "torchrun.sh", "4", "train", "recipe.toml", "--set", "a.b=c"))
-    assert words[:3] == ["-P", "run_scripts/launch.py", "600"]
+    assert words[:3] == ["-P", "run_scripts/cluster/launch.py", "600"]
     assert option(words, "--rdzv-backend") == "loopback"
     assert option(words, "--nproc-per-node") == "4"
     ranks = ["-P", "-u", "-m", "mugrpo_megatron", "train", "recipe.toml", "--set", "a.b=c"]

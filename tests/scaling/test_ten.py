@@ -1,4 +1,4 @@
-"""run_scripts/bench/ten.py: verdicts, logs, and the ten minutes of its two commands."""
+"""run_scripts/dev/bench/ten.py: verdicts, logs, and the ten minutes of its two commands."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from mugrpo_megatron.recipe import load_recipe
-from run_scripts.bench import ten
-from run_scripts.bench.alone import Ended, keep_logs
-from run_scripts.bench.ten import COMMANDS, INSTALL_S, STEPS, Step, read_report, run_step
-from run_scripts.bench.ten_learner import recipe_of
-from run_scripts.bench.ten_whole import RECIPE, settings_of
+from run_scripts.dev.bench import ten
+from run_scripts.dev.bench.alone import Ended, keep_logs
+from run_scripts.dev.bench.ten import COMMANDS, INSTALL_S, STEPS, Step, read_report, run_step
+from run_scripts.dev.bench.ten_learner import recipe_of
+from run_scripts.dev.bench.ten_whole import RECIPE, settings_of
 
 ROOT = Path(__file__).parents[2]
 CASES = {
@@ -89,7 +89,9 @@ def test_every_recipe_has_a_backend_that_is_installed(
 def commands() -> list[tuple[str, int]]:
     """The page's commands, and the time limits that it gives them."""
     text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8").replace("\\\n", "")
-    found = re.findall(r"^    (source run_scripts/bench/carried\.sh.*--command \w)  +# (\d+) s$", text, re.MULTILINE)
+    found = re.findall(
+        r"^    (source run_scripts/dev/bench/carried\.sh.*--command \w)  +# (\d+) s$", text, re.MULTILINE
+    )
     return [(command, int(seconds)) for command, seconds in found]
 
 
@@ -124,7 +126,7 @@ def test_rows_stand_in_the_file_when_a_step_is_cut(tmp_path: Path, monkeypatch: 
 @pytest.mark.process
 def test_both_commands_run_on_a_cpu(tmp_path: Path) -> None:
     out = tmp_path / "ten.jsonl"
-    done = subprocess.run([sys.executable, "-m", "run_scripts.bench.ten", "--small", "--out", str(out)], cwd=ROOT)
+    done = subprocess.run([sys.executable, "-m", "run_scripts.dev.bench.ten", "--small", "--out", str(out)], cwd=ROOT)
     rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     assert done.returncode == 0
     assert {row["step"]: row["verdict"] for row in rows if "verdict" in row} == {
@@ -139,19 +141,19 @@ def test_both_commands_run_on_a_cpu(tmp_path: Path) -> None:
 @pytest.mark.process
 @pytest.mark.parametrize("where", ["tools/python3", ".venv/bin/python"])
 def test_the_script_takes_the_python_that_there_is(where: str, tmp_path: Path) -> None:
-    (tmp_path / "run_scripts" / "bench").mkdir(parents=True)
-    shutil.copy(ROOT / "run_scripts" / "bench" / "gpu.sh", tmp_path / "run_scripts" / "bench")
+    (tmp_path / "run_scripts/dev/bench").mkdir(parents=True)
+    shutil.copy(ROOT / "run_scripts/dev/bench/gpu.sh", tmp_path / "run_scripts/dev/bench")
     for name, text in (("tools/nvidia-smi", "echo NVIDIA H200"), (where, f'echo {where} "$@"')):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     done = subprocess.run(
-        ["bash", "run_scripts/bench/gpu.sh", "--command", "A"],
+        ["bash", "run_scripts/dev/bench/gpu.sh", "--command", "A"],
         cwd=tmp_path,
         env={"PATH": f"{tmp_path / 'tools'}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
     )
-    start = f"{where} -m run_scripts.bench.ten --out docs/benchmarks/NVIDIA-H200-"
+    start = f"{where} -m run_scripts.dev.bench.ten --out docs/NVIDIA-H200-"
     assert done.stdout.startswith(start), done.stderr
     assert done.stdout.endswith(".jsonl --command A\n")

@@ -33,7 +33,7 @@ class Device:
 
 
 DEVICES = {
-    # 0.8 of the data sheet's FLOP/s and 0.9 of its bandwidth; run_scripts/bench/ten.py measures both.
+    # 0.8 of the data sheet's FLOP/s and 0.9 of its bandwidth; run_scripts/dev/bench/ten.py measures both.
     "h200": Device("h200", 139 * GIB, 790e12, 4.3e12),
     "h100": Device("h100", 79 * GIB, 790e12, 3.0e12),
     "a100": Device("a100", 79 * GIB, 250e12, 1.8e12),

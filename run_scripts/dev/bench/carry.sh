@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Makes .gpu/ (55 MiB, ignored by git): what a GPU machine without a network lacks to test and measure this project.
 #
-#   run_scripts/bench/carry.sh                     # here; then take the checkout, with .gpu/, to that machine
-#   source run_scripts/bench/carried.sh            # there, in the checkout's root: installs .gpu/ for this shell
+#   run_scripts/dev/bench/carry.sh                     # here; then take the checkout, with .gpu/, to that machine
+#   source run_scripts/dev/bench/carried.sh            # there, in the checkout's root: installs .gpu/ for this shell
 #
 # That machine is taken to have Python 3.12, torch 2.11.0+cu130, triton 3.6.0, nvcc 13.0, ninja and the usual scientific
 # packages. Versions are those of constraints-cuda.txt. SGLang runs there with engine.extra.attention_backend = "triton":
@@ -10,7 +10,7 @@
 # With .venv, nvcc 13.0 and ninja here, the kernels that SGLang would compile there are compiled here (engine_kernels.py).
 # .gpu/learner (5 MiB) is all that a learner needs, and .gpu/engine is the rest.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+cd "$(dirname "$0")/../../.."
 learner=(megatron-core pydantic pydantic-core annotated-types typing-inspection typing-extensions tomli-w)
 engine=(
   sglang transformers tokenizers torch-memory-saver apache-tvm-ffi math-verify latex2sympy2-extended
@@ -55,7 +55,7 @@ if [ -x .venv/bin/python ] && [ -n "$(command -v nvcc)" ] && [ -n "$(command -v 
   .venv/bin/python -m pip install --quiet --no-deps --target "$work/tvm" "$(pinned apache-tvm-ffi)"
   cuda=${CUDA_HOME:-/usr/local/cuda}
   CUDA_HOME=$cuda LD_LIBRARY_PATH=$cuda/lib64 TVM_FFI_CACHE_DIR=$work/kernels PYTHONPATH=$work/tvm:. \
-    .venv/bin/python -m run_scripts.bench.engine_kernels
+    .venv/bin/python -m run_scripts.dev.bench.engine_kernels
   (cd "$work/kernels" && find . -name '*.so' -exec cp --parents {} "$OLDPWD/$out/tvm-ffi/" \;)
 fi
 rm -rf .gpu

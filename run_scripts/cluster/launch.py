@@ -1,6 +1,6 @@
 """torchrun, with time for the ranks to stop, and without a port that other machines can reach.
 
-    python -P run_scripts/launch.py GRACE [torchrun's options] PROGRAM [ARGUMENTS]
+    python -P run_scripts/cluster/launch.py GRACE [torchrun's options] PROGRAM [ARGUMENTS]
 
 run_scripts/torchrun.sh starts this with the torch of the environment that it finds. What differs from torchrun:
 

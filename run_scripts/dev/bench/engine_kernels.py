@@ -1,6 +1,6 @@
 """Compiles the kernels that SGLang would compile when the engines of ten.py start; needs nvcc, and no GPU.
 
-    TVM_FFI_CACHE_DIR=DIR python -m run_scripts.bench.engine_kernels
+    TVM_FFI_CACHE_DIR=DIR python -m run_scripts.dev.bench.engine_kernels
 
 SGLang takes a library from that folder by the hash of its sources, the architecture and the version of tvm-ffi
 (`load_jit`, jit_kernel/utils.py), so one that was compiled elsewhere is as good.

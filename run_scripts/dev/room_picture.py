@@ -1,6 +1,6 @@
 """The rooms as one picture, made of the imports.
 
-    python -m run_scripts.room_picture docs/architecture.svg
+    python -m run_scripts.dev.room_picture docs/architecture.svg
 
 A room stands one floor above the highest room that it imports, so every arrow points down. A room's width is its share
 of the lines. Extras stand in a wing of their own: the core never imports them.
@@ -18,8 +18,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-from run_scripts.modules import PACKAGE, Module, imported, module_of, product
-from run_scripts.svg import LIGHT, write_svg
+from run_scripts.dev.modules import PACKAGE, Module, imported, module_of, product
+from run_scripts.dev.svg import LIGHT, write_svg
 
 WIDTH = 7.8
 HEIGHT = 0.78

@@ -1,6 +1,6 @@
 """All objectives on sealed stages: the table and the picture of docs/study/objectives.md, from the sweeps' figures.
 
-python -m run_scripts.objectives
+python -m run_scripts.dev.objectives
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 
-from run_scripts.study import STUDY, interval, plot_gaps, two_panels, with_table
-from run_scripts.svg import LIGHT, write_svg
+from run_scripts.dev.study import STUDY, interval, plot_gaps, two_panels, with_table
+from run_scripts.dev.svg import LIGHT, write_svg
 
 PAGE, PICTURE = STUDY / "objectives.md", STUDY / "objectives.svg"
 REAL, CHAIN = STUDY / "objectives/real.csv", STUDY / "objectives/chain.csv"

@@ -1,4 +1,4 @@
-"""Compares a whole quickstart of mu-GRPO with the same run at µ = 4: a step of run_scripts/bench/ten.py.
+"""Compares a whole quickstart of mu-GRPO with the same run at µ = 4: a step of run_scripts/dev/bench/ten.py.
 
 Both take as many updates on the same problems. Only `schedule` differs, so the difference in time is the cost of
 stages: a sync, a switch and a save in each, and generation in smaller batches.
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from run_scripts.bench.ten_learner import attention
+from run_scripts.dev.bench.ten_learner import attention
 
 RECIPE = "run_scripts/recipes/quickstart.toml"
 TINY = (

@@ -1,7 +1,7 @@
 """Compares time and peak memory of the loss path with other implementations of the same loss and gradients.
 
-    python -m run_scripts.bench.loss_path                      # CPU: 8,192 x 512 x 32,000 float32
-    python -m run_scripts.bench.loss_path --device cuda        # CUDA: 16,384 x 3,584 x 152,064 bfloat16
+    python -m run_scripts.dev.bench.loss_path                      # CPU: 8,192 x 512 x 32,000 float32
+    python -m run_scripts.dev.bench.loss_path --device cuda        # CUDA: 16,384 x 3,584 x 152,064 bfloat16
 
 Each implementation runs in its own process, from hidden states and output weight to loss, d hidden and d weight. Memory
 is the peak minus that with inputs and weights ready: resident set on CPU, allocator on CUDA. `floor` is only the three
@@ -24,8 +24,8 @@ from pathlib import Path
 
 import torch
 
-from run_scripts.bench import machine
-from run_scripts.bench.loss_ways import NEEDS, WAYS, Inputs, Shape, make_inputs
+from run_scripts.dev.bench import machine
+from run_scripts.dev.bench.loss_ways import NEEDS, WAYS, Inputs, Shape, make_inputs
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def _peak(device: str) -> int:
 def run_alone(way: str, shape: Shape, repeats: int, threads: int) -> Result | str:
     """`measure` in a new process; the last line of its errors if it fails."""
     arguments = json.dumps([way, asdict(shape), repeats, threads])
-    command = [sys.executable, "-m", "run_scripts.bench.loss_path", "--one", arguments]
+    command = [sys.executable, "-m", "run_scripts.dev.bench.loss_path", "--one", arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         return done.stderr.strip().splitlines()[-1]

@@ -1,7 +1,7 @@
-"""Prints figures of the code to look at, and fails where a contract is broken: `python -m run_scripts.code_metrics`.
+"""Prints figures of the code, and fails where a contract is broken: `python -m run_scripts.dev.code_metrics`.
 
 The figures have no bounds: lines, files, imports, recipe keys, words, and how far `run` is carried. The contracts are
-in run_scripts/contracts.py. `make check` runs it.
+in run_scripts/dev/contracts.py. `make check` runs it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from run_scripts.contracts import broken
-from run_scripts.modules import PACKAGE, ROOT, Module, docstrings, imported, is_name, module_of, product, walk
+from run_scripts.dev.contracts import broken
+from run_scripts.dev.modules import PACKAGE, ROOT, Module, docstrings, imported, is_name, module_of, product, walk
 
 WALKS = (("train", "optimize_stage", "run"), ("train", "generate_stage", "run"))
 """(module, function, parameter) whose way through the calls is counted."""
@@ -132,7 +132,7 @@ def main() -> int:
         print(f"{name:48}{value:>10,}")
     lines = broken(modules)
     for line in lines:
-        print(f"{line} (run_scripts/contracts.py)", file=sys.stderr)
+        print(f"{line} (run_scripts/dev/contracts.py)", file=sys.stderr)
     return bool(lines)
 
 

@@ -11,9 +11,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from mugrpo_megatron.evaluation.estimators import mean_interval
-from run_scripts.svg import LIGHT, plain_axes
+from run_scripts.dev.svg import LIGHT, plain_axes
 
-STUDY = Path(__file__).parents[1] / "docs/study"
+STUDY = Path(__file__).parents[2] / "docs/study"
 
 
 def with_table(page: str, text: str) -> str:

@@ -1,6 +1,6 @@
 """Part seven of the study: the table and the picture of docs/study/part-seven.md, from its cells.
 
-python -m run_scripts.part_seven
+python -m run_scripts.dev.part_seven
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from run_scripts.study import STUDY, interval, plot_gaps, two_panels, with_table
-from run_scripts.svg import write_svg
+from run_scripts.dev.study import STUDY, interval, plot_gaps, two_panels, with_table
+from run_scripts.dev.svg import write_svg
 
 PAGE, PICTURE = STUDY / "part-seven.md", STUDY / "seven.svg"
 TUNING = range(100, 104)

@@ -1,6 +1,7 @@
 """Compares weight sync with a plain memory copy of the same bytes.
 
-    python -m run_scripts.bench.weight_sync [--megabytes 200] [--dtype float32] [--repeats 7] [--bucket-megabytes 512]
+    python -m run_scripts.dev.bench.weight_sync [--megabytes 200] [--dtype float32] [--repeats 7]
+        [--bucket-megabytes 512]
 
 `compare_weights` is what `engine.check_weights` does: it compares checksums of every tensor.
 

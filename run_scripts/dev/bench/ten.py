@@ -1,9 +1,9 @@
 """Measures one GPU in ten minutes, one process a step, and writes each result as a JSON line at once.
 
-    python -m run_scripts.bench.ten --out a.jsonl --command A        # the learner: five minutes, no SGLang
-    python -m run_scripts.bench.ten --out b.jsonl --command B        # the engine, and a whole run: five minutes
-    python -m run_scripts.bench.ten --out c.jsonl --steps graphs bare ours whole
-    python -m run_scripts.bench.ten --small                          # tiny shapes, also on a CPU: shows that it runs
+    python -m run_scripts.dev.bench.ten --out a.jsonl --command A        # the learner: five minutes, no SGLang
+    python -m run_scripts.dev.bench.ten --out b.jsonl --command B        # the engine, and a whole run: five minutes
+    python -m run_scripts.dev.bench.ten --out c.jsonl --steps graphs bare ours whole
+    python -m run_scripts.dev.bench.ten --small                      # tiny shapes, also on a CPU: shows that it runs
 
 A step that fails stops no other; the time that a step leaves goes to the next. `a-logs.tar.gz` beside `a.jsonl` has
 all that the steps printed, and the logs of their engines. docs/performance.md has the predictions.
@@ -30,10 +30,10 @@ from typing import Any
 
 import torch
 
-from run_scripts.bench import ten_engine, ten_learner
-from run_scripts.bench.alone import Ended, keep_logs, run_alone
-from run_scripts.bench.machine import describe
-from run_scripts.bench.ten_whole import whole
+from run_scripts.dev.bench import ten_engine, ten_learner
+from run_scripts.dev.bench.alone import Ended, keep_logs, run_alone
+from run_scripts.dev.bench.machine import describe
+from run_scripts.dev.bench.ten_whole import whole
 
 Row = dict[str, Any]
 
@@ -106,7 +106,15 @@ def run_step(name: str, small: bool, limit_s: float, out: Path, logs: Path) -> R
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="ten-") as folder:
         report = Path(folder) / "report.xml"
-        arguments = ["-m", "run_scripts.bench.ten", "--one", name, "--out", str(out), *(["--small"] if small else [])]
+        arguments = [
+            "-m",
+            "run_scripts.dev.bench.ten",
+            "--one",
+            name,
+            "--out",
+            str(out),
+            *(["--small"] if small else []),
+        ]
         if step.tests:  # -m "": some are for the night where there is no GPU
             pytest = ["-m", "pytest", "-q", "-m", "", "-p", "no:cacheprovider", "--tb=short", f"--junitxml={report}"]
             arguments = [*pytest, *step.tests]

@@ -1,4 +1,4 @@
-"""The engine's steps of run_scripts/bench/ten.py: they need SGLang."""
+"""The engine's steps of run_scripts/dev/bench/ten.py: they need SGLang."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from run_scripts.bench.ten_learner import (
+from run_scripts.dev.bench.ten_learner import (
     RESPONSES,
     SHAPES,
     Row,

@@ -10,8 +10,8 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
-from run_scripts import metrics_page, recipe_reference
-from run_scripts.modules import PACKAGE, ROOT, Module, docstrings, imported, module_of
+from run_scripts.dev import metrics_page, recipe_reference
+from run_scripts.dev.modules import PACKAGE, ROOT, Module, docstrings, imported, module_of
 
 EXTRAS = f"{PACKAGE}.extras"
 CLOSED = {

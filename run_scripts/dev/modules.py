@@ -10,7 +10,7 @@ from functools import cached_property
 from io import StringIO
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PACKAGE = "mugrpo_megatron"
 
 

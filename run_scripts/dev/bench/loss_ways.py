@@ -1,4 +1,4 @@
-"""Implementations of the loss path for run_scripts/bench/loss_path.py: ours, Liger's, TRL's, and the three GEMMs alone.
+"""Implementations of the loss path for loss_path.py: ours, Liger's, TRL's, and the three GEMMs alone.
 
 Each is a function of the same `Inputs` that returns the loss; `backward` gives d hidden and d weight.
 """

@@ -1,4 +1,4 @@
-"""docs/metrics.md, made from the table of metrics: `python -m run_scripts.metrics_page > docs/metrics.md`."""
+"""docs/metrics.md, made from the table of metrics: `python -m run_scripts.dev.metrics_page > docs/metrics.md`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The learner's steps of run_scripts/bench/ten.py; none needs SGLang.
+"""The learner's steps of run_scripts/dev/bench/ten.py; none needs SGLang.
 
 Every step takes whether its shapes are tiny, for a first try or a CPU, and yields rows of JSON values.
 """
@@ -123,7 +123,7 @@ def ceilings(small: bool) -> Iterator[Row]:
 
 def loss(small: bool) -> Iterator[Row]:
     """The loss at Qwen2.5-7B's output layer against its three GEMMs, added into main_grad as a learner does."""
-    from run_scripts.bench import loss_ways
+    from run_scripts.dev.bench import loss_ways
 
     shape = loss_ways.Shape(16384, 3584, 152064, 1024, "bfloat16", "cuda", 4096)
     if small:
@@ -364,7 +364,7 @@ def row_kernels(small: bool) -> Iterator[Row]:
     """The loss's row kernels in ncu: share of the device memory's bandwidth."""
     # Three launches: statistics for the inputs' log-probabilities, then statistics and gradient of the loss.
     options = "--target-processes all --clock-control none -k regex:_statistics|_gradient -c 3"
-    bench = f"{sys.executable} -m run_scripts.bench.loss_path --device cuda --tokens 4096 --ways fused --repeats 1"
+    bench = f"{sys.executable} -m run_scripts.dev.bench.loss_path --device cuda --tokens 4096 --ways fused --repeats 1"
     done = subprocess.run(f"ncu {options} {bench}".split(), capture_output=True, text=True)
     print(done.stdout, done.stderr)
     words = "_statistics (", "_gradient (", "Throughput", "Duration"
