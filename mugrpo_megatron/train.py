@@ -1,4 +1,17 @@
-"""mu-GRPO: a few large sequential stages of generate -> optimize (arXiv 2605.17570)."""
+"""mu-GRPO (arXiv 2605.17570): reinforcement learning in a few large stages of generate -> optimize.
+
+What it takes away from GRPO as it is usually run:
+
+1. Fresh responses. The responses of µ updates, 1,024 in the paper, are sampled at once; S stages, 4 in the paper,
+   follow one another. They grow stale by up to µ updates, and learner and engines change places S times in all.
+2. The clip range [0.8, 1.2]. It would stop the gradients of stale responses; [0, 5] keeps them.
+3. The rest of a bad response that the policy no longer produces: where its advantage is negative, and a token's
+   importance ratio has fallen below 10⁻⁴, the veto drops that part from the loss.
+4. The reference model and its KL penalty.
+
+Schedule and objective together make the method. Ordinary GRPO is the same loop with S=1,024, µ=4 and the objective
+`grpo`; GRPO's objective at µ=1,024 is the paper's failing baseline (Table 1).
+"""
 
 from __future__ import annotations
 
@@ -6,8 +19,9 @@ from mugrpo_megatron.algorithm.advantages import group_advantages
 from mugrpo_megatron.data.prepare import Problems
 from mugrpo_megatron.engine.process import HostProcess
 from mugrpo_megatron.learner.update import update
-from mugrpo_megatron.phases.generate import open_generation
-from mugrpo_megatron.phases.saves import finish
+from mugrpo_megatron.phases.evaluate import evaluate, evaluation_due, is_evaluated
+from mugrpo_megatron.phases.generate import run_auxiliary_models, sample
+from mugrpo_megatron.phases.saves import finish, save_if_due
 from mugrpo_megatron.phases.stage import open_stage
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.run import Cursor, Engines, Learner, Run, open_run
@@ -16,9 +30,6 @@ from mugrpo_megatron.run.run import Cursor, Engines, Learner, Run, open_run
 def train(recipe: Recipe, problems: Problems | None, host: HostProcess | None = None) -> None:
     """S stages of µ updates each, with one objective; what `mugrpo train` runs, on every rank.
 
-    Schedule and objective together make the method: mu-GRPO is S=4, µ=1024 with the objective `mu_grpo`, ordinary GRPO
-    S=1024, µ=4 with `grpo`. GRPO's objective at µ=1024 is the paper's failing baseline (arXiv 2605.17570, Table 1).
-
     `checks.preflight.check_run` has checked the recipe and read the problems; `host` is the engine's process where it
     was started before. A run directory that holds an unfinished run is continued.
     """
@@ -26,33 +37,62 @@ def train(recipe: Recipe, problems: Problems | None, host: HostProcess | None = 
         while not cursor.finished(recipe.schedule):
             generate_stage(run, learner, engines, cursor)
             cursor = optimize_stage(run, learner, engines, cursor)
-        finish(run, learner, engines, cursor)
+        evaluate_policy(run, learner, engines, cursor)
+        finish(run, learner, cursor)
 
 
 def generate_stage(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> None:
     """The engines generate all responses of the next µ updates with the learner's current weights."""
-    with open_generation(run, learner, engines, cursor) as generation:
-        while not generation.sealed:  # one round, unless an engine fails and is restarted
-            generation.sync_weights()  # learner -> engine
-            generation.evaluate_if_due()
-            generation.sample()  # engine -> verifier -> stage store
-            generation.sleep_engines()
-        generation.run_auxiliary_models()  # a teacher, a judge: stage -> column
+    stage = run.stage_store(cursor, engines.writer)
+    while not stage.sealed:  # once, unless an engine fails and is started again
+        hand_over(run, learner, engines, cursor)
+        if evaluation_due(run, cursor):
+            evaluate(run, engines, cursor)
+        sample(run, engines, stage, cursor)  # engine -> verifier -> stage on disk
+        engines.sleep()
+    run_auxiliary_models(run, learner, stage, cursor)  # a teacher, a judge: stage -> column
+    learner.reload()
 
 
 def optimize_stage(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> Cursor:
     """µ updates on one stage, from the cursor on, `schedule.epochs` times; its responses grow stale on the way.
 
-    Relaxed clipping keeps their gradients, and the negative-advantage veto drops the part of a response that the
-    policy would no longer produce. Returns where the next stage begins.
+    Returns where the next stage begins.
     """
-    with open_stage(run, learner, engines, cursor) as stage:  # with its columns: behaviour, ref, teacher
+    with open_stage(run, learner, cursor) as stage:
+        stage.compute_columns(cursor)  # behaviour, ref: a forward pass over the stage for each that is missing
+        stage.record_start(cursor)  # how far engine and learner differ; a forward pass over a few responses
         while stage.holds(cursor):
-            stage.evaluate_if_due(cursor)
+            if evaluation_due(run, cursor):
+                stage.pause()
+                evaluate_policy(run, learner, engines, cursor)
+            stage.refresh_proximal(cursor)  # decoupled PPO: a forward pass every few updates
             batch = stage.batch(cursor)
             advantages = group_advantages(batch.rewards, batch.groups, run.recipe.objective, batch.samples)
-            metrics = update(learner, batch.samples, advantages, batch.stage_progress)  # clip, veto, head: fused
+            with stage.measured(cursor):
+                metrics = update(learner, batch.samples, advantages, batch.stage_progress)  # clip, veto, head: fused
             stage.record(cursor, batch, metrics)
             cursor = stage.next_cursor(cursor, batch, metrics)
-            stage.save_if_due(cursor)
+            save_if_due(run, cursor)
     return cursor
+
+
+def evaluate_policy(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> None:
+    """The engines take the devices for an evaluation only; none is made twice of the same weights."""
+    while not is_evaluated(run, cursor):  # once, unless an engine fails and is started again
+        run.stop_if_asked(cursor)
+        hand_over(run, learner, engines, cursor)
+        evaluate(run, engines, cursor)
+        engines.sleep()
+        learner.reload()
+
+
+def hand_over(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> None:
+    """The engines get the devices and the learner's weights; a device never holds both in full."""
+    with run.phase("sync", cursor) as facts:
+        learner.reload()  # from an earlier turn in which an engine failed
+        learner.offload("optimizer")
+        engines.wake("weights")
+        facts |= engines.receive(cursor.updates)  # learner -> engine, bucket by bucket
+        learner.offload("weights")
+        engines.wake("kv_cache")

@@ -45,7 +45,7 @@ def test_a_stage_ends_with_its_last_responses(stages: int, tmp_path: Path, monke
         record=RunRecord("r"),
         stage_store=lambda cursor: store,
         log=SimpleNamespace(update=lambda *_: None),
-        world=SimpleNamespace(ranks=SimpleNamespace(rank=2)),
+        world=SimpleNamespace(ranks=SimpleNamespace(rank=2), engines=0),
         display=SimpleNamespace(say=said.append),
     )
     learner: Any = SimpleNamespace(skipped_in_a_row=0)
@@ -58,8 +58,9 @@ def test_a_stage_ends_with_its_last_responses(stages: int, tmp_path: Path, monke
         torch.ones(3) @ torch.ones(3)
         return {"ess": 1.0, "vetoed_fraction": 0.0, "tokens": 1.0, "loss": 0.0}
 
-    for name in ("_record_stage", "probe", "save_if_due", "evaluate_if_due"):
-        monkeypatch.setattr(phase, name, lambda *_, **__: None)
+    monkeypatch.setattr(phase, "probe", lambda *_, **__: None)
+    monkeypatch.setattr(phase.TrainingStage, "record_start", lambda *_: None)
+    monkeypatch.setattr(train, "save_if_due", lambda *_: None)
     monkeypatch.setattr(phase, "_utilization", lambda *_: {})
     monkeypatch.setattr(phase, "_optimizing", lambda *_: nullcontext(bar))
     monkeypatch.setattr(train, "update", update)

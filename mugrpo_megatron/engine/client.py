@@ -88,7 +88,7 @@ class Engine:
         return engine
 
     def rendezvous(self, peers: PeerFailure) -> None:
-        """Restart a multi-node engine; every node calls this (`EngineFollowerNode.rendezvous`)."""
+        """Restart a multi-node engine; every node calls this (`FollowerNode.rendezvous`)."""
         self._peers, self._arguments = peers, self._arguments | {"dist_init_addr": peers.address}
         # SGLang's queues listen on this address (utils/network.py).
         self._environment = self._environment | {"SGLANG_HOST_IP": peers.host}

@@ -119,7 +119,7 @@ WATCH_SECONDS = DEATH_SECONDS + 2.0
 """Time within which the watching thread ends the process."""
 
 
-class EngineFollowerNode:
+class FollowerNode:
     """The host process on a node that does not lead its engine, and the thread that watches it.
 
     The thread reports a failure of the process to the other nodes, and ends the process when another node has failed.

@@ -34,7 +34,7 @@ class EngineSlot:
     node: int = 0
     """This node's index among the engine's nodes."""
     joins: bool = False
-    """Whether this rank runs a follower node (`EngineFollowerNode`) of an engine that another rank leads."""
+    """Whether this rank runs a follower node (`FollowerNode`) of an engine that another rank leads."""
 
 
 ALONE = EngineSlot(leads_engine=True, number=0, engines=1, local=0, local_engines=1, gpu=0)

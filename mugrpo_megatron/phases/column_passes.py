@@ -43,47 +43,55 @@ def learner_pass(run: Run, cursor: Cursor, what: str, ages: Sequence[int]) -> It
 
     def each(bar: Bar) -> Iterator[int]:
         for age in ages:
-            if any(run.world.any_rank(run.stop.requested)):
+            if run.world.any_rank(run.stop.requested):
                 raise _StopAsked
             yield age
             bar.advance()
 
     try:
         with (
-            run.log.phase("logprobs", cursor.stage),
+            run.phase("logprobs", cursor),
             run.display.bar(f"{cursor.title(run.recipe.schedule)}: {what}", len(ages), "updates") as bar,
         ):
             yield each(bar)
     except _StopAsked:
-        raise run.stop.all_stopped(cursor) from None
+        run.save_and_stop(cursor)
     run.world.barrier()
 
 
-def is_missing(column: Column | None, again: bool) -> bool:
-    """Whether a column has to be computed; raises UserError if it is missing and `again` is False."""
+def must_compute(column: Column | None, can_compute: bool) -> bool:
+    """Whether a column is wanted and missing. Raises UserError when it is missing and `can_compute` is False."""
     if column is None or column.complete:
         return False
-    if not again:
-        path = column.index if column.path.exists() else column.path
-        raise UserError(f"{path} is missing, and the weights that it is of have changed; {column.remedy}")
+    if not can_compute:
+        check_present(column)
     return True
 
 
-def record_behaviour(run: Run, learner: Learner, stage: StageBatches, cursor: Cursor) -> None:
+def check_present(column: Column) -> None:
+    """Raise UserError for a column that is missing and cannot be computed any more."""
+    if not column.complete:
+        path = column.index if column.path.exists() else column.path
+        raise UserError(f"{path} is missing, and the weights that it is of have changed; {column.remedy}")
+
+
+def compute_behaviour(run: Run, learner: Learner, stage: StageBatches, cursor: Cursor) -> None:
     """Compute the behaviour logprobs and the routes of the policy before the stage's first update, in one pass.
 
     Behaviour logprobs with `rollout.behaviour = "learner"`, routes with `learner.routing_replay = "learner"`. The
-    logprobs are bitwise the ones of a pass that replays the routes.
+    logprobs are bitwise those of a pass that replays the routes.
     """
     behaviour, routes = stage.columns.behaviour, stage.columns.routes
-    scores, records = is_missing(behaviour, cursor.age == 0), is_missing(routes, cursor.age == 0)
-    if not scores and not records:
+    # Both are looked at: one that is missing inside the stage is an error, also beside one that is there.
+    behaviour = behaviour if must_compute(behaviour, cursor.age == 0) else None
+    routes = routes if must_compute(routes, cursor.age == 0) else None
+    if not behaviour and not routes:
         return
     store = stage.store
     with (
         learner_pass(run, cursor, "learner logprobs", range(store.updates)) as ages,
-        behaviour.write(run.is_main) if behaviour and scores else nullcontext(lambda logprobs: None) as append,
-        routes.write(run.is_main) if routes and records else nullcontext() as append_routes,
+        behaviour.write(run.is_main) if behaviour else nullcontext() as append_logprobs,
+        routes.write(run.is_main) if routes else nullcontext() as append_routes,
     ):
         for age in ages:
             samples = store.read_update(age)
@@ -92,24 +100,24 @@ def record_behaviour(run: Run, learner: Learner, stage: StageBatches, cursor: Cu
                 append_routes([sample.tokens - 1 for sample in samples], layers)
             else:
                 logprobs = token_logprobs(learner, samples)
-            append(logprobs)
+            if append_logprobs:
+                append_logprobs(logprobs)
 
 
-def compute_ref_logprobs(run: Run, learner: Learner, stage: StageBatches, cursor: Cursor) -> None:
+def compute_ref(run: Run, learner: Learner, stage: StageBatches, cursor: Cursor) -> None:
     """With `objective.kl_ref`, compute the reference policy's logprobs of the stage's responses, before the first
     update.
 
     One forward pass over the stage, whatever the number of its updates; the reference policy's weights are in the
-    learner only during that pass, so no second model is kept. A run that resumes reads the file. Raises UserError
-    when it belongs to
-    another stage or to other weights than the reference policy's directory holds now, and when it is gone although
-    it cannot be computed again.
+    learner only during that pass, so no second model is kept. A run that resumes reads the file. Raises UserError when
+    it belongs to another stage or to other weights than the reference policy's directory holds now, and when it is gone
+    although it cannot be computed again.
     """
     column, weights = stage.columns.ref, stage.columns.ref_weights
     if column is None:
         return
     mark = fingerprint(weights) if weights else ""
-    if not is_missing(column, cursor.age == 0 or weights is not None):
+    if not must_compute(column, cursor.age == 0 or weights is not None):
         if column.body()["weights"] != mark:
             raise UserError(
                 f"{weights} holds other weights than when {column.path} was computed under them; put the right ones "
@@ -150,7 +158,7 @@ def refresh_proximal(run: Run, learner: Learner, stage: StageBatches, cursor: Cu
         return
     column = stage.columns.proximal(cursor.age - cursor.age % every)
     if cursor.age % every:
-        is_missing(column, again=False)
+        check_present(column)
         return
     ages = range(cursor.stage_length(run.recipe.schedule, stage.store.updates))[cursor.age : cursor.age + every]
     with (
@@ -198,7 +206,7 @@ def probe(run: Run, learner: Learner, store: StageStore, cursor: Cursor, age: in
     if age not in probe_ages(length):
         return
     directory = run.directory.probe(cursor.stage)
-    with run.log.phase("probe", cursor.stage):
+    with run.phase("probe", cursor):
         probed = choose_responses(store, run.recipe.objective)
         logprobs = token_logprobs(learner, [response.sample for response in probed])
         if run.is_main and age == 0:

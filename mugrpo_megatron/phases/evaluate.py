@@ -9,18 +9,15 @@ from mugrpo_megatron.engine.launch import held_out_sampling
 from mugrpo_megatron.engine.queue import PromptQueue
 from mugrpo_megatron.evaluation.estimators import SetFigures, figures_of
 from mugrpo_megatron.evaluation.scoring import EPISODE, ScoredGroup, Scorer, mean_at_k, measure_of
-from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.observe.examples import Example, example_indices, shorten, write_examples
-from mugrpo_megatron.observe.log import MetricLog
 from mugrpo_megatron.observe.progress import Bar
-from mugrpo_megatron.phases.handover import report_failures, sample_groups, shared_queue, sync_weights
+from mugrpo_megatron.phases.handover import report_failures, sample_groups, shared_queue
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.scoring import EvalSection
 from mugrpo_megatron.run.cursor import Cursor
-from mugrpo_megatron.run.leader import EngineLeader, Engines, sleep_engines
+from mugrpo_megatron.run.engines import Engines, Leader
 from mugrpo_megatron.run.run import Run
 from mugrpo_megatron.run.stopping import StopRequest
-from mugrpo_megatron.run.world import World
 from mugrpo_megatron.samples import Prompt
 
 
@@ -47,38 +44,21 @@ ByPlace = dict[int, Answers]
 """Answers by a held-out problem's place."""
 
 
-def evaluate_if_due(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> None:
-    """Evaluate before every `eval.every_stages`-th stage and after every `eval.every_updates`-th update of a stage.
+def evaluation_due(run: Run, cursor: Cursor) -> bool:
+    """Whether the recipe asks for an evaluation at the cursor: before every `eval.every_stages`-th stage and after
+    every `eval.every_updates`-th update of a stage. Collective.
 
-    Never twice the same weights, and never in a run without engines. Training continues bit by bit as without it.
-    Engines that are awake are about to generate: that handles their failures and a request to stop, after which nothing
-    is logged here. Others are synced and put to sleep again (`evaluate_weights`).
+    Never twice for the same weights, and never in a run without engines.
     """
     section = run.recipe.eval
     before_stage = cursor.stage % section.every_stages == 0 if section.every_stages else cursor.stage == 0
     due = before_stage if cursor.age == 0 else cursor.due(section.every_updates)
-    if not run.world.engines or not due or _evaluated(run.world, run.log, cursor):
-        return
-    if engines.awake:
-        _evaluate(run, engines.leader, cursor)
-    else:
-        evaluate_weights(run, learner, engines, cursor)
+    return run.world.engines > 0 and due and not is_evaluated(run, cursor)
 
 
-def evaluate_weights(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> None:
-    """Sync the engines, evaluate, and put them to sleep; does nothing for weights that are evaluated already.
-
-    Engines that fail are restarted: raises EngineFailure on every rank after MOST_FAILURES failures of one
-    in a row. Raises Stopped, with everything saved, when the run is asked to stop meanwhile; it evaluates on resuming.
-    """
-    done = _evaluated(run.world, run.log, cursor)
-    while not done:
-        sync_weights(run, learner, engines, cursor)
-        done = _evaluate(run, engines.leader, cursor)
-        sleep_engines(run.world, engines)
-        learner.reload()
-        if any(run.world.any_rank(not done and run.stop.requested)):
-            raise run.stop.all_stopped(cursor, "the evaluation is dropped, to be made when the run goes on; ")
+def is_evaluated(run: Run, cursor: Cursor) -> bool:
+    """Whether rank 0's log has an evaluation of these weights, by this process or an earlier one. Collective."""
+    return run.world.broadcast(cursor.updates in run.log.evaluated)
 
 
 def sampled_alike(section: EvalSection, names: Sequence[str]) -> list[list[str]]:
@@ -90,32 +70,27 @@ def sampled_alike(section: EvalSection, names: Sequence[str]) -> list[list[str]]
     return list(groups.values())
 
 
-def _evaluated(world: World, log: MetricLog, cursor: Cursor) -> bool:
-    """Whether rank 0's log has an evaluation of these weights, as after a resume or an engine's failure. Collective."""
-    return world.broadcast(cursor.updates in log.evaluated)
-
-
-def _evaluate(run: Run, leader: EngineLeader | None, cursor: Cursor) -> bool:
+def evaluate(run: Run, engines: Engines, cursor: Cursor) -> None:
     """Sample and score every held-out set with the engines' weights and log the figures. Collective.
 
-    Returns False, with nothing logged, when every engine has failed or the run is asked to stop. Problems of an engine
-    that fails go to the others.
+    Training continues bit by bit as without it. Problems of an engine that fails go to the others. Nothing is logged
+    when every engine has failed or the run is asked to stop; `is_evaluated` tells. Raises EngineFailure on every rank
+    after MOST_FAILURES failures of one engine in a row.
     """
+    leader = engines.leader
     own = leader.problems.held_out.problems if leader else []
     names = run.world.broadcast([problem.source for problem in own])
     answers: ByPlace = {}
     with run.phase("eval", cursor), run.display.bar("evaluate", len(names), "problems") as bar:
         for alike in sampled_alike(run.recipe.eval, list(dict.fromkeys(names))):
             places = [place for place, name in enumerate(names) if name in alike]
-            if not _score(run, leader, alike[0], places, answers, bar):
+            if not _answer_set(run, leader, alike[0], places, answers, bar):
                 break
-        done = len(answers) == len(names)
-        if done:
+        if len(answers) == len(names):
             _log(run, cursor, names, answers, bar)
             if leader:
                 leader.failures_in_a_row = 0
     report_failures(run, leader)
-    return done
 
 
 def _log(run: Run, cursor: Cursor, names: Sequence[str], answers: ByPlace, bar: Bar) -> None:
@@ -147,26 +122,24 @@ def _log(run: Run, cursor: Cursor, names: Sequence[str], answers: ByPlace, bar: 
         bar.values |= {name: one.mean.value for name, one in sets.items()}
 
 
-def _score(run: Run, leader: EngineLeader | None, name: str, places: Sequence[int], answers: ByPlace, bar: Bar) -> bool:
+def _answer_set(run: Run, leader: Leader | None, name: str, places: Sequence[int], answers: ByPlace, bar: Bar) -> bool:
     """Add the answers to the problems at `places`, sampled as the set `name` asks, to `answers`. Collective.
 
     Returns False when every engine has failed or the run is asked to stop.
     """
     while missing := [place for place in places if place not in answers]:
         queue = shared_queue(run.world, missing)
-        own = _answered(run.recipe, leader, name, queue, bar, run.stop) if leader else {}
+        own = _own_answers(run.recipe, leader, name, queue, bar, run.stop) if leader else {}
         run.world.barrier()
         gathered = {place: one for part in run.world.gather(own) for place, one in part.items()}
         answers |= gathered
         bar.advance(len(answers) - bar.done, sum(one.tokens for one in answers.values()) - bar.tokens)
-        if not gathered or any(run.world.any_rank(run.stop.requested)):
+        if not gathered or run.world.any_rank(run.stop.requested):
             return False
     return True
 
 
-def _answered(
-    recipe: Recipe, leader: EngineLeader, name: str, queue: PromptQueue, bar: Bar, stop: StopRequest
-) -> ByPlace:
+def _own_answers(recipe: Recipe, leader: Leader, name: str, queue: PromptQueue, bar: Bar, stop: StopRequest) -> ByPlace:
     """The answers to what this rank's engine takes from the queue."""
     held_out = leader.problems.held_out
     samples = recipe.eval.of(name).samples
@@ -182,12 +155,12 @@ def _answered(
 
     groups = sample_groups(leader, queue, take, samples, how, stop)
     for group in Scorer(leader.verifier, leader.tokenizer).scored(groups, stop.poll):
-        answers[group.prompt.index] = _answers(group, group.prompt.index in shown)
+        answers[group.prompt.index] = _answers_of(group, group.prompt.index in shown)
         bar.advance(tokens=group.tokens)
     return answers
 
 
-def _answers(group: ScoredGroup, keep: bool) -> Answers:
+def _answers_of(group: ScoredGroup, keep: bool) -> Answers:
     tokens, group = group.tokens, group.episodes
     return Answers(
         rewards=[score.reward for score in group.scores],
@@ -196,11 +169,11 @@ def _answers(group: ScoredGroup, keep: bool) -> Answers:
         unparsed=sum(not score.extracted for score in group.scores),
         called=sum(score.components.get(f"{EPISODE}called", 0.0) for score in group.scores),
         failed=sum(response.episode is not None and response.episode.failed for response in group.responses),
-        kept=_kept(group) if keep else None,
+        kept=_example(group) if keep else None,
     )
 
 
-def _kept(group: ScoredGroup) -> Example:
+def _example(group: ScoredGroup) -> Example:
     problem, response, score = group.prompt.problem, group.responses[0], group.scores[0]
     return Example(
         set=problem.source,

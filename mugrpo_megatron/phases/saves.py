@@ -1,4 +1,4 @@
-"""Saves of a run, and its results: the last evaluation, the Hugging Face checkpoint, summary.json and report.html."""
+"""Saves of a run, and its results: the Hugging Face checkpoint, summary.json and report.html."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from mugrpo_megatron.observe.environment import rank_of_environment
 from mugrpo_megatron.observe.health import HealthWarning
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.observe.results import summarize, summary_table
-from mugrpo_megatron.phases.evaluate import evaluate_weights
 from mugrpo_megatron.report.page import FILE_NAME, write_report
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory
-from mugrpo_megatron.run.leader import Engines
 from mugrpo_megatron.run.record import PROVENANCE, check_hf, provenance
 from mugrpo_megatron.run.run import Run
 from mugrpo_megatron.weights.hf import save_hf
@@ -35,16 +33,16 @@ def save_if_due(run: Run, cursor: Cursor) -> None:
     section, stage_ends = run.recipe.checkpoint, cursor.age == 0
     last = cursor.finished(run.recipe.schedule) or (stage_ends and not run.world.engines)
     due = last or cursor.stage % section.every_stages == 0 if stage_ends else cursor.due(section.every_updates)
-    [stopping] = run.world.any_rank(run.stop.requested)
+    stopping = run.world.any_rank(run.stop.requested)
     saves = stopping or due
     if saves:
         _check_on_main(run, run.directory.check_lock)
-        with run.log.phase("save", cursor.stage):
+        with run.phase("save", cursor):
             run.saver.save(cursor)
             if stage_ends and not last:
                 write_hf(run, cursor)
     if stopping:
-        raise run.stop.all_stopped(cursor)
+        run.save_and_stop(cursor)
 
 
 def write_hf(run: Run, cursor: Cursor) -> None:
@@ -95,16 +93,15 @@ def show(directory: RunDirectory, display: Display) -> None:
     display.say(f"Hugging Face checkpoint: {directory.hf}\nreport: {directory.path / FILE_NAME}")
 
 
-def finish(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> None:
-    """Evaluate the trained policy, write the run's results and show them."""
-    write_results(run, learner, engines, cursor)
+def finish(run: Run, learner: Learner, cursor: Cursor) -> None:
+    """Write the run's results and show them. Collective."""
+    write_results(run, learner, cursor)
     if run.is_main:
         show(run.directory, run.display)
 
 
-def write_results(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> None:
-    """Evaluate the trained policy and write the run's results."""
-    evaluate_weights(run, learner, engines, cursor)
+def write_results(run: Run, learner: Learner, cursor: Cursor) -> None:
+    """Write the trained policy, summary.json and the report. Collective."""
     export(run, learner, cursor)
     if run.is_main:
         write_json(run.directory.summary, summarize(run.directory.path))
@@ -119,7 +116,7 @@ def export(run: Run, learner: Learner, cursor: Cursor) -> None:
     check_own_hf(run)
     run.saver.wait()  # for one that is still written beside training
     so_far = f"all updates are saved, {run.directory.hf} is not written yet"
-    with run.log.phase("save", cursor.stage), run.stop.at_once(so_far):
+    with run.phase("save", cursor), run.stop.at_once(so_far):
         save_hf(
             learner.models,
             learner.architecture,

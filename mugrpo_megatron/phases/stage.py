@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import NoReturn
 
 import numpy as np
@@ -20,15 +20,11 @@ from mugrpo_megatron.observe.environment import learner_memory_peak, peak_flops,
 from mugrpo_megatron.observe.metrics import MISMATCH_RESPONSES
 from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.phases.batches import Batch, StageBatches, columns_of
-from mugrpo_megatron.phases.column_passes import compute_ref_logprobs, probe, record_behaviour, refresh_proximal
-from mugrpo_megatron.phases.evaluate import evaluate_if_due
-from mugrpo_megatron.phases.saves import save_if_due
+from mugrpo_megatron.phases.column_passes import compute_behaviour, compute_ref, probe, refresh_proximal
 from mugrpo_megatron.run.cursor import Cursor, nats_moved, stage_exhausted
-from mugrpo_megatron.run.leader import Engines
 from mugrpo_megatron.run.run import Run
 from mugrpo_megatron.samples import Sample, penalties, rewards_and_groups
 from mugrpo_megatron.stages.schema import component_means, to_table
-from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.weights.families import model_flops
 
 MOST_SKIPPED = 10
@@ -38,63 +34,81 @@ WANDB_SAMPLES = 16
 
 
 @contextmanager
-def open_stage(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> Iterator[TrainingStage]:
-    """Open the cursor's sealed stage, log it where it is new, and compute the columns that its updates need.
-
-    Collective. Raises UserError when a column is damaged or belongs to something else, or is missing and cannot be
-    computed again.
-    """
+def open_stage(run: Run, learner: Learner, cursor: Cursor) -> Iterator[TrainingStage]:
+    """Open the cursor's sealed stage for its updates. Raises UserError when it is damaged."""
     store = run.stage_store(cursor)
     columns = columns_of(run.recipe, run.directory, run.record.id, store, cursor.stage)
-    batches = StageBatches(run.recipe, store, cursor.stage, columns)
-    _record_stage(run, learner, store, cursor)
-    # Both passes see the weights that sampled the stage; after the first update they would be gone.
-    record_behaviour(run, learner, batches, cursor)
-    compute_ref_logprobs(run, learner, batches, cursor)
-    # The bar and the profiler must end before the next phase's bar begins, also when an update raises.
+    # The bar and its phase must end before the next phase's bar begins, also when an update raises.
     with ExitStack() as display:
-        yield TrainingStage(run, learner, engines, batches, display)
+        yield TrainingStage(run, learner, StageBatches(run.recipe, store, cursor.stage, columns), display)
 
 
 class TrainingStage:
-    """A sealed stage during its updates. Every method but `holds` is collective."""
+    """A sealed stage during its updates. Every method but `holds` and `batch` is collective."""
 
-    def __init__(self, run: Run, learner: Learner, engines: Engines, batches: StageBatches, display: ExitStack) -> None:
-        """`display` ends the progress bar and the profiler."""
-        self._run, self._learner, self._engines, self._batches = run, learner, engines, batches
-        self._display, self._profile = display, ExitStack()
+    def __init__(self, run: Run, learner: Learner, batches: StageBatches, display: ExitStack) -> None:
+        """`display` ends the progress bar."""
+        self._run, self._learner, self._batches, self._display = run, learner, batches, display
         self._bar: Bar | None = None
+
+    def compute_columns(self, cursor: Cursor) -> None:
+        """Compute the columns that the stage's updates need and that are missing.
+
+        Both passes see the weights that sampled the stage; after the first update they would be gone. Raises UserError
+        when a column is damaged or belongs to something else, or is missing and cannot be computed again.
+        """
+        compute_behaviour(self._run, self._learner, self._batches, cursor)
+        compute_ref(self._run, self._learner, self._batches, cursor)
+
+    def record_start(self, cursor: Cursor) -> None:
+        """Log a new stage: its statistics, the mismatch of engine and learner, some samples, and the first probe."""
+        if cursor.age > 0:  # a resumed run has logged it at the stage's start
+            return
+        run, store = self._run, self._batches.store
+        logs_samples = run.is_main and run.recipe.track.wandb_project is not None
+        samples = store.read_update(0, with_text=logs_samples)
+        # Only the same weights give a mismatch: a branch may train later weights on the stage.
+        same_weights = samples[0].weight_version == cursor.updates
+        mismatch = _mismatch(run, self._learner, samples[:MISMATCH_RESPONSES], cursor) if same_weights else {}
+        run.log.stage(cursor.stage, store.statistics() | mismatch)
+        if logs_samples:
+            names = ("group", "problem", "text", "gold", "extracted", "why", "reward", "finish_reason")
+            rows = [{name: getattr(sample, name) for name in names} for sample in samples[:WANDB_SAMPLES]]
+            run.log.samples(cursor.stage, rows)
+        probe(run, self._learner, store, cursor, age=0)
 
     def holds(self, cursor: Cursor) -> bool:
         """Whether the cursor's update trains on this stage."""
         return cursor.stage == self._batches.stage
 
-    def evaluate_if_due(self, cursor: Cursor) -> None:
-        """Evaluate before the update at the cursor, where the recipe asks for it."""
-        if cursor.due(self._run.evaluates_every):
-            self._display.close()  # two bars at once would overwrite each other
-            self._bar = None
-        evaluate_if_due(self._run, self._learner, self._engines, cursor)
+    def pause(self) -> None:
+        """End the progress bar and its phase, as before an evaluation; the next update opens new ones."""
+        self._display.close()
+        self._bar = None
+
+    def refresh_proximal(self, cursor: Cursor) -> None:
+        """Compute the proximal policy's logprobs of the next `objective.proximal_every` updates where that is due."""
+        refresh_proximal(self._run, self._learner, self._batches, cursor)
 
     def batch(self, cursor: Cursor) -> Batch:
-        """Returns what the update at the cursor trains on; starts the progress bar and the profiler where due."""
+        """Returns what the update at the cursor trains on. Raises UserError for a column that is missing or damaged."""
+        return self._batches.batch(cursor)
+
+    @contextmanager
+    def measured(self, cursor: Cursor) -> Iterator[None]:
+        """Show the update in a progress bar, up to the stage's end or the next evaluation; profile it where due."""
+        run = self._run
         if self._bar is None:
-            self._bar = self._display.enter_context(_optimizing(self._run, self._batches.store.updates, cursor))
-        # Before the batch is read: the update's own clip centre may be computed only now (decoupled PPO).
-        refresh_proximal(self._run, self._learner, self._batches, cursor)
-        batch = self._batches.batch(cursor)
-        if cursor.updates in self._run.recipe.track.profile_updates:
-            self._profile = self._display.enter_context(ExitStack())
-            self._profile.enter_context(_profiled(self._run, cursor))
-        return batch
+            self._bar = self._display.enter_context(_optimizing(run, self._batches.store.updates, cursor))
+        with _profiled(run, cursor) if cursor.updates in run.recipe.track.profile_updates else nullcontext():
+            yield
 
     def record(self, cursor: Cursor, batch: Batch, metrics: dict[str, float]) -> None:
-        """Log the update and advance the bar.
+        """Log the update, advance the bar, and probe the policy where that is due.
 
         Raises TrainingFailure, with the learner saved, after MOST_SKIPPED skipped updates in a row.
         """
         assert self._bar
-        self._profile.close()  # before the probe, whose forward pass is not part of the update
         run, learner, store = self._run, self._learner, self._batches.store
         logged = _figures(batch.samples, cursor) | metrics | _utilization(learner, batch.samples, metrics)
         logged |= _kl_response(batch, metrics)
@@ -110,17 +124,13 @@ class TrainingStage:
         run, schedule = self._run, self._run.recipe.schedule
         nats = nats_moved(cursor, _kl_response(batch, metrics))
         # Ranks must agree: each has summed the metrics itself, and sums on a GPU may differ in their last bits.
-        exhausted = schedule.ends_early and run.world.any_rank(stage_exhausted(nats, schedule))[0]
+        exhausted = schedule.ends_early and run.world.any_rank(stage_exhausted(nats, schedule))
         if exhausted:
             run.display.say(
                 f"stage {cursor.stage} ends after {cursor.age + 1} updates: the policy has moved {nats:.3g} nats a "
                 f"response, and schedule.max_kl is {schedule.max_kl:g}"
             )
         return cursor.advanced(schedule, self._batches.store.updates, exhausted, nats)
-
-    def save_if_due(self, cursor: Cursor) -> None:
-        """Save the learner where that is due, so that the run would resume at the cursor."""
-        save_if_due(self._run, cursor)
 
 
 def _kl_response(batch: Batch, metrics: dict[str, float]) -> dict[str, float]:
@@ -130,26 +140,9 @@ def _kl_response(batch: Batch, metrics: dict[str, float]) -> dict[str, float]:
     return {"kl_response": metrics["kl_k3"] * metrics["update_tokens"] / len(batch.samples)}
 
 
-def _record_stage(run: Run, learner: Learner, stage: StageStore, cursor: Cursor) -> None:
-    """Log a new stage: its statistics, the mismatch of engine and learner, and some samples."""
-    if cursor.age > 0:  # a resumed run has logged it at the stage's start
-        return
-    logs_samples = run.is_main and run.recipe.track.wandb_project is not None
-    samples = stage.read_update(0, with_text=logs_samples)
-    # Only the same weights give a mismatch: a branch may train later weights on the stage.
-    same_weights = samples[0].weight_version == cursor.updates
-    mismatch = _mismatch(run, learner, samples[:MISMATCH_RESPONSES], cursor) if same_weights else {}
-    run.log.stage(cursor.stage, stage.statistics() | mismatch)
-    if logs_samples:
-        names = ("group", "problem", "text", "gold", "extracted", "why", "reward", "finish_reason")
-        rows = [{name: getattr(sample, name) for name in names} for sample in samples[:WANDB_SAMPLES]]
-        run.log.samples(cursor.stage, rows)
-    probe(run, learner, stage, cursor, age=0)
-
-
 def _mismatch(run: Run, learner: Learner, samples: Sequence[Sample], cursor: Cursor) -> dict[str, float]:
     """Statistics of |engine - learner| logprobs; empty for responses that were imported without logprobs."""
-    with run.log.phase("logprobs", cursor.stage):
+    with run.phase("logprobs", cursor):
         logprobs = token_logprobs(learner, samples)
     learner_logprobs = np.concatenate([sample.trained(row) for sample, row in zip(samples, logprobs, strict=True)])
     engine_logprobs = np.concatenate([sample.trained(sample.engine_logprobs) for sample in samples])

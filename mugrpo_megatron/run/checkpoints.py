@@ -146,6 +146,7 @@ def open_saver(
         newest = [learner.ranks.rank == 0 and newest_cursor(directory)]
         dist.broadcast_object_list(newest)
         if newest[0] != stopped.cursor:
+            learner.reload()  # it is offloaded where the engines had the devices, and they have ended
             with log.phase("save", stopped.cursor.stage):
                 saver.save(stopped.cursor)
             saver.wait()

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import NoReturn
 
 from mugrpo_megatron.cuda import finds_cuda
 from mugrpo_megatron.data.prepare import PreparedData, Problems, prepare
 from mugrpo_megatron.data.tokenizer import load_tokenizer
-from mugrpo_megatron.engine.client import first_start_problem
 from mugrpo_megatron.engine.launch import check_allocator, sampling_note
+from mugrpo_megatron.engine.placement import slot_of_environment
 from mugrpo_megatron.engine.process import HostProcess
-from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner.groups import named_phase, shutdown_after
 from mugrpo_megatron.learner.learner import PARTS, Learner, build_learner
 from mugrpo_megatron.observe.environment import rank_of_environment
@@ -26,10 +26,10 @@ from mugrpo_megatron.recipe.systems import sync_bucket_bytes
 from mugrpo_megatron.run.checkpoints import Saver, check_stage_sealed, newest_cursor, open_saver, restore_newest
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory, open_directory, stage_origin
+from mugrpo_megatron.run.engines import Engines, launch, loads_beside_learner, start_engines
 from mugrpo_megatron.run.inputs import editable_after_failure, record_data
-from mugrpo_megatron.run.leader import EngineLeader, EngineRole, Engines, engine_role, rendezvous, sleep_engines
 from mugrpo_megatron.run.record import RunRecord, read_record
-from mugrpo_megatron.run.stopping import StopRequest, handle_signals
+from mugrpo_megatron.run.stopping import AllStopped, StopRequest, handle_signals
 from mugrpo_megatron.run.world import World, broadcast_failure, open_world
 from mugrpo_megatron.stages.manifest import Origin, check_stage
 from mugrpo_megatron.stages.store import StageStore
@@ -70,9 +70,25 @@ class Run:
         origin = stage_origin(self.directory, self.record, cursor)
         return StageStore(self.directory.stage(cursor.stage), writer, origin, replay)
 
+    def stop_if_asked(self, cursor: Cursor, also: str = "") -> None:
+        """`save_and_stop` if any rank was asked to stop. Collective."""
+        if self.world.any_rank(self.stop.requested):
+            self.save_and_stop(cursor, also)
+
+    def save_and_stop(self, cursor: Cursor, also: str = "") -> NoReturn:
+        """End the run at the cursor because it was asked to stop; `also` says what is kept besides the learner.
+
+        Every rank calls this. The learner is saved as the run closes (`checkpoints.open_saver`), after the engines have
+        ended: a device may not hold both.
+        """
+        raise AllStopped(also, self.stop.code, cursor)
+
     @contextmanager
     def phase(self, phase: str, cursor: Cursor) -> Iterator[dict[str, float]]:
-        """`log.phase` with a name for heartbeats and the errors of lost ranks; logs the rates of `tokens`, too."""
+        """Log the block as a phase, with the metrics put into the yielded dict and the rates of its `tokens`.
+
+        Heartbeats and the errors of lost ranks name the phase.
+        """
         with self.log.phase(phase, cursor.stage) as facts:
             start = self.log.clock()
             with named_phase(self.world.ranks, f"{phase} of stage {cursor.stage}"):
@@ -112,22 +128,27 @@ def open_run(
     with open_files(recipe, problems) as files, ExitStack() as stack:
         directory, log = files.directory, files.log
         with log.phase("start", 0), files.stop.at_once("the run was still starting, nothing on disk was changed"):
-            role = engine_role(recipe, directory.logs, files.stop.poll) if generates else None
-            # On CPU the engine loads beside the learner. A GPU may not hold both: there the learner loads first and is
-            # offloaded before the engine measures free memory for its KV cache (SGLang's mem_fraction_static).
-            if role and not role.starts_after_offload:
-                role.start(stack, host)
-            with files.display.waiting(f"building the learner{', the engine loads' if role and role.started else ''}"):
+            number = slot_of_environment(recipe.engine, finds_cuda()).engines if generates else 0
+            launched = None
+            if generates and loads_beside_learner(recipe.engine):
+                launched = launch(recipe, directory.logs, files.stop.poll, stack, host)
+            loading = ", the engine loads" if launched and launched.led else ""
+            with files.display.waiting(f"building the learner{loading}"):
                 learner = build_learner(recipe)
-            world = join_world(learner, role, files.stop, stack)
+            world = join_world(learner, number, files.stop, stack)
             record = world.broadcast(files.record)  # only rank 0 reads the directory: the other nodes may see it late
             assert record
             cursor = restore_learner(learner, directory, record, log, files.display)
             saver = stack.enter_context(open_saver(learner, directory.checkpoints, recipe.checkpoint, record.id, log))
-            engines = Engines(weight_sync_of(learner), None)
-            if role:
-                engines = start_engines(learner, world, files.display, role, prepared, engines.weight_sync, stack)
-        print_resume_note(files, cursor, recipe.schedule, recipe.rollout, prepared)
+            weight_sync = weight_sync_of(learner)
+            if generates and not launched:
+                offload_learner(learner, world)
+                launched = launch(recipe, directory.logs, files.stop.poll, stack)
+            engines = Engines(world, recipe.engine, weight_sync)
+            if launched:
+                engines = start_engines(recipe, launched, world, weight_sync, prepared, files.display)
+            learner.reload()
+        print_notes(files, cursor, recipe.schedule, recipe.rollout, prepared)
         with broadcast_failure(learner.ranks):
             yield Run(recipe, directory, world, log, files.display, saver, record), learner, engines, cursor
 
@@ -144,7 +165,7 @@ def open_files(recipe: Recipe, problems: Problems | None) -> Iterator[RunFiles]:
             record_data(directory.path, problems)
         # Before the learner is built, which takes minutes: a stage that cannot be used is refused at once.
         if record:
-            check_current_stage(directory, stage_origin(directory, record, cursor), cursor)
+            clean_current_stage(directory, stage_origin(directory, record, cursor), cursor)
         display = stack.enter_context(open_display(show=is_main))
         log = open_log(
             directory.path,
@@ -159,55 +180,25 @@ def open_files(recipe: Recipe, problems: Problems | None) -> Iterator[RunFiles]:
             yield RunFiles(directory, record, opened, display, stop)
 
 
-def check_current_stage(directory: RunDirectory, origin: Origin, cursor: Cursor) -> None:
-    """Raise UserError when the current stage is another run's, or incomplete after updates."""
+def clean_current_stage(directory: RunDirectory, origin: Origin, cursor: Cursor) -> None:
+    """Remove what a killed process left of the current stage's shards.
+
+    Raises UserError when the stage is another run's, or incomplete after updates.
+    """
     check_stage(directory.stage(cursor.stage), origin)
     check_stage_sealed(directory, cursor)
     if (stage := StageStore(directory.stage(cursor.stage), 0, origin)).sealed:
         stage.remove_shards()
 
 
-def join_world(learner: Learner, role: EngineRole | None, stop: StopRequest, stack: ExitStack) -> World:
+def join_world(learner: Learner, engines: int, stop: StopRequest, stack: ExitStack) -> World:
     """The world of the ranks that the learner's process groups connect, until `stack` ends. Collective."""
     # Before the saver, so it ends after it: a save uses the process groups to its end.
     stack.enter_context(shutdown_after(learner.ranks))
     stack.enter_context(named_phase(learner.ranks))
-    engines, timeout_s = role.slot.engines if role else 0, learner.recipe.run.collective_timeout_s
-    world = open_world(learner.ranks, timeout_s, engines, stop)
+    world = open_world(learner.ranks, learner.recipe.run.collective_timeout_s, engines, stop)
     stack.callback(stop.detach)
     return world
-
-
-def start_engines(
-    learner: Learner,
-    world: World,
-    display: Display,
-    role: EngineRole,
-    problems: PreparedData | None,
-    weight_sync: WeightSync,
-    stack: ExitStack,
-) -> Engines:
-    """Returns the engines, started and asleep, with the learner on the devices again; `stack` ends them. Collective.
-
-    `problems` are rank 0's. Raises UserError on every rank when an engine does not start.
-    """
-    recipe, prepared = role.recipe, world.broadcast(problems)
-    if not role.launched:
-        offload_learner(learner, world)
-        role.start(stack)
-    engines = Engines(weight_sync, None, role.follow(stack), recipe.engine.nodes)
-    if role.started and prepared:
-        engines.leader = EngineLeader(role.slot, *role.started, load_tokenizer(recipe.model.directory), prepared)
-    if engines.nodes > 1:
-        rendezvous(world, engines.local)
-    with display.waiting(f"waiting for the engine, see {role.logs}"):
-        wait_for_engines(engines.leader, world)
-    # The learner trains next, also at a resume inside a stage: engine and learner take turns on the device, so the
-    # engine releases its memory now (SGLang's release_memory_occupation) and gets weights at the first sync.
-    if finds_cuda() or recipe.engine.between_stages == "sleep":
-        sleep_engines(world, engines)
-    learner.reload()
-    return engines
 
 
 def offload_learner(learner: Learner, world: World) -> None:
@@ -217,14 +208,14 @@ def offload_learner(learner: Learner, world: World) -> None:
     world.barrier()  # an engine spans several ranks' devices, so the last one has to be free
 
 
-def print_resume_note(
-    files: RunFiles, cursor: Cursor, schedule: ScheduleSection, rollout: RolloutSection, problems: PreparedData | None
+def print_notes(
+    files: RunFiles, cursor: Cursor, schedule: ScheduleSection, rollout: RolloutSection, prepared: PreparedData | None
 ) -> None:
     """Print the update at which the run continues, and notes on its data and sampling."""
     if cursor != Cursor():
         total = schedule.total_updates
         files.display.say(f"{files.directory.path} continues after {cursor.updates:,} of {total:,} updates")
-    for note in (*problems.notes, sampling_note(rollout)) if problems else ():
+    for note in (*prepared.notes, sampling_note(rollout)) if prepared else ():
         if note:
             files.display.say(note)
 
@@ -253,16 +244,3 @@ def weight_sync_of(learner: Learner) -> WeightSync:
         engine_nodes=engine.nodes,
         timeout_s=learner.recipe.run.collective_timeout_s,
     )
-
-
-def wait_for_engines(leader: EngineLeader | None, world: World) -> None:
-    """Wait until every engine has started; UserError on every rank when one does not start."""
-    problem = first_start_problem(leader.engine) if leader else ""
-    # An engine may load for longer than a collective's timeout: the barrier waits as long as all ranks are alive, so
-    # the gather after it finds all of them there.
-    world.barrier()
-    # Gathered, so that every rank ends with the same error; else the others would wait for the one that failed.
-    for rank, reason in enumerate(world.gather(problem)):
-        if reason:
-            where = f"rank {rank}: " if world.ranks.world > 1 else ""
-            raise UserError(f"{where}{reason}")

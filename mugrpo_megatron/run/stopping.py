@@ -91,14 +91,11 @@ class StopRequest:
 
     def stopped(self, kept: str) -> Stopped:
         """The exception that ends the run; `kept` says what is saved."""
-        return Stopped(kept, self._code)
-
-    def all_stopped(self, cursor: Cursor, also: str = "") -> AllStopped:
-        """The exception that ends the run once all ranks agree; `also` says what is kept besides the learner."""
-        return AllStopped(also, self._code, cursor)
+        return Stopped(kept, self.code)
 
     @property
-    def _code(self) -> int:
+    def code(self) -> int:
+        """Exit code of a command that stops as asked."""
         return 130 if self.interrupted else 0
 
     @contextmanager

@@ -63,13 +63,13 @@ class World:
 
         heartbeat.barrier(on_poll)
 
-    def any_rank(self, *flags: bool) -> list[bool]:
-        """Logical OR of each flag over all ranks."""
-        answers = torch.tensor(flags, dtype=torch.int32)
+    def any_rank(self, flag: bool) -> bool:
+        """Whether the flag is true on any rank."""
+        answer = torch.tensor(flag, dtype=torch.int32)
         if self.group:
             with named_phase(self.ranks):
-                dist.all_reduce(answers, dist.ReduceOp.MAX, group=self.group)
-        return [bool(flag) for flag in answers]
+                dist.all_reduce(answer, dist.ReduceOp.MAX, group=self.group)
+        return bool(answer)
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, on every rank."""

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mugrpo_megatron.engine import nodes
 from mugrpo_megatron.engine.nodes import (
     PORTS,
-    EngineFollowerNode,
+    FollowerNode,
     NodeStatus,
     PeerFailure,
     free_port,
@@ -122,11 +122,11 @@ class Host:
 
 
 @pytest.fixture
-def engine(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineFollowerNode:
+def engine(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FollowerNode:
     monkeypatch.setattr(nodes, "HostProcess", Host)
     monkeypatch.setattr(Host, "made", [])
     monkeypatch.setenv("RANK", "5")
-    return EngineFollowerNode(spec(checkpoint, tensor=2, nodes=2), checkpoint, tmp_path / "engine.log", SLOT)
+    return FollowerNode(spec(checkpoint, tensor=2, nodes=2), checkpoint, tmp_path / "engine.log", SLOT)
 
 
 def board() -> tuple[list[str], PeerFailure]:
@@ -134,13 +134,13 @@ def board() -> tuple[list[str], PeerFailure]:
     return said, PeerFailure("10.0.0.1:7000", said.append, lambda: said[0] if said else "")
 
 
-def ended(engine: EngineFollowerNode) -> None:
+def ended(engine: FollowerNode) -> None:
     assert engine._thread
     engine._thread.join(600)
     assert not engine.running
 
 
-def test_it_is_sglang_s_second_node_at_the_leader_s_address(engine: EngineFollowerNode) -> None:
+def test_it_is_sglang_s_second_node_at_the_leader_s_address(engine: FollowerNode) -> None:
     assert not engine.running
     _, peers = board()
     engine.rendezvous(peers)
@@ -157,7 +157,7 @@ def test_it_is_sglang_s_second_node_at_the_leader_s_address(engine: EngineFollow
 
 
 @pytest.mark.parametrize("leader_first", [False, True])
-def test_its_end_is_told_unless_it_ends_with_the_leader_s(leader_first: bool, engine: EngineFollowerNode) -> None:
+def test_its_end_is_told_unless_it_ends_with_the_leader_s(leader_first: bool, engine: FollowerNode) -> None:
     said, peers = board()
     engine.rendezvous(peers)
     if leader_first:
@@ -174,7 +174,7 @@ def test_its_end_is_told_unless_it_ends_with_the_leader_s(leader_first: bool, en
     )
 
 
-def test_a_second_meeting_ends_the_process_of_the_first(engine: EngineFollowerNode) -> None:
+def test_a_second_meeting_ends_the_process_of_the_first(engine: FollowerNode) -> None:
     for _ in range(2):
         engine.rendezvous(board()[1])
     first, second = Host.made
@@ -183,7 +183,7 @@ def test_a_second_meeting_ends_the_process_of_the_first(engine: EngineFollowerNo
 
 
 @pytest.mark.parametrize("leader_is_gone", [False, True])
-def test_asleep_it_is_there_as_long_as_its_leader(engine: EngineFollowerNode, leader_is_gone: bool) -> None:
+def test_asleep_it_is_there_as_long_as_its_leader(engine: FollowerNode, leader_is_gone: bool) -> None:
     said, peers = board()
     engine.rendezvous(peers)
     said.extend(["killed"] * leader_is_gone)
@@ -192,7 +192,7 @@ def test_asleep_it_is_there_as_long_as_its_leader(engine: EngineFollowerNode, le
     engine.stop()
 
 
-def test_a_rendezvous_that_is_gone_ends_it(engine: EngineFollowerNode) -> None:
+def test_a_rendezvous_that_is_gone_ends_it(engine: FollowerNode) -> None:
     def fetch() -> str:
         raise CollectiveFailure("the rendezvous cannot be reached")
 

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import numpy as np
 
@@ -22,11 +22,12 @@ from mugrpo_megatron.observe.progress import Display
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.run.checkpoints import Saver
+from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory
-from mugrpo_megatron.run.leader import EngineLeader, Engines
+from mugrpo_megatron.run.engines import Engines, Leader
 from mugrpo_megatron.run.record import RunRecord
 from mugrpo_megatron.run.run import Run
-from mugrpo_megatron.run.stopping import StopRequest
+from mugrpo_megatron.run.stopping import AllStopped, StopRequest
 from mugrpo_megatron.run.world import World
 from mugrpo_megatron.samples import Problem, Prompt, Response
 from mugrpo_megatron.weights.sync import WeightSync
@@ -83,7 +84,7 @@ class Stand:
     """Versions of the weights that went to the engine, where a test notes them."""
 
     @property
-    def leader(self) -> EngineLeader:
+    def leader(self) -> Leader:
         assert self.engines.leader
         return self.engines.leader
 
@@ -98,10 +99,10 @@ def standing(
     fitting = FittingPrompts(list(problems), [[1]] * len(problems), 0)
     prepared: Any = SimpleNamespace(train=fitting, held_out=fitting)
     slot: Any = SimpleNamespace(number=0)
-    leader = EngineLeader(slot, cast(Any, engine), verifier, TOKENIZER, prepared)
+    leader = Leader(slot, cast(Any, engine), verifier, TOKENIZER, prepared)
     world = World(cast(Ranks, SimpleNamespace(rank=0, world=1, heartbeat=None)), None, engines=1)
     run = Run(recipe, RunDirectory(path), world, log, Display(None, None), cast(Saver, None), RunRecord("r"))
-    return Stand(run, Engines(cast(WeightSync, None), leader), engine)
+    return Stand(run, Engines(world, recipe.engine, cast(WeightSync, None), leader), engine)
 
 
 def bare_run(recipe: Recipe, directory: RunDirectory) -> Any:
@@ -110,8 +111,13 @@ def bare_run(recipe: Recipe, directory: RunDirectory) -> Any:
         directory=directory,
         record=RunRecord("r"),
         is_main=True,
-        log=SimpleNamespace(phase=lambda *_: nullcontext()),
+        phase=lambda *_: nullcontext(),
         display=SimpleNamespace(bar=lambda *_: nullcontext(SimpleNamespace(advance=lambda: None))),
-        world=SimpleNamespace(barrier=lambda: None, any_rank=lambda *flags: flags),
+        world=SimpleNamespace(barrier=lambda: None, any_rank=lambda flag: flag),
         stop=StopRequest(),
+        save_and_stop=_save_and_stop,
     )
+
+
+def _save_and_stop(cursor: Cursor, also: str = "") -> NoReturn:
+    raise AllStopped(also, 0, cursor)

@@ -19,7 +19,7 @@ from mugrpo_megatron.learner.loss import make_loss_inputs
 from mugrpo_megatron.phases import column_passes as learner_passes
 from mugrpo_megatron.phases import stage as module
 from mugrpo_megatron.phases.batches import StageBatches, columns_of, training_rewards
-from mugrpo_megatron.phases.column_passes import compute_ref_logprobs, refresh_proximal
+from mugrpo_megatron.phases.column_passes import compute_ref, refresh_proximal
 from mugrpo_megatron.recipe import ObjectiveSection, Recipe
 from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
 from mugrpo_megatron.run.directory import RunDirectory
@@ -301,8 +301,8 @@ def test_a_ref_keeps_its_weights_from_stage_to_stage(tmp_path: Path) -> None:
         assert first.columns.ref
         with first.columns.ref.write(weights=fingerprint(model)) as append:
             append([np.zeros(2, np.float32)])
-        compute_ref_logprobs(run, learner, first, Cursor(0, 0))  # it is there
+        compute_ref(run, learner, first, Cursor(0, 0))  # it is there
         (model / "model.safetensors").write_bytes(b"later")
         with pytest.raises(UserError, match=r"other weights than"):
-            compute_ref_logprobs(run, learner, second, Cursor(1, 0, 4))
+            compute_ref(run, learner, second, Cursor(1, 0, 4))
         (model / "model.safetensors").write_bytes(b"first")

@@ -10,13 +10,13 @@ from typing import cast
 
 import pytest
 
+from mugrpo_megatron import train
 from mugrpo_megatron.engine.client import MOST_FAILURES
 from mugrpo_megatron.errors import EngineFailure
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.observe.examples import read_examples
 from mugrpo_megatron.observe.log import MetricLog
-from mugrpo_megatron.phases import evaluate
-from mugrpo_megatron.phases.evaluate import SHOWN, evaluate_if_due, evaluate_weights, sampled_alike
+from mugrpo_megatron.phases.evaluate import SHOWN, evaluation_due, sampled_alike
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.scoring import EvalSection
 from mugrpo_megatron.rewards.pool import Verifier
@@ -24,10 +24,11 @@ from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.run import Engines, Run
 from mugrpo_megatron.run.stopping import AllStopped
 from mugrpo_megatron.samples import Problem, Prompt, Response
+from mugrpo_megatron.train import evaluate_policy
 from tests.phases.stand import Oracle, Stand, response, standing
 
 LEARNER = cast(Learner, SimpleNamespace(reload=lambda: None))
-"""Only syncing and resting the engines needs it, which these tests replace."""
+"""Only the hand-over needs it, which these tests replace."""
 SETS = {"two": 6, "four": 5, "other": 4}
 PROBLEMS = [Problem(f"{name}:{n}", f"{n}", "2", name) for name, count in SETS.items() for n in range(count)]
 RECIPE = Recipe.model_validate(
@@ -66,13 +67,13 @@ def synced(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> Stand:
         stand.engine.running = True
         stand.syncs.append(cursor.updates)
 
-    monkeypatch.setattr(evaluate, "sync_weights", sync)
-    monkeypatch.setattr(evaluate, "sleep_engines", lambda run, engines: None)
+    monkeypatch.setattr(train, "hand_over", sync)
+    monkeypatch.setattr(stand.engines, "sleep", lambda: None)
     return stand
 
 
 def evaluated(stand: Stand, cursor: Cursor) -> None:
-    evaluate_weights(stand.run, LEARNER, stand.engines, cursor)
+    evaluate_policy(stand.run, LEARNER, stand.engines, cursor)
 
 
 def test_sets_are_sampled_each_as_it_asks_and_never_pooled(stand: Stand) -> None:
@@ -96,7 +97,8 @@ def test_sets_are_sampled_each_as_it_asks_and_never_pooled(stand: Stand) -> None
 
 def test_a_stage_that_others_have_generated_is_evaluated_once_before_its_first_update(stand: Stand) -> None:
     for cursor in (Cursor(1, 0, 8), Cursor(1, 0, 8), Cursor(1, 1, 9), Cursor(2, 0, 16)):
-        evaluate_if_due(stand.run, LEARNER, stand.engines, cursor)
+        if evaluation_due(stand.run, cursor):
+            evaluated(stand, cursor)
     assert [(row["stage"], row["update"], row["age"]) for row in stand.rows("eval")] == [(1, 8, 0), (2, 16, 0)]
     assert stand.syncs == [8, 16]
 
@@ -120,7 +122,8 @@ def test_sets_that_are_sampled_alike_are_asked_together() -> None:
 def test_evaluations_inside_a_stage_are_due_at_multiples_and_not_at_its_ends(stand: Stand) -> None:
     cursors = [Cursor(2, age, 40 + age) for age in range(1, 10)]
     for cursor in cursors:
-        evaluate_if_due(stand.run, LEARNER, stand.engines, cursor)
+        if evaluation_due(stand.run, cursor):
+            evaluated(stand, cursor)
     assert [(row["update"], row["age"]) for row in stand.rows("eval")] == [(43, 3), (46, 6), (49, 9)]
     assert stand.syncs == [43, 46, 49]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from mugrpo_megatron.algorithm.advantages import group_advantages
 from mugrpo_megatron.engine.client import MOST_FAILURES
 from mugrpo_megatron.errors import EngineFailure, EngineStopped
 from mugrpo_megatron.observe.log import MetricLog
-from mugrpo_megatron.phases.generate import Generation
+from mugrpo_megatron.phases.generate import sample
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.rewards.items import Pending, Score
 from mugrpo_megatron.rewards.pool import Verifier
@@ -39,9 +38,6 @@ PROBLEMS = [Problem(f"p{n}", str(n), str(n % 2), "coins", row={"n": n}) for n in
 CURSOR = Cursor(1, 0, UPDATES)
 
 
-LEARNER: Any = None  # sampling has no use for it
-
-
 @pytest.fixture(scope="module")
 def verifier() -> Iterator[Verifier]:
     with Verifier(RECIPE.reward) as verifier:
@@ -60,7 +56,7 @@ def store(stand: Stand) -> StageStore:
 
 
 def generated(stand: Stand) -> None:
-    Generation(stand.run, LEARNER, stand.engines, CURSOR, store(stand)).sample()
+    sample(stand.run, stand.engines, store(stand), CURSOR)
 
 
 def test_a_stage_holds_the_runs_next_problems_scored_and_in_order(stand: Stand) -> None:

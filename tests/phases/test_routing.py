@@ -12,7 +12,7 @@ import pytest
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.phases import column_passes as learner_passes
 from mugrpo_megatron.phases.batches import StageBatches, columns_of
-from mugrpo_megatron.phases.column_passes import record_behaviour
+from mugrpo_megatron.phases.column_passes import compute_behaviour
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory
@@ -56,7 +56,7 @@ class Recorded:
         return [-sample.prompt_ids.astype(np.float32) for sample in samples]
 
     def begin(self, age: int = 0) -> None:
-        record_behaviour(self.run, LEARNER, self.updates, Cursor(0, age, age))
+        compute_behaviour(self.run, LEARNER, self.updates, Cursor(0, age, age))
 
     @property
     def routes(self) -> RouteColumn:

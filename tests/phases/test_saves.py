@@ -44,10 +44,11 @@ def saved(stages: int, updates: int, engines: int = 1, **checkpoint: int) -> Sav
     recipe = Recipe.model_validate({"schedule": schedule, "checkpoint": checkpoint})
     found = Saves([], [])
     saver = SimpleNamespace(save=lambda cursor: found.learner.append((cursor.stage, cursor.age)), save_hf=found.add_hf)
-    world = SimpleNamespace(any_rank=lambda *flags: list(flags), engines=engines)
-    log, stop = SimpleNamespace(phase=lambda *_: nullcontext()), SimpleNamespace(requested=False)
+    world = SimpleNamespace(any_rank=lambda flag: flag, engines=engines)
+    stop = SimpleNamespace(requested=False)
     world.broadcast = lambda value: value
-    run: Any = SimpleNamespace(recipe=recipe, world=world, saver=saver, log=log, stop=stop, is_main=False)
+    run: Any = SimpleNamespace(recipe=recipe, world=world, saver=saver, stop=stop, is_main=False)
+    run.phase = lambda *_: nullcontext()
     run.directory, run.record = RunDirectory(recipe.run.dir), RunRecord("r")
     cursor = Cursor()
     while not cursor.finished(recipe.schedule):
@@ -61,7 +62,7 @@ def test_nothing_is_saved_once_the_lock_is_gone() -> None:
         raise UserError("the lock is gone")
 
     saver = SimpleNamespace(save=lambda cursor: pytest.fail("it saved"))
-    world = SimpleNamespace(any_rank=lambda *flags: list(flags), engines=1, broadcast=lambda value: value)
+    world = SimpleNamespace(any_rank=lambda flag: flag, engines=1, broadcast=lambda value: value)
     stop, directory = SimpleNamespace(requested=True), SimpleNamespace(check_lock=gone)
     run: Any = SimpleNamespace(recipe=Recipe(), world=world, saver=saver, stop=stop, is_main=True, directory=directory)
     with pytest.raises(UserError, match="the lock is gone"):

@@ -35,7 +35,7 @@ def waits_and_is_asked() -> bool:
         world.barrier()
     else:
         world.barrier(world.stop.request)
-    return world.any_rank(world.stop.requested)[0]
+    return world.any_rank(world.stop.requested)
 
 
 def waits_for_a_rank_that_fails() -> str:

@@ -69,8 +69,7 @@ def _stage_lock(run: Run, cursor: Cursor) -> Iterator[None]:
             except InUse:
                 lock_once_free(path, f"score stage {cursor.stage}", run.display, run.stop, stack)
         run.world.barrier()
-        if any(run.world.any_rank(run.stop.requested)):
-            raise run.stop.all_stopped(cursor)
+        run.stop_if_asked(cursor)
         yield
 
 
@@ -125,11 +124,9 @@ def _run_job(
         failure, written = _round(run, engine, store, job, queue, title)
         updates = set().union(*run.world.gather(written))
         check_shared(run.world, store, not run.is_main or job.parts.wait_for(updates))
-        if any(run.world.any_rank(run.stop.requested)):
+        if run.world.any_rank(run.stop.requested):
             rest = len(run.world.broadcast(job.parts.missing()))
-            raise run.stop.all_stopped(
-                cursor, f"{job.what}: {store.updates - rest} of {store.updates} updates are on disk; "
-            )
+            run.save_and_stop(cursor, f"{job.what}: {store.updates - rest} of {store.updates} updates are on disk; ")
         texts = list(filter(None, run.world.gather(failure)))
         failures = bool(texts) + (0 if updates else failures)
         if failures >= MOST_FAILURES:

@@ -38,14 +38,14 @@ from mugrpo_megatron.run.branch import branch
 from mugrpo_megatron.run.checkpoints import newest_cursor, open_saver
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import InUse, RunDirectory, open_directory, stage_origin
+from mugrpo_megatron.run.engines import Engines, launch, start_engines
 from mugrpo_megatron.run.inputs import record_data
-from mugrpo_megatron.run.leader import Engines, engine_role
 from mugrpo_megatron.run.record import read_record
-from mugrpo_megatron.run.run import Run, check_current_stage, restore_learner, start_engines, weight_sync_of
+from mugrpo_megatron.run.run import Run, clean_current_stage, offload_learner, restore_learner, weight_sync_of
 from mugrpo_megatron.run.stopping import Stopped, handle_signals
 from mugrpo_megatron.run.world import World, broadcast_failure, open_world
 from mugrpo_megatron.stages.manifest import Origin
-from mugrpo_megatron.train import optimize_stage
+from mugrpo_megatron.train import evaluate_policy, optimize_stage
 from mugrpo_megatron.weights.sync import WeightSync
 
 
@@ -103,7 +103,8 @@ def _optimize_cell(context: SweepContext, sweep: Sweep, cell: Cell) -> None:
         if cursor.stage == sweep.stage:
             cursor = optimize_stage(run, learner, engines, cursor)
         run, engines = context.with_engines(run, learner, engines)
-        write_results(run, learner, engines, cursor)
+        evaluate_policy(run, learner, engines, cursor)
+        write_results(run, learner, cursor)
 
 
 def _take_over_evaluation(run: Run, sweep: Sweep, cursor: Cursor) -> None:
@@ -159,7 +160,7 @@ class SweepContext:
             assert record is not None
             newest = self.world.broadcast(newest_cursor(directory.checkpoints) if self.is_main else Cursor())
             if self.is_main:
-                check_current_stage(directory, stage_origin(directory, record, newest), newest)
+                clean_current_stage(directory, stage_origin(directory, record, newest), newest)
                 if self.problems:
                     record_data(directory.path, self.problems)
             tracked = open_log(
@@ -177,7 +178,7 @@ class SweepContext:
                 saver = stack.enter_context(
                     open_saver(learner, directory.checkpoints, recipe.checkpoint, record.id, log)
                 )
-                engines = Engines(weight_sync_of(learner), None)
+                engines = Engines(self.world, recipe.engine, weight_sync_of(learner))
             yield Run(recipe, directory, self.world, log, self.display, saver, record), learner, engines, cursor
 
     def with_engines(self, run: Run, learner: Learner, engines: Engines) -> tuple[Run, Engines]:
@@ -189,7 +190,7 @@ class SweepContext:
             with run.log.phase("start", 0):
                 self._started = self._start(learner, engines.weight_sync)
         started, number = self._started
-        started = replace(started, weight_sync=engines.weight_sync)
+        started = replace(started, section=engines.section, weight_sync=engines.weight_sync)
         return replace(run, world=replace(self.world, engines=number)), started
 
     def _start(self, learner: Learner, weight_sync: WeightSync) -> tuple[Engines, int]:
@@ -197,12 +198,14 @@ class SweepContext:
         if self.is_main and self.problems:
             tokenizer = load_tokenizer(self.recipe.model.directory)
             prepared = prepare(self.recipe.data, self.recipe.reward, tokenizer, self.problems)
-        role = engine_role(self.recipe, self.logs, self.world.stop.poll)
+        offload_learner(learner, self.world)
+        launched = launch(self.recipe, self.logs, self.world.stop.poll, self.stack)
         try:
-            engines = start_engines(learner, self.world, self.display, role, prepared, weight_sync, self.stack)
+            engines = start_engines(self.recipe, launched, self.world, weight_sync, prepared, self.display)
         except UserError as error:
             raise EngineFailure(str(error)) from None
-        return engines, role.slot.engines
+        learner.reload()
+        return engines, launched.slot.engines
 
 
 @contextmanager

@@ -1,15 +1,22 @@
-"""Processes of an engine of several nodes start together: all of them as soon as one does not run."""
+"""The engines of a run: nodes of one engine start together, those that fail come back, the first sync is compared."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from mugrpo_megatron.engine.nodes import NodeStatus, PeerFailure
+from mugrpo_megatron.engine.placement import ALONE
 from mugrpo_megatron.errors import EngineFailure
-from mugrpo_megatron.run.leader import EngineLeader, Engines, rendezvous, sleep_engines
+from mugrpo_megatron.observe.progress import Display
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe.systems import EngineSection
+from mugrpo_megatron.run import engines as engines_module
+from mugrpo_megatron.run.engines import Engines, Launched, Leader, rendezvous, start_engines
 
 
 class World:
@@ -84,7 +91,7 @@ def test_a_leader_that_ran_hears_which_nodes_did_not(mine: bool, said: str) -> N
 @pytest.mark.parametrize(("nodes", "barriers", "slept"), [(1, 1, 0), (2, 2, 1)])
 def test_parts_sleep_after_their_leader(nodes: int, barriers: int, slept: int) -> None:
     world, own = World(), Own(0, 1, True)
-    sleep_engines(world, Engines(None, None, own, nodes))  # type: ignore[arg-type]
+    Engines(world, EngineSection(nodes=nodes, tensor=nodes), None, None, own).sleep()  # type: ignore[arg-type]
     assert (world.barriers, own.slept) == (barriers, slept)
 
 
@@ -93,6 +100,21 @@ def test_an_engine_that_fails_as_it_falls_asleep_is_reported_later() -> None:
         raise failure
 
     world, failure = World(), EngineFailure("an illegal memory access was encountered")
-    leader = EngineLeader(None, SimpleNamespace(sleep=sleep), None, None, None)  # type: ignore[arg-type]
-    sleep_engines(world, engines := Engines(None, leader, awake=True))  # type: ignore[arg-type]
+    leader = Leader(None, SimpleNamespace(sleep=sleep), None, None, None)  # type: ignore[arg-type]
+    engines = Engines(world, EngineSection(), None, leader, awake=True)  # type: ignore[arg-type]
+    engines.sleep()
     assert (engines.awake, leader.failure, leader.failures_in_a_row, world.barriers) == (False, failure, 1, 1)
+
+
+@pytest.mark.parametrize(("mode", "said"), [("every", ["SGLang pads heads"]), ("never", [])])
+def test_a_run_says_at_its_start_when_it_cannot_compare(
+    mode: str, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines_module, "uncheckable_reason", lambda weight_sync: "SGLang pads heads")
+    recipe = Recipe.model_validate({"engine": {"check_weights": mode, "between_stages": "restart"}})
+    console = Console(width=200, record=True)
+    world: Any = SimpleNamespace(barrier=lambda: None, gather=lambda value: [value], broadcast=lambda value: value)
+    launched = Launched(ALONE, tmp_path, None, None)
+    start_engines(recipe, launched, world, None, None, Display(console, None))  # type: ignore[arg-type]
+    lines = [f"The engine's weights are not compared with the learner's: {reason}." for reason in said]
+    assert console.export_text().splitlines()[1:] == lines

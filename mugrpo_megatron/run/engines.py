@@ -1,0 +1,269 @@
+"""The engines of a run as one rank sees them: their start, their turn on the devices, their sleep.
+
+    launch ............ an engine's process loads `model.path`; on CPU while the learner is built beside it
+    start_engines ..... every engine has loaded; each sleeps until its first turn
+    wake("weights") ... memory for weights; an engine that has failed is started again
+    receive ........... the learner's weights, bucket by bucket
+    wake("kv_cache") .. memory for sampling: the engines are awake, and the learner is offloaded
+    sleep ............. the devices are free for the learner
+
+A *leader* is a rank that talks to an engine. An engine that fails leaves its turn and comes back at the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from mugrpo_megatron.cuda import finds_cuda
+from mugrpo_megatron.data.prepare import PreparedData
+from mugrpo_megatron.data.tokenizer import load_tokenizer
+from mugrpo_megatron.engine.client import Engine, MemoryTag, first_start_problem
+from mugrpo_megatron.engine.nodes import FollowerNode, PeerFailure, leader_address, node_status
+from mugrpo_megatron.engine.placement import EngineSlot, slot_of_environment
+from mugrpo_megatron.engine.process import HostProcess
+from mugrpo_megatron.errors import EngineFailure, EngineStopped, UserError
+from mugrpo_megatron.observe.environment import usable_cores
+from mugrpo_megatron.observe.progress import Display
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe.systems import EngineSection
+from mugrpo_megatron.rewards.pool import Verifier
+from mugrpo_megatron.run.engine_spec import engine_spec
+from mugrpo_megatron.run.world import World
+from mugrpo_megatron.weights.check import compare_weights, uncheckable_reason
+from mugrpo_megatron.weights.sync import WeightSync, sync
+
+
+@dataclass
+class Leader:
+    """The engine that this rank leads, with its verifier, its problems and its failures."""
+
+    slot: EngineSlot
+    engine: Engine
+    verifier: Verifier
+    tokenizer: PreTrainedTokenizerBase
+    problems: PreparedData
+    failure: EngineFailure | None = None
+    """The last failure, until it is reported."""
+    failures_in_a_row: int = 0
+    """Failures since the last finished group."""
+    checked: bool = False
+    """Whether the weights of this engine were compared with the learner's since its start."""
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Note an engine's failure in the block instead of raising it; it then samples nothing until it is woken."""
+        try:
+            yield
+        except EngineFailure as failure:
+            self.note(failure)
+
+    def note(self, failure: EngineFailure) -> None:
+        """Note a failure, unless the engine was ended because the run stops."""
+        self.checked = False
+        if not isinstance(failure, EngineStopped):
+            self.failure = failure
+            self.failures_in_a_row += 1
+
+
+@dataclass
+class Engines:
+    """All engines as this rank sees them. Every method is collective."""
+
+    world: World
+    section: EngineSection
+    weight_sync: WeightSync
+    """Carries the learner's weights to the engines."""
+    leader: Leader | None = None
+    """None on a rank that leads no engine."""
+    follower: FollowerNode | None = None
+    """This rank's node of an engine that another node leads."""
+    awake: bool = False
+    """Whether the engines have the learner's weights and the devices; the same on every rank."""
+
+    @property
+    def local(self) -> Engine | FollowerNode | None:
+        """This rank's engine, or its node of one."""
+        return self.leader.engine if self.leader else self.follower
+
+    @property
+    def writer(self) -> int:
+        """This rank's writer number in a stage store: its engine's number."""
+        return self.leader.slot.number if self.leader else 0
+
+    def wake(self, memory: MemoryTag) -> None:
+        """Allocate memory of the engines once every rank has freed its own.
+
+        `weights` also starts engines that have failed, and waits until they have loaded.
+        """
+        # An engine spans several ranks' devices. The barrier has no timeout, while a collective would time out on an
+        # engine that restarts.
+        self.world.barrier()
+        if memory == "weights":
+            self.rendezvous()
+        if (leader := self.leader) and (leader.engine.running or memory == "weights"):
+            with leader.guarded():
+                leader.engine.wake(memory)
+                leader.engine.wait_ready()
+        self.awake = memory == "kv_cache"
+
+    def receive(self, version: int) -> dict[str, float]:
+        """Load the learner's weights into the engines as weight `version`; `engine.check_weights` may compare them.
+
+        Returns `bytes`, and `checked`, the number of compared tensors. Raises WeightMismatch on every rank.
+        """
+        self.world.barrier()  # until the slowest engine has started
+        leader = self.leader
+        with leader.guarded() if leader else ExitStack():
+            sync(self.weight_sync, self._running, version)
+        return {"bytes": float(self.weight_sync.bytes), **self.compare()}
+
+    def compare(self) -> dict[str, float]:
+        """Compare the engines' weights with the learner's where the recipe asks for it; returns `checked` if it did."""
+        leader, check = self.leader, self.section.check_weights
+        due = leader is not None and leader.engine.running and (check == "every" or not leader.checked)
+        if check == "never" or not self.world.any_rank(due):
+            return {}
+        with leader.guarded() if leader else ExitStack():
+            compared = compare_weights(self.weight_sync, self._running if due else None)
+            if leader and due:
+                leader.checked = True
+            return {"checked": float(compared)}
+        return {}
+
+    def sleep(self) -> None:
+        """Put the engines to sleep, and end their follower nodes; the learner stays offloaded.
+
+        Afterwards no engine holds memory of any rank's device. One that fails here is reported and restarted later: it
+        happens on a GPU that other processes keep busy, since SGLang unmaps the weights without waiting for the copies
+        of their buffers (`release_memory_occupation`, managers/scheduler_components/weight_updater.py).
+        """
+        self.awake = False
+        if leader := self.leader:
+            with leader.guarded():  # the process of one that fails is ended, which frees the devices as well
+                leader.engine.sleep()
+        self.world.barrier()
+        if self.section.nodes > 1:
+            if self.follower:
+                self.follower.sleep()
+            self.world.barrier()
+
+    def rendezvous(self) -> None:
+        """Restart every engine over several nodes that lost a process; returns at once."""
+        if self.section.nodes > 1 and (ended := rendezvous(self.world, self.local)) and self.leader:
+            self.leader.note(EngineFailure(ended))
+
+    @property
+    def _running(self) -> Engine | None:
+        return self.leader.engine if self.leader and self.leader.engine.running else None
+
+
+def rendezvous(world: World, local: Engine | FollowerNode | None) -> str:
+    """Restart every engine that lost a process; returns at once. Collective; `local` is this rank's node of an engine.
+
+    On the leader of a running engine the result says which of its processes had ended, else it is empty.
+    """
+    statuses = world.gather(None if local is None else node_status(local.slot.number, local.slot.node, local.running))
+    if local is None:
+        return ""
+    # SGLang's nodes rendezvous once, at their start (--dist-init-addr): a node cannot join again, so all restart.
+    nodes = [status for status in statuses if status is not None and status.engine == local.slot.number]
+    if all(node.running for node in nodes):
+        return ""
+    (leader,) = [node for node in nodes if node.node == 0]
+    name = f"engine/{leader.name}"
+    ended = [str(node.node) for node in nodes if node.node and not node.running]
+    local.rendezvous(PeerFailure(leader_address(nodes), partial(world.store_set, name), partial(world.store_get, name)))
+    return f"the engine's processes on its nodes {', '.join(ended)} have ended" if leader.running else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """What this rank runs of the engines; an engine that was launched may still be loading."""
+
+    slot: EngineSlot
+    logs: Path
+    """Directory of the engines' logs."""
+    led: tuple[Engine, Verifier] | None
+    """None on a rank that leads no engine."""
+    follower: FollowerNode | None
+
+
+def loads_beside_learner(engine: EngineSection) -> bool:
+    """Whether an engine may load while the learner is built."""
+    # A GPU may not hold both: there the learner loads first and is offloaded before the engine measures free memory
+    # for its KV cache (SGLang's mem_fraction_static). The nodes of one engine must start together.
+    return not finds_cuda() and engine.nodes == 1
+
+
+def launch(
+    recipe: Recipe, logs: Path, stopping: Callable[[], bool], stack: ExitStack, host: HostProcess | None = None
+) -> Launched:
+    """Launch this rank's engine, if it leads one, with a verifier that has its share of the node's cores.
+
+    Returns while the engine loads, in the process `host` if it can. `stack` ends them. An engine over several nodes is
+    only prepared: `rendezvous` launches its processes. Once `stopping()`, no call waits for an engine.
+    """
+    slot = slot_of_environment(recipe.engine, finds_cuda())
+    spec, directory = engine_spec(recipe), recipe.model.directory
+    if slot.joins:
+        follower = FollowerNode(spec, directory, logs / f"engine-{slot.number:04d}-node-{slot.node}.log", slot)
+        stack.callback(follower.stop)
+        return Launched(slot, logs, None, follower)
+    if not slot.leads_engine:
+        return Launched(slot, logs, None, None)
+    log = logs / (f"engine-{slot.number:04d}.log" if slot.number else "engine.log")
+    engine = Engine(spec, directory, log, slot, stopping, host)
+    if recipe.engine.nodes == 1:
+        engine.restart()
+    stack.callback(engine.stop)
+    # Half of the cores: the engine's scheduler and tokenizer need the others while the verifier scores.
+    workers = recipe.reward.workers or max(1, usable_cores() // 2 // slot.local_engines)
+    verifier = stack.enter_context(Verifier(recipe.reward.model_copy(update={"workers": workers})))
+    return Launched(slot, logs, (engine, verifier), None)
+
+
+def start_engines(
+    recipe: Recipe,
+    launched: Launched,
+    world: World,
+    weight_sync: WeightSync,
+    prepared: PreparedData | None,
+    display: Display,
+) -> Engines:
+    """Returns the engines that each rank has launched, loaded and asleep. Collective; `prepared` is rank 0's.
+
+    Raises UserError on every rank when an engine does not start.
+    """
+    problems, leader = world.broadcast(prepared), None
+    if launched.led and problems:
+        leader = Leader(launched.slot, *launched.led, load_tokenizer(recipe.model.directory), problems)
+    engines = Engines(world, recipe.engine, weight_sync, leader, launched.follower)
+    engines.rendezvous()
+    with display.waiting(f"waiting for the engine, see {launched.logs}"):
+        wait_for_engines(leader, world)
+    if recipe.engine.check_weights != "never" and (reason := uncheckable_reason(weight_sync)):
+        display.say(f"The engine's weights are not compared with the learner's: {reason}.")
+    # The learner trains next, also at a resume inside a stage: engine and learner take turns on the device, so the
+    # engine releases its memory now (SGLang's release_memory_occupation) and gets weights at the first sync.
+    if finds_cuda() or recipe.engine.between_stages == "sleep":
+        engines.sleep()
+    return engines
+
+
+def wait_for_engines(leader: Leader | None, world: World) -> None:
+    """Wait until every engine has started; UserError on every rank when one does not start."""
+    problem = first_start_problem(leader.engine) if leader else ""
+    # An engine may load for longer than a collective's timeout: the barrier waits as long as all ranks are alive, so
+    # the gather after it finds all of them there.
+    world.barrier()
+    # Gathered, so that every rank ends with the same error; else the others would wait for the one that failed.
+    for rank, reason in enumerate(world.gather(problem)):
+        if reason:
+            where = f"rank {rank}: " if world.ranks.world > 1 else ""
+            raise UserError(f"{where}{reason}")
