@@ -184,7 +184,7 @@ def rendezvous(world: World, local: Engine | FollowerNode | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """What this rank runs of the engines; an engine that was launched may still be loading."""
+    """The part of the engines that this rank runs; an engine that was launched may still be loading."""
 
     slot: EngineSlot
     logs: Path

@@ -33,7 +33,7 @@ BANNED = {
     "reference_logprobs": "proximal_logprobs",
     "anchor_logprobs": "ref_logprobs",
     "kept_ids": "support_ids",
-    "seat": "engine role",
+    "seat": "engine slot",
     "bond": "peer failure",
     "door": "compatibility module",
     "sick": "health warning",

@@ -53,8 +53,8 @@ def test_a_run_that_stops_in_the_engines_turn_reloads_the_learner_before_it_is_s
     monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda values: None)
     monkeypatch.setattr(checkpoint, "begin_save", lambda *_, **__: lambda: events.append("write"))
     ranks = SimpleNamespace(rank=0, device=torch.device("cpu"))
-    learner = cast(Learner, SimpleNamespace(ranks=ranks, reload=lambda: events.append("reload")))
+    learner = SimpleNamespace(ranks=ranks, recipe=load_recipe(None), reload=lambda: events.append("reload"))
     section = CheckpointSection(asynchronous=False)
-    with pytest.raises(AllStopped), open_saver(learner, tmp_path, section, "run", MetricLog()):
+    with pytest.raises(AllStopped), open_saver(cast(Learner, learner), tmp_path, section, "run", MetricLog()):
         raise AllStopped("", 0, Cursor(0, age, age))
     assert events == (["reload", "write"] if age else [])
