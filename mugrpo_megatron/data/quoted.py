@@ -30,14 +30,25 @@ def mark_special(value: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
     return value
 
 
+def count_special(text: str, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Special tokens that a text spells out."""
+    return sum(1 for _ in _special(tokenizer).finditer(text))
+
+
 def encode_quoting(text: str, tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool = False) -> list[int]:
     """Token ids of a text with marked special tokens; `add_special_tokens` adds those around it."""
-    ids: list[int] = []
-    for number, piece in enumerate(_marked(tokenizer).split(text)):
-        if number % 2:
-            ids += _characters(piece.replace(MARK, ""), tokenizer)
-        elif piece or not number:
-            ids += tokenizer.encode(piece, add_special_tokens=add_special_tokens and not number)
+    pieces = _marked(tokenizer).split(text)
+    ids: list[int] = tokenizer.encode(pieces[0], add_special_tokens=add_special_tokens)
+    if len(pieces) == 1:
+        return ids
+    # One call for all: a text may spell out thousands, and a call for each costs more than its tokens.
+    between = sorted({piece for piece in pieces[2::2] if piece})
+    encoded = tokenizer(between, add_special_tokens=False)["input_ids"] if between else []
+    of_piece = dict(zip(between, encoded, strict=True))
+    of_name = {name: _characters(name.replace(MARK, ""), tokenizer) for name in set(pieces[1::2])}
+    for name, piece in zip(pieces[1::2], pieces[2::2], strict=True):
+        ids += of_name[name]
+        ids += of_piece.get(piece, ())
     return ids
 
 

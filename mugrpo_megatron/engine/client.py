@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count, islice
 from pathlib import Path
@@ -252,6 +252,10 @@ class Engine:
     def submit(self, requests: list[Request]) -> None:
         """Send requests; returns at once."""
         self._send(("requests", requests), "generate")
+
+    def abort(self, keys: Collection[int]) -> None:
+        """Abort requests in flight, whose answers may still come; returns at once."""
+        self._send(("abort", list(keys)), "generate")
 
     def receive_groups(self) -> Iterator[tuple[int, list[Response]]]:
         """Wait for finished groups; returns (key of the request, responses)."""

@@ -58,9 +58,13 @@ class EngineGroup:
         finally:
             self._in_flight[index] -= len(input_ids)
 
-    def abort(self) -> None:
+    def abort(self, names: Sequence[str] | None = None) -> None:
+        """Abort requests by SGLang's `rid`, by default all of them; an engine ignores those that it does not have."""
         for engine in self._engines:
-            engine.tokenizer_manager.abort_request(abort_all=True)
+            if names is None:
+                engine.tokenizer_manager.abort_request(abort_all=True)
+            for name in names or ():
+                engine.tokenizer_manager.abort_request(name)
 
     @property
     def states(self) -> Mapping[str, Any]:

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import threading
 import traceback
+from collections.abc import Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO, Any
@@ -151,7 +152,10 @@ class GenerateCommand:
         async with asyncio.TaskGroup() as senders:  # the first request or message that raises ends the command
             messages = [senders.create_task(self._report_progress()), senders.create_task(self._send_finished())]
             async with asyncio.TaskGroup() as self._tasks:
-                while (message := await self._inbox.get())[0] == "requests":
+                while (message := await self._inbox.get())[0] != "close":
+                    if message[0] == "abort":
+                        self._abort(message[1])
+                        continue
                     for request in message[1]:
                         self._ask(request)
                 self._closing = True
@@ -169,9 +173,16 @@ class GenerateCommand:
         self._in_flight += 1
         self._tasks.create_task(self._answer(request))
 
+    def _abort(self, keys: Sequence[int]) -> None:
+        """Abort requests that the client waits for no longer."""
+        for key in keys:
+            request, _ = self._unsent.pop(key, (None, 0))
+            if request is not None:
+                self._engines.abort(_names(request))
+
     async def _answer(self, request: Request) -> None:
-        # `abort_request(abort_all=True)` reaches only requests that SGLang has received; this one is not sent at all.
-        if self._closing:
+        # `abort_request` reaches only requests that SGLang has received; this one is not sent at all.
+        if self._closing or request.key not in self._unsent:
             self._in_flight -= 1
             return
         outputs = await (self._prompt_logprobs(request) if request.logprob_tokens else self._sample(request))
@@ -189,6 +200,7 @@ class GenerateCommand:
         # cache (`parallel_sample_num`, managers/tokenizer_manager.py).
         return await self._engines.generate(
             input_ids=[request.ids] * request.n,
+            rid=_names(request),
             sampling_params=self._sampling_params(request),
             return_logprob=True,
             return_routed_experts=self._sampling.routers is not None,
@@ -262,6 +274,8 @@ class GenerateCommand:
 
     def _ask_again(self, key: int) -> None:
         """Ask for a group once more; ValueError after `MOST_ANSWERS`."""
+        if key not in self._unsent:  # aborted meanwhile
+            return
         request, answers = self._unsent[key]
         if answers + 1 == MOST_ANSWERS:
             raise ValueError(
@@ -272,13 +286,18 @@ class GenerateCommand:
 
     def _read(self, loop: asyncio.AbstractEventLoop) -> None:
         kind = "requests"
-        while kind == "requests":
+        while kind != "close":
             kind, value = self._connection.receive()
             loop.call_soon_threadsafe(self._inbox.put_nowait, (kind, value))
 
     def _write(self) -> None:
         while (reply := self._outbox.get()) is not None:
             self._connection.reply(*reply)
+
+
+def _names(request: Request) -> list[str]:
+    """SGLang's `rid` of each response. It aborts all that begin alike, so the key's end is marked."""
+    return [f"{request.key}:{number}" for number in range(request.n)]
 
 
 class Host:

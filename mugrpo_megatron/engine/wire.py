@@ -10,6 +10,7 @@ A message is `(kind, value)`, pickled over an anonymous socket pair that only th
     checksums                 None                           result [Sums]
     generate                  Sampling                       then, until `close`:
       requests                [Request]                        groups PackedGroups, progress EngineLoad
+      abort                   [key]
       close                   None                             done None
     stop                      None                           the process ends
 
@@ -30,8 +31,9 @@ import numpy as np
 from mugrpo_megatron.samples import Prompt, Response, expert_type
 
 CommandKind = Literal[
-    "start", "load_bucket", "set_version", "sleep", "wake", "checksums", "generate", "requests", "close", "stop"
-]
+    "start", "load_bucket", "set_version", "sleep", "wake", "checksums", "generate", "requests", "abort", "close",
+    "stop",
+]  # fmt: skip
 Command = tuple[CommandKind, Any]
 """A message to the host."""
 ReplyKind = Literal["ready", "refused", "result", "groups", "progress", "done", "error"]

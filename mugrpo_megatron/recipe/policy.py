@@ -188,6 +188,8 @@ class EpisodesSection(Section):
     """Address space limit of a process that runs episodes; one that loads torch needs more."""
     programs: PositiveInt = 16
     """Programs of `rollout.agent` that an engine's host runs at a time."""
+    secrets: list[str] = Field(default_factory=list)
+    """Environment variables that a program gets though their names or values look like secrets, such as `HF_TOKEN`."""
 
 
 class SftSection(Section):

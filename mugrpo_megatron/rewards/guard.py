@@ -10,7 +10,7 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -47,6 +47,17 @@ def main(worker: str) -> None:
     code = wait_for(child)
     kill_descendants()
     os._exit(code)
+
+
+def default_signals(except_for: Collection[int] = ()) -> None:
+    """Give this process the signals of a fresh one: an ignored or blocked signal is inherited through fork and exec.
+
+    Python ignores SIGPIPE and SIGXFSZ; a program that inherited that would write on where it should end.
+    """
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, *except_for}:
+        with suppress(OSError, ValueError):  # glibc keeps two of the real-time signals
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
 def _ignore(_number: int, _frame: object) -> None:

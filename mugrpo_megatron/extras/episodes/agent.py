@@ -1,20 +1,21 @@
 """Episodes of programs that know OpenAI's chat API alone (`rollout.agent`); runs in a worker of episodes.
 
 Each episode is a session of the worker's endpoint and a process of its launcher. The program reads its row as JSON
-from standard input; the last line of its output may be a JSON object with `answer`, which the verifier scores instead
-of the model's last turn, and with `reward` and other numbers.
+from standard input; its output may end with a JSON object: `_result`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import signal
 import socket
+import stat
 import tempfile
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing.reduction import send_handle
 from pathlib import Path
@@ -28,7 +29,7 @@ from mugrpo_megatron.extras.episodes.endpoint import Endpoint, Session
 from mugrpo_megatron.extras.episodes.launcher import ERRORS, OUTPUT, ROW, SCRATCH, remove_tree
 from mugrpo_megatron.extras.episodes.turns import PROGRAM, EpisodeModel, ProgramFailure
 from mugrpo_megatron.files.json_text import as_text, parse_json
-from mugrpo_megatron.rewards.calls import start_guarded
+from mugrpo_megatron.rewards.calls import WorkerProcess, start_guarded
 from mugrpo_megatron.samples import Problem
 
 START_S = 100.0
@@ -37,7 +38,13 @@ KEEP_ALIVE_S = 3600
 """Seconds after which an idle connection is closed; a client that sends a request meanwhile would read an error."""
 TAIL_BYTES = 1 << 20
 """Bytes at the end of a program's output that are read."""
+ANSWER_BYTES = 4096
+"""Most bytes of a launcher's answer."""
 ERROR_CHARS = 200
+ENDING_S = 10.0
+"""A program whose session a limit has ended has this long to write its result, before it is killed."""
+MOST_STARTS = 64
+"""Lines of the output at which a result of several lines is looked for."""
 
 
 class Agent:
@@ -45,19 +52,24 @@ class Agent:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         """Load the program, and open the endpoint's socket. Raises UserError where it cannot be loaded."""
-        self._args = options["args"]
-        launcher = "mugrpo_megatron.extras.episodes.launcher"
-        self._launcher = start_guarded(launcher, options, START_S)
-        try:
-            answer = self._launcher.receive()
-        except (EOFError, OSError):
-            answer = {"refused": f"rollout.agent {options['name']!r} cannot be loaded: its process died"}
-        if "refused" in answer:
-            raise UserError(answer["refused"])
+        self._options, self._args = options, options["args"]
+        self._launcher = self._launched()
+        self._replacing = asyncio.Lock()
         self._endpoint = Endpoint()
         self._socket = socket.create_server(("127.0.0.1", 0))
         self._server: asyncio.Task[None] | None = None
         self._directory = Path(options["directory"])
+
+    def _launched(self) -> WorkerProcess:
+        launcher = start_guarded("mugrpo_megatron.extras.episodes.launcher", self._options, START_S)
+        try:
+            answer = launcher.receive()
+        except (EOFError, OSError):
+            answer = {"refused": f"rollout.agent {self._options['name']!r} cannot be loaded: its process died"}
+        if "refused" in answer:
+            launcher.kill()
+            raise UserError(answer["refused"])
+        return launcher
 
     async def episode(self, problem: Problem, model: EpisodeModel) -> dict[str, Any]:
         """Run the program on a problem; returns its result. Raises ProgramFailure if it fails."""
@@ -67,7 +79,9 @@ class Agent:
             self._server = asyncio.ensure_future(_Server(config).serve([self._socket]))
         temperatures = tuple(dict.fromkeys((model.sampling["temperature"], self._args["rollout_temperature"])))
         tops = tuple(dict.fromkeys((model.sampling["top_p"], self._args["rollout_top_p"])))
-        session = Session(partial(model.ask, PROGRAM), {"temperature": temperatures, "top_p": tops})
+        accepted = {"temperature": temperatures, "top_p": tops}
+        accepted |= {"top_k": (model.sampling["top_k"],)} if model.sampling["top_k"] > 0 else {}
+        session = Session(partial(model.ask, PROGRAM), accepted)
         directory = Path(tempfile.mkdtemp(dir=self._directory))
         self._endpoint.sessions[session.id] = session
         try:
@@ -75,9 +89,11 @@ class Agent:
             (directory / ROW).write_text(as_text({**row, "messages": model.messages}), encoding="utf-8")
             (directory / SCRATCH).mkdir()
             code = await self._run(directory, session)
+            if session.limit is not None:
+                return _cut_result(directory / OUTPUT, code)
             if code:
                 died = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-                error = _tail(directory / ERRORS).rpartition("\n")[2][-ERROR_CHARS:]
+                error = _tail(directory / ERRORS)[0].rpartition("\n")[2][-ERROR_CHARS:]
                 raise ProgramFailure(f"the program {died}" + (f": {error}" if error else ""))
             return _result(directory / OUTPUT)
         finally:
@@ -85,7 +101,10 @@ class Agent:
             remove_tree(directory)
 
     async def _run(self, directory: Path, session: Session) -> int:
-        """Run the program; returns its exit code. Kills it if this coroutine is cancelled."""
+        """Run the program; returns its exit code. Kills it if this coroutine is cancelled, and ENDING_S after a limit.
+
+        Raises ProgramFailure if it cannot be started.
+        """
         address = f"http://127.0.0.1:{self._socket.getsockname()[1]}/s/{session.id}/v1"
         environment = {
             "OPENAI_BASE_URL": address,
@@ -95,14 +114,43 @@ class Agent:
             "NO_PROXY": "127.0.0.1",
             "no_proxy": "127.0.0.1",
         }
-        ours, theirs = socket.socketpair()
+        message = json.dumps({"directory": str(directory), "environment": environment}).encode()
+        # A packet for each answer: the launcher may say why there is no program, and then its exit code.
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours:
             with theirs:
-                self._launcher.send(json.dumps({"directory": str(directory), "environment": environment}).encode())
-                send_handle(self._launcher.connection, theirs.fileno(), None)  # type: ignore[arg-type]
+                await self._send(message, theirs)
             ours.setblocking(False)
-            answer = await asyncio.get_running_loop().sock_recv(ours, 16)
-        return int(answer or -signal.SIGKILL)
+            answered = asyncio.ensure_future(asyncio.get_running_loop().sock_recv(ours, ANSWER_BYTES))
+            over, deaf = (asyncio.ensure_future(event.wait()) for event in (session.over, session.deaf))
+            try:
+                await asyncio.wait((answered, over), return_when=asyncio.FIRST_COMPLETED)
+                if not answered.done():
+                    await asyncio.wait((answered, deaf), timeout=ENDING_S, return_when=asyncio.FIRST_COMPLETED)
+                answer = answered.result().decode() if answered.done() else ""
+            finally:
+                for task in (answered, over, deaf):
+                    task.cancel()
+        if answer.lstrip("-").isdecimal() or not answer:
+            return int(answer or -signal.SIGKILL)
+        raise ProgramFailure(answer)
+
+    async def _send(self, message: bytes, session: socket.socket) -> None:
+        """Send the launcher a message and a socket; a launcher that has died is started again."""
+        async with self._replacing:
+            try:
+                self._hand_over(message, session)
+            except OSError:
+                try:
+                    # On a thread: the others' requests are answered meanwhile.
+                    self._launcher = await asyncio.to_thread(self._launched)
+                    self._hand_over(message, session)
+                except (UserError, OSError) as error:
+                    raise ProgramFailure(f"the process that starts programs died: {error}") from None
+
+    def _hand_over(self, message: bytes, session: socket.socket) -> None:
+        self._launcher.send(message)
+        send_handle(self._launcher.connection, session.fileno(), None)  # type: ignore[arg-type]
 
 
 class _Server(uvicorn.Server):
@@ -111,21 +159,74 @@ class _Server(uvicorn.Server):
         yield  # the worker's guard decides when it ends
 
 
+def _cut_result(output: Path, code: int) -> dict[str, Any]:
+    """The result of a program whose session a limit has ended: what it has written since counts if it is a result."""
+    nothing: dict[str, Any] = {"reward": None, "why": "", "parts": {}, "answer": None}
+    try:
+        return {**(nothing if code else _result(output)), "cut": True}
+    except (OSError, TypeError, ValueError, ArithmeticError):
+        return {**nothing, "cut": True}
+
+
 def _result(output: Path) -> dict[str, Any]:
-    """The episode's result from its program's last line. Raises TypeError or ValueError unless a reward is finite."""
-    said: Any = None
-    lines = _tail(output).splitlines()
-    with suppress(ValueError, IndexError):
-        said = parse_json(lines[-1])
-    said = said if isinstance(said, dict) else {}
-    answer, reward = said.pop("answer", None), said.pop("reward", None)
-    result = result_of({"score": 0.0 if reward is None else reward, **said}, "the program")
-    result["answer"] = answer if isinstance(answer, str) else None
+    """The episode's result from the end of its program's output. Raises TypeError or ValueError for no valid one.
+
+    `reward` is the reward, without it `score`; a number under the other name is a component. An `answer` of any type
+    is scored: a text as it is, another value as JSON.
+    """
+    said = _said(*_tail(output))
+    answer, reward, score = (said.pop(name, None) for name in ("answer", "reward", "score"))
+    if reward is None:
+        reward, score = score, None
+    result = result_of({**said, "score": 0.0 if reward is None else reward}, "the program")
+    if isinstance(score, int | float) and math.isfinite(score):
+        result["parts"]["score"] = float(score)
+    result["answer"] = answer if answer is None or isinstance(answer, str) else as_text(answer)
     return result if reward is not None else {**result, "reward": None}
 
 
-def _tail(path: Path) -> str:
-    # The program may have put a pipe or a link there.
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-        return file.read().decode("utf-8", "replace").strip()
+def _said(text: str, is_whole: bool) -> dict[str, Any]:
+    """The JSON object that an output ends with, on one line or several; empty without one.
+
+    Raises ValueError for an end that looks like one and cannot be read. `is_whole`: the text is the whole output.
+    """
+    if not text.endswith("}"):
+        return {}
+    last, start, refusal = text.rpartition("\n")[2].lstrip(), len(text), ""
+    if last.startswith("{"):
+        try:
+            return dict(parse_json(last))
+        except ValueError as error:
+            refusal = str(error)
+    for _ in range(MOST_STARTS):
+        start = text.rfind("\n{", 0, start)
+        is_first = start < 0 and is_whole and text.startswith("{")
+        if start < 0 and not is_first:
+            break
+        try:
+            said = parse_json(text[start + 1 :])  # the objects inside it do not begin a line, or have its end behind
+        except ValueError as error:
+            refusal = refusal or str(error)
+        else:
+            return dict(said)
+        if is_first:
+            break
+    if refusal:
+        raise ValueError(f"the program's output ends like a JSON object and is none ({refusal})")
+    if not is_whole and "\n" not in text:
+        raise ValueError(f"the last line of the program's output has more than {TAIL_BYTES:,} bytes")
+    return {}
+
+
+def _tail(path: Path) -> tuple[str, bool]:
+    """The end of a file of the program's as text, and whether that is all of it. Raises OSError for no such file."""
+    # The program may have put a pipe, a link or a directory there.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(f"the program's {path.name} is no regular file any more")
+        content = os.pread(descriptor, TAIL_BYTES, max(0, status.st_size - TAIL_BYTES))
+        return content.decode("utf-8", "replace").strip(), status.st_size <= TAIL_BYTES
+    finally:
+        os.close(descriptor)

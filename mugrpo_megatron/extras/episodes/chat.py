@@ -6,7 +6,9 @@ turn on, is all that is tokenized.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -15,8 +17,9 @@ from transformers import PreTrainedTokenizerBase
 from mugrpo_megatron.call_guard import TookTooLong, template_clock
 from mugrpo_megatron.data.files import with_parsed_arguments
 from mugrpo_megatron.data.prompts import Template, apply_template
-from mugrpo_megatron.data.quoted import encode_quoting, mark_special
+from mugrpo_megatron.data.quoted import count_special, encode_quoting, mark_special
 from mugrpo_megatron.engine import sglang_compat
+from mugrpo_megatron.extras.episodes.request_size import MOST_CHARS
 from mugrpo_megatron.files.json_text import as_text
 from mugrpo_megatron.samples import Message
 
@@ -31,6 +34,15 @@ FORMATS = (
     ("<|python_tag|>", "llama3"),
 )
 """Text that a template with tool calls contains -> name of SGLang's parser; the first match counts."""
+
+RENDER_S, PARSE_S = 1.0, 0.5
+"""CPU seconds in which a request has to be rendered, and a response parsed: the engine's leader waits meanwhile."""
+MOST_CALLS = 128
+"""Most calls of a response: SGLang's parsers search the rest of the text for the end of each."""
+MOST_RENDERED = 2 * MOST_CHARS
+"""Most characters that a template makes of a request: it may escape them, or write them twice."""
+RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
+"""Arguments that are not the template's own."""
 
 
 class Chat:
@@ -70,7 +82,7 @@ class Chat:
         self, messages: Sequence[Message], tools: Sequence[Any], arguments: Mapping[str, Any], is_prompt: bool
     ) -> str:
         try:
-            with template_clock():
+            with template_clock(RENDER_S):
                 given = mark_special({**arguments, "tools": list(tools) or None}, self._tokenizer)
                 chat = [dict(message) for message in messages]
                 return apply_template(chat, self._tokenizer, self._template, given, is_prompt)
@@ -86,10 +98,11 @@ class Chat:
 
     def _parse(self, text: str, tools: Sequence[Any]) -> tuple[str, list[dict[str, Any]]]:
         parser = sglang_compat.tool_parser(tools, self.parser)
-        if not parser.has_tool_call(text):
+        opening = getattr(parser.detector, "bot_token", "")
+        if not parser.has_tool_call(text) or (len(opening) > 1 and text.count(opening) > MOST_CALLS):
             return text, []
         try:
-            with template_clock():
+            with template_clock(PARSE_S):
                 content, calls = parser.parse_non_stream(text)
         except (Exception, TookTooLong):  # the model may write anything, and a parser trip over it
             return text, []
@@ -111,6 +124,17 @@ class Chat:
             )
         return name
 
+    def check_arguments(self, arguments: Mapping[str, Any]) -> None:
+        """Raise ValueError for an argument of a request that the chat template does not read."""
+        template = self._template.text or str(self._tokenizer.chat_template)
+        for name in arguments:
+            if name in RESERVED or not re.search(rf"\b{re.escape(name)}\b", template):
+                raise ValueError(f"chat_template_kwargs.{name}: the chat template reads no such argument; leave it out")
+
+    def count_special(self, texts: Iterable[str]) -> int:
+        """Special tokens that texts spell out; each is a token for itself at least."""
+        return sum(count_special(text, self._tokenizer) for text in texts)
+
     def shown(self, ids: list[int]) -> str:
         """Token ids as text, special tokens included."""
         return str(self._tokenizer.decode(ids))
@@ -126,4 +150,8 @@ class Chat:
         return self._encode(text)
 
     def _encode(self, text: str) -> list[int]:
+        if len(text) > MOST_RENDERED:
+            raise ValueError(
+                f"the chat template makes {len(text):,} characters of it, and at most {MOST_RENDERED:,} fit"
+            )
         return encode_quoting(as_text(text), self._tokenizer)

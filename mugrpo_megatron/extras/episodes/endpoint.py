@@ -1,28 +1,84 @@
 """The part of OpenAI's chat API that programs need, each session under an address and a key of its own.
 
 An ASGI application. It knows neither tokens nor the engine: a session asks for a message, and this module translates.
+Every key of a request is used, is in `WITHOUT_EFFECT`, or is refused; docs/episodes.md has the table.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from mugrpo_megatron.data.files import messages_of
+from mugrpo_megatron.extras.episodes.request_size import check_size
+from mugrpo_megatron.extras.episodes.turns import Over
 from mugrpo_megatron.files.json_text import as_text, parse_json
 from mugrpo_megatron.recipe.functions import exception_text
 
 MODEL = "policy"
-BODY_BYTES = 8 << 20
+BODY_BYTES = 4 << 20
+"""Most bytes of a request: room for `MOST_CHARS` characters as UTF-8, or for 700,000 escaped ones."""
+HELD_BYTES = 256 << 20
+"""Most bytes of all requests that are being read at a time."""
 REQUESTS = 64
 """Requests of one session at a time."""
-NEUTRAL = {"n": (1,), "presence_penalty": (0,), "frequency_penalty": (0,), "logprobs": (False,), "logit_bias": ({},)}
+MOST_REFUSED = 64
+"""Refusals of a session's requests that end it."""
+MOST_SINCE = 16
+"""Requests of a program whose session has ended after which it is not waited for."""
+STOPS, STOP_CHARS = 16, 1024
+"""Most texts of `stop`, and most characters of each."""
+USED = (
+    "messages",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "chat_template_kwargs",
+    "max_completion_tokens",
+    "max_tokens",
+    "stop",
+    "stream",
+    "stream_options",
+)
+"""Keys of a request that this module reads."""
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "top_k": (-1, 0),
+    "min_p": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+}
 """Settings that change what is sampled or returned -> values at which they do not."""
+WITHOUT_EFFECT = (
+    "model",
+    "user",
+    "seed",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+)
+"""Keys that are accepted with any value and change nothing: there is one model, and each response has a random stream
+of the run's own."""
+CHOICES = ("auto", "none", "required")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 Ask = Callable[..., Awaitable[dict[str, Any]]]
@@ -35,12 +91,38 @@ class Session:
 
     ask: Ask
     sampling: Mapping[str, tuple[float, ...]]
-    """Values that a request may set for temperature and top_p."""
+    """Values that a request may set for temperature, top_p and the like."""
     id: str = field(default_factory=lambda: secrets.token_hex(8))
     key: str = field(default_factory=lambda: secrets.token_urlsafe(32))
     calls: int = 0
     requests: int = 0
-    """Requests that wait for an answer."""
+    """Requests that are read or wait for an answer."""
+    limit: str | None = None
+    """Recipe key of the limit that has ended the session."""
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once a limit has ended it: every later request is refused."""
+    deaf: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once the program has gone on to ask in spite of that."""
+    refused: int = 0
+    """Requests that were refused though they had a good form."""
+    asked_since: int = 0
+    """Requests since a limit has ended it."""
+
+    def end(self, limit: str) -> None:
+        self.limit = limit
+        self.over.set()
+
+    def refuse(self) -> None:
+        """Count a refusal; the work of finding it is the engine's leader's."""
+        self.refused += 1
+        if self.refused >= MOST_REFUSED:
+            self.end(f"{MOST_REFUSED} refused requests")
+
+    def ask_again(self) -> None:
+        """Count a request to a session that has ended."""
+        self.asked_since += 1
+        if self.asked_since >= MOST_SINCE:
+            self.deaf.set()
 
 
 class Refused(Exception):
@@ -61,6 +143,8 @@ class Endpoint:
 
     def __init__(self) -> None:
         self.sessions: dict[str, Session] = {}
+        self._held = 0
+        """Bytes of the requests that are being read."""
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -89,21 +173,65 @@ class Endpoint:
         if method == "GET":
             model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "mugrpo"}
             return model if path.endswith(MODEL) else {"object": "list", "data": [model]}
+        with self._counted(session):
+            return await self._completed(session, receive)
+
+    async def _completed(self, session: Session, receive: Any) -> dict[str, Any] | str:
         try:
-            body = parse_json(await _body(receive))
+            body = parse_json(await self._body(receive))
         except ValueError as error:
             raise Refused(f"the body is not JSON ({error})") from None
         request = request_of(body, session)
+        if session.over.is_set():
+            session.ask_again()
+            raise _over(session.limit)
+        asked = asyncio.ensure_future(session.ask(**request))
+        # Nobody is owed an answer once the program has closed its connection.
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait((asked, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not asked.done():
+                raise Refused("the connection ended before the answer")
+            return completion(asked.result(), body, session)
+        except Over as error:
+            if error.limit:
+                session.end(error.limit)
+            raise _over(error.limit, str(error)) from None
+        except ValueError as error:
+            session.refuse()
+            raise Refused(str(error)) from None
+        finally:
+            asked.cancel()
+            gone.cancel()
+
+    @contextmanager
+    def _counted(self, session: Session) -> Iterator[None]:
         if session.requests >= REQUESTS:
             raise Refused(f"{REQUESTS} requests of the session wait for an answer", 429, "rate_limit_exceeded")
         session.requests += 1
         try:
-            answer = await session.ask(**request)
-        except ValueError as error:
-            raise Refused(str(error)) from None
+            yield
         finally:
             session.requests -= 1
-        return completion(answer, body, session)
+
+    async def _body(self, receive: Any) -> bytes:
+        body = bytearray()
+        try:
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise Refused("the connection ended within the request")
+                piece = message.get("body", b"")
+                body += piece
+                self._held += len(piece)
+                if len(body) > BODY_BYTES:
+                    raise Refused(f"a body of more than {BODY_BYTES:,} bytes", 413, "request_too_large")
+                if self._held > HELD_BYTES:
+                    raise Refused(f"requests of {HELD_BYTES:,} bytes are being read", 429, "rate_limit_exceeded")
+                if not message.get("more_body"):
+                    return bytes(body)
+        finally:
+            self._held -= len(body)
 
     def _session(self, scope: Mapping[str, Any]) -> Session:
         """The session of a request's path and key. Raises Refused, the same for a wrong id and a wrong key."""
@@ -117,48 +245,84 @@ class Endpoint:
         return session
 
 
-async def _body(receive: Any) -> bytes:
-    body = bytearray()
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise Refused("the connection ended within the request")
-        body += message.get("body", b"")
-        if len(body) > BODY_BYTES:
-            raise Refused(f"a body of more than {BODY_BYTES:,} bytes", 413, "request_too_large")
-        if not message.get("more_body"):
-            return bytes(body)
+async def _disconnected(receive: Any) -> None:
+    """Return once the client has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _over(limit: str | None, why: str = "") -> Refused:
+    """The answer to a request of a session that has ended."""
+    return Refused(why or f"the session has ended: {limit}", 409, limit or "session_ended", limit)
 
 
 def request_of(body: Any, session: Session) -> dict[str, Any]:
     """The arguments of `Session.ask`. Raises Refused for what is malformed, or would change the distribution."""
     if not isinstance(body, dict):
         raise Refused("the body is not a JSON object")
-    for name, neutral in NEUTRAL.items():
-        if body.get(name) is not None and body[name] not in neutral:
-            raise Refused(f"{name} = {_short(body[name])} is not supported", param=name)
-    for name, values in session.sampling.items():
-        if body.get(name) is not None and body[name] not in values:
-            raise Refused(
-                f"{name} = {_short(body[name])}, and the recipe samples with {values[0]:g}: importance ratios compare "
-                "policies at one setting; leave it out",
-                param=name,
-            )
-    if (body.get("response_format") or {"type": "text"}) != {"type": "text"}:
-        raise Refused("response_format would change what the model samples", param="response_format")
+    try:
+        check_size(body)
+    except ValueError as error:
+        raise Refused(f"the request has {error}", 413, "request_too_large") from None
+    body = {name: value for name, value in body.items() if value is not None}
+    _check_settings(body, session.sampling)
     tools = body.get("tools") or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) and _is_function(tool) for tool in tools):
         raise Refused("tools is not a list of functions with names", param="tools")
-    limits = (body.get(name) for name in ("max_completion_tokens", "max_tokens"))
-    most = next((limit for limit in limits if limit is not None), None)
+    choice = body.get("tool_choice", "auto")
+    if choice not in CHOICES and not isinstance(choice, dict):
+        raise Refused(
+            f"tool_choice = {_short(choice)} is none of {', '.join(CHOICES)} and no object", param="tool_choice"
+        )
+    most = body.get("max_completion_tokens", body.get("max_tokens"))
     if most is not None and (not isinstance(most, int) or isinstance(most, bool)):
         raise Refused(f"max_tokens = {_short(most)} is no number of tokens", param="max_tokens")
-    stop = body.get("stop") or []
-    stop = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stop, list) or len(stop) > 16 or not all(isinstance(text, str) and text for text in stop):
-        raise Refused("stop is no list of at most 16 texts", param="stop")
-    parse = bool(tools) and body.get("tool_choice") != "none"
-    return {"messages": _messages(body), "tools": tools, "parse": parse, "max_tokens": most, "stop": stop}
+    arguments = body.get("chat_template_kwargs", {})
+    if not isinstance(arguments, dict):
+        raise Refused("chat_template_kwargs is not an object", param="chat_template_kwargs")
+    return {
+        "messages": _messages(body),
+        "tools": tools,
+        "parse": bool(tools) and choice != "none",
+        "max_tokens": most,
+        "stop": _stops(body.get("stop") or []),
+        "arguments": arguments,
+        "one_call": body.get("parallel_tool_calls") is False,
+    }
+
+
+def _check_settings(body: Mapping[str, Any], sampling: Mapping[str, tuple[float, ...]]) -> None:
+    """Raise Refused for a key that is not known, and for a setting that would change what is sampled or returned."""
+    for name, value in body.items():
+        if name in sampling:
+            if value not in sampling[name]:
+                raise Refused(
+                    f"{name} = {_short(value)}, and the recipe samples with {sampling[name][0]:g}: importance ratios "
+                    "compare policies at one setting; leave it out",
+                    param=name,
+                )
+        elif name in NEUTRAL:
+            if value not in NEUTRAL[name]:
+                raise Refused(f"{name} = {_short(value)} is not supported; leave it out", param=name)
+        elif name not in USED and name not in WITHOUT_EFFECT:
+            raise Refused(f"{name} is not supported, and nothing would read it; leave it out", param=name)
+    for name in ("stream", "parallel_tool_calls"):
+        if not isinstance(body.get(name, False), bool):
+            raise Refused(f"{name} = {_short(body[name])} is neither true nor false", param=name)
+    options = body.get("stream_options", {})
+    if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
+        raise Refused("stream_options has more than include_usage", param="stream_options")
+
+
+def _stops(stop: Any) -> list[str]:
+    stops = [stop] if isinstance(stop, str) else stop
+    if (
+        not isinstance(stops, list)
+        or len(stops) > STOPS
+        or not all(isinstance(text, str) and 0 < len(text) <= STOP_CHARS for text in stops)
+    ):
+        raise Refused(f"stop is no list of at most {STOPS} texts of 1 to {STOP_CHARS:,} characters", param="stop")
+    return stops
 
 
 def _is_function(tool: Mapping[str, Any]) -> bool:
@@ -172,7 +336,7 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     if not isinstance(given, list) or not given:
         raise Refused("messages is not a list of messages", param="messages")
     try:
-        messages = [dict(message) for message in messages_of(given)]
+        messages = [dict(message) for message in messages_of(list(map(_with_text, given)))]
     except ValueError as error:
         raise Refused(str(error), param="messages") from None
     for number, message in enumerate(messages, start=1):
@@ -189,6 +353,21 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     return messages
 
 
+def _with_text(message: Any) -> Any:
+    """The message with empty text for a content that is null or without a part, or that an assistant's turn lacks.
+
+    That turn may have calls alone, a tool of MCP that returns nothing gives `[]`, and clients send null for "".
+    """
+    if not isinstance(message, dict) or message.get("content") not in (None, []):
+        return message
+    return {**message, "content": ""} if "content" in message or message.get("role") == "assistant" else message
+
+
+def one_call_of(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The model's message as a program reads it that takes one call at a time: the first one."""
+    return {**message, "tool_calls": message["tool_calls"][:1]} if message.get("tool_calls") else dict(message)
+
+
 def _short(value: Any) -> str:
     return as_text(value)[:100]
 
@@ -196,6 +375,7 @@ def _short(value: Any) -> str:
 def completion(answer: Mapping[str, Any], body: Mapping[str, Any], session: Session) -> dict[str, Any] | str:
     """The answer as OpenAI's completion, or as the stream of one."""
     said, calls = answer["message"], []
+    said = one_call_of(said) if body.get("parallel_tool_calls") is False else said
     for call in said.get("tool_calls", ()):
         session.calls += 1
         arguments = call["function"]["arguments"]

@@ -2,8 +2,9 @@
 
 Started by rewards/guard.py, which kills with it whatever its tools have started. Messages are JSON:
 
-From the parent:  `start` key, problem, ... · `answer` key, request, value or error · `cancel` key
+From the parent:  `start` key, problem, ... · `answer` key, request, value, or error and limit · `cancel` key
 To the parent:    `ready` · `refused` text · `alive` · `ask` key, request, what · `done` key, ... · `failed` key, why
+                  · `drop` key, request: nobody waits for its answer any more
                   · `ended` key, open: a cancelled episode has ended, with so many functions that still run
 """
 
@@ -23,7 +24,8 @@ from typing import Any, NoReturn
 from mugrpo_megatron.call_guard import refuse_exits
 from mugrpo_megatron.extras.episodes import turns
 from mugrpo_megatron.extras.episodes.conventions import EpisodeFunction, load_episode_function
-from mugrpo_megatron.extras.episodes.turns import PROGRAM, EpisodeModel, ProgramFailure, current
+from mugrpo_megatron.extras.episodes.request_size import MOST_IDS, check_size
+from mugrpo_megatron.extras.episodes.turns import PROGRAM, EpisodeModel, Over, ProgramFailure, current
 from mugrpo_megatron.files.json_text import as_text
 from mugrpo_megatron.recipe.functions import describe_exception
 from mugrpo_megatron.samples import Problem
@@ -33,8 +35,9 @@ ALIVE_S = 1.0
 THREADS = 1024
 """Plain functions that run at the same time."""
 STACK_BYTES = 1 << 20
-MOST_BYTES = 16 << 20
-"""Most bytes of a message to the parent."""
+MOST_SENT = 16 << 20
+"""Most characters of a request to the parent, which ends an episode at fewer."""
+ENDED = "the episode has ended"
 
 
 def serve(socket: int, text: str) -> None:
@@ -71,8 +74,8 @@ class _Worker:
         self._connection, self._function, self._leave = connection, function, leave
         self._threads = ThreadPoolExecutor(THREADS)
         self._episodes: dict[int, tuple[asyncio.Task[None], EpisodeModel]] = {}
-        self._pending: dict[int, asyncio.Future[Any]] = {}
-        """Number of a request -> its answer."""
+        self._pending: dict[int, tuple[int, asyncio.Future[Any]]] = {}
+        """Number of a request -> its episode's key, and its answer."""
         self._asking: set[int] = set()
         """Keys of episodes whose function waits for an answer."""
         self._numbers = count()
@@ -94,9 +97,11 @@ class _Worker:
             model = self._model(key, message)
             self._episodes[key] = asyncio.ensure_future(self._run(key, model)), model
         elif "answer" in message:
-            future = self._pending.pop(message["request"], None)
+            _, future = self._pending.pop(message["request"], (0, None))
             if future and not future.done():
-                if "error" in message:
+                if "limit" in message:
+                    future.set_exception(Over(message["error"], message["limit"]))
+                elif "error" in message:
                     future.set_exception(ValueError(message["error"]))
                 else:
                     future.set_result(message["value"])
@@ -107,15 +112,21 @@ class _Worker:
         async def ask(what: str, **arguments: Any) -> Any:
             if key in self._asking:
                 raise RuntimeError("an episode asks the model one thing after another, and this one asked two at once")
+            if key not in self._episodes:
+                raise Over(ENDED)
+            check_size(arguments, MOST_IDS, MOST_SENT)
             number = next(self._numbers)
             text = as_text({"ask": key, "request": number, "what": what, **arguments}).encode()
-            if len(text) > MOST_BYTES:
-                raise ValueError(f"a request of {len(text):,} bytes, and at most {MOST_BYTES:,} go to the model")
-            future = self._pending[number] = asyncio.get_running_loop().create_future()
+            future = asyncio.get_running_loop().create_future()
+            self._pending[number] = key, future
             self._asking |= {key} if what != PROGRAM else set()  # a program may ask several things at once
             try:
                 self._write(text)
                 return await future
+            except asyncio.CancelledError:  # a program has closed its connection
+                if self._pending.pop(number, None) and key in self._episodes:
+                    self._send({"drop": key, "request": number})
+                raise
             finally:
                 self._pending.pop(number, None)
                 self._asking.discard(key)
@@ -141,6 +152,11 @@ class _Worker:
             self._send({"failed": key, "why": why, "open": model.open})
         finally:
             self._episodes.pop(key, None)
+            # Requests of programs, whose connections would stay open for ever.
+            for number in [number for number, (owner, _) in self._pending.items() if owner == key]:
+                _, future = self._pending.pop(number)
+                if not future.done():
+                    future.set_exception(Over(ENDED))
 
     def _send(self, message: dict[str, Any]) -> None:
         self._write(as_text(message).encode())

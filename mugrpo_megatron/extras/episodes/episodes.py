@@ -26,8 +26,10 @@ from mugrpo_megatron.engine.client import Engine, PromptSource
 from mugrpo_megatron.engine.wire import Request, SampledGroup, Sampling
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.episodes.chat import Chat
+from mugrpo_megatron.extras.episodes.endpoint import one_call_of
 from mugrpo_megatron.extras.episodes.launcher import remove_tree
 from mugrpo_megatron.extras.episodes.processes import Asked, Attempt, EpisodeProcess, Group, Pool, slime_args
+from mugrpo_megatron.extras.episodes.request_size import MOST_CHARS, size_of, texts_in
 from mugrpo_megatron.extras.episodes.trajectory import Broken, Trajectory, continued
 from mugrpo_megatron.extras.episodes.turns import PROGRAM, sampling_settings
 from mugrpo_megatron.files.json_text import as_text
@@ -41,10 +43,15 @@ FIRST = 16
 """Least number of episodes that `max_failure_share` is taken of."""
 IN_FLIGHT = 16
 """Episodes in flight for each request that the engine runs at a time; most of them wait for tools."""
+LOST = "lost"
+"""Component: share of a group's episodes that have failed."""
 RETRIES = 1
 """A failed episode is begun again so often, then dropped from its group."""
 CHARS_A_TOKEN = 64
-"""A text of more characters for each token that is left is not tokenized: it cannot fit."""
+"""A request of more characters for each token of the context is not rendered: it cannot fit."""
+TURNS, TOKENS = "episodes.turns", "rollout.max_response_tokens"
+CUT: dict[str, Any] = {"reward": None, "why": "", "parts": {}, "cut": True}
+"""Result of an episode that a limit has ended."""
 
 
 class Episodes:
@@ -61,7 +68,8 @@ class Episodes:
         # Removed here: a worker that is killed leaves its programs' files.
         self._directory = tempfile.mkdtemp(prefix="mugrpo-agent-")
         args = slime_args(recipe.model, recipe.data, recipe.rollout)
-        options = {"key": self._key, "name": self._name, "args": args, "directory": self._directory}
+        options: dict[str, Any] = {"key": self._key, "name": self._name, "args": args, "directory": self._directory}
+        options["secrets"] = recipe.episodes.secrets
         self._programs = programs if agent else math.inf
         self._pool = Pool(options, recipe.episodes, limit, self._programs)
         self._keys = itertools.count()
@@ -81,6 +89,7 @@ class Episodes:
         self._groups: dict[int, Group] = {}
         self._requests: dict[int, Asked] = {}
         self._work: list[Request] = []
+        self._aborted: list[int] = []
         last_answer = last = time.monotonic()
         silence_s = self._recipe.engine.request_timeout_s
         with self._engine.generation(sampling):
@@ -156,10 +165,14 @@ class Episodes:
         if "died" in message:
             self._stop(process, None, message["died"])
             return
-        key = next(message[kind] for kind in ("ask", "done", "failed") if kind in message)
+        kind = next(kind for kind in ("ask", "drop", "done", "failed") if kind in message)
+        key = message[kind]
         episode = process.episodes.get(key)
         if episode is None:  # it was cancelled meanwhile
-            process.cancelled.pop(key, None)
+            if kind in ("done", "failed"):
+                process.cancelled.pop(key, None)
+        elif kind == "drop":
+            self._drop_requests(episode, message["request"])
         elif "failed" in message:
             process.episodes.pop(key)
             self._fail(episode, message["why"])
@@ -207,14 +220,11 @@ class Episodes:
         if not episode.in_engine:
             episode.waited_s += time.monotonic() - episode.answered_at
         room = 0
-        texts = [message.get("text", ""), *(message.get("content") or "" for message in message.get("messages", ()))]
-        too_long = sum(map(len, map(str, texts))) > CHARS_A_TOKEN * self._longest
-        if episode.asked < self._section.turns and not too_long:
+        if episode.asked < self._section.turns and not self._too_long(episode, message):
             trajectory, ids = self._continued(episode, message)
             room = trajectory.limit - (len(ids) - len(trajectory.prompt or ids))
         if room < 1:
-            self._pool.cancel(process, episode)
-            self._finish(episode, {"reward": None, "why": "", "parts": {}, "cut": True})
+            self._end(process, episode, message)
             return
         key = next(self._keys)
         self._requests[key] = Asked(episode, trajectory, message, ids)
@@ -224,6 +234,29 @@ class Episodes:
         trajectory.busy = True
         episode.asked += 1
         episode.in_engine += 1
+
+    def _too_long(self, episode: Attempt, message: Mapping[str, Any]) -> bool:
+        """Whether a request cannot fit, by its characters and special tokens; ValueError where it is the first."""
+        given = [message.get(name) for name in ("messages", "tools", "arguments", "text")]
+        most = min(CHARS_A_TOKEN * self._longest, MOST_CHARS)
+        if size_of(given).characters <= most and self._chat.count_special(texts_in(given)) <= self._longest:
+            return False
+        if not episode.trajectories:
+            raise ValueError(
+                f"its prompt is longer than data.max_prompt_tokens = {self._recipe.data.max_prompt_tokens}"
+            )
+        return True
+
+    def _end(self, process: EpisodeProcess, episode: Attempt, message: Mapping[str, Any]) -> None:
+        """End an episode at a limit. A program is told so, and may write its result; a function is cancelled."""
+        if message["what"] == PROGRAM:
+            key = TURNS if episode.asked >= self._section.turns else TOKENS
+            most = self._section.turns if key == TURNS else self._sampling.max_tokens
+            episode.limit = key
+            self._send(process, message, error=f"the session has ended: {key} = {most} is reached", limit=key)
+            return
+        self._pool.cancel(process, episode)
+        self._finish(episode, CUT)
 
     def _continued(self, episode: Attempt, message: dict[str, Any]) -> tuple[Trajectory, list[int]]:
         """The response that a request continues or begins, and its token ids.
@@ -236,7 +269,9 @@ class Episodes:
         if message["what"] != "generate":
             row = row_arguments(episode.group.prompt.problem.row)
             row.pop(TOOLS, None)  # the function or the program names those that it runs
-            trajectory, ids = continued(before, message["messages"], message["tools"], row, self._chat)
+            arguments = message.get("arguments", {})
+            self._chat.check_arguments(arguments)
+            trajectory, ids = continued(before, message["messages"], message["tools"], row, arguments, self._chat)
         else:
             trajectory = before[-1] if before else None
             context = trajectory.context if trajectory else None
@@ -248,12 +283,15 @@ class Episodes:
             raise ValueError(f"its prompt has {len(ids)} tokens: raise data.max_prompt_tokens, which is {longest}")
         if trajectory is None:
             room = min(self._sampling.max_tokens, self._longest - len(ids))
-            trajectory = Trajectory(room, message.get("tools", ()))
+            trajectory = Trajectory(room, message.get("tools", ()), message.get("arguments", {}))
             before.insert(0, trajectory)
         trajectory.check(ids, self._chat.shown)
         return trajectory, list(ids)
 
     def _flush(self) -> None:
+        if self._aborted:
+            self._engine.abort(self._aborted)
+            self._aborted = []
         if self._work:
             self._engine.submit(self._work)
             self._work = []
@@ -289,6 +327,7 @@ class Episodes:
             # OpenAI's API returns a turn without the text that stopped it; the recorded tokens keep it.
             stops = [stop for stop in message["stop"] if said["content"].endswith(stop)]
             said["content"] = said["content"].removesuffix(max(stops, key=len, default=""))
+            said = one_call_of(said) if message.get("one_call") else said
             episode.calls += len(said.get("tool_calls", ()))
         trajectory.answered(message["messages"], said)
         if message["what"] == "chat":
@@ -302,8 +341,9 @@ class Episodes:
 
     # ------------------------------------------------------------ ends
 
-    def _finish(self, episode: Attempt, result: dict[str, Any]) -> None:
+    def _finish(self, episode: Attempt, result: Mapping[str, Any]) -> None:
         """Store an episode that has ended; `result` is its process's message. Raises Broken for other tokens."""
+        self._drop_requests(episode)
         answered = [trajectory for trajectory in episode.trajectories[::-1] if trajectory.turns]
         if not answered:
             self._fail(episode, "it ended without asking the model")
@@ -318,8 +358,7 @@ class Episodes:
             last.finish_reason = "length"
         turns = sum(trajectory.turns for trajectory in answered)
         calls = result.get("calls", 0) + episode.calls
-        parts = {
-            **result["parts"],
+        ours = {
             "turns": turns,
             "calls": calls,
             "called": float(turns > 1 or calls > 0),
@@ -328,14 +367,19 @@ class Episodes:
             "retries": episode.retries,
             "responses": len(answered),
         }
-        parts = {name: float(value) for name, value in parts.items()}
+        # A number of the user's with a name of ours stays beside it.
+        said = {f"said_{name}" if name in (*ours, LOST) else name: value for name, value in result["parts"].items()}
+        parts = {name: float(value) for name, value in (said | ours).items()}
         prompt = np.array(last.prompt, dtype=np.int32)
         outcome = Outcome(prompt, mask, result["reward"], result["why"], parts=parts, answer=result.get("answer"))
         episode.group.responses[episode.number] = [each.response(outcome, each is not last) for each in answered]
         self._finished += 1
 
     def _fail(self, episode: Attempt, why: str) -> None:
-        """Begin a failed episode again, or drop it."""
+        """Begin a failed episode again, or drop it; one that a limit has ended is scored as it is."""
+        if episode.limit and any(trajectory.turns for trajectory in episode.trajectories):
+            self._finish(episode, CUT)
+            return
         self._drop_requests(episode)
         if episode.retries < RETRIES:
             self._begin(episode.group, episode.number, episode.retries + 1, episode.alone)
@@ -361,11 +405,19 @@ class Episodes:
                 f"episodes.max_failure_share (now {share:g})"
             )
 
-    def _drop_requests(self, episode: Attempt) -> bool:
-        """Ignore the answers to an episode's requests; returns whether there were any."""
-        keys = [key for key, asked in self._requests.items() if asked.attempt is episode]
+    def _drop_requests(self, episode: Attempt, number: int | None = None) -> bool:
+        """Abort an episode's requests, or the one that its process gave that number; returns whether there were any."""
+        keys = {
+            key
+            for key, asked in self._requests.items()
+            if asked.attempt is episode and number in (None, asked.message["request"])
+        }
         for key in keys:
-            del self._requests[key]
+            self._requests.pop(key).trajectory.busy = False
+            episode.in_engine -= 1
+        unsent = {request.key for request in self._work} & keys
+        self._work = [request for request in self._work if request.key not in unsent]
+        self._aborted += keys - unsent
         return bool(keys)
 
     def _stop(self, process: EpisodeProcess, episode: Attempt | None, why: str) -> None:
@@ -381,7 +433,7 @@ class Episodes:
         episodes = self._pool.discard(process)
         for attempt in episodes:
             innocent = self._drop_requests(attempt)
-            if len(episodes) == 1:
+            if len(episodes) == 1 or attempt.limit:
                 self._fail(attempt, why)
             else:
                 self._begin(attempt.group, attempt.number, attempt.retries, attempt.alone or not innocent)
@@ -390,4 +442,4 @@ class Episodes:
 def _with_part(response: Response, lost: float) -> Response:
     """The response with the share of its group's episodes that have failed."""
     assert response.episode
-    return replace(response, episode=replace(response.episode, parts={**response.episode.parts, "lost": lost}))
+    return replace(response, episode=replace(response.episode, parts={**response.episode.parts, LOST: lost}))

@@ -1,7 +1,8 @@
 """Starts the programs of `rollout.agent`; one small process, forked for each, so a function is imported once.
 
 A worker of episodes sends it a message and a socket for every session. The fork of the session waits for its program's
-end, or for the worker to close the socket, then kills all that the program has started and answers with the exit code.
+end, or for the worker to close the socket, then kills all that the program has started and answers with the exit code,
+or with a sentence where the program could not be started.
 """
 
 from __future__ import annotations
@@ -27,23 +28,32 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.extras.episodes.environment import program_path, secrets_in
 from mugrpo_megatron.files.json_text import as_text
-from mugrpo_megatron.recipe.functions import describe_exception, load_function
+from mugrpo_megatron.recipe.functions import describe_exception, exception_text, load_function
 from mugrpo_megatron.recipe.objective import USER_FUNCTION
-from mugrpo_megatron.rewards.guard import PR_SET_CHILD_SUBREAPER, kill_descendants
+from mugrpo_megatron.rewards.guard import PR_SET_CHILD_SUBREAPER, default_signals, kill_descendants
 
 FILE_BYTES = 64 << 20
 """Size limit of each file that a program writes, its output included."""
+OPEN_FILES = 1024
 ROW, OUTPUT, ERRORS, SCRATCH = "row.json", "stdout", "stderr", "scratch"
 """In a session's directory: the program's standard input, output and errors, and the directory it begins in."""
+NOT_STARTED = 127
+"""Exit code of a program that could not be started, as a shell's."""
 
 
 def serve(descriptor: int, text: str) -> None:
     """Load the program and start it for each message, until the worker is gone. `text`: the options as JSON."""
     options = json.loads(text)
     connection = Connection(descriptor)
+    # Before the function is imported: its module may read the environment too.
+    for name in secrets_in(os.environ, options["secrets"]):
+        del os.environ[name]
+    os.environ["PATH"] = program_path(os.environ)
+    is_command = not USER_FUNCTION.fullmatch(options["name"])
     try:
-        run = _program(options["name"])
+        run = _command(options["name"]) if is_command else _function(options["name"])
     except UserError as error:
         connection.send_bytes(json.dumps({"refused": str(error)}).encode())
         return
@@ -55,22 +65,35 @@ def serve(descriptor: int, text: str) -> None:
             session = socket.socket(fileno=recv_handle(connection))
         except (EOFError, OSError):
             return
-        if os.fork() == 0:
-            connection.close()
-            _guard(session, message, run, options["memory_mb"] << 20)
+        try:
+            if os.fork() == 0:
+                connection.close()
+                _guard(session, message, run, options["memory_mb"] << 20, is_command)
+        except OSError as error:  # no process or no memory is left for now
+            _say(session, f"the program could not be started ({error.strerror})")
         session.close()
 
 
-def _program(name: str) -> Callable[[Path], Any]:
-    """The program as a function of its row's file; a command does not return."""
-    if USER_FUNCTION.fullmatch(name):
-        function = load_function("rollout.agent", name)
-        return lambda row: _call(function, row)
+def _command(name: str) -> Callable[[Path], Any]:
+    """Becomes the command, whose row is on standard input already."""
     # The program runs in a directory of its own, so files among the words are named from the root.
     words = [str(Path(word).resolve()) if Path(word).is_file() else word for word in shlex.split(name)]
     # Not resolved: the interpreter of a virtual environment is a link that finds its packages by its own path.
     words[0] = os.path.abspath(shlex.split(name)[0]) if "/" in words[0] else words[0]
-    return lambda row: os.execvp(words[0], words)
+
+    def become(_row: Path) -> NoReturn:
+        try:
+            os.execvp(words[0], words)
+        except OSError as error:
+            raise OSError(f"{words[0]} cannot be started ({error.strerror})") from None
+
+    return become
+
+
+def _function(name: str) -> Callable[[Path], Any]:
+    """Calls the function `module:function` with the row's file."""
+    function = load_function("rollout.agent", name)
+    return lambda row: _call(function, row)
 
 
 def _call(function: Callable[..., Any], row: Path) -> None:
@@ -78,35 +101,74 @@ def _call(function: Callable[..., Any], row: Path) -> None:
     try:
         result = function(json.loads(row.read_bytes()))
         result = asyncio.run(result) if inspect.iscoroutine(result) else result
-        result = {"answer": result} if isinstance(result, str) else result
-        result = {"reward": result} if isinstance(result, int | float) else result or {}
-        print(f"\n{as_text(result)}", flush=True)
+        print(f"\n{as_text(_as_object(result))}", flush=True)
     except BaseException as error:
         print(describe_exception(error, __file__, asyncio.__file__), file=sys.stderr, flush=True)
         os._exit(1)
     os._exit(0)  # threads may hang in the function
 
 
-def _guard(session: socket.socket, message: dict[str, Any], run: Callable[[Path], Any], memory: int) -> NoReturn:
-    """Run the program in a child; returns its exit code through the socket once nothing is left of it."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    os.setsid()
-    child = os.fork()
-    if child == 0:
-        with suppress(BaseException):
-            session.close()
-            _enter(Path(message["directory"]), message["environment"], memory)
-            run(Path(message["directory"]) / ROW)
-        os._exit(127)
-    select.select([session.fileno(), os.pidfd_open(child)], [], [])
-    ended, status = os.waitpid(child, os.WNOHANG)
-    kill_descendants()
-    if not ended:  # nobody reads what it has written
-        remove_tree(message["directory"])
+def _as_object(result: Any) -> dict[str, Any]:
+    """What a program's function returns as the object of a program's last line. Raises TypeError."""
+    if result is None or isinstance(result, dict):
+        return result or {}
+    if isinstance(result, str):
+        return {"answer": result}
+    if hasattr(result, "__float__"):
+        return {"reward": float(result)}
+    raise TypeError(f"it returned a {type(result).__name__}: return a number, a text, or a dict with reward or answer")
+
+
+def _say(session: socket.socket, text: str) -> None:
+    """Answer the worker: an exit code, or a sentence."""
     with suppress(OSError):  # the worker has closed it
-        session.send(str(os.waitstatus_to_exitcode(status) if ended else -signal.SIGKILL).encode())
-    os._exit(0)
+        session.send(text.encode())
+
+
+def _guard(
+    session: socket.socket, message: dict[str, Any], run: Callable[[Path], Any], memory: int, is_command: bool
+) -> NoReturn:
+    """Run the program in a child; returns its exit code through the socket once nothing is left of it."""
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+        os.setsid()
+        child = os.fork()
+        if child == 0:
+            _become(session, message, run, memory, is_command)
+        poll = select.poll()  # a descriptor above 1,023 is not for select
+        for descriptor in (session.fileno(), os.pidfd_open(child)):
+            poll.register(descriptor, select.POLLIN)
+        poll.poll()
+        ended, status = os.waitpid(child, os.WNOHANG)
+        kill_descendants()
+        if not ended:  # nobody reads what it has written
+            remove_tree(message["directory"])
+        _say(session, str(os.waitstatus_to_exitcode(status) if ended else -signal.SIGKILL))
+    except Exception as error:
+        _say(session, f"the program could not be started ({exception_text(error)})")
+    finally:
+        os._exit(0)
+
+
+def _become(
+    session: socket.socket, message: dict[str, Any], run: Callable[[Path], Any], memory: int, is_command: bool
+) -> NoReturn:
+    """The program's process: files, limits and signals, then the program."""
+    try:
+        directory = Path(message["directory"])
+        try:
+            _open_files(directory)
+        except OSError as error:
+            _say(session, f"the program's files are gone ({exception_text(error)})")
+            raise
+        session.close()
+        _enter(directory, message["environment"], memory, is_command)
+        run(directory / ROW)
+    except BaseException as error:
+        print(exception_text(error), file=sys.stderr, flush=True)
+    finally:
+        os._exit(NOT_STARTED)
 
 
 def remove_tree(directory: str | Path) -> None:
@@ -117,20 +179,28 @@ def remove_tree(directory: str | Path) -> None:
         subprocess.run(["rm", "-rf", "--", directory], stderr=subprocess.DEVNULL, check=False)
 
 
-def _enter(directory: Path, environment: dict[str, str], memory: int) -> None:
-    """Set this process's limits, files, directory and environment."""
+def _open_files(directory: Path) -> None:
+    """Make the session's files standard input, output and errors; what fails after this can be read there."""
+    write = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    for target, (name, flags) in enumerate(((ROW, os.O_RDONLY), (OUTPUT, write), (ERRORS, write))):
+        opened = os.open(directory / name, flags, 0o600)
+        os.dup2(opened, target)
+        os.close(opened)
+
+
+def _enter(directory: Path, environment: dict[str, str], memory: int, is_command: bool) -> None:
+    """Set this process's limits, signals, directory and environment."""
     os.setsid()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
     for limit, most in (
         (resource.RLIMIT_AS, memory),
         (resource.RLIMIT_FSIZE, FILE_BYTES),
         (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_NOFILE, 1024),
+        (resource.RLIMIT_NOFILE, OPEN_FILES),
     ):
+        hardest = resource.getrlimit(limit)[1]  # only root may go beyond it
+        most = most if hardest == resource.RLIM_INFINITY else min(most, hardest)
         resource.setrlimit(limit, (most, most))
-    write = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    for target, (name, flags) in enumerate(((ROW, os.O_RDONLY), (OUTPUT, write), (ERRORS, write))):
-        os.dup2(os.open(directory / name, flags, 0o600), target)
+    # A function keeps what Python ignores, so that it reads BrokenPipeError; a command begins as from a shell.
+    default_signals(except_for=() if is_command else (signal.SIGPIPE, signal.SIGXFSZ))
     os.environ.update(environment)
     os.chdir(directory / SCRATCH)

@@ -23,6 +23,8 @@ from mugrpo_megatron.samples import Prompt, Response
 START_TIMEOUT_S = 120.0
 SILENT_S = 10.0
 """Seconds of silence after which a process is killed: something blocks its event loop."""
+READ_S = 0.5
+"""Seconds in which the messages of a process are read, before the engine and the others have their turn."""
 ENDING_S = 1.0
 """An episode that was cancelled has this long to end, before its process gets no new ones."""
 
@@ -56,6 +58,8 @@ class Attempt:
     """Requests that the engine works on."""
     calls: int = 0
     """Calls of tools in a program's chats."""
+    limit: str = ""
+    """Recipe key of the limit that has ended a program's session; the program may still write its result."""
     start: float = field(default_factory=time.monotonic)
     answered_at: float = field(default_factory=time.monotonic)
     """When it last got an answer of the model."""
@@ -165,8 +169,10 @@ class Pool:
     def messages(self) -> Iterator[tuple[EpisodeProcess, dict[str, Any]]]:
         """Messages from the processes. Raises UserError when the function cannot be loaded."""
         for process in list(self.processes):
+            begin = time.monotonic()
             try:
-                while process.worker.connection.poll():
+                # Not until none is left: a process that sends without end would keep the engine's answers waiting.
+                while process.worker.connection.poll() and time.monotonic() - begin < READ_S:
                     message = process.worker.receive()
                     process.last_message = time.monotonic()
                     if "refused" in message:

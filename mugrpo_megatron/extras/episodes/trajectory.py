@@ -32,6 +32,8 @@ class Trajectory:
     limit: int
     """Most tokens after the prompt, the environment's included."""
     tools: Sequence[Any] = ()
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """The request's own arguments for the chat template."""
     messages: list[Any] = field(default_factory=list)
     """Messages of the last chat request, and its answer."""
     ends: dict[int, int] = field(default_factory=dict)
@@ -116,25 +118,27 @@ def continued(
     trajectories: Sequence[Trajectory],
     messages: Sequence[Message],
     tools: Sequence[Any],
+    row: Mapping[str, Any],
     arguments: Mapping[str, Any],
     chat: Chat,
 ) -> tuple[Trajectory | None, list[int]]:
     """The response that a chat request continues, None for a new one; and the request's token ids.
 
-    `arguments` are the row's own for the chat template.
+    `row` and `arguments` are the row's and the request's own arguments for the chat template; the latter win.
     """
+    given = {**row, **arguments}
     shared = [
         (count, count == len(earlier.messages) and not earlier.busy, earlier)
         for earlier in trajectories
-        if earlier.tools == tools
+        if earlier.tools == tools and earlier.arguments == arguments
         for count in earlier.ends
         if count < len(messages) and _said(earlier.messages[:count]) == _said(messages[:count])
     ]
     for count, continues, earlier in sorted(shared, key=lambda entry: entry[:2], reverse=True):
-        ids = chat.continuation(messages, tools, arguments, count, earlier.context[: earlier.ends[count]])
+        ids = chat.continuation(messages, tools, given, count, earlier.context[: earlier.ends[count]])
         if ids is not None:
             return earlier if continues else None, ids
-    return None, chat.prompt(messages, tools, arguments)
+    return None, chat.prompt(messages, tools, given)
 
 
 def _said(messages: Sequence[Message]) -> list[Any]:

@@ -11,14 +11,13 @@ from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from mugrpo_megatron.extras.episodes.request_size import MOST_CHARS
 from mugrpo_megatron.recipe.functions import exception_text
 from mugrpo_megatron.samples import Problem
 
 if TYPE_CHECKING:
     from mugrpo_megatron.engine.wire import Sampling  # whose module a worker does without
 
-MOST_CHARS = 1 << 20
-"""Most characters of one text for the model: beyond any context, and still quick to tokenize."""
 SHOWN_CHARS = 300
 PROGRAM = "program"
 """Kind of a request that a program makes at its endpoint."""
@@ -29,6 +28,15 @@ Ask = Callable[..., Awaitable[Any]]
 
 class ProgramFailure(Exception):
     """A program failed; the text is one sentence."""
+
+
+class Over(ValueError):
+    """The model answers an episode no more: it has ended, or a limit has ended it."""
+
+    def __init__(self, why: str, limit: str | None = None) -> None:
+        """`limit` is the recipe key of the limit that was reached."""
+        super().__init__(why)
+        self.limit = limit
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,7 +157,7 @@ def _become(
         libraries, folders = _libraries_alone()
         kernel.see_only([*libraries, PYTHON, *files, *(f"/dev/{name}" for name in _DEVICES)], folders)
     set_limits(limits, alone)  # the worker's files, open until the program is executed, may be more than its limit
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    guard.default_signals()
     if calls.available():
         calls.refuse_calls()
     python = PYTHON if apart else next(iter(files)) + VENV_PYTHON

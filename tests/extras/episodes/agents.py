@@ -107,7 +107,7 @@ def other_session(row: dict[str, Any]) -> bool:
 
 
 def huge_body(row: dict[str, Any]) -> bool:
-    return refused(says(row, user="x" * 9_000_000), "request_too_large", "more than 8,388,608") and bool(says(row))
+    return refused(says(row, user="x" * 9_000_000), "request_too_large", "more than 4,194,304") and bool(says(row))
 
 
 def half_a_request(row: dict[str, Any]) -> bool:
@@ -192,7 +192,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "exits": (lambda row: os._exit(3), "the program ended with exit code 3"),
     "leaves": (lambda row: sys.exit(0), "exit code 1: SystemExit: 0 (agents.py"),
     "nests": (nests, ""),
-    "pipes": (pipes, "File or stream is not seekable"),
+    "pipes": (pipes, "the program's stdout is no regular file any more"),
     "raises": (lambda row: int("x"), "exit code 1: ValueError: invalid literal for int() with base 10: 'x' (agents.py"),
     "kills itself": (lambda row: os.kill(os.getpid(), signal.SIGKILL), "the program was ended by SIGKILL"),
     "kills its guard": (lambda row: os.kill(os.getppid(), signal.SIGKILL), "the program was ended by SIGKILL"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing.connection
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +30,7 @@ class FakeEngine:
         self._says, self._slots = says, slots
         self.slot = SimpleNamespace(local_engines=1)
         self.asked: list[Request] = []
+        self.aborted: list[int] = []
         self._waiting: list[Request] = []
         self.most = 0
         """Most requests at a time."""
@@ -47,6 +48,10 @@ class FakeEngine:
         self.asked += work
         self._waiting += work
         self.most = max(self.most, len(self._waiting))
+
+    def abort(self, keys: Collection[int]) -> None:
+        self.aborted += keys
+        self._waiting = [request for request in self._waiting if request.key not in keys]
 
     def poll_groups(self, others: Sequence[Any], timeout_s: float) -> list[tuple[int, list[Response]]] | None:
         if not self._waiting:

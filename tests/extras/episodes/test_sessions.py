@@ -50,6 +50,8 @@ OTHER = {"type": "function", "function": {"name": "other", "parameters": {"type"
 class Parser:
     """SGLang's parser of Qwen's calls in two lines; the real one takes seconds to import."""
 
+    detector = SimpleNamespace(bot_token="<tool_call>")
+
     def has_tool_call(self, text: str) -> bool:
         return "<tool_call>" in text
 
@@ -88,7 +90,8 @@ class Pool:
         try:
             bodies = self._programs[key].send(answers)  # type: ignore[arg-type]
         except StopIteration:
-            self._outbox.append({"done": key, "reward": 1.0, "why": "", "parts": {}})
+            attempt = self.episodes[key]
+            self._outbox.append({"done": key, "reward": 1.0, "why": "", "parts": {}, "cut": bool(attempt.limit)})
             return
         self._answers[key] = [None] * len(bodies)
         for place, body in enumerate(bodies):
@@ -105,6 +108,9 @@ class Pool:
         if "cancel" in message:
             return
         key, place, body = self._asked[message["request"]]
+        if "limit" in message:
+            attempt = self.episodes[key]
+            self.cut.add(f"{attempt.group.prompt.index}/{attempt.number}/{attempt.retries}")
         value = message["error"] if "error" in message else completion(message["value"], body, self._session)
         self._answers[key][place] = value
         if None not in self._answers[key]:

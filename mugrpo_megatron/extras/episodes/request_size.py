@@ -1,0 +1,75 @@
+"""What a request costs before any of it is rendered: its characters, values and depth, wherever they stand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+MOST_CHARS = 1 << 20
+"""Most characters of all texts of a request: beyond any context, and rendered and tokenized within a second."""
+MOST_VALUES = 1 << 15
+"""Most values of a chat request, objects and lists among them."""
+MOST_IDS = 1 << 20
+"""Most values of a function's request, whose token ids count."""
+MOST_DEPTH = 64
+"""Most objects and lists inside each other."""
+
+
+class Size(NamedTuple):
+    """Size of a JSON value."""
+
+    characters: int
+    """Of all its texts, keys and numbers."""
+    values: int
+    depth: int
+
+
+def size_of(value: Any, most_values: int = MOST_VALUES) -> Size:
+    """The size of a JSON value; stops counting beyond `most_values` or `MOST_DEPTH`."""
+    characters, values, depth = 0, 0, 0
+    level: list[Any] = [value]
+    while level and values <= most_values and depth <= MOST_DEPTH:
+        inner: list[Any] = []
+        values += len(level)
+        for entry in level:
+            if isinstance(entry, str):
+                characters += len(entry)
+            elif isinstance(entry, int):
+                characters += entry.bit_length() // 3 + 1  # at least its digits
+            elif isinstance(entry, float):
+                characters += 24
+            elif isinstance(entry, dict):
+                characters += sum(map(len, map(str, entry)))
+                inner.extend(entry.values())
+            elif isinstance(entry, list | tuple):
+                inner.extend(entry)
+            if len(inner) > most_values:
+                break
+        depth += bool(inner)
+        level = inner
+    return Size(characters, values + len(level), depth)
+
+
+def check_size(value: Any, most_values: int = MOST_VALUES, most_characters: int = MOST_CHARS) -> None:
+    """Raise ValueError for a JSON value that is too large to be rendered."""
+    size = size_of(value, most_values)
+    if size.depth > MOST_DEPTH:
+        raise ValueError(f"objects and lists inside each other to a depth above {MOST_DEPTH}")
+    if size.values > most_values:
+        raise ValueError(f"more than {most_values:,} values, such as messages, their fields and a tool's parameters")
+    if size.characters > most_characters:
+        raise ValueError(f"texts of {size.characters:,} characters, and at most {most_characters:,} go to the model")
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """All texts of a JSON value, keys included."""
+    level = [value]
+    while level:
+        entry = level.pop()
+        if isinstance(entry, str):
+            yield entry
+        elif isinstance(entry, dict):
+            yield from map(str, entry)
+            level.extend(entry.values())
+        elif isinstance(entry, list | tuple):
+            level.extend(entry)
