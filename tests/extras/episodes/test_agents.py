@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from mugrpo_megatron.engine.wire import Sampling
+from mugrpo_megatron.extras.episodes import launcher
+from mugrpo_megatron.extras.episodes.episodes import Episodes
 from mugrpo_megatron.recipe import Recipe
-from tests.extras.episodes.agents import HOSTILE
-from tests.extras.episodes.fake import EOS, TOKENIZER
-from tests.extras.episodes.test_episodes import TOOLS, calls_the_tool, played, recipe_of
+from tests.extras.episodes.agents import HOSTILE, LEFT
+from tests.extras.episodes.fake import EOS, TOKENIZER, FakeEngine
+from tests.extras.episodes.test_episodes import TOOLS, calls_the_tool, played, prompts_of, recipe_of, takes
 
 pytestmark = pytest.mark.process
 COMMAND = """
@@ -77,6 +83,112 @@ def test_hostile_programs_cost_their_own_episode_alone(
     prompt = groups["ends a turn"][0].episode.prompt_ids.tolist()
     assert prompt.count(EOS) == 1, "the end of a turn that a program spells out is text"
     assert len(groups["parallel"]) == 12, "a response for each request, of one session"
+
+
+def test_a_program_is_told_of_its_limit_and_may_still_score_itself(agent_recipe: Callable[..., Recipe]) -> None:
+    recipe = agent_recipe("told_of_its_limit", turns=3)
+    [response] = played(recipe, lambda context: "a", ["1"], n=1)["1"][:1]
+    assert (response.episode.failed, response.episode.reward) == (False, 0.25), response.episode.why
+    assert response.finish_reason == "length"
+    assert response.episode.parts["turns"] == 3
+
+
+class Holding(FakeEngine):
+    """Never answers a request that a program leaves behind."""
+
+    def poll_groups(self, others: Any, timeout_s: float) -> Any:
+        left = [request for request in self._waiting if LEFT in request.stop]
+        self._waiting = [request for request in self._waiting if LEFT not in request.stop]
+        answers = super().poll_groups(others, timeout_s)
+        self._waiting += left
+        return answers
+
+
+@pytest.mark.parametrize("sessions", [40, pytest.param(2000, marks=pytest.mark.night)])
+def test_nothing_waits_for_a_program_that_has_gone(agent_recipe: Callable[..., Recipe], sessions: int) -> None:
+    """Its requests are aborted: descriptors and memory stay, and all episodes are of one round.
+
+    Four requests of the engine at a time: with those of programs that have gone the round would end after a few groups.
+    """
+    recipe = agent_recipe("abandons", programs=4)
+    engine = Holding(lambda context: "a", slots=4)
+    how = Sampling(1.0, 1.0, 256, (EOS,))
+    readings = []
+    with closing(Episodes(recipe, engine)) as episodes:  # type: ignore[arg-type]
+        for _, responses in episodes.generate(takes(prompts_of(list(map(str, range(sessions))))), 1, how):
+            assert not responses[0].episode.failed, responses[0].episode.why
+            worker = max(psutil.Process().children(recursive=True), key=descriptors)
+            readings.append((descriptors(worker), resident(worker)))
+    assert len(readings) == sessions, "one round"
+    assert not engine._waiting
+    asked = {request.key for request in engine.asked if LEFT in request.stop}
+    assert asked == set(engine.aborted)
+    quarter = sessions // 4
+    early, late = readings[quarter : 2 * quarter], readings[-quarter:]
+    print(f"{sessions} sessions, {len(asked)} requests aborted: descriptors and MB", early[0], late[-1])
+    assert max(late)[0] <= max(early)[0] + 16
+    assert sessions < 100 or late[-1][1] < 1.1 * early[0][1]
+
+
+def descriptors(process: psutil.Process) -> int:
+    try:
+        return int(process.num_fds())
+    except psutil.Error:  # a program that has ended meanwhile
+        return 0
+
+
+def resident(process: psutil.Process) -> float:
+    return float(process.memory_info().rss / 1e6)
+
+
+def test_a_launcher_that_dies_is_started_again(agent_recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+    """The programs that die with it are begun again, and those after it find a new one."""
+    recipe = agent_recipe("kills_the_launcher", programs=2)
+    questions = ["0", "kill", *map(str, range(1, 6))]
+    found = played(recipe, lambda context: "a", questions, n=1, row={"once": str(tmp_path / "once")})
+    for question in questions:
+        assert not found[question][0].episode.failed, found[question][0].episode.why
+
+
+CLEAN = """
+set -- $(grep -E 'Sig(Ign|Blk)' /proc/self/status)
+echo "$2 $4 $HF_TOKEN $NAMED_TOKEN $(dirname $(command -v python))" > "$PLACE"
+yes 2>> "$PLACE" | head -1 > /dev/null
+exec python agent.py
+"""
+
+
+def test_a_command_starts_clean(
+    agent_recipe: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No signal is ignored or blocked, no secret is in its environment, and `python` is this one."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"HF_TOKEN": "secret", "NAMED_TOKEN": "given", "PLACE": str(tmp_path / "said")}.items():
+        monkeypatch.setenv(name, value)
+    Path("agent.py").write_text(COMMAND, encoding="utf-8")
+    Path("agent.sh").write_text(CLEAN.replace("agent.py", str(tmp_path / "agent.py")), encoding="utf-8")
+    recipe = agent_recipe("sh agent.sh", secrets=["NAMED_TOKEN"])
+    [response] = played(recipe, lambda context: "hi", ["1"], n=1, row={"question": "1", "place": "x"})["1"]
+    assert not response.episode.failed, response.episode.why
+    said = Path("said").read_text(encoding="utf-8")
+    assert said == f"{'0' * 16} {'0' * 16}  given {Path(sys.executable).parent}\n", "and no word of a broken pipe"
+
+
+def test_a_program_starts_below_a_hard_limit_of_descriptors(tmp_path: Path) -> None:
+    (tmp_path / launcher.SCRATCH).mkdir()
+    if (child := os.fork()) == 0:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+        launcher._enter(tmp_path, {}, resource.RLIM_INFINITY, is_command=False)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_program_that_cannot_be_started_is_named(agent_recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+    (tmp_path / "no program").write_text("#!/nosuch/interpreter\n", encoding="utf-8")
+    (tmp_path / "no program").chmod(0o755)
+    recipe = agent_recipe(f"'{tmp_path}/no program' x")
+    [response] = played(recipe, lambda context: "a", ["1"], n=1)["1"]
+    assert "cannot be started (No such file or directory)" in response.episode.why
 
 
 def test_a_program_that_hangs_is_killed(agent_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
