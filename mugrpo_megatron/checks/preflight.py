@@ -10,6 +10,7 @@ import math
 import os
 import shlex
 import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -62,6 +63,7 @@ from mugrpo_megatron.weights.families import architecture
 Say = Callable[[str], None]
 
 LORA_CHECKS = "mugrpo_megatron.extras.lora.lora_checks:check_lora"
+AGENT_TRIAL = "mugrpo_megatron.extras.episodes.trial:try_agent"
 AUXILIARY_CHECKS = "mugrpo_megatron.extras.auxiliary.checks:check_auxiliaries"
 
 ANY_PROBLEM = Problem("a question", "1+1=", "2")
@@ -140,6 +142,8 @@ def check_on_paper(recipe: Recipe, say: Say) -> None:
         say(f"data: {note}")
     for line in _check_prompts(data, directory, [*problems.train, *problems.held_out]):
         say(line)
+    if recipe.rollout.agent and problems.train:
+        say(load_function("rollout.agent", AGENT_TRIAL)(recipe, problems.train))
     for line in scores_of_golds([*problems.train, *problems.held_out], recipe.reward):
         say(f"reward: {line}")
 
@@ -285,11 +289,21 @@ def _check_user_rewards(section: RewardSection, rollout: RolloutSection) -> None
         check_function("rollout.function", rollout.function)
     if rollout.agent and USER_FUNCTION.fullmatch(rollout.agent):
         check_function("rollout.agent", rollout.agent)
-    elif rollout.agent and shutil.which(shlex.split(rollout.agent)[0]) is None:
-        raise UserError(
-            f"rollout.agent {rollout.agent!r}: there is no program {shlex.split(rollout.agent)[0]!r}; name a command, "
-            "or a module:function"
-        )
+    elif rollout.agent:
+        _check_command(rollout.agent)
+
+
+def _check_command(agent: str) -> None:
+    """Raise UserError for a command of `rollout.agent` whose program is not found."""
+    try:
+        words = shlex.split(agent)
+    except ValueError as error:
+        raise UserError(f"rollout.agent {agent!r} cannot be split into words ({error}); close its quotes") from None
+    # A program's PATH begins with this interpreter's folder (extras/episodes/environment.py).
+    paths = (None, os.path.dirname(os.path.abspath(sys.executable)))
+    if not words or all(shutil.which(words[0], path=path) is None for path in paths):
+        named = f"there is no program {words[0]!r}" if words else "it is empty"
+        raise UserError(f"rollout.agent {agent!r}: {named}; name a command, or a module:function")
 
 
 def _try_rewards(section: RewardSection) -> None:

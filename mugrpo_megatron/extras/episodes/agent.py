@@ -50,15 +50,23 @@ MOST_STARTS = 64
 class Agent:
     """The programs of one worker."""
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
+    def __init__(self, options: Mapping[str, Any], endpoint: Endpoint | None = None) -> None:
         """Load the program, and open the endpoint's socket. Raises UserError where it cannot be loaded."""
         self._options, self._args = options, options["args"]
         self._launcher = self._launched()
         self._replacing = asyncio.Lock()
-        self._endpoint = Endpoint()
+        self._endpoint = endpoint or Endpoint()
         self._socket = socket.create_server(("127.0.0.1", 0))
         self._server: asyncio.Task[None] | None = None
         self._directory = Path(options["directory"])
+
+    async def close(self) -> None:
+        """End the launcher, with what it has started, and the endpoint. A worker's guard does that for it."""
+        self._launcher.kill()
+        if self._server is not None:
+            self._server.cancel()
+            await asyncio.wait((self._server,))
+        self._socket.close()
 
     def _launched(self) -> WorkerProcess:
         launcher = start_guarded("mugrpo_megatron.extras.episodes.launcher", self._options, START_S)

@@ -28,7 +28,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.episodes.chat import Chat
 from mugrpo_megatron.extras.episodes.endpoint import one_call_of
 from mugrpo_megatron.extras.episodes.launcher import remove_tree
-from mugrpo_megatron.extras.episodes.processes import Asked, Attempt, EpisodeProcess, Group, Pool, slime_args
+from mugrpo_megatron.extras.episodes.processes import Asked, Attempt, EpisodeProcess, Group, Pool, worker_options
 from mugrpo_megatron.extras.episodes.request_size import MOST_CHARS, size_of, texts_in
 from mugrpo_megatron.extras.episodes.trajectory import Broken, Trajectory, continued
 from mugrpo_megatron.extras.episodes.turns import PROGRAM, sampling_settings
@@ -63,14 +63,11 @@ class Episodes:
         self._template = template_of(recipe.data)
         self._chat = Chat(self._tokenizer, self._template, recipe.engine.extra.get("tool_call_parser"))
         limit = max(1, usable_cores() // 2 // engine.slot.local_engines)
-        agent, programs = recipe.rollout.agent, recipe.episodes.programs
-        self._key, self._name = ("rollout.agent", agent) if agent else ("rollout.function", recipe.rollout.function)
         # Removed here: a worker that is killed leaves its programs' files.
         self._directory = tempfile.mkdtemp(prefix="mugrpo-agent-")
-        args = slime_args(recipe.model, recipe.data, recipe.rollout)
-        options: dict[str, Any] = {"key": self._key, "name": self._name, "args": args, "directory": self._directory}
-        options["secrets"] = recipe.episodes.secrets
-        self._programs = programs if agent else math.inf
+        options = worker_options(recipe, self._directory)
+        self._key, self._name = options["key"], options["name"]
+        self._programs = recipe.episodes.programs if recipe.rollout.agent else math.inf
         self._pool = Pool(options, recipe.episodes, limit, self._programs)
         self._keys = itertools.count()
         self.busy_s, self.total_s = 0.0, 0.0

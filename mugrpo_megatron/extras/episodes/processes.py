@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.episodes.trajectory import Trajectory
+from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.policy import EpisodesSection, ModelSection, RolloutSection
 from mugrpo_megatron.recipe.sections import DataSection
 from mugrpo_megatron.rewards.calls import WorkerProcess, start_guarded
@@ -224,6 +225,18 @@ class Pool:
         self.processes.remove(process)
         process.kill()
         return list(process.episodes.values())
+
+
+def worker_options(recipe: Recipe, directory: str) -> dict[str, Any]:
+    """What a worker of the recipe's function or program runs; its programs' files are in `directory`."""
+    agent = recipe.rollout.agent
+    return {
+        "key": "rollout.agent" if agent else "rollout.function",
+        "name": agent or recipe.rollout.function,
+        "args": slime_args(recipe.model, recipe.data, recipe.rollout),
+        "directory": directory,
+        "secrets": recipe.episodes.secrets,
+    }
 
 
 def slime_args(model: ModelSection, data: DataSection, rollout: RolloutSection) -> dict[str, Any]:

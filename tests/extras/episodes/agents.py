@@ -84,6 +84,10 @@ def says(row: dict[str, Any], **settings: Any) -> Any:
     return post({"messages": row["messages"], **settings})
 
 
+def asks_otherwise(row: dict[str, Any]) -> None:
+    says(row, top_k=5)
+
+
 def refused(answer: Any, code: str | None, text: str) -> bool:
     """Whether the answer is an error of OpenAI's form."""
     error = answer["error"]

@@ -14,8 +14,10 @@ import psutil
 import pytest
 
 from mugrpo_megatron.engine.wire import Sampling
+from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.episodes import launcher
 from mugrpo_megatron.extras.episodes.episodes import Episodes
+from mugrpo_megatron.extras.episodes.trial import try_agent
 from mugrpo_megatron.recipe import Recipe
 from tests.extras.episodes.agents import HOSTILE, LEFT
 from tests.extras.episodes.fake import EOS, TOKENIZER, FakeEngine
@@ -211,3 +213,35 @@ def test_a_command_is_a_program_with_its_row_on_standard_input(
     assert (response.episode.failed, response.episode.answer) == (False, "x: hi"), response.episode.why
     assert response.episode.reward is None
     assert response.episode.parts["steps"] == 2
+
+
+@pytest.mark.parametrize(
+    ("agent", "sentence"),
+    [
+        (f"{HERE}:asks_twice", "starts and asks the model"),
+        (f"{HERE}:forks", "starts and asks the model"),
+        ('sh -c "exit 0"', "it ends on test:0, before it has asked the model"),
+        (f"{HERE}:asks_otherwise", "its first request is refused: top_k = 5"),
+    ],
+)
+def test_the_dry_run_starts_one_program(agent_recipe: Callable[..., Recipe], agent: str, sentence: str) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    problems = [prompt.problem for prompt in prompts_of(["1+2", "3"])]
+    assert sentence in try_agent(agent_recipe(agent), problems)
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+@pytest.mark.parametrize(
+    ("agent", "sentence"),
+    [
+        ("python nosuch.py", "can't open file"),
+        ("sh -c 'exit 3'", "ended with exit code 3"),
+        (f"{HERE}:no_such_name", "no_such_name"),
+        (f"{HERE}:fills_the_disk", "File too large"),
+    ],
+)
+def test_the_dry_run_refuses_a_program_that_cannot_start(
+    agent_recipe: Callable[..., Recipe], agent: str, sentence: str
+) -> None:
+    with pytest.raises(UserError, match=sentence):
+        try_agent(agent_recipe(agent), [prompts_of(["1"])[0].problem])

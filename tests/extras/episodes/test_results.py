@@ -90,7 +90,7 @@ def test_what_replaces_the_output_is_not_read_and_nothing_stays_open() -> None:
     open_before = len(os.listdir("/proc/self/fd"))
     for make in (os.mkdir, os.mkfifo, lambda path: os.symlink("file", path)):
         make("out")  # type: ignore[operator]
-        with pytest.raises(OSError, match="regular file|symbolic|stdout|out"):
+        with pytest.raises(OSError, match="out"):
             _result(Path("out"))
         (os.rmdir if os.path.isdir("out") else os.unlink)("out")
     with pytest.raises(OSError, match="No such file"):
@@ -119,38 +119,15 @@ def test_what_a_function_returns_is_used_or_refused() -> None:
 
 
 def test_secrets_are_known_by_name_or_value() -> None:
-    secret = [
-        "HF_TOKEN",
-        "HUGGING_FACE_HUB_TOKEN",
-        "WANDB_API_KEY",
-        "OPENAI_APIKEY",
-        "AWS_ACCESS_KEY_ID",
-        "AWS_SECRET_ACCESS_KEY",
-        "GH_TOKEN",
-        "PGPASSWORD",
-        "MYSQL_PWD",
-        "DB_PASSWORDS",
-        "SSH_AUTH_SOCK",
-        "GOOGLE_APPLICATION_CREDENTIALS",
-        "gitlab_token",
-        "GITHUB_PAT",
-    ]
-    plain = [
-        "PATH",
-        "HOME",
-        "PWD",
-        "OLDPWD",
-        "TOKENIZERS_PARALLELISM",
-        "HF_HOME",
-        "KEYBOARD_LAYOUT",
-        "LANG",
-        "PYTHONPATH",
-        "CUDA_VISIBLE_DEVICES",
-        "OMP_NUM_THREADS",
-        "TMPDIR",
-        "PATIENCE",
-        "AUTHOR",
-    ]
+    names = (
+        "HF_TOKEN HUGGING_FACE_HUB_TOKEN WANDB_API_KEY OPENAI_APIKEY AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY GH_TOKEN "
+        "PGPASSWORD MYSQL_PWD DB_PASSWORDS SSH_AUTH_SOCK GOOGLE_APPLICATION_CREDENTIALS gitlab_token GITHUB_PAT"
+    )
+    others = (
+        "PATH HOME PWD OLDPWD TOKENIZERS_PARALLELISM HF_HOME KEYBOARD_LAYOUT LANG PYTHONPATH CUDA_VISIBLE_DEVICES "
+        "OMP_NUM_THREADS TMPDIR PATIENCE AUTHOR"
+    )
+    secret, plain = names.split(" "), others.split(" ")
     environment = dict.fromkeys((*secret, *plain), "x")
     environment |= {"DATABASE_URL": "postgres://me:word@host/db", "HTTP_PROXY": "http://host:80", "URL": "a://b@c"}
     assert secrets_in(environment) == sorted([*secret, "DATABASE_URL"])
