@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
@@ -25,6 +24,7 @@ from mugrpo_megatron.data.prompts import decoded_line, first_prompt, template_of
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer, load_tokenizer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import write_text
+from mugrpo_megatron.files.scratch import Scratch
 from mugrpo_megatron.learner.groups import shutdown_after
 from mugrpo_megatron.learner.learner import Learner, build_learner
 from mugrpo_megatron.learner.loss import TokenLoss, states_before_targets
@@ -78,8 +78,8 @@ def train(recipe: Recipe) -> None:
         if recipe.sft.train is not None:
             _learn_rows(recipe, recipe.sft.train)
             return
-        with TemporaryDirectory() as scratch:  # one on each rank, with the same weights from the same seed
-            fresh = Path(scratch) / "fresh"
+        with Scratch("sft") as scratch:  # one on each rank, with the same weights from the same seed
+            fresh = scratch / "fresh"
             tokenizer = build_arithmetic_tokenizer()
             tokenizer.save_pretrained(fresh)
             torch.manual_seed(recipe.run.seed)

@@ -7,16 +7,16 @@ because a library may have been built on another machine.
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import shutil
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import torch
 
 from mugrpo_megatron.cpu.kernel_source import TYPES, source
+from mugrpo_megatron.files.scratch import Scratch
 
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"]
@@ -34,8 +34,8 @@ class Build:
     """A running C compiler."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="mugrpo-kernels-")
-        self._library = Path(self._folder.name) / "kernels.so"
+        self._folder = Scratch("kernels")
+        self._library = self._folder.path / "kernels.so"
         self._compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
         self._process = self._start(self._compiler, SHARED) if self._compiler else None
 
@@ -47,11 +47,11 @@ class Build:
                 try:
                     code = self._exit_code(self._process) and self._exit_code(self._start(self._compiler))
                     if code == 0:
-                        return ctypes.CDLL(str(self._library))
+                        return Kernels.checked(ctypes.CDLL(str(self._library)))
                     cause = f"the C compiler ended with {code}"
                 except subprocess.TimeoutExpired:
                     cause = f"the C compiler did not end within {BUILD_SECONDS:g} s"
-                except OSError as error:
+                except (OSError, AttributeError) as error:  # a compiler that ends with 0 and built something else
                     cause = f"the compiled library cannot be loaded ({error})"
         print(f"{cause}: torch's operations decode instead, at a fraction of the speed", file=sys.stderr)
         return None
@@ -61,7 +61,8 @@ class Build:
         code.write_text(source(), encoding="utf-8")
         wide = WIDE if platform.machine() == "x86_64" else []
         return subprocess.Popen(
-            [compiler, *FLAGS, *flags, *wide, "-shared", "-fPIC", str(code), "-o", str(self._library), "-lm"]
+            [compiler, *FLAGS, *flags, *wide, "-shared", "-fPIC", str(code), "-o", str(self._library), "-lm"],
+            env={**os.environ, "TMPDIR": str(self._folder.path)},  # its own files, which it leaves when it is killed
         )
 
     def _exit_code(self, process: subprocess.Popen[bytes]) -> int:
@@ -84,12 +85,18 @@ SHARED_WORK = 1 << 17
 class Kernels:
     """The functions on float32 or bfloat16 tensors on CPU; threads of torch's number share large calls."""
 
+    NAMES = ("decode", "rms_norm", "silu_and_mul", "rotate")
+
+    @classmethod
+    def checked(cls, library: ctypes.CDLL) -> ctypes.CDLL:
+        """The library itself; AttributeError if it lacks one of the functions."""
+        cls(library)
+        return library
+
     def __init__(self, library: ctypes.CDLL) -> None:
         self._sample = library.sample
         self._functions = {
-            (name, DTYPES[kind]): getattr(library, f"{name}_{kind}")
-            for name in ("decode", "rms_norm", "silu_and_mul", "rotate")
-            for kind in TYPES
+            (name, DTYPES[kind]): getattr(library, f"{name}_{kind}") for name in self.NAMES for kind in TYPES
         }
         for function in (self._sample, *self._functions.values()):
             function.restype = None

@@ -6,7 +6,6 @@ import os
 import pickle
 import re
 import select
-import shutil
 import signal
 import site
 import socket
@@ -28,6 +27,7 @@ import mugrpo_megatron
 from mugrpo_megatron.engine.wire import Command, ReplyKind
 from mugrpo_megatron.errors import EngineFailure, EngineStopped, UserError
 from mugrpo_megatron.files.durable import open_nofollow
+from mugrpo_megatron.files.scratch import Scratch
 
 HEADER = struct.Struct("!Q")
 """Length of the pickled message that follows."""
@@ -145,7 +145,8 @@ class HostProcess:
         """
         self.cuda = cuda
         self._peer_failure: Callable[[], str] = lambda: ""
-        self._scratch = _scratch_folder()
+        self._folder = _scratch_folder()
+        self._scratch = self._folder.path
         self._log = self._scratch / "engine.log"
         self._cancelled: Callable[[], bool] = lambda: False
         # An unlinked file keeps what the process prints before it has a log, whatever ends it.
@@ -265,7 +266,7 @@ class HostProcess:
         with suppress(FileNotFoundError):  # SGLang has created none yet, or the guard has removed them
             for name in (self._scratch / SHARED_MEMORY).read_text(encoding="utf-8").splitlines():
                 Path(name).unlink(missing_ok=True)
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._folder.remove()
 
     def _log_early_output(self) -> None:
         """Append to the log the output of a process that ended before it redirected it."""
@@ -293,16 +294,16 @@ class HostProcess:
         return EngineFailure("\n".join([cause, f"end of {self._log}:", *tail]))
 
 
-def _scratch_folder() -> Path:
+def _scratch_folder() -> Scratch:
     """Create a folder for temporary files; UserError when nothing can be written to it."""
     try:
-        folder = Path(tempfile.mkdtemp(prefix="mugrpo-engine-"))
+        folder = Scratch("engine")
         try:
-            probe = folder / "probe"
-            probe.write_bytes(bytes(PROBE_BYTES))  # `mkdtemp` succeeds on a full disk
+            probe = folder.path / "probe"
+            probe.write_bytes(bytes(PROBE_BYTES))  # a directory can be made on a full disk
             probe.unlink()
         except OSError:
-            shutil.rmtree(folder, ignore_errors=True)
+            folder.remove()
             raise
     except OSError as error:
         where = f" to {tempfile.tempdir}" if tempfile.tempdir else ""

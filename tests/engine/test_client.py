@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from mugrpo_megatron.engine import sglang_compat
 from mugrpo_megatron.engine.client import Engine
 from mugrpo_megatron.engine.process import _shared_memory
-from mugrpo_megatron.engine.wire import Sampling
+from mugrpo_megatron.engine.wire import Request, Sampling
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.engine_spec import engine_spec
@@ -144,6 +144,22 @@ def test_prompts_are_pulled_as_capacity_frees_and_closing_early_aborts(engine: E
     assert next(pulled) <= 40 + 3 * 32
     assert len(list(engine.generate(prompts(3), 2, SAMPLED))) == 3
     assert list(engine.generate([], 2, SAMPLED)) == []
+
+
+def test_aborted_requests_leave_the_others_alone(engine: Engine) -> None:
+    """Keys that begin alike too; an aborted request frees its place, and its answer need not come."""
+    keys, kept = range(1, 41), {1, 12, 40}
+    with engine.generation(replace(SAMPLED, max_tokens=200)):
+        requests = [Request(key, [3 + key, 5], 2, key) for key in keys]
+        engine.submit(requests)
+        engine.abort([key for key in keys if key not in kept] + [77])
+        answered: set[int] = set()
+        while not kept <= answered:
+            for key, responses in engine.receive_groups():
+                answered.add(key)
+                assert len(responses) == 2
+                assert key not in kept or all(len(response.ids) == 200 for response in responses)
+    assert len(list(engine.generate(prompts(3), 2, SAMPLED))) == 3
 
 
 def test_weights_and_version_follow_a_sync(engine: Engine, checkpoint: Path, tmp_path: Path) -> None:

@@ -26,9 +26,10 @@ import uvicorn
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.episodes.conventions import result_of
 from mugrpo_megatron.extras.episodes.endpoint import Endpoint, Session
-from mugrpo_megatron.extras.episodes.launcher import ERRORS, OUTPUT, ROW, SCRATCH, remove_tree
+from mugrpo_megatron.extras.episodes.launcher import ERRORS, OUTPUT, ROW, SCRATCH
 from mugrpo_megatron.extras.episodes.turns import PROGRAM, EpisodeModel, ProgramFailure
 from mugrpo_megatron.files.json_text import as_text, parse_json
+from mugrpo_megatron.files.scratch import remove_tree
 from mugrpo_megatron.rewards.calls import WorkerProcess, start_guarded
 from mugrpo_megatron.samples import Problem
 

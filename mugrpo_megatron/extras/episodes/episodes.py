@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import tempfile
 import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,12 +26,12 @@ from mugrpo_megatron.engine.wire import Request, SampledGroup, Sampling
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.episodes.chat import Chat
 from mugrpo_megatron.extras.episodes.endpoint import one_call_of
-from mugrpo_megatron.extras.episodes.launcher import remove_tree
 from mugrpo_megatron.extras.episodes.processes import Asked, Attempt, EpisodeProcess, Group, Pool, worker_options
 from mugrpo_megatron.extras.episodes.request_size import MOST_CHARS, size_of, texts_in
 from mugrpo_megatron.extras.episodes.trajectory import Broken, Trajectory, continued
 from mugrpo_megatron.extras.episodes.turns import PROGRAM, sampling_settings
 from mugrpo_megatron.files.json_text import as_text
+from mugrpo_megatron.files.scratch import Scratch
 from mugrpo_megatron.observe.environment import usable_cores
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.functions import exception_text
@@ -64,8 +63,8 @@ class Episodes:
         self._chat = Chat(self._tokenizer, self._template, recipe.engine.extra.get("tool_call_parser"))
         limit = max(1, usable_cores() // 2 // engine.slot.local_engines)
         # Removed here: a worker that is killed leaves its programs' files.
-        self._directory = tempfile.mkdtemp(prefix="mugrpo-agent-")
-        options = worker_options(recipe, self._directory)
+        self._scratch = Scratch("agent")
+        options = worker_options(recipe, str(self._scratch.path))
         self._key, self._name = options["key"], options["name"]
         self._programs = recipe.episodes.programs if recipe.rollout.agent else math.inf
         self._pool = Pool(options, recipe.episodes, limit, self._programs)
@@ -75,7 +74,7 @@ class Episodes:
 
     def close(self) -> None:
         self._pool.close()
-        remove_tree(self._directory)
+        self._scratch.remove()
 
     def generate(self, take: PromptSource, n: int, sampling: Sampling) -> Generator[SampledGroup]:
         """Groups of `n` episodes, in order of completion, until none is in flight and `take` returns no prompt."""

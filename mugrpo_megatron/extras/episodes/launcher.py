@@ -15,10 +15,8 @@ import os
 import resource
 import select
 import shlex
-import shutil
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -30,6 +28,7 @@ from typing import Any, NoReturn
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.episodes.environment import program_path, secrets_in
 from mugrpo_megatron.files.json_text import as_text
+from mugrpo_megatron.files.scratch import remove_tree
 from mugrpo_megatron.recipe.functions import describe_exception, exception_text, load_function
 from mugrpo_megatron.recipe.objective import USER_FUNCTION
 from mugrpo_megatron.rewards.guard import PR_SET_CHILD_SUBREAPER, default_signals, kill_descendants
@@ -169,14 +168,6 @@ def _become(
         print(exception_text(error), file=sys.stderr, flush=True)
     finally:
         os._exit(NOT_STARTED)
-
-
-def remove_tree(directory: str | Path) -> None:
-    """Remove a directory in which programs may have nested folders deeper than Python recurses."""
-    with suppress(RecursionError):
-        shutil.rmtree(directory, ignore_errors=True)
-    if os.path.lexists(directory):
-        subprocess.run(["rm", "-rf", "--", directory], stderr=subprocess.DEVNULL, check=False)
 
 
 def _open_files(directory: Path) -> None:

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from mugrpo_megatron.data.prompts import messages_to_render, template_of, with_question_asked
@@ -15,6 +14,7 @@ from mugrpo_megatron.extras.episodes.agent import Agent
 from mugrpo_megatron.extras.episodes.endpoint import Endpoint, Refused, Session
 from mugrpo_megatron.extras.episodes.processes import worker_options
 from mugrpo_megatron.extras.episodes.turns import EpisodeModel
+from mugrpo_megatron.files.scratch import Scratch
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.functions import exception_text
 from mugrpo_megatron.samples import Problem
@@ -49,8 +49,8 @@ def try_agent(recipe: Recipe, problems: Sequence[Problem]) -> str:
     Raises UserError for a program that cannot be loaded, or that fails before it asks the model.
     """
     problem = with_question_asked(problems[0], template_of(recipe.data))
-    with TemporaryDirectory(prefix="mugrpo-trial-") as directory, ThreadPoolExecutor(1) as threads:
-        return asyncio.run(_first_request(recipe, problem, directory, threads))
+    with Scratch("trial") as directory, ThreadPoolExecutor(1) as threads:
+        return asyncio.run(_first_request(recipe, problem, str(directory), threads))
 
 
 async def _first_request(recipe: Recipe, problem: Problem, directory: str, threads: ThreadPoolExecutor) -> str:

@@ -9,9 +9,7 @@ import inspect
 import json
 import os
 import select
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -26,6 +24,7 @@ from mugrpo_megatron.extras.sandbox import assert_runner, jail, program_server, 
 from mugrpo_megatron.extras.sandbox.limits import Limits
 from mugrpo_megatron.extras.sandbox.row_tests import AssertTest
 from mugrpo_megatron.extras.sandbox.value_codec import pack
+from mugrpo_megatron.files.scratch import Scratch
 from mugrpo_megatron.rewards import guard
 
 Ending = Literal["ended", "time", "output"]
@@ -225,10 +224,8 @@ def _files(files: Mapping[str, str], limits: Limits) -> Iterator[tuple[str, Mapp
     if limits.mode == "namespaces":
         yield "", files
         return
-    directory = tempfile.mkdtemp(prefix="mugrpo_program_")
-    try:
+    with Scratch("program", sweep=False) as path:  # an engine's start sweeps; this is for each program
+        directory = str(path)
         jail.write_files(directory, files)
         jail.write_environment(directory)
         yield directory, {directory: ""}
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)

@@ -1,0 +1,78 @@
+"""Temporary directories that outlive no owner for long: a later start removes those whose process was killed.
+
+The owner holds a lock on the directory (flock(2)), which the kernel releases when it dies, and writes a mark into it
+afterwards. So a directory with a mark and without a lock has a dead owner, and one without a mark is somebody else's.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+PREFIX, MARK = "mugrpo-", ".mugrpo-scratch"
+
+
+class Scratch:
+    """A new directory that only this user can read; as a context manager it is removed at the block's end."""
+
+    def __init__(self, kind: str, sweep: bool = True) -> None:
+        """Create `mugrpo-KIND-...` where `tempfile` puts such; with `sweep`, remove those of dead owners beside it.
+
+        Raises OSError.
+        """
+        if sweep:
+            remove_abandoned(Path(tempfile.gettempdir()))
+        self.path, self._lock = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{kind}-")), -1
+        try:
+            self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+            with suppress(OSError):  # a file system without locks: then nobody else can take it either
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            (self.path / MARK).touch()
+        except OSError:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        """Remove the directory with all that is in it. Idempotent."""
+        remove_tree(self.path)
+        if self._lock >= 0:
+            os.close(self._lock)
+        self._lock = -1
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def remove_abandoned(parent: Path) -> None:
+    """Remove this user's `Scratch` directories in `parent` whose owner is dead."""
+    with suppress(OSError):
+        for path in parent.glob(f"{PREFIX}*-*"):
+            with suppress(OSError):  # another start removes it, or its file system has no locks
+                _remove_if_abandoned(path)
+
+
+def _remove_if_abandoned(path: Path) -> None:
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        if os.fstat(directory).st_uid != os.geteuid() or not (path / MARK).is_file():
+            return
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        remove_tree(path)
+    finally:
+        os.close(directory)
+
+
+def remove_tree(directory: str | Path) -> None:
+    """Remove a directory in which programs may have nested folders deeper than Python recurses."""
+    with suppress(RecursionError):
+        shutil.rmtree(directory, ignore_errors=True)
+    if os.path.lexists(directory):
+        subprocess.run(["rm", "-rf", "--", directory], stderr=subprocess.DEVNULL, check=False)

@@ -1,0 +1,83 @@
+"""Temporary directories: what a killed owner left is removed by the next start, and nothing else is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from mugrpo_megatron.files.scratch import MARK, Scratch, remove_abandoned
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_it_is_removed_at_the_end_and_only_its_user_can_read_it(temporary: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with Scratch("agent") as path:
+        assert path.parent == temporary
+        assert path.stat().st_mode & 0o777 == 0o700
+        (path / "deep").mkdir()
+    scratch = Scratch("agent")
+    scratch.remove()
+    scratch.remove()
+    assert not list(temporary.iterdir())
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_others_files_stay(temporary: Path) -> None:
+    """A directory without a mark, a file, a link to a marked directory, and one whose owner is alive."""
+    (temporary / "mugrpo-my-experiments").mkdir()
+    (temporary / "mugrpo-agent-notes").touch()
+    elsewhere = temporary / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / MARK).touch()
+    (temporary / "mugrpo-agent-link").symlink_to(elsewhere)
+    with Scratch("agent"):
+        before = sorted(temporary.iterdir())
+        remove_abandoned(temporary)
+        assert sorted(temporary.iterdir()) == before
+        assert (elsewhere / MARK).exists()
+
+
+@pytest.mark.process
+def test_a_start_removes_what_a_killed_owner_left(temporary: Path) -> None:
+    """Only once its owner is dead, whatever is in it; a second start at the same time does no harm."""
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        owned = Scratch("agent").path
+        os.chdir(owned)
+        for _ in range(2000):
+            os.mkdir("d")
+            os.chdir("d")
+        os.write(write, b"x")
+        signal.pause()
+    os.read(read, 1)
+    with Scratch("kernels"):
+        assert len(list(temporary.iterdir())) == 2
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    starts = []
+    for _ in range(3):
+        if (start := os.fork()) == 0:
+            remove_abandoned(temporary)
+            os._exit(0)
+        starts.append(start)
+    assert all(os.waitpid(start, 0)[1] == 0 for start in starts)
+    assert not list(temporary.iterdir())
+
+
+def test_a_full_disk_leaves_nothing(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def touch(self: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "touch", touch)
+    with pytest.raises(OSError, match="No space"):
+        Scratch("agent")
+    assert not list(temporary.iterdir())
