@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from checkpoints_convert.output import RECORD, Output, converted_files
-from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.errors import UserError, refused_by_system
 from mugrpo_megatron.files.checkpoint_state import STATE, read_state
 from mugrpo_megatron.files.durable import digest
 from mugrpo_megatron.files.hf_config import CONFIG, read_config
@@ -37,7 +37,8 @@ def run(name: str, command: Callable[[], None]) -> int:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
     except OSError as error:  # a directory that cannot be read or written, a disk that fails
-        print(f"{name}: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
+        sentence = refused_by_system(error) or f"{error.filename or 'a file'}: {error.strerror or error}"
+        print(f"{name}: {sentence}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"{name}: interrupted; run the same command again to continue", file=sys.stderr)

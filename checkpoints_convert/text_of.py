@@ -19,8 +19,9 @@ from checkpoints_convert.output import checked_output, open_output
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import write_text
 from mugrpo_megatron.files.hf_config import CONFIG, read_config
+from mugrpo_megatron.files.vocabulary import check_carried
 from mugrpo_megatron.weights.families import architecture
-from mugrpo_megatron.weights.hf import CARRIED, SHARD_BYTES
+from mugrpo_megatron.weights.hf import CARRIED, SHARD_BYTES, check_finite
 from mugrpo_megatron.weights.safetensors_dir import (
     HEAD,
     TensorSpec,
@@ -71,12 +72,17 @@ def convert(
     def tensors(shard: WeightFile) -> Iterator[torch.Tensor]:
         for spec in shard.specs:
             name = text_name(spec.name)
-            yield replacement.read(name) if replacement and name in replacement.files else source.read(kept[spec.name])
+            of, name = (replacement, name) if replacement and name in replacement.files else (source, kept[spec.name])
+            tensor = of.read(name)
+            check_finite(of, name, tensor)
+            yield tensor
 
+    carried = (*CARRIED, *(PROCESSORS if text else ()))
+    check_carried(hf, carried)
     recipe = {"source": fingerprint(hf), "text": fingerprint(text) if text else None, "shards": len(shards)}
     with open_output(out, recipe, sum(shard.bytes for shard in shards), overwrite) as output:
         fill_hf(output, "text", shards, tensors)
-        for name in (*CARRIED, *(PROCESSORS if text else ())):
+        for name in carried:
             if (hf / name).is_file():
                 shutil.copyfile(hf / name, output.directory / name)
         written = json.dumps(given if text else config, indent=2, ensure_ascii=False)

@@ -10,12 +10,15 @@ REFUSALS = {
     errno.EROFS: "choose a place that can be written",
     errno.ENOSPC: "free some space and run the same command again",
     errno.EDQUOT: "free some space and run the same command again",
+    errno.EFBIG: "raise this shell's limit of file sizes (`ulimit -f`) and run the same command again",
     errno.ENAMETOOLONG: "choose a shorter name",
     errno.ELOOP: "remove the loop of symbolic links",
     errno.ENOTDIR: "one of its parents is a file",
     errno.EISDIR: "it is a directory",
 }
 """Errors of the operating system that only the user can mend -> the way out."""
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Those of them that a write raises, with or without the file's name."""
 
 
 class UserError(Exception):
@@ -52,9 +55,10 @@ class EngineFailure(Exception):
 
 def refused_by_system(error: OSError) -> str | None:
     """Returns a sentence for an error that only the user can mend (rights, space, names); None for others."""
-    if error.errno not in REFUSALS or not isinstance(error.filename, str | bytes):
+    if error.errno not in REFUSALS or not (isinstance(error.filename, str | bytes) or error.errno in NO_ROOM):
         return None
-    name = error.filename if isinstance(error.filename, str) else error.filename.decode("utf-8", "backslashreplace")
+    name = error.filename or "a file"
+    name = name if isinstance(name, str) else name.decode("utf-8", "backslashreplace")
     return f"{name}: {error.strerror}; {REFUSALS[error.errno]}"
 
 

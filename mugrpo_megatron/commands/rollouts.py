@@ -238,19 +238,25 @@ def _tokenizer_hint(run_dir: Path, directory: Path) -> str:
 def _stage(directory: RunDirectory, stage: int | None) -> tuple[int, StageStore, str]:
     """Returns the given or the newest sealed stage, and a note if a newer one is not sealed."""
     folders = directory.stages()
-    for path in folders.values():
+    for number in sorted(folders, reverse=True) if stage is None else [stage] if stage in folders else []:
+        check_stage(folders[number])  # only of those that are looked at: another's damage is not this one's
+        store = StageStore(folders[number])
+        if store.sealed:
+            newest = max(folders)
+            note = f"stage {newest} is not sealed, so stage {number} is shown"
+            return number, store, note if stage is None and newest != number else ""
+    sealed = [number for number, path in folders.items() if _is_sealed(path)]
+    number = max(folders, default=0) if stage is None else stage
+    groups = f"{len(StageStore(folders[number]).verified_groups())} groups so far" if number in folders else "nothing"
+    raise UserError(f"{directory.path}: stage {number} holds {groups}, only sealed ones are shown: {sealed or 'none'}")
+
+
+def _is_sealed(path: Path) -> bool:
+    try:
         check_stage(path)
-    stages = {number: StageStore(path) for number, path in folders.items()}
-    sealed = [number for number, store in stages.items() if store.sealed]
-    number = stage if stage is not None else max(sealed, default=0)
-    if number not in sealed:
-        content = f"{len(stages[number].verified_groups())} groups so far" if number in stages else "nothing"
-        raise UserError(
-            f"{directory.path}: stage {number} holds {content}, only sealed ones are shown: {sealed or 'none'}"
-        )
-    newest = max(stages)
-    note = f"stage {newest} is not sealed, so stage {number} is shown" if stage is None and newest != number else ""
-    return number, stages[number], note
+        return StageStore(path).sealed
+    except UserError:  # damaged
+        return False
 
 
 def _check(conditions: RolloutFilter, updates: int, prompts_per_update: int) -> None:

@@ -11,6 +11,8 @@ import errno
 import hashlib
 import json
 import os
+import re
+import resource
 import secrets
 import shutil
 import stat
@@ -20,13 +22,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
-from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.errors import NO_ROOM, REFUSALS, UserError
 from mugrpo_megatron.files.json_text import parse_json
 
 HASH_BLOCK = 1 << 20
 MIN_FREE_BYTES = 1 << 20
 """Free bytes below which a disk counts as full."""
 RANDOM_SUFFIX = "[0-9a-f]" * 8
+OF_RUST = re.compile(r"\(os error (\d+)\)")
+"""How libraries in Rust, such as safetensors, write the number of an error in its text."""
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 """Constants of Linux's renameat2(2)."""
 
@@ -273,21 +277,35 @@ def full_disk_as_user_error(path: Path) -> Iterator[None]:
 
 
 def full_disk_error(error: BaseException, path: Path) -> UserError | None:
-    """Returns a UserError if `error` comes from a full disk, else None."""
-    cause: BaseException | None = error
-    # torch.save's writer in C++ raises without errno (caffe2/serialize/inline_container.cc): ask the disk.
-    full = (
-        any(name in str(error) for name in ("inline_container.cc", "iostream error")) and _free(path) < MIN_FREE_BYTES
-    )
-    while cause is not None and not full:
-        full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
-        cause = cause.__cause__ or cause.__context__
-    if not full:
+    """Returns a UserError if `error` comes from a full disk or a limit of file sizes, else None."""
+    number = _no_room(error, path)
+    if number is None:
         return None
+    if number == errno.EFBIG:
+        return UserError(f"{path} is larger than a file may be; all complete files are kept; {REFUSALS[number]}")
     return UserError(
         f"{path.parent}: no space left for {path.name}; all complete files are kept; "
         "free some space and run the same command again"
     )
+
+
+def _no_room(error: BaseException, path: Path) -> int | None:
+    """The number of NO_ROOM that an error, or one that it hides, comes from."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in NO_ROOM:
+            return cause.errno
+        if number := OF_RUST.search(str(cause)):
+            if int(number[1]) in NO_ROOM:
+                return int(number[1])
+        # torch.save's writer in C++ raises without errno (caffe2/serialize/inline_container.cc): ask the disk.
+        elif any(name in str(cause) for name in ("inline_container.cc", "iostream error")):
+            if _free(path) < MIN_FREE_BYTES:
+                return errno.ENOSPC
+            if resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
+                return errno.EFBIG
+        cause = cause.__cause__ or cause.__context__
+    return None
 
 
 def _free(path: Path) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from jinja2 import Environment, TemplateError
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import unreadable_as_user_error
@@ -29,6 +31,46 @@ def check_vocabulary(directory: Path, vocab_size: int) -> None:
             f"{vocab_size}, so it has no embedding for {len(beyond)} tokens, first {beyond[min(beyond)]!r}; resize the "
             "embedding (transformers: model.resize_token_embeddings(len(tokenizer))), or take the model's tokenizer"
         )
+
+
+def check_carried(directory: Path, names: Iterable[str]) -> None:
+    """Raise UserError for one of the files `names` that is not what its name says; missing ones are skipped.
+
+    They are copied into other models, and in a directory of another's making a name may be a link to any file of yours.
+    """
+    for path in (directory / name for name in names if (directory / name).is_file()):
+        if path.suffix == ".json":
+            read_json(path)
+            continue
+        try:
+            good = CARRIED_TEXTS[path.suffix](path.read_bytes())
+        except OSError as error:
+            raise UserError(f"{path} cannot be read ({error.strerror})") from None
+        except (ValueError, TemplateError):
+            good = False
+        if not good:
+            raise UserError(f"{path} is not what its name says, and would be copied; restore it from its source")
+
+
+def _is_template(content: bytes) -> bool:
+    kinds = {kind for _, kind, _ in Environment().lex(content.decode())}
+    return bool(kinds & {"variable_begin", "block_begin"})
+
+
+def _is_merges(content: bytes) -> bool:
+    """Byte-pair merges: two words a line."""
+    lines = [line for line in content.decode().split("\n") if line and not line.startswith("#version")]
+    return all(line.count(" ") == 1 for line in lines)
+
+
+def _is_sentencepiece(content: bytes) -> bool:
+    """A sentencepiece model begins with its pieces, protobuf's field 1; tiktoken's has lines of base64 and rank."""
+    first = content.split(b"\n", 1)[0].split(b" ")
+    return content[:1] == b"\x0a" or (len(first) == 2 and first[1].isdigit())
+
+
+CARRIED_TEXTS = {".jinja": _is_template, ".txt": _is_merges, ".model": _is_sentencepiece}
+"""Suffix of a file that is copied -> whether a content is of that kind."""
 
 
 def read_vocabulary(directory: Path, config: Mapping[str, Any]) -> dict[str, int]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import durable_directory, write_content, write_text
 from mugrpo_megatron.files.hf_config import CONFIG, read_config
-from mugrpo_megatron.files.vocabulary import check_vocabulary
+from mugrpo_megatron.files.vocabulary import check_carried, check_vocabulary
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.buckets import SAVE_BUCKET_BYTES, BucketPlan, build_plan, planned_tensors
 from mugrpo_megatron.weights.safetensors_dir import HFCheckpoint, divide, open_checkpoint, write_index, write_shard
@@ -55,12 +55,7 @@ def read_shard(checkpoint: HFCheckpoint, entry: Entry, architecture: Architectur
     group = tensor_group(entry)
     tensors = [checkpoint.read(name) for name in entry.hf]
     for name, tensor in zip(entry.hf, tensors, strict=True):
-        if not torch.isfinite(tensor).all():
-            kind = "not a number (NaN)" if torch.isnan(tensor).any() else "infinite"
-            raise UserError(
-                f"{checkpoint.directory / checkpoint.files[name]}: {name}: a value is {kind}, so the checkpoint is "
-                "damaged; restore it from its source"
-            )
+        check_finite(checkpoint, name, tensor)
     unsharded = merge_from_hf(entry, tensors, architecture)
     unsharded = pad_vocab(entry, unsharded, shape[0] * group.size())
     local = shard(entry, unsharded, group.size(), group.rank())
@@ -70,6 +65,16 @@ def read_shard(checkpoint: HFCheckpoint, entry: Entry, architecture: Architectur
             f"{list(local.shape)}; the model was not built from this checkpoint's config.json"
         )
     return local
+
+
+def check_finite(checkpoint: HFCheckpoint, name: str, tensor: torch.Tensor) -> None:
+    """Raise UserError if a tensor of the checkpoint has a value that is not a number, or infinite."""
+    if not torch.isfinite(tensor).all():
+        kind = "not a number (NaN)" if torch.isnan(tensor).any() else "infinite"
+        raise UserError(
+            f"{checkpoint.directory / checkpoint.files[name]}: {name}: a value is {kind}, so the checkpoint is "
+            "damaged; restore it from its source"
+        )
 
 
 def save_hf(
@@ -147,6 +152,7 @@ def _write(
 
 def carry_files(like: Path, out: Path, dtype: torch.dtype) -> None:
     """Copy tokenizer and generation config, and write config.json with the type of the stored weights."""
+    check_carried(like, CARRIED)
     for name in CARRIED:
         if (like / name).is_file():
             shutil.copyfile(like / name, out / name)
@@ -162,12 +168,7 @@ def carry_files(like: Path, out: Path, dtype: torch.dtype) -> None:
 def check_tokenizer(directory: Path, architecture: Architecture) -> None:
     """Raises UserError when the tokenizer is damaged or has an id beyond the embedding's rows.
 
-    Also when a file that `carry_files` copies cannot be read.
+    Also when a file that `carry_files` copies cannot be read, or is not what its name says.
     """
-    for name in CARRIED:
-        try:
-            if (directory / name).is_file():
-                (directory / name).open("rb").close()
-        except OSError as error:
-            raise UserError(f"{directory / name} cannot be read ({error.strerror})") from None
+    check_carried(directory, CARRIED)
     check_vocabulary(directory, architecture.vocab_size)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -45,11 +46,26 @@ class HFCheckpoint:
     """Tensor name -> file name."""
     dtypes: Mapping[str, torch.dtype]
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    _places: dict[str, dict[str, tuple[int, list[int]]]] = field(default_factory=dict, repr=False, compare=False)
+    """File -> first byte and shape of each of its tensors, once one of them has been read."""
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor, memory-mapped from its file; UserError when the file has become unreadable."""
-        with _opened(self.directory / self.files[name]) as opened:
-            return opened.get_tensor(name)
+        # Not `safe_open`, which would parse the header for each tensor: a file may name half a million.
+        file, dtype = self.files[name], self.dtypes[name]
+        path = self.directory / file
+        try:
+            if file not in self._places:
+                self._places[file] = _places(path)
+            begin, shape = self._places[file][name]
+            if not math.prod(shape):
+                return torch.empty(shape, dtype=dtype)
+            mapped = np.memmap(path, np.uint8, mode="c", offset=begin, shape=(math.prod(shape) * dtype.itemsize,))
+        except OSError as error:
+            raise UserError(f"{path} cannot be read ({error.strerror or error})") from None
+        except (ValueError, LookupError, TypeError) as error:
+            raise UserError(f"{path} is truncated or not a safetensors file ({error}); download it again") from None
+        return torch.from_numpy(mapped).view(dtype).view(shape)
 
 
 def open_checkpoint(directory: Path, architecture: Architecture) -> HFCheckpoint:
@@ -160,6 +176,15 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise UserError(f"{index} is not a safetensors index: its weight_map does not map tensors to files")
     return weight_map
+
+
+def _places(path: Path) -> dict[str, tuple[int, list[int]]]:
+    """First byte and shape of each tensor of a safetensors file, whose header `scan` has checked."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    header.pop("__metadata__", None)
+    return {name: (8 + size + entry["data_offsets"][0], entry["shape"]) for name, entry in header.items()}
 
 
 @contextmanager

@@ -15,7 +15,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from checkpoints_convert import hf_to_megatron, megatron_to_hf, text_of
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
+from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.weights.families import read_architecture
+from mugrpo_megatron.weights.hf import carry_files
 from tests import models
 from tests.weights import tiny
 
@@ -106,3 +108,44 @@ def test_a_model_without_vision_or_another_text_is_refused(
     assert text_of.main(["--hf", str(packed), "--out", str(tmp_path / "out")]) == 2
     assert "packs all experts of a layer" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("value", "kind"), [(torch.nan, "not a number"), (torch.inf, "infinite")])
+def test_a_value_that_is_not_finite_is_named_and_nothing_stays(
+    value: float, kind: str, published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(published, damaged)
+    weights = load_file(damaged / "model.safetensors")
+    name = next(name for name in weights if name.endswith("mlp.up_proj.weight"))
+    weights[name][0, 0] = value
+    save_file(weights, damaged / "model.safetensors", {"format": "pt"})
+    assert text_of.main(["--hf", str(damaged), "--out", str(tmp_path / "out")]) == 2
+    assert f"{name}: a value is {kind}" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer_config.json", "root:$6$salt$hash:19000:0:99999:7:::\n"),
+        ("special_tokens_map.json", "[1]"),
+        ("merges.txt", "root:$6$salt$hash:19000:0:99999:7:::\n"),
+        ("chat_template.jinja", "root:$6$salt$hash:19000:0:99999:7:::\n"),
+        ("tokenizer.model", "-----BEGIN OPENSSH PRIVATE KEY-----\n"),
+    ],
+)
+def test_a_carried_file_is_what_its_name_says(
+    name: str, content: str, published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It may be a link to any file that this user can read, and would land in the output."""
+    linked, secret = tmp_path / "linked", tmp_path / "secret"
+    shutil.copytree(published, linked)
+    secret.write_text(content)
+    (linked / name).unlink(missing_ok=True)
+    (linked / name).symlink_to(secret)
+    assert text_of.main(["--hf", str(linked), "--out", str(tmp_path / "out")]) == 2
+    assert name in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(UserError, match=name):
+        carry_files(linked, tmp_path, torch.float32)

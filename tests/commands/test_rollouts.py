@@ -294,3 +294,16 @@ def test_what_is_not_there_is_said(run_dir: Path, tmp_path: Path) -> None:
     refuses("0 to 1", browse, run_dir, 0, RolloutFilter(update=9), None)
     refuses(r"--grep \(: not a regular expression", browse, run_dir, 0, RolloutFilter(grep="("), None)
     refuses("--policy", browse, run_dir, 0, RolloutFilter(vetoed=True), None)
+
+
+def test_another_stage_s_damage_is_not_this_one_s(
+    model: Path, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(run_dir, run, symlinks=True)
+    shutil.copytree(run / "stages" / "00000", run / "stages" / "00007")
+    (run / "stages" / "00007" / "manifest.json").write_text("{", encoding="utf-8")
+    browse(run, 0, RolloutFilter(limit=1), model)
+    assert PROMPT in capsys.readouterr().out
+    refuses("00007", browse, run, None, RolloutFilter(limit=1), model)
+    refuses("stage 3 holds nothing, only sealed ones are shown", browse, run, 3, RolloutFilter(), model)

@@ -208,6 +208,22 @@ def test_without_a_library_the_log_says_why(
     assert cause in capsys.readouterr().err
 
 
+def test_a_compiler_that_builds_something_else_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ends with 0, and its own temporary files are where ours are removed."""
+    compiler = tmp_path / "compiler"
+    script = f'#!/bin/sh\necho "$TMPDIR" > {tmp_path}/said\nfor out in "$@"; do case $out in *.so) break;; esac; done\n'
+    compiler.write_text(script + 'echo "int x;" | cc -shared -xc - -o "$out"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setattr(cpu_kernels, "COMPILERS", (str(compiler),))
+    assert Build().wait() is None
+    assert "cannot be loaded" in capsys.readouterr().err
+    folder = Path((tmp_path / "said").read_text().strip())
+    assert folder.name.startswith("mugrpo-kernels-")
+    assert not folder.exists()
+
+
 def test_a_compiler_without_openmp_builds_functions_of_one_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
+import resource
 import signal
 import stat
 import subprocess
@@ -20,7 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.errors import NO_ROOM, UserError, refused_by_system
 from mugrpo_megatron.files.durable import (
     durable_directory,
     durable_file,
@@ -233,7 +233,7 @@ def test_a_path_that_cannot_be_written_is_refused_before_anything_is_written(pla
     assert names(tmp_path) == before
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("number", NO_ROOM)
 def test_a_full_disk_is_one_sentence_even_where_a_library_hides_it(number: int, tmp_path: Path) -> None:
     class Full:
         """A stream on a full disk, as torch.save sees it."""
@@ -243,11 +243,32 @@ def test_a_full_disk_is_one_sentence_even_where_a_library_hides_it(number: int, 
 
         def flush(self) -> None: ...
 
-    with pytest.raises(UserError, match=r"no space left for a\.pt"), durable_file(tmp_path / "a.pt"):
+    said = r"(no space left for {0}|{0} is larger than a file may be)"
+    with pytest.raises(UserError, match=said.format(r"a\.pt")), durable_file(tmp_path / "a.pt"):
         torch.save(torch.zeros(8), Full())  # type: ignore[arg-type]  # as much of a file as torch asks for
-    wanted = pytest.raises(UserError, match="no space left for hf")
+    wanted = pytest.raises(UserError, match=said.format("hf"))
     with wanted, durable_directory(tmp_path / "hf") as partial, durable_file(partial / "weights"):
         raise OSError(number, "full")
+    with pytest.raises(UserError, match=said.format("b")), durable_file(tmp_path / "b"):
+        raise ValueError(f"I/O error: full (os error {number})")  # as safetensors says it
+    assert not names(tmp_path)
+    assert (refused_by_system(OSError(number, "full")) or "").startswith("a file: full; ")
+
+
+@pytest.mark.process
+def test_a_limit_of_file_sizes_is_named(tmp_path: Path) -> None:
+    """The real limit, at a write and in torch's writer."""
+    if (child := os.fork()) == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        held = 0
+        for write in (lambda file: file.write(bytes(8192)), lambda file: torch.save(torch.zeros(4096), file)):
+            try:
+                with durable_file(tmp_path / "a.pt") as file:
+                    write(file)
+            except UserError as error:
+                held += "ulimit -f" in str(error) and "a.pt" in str(error)
+        os._exit(held)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
     assert not names(tmp_path)
 
 

@@ -128,3 +128,37 @@ def test_a_tensor_with_a_value_that_is_not_finite_is_named(
     monkeypatch.setattr(hf, "tensor_group", lambda entry: None)
     with pytest.raises(UserError, match=rf"{SINGLE}: {re.escape(entry.hf[1])}: a value is {kind}"):
         hf.read_shard(checkpoint, entry, TIED, torch.Size())
+
+
+@settings(deadline=None)
+@given(shapes=SHAPES, dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+def test_a_tensor_is_read_as_the_library_reads_it(
+    shapes: list[tuple[int, ...]], dtype: torch.dtype, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    directory = tmp_path_factory.mktemp("read")
+    tensors = {f"t{number}": torch.randn(shape).to(dtype) for number, shape in enumerate(shapes)}
+    save_file(tensors, directory / SINGLE, {"format": "pt"})
+    checkpoint = HFCheckpoint(directory, dict.fromkeys(tensors, SINGLE), dict.fromkeys(tensors, dtype))
+    for name, tensor in load_file(directory / SINGLE).items():
+        read = checkpoint.read(name)
+        assert torch.equal(read, tensor)
+        assert (read.dtype, read.shape) == (tensor.dtype, tensor.shape)
+        read.add_(1)  # a private copy: the file stays
+        assert torch.equal(checkpoint.read(name), tensor)
+
+
+def test_a_header_is_parsed_once_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {f"t{number}": torch.ones(2) for number in range(50)}
+    save_file(tensors, tmp_path / SINGLE)
+    checkpoint = HFCheckpoint(tmp_path, dict.fromkeys(tensors, SINGLE), dict.fromkeys(tensors, torch.float32))
+    parsed = []
+    loads = json.loads
+    monkeypatch.setattr(
+        "mugrpo_megatron.weights.safetensors_dir.json.loads", lambda text: parsed.append(1) or loads(text)
+    )
+    assert all(torch.equal(checkpoint.read(name), tensor) for name, tensor in tensors.items())
+    assert len(parsed) == 1
+    (tmp_path / SINGLE).unlink()
+    refuses("cannot be read", checkpoint.read, "t0")
+    (tmp_path / SINGLE).write_bytes(b"short")
+    refuses("truncated", checkpoint.read, "t0")

@@ -87,7 +87,7 @@ def publish(
         target = RunDirectory(partial)
         _copy(source, target.stage(stage), _of_stage(source))
         copied = StageStore(target.stage(stage))
-        copied.verify()
+        _verify(copied, store)
         if columns := run.auxiliary_files(stage):
             _copy(columns[0].parent, target.path / columns[0].parent.name, [path.name for path in columns])
         if weights and stage:
@@ -100,6 +100,15 @@ def publish(
         say(f"left out, as places of this machine: {', '.join(hidden)}")
     look = shlex.join(["mugrpo", "rollouts", str(to), "--set", f"model.path={model}"])  # it has no tokenizer of its own
     say(f"sources, rows and responses are in it as they are; look at it before others do: {look}")
+
+
+def _verify(copied: StageStore, source: StageStore) -> None:
+    """Raise UserError unless the copy is whole, with the source's file where that is damaged."""
+    try:
+        copied.verify()
+    except UserError:
+        source.verify()
+        raise
 
 
 def say_leftovers(to: Path, say: Callable[[str], None]) -> None:

@@ -133,6 +133,21 @@ def test_nothing_but_listed_regular_files_is_published(finished_run: Path, tmp_p
 
 
 @pytest.mark.process
+def test_a_damaged_file_is_named_by_its_own_name(finished_run: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished_run, run, symlinks=True)
+    stage = run / "stages" / "00000" / "stage.parquet"
+    content = bytearray(stage.read_bytes())
+    content[len(content) // 2] ^= 1
+    stage.write_bytes(content)
+    with pytest.raises(UserError) as refusal:
+        publish(run, 0, tmp_path / "set", say=quiet)
+    assert str(stage) in str(refusal.value)
+    assert ".partial" not in str(refusal.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+@pytest.mark.process
 def test_a_token_that_the_model_lacks_is_named(finished_run: Path, tmp_path: Path) -> None:
     publish(finished_run, 0, tmp_path / "set", say=quiet)
     stage = tmp_path / "set" / "stages" / "00000"
@@ -173,20 +188,20 @@ def test_a_published_stage_trains_only_with_what_made_it(finished_run: Path, tmp
 @pytest.mark.parametrize(
     ("given", "left"),
     [
-        ("/home/me/secret/rows.jsonl", "rows.jsonl"),
-        ("mine@/home/me/secret/rows.jsonl,gsm8k", "mine@rows.jsonl,gsm8k"),
-        ("secret/rows.parquet", "rows.parquet"),
+        ("/home/me/hushed/rows.jsonl", "rows.jsonl"),
+        ("mine@/home/me/hushed/rows.jsonl,gsm8k", "mine@rows.jsonl,gsm8k"),
+        ("hushed/rows.parquet", "rows.parquet"),
         ("owner/name", "owner/name"),
         ("gsm8k,math", "gsm8k,math"),
     ],
 )
 def test_places_of_the_machine_are_cut_from_the_recipe(given: str, left: str) -> None:
-    overrides = [f"data.train={given}", "model.path=/home/me/secret/base", "run.dir=/home/me/secret/run"]
-    recipe = load_recipe(None, [*overrides, "track.wandb_project=secret"])
+    overrides = [f"data.train={given}", "model.path=/home/me/hushed/base", "run.dir=/home/me/hushed/run"]
+    recipe = load_recipe(None, [*overrides, "track.wandb_project=hushed"])
     found, hidden = without_local_paths(recipe)
     assert found.data.train == left
     assert hidden == ["model.path", *(["data.train"] if given != left else [])]
-    assert "secret" not in found.model_dump_json()
+    assert "hushed" not in found.model_dump_json()
     assert without_local_paths(load_recipe(None, ["model.path=Qwen/Qwen2.5-0.5B"]))[0].model.path == Path(
         "Qwen/Qwen2.5-0.5B"
     )
