@@ -244,7 +244,7 @@ class Episodes:
         return True
 
     def _end(self, process: EpisodeProcess, episode: Attempt, message: Mapping[str, Any]) -> None:
-        """End an episode at a limit. A program is told so, and may write its result; a function is cancelled."""
+        """End an episode at a limit. A program reads so, and may write its result; a function is cancelled."""
         if message["what"] == PROGRAM:
             key = TURNS if episode.asked >= self._section.turns else TOKENS
             most = self._section.turns if key == TURNS else self._sampling.max_tokens
