@@ -12,6 +12,7 @@ from typing import Any
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.evaluation.estimators import Measure
+from mugrpo_megatron.extras.comparison import equal_time_section
 from mugrpo_megatron.files.durable import check_output, read_checksummed_json, write_text
 from mugrpo_megatron.observe.progress import duration
 from mugrpo_megatron.observe.results import format_interval, format_value, mean_of, measure_in, sets_in, summary_of
@@ -68,6 +69,9 @@ def comparison(runs: Sequence[RunData]) -> str:
     labels = labels_of(runs)
     charts = [chart for chart in _charts(runs, labels) if chart.series]
     axes = {name: axis for number, run in enumerate(runs) for name, axis in _axes(number, run).items()}
+    ends = equal_time_section.ends_of(runs) if len(runs) > 1 else None
+    axes |= equal_time_section.axes(ends) if ends else {}
+    equal = equal_time_section.section(ends, labels, COLORS) if ends else None
     drawing: dict[str, Any] = {
         "axes": axes,
         "boundaries": [],
@@ -77,7 +81,7 @@ def comparison(runs: Sequence[RunData]) -> str:
             "u": max((run.updates[-1]["update"] + 1 for run in runs if run.updates), default=1),
             "t": max(run.seconds for run in runs),
         },
-        "charts": [asdict(chart) for chart in charts],
+        "charts": [asdict(chart) for chart in [*(equal.charts if equal else ()), *charts]],
         "timeline": {"phases": [], "spans": [], "slices": []},
         "colors": {},
     }
@@ -93,7 +97,10 @@ def comparison(runs: Sequence[RunData]) -> str:
         facts=[{"before": f"{key} ", "value": value, "after": ""} for key, value in shared.items()],
         runs=_table(runs, labels),
         warnings=list(_warnings(runs)),
-        sections=[PageSection("Curves", charts, "Whiskers are 95 % intervals." if several else "")],
+        sections=[
+            *([equal] if equal else ()),
+            PageSection("Curves", charts, "Whiskers are 95 % intervals." if several else ""),
+        ],
     )
 
 
@@ -142,8 +149,7 @@ def _warnings(runs: Sequence[RunData]) -> Iterable[str]:
         differs = any(key.startswith(f"{section}.") for key in differing)
         if not differs and len(_contents(runs, file, content, section)) > 1:
             yield f"The runs' {name} differ, though their recipes name the same: the file was edited between them."
-    sets = {tuple((name, row[f"problems/{name}"]) for name in sets_in([row])) for run in runs for row in run.evals[-1:]}
-    if len(sets) > 1:
+    if len({equal_time_section.evaluated_on(run) for run in runs if run.evals}) > 1:
         yield "The runs were evaluated on other problems: their held-out figures do not compare."
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mugrpo_megatron.commands.common import Options, Parser, override_arguments, recipe_argument
+from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import load_recipe
 
 
@@ -19,17 +20,35 @@ def plan_arguments(parser: Parser) -> None:
     parser.add_argument("--gpu", default="h200", help="h200, h100, a100, b200, rtx4090 or cpu; h200 by default")
     parser.add_argument("--model-config", type=Path, help="config.json of a model that is not on this machine")
     parser.add_argument("--assume", action="append", default=[], metavar="NAME=VALUE", help="replace an assumed rate")
+    parser.add_argument(
+        "--schedules", action="store_true", help="only the hours of the same updates in stages of 1, 2, 4, ... updates"
+    )
+    parser.add_argument(
+        "--pilot",
+        type=Path,
+        metavar="RUN",
+        help="a run with GRPO's schedule and a constant rate: with --schedules, the points that a schedule may lose",
+    )
     parser.add_argument("--json", action="store_true", help="print everything as JSON instead of tables")
 
 
 def plan(options: Options) -> int:
-    """Print the plan of the recipe on the cluster."""
+    """Print the plan of the recipe on the cluster, or its hours under other schedules."""
     from mugrpo_megatron.extras.plan.plan import make_plan
     from mugrpo_megatron.extras.plan.printing import launch_commands, print_json, print_plan
+    from mugrpo_megatron.extras.plan.printing_schedules import print_schedules, read_pilot
 
     recipe = load_recipe(options.recipe, options.overrides)
     cluster = options.nodes, options.gpus_per_node, options.gpu
-    plan = make_plan(recipe, *cluster, options.model_config, options.assume)
+    if options.pilot and not options.schedules:
+        raise UserError("--pilot is of --schedules; add it")
+    pilot = read_pilot(options.pilot) if options.pilot else None
+    plan = make_plan(recipe, *cluster, options.model_config, options.assume, options.schedules)
     launch = launch_commands(options.recipe, options.overrides, plan.cluster)
-    (print_json if options.json else print_plan)(plan, launch)
+    if options.json:
+        print_json(plan, launch, pilot)
+    elif options.schedules:
+        print_schedules(plan, pilot)
+    else:
+        print_plan(plan, launch)
     return 0

@@ -14,8 +14,9 @@ from mugrpo_megatron.extras.plan.auxiliary import AuxiliaryCost, auxiliary_costs
 from mugrpo_megatron.extras.plan.case import Layout, ModelShape, PlanCase, find_model, make_case, parameters
 from mugrpo_megatron.extras.plan.hardware import Assumptions, Cluster, assume, engines_of, make_cluster
 from mugrpo_megatron.extras.plan.memory import Memory, PackedRows, batch_of, conversion_bytes, engine_memory, memory
+from mugrpo_megatron.extras.plan.schedules import Schedule, Speed, schedules, speeds
 from mugrpo_megatron.extras.plan.search import Candidate, compare_layouts, fastest_fit, recipe_keys
-from mugrpo_megatron.extras.plan.time import Phases, Schedule, bubble, checkpoint_bytes, phases, schedules, sync_bytes
+from mugrpo_megatron.extras.plan.time import Phases, bubble, checkpoint_bytes, phases, sync_bytes
 from mugrpo_megatron.recipe import Recipe
 
 PLANNED = "plan such a number with --nodes and --gpus-per-node, or shrink the layout with --set"
@@ -45,6 +46,8 @@ class RunPlan:
     conversion_bytes: float
     """Bytes sent to each engine in every stage."""
     schedules: list[Schedule]
+    speeds: list[Speed]
+    """Schedules of µ = 1, 2, 4, ... beside GRPO's; empty unless asked for."""
     layouts: list[Candidate]
 
     def gpu_hours(self, seconds: float) -> float:
@@ -59,8 +62,9 @@ def make_plan(
     device: str,
     model_config: Path | None = None,
     assumptions: Iterable[str] = (),
+    compare_schedules: bool = False,
 ) -> RunPlan:
-    """The plan of `recipe` on a cluster.
+    """The plan of `recipe` on a cluster, with `compare_schedules` also of its schedules at other µ (seconds).
 
     Raises UserError when the device cannot do what the recipe asks, and, with settings that work, when the layout or
     the engines cannot run or a phase does not fit.
@@ -92,6 +96,7 @@ def make_plan(
         sync_bytes=sync_bytes(case),
         conversion_bytes=conversion_bytes(case.architecture, case.itemsize),
         schedules=schedules(case, need),
+        speeds=speeds(case, need) if compare_schedules else [],
         layouts=compare_layouts(case, engine),
     )
 
@@ -117,6 +122,9 @@ def plan_as_dict(plan: RunPlan, launch: Mapping[str, str]) -> dict[str, Any]:
         "schedules": [
             {**asdict(schedule), "total": schedule.total, "gpu_hours": plan.gpu_hours(schedule.total)}
             for schedule in plan.schedules
+        ],
+        "speeds": [
+            {**asdict(speed), "hours": speed.schedule.without_evaluations / 3600} for speed in plan.speeds
         ],
         "layouts": [
             {

@@ -1,10 +1,9 @@
-"""Seconds and bytes of a stage from assumed rates, and of the run under other schedules."""
+"""Seconds and bytes of a stage from assumed rates."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from mugrpo_megatron.data.problems import named_sources
 from mugrpo_megatron.extras.plan.auxiliary import auxiliary_costs
@@ -210,52 +209,3 @@ def stage_bytes(case: PlanCase) -> float:
     """Bytes of a stage's Parquet before compression: 8 a response token, 4 a prompt token, 40 a response."""
     responses = case.recipe.schedule.updates_per_stage * case.responses
     return responses * (8 * case.mean_response + 4 * case.mean_prompt + 40)
-
-
-GRPO_UPDATES = 4
-"""µ of GRPO in the paper."""
-MU_GRPO_STAGES = 4
-"""Stages of mu-GRPO in the paper."""
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """The cost of the whole run under one schedule."""
-
-    name: str
-    stages: int
-    updates_per_stage: int
-    epochs: int
-    seconds: Mapping[str, float]
-    """Phase -> seconds of the whole run."""
-    tail: float
-    """Seconds of `generate` that one single stage would save: each stage waits for its longest responses."""
-    stage_bytes: float
-    rates: float
-    """Sum of the learning rates of a stage before warm-up and decay: how far Adam can move a weight."""
-
-    @property
-    def total(self) -> float:
-        return sum(self.seconds.values())
-
-
-def schedules(case: PlanCase, need: Memory) -> list[Schedule]:
-    """The recipe's, GRPO's and mu-GRPO's schedules over the same updates, evaluated equally often."""
-    schedule = case.recipe.schedule
-    updates = schedule.stages * schedule.updates_per_stage
-    shapes = {
-        "this recipe": (schedule.stages, schedule.updates_per_stage),
-        "GRPO's": (-(-updates // GRPO_UPDATES), min(GRPO_UPDATES, updates)),
-        "mu-GRPO's": (min(MU_GRPO_STAGES, updates), -(-updates // MU_GRPO_STAGES)),
-    }
-    evaluate = schedule.stages * phases(case, need).evaluate
-    in_one_stage = decoding_seconds(updates * case.responses, case, need.serving)
-    options = []
-    for name, (stages, per_stage) in shapes.items():
-        other = case.with_keys("schedule", stages=stages, updates_per_stage=per_stage)
-        seconds = {phase: stages * value for phase, value in asdict(phases(other, need)).items()}
-        seconds["evaluate"] = evaluate
-        tail = max(0.0, seconds["generate"] - in_one_stage)
-        rates = case.recipe.optimizer.lr * per_stage * schedule.epochs
-        options.append(Schedule(name, stages, per_stage, schedule.epochs, seconds, tail, stage_bytes(other), rates))
-    return options

@@ -13,14 +13,13 @@ from mugrpo_megatron.extras.plan.case import Layout, PlanCase, make_case
 from mugrpo_megatron.extras.plan.decoding import decoding_seconds
 from mugrpo_megatron.extras.plan.hardware import Assumptions, make_cluster
 from mugrpo_megatron.extras.plan.memory import engine_memory, memory, micro_batches_in_flight
+from mugrpo_megatron.extras.plan.schedules import Schedule, schedules
 from mugrpo_megatron.extras.plan.time import (
-    Schedule,
     bubble,
     evaluation_seconds,
     evaluations,
     logprob_seconds,
     saving_seconds,
-    schedules,
     stage_bytes,
     step_seconds,
     token_flops,

@@ -1,0 +1,125 @@
+"""What runs have reached after equal time: means of held-out curves over their last quarter, and their differences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mugrpo_megatron.observe.results import interval_in, value_in
+from mugrpo_megatron.observe.rundata import RunData, paper_seconds
+
+QUARTER = 0.75
+"""A run's end is its mean figure from this share of the run on: one evaluation alone is too uncertain."""
+NORMAL_95 = 1.959964
+"""Half of a 95 % interval in standard errors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Held-out figures of a run over what it had spent at each evaluation."""
+
+    spent: np.ndarray
+    """float [n], ascending: updates, or seconds."""
+    figures: np.ndarray
+    """float [n]: accuracies as shares, or mean rewards."""
+    errors: np.ndarray
+    """float [n]: standard error of each figure over the problems; nan where the evaluation has no interval."""
+
+    @property
+    def end(self) -> float:
+        return float(self.spent[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    value: float
+    error: float
+    """Standard error over the held-out problems alone, nan without intervals; another seed's run differs by more."""
+
+    @property
+    def half(self) -> float:
+        """Half of the 95 % interval."""
+        return NORMAL_95 * self.error
+
+
+def over_updates(run: RunData) -> Curve:
+    """The run's figures (mean over its held-out sets) over the updates taken. Raises ValueError without evaluations."""
+    return _curve(run, lambda row: float(row["update"]))
+
+
+def over_seconds(run: RunData) -> Curve:
+    """The same over the run's seconds without evaluations and saves, whose number is the user's choice."""
+    return _curve(run, lambda row: seconds_until(run.phases, row["time"]))
+
+
+def seconds_until(phases: Sequence[Mapping[str, Any]], time: float) -> float:
+    """T_total until a Unix time: seconds of the phases that have begun by then, `paper_seconds` of what was over."""
+    begun = [{**row, "end": min(row["end"], time)} for row in phases if row["start"] < time]
+    return paper_seconds(begun)["T_total"]
+
+
+def _curve(run: RunData, spent: Callable[[Mapping[str, Any]], float]) -> Curve:
+    points: dict[float, tuple[float, float]] = {}
+    for row in run.evals:
+        value, interval = value_in(row), interval_in(row)
+        if value is not None:
+            error = (interval[1] - interval[0]) / (2 * NORMAL_95) if interval else math.nan
+            points[spent(row)] = value, error  # of two at one place, the later
+    if not points:
+        raise ValueError(f"{run.path} has no evaluation")
+    x = sorted(points)
+    return Curve(np.array(x), np.array([points[at][0] for at in x]), np.array([points[at][1] for at in x]))
+
+
+def reached(curve: Curve, end: float) -> Estimate:
+    """A(end): mean of the straight lines between the curve's points over [3/4 end, end].
+
+    With a constant learning rate the beginning of a curve is the curve of a shorter run. Raises ValueError when the
+    curve does not cover the interval.
+    """
+    return _sum_of([(curve, weights_of_mean(curve.spent, end))])
+
+
+def difference(curve: Curve, end: float, other: Curve, other_end: float) -> Estimate:
+    """A(end) of the curve minus A(other_end) of the other one, which may be the same.
+
+    Evaluations count as independent. On the same problems they are not: the problems' share of the error is common to
+    both terms and cancels, so the error is then an upper bound.
+    """
+    left, right = weights_of_mean(curve.spent, end), weights_of_mean(other.spent, other_end)
+    if curve is other:
+        return _sum_of([(curve, left - right)])
+    return _sum_of([(curve, left), (other, -right)])
+
+
+def weights_of_mean(spent: np.ndarray, end: float) -> np.ndarray:
+    """float [n] whose product with a curve's figures is the mean of its straight lines over [3/4 end, end].
+
+    Raises ValueError when the points [n] do not cover the interval.
+    """
+    begin = QUARTER * end
+    if not spent[0] <= begin < end <= spent[-1]:
+        raise ValueError(f"evaluations from {spent[0]:g} to {spent[-1]:g} do not say what {end:g} reaches")
+    inner = spent[(spent > begin) & (spent < end)]
+    x = np.array([begin, *inner, end])
+    # A straight line is its two ends' mean on each piece; each end is a mixture of two points.
+    pieces = np.diff(x) / (end - begin)
+    ends = np.concatenate([[0.0], pieces]) / 2 + np.concatenate([pieces, [0.0]]) / 2
+    weights = np.zeros(len(spent))
+    for at, weight in zip(x, ends, strict=True):
+        right = min(int(np.searchsorted(spent, at, side="right")), len(spent) - 1)
+        left = right - 1
+        share = (at - spent[left]) / (spent[right] - spent[left])
+        weights[left] += weight * (1 - share)
+        weights[right] += weight * share
+    return weights
+
+
+def _sum_of(terms: Sequence[tuple[Curve, np.ndarray]]) -> Estimate:
+    value = sum(float(weights @ curve.figures) for curve, weights in terms)
+    variance = sum(float(((weights * curve.errors)[weights != 0] ** 2).sum()) for curve, weights in terms)
+    return Estimate(value, math.sqrt(variance))

@@ -1,0 +1,213 @@
+"""The same updates under other schedules: hours, speed-up over GRPO, and what a schedule may lose at equal time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import takewhile
+
+from mugrpo_megatron.extras.comparison.equal_time import Curve, Estimate, difference
+from mugrpo_megatron.extras.plan.case import PlanCase
+from mugrpo_megatron.extras.plan.decoding import decoding_seconds
+from mugrpo_megatron.extras.plan.hardware import MOST, Assumptions
+from mugrpo_megatron.extras.plan.memory import Memory
+from mugrpo_megatron.extras.plan.time import phases, stage_bytes
+from mugrpo_megatron.recipe.objective import ObjectiveSection
+from mugrpo_megatron.recipe.scoring import EvalSection
+from mugrpo_megatron.recipe.sections import ScheduleSection
+
+GRPO_UPDATES = 4
+"""µ of GRPO in the paper."""
+MU_GRPO_STAGES = 4
+"""Stages of mu-GRPO in the paper."""
+OFF = 1.7
+"""Factor by which an assumed rate may be wrong: on one H200 measured passes and decoding steps were that much faster
+than assumed (docs/plan.md)."""
+UNCERTAIN: tuple[tuple[str, ...], ...] = (
+    ("mfu", "mfu_experts"),
+    ("decode", "-step_floor"),
+    ("host_link", "bridge", "-wake"),
+    ("mean_response",),
+    ("spread",),
+)
+"""Assumptions that a speed-up depends on; those of one group are wrong together, `-` means seconds of a rate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The cost of the whole run under one schedule."""
+
+    name: str
+    stages: int
+    updates_per_stage: int
+    epochs: int
+    seconds: Mapping[str, float]
+    """Phase -> seconds of the whole run."""
+    tail: float
+    """Seconds of `generate` that one single stage would save: each stage waits for its longest responses."""
+    stage_bytes: float
+    rates: float
+    """Sum of the learning rates of a stage before warm-up and decay: how far Adam can move a weight."""
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def without_evaluations(self) -> float:
+        return self.total - self.seconds["evaluate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """A schedule beside GRPO's."""
+
+    schedule: Schedule
+    speed_up: float
+    """k: GRPO's seconds over the schedule's for the same updates, both without evaluations."""
+    low: float
+    high: float
+    """Range of the speed-up: deviations for each group of `UNCERTAIN` alone, added as independent."""
+    share: float
+    """Share of the seconds that mu-GRPO's schedule saves; nan if it saves none."""
+
+
+def schedules(case: PlanCase, need: Memory) -> list[Schedule]:
+    """The recipe's, GRPO's and mu-GRPO's schedules over the same updates, evaluated after the same updates."""
+    schedule = case.recipe.schedule
+    updates = schedule.stages * schedule.updates_per_stage
+    options = {
+        "this recipe": schedule.updates_per_stage,
+        "GRPO's": min(GRPO_UPDATES, updates),
+        "mu-GRPO's": -(-updates // MU_GRPO_STAGES),
+    }
+    return [schedule_of(case, need, updates, per_stage, name) for name, per_stage in options.items()]
+
+
+def speeds(case: PlanCase, need: Memory) -> list[Speed]:
+    """Schedules of µ = 1, 2, 4, ... updates and the recipe's own, over the same updates, beside GRPO with µ = 4."""
+    schedule = case.recipe.schedule
+    updates = schedule.stages * schedule.updates_per_stage
+    sizes = {schedule.updates_per_stage, *takewhile(lambda size: size <= updates, (2**n for n in range(63)))}
+    found = {size: schedule_of(case, need, updates, size) for size in sorted(sizes)}
+    baseline, most = grpo_seconds(case, need), _without_evaluations(case, need, updates, -(-updates // MU_GRPO_STAGES))
+    deviations: dict[int, list[float]] = {size: [] for size in found}
+    for assumptions in _wrong(case.assumptions):
+        other = replace(case, assumptions=assumptions)
+        changed = grpo_seconds(other, need)
+        for size, cost in found.items():
+            ratio = changed / _without_evaluations(other, need, updates, size)
+            deviations[size].append(math.log(ratio / baseline * cost.without_evaluations))
+    return [
+        Speed(
+            schedule=cost,
+            speed_up=baseline / cost.without_evaluations,
+            low=baseline / cost.without_evaluations * math.exp(-_norm(-d for d in deviations[size] if d < 0)),
+            high=baseline / cost.without_evaluations * math.exp(_norm(d for d in deviations[size] if d > 0)),
+            share=(baseline - cost.without_evaluations) / (baseline - most) if baseline > most else math.nan,
+        )
+        for size, cost in found.items()
+    ]
+
+
+def may_lose(pilot: Curve, speed_up: float) -> Estimate:
+    """A(U) - A(U / k) of a curve over updates: what a schedule may lose at equal updates and be level at equal time.
+
+    The curve is GRPO's at a constant rate, U its last update. Raises ValueError when it does not reach so far.
+    """
+    return difference(pilot, pilot.end, pilot, pilot.end / speed_up)
+
+
+def schedule_of(case: PlanCase, need: Memory, updates: int, per_stage: int, name: str = "") -> Schedule:
+    """The cost of `updates` updates' responses in stages of `per_stage`, evaluated as often as the recipe's schedule.
+
+    With a last stage that is shorter, costs are those of a share of a stage.
+    """
+    other = _in_stages(case, updates, per_stage)
+    seconds = _seconds(other, need, updates)
+    in_one_stage = decoding_seconds(updates * case.responses, case, need.serving)
+    schedule = other.recipe.schedule
+    return Schedule(
+        name=name,
+        stages=schedule.stages,
+        updates_per_stage=per_stage,
+        epochs=schedule.epochs,
+        seconds=seconds,
+        tail=max(0.0, seconds["generate"] - in_one_stage),
+        stage_bytes=stage_bytes(other),
+        rates=case.recipe.optimizer.lr * per_stage * schedule.epochs,
+    )
+
+
+def _in_stages(case: PlanCase, updates: int, per_stage: int) -> PlanCase:
+    """The case with these updates in stages of `per_stage`."""
+    recipe = case.recipe
+    schedule = recipe.schedule.model_copy(
+        update={"stages": -(-updates // per_stage), "updates_per_stage": per_stage, "growth": 1.0}
+    )
+    spaced = evaluated_every(updates_between(recipe.schedule, recipe.eval), recipe.eval, schedule)
+    return case.with_recipe(recipe.model_copy(update={"schedule": schedule, "eval": spaced}))
+
+
+def _seconds(case: PlanCase, need: Memory, updates: int) -> dict[str, float]:
+    """Phase -> seconds of so many updates of the case's schedule."""
+    stages = updates / case.recipe.schedule.updates_per_stage
+    return {phase: stages * value for phase, value in asdict(phases(case, need)).items()}
+
+
+def _without_evaluations(case: PlanCase, need: Memory, updates: int, per_stage: int) -> float:
+    seconds = _seconds(_in_stages(case, updates, per_stage), need, updates)
+    return sum(seconds.values()) - seconds["evaluate"]
+
+
+def updates_between(schedule: ScheduleSection, section: EvalSection) -> float:
+    """Optimizer updates between two evaluations; infinite if a run is evaluated only at its start and its end."""
+    of_stages = section.every_stages * schedule.updates_on_stage or math.inf
+    return min(of_stages, section.every_updates or math.inf)
+
+
+def evaluated_every(updates: float, section: EvalSection, schedule: ScheduleSection) -> EvalSection:
+    """The section that evaluates a schedule every so many updates, before stages where it can."""
+    if math.isinf(updates):
+        return section.model_copy(update={"every_stages": 0, "every_updates": 0})
+    stages = updates / schedule.updates_on_stage
+    if stages >= 1:
+        return section.model_copy(update={"every_stages": round(stages), "every_updates": 0})
+    return section.model_copy(update={"every_stages": 1, "every_updates": round(updates)})
+
+
+KEPT = ("kl_ref", "kl_coef", "kl_penalty", "teacher", "teacher_coef", "teacher_policy")
+"""Keys of a recipe's objective that GRPO, beside it, has too."""
+
+
+def grpo_seconds(case: PlanCase, need: Memory) -> float:
+    """Seconds of the recipe's updates under GRPO with µ = 4, without evaluations.
+
+    With GRPO's objective: it has no pass that only stale responses need, such as the one for a proximal policy.
+    """
+    kept = {key: getattr(case.recipe.objective, key) for key in KEPT}
+    objective = ObjectiveSection.model_validate({"name": "grpo", **kept})
+    grpo = case.with_recipe(case.recipe.model_copy(update={"objective": objective}))
+    updates = grpo.recipe.schedule.stages * grpo.recipe.schedule.updates_per_stage
+    return _without_evaluations(grpo, need, updates, min(GRPO_UPDATES, updates))
+
+
+def _wrong(assumptions: Assumptions) -> Iterable[Assumptions]:
+    """The assumptions with one group of `UNCERTAIN` too high or too low by the factor `OFF`."""
+    for group in UNCERTAIN:
+        for factor in (OFF, 1 / OFF):
+            yield replace(assumptions, **_scaled(assumptions, group, factor))
+
+
+def _scaled(assumptions: Assumptions, group: Sequence[str], factor: float) -> dict[str, float]:
+    changed = {}
+    for name in group:
+        field = name.removeprefix("-")
+        value = getattr(assumptions, field) * (1 / factor if name != field else factor)
+        changed[field] = min(value, MOST.get(field, math.inf))
+    return changed
+
+
+def _norm(deviations: Iterable[float]) -> float:
+    return math.hypot(*deviations)
