@@ -18,13 +18,17 @@ from __future__ import annotations
 from mugrpo_megatron.algorithm.advantages import group_advantages
 from mugrpo_megatron.data.prepare import Problems
 from mugrpo_megatron.engine.process import HostProcess
+from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.update import update
 from mugrpo_megatron.phases.evaluate import evaluate, evaluation_due, is_evaluated
 from mugrpo_megatron.phases.generate import run_auxiliary_models, sample
 from mugrpo_megatron.phases.saves import finish, save_if_due
 from mugrpo_megatron.phases.stage import open_stage
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.run.run import Cursor, Engines, Learner, Run, open_run
+from mugrpo_megatron.run.cursor import Cursor
+from mugrpo_megatron.run.engines import Engines
+from mugrpo_megatron.run.opening import open_run
+from mugrpo_megatron.run.run import Run
 
 
 def train(recipe: Recipe, problems: Problems | None, host: HostProcess | None = None) -> None:
@@ -47,8 +51,8 @@ def generate_stage(run: Run, learner: Learner, engines: Engines, cursor: Cursor)
     while not stage.sealed:  # once, unless an engine fails and is started again
         hand_over(run, learner, engines, cursor)
         if evaluation_due(run, cursor):
-            evaluate(run, engines, cursor)
-        sample(run, engines, stage, cursor)  # engine -> verifier -> stage on disk
+            evaluate(run, engines.leader, cursor)
+        sample(run, engines.leader, stage, cursor)  # engine -> verifier -> stage on disk
         engines.sleep()
     run_auxiliary_models(run, learner, stage, cursor)  # a teacher, a judge: stage -> column
     learner.reload()
@@ -82,7 +86,7 @@ def evaluate_policy(run: Run, learner: Learner, engines: Engines, cursor: Cursor
     while not is_evaluated(run, cursor):  # once, unless an engine fails and is started again
         run.stop_if_asked(cursor)
         hand_over(run, learner, engines, cursor)
-        evaluate(run, engines, cursor)
+        evaluate(run, engines.leader, cursor)
         engines.sleep()
         learner.reload()
 

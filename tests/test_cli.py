@@ -283,7 +283,7 @@ def test_a_run_says_what_it_does_before_it_imports_what_trains(
 def test_every_phase_is_checked_first(
     command: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for part in ("run.run", "phases.saves", "commands.sft"):
+    for part in ("run.opening", "phases.saves", "commands.sft"):
         name = f"mugrpo_megatron.{part}"
         monkeypatch.setitem(sys.modules, name, ModuleType(name))  # importing from it fails
     monkeypatch.setattr(launch, "prelaunch_host", lambda *_: nullcontext())  # no engine

@@ -45,7 +45,7 @@ def test_a_stage_ends_with_its_last_responses(stages: int, tmp_path: Path, monke
         record=RunRecord("r"),
         stage_store=lambda cursor: store,
         log=SimpleNamespace(update=lambda *_: None),
-        world=SimpleNamespace(ranks=SimpleNamespace(rank=2), engines=0),
+        world=SimpleNamespace(rank=2, engines=0),
         display=SimpleNamespace(say=said.append),
     )
     learner: Any = SimpleNamespace(skipped_in_a_row=0)

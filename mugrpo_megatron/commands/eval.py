@@ -20,15 +20,22 @@ from mugrpo_megatron.checks.preflight import check_engine
 from mugrpo_megatron.commands.common import say
 from mugrpo_megatron.data.fields import unread_fields
 from mugrpo_megatron.data.files import rows
-from mugrpo_megatron.data.prepare import evenly_spaced_by_set, held_out_problems
+from mugrpo_megatron.data.prepare import PreparedData, evenly_spaced_by_set, held_out_problems
 from mugrpo_megatron.data.problems import check_sets, held_out_sets, named_sources
-from mugrpo_megatron.data.prompts import first_prompt, fitting_prompts_by_set, rendered, template_of
+from mugrpo_megatron.data.prompts import FittingPrompts, first_prompt, fitting_prompts_by_set, rendered, template_of
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.engine.client import Engine
-from mugrpo_megatron.engine.launch import held_out_sampling
+from mugrpo_megatron.engine.placement import ALONE
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.evaluation.estimators import Interval, Measure, macro_average
-from mugrpo_megatron.evaluation.scoring import ProblemResult, Scorer, Summary, measure_of, problem_result, summarize
+from mugrpo_megatron.evaluation.scoring import (
+    ProblemResult,
+    ScoredGroup,
+    Summary,
+    measure_of,
+    problem_result,
+    summarize,
+)
 from mugrpo_megatron.files.durable import (
     check_output,
     full_disk_as_user_error,
@@ -39,15 +46,22 @@ from mugrpo_megatron.files.durable import (
 )
 from mugrpo_megatron.files.hf_config import read_model_config
 from mugrpo_megatron.files.json_text import read_json, to_json_value
+from mugrpo_megatron.observe.log import MetricLog
 from mugrpo_megatron.observe.progress import Display, new_table, open_display
+from mugrpo_megatron.phases.evaluate import answer_set
+from mugrpo_megatron.phases.rounds import report
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.functions import source_sum
 from mugrpo_megatron.rewards.pool import Verifier
-from mugrpo_megatron.run.directory import file_lock
+from mugrpo_megatron.run.directory import RunDirectory, file_lock
 from mugrpo_megatron.run.engine_spec import engine_spec
 from mugrpo_megatron.run.initial_model import hub_model, weights_fingerprint, with_model
 from mugrpo_megatron.run.inputs import file_sum, sums_by_set
-from mugrpo_megatron.samples import Problem, Prompt
+from mugrpo_megatron.run.leader import Leader
+from mugrpo_megatron.run.record import RunRecord
+from mugrpo_megatron.run.run import Run
+from mugrpo_megatron.run.world import World
+from mugrpo_megatron.samples import Problem
 from mugrpo_megatron.terminal import visible
 
 SETTINGS = "settings.json"
@@ -88,8 +102,6 @@ def run(recipe: Recipe, sources: Sequence[str], output: Path) -> Evaluation:
     problems = evenly_spaced_by_set(held_out, recipe.data.eval_problems, notes)
     style, template = recipe.data.prompt_style, template_of(recipe.data)
     fits = fitting_prompts_by_set(problems, tokenizer, style, recipe.data.max_prompt_tokens, template)
-    pairs = zip(fits.problems, fits.prompts, strict=True)
-    prompts = [Prompt(index, problem, ids) for index, (problem, ids) in enumerate(pairs)]
     notes += unread_fields(problems, partial(rendered, tokenizer=tokenizer, style=style, template=template))
     record = EvalRecord(
         output, settings_of(recipe, names, problems), inputs=[Path(source) for source in names.values()]
@@ -97,8 +109,8 @@ def run(recipe: Recipe, sources: Sequence[str], output: Path) -> Evaluation:
     with file_lock(output / ".lock"), open_display(show=True) as display:
         for note in notes:
             display.say(note)
-        display.say(first_prompt(tokenizer, prompts[0].ids, style, template))
-        evaluation = _evaluate(recipe, tokenizer, prompts, record, display, output)
+        display.say(first_prompt(tokenizer, fits.prompts[0], style, template))
+        evaluation = _evaluate(recipe, tokenizer, fits, record, display, output)
         display.table(on_screen(table(evaluation)))
     write_text(output / "table.md", markdown(table(evaluation)) + "\n")
     summary = {
@@ -237,41 +249,56 @@ def on_screen(lines: Sequence[Sequence[str]]) -> Table:
 def _evaluate(
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: list[Prompt],
+    held_out: FittingPrompts,
     record: EvalRecord,
     display: Display,
     output: Path,
 ) -> Evaluation:
-    """Evaluate the prompts whose problems the record lacks; without any, no engine is started."""
+    """Evaluate the problems that the record lacks; without any, no engine is started."""
     results = {result.problem.id: result for result in record.read()}
-    by_set: dict[str, list[Prompt]] = {}
-    for prompt in prompts:
-        by_set.setdefault(prompt.problem.source, []).append(prompt)
+    by_set: dict[str, list[int]] = {}
+    for place, problem in enumerate(held_out.problems):
+        by_set.setdefault(problem.source, []).append(place)
     seconds = dict.fromkeys(by_set, 0.0)
-    if any(prompt.problem.id not in results for prompt in prompts):
+    if any(problem.id not in results for problem in held_out.problems):
+        run = Run(recipe, RunDirectory(output), World(engines=1), MetricLog(), display, RunRecord("evaluation"))
         engine = Engine.start(engine_spec(recipe), recipe.model.directory, output / "engine.log")
         try:
             with Verifier(recipe.reward) as verifier:
+                problems = PreparedData(FittingPrompts([], [], 0), held_out, [])
+                leader = Leader(engine=engine, slot=ALONE, verifier=verifier, tokenizer=tokenizer, problems=problems)
                 engine.wait_ready()
-                for name, set_prompts in by_set.items():
-                    missing = [prompt for prompt in set_prompts if prompt.problem.id not in results]
-                    sampling = held_out_sampling(recipe.eval, name, recipe.rollout, recipe.run, tokenizer)
+                for name, places in by_set.items():
                     start = time.perf_counter()
-                    with display.bar(name, len(missing), "problems") as bar:
-                        groups = engine.generate(missing, recipe.eval.of(name).samples, sampling)
-                        for group in Scorer(verifier, tokenizer).scored(groups):
-                            bar.advance(tokens=group.tokens)
-                            results[group.prompt.problem.id] = result = problem_result(group)
-                            record.append(result)
+                    _evaluate_set(run, leader, name, places, results, record)
                     seconds[name] = time.perf_counter() - start
         finally:
             engine.stop()
     measure = measure_of(recipe.reward)
     summaries = [
-        summarize(name, [results[prompt.problem.id] for prompt in set_prompts], measure)
-        for name, set_prompts in by_set.items()
+        summarize(name, [results[held_out.problems[place].id] for place in places], measure)
+        for name, places in by_set.items()
     ]
     return Evaluation(summaries, seconds)
+
+
+def _evaluate_set(
+    run: Run, leader: Leader, name: str, places: Sequence[int], results: dict[str, ProblemResult], record: EvalRecord
+) -> None:
+    """Rounds until `results` has every problem at `places`, which are those of the set `name`."""
+    ids = [leader.problems.held_out.problems[place].id for place in places]
+
+    def keep(group: ScoredGroup) -> None:
+        results[group.prompt.problem.id] = result = problem_result(group)
+        record.append(result)
+        leader.progressed()
+
+    with run.display.bar(name, sum(problem not in results for problem in ids), "problems") as bar:
+        while missing := [place for place, problem in zip(places, ids, strict=True) if problem not in results]:
+            with leader.guarded():
+                leader.restart_if_failed()
+                leader.engine.wait_ready()
+            report(run, answer_set(run, leader, name, missing, bar, keep).failures)
 
 
 def _text(interval: Interval, measure: Measure = "accuracy") -> str:

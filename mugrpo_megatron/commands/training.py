@@ -93,7 +93,7 @@ def generate_alone(
     The recipe is checked; `problems` and `host` go to `open_run`. Raises UserError when `stage` is given
     and is not the current one.
     """
-    from mugrpo_megatron.run.run import open_run
+    from mugrpo_megatron.run.opening import open_run
     from mugrpo_megatron.train import generate_stage
 
     if _sealed(recipe, _current_stage(recipe, stage)) and not recipe.auxiliary.by_name:
@@ -170,7 +170,7 @@ def optimize_alone(recipe: Recipe, stage: int | None, source: Path | None = None
     """
     from mugrpo_megatron.phases.saves import export
     from mugrpo_megatron.run.branch import branch, branch_stage
-    from mugrpo_megatron.run.run import open_run
+    from mugrpo_megatron.run.opening import open_run
     from mugrpo_megatron.train import optimize_stage
 
     if source is not None:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from mugrpo_megatron.engine.launch import held_out_sampling
-from mugrpo_megatron.engine.queue import PromptQueue
 from mugrpo_megatron.evaluation.estimators import SetFigures, figures_of
 from mugrpo_megatron.evaluation.scoring import EPISODE, ScoredGroup, Scorer, mean_at_k, measure_of
 from mugrpo_megatron.observe.examples import Example, example_indices, shorten, write_examples
 from mugrpo_megatron.observe.progress import Bar
-from mugrpo_megatron.phases.handover import report_failures, sample_groups, shared_queue
-from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.phases.rounds import Failed, Outcome, open_round, report
 from mugrpo_megatron.recipe.scoring import EvalSection
 from mugrpo_megatron.run.cursor import Cursor
-from mugrpo_megatron.run.engines import Engines, Leader
+from mugrpo_megatron.run.leader import Leader
 from mugrpo_megatron.run.run import Run
-from mugrpo_megatron.run.stopping import StopRequest
 from mugrpo_megatron.samples import Prompt
 
 
@@ -38,6 +36,7 @@ class Answers:
     """The first response, if it is one that is kept."""
 
 
+T = TypeVar("T")
 SHOWN = 6
 """Problems of each held-out set for which every evaluation stores one response, for the report."""
 ByPlace = dict[int, Answers]
@@ -70,27 +69,74 @@ def sampled_alike(section: EvalSection, names: Sequence[str]) -> list[list[str]]
     return list(groups.values())
 
 
-def evaluate(run: Run, engines: Engines, cursor: Cursor) -> None:
+def evaluate(run: Run, leader: Leader | None, cursor: Cursor) -> None:
     """Sample and score every held-out set with the engines' weights and log the figures. Collective.
 
     Training continues bit by bit as without it. Problems of an engine that fails go to the others. Nothing is logged
     when every engine has failed or the run is asked to stop; `is_evaluated` tells. Raises EngineFailure on every rank
     after MOST_FAILURES failures of one engine in a row.
     """
-    leader = engines.leader
-    own = leader.problems.held_out.problems if leader else []
-    names = run.world.broadcast([problem.source for problem in own])
+    names = run.world.broadcast([problem.source for problem in leader.problems.held_out.problems] if leader else [])
+    shown = set(example_indices(names, SHOWN))
     answers: ByPlace = {}
+    failures: list[Failed] = []
+
+    def answer(group: ScoredGroup) -> Answers:
+        return _answers(group, group.prompt.index in shown)
+
     with run.phase("eval", cursor), run.display.bar("evaluate", len(names), "problems") as bar:
         for alike in sampled_alike(run.recipe.eval, list(dict.fromkeys(names))):
             places = [place for place, name in enumerate(names) if name in alike]
-            if not _answer_set(run, leader, alike[0], places, answers, bar):
+            found, failed = _answers_of_alike(run, leader, alike[0], places, bar, answer)
+            answers |= found
+            failures += failed
+            if len(found) < len(places):
                 break
-        if len(answers) == len(names):
+        if done := len(answers) == len(names):
             _log(run, cursor, names, answers, bar)
             if leader:
-                leader.failures_in_a_row = 0
-    report_failures(run, leader)
+                leader.progressed()
+    report(run, [replace(failed, in_a_row=0) for failed in failures] if done else failures)
+
+
+def _answers_of_alike(
+    run: Run, leader: Leader | None, name: str, places: Sequence[int], bar: Bar, answer: Callable[[ScoredGroup], T]
+) -> tuple[dict[int, T], list[Failed]]:
+    """Rounds until every problem at `places` is answered, every engine has failed, or the run is asked to stop."""
+    answers: dict[int, T] = {}
+    failures: list[Failed] = []
+    while missing := [place for place in places if place not in answers]:
+        outcome = answer_set(run, leader, name, missing, bar, answer)
+        failures += outcome.failures
+        for part in outcome.results:
+            answers |= part
+        if not any(outcome.results) or outcome.stopping:
+            break
+    return answers, failures
+
+
+def answer_set(
+    run: Run, leader: Leader | None, name: str, missing: Sequence[int], bar: Bar, answer: Callable[[ScoredGroup], T]
+) -> Outcome[dict[int, T]]:
+    """One round over the held-out problems at the `missing` places, sampled as the set `name` asks. Collective.
+
+    `answer` takes each scored group as it is finished; returns what it returned, by place.
+    """
+    recipe, round = run.recipe, open_round(run, leader, missing, bar, together=False)
+    own: dict[int, T] = {}
+    if leader:
+        held_out = leader.problems.held_out
+        how = held_out_sampling(recipe.eval, name, recipe.rollout, recipe.run, leader.tokenizer)
+
+        def prompt_of(place: int) -> Prompt:
+            return Prompt(place, held_out.problems[place], held_out.prompts[place])
+
+        sampled = round.groups(prompt_of, recipe.eval.of(name).samples, how)
+        for group in Scorer(leader.verifier, leader.tokenizer).scored(sampled, run.stop.poll):
+            own[group.prompt.index] = answer(group)
+            round.finished(group.tokens)
+    round.wait()
+    return round.end(own)
 
 
 def _log(run: Run, cursor: Cursor, names: Sequence[str], answers: ByPlace, bar: Bar) -> None:
@@ -122,45 +168,7 @@ def _log(run: Run, cursor: Cursor, names: Sequence[str], answers: ByPlace, bar: 
         bar.values |= {name: one.mean.value for name, one in sets.items()}
 
 
-def _answer_set(run: Run, leader: Leader | None, name: str, places: Sequence[int], answers: ByPlace, bar: Bar) -> bool:
-    """Add the answers to the problems at `places`, sampled as the set `name` asks, to `answers`. Collective.
-
-    Returns False when every engine has failed or the run is asked to stop.
-    """
-    while missing := [place for place in places if place not in answers]:
-        queue = shared_queue(run.world, missing)
-        own = _own_answers(run.recipe, leader, name, queue, bar, run.stop) if leader else {}
-        run.world.barrier()
-        gathered = {place: one for part in run.world.gather(own) for place, one in part.items()}
-        answers |= gathered
-        bar.advance(len(answers) - bar.done, sum(one.tokens for one in answers.values()) - bar.tokens)
-        if not gathered or run.world.any_rank(run.stop.requested):
-            return False
-    return True
-
-
-def _own_answers(recipe: Recipe, leader: Leader, name: str, queue: PromptQueue, bar: Bar, stop: StopRequest) -> ByPlace:
-    """The answers to what this rank's engine takes from the queue."""
-    held_out = leader.problems.held_out
-    samples = recipe.eval.of(name).samples
-    how = held_out_sampling(recipe.eval, name, recipe.rollout, recipe.run, leader.tokenizer)
-    names = [problem.source for problem in held_out.problems]
-    shown = set(example_indices(names, SHOWN))
-    answers: ByPlace = {}
-
-    def take(waiting: int, slots: int) -> list[Prompt]:
-        return [
-            Prompt(place, held_out.problems[place], held_out.prompts[place]) for place in queue.take(waiting, slots)
-        ]
-
-    groups = sample_groups(leader, queue, take, samples, how, stop)
-    for group in Scorer(leader.verifier, leader.tokenizer).scored(groups, stop.poll):
-        answers[group.prompt.index] = _answers_of(group, group.prompt.index in shown)
-        bar.advance(tokens=group.tokens)
-    return answers
-
-
-def _answers_of(group: ScoredGroup, keep: bool) -> Answers:
+def _answers(group: ScoredGroup, keep: bool) -> Answers:
     tokens, group = group.tokens, group.episodes
     return Answers(
         rewards=[score.reward for score in group.scores],

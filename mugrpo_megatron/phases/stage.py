@@ -174,7 +174,7 @@ def _optimizing(run: Run, stage_updates: int, cursor: Cursor) -> Iterator[Bar]:
 @contextmanager
 def _profiled(run: Run, cursor: Cursor) -> Iterator[None]:
     """Profile the update in the block on every rank, for chrome://tracing or Perfetto."""
-    path = run.directory.trace(cursor.updates, run.world.ranks.rank)
+    path = run.directory.trace(cursor.updates, run.world.rank)
     path.parent.mkdir(exist_ok=True)
     with profile(activities=list(supported_activities() & {ProfilerActivity.CPU, ProfilerActivity.CUDA})) as trace:
         yield

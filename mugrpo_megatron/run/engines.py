@@ -12,63 +12,23 @@ A *leader* is a rank that talks to an engine. An engine that fails leaves its tu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-
-from transformers import PreTrainedTokenizerBase
 
 from mugrpo_megatron.cuda import finds_cuda
 from mugrpo_megatron.data.prepare import PreparedData
 from mugrpo_megatron.data.tokenizer import load_tokenizer
-from mugrpo_megatron.engine.client import Engine, MemoryTag, first_start_problem
+from mugrpo_megatron.engine.client import Engine, MemoryTag
 from mugrpo_megatron.engine.nodes import FollowerNode, PeerFailure, leader_address, node_status
-from mugrpo_megatron.engine.placement import EngineSlot, slot_of_environment
-from mugrpo_megatron.engine.process import HostProcess
-from mugrpo_megatron.errors import EngineFailure, EngineStopped, UserError
-from mugrpo_megatron.observe.environment import usable_cores
+from mugrpo_megatron.errors import EngineFailure
 from mugrpo_megatron.observe.progress import Display
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.systems import EngineSection
-from mugrpo_megatron.rewards.pool import Verifier
-from mugrpo_megatron.run.engine_spec import engine_spec
+from mugrpo_megatron.run.leader import Launched, Leader, wait_for_engines
 from mugrpo_megatron.run.world import World
 from mugrpo_megatron.weights.check import compare_weights, uncheckable_reason
 from mugrpo_megatron.weights.sync import WeightSync, sync
-
-
-@dataclass
-class Leader:
-    """The engine that this rank leads, with its verifier, its problems and its failures."""
-
-    slot: EngineSlot
-    engine: Engine
-    verifier: Verifier
-    tokenizer: PreTrainedTokenizerBase
-    problems: PreparedData
-    failure: EngineFailure | None = None
-    """The last failure, until it is reported."""
-    failures_in_a_row: int = 0
-    """Failures since the last finished group."""
-    checked: bool = False
-    """Whether the weights of this engine were compared with the learner's since its start."""
-
-    @contextmanager
-    def guarded(self) -> Iterator[None]:
-        """Note an engine's failure in the block instead of raising it; it then samples nothing until it is woken."""
-        try:
-            yield
-        except EngineFailure as failure:
-            self.note(failure)
-
-    def note(self, failure: EngineFailure) -> None:
-        """Note a failure, unless the engine was ended because the run stops."""
-        self.checked = False
-        if not isinstance(failure, EngineStopped):
-            self.failure = failure
-            self.failures_in_a_row += 1
 
 
 @dataclass
@@ -182,52 +142,6 @@ def rendezvous(world: World, local: Engine | FollowerNode | None) -> str:
     return f"the engine's processes on its nodes {', '.join(ended)} have ended" if leader.running else ""
 
 
-@dataclass(frozen=True, slots=True)
-class Launched:
-    """The part of the engines that this rank runs; an engine that was launched may still be loading."""
-
-    slot: EngineSlot
-    logs: Path
-    """Directory of the engines' logs."""
-    led: tuple[Engine, Verifier] | None
-    """None on a rank that leads no engine."""
-    follower: FollowerNode | None
-
-
-def loads_beside_learner(engine: EngineSection) -> bool:
-    """Whether an engine may load while the learner is built."""
-    # A GPU may not hold both: there the learner loads first and is offloaded before the engine measures free memory
-    # for its KV cache (SGLang's mem_fraction_static). The nodes of one engine must start together.
-    return not finds_cuda() and engine.nodes == 1
-
-
-def launch(
-    recipe: Recipe, logs: Path, stopping: Callable[[], bool], stack: ExitStack, host: HostProcess | None = None
-) -> Launched:
-    """Launch this rank's engine, if it leads one, with a verifier that has its share of the node's cores.
-
-    Returns while the engine loads, in the process `host` if it can. `stack` ends them. An engine over several nodes is
-    only prepared: `rendezvous` launches its processes. Once `stopping()`, no call waits for an engine.
-    """
-    slot = slot_of_environment(recipe.engine, finds_cuda())
-    spec, directory = engine_spec(recipe), recipe.model.directory
-    if slot.joins:
-        follower = FollowerNode(spec, directory, logs / f"engine-{slot.number:04d}-node-{slot.node}.log", slot)
-        stack.callback(follower.stop)
-        return Launched(slot, logs, None, follower)
-    if not slot.leads_engine:
-        return Launched(slot, logs, None, None)
-    log = logs / (f"engine-{slot.number:04d}.log" if slot.number else "engine.log")
-    engine = Engine(spec, directory, log, slot, stopping, host)
-    if recipe.engine.nodes == 1:
-        engine.restart()
-    stack.callback(engine.stop)
-    # Half of the cores: the engine's scheduler and tokenizer need the others while the verifier scores.
-    workers = recipe.reward.workers or max(1, usable_cores() // 2 // slot.local_engines)
-    verifier = stack.enter_context(Verifier(recipe.reward.model_copy(update={"workers": workers})))
-    return Launched(slot, logs, (engine, verifier), None)
-
-
 def start_engines(
     recipe: Recipe,
     launched: Launched,
@@ -242,7 +156,9 @@ def start_engines(
     """
     problems, leader = world.broadcast(prepared), None
     if launched.led and problems:
-        leader = Leader(launched.slot, *launched.led, load_tokenizer(recipe.model.directory), problems)
+        engine, verifier = launched.led
+        tokenizer = load_tokenizer(recipe.model.directory)
+        leader = Leader(engine=engine, slot=launched.slot, verifier=verifier, tokenizer=tokenizer, problems=problems)
     engines = Engines(world, recipe.engine, weight_sync, leader, launched.follower)
     engines.rendezvous()
     with display.waiting(f"waiting for the engine, see {launched.logs}"):
@@ -254,16 +170,3 @@ def start_engines(
     if finds_cuda() or recipe.engine.between_stages == "sleep":
         engines.sleep()
     return engines
-
-
-def wait_for_engines(leader: Leader | None, world: World) -> None:
-    """Wait until every engine has started; UserError on every rank when one does not start."""
-    problem = first_start_problem(leader.engine) if leader else ""
-    # An engine may load for longer than a collective's timeout: the barrier waits as long as all ranks are alive, so
-    # the gather after it finds all of them there.
-    world.barrier()
-    # Gathered, so that every rank ends with the same error; else the others would wait for the one that failed.
-    for rank, reason in enumerate(world.gather(problem)):
-        if reason:
-            where = f"rank {rank}: " if world.ranks.world > 1 else ""
-            raise UserError(f"{where}{reason}")

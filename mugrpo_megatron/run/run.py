@@ -1,63 +1,55 @@
-"""The parts of a run: opened so that their start-ups overlap, closed also after an error or a stop."""
+"""The parts of a run that every phase uses. Needs no Megatron: a process without a learner is a run as well."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from mugrpo_megatron.cuda import finds_cuda
-from mugrpo_megatron.data.prepare import PreparedData, Problems, prepare
-from mugrpo_megatron.data.tokenizer import load_tokenizer
-from mugrpo_megatron.engine.launch import check_allocator, sampling_note
-from mugrpo_megatron.engine.placement import slot_of_environment
-from mugrpo_megatron.engine.process import HostProcess
-from mugrpo_megatron.learner.groups import named_phase, shutdown_after
-from mugrpo_megatron.learner.learner import PARTS, Learner, build_learner
-from mugrpo_megatron.observe.environment import rank_of_environment
-from mugrpo_megatron.observe.health import HealthMonitor
-from mugrpo_megatron.observe.log import MetricLog, open_log
-from mugrpo_megatron.observe.progress import Display, open_display
+from mugrpo_megatron.observe.log import MetricLog
+from mugrpo_megatron.observe.progress import Display
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.recipe.policy import RolloutSection
-from mugrpo_megatron.recipe.sections import ScheduleSection
-from mugrpo_megatron.recipe.systems import sync_bucket_bytes
-from mugrpo_megatron.run.checkpoints import Saver, check_stage_sealed, newest_cursor, open_saver, restore_newest
 from mugrpo_megatron.run.cursor import Cursor
-from mugrpo_megatron.run.directory import RunDirectory, open_directory, stage_origin
-from mugrpo_megatron.run.engines import Engines, launch, loads_beside_learner, start_engines
-from mugrpo_megatron.run.inputs import editable_after_failure, record_data
-from mugrpo_megatron.run.record import RunRecord, read_record
-from mugrpo_megatron.run.stopping import AllStopped, StopRequest, handle_signals
-from mugrpo_megatron.run.world import World, broadcast_failure, open_world
-from mugrpo_megatron.stages.manifest import Origin, check_stage
+from mugrpo_megatron.run.directory import RunDirectory, stage_origin
+from mugrpo_megatron.run.record import RunRecord
+from mugrpo_megatron.run.stopping import AllStopped, StopRequest
+from mugrpo_megatron.run.world import World
 from mugrpo_megatron.stages.store import StageStore
-from mugrpo_megatron.weights.sync import WeightSync, build_weight_sync
 
-__all__ = ["Cursor", "Engines", "Learner", "Run", "open_run"]
+if TYPE_CHECKING:
+    from mugrpo_megatron.run.checkpoints import Saver
 
 
 @dataclass(frozen=True)
 class Run:
-    """The parts of a run that every phase uses, besides learner and engines."""
+    """The parts of a run that every phase uses, besides learner and engines.
+
+    A process without a learner is a run whose world has one rank: a shard of generation, `mugrpo eval`.
+    """
 
     recipe: Recipe
     directory: RunDirectory
     world: World
     log: MetricLog
     display: Display
-    saver: Saver
     record: RunRecord
+    learner_saver: Saver | None = None
+    """None in a process without a learner."""
 
     @property
     def stop(self) -> StopRequest:
         return self.world.stop
 
     @property
+    def saver(self) -> Saver:
+        assert self.learner_saver, "a process without a learner saves none"
+        return self.learner_saver
+
+    @property
     def is_main(self) -> bool:
         """True on the rank that writes metrics and checkpoints and prints."""
-        return self.world.ranks.rank == 0
+        return self.world.rank == 0
 
     @property
     def evaluates_every(self) -> int:
@@ -70,18 +62,20 @@ class Run:
         origin = stage_origin(self.directory, self.record, cursor)
         return StageStore(self.directory.stage(cursor.stage), writer, origin, replay)
 
-    def stop_if_asked(self, cursor: Cursor, also: str = "") -> None:
+    def stop_if_asked(self, cursor: Cursor) -> None:
         """`save_and_stop` if any rank was asked to stop. Collective."""
         if self.world.any_rank(self.stop.requested):
-            self.save_and_stop(cursor, also)
+            self.save_and_stop(cursor)
 
-    def save_and_stop(self, cursor: Cursor, also: str = "") -> NoReturn:
-        """End the run at the cursor because it was asked to stop; `also` says what is kept besides the learner.
+    def save_and_stop(self, cursor: Cursor, kept: str = "") -> NoReturn:
+        """End the run at the cursor because it was asked to stop; `kept` says what is on disk besides the learner.
 
-        Every rank calls this. The learner is saved as the run closes (`checkpoints.open_saver`), after the engines have
+        Every rank calls this. A learner is saved as the run closes (`checkpoints.open_saver`), after the engines have
         ended: a device may not hold both.
         """
-        raise AllStopped(also, self.stop.code, cursor)
+        if self.learner_saver is None:
+            raise self.stop.stopped(kept)
+        raise AllStopped(f"{kept}; " if kept else "", self.stop.code, cursor)
 
     @contextmanager
     def phase(self, phase: str, cursor: Cursor) -> Iterator[dict[str, float]]:
@@ -91,156 +85,9 @@ class Run:
         """
         with self.log.phase(phase, cursor.stage) as facts:
             start = self.log.clock()
-            with named_phase(self.world.ranks, f"{phase} of stage {cursor.stage}"):
+            with self.world.named(f"{phase} of stage {cursor.stage}"):
                 yield facts
             seconds = self.log.clock() - start
             if facts.get("tokens") and seconds > 0:
                 facts["tokens_per_second"] = facts["tokens"] / seconds
-                facts["tokens_per_second_per_device"] = facts["tokens"] / seconds / self.world.ranks.world
-
-
-@dataclass(frozen=True)
-class RunFiles:
-    """A run's directory, open, before there is a learner."""
-
-    directory: RunDirectory
-    record: RunRecord | None
-    """On the main rank; None on others."""
-    log: MetricLog
-    display: Display
-    stop: StopRequest
-
-
-@contextmanager
-def open_run(
-    recipe: Recipe, problems: Problems | None, host: HostProcess | None = None, generates: bool = True
-) -> Iterator[tuple[Run, Learner, Engines, Cursor]]:
-    """Start engines and learner of a recipe that `checks.preflight.check_run` has checked, and resume its run.
-
-    `problems` were read by that check, on rank 0; `host` is the engine's process if it was started before
-    (`engine.launch.prelaunch_host`). With `generates` false there is neither engine nor verifier.
-    """
-    if generates and finds_cuda():
-        check_allocator()
-    prepared = None
-    if generates and problems:
-        prepared = prepare(recipe.data, recipe.reward, load_tokenizer(recipe.model.directory), problems)
-    with open_files(recipe, problems) as files, ExitStack() as stack:
-        directory, log = files.directory, files.log
-        with log.phase("start", 0), files.stop.at_once("the run was still starting, nothing on disk was changed"):
-            number = slot_of_environment(recipe.engine, finds_cuda()).engines if generates else 0
-            launched = None
-            if generates and loads_beside_learner(recipe.engine):
-                launched = launch(recipe, directory.logs, files.stop.poll, stack, host)
-            loading = ", the engine loads" if launched and launched.led else ""
-            with files.display.waiting(f"building the learner{loading}"):
-                learner = build_learner(recipe)
-            world = join_world(learner, number, files.stop, stack)
-            record = world.broadcast(files.record)  # only rank 0 reads the directory: the other nodes may see it late
-            assert record
-            cursor = restore_learner(learner, directory, record, log, files.display)
-            saver = stack.enter_context(open_saver(learner, directory.checkpoints, recipe.checkpoint, record.id, log))
-            weight_sync = weight_sync_of(learner)
-            if generates and not launched:
-                offload_learner(learner, world)
-                launched = launch(recipe, directory.logs, files.stop.poll, stack)
-            engines = Engines(world, recipe.engine, weight_sync)
-            if launched:
-                engines = start_engines(recipe, launched, world, weight_sync, prepared, files.display)
-            learner.reload()
-        print_notes(files, cursor, recipe.schedule, recipe.rollout, prepared)
-        with broadcast_failure(learner.ranks):
-            yield Run(recipe, directory, world, log, files.display, saver, record), learner, engines, cursor
-
-
-@contextmanager
-def open_files(recipe: Recipe, problems: Problems | None) -> Iterator[RunFiles]:
-    """Opens the run's directory and log, on the main rank, its display and its signal handlers."""
-    is_main = rank_of_environment() == 0
-    with ExitStack() as stack:
-        directory = stack.enter_context(open_directory(recipe)) if is_main else RunDirectory(recipe.run.dir)
-        record = read_record(directory.path) if is_main else None
-        cursor = newest_cursor(directory.checkpoints)
-        if is_main and problems:
-            record_data(directory.path, problems)
-        # Before the learner is built, which takes minutes: a stage that cannot be used is refused at once.
-        if record:
-            clean_current_stage(directory, stage_origin(directory, record, cursor), cursor)
-        display = stack.enter_context(open_display(show=is_main))
-        log = open_log(
-            directory.path,
-            recipe.track,
-            updates_done=cursor.updates,
-            run_id=record.id if record else "",
-            config=recipe.model_dump(mode="json"),
-            write=is_main,
-            watch=HealthMonitor(display.say, recipe.optimizer.clip_grad),
-        )
-        with log as opened, handle_signals(is_main) as stop, editable_after_failure(directory.path):
-            yield RunFiles(directory, record, opened, display, stop)
-
-
-def clean_current_stage(directory: RunDirectory, origin: Origin, cursor: Cursor) -> None:
-    """Remove what a killed process left of the current stage's shards.
-
-    Raises UserError when the stage is another run's, or incomplete after updates.
-    """
-    check_stage(directory.stage(cursor.stage), origin)
-    check_stage_sealed(directory, cursor)
-    if (stage := StageStore(directory.stage(cursor.stage), 0, origin)).sealed:
-        stage.remove_shards()
-
-
-def join_world(learner: Learner, engines: int, stop: StopRequest, stack: ExitStack) -> World:
-    """The world of the ranks that the learner's process groups connect, until `stack` ends. Collective."""
-    # Before the saver, so it ends after it: a save uses the process groups to its end.
-    stack.enter_context(shutdown_after(learner.ranks))
-    stack.enter_context(named_phase(learner.ranks))
-    world = open_world(learner.ranks, learner.recipe.run.collective_timeout_s, engines, stop)
-    stack.callback(stop.detach)
-    return world
-
-
-def offload_learner(learner: Learner, world: World) -> None:
-    """Offload the learner of every rank. Collective."""
-    for part in PARTS:
-        learner.offload(part)
-    world.barrier()  # an engine spans several ranks' devices, so the last one has to be free
-
-
-def print_notes(
-    files: RunFiles, cursor: Cursor, schedule: ScheduleSection, rollout: RolloutSection, prepared: PreparedData | None
-) -> None:
-    """Print the update at which the run continues, and notes on its data and sampling."""
-    if cursor != Cursor():
-        total = schedule.total_updates
-        files.display.say(f"{files.directory.path} continues after {cursor.updates:,} of {total:,} updates")
-    for note in (*prepared.notes, sampling_note(rollout)) if prepared else ():
-        if note:
-            files.display.say(note)
-
-
-def restore_learner(
-    learner: Learner, directory: RunDirectory, record: RunRecord, log: MetricLog, display: Display
-) -> Cursor:
-    """Load the run's newest intact checkpoint into the learner; prints and logs damaged ones. Collective."""
-
-    def report_damage(damage: str) -> None:
-        display.say(damage)
-        log.event("damaged_checkpoint", damage)
-
-    return restore_newest(learner, directory.checkpoints, record, report_damage)
-
-
-def weight_sync_of(learner: Learner) -> WeightSync:
-    """The sync of this learner's weights to the engines. Collective."""
-    engine = learner.recipe.engine
-    return build_weight_sync(
-        learner.models,
-        learner.architecture,
-        sync_bucket_bytes(finds_cuda()),
-        engine.tensor,
-        quantised=engine.quantization != "none",
-        engine_nodes=engine.nodes,
-        timeout_s=learner.recipe.run.collective_timeout_s,
-    )
+                facts["tokens_per_second_per_device"] = facts["tokens"] / seconds / self.world.size

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+import signal
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -19,12 +21,14 @@ from mugrpo_megatron.commands import eval
 from mugrpo_megatron.commands.eval import EvalRecord, Evaluation, markdown, on_screen, run, settings_of, table
 from mugrpo_megatron.commands.reading import results_of, weights_of
 from mugrpo_megatron.data.tokenizer import VOCAB_SIZE, build_arithmetic_tokenizer, load_tokenizer
+from mugrpo_megatron.engine.client import MOST_FAILURES, Engine, PromptSource
+from mugrpo_megatron.engine.process import HostProcess
 from mugrpo_megatron.engine.wire import SampledGroup, Sampling
 from mugrpo_megatron.errors import EngineFailure, UserError
 from mugrpo_megatron.evaluation.scoring import ProblemResult, summarize
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.record import PROVENANCE
-from mugrpo_megatron.samples import Problem, Prompt, Response
+from mugrpo_megatron.samples import Problem, Response
 from tests import models
 from tests.engine_server import forked_engines
 from tests.hostile.faults import disk
@@ -155,23 +159,32 @@ def test_a_majority_that_is_not_defined_is_a_dash() -> None:
 
 
 class Parrot:
-    """An engine that answers every sum with 4, and can be told to die after a number of problems."""
+    """An engine that answers every sum with 4."""
 
     asked: ClassVar[list[str]] = []
     sampled: ClassVar[dict[str, tuple[int, float, float, int]]] = {}
-    dies_after = 10**9
+    lives: ClassVar[list[int]] = []
+    """Problems that it answers before it dies, one number for each of its lives; then it lives on."""
+
+    def __init__(self) -> None:
+        self.running = True
 
     @classmethod
     def start(cls, *_: object) -> Parrot:
         return cls()
 
+    def restart(self) -> None:
+        self.running = True
+
     def wait_ready(self) -> None: ...
 
     def stop(self) -> None: ...
 
-    def generate(self, prompts: Iterable[Prompt], n: int, sampling: Sampling) -> Iterator[SampledGroup]:
-        for count, prompt in enumerate(prompts):
-            if count == self.dies_after:
+    def generate_from(self, take: PromptSource, n: int, sampling: Sampling) -> Iterator[SampledGroup]:
+        life = self.lives.pop(0) if self.lives else 10**9
+        for count, prompt in enumerate(prompt for prompts in iter(lambda: take(0, 4), []) for prompt in prompts):
+            if count == life:
+                self.running = False
                 raise EngineFailure("died")
             self.asked.append(prompt.problem.question)
             self.sampled[prompt.problem.source] = n, sampling.temperature, sampling.top_p, sampling.max_tokens
@@ -184,10 +197,10 @@ def test_a_run_that_died_is_continued(checkpoint: Path, tmp_path: Path, monkeypa
     sums = tmp_path / "sums.jsonl"
     sums.write_text("".join(json.dumps({"problem": f"{n}+{n}=", "answer": 2 * n}) + "\n" for n in range(10)))
     recipe = Recipe.model_validate({"model": {"path": checkpoint}, "eval": {"samples": 2}})
-    with monkeypatch.context() as dying:
-        dying.setattr(Parrot, "dies_after", 6)
-        with pytest.raises(EngineFailure):
-            run(recipe, [str(sums)], tmp_path / "out")
+    Parrot.asked.clear()
+    Parrot.lives[:] = [6, *[0] * (MOST_FAILURES - 1)]
+    with pytest.raises(EngineFailure, match="died"):
+        run(recipe, [str(sums)], tmp_path / "out")
     before = list(Parrot.asked)
     Parrot.asked.clear()
     result = run(recipe, [str(sums)], tmp_path / "out")
@@ -198,6 +211,61 @@ def test_a_run_that_died_is_continued(checkpoint: Path, tmp_path: Path, monkeypa
     Parrot.asked.clear()
     assert run(recipe, [str(sums)], tmp_path / "out").sets == result.sets
     assert Parrot.asked == []
+
+
+def test_an_engine_that_dies_is_started_again_for_the_problems_that_are_left(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(eval, "Engine", Parrot)
+    sums = tmp_path / "sums.jsonl"
+    sums.write_text("".join(json.dumps({"problem": f"{n}+{n}=", "answer": 2 * n}) + "\n" for n in range(10)))
+    recipe = Recipe.model_validate({"model": {"path": checkpoint}})
+    Parrot.asked.clear()
+    Parrot.lives[:] = [0, 0, 3, 0, 1, 0]  # never MOST_FAILURES in a row without an answer between them
+    result = run(recipe, [str(sums)], tmp_path / "out")
+    assert sorted(Parrot.asked) == sorted(f"{n}+{n}=" for n in range(10))
+    assert result.sets[0].problems == 10
+    assert capsys.readouterr().out.count("The engine is restarted for what is missing.") == 6
+
+
+@pytest.mark.process
+def test_an_engine_that_is_killed_is_started_again(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its process is killed once it has answered some problems; the others are answered as by an engine that lives."""
+    sums = tmp_path / "sums.jsonl"
+    sums.write_text("".join(json.dumps({"problem": f"{n}+{n}=", "answer": 2 * n}) + "\n" for n in range(24)))
+    recipe = Recipe.model_validate(
+        {
+            "model": {"path": checkpoint, "dtype": "float32"},
+            "data": {"max_prompt_tokens": 32},
+            "rollout": {"max_response_tokens": 6},
+            "engine": {"max_running_requests": 2},
+        }
+    )
+    hosts, killed = list[int](), list[int]()
+    load, receive = HostProcess.load, Engine.receive_groups
+
+    def note(self: HostProcess, *arguments: Any) -> None:
+        hosts.append(self.pid)
+        load(self, *arguments)
+
+    def kill(self: Engine) -> Iterator[tuple[int, list[Response]]]:
+        groups = receive(self)
+        if not killed:
+            os.kill(hosts[-1], signal.SIGKILL)
+            killed.append(hosts[-1])
+        return groups
+
+    monkeypatch.setattr(HostProcess, "load", note)
+    with forked_engines():
+        expected = run(recipe, [str(sums)], tmp_path / "unbroken")
+        monkeypatch.setattr(Engine, "receive_groups", kill)
+        assert run(recipe, [str(sums)], tmp_path / "out").sets == expected.sets
+    assert len(hosts) == 3
+    assert "The engine is restarted for what is missing." in capsys.readouterr().out
+    ids = [json.loads(line)["problem"]["id"] for line in (tmp_path / "out/problems.jsonl").read_text().splitlines()]
+    assert sorted(ids) == sorted(f"{sums}:{n + 1}" for n in range(24)), "each problem once"
 
 
 def test_sets_are_told_apart_and_sampled_as_each_of_them_asks(

@@ -16,7 +16,6 @@ from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.engine.queue import LoadRecord
 from mugrpo_megatron.engine.wire import SampledGroup, Sampling
 from mugrpo_megatron.errors import EngineFailure
-from mugrpo_megatron.learner.groups import Ranks
 from mugrpo_megatron.observe.log import FILE_NAME, MetricLog, read_rows
 from mugrpo_megatron.observe.progress import Display
 from mugrpo_megatron.recipe import Recipe
@@ -24,7 +23,8 @@ from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.run.checkpoints import Saver
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory
-from mugrpo_megatron.run.engines import Engines, Leader
+from mugrpo_megatron.run.engines import Engines
+from mugrpo_megatron.run.leader import Leader
 from mugrpo_megatron.run.record import RunRecord
 from mugrpo_megatron.run.run import Run
 from mugrpo_megatron.run.stopping import AllStopped, StopRequest
@@ -99,9 +99,9 @@ def standing(
     fitting = FittingPrompts(list(problems), [[1]] * len(problems), 0)
     prepared: Any = SimpleNamespace(train=fitting, held_out=fitting)
     slot: Any = SimpleNamespace(number=0)
-    leader = Leader(slot, cast(Any, engine), verifier, TOKENIZER, prepared)
-    world = World(cast(Ranks, SimpleNamespace(rank=0, world=1, heartbeat=None)), None, engines=1)
-    run = Run(recipe, RunDirectory(path), world, log, Display(None, None), cast(Saver, None), RunRecord("r"))
+    leader = Leader(engine=cast(Any, engine), slot=slot, verifier=verifier, tokenizer=TOKENIZER, problems=prepared)
+    world = World(engines=1)
+    run = Run(recipe, RunDirectory(path), world, log, Display(None, None), RunRecord("r"), cast(Saver, "saver"))
     return Stand(run, Engines(world, recipe.engine, cast(WeightSync, None), leader), engine)
 
 

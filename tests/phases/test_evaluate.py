@@ -21,7 +21,8 @@ from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.scoring import EvalSection
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.run.cursor import Cursor
-from mugrpo_megatron.run.run import Engines, Run
+from mugrpo_megatron.run.engines import Engines
+from mugrpo_megatron.run.run import Run
 from mugrpo_megatron.run.stopping import AllStopped
 from mugrpo_megatron.samples import Problem, Prompt, Response
 from mugrpo_megatron.train import evaluate_policy

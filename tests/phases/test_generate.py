@@ -56,7 +56,7 @@ def store(stand: Stand) -> StageStore:
 
 
 def generated(stand: Stand) -> None:
-    sample(stand.run, stand.engines, store(stand), CURSOR)
+    sample(stand.run, stand.leader, store(stand), CURSOR)
 
 
 def test_a_stage_holds_the_runs_next_problems_scored_and_in_order(stand: Stand) -> None:

@@ -10,7 +10,8 @@ import pytest
 from mugrpo_megatron.errors import EngineFailure
 from mugrpo_megatron.recipe.systems import EngineSection
 from mugrpo_megatron.run import engines as engines_module
-from mugrpo_megatron.run.engines import Engines, Leader
+from mugrpo_megatron.run.engines import Engines
+from mugrpo_megatron.run.leader import LedEngine
 from mugrpo_megatron.weights.check import WeightMismatch
 
 
@@ -31,7 +32,7 @@ def opened(mode: str, other_is_due: bool = False) -> Engines:
         EngineSection.model_validate({"check_weights": mode}),
         None,
     )
-    leader = Leader(*cast(Any, (nothing, SimpleNamespace(running=True), *[nothing] * 3)))
+    leader: Any = LedEngine(engine=cast(Any, SimpleNamespace(running=True)))
     return Engines(world, section, cast(Any, nothing), leader)
 
 

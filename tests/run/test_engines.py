@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
@@ -16,7 +16,8 @@ from mugrpo_megatron.observe.progress import Display
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.systems import EngineSection
 from mugrpo_megatron.run import engines as engines_module
-from mugrpo_megatron.run.engines import Engines, Launched, Leader, rendezvous, start_engines
+from mugrpo_megatron.run.engines import Engines, rendezvous, start_engines
+from mugrpo_megatron.run.leader import Launched, LedEngine
 
 
 class World:
@@ -100,7 +101,7 @@ def test_an_engine_that_fails_as_it_falls_asleep_is_reported_later() -> None:
         raise failure
 
     world, failure = World(), EngineFailure("an illegal memory access was encountered")
-    leader = Leader(None, SimpleNamespace(sleep=sleep), None, None, None)  # type: ignore[arg-type]
+    leader: Any = LedEngine(engine=cast(Any, SimpleNamespace(sleep=sleep)))
     engines = Engines(world, EngineSection(), None, leader, awake=True)  # type: ignore[arg-type]
     engines.sleep()
     assert (engines.awake, leader.failure, leader.failures_in_a_row, world.barriers) == (False, failure, 1, 1)

@@ -20,7 +20,7 @@ from mugrpo_megatron.recipe.sections import DataSection
 from mugrpo_megatron.run.directory import check_directory, open_directory
 from mugrpo_megatron.run.inputs import USER_FILES as FILE_NAME
 from mugrpo_megatron.run.inputs import check_data, problem_sums, record_data, user_files
-from mugrpo_megatron.run.run import open_files
+from mugrpo_megatron.run.opening import open_files
 from mugrpo_megatron.samples import Problem
 from tests.refusals import refuses
 

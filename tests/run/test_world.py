@@ -10,20 +10,22 @@ import torch.distributed as dist
 from mugrpo_megatron.errors import CollectiveFailure
 from mugrpo_megatron.learner.groups import Ranks
 from mugrpo_megatron.learner.heartbeat import Heartbeat
-from mugrpo_megatron.run import world as world_module
+from mugrpo_megatron.run import connected
+from mugrpo_megatron.run.connected import ConnectedWorld, broadcast_failure, open_world
 from mugrpo_megatron.run.stopping import StopRequest
-from mugrpo_megatron.run.world import World, broadcast_failure, open_world
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.process
 
 
-def opened(patience_s: float = 60) -> World:
+def opened(patience_s: float = 60) -> ConnectedWorld:
     rank, world = dist.get_rank(), dist.get_world_size()
     heartbeat = Heartbeat(dist.distributed_c10d._get_default_store(), rank, world, f"node {rank}", patience_s)
     values: dict[str, Any] = {"rank": rank, "world": world, "heartbeat": heartbeat}
     ranks = cast(Ranks, type("Some", (), values)())
-    return open_world(ranks, 60, engines=1, stop=StopRequest())
+    connected = open_world(ranks, 60, engines=1, stop=StopRequest())
+    assert isinstance(connected, ConnectedWorld)
+    return connected
 
 
 def waits_and_is_asked() -> bool:
@@ -58,7 +60,7 @@ def stops_while_another_rank_is_dead() -> str:
     if world.ranks.rank == 1:
         heartbeat.leave()
         return ""
-    world_module.STOP_PATIENCE_S, world_module.MISSED_BEAT_S = 0.0, 3.0
+    connected.STOP_PATIENCE_S, connected.MISSED_BEAT_S = 0.0, 3.0
     world.stop.request()
     try:
         world.barrier()

@@ -6,33 +6,24 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
 
 from mugrpo_megatron.cuda import finds_cuda
-from mugrpo_megatron.engine.client import MOST_FAILURES, Engine
-from mugrpo_megatron.engine.placement import EngineSlot, slot_of_environment
-from mugrpo_megatron.engine.queue import PromptQueue
-from mugrpo_megatron.errors import EngineFailure
-from mugrpo_megatron.extras.auxiliary.scoring import (
-    AuxiliaryModel,
-    Job,
-    auxiliaries_of,
-    samples_per_update,
-    write_parts,
-)
+from mugrpo_megatron.engine.client import Engine
+from mugrpo_megatron.engine.placement import slot_of_environment
+from mugrpo_megatron.extras.auxiliary.scoring import AuxiliaryModel, Job, auxiliaries_of, run_job
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.observe.environment import device_memory_in_use
 from mugrpo_megatron.observe.progress import Display
-from mugrpo_megatron.phases.generate import check_shared
-from mugrpo_megatron.phases.handover import shared_queue, show_totals
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import InUse, file_lock
 from mugrpo_megatron.run.engine_spec import engine_spec
-from mugrpo_megatron.run.run import Run, offload_learner
+from mugrpo_megatron.run.leader import LedEngine
+from mugrpo_megatron.run.opening import offload_learner
+from mugrpo_megatron.run.run import Run
 from mugrpo_megatron.run.stopping import StopRequest
 from mugrpo_megatron.stages.store import StageStore
 
@@ -43,8 +34,7 @@ def score_stage(run: Run, learner: Learner, store: StageStore, cursor: Cursor) -
     If a column is missing, the learner is offloaded and stays so. Each update's part of a column goes to disk when it
     is finished, so a killed or stopped run computes only what is missing. Waits for processes without a learner that
     score the stage (`shard.py`), and takes over their parts. Raises UserError when an auxiliary model's weights differ
-    from its earlier columns', EngineFailure after MOST_FAILURES rounds in a row in which an engine fails and
-    nothing is finished, and Stopped, with the finished parts on disk, when the run was asked to stop.
+    from its earlier columns', and as `scoring.run_job` does.
     """
     for auxiliary in auxiliaries_of(run.recipe, run.directory, store, cursor.stage):
         jobs = []
@@ -83,10 +73,10 @@ def _run_jobs(
         for job in jobs:
             if run.world.broadcast(job.parts.missing()):
                 engine_recipe = job.recipe(run.recipe, auxiliary.name, auxiliary.directory)
-                with _engine(run, engine_recipe, auxiliary.directory, auxiliary.name) as (slot, engine):
+                with _engine(run, engine_recipe, auxiliary.directory, auxiliary.name) as (engines, led):
                     title = f"{cursor.title(run.recipe.schedule)}: {job.what} of {auxiliary.name}"
-                    _run_job(run, slot, engine, store, job, title, cursor)
-                    memory = (device_memory_in_use() or engine.memory) if engine else 0.0
+                    run_job(run, led, engines, store, job, job.parts.missing, title, cursor)
+                    memory = (device_memory_in_use() or led.engine.memory) if led else 0.0
                     facts["engine_memory"] = max(run.world.gather(memory))
             run.world.barrier()
             if run.is_main:
@@ -102,62 +92,16 @@ def _memory(run: Run) -> float:
 
 
 @contextmanager
-def _engine(run: Run, recipe: Recipe, directory: Path, name: str) -> Iterator[tuple[EngineSlot, Engine | None]]:
-    """Yields this rank's engine slot and the engine that it leads, or None; stops the engine at the end."""
+def _engine(run: Run, recipe: Recipe, directory: Path, name: str) -> Iterator[tuple[int, LedEngine | None]]:
+    """Yields the number of engines and the one that this rank leads, or None; stops it at the end."""
     slot = slot_of_environment(recipe.engine, finds_cuda())
     with ExitStack() as stack:
-        engine = None
+        led = None
         if slot.leads_engine:
             log = run.directory.logs / f"auxiliary-{name}-{slot.number:04d}.log"
-            engine = Engine.start(engine_spec(recipe), directory, log, slot, run.stop.poll)
-            stack.callback(engine.stop)
-        yield slot, engine
-
-
-def _run_job(
-    run: Run, slot: EngineSlot, engine: Engine | None, store: StageStore, job: Job, title: str, cursor: Cursor
-) -> None:
-    """Run rounds until every update has its part. Collective."""
-    failures = 0
-    while missing := run.world.broadcast(job.parts.missing()):
-        queue = shared_queue(replace(run.world, engines=slot.engines), missing)
-        failure, written = _round(run, engine, store, job, queue, title)
-        updates = set().union(*run.world.gather(written))
-        check_shared(run.world, store, not run.is_main or job.parts.wait_for(updates))
-        if run.world.any_rank(run.stop.requested):
-            rest = len(run.world.broadcast(job.parts.missing()))
-            run.save_and_stop(cursor, f"{job.what}: {store.updates - rest} of {store.updates} updates are on disk; ")
-        texts = list(filter(None, run.world.gather(failure)))
-        failures = bool(texts) + (0 if updates else failures)
-        if failures >= MOST_FAILURES:
-            raise EngineFailure(texts[0])
-        for text in texts:
-            run.log.event("engine_failure", text.splitlines()[0])
-            run.display.say(f"{text}\nThe auxiliary model's engine is restarted for what is missing.")
-        if engine and not engine.running:
-            engine.restart()
-
-
-def _round(
-    run: Run, engine: Engine | None, store: StageStore, job: Job, queue: PromptQueue, title: str
-) -> tuple[str, set[int]]:
-    """All engines take updates from the queue until it is empty. Collective.
-
-    Returns the error of this rank's engine, empty if it did not fail, and the updates whose parts it has written.
-    """
-    updates: set[int] = set()
-    failure = ""
-    with run.display.bar(title, queue.total, "updates") as bar:
-
-        def written(update: int) -> None:
-            updates.add(update)
-            show_totals(bar, queue, run.is_main)
-
-        if engine:
-            failure = write_parts(engine, store, job, queue, samples_per_update(run.recipe.rollout), run.stop, written)
-        run.world.barrier(lambda: show_totals(bar, queue, run.is_main))
-        show_totals(bar, queue, run.is_main)
-    return failure, updates
+            led = LedEngine(engine=Engine.start(engine_spec(recipe), directory, log, slot, run.stop.poll))
+            stack.callback(led.engine.stop)
+        yield slot.engines, led
 
 
 LOOK_S = 1.0

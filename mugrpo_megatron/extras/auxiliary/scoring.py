@@ -1,22 +1,23 @@
-"""Jobs of auxiliary models on a stage, and the loop in which one engine does a job."""
+"""Jobs of auxiliary models on a stage, and the rounds in which engines do a job."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mugrpo_megatron.engine.client import Engine
-from mugrpo_megatron.engine.queue import PromptQueue
-from mugrpo_megatron.errors import EngineFailure, EngineStopped, UserError
+from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.auxiliary.auxiliary_columns import ColumnParts, auxiliary_columns
 from mugrpo_megatron.extras.auxiliary.jobs import Job, Judge, Teacher
 from mugrpo_megatron.extras.auxiliary.models import directory_of
 from mugrpo_megatron.files.hf_config import check_weights
+from mugrpo_megatron.phases.rounds import Round, check_shared, open_round, report
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.policy import RolloutSection
+from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory
-from mugrpo_megatron.run.stopping import StopRequest
+from mugrpo_megatron.run.leader import LedEngine
+from mugrpo_megatron.run.run import Run
 from mugrpo_megatron.samples import Prompt, Response, Sample
 from mugrpo_megatron.stages.columns import ScoreColumn, TableColumn
 from mugrpo_megatron.stages.store import StageStore
@@ -81,40 +82,52 @@ def samples_per_update(rollout: RolloutSection) -> int:
     return rollout.prompts_per_update * rollout.responses_per_prompt
 
 
-def write_parts(
-    engine: Engine,
+def run_job(
+    run: Run,
+    led: LedEngine | None,
+    engines: int,
     store: StageStore,
     job: Job,
-    queue: PromptQueue,
-    width: int,
-    stop: StopRequest,
-    written: Callable[[int], None],
-) -> str:
-    """Take updates of `width` samples from the queue, write each one's part, and call `written` with its number.
+    missing: Callable[[], Sequence[int]],
+    title: str,
+    cursor: Cursor,
+) -> None:
+    """Run rounds until no update of rank 0's `missing()` is left without its part. Collective.
 
-    Ends once the queue is empty or the run is asked to stop. Returns the engine's error, or an empty text.
+    `led` is this rank's engine of the auxiliary model, if it leads one of the `engines`. Raises EngineFailure after
+    MOST_FAILURES failures of an engine in a row without a part between them, and Stopped, with the finished parts on
+    disk, when the run was asked to stop.
     """
-    try:
-        with job.workers():
-            for answers in _completed_updates(engine, store, job, queue, width):
-                job.parts.write(answers.update, job.rows(answers.samples, answers.responses))
-                queue.finished(sum(len(response.ids) for response in answers.responses.values()))
-                written(answers.update)
-                if stop.poll():
-                    break
-    except EngineStopped:
-        pass
-    except EngineFailure as failure:
-        queue.leave()
-        return str(failure)
-    if stop.requested:
-        queue.close()
-    return ""
+    width = samples_per_update(run.recipe.rollout)
+    while updates := run.world.broadcast(missing()):
+        with run.display.bar(title, len(updates), "updates") as bar:
+            round = open_round(run, led, updates, bar, engines)
+            written = _write_parts(round, led, store, job, width) if led else set()
+            round.wait()
+        outcome = round.end(written)
+        of_all = set().union(*outcome.results)
+        check_shared(run.world, store, not run.is_main or job.parts.wait_for(of_all))
+        if outcome.stopping:
+            rest = len(run.world.broadcast(job.parts.missing()))
+            run.save_and_stop(cursor, f"{job.what}: {store.updates - rest} of {store.updates} updates are on disk")
+        report(run, outcome.failures, "The auxiliary model's engine")
+        if led:
+            led.restart_if_failed()
 
 
-def _completed_updates(
-    engine: Engine, store: StageStore, job: Job, queue: PromptQueue, width: int
-) -> Iterator[UpdateAnswers]:
+def _write_parts(round: Round, led: LedEngine, store: StageStore, job: Job, width: int) -> set[int]:
+    """Take updates of `width` samples from the round, write each one's part, and return their numbers."""
+    written: set[int] = set()
+    with job.workers():
+        for answers in _completed_updates(round, store, job, width):
+            job.parts.write(answers.update, job.rows(answers.samples, answers.responses))
+            written.add(answers.update)
+            led.progressed()
+            round.finished(sum(len(response.ids) for response in answers.responses.values()))
+    return written
+
+
+def _completed_updates(round: Round, store: StageStore, job: Job, width: int) -> Iterator[UpdateAnswers]:
     in_flight: dict[int, UpdateAnswers] = {}
 
     def finished() -> Iterator[UpdateAnswers]:
@@ -123,14 +136,14 @@ def _completed_updates(
 
     def take(in_flight_samples: int, slots: int) -> list[Prompt]:
         prompts: list[Prompt] = []
-        for update in queue.take(-(-in_flight_samples // width), max(1, -(-slots // width))):
+        for update in round.queue.take(-(-in_flight_samples // width), max(1, -(-slots // width))):
             samples = job.read(store, update)
             asked = job.prompts(samples)
             in_flight[update] = UpdateAnswers(update, samples, len(asked), {})
             prompts += [replace(prompt, index=update * STRIDE + index) for index, prompt in asked.items()]
         return prompts
 
-    for prompt, (response,) in engine.generate_from(take, 1, job.sampling):
+    for prompt, (response,) in round.groups_from(take, 1, job.sampling):
         update, index = divmod(prompt.index, STRIDE)
         in_flight[update].responses[index] = response
         yield from finished()

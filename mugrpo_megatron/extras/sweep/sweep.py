@@ -36,14 +36,17 @@ from mugrpo_megatron.phases.saves import write_results
 from mugrpo_megatron.recipe import Recipe, load_recipe
 from mugrpo_megatron.run.branch import branch
 from mugrpo_megatron.run.checkpoints import newest_cursor, open_saver
+from mugrpo_megatron.run.connected import broadcast_failure, open_world
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import InUse, RunDirectory, open_directory, stage_origin
-from mugrpo_megatron.run.engines import Engines, launch, start_engines
+from mugrpo_megatron.run.engines import Engines, start_engines
 from mugrpo_megatron.run.inputs import record_data
+from mugrpo_megatron.run.leader import launch
+from mugrpo_megatron.run.opening import clean_current_stage, offload_learner, restore_learner, weight_sync_of
 from mugrpo_megatron.run.record import read_record
-from mugrpo_megatron.run.run import Run, clean_current_stage, offload_learner, restore_learner, weight_sync_of
+from mugrpo_megatron.run.run import Run
 from mugrpo_megatron.run.stopping import Stopped, handle_signals
-from mugrpo_megatron.run.world import World, broadcast_failure, open_world
+from mugrpo_megatron.run.world import World
 from mugrpo_megatron.stages.manifest import Origin
 from mugrpo_megatron.train import evaluate_policy, optimize_stage
 from mugrpo_megatron.weights.sync import WeightSync
@@ -88,7 +91,7 @@ def _run_cell(context: SweepContext, sweep: Sweep, cell: Cell) -> bool:
     except (Stopped, InUse, EngineFailure, CollectiveFailure):
         raise
     except Exception as error:
-        if context.world.ranks.world > 1 and not isinstance(error, TrainingFailure):
+        if context.world.size > 1 and not isinstance(error, TrainingFailure):
             raise
         if context.is_main:
             write_text(note, "".join(traceback.format_exception(error)))
@@ -134,6 +137,7 @@ class SweepContext:
     """Recipe of any cell."""
     logs: Path
     """The engines' logs."""
+    ranks: Ranks
     world: World
     display: Display
     problems: Problems | None
@@ -145,7 +149,7 @@ class SweepContext:
 
     @property
     def is_main(self) -> bool:
-        return self.world.ranks.rank == 0
+        return self.world.rank == 0
 
     @contextmanager
     def open(self, recipe: Recipe) -> Iterator[tuple[Run, Learner, Engines, Cursor]]:
@@ -173,13 +177,13 @@ class SweepContext:
             )
             log = stack.enter_context(tracked)
             with log.phase("start", newest.stage):
-                learner = build_learner(recipe, self.world.ranks)
+                learner = build_learner(recipe, self.ranks)
                 cursor = restore_learner(learner, directory, record, log, self.display)
                 saver = stack.enter_context(
                     open_saver(learner, directory.checkpoints, recipe.checkpoint, record.id, log)
                 )
                 engines = Engines(self.world, recipe.engine, weight_sync_of(learner))
-            yield Run(recipe, directory, self.world, log, self.display, saver, record), learner, engines, cursor
+            yield Run(recipe, directory, self.world, log, self.display, record, saver), learner, engines, cursor
 
     def with_engines(self, run: Run, learner: Learner, engines: Engines) -> tuple[Run, Engines]:
         """The run with the engines, which the first call starts; they sleep until the first sync. Collective.
@@ -224,4 +228,4 @@ def open_sweep(recipe: Recipe, logs: Path, problems: Problems | None) -> Iterato
         world = open_world(ranks, recipe.run.collective_timeout_s, 0, stop)
         stack.callback(stop.detach)
         with broadcast_failure(ranks):
-            yield SweepContext(recipe, logs, world, display, problems, stack)
+            yield SweepContext(recipe, logs, ranks, world, display, problems, stack)

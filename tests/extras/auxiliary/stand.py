@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,6 +18,7 @@ from mugrpo_megatron.phases.batches import StageBatches, columns_of
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.record import RunRecord
+from mugrpo_megatron.run.run import Run
 from mugrpo_megatron.run.stopping import StopRequest
 from mugrpo_megatron.run.world import World
 from mugrpo_megatron.samples import Prompt, Response
@@ -113,19 +115,22 @@ def stand(recipe: Recipe, directory: Path) -> Any:
 
     stop = StopRequest()
     bar = SimpleNamespace(done=0, tokens=0, advance=lambda *_: None)
-    return SimpleNamespace(
+    run: Any = SimpleNamespace(
         recipe=recipe,
         directory=RunDirectory(directory),
         record=RunRecord("r"),
+        learner_saver=None,
         is_main=True,
         rows=rows,
         said=said,
         phase=phase,
         log=SimpleNamespace(event=lambda kind, text: said.append(kind)),
         display=SimpleNamespace(bar=lambda *_: nullcontext(bar), say=said.append),
-        world=World(SimpleNamespace(world=1, rank=0, heartbeat=None), None, 1, stop),  # type: ignore[arg-type]
+        world=World(engines=1, stop=stop),
         stop=stop,
     )
+    run.save_and_stop, run.stop_if_asked = partial(Run.save_and_stop, run), partial(Run.stop_if_asked, run)
+    return run
 
 
 def taught(tmp_path: Path) -> Recipe:

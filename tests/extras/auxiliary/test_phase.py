@@ -12,6 +12,7 @@ import pytest
 from mugrpo_megatron.errors import EngineFailure, UserError
 from mugrpo_megatron.extras.auxiliary import phase
 from mugrpo_megatron.extras.auxiliary.auxiliary_columns import ColumnParts, link_columns
+from mugrpo_megatron.phases import rounds
 from mugrpo_megatron.phases.batches import teacher_column
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor
@@ -78,7 +79,7 @@ def test_an_engine_that_fails_is_restarted_for_the_rest(run: Any, answers: Answe
 def test_an_engine_that_fails_again_and_again_ends_the_run(
     run: Any, answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(phase, "MOST_FAILURES", 1)
+    monkeypatch.setattr(rounds, "MOST_FAILURES", 1)
     answers.after = 0
     with pytest.raises(EngineFailure, match="it died"):
         phase.score_stage(run, LEARNER, run.store, Cursor())

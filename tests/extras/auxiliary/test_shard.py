@@ -9,8 +9,9 @@ import pytest
 
 from mugrpo_megatron.engine.placement import EngineSlot
 from mugrpo_megatron.errors import EngineFailure
-from mugrpo_megatron.extras.auxiliary import phase, shard
+from mugrpo_megatron.extras.auxiliary import phase
 from mugrpo_megatron.extras.auxiliary.shard import ShardScoring
+from mugrpo_megatron.phases import rounds
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import file_lock
 from mugrpo_megatron.run.stopping import Stopped
@@ -20,7 +21,7 @@ from tests.tiny import COIN, FINISHED, mugrpo, rows, take_stages, weights, write
 
 def shard_of(run: Any, number: int, of: int) -> ShardScoring:
     slot = EngineSlot(True, number=number, engines=of, local=0, local_engines=1, gpu=0)
-    return ShardScoring(run.recipe, run.store, 0, slot, run.display, run.stop)
+    return ShardScoring(run, run.store, Cursor(), slot)
 
 
 @pytest.mark.parametrize("of", [1, 3, UPDATES + 1])
@@ -57,8 +58,8 @@ def test_an_engine_that_fails_is_restarted_and_one_that_fails_again_ends_the_sha
     answers.after = WIDTH + 1
     shard_of(run, 0, 2).score()
     assert answers.starts == 2
-    assert run.said == ["it died\nThe auxiliary model's engine is restarted for what is missing."]
-    monkeypatch.setattr(shard, "MOST_FAILURES", 1)
+    assert run.said == ["engine_failure", "it died\nThe auxiliary model's engine is restarted for what is missing."]
+    monkeypatch.setattr(rounds, "MOST_FAILURES", 1)
     answers.after = 0
     with pytest.raises(EngineFailure, match="it died"):
         shard_of(run, 1, 2).score()
@@ -66,7 +67,7 @@ def test_an_engine_that_fails_is_restarted_and_one_that_fails_again_ends_the_sha
 
 def test_asked_to_stop_a_shard_keeps_what_is_done(run: Any, answers: Answers) -> None:
     run.stop.requested = True
-    with pytest.raises(Stopped, match="3 updates of this shard are missing"):
+    with pytest.raises(Stopped, match=f"0 of {UPDATES} updates are on disk"):
         shard_of(run, 0, 2).score()
 
 

@@ -1,0 +1,162 @@
+"""Rounds: what is missing -> engine -> sink, for stages, evaluations and auxiliary models, in a run or without one.
+
+    round = open_round(run, led, missing, bar)     one queue of what is missing, for all engines
+    for group in round.groups(...): ...            on a rank that leads an engine: sample it, keep it
+        round.finished(tokens)
+    round.wait()                                   until every engine is done
+    outcome = round.end(mine)                      every rank's result and failures, on every rank
+    report(run, outcome.failures)                  printed and counted
+
+An engine that fails leaves its round, as one does that was asked to stop; what it had not finished is missing in the
+next round, before which it is started again: in a run by the hand-over, which brings it weights, elsewhere by
+`restart_if_failed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+from uuid import uuid4
+
+from mugrpo_megatron.engine.client import MOST_FAILURES, PromptSource
+from mugrpo_megatron.engine.queue import PromptQueue
+from mugrpo_megatron.engine.wire import SampledGroup, Sampling
+from mugrpo_megatron.errors import EngineFailure, UserError
+from mugrpo_megatron.observe.progress import Bar
+from mugrpo_megatron.run.leader import LedEngine
+from mugrpo_megatron.run.run import Run
+from mugrpo_megatron.run.world import World
+from mugrpo_megatron.samples import Prompt
+from mugrpo_megatron.stages.store import StageStore
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The failure of an engine in a round, or in the sync before it."""
+
+    text: str
+    in_a_row: int
+    """Failures of this engine since its last progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome(Generic[T]):
+    """What the ranks bring out of a round, the same on every rank."""
+
+    results: list[T]
+    """Of each rank."""
+    failures: list[Failed]
+    stopping: bool
+    """Whether any rank was asked to stop."""
+
+
+class Round:
+    """One round of all engines."""
+
+    def __init__(self, run: Run, led: LedEngine | None, queue: PromptQueue, bar: Bar, together: bool) -> None:
+        self.queue = queue
+        self._run, self._led, self._bar, self._together = run, led, bar, together
+        self._before = bar.done, bar.tokens
+
+    def groups(self, prompt_of: Callable[[int], Prompt], n: int, how: Sampling) -> Iterator[SampledGroup]:
+        """Yields `n` responses to the prompt of each item that this rank's engine takes, as they are finished."""
+        return self.groups_from(lambda waiting, slots: [*map(prompt_of, self.queue.take(waiting, slots))], n, how)
+
+    def groups_from(self, take: PromptSource, n: int, how: Sampling) -> Iterator[SampledGroup]:
+        """`groups` of a source that itself takes items from the queue.
+
+        Ends early when the engine fails or the run is asked to stop, and drops requests in flight.
+        """
+        led, stop = self._led, self._run.stop
+        assert led
+        if led.engine.running and not stop.poll():
+            with led.guarded(), closing(led.engine.generate_from(take, n, how)) as groups:
+                for group in groups:
+                    yield group
+                    if stop.poll():
+                        break
+        if self._together and not led.engine.running:
+            self.queue.leave()
+        if stop.requested:
+            self.queue.close()
+
+    def finished(self, tokens: int) -> None:
+        """Count one item as finished, with so many sampled tokens."""
+        self.queue.finished(tokens)
+        self.show()
+
+    def show(self) -> None:
+        """Advance the main rank's bar to what all engines have finished."""
+        if self._run.is_main:
+            (items, tokens), (done, earlier) = self.queue.totals(), self._before
+            self._bar.advance(done + items - self._bar.done, earlier + tokens - self._bar.tokens)
+
+    def wait(self) -> None:
+        """Wait until every engine is done. Collective."""
+        # Heartbeats instead of a collective: a long generation would exceed its timeout (ProcessGroupNCCL).
+        self._run.world.barrier(self.show)
+        self.show()
+
+    def end(self, mine: T) -> Outcome[T]:
+        """Returns every rank's result, `mine` on this one, and the failures since the last round. Collective."""
+        failed, led = None, self._led
+        if led and led.failure:
+            failed, led.failure = Failed(str(led.failure), led.failures_in_a_row), None
+        self._run.world.barrier()
+        parts = self._run.world.gather((mine, failed, self._run.stop.requested))
+        prefix = [f"rank {rank}: " if len(parts) > 1 else "" for rank in range(len(parts))]
+        failures = [Failed(prefix[rank] + f.text, f.in_a_row) for rank, (_, f, _) in enumerate(parts) if f]
+        return Outcome([result for result, _, _ in parts], failures, any(stopping for _, _, stopping in parts))
+
+
+def open_round(
+    run: Run,
+    led: LedEngine | None,
+    missing: Sequence[int],
+    bar: Bar,
+    engines: int | None = None,
+    together: bool = True,
+) -> Round:
+    """Open a round over rank 0's `missing` items; `led` is this rank's engine, if it leads one. Collective.
+
+    Args:
+        engines: number of engines of the world; by default the run's.
+        together: once half of the engines have failed the others end the round too, to be started again together.
+    """
+    world = run.world
+    if world.size == 1:
+        return Round(run, led, PromptQueue(missing), bar, together)
+    # Counters of the rendezvous store hand out the items, so a fast engine takes more than a slow one.
+    name, items = world.broadcast((uuid4().hex, missing))
+    queue = PromptQueue(
+        items,
+        world.engines if engines is None else engines,
+        lambda counter, amount: world.count(f"queue/{name}/{counter}", amount),
+    )
+    return Round(run, led, queue, bar, together)
+
+
+def report(run: Run, failures: Iterable[Failed], subject: str = "The engine") -> None:
+    """Log and print the failures of a round. Every rank calls this with the same ones.
+
+    Raises EngineFailure after MOST_FAILURES failures of one engine in a row.
+    """
+    for failed in failures:
+        if failed.in_a_row >= MOST_FAILURES:
+            raise EngineFailure(failed.text)
+        run.log.event("engine_failure", failed.text.splitlines()[0])
+        run.display.say(f"{failed.text}\n{subject} is restarted for what is missing.")
+
+
+def check_shared(world: World, stage: StageStore, seen: bool) -> None:
+    """UserError on every rank when one of them does not see what another has written. Collective."""
+    blind = [rank for rank, sees in enumerate(world.gather(seen)) if not sees]
+    if blind:
+        raise UserError(
+            f"rank {blind[0]} does not see what other ranks have written to {stage.directory}: put run.dir on a "
+            "file system that all nodes share, under the same path"
+        )
