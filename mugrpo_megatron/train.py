@@ -21,7 +21,7 @@ from mugrpo_megatron.engine.process import HostProcess
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.update import update
 from mugrpo_megatron.phases.evaluate import evaluate, evaluation_due, is_evaluated
-from mugrpo_megatron.phases.generate import run_auxiliary_models, sample
+from mugrpo_megatron.phases.generate import run_auxiliary_models, sample, seal_if_complete, whole_stage
 from mugrpo_megatron.phases.saves import finish, save_if_due
 from mugrpo_megatron.phases.stage import open_stage
 from mugrpo_megatron.recipe import Recipe
@@ -47,12 +47,13 @@ def train(recipe: Recipe, problems: Problems | None, host: HostProcess | None = 
 
 def generate_stage(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> None:
     """The engines generate all responses of the next µ updates with the learner's current weights."""
-    stage = run.stage_store(cursor, engines.writer)
+    stage, whole = run.stage_store(cursor, engines.writer), whole_stage(run.recipe, cursor)
     while not stage.sealed:  # once, unless an engine fails and is started again
         hand_over(run, learner, engines, cursor)
         if evaluation_due(run, cursor):
             evaluate(run, engines.leader, cursor)
-        sample(run, engines.leader, stage, cursor)  # engine -> verifier -> stage on disk
+        sample(run, engines.leader, stage, whole)  # engine -> verifier -> stage on disk
+        seal_if_complete(run, stage, whole)
         engines.sleep()
     run_auxiliary_models(run, learner, stage, cursor)  # a teacher, a judge: stage -> column
     learner.reload()

@@ -57,7 +57,7 @@ from mugrpo_megatron.run.directory import RunDirectory, file_lock
 from mugrpo_megatron.run.engine_spec import engine_spec
 from mugrpo_megatron.run.initial_model import hub_model, weights_fingerprint, with_model
 from mugrpo_megatron.run.inputs import file_sum, sums_by_set
-from mugrpo_megatron.run.leader import Leader
+from mugrpo_megatron.run.leader import Leader, make_leader
 from mugrpo_megatron.run.record import RunRecord
 from mugrpo_megatron.run.run import Run
 from mugrpo_megatron.run.world import World
@@ -266,7 +266,7 @@ def _evaluate(
         try:
             with Verifier(recipe.reward) as verifier:
                 problems = PreparedData(FittingPrompts([], [], 0), held_out, [])
-                leader = Leader(engine=engine, slot=ALONE, verifier=verifier, tokenizer=tokenizer, problems=problems)
+                leader = make_leader(recipe, ALONE, engine, verifier, problems)
                 engine.wait_ready()
                 for name, places in by_set.items():
                     start = time.perf_counter()

@@ -19,7 +19,7 @@ import torch
 
 from mugrpo_megatron.engine import sglang_compat
 from mugrpo_megatron.engine.launch import SUMMING
-from mugrpo_megatron.engine.queue import EngineLoad, read_load
+from mugrpo_megatron.engine.queue import LoadReading, read_load
 from mugrpo_megatron.files.tensors import TensorChecksums, tensor_checksums
 
 IDLE_SECONDS = 60.0
@@ -71,7 +71,7 @@ class EngineGroup:
         """SGLang's state of each unfinished request."""
         return ChainMap(*[engine.tokenizer_manager.rid_to_state for engine in self._engines])
 
-    async def load(self, tokens: int) -> EngineLoad:
+    async def load(self, tokens: int) -> LoadReading:
         """The load after `tokens` sampled tokens."""
         snapshots = [await engine.tokenizer_manager.get_loads() for engine in self._engines]
         return read_load(tokens, [snapshot for schedulers in snapshots for snapshot in schedulers])

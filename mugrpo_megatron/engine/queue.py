@@ -87,7 +87,7 @@ MOST_LOADS = 240
 
 
 @dataclass(frozen=True, slots=True)
-class EngineLoad:
+class LoadReading:
     time: float
     """Unix seconds."""
     tokens: int
@@ -104,9 +104,9 @@ class EngineLoad:
         return {"tokens": self.tokens, "running": self.running, "queued": self.queued, "kv_use": self.kv_use}
 
 
-def read_load(tokens: int, snapshots: Sequence[Any]) -> EngineLoad:
+def read_load(tokens: int, snapshots: Sequence[Any]) -> LoadReading:
     """The engine's load from its schedulers' snapshots, one a data parallel scheduler."""
-    return EngineLoad(
+    return LoadReading(
         time=time.time(),
         tokens=tokens,
         running=sum(snapshot.num_running_reqs for snapshot in snapshots),
@@ -119,11 +119,11 @@ def read_load(tokens: int, snapshots: Sequence[Any]) -> EngineLoad:
 class LoadRecord:
     """Readings of one generation at equal distances: every second one is dropped whenever there are too many."""
 
-    loads: list[EngineLoad] = field(default_factory=list)
+    loads: list[LoadReading] = field(default_factory=list)
     _every: int = 1
     _seen: int = 0
 
-    def add(self, load: EngineLoad) -> None:
+    def add(self, load: LoadReading) -> None:
         if self._seen % self._every == 0:
             self.loads.append(load)
         self._seen += 1

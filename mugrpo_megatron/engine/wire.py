@@ -9,7 +9,7 @@ A message is `(kind, value)`, pickled over an anonymous socket pair that only th
     sleep, wake               memory tags                    result None
     checksums                 None                           result [Sums]
     generate                  Sampling                       then, until `close`:
-      requests                [Request]                        groups PackedGroups, progress EngineLoad
+      requests                [Request]                        groups PackedGroups, progress LoadReading
       abort                   [key]
       close                   None                             done None
     stop                      None                           the process ends

@@ -122,7 +122,7 @@ def answer_set(
 
     `answer` takes each scored group as it is finished; returns what it returned, by place.
     """
-    recipe, round = run.recipe, open_round(run, leader, missing, bar, together=False)
+    recipe, round = run.recipe, open_round(run, leader, missing, bar, durable=False)
     own: dict[int, T] = {}
     if leader:
         held_out = leader.problems.held_out
@@ -134,8 +134,6 @@ def answer_set(
         sampled = round.groups(prompt_of, recipe.eval.of(name).samples, how)
         for group in Scorer(leader.verifier, leader.tokenizer).scored(sampled, run.stop.poll):
             own[group.prompt.index] = answer(group)
-            round.finished(group.tokens)
-    round.wait()
     return round.end(own)
 
 

@@ -1,11 +1,9 @@
 """Rounds: what is missing -> engine -> sink, for stages, evaluations and auxiliary models, in a run or without one.
 
     round = open_round(run, led, missing, bar)     one queue of what is missing, for all engines
-    for group in round.groups(...): ...            on a rank that leads an engine: sample it, keep it
-        round.finished(tokens)
-    round.wait()                                   until every engine is done
+    for group in round.groups(...): ...            on a rank that leads an engine: it samples, a sink keeps
     outcome = round.end(mine)                      every rank's result and failures, on every rank
-    report(run, outcome.failures)                  printed and counted
+    report(run, outcome.failures)                  printed, and the run's end after MOST_FAILURES
 
 An engine that fails leaves its round, as one does that was asked to stop; what it had not finished is missing in the
 next round, before which it is started again: in a run by the hand-over, which brings it weights, elsewhere by
@@ -57,17 +55,24 @@ class Outcome(Generic[T]):
 class Round:
     """One round of all engines."""
 
-    def __init__(self, run: Run, led: LedEngine | None, queue: PromptQueue, bar: Bar, together: bool) -> None:
+    def __init__(self, run: Run, led: LedEngine | None, queue: PromptQueue, bar: Bar, durable: bool) -> None:
+        """Fields as in `open_round`."""
         self.queue = queue
-        self._run, self._led, self._bar, self._together = run, led, bar, together
+        self._run, self._led, self._bar, self._durable = run, led, bar, durable
         self._before = bar.done, bar.tokens
 
     def groups(self, prompt_of: Callable[[int], Prompt], n: int, how: Sampling) -> Iterator[SampledGroup]:
         """Yields `n` responses to the prompt of each item that this rank's engine takes, as they are finished."""
-        return self.groups_from(lambda waiting, slots: [*map(prompt_of, self.queue.take(waiting, slots))], n, how)
+        led = self._led
+        assert led
+        for group in self.groups_from(lambda free, slots: [*map(prompt_of, self.queue.take(free, slots))], n, how):
+            if self._durable:
+                led.progressed()
+            yield group
+            self.finished(sum(len(response.ids) for response in group.responses))
 
     def groups_from(self, take: PromptSource, n: int, how: Sampling) -> Iterator[SampledGroup]:
-        """`groups` of a source that itself takes items from the queue.
+        """`groups` of a source that takes items from the queue itself; the caller counts those that are finished.
 
         Ends early when the engine fails or the run is asked to stop, and drops requests in flight.
         """
@@ -79,7 +84,7 @@ class Round:
                     yield group
                     if stop.poll():
                         break
-        if self._together and not led.engine.running:
+        if self._durable and not led.engine.running:
             self.queue.leave()
         if stop.requested:
             self.queue.close()
@@ -95,18 +100,14 @@ class Round:
             (items, tokens), (done, earlier) = self.queue.totals(), self._before
             self._bar.advance(done + items - self._bar.done, earlier + tokens - self._bar.tokens)
 
-    def wait(self) -> None:
-        """Wait until every engine is done. Collective."""
+    def end(self, mine: T) -> Outcome[T]:
+        """Wait until every engine is done; returns every rank's result, `mine` on this one. Collective."""
         # Heartbeats instead of a collective: a long generation would exceed its timeout (ProcessGroupNCCL).
         self._run.world.barrier(self.show)
         self.show()
-
-    def end(self, mine: T) -> Outcome[T]:
-        """Returns every rank's result, `mine` on this one, and the failures since the last round. Collective."""
         failed, led = None, self._led
         if led and led.failure:
             failed, led.failure = Failed(str(led.failure), led.failures_in_a_row), None
-        self._run.world.barrier()
         parts = self._run.world.gather((mine, failed, self._run.stop.requested))
         prefix = [f"rank {rank}: " if len(parts) > 1 else "" for rank in range(len(parts))]
         failures = [Failed(prefix[rank] + f.text, f.in_a_row) for rank, (_, f, _) in enumerate(parts) if f]
@@ -119,17 +120,19 @@ def open_round(
     missing: Sequence[int],
     bar: Bar,
     engines: int | None = None,
-    together: bool = True,
+    durable: bool = True,
 ) -> Round:
     """Open a round over rank 0's `missing` items; `led` is this rank's engine, if it leads one. Collective.
 
     Args:
         engines: number of engines of the world; by default the run's.
-        together: once half of the engines have failed the others end the round too, to be started again together.
+        durable: whether finished items stay where an engine fails. Then they end a row of failures, and once half of
+            the engines have failed the others end the round too, to be started again together. Without it, as in an
+            evaluation that is dropped unless it is complete, the engines that are left go on.
     """
     world = run.world
     if world.size == 1:
-        return Round(run, led, PromptQueue(missing), bar, together)
+        return Round(run, led, PromptQueue(missing), bar, durable)
     # Counters of the rendezvous store hand out the items, so a fast engine takes more than a slow one.
     name, items = world.broadcast((uuid4().hex, missing))
     queue = PromptQueue(
@@ -137,7 +140,7 @@ def open_round(
         world.engines if engines is None else engines,
         lambda counter, amount: world.count(f"queue/{name}/{counter}", amount),
     )
-    return Round(run, led, queue, bar, together)
+    return Round(run, led, queue, bar, durable)
 
 
 def report(run: Run, failures: Iterable[Failed], subject: str = "The engine") -> None:

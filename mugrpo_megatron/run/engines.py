@@ -18,14 +18,13 @@ from functools import partial
 
 from mugrpo_megatron.cuda import finds_cuda
 from mugrpo_megatron.data.prepare import PreparedData
-from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.engine.client import Engine, MemoryTag
 from mugrpo_megatron.engine.nodes import FollowerNode, PeerFailure, leader_address, node_status
 from mugrpo_megatron.errors import EngineFailure
 from mugrpo_megatron.observe.progress import Display
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.systems import EngineSection
-from mugrpo_megatron.run.leader import Launched, Leader, wait_for_engines
+from mugrpo_megatron.run.leader import Launched, Leader, make_leader, wait_for_engines
 from mugrpo_megatron.run.world import World
 from mugrpo_megatron.weights.check import compare_weights, uncheckable_reason
 from mugrpo_megatron.weights.sync import WeightSync, sync
@@ -156,9 +155,7 @@ def start_engines(
     """
     problems, leader = world.broadcast(prepared), None
     if launched.led and problems:
-        engine, verifier = launched.led
-        tokenizer = load_tokenizer(recipe.model.directory)
-        leader = Leader(engine=engine, slot=launched.slot, verifier=verifier, tokenizer=tokenizer, problems=problems)
+        leader = make_leader(recipe, launched.slot, *launched.led, problems)
     engines = Engines(world, recipe.engine, weight_sync, leader, launched.follower)
     engines.rendezvous()
     with display.waiting(f"waiting for the engine, see {launched.logs}"):

@@ -11,10 +11,13 @@ from transformers import PreTrainedTokenizerBase
 
 from mugrpo_megatron.cuda import finds_cuda
 from mugrpo_megatron.data.prepare import PreparedData
+from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.engine.client import Engine, first_start_problem
+from mugrpo_megatron.engine.launch import replayed_routers, training_sampling
 from mugrpo_megatron.engine.nodes import FollowerNode
 from mugrpo_megatron.engine.placement import EngineSlot, slot_of_environment
 from mugrpo_megatron.engine.process import HostProcess
+from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import EngineFailure, EngineStopped, UserError
 from mugrpo_megatron.observe.environment import usable_cores
 from mugrpo_megatron.recipe import Recipe
@@ -52,8 +55,8 @@ class LedEngine:
             self.failures_in_a_row += 1
 
     def progressed(self) -> None:
-        """Note that the engine has finished something: failures are counted from here."""
-        self.failures_in_a_row = 0
+        """Note that something the engine has made is kept: of its failures only one that is unreported still counts."""
+        self.failures_in_a_row = int(self.failure is not None)
 
     def restart_if_failed(self) -> None:
         """Start an engine that has failed again, with the weights of its model directory; returns at once."""
@@ -69,6 +72,18 @@ class Leader(LedEngine):
     verifier: Verifier
     tokenizer: PreTrainedTokenizerBase
     problems: PreparedData
+    sampling: Sampling
+    """Of training responses."""
+
+
+def make_leader(recipe: Recipe, slot: EngineSlot, engine: Engine, verifier: Verifier, problems: PreparedData) -> Leader:
+    """The leader of an engine that serves the recipe's policy."""
+    tokenizer = load_tokenizer(recipe.model.directory)
+    routers = replayed_routers(recipe.learner, recipe.model)
+    sampling = training_sampling(recipe.rollout, recipe.run, tokenizer, routers)
+    return Leader(
+        engine=engine, slot=slot, verifier=verifier, tokenizer=tokenizer, problems=problems, sampling=sampling
+    )
 
 
 @dataclass(frozen=True, slots=True)

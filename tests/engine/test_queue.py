@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mugrpo_megatron.engine.queue import CLAIM, MOST_LOADS, EngineLoad, LoadRecord, PromptQueue
+from mugrpo_megatron.engine.queue import CLAIM, MOST_LOADS, LoadReading, LoadRecord, PromptQueue
 from tests.ranks import run_ranks
 
 
@@ -115,7 +115,7 @@ def test_ranks_share_the_queue_through_the_store(tmp_path: Path) -> None:
 def test_a_long_generation_keeps_readings_that_are_equally_far_apart(count: int) -> None:
     record = LoadRecord()
     for number in range(count):
-        record.add(EngineLoad(time=float(number), tokens=number, running=1, queued=0, kv_use=0.5))
+        record.add(LoadReading(time=float(number), tokens=number, running=1, queued=0, kv_use=0.5))
         assert len(record.loads) <= MOST_LOADS
     times = [load.time for load in record.loads]
     assert times[:1] == [0.0][:count]

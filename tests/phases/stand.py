@@ -13,6 +13,7 @@ import numpy as np
 
 from mugrpo_megatron.data.prompts import FittingPrompts
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
+from mugrpo_megatron.engine.launch import training_sampling
 from mugrpo_megatron.engine.queue import LoadRecord
 from mugrpo_megatron.engine.wire import SampledGroup, Sampling
 from mugrpo_megatron.errors import EngineFailure
@@ -99,7 +100,10 @@ def standing(
     fitting = FittingPrompts(list(problems), [[1]] * len(problems), 0)
     prepared: Any = SimpleNamespace(train=fitting, held_out=fitting)
     slot: Any = SimpleNamespace(number=0)
-    leader = Leader(engine=cast(Any, engine), slot=slot, verifier=verifier, tokenizer=TOKENIZER, problems=prepared)
+    how = training_sampling(recipe.rollout, recipe.run, TOKENIZER, None)
+    leader = Leader(
+        engine=cast(Any, engine), slot=slot, verifier=verifier, tokenizer=TOKENIZER, problems=prepared, sampling=how
+    )
     world = World(engines=1)
     run = Run(recipe, RunDirectory(path), world, log, Display(None, None), RunRecord("r"), cast(Saver, "saver"))
     return Stand(run, Engines(world, recipe.engine, cast(WeightSync, None), leader), engine)

@@ -13,7 +13,7 @@ from mugrpo_megatron.algorithm.advantages import group_advantages
 from mugrpo_megatron.engine.client import MOST_FAILURES
 from mugrpo_megatron.errors import EngineFailure, EngineStopped
 from mugrpo_megatron.observe.log import MetricLog
-from mugrpo_megatron.phases.generate import sample
+from mugrpo_megatron.phases.generate import sample, seal_if_complete, whole_stage
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.rewards.items import Pending, Score
 from mugrpo_megatron.rewards.pool import Verifier
@@ -56,7 +56,9 @@ def store(stand: Stand) -> StageStore:
 
 
 def generated(stand: Stand) -> None:
-    sample(stand.run, stand.leader, store(stand), CURSOR)
+    stage, whole = store(stand), whole_stage(RECIPE, CURSOR)
+    sample(stand.run, stand.leader, stage, whole)
+    seal_if_complete(stand.run, stage, whole)
 
 
 def test_a_stage_holds_the_runs_next_problems_scored_and_in_order(stand: Stand) -> None:

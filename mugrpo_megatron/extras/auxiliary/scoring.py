@@ -102,9 +102,7 @@ def run_job(
     while updates := run.world.broadcast(missing()):
         with run.display.bar(title, len(updates), "updates") as bar:
             round = open_round(run, led, updates, bar, engines)
-            written = _write_parts(round, led, store, job, width) if led else set()
-            round.wait()
-        outcome = round.end(written)
+            outcome = round.end(_write_parts(round, led, store, job, width) if led else set())
         of_all = set().union(*outcome.results)
         check_shared(run.world, store, not run.is_main or job.parts.wait_for(of_all))
         if outcome.stopping:

@@ -25,7 +25,7 @@ from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.run.directory import RunDirectory, file_lock
 from mugrpo_megatron.run.engine_spec import engine_spec
 from mugrpo_megatron.run.inputs import editable_after_failure
-from mugrpo_megatron.run.leader import Leader, wait_for_engines
+from mugrpo_megatron.run.leader import make_leader, wait_for_engines
 from mugrpo_megatron.run.run import Run
 from mugrpo_megatron.run.stopping import handle_signals
 from mugrpo_megatron.run.world import World
@@ -59,7 +59,7 @@ def generate_shard(recipe: Recipe, shard: GenerationShard, stage: int | None, pr
             check_stage(store.directory, following.origin)
             mark_shard(shard, following, problems)
             title = f"stage {cursor.stage}, shard {shard}"
-            part = StagePart(frozenset(groups), f"shard {shard}", title, seals=False)
+            part = StagePart(cursor, frozenset(groups), f"shard {shard}", title)
             _generate(run, shard, following, store, part, problems)
         after = f"once all shards have, `mugrpo seal {directory.path}`"
         sealed = StageStore(following.directory, origin=following.origin)
@@ -79,7 +79,7 @@ def _generate(
     run: Run, shard: GenerationShard, stage: NextStage, store: StageStore, part: StagePart, problems: Problems
 ) -> None:
     """Rounds until the part of the stage is on disk."""
-    recipe, cursor = run.recipe, stage.cursor
+    recipe = run.recipe
     tokenizer = load_tokenizer(recipe.model.directory)
     prepared = prepare(recipe.data, recipe.reward, tokenizer, problems)
     log = run.directory.logs / f"engine-shard-{shard.writer:04d}.log"
@@ -90,14 +90,14 @@ def _generate(
         engine = Engine.start(engine_spec(recipe), stage.weights, log, _slot(shard), run.stop.poll)
         stack.callback(engine.stop)
         verifier = stack.enter_context(Verifier(recipe.reward))
-        leader = Leader(engine=engine, slot=_slot(shard), verifier=verifier, tokenizer=tokenizer, problems=prepared)
+        leader = make_leader(recipe, _slot(shard), engine, verifier, prepared)
         with run.display.waiting(f"waiting for the engine, see {log}"):
             wait_for_engines(leader, run.world)
         while part.groups - store.verified_groups():  # once, unless the engine fails and is started again
             with leader.guarded():
                 leader.restart_if_failed()
-                engine.set_version(cursor.updates)
-            sample(run, leader, store, cursor, part)
+                engine.set_version(part.cursor.updates)
+            sample(run, leader, store, part)
 
 
 def _slot(shard: GenerationShard) -> EngineSlot:
