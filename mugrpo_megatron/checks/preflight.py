@@ -171,15 +171,25 @@ def _check_prompts(data: DataSection, model: Path, problems: Sequence[Problem]) 
     return [first, *(f"data: {note}" for note in unread_fields(problems, shown))]
 
 
-def check_engine_only(recipe: Recipe, say: Say) -> tuple[Recipe, Problems]:
-    """`check_run` for a process without a learner, so without a layout."""
+def read_checked_problems(recipe: Recipe, say: Say) -> Problems | None:
+    """The problems, on rank 0 of a run whose responses no engine of its own samples, after `check_run`."""
+    if rank_of_environment() != 0:
+        return None
+    check_files(f"{recipe.data.train},{recipe.data.eval}")
+    _try_rewards(recipe.reward)
+    return _read(recipe.data, recipe.reward, recipe.run.dir, say)
+
+
+def check_engine_only(recipe: Recipe, say: Say, engine: bool = True) -> tuple[Recipe, Problems]:
+    """`check_run` for a process without a learner, so without a layout; with `engine` false without an engine too."""
     check_directory(recipe)
     _check_names(recipe.data, recipe.eval, recipe.reward, recipe.rollout, recipe.engine)
     check_files(f"{recipe.data.train},{recipe.data.eval}")
     _try_rewards(recipe.reward)
     recipe, config, _ = _with_model_config(recipe, say, recipe.run.dir)
-    check_without_sync(EngineSetup(recipe))
-    check_engine(EngineSetup(recipe, config))
+    if engine:
+        check_without_sync(EngineSetup(recipe))
+        check_engine(EngineSetup(recipe, config))
     _check_extras(recipe, None, say)
     return recipe, _read(recipe.data, recipe.reward, recipe.run.dir, say)
 

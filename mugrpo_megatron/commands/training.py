@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mugrpo_megatron.commands.common import IMPORTING, Options, Parser, recipe_arguments, say, with_recipe
 from mugrpo_megatron.errors import UserError
@@ -19,7 +19,29 @@ if TYPE_CHECKING:
     from mugrpo_megatron.data.prepare import Problems
     from mugrpo_megatron.engine.process import HostProcess
 
-train_arguments = sft_arguments = recipe_arguments
+sft_arguments = recipe_arguments
+
+
+def train_arguments(parser: Parser) -> None:
+    recipe_arguments(parser)
+    _server_arguments(parser)
+
+
+def _server_arguments(parser: Parser) -> None:
+    parser.add_argument(
+        "--server",
+        dest="servers",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="a vLLM or SGLang server that generates instead of an engine; give it once for each server",
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=3600.0, metavar="S", help="with --server: longest time for a group (3600)"
+    )
+    parser.add_argument(
+        "--patience", type=float, default=3600.0, metavar="S", help="with --server: longest time without any (3600)"
+    )
 
 
 def train(options: Options) -> int:
@@ -33,6 +55,9 @@ def train(options: Options) -> int:
 
             show_finished(RunDirectory(recipe.run.dir))
             return
+        if options.servers:
+            _train_with_servers(recipe, options)
+            return
         from mugrpo_megatron.checks.preflight import check_run
         from mugrpo_megatron.engine.launch import prelaunch_host
 
@@ -44,6 +69,24 @@ def train(options: Options) -> int:
             train(recipe, problems, host)
 
     return with_recipe(options, run)
+
+
+def _train_with_servers(recipe: Recipe, options: Options) -> None:
+    from mugrpo_megatron.checks.preflight import check_run, read_checked_problems
+
+    servers = _server_options(options)
+    import_module("mugrpo_megatron.extras.servers.options").check_servers(recipe)
+    recipe, _ = check_run(recipe, say, generates=False)
+    problems = read_checked_problems(recipe, say)
+    say(IMPORTING)
+    import_module("mugrpo_megatron.extras.servers.training").train_with_servers(recipe, problems, servers)
+
+
+def _server_options(options: Options) -> Any:
+    """`ServerOptions`; UserError for an address or a number that cannot be used."""
+    return import_module("mugrpo_megatron.extras.servers.options").server_options(
+        options.servers, options.timeout, options.patience
+    )
 
 
 def _stage_arguments(parser: Parser) -> None:
@@ -62,16 +105,19 @@ def generate_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--shard",
         metavar="I/N",
-        help="with --engine-only: the I-th of N processes, from 0; `mugrpo seal` closes the stage",
+        help="with --engine-only or --server: the I-th of N processes, from 0; `mugrpo seal` closes the stage",
     )
+    _server_arguments(parser)
 
 
 def generate(options: Options) -> int:
-    """Generate the stage at which the run stands, with the learner's ranks or by engines alone."""
-    if options.engine_only:
+    """Generate the stage at which the run stands, with the learner's ranks, by engines alone or by servers."""
+    if options.servers and options.engine_only:
+        raise UserError("--server and --engine-only: a shard comes from one of the two")
+    if options.engine_only or options.servers:
         return _generate_shard(options)
     if options.shard:
-        raise UserError("--shard goes with --engine-only")
+        raise UserError("--shard goes with --engine-only or --server")
 
     def run(recipe: Recipe) -> None:
         from mugrpo_megatron.checks.preflight import check_run
@@ -114,6 +160,13 @@ def _generate_shard(options: Options) -> int:
     def run(recipe: Recipe) -> None:
         from mugrpo_megatron.checks.preflight import check_engine_only
 
+        if options.servers:
+            servers = _server_options(options)
+            import_module("mugrpo_megatron.extras.servers.options").check_servers(recipe)
+            recipe, problems = check_engine_only(recipe, say, engine=False)
+            filling = import_module("mugrpo_megatron.extras.servers.filling")
+            say(visible(filling.fill_shard(recipe, shard, options.stage, problems, servers)))
+            return
         recipe, problems = check_engine_only(recipe, say)
         engine_only = import_module("mugrpo_megatron.extras.engine_only.shard_generation")
         say(visible(engine_only.generate_shard(recipe, shard, options.stage, problems)))

@@ -1,0 +1,45 @@
+"""Addresses of servers, and the key that they get."""
+
+from __future__ import annotations
+
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.recipe.load import short_repr
+
+KEY = "MUGRPO_SERVER_KEY"
+"""Environment variable with the key that every server gets as `Authorization: Bearer`."""
+
+
+def check_address(text: str, key: str | None) -> str:
+    """Returns a server's base URL without the slash at its end; UserError for one that cannot be used.
+
+    `key` is the key that it would be sent.
+    """
+    try:
+        parts = urlsplit(text)
+        host, _ = parts.hostname, parts.port
+    except ValueError as error:
+        raise UserError(f"--server {short_repr(text)}: not a URL ({error})") from None
+    if parts.scheme not in ("http", "https") or not host or not text.isascii() or not text.isprintable():
+        raise UserError(f"--server {short_repr(text)}: write a URL such as http://127.0.0.1:8000")
+    if parts.username is not None or parts.password is not None:
+        raise UserError(f"--server: {host} stands with a user or a password; give a key in the environment, {KEY}")
+    if parts.query or parts.fragment:
+        raise UserError(f"--server {short_repr(text)}: ends with a query; give the server's base URL alone")
+    if key and parts.scheme == "http" and not is_loopback(host):
+        raise UserError(
+            f"--server {text}: the key of {KEY} would cross the network unencrypted; take https, a tunnel "
+            "(ssh -L) to this machine, or unset the key"
+        )
+    if key and not (key.isascii() and key.isprintable()):
+        raise UserError(f"{KEY}: the key holds characters that no HTTP header may have")
+    return text.rstrip("/").removesuffix("/v1")
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,154 @@
+"""Whether a server samples from the learner's weights: its log-probabilities beside the learner's of the same tokens.
+
+Two tests, both pure. *Distance*: the mean of |server - learner|, against what rounding in the model's dtype explains.
+*Surprise*: a token drawn from the learner's policy has on average the policy's entropy as its negative log-probability;
+the mean of the difference has a known spread, since a token's expectation given all before it is zero. A server that
+draws from a part of the vocabulary, or at another temperature, fails it whatever log-probabilities it returns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+MOST_DISTANCE = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}
+"""dtype -> nats: the largest mean of |server - learner| that rounding explains (measured: docs/servers.md)."""
+MOST_SURPRISE = 6.0
+"""Standard errors of the mean surprise; chance exceeds them once in 500 million checks."""
+LEAST_SURPRISE = 0.02
+"""Nats of mean surprise that are never refused: a policy that rounds differently draws slightly other tokens."""
+TEMPERATURES = (0.0625, 0.125, 0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.35, 1.5, 2.0)
+"""Tried when the distance is too large."""
+NEIGHBOUR = 0.35
+"""Nats of distance below which the weights are those of the model, rounded or a stage older, rather than others."""
+
+
+class Values(NamedTuple):
+    """The learner's, of the tokens in question."""
+
+    logprobs: np.ndarray
+    """float32 [T]"""
+    entropies: np.ndarray
+    """float32 [T]: nats, of the distribution that each token is drawn from."""
+
+
+ValuesAt = Callable[[float], Values]
+"""temperature -> values of the tokens in question."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """Sums over the tokens of one server that were compared so far."""
+
+    tokens: int = 0
+    distance: float = 0.0
+    """Sum of |server - learner|."""
+    largest: float = 0.0
+    signed: float = 0.0
+    """Sum of server - learner."""
+    surprise: float = 0.0
+    """Sum of -logprob - entropy under the learner."""
+    surprise_squares: float = 0.0
+
+    def with_tokens(self, server: np.ndarray, learner: Values) -> Evidence:
+        """With more tokens; `server` float32 [T]."""
+        difference = server.astype(np.float64) - learner.logprobs
+        surprise = -learner.logprobs.astype(np.float64) - learner.entropies
+        return Evidence(
+            self.tokens + len(difference),
+            self.distance + float(np.abs(difference).sum()),
+            max(self.largest, float(np.abs(difference).max(initial=0.0))),
+            self.signed + float(difference.sum()),
+            self.surprise + float(surprise.sum()),
+            self.surprise_squares + float((surprise**2).sum()),
+        )
+
+    @property
+    def mean_distance(self) -> float:
+        return self.distance / max(1, self.tokens)
+
+    @property
+    def mean_surprise(self) -> float:
+        return self.surprise / max(1, self.tokens)
+
+    @property
+    def surprise_errors(self) -> float:
+        """Mean surprise in its standard errors."""
+        return self.surprise / math.sqrt(self.surprise_squares) if self.surprise_squares else 0.0
+
+
+def refusal(before: Evidence, server: np.ndarray, values_at: ValuesAt, temperature: float, dtype: str) -> str:
+    """Why the server's tokens cannot be the learner's policy's; empty where nothing speaks against it.
+
+    Args:
+        before: of the same server's earlier tokens under these weights.
+        server: float32 [T], its log-probabilities of the tokens.
+        values_at: the learner's of the same tokens.
+        temperature: the rollout's.
+    """
+    learner = values_at(temperature)
+    now = Evidence().with_tokens(server, learner)
+    if not math.isfinite(now.distance):
+        return "the learner gives its tokens no finite log-probability"
+    bound = MOST_DISTANCE[dtype]
+    if now.mean_distance > bound:
+        found = f"its log-probabilities differ from the learner's by {now.mean_distance:.3g} nats a token"
+        found += f" (at most {now.largest:.3g}), and rounding in {dtype} explains {bound:g}"
+        return f"{found}. Likely cause: {_cause(server, learner, values_at, temperature, now, bound)}"
+    all_of_it = before.with_tokens(server, learner)
+    if abs(all_of_it.surprise_errors) > MOST_SURPRISE and abs(all_of_it.mean_surprise) > LEAST_SURPRISE:
+        kind = "less likely" if all_of_it.surprise > 0 else "more likely"
+        return (
+            f"its tokens are {kind} under the learner than tokens drawn from it by {abs(all_of_it.mean_surprise):.3g} "
+            f"nats a token, {abs(all_of_it.surprise_errors):.0f} standard errors over {all_of_it.tokens:,} tokens. "
+            "Likely cause: it draws at another temperature or from a part of the vocabulary (top-k, top-p, min-p, a "
+            "penalty, a grammar), while its log-probabilities are those before that"
+        )
+    return ""
+
+
+def _cause(
+    server: np.ndarray, learner: Values, values_at: ValuesAt, temperature: float, now: Evidence, bound: float
+) -> str:
+    """The likely cause of a distance beyond rounding."""
+    distances = {t: _distance(server, values_at(t)) for t in TEMPERATURES if t != temperature}
+    best = min(distances, key=distances.__getitem__)
+    if distances[best] <= max(bound, 0.25 * now.mean_distance):
+        raw = (
+            ", or its log-probabilities are those before temperature (vLLM: --logprobs-mode processed_logprobs)"
+            if best == 1.0
+            else ""
+        )
+        return f"temperature {best:g} and not {temperature:g} fits them{raw}"
+    difference = server.astype(np.float64) - learner.logprobs
+    if np.quantile(difference, 0.02) > -bound and difference.mean() > bound:
+        return (
+            "it draws from a part of the vocabulary (top-k, top-p or min-p of its own), since no log-probability is "
+            "below the learner's"
+        )
+    uniform = -float(learner.entropies.max(initial=1.0)) - 1.0
+    if learner.logprobs.mean() < min(-8.0, uniform):
+        return "ids of another tokenizer, or another model: the learner would never draw these tokens"
+    if now.mean_distance < NEIGHBOUR:
+        return "quantised weights or another dtype, or an earlier checkpoint of the run"
+    return "other weights than those of the stage, or quantised ones"
+
+
+def _distance(server: np.ndarray, learner: Values) -> float:
+    return float(np.abs(server.astype(np.float64) - learner.logprobs).mean())
+
+
+def figures(evidence: Evidence) -> dict[str, float]:
+    """The evidence as figures for people."""
+    return {
+        "tokens": float(evidence.tokens),
+        "distance_mean": evidence.mean_distance,
+        "distance_max": evidence.largest,
+        "difference_mean": evidence.signed / max(1, evidence.tokens),
+        "surprise_mean": evidence.mean_surprise,
+        "surprise_errors": evidence.surprise_errors,
+    }

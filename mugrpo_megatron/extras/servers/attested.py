@@ -1,0 +1,198 @@
+"""Groups that servers have answered, once the learner has seen that each server samples from its weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from random import Random, SystemRandom
+
+import numpy as np
+
+from mugrpo_megatron.engine.wire import SampledGroup
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.extras.servers.attest import Evidence, Values, figures, refusal
+from mugrpo_megatron.extras.servers.pool import Answered, Crashed, Pool, Refused, Server, Troubled
+from mugrpo_megatron.files.durable import write_json
+from mugrpo_megatron.samples import Prompt, Sample
+from mugrpo_megatron.terminal import visible
+
+FIRST_TOKENS = 512
+"""Tokens of a server's first groups that the learner looks at before any group of it is taken."""
+BATCH_GROUPS, BATCH_S = 64, 10.0
+"""Later groups are taken in batches of so many, or so many seconds; the learner looks at one group of each, drawn."""
+POLL_S = 0.5
+
+Measure = Callable[[Sequence[Sample], float], Values]
+"""(samples, temperature) -> the learner's values of all their tokens, in order."""
+
+
+@dataclass
+class Batch:
+    """Groups of one server that wait until the learner has looked at some of them."""
+
+    groups: list[SampledGroup] = field(default_factory=list)
+    since: float = field(default_factory=time.monotonic)
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(response.ids) for group in self.groups for response in group.responses)
+
+    def first(self) -> list[SampledGroup]:
+        """The first groups with FIRST_TOKENS tokens together, or all."""
+        chosen: list[SampledGroup] = []
+        for group in self.groups:
+            chosen.append(group)
+            if Batch(chosen).tokens >= FIRST_TOKENS:
+                break
+        return chosen
+
+
+@dataclass
+class Attestor:
+    """What is known about each server of a stage, written to `path` whenever it grows."""
+
+    measure: Measure
+    temperature: float
+    dtype: str
+    path: Path
+    evidence: dict[tuple[str, int], Evidence] = field(default_factory=dict)
+    """(URL, epoch) -> of the tokens that were compared."""
+    servers: dict[str, dict[str, object]] = field(default_factory=dict)
+    _random: Random = field(default_factory=SystemRandom)
+
+    def due(self, server: Server, epoch: int, batch: Batch) -> bool:
+        """Whether it is time to look at the batch."""
+        ended = not server.in_flight or server.epoch != epoch
+        if (server.url, epoch) not in self.evidence:
+            return ended or batch.tokens >= FIRST_TOKENS
+        return ended or len(batch.groups) >= BATCH_GROUPS or time.monotonic() - batch.since >= BATCH_S
+
+    def refusal_of_batch(self, server: Server, epoch: int, batch: Batch) -> str:
+        """Why the batch cannot be taken; empty where it can."""
+        # Drawn by nobody who can be foreseen: a server cannot behave for the groups that are looked at alone.
+        known = (server.url, epoch) in self.evidence
+        return self.refusal(server, epoch, [self._random.choice(batch.groups)] if known else batch.first())
+
+    def refusal(self, server: Server, epoch: int, groups: Sequence[SampledGroup]) -> str:
+        """Why these groups cannot be taken; empty, and remembered, where they can."""
+        samples = [sample for group in groups for sample in samples_of(group)]
+        logprobs = np.concatenate([sample.engine_logprobs for sample in samples])
+        known: dict[float, Values] = {}
+
+        def values_at(temperature: float) -> Values:
+            if temperature not in known:
+                known[temperature] = self.measure(samples, temperature)
+            return known[temperature]
+
+        before = self.evidence.get((server.url, epoch), Evidence())
+        why = refusal(before, logprobs, values_at, self.temperature, self.dtype)
+        evidence = before.with_tokens(logprobs, values_at(self.temperature))
+        if not why:
+            self.evidence[server.url, epoch] = evidence
+        served = asdict(server.served) if server.served else {}
+        self.servers[server.url] = served | figures(evidence) | ({"refused": why} if why else {})
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(self.path, self.servers)
+        return why
+
+
+def samples_of(group: SampledGroup) -> list[Sample]:
+    """The group's responses as samples without scores."""
+    prompt = np.asarray(group.prompt.ids, dtype=np.int32)
+    return [
+        Sample(
+            group=group.prompt.index,
+            problem=group.prompt.problem.id,
+            prompt_ids=prompt,
+            response_ids=response.ids,
+            engine_logprobs=response.logprobs,
+            reward=0.0,
+            weight_version=response.weight_version,
+            finish_reason=response.finish_reason,
+        )
+        for response in group.responses
+    ]
+
+
+@dataclass
+class Patience:
+    """Time without an answer from any server."""
+
+    seconds: float
+    since: float = field(default_factory=time.monotonic)
+    sentences: dict[str, str] = field(default_factory=dict)
+    """URL -> what the server does not do, since the last answer of any."""
+
+    def answered(self) -> None:
+        self.since = time.monotonic()
+        self.sentences.clear()
+
+    def check(self, servers: Sequence[Server], refused: Collection[Server]) -> None:
+        """Raise UserError once every server is refused, or none has answered for `seconds`."""
+        waited = time.monotonic() - self.since
+        if len(refused) == len(servers):
+            raise UserError(f"no server can be used: {self._all()}")
+        if waited > self.seconds and all(server.trouble or server in refused for server in servers):
+            raise UserError(f"no server has answered for {waited:.0f} s (--patience): {self._all()}")
+
+    def _all(self) -> str:
+        return visible("; ".join(self.sentences.values()) or "none has said why")
+
+
+def attested_groups(
+    pool: Pool,
+    prompts: Sequence[Prompt],
+    attestor: Attestor | None,
+    patience: Patience,
+    stopping: Callable[[], bool],
+    say: Callable[[str], None],
+) -> Iterator[SampledGroup]:
+    """The groups of all `prompts`, each once, in the order in which they may be taken; ends early when `stopping`.
+
+    Nothing of a server is yielded before the learner has looked at some of its tokens, again after every time that it
+    was away, and again for every batch. A server whose tokens do not fit is dropped with a sentence, and its batch goes
+    to the others. Without an `attestor` every answer is yielded. Raises UserError when no server is left, or `patience`
+    ends.
+    """
+    missing = {prompt.index: prompt for prompt in prompts}
+    held: dict[tuple[Server, int], Batch] = {}
+    refused: set[Server] = set()
+    pool.put(prompts)
+
+    def drop(server: Server, sentence: str) -> None:
+        refused.add(server)
+        patience.sentences[server.url] = sentence
+        say(visible(f"{sentence}\nThis server is asked no more."))
+        pool.drop(server)
+
+    while missing and not stopping():
+        for event in pool.events(POLL_S):
+            match event:
+                case Crashed(error):
+                    raise error
+                case Troubled(server, sentence):
+                    patience.sentences[server.url] = sentence
+                    say(visible(f"{sentence}\nIt is asked again; others take its prompts meanwhile."))
+                case Refused(server, sentence):
+                    drop(server, sentence)
+                case Answered(server, epoch, group) if server in refused:
+                    pool.accept(server)
+                    pool.put([group.prompt])
+                case Answered(server, epoch, group):
+                    patience.answered()
+                    held.setdefault((server, epoch), Batch()).groups.append(group)
+        for (server, epoch), batch in list(held.items()):
+            if attestor and not attestor.due(server, epoch, batch):
+                continue
+            del held[server, epoch]
+            why = attestor.refusal_of_batch(server, epoch, batch) if attestor else ""
+            if why:
+                drop(server, f"{server.url} is refused: {why}")
+                pool.put(group.prompt for group in batch.groups)
+            for group in batch.groups:
+                pool.accept(server)
+                if not why and missing.pop(group.prompt.index, None):
+                    yield group
+        patience.check(pool.servers, refused)

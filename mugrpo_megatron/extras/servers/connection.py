@@ -1,0 +1,142 @@
+"""HTTP to a server that may lie, hang or never end: bounded bodies, one deadline a request, two kinds of failure."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+import httpx
+
+from mugrpo_megatron.extras.servers.address import KEY, is_loopback
+from mugrpo_megatron.files.json_text import parse_json
+
+CONNECT_S = 10.0
+SHORT_BODY = 1 << 20
+"""Most bytes of a reply that holds no responses."""
+DEAD_PEER = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+]
+"""A machine that is cut off is noticed after 30 s, however long its answer may take."""
+TEMPORARY = (404, 408, 409, 425, 500, 502, 504)
+"""Statuses after which the same request may succeed. 404: vLLM says so of a model that it does not serve yet."""
+BUSY = (429, 503)
+
+
+class ServerTrouble(Exception):
+    """The server is away, busy or slow: the same request may succeed later, or at another server."""
+
+
+class ServerBusy(ServerTrouble):
+    """The server has enough to do: fewer requests at a time may succeed."""
+
+
+class ServerRefusal(Exception):
+    """The server cannot be used: what it answers is wrong, or it refuses what it has to do. One sentence."""
+
+
+class Connection:
+    """Requests to one server, several at a time. Use it inside one event loop."""
+
+    def __init__(self, url: str, timeout_s: float, most_requests: int) -> None:
+        """`url` is of `check_address`. `timeout_s` bounds a request from its start to the last byte of its reply."""
+        self.url, self._timeout_s = url, timeout_s
+        key = os.environ.get(KEY)
+        local = is_loopback(urlsplit(url).hostname or "")
+        limits = httpx.Limits(max_connections=most_requests + 1, max_keepalive_connections=most_requests + 1)
+        # A proxy of the environment is for other machines; httpx reads it only without a transport of ours.
+        proxied = not local and bool(getproxies())
+        transport = None if proxied else httpx.AsyncHTTPTransport(limits=limits, socket_options=DEAD_PEER)
+        # No compression: a small body could otherwise unpack to any size. No redirect: it could lead the key elsewhere.
+        self._client = httpx.AsyncClient(
+            headers={"Accept-Encoding": "identity", **({"Authorization": f"Bearer {key}"} if key else {})},
+            timeout=httpx.Timeout(timeout_s, connect=CONNECT_S),
+            limits=limits,
+            transport=transport,
+            trust_env=not local,
+        )
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def get(self, path: str) -> Any | None:
+        """The JSON value at `path`; None where the server has no such path. Raises as `post`."""
+        status, body = await self._exchange("GET", path, None, SHORT_BODY, CONNECT_S)
+        if status in (404, 405, 501):
+            return None
+        return self._value(path, status, body)
+
+    async def post(self, path: str, content: dict[str, Any], most_bytes: int) -> Any:
+        """Send JSON and return the reply's JSON value.
+
+        Raises ServerTrouble for what may pass, and ServerRefusal for what will not: a status that says so, a body that
+        is no JSON or has more than `most_bytes`.
+        """
+        status, body = await self._exchange("POST", path, content, most_bytes, self._timeout_s)
+        return self._value(path, status, body)
+
+    async def _exchange(
+        self, method: str, path: str, content: dict[str, Any] | None, most_bytes: int, timeout_s: float
+    ) -> tuple[int, bytes]:
+        chunks, size = [], 0
+        try:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._client.stream(method, self.url + path, json=content) as reply,
+            ):
+                if reply.headers.get("content-encoding", "identity") != "identity":
+                    raise ServerRefusal(f"{self.url}{path} compresses its reply, which was not asked for")
+                async for chunk in reply.aiter_raw():
+                    size += len(chunk)
+                    if size > most_bytes:
+                        raise ServerRefusal(
+                            f"{self.url}{path} sends more than {most_bytes:,} bytes, the most that the answer can take"
+                        )
+                    chunks.append(chunk)
+                return reply.status_code, b"".join(chunks)
+        except TimeoutError:
+            raise ServerTrouble(f"{self.url}{path}: no whole answer in {timeout_s:g} s") from None
+        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+            if "CERTIFICATE_VERIFY_FAILED" in str(error):
+                raise ServerRefusal(
+                    f"{self.url}: its certificate is not trusted here ({_first_line(error)}); name its authority's "
+                    "file in SSL_CERT_FILE"
+                ) from None
+            raise ServerTrouble(f"{self.url}{path}: {_first_line(error)}") from None
+
+    def _value(self, path: str, status: int, body: bytes) -> Any:
+        if status in BUSY:
+            raise ServerBusy(f"{self.url}{path}: {status}{_reason(body)}")
+        if status in TEMPORARY:
+            raise ServerTrouble(f"{self.url}{path}: {status}{_reason(body)}")
+        if status in (401, 403):
+            given = "the key of" if os.environ.get(KEY) else "no key: set"
+            raise ServerRefusal(f"{self.url} refuses ({status}) {given} {KEY}")
+        if status != 200:
+            raise ServerRefusal(f"{self.url}{path}: {status}{_reason(body)}")
+        try:
+            return parse_json(body)
+        except ValueError as error:
+            raise ServerRefusal(f"{self.url}{path} answers with no JSON ({error})") from None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).partition("\n")[0][:300]
+
+
+def _reason(body: bytes) -> str:
+    """What a body says about an error, in at most 300 characters; empty without a text."""
+    try:
+        value = parse_json(body)
+    except ValueError:
+        value = body.decode("utf-8", "replace")
+    while isinstance(value, dict):
+        value = next((value[key] for key in ("error", "message", "detail") if key in value), "")
+    text = " ".join(str(value).split())[:300]
+    return f" ({text})" if text else ""

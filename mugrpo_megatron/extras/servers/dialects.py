@@ -1,0 +1,148 @@
+"""How servers are asked for responses by token ids, and where their replies have ids and log-probabilities.
+
+    sglang        POST /generate          SGLang's own server (entrypoints/http_server.py, managers/io_struct.py)
+    vllm, openai  POST /v1/completions    vLLM's own server (entrypoints/openai/completion/protocol.py), and every
+                                          other that returns the same fields
+
+Every setting that changes what is sampled is sent, since both servers read the model's generation_config.json for
+those that are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mugrpo_megatron.engine.wire import Sampling
+from mugrpo_megatron.extras.servers.connection import Connection, ServerRefusal
+from mugrpo_megatron.extras.servers.replies import Reply
+from mugrpo_megatron.samples import Prompt
+
+Dialect = Literal["sglang", "vllm", "openai"]
+TOKEN = "token_id:"
+"""Prefix of a token's name where a server names tokens by their ids (vLLM's `return_tokens_as_token_ids`)."""
+NEUTRAL = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a server says about itself."""
+
+    dialect: Dialect
+    names: tuple[str, ...]
+    """Names of its models."""
+    context: int | None
+    """Most tokens of prompt and response; None where it does not say."""
+    version: str
+    """Of the server, empty where it does not say."""
+
+
+async def ask_what_is_served(connection: Connection) -> Served:
+    """The server's dialect and models.
+
+    Raises ServerTrouble while it starts, ServerRefusal for what is no such server.
+    """
+    models = await connection.get("/v1/models")
+    info = await _said(connection, "/model_info") or await _said(connection, "/get_model_info")
+    version = await _said(connection, "/version")
+    rows = models.get("data") if isinstance(models, dict) else None
+    rows = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    names = tuple(row["id"] for row in rows if isinstance(row.get("id"), str))
+    contexts = [row["max_model_len"] for row in rows if type(row.get("max_model_len")) is int]
+    text = version.get("version") if isinstance(version, dict) else None
+    said = names, min(contexts, default=None), text if isinstance(text, str) else ""
+    if isinstance(info, dict) and "is_generation" in info:
+        return Served("sglang", *said)
+    if names:
+        return Served("vllm" if said[2] else "openai", *said)
+    raise ServerRefusal(f"{connection.url} names no model at /v1/models, so it is no vLLM, SGLang or OpenAI server")
+
+
+async def _said(connection: Connection, path: str) -> Any:
+    """What the server says at a path that only some have; None from those that answer with anything else there."""
+    try:
+        return await connection.get(path)
+    except ServerRefusal:
+        return None
+
+
+def request_of(dialect: Dialect, model: str, prompt: Prompt, n: int, sampling: Sampling) -> tuple[str, dict[str, Any]]:
+    """Path and body of a request for `n` responses to one prompt."""
+    common = {"n": n, "temperature": sampling.temperature, "top_p": sampling.top_p, "stop": list(sampling.stop)}
+    common |= NEUTRAL | {"stop_token_ids": list(sampling.stop_ids), "skip_special_tokens": False}
+    if dialect == "sglang":
+        settings = common | {"max_new_tokens": sampling.max_tokens, "top_k": sampling.top_k or -1, "no_stop_trim": True}
+        return "/generate", {
+            "input_ids": prompt.ids,
+            "sampling_params": settings,
+            "return_logprob": True,
+            "logprob_start_len": -1,
+        }
+    return "/v1/completions", common | {
+        "model": model,
+        "prompt": prompt.ids,
+        "max_tokens": sampling.max_tokens,
+        "top_k": sampling.top_k,
+        "include_stop_str_in_output": True,
+        "add_special_tokens": False,
+        "logprobs": 0 if dialect == "vllm" else 1,  # the sampled token's alone; OpenAI's protocol counts from 1
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+    }
+
+
+def read_replies(dialect: Dialect, body: Any, model: str) -> list[Reply]:
+    """The responses in a reply's JSON, unchecked. Raises ServerRefusal for a body without them."""
+    if dialect == "sglang":
+        rows = body if isinstance(body, list) else [body]
+        return [_of_sglang(row) for row in rows]
+    rows = body.get("choices") if isinstance(body, dict) else None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ServerRefusal("its answer has no `choices`")
+    if body.get("model", model) != model:
+        raise ServerRefusal(f"it answers with another model than {model}")
+    if not all(type(row.get("index", 0)) is int for row in rows):
+        raise ServerRefusal("its `choices` have no index")
+    return [_of_completions(row) for row in sorted(rows, key=lambda row: row.get("index", 0))]
+
+
+def _of_sglang(row: Any) -> Reply:
+    meta = row.get("meta_info") if isinstance(row, dict) else None
+    if not isinstance(meta, dict):
+        raise ServerRefusal("its answer has no `meta_info`")
+    reason = meta.get("finish_reason")
+    entries = meta.get("output_token_logprobs")
+    pairs = isinstance(entries, list) and all(isinstance(entry, list) and len(entry) >= 2 for entry in entries)
+    ids = row.get("output_ids")
+    if pairs and isinstance(ids, list) and [entry[1] for entry in entries] != ids:
+        raise ServerRefusal("its log-probabilities are of other tokens than its response has")
+    return Reply(
+        ids,
+        [entry[0] for entry in entries] if pairs else None,
+        reason.get("type") if isinstance(reason, dict) else reason,
+        prompt_tokens=meta.get("prompt_tokens"),
+    )
+
+
+def _of_completions(row: Mapping[str, Any]) -> Reply:
+    logprobs = row.get("logprobs")
+    logprobs = logprobs if isinstance(logprobs, dict) else {}
+    ids = row.get("token_ids")
+    names = logprobs.get("tokens")
+    if ids is None and isinstance(names, list) and all(isinstance(name, str) for name in names):
+        ids = ids_of_names(names)
+    if ids is None:
+        raise ServerRefusal(
+            "it returns no token ids: neither `token_ids` (vLLM's `return_token_ids`) nor tokens named `token_id:N`"
+        )
+    if logprobs.get("token_logprobs") is None:
+        raise ServerRefusal("it returns no log-probabilities of the sampled tokens (`logprobs.token_logprobs`)")
+    return Reply(ids, logprobs["token_logprobs"], row.get("finish_reason"), row.get("prompt_token_ids"))
+
+
+def ids_of_names(names: list[str]) -> list[int] | None:
+    """Ids from names such as `token_id:42`; None where a name is another."""
+    digits = [name[len(TOKEN) :] if name.startswith(TOKEN) else "" for name in names]
+    named = all(text.isascii() and text.isdecimal() and len(text) < 10 for text in digits)
+    return [int(text) for text in digits] if named else None

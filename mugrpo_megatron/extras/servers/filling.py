@@ -1,0 +1,179 @@
+"""A stage that servers fill: the prompts that it lacks, to whichever server has room; scored groups to disk.
+
+`mugrpo generate --server` fills a shard in a process of its own, with a learner that only computes log-probabilities.
+`mugrpo train --server` fills the whole stage, with the learner of the run, whose memory stays where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from mugrpo_megatron.data.prepare import PreparedData, Problems, prepare
+from mugrpo_megatron.data.tokenizer import load_tokenizer
+from mugrpo_megatron.engine.launch import training_sampling
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.evaluation.scoring import Scorer
+from mugrpo_megatron.extras.engine_only.shards import GenerationShard, NextStage, begin, mark_shard
+from mugrpo_megatron.extras.servers.attested import Attestor, Measure, Patience, attested_groups
+from mugrpo_megatron.extras.servers.options import ServerOptions, check_servers
+from mugrpo_megatron.extras.servers.pool import Pool, Request
+from mugrpo_megatron.extras.servers.replies import Asked
+from mugrpo_megatron.files.hf_config import read_model_config
+from mugrpo_megatron.files.json_text import read_json
+from mugrpo_megatron.observe.progress import Bar, open_display
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.rewards.pool import Verifier
+from mugrpo_megatron.run.cursor import Cursor
+from mugrpo_megatron.run.directory import RunDirectory, file_lock
+from mugrpo_megatron.run.inputs import editable_after_failure
+from mugrpo_megatron.run.stage_groups import group_prompt, group_samples
+from mugrpo_megatron.run.stopping import StopRequest, handle_signals
+from mugrpo_megatron.stages.manifest import check_stage
+from mugrpo_megatron.stages.store import StageStore
+from mugrpo_megatron.weights.families import read_architecture
+
+Say = Callable[[str], None]
+
+
+def weights_name(run: str, updates: int) -> str:
+    """The name under which a server serves the run's weights after `updates` updates."""
+    return f"{run}-{updates}"
+
+
+def how_to_serve(name: str, weights: Path) -> str:
+    """The commands that serve a stage's weights, for people."""
+    return (
+        f"This stage needs servers of {weights}, each with this name for it:\n"
+        f"  vllm serve WEIGHTS --served-model-name {name} --logprobs-mode processed_logprobs\n"
+        f"  python -m sglang.launch_server --model-path WEIGHTS --served-model-name {name}"
+    )
+
+
+def end_tokens(model: Path, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The tokens that end a response: the tokenizer's and those in the model's own files, which engines read too."""
+    ends = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
+    for content in (read_model_config(model), _generation_config(model)):
+        value = content.get("eos_token_id")
+        ends |= {token for token in (value if isinstance(value, list) else [value]) if type(token) is int}
+    return frozenset(ends)
+
+
+def _generation_config(model: Path) -> dict[str, object]:
+    path = model / "generation_config.json"
+    return read_json(path) if path.exists() else {}
+
+
+def request_for(
+    recipe: Recipe, name: str, model: Path, tokenizer: PreTrainedTokenizerBase, cursor: Cursor, options: ServerOptions
+) -> Request:
+    """What the stage's prompts are asked with."""
+    rollout = recipe.rollout
+    sampling = training_sampling(rollout, recipe.run, tokenizer, None)
+    asked = Asked(
+        rollout.responses_per_prompt,
+        rollout.max_response_tokens,
+        read_architecture(model).vocab_size,
+        end_tokens(model, tokenizer),
+        sampling.stop,
+        cursor.updates,
+    )
+    # Twice what is decoded together, so that a server always has a request that waits.
+    concurrency = max(1, 2 * recipe.engine.max_running_requests // rollout.responses_per_prompt)
+    return Request(name, sampling, asked, recipe.data.max_prompt_tokens, concurrency, options.timeout_s)
+
+
+@dataclass(frozen=True)
+class Filling:
+    """A stage of a run while servers fill it."""
+
+    recipe: Recipe
+    problems: PreparedData
+    tokenizer: PreTrainedTokenizerBase
+    cursor: Cursor
+    store: StageStore
+    verifier: Verifier
+    stop: StopRequest
+    say: Say
+
+    def fill(
+        self, request: Request, options: ServerOptions, missing: Sequence[int], attestor: Attestor, bar: Bar
+    ) -> None:
+        """Have servers answer the groups `missing`, and append them as they are scored; ends early when stopping.
+
+        Raises UserError, with every group on disk that was taken, when no server can be used.
+        """
+        recipe, scorer = self.recipe, Scorer(self.verifier, self.tokenizer)
+        prompts = [group_prompt(recipe, self.problems, self.cursor, group) for group in missing]
+        to_samples = partial(group_samples, rollout=recipe.rollout, reward=recipe.reward, objective=recipe.objective)
+        patience = Patience(options.patience_s)
+        try:
+            with Pool(options.urls, request) as pool:
+                groups = attested_groups(pool, prompts, attestor, patience, self.stop.poll, self.say)
+                for group in scorer.during(groups):
+                    self.store.append(to_samples(group))
+                    bar.advance(tokens=group.tokens)
+        finally:
+            for group in scorer.rest(self.stop.poll):
+                self.store.append(to_samples(group))
+                bar.advance(tokens=group.tokens)
+            self.store.flush()
+
+
+def fill_shard(
+    recipe: Recipe, shard: GenerationShard, stage: int | None, problems: Problems, options: ServerOptions
+) -> str:
+    """Fill what the stage lacks of the shard from servers; returns a sentence on what is done and what comes next.
+
+    The process has a learner of its own, of one rank, that only computes log-probabilities. A process that was killed
+    continues where it was. Raises UserError when `stage` is given and is not the run's next one, when another process
+    fills the same shard, when the shard was begun with other weights, and when no server can be used; Stopped, with
+    every group on disk, when asked to stop.
+    """
+    check_servers(recipe)
+    following = begin(recipe, problems)
+    directory, cursor = RunDirectory(recipe.run.dir), following.cursor
+    if stage not in (None, cursor.stage):
+        raise UserError(f"{directory.path} is at stage {cursor.stage}, not at stage {stage}; omit --stage")
+    with (
+        file_lock(directory.path / ".lock", shared=True, wait=True),
+        file_lock(directory.logs / f"shard-{shard.writer:04d}.lock"),
+        handle_signals(is_main=True) as stop,
+        open_display() as display,
+    ):
+        store = StageStore(following.directory, shard.writer, following.origin)
+        groups = shard.groups(cursor.stage_updates(recipe.schedule) * recipe.rollout.prompts_per_update)
+        if not store.sealed and (missing := sorted(groups - store.verified_groups())):
+            check_stage(store.directory, following.origin)
+            mark_shard(shard, following, problems)
+            with _measuring(recipe, following) as measure, Verifier(recipe.reward) as verifier:
+                tokenizer = load_tokenizer(following.weights)
+                prepared = prepare(recipe.data, recipe.reward, load_tokenizer(recipe.model.directory), problems)
+                name = weights_name(following.record.id, cursor.updates)
+                display.say(how_to_serve(name, following.weights))
+                request = request_for(recipe, name, following.weights, tokenizer, cursor, options)
+                path = store.directory / f"servers-{shard.writer:04d}.json"
+                attestor = Attestor(measure, recipe.rollout.temperature, recipe.model.dtype, path)
+                filling = Filling(recipe, prepared, tokenizer, cursor, store, verifier, stop, display.say)
+                with (
+                    editable_after_failure(recipe.run.dir),
+                    display.bar(f"stage {cursor.stage}, shard {shard}", len(missing), "prompts") as bar,
+                ):
+                    filling.fill(request, options, missing, attestor, bar)
+            if stop.requested:
+                finished = len(groups & store.verified_groups())
+                raise stop.stopped(f"{finished} of {len(groups)} groups of shard {shard} are on disk")
+    return f"shard {shard} has all of its {len(groups):,} groups; once all shards have, `mugrpo seal {directory.path}`"
+
+
+@contextmanager
+def _measuring(recipe: Recipe, stage: NextStage) -> Iterator[Measure]:
+    from mugrpo_megatron.extras.servers.learner_values import learner_values, open_scoring_learner  # Megatron: seconds
+
+    with open_scoring_learner(recipe, stage.weights) as learner:
+        yield partial(learner_values, learner)

@@ -1,0 +1,51 @@
+"""`--server` and its limits, and what a recipe must not need where servers generate. Nothing slow is imported."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.extras.servers.address import KEY, check_address
+from mugrpo_megatron.recipe import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """What the command line says about servers."""
+
+    urls: tuple[str, ...]
+    timeout_s: float
+    """Longest time for the responses to one prompt."""
+    patience_s: float
+    """Longest time without an answer from any server."""
+
+
+def server_options(urls: Sequence[str], timeout_s: float, patience_s: float) -> ServerOptions:
+    """The options of a command line; UserError for an address or a number that cannot be used."""
+    for name, seconds in (("timeout", timeout_s), ("patience", patience_s)):
+        if not (math.isfinite(seconds) and seconds > 0):
+            raise UserError(f"--{name} {seconds:g}: give seconds above 0")
+    addresses = [check_address(url, os.environ.get(KEY)) for url in urls]
+    if twice := [url for url in dict.fromkeys(addresses) if addresses.count(url) > 1]:
+        raise UserError(f"--server {twice[0]}: given twice")
+    return ServerOptions(tuple(addresses), timeout_s, patience_s)
+
+
+def check_servers(recipe: Recipe) -> None:
+    """Raise UserError for a recipe that needs more of an engine than a server's protocol has."""
+    rollout = recipe.rollout
+    if rollout.episodes:
+        raise UserError(
+            "rollout.function, rollout.agent: an episode talks to its engine turn by turn, and servers answer whole "
+            "prompts; generate this run with its own engines"
+        )
+    if rollout.truncates:
+        raise UserError(
+            f"rollout.top_k = {rollout.top_k}, rollout.top_p = {rollout.top_p:g}: servers do not say which tokens "
+            "could be drawn, so ratios would be wrong; set top_k = 0 and top_p = 1"
+        )
+    if recipe.learner.routing_replay == "rollout":
+        raise UserError('learner.routing_replay = "rollout": servers return no experts; set it to "learner"')

@@ -1,0 +1,285 @@
+"""Servers that take groups from one queue, in a thread of their own; the caller reads what happens as events.
+
+A server takes prompts while it answers. One that is away, busy or slow gives its prompts back to the queue and is asked
+again after a pause; one that answers wrongly is not asked again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import NamedTuple
+
+from mugrpo_megatron.engine.wire import SampledGroup, Sampling
+from mugrpo_megatron.extras.servers.connection import Connection, ServerBusy, ServerRefusal, ServerTrouble
+from mugrpo_megatron.extras.servers.dialects import Served, ask_what_is_served, read_replies, request_of
+from mugrpo_megatron.extras.servers.replies import Asked, responses_of
+from mugrpo_megatron.samples import Prompt
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+UNREAD = 4
+"""Groups that a server may have answered and the caller has not accepted, as a multiple of those in flight."""
+
+
+@dataclass(eq=False)
+class Server:
+    """One server as the pool sees it."""
+
+    url: str
+    served: Served | None = None
+    epoch: int = 0
+    """How often it was found ready: its weights may have changed between two epochs."""
+    trouble: str = ""
+    """Why it is not asked at this moment."""
+    dropped: bool = False
+    """Whether it is not asked again."""
+    in_flight: int = 0
+    unread: int = 0
+    pauses: int = 0
+    """Pauses in a row without an answer between them."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when there may be more to do for it."""
+
+    @property
+    def dialect(self) -> str:
+        return self.served.dialect if self.served else ""
+
+
+class Answered(NamedTuple):
+    """A server has answered a prompt; `Pool.accept` has to follow."""
+
+    server: Server
+    epoch: int
+    group: SampledGroup
+
+
+class Troubled(NamedTuple):
+    """A server is not asked for a while, because of `sentence`."""
+
+    server: Server
+    sentence: str
+
+
+class Refused(NamedTuple):
+    """A server is not asked again, because of `sentence`."""
+
+    server: Server
+    sentence: str
+
+
+class Crashed(NamedTuple):
+    """The pool's thread has ended with an error of this program."""
+
+    error: BaseException
+
+
+Event = Answered | Troubled | Refused | Crashed
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What every server is asked for."""
+
+    model: str
+    """Name that its model has to have."""
+    sampling: Sampling
+    asked: Asked
+    longest_prompt: int
+    concurrency: int
+    """Prompts in flight at one server."""
+    timeout_s: float
+
+
+@dataclass
+class Pool:
+    """A context manager: its thread and its connections end with the block, and requests in flight are dropped."""
+
+    urls: Iterable[str]
+    request: Request
+    servers: list[Server] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.servers = [Server(url) for url in self.urls]
+        self._waiting: deque[Prompt] = deque()
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._loop = asyncio.new_event_loop()
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="servers", daemon=True)
+        self._random = random.Random()
+
+    def __enter__(self) -> Pool:
+        self._thread.start()
+        self._started.wait()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._call(self._main.cancel)
+        self._thread.join()
+
+    def put(self, prompts: Iterable[Prompt]) -> None:
+        """Give prompts to the servers, also those whose answer was not accepted."""
+        prompts = list(prompts)
+
+        def add() -> None:
+            self._waiting.extend(prompts)
+            self._wake()
+
+        self._call(add)
+
+    def events(self, timeout_s: float) -> list[Event]:
+        """What has happened since the last call; waits at most `timeout_s` for the first event."""
+        found: list[Event] = []
+        try:
+            found.append(self._events.get(timeout=timeout_s))
+            while True:
+                found.append(self._events.get_nowait())
+        except queue.Empty:
+            return found
+
+    def accept(self, server: Server) -> None:
+        """Say that an answer of this server was taken, or given up."""
+
+        def read() -> None:
+            server.unread -= 1
+            server.changed.set()
+
+        self._call(read)
+
+    def drop(self, server: Server) -> None:
+        """Ask this server no more; what it has in flight goes to others."""
+
+        def drop() -> None:
+            server.dropped = True
+            server.changed.set()
+
+        self._call(drop)
+
+    def _call(self, function: Callable[[], object]) -> None:
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(function)
+
+    def _wake(self) -> None:
+        # An event each: one that all share could be cleared by one server before another has looked at it.
+        for server in self.servers:
+            server.changed.set()
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._serve_all())
+        except asyncio.CancelledError:
+            return
+        except BaseException as error:
+            self._events.put(Crashed(error))
+        finally:
+            self._loop.close()
+
+    async def _serve_all(self) -> None:
+        task = asyncio.current_task()
+        assert task
+        self._main = task
+        self._started.set()
+        async with asyncio.TaskGroup() as group:
+            for server in self.servers:
+                group.create_task(self._serve(server))
+            await asyncio.Event().wait()  # until the block ends
+
+    async def _serve(self, server: Server) -> None:
+        """Ask one server until it is dropped."""
+        connection = Connection(server.url, self.request.timeout_s, self.request.concurrency)
+        try:
+            while not server.dropped:
+                try:
+                    server.served = await self._ready(connection)
+                    server.epoch, server.trouble = server.epoch + 1, ""
+                    await self._answer(server, server.served, connection)
+                except ServerTrouble as trouble:
+                    if not server.trouble:
+                        self._events.put(Troubled(server, str(trouble)))
+                    server.trouble = str(trouble)
+                    await self._pause(server)
+        except ServerRefusal as refusal:
+            server.dropped, server.trouble = True, str(refusal)
+            self._events.put(Refused(server, f"{server.url}: {str(refusal).removeprefix(server.url).lstrip(': ')}"))
+        finally:
+            await connection.close()
+
+    async def _ready(self, connection: Connection) -> Served:
+        """What the server serves, once that is the model by its name."""
+        served = await ask_what_is_served(connection)
+        if self.request.model not in served.names:
+            raise ServerTrouble(
+                f"{connection.url} serves {', '.join(served.names) or 'no model'}, and the stage needs the weights "
+                f"named {self.request.model}"
+            )
+        tokens = self.request.longest_prompt + self.request.sampling.max_tokens
+        if served.context is not None and served.context < tokens:
+            raise ServerRefusal(
+                f"it holds {served.context} tokens of prompt and response, and the recipe needs {tokens} (vLLM: "
+                "--max-model-len, SGLang: --context-length)"
+            )
+        return served
+
+    async def _answer(self, server: Server, served: Served, connection: Connection) -> None:
+        """Have the server answer prompts until it is dropped.
+
+        Raises ServerTrouble after a failed request, once none of the others is in flight.
+        """
+        tasks: dict[asyncio.Task[SampledGroup], Prompt] = {}
+        limit, trouble = self.request.concurrency, None
+        try:
+            while not server.dropped:
+                server.changed.clear()
+                room = min(limit - len(tasks), UNREAD * self.request.concurrency - server.unread)
+                while room > 0 and self._waiting and not trouble:
+                    prompt = self._waiting.popleft()
+                    tasks[asyncio.ensure_future(self._ask(prompt, served, connection))] = prompt
+                    room -= 1
+                server.in_flight = len(tasks)
+                if trouble and not tasks:
+                    raise trouble
+                changed = asyncio.ensure_future(server.changed.wait())
+                await asyncio.wait({*tasks, changed}, return_when=asyncio.FIRST_COMPLETED)
+                changed.cancel()
+                for task in [task for task in tasks if task.done()]:
+                    try:
+                        group = task.result()
+                    except ServerBusy:
+                        limit = max(1, limit // 2)
+                        await self._pause(server)
+                    except ServerTrouble as error:
+                        trouble = error
+                    else:
+                        limit, server.pauses = min(limit + 1, self.request.concurrency), 0
+                        server.unread += 1
+                        del tasks[task]
+                        self._events.put(Answered(server, server.epoch, group))
+                        continue
+                    self._waiting.appendleft(tasks.pop(task))
+                    self._wake()
+        finally:
+            for task in tasks:
+                task.cancel()
+            self._waiting.extendleft(tasks.values())
+            server.in_flight = 0
+            self._wake()
+
+    async def _ask(self, prompt: Prompt, served: Served, connection: Connection) -> SampledGroup:
+        request = self.request
+        path, body = request_of(served.dialect, request.model, prompt, request.asked.n, request.sampling)
+        answer = await connection.post(path, body, request.asked.most_bytes(prompt))
+        replies = read_replies(served.dialect, answer, request.model)
+        return SampledGroup(prompt, responses_of(replies, prompt, request.asked))
+
+    async def _pause(self, server: Server) -> None:
+        """Wait between a fifth and the whole of a time that doubles with each pause in a row, up to LONGEST_PAUSE_S."""
+        # The jitter keeps many clients of one server from asking at the same moment.
+        longest = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(server.pauses, 10))
+        server.pauses += 1
+        await asyncio.sleep(longest * self._random.uniform(0.2, 1.0))

@@ -1,0 +1,131 @@
+"""A server's reply as responses: everything that can be checked without the learner is checked here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mugrpo_megatron.extras.exchange.foreign_rollouts import ROUNDING
+from mugrpo_megatron.extras.servers.connection import ServerRefusal, ServerTrouble
+from mugrpo_megatron.recipe.load import short_repr
+from mugrpo_megatron.samples import Prompt, Response
+
+LEAST_LOGPROB = -110.0
+"""Nats: float32 has no smaller probability (2^-149), so no sampler draws such a token."""
+BYTES_PER_TOKEN = 640
+"""Most bytes of JSON for one token: its id, its log-probability, its text and the fields around them."""
+BYTES_PER_REPLY = 1 << 16
+ABORTED = ("abort", "error")
+"""Finish reasons of a server that is stopped, or that has run out of memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What every response has to fit, besides its prompt."""
+
+    n: int
+    """Responses to each prompt."""
+    max_tokens: int
+    vocab_size: int
+    ends: frozenset[int]
+    """Tokens that end a response."""
+    stop: tuple[str, ...]
+    """Texts that end a response."""
+    version: int
+    """Optimizer updates behind the weights."""
+    greedy: bool = False
+    """Temperature 0, at which no log-probability is used."""
+
+    def most_bytes(self, prompt: Prompt) -> int:
+        """Most bytes of a reply; vLLM repeats the prompt with each response."""
+        return BYTES_PER_REPLY + self.n * (16 * len(prompt.ids) + BYTES_PER_TOKEN * self.max_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One response as a dialect has found it in JSON: any values."""
+
+    ids: Any
+    logprobs: Any
+    finish_reason: Any
+    prompt_ids: Any = None
+    """The prompt that it answers; None where the dialect does not return it."""
+    prompt_tokens: Any = None
+    """The prompt's length; None where the dialect does not return it."""
+
+
+def responses_of(replies: Sequence[Reply], prompt: Prompt, asked: Asked) -> list[Response]:
+    """The responses to one prompt. Raises ServerRefusal for what is wrong, ServerTrouble for an aborted one."""
+    if len(replies) != asked.n:
+        raise ServerRefusal(f"{len(replies)} responses to a prompt, and {asked.n} were asked for")
+    return [_response(reply, prompt, asked) for reply in replies]
+
+
+def _response(reply: Reply, prompt: Prompt, asked: Asked) -> Response:
+    if reply.finish_reason in ABORTED:
+        raise ServerTrouble(f"a response was cut by the server itself ({reply.finish_reason})")
+    _check_prompt(reply, prompt)
+    ids = _ids(reply.ids, asked)
+    logprobs = _logprobs(reply.logprobs, len(ids), asked.greedy)
+    _check_end(ids, reply.finish_reason, asked)
+    return Response(np.array(ids, dtype=np.int32), logprobs, reply.finish_reason, asked.version)
+
+
+def _check_prompt(reply: Reply, prompt: Prompt) -> None:
+    if reply.prompt_ids is not None and reply.prompt_ids != prompt.ids:
+        raise ServerRefusal("it answers another prompt than it was sent: its prompt_token_ids are others")
+    if reply.prompt_tokens is not None and reply.prompt_tokens != len(prompt.ids):
+        raise ServerRefusal(
+            f"it counts {short_repr(reply.prompt_tokens)} tokens in a prompt of {len(prompt.ids)}: it adds or cuts "
+            "tokens (a chat template, a begin-of-sequence token, its own limit)"
+        )
+
+
+def _ids(value: Any, asked: Asked) -> list[int]:
+    if not isinstance(value, list):
+        raise ServerRefusal("its responses have no token ids")
+    if not 0 < len(value) <= asked.max_tokens:
+        raise ServerRefusal(f"a response of {len(value)} tokens, and 1 to {asked.max_tokens} were asked for")
+    for token in value:
+        if type(token) is not int or not 0 <= token < asked.vocab_size:
+            raise ServerRefusal(
+                f"the token id {short_repr(token)}, and the model's are 0 to {asked.vocab_size - 1}: it serves another "
+                "model, or reads ids with another tokenizer"
+            )
+    return value
+
+
+def _logprobs(value: Any, tokens: int, greedy: bool) -> np.ndarray:
+    if not isinstance(value, list):
+        raise ServerRefusal("its responses have no log-probabilities of their tokens")
+    if len(value) != tokens:
+        raise ServerRefusal(f"{len(value)} log-probabilities for {tokens} tokens")
+    if greedy:
+        return np.zeros(tokens, dtype=np.float32)
+    for number in value:
+        # NaN fails the comparison; an integer of any size can be compared.
+        if type(number) not in (int, float) or not LEAST_LOGPROB <= number <= ROUNDING:
+            raise ServerRefusal(f"a log-probability of {short_repr(number)}, which no sampled token has")
+    return np.minimum(np.array(value, dtype=np.float32), 0.0)
+
+
+def _check_end(ids: list[int], finish_reason: Any, asked: Asked) -> None:
+    if finish_reason not in ("stop", "length"):
+        raise ServerRefusal(f"the finish reason {short_repr(finish_reason)} is neither `stop` nor `length`")
+    if finish_reason == "length" and len(ids) < asked.max_tokens:
+        raise ServerRefusal(
+            f"it cuts a response after {len(ids)} tokens, and {asked.max_tokens} were asked for: raise its own limit "
+            "(vLLM: --max-model-len, SGLang: --context-length)"
+        )
+    if not asked.ends:
+        return
+    if any(token in asked.ends for token in ids[:-1]):
+        raise ServerRefusal("it goes on after the model's end token: start it without ignoring that")
+    if finish_reason == "stop" and ids[-1] not in asked.ends and not asked.stop:
+        raise ServerRefusal(
+            f"a response ends with token {ids[-1]}, which is no end token of the model: the server stops at texts or "
+            "tokens of its own, or leaves the end token out"
+        )
