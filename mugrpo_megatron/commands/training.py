@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mugrpo_megatron.commands.common import IMPORTING, Options, Parser, recipe_arguments, say, with_recipe
 from mugrpo_megatron.errors import UserError
@@ -73,20 +73,16 @@ def train(options: Options) -> int:
 
 def _train_with_servers(recipe: Recipe, options: Options) -> None:
     from mugrpo_megatron.checks.preflight import check_run, read_checked_problems
+    from mugrpo_megatron.extras.servers.options import check_servers, server_options
 
-    servers = _server_options(options)
-    import_module("mugrpo_megatron.extras.servers.options").check_servers(recipe)
+    servers = server_options(options.servers, options.timeout, options.patience)
+    check_servers(recipe)
     recipe, _ = check_run(recipe, say, generates=False)
     problems = read_checked_problems(recipe, say)
     say(IMPORTING)
-    import_module("mugrpo_megatron.extras.servers.training").train_with_servers(recipe, problems, servers)
+    from mugrpo_megatron.extras.servers.training import train_with_servers
 
-
-def _server_options(options: Options) -> Any:
-    """`ServerOptions`; UserError for an address or a number that cannot be used."""
-    return import_module("mugrpo_megatron.extras.servers.options").server_options(
-        options.servers, options.timeout, options.patience
-    )
+    train_with_servers(recipe, problems, servers)
 
 
 def _stage_arguments(parser: Parser) -> None:
@@ -161,11 +157,14 @@ def _generate_shard(options: Options) -> int:
         from mugrpo_megatron.checks.preflight import check_engine_only
 
         if options.servers:
-            servers = _server_options(options)
-            import_module("mugrpo_megatron.extras.servers.options").check_servers(recipe)
+            from mugrpo_megatron.extras.servers.options import check_servers, server_options
+
+            servers = server_options(options.servers, options.timeout, options.patience)
+            check_servers(recipe)
             recipe, problems = check_engine_only(recipe, say, engine=False)
-            filling = import_module("mugrpo_megatron.extras.servers.filling")
-            say(visible(filling.fill_shard(recipe, shard, options.stage, problems, servers)))
+            from mugrpo_megatron.extras.servers.filling import fill_shard
+
+            say(visible(fill_shard(recipe, shard, options.stage, problems, servers)))
             return
         recipe, problems = check_engine_only(recipe, say)
         engine_only = import_module("mugrpo_megatron.extras.engine_only.shard_generation")

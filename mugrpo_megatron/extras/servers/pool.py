@@ -203,6 +203,7 @@ class Pool:
                     if not server.trouble:
                         self._events.put(Troubled(server, str(trouble)))
                     server.trouble = str(trouble)
+                    self._wake()  # its share is for the others
                     await self._pause(server)
         except ServerRefusal as refusal:
             server.dropped, server.trouble = True, str(refusal)
@@ -236,7 +237,7 @@ class Pool:
         try:
             while not server.dropped:
                 server.changed.clear()
-                room = min(limit - len(tasks), UNREAD * self.request.concurrency - server.unread)
+                room = min(limit - len(tasks), UNREAD * self.request.concurrency - server.unread, self._share())
                 while room > 0 and self._waiting and not trouble:
                     prompt = self._waiting.popleft()
                     tasks[asyncio.ensure_future(self._ask(prompt, served, connection))] = prompt
@@ -269,6 +270,11 @@ class Pool:
             self._waiting.extendleft(tasks.values())
             server.in_flight = 0
             self._wake()
+
+    def _share(self) -> int:
+        """Prompts that one server may take now: at a stage's end none takes what the others could answer at once."""
+        usable = sum(not server.dropped and not server.trouble for server in self.servers)
+        return -(-len(self._waiting) // max(1, usable))
 
     async def _ask(self, prompt: Prompt, served: Served, connection: Connection) -> SampledGroup:
         request = self.request

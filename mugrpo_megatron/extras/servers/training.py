@@ -27,7 +27,7 @@ from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.phases.saves import export, finish
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.rewards.pool import Verifier
-from mugrpo_megatron.run.run import Cursor, Engines, Run, open_run
+from mugrpo_megatron.run.run import Cursor, Run, open_run
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.train import optimize_stage
@@ -52,11 +52,7 @@ def train_with_servers(recipe: Recipe, problems: Problems | None, options: Serve
             fill_stage(run, learner, cursor, prepared, options)
             cursor = optimize_stage(run, learner, engines, cursor)
             export(run, learner, cursor)
-        _finish(run, learner, engines, cursor)
-
-
-def _finish(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> None:
-    finish(run, learner, engines, cursor)
+        finish(run, learner, cursor)
 
 
 def fill_stage(
@@ -78,10 +74,7 @@ def fill_stage(
             run.world.broadcast(None)
         else:
             _follow(run, learner)
-        stopping = any(run.world.any_rank(run.stop.requested))
-    if stopping:
-        done = f"{len(store.verified_groups())} of {len(groups)} groups of this stage are on disk; "
-        raise run.stop.all_stopped(cursor, done)
+    run.stop_if_asked(cursor, f"{len(store.verified_groups())} of {len(groups)} groups of this stage are on disk; ")
     if run.is_main:
         store.seal(len(groups) // run.recipe.rollout.prompts_per_update, run.recipe.rollout.prompts_per_update)
     run.world.barrier()
