@@ -34,7 +34,7 @@ def _server_arguments(parser: Parser) -> None:
         action="append",
         default=[],
         metavar="URL",
-        help="a vLLM or SGLang server that generates instead of an engine; give it once for each server",
+        help="a vLLM or SGLang server that generates instead of an engine, or @FILE with one a line; may be repeated",
     )
     parser.add_argument(
         "--timeout", type=float, default=3600.0, metavar="S", help="with --server: longest time for a group (3600)"

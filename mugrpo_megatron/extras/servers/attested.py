@@ -132,7 +132,7 @@ class Patience:
     def check(self, servers: Sequence[Server], refused: Collection[Server]) -> None:
         """Raise UserError once every server is refused, or none has answered for `seconds`."""
         waited = time.monotonic() - self.since
-        if len(refused) == len(servers):
+        if servers and len(refused) == len(servers):
             raise UserError(f"no server can be used: {self._all()}")
         if waited > self.seconds and all(server.trouble or server in refused for server in servers):
             raise UserError(f"no server has answered for {waited:.0f} s (--patience): {self._all()}")

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.servers.address import KEY, check_address
@@ -16,11 +17,27 @@ from mugrpo_megatron.recipe import Recipe
 class ServerOptions:
     """What the command line says about servers."""
 
-    urls: tuple[str, ...]
+    given: tuple[str, ...]
+    """URLs, and `@FILE` for those in a file, one a line."""
     timeout_s: float
     """Longest time for the responses to one prompt."""
     patience_s: float
     """Longest time without an answer from any server."""
+
+    def urls(self) -> list[str]:
+        """All servers as of now, each once; UserError for an address that cannot be used.
+
+        A file may be missing: the jobs that serve may not have written it yet.
+        """
+        texts: list[str] = []
+        for text in self.given:
+            path = Path(text[1:])
+            if not text.startswith("@"):
+                texts.append(text)
+            elif path.exists():
+                texts += [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        key = os.environ.get(KEY)
+        return list(dict.fromkeys(check_address(text, key) for text in texts if text))
 
 
 def server_options(urls: Sequence[str], timeout_s: float, patience_s: float) -> ServerOptions:
@@ -28,10 +45,9 @@ def server_options(urls: Sequence[str], timeout_s: float, patience_s: float) -> 
     for name, seconds in (("timeout", timeout_s), ("patience", patience_s)):
         if not (math.isfinite(seconds) and seconds > 0):
             raise UserError(f"--{name} {seconds:g}: give seconds above 0")
-    addresses = [check_address(url, os.environ.get(KEY)) for url in urls]
-    if twice := [url for url in dict.fromkeys(addresses) if addresses.count(url) > 1]:
-        raise UserError(f"--server {twice[0]}: given twice")
-    return ServerOptions(tuple(addresses), timeout_s, patience_s)
+    options = ServerOptions(tuple(urls), timeout_s, patience_s)
+    options.urls()  # a mistake is told before anything slow starts
+    return options
 
 
 def check_servers(recipe: Recipe) -> None:

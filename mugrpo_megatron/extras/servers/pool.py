@@ -24,6 +24,8 @@ from mugrpo_megatron.extras.servers.replies import Asked, responses_of
 from mugrpo_megatron.samples import Prompt
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+JOIN_S = 5.0
+"""Time between two looks for new servers."""
 UNREAD = 4
 """Groups that a server may have answered and the caller has not accepted, as a multiple of those in flight."""
 
@@ -101,12 +103,13 @@ class Request:
 class Pool:
     """A context manager: its thread and its connections end with the block, and requests in flight are dropped."""
 
-    urls: Iterable[str]
+    urls: Callable[[], Iterable[str]]
+    """The servers' URLs as of now; asked again and again, so that servers may join."""
     request: Request
     servers: list[Server] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.servers = [Server(url) for url in self.urls]
+        self.servers = [Server(url) for url in self.urls()]
         self._waiting: deque[Prompt] = deque()
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._loop = asyncio.new_event_loop()
@@ -188,7 +191,12 @@ class Pool:
         async with asyncio.TaskGroup() as group:
             for server in self.servers:
                 group.create_task(self._serve(server))
-            await asyncio.Event().wait()  # until the block ends
+            while True:  # until the block ends
+                await asyncio.sleep(JOIN_S)
+                known = {server.url for server in self.servers}
+                for joined in [Server(url) for url in self.urls() if url not in known]:
+                    self.servers.append(joined)
+                    group.create_task(self._serve(joined))
 
     async def _serve(self, server: Server) -> None:
         """Ask one server until it is dropped."""

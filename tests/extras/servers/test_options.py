@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,8 +46,13 @@ def test_a_key_never_crosses_a_network_in_clear() -> None:
 
 
 def test_options() -> None:
-    assert server_options(["http://a", "https://b"], 1.0, 2.0).urls == ("http://a", "https://b")
-    refuses("given twice", server_options, ["http://a", "http://a/v1"], 1.0, 1.0)
+    assert server_options(["http://a", "https://b", "http://a/v1"], 1.0, 2.0).urls() == ["http://a", "https://b"]
+    options = server_options(["@servers.txt"], 1.0, 2.0)
+    assert options.urls() == [], "the jobs that serve may not have begun"
+    Path("servers.txt").write_text("http://a:1\n\nhttp://b:2/\n")
+    assert options.urls() == ["http://a:1", "http://b:2"]
+    Path("servers.txt").write_text("a:1\n")
+    refuses("write a URL", options.urls)
     for number in (0.0, -1.0, float("nan"), float("inf")):
         refuses("--timeout", server_options, ["http://a"], number, 1.0)
         refuses("--patience", server_options, ["http://a"], 1.0, number)

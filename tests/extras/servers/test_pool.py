@@ -43,7 +43,7 @@ def request(timeout_s: float = 60.0, concurrency: int = 4) -> Request:
 def answered(fakes: list[Fake], count: int, patience_s: float = 60.0, **kind: Any) -> tuple[list[int], list[str]]:
     """Indices of the prompts in order of their answers, and what was said."""
     said: list[str] = []
-    with Pool([fake.url for fake in fakes], request(**kind)) as pool:
+    with Pool(lambda: [fake.url for fake in fakes], request(**kind)) as pool:
         groups = attested_groups(pool, prompts(count), None, Patience(patience_s), lambda: False, said.append)
         return [group.prompt.index for group in groups], said
 
@@ -93,7 +93,7 @@ def test_a_server_that_comes_back_goes_on() -> None:
     with ExitStack() as first:
         first.enter_context(serving(fake))
         port = int(fake.url.rsplit(":", 1)[1])
-        with Pool([fake.url], request()) as pool, ExitStack() as second:
+        with Pool(lambda: [fake.url], request()) as pool, ExitStack() as second:
 
             def say(line: str) -> None:
                 if not came_back.is_set():
@@ -117,9 +117,20 @@ def test_a_server_is_waited_for_until_it_has_the_weights() -> None:
         assert f"serves run-before, and the stage needs the weights named {NAME}" in line
         fake.name = NAME
 
-    with serving(fake), Pool([fake.url], request()) as pool:
+    with serving(fake), Pool(lambda: [fake.url], request()) as pool:
         groups = attested_groups(pool, prompts(5), None, Patience(60.0), lambda: False, say)
         assert sorted(group.prompt.index for group in groups) == list(range(5))
+
+
+def test_a_server_may_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "JOIN_S", 0.01)
+    with serving(Fake(name="another")) as away, serving(Fake("sglang")) as joins:
+        urls = [away.url]
+        with Pool(lambda: urls, request()) as pool:
+            groups = attested_groups(
+                pool, prompts(5), None, Patience(60.0), lambda: False, lambda line: urls.append(joins.url)
+            )
+            assert sorted(group.prompt.index for group in groups) == list(range(5))
 
 
 def test_patience_ends() -> None:
@@ -266,7 +277,7 @@ def test_a_server_has_a_limited_number_of_requests_at_a_time() -> None:
 
 
 def test_a_stop_ends_the_groups() -> None:
-    with serving(Fake()) as fake, Pool([fake.url], request()) as pool:
+    with serving(Fake()) as fake, Pool(lambda: [fake.url], request()) as pool:
         groups = attested_groups(pool, prompts(50), None, Patience(60.0), lambda: True, print)
         assert list(groups) == []
 
