@@ -13,7 +13,7 @@ import numpy as np
 from mugrpo_megatron.engine.wire import SampledGroup
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.servers.attest import Evidence, Values, figures, refusal
-from mugrpo_megatron.extras.servers.pool import Answered, Crashed, Pool, Refused, Server, Troubled
+from mugrpo_megatron.extras.servers.pool import Answered, Crashed, Dropped, Pool, Server, Troubled
 from mugrpo_megatron.files.durable import write_json
 from mugrpo_megatron.samples import Prompt, Sample
 from mugrpo_megatron.terminal import visible
@@ -29,7 +29,7 @@ Measure = Callable[[Sequence[Sample], float], Values]
 
 
 @dataclass
-class Batch:
+class HeldGroups:
     """Groups of one server that wait until the learner has looked at some of them."""
 
     groups: list[SampledGroup] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Batch:
         chosen: list[SampledGroup] = []
         for group in self.groups:
             chosen.append(group)
-            if Batch(chosen).tokens >= FIRST_TOKENS:
+            if HeldGroups(chosen).tokens >= FIRST_TOKENS:
                 break
         return chosen
 
@@ -62,14 +62,14 @@ class Attestor:
     servers: dict[str, dict[str, object]] = field(default_factory=dict)
     _random: Random = field(default_factory=SystemRandom)
 
-    def due(self, server: Server, epoch: int, batch: Batch) -> bool:
+    def due(self, server: Server, epoch: int, batch: HeldGroups) -> bool:
         """Whether it is time to look at the batch."""
         ended = not server.in_flight or server.epoch != epoch
         if (server.url, epoch) not in self.evidence:
             return ended or batch.tokens >= FIRST_TOKENS
         return ended or len(batch.groups) >= BATCH_GROUPS or time.monotonic() - batch.since >= BATCH_S
 
-    def refusal_of_batch(self, server: Server, epoch: int, batch: Batch) -> str:
+    def refusal_of_batch(self, server: Server, epoch: int, batch: HeldGroups) -> str:
         """Why the batch cannot be taken; empty where it can."""
         # Drawn by nobody who can be foreseen: a server cannot behave for the groups that are looked at alone.
         known = (server.url, epoch) in self.evidence
@@ -157,7 +157,7 @@ def attested_groups(
     ends.
     """
     missing = {prompt.index: prompt for prompt in prompts}
-    held: dict[tuple[Server, int], Batch] = {}
+    held: dict[tuple[Server, int], HeldGroups] = {}
     refused: set[Server] = set()
     pool.put(prompts)
 
@@ -175,14 +175,14 @@ def attested_groups(
                 case Troubled(server, sentence):
                     patience.sentences[server.url] = sentence
                     say(visible(f"{sentence}\nIt is asked again; others take its prompts meanwhile."))
-                case Refused(server, sentence):
+                case Dropped(server, sentence):
                     drop(server, sentence)
                 case Answered(server, epoch, group) if server in refused:
                     pool.accept(server)
                     pool.put([group.prompt])
                 case Answered(server, epoch, group):
                     patience.answered()
-                    held.setdefault((server, epoch), Batch()).groups.append(group)
+                    held.setdefault((server, epoch), HeldGroups()).groups.append(group)
         for (server, epoch), batch in list(held.items()):
             if attestor and not attestor.due(server, epoch, batch):
                 continue

@@ -22,7 +22,7 @@ from mugrpo_megatron.evaluation.scoring import Scorer
 from mugrpo_megatron.extras.engine_only.shards import GenerationShard, NextStage, begin, mark_shard
 from mugrpo_megatron.extras.servers.attested import Attestor, Measure, Patience, attested_groups
 from mugrpo_megatron.extras.servers.options import ServerOptions, check_servers
-from mugrpo_megatron.extras.servers.pool import Pool, Request
+from mugrpo_megatron.extras.servers.pool import Pool, StageRequest
 from mugrpo_megatron.extras.servers.replies import Asked
 from mugrpo_megatron.files.hf_config import read_model_config
 from mugrpo_megatron.files.json_text import read_json
@@ -71,7 +71,7 @@ def _generation_config(model: Path) -> dict[str, object]:
 
 def request_for(
     recipe: Recipe, name: str, model: Path, tokenizer: PreTrainedTokenizerBase, cursor: Cursor, options: ServerOptions
-) -> Request:
+) -> StageRequest:
     """What the stage's prompts are asked with."""
     rollout = recipe.rollout
     sampling = training_sampling(rollout, recipe.run, tokenizer, None)
@@ -85,7 +85,7 @@ def request_for(
     )
     # Twice what is decoded together, so that a server always has a request that waits.
     concurrency = max(1, 2 * recipe.engine.max_running_requests // rollout.responses_per_prompt)
-    return Request(name, sampling, asked, recipe.data.max_prompt_tokens, concurrency, options.timeout_s)
+    return StageRequest(name, sampling, asked, recipe.data.max_prompt_tokens, concurrency, options.timeout_s)
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Filling:
     say: Say
 
     def fill(
-        self, request: Request, options: ServerOptions, missing: Sequence[int], attestor: Attestor, bar: Bar
+        self, request: StageRequest, options: ServerOptions, missing: Sequence[int], attestor: Attestor, bar: Bar
     ) -> None:
         """Have servers answer the groups `missing`, and append them as they are scored; ends early when stopping.
 

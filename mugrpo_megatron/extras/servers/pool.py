@@ -69,7 +69,7 @@ class Troubled(NamedTuple):
     sentence: str
 
 
-class Refused(NamedTuple):
+class Dropped(NamedTuple):
     """A server is not asked again, because of `sentence`."""
 
     server: Server
@@ -82,11 +82,11 @@ class Crashed(NamedTuple):
     error: BaseException
 
 
-Event = Answered | Troubled | Refused | Crashed
+Event = Answered | Troubled | Dropped | Crashed
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class StageRequest:
     """What every server is asked for."""
 
     model: str
@@ -105,7 +105,7 @@ class Pool:
 
     urls: Callable[[], Iterable[str]]
     """The servers' URLs as of now; asked again and again, so that servers may join."""
-    request: Request
+    request: StageRequest
     servers: list[Server] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -215,7 +215,7 @@ class Pool:
                     await self._pause(server)
         except ServerRefusal as refusal:
             server.dropped, server.trouble = True, str(refusal)
-            self._events.put(Refused(server, f"{server.url}: {str(refusal).removeprefix(server.url).lstrip(': ')}"))
+            self._events.put(Dropped(server, f"{server.url}: {str(refusal).removeprefix(server.url).lstrip(': ')}"))
         finally:
             await connection.close()
 

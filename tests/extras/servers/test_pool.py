@@ -17,7 +17,7 @@ from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.servers import pool as pool_module
 from mugrpo_megatron.extras.servers.attested import Patience, attested_groups
-from mugrpo_megatron.extras.servers.pool import Pool, Request
+from mugrpo_megatron.extras.servers.pool import Pool, StageRequest
 from mugrpo_megatron.extras.servers.replies import Asked
 from mugrpo_megatron.samples import Problem, Prompt
 from tests.extras.servers.fake import NAME, Fake, Handler, serving
@@ -36,8 +36,8 @@ def prompts(count: int) -> list[Prompt]:
     return [Prompt(index, Problem(str(index), "q", "a"), [2, 3, index + 4]) for index in range(count)]
 
 
-def request(timeout_s: float = 60.0, concurrency: int = 4) -> Request:
-    return Request(NAME, Sampling(1.0, 1.0, 4, (1,)), ASKED, 8, concurrency, timeout_s)
+def request(timeout_s: float = 60.0, concurrency: int = 4) -> StageRequest:
+    return StageRequest(NAME, Sampling(1.0, 1.0, 4, (1,)), ASKED, 8, concurrency, timeout_s)
 
 
 def answered(fakes: list[Fake], count: int, patience_s: float = 60.0, **kind: Any) -> tuple[list[int], list[str]]:
