@@ -1,7 +1,6 @@
 """The `mugrpo` command: parses arguments, calls a function, turns failures into exit codes.
 
-Functions are named as text and imported when their command is called: Megatron and SGLang take seconds to import, and
-the core imports no extra.
+A command's functions are imported when it is called: Megatron and SGLang take seconds to import.
 """
 
 from __future__ import annotations
@@ -16,11 +15,9 @@ import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib import import_module
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 from mugrpo_megatron import __version__
 from mugrpo_megatron.commands.common import say
@@ -31,7 +28,6 @@ from mugrpo_megatron.observe.environment import commit, ignore_library_warnings,
 from mugrpo_megatron.run.stopping import Stopped, Terminated, stoppable, terminable
 from mugrpo_megatron.terminal import ignore_broken_pipe, visible
 
-CORE, EXTRAS = "mugrpo_megatron.commands", "mugrpo_megatron.extras"
 CONTINUES = "the same command continues the run"
 STARTS_OVER = "nothing was written, the same command starts over"
 LINE_BREAK = re.compile(r"\s*\n\s*")
@@ -41,9 +37,13 @@ them, takes the updates, and repeats."""
 EXAMPLES = """\
   mugrpo train quickstart.toml --dry-run          check a bundled recipe
   mugrpo train my.toml --set optimizer.lr=1e-6    train with one value changed
-  mugrpo report runs/mine --live                  look while it trains"""
+  mugrpo report runs/mine                         a page about what it does"""
 PAGES = Path(__file__).parents[1] / "docs/README.md"
 """Index of the pages, in a checkout."""
+
+
+Functions = tuple[Callable[[argparse.Namespace], int], Callable[[argparse.ArgumentParser], None]]
+"""`function(options)`, which returns the exit code, and `function_arguments(parser)`, which adds its arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,8 @@ class Command:
     name: str
     help: str
     """Line of at most 67 characters."""
-    entry_point: str
-    """`module:function`: `function(options)` returns the exit code, `function_arguments(parser)` adds arguments."""
+    load: Callable[[], Functions]
+    """Imports its functions."""
     interrupted: str = STARTS_OVER
     """Hint after Ctrl-C."""
     long: bool = False
@@ -66,62 +66,141 @@ class Command:
 
     def run(self, options: argparse.Namespace) -> int:
         """Returns the exit code; raises what `_run` handles."""
-        return int(self._function()(options))
+        run, _ = self.load()
+        return run(options)
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        self._function("_arguments")(parser)
-
-    def _function(self, suffix: str = "") -> Callable[..., Any]:
-        module, _, name = self.entry_point.partition(":")
-        function: Callable[..., Any] = getattr(import_module(module), name + suffix)
-        return function
+        _, add_arguments = self.load()
+        add_arguments(parser)
 
 
-def _trains(group: str, name: str, help: str) -> Command:
+def _trains(group: str, name: str, help: str, load: Callable[[], Functions]) -> Command:
     """Returns a command that continues a run, and that a batch system may stop."""
-    return Command(group, name, help, f"{CORE}.training:{name}", CONTINUES, long=True, stops=True)
+    return Command(group, name, help, load, CONTINUES, long=True, stops=True)
+
+
+def _sft() -> Functions:
+    from mugrpo_megatron.commands.training import sft, sft_arguments
+
+    return sft, sft_arguments
+
+
+def _sweep() -> Functions:
+    from mugrpo_megatron.extras.sweep.command import sweep, sweep_arguments
+
+    return sweep, sweep_arguments
+
+
+def _seal() -> Functions:
+    from mugrpo_megatron.commands.training import seal, seal_arguments
+
+    return seal, seal_arguments
+
+
+def _doctor() -> Functions:
+    from mugrpo_megatron.extras.doctor.doctor import doctor, doctor_arguments
+
+    return doctor, doctor_arguments
+
+
+def _plan() -> Functions:
+    from mugrpo_megatron.extras.plan.command import plan, plan_arguments
+
+    return plan, plan_arguments
+
+
+def _score() -> Functions:
+    from mugrpo_megatron.commands.reading import score, score_arguments
+
+    return score, score_arguments
+
+
+def _report() -> Functions:
+    from mugrpo_megatron.commands.reading import report, report_arguments
+
+    return report, report_arguments
+
+
+def _rollouts() -> Functions:
+    from mugrpo_megatron.commands.reading import rollouts, rollouts_arguments
+
+    return rollouts, rollouts_arguments
+
+
+def _evaluate() -> Functions:
+    from mugrpo_megatron.commands.reading import evaluate, evaluate_arguments
+
+    return evaluate, evaluate_arguments
+
+
+def _publish_stage() -> Functions:
+    from mugrpo_megatron.extras.exchange.commands import publish_stage, publish_stage_arguments
+
+    return publish_stage, publish_stage_arguments
+
+
+def _import_stage() -> Functions:
+    from mugrpo_megatron.extras.exchange.commands import import_stage, import_stage_arguments
+
+    return import_stage, import_stage_arguments
+
+
+def _convert() -> Functions:
+    from mugrpo_megatron.commands.reading import convert, convert_arguments
+
+    return convert, convert_arguments
+
+
+def _train() -> Functions:
+    from mugrpo_megatron.commands.training import train, train_arguments
+
+    return train, train_arguments
+
+
+def _generate() -> Functions:
+    from mugrpo_megatron.commands.training import generate, generate_arguments
+
+    return generate, generate_arguments
+
+
+def _optimize() -> Functions:
+    from mugrpo_megatron.commands.training import optimize, optimize_arguments
+
+    return optimize, optimize_arguments
 
 
 TRAIN, PARTS, BEFORE, LOOK, EXCHANGE = "Train", "A run in parts", "Before a run", "Look at a run", "Exchange"
 COMMANDS = (
-    _trains(TRAIN, "train", "train a model as a recipe says; the same command resumes"),
-    Command(TRAIN, "sft", "fine-tune a model on your rows, or make a small one", f"{CORE}.training:sft", long=True),
+    _trains(TRAIN, "train", "train a model as a recipe says; the same command resumes", _train),
+    Command(TRAIN, "sft", "fine-tune a model on your rows, or make a small one", _sft, long=True),
     Command(
         TRAIN,
         "sweep",
         "compare objectives and rates on the responses of one stage",
-        f"{EXTRAS}.sweep.command:sweep",
+        _sweep,
         "the same command continues the sweep",
         long=True,
         stops=True,
     ),
-    _trains(PARTS, "generate", "only sample, score and seal the stage at which a run stands"),
-    Command(PARTS, "seal", "close a stage of `generate --engine-only` processes", f"{CORE}.training:seal"),
-    _trains(PARTS, "optimize", "only take the updates of a sealed stage, without an engine"),
-    Command(BEFORE, "doctor", "what this machine has, needs and lacks", f"{EXTRAS}.doctor.doctor:doctor"),
-    Command(BEFORE, "plan", "memory, hours and layouts of a run, on paper", f"{EXTRAS}.plan.command:plan"),
-    Command(BEFORE, "score", "score a file of responses with a reward function", f"{CORE}.reading:score"),
-    Command(LOOK, "report", "a page about one run or several; live while one trains", f"{CORE}.reading:report"),
-    Command(LOOK, "rollouts", "read and search a stage's responses and what is vetoed", f"{CORE}.reading:rollouts"),
+    _trains(PARTS, "generate", "only sample, score and seal the stage at which a run stands", _generate),
+    Command(PARTS, "seal", "close a stage of `generate --engine-only` processes", _seal),
+    _trains(PARTS, "optimize", "only take the updates of a sealed stage, without an engine", _optimize),
+    Command(BEFORE, "doctor", "what this machine has, needs and lacks", _doctor),
+    Command(BEFORE, "plan", "memory, hours and layouts of a run, on paper", _plan),
+    Command(BEFORE, "score", "score a file of responses with a reward function", _score),
+    Command(LOOK, "report", "a page about one run or several", _report),
+    Command(LOOK, "rollouts", "read and search a stage's responses and what is vetoed", _rollouts),
     Command(
         LOOK,
         "eval",
         "accuracy of a checkpoint on data sets: mean@k, pass@k, majority@k",
-        f"{CORE}.reading:evaluate",
+        _evaluate,
         "the same command continues the evaluation",
         long=True,
     ),
-    Command(
-        EXCHANGE, "publish", "a stage as a data set that trains again", f"{EXTRAS}.exchange.commands:publish_stage"
-    ),
-    Command(EXCHANGE, "import", "another program's rollouts as a stage", f"{EXTRAS}.exchange.commands:import_stage"),
-    Command(EXCHANGE, "convert", "checkpoints of Hugging Face and Megatron", f"{CORE}.reading:convert"),
-    Command(
-        "Shell",
-        "completion",
-        "Tab completes commands, options and recipe keys (bash, zsh)",
-        "mugrpo_megatron.cli:completion",
-    ),
+    Command(EXCHANGE, "publish", "a stage as a data set that trains again", _publish_stage),
+    Command(EXCHANGE, "import", "another program's rollouts as a stage", _import_stage),
+    Command(EXCHANGE, "convert", "checkpoints of Hugging Face and Megatron", _convert),
 )
 
 
@@ -236,39 +315,6 @@ def command_parser(name: str | None = None) -> argparse.ArgumentParser:
             command.add_arguments(subparser)
         subparser.set_defaults(command=command)
     return parser
-
-
-def completion_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "Put `source <(mugrpo completion bash)` into ~/.bashrc, or the same with zsh into ~/.zshrc."
-    parser.add_argument("shell", choices=("bash", "zsh"))
-
-
-def completion(options: argparse.Namespace) -> int:
-    """Print a shell script that completes commands, options, files, and the recipe's keys after --set."""
-    from mugrpo_megatron.recipe.load import dotted_keys
-
-    choices = next(action.choices for action in command_parser()._actions if isinstance(action.choices, dict))
-    cases = (f"    {name}) words='{' '.join(command._option_string_actions)}' ;;" for name, command in choices.items())
-    if options.shell == "zsh":
-        print("autoload -U +X compinit && compinit && autoload -U +X bashcompinit && bashcompinit")
-    keys = " ".join(f"{key}=" for key in dotted_keys())
-    print(COMPLETION.format(commands=" ".join(choices), keys=keys, cases="\n".join(cases)))
-    return 0
-
-
-COMPLETION = """\
-_mugrpo() {{
-  local word=${{COMP_WORDS[COMP_CWORD]}} words=
-  if [ "$COMP_CWORD" -eq 1 ]; then words='{commands}'
-  elif [ "${{COMP_WORDS[COMP_CWORD-1]}}" = --set ]; then words='{keys}'; compopt -o nospace 2>/dev/null
-  elif [ "${{word#-}}" != "$word" ]; then
-    case ${{COMP_WORDS[1]}} in
-{cases}
-    esac
-  fi
-  COMPREPLY=($(compgen -W "$words" -- "$word"))
-}}
-complete -o default -F _mugrpo mugrpo"""
 
 
 if __name__ == "__main__":

@@ -14,8 +14,9 @@ from mugrpo_megatron.errors import UserError
 
 DRIVER = 580
 """Oldest major version of NVIDIA's driver that runs CUDA 13, which torch 2.11 is built for."""
-TIMEOUT_S = 30
-"""Time limit of a program; nvidia-smi hangs when the driver is broken."""
+TIMEOUT_S = 120
+"""Time limit of a program; nvidia-smi hangs when the driver is broken, and takes half a minute on a node of eight GPUs
+without persistence mode."""
 
 
 def may_find_cuda() -> bool:

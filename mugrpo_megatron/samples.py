@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from mugrpo_megatron.errors import EngineFailure
 from mugrpo_megatron.recipe.scoring import OVERLONG
+
+if TYPE_CHECKING:  # tests check what the types say (tests/shapes.py); a run does without the package
+    from jaxtyping import Bool, Float32, Int32, UInt8, UInt16
 
 UNSCORED = "group.unscored"
 """Component of a sample: the share of its group's responses without a reward, which are no samples."""
@@ -78,18 +81,18 @@ class Prompt:
     ids: list[int]
     logprob_tokens: int = 0
     """Tokens at the end of `ids` whose logprobs the engine returns instead of sampling; 0 to sample a response."""
-    support_ids: np.ndarray | None = field(default=None, hash=False)
-    """int32 [logprob_tokens, k]: `Sample.support_ids` of those tokens."""
+    support_ids: Int32[np.ndarray, "logprob_tokens k"] | None = field(default=None, hash=False)
+    """`Sample.support_ids` of those tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Episode:
     """A response of several turns with text of its environment, by `rollout.function` or a program, `rollout.agent`."""
 
-    prompt_ids: np.ndarray
-    """int32 [P]: tokens before the model's first one."""
-    mask: np.ndarray
-    """bool [R]: the tokens that the model sampled; the others are its environment's, with logprobs of 0."""
+    prompt_ids: Int32[np.ndarray, " prompt"]
+    """Tokens before the model's first one."""
+    mask: Bool[np.ndarray, " response"]
+    """The tokens that the model sampled; the others are its environment's, with logprobs of 0."""
     reward: float | None = None
     """The function's reward; None if the verifier scores the last turn."""
     why: str = ""
@@ -119,19 +122,18 @@ class Episode:
 class Response:
     """One sampled continuation of a prompt, as the engine returned it."""
 
-    ids: np.ndarray
-    """int32 [R]: response tokens, the end-of-sequence token included when it was sampled."""
-    logprobs: np.ndarray
-    """float32 [R]: log-probabilities under the behaviour policy at the sampling temperature."""
+    ids: Int32[np.ndarray, " response"]
+    """Response tokens, the end-of-sequence token included when it was sampled."""
+    logprobs: Float32[np.ndarray, " response"]
+    """Log-probabilities under the behaviour policy at the sampling temperature."""
     finish_reason: str
     """`stop` (end-of-sequence) or `length`."""
     weight_version: int
     """Optimizer updates behind the weights that sampled it."""
-    routes: np.ndarray | None = None
-    """uint8 or uint16 [layers, P + R - 1, k]: experts of the prompt's and the response's tokens, if they were asked
-    for."""
-    support_ids: np.ndarray | None = None
-    """int32 [R, k]: the tokens that could be sampled at each place, -1 where fewer than k, if the engine was asked."""
+    routes: UInt8[np.ndarray, "layers tokens k"] | UInt16[np.ndarray, "layers tokens k"] | None = None
+    """Experts of the prompt's and the response's tokens but the last, if they were asked for."""
+    support_ids: Int32[np.ndarray, "response k"] | None = None
+    """The tokens that could be sampled at each place, -1 where fewer than k, if the engine was asked."""
     episode: Episode | None = None
     """None for a plain response."""
 
@@ -157,20 +159,18 @@ class Sample:
     group: int
     """The prompt's index in the stage; samples of one group share prompt and baseline."""
     problem: str
-    prompt_ids: np.ndarray
-    """int32 [P]"""
-    response_ids: np.ndarray
-    """int32 [R]"""
+    prompt_ids: Int32[np.ndarray, " prompt"]
+    response_ids: Int32[np.ndarray, " response"]
     # float32 as SGLang computes them: in bfloat16 a ratio of long responses would be noise.
-    engine_logprobs: np.ndarray
-    """float32 [R]: the engine's, at the sampling temperature; NaN in an imported stage without any."""
+    engine_logprobs: Float32[np.ndarray, " response"]
+    """The engine's, at the sampling temperature; NaN in an imported stage without any."""
     reward: float
     weight_version: int
     finish_reason: str
-    loss_mask: np.ndarray | None = None
-    """bool [R]: the tokens that are trained on; None for all."""
-    support_ids: np.ndarray | None = None
-    """int32 [R, k]: the tokens that could be sampled at each place, -1 where fewer than k; None for the vocabulary."""
+    loss_mask: Bool[np.ndarray, " response"] | None = None
+    """The tokens that are trained on; None for all."""
+    support_ids: Int32[np.ndarray, "response k"] | None = None
+    """The tokens that could be sampled at each place, -1 where fewer than k; None for the vocabulary."""
     text: str = ""
     """The response's text, as the verifier read it."""
     gold: str = ""
@@ -184,17 +184,17 @@ class Sample:
     """Under the objective of the recipe that generated it; training computes its own."""
     row: str = ""
     """The problem's row in its data set, as JSON; empty where it has none."""
-    behaviour_logprobs: np.ndarray | None = None
-    """float32 [R]: what importance ratios are taken against: the engine's, or with `rollout.behaviour = "learner"` the
+    behaviour_logprobs: Float32[np.ndarray, " response"] | None = None
+    """What importance ratios are taken against: the engine's, or with `rollout.behaviour = "learner"` the
     learner's under the same weights; added when an update is read, not stored."""
     routes: Routes | None = None
     """Experts to replay (`learner.routing_replay`); None lets the routers choose."""
-    proximal_logprobs: np.ndarray | None = None
-    """float32 [R]: under the policy at the centre of the clip range, unless it is the current one; not stored."""
-    ref_logprobs: np.ndarray | None = None
-    """float32 [R]: under the reference policy, which the KL penalty keeps the policy near; not stored."""
-    teacher_logprobs: np.ndarray | None = None
-    """float32 [R]: under the teacher, whose log-ratios are part of the tokens' advantages; not stored."""
+    proximal_logprobs: Float32[np.ndarray, " response"] | None = None
+    """Under the policy at the centre of the clip range, unless it is the current one; not stored."""
+    ref_logprobs: Float32[np.ndarray, " response"] | None = None
+    """Under the reference policy, which the KL penalty keeps the policy near; not stored."""
+    teacher_logprobs: Float32[np.ndarray, " response"] | None = None
+    """Under the teacher, whose log-ratios are part of the tokens' advantages; not stored."""
 
     def __post_init__(self) -> None:
         columns = (self.behaviour_logprobs, self.proximal_logprobs, self.ref_logprobs, self.teacher_logprobs)

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 
 from tests.engine_server import forked_engines, hosts_of, start_server
+from tests.patience import PATIENCE_S
 
 STARTED = "tests.forked"
 """The audit event of every process that is started here."""
@@ -77,7 +78,7 @@ class Command:
     def family(self) -> list[psutil.Process]:
         return [*tree_of(self.pid)[:1], *self.offspring]
 
-    def wait(self, timeout_s: float = 600.0) -> int | None:
+    def wait(self, timeout_s: float = PATIENCE_S) -> int | None:
         """Its exit code, negative after a signal; None when it is still running after `timeout_s`."""
         self.process.join(timeout_s)
         return self.process.exitcode  # type: ignore[no-any-return]

@@ -14,6 +14,7 @@ from typing import Any
 
 from tests.engine_server import forked_engines
 from tests.forked import fork, fork_server
+from tests.patience import PATIENCE_S
 
 
 class RankFailure(AssertionError):
@@ -21,7 +22,7 @@ class RankFailure(AssertionError):
 
 
 def run_ranks(
-    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 600, compiled: bool = False
+    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = PATIENCE_S, compiled: bool = False
 ) -> list[Any]:
     """`[function(*args) of rank 0, of rank 1, ...]`, each in a process whose torch.distributed world is theirs.
 

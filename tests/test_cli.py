@@ -164,28 +164,6 @@ def test_version_names_the_commit(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         assert capsys.readouterr().out == f"mugrpo {__version__}{ending}\n"
 
 
-COMPLETED = """
-answers() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=(); _mugrpo; echo "${COMPREPLY[@]}"; }
-answers mugrpo ro
-answers mugrpo train r.toml --dry-run
-answers mugrpo train --set optimizer.l
-answers mugrpo train r
-complete -p mugrpo
-"""
-
-
-@pytest.mark.process
-def test_the_shell_completes_commands_options_and_keys(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", "zsh"]) == 0
-    assert "bashcompinit" in capsys.readouterr().out.splitlines()[0]
-    assert main(["completion", "bash"]) == 0
-    script = capsys.readouterr().out
-    done = subprocess.run(["bash", "-c", script + COMPLETED], capture_output=True, text=True, check=True)
-    *answers, how = done.stdout.splitlines()
-    assert answers == ["rollouts", "--dry-run --dry-run=full", "optimizer.lr=", ""]
-    assert "-o default" in how  # files, where nothing of ours fits
-
-
 HEAVY = ("torch", "transformers", "megatron", "sglang", "sympy", "math_verify", "huggingface_hub")
 
 

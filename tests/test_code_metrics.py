@@ -42,6 +42,7 @@ def test_the_code_keeps_its_contracts() -> None:
         ("closed_rooms", "learner.loss", "import torch.nn\nimport sglang.srt.utils", 2),
         ("extras_at_the_top", "phases.generate", "from mugrpo_megatron.extras.lora import adapters", 1),
         ("extras_at_the_top", "phases.generate", "if True:\n    from mugrpo_megatron import extras", 2),
+        ("extras_by_a_string", "phases.generate", 'A = 1\nB = "mugrpo_megatron.extras.lora.adapters:LoraAdapters"', 2),
         ("patches", "learner.model", "import torch\ntorch.cuda.synchronize = None", 2),
         ("patches", "learner.model", "import megatron.core.parallel_state as ps\n\nps._GROUP += 1", 3),
         ("patches", "engine.host", "from sglang.srt import server\nsetattr(server.Engine, 'run', print)", 2),

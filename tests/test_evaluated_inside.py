@@ -19,6 +19,7 @@ import pytest
 from mugrpo_megatron.report.page import write_report
 from mugrpo_megatron.run.checkpoints import complete_checkpoints
 from tests.forked import Command, started
+from tests.patience import PATIENCE_S
 from tests.scaling.nodes import TORCHRUN
 from tests.tiny import FINISHED, mugrpo, rows, take_stages, weights, write_run
 
@@ -95,7 +96,7 @@ def test_a_run_killed_while_it_is_evaluated(times: int, finished_run: Path, tmp_
         family = command.offspring
         command.process.kill()
         command.wait()
-    _, alive = psutil.wait_procs(family, timeout=600)
+    _, alive = psutil.wait_procs(family, timeout=PATIENCE_S)
     assert alive == []
     assert len(evaluated(run_dir)) <= times
     mugrpo("train", path)

@@ -17,6 +17,7 @@ import pytest
 
 from mugrpo_megatron.observe.log import read_rows
 from tests.forked import started
+from tests.patience import PATIENCE_S
 from tests.tiny import COIN, mugrpo, save_model, take_stages, weights, write_recipe
 
 pytestmark = pytest.mark.process
@@ -83,7 +84,7 @@ def kill_at(name: str, delay_s: float, recipe: Path, run_dir: Path) -> bool:
             if due is None and (logged or files_of(name, run_dir) - earlier):
                 due = time.monotonic() + delay_s
         family = command.family  # the whole job is killed as the block ends: nobody is left who could tidy up
-    _, alive = psutil.wait_procs(family, timeout=600)
+    _, alive = psutil.wait_procs(family, timeout=PATIENCE_S)
     assert alive == []
     return True
 

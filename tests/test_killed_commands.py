@@ -20,6 +20,7 @@ from mugrpo_megatron.stages.store import StageStore
 from tests.extras.lora.adapted import write_adapter
 from tests.forked import fork, started
 from tests.hostile.outcome import listing
+from tests.patience import PATIENCE_S
 from tests.tiny import COIN, FINISHED, mugrpo, rows, save_model, take_stages, weights, write_recipe, write_run
 
 pytestmark = [pytest.mark.process, pytest.mark.night]
@@ -42,7 +43,7 @@ def killed(command: tuple[object, ...], delay_s: float) -> bool:
         if running.wait(delay_s) is not None:
             return False
         family = running.family
-    assert psutil.wait_procs(family, timeout=600)[1] == []
+    assert psutil.wait_procs(family, timeout=PATIENCE_S)[1] == []
     return True
 
 
@@ -58,7 +59,7 @@ def killed_in_row(command: tuple[object, ...], log: Path, more: int) -> bool:
             if running.wait(0.02) is not None:
                 return False
         family = running.family
-    assert psutil.wait_procs(family, timeout=600)[1] == []
+    assert psutil.wait_procs(family, timeout=PATIENCE_S)[1] == []
     return True
 
 

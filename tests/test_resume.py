@@ -20,6 +20,7 @@ from mugrpo_megatron.run.checkpoints import complete_checkpoints, newest_cursor
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.stages.store import StageStore
 from tests.forked import Command, started
+from tests.patience import PATIENCE_S
 from tests.tiny import FINISHED, mugrpo, rows, save_model, take_stages, weights, write_recipe, write_run
 
 UPDATES, EVERY = FINISHED["updates_per_stage"], 4
@@ -57,7 +58,7 @@ def interrupted(name: str, recipe: Path, updates: int) -> Iterator[Command]:
         offspring = command.offspring
         yield command
         command.wait()
-    _, alive = psutil.wait_procs(offspring, timeout=600)
+    _, alive = psutil.wait_procs(offspring, timeout=PATIENCE_S)
     assert alive == []
 
 

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from mugrpo_megatron.terminal import TolerantStream, ignore_broken_pipe
+from tests.patience import PATIENCE_S
 
 PRINTS = """
 import sys
@@ -52,4 +53,4 @@ def test_a_command_goes_on_and_keeps_its_exit_code() -> None:
     for stream in (process.stdout, process.stderr, process.stdin):
         assert stream
         stream.close()
-    assert process.wait(600) == 7
+    assert process.wait(PATIENCE_S) == 7

@@ -87,7 +87,7 @@ def test_layouts_train_alike(model: Path, tmp_path: Path) -> None:
         parallel={"tensor": 2, "pipeline": 2},
         engine={"tensor": 2},
     )
-    run_ranks(4, train_as, recipe, timeout_s=600)
+    run_ranks(4, train_as, recipe)
     assert rows(tmp_path / "run", "update")[0]["second_moment"] == 0.0
     assert all(row["mismatch_max"] < 1e-4 for row in rows(tmp_path / "run", "stage"))
 
@@ -133,7 +133,7 @@ def test_a_model_of_qwen3_5_s_shape_trains(tmp_path: Path) -> None:
         rollout={"behaviour": "learner"},
         reward=COIN,
     )
-    run_ranks(4, train_as, recipe, timeout_s=600)
+    run_ranks(4, train_as, recipe)
     run = tmp_path / "run"
     assert all(row["mismatch_max"] < 1e-4 for row in rows(run, "stage"))
     assert {row["ratio_pos_max"] for row in rows(run, "update") if row["age"] == 0} == {1.0}

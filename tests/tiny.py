@@ -12,6 +12,7 @@ from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.observe.log import read_rows
 from tests import models
 from tests.forked import started
+from tests.patience import PATIENCE_S
 
 COIN = {"function": "tests.rewards.functions:parity"}
 """A reward section that moves the weights: the tiny model's answers are never right."""
@@ -80,7 +81,7 @@ def finish_run(folder: Path) -> subprocess.CompletedProcess[str]:
     """`mugrpo train` to its end in an interpreter of its own, as a user runs it: `folder/model` -> `folder/run`."""
     recipe = write_run(folder, save_model(folder / "model"))
     command = [sys.executable, "-m", "mugrpo_megatron", "train", str(recipe)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 

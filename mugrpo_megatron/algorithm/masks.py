@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mugrpo_megatron.algorithm.advantages import informative
-from mugrpo_megatron.algorithm.segments import Segments, response_mean, response_sum
+from mugrpo_megatron.algorithm.segments import Segments, response_sum
 from mugrpo_megatron.algorithm.surrogates import LOG_RATIO_LIMIT
 from mugrpo_megatron.algorithm.veto import KeepMask, VetoState, veto
 from mugrpo_megatron.recipe.objective import ObjectiveSection
@@ -35,19 +35,14 @@ def keep_mask(
     veto_mask = veto(log_ratio, advantage, segments, config, state)
     keep = veto_mask.keep & (log_ratio.abs().double() <= log_drop)
     if config.reject != "none":
-        keep = keep & _accepted(log_ratio, advantage, segments, config)
+        keep = keep & _accepted(log_ratio, segments, config)
     return replace(veto_mask, keep=keep)
 
 
-def _accepted(log_ratio: Tensor, advantage: Tensor, segments: Segments, config: ObjectiveSection) -> Tensor:
-    """bool [T]: whether the response's ratio, or its geometric mean per token, is in bounds (verl: rejection sampling).
-
-    `negative_mean` applies to negative responses only: the off-policy sequence mask of DeepSeek-V3.2, arXiv 2512.02556.
-    """
-    level = (response_sum if config.reject == "sequence" else response_mean)(log_ratio, segments)
-    ratio = level.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    accepted = ((ratio >= config.reject_range[0]) & (ratio <= config.reject_range[1]))[segments.ids]
-    return accepted | (advantage >= 0) if config.reject == "negative_mean" else accepted
+def _accepted(log_ratio: Tensor, segments: Segments, config: ObjectiveSection) -> Tensor:
+    """bool [T]: whether the ratio of the token's response is in `config.reject_range` (verl: rejection sampling)."""
+    ratio = response_sum(log_ratio, segments).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return ((ratio >= config.reject_range[0]) & (ratio <= config.reject_range[1]))[segments.ids]
 
 
 def mismatch_correction(learner: Tensor, engine: Tensor, config: ObjectiveSection) -> Tensor | None:

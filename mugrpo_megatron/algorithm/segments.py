@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mugrpo_megatron.recipe.objective import ObjectiveSection
+
+if TYPE_CHECKING:  # tests check what the types say (tests/shapes.py); a run does without the package
+    from jaxtyping import Float, Int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,16 +24,16 @@ class Segments:
     update, in any order, packing or data parallel split.
     """
 
-    ids: Tensor
-    """int64 [T]: the response of each token, ascending."""
-    positions: Tensor
-    """int64 [T]: index of each token in its response, from 0."""
-    lengths: Tensor
-    """int64 [N]: tokens of each whole response, even if this batch holds only some of them."""
-    weights: Tensor
-    """float [N]: weight of a token of the response in the loss, including the update's denominators."""
-    turns: Tensor | None = None
-    """int64 [T]: the turn of each token in its response, from 0, below `most_turns`; None if every response is one."""
+    ids: Int64[Tensor, " tokens"]
+    """The response of each token, ascending."""
+    positions: Int64[Tensor, " tokens"]
+    """Index of each token in its response, from 0."""
+    lengths: Int64[Tensor, " responses"]
+    """Tokens of each whole response, even if this batch holds only some of them."""
+    weights: Float[Tensor, " responses"]
+    """Weight of a token of the response in the loss, including the update's denominators."""
+    turns: Int64[Tensor, " tokens"] | None = None
+    """The turn of each token in its response, from 0, below `most_turns`; None if every response is one."""
     most_turns: int = 1
 
     @property
@@ -52,19 +56,18 @@ class LossInputs:
     """The objective, and the columns of T tokens of N responses that it reads besides the current log-probabilities."""
 
     config: ObjectiveSection
-    behaviour: Tensor
-    """float [T]: log-probabilities under the policy that the importance ratio is taken against."""
-    advantages: Tensor
-    """float [N]"""
+    behaviour: Float[Tensor, " tokens"]
+    """Log-probabilities under the policy that the importance ratio is taken against."""
+    advantages: Float[Tensor, " responses"]
     segments: Segments
-    correction: Tensor | None = None
-    """float [T]: factor of each token's loss for the mismatch of engine and learner; None is 1."""
-    proximal: Tensor | None = None
-    """float [T]: log-probabilities under the policy at the clip's centre; None is the current policy."""
-    ref: Tensor | None = None
-    """float [T]: log-probabilities under the reference policy of the KL penalty; None without a penalty."""
-    teacher: Tensor | None = None
-    """float [T]: log-probabilities under the teacher of `objective.teacher`; None without a teacher."""
+    correction: Float[Tensor, " tokens"] | None = None
+    """Factor of each token's loss for the mismatch of engine and learner; None is 1."""
+    proximal: Float[Tensor, " tokens"] | None = None
+    """Log-probabilities under the policy at the clip's centre; None is the current policy."""
+    ref: Float[Tensor, " tokens"] | None = None
+    """Log-probabilities under the reference policy of the KL penalty; None without a penalty."""
+    teacher: Float[Tensor, " tokens"] | None = None
+    """Log-probabilities under the teacher of `objective.teacher`; None without a teacher."""
 
     def chunk(self, tokens: slice) -> LossInputs:
         """Some tokens of the same responses, in order."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mugrpo_megatron.algorithm.segments import LossInputs, running_sum
-from mugrpo_megatron.algorithm.surrogates import importance_ratio, log_ratios
+from mugrpo_megatron.algorithm.surrogates import log_ratios
 
 M2PO_BUDGET = 0.04
 """Largest second moment in squared nats, the paper's recommendation (arXiv 2510.01161)."""
@@ -44,22 +44,6 @@ def update_statistics(logprobs: Tensor, inputs: LossInputs) -> UpdateStatistics:
         return replace(neutral, log_drop=_m2po_drop(log_ratio, M2PO_BUDGET))
     advantage = inputs.advantages.double()[inputs.segments.ids]
     return replace(neutral, log_clip=_m2po_clip(log_ratio, advantage, M2PO_BUDGET))
-
-
-def effective_sample_size(logprobs: Tensor, inputs: LossInputs) -> float:
-    """Share of an update's samples that its importance ratios leave: (sum r)^2 / (n sum r^2), 1 without tokens.
-
-    r is not clipped and at the level of `objective.ratio`: of n tokens, or of n responses (VCPO, arXiv 2602.17616).
-    `logprobs` [T] and `inputs` as in `update_statistics`, so every rank gets the same number.
-    """
-    segments, config = inputs.segments, inputs.config
-    log_ratio = log_ratios(logprobs.detach(), inputs.behaviour).double()
-    if not len(log_ratio):
-        return 1.0
-    ratio = importance_ratio(log_ratio, segments, config)
-    # All tokens of a response share its ratio, and it is one sample whatever its length.
-    ratio = ratio if config.ratio == "token" else ratio[segments.positions == 0]
-    return float(ratio.sum().square() / (len(ratio) * ratio.square().sum()))
 
 
 def _m2po_clip(log_ratio: Tensor, advantage: Tensor, budget: float) -> Tensor:

@@ -123,8 +123,8 @@ def topr(tokens: TokenBatch, config: ObjectiveSection) -> SurrogateLoss:
     return SurrogateLoss(-weight * advantage * tokens.logprobs, (advantage < 0) & (tapered != ratio))
 
 
-DPPO_TV, DPPO_KL = 0.15, 0.05
-"""Limits of DPPO's divergence at a token, the paper's (arXiv 2602.04879)."""
+DPPO_TV = 0.15
+"""Limit of DPPO's divergence at a token, the paper's (arXiv 2602.04879)."""
 SAPO_TAU = (1.0, 1.05)
 """SAPO's temperatures for A > 0 and for other tokens, the paper's (arXiv 2511.20347)."""
 VESPO_POSITIVE, VESPO_NEGATIVE = (2.0, 3.0), (3.0, 2.0)
@@ -135,17 +135,13 @@ def dppo(tokens: TokenBatch, config: ObjectiveSection) -> SurrogateLoss:
     """-sg(clip(r, low, high)) A log pi inside a trust region of probabilities (DPPO, arXiv 2602.04879).
 
     A token whose divergence exceeds the limit loses its gradient where that leads further away: p > m for A > 0, p < m
-    for A < 0, with p its probability now and m the behaviour policy's. `dppo` has the binary total variation |p - m|,
-    `dppo_kl` the binary KL m log(m / p) + (1 - m) log((1 - m) / (1 - p)).
+    for A < 0, with p its probability now and m the behaviour policy's. The divergence is the binary total variation
+    |p - m|.
     """
     ratio, advantage = tokens.ratio.detach(), tokens.advantage
     now, before = tokens.logprobs.detach().clamp(max=0), tokens.behaviour.clamp(max=0)
     probability, sampled = now.exp(), before.exp()
-    if config.surrogate == "dppo":
-        far = (probability - sampled).abs() > DPPO_TV
-    else:
-        others = (-before.expm1()).clamp(min=1e-8).log() - (-now.expm1()).clamp(min=1e-8).log()
-        far = sampled * (before - now) + (1 - sampled) * others > DPPO_KL
+    far = (probability - sampled).abs() > DPPO_TV
     away = torch.where(advantage > 0, probability > sampled, (advantage < 0) & (probability < sampled))
     outside = away & far
     loss = -ratio.clamp(tokens.low, tokens.high) * advantage * tokens.logprobs
@@ -231,7 +227,6 @@ SURROGATES: dict[str, Surrogate] = {
     "cispo": cispo,
     "topr": topr,
     "dppo": dppo,
-    "dppo_kl": dppo,
     "sapo": sapo,
     "gmpo": gmpo,
     "vespo": vespo,

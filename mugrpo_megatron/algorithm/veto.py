@@ -44,7 +44,7 @@ PREFIX_WEIGHTS = ("prefix", "prefix_min")
 MARKED_WEIGHT = 0.5
 """Weight by the prefix below which a token is shown as vetoed."""
 NEVER = torch.iinfo(torch.int64).max
-"""First trigger of a response that has none."""
+"""Stands for the index of the first trigger in a response without a trigger."""
 
 
 @dataclass(frozen=True, slots=True)

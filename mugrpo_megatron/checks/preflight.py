@@ -62,10 +62,6 @@ from mugrpo_megatron.weights.families import architecture
 
 Say = Callable[[str], None]
 
-LORA_CHECKS = "mugrpo_megatron.extras.lora.lora_checks:check_lora"
-AGENT_TRIAL = "mugrpo_megatron.extras.episodes.trial:try_agent"
-AUXILIARY_CHECKS = "mugrpo_megatron.extras.auxiliary.checks:check_auxiliaries"
-
 ANY_PROBLEM = Problem("a question", "1+1=", "2")
 """Tries a chat template where the data set is not on this machine."""
 
@@ -93,7 +89,7 @@ def check_run(recipe: Recipe, say: Say = lambda line: None, generates: bool = Tr
     if generates:
         _check_toolkit()
         _check_engine_device(EngineSetup(recipe))
-        slot_of_environment(recipe.engine, cuda=True)  # do the engines fit the node's ranks, whatever its cores
+        slot_of_environment(recipe.engine, cuda=True)  # raises if engine.tensor does not divide the node's ranks
     _check_layers(recipe.learner, recipe.model.dtype)
     say(_layout_line(recipe.parallel, world))
     say_warmup(recipe.optimizer, recipe.schedule, say)
@@ -143,7 +139,9 @@ def check_on_paper(recipe: Recipe, say: Say) -> None:
     for line in _check_prompts(data, directory, [*problems.train, *problems.held_out]):
         say(line)
     if recipe.rollout.agent and problems.train:
-        say(load_function("rollout.agent", AGENT_TRIAL)(recipe, problems.train))
+        from mugrpo_megatron.extras.episodes.trial import try_agent
+
+        say(try_agent(recipe, problems.train))
     for line in scores_of_golds([*problems.train, *problems.held_out], recipe.reward):
         say(f"reward: {line}")
 
@@ -343,9 +341,13 @@ def _check_extras(recipe: Recipe, shape: Architecture | None, say: Say, on_paper
     Models of the hub are downloaded unless `on_paper`.
     """
     if shape is not None and recipe.lora.rank is not None:
-        say(load_function("lora", LORA_CHECKS)(recipe, shape))
+        from mugrpo_megatron.extras.lora.lora_checks import check_lora
+
+        say(check_lora(recipe, shape))
     if recipe.auxiliary.by_name:
-        load_function("auxiliary", AUXILIARY_CHECKS)(recipe, say, on_paper)
+        from mugrpo_megatron.extras.auxiliary.checks import check_auxiliaries
+
+        check_auxiliaries(recipe, say, on_paper)
 
 
 def _check_engine_device(setup: EngineSetup) -> None:

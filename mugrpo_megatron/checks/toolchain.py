@@ -15,6 +15,7 @@ import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 from mugrpo_megatron.cuda import DRIVER, program_output
 
@@ -24,6 +25,23 @@ CUDA = 13
 """Major version of torch's CUDA build, and so of the compiler that builds kernels for it."""
 TOOLKIT = "/usr/local/cuda"
 PACKAGES = "on Debian and Ubuntu: apt-get install build-essential python3-dev"
+
+
+State = Literal["ok", "absent", "broken"]
+
+
+class CheckResult(NamedTuple):
+    """State of a component of the machine or of the software."""
+
+    name: str
+    state: State
+    detail: str
+    """Version, size or model; for a broken package the error of its import."""
+    use: str
+    needed: bool
+    """Whether this machine cannot train without it."""
+    remedy: str = ""
+    """Instructions to get it, where it is not ok."""
 
 
 @dataclass(frozen=True, slots=True)

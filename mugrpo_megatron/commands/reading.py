@@ -148,20 +148,11 @@ def rollouts(options: Options) -> int:
 def report_arguments(parser: Parser) -> None:
     parser.add_argument("run_dir", type=Path, nargs="+", help="several share one page")
     parser.add_argument("--out", type=Path, metavar="PAGE", help="the page of several runs")
-    parser.add_argument("--live", action="store_true", help="serve the page on this machine while the run goes on")
-    parser.add_argument("--port", type=int, default=0, help="of --live; a free one by default")
 
 
 def report(options: Options) -> int:
-    """Write the page of one run or several and print its path, or serve it until interrupted."""
+    """Write the page of one run or several and print its path."""
     run_dirs, out = options.run_dir, options.out
-    if options.live:
-        if len(run_dirs) > 1 or out is not None:
-            raise UserError("--live shows one run and writes nothing; name one run directory and leave --out out")
-        from mugrpo_megatron.report.page import serve
-
-        serve(run_dirs[0], options.port)
-        return 0
     if len(run_dirs) == 1:
         if out is not None:
             raise UserError("--out is for a page of several runs; one run's is RUN_DIR/report.html")
@@ -171,8 +162,9 @@ def report(options: Options) -> int:
         return 0
     if out is None:
         raise UserError("several runs need --out PAGE.html for their common page")
-    comparison = import_module("mugrpo_megatron.extras.comparison.comparison")
-    print(visible(str(comparison.write_comparison(run_dirs, out))))
+    from mugrpo_megatron.extras.comparison.comparison import write_comparison
+
+    print(visible(str(write_comparison(run_dirs, out))))
     return 0
 
 

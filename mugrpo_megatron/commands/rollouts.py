@@ -31,7 +31,6 @@ from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import check_tokenizer
 from mugrpo_megatron.recipe import ObjectiveSection, Recipe, load_recipe
-from mugrpo_megatron.recipe.functions import load_function
 from mugrpo_megatron.rewards.pool import reward_before_penalty
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.initial_model import with_cached_model
@@ -42,7 +41,6 @@ from mugrpo_megatron.stages.manifest import check_stage, stage_identity
 from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.terminal import visible
 
-LATER_POLICY = "mugrpo_megatron.extras.later_policy.later_policy:LaterPolicy"
 SIGNS = {"positive": 1, "negative": -1, "zero": 0}
 RIGHT = 0.5
 """Verdict (the reward before shaping) from which a response counts as right."""
@@ -101,7 +99,11 @@ def browse(
     policy = policy or (directory.hf if conditions.vetoed else None)
     number, store, note = _stage(directory, stage)
     _check(conditions, store.updates, recipe.rollout.prompts_per_update)
-    later = policy and load_function("--policy", LATER_POLICY)(policy, recipe.rollout.temperature, recipe.objective)
+    later = None
+    if policy:
+        from mugrpo_megatron.extras.later_policy.later_policy import LaterPolicy
+
+        later = LaterPolicy(policy, recipe.rollout.temperature, recipe.objective)
     hf = directory.hf if directory.hf.exists() else with_cached_model(recipe, run_dir).model.directory
     tokenizer = _tokenizer([hf, *([policy] if policy else [])])
     behaviour = directory.behaviour(number) if later and recipe.rollout.behaviour == "learner" else None
@@ -171,7 +173,7 @@ def _by_problem(store: StageStore, rows: Mapping[str, dict[str, Any]]) -> list[P
                 row = json.loads(sample.row) if sample.row else rows.get(sample.problem, {})
                 counts = problems[sample.problem] = ProblemRollouts(sample.problem, row, sample.gold)
             counts.responses += 1
-            counts.scored += sample.components.get(UNSCORED) != 1.0  # else it stands for a group without a reward
+            counts.scored += sample.components.get(UNSCORED) != 1.0  # else nothing in its group was scored
             counts.right += reward_before_penalty(sample.reward, sample.components) >= RIGHT
             counts.tokens += len(sample.response_ids)
             counts.cut += sample.finish_reason == "length"
@@ -207,7 +209,7 @@ def _empty_note(conditions: RolloutFilter, legend: str | None) -> str:
 
 
 def _limit_note(count: int, conditions: RolloutFilter, store: StageStore) -> str:
-    """Returns a line if the limit left responses out; they are counted only where the manifest has their number."""
+    """Returns a note if --limit hid responses. It has their number only where no condition selects responses."""
     if count < conditions.limit:
         return ""
     if not conditions.takes_all:

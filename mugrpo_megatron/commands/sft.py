@@ -95,7 +95,7 @@ def train(recipe: Recipe) -> None:
 
 
 def updates_on(rows: int, section: SftSection) -> int:
-    """Returns the updates of `epochs` over so many rows; UserError for more than can be numbered."""
+    """Returns how many updates `epochs` passes over the rows take; UserError if there are more than can be counted."""
     updates = math.ceil(section.epochs * rows / section.batch)
     if updates > MAX_STAGE_UPDATES:
         raise UserError(

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -151,7 +150,9 @@ def generate_alone(
 
 
 def _generate_shard(options: Options) -> int:
-    shard = import_module("mugrpo_megatron.extras.engine_only.shards").parse_shard(options.shard or "0/1")
+    from mugrpo_megatron.extras.engine_only.shards import parse_shard
+
+    shard = parse_shard(options.shard or "0/1")
 
     def run(recipe: Recipe) -> None:
         from mugrpo_megatron.checks.preflight import check_engine_only
@@ -167,8 +168,9 @@ def _generate_shard(options: Options) -> int:
             say(visible(fill_shard(recipe, shard, options.stage, problems, servers)))
             return
         recipe, problems = check_engine_only(recipe, say)
-        engine_only = import_module("mugrpo_megatron.extras.engine_only.shard_generation")
-        say(visible(engine_only.generate_shard(recipe, shard, options.stage, problems)))
+        from mugrpo_megatron.extras.engine_only.shard_generation import generate_shard  # torch, after the checks
+
+        say(visible(generate_shard(recipe, shard, options.stage, problems)))
 
     return with_recipe(options, run)
 
@@ -179,7 +181,8 @@ def seal_arguments(parser: Parser) -> None:
 
 def seal(options: Options) -> int:
     """Close the stage at which the run stands."""
-    shards = import_module("mugrpo_megatron.extras.engine_only.shards")
+    from mugrpo_megatron.extras.engine_only import shards
+
     say(visible(shards.seal(options.run_dir)))
     return 0
 

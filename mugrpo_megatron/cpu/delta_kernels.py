@@ -43,7 +43,7 @@ def fused_qk_gemma_rmsnorm_with_gate_cpu(
     width: int,
     heads: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same, of heads of [query, gate]; returns the gates too, [tokens x heads, width]."""
+    """`fused_qk_gemma_rmsnorm_cpu` for heads of [query, gate]; also returns the gates, [tokens x heads, width]."""
     q, gate = q_gate.reshape(len(q_gate), heads, 2, width).unbind(2)
     # The gates of a single token would be a view with gaps, which SGLang cannot flatten.
     return *fused_qk_gemma_rmsnorm_cpu(q, k, q_weight, k_weight, eps, width), gate.reshape(-1, width).contiguous()
@@ -119,7 +119,7 @@ def chunk_gated_delta_rule_cpu(
 ) -> tuple[torch.Tensor, None, None]:
     """q, k, v [1, tokens, heads, ...] of consecutive requests -> [1, tokens, heads, value]; updates the states."""
     slots, lengths = initial_state_indices.long(), cu_seqlens.diff().tolist()
-    # Padded with zeros, by which neither decay nor beta changes a state.
+    # Padded with zeros: a decay of 0 and a beta of 0 leave the state as it is.
     query, key, value, log_decay, rate = (
         pad_sequence(list(x[0].float().split(lengths)), batch_first=True) for x in (q, k, v, g, beta)
     )

@@ -25,7 +25,7 @@ SHARED = "-fopenmp"
 """Lets threads share a call. Not every compiler has it; without it each call runs on one thread."""
 WIDE = ["-mprefer-vector-width=512"]
 """On x86, where compilers take half of a register by default."""
-BUILD_SECONDS = 60.0
+BUILD_SECONDS = 900.0
 DTYPES = {name: getattr(torch, name) for name in TYPES}
 """Name of a type that the functions support -> the type."""
 
@@ -77,7 +77,7 @@ class Build:
 
 LARGE_PAGE = 1 << 21
 MADV_HUGEPAGE = 14
-"""Linux's number for this advice."""
+"""Advice to `madvise(2)`: use huge pages."""
 SHARED_WORK = 1 << 17
 """Smallest number of elements for which threads share a call."""
 
@@ -194,7 +194,7 @@ def ready(x: torch.Tensor, *others: torch.Tensor) -> bool:
 
 
 def _rows(rows: int, work: int) -> tuple[ctypes.c_int64, ctypes.c_int64]:
-    """The rows of a call, each of `work` elements, and whether threads share them."""
+    """The number of rows in a call, each of `work` elements, and whether threads share the rows."""
     return _n(rows), _n(torch.get_num_threads() > 1 and rows * work >= SHARED_WORK)
 
 

@@ -327,7 +327,7 @@ def messages_of(value: list[Any]) -> tuple[Message, ...]:
         return tuple(_message(number, message) for number, message in enumerate(value, start=1))
     except RecursionError:
         raise ValueError("its messages are nested too deep") from None
-    except TypeError as error:  # a value without a form in JSON
+    except TypeError as error:  # a value that JSON cannot express
         raise ValueError(str(error)) from None
 
 

@@ -68,7 +68,7 @@ def parsed_text(name: str, text: str) -> Any:
     """The structure in the text of the column `name`; the text itself for plain text."""
     kind = dict if name in OBJECTS else list
     is_chat = name not in (*OBJECTS, *LISTS)
-    if re.match(r"\s*\"\s*[\[{]", text):  # JSON of JSON
+    if re.match(r"\s*\"\s*[\[{]", text):  # a JSON string that holds JSON
         with suppress(ValueError):
             text = inner if isinstance(inner := parse_json(text), str) else text
     if name == "messages" and text.strip() == "[]":

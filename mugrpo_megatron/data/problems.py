@@ -24,13 +24,9 @@ from mugrpo_megatron.data.files import (
 from mugrpo_megatron.data.reading import FieldMissing, columns_of, data_source_of, lists_answers, problem_of
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hub import snapshot
-from mugrpo_megatron.recipe.functions import load_function
 from mugrpo_megatron.recipe.scoring import GYM, MEAN, EvalSection
 from mugrpo_megatron.recipe.sections import DataSection
 from mugrpo_megatron.samples import Problem
-
-GYM_PROBLEMS = "mugrpo_megatron.extras.reasoning_gym.tasks:gym_problems"
-GYM_CHECK = "mugrpo_megatron.extras.reasoning_gym.tasks:check_task"
 
 
 def generated_sets(sources: str) -> set[str]:
@@ -200,7 +196,7 @@ class Read:
     unseen: Counter[str] = field(default_factory=Counter)
     """Description of option columns missing from the question -> rows."""
     listed: Counter[str] = field(default_factory=Counter)
-    """Column of a list of several answers, which `math` asks for together -> rows."""
+    """Column that holds several correct answers -> its number of rows. `math` requires all of them at once."""
     notes: list[str] = field(default_factory=list)
     """A sentence for each recognised format."""
 
@@ -231,8 +227,9 @@ def load(
             result.problems.extend(arithmetic.problems(seed, split, count, named))
             continue
         if named.startswith(GYM):
-            generate = load_function("data.train", GYM_PROBLEMS)
-            result.problems.extend(generate(named, name, split, section.eval_problems))
+            from mugrpo_megatron.extras.reasoning_gym.tasks import gym_problems
+
+            result.problems.extend(gym_problems(named, name, split, section.eval_problems))
             continue
         read = read_source(replace(resolve(named, section, split), name=name), any_gold)
         if not read.problems and read.malformed and read.without_field == read.malformed:
@@ -294,7 +291,9 @@ def _files_of(source: str) -> dict[str, Path | None]:
         if name in arithmetic.TASKS:
             continue
         if name.startswith(GYM):
-            load_function("data.train", GYM_CHECK)(name)
+            from mugrpo_megatron.extras.reasoning_gym.tasks import check_task
+
+            check_task(name)
             continue
         files[name] = _file_of(name)
         if files[name] is None and name not in PRESETS and (Path(name).is_dir() or not _HUB_NAME.fullmatch(name)):

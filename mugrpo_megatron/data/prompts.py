@@ -57,7 +57,7 @@ class Template:
     question: str | None = None
     """Text around each question, in every style; None leaves questions as they are."""
     path: Path | None = None
-    """File of `text`."""
+    """The file that `text` was read from."""
 
 
 TOKENIZER_TEMPLATE = Template()
@@ -162,8 +162,8 @@ def render_reply(
         raise UserError(f"{problem.id} has {', '.join(lost)}, which the chat template leaves out; {_WRITE}")
     if not text.startswith(prompt):
         raise UserError(
-            f"{problem.id} has {', '.join(spoken)}, and the chat template begins this message otherwise than its "
-            f"prompts end; {_WRITE}"
+            f"{problem.id} has {', '.join(spoken)}, and the chat template writes another beginning for this message "
+            f"than at the end of a prompt; {_WRITE}"
         )
     end = str(tokenizer.eos_token)
     body = text[len(prompt) :].rpartition(end)[0] if end in text[len(prompt) :] else text[len(prompt) :].rstrip()

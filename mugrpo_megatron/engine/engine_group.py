@@ -22,7 +22,7 @@ from mugrpo_megatron.engine.launch import SUMMING
 from mugrpo_megatron.engine.queue import LoadReading, read_load
 from mugrpo_megatron.files.tensors import TensorChecksums, tensor_checksums
 
-IDLE_SECONDS = 60.0
+IDLE_SECONDS = 600.0
 """Time within which an engine becomes idle after its last response."""
 
 

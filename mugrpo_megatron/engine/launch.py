@@ -154,6 +154,8 @@ def engine_arguments(spec: EngineSpec, model_dir: Path, cuda: bool, slot: Engine
         "skip_server_warmup": True,
         "sleep_on_idle": True,
         "log_level": "warning",
+        # After 300 s in a batch SGLang would end itself, which on a slow CPU does not hang; silence is counted here.
+        "watchdog_timeout": max(300.0, engine.request_timeout_s),
         "random_seed": spec.seed + SEED_STRIDE * slot.number,
         "trust_remote_code": False,
         "load_format": "safetensors",  # "auto" also loads pickled *.bin (model_loader/loader.py)

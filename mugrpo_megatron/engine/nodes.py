@@ -93,7 +93,7 @@ def node_status(engine: int, node: int, running: bool) -> NodeStatus:
 
 
 def leader_address(statuses: list[NodeStatus]) -> str:
-    """HOST:PORT at which the other nodes of an engine reach its leader; `statuses` are its nodes'."""
+    """HOST:PORT at which the other nodes of an engine reach its leader; `statuses` has one entry for each node."""
     leader, *others = sorted(statuses, key=lambda status: status.node)
     # On its own node the name of rank 0 may resolve to loopback; the other nodes know its address.
     host = others[0].rank0_address if leader.engine == 0 and others else leader.address

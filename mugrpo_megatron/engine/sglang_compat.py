@@ -63,7 +63,7 @@ async def generate(engine: Any, masked: bool, **request: Any) -> list[dict[str, 
 
 
 async def begin_update(engine: Any) -> None:
-    """Open a weight update, where SGLang has them; RuntimeError if it refuses."""
+    """Begin a weight update in versions of SGLang that have this step; RuntimeError if SGLang refuses."""
     if is_new():
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
 

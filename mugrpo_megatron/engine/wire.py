@@ -285,7 +285,7 @@ def _support_from_top_logprobs(
 
 MOST_LOGPROBS = 1 << 14
 """Most logprobs in the reply to one `LogprobRange`, unless a single token has a larger support: SGLang makes a Python
-object of each, which takes 3 ms for so many."""
+object of each, and so many take 3 ms."""
 
 
 @dataclass(frozen=True, slots=True)

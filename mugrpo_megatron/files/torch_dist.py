@@ -146,7 +146,7 @@ _Blocks = Mapping[tuple[str, tuple[int, ...]], _StorageInfo]
 def _tensors(metadata: Any) -> Iterator[tuple[str, StoredTensor]]:
     """Yields the tensors of an unpickled index; raises ValueError or any other exception if it is not one."""
     if not isinstance(metadata, Metadata):
-        raise ValueError("a metadata is missing")
+        raise ValueError("the index holds no metadata")
     blocks = {
         (index.fqn, _numbers(index.offset)): info
         for index, info in metadata.storage_data.items()
@@ -160,7 +160,7 @@ def _tensors(metadata: Any) -> Iterator[tuple[str, StoredTensor]]:
 def _tensor(key: str, tensor: TensorStorageMetadata, blocks: _Blocks) -> StoredTensor:
     dtype: Any = tensor.properties.dtype
     if not isinstance(key, str) or dtype not in DTYPES:
-        raise ValueError(f"{key!r} is no text, or has no known type")
+        raise ValueError(f"{key!r} is not the name of a tensor, or its dtype is unknown")
     shape = _numbers(tensor.size)
     chunks = tuple(_chunk(key, shape, chunk, blocks) for chunk in tensor.chunks)
     if len({chunk.offsets for chunk in chunks}) != len(chunks):

@@ -16,11 +16,10 @@ from mugrpo_megatron.cpu.megatron import MOST_LANES, MOST_PARAMETERS
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner.context import fastest_flash
 from mugrpo_megatron.learner.groups import Ranks, initialize, seed_generators
-from mugrpo_megatron.learner.model import ADAPTERS, Adapters, PolicyModel, build_model, parameters, policy
+from mugrpo_megatron.learner.model import Adapters, PolicyModel, build_model, parameters, policy
 from mugrpo_megatron.learner.optimizer import build_optimizer, shards
 from mugrpo_megatron.learner.routing import install
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.recipe.functions import load_function
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.families import read_architecture
 from mugrpo_megatron.weights.hf import load_hf
@@ -129,9 +128,13 @@ def build_learner(recipe: Recipe, ranks: Ranks | None = None) -> Learner:
             f"parallel: tensor {ranks.tp_size} with expert {recipe.parallel.expert} needs CUDA: ranks get unequal "
             "numbers of tokens, which gloo cannot gather; on CPU use only one of the two"
         )
-    if ranks.device.type == "cuda" and recipe.learner.flash_attention == "fastest":
+    if ranks.device.type == "cuda":
         fastest_flash()
-    adapters = None if recipe.lora.rank is None else load_function("lora", ADAPTERS)(recipe, architecture)
+    adapters: Adapters | None = None
+    if recipe.lora.rank is not None:
+        from mugrpo_megatron.extras.lora.adapters import LoraAdapters
+
+        adapters = LoraAdapters(recipe, architecture)
     chunks = build_model(
         recipe.model, recipe.parallel, recipe.learner, architecture, ranks, adapters, recipe.run.deterministic
     )

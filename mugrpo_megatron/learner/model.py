@@ -142,9 +142,6 @@ class PolicyModel(GPTModel):
         return self.shared_embedding_or_output_weight() if self.shares_weight else self.output_layer.weight
 
 
-ADAPTERS = "mugrpo_megatron.extras.lora.adapters:LoraAdapters"
-
-
 class Adapters(Protocol):
     """Parameters that train instead of the model's weights: the learner's only entry point for an extra, `extras.lora`.
 

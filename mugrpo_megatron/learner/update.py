@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from mugrpo_megatron.algorithm.policy_loss import policy_loss
 from mugrpo_megatron.algorithm.segments import LossInputs
-from mugrpo_megatron.algorithm.statistics import UpdateStatistics, effective_sample_size, update_statistics
+from mugrpo_megatron.algorithm.statistics import UpdateStatistics, update_statistics
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner.groups import named_phase
 from mugrpo_megatron.learner.learner import Learner
@@ -54,10 +54,8 @@ def update(
         values = forward_backward(learner, batches, objective_loss(learner, inputs, statistics))
         # Before the step: Megatron's scaler changes it there when a float16 gradient overflowed.
         scale = loss_scale(learner.optimizer)
-        # Before the step too: the rate may follow the ratios of the very tokens that its gradient is of.
         logprobs, entropy = gather_tokens(learner, sequences, batches, values, k=2)
-        power = recipe.optimizer.ess_power
-        step = _step(learner, stage_progress, effective_sample_size(logprobs, inputs) ** power if power else 1.0)
+        step = _step(learner, stage_progress)
         flips = _flips(learner, sequences, batches)
     # The reference loss over the gathered tokens of all ranks: quantiles and means that no rank's share could give.
     with torch.no_grad():
@@ -167,11 +165,11 @@ def _statistics(
     return update_statistics(logprobs, inputs)
 
 
-def _step(learner: Learner, stage_progress: float = 0.0, factor: float = 1.0) -> Step:
-    """One optimizer step at the schedule's learning rate times `factor`."""
+def _step(learner: Learner, stage_progress: float = 0.0) -> Step:
+    """One optimizer step at the schedule's learning rate."""
     section, total = learner.recipe.optimizer, learner.recipe.schedule.total_updates
     rate = learning_rate(section, learner.updates_done, total, stage_progress)
-    step = take_step(learner.optimizer, rate * factor, section.clip_grad)
+    step = take_step(learner.optimizer, rate, section.clip_grad)
     # The schedule counts skipped updates, Adam's bias correction does not: its moments have not moved.
     learner.updates_done += 1
     learner.steps_done += not step.skipped

@@ -73,7 +73,7 @@ def commit(package: Path = Path(__file__).parents[1]) -> str:
         return ""
     describe = ("git", "-C", str(checkout), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*")
     with suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(describe, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        return subprocess.run(describe, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
     return ""
 
 

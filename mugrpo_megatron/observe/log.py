@@ -251,7 +251,7 @@ def read_rows(path: Path) -> list[Row]:
         try:
             row = parse_json(line)
             check_row(row)
-        except ValueError as error:  # UnicodeDecodeError is one
+        except ValueError as error:  # UnicodeDecodeError is a ValueError
             raise UserError(f"{path}:{number}: not a row ({error}); delete the line to continue") from None
         rows.append(row)
     return rows

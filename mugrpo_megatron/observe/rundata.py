@@ -158,7 +158,7 @@ def paper_seconds(phases: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _outermost(phases: Iterable[Mapping[str, Any]]) -> list[tuple[str, float]]:
-    """Returns phases inside no other, in order, with their seconds minus the inner phases that do not count."""
+    """Returns the top-level phases in order; their seconds leave out nested phases that are reported on their own."""
     outer: list[tuple[str, float]] = []
     outer_end = inner_end = float("-inf")
     for row in sorted(phases, key=lambda row: (row["start"], -row["end"])):

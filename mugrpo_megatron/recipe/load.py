@@ -32,6 +32,8 @@ MAX_LISTED_KEYS = 12
 def error_message(error: ErrorDetails) -> str:
     """Returns a sentence about a wrong value or unknown key, with the nearest choice or key."""
     key = ".".join(map(str, error["loc"]))
+    if key in RETIRED:
+        return f"`{key}`: {RETIRED[key]}"
     if error["type"] == "extra_forbidden":
         return f"`{key}` is not a recipe key; {_suggestion(error['loc'], error['input'])}"
     message = error["msg"].removeprefix("Value error, ")
@@ -142,7 +144,18 @@ def merged(base: Table, top: Table) -> Table:
 
 OFF = ("", "0", "0.0", "-1", "false", "none", "null", "nil", "off", "no")
 """Values by which other programs leave out a key."""
+RETIRED = {
+    "optimizer.ess_power": "it is no key any more, since no measurement favoured it; lower optimizer.lr",
+    "learner.flash_attention": "it is no key any more; to train with torch's attention, uninstall flash_attn_interface",
+}
+"""Keys of earlier versions -> what to do instead."""
 OFF_HERE = {
+    ("objective.name", "opsm"): "; it lost to grpo and is gone: a `surrogate` of yours can drop responses",
+    ("objective.name", "geo_rs"): "; it lost to grpo and is gone: seq_mis drops responses by their ratio",
+    ("objective.name", "dppo_kl"): "; it lost to dppo and is gone: take dppo",
+    ("objective.surrogate", "dppo_kl"): "; it lost to dppo and is gone: take dppo",
+    ("objective.reject", "negative_mean"): "; it lost to grpo and is gone: take sequence",
+    ("objective.reject", "sequence_mean"): "; it lost to grpo and is gone: take sequence",
     ("rollout.top_k", "-1"): "; 0 keeps all tokens",
     ("rollout.top_p", "0"): "; 1 keeps all tokens",
     ("rollout.top_p", "0.0"): "; 1 keeps all tokens",
@@ -306,7 +319,7 @@ def parse_toml(text: str) -> Table:
         raise ValueError("nested too deep") from None
     except tomllib.TOMLDecodeError:
         raise
-    except ValueError:  # Python's sentence is about its own settings
+    except ValueError:  # Python's own message would tell the user to change a setting of Python
         raise ValueError("an integer has more than 4,300 digits") from None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, get_args
@@ -28,7 +27,6 @@ ObjectiveName = Literal[
     "gspo",
     "cispo",
     "topr",
-    "opsm",
     "tis",
     "icepop",
     "m2po",
@@ -36,21 +34,16 @@ ObjectiveName = Literal[
     "off_policy_grpo",
     "decoupled_ppo",
     "dppo",
-    "dppo_kl",
     "sapo",
     "gmpo",
     "vespo",
     "seq_mis",
-    "geo_rs",
 ]
 VetoScope = Literal["none", "trigger", "suffix_non_trigger", "suffix", "response", "prefix", "prefix_min"]
 KlPenalty = Literal["reward", "k2", "k3", "k1_weighted", "k2_weighted", "k3_weighted"]
 Dependence = Literal["token", "prefix", "response"]
 
 GRPO: dict[str, Any] = {"clip_low": 0.8, "clip_high": 1.2, "veto": "none", "reduction": "sequence_mean"}
-DPPO = GRPO | {
-    "surrogate": "dppo", "clip_low": 0.0, "clip_high": 20.0, "advantage": "group_mean", "reduction": "constant",
-}  # fmt: skip
 PRESETS: dict[str, dict[str, Any]] = {
     "mu_grpo": {"clip_low": 0.0, "clip_high": 5.0, "veto": "suffix_non_trigger"},
     "grpo": GRPO,
@@ -61,21 +54,19 @@ PRESETS: dict[str, dict[str, Any]] = {
     "cispo": GRPO | {"surrogate": "cispo", "clip_low": 0.0, "clip_high": 5.0, "reduction": "token_mean"},
     "topr": GRPO
     | {"surrogate": "topr", "ratio": "sequence", "clip_low": 0.0, "clip_high": 1.0, "reduction": "constant"},
-    "opsm": GRPO | {"reject": "negative_mean", "reject_range": (math.exp(-1e-4), 1e9)},
     "tis": GRPO | {"mismatch": "truncate", "mismatch_range": (0.0, 2.0)},
     "icepop": GRPO | {"mismatch": "drop", "mismatch_range": (0.5, 5.0)},
     "m2po": GRPO | {"second_moment": "clip", "clip_low": 0.0, "clip_high": 1e9, "reduction": "token_mean"},
     "m2po_drop": GRPO | {"second_moment": "drop", "reduction": "token_mean"},
     "off_policy_grpo": GRPO | {"clip_centre": "proximal_shifted", "zero_variance": "mask"},
     "decoupled_ppo": GRPO | {"clip_centre": "proximal_scaled", "proximal_every": 4},
-    "dppo": DPPO,
-    "dppo_kl": DPPO | {"surrogate": "dppo_kl"},
+    "dppo": GRPO
+    | {"surrogate": "dppo", "clip_low": 0.0, "clip_high": 20.0, "advantage": "group_mean", "reduction": "constant"},
     "sapo": GRPO | {"surrogate": "sapo"},
     "gmpo": GRPO | {"surrogate": "gmpo", "clip_low": 0.67032, "clip_high": 1.49182},
     "vespo": GRPO | {"surrogate": "vespo", "ratio": "sequence", "reduction": "token_mean"},
     "seq_mis": GRPO
     | {"surrogate": "cispo", "ratio": "sequence", "clip_low": 0.0, "clip_high": 2.0, "reject": "sequence"},
-    "geo_rs": GRPO | {"reject": "sequence_mean", "reject_range": (0.999, 1.001)},
 }
 """Defaults of each objective; a field set in the recipe overrides its preset."""
 ADVANTAGES = ("group_std", "group_mean", "leave_one_out")
@@ -84,7 +75,6 @@ SURROGATES: dict[str, Dependence] = {
     "cispo": "token",
     "topr": "token",
     "dppo": "token",
-    "dppo_kl": "token",
     "sapo": "token",
     "gmpo": "response",
     "vespo": "token",
@@ -129,7 +119,7 @@ class Section(BaseModel):
         items = value if isinstance(value, list) else [value]
         # Python and pydantic count true as 1.
         if any(isinstance(item, bool) for item in items) and bool not in types and types & {int, float}:
-            raise ValueError("is true or false, where a number belongs")
+            raise ValueError("is true or false, but must be a number")
         if any("\0" in str(item) for item in items if isinstance(item, str | Path)):
             raise ValueError("holds a null character, which no file name and no program takes")
         return value
@@ -181,7 +171,7 @@ class ObjectiveSection(Section):
     ratio: Literal["token", "sequence_mean", "sequence"] = "token"
     """Importance ratio per token, per response with a geometric mean over its tokens (GSPO), or per response."""
     surrogate: str = "ppo"
-    """Policy loss: `ppo`, `cispo`, `topr`, `dppo`, `dppo_kl`, `sapo`, `gmpo`, `vespo`, or your `module:function`."""
+    """Policy loss: `ppo`, `cispo`, `topr`, `dppo`, `sapo`, `gmpo`, `vespo`, or your `module:function`."""
     diagnostics: str | None = None
     """Your own `module:function` from an update's tokens to named numbers, logged with every update."""
     clip_low: float = Field(0.0, ge=0.0, le=1.0)
@@ -208,9 +198,8 @@ class ObjectiveSection(Section):
     """Reach of a trigger, or of a prefix's ratios, in an episode: to the end of the turn, or of the response."""
     prefix_signs: Literal["negative", "both"] = "negative"
     """Advantages that `prefix` and `prefix_min` weigh; the papers weigh `both`."""
-    reject: Literal["none", "sequence", "sequence_mean", "negative_mean"] = "none"
-    """Rejection of responses by their importance ratio: of the whole response, its geometric mean per token, or this
-    mean only where the advantage is negative."""
+    reject: Literal["none", "sequence"] = "none"
+    """Rejection of responses by their importance ratio, of the whole response."""
     reject_range: tuple[NonNegativeFloat, PositiveFloat] = (0.5, 2.0)
     """Responses with a ratio outside are dropped."""
     second_moment: Literal["none", "clip", "drop"] = "none"

@@ -202,9 +202,6 @@ class OptimizerSection(Section):
     decay_over: Literal["run", "stage"] = "run"
     """Span of `decay`: the run, or each stage, in which the rate falls as the responses become stale. The warm-up is
     always at the run's start."""
-    ess_power: float = Field(0.0, ge=0.0, le=1.0)
-    """The learning rate is multiplied by the effective sample size of the update's importance ratios to this power
-    (VCPO, arXiv 2602.17616: 0.5); 0 is off. No recipe sets it before cells have judged it."""
     warmup_updates: NonNegativeInt = 0
     """Updates of linear warm-up from 0 to `lr`."""
     beta1: float = Field(0.9, ge=0.0, lt=1.0)
@@ -222,7 +219,7 @@ class OptimizerSection(Section):
     @classmethod
     def _check_clip(cls, value: Any) -> Any:
         if not isinstance(value, bool) and value == 0:
-            raise ValueError("would clip every gradient to 0; to turn clipping off, write a norm that none has, as 1e9")
+            raise ValueError("would clip every gradient to 0; to turn clipping off, set a large value such as 1e9")
         return value
 
     @field_validator("min_lr")

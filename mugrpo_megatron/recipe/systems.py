@@ -26,7 +26,7 @@ def cpu_row_tokens(layers: int, hidden: int) -> int:
 
 
 def sync_bucket_bytes(cuda: bool) -> int:
-    """Returns the memory of a weight sync beyond the model, at most: two flattened buckets of half of it."""
+    """Returns the most memory that a weight sync takes beyond the model: two flattened buckets, each half of it."""
     # A bucket costs collectives, a message and an IPC handle, about 5 ms: 57 buckets of a 7B model take longer than
     # its copies, and a GPU's memory is free then, because the KV cache sleeps.
     return CUDA_SYNC_BUCKET_BYTES if cuda else SYNC_BUCKET_BYTES
@@ -70,8 +70,6 @@ class LearnerSection(Section):
     layers: Literal["local", "transformer_engine", "auto", "fp8_tensorwise", "fp8_blockwise"] = "local"
     """Linear layers: Megatron's, or Transformer Engine's with fused norms; `auto` takes the latter if installed. The
     `fp8` ones multiply in fp8, scaled by tensor or by blocks of 128; weights stay bfloat16."""
-    flash_attention: Literal["fastest", "torch"] = "fastest"
-    """Attention on CUDA: version 3 on Hopper if `flash_attn_interface` is installed, or torch's, version 2, always."""
     routing_replay: Replay = Field("off", json_schema_extra=changes("branch"))
     """Routing replay of mixtures of experts: `rollout` replays the engine's routes of each token during the stage
     (CUDA), `learner` the routes of a learner pass at the stage's start. It keeps importance ratios of stale tokens from

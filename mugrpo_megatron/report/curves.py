@@ -92,7 +92,7 @@ def ages_of(updates: Iterable[Row]) -> range:
 
 
 def by_age(updates: Iterable[Row], ages: range) -> list[list[Row]]:
-    """The updates of each point of `ages`, over all stages."""
+    """For each age in `ages`, the updates of all stages that were taken at this age."""
     buckets: list[list[Row]] = [[] for _ in ages]
     for row in updates:
         buckets[row["age"] // ages.step].append(row)

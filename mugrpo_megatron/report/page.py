@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cache
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,6 @@ from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
 from mugrpo_megatron import __version__
-from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import check_output, write_text
 from mugrpo_megatron.observe.metrics import values_in
 from mugrpo_megatron.observe.progress import duration, short_number
@@ -39,18 +35,8 @@ from mugrpo_megatron.terminal import visible
 FILE_NAME = "report.html"
 BRAND = "mu-GRPO run report"
 """Text of every page; a file without it is not replaced."""
-SCRIPTS = ("chart.js", "panel.js", "export.js", "timeline.js", "heat.js", "report.js", "live.js")
+SCRIPTS = ("chart.js", "panel.js", "timeline.js", "heat.js", "report.js")
 """The page's scripts; each needs those before it."""
-SILENT_S = 600
-"""Seconds without a new row after which a live page no longer shows the run as running."""
-HOST = "127.0.0.1"
-NAMES = (HOST, "localhost")
-"""Values of a request's Host that are answered: a foreign page whose name points to this machine sends its own (DNS
-rebinding)."""
-REFRESH_S = 10
-"""Seconds between two looks of the page at its run."""
-PATIENCE_S = 10.0
-"""Seconds after which an idle connection is closed, since each occupies a thread."""
 
 LISTS = (
     "facts",
@@ -64,7 +50,7 @@ LISTS = (
     "environment",
     "recipe",
 )
-EMPTY: dict[str, Any] = dict.fromkeys(("status", "runs", "stages", "part")) | dict.fromkeys(LISTS, ()) | {"live_s": 0}
+EMPTY: dict[str, Any] = dict.fromkeys(("status", "runs", "stages", "part")) | dict.fromkeys(LISTS, ())
 """Values of a page's optional fields."""
 
 PHASE_COLORS = {
@@ -116,7 +102,7 @@ def slug(title: str) -> str:
 def render(**content: Any) -> str:
     """Render the page. `name`, `brand`, `progress`, `source` and `drawing` are needed; `EMPTY` has the rest.
 
-    A content security policy forbids every request, except a live page's to its own server.
+    A content security policy forbids every request.
     """
     text = _template().render(
         version=__version__,
@@ -157,8 +143,8 @@ def write_report(run_dir: Path) -> Path:
     return path
 
 
-def page(run: RunData, live_s: int = 0) -> str:
-    """The report's HTML; with `live_s` it asks its server for itself again after so many seconds."""
+def page(run: RunData) -> str:
+    """The report's HTML."""
     details, summary = read_details(run.path, run.recipe), summary_of(run)
     drawing = draw(run, details)
     environment = run.processes[-1]["environment"] if run.processes else {}
@@ -166,8 +152,7 @@ def page(run: RunData, live_s: int = 0) -> str:
         name=run.path.resolve().name,
         brand=BRAND,
         source=str(run.path),
-        status=_status(run, live_s),
-        live_s=live_s,
+        status="finished" if run.summary is not None else "unfinished",
         drawing={**asdict(drawing), "colors": PHASE_COLORS},
         facts=_facts(run, summary),
         origin=_origin(run, environment),
@@ -183,52 +168,6 @@ def page(run: RunData, live_s: int = 0) -> str:
         environment=[(name, visible(str(value))) for name, value in environment.items()],
         recipe=recipe_sections(run),
     )
-
-
-def server_of(run_dir: Path, port: int = 0) -> ThreadingHTTPServer:
-    """A server on the loopback interface that answers every request with a fresh report.
-
-    `port` 0 takes a free one. Raises UserError when `run_dir` is not a run directory or the port is taken.
-    """
-    read_run(run_dir)
-
-    class Handler(BaseHTTPRequestHandler):
-        timeout = PATIENCE_S
-
-        def do_GET(self) -> None:
-            name = self.headers.get("Host", "").partition(":")[0]
-            if self.path != "/" or name not in NAMES:
-                self.send_error(404)
-                return
-            try:
-                body, status = page(read_run(run_dir), live_s=REFRESH_S).encode(), 200
-            except UserError as error:  # a row that is being written, or a run that was moved
-                body, status = str(error).encode(), 503
-            self.send_response(status)
-            self.send_header("Content-Type", f"text/{'html' if status == 200 else 'plain'}; charset=utf-8")
-            self.send_header("Content-Length", str(len(body)))
-            self.send_header("Cache-Control", "no-store")
-            with suppress(OSError):  # the reader has gone, or does not read
-                self.end_headers()
-                self.wfile.write(body)
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Log nothing: the terminal shows the address."""
-
-    try:
-        return ThreadingHTTPServer((HOST, port), Handler)
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"--port {port} cannot be used ({reason}); leave --port out to take a free one") from None
-
-
-def serve(run_dir: Path, port: int) -> None:
-    with server_of(run_dir, port) as server:
-        print(f"http://{HOST}:{server.server_address[1]}/ shows {run_dir}; Ctrl-C ends it", flush=True)
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            return
 
 
 def page_sections(
@@ -250,17 +189,6 @@ def page_sections(
         for title in SECTIONS
     ]
     return [section for section in sections if section.charts or section.samples or section.heat]
-
-
-def _status(run: RunData, live_s: int) -> dict[str, Any]:
-    """The run's status in a word; on a live page also the age of its last row in seconds."""
-    if run.summary is not None:
-        return {"name": "finished", "text": "finished", "age": None}
-    if not live_s:
-        return {"name": "unfinished", "text": "unfinished", "age": None}
-    age = max(0, round(time.time() - run.last))
-    name, text = ("running", "running,") if age < SILENT_S else ("silent", "silent, last row")
-    return {"name": name, "text": text, "age": age}
 
 
 def _progress(run: RunData) -> str:

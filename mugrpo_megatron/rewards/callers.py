@@ -212,13 +212,13 @@ class Caller:
 
     @property
     def needs(self) -> Needs:
-        """Arguments that the function uses, and the most responses of a call."""
+        """The arguments that the function takes, and how many responses one call may have."""
         needs = self.form.needs
         return needs._replace(responses=ASYNC_RESPONSES) if self.is_async and not self.form.takes_lists else needs
 
     def __call__(self, items: Sequence[ScoringInput]) -> list[Verdict | BaseException]:
         """A verdict on each item, or the function's exception for it; re-raises an exception for all of them."""
-        # A function may sort or extend what a row holds; the responses of a group come with one row.
+        # The responses of a group share one row object, and a function may change what it gets: each gets a copy.
         items = [
             replace(item, row=deepcopy(item.row), prompt=deepcopy(item.prompt), gold=deepcopy(item.gold))
             for item in items

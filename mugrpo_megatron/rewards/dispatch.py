@@ -28,7 +28,7 @@ from mugrpo_megatron.rewards.calls import (
 from mugrpo_megatron.rewards.items import Needs, ScoringInput, Verdict
 from mugrpo_megatron.rewards.math.literal import match_literally
 
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 600.0
 """Limit on a worker's start, and on reading a batch; neither counts as its function's time."""
 CACHE_ENTRIES = 16_384
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 
-from mugrpo_megatron.recipe.scoring import CODE, MATH, RewardSection
+from mugrpo_megatron.recipe.scoring import CODE, HAS_TESTS, MATH, RewardSection
 from mugrpo_megatron.rewards.items import prompt_of_problem
 from mugrpo_megatron.rewards.math.extract import is_integer
 from mugrpo_megatron.rewards.math.literal import MOST_ANSWER_CHARS
@@ -16,7 +16,7 @@ EXCERPT_CHARS = 60
 """Characters of a gold in a line."""
 CHECKS = {
     MATH: "mugrpo_megatron.rewards.math.gold:verifies_itself",
-    CODE: "mugrpo_megatron.extras.sandbox.row_tests:has_tests",
+    CODE: HAS_TESTS,
 }
 """Built-in function -> a reward function that returns 1 for a usable gold, or a row with usable tests."""
 

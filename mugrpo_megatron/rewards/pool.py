@@ -156,7 +156,7 @@ class Verifier:
         ids: Sequence[Sequence[int]] | None = None,
         openings: Sequence[str] | None = None,
     ) -> Pending[Score]:
-        """Start scoring and return at once; raises what ended a function's workers, when they have ended.
+        """Start scoring and return at once; re-raises the error that stopped a function's workers, if one did.
 
         Args:
             responses: the texts.

@@ -30,12 +30,6 @@ class AlarmRang(BaseException):
     """A call's CPU time is over. Not an Exception, so that no `except Exception` of a library swallows it."""
 
 
-EXTRA_FUNCTIONS = {"code": "mugrpo_megatron.extras.sandbox.code:grader"}
-"""Built-in name -> factory of the reward function from its options."""
-JUDGE_PARSER = "mugrpo_megatron.extras.auxiliary.parse:parser_of"
-"""Makes a reward function of a judge's parser."""
-
-
 def load(options: dict[str, Any]) -> tuple[RewardFunction, Needs, str]:
     """Load the function that the options name; returns it, the arguments that it uses, and a note for the user.
 
@@ -51,19 +45,30 @@ def load(options: dict[str, Any]) -> tuple[RewardFunction, Needs, str]:
         return math, Needs(), ""
     from mugrpo_megatron.errors import UserError
     from mugrpo_megatron.recipe.functions import load_function
+    from mugrpo_megatron.recipe.scoring import CODE, GYM_REWARD, HAS_TESTS
     from mugrpo_megatron.rewards.callers import Caller, Unsupported
 
     name = options["function"]
-    function = load_function(options["key"], EXTRA_FUNCTIONS.get(name, name))
+    function: Callable[..., Any]
+    if name == CODE:
+        from mugrpo_megatron.extras.sandbox.code import grader
+
+        function = grader({"timeout_s": options["timeout_s"], **options[name]})
+    elif name == HAS_TESTS:
+        from mugrpo_megatron.extras.sandbox.row_tests import has_tests as function
+    elif name == GYM_REWARD:
+        from mugrpo_megatron.extras.reasoning_gym.task_reward import task_reward as function
+    else:
+        function = load_function(options["key"], name)
     if options["of_judge"]:
-        return load_function(options["key"], JUDGE_PARSER)(options["key"], name, function), Needs(), ""
-    if name in EXTRA_FUNCTIONS:
-        function = function({"timeout_s": options["timeout_s"], **options[name]})
+        from mugrpo_megatron.extras.auxiliary.parse import parser_of
+
+        return parser_of(options["key"], name, function), Needs(), ""
     try:
         caller = Caller(function, name, options["timeout_s"] * ASYNC_SHARE)
     except Unsupported as error:
         raise UserError(f"{options['key']} {name!r} {error}") from None
-    return caller, caller.needs, getattr(function, "note", "") if name in EXTRA_FUNCTIONS else ""
+    return caller, caller.needs, getattr(function, "note", "") if name == CODE else ""
 
 
 def call(function: RewardFunction, items: Sequence[ScoringInput], alarm_s: float) -> tuple[list[Verdict], bool]:

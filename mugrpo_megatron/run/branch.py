@@ -14,7 +14,6 @@ from mugrpo_megatron.files.checkpoint_state import STATE, read_state
 from mugrpo_megatron.files.durable import digest, durable_directory
 from mugrpo_megatron.observe.log import FILE_NAME
 from mugrpo_megatron.recipe import Recipe, load_recipe
-from mugrpo_megatron.recipe.functions import load_function
 from mugrpo_megatron.recipe.sections import ScheduleSection
 from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
 from mugrpo_megatron.run.directory import RunDirectory, changed_keys, open_directory
@@ -24,9 +23,6 @@ from mugrpo_megatron.run.record import Branch, HubModel, RunRecord, claim, read_
 from mugrpo_megatron.stages.columns import LogprobColumn
 from mugrpo_megatron.stages.manifest import Origin, check_stage, manifest_name, read_manifest
 from mugrpo_megatron.stages.store import StageStore
-
-AUXILIARY_COLUMNS = "mugrpo_megatron.extras.auxiliary.auxiliary_columns:link_columns"
-"""Links the columns that auxiliary models have computed of the stage."""
 
 
 def branch(recipe: Recipe, source: Path, stage: int) -> None:
@@ -53,7 +49,9 @@ def branch(recipe: Recipe, source: Path, stage: int) -> None:
             start = checkpoint_name(Cursor(stage))
             _link(source_run.checkpoints / start, directory.checkpoints / start, STATE)
         if recipe.auxiliary.by_name:
-            load_function("auxiliary", AUXILIARY_COLUMNS)(recipe, source_run, directory, stage)
+            from mugrpo_megatron.extras.auxiliary.auxiliary_columns import link_columns
+
+            link_columns(recipe, source_run, directory, stage)
         write_record(directory.path, replace(record, branch=new))  # last: a branch that was killed is linked again
 
 

@@ -32,7 +32,7 @@ FOLDERS = (
     *("poisoned", "profile", "tensorboard", "wandb"),
 )
 """Folders that a run writes to."""
-LOCK_WAIT_S = 20.0
+LOCK_WAIT_S = 60.0
 """Longest wait for a lock that other processes hold for moments only."""
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mugrpo_megatron.engine.launch import EngineSpec
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.recipe.functions import load_function
-
-EPISODES = "mugrpo_megatron.extras.episodes.episodes:Episodes"
-"""Has a user's function or program play an episode per response instead of sampling one response."""
 
 
 def engine_spec(recipe: Recipe) -> EngineSpec:
@@ -20,7 +18,12 @@ def engine_spec(recipe: Recipe) -> EngineSpec:
         deterministic=recipe.run.deterministic,
         needs_tokenizer=bool(recipe.rollout.stop or recipe.rollout.episodes),
         returns_routes=recipe.learner.routing_replay == "rollout",
-        episodes=(lambda engine: load_function("rollout.function", EPISODES)(recipe, engine))
-        if recipe.rollout.episodes
-        else None,
+        episodes=(lambda engine: _episodes(recipe, engine)) if recipe.rollout.episodes else None,
     )
+
+
+def _episodes(recipe: Recipe, engine: Any) -> Any:
+    """Has a user's function or program play an episode per response instead of sampling one response."""
+    from mugrpo_megatron.extras.episodes.episodes import Episodes
+
+    return Episodes(recipe, engine)

@@ -103,7 +103,7 @@ def check_user_files(recipe: Recipe) -> dict[str, str]:
     A reward function may be edited until it has scored, and after it ended the run (`editable_after_failure`).
     """
     run_dir, now = recipe.run.dir, user_files(recipe)
-    before = _read(run_dir / USER_FILES) or {}  # a run of before there was this file has none
+    before = _read(run_dir / USER_FILES) or {}  # an older run has no such file
     edited = [key for key in sorted(before.keys() & now.keys()) if before[key] != now[key]]
     if not (any(run_dir.glob("stages/*/*.parquet")) or any(run_dir.glob("evaluations/*"))):
         edited = [key for key in edited if not key.startswith("reward.")]

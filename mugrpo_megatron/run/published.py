@@ -74,7 +74,7 @@ def check_start(published: Published, model: ModelSection) -> None:
 
 def have_logprobs(store: StageStore) -> bool:
     """Whether a stage's responses have the engine's log-probabilities; imported ones may not."""
-    # All responses of a stage have them or none has, so the first update tells.
+    # A stage has logprobs for all of its responses or for none: one update is enough to know.
     return not any(np.isnan(sample.engine_logprobs).any() for sample in store.read_update(0))
 
 

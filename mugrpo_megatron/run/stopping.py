@@ -148,8 +148,8 @@ def signal_message(number: int) -> str:
 @contextmanager
 def stoppable(is_main: bool) -> Iterator[None]:
     """End the process with exit code 0 on SIGTERM before and after a run is open; the main rank prints a message."""
-    # Nothing has to be saved there, and with Python's exit code a scheduler would count a job that it pre-empts while
-    # torch is imported as failed.
+    # Nothing has to be saved there. With Python's own exit code a scheduler would count a job as failed that it
+    # pre-empts during the import of torch.
 
     def end(number: int, frame: FrameType | None) -> None:
         if is_main:

@@ -96,7 +96,7 @@ def manifest_name(writer: int) -> str:
 
 
 def shard_name(writer: int, number: int | str) -> str:
-    """File name of a writer's shard; a glob pattern as `number` matches all of its shards."""
+    """File name of a writer's shard. With a glob as `number` it matches all shards of the writer."""
     digits = number if isinstance(number, str) else f"{number:05d}"
     return f"shard-{writer:04d}-{digits}.parquet" if writer else f"shard-{digits}.parquet"
 
@@ -215,7 +215,7 @@ def stage_identity(content: str) -> dict[str, Any]:
 
 
 def verify(path: Path, span: Span, remedy: str) -> None:
-    """Raise UserError, ending with `remedy`, unless the span of the file has its checksum."""
+    """Raise UserError, whose last words are `remedy`, unless the bytes of the file's span have the stated checksum."""
     if not path.exists():
         raise UserError(f"{path}: missing, but the stage's manifest lists it; {remedy}")
     if digest(path, span.start, span.end) != span:

@@ -78,7 +78,7 @@ class StoredRoutes:
     start: int
     """Offset of the response in layer 0."""
     stride: int
-    """Bytes from a layer to the next."""
+    """Bytes between the beginnings of two layers in the file."""
     tokens: int
     sums: np.ndarray
     """uint32 [layers]"""

@@ -82,7 +82,7 @@ def optional_columns(samples: Iterable[Sample]) -> tuple[str, ...]:
     """Names of the optional columns that the samples have; ValueError unless all samples have the same."""
     sets = {tuple(name for name in OPTIONAL if getattr(sample, name) is not None) for sample in samples}
     if len(sets) > 1:
-        raise ValueError(f"all samples of a stage have the same optional columns, these have {sorted(sets)}")
+        raise ValueError(f"samples of one stage must have the same optional columns, but these have {sorted(sets)}")
     return sets.pop() if sets else ()
 
 

@@ -79,6 +79,15 @@ def extras_at_the_top(modules: Iterable[Module]) -> Iterator[str]:
                     yield f"{place(module, line)}: the core imports {name} wherever it is imported itself"
 
 
+def extras_by_a_string(modules: Iterable[Module]) -> Iterator[str]:
+    """The core names no extra by a string: a local import can be searched, and its types are checked."""
+    pattern = re.compile(rf"{re.escape(EXTRAS)}[\w.:]*")
+    for module in (module for module in modules if not module.is_extra):
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and pattern.fullmatch(node.value):
+                yield f"{place(module, node.lineno)}: the core names {node.value!r} by a string"
+
+
 def circles(modules: Mapping[str, Module]) -> list[str]:
     """No rooms import one another in a circle; the core's arrows into extras, all of them local, do not count."""
     arrows: dict[str, set[str]] = defaultdict(set)

@@ -112,7 +112,6 @@ VARIANTS: list[dict[str, Any]] = [
         for every in (ObjectiveSection().proximal_every, 4)
     ),
     {"reject": "sequence", "reject_range": (0.5, 2.0)},
-    {"reject": "sequence_mean", "reject_range": (0.8, 1.1)},
     *(
         {"kl_ref": "start", "kl_coef": 0.1, "kl_penalty": penalty}
         for penalty in ("k2", "k3", "k1_weighted", "k2_weighted", "k3_weighted")

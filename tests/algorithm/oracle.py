@@ -46,10 +46,7 @@ def objective(
         keep = [[k and (i, t) not in dropped for t, k in enumerate(row)] for i, row in enumerate(keep)]
     if config.reject != "none":
         for i, logs in enumerate(ratios):
-            if config.reject == "negative_mean" and advantages[i] >= 0:
-                continue
-            share = 1.0 if config.reject == "sequence" else 1 / max(len(logs), 1)
-            level = math.exp(min(max(math.fsum(logs) * share, -20), 20))
+            level = math.exp(min(max(math.fsum(logs), -20), 20))
             if not config.reject_range[0] <= level <= config.reject_range[1]:
                 keep[i] = [False] * len(logs)
     loss, gradient, clipped = 0.0, [], []
@@ -67,7 +64,7 @@ def objective(
                 level, reach, clipped[i][t] = geometric_mean(logs, t, a, ranges)
                 inside, ratio = abs(level) <= 20, math.exp(min(max(level, -20), 20))
                 value, d_ratio, d_logprob = -ratio * a, -a, 0.0
-            elif config.surrogate in ("dppo", "dppo_kl"):
+            elif config.surrogate == "dppo":
                 value, d_ratio, d_logprob, clipped[i][t] = dppo(
                     ratio, logprobs[i][t], behaviour[i][t], a, *ranges[t], config
                 )
@@ -145,12 +142,7 @@ def dppo(
 ) -> tuple[float, float, float, bool]:
     """DPPO: truncated weight times log-probability, zero where the binary divergence is beyond the limit and grows."""
     p, m = math.exp(min(logprob, 0.0)), math.exp(min(sampled, 0.0))
-    distance, limit = abs(p - m), 0.15
-    if config.surrogate == "dppo_kl":
-        limit = 0.05
-        distance = m * (min(sampled, 0.0) - min(logprob, 0.0))
-        distance += (1 - m) * math.log(max(1 - m, 1e-8) / max(1 - p, 1e-8))
-    outside = distance > limit and ((a > 0 and p > m) or (a < 0 and p < m))
+    outside = abs(p - m) > 0.15 and ((a > 0 and p > m) or (a < 0 and p < m))
     weight = 0.0 if outside else min(max(ratio, low), high)
     return -weight * a * logprob, 0.0, -weight * a, outside
 

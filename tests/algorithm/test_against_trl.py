@@ -1,4 +1,4 @@
-"""grpo, dapo, dr_grpo, gspo, cispo, opsm, sapo and vespo against TRL's own code, where it is installed."""
+"""grpo, dapo, dr_grpo, gspo, cispo, sapo and vespo against TRL's own code, where it is installed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ CASES: dict[str, tuple[str, str, float, float, float | None, float | None]] = {
     "dr_grpo": ("dr_grpo", "token", 0.2, 0.2, None, None),
     "gspo": ("grpo", "sequence", 3e-4, 4e-4, None, None),
     "cispo": ("cispo", "token", 0.2, 5.0, None, None),
-    "opsm": ("grpo", "token", 0.2, 0.2, 1e-4, None),
     "mu_grpo_without_veto": ("dapo", "token", 1.0, 4.0, None, None),
     "dual_clip": ("grpo", "token", 0.2, 0.2, None, 2.0),
     "sapo": ("sapo", "token", 0.2, 0.2, None, None),

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from mugrpo_megatron.algorithm.diagnostics import METRICS
 from mugrpo_megatron.algorithm.policy_loss import policy_loss
 from mugrpo_megatron.algorithm.segments import LossInputs, make_segments
-from mugrpo_megatron.algorithm.statistics import effective_sample_size
 from mugrpo_megatron.algorithm.veto import THRESHOLDS, TRIGGER_METRICS
 from mugrpo_megatron.recipe import ObjectiveSection
 from mugrpo_megatron.recipe.objective import PRESETS
@@ -43,23 +42,6 @@ def test_the_lost_weight_is_of_the_negative_responses() -> None:
     segments = make_segments(torch.tensor([4, 2]), torch.ones(2))
     inputs = LossInputs(ObjectiveSection(veto="prefix"), torch.zeros(6), torch.tensor([-1.0, 1.0]), segments)
     assert policy_loss(log_ratio, inputs)[1]["prefix_weight_lost"] == pytest.approx(1 - 2.25 / 4)
-
-
-def test_the_effective_sample_size_counts_tokens_or_responses_by_the_ratio() -> None:
-    """Ratios (1/2, 2, 4), (1) and none: of tokens, of responses by their product 4 and by its cube root."""
-    segments = make_segments(torch.tensor([3, 1, 0]), torch.ones(3))
-    logprobs, root = torch.tensor([0.5, 2.0, 4.0, 1.0]).log(), 4 ** (1 / 3)
-    expected = {
-        "token": 7.5**2 / (4 * 21.25),
-        "sequence": 25 / (2 * 17),
-        "sequence_mean": (1 + root) ** 2 / (2 * (1 + root**2)),
-    }
-    for ratio, value in expected.items():
-        config = ObjectiveSection.model_validate({"ratio": ratio})
-        inputs = LossInputs(config, torch.zeros(4), torch.ones(3), segments)
-        assert effective_sample_size(logprobs, inputs) == pytest.approx(value, rel=1e-6)
-        nothing = make_segments(torch.tensor([0]), torch.ones(1))
-        assert effective_sample_size(torch.zeros(0), replace(inputs, behaviour=torch.zeros(0), segments=nothing)) == 1
 
 
 def test_values() -> None:

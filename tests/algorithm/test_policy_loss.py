@@ -20,7 +20,7 @@ from mugrpo_megatron.recipe.objective import PRESETS
 from tests.algorithm import oracle
 from tests.algorithm.batches import VARIANTS, Batch, batches, configs, flat, random_batch
 
-RIVALS = ("decoupled_ppo", "sapo", "gmpo", "vespo", "seq_mis", "geo_rs")
+RIVALS = ("decoupled_ppo", "sapo", "gmpo", "vespo", "seq_mis")
 
 
 def loss_and_gradient(batch: Batch, config: ObjectiveSection) -> tuple[float, torch.Tensor, dict[str, float]]:

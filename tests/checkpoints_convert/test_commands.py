@@ -21,6 +21,7 @@ from checkpoints_convert import hf_to_megatron, megatron_to_hf, output, verify
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.recipe.systems import ParallelSection
 from tests import models
+from tests.patience import PATIENCE_S
 from tests.ranks import run_ranks
 from tests.weights import tiny
 from tests.weights.ranks_work import Layout, reload_megatron, save_training_checkpoint
@@ -84,7 +85,7 @@ def test_shards_and_index_are_what_transformers_expects(hf: Path, megatron: Path
 def test_a_mistake_is_one_line_without_warnings_of_libraries(tmp_path: Path) -> None:
     options = ["--hf", str(tmp_path / "hf"), "--out", str(tmp_path / "out")]
     program = [sys.executable, "-m", "checkpoints_convert.hf_to_megatron", *options]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(program, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"mugrpo convert hf_to_megatron: {tmp_path}")

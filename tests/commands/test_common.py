@@ -108,8 +108,6 @@ def test_several_share_a_page_that_only_a_comparison_is_replaced_by(runs: list[s
     [
         (["a", "b"], "several runs need --out"),
         (["a", "--out", "page.html"], "--out is for a page of several runs"),
-        (["a", "b", "--live"], "--live shows one run"),
-        (["a", "--live", "--port", "99999"], "port"),
         (["a", "a", "--out", "page.html"], "named twice"),
     ],
 )

@@ -22,12 +22,12 @@ from mugrpo_megatron.samples import Prompt
 from tests.engine.tiny import group_processes, prompts, save_checkpoint, spec
 from tests.engine_server import forked_engines, hosts_of
 from tests.forked import fork
+from tests.patience import PATIENCE_S
 from tests.refusals import refuses
 
 pytestmark = pytest.mark.process
 
 LONG = Sampling(temperature=1.0, top_p=1.0, max_tokens=64, stop_ids=())
-PATIENCE_S = 600.0
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_an_engine_killed_and_frozen_in_mid_generation(checkpoint: Path, tmp_pat
     refuses(r"(host process is gone|silent for 2 s) .*during generate", generate, _kill_scheduler, error=EngineFailure)
     assert 40 < len(missing) < 120
     left = len(missing)
-    engine._section = engine._section.model_copy(update={"request_timeout_s": 600.0})
+    engine._section = engine._section.model_copy(update={"request_timeout_s": PATIENCE_S})
     engine.sleep()
     engine.wake("weights")
     engine.wake("kv_cache")
@@ -93,7 +93,7 @@ def test_a_wait_ends_when_the_process_on_another_node_has(tmp_path: Path) -> Non
     os.kill(host._process.pid, signal.SIGSTOP)
     host.load([{}], tmp_path / "engine.log", lambda: False, lambda: "on its node 1, that of rank 8: killed")
     with pytest.raises(EngineFailure, match=r"ended during generate, on its node 1, that of rank 8: killed\n"):
-        host.receive(600, "generate")
+        host.receive(PATIENCE_S, "generate")
     assert group_processes(host._process.pid) == []
 
 

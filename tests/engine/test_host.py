@@ -29,9 +29,9 @@ from mugrpo_megatron.samples import Response
 from tests.engine.stub import StubEngine, record_commands
 from tests.engine.tiny import group_processes
 from tests.forked import fork
+from tests.patience import PATIENCE_S
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_tokens=9, stop_ids=())
-PATIENCE_S = 600.0
 
 
 @pytest.fixture

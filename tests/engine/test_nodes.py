@@ -27,6 +27,7 @@ from mugrpo_megatron.engine.placement import ALONE, EngineSlot, engine_slot
 from mugrpo_megatron.errors import CollectiveFailure, EngineFailure, EngineStopped, UserError
 from mugrpo_megatron.recipe.systems import EngineSection
 from tests.engine.tiny import spec
+from tests.patience import PATIENCE_S
 from tests.refusals import refuses
 
 
@@ -136,7 +137,7 @@ def board() -> tuple[list[str], PeerFailure]:
 
 def ended(engine: FollowerNode) -> None:
     assert engine._thread
-    engine._thread.join(600)
+    engine._thread.join(PATIENCE_S)
     assert not engine.running
 
 

@@ -24,6 +24,7 @@ from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.engine_spec import engine_spec
 from tests.engine.tiny import group_processes
 from tests.hostile.faults import disk
+from tests.patience import PATIENCE_S
 
 
 def test_a_full_disk_of_temporary_files_is_told_before_it_starts(
@@ -71,7 +72,7 @@ def test_messages_of_two_threads_arrive_whole(sizes: list[int]) -> None:
         threads = [threading.Thread(target=send, args=[name]) for name in "ab"]
         for thread in threads:
             thread.start()
-        found = [receiver.receive(600) for _ in range(2 * len(sizes))]
+        found = [receiver.receive(PATIENCE_S) for _ in range(2 * len(sizes))]
         for thread in threads:
             thread.join()
     for name in "ab":
@@ -96,7 +97,7 @@ def test_an_end_that_is_closed(sent: bytes, ends: tuple[Channel, socket.socket])
     ends[1].send(sent)
     ends[1].close()
     with pytest.raises(EOFError):
-        ends[0].receive(600)
+        ends[0].receive(PATIENCE_S)
     with pytest.raises(OSError, match="Broken pipe"):
         ends[0].send(("requests", MORE_THAN_FITS), 600)
 
@@ -108,7 +109,7 @@ def test_a_wait_is_given_up_when_asked(call: str, ends: tuple[Channel, socket.so
 
     channel = ends[0]
     with pytest.raises(InterruptedError, match="stop"):
-        channel.send(("", MORE_THAN_FITS), 600, stop) if call == "send" else channel.receive(600, stop)
+        channel.send(("", MORE_THAN_FITS), PATIENCE_S, stop) if call == "send" else channel.receive(PATIENCE_S, stop)
 
 
 @pytest.fixture(autouse=True)

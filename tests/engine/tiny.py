@@ -17,6 +17,7 @@ from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.engine_spec import engine_spec
 from mugrpo_megatron.samples import Problem, Prompt, Sample
 from tests import models
+from tests.patience import PATIENCE_S
 
 VOCABULARY = 512
 
@@ -46,7 +47,7 @@ def recipe(checkpoint: Path, **engine: object) -> Recipe:
             "model": {"path": checkpoint, "dtype": "float32"},
             "data": {"max_prompt_tokens": 32},
             "rollout": {"max_response_tokens": 200},
-            "engine": {"max_running_requests": 64, "request_timeout_s": 600, **engine},
+            "engine": {"max_running_requests": 64, "request_timeout_s": PATIENCE_S, **engine},
         }
     )
 

@@ -140,7 +140,7 @@ WRONG: dict[str, tuple[Any, str]] = {
         "has two chunks in one place",
     ),
     "a lost chunk": (lambda metadata: metadata.storage_data.pop(first(metadata)[0]) and None, "that is nowhere"),
-    "a list": (lambda metadata: [1, 2], "a metadata is missing"),
+    "a list": (lambda metadata: [1, 2], "the index holds no metadata"),
     "nothing": (lambda metadata: Metadata({}), "damaged or not checkpoint metadata"),
 }
 

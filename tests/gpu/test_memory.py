@@ -21,6 +21,7 @@ from mugrpo_megatron.engine.launch import cuda_runtime_folders
 from mugrpo_megatron.weights.buckets import Bucket, ParameterSlots, Slot
 from mugrpo_megatron.weights.sync import flattened_bucket, serialize
 from tests.gpu.tiny import CUDA, DEVICE
+from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.process
 
@@ -90,7 +91,7 @@ def test_another_process_reads_a_bucket() -> None:
     reader = context.Process(target=_read, args=(serialized, answers))
     reader.start()
     try:
-        assert answers.get(timeout=600) == expected
+        assert answers.get(timeout=PATIENCE_S) == expected
     finally:
         reader.kill()
         reader.join()

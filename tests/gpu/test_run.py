@@ -15,9 +15,9 @@ import pytest
 
 from mugrpo_megatron.observe.log import read_rows
 from tests.gpu.tiny import save_model, sections
+from tests.patience import PATIENCE_S
 from tests.tiny import COIN, write_recipe
 
-PATIENCE_S = 600.0
 UPDATES = 4
 
 

@@ -61,7 +61,7 @@ CLUSTERS = {
     "--nodes 0": "takes 1 to 100,000",
     "--gpus-per-node -8": "takes 1 to 1,024",
     "--nodes 1.5": "invalid int value",
-    "--gpu h300": "known are h200",
+    "--gpu h300": "choose one of h200",
     "--nodes 99991 --gpus-per-node 1021": "does not divide over",
 }
 RATES = ["mfu=nan", "spread=inf", "disk=-5", "mfu=1.01", "cores=1e19", "mfu", "mfu=0.4=0.5", "__class__=1"]

@@ -28,6 +28,7 @@ from mugrpo_megatron.extras.sandbox.limits import Limits, Mode
 from mugrpo_megatron.extras.sandbox.programs import run_program
 from tests.forked import fork
 from tests.hostile.programs import FUNCTIONS, PROGRAMS
+from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.process
 
@@ -41,7 +42,6 @@ FEW = (
     "the answer's file",
 )
 WALL_S = 3.0
-PATIENCE_S = 600.0
 """For one program on a busy machine; no limit of a program comes near it."""
 
 

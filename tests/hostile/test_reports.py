@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-from threading import Thread
 
 import pytest
 
-from mugrpo_megatron.report import page
 from mugrpo_megatron.report.details import read_details
 from mugrpo_megatron.terminal import visible
 from tests.hostile.outcome import command, listing, refused
@@ -75,20 +71,6 @@ def test_a_report_shows_every_character(tmp_path: Path) -> None:
     text = (run / "report.html").read_text(encoding="utf-8")
     assert "r\\udcff" in text
     assert visible(text) == text
-
-
-def test_a_live_report_does_not_wait_for_half_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of them would hold a thread until it ends."""
-    monkeypatch.setattr(page, "PATIENCE_S", 0.05)
-    with page.server_of(write_run(tmp_path, rows_of(1, 2), recipe_of(1, 2))) as server:
-        thread = Thread(target=server.serve_forever)
-        thread.start()
-        address = server.server_address[:2]
-        with socket.create_connection(address) as half, suppress(ConnectionError):  # type: ignore[arg-type]
-            half.sendall(b"GET / HTTP/1.1\r\nHost: 127")
-            assert half.recv(1) == b"", "closed by the server"
-        server.shutdown()
-        thread.join()
 
 
 def test_a_report_names_stages_that_were_swapped(tmp_path: Path) -> None:

@@ -54,7 +54,6 @@ def refused(model: str, directory: str) -> str:
     return str(error.value)
 
 
-BY_ESS = {"optimizer": {"ess_power": 0.5}}
 BFLOAT16 = {"model": {"dtype": "bfloat16"}}
 SP = {"parallel": {"tensor": 2, "pipeline": 2}}
 
@@ -62,7 +61,7 @@ SP = {"parallel": {"tensor": 2, "pipeline": 2}}
 @pytest.mark.parametrize(
     ("saved_by", "saved_in", "loaded_by", "loaded_in"),
     [
-        (1, BY_ESS, 1, BY_ESS),
+        (1, {}, 1, {}),
         (1, BFLOAT16, 1, BFLOAT16),
         (1, {}, 2, {"parallel": {"tensor": 2}}),
         (4, SP, 2, {}),

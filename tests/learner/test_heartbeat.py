@@ -16,6 +16,7 @@ from mugrpo_megatron.errors import CollectiveFailure
 from mugrpo_megatron.learner import heartbeat
 from mugrpo_megatron.learner.groups import end_process
 from mugrpo_megatron.learner.heartbeat import BEATS_IN_PATIENCE, Heartbeat
+from tests import patience
 from tests.ranks import RankFailure, run_ranks
 
 PATIENCE_S = 10.0
@@ -110,7 +111,7 @@ def test_a_rank_that_waits_in_cuda_is_ended_when_another_stops_beating(tmp_path:
     gone(second, failed=True)
     clock.tick(INTERVAL_S, first)
     clock.tick(2 * PATIENCE_S, first)
-    account = lost.get(timeout=600)
+    account = lost.get(timeout=patience.PATIENCE_S)
     assert account.startswith(
         "rank 0 of 2 failed in update 7: no heartbeat from rank 1 for over 10 s: dead, or cut off"
     )

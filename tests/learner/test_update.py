@@ -191,23 +191,6 @@ def after_one_update(model: str, sections: dict[str, Any]) -> tuple[dict[str, fl
     return metrics, np.concatenate(token_logprobs(learner, data)).tolist()
 
 
-@pytest.mark.process
-def test_the_rate_follows_the_effective_sample_size_of_all_ranks(model: str) -> None:
-    """The gradient is the same; the step is the one that a constant rate of this height takes."""
-    by_ess = {"lr": 1e-3, "ess_power": 0.5}
-    [(plain, _)] = run_ranks(1, after_one_update, model, {})
-    [(metrics, after)] = run_ranks(1, after_one_update, model, {"optimizer": by_ess})
-    assert 0.1 < metrics["ess"] < 0.95
-    assert metrics["lr"] == 1e-3 * metrics["ess"] ** 0.5
-    assert metrics["grad_norm"] == plain["grad_norm"]
-    [(_, constant)] = run_ranks(1, after_one_update, model, {"optimizer": {"lr": metrics["lr"]}})
-    assert after == constant
-    for world, sizes in ((2, {}), (2, {"tensor": 2}), (2, {"pipeline": 2})):
-        ranks = run_ranks(world, after_one_update, model, {"optimizer": by_ess, "parallel": sizes})
-        assert len({result["lr"] for result, _ in ranks}) == 1, "weights would drift apart"
-        assert ranks[0][0]["lr"] == pytest.approx(metrics["lr"], rel=1e-6)
-
-
 def truncated(model: str, sections: dict[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
     """Two updates on responses whose sampler kept four tokens at each place, behaviour by the learner."""
     learner = build_learner(recipe(Path(model), **sections))

@@ -207,7 +207,7 @@ def test_multi_node_recipes_fit_the_nodes_they_name(name: str, nodes: int, capsy
         ("paper/qwen2.5-math-7b.grpo.toml", ["--set", "rollout.max_response_tokens=8192"], "4096 positions"),
         ("paper/qwen2.5-math-7b.grpo.toml", ["--set", "parallel.expert=2"], "the model has no experts"),
         ("multi_node/qwen3-30b-a3b.toml", ["--set", "model.path=models/nobody"], "none of the bundled shapes"),
-        ("paper/qwen2.5-math-7b.grpo.toml", ["--gpu", "tpu"], "known are h200"),
+        ("paper/qwen2.5-math-7b.grpo.toml", ["--gpu", "tpu"], "choose one of h200"),
         ("paper/qwen2.5-math-7b.grpo.toml", ["--nodes", "0"], "takes 1 to 100,000"),
         ("paper/qwen2.5-math-7b.grpo.toml", ["--assume", "mfoo=1"], "names are"),
         ("paper/qwen2.5-math-7b.grpo.toml", ["--assume", "mfu=high"], "'high' is not a number"),

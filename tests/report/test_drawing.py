@@ -54,7 +54,7 @@ def test_page_is_self_contained_and_names_run_recipe_and_events(tmp_path: Path) 
     )
     assert outside == []
     policy = re.findall(r'Content-Security-Policy" content="([^"]*)"', html)
-    assert policy == ["default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"]
+    assert policy == ["default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"]
 
 
 @pytest.mark.parametrize(("stages", "updates"), [(1, 3), (20, 2)])

@@ -18,6 +18,7 @@ from mugrpo_megatron.recipe.scoring import RewardSection
 from mugrpo_megatron.rewards.calls import BATCH
 from mugrpo_megatron.rewards.items import Score
 from mugrpo_megatron.rewards.pool import Verifier, overlong, with_length_penalty
+from tests.patience import PATIENCE_S
 from tests.rewards.hostile import KINDS, hostile_answers
 from tests.rewards.patience import patient as patient
 
@@ -181,7 +182,7 @@ def test_nothing_outlives_a_killed_parent() -> None:
     assert len(left) == 4
     parent.kill()
     parent.wait()
-    psutil.wait_procs(left, timeout=600)
+    psutil.wait_procs(left, timeout=PATIENCE_S)
     assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in left)
 
 

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from mugrpo_megatron.stages.store import StageStore
+from tests.patience import PATIENCE_S
 from tests.scaling.nodes import TORCHRUN, Cluster, family_of, kill, said, two_nodes, wait_until
 from tests.tiny import COIN, rows, save_model, write_recipe
 
@@ -74,11 +75,11 @@ def test_a_run_that_is_asked_to_stop_while_it_generates_ends(cluster: Cluster, r
         family = family_of(nodes)
         for node in nodes:
             node.terminate()
-        assert [node.wait(300) for node in nodes] == [0, 0], said(tmp_path)
+        assert [node.wait(PATIENCE_S) for node in nodes] == [0, 0], said(tmp_path)
     finally:
         for node in nodes:
             kill(node)
-    _, alive = psutil.wait_procs(family, timeout=600)
+    _, alive = psutil.wait_procs(family, timeout=PATIENCE_S)
     assert alive == [], "nothing outlives the run"
     assert rows(recipe.parent / "run", "event") == [], "no engine has failed"
 
@@ -97,11 +98,11 @@ def test_an_engine_of_two_nodes_trains_and_restarts(cluster: Cluster, recipe: Pa
         (scheduler,) = [p for p in host_of(nodes[1]).children() if "scheduler" in " ".join(p.cmdline())]
         scheduler.kill()
         family = family_of(nodes)
-        assert [node.wait(600) for node in nodes] == [0, 0], said(tmp_path)
+        assert [node.wait(PATIENCE_S) for node in nodes] == [0, 0], said(tmp_path)
     finally:
         for node in nodes:
             kill(node)
-    _, alive = psutil.wait_procs(family, timeout=600)
+    _, alive = psutil.wait_procs(family, timeout=PATIENCE_S)
     assert alive == [], "nothing outlives the run"
 
     failures = [row["text"] for row in rows(recipe.parent / "run", "event") if row["event"] == "engine_failure"]

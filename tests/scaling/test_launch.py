@@ -16,6 +16,7 @@ from torch.distributed.elastic.multiprocessing.api import PContext, SignalExcept
 
 from run_scripts.cluster import launch
 from run_scripts.cluster.launch import exit_code, patient
+from tests.patience import PATIENCE_S
 from tests.torch211 import python_files
 
 LAUNCH = Path(__file__).parents[2] / "run_scripts/cluster/launch.py"
@@ -61,7 +62,7 @@ def wait_for(process: subprocess.Popen[str], word: str) -> str:
 
 
 def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    printed, errors = process.communicate(timeout=600)
+    printed, errors = process.communicate(timeout=PATIENCE_S)
     return process.returncode, printed, errors
 
 

@@ -15,6 +15,7 @@ import pytest
 from mugrpo_megatron.observe.environment import usable_cores
 from mugrpo_megatron.run.checkpoints import newest_cursor
 from mugrpo_megatron.stages.store import StageStore
+from tests.patience import PATIENCE_S
 from tests.scaling.nodes import Cluster, family_of, kill, said, two_nodes, wait_until
 from tests.tiny import COIN, mugrpo, rows, save_model, write_recipe
 
@@ -22,7 +23,8 @@ pytestmark = pytest.mark.process
 
 RANKS = 4
 UPDATES, EVERY = 12, 2
-TIMEOUT_S = 60
+TIMEOUT_S = 240
+"""Eight ranks share what cores there are: a collective of a slow machine takes its time, too."""
 FAILURE = re.compile(r"rank (\d) of 8 failed in (.+?): (.+)")
 
 
@@ -78,7 +80,7 @@ def test_a_node_cut_off_is_named_and_the_run_goes_on_later(cluster: Cluster, rec
         for node in nodes:
             kill(node)
     assert all(codes), "a run that lost a node is not done"
-    _, alive = psutil.wait_procs(family, timeout=600)
+    _, alive = psutil.wait_procs(family, timeout=PATIENCE_S)
     assert alive == [], "nothing outlives the run"
 
     failures = {int(rank): (phase, cause) for rank, phase, cause in FAILURE.findall(said(tmp_path / "cut" / "node-0"))}
@@ -101,7 +103,7 @@ def test_a_node_cut_off_is_named_and_the_run_goes_on_later(cluster: Cluster, rec
     cluster.reconnect(1)
     nodes = start(cluster, recipe, tmp_path / "again")
     try:
-        assert [node.wait(900) for node in nodes] == [0, 0], said(tmp_path / "again")
+        assert [node.wait(PATIENCE_S) for node in nodes] == [0, 0], said(tmp_path / "again")
     finally:
         for node in nodes:
             kill(node)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from mugrpo_megatron import __version__
+from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.process
 
@@ -320,5 +321,5 @@ def test_a_command_that_the_signal_ends_was_still_starting(
         assert started.stdout.readline() == b"ready\n"
         if stopped:
             started.terminate()
-        assert started.wait(600) == code
+        assert started.wait(PATIENCE_S) == code
     assert note.exists() == stopped

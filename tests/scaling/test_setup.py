@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.scaling.test_scripts import program
 
 pytestmark = pytest.mark.process
@@ -62,7 +63,7 @@ def start(checkout: Path, *arguments: str, **environment: str) -> subprocess.Pop
 
 def run(checkout: Path, *arguments: str, code: int = 0, **environment: str) -> str:
     process = start(checkout, *arguments, **environment)
-    said, _ = process.communicate(timeout=600)
+    said, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == code, said
     return said
 
@@ -139,7 +140,7 @@ def test_two_at_once_make_one_environment(checkout: Path) -> None:
     for said in _opened(checkout / "gate", first):
         assert said is None
     assert "another setup.sh is at work" in waiting
-    assert second.wait(600) == 0
+    assert second.wait(PATIENCE_S) == 0
     assert len(calls(checkout, "venv")) == 1
 
 

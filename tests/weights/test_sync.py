@@ -141,7 +141,6 @@ def test_engine_computes_with_the_learners_weights(
         recipe(tmp_path / "first", engine_tensor),
         tmp_path / "second",
         LARGEST_PARAMETER,
-        timeout_s=240,
     )
     assert seen["equal_at_start"] == seen["equal"] > 0
     assert "does not hold the learner's weights" in seen["refused"]

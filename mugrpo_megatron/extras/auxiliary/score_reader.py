@@ -15,7 +15,7 @@ Reader = Callable[[Sequence[str]], list[Verdict]]
 
 @contextmanager
 def score_reader(section: RewardSection, judge: FunctionSection, key: str) -> Iterator[Reader]:
-    """Yield the reader of a judge's answers, with workers that the block's end ends.
+    """Yield the reader of a judge's answers; its workers stop when the block exits.
 
     Raises UserError when the judge's function cannot be loaded. The reader raises RewardFailure for one that exits,
     dies or runs into a limit on more than `reward.max_failure_share` of the answers.

@@ -20,7 +20,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mugrpo_megatron.checks.toolchain import Tool, tools_here
+from mugrpo_megatron.checks.toolchain import CheckResult, State, Tool, tools_here
 from mugrpo_megatron.cuda import driver_answers
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.environment import (
@@ -33,7 +33,6 @@ from mugrpo_megatron.observe.environment import (
 from mugrpo_megatron.weights.families import read_architecture
 
 SETUP = "run_scripts/setup.sh"
-State = Literal["ok", "absent", "broken"]
 MARKS = {"ok": ("✓", "green"), "absent": ("·", "dim"), "broken": ("!", "yellow")}
 """By state; a missing component that training needs has a red cross instead."""
 WIDTHS = (1, 18, 25, 33)
@@ -55,22 +54,6 @@ for module in sys.argv[1:]:
         print(json.dumps(f"{type(error).__name__}: {error}".splitlines()[0]), flush=True)
 """
 """Runs in a process of its own: an import may crash, and Megatron and SGLang are not made to share one."""
-CHECKS_OF_EXTRAS = ("mugrpo_megatron.extras.sandbox.jail_check:jail",)
-"""Checks of other extras: `module:function`, which returns a CheckResult."""
-
-
-class CheckResult(NamedTuple):
-    """State of a component of the machine or of the software."""
-
-    name: str
-    state: State
-    detail: str
-    """Version, size or model; for a broken package the error of its import."""
-    use: str
-    needed: bool
-    """Whether this machine cannot train without it."""
-    remedy: str = ""
-    """Instructions to get it, where it is not ok."""
 
 
 class Package(NamedTuple):
@@ -147,9 +130,9 @@ def results() -> Generator[CheckResult, None, None]:
         for package in PACKAGES:
             yield _package(package, next(errors) if package.module in present else "", cuda)
     yield apex()
-    for entry_point in CHECKS_OF_EXTRAS:
-        module, _, function = entry_point.partition(":")
-        yield getattr(importlib.import_module(module), function)()
+    from mugrpo_megatron.extras.sandbox.jail_check import jail  # after the checks of what it imports
+
+    yield jail()
 
 
 def view(result: CheckResult) -> Group:

@@ -42,7 +42,7 @@ from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.weights.families import fingerprint
 
 SHARD = re.compile(r"(\d{1,4})/(\d{1,4})")
-CLAIM_SECONDS = 20.0
+CLAIM_SECONDS = 600.0
 """Time to wait while another process makes the run directory."""
 
 
@@ -192,7 +192,7 @@ def close_stage(stage: NextStage, updates: int, prompts_per_update: int) -> int:
         never = missing.difference(*(shard.groups(count) for shard in shards))
         unclaimed = f"; no shard was begun for {len(never)}" if never else ""
         raise UserError(
-            f"{stage.directory} lacks {len(missing):,} of {count:,} groups; shards that lack some: "
+            f"{stage.directory} lacks {len(missing):,} of {count:,} groups; incomplete shards: "
             f"{', '.join(incomplete) or 'none'}{unclaimed}; run them again: `mugrpo generate --engine-only --shard I/N`"
         )
     store.seal(updates, prompts_per_update)

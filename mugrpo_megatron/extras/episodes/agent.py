@@ -33,7 +33,7 @@ from mugrpo_megatron.files.scratch import remove_tree
 from mugrpo_megatron.rewards.calls import WorkerProcess, start_guarded
 from mugrpo_megatron.samples import Problem
 
-START_S = 100.0
+START_S = 600.0
 """Seconds in which the launcher loads the program."""
 KEEP_ALIVE_S = 3600
 """Seconds after which an idle connection is closed; a client that sends a request meanwhile would read an error."""

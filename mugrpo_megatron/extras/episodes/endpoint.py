@@ -344,7 +344,7 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
             raise Refused(f"message {number} has no role of {', '.join(ROLES)}", param="messages")
         calls = message.get("tool_calls", ())
         if not all(_is_function(call) for call in calls):
-            raise Refused(f"message {number} has a call of no function", param="messages")
+            raise Refused(f"message {number} has a tool call that is not a function call", param="messages")
         message["role"] = "system" if message["role"] == "developer" else message["role"]
         message["content"] = message["content"] or ""
         names |= {str(call.get("id")): call["function"]["name"] for call in calls}

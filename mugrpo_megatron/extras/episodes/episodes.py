@@ -99,7 +99,8 @@ class Episodes:
                     self.total_s += now - last
                     last = now
                     if answers is None and self._requests and now - last_answer > silence_s:
-                        answers = list(self._engine.receive_groups())  # raises, with what the engine's processes do
+                        # Raises EngineFailure with the state of the engine's processes.
+                        answers = list(self._engine.receive_groups())
                     last_answer = now if answers is not None or not self._requests else last_answer
                     for key, (response,) in answers or ():
                         self._answer(self._requests.pop(key, None), response)

@@ -21,9 +21,10 @@ from mugrpo_megatron.recipe.sections import DataSection
 from mugrpo_megatron.rewards.calls import WorkerProcess, start_guarded
 from mugrpo_megatron.samples import Prompt, Response
 
-START_TIMEOUT_S = 120.0
-SILENT_S = 10.0
-"""Seconds of silence after which a process is killed: something blocks its event loop."""
+START_TIMEOUT_S = 600.0
+SILENT_S = 60.0
+"""Seconds of silence after which a process is killed: something blocks its event loop, which on a busy machine may also
+be silent for seconds."""
 READ_S = 0.5
 """Seconds in which the messages of a process are read, before the engine and the others have their turn."""
 ENDING_S = 1.0
@@ -93,7 +94,7 @@ class EpisodeProcess:
                 self.worker.send(text)
 
     def kill(self) -> None:
-        """End it, and all that it has started."""
+        """End the process and everything that it has started."""
         self.outbox.put(b"")
         self.worker.kill()
 

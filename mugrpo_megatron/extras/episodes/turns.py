@@ -120,7 +120,7 @@ class EpisodeModel:
         def run() -> Any:
             try:
                 return context.run(function, **arguments)
-            except StopIteration as error:  # a future refuses it, and would never be done
+            except StopIteration as error:  # a future cannot hold StopIteration and would never end
                 raise RuntimeError(exception_text(error)) from error
             finally:
                 self.open -= 1
@@ -185,7 +185,7 @@ def _short_enough(text: str) -> str:
     if not isinstance(text, str):
         raise TypeError(f"a {type(text).__name__} where a text belongs")
     if len(text) > MOST_CHARS:
-        raise ValueError(f"a text of {len(text):,} characters, and at most {MOST_CHARS:,} go to the model")
+        raise ValueError(f"a text of {len(text):,} characters; the model gets at most {MOST_CHARS:,}")
     return text
 
 

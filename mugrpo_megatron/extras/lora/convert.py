@@ -109,7 +109,8 @@ def extract(megatron: Path, hf: Path, out: Path, overwrite: bool = False) -> Non
         raise UserError(f"{megatron} has no adapters: all weights are in it; use checkpoints_convert.megatron_to_hf")
     if model.get("base") != families.fingerprint(hf):
         raise UserError(
-            f"{megatron} has adapters of other weights than {hf} holds; name the model that its run began with"
+            f"{megatron} has adapters that were trained on other weights than those in {hf}; name the model that its "
+            "run began with"
         )
     reader = Reader(megatron)
     check_sums(megatron, reader.files)

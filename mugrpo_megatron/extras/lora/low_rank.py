@@ -63,7 +63,7 @@ class LowRank(torch.nn.Module):
         for parameter in (self.b if self.by_rows else self.a).values():
             tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, self._axis(parameter), 1)
         for parameter in (self.a if self.by_rows else self.b).values():
-            parameter.sequence_parallel = self.sequence  # its gradient is of this rank's part of the sequence
+            parameter.sequence_parallel = self.sequence  # its gradient covers only this rank's part of the sequence
         for parameter in (*self.a.values(), *self.b.values()):
             parameter.allreduce = weight.allreduce  # false for an expert's: the ranks that have it share its gradient
         object.__setattr__(self, "_linear", linear)  # not as a child, whose parameters would be this module's
@@ -118,7 +118,7 @@ class LowRank(torch.nn.Module):
         return regions.reduce_scatter_to_sequence_parallel_region(u, group=self.group)
 
     def _summed(self, factor: torch.Tensor) -> torch.Tensor:
-        """The factor that every tensor parallel rank has whole; its gradient is the sum of theirs."""
+        """The LoRA factor that every tensor parallel rank holds whole; its gradient is the sum over these ranks."""
         return tensor_parallel.copy_to_tensor_model_parallel_region(factor, group=self.group)
 
     def parts(self, y: torch.Tensor) -> list[torch.Tensor]:

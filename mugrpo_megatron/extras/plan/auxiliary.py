@@ -75,8 +75,10 @@ def _cost(case: PlanCase, name: str, job: str) -> AuxiliaryCost:
 
 
 def auxiliary_problems(costs: Sequence[AuxiliaryCost], resting: float, device: int) -> list[str]:
-    """Sentences on auxiliary models that do not fit a device of `device` bytes beside `resting` bytes of what sleeps
-    there."""
+    """One sentence for each auxiliary model that needs more than `device - resting` bytes.
+
+    `device` is a device's memory, `resting` what the learner and the engine keep there while they sleep.
+    """
     problems = []
     for cost in costs:
         need, key = cost.engine.total + resting, f"auxiliary.{cost.name}.engine"

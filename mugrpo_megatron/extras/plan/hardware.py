@@ -85,7 +85,7 @@ def _cores(cluster: Cluster) -> int | None:
 def make_cluster(nodes: int, per_node: int, device: str) -> Cluster:
     """Raises UserError for an unknown device, or a cluster that is empty or beyond MOST_NODES x MOST_PER_NODE."""
     if device not in DEVICES:
-        raise UserError(f"--gpu {device}: known are {', '.join(DEVICES)}")
+        raise UserError(f"--gpu {device} is not known; choose one of {', '.join(DEVICES)}")
     for option, value, most in (("--nodes", nodes, MOST_NODES), ("--gpus-per-node", per_node, MOST_PER_NODE)):
         if not 1 <= value <= most:
             raise UserError(f"{option} {value}: takes 1 to {most:,}")

@@ -11,7 +11,7 @@ FLOAT = 4
 CHUNK = 64
 """Tokens of a chunk of the gated delta rule (kernels/gated_delta.py, which imports torch)."""
 PADDED = 1.0
-"""Slots of CPU attention per token: 1 for equal lengths, at most 1.25 with padding (learner/attention.py)."""
+"""Padding factor of attention on CPU: 1 where all sequences are equally long, at most 1.25 (learner/attention.py)."""
 
 
 @dataclass(frozen=True, slots=True)

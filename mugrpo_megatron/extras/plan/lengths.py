@@ -15,7 +15,7 @@ import numpy as np
 QUANTILES = 2048
 """Quantiles that represent a distribution."""
 WAVES = 4
-"""Full engines of requests that are simulated: after these, responses end evenly over time."""
+"""How many times an engine is filled in the simulation: later responses end evenly over time."""
 DRAWS = 4
 """Simulations that are averaged: the longest of few responses varies."""
 

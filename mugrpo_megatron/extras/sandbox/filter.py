@@ -110,7 +110,7 @@ def build(machine: str, pid: int) -> bytes:
 
 
 _Line = tuple[int, int, int, int]
-"""(operation, instructions to skip if it holds, instructions to skip if not, operand)."""
+"""A BPF instruction: (operation, instructions to skip if its test is true, to skip if it is false, operand)."""
 
 
 def _call(number: int, checks: list[_Line], verdict: int = _REFUSE) -> list[_Line]:

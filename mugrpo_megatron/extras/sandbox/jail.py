@@ -178,7 +178,7 @@ def _place(channels: Mapping[int, int], error_pipe: int) -> int:
 
 def _libraries() -> list[str]:
     """Paths that the interpreter reads: its own library and the system's."""
-    # Resolved as PYTHON is: a prefix may be a link to the one of the newest version.
+    # Without links, as PYTHON is: sys.base_prefix may name a link to the newest version's folder.
     interpreter = [os.path.join(os.path.realpath(sys.base_prefix), name) for name in ("lib", "lib64")]
     system = ["/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache"]
     return [path for path in dict.fromkeys([*system, *interpreter]) if os.path.exists(path)]

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from mugrpo_megatron.checks.toolchain import CheckResult
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.sandbox import filter as calls
 from mugrpo_megatron.extras.sandbox import kernel
 from mugrpo_megatron.extras.sandbox.limits import Limits, Mode
 from mugrpo_megatron.extras.sandbox.programs import run_program
-
-if TYPE_CHECKING:
-    from mugrpo_megatron.extras.doctor.doctor import CheckResult
 
 
 def weakness(mode: str) -> str:
@@ -64,8 +60,6 @@ def _way_out(limits: Limits) -> str:
 
 def jail() -> CheckResult:
     """The sandbox mode in which a program of one line has just run on this machine."""
-    from mugrpo_megatron.extras.doctor.doctor import CheckResult  # not for the verifier's workers
-
     use = 'reward.function = "code": programs of responses'
     remedy = 'allow user namespaces to this user (docs/rewards.md); until then reward.code.sandbox = "limits"'
     if _jailed("namespaces"):

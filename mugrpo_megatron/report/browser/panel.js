@@ -76,8 +76,7 @@ class Panel {
     const press = () => log.setAttribute("aria-pressed", String(this.scaleKind === "log"));
     const log = button("log", "logarithmic or linear vertical axis", () => { this.scaleKind = this.scaleKind === "log" ? "linear" : "log"; press(); this.draw(); });
     press();
-    const files = [button("CSV", "the values of this panel as a file", () => saveCsv(this)), button("PNG", "this panel as a picture", () => savePng(this))];
-    this.card.querySelector("h3").appendChild(make("span", { className: "tools" }, log, ...files));
+    this.card.querySelector("h3").appendChild(make("span", { className: "tools" }, log));
   }
 
   /** Values where the pointer is; dragging zooms in, a double click zooms out. */

@@ -2,7 +2,7 @@
 // The page: where the pointer is, zooming, folding, and drawing everything.
 
 const where = document.querySelector(".where");
-let restingText = where.textContent;
+const restingText = where.textContent;
 const unzoom = document.querySelector(".unzoom");
 let timeline = null;
 let grids = [];

@@ -39,6 +39,7 @@ from tests.extras.auxiliary.stand import (
     stage_updates,
     stand,
 )
+from tests.patience import PATIENCE_S
 from tests.refusals import refuses
 from tests.tiny import save_model
 
@@ -179,7 +180,12 @@ def raises_half_a_pair(answer: str) -> None:
 def test_a_parser_that_exits_or_hangs_ends_the_run_with_a_sentence(
     tmp_path: Path, model: Path, parse: str, why: str
 ) -> None:
-    recipe = judged(tmp_path, model, parse=f"tests.extras.auxiliary.parsing:{parse}", timeout_s=1.0)
+    recipe = judged(
+        tmp_path,
+        model,
+        parse=f"tests.extras.auxiliary.parsing:{parse}",
+        timeout_s=1.0 if parse == "hangs" else PATIENCE_S,
+    )
     key = "reward.functions.quality"
     with (
         pytest.raises(RewardFailure, match=why) as failure,

@@ -14,6 +14,7 @@ from mugrpo_megatron.data.tokenizer import CHAT_ML, build_arithmetic_tokenizer
 from mugrpo_megatron.observe.log import read_rows
 from mugrpo_megatron.stages.columns import LogprobColumn
 from tests.forked import started
+from tests.patience import PATIENCE_S
 from tests.tiny import COIN, mugrpo, save_model, write_recipe
 
 pytestmark = pytest.mark.process
@@ -90,7 +91,7 @@ def kill_in_turn(recipe: Path, what: str, *words: object) -> dict[str, list[dict
         while not any(auxiliaries.glob(f"*{what}*.parts-*/*.parquet")):
             assert command.wait(0.005) is None, command.said
         family = command.family
-    _, alive = psutil.wait_procs(family, timeout=600)
+    _, alive = psutil.wait_procs(family, timeout=PATIENCE_S)
     assert alive == []
     parts = sorted(auxiliaries.glob(f"*{what}*.parts-*/*.parquet"))
     return {part.stem: pq.read_table(part).to_pylist() for part in parts}

@@ -36,6 +36,7 @@ from mugrpo_megatron.run.record import PROVENANCE, claim, provenance, read_recor
 from mugrpo_megatron.samples import Problem, Sample
 from mugrpo_megatron.stages.manifest import Origin
 from mugrpo_megatron.stages.store import StageStore
+from tests.patience import PATIENCE_S
 from tests.refusals import refuses
 
 SCHEDULE = {"stages": 2, "updates_per_stage": 3}
@@ -158,10 +159,10 @@ def test_a_stage_is_sealed_once_all_groups_of_its_weights_are_there(tmp_path: Pa
     stage = begin(recipe, PROBLEMS)
     shards = [GenerationShard(number, 2) for number in range(2)]
     mark_shard(shards[0], stage, PROBLEMS)
-    refuses(r"lacks 6 of 6 groups; shards that lack some: 0/2 \(3\); no shard .* for 3;", close_stage, stage, 3, 2)
+    refuses(r"lacks 6 of 6 groups; incomplete shards: 0/2 \(3\); no shard .* for 3;", close_stage, stage, 3, 2)
     mark_shard(shards[1], stage, PROBLEMS)
     write_groups(stage, shards[0])
-    refuses(r"lacks 3 of 6 groups; shards that lack some: 1/2 \(3\); run them again", close_stage, stage, 3, 2)
+    refuses(r"lacks 3 of 6 groups; incomplete shards: 1/2 \(3\); run them again", close_stage, stage, 3, 2)
     write_groups(stage, shards[1], version=2)
     refuses(r"sampled after 2 updates, not .* sampled after 0 updates;", close_stage, stage, 3, 2)
     for path in stage.directory.glob("*-0002*"):
@@ -184,7 +185,7 @@ def test_processes_that_begin_at_once_make_one_run(tmp_path: Path) -> None:
     processes = [context.Process(target=_begin, args=(recipe, results)) for _ in range(6)]
     for process in processes:
         process.start()
-    ids = {results.get(timeout=600) for _ in processes}
+    ids = {results.get(timeout=PATIENCE_S) for _ in processes}
     for process in processes:
         process.join()
     record = read_record(recipe.run.dir)

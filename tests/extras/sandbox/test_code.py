@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from mugrpo_megatron.checks.toolchain import State
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.extras.doctor.doctor import State
 from mugrpo_megatron.extras.sandbox import kernel
 from mugrpo_megatron.extras.sandbox.code import failure
 from mugrpo_megatron.extras.sandbox.jail_check import check_jail, jail, weakness
