@@ -218,7 +218,7 @@ def call_user_function(name: str, function: Callable[..., Any], tokens: TokenBat
 
 
 def _by_sign(positive: Tensor, where_positive: float, elsewhere: float, like: Tensor) -> Tensor:
-    """[T] of one of two numbers, in the type of `like`."""
+    """[T]: one number where `positive` is true, another elsewhere, with the dtype of `like`."""
     return torch.where(positive, like.new_tensor(where_positive), like.new_tensor(elsewhere))
 
 

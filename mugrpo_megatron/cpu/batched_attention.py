@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 BATCH_TOKENS = 1 << 14
-"""Padded key tokens of one call, so that its keys and values fit the cache."""
+"""Most key tokens of one call, padding included: its keys and values then fit the processor's cache."""
 BATCH_SCORES = 1 << 24
 """Largest number of attention scores (padded queries x padded keys) of one call; bounds the mask."""
 USEFUL_FRACTION = 0.75

@@ -172,9 +172,9 @@ OPERATORS = (
     fused_gdn_gating_cpu,
     fused_sigmoid_gating_delta_rule_update_cpu,
 )
-"""Of `torch.ops.sgl_kernel`."""
+"""Stand-ins for operators of `torch.ops.sgl_kernel`, which is not built for CPU here."""
 MAMBA = (causal_conv1d_fn_cpu, causal_conv1d_update_cpu, chunk_gated_delta_rule_cpu)
-"""Of the module `sgl_kernel.mamba`."""
+"""Stand-ins for functions of the module `sgl_kernel.mamba`."""
 
 
 def install(dtype: str) -> None:

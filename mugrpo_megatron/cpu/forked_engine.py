@@ -49,7 +49,7 @@ class BatchedAttention(TorchNativeAttnBackend):
     """Causal self-attention batched over sequences; the base class handles sliding windows and cross attention."""
 
     def __init__(self, model_runner: Any, kernels: Kernels | None = None) -> None:
-        """With `kernels`, decoding uses them, in the model's other layers and the sampler too."""
+        """`kernels`: functions in C that decoding calls, in attention, in the other layers and in the sampler."""
         super().__init__(model_runner)
         self._kernels = kernels
         if kernels is not None:
@@ -141,7 +141,7 @@ class CpuEngine(Engine):
 def _run_scheduler(library: ctypes.CDLL | None, *arguments: Any) -> None:
     backend = BatchedAttention if library is None else partial(BatchedAttention, kernels=Kernels(library))
     register_attention_backend(NAME)(backend)
-    # Also here, because it imports the model's modules.
+    # Deferred in this process too: it imports the model's modules itself.
     with compiling_deferred():
         config = read_config(Path(arguments[0].model_path))
         if config.get("kv_lora_rank"):

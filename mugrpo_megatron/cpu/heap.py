@@ -24,7 +24,7 @@ def keep_freed_memory() -> None:
     if not hasattr(library, "mallopt"):
         return
     library.mallopt(M_ARENA_MAX, 1)
-    # Larger ones go back. Kept, they are split by small ones and never fit again: the heap of a model with 135M
-    # parameters grew from 6 to 11 GB, and stays below 5 so, for 4 % more CPU time.
+    # Larger blocks return to the system. If the heap kept them, small blocks would split them, and no large one would
+    # fit again: the heap of a model with 135M parameters grew from 6 to 11 GB. So it stays below 5, for 4 % CPU time.
     library.mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)
     library.mallopt(M_TRIM_THRESHOLD, -1)

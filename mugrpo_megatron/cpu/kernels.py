@@ -24,7 +24,7 @@ FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fno-
 SHARED = "-fopenmp"
 """Lets threads share a call. Not every compiler has it; without it each call runs on one thread."""
 WIDE = ["-mprefer-vector-width=512"]
-"""On x86, where compilers take half of a register by default."""
+"""For x86: by default compilers use half of a register of 512 bits."""
 BUILD_SECONDS = 900.0
 DTYPES = {name: getattr(torch, name) for name in TYPES}
 """Name of a type that the functions support -> the type."""
@@ -62,7 +62,7 @@ class Build:
         wide = WIDE if platform.machine() == "x86_64" else []
         return subprocess.Popen(
             [compiler, *FLAGS, *flags, *wide, "-shared", "-fPIC", str(code), "-o", str(self._library), "-lm"],
-            env={**os.environ, "TMPDIR": str(self._folder.path)},  # its own files, which it leaves when it is killed
+            env={**os.environ, "TMPDIR": str(self._folder.path)},  # a compiler that is killed leaves its files there
         )
 
     def _exit_code(self, process: subprocess.Popen[bytes]) -> int:

@@ -170,7 +170,7 @@ class ProblemResult:
     """Extracted answers, empty where none was found."""
     whys: list[str]
     tokens: list[int]
-    """Tokens of each response."""
+    """Number of tokens of each response."""
     truncated: int
     """Responses cut at the length limit."""
     texts: list[str]

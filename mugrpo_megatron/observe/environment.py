@@ -96,7 +96,7 @@ def bfloat16_products(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     with suppress(OSError):
         for line in cpuinfo.read_text(encoding="ascii", errors="replace").splitlines():
             name, _, flags = line.partition(":")
-            if name.strip() in ("flags", "Features"):  # x86, Arm
+            if name.strip() in ("flags", "Features"):  # the name on x86, and on Arm
                 return next((flag for flag in ("amx_bf16", "avx512_bf16", "bf16") if flag in flags.split()), "")
     return ""
 

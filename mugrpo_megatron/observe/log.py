@@ -47,7 +47,7 @@ def json_lines(path: Path) -> Iterator[Sink]:
 
         def sink(row: Row) -> None:
             if row["kind"] == "samples":
-                return  # the stage has them
+                return  # the stage's files hold the samples already
             rest = memoryview((json.dumps(_finite(row)) + "\n").encode())
             with _write_error_as_user_error(path):
                 while rest:

@@ -56,7 +56,7 @@ class RunData:
     processes: list[Row]
     clock: Clock
     seconds: float
-    """Running time."""
+    """Seconds that the run has been running, without the time between a stop and a resume."""
     last: float
     """Unix time of the last row."""
 

@@ -102,7 +102,7 @@ class Layer(NamedTuple):
     name: str
     """Name in messages."""
     table: Table
-    """Its own keys, without its bases."""
+    """The keys that the file itself sets, without those of its bases."""
 
 
 def layered(base: Table, top: Table) -> Table:
@@ -162,7 +162,7 @@ OFF_HERE = {
     ("optimizer.lr", "0"): "; a rate of 0 trains nothing, and `mugrpo eval` evaluates without training",
     ("optimizer.lr", "0.0"): "; a rate of 0 trains nothing, and `mugrpo eval` evaluates without training",
 }
-"""(key, value that means something else in other programs) -> the way out."""
+"""(key, value) -> the way out. The value means something else in other programs, or was one of an earlier version."""
 UNSET = "unset"
 """Value by which a recipe or `--set` takes back what its base sets, as TOML has no null."""
 

@@ -8,7 +8,7 @@ from importlib.resources import files
 from typing import Any, NamedTuple
 
 MAX_TRANSLATED = 3
-"""Keys of an unknown section that a message translates."""
+"""Number of keys that a message translates where the whole section is unknown."""
 MAX_DEPTH = 6
 """Levels of an unknown section that are searched."""
 

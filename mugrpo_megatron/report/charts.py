@@ -105,8 +105,8 @@ class ChartSpec:
     smooth: bool = False
     restarts: bool = False
     looks: Mapping[str, Any] = field(default_factory=dict)
-    """The other fields of `Chart`. `format` may be "measure", percent for accuracies; `scale` "as spread", log for
-    peaks."""
+    """The other fields of `Chart`. Also allowed: for `format` "measure", per cent for accuracies; for `scale` "as
+    spread", logarithmic where a few values are much larger than the others."""
 
 
 PERCENT: dict[str, Any] = {"format": "percent", "zero": True}
@@ -131,7 +131,7 @@ def _filled(spec: ChartSpec, data: ChartData, words: dict[str, str]) -> Chart:
         series = list(spec.curves(data))
     else:
         series = [_series(spec, data, *curve) for curve in spec.curves]
-    rule = data.run.setting(spec.rule) or None if isinstance(spec.rule, str) else spec.rule  # 0 is on no log axis
+    rule = data.run.setting(spec.rule) or None if isinstance(spec.rule, str) else spec.rule  # a log axis has no 0
     looks = dict(spec.looks)
     if looks.get("format") == "measure":
         looks["format"] = "percent" if words["measure"] == "accuracy" else "number"
@@ -193,7 +193,7 @@ def _called(data: ChartData) -> Iterable[Series]:
 def _by_phase(
     data: ChartData, value: Callable[[Sequence[Row]], float | None], generate: str, optimize: str
 ) -> Iterable[Series]:
-    """A curve of each phase, named so, with a value for all parts of a stage's phase together."""
+    """One curve for each phase. A stage's phase may have several parts, which share one value."""
     parts: dict[tuple[str, int], list[Row]] = {}
     for row in data.run.phases:
         parts.setdefault((row["phase"], row["stage"]), []).append(row)

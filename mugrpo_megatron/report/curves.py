@@ -125,7 +125,7 @@ def with_interval(
 
 
 def each_set(evals: Sequence[Row], metric: str, label: str) -> Iterable[Series]:
-    """A metric of each held-out set; of pass@k, those with several responses a problem."""
+    """A metric of each held-out set; pass@k only of sets with several responses to a problem."""
     for index, name in enumerate(sets_in(evals)):
         samples = next((row[f"samples/{name}"] for row in reversed(evals) if f"samples/{name}" in row), 1)
         if metric != "passed" or samples > 1:
@@ -149,7 +149,7 @@ def has_values(values: Values) -> bool:
 
 
 def spread(values: Values) -> float:
-    """Largest over median of the positive values; 1 without any."""
+    """Ratio of the largest positive value to the median of the positive values; 1 if there are none."""
     positive = [value for value in values if value is not None and value > 0]
     return max(positive) / statistics.median(positive) if positive else 1.0
 

@@ -61,7 +61,7 @@ class Details:
     stages: Mapping[int, StageResponses] = field(default_factory=dict)
     probes: Mapping[int, Probe] = field(default_factory=dict)
     evaluations: Mapping[int, Sequence[Example]] = field(default_factory=dict)
-    """Examples by the updates that the run had taken."""
+    """Number of updates that the run had taken -> examples of the evaluation at that point."""
     damaged: Sequence[str] = ()
     """A sentence for each part that could not be read."""
 

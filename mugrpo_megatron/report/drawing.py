@@ -36,7 +36,7 @@ class Drawing:
     end: dict[str, float]
     """End of each abscissa: u, t, age, length, reward."""
     begin: dict[str, float]
-    """Start of each abscissa that does not start at 0."""
+    """Horizontal axis -> where it starts, for axes that do not start at 0."""
     charts: list[Chart]
     timeline: dict[str, Any]
     heat: dict[str, Any] | None = None

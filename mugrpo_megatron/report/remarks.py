@@ -78,7 +78,7 @@ def _learning(summary: Mapping[str, Any]) -> str:
 
 
 def _samples(evals: Sequence[Row]) -> str:
-    """Fractions of the last evaluation's responses without an answer or an end."""
+    """A sentence on the last evaluation: shares of responses without an answer, and of those cut before their end."""
     if not evals:
         return "What the model wrote, and how it was scored."
     last = evals[-1]

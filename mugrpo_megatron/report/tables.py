@@ -113,7 +113,7 @@ def _with_interval(value: float | None, interval: Sequence[float] | None, measur
 
 
 def flat_settings(table: dict[str, Any], within: str = "") -> Iterable[tuple[str, Any]]:
-    """Keys and values; keys of an inner table begin with its name."""
+    """(key, value) of a table and of the tables inside it, whose keys begin with their table's name."""
     for key, value in table.items():
         if isinstance(value, dict):
             yield from flat_settings(value, f"{within}{key}.")
