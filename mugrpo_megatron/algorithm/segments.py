@@ -74,7 +74,7 @@ class LossInputs:
         return self._at(self.segments.chunk(tokens), self.advantages, tokens)
 
     def select(self, responses: Tensor, tokens: int | None = None) -> LossInputs:
-        """The inputs of the whole responses with the indices `responses` int64 [n]; `tokens` as in `select_responses`."""
+        """The inputs of the whole responses of the indices `responses` int64 [n]; `tokens` as in `select_responses`."""
         segments, indices = select_responses(self.segments, responses, tokens)
         return self._at(segments, self.advantages[responses], indices)
 
