@@ -27,7 +27,9 @@ from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.phases.saves import export, finish
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.rewards.pool import Verifier
-from mugrpo_megatron.run.run import Cursor, Run, open_run
+from mugrpo_megatron.run.cursor import Cursor
+from mugrpo_megatron.run.opening import open_run
+from mugrpo_megatron.run.run import Run
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.train import optimize_stage
