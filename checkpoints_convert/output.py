@@ -60,7 +60,7 @@ class Output:
 
     def seal(self) -> None:
         """List the checksums of all files in `conversion.json`, and remove the notes."""
-        names = {path.name for path in self.directory.iterdir()} - {RECORD}
+        names = names_below(self.directory) - {RECORD}
         notes = {name for name in names if name.endswith(DONE)}
         known = {
             name.removesuffix(DONE): read_checksummed_json(self.directory / name, "file")["sha256"] for name in notes
@@ -69,6 +69,11 @@ class Output:
         write_checksummed_json(self.directory / RECORD, "conversion", {"files": files})
         for name in notes:
             (self.directory / name).unlink()
+
+
+def names_below(directory: Path) -> set[str]:
+    """Names of all files in the directory and its folders, relative to it."""
+    return {path.relative_to(directory).as_posix() for path in directory.rglob("*") if not path.is_dir()}
 
 
 def checked_output(out: Path, inputs: Mapping[str, Path], overwrite: bool) -> Path:
@@ -165,7 +170,7 @@ def _check_replaceable(out: Path) -> None:
     written = converted_files(out)
     if written is None:
         raise UserError(f"{out} is not the output of a conversion, so it is not replaced; remove it yourself")
-    if foreign := sorted({path.name for path in out.iterdir()} - written.keys() - {RECORD}):
+    if foreign := sorted(names_below(out) - written.keys() - {RECORD}):
         raise UserError(
             f"{out} also holds {foreign[0]!r}, which no conversion wrote; move it, or name another directory"
         )

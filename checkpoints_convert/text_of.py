@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from mugrpo_megatron.files.durable import write_text
 from mugrpo_megatron.files.hf_config import CONFIG, read_config
 from mugrpo_megatron.files.vocabulary import check_carried
 from mugrpo_megatron.weights.families import architecture
-from mugrpo_megatron.weights.hf import CARRIED, SHARD_BYTES, check_finite
+from mugrpo_megatron.weights.hf import SHARD_BYTES, carried_files, check_finite, copy_files
 from mugrpo_megatron.weights.safetensors_dir import (
     HEAD,
     TensorSpec,
@@ -77,14 +76,12 @@ def convert(
             check_finite(of, name, tensor)
             yield tensor
 
-    carried = (*CARRIED, *(PROCESSORS if text else ()))
+    carried = carried_files(hf, PROCESSORS if text else ())
     check_carried(hf, carried)
     recipe = {"source": fingerprint(hf), "text": fingerprint(text) if text else None, "shards": len(shards)}
     with open_output(out, recipe, sum(shard.bytes for shard in shards), overwrite) as output:
         fill_hf(output, "text", shards, tensors)
-        for name in carried:
-            if (hf / name).is_file():
-                shutil.copyfile(hf / name, output.directory / name)
+        copy_files(hf, output.directory, carried)
         written = json.dumps(given if text else config, indent=2, ensure_ascii=False)
         write_text(output.directory / CONFIG, written + "\n")
 

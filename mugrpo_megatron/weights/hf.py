@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ CARRIED = (
     "generation_config.json",
     "tokenizer.json",
     "tokenizer.model",
+    "tekken.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -35,6 +36,8 @@ CARRIED = (
     "chat_template.json",
 )
 """Files copied unchanged; config.json is rewritten, because it has the weights' type."""
+TEMPLATES = "additional_chat_templates"
+"""Folder of the chat templates that have names, beside the default one (transformers' `CHAT_TEMPLATE_DIR`)."""
 PREDICTED = "num_nextn_predict_layers"
 
 
@@ -150,12 +153,24 @@ def _write(
         raise UserError(f"{out} cannot be written ({error.filename}: {error.strerror})") from None
 
 
+def carried_files(directory: Path, more: Sequence[str] = ()) -> list[str]:
+    """Names of the files in a checkpoint directory, named chat templates and `more` too, that are copied unchanged."""
+    templates = sorted(f"{TEMPLATES}/{path.name}" for path in (directory / TEMPLATES).glob("*.jinja"))
+    return [name for name in (*CARRIED, *more, *templates) if (directory / name).is_file()]
+
+
+def copy_files(source: Path, out: Path, names: Iterable[str]) -> None:
+    """Copy the files with these names, which may have a folder."""
+    for name in names:
+        (out / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(source / name, out / name)
+
+
 def carry_files(like: Path, out: Path, dtype: torch.dtype) -> None:
     """Copy tokenizer and generation config, and write config.json with the type of the stored weights."""
-    check_carried(like, CARRIED)
-    for name in CARRIED:
-        if (like / name).is_file():
-            shutil.copyfile(like / name, out / name)
+    names = carried_files(like)
+    check_carried(like, names)
+    copy_files(like, out, names)
     config: dict[str, Any] = dict(read_config(like))
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     config[key] = str(dtype).removeprefix("torch.")
@@ -170,5 +185,5 @@ def check_tokenizer(directory: Path, architecture: Architecture) -> None:
 
     Also when a file that `carry_files` copies cannot be read, or is not what its name says.
     """
-    check_carried(directory, CARRIED)
+    check_carried(directory, carried_files(directory))
     check_vocabulary(directory, architecture.vocab_size)
