@@ -119,6 +119,12 @@ STARTING = "start"
 """The operation that lasts until the model is loaded; SGLang creates its files in /dev/shm during it."""
 PROBE_BYTES = 1 << 16
 """Free space that the scratch folder needs: sockets and a few short texts."""
+SOCKET_PATH = 107
+"""Bytes of the longest path of a socket on Linux (unix(7))."""
+LONGEST_SOCKET = len("/pymp-xxxxxxxx/listener-xxxxxxxx")
+"""Characters that the longest path of a socket has below the scratch folder, multiprocessing's; SGLang's have fewer."""
+SHORT_DIRECTORIES = ("/tmp", "/var/tmp", "/dev/shm")
+"""Where the scratch folder is if TMPDIR is too long for a socket."""
 DEATH_SECONDS = 10.0
 """Longest wait for killed processes: one that hangs in the kernel must not hang the run."""
 
@@ -295,9 +301,31 @@ class HostProcess:
 
 
 def _scratch_folder() -> Scratch:
-    """Create a folder for temporary files; UserError when nothing can be written to it."""
+    """Create a folder for sockets and short texts; UserError when nothing can be written to it.
+
+    In the directory of TMPDIR, or, where its path is too long for a socket, in one with a short path.
+    """
+    errors: list[str] = []
+    for parent in (None, *SHORT_DIRECTORIES):
+        folder = _writable_folder(parent, errors)
+        if folder is None and parent is None:
+            break  # what the user named is full
+        if folder is not None and len(os.fsencode(folder.path)) + LONGEST_SOCKET <= SOCKET_PATH:
+            return folder
+        if folder is not None:
+            errors.append(f"{folder.path.parent}: a path of a socket has at most {SOCKET_PATH} bytes")
+            folder.remove()
+    where = f" to {tempfile.tempdir}" if tempfile.tempdir else ""
+    raise UserError(
+        f"the engine's temporary files cannot be written{where} ({'; '.join(errors)}); free some space, or name "
+        "another directory with the variable TMPDIR"
+    )
+
+
+def _writable_folder(parent: str | None, errors: list[str]) -> Scratch | None:
+    """Create a folder in `parent`, by default the directory of TMPDIR; None, with the reason in `errors`, if full."""
     try:
-        folder = Scratch("engine")
+        folder = Scratch("engine", parent=parent)
         try:
             probe = folder.path / "probe"
             probe.write_bytes(bytes(PROBE_BYTES))  # a directory can be made on a full disk
@@ -306,11 +334,8 @@ def _scratch_folder() -> Scratch:
             folder.remove()
             raise
     except OSError as error:
-        where = f" to {tempfile.tempdir}" if tempfile.tempdir else ""
-        raise UserError(
-            f"the engine's temporary files cannot be written{where} ({error.strerror}); free some space, or name "
-            "another directory with the variable TMPDIR"
-        ) from None
+        errors.append(str(error.strerror))
+        return None
     return folder
 
 

@@ -20,14 +20,15 @@ PREFIX, MARK = "mugrpo-", ".mugrpo-scratch"
 class Scratch:
     """A new directory that only this user can read; as a context manager it is removed at the block's end."""
 
-    def __init__(self, kind: str, sweep: bool = True) -> None:
-        """Create `mugrpo-KIND-...` where `tempfile` puts such; with `sweep`, remove those of dead owners beside it.
+    def __init__(self, kind: str, sweep: bool = True, parent: str | None = None) -> None:
+        """Create `mugrpo-KIND-...` in `parent`, by default where `tempfile` puts such; with `sweep`, remove those of dead
+        owners beside it.
 
         Raises OSError.
         """
         if sweep:
-            remove_abandoned(Path(tempfile.gettempdir()))
-        self.path, self._lock = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{kind}-")), -1
+            remove_abandoned(Path(parent or tempfile.gettempdir()))
+        self.path, self._lock = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{kind}-", dir=parent)), -1
         try:
             self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
             with suppress(OSError):  # a file system without locks: then nobody else can take it either

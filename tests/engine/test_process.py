@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mugrpo_megatron.engine import launch
+from mugrpo_megatron.engine import launch, process
 from mugrpo_megatron.engine.client import Engine
 from mugrpo_megatron.engine.launch import prelaunch_host
 from mugrpo_megatron.engine.process import HEADER, Channel, HostProcess
@@ -37,6 +37,35 @@ def test_a_full_disk_of_temporary_files_is_told_before_it_starts(
         with pytest.raises(UserError, match=f"written to {small} .*No space left on device.*TMPDIR"):
             HostProcess(dict(os.environ), cuda=False)
         assert [path.name for path in small.iterdir()] == ["fill"]
+
+
+@pytest.mark.parametrize("length", [8, 60, 90, 200])
+def test_sockets_fit_below_the_folder_for_temporary_files(
+    length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long TMPDIR is; where its path allows a socket, it is the user's directory."""
+    directory = tmp_path / "/".join(["d" * 40] * (length // 40) + ["e" * max(1, length % 40)])
+    directory.mkdir(parents=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
+    folder = process._scratch_folder()
+    try:
+        listener = folder.path / ("x" * (process.LONGEST_SOCKET - 1))
+        with socket.socket(socket.AF_UNIX) as end:
+            end.bind(str(listener))
+        fits = len(str(directory)) + len("/mugrpo-engine-xxxxxxxx") + process.LONGEST_SOCKET <= process.SOCKET_PATH
+        assert (folder.path.parent == directory) == fits
+        assert list(directory.iterdir()) == ([folder.path] if fits else [])
+    finally:
+        folder.remove()
+
+
+def test_no_short_directory_for_sockets_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(process, "SOCKET_PATH", 20)
+    monkeypatch.setattr(process, "SHORT_DIRECTORIES", (str(tmp_path / "missing"),))
+    with pytest.raises(UserError, match=r"a path of a socket has at most 20 bytes; No such file.*TMPDIR"):
+        process._scratch_folder()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_no_directory_for_temporary_files_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
