@@ -25,6 +25,7 @@ from mugrpo_megatron.files.tensors import raw_bytes
 from mugrpo_megatron.files.torch_dist import Reader
 from mugrpo_megatron.observe.progress import open_display
 from mugrpo_megatron.weights.architecture import Architecture
+from mugrpo_megatron.weights.config import transformers_config
 from mugrpo_megatron.weights.hf import check_tokenizer
 from mugrpo_megatron.weights.safetensors_dir import HFCheckpoint, open_checkpoint
 from mugrpo_megatron.weights.table import entries, merge_from_hf, whole_shape
@@ -84,7 +85,7 @@ def compare_logits(hf: Path, megatron: Path, architecture: Architecture) -> floa
         [(31 * row + 7 * position * position + 3 * position) % architecture.vocab_size for position in range(TOKENS)]
         for row in range(PROMPTS)
     ]
-    expected = transformers_logprobs(hf, prompts)
+    expected = transformers_logprobs(hf, architecture, prompts)
     difference = float((megatron_logprobs(hf, megatron, architecture, prompts) - expected).abs().max())
     if not difference < TOLERANCE:
         raise UserError(
@@ -95,7 +96,7 @@ def compare_logits(hf: Path, megatron: Path, architecture: Architecture) -> floa
 
 
 @torch.no_grad()
-def transformers_logprobs(hf: Path, prompts: list[list[int]]) -> torch.Tensor:
+def transformers_logprobs(hf: Path, architecture: Architecture, prompts: list[list[int]]) -> torch.Tensor:
     """float32 [prompts, tokens, vocabulary]"""
     from transformers import AutoModelForCausalLM  # takes seconds to import; not needed with --no-logits
     from transformers.utils import logging
@@ -103,6 +104,7 @@ def transformers_logprobs(hf: Path, prompts: list[list[int]]) -> torch.Tensor:
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
         hf,
+        config=transformers_config(hf, architecture),
         dtype=torch.float32,
         attn_implementation="eager",
         trust_remote_code=False,

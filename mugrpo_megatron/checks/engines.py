@@ -15,7 +15,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import has_delta
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.systems import BLOCK
-from mugrpo_megatron.weights.config import attention_factor
+from mugrpo_megatron.weights.config import CLASSES, attention_factor, engine_rope_fields, mscale
 
 SGLANG = "0.5.15"
 PROJECT_LIMIT = ""
@@ -24,6 +24,21 @@ DETERMINISTIC_ATTENTION = ("fa3", "flashinfer", "triton")
 """Values of `engine.extra.attention_backend` with which SGLang's results do not depend on the batch."""
 UNTIED = ("mixtral", "qwen3_moe")
 """Model types whose class in SGLang ignores `tie_word_embeddings` and has a separate output layer."""
+
+ENGINE_CLASSES = {
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+"""Model type -> its class in SGLang and in `architectures` of a config."""
 
 _DEEPSEEK = ("moe_layer_freq", "scoring_func", "topk_method")
 UNWRITTEN = {
@@ -68,12 +83,44 @@ def _rope(setup: EngineSetup) -> str:
     return scaling.get("rope_type", scaling.get("type")) or "default"
 
 
-def _other_yarn(setup: EngineSetup) -> bool:
-    """Whether YaRN's attention scale is not the one that its factor alone gives."""
+def _other_yarn(setup: EngineSetup) -> str:
+    """Returns the `attn_factor` that gives SGLang the config's attention scale, which it does not have; "" if it has.
+
+    SGLang multiplies the scale of YaRN's factor by `attn_factor` (layers/rotary_embedding/yarn.py).
+    """
     scaling, factor = _scaling(setup), _scaling(setup).get("factor")
     if _rope(setup) != "yarn" or not isinstance(factor, int | float) or _latent(setup):
-        return False
-    return not math.isclose(attention_factor(scaling, factor), attention_factor({}, factor), rel_tol=1e-6)
+        return ""
+    given = 1.0 if scaling.get("attn_factor") is None else scaling["attn_factor"]
+    wanted = attention_factor(scaling, factor) / mscale(factor, 1.0)
+    return "" if math.isclose(wanted, given, rel_tol=1e-6) else f"{wanted:.16g}"
+
+
+def _latent_yarn(setup: EngineSetup) -> str:
+    """Returns the keys of YaRN that SGLang does not read for latent attention and that change the model; "" if none."""
+    scaling = _scaling(setup)
+    if _rope(setup) != "yarn" or not _latent(setup):
+        return ""
+    changed = [
+        name for name, same in (("truncate", True), ("attention_factor", None)) if scaling.get(name, same) != same
+    ]
+    return " and ".join(changed)
+
+
+def _null_rope(setup: EngineSetup) -> str:
+    """Returns the keys of rope scaling that are null, which SGLang takes for a number; "" if there are none."""
+    scaling = _scaling(setup)
+    read = engine_rope_fields(setup.model.get("model_type", ""), _rope(setup))
+    return " and ".join(name for name in read if name in scaling and scaling[name] is None and name != "type")
+
+
+def _other_class(setup: EngineSetup) -> str:
+    """Returns the class of `architectures`, from which SGLang takes the model, if it is not the family's; else ""."""
+    family, named = setup.model.get("model_type", ""), setup.model.get("architectures")
+    expected = ENGINE_CLASSES.get(CLASSES.get(family, family))
+    if not expected or "model_type" not in setup.model or "architectures" not in setup.model:
+        return ""
+    return "" if (named or [""])[0] == expected else f"{named}, and SGLang takes the model's class from it: {expected}"
 
 
 def _other_head_dim(setup: EngineSetup) -> bool:
@@ -123,6 +170,11 @@ def _unwritten(setup: EngineSetup) -> str:
     return " and ".join(name for name in needed if setup.model.get(name) is None)
 
 
+def _fraction_of_theta(setup: EngineSetup) -> bool:
+    theta = _scaling(setup).get("rope_theta") or setup.model.get("rope_theta") or 1
+    return _mixtral(setup) and theta != int(theta)
+
+
 def _mixtral(setup: EngineSetup) -> bool:
     return setup.model.get("model_type") == "mixtral"
 
@@ -168,12 +220,30 @@ GAPS = (
     Gap(
         _other_yarn,
         "the model's YaRN has an attention_factor, or mscale and mscale_all_dim, which SGLang does not read: engine "
-        "and learner would be different policies",
+        "and learner would be different policies; write the same as attention_factor, and attn_factor = {it} beside it",
+    ),
+    Gap(
+        _latent_yarn,
+        "the model's YaRN has {it}, which SGLang does not read for latent attention: engine and learner would be "
+        "different policies",
+    ),
+    Gap(
+        _null_rope,
+        "the model's rope scaling has null for {it}, which SGLang takes for a number: remove it from config.json",
+    ),
+    Gap(
+        _other_class,
+        "the model's config.json names architectures {it} is the one of {model[model_type]}: write that",
     ),
     Gap(
         lambda c: _mixtral(c) and _rope(c) != "default" and _rope(c),
         "the model is a mixtral with rope scaling of type {it}, which SGLang does not read for that family: engine and "
         "learner would be different policies",
+    ),
+    Gap(
+        _fraction_of_theta,
+        "the model is a mixtral whose rope_theta is no whole number, which SGLang rounds down for that family: engine "
+        "and learner would be different policies",
     ),
     Gap(
         lambda c: _mixtral(c) and _other_head_dim(c),

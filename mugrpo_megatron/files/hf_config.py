@@ -48,6 +48,8 @@ class RopeParameters(TypedDict, total=False):
     beta_fast: Positive
     beta_slow: Positive
     attention_factor: Positive
+    attn_factor: Positive
+    extrapolation_factor: Positive
     mscale: NotNegative
     mscale_all_dim: NotNegative
     truncate: Flag
@@ -77,6 +79,7 @@ class ModelConfig(TypedDict, total=False):
     attention_bias: Flag
     mlp_bias: Flag
     rope_theta: Theta
+    original_max_position_embeddings: Size
     rope_scaling: RopeParameters | None
     rope_parameters: RopeParameters | None
     sliding_window: Size

@@ -112,7 +112,9 @@ class Architecture:
     delta: Delta | None = None
     """None if every layer has attention."""
     unread: tuple[str, ...] = field(default=(), compare=False)
-    """Fields of the config that transformers' class of this model does not read, so they change nothing."""
+    """Fields of the config that neither transformers' class of this model nor SGLang's reads: they change nothing."""
+    remarks: tuple[str, ...] = field(default=(), compare=False)
+    """Clauses about fields that transformers and SGLang read otherwise."""
 
     @property
     def summary(self) -> str:
@@ -122,9 +124,12 @@ class Architecture:
 
     @property
     def note(self) -> str:
-        """A line about the unread fields; empty without any."""
+        """A line about the unread fields and the remarks; empty without any."""
         names = ", ".join(self.unread)
-        return f"model: without effect, since transformers' class does not read them: {names}" if names else ""
+        unread = (
+            [f"without effect, since neither transformers' class nor SGLang's reads them: {names}"] if names else []
+        )
+        return f"model: {'; '.join((*self.remarks, *unread))}" if self.remarks or unread else ""
 
     @property
     def vocab_size(self) -> int:

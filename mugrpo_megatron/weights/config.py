@@ -8,11 +8,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.weights.architecture import Architecture, Delta, Latent, Rope
 from mugrpo_megatron.weights.blocks import Row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 WITHOUT_EFFECT = frozenset(
     {
@@ -55,14 +58,56 @@ SHAPING: dict[str, tuple[Any, ...]] = {
 `OFF`. transformers ignores them in a class that does not know them, but their author's code did not."""
 FIELDS_OF_CLASSES = Path(__file__).with_name("config_fields.json")
 """`model_type` -> fields that transformers' class declares or reads, written by `tests/weights/config_fields.py`."""
+FIELDS_OF_ENGINES = Path(__file__).with_name("engine_fields.json")
+"""Version of SGLang -> fields that its model and rope code read, written by `tests/weights/engine_fields.py`."""
 CLASSES = {"kimi_k2": "deepseek_v3"}
 """`model_type` without a class in transformers -> the one whose class reads it."""
+
+
+CONTEXTS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length")
+"""Fields from which SGLang takes the length of the context, before `max_position_embeddings`."""
+OF_PICTURES = ("mrope_section", "mrope_interleaved", "mrope_interleaved_glm")
+"""Keys of rope scaling for a picture's positions. The three positions of a text's token are equal."""
+WAYS_OUT = {
+    "dual_chunk_attention_config": "remove the field: the model is the same without it up to the field's "
+    "original_max_position_embeddings",
+    "rope_is_neox_style": "reorder the rows of q_proj and k_proj as Llama's conversion in transformers does, and "
+    "remove the field",
+}
+"""Field that SGLang alone reads -> how to go on."""
 
 
 @cache
 def class_fields(family: str) -> frozenset[str]:
     """Fields that transformers' class of this `model_type` declares or reads."""
     return frozenset(json.loads(FIELDS_OF_CLASSES.read_text(encoding="utf-8"))[CLASSES.get(family, family)])
+
+
+@cache
+def engine_fields(family: str) -> Mapping[str, list[Any]]:
+    """Field that SGLang reads in a model of this `model_type` -> what stands in for an absent one, in both versions."""
+    return _of_engines("every model", CLASSES.get(family, family))
+
+
+@cache
+def engine_rope_fields(family: str, kind: str) -> Mapping[str, list[Any]]:
+    """The same for the keys of rope scaling of this kind."""
+    return _of_engines(f"rope of {CLASSES.get(family, family)}", f"rope {kind}", f"rope deepseek_{kind}")
+
+
+def _of_engines(*parts: str) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {}
+    for release in json.loads(FIELDS_OF_ENGINES.read_text(encoding="utf-8")).values():
+        for part in parts:
+            for name, defaults in release.get(part, {}).items():
+                found[name] = found.get(name, []) + defaults
+    return found
+
+
+def changes_engine(value: Any, defaults: Collection[Any]) -> bool:
+    """Whether SGLang does otherwise with this value of a field than without the field."""
+    off = value in OFF
+    return not all(value == default or (off and default in OFF) for default in defaults) if defaults else not off
 
 
 class Fields:
@@ -74,6 +119,8 @@ class Fields:
         self._config = config
         self.unread: list[str] = []
         """Fields that the model's class does not read, with those of rope scaling."""
+        self.remarks: list[str] = []
+        """Clauses about fields that transformers and SGLang read otherwise, and what the learner does."""
         self.refused: list[str] = []
         """A sentence for each value that the learner does not support."""
 
@@ -129,6 +176,16 @@ class Fields:
         if kinds - {"full_attention"}:
             raise self.error(f"layer_types names {sorted(kinds)}, but the learner supports only 'full_attention'")
 
+    @property
+    def family(self) -> str:
+        """`model_type` of the config."""
+        return str(self._config["model_type"])
+
+    @property
+    def left(self) -> Mapping[str, Any]:
+        """Fields that were not read, with their values."""
+        return self._left
+
     def rest(self) -> list[str]:
         """Fields that were not read."""
         return sorted(self._left)
@@ -138,21 +195,44 @@ class Fields:
 
     def finish(self) -> tuple[str, ...]:
         """Returns the fields that nothing reads; UserError naming all that would change the model."""
-        known = class_fields(self._config["model_type"])
+        family = self._config["model_type"]
+        known, engine = class_fields(family), engine_fields(family)
         refused = {
             name: value
             for name, value in self._left.items()
             if value not in OFF and (name in known or (name in SHAPING and not self._without_effect(name, value)))
         }
         if refused:
-            values = ", ".join(f"{name} = {_short(value)}" for name, value in sorted(refused.items()))
             self.refused.append(
-                f"{values}: the learner does not build this, so it would train another model than the config "
+                f"{_named(refused)}: the learner does not build this, so it would train another model than the config "
                 "describes; take a checkpoint without it, or remove the field if the weights were made without it"
             )
+        self.refuse_engines_own({name: value for name, value in self._left.items() if name not in refused}, engine)
         if self.refused:
             raise self.error("; ".join(self.refused))
         return tuple(sorted({*self.unread, *self._left} - known))
+
+    def refuse_engines_own(self, left: Mapping[str, Any], engine: Mapping[str, list[Any]]) -> None:
+        """Add a sentence about fields that change SGLang's model and not the learner's."""
+        context = self._config.get("max_position_embeddings") or 0
+        refused = {
+            name: value
+            for name, value in left.items()
+            if name in engine
+            and changes_engine(value, engine[name])
+            and not (name in SHAPING and self._without_effect(name, value))
+            and not (name in CONTEXTS and isinstance(value, int) and value >= context)
+        }
+        if refused:
+            ways = [WAYS_OUT[name] for name in refused if name in WAYS_OUT]
+            self.refused.append(
+                f"{_named(refused)}: SGLang reads this and the learner does not build it, so engine and learner would "
+                "be different policies; "
+                + (
+                    "; ".join(ways)
+                    or "take a checkpoint without it, or remove the field if the weights were made without it"
+                )
+            )
 
     def _without_effect(self, name: str, value: Any) -> bool:
         """Whether a field of `SHAPING` has a value that changes nothing."""
@@ -162,6 +242,10 @@ class Fields:
         if name == "layer_types":
             return set(value) == {"full_attention"}
         return value in SHAPING[name]
+
+
+def _named(fields: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} = {_short(value)}" for name, value in sorted(fields.items()))
 
 
 def _short(value: Any) -> str:
@@ -204,7 +288,8 @@ def decoder(
     context = fields.size("max_position_embeddings")
     fields.only("hidden_act", ("silu",), "silu")
     fields.only("attention_dropout", (0.0,), 0.0)
-    rotary = read_rope(fields, int(head_dim * rotated), context, rope_theta, rotated)
+    fields.only("is_causal", (True,), True)
+    rotary = read_rope(fields, int(head_dim * rotated), context, rope_theta, rotated, pictures=delta is not None)
     tied = fields.take("tie_word_embeddings", False)
     architecture = Architecture(
         family=family,
@@ -240,7 +325,7 @@ def decoder(
         latent=latent,
         delta=delta,
     )
-    return replace(architecture, unread=fields.finish())
+    return replace(architecture, unread=fields.finish(), remarks=tuple(fields.remarks))
 
 
 def routing(fields: Fields, ffn: int, renormalised: bool) -> dict[str, Any]:
@@ -298,6 +383,8 @@ def sigmoid_routing(fields: Fields, dense: int) -> dict[str, Any]:
         "moe_layer_freq": [0] * dense + [1] * (layers - dense),
         "moe_router_topk": chosen,
         "moe_ffn_hidden_size": width,
+        # The width of dense layers; a model without any need not have it.
+        **({"ffn_hidden_size": fields.take("intermediate_size", width)} if dense == 0 else {}),
         "moe_shared_expert_intermediate_size": width * fields.take("n_shared_experts", 0) or None,
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
@@ -311,14 +398,18 @@ def sigmoid_routing(fields: Fields, dense: int) -> dict[str, Any]:
     }
 
 
-def read_rope(fields: Fields, head_dim: int, context: int, default_theta: float, rotated: float) -> Rope:
+def read_rope(
+    fields: Fields, head_dim: int, context: int, default_theta: float, rotated: float, pictures: bool = False
+) -> Rope:
     """Read `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (transformers 4).
 
-    `head_dim` counts the rotated dimensions only, the fraction `rotated` of a head. As in transformers, settings that
-    the kind of scaling does not read have no effect.
+    `head_dim` counts the rotated dimensions only, the fraction `rotated` of a head. `pictures`: the family's models
+    also see pictures, for whose positions rope scaling has keys. As in transformers, settings that the kind of scaling
+    does not read have no effect.
     """
-    parameters = dict(fields.take("rope_scaling", {})) | dict(fields.take("rope_parameters", {}))
+    parameters = _one_rope(fields)
     outer_theta = fields.take("rope_theta", default_theta)
+    outer_original = fields.take("original_max_position_embeddings", None)
     scaling = Fields(parameters, "config.json, rope scaling")
     theta = float(scaling.take("rope_theta", outer_theta))
     legacy = scaling.take("type", "default")
@@ -332,30 +423,81 @@ def read_rope(fields: Fields, head_dim: int, context: int, default_theta: float,
         stretch, low, high = (scaling.need(name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
         if high <= low:
             raise scaling.error(f"high_freq_factor {high} is not above low_freq_factor {low}")
-        settings = (stretch, low, high, scaling.need("original_max_position_embeddings"))
+        original = scaling.take("original_max_position_embeddings", context)
+        settings = (stretch, low, high, outer_original or original)
     elif kind == "yarn":
         original = scaling.take("original_max_position_embeddings", context)
+        original = outer_original or original
         stretch = float(scaling.take("factor", context / original))
-        factors = {name: scaling.take(name, None) for name in ("attention_factor", "mscale", "mscale_all_dim")}
+        names = ("attention_factor", "attn_factor", "mscale", "mscale_all_dim")
+        factors = {name: scaling.take(name, None) for name in names}
         factor, score_factor = attention_factor(factors, stretch), mscale(stretch, factors["mscale_all_dim"] or 0.0)
+        if factors["attn_factor"] is not None and factors["attention_factor"] is None:
+            fields.remarks.append(
+                "rope_parameters.attn_factor is honoured, as in SGLang; transformers does not read it"
+            )
+        scaling.only("extrapolation_factor", (1,), 1)
         fast, slow = scaling.take("beta_fast", 32.0), scaling.take("beta_slow", 1.0)
         settings = (stretch, fast, slow, original, scaling.take("truncate", True))
     elif kind != "default":
-        raise fields.error(f"rope scaling {kind!r} is unknown; default, linear, llama3 and yarn are supported")
+        raise fields.error(
+            f"rope scaling {kind!r} is not supported; default, linear, llama3 and yarn are. {OTHER_KINDS.get(kind, '')}"
+        )
+    scaling.refuse_engines_own(
+        {name: value for name, value in scaling.left.items() if not (pictures and name in OF_PICTURES)},
+        engine_rope_fields(fields.family, kind),
+    )
     fields.refused.extend(f"rope scaling: {sentence}" for sentence in scaling.refused)
     fields.unread.extend(f"rope_parameters.{name}" for name in scaling.rest())
     return Rope(kind, theta, head_dim, settings, factor, score_factor)
 
 
+OTHER_KINDS = {
+    "dynamic": "SGLang stretches every position and transformers only those behind max_position_embeddings, so they "
+    "are two models; remove the scaling if prompts and responses are shorter than that",
+    "longrope": "Its factors depend on a sequence's length in transformers, and in SGLang on the engine's context",
+}
+"""Kind of rope scaling that is not built -> why."""
+
+
+def _one_rope(fields: Fields) -> dict[str, Any]:
+    """The parameters under the one of the two names that a file has; UserError if it has both, with other values."""
+    scaling, parameters = dict(fields.take("rope_scaling", {})), dict(fields.take("rope_parameters", {}))
+    if scaling and parameters and scaling != parameters:
+        raise fields.error(
+            "rope_scaling and rope_parameters differ, and transformers 5 and SGLang drop rope_parameters with its "
+            "rope_theta; write all of it into rope_parameters and remove rope_scaling"
+        )
+    return scaling or parameters
+
+
 def attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
-    """YaRN's temperature on cos and sin: 0.1 ln(factor) + 1 unless the config names one (equation 22)."""
+    """YaRN's temperature on cos and sin: 0.1 ln(factor) + 1 unless the config names one (equation 22).
+
+    `attention_factor` is the temperature. `attn_factor`, of YaRN's first code, multiplies the one of equation 22.
+    """
     if scaling.get("attention_factor") is not None:
         return float(scaling["attention_factor"])
+    given = 1.0 if scaling.get("attn_factor") is None else float(scaling["attn_factor"])
     if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        return mscale(factor, scaling["mscale"]) / mscale(factor, scaling["mscale_all_dim"])
-    return mscale(factor, 1.0)
+        return given * mscale(factor, scaling["mscale"]) / mscale(factor, scaling["mscale_all_dim"])
+    return given * mscale(factor, 1.0)
 
 
 def mscale(factor: float, weight: float) -> float:
     """YaRN's temperature for a context stretched by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def transformers_config(directory: Path, architecture: Architecture) -> PreTrainedConfig:
+    """The config with which transformers computes what learner and engine compute.
+
+    YaRN's `attn_factor`, which transformers ignores, becomes its `attention_factor`.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+    scaling = getattr(config, "rope_parameters", None) or {}
+    if scaling.get("attn_factor") is not None:
+        config.rope_parameters = {**scaling, "attention_factor": architecture.rope.attention_factor}
+    return config

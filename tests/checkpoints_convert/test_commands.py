@@ -28,7 +28,9 @@ from tests.weights.ranks_work import Layout, reload_megatron, save_training_chec
 from tests.weights.tiny import assert_same_weights
 
 Spoil = Callable[[Path], Any]
-NOTE = "model: without effect, since transformers' class does not read them: is_llama_config, unsloth_fixed\n"
+NOTE = (
+    "model: without effect, since neither transformers' class nor SGLang's reads them: is_llama_config, unsloth_fixed\n"
+)
 SECOND = "model-00002-of-00003.safetensors"
 
 
@@ -72,6 +74,28 @@ def test_there_and_back(hf: Path, tmp_path: Path, dtype: str) -> None:
         assert torch.equal(value.to(held), found[name]), name
     assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == str(held).removeprefix("torch.")
     assert (tmp_path / "back" / "tokenizer.json").read_bytes() == (hf / "tokenizer.json").read_bytes()
+
+
+def test_named_chat_templates_travel_and_are_replaced(hf: Path, tmp_path: Path) -> None:
+    """transformers keeps the templates that have names in a folder; each end of the way has it, and its checksum."""
+    source, folder = shutil.copytree(hf, tmp_path / "source"), "additional_chat_templates"
+    (source / folder).mkdir()
+    (source / folder / "tool_use.jinja").write_text("{{ messages }} {{ tools }}")
+    (source / folder / "notes.txt").write_text("not a template")
+    (source / "tekken.json").write_text("{}")
+    for _ in range(2):  # what a conversion wrote may be replaced, its folder too
+        assert to_megatron(source, tmp_path / "m", "--overwrite") == 0
+        assert to_hf(tmp_path / "m", tmp_path / "back", source) == 0
+        shutil.rmtree(tmp_path / "back")
+    assert to_hf(tmp_path / "m", tmp_path / "back", tmp_path / "m") == 0
+    for there in (tmp_path / "m", tmp_path / "back"):
+        assert [path.name for path in (there / folder).iterdir()] == ["tool_use.jinja"]
+        assert (there / "tekken.json").is_file()
+        written = output.converted_files(there)
+        assert written is not None
+        assert f"{folder}/tool_use.jinja" in written
+    (tmp_path / "m" / folder / "mine.jinja").write_text("x")
+    assert to_megatron(source, tmp_path / "m", "--overwrite") == 2
 
 
 def test_shards_and_index_are_what_transformers_expects(hf: Path, megatron: Path, tmp_path: Path) -> None:

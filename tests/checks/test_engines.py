@@ -205,5 +205,39 @@ def test_yarn_is_refused_where_the_engine_would_scale_attention_otherwise(name: 
     for more in ({"attention_factor": 1.0}, {"mscale": 0.707, "mscale_all_dim": 0.707}):
         (problem,) = problems_of(recipe(), {**MODEL, name: {**YARN, **more}})
         assert "engine and learner would be different policies" in problem
+    attn_factor = 1 / (0.1 * math.log(4) + 1)
+    for same in ({"attn_factor": attn_factor, "attention_factor": 1.0}, {"attn_factor": 0.9}, {"attn_factor": 1}):
+        assert problems_of(recipe(), {**MODEL, name: {**YARN, **same}}) == []
+    (problem,) = problems_of(recipe(), {**MODEL, name: {**YARN, "attention_factor": 1.0}})
+    assert f"attn_factor = {attn_factor:.16g} beside it" in problem  # the way out
     (problem,) = problems_of(recipe(), {**MODEL, name: {key: YARN[key] for key in YARN if key != "factor"}})
     assert "YaRN has no factor, for which SGLang takes 1" in problem
+
+
+LATENT = {"model_type": "deepseek_v3", **models.FAMILIES["deepseek_v3"]}
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ({**LATENT, "rope_scaling": {**YARN, "truncate": False}}, "the model's YaRN has truncate, which SGLang"),
+        ({**MODEL, "model_type": "qwen3", "rope_scaling": {**YARN, "beta_fast": None}}, "null for beta_fast"),
+        ({**MODEL, "model_type": "llama", "rope_scaling": {**YARN, "attn_factor": None}}, "null for attn_factor"),
+        ({**MODEL, "model_type": "mixtral", "rope_theta": 10000.5}, "rope_theta is no whole number"),
+        (
+            {**MODEL, "model_type": "qwen2", "architectures": ["Qwen2ForRewardModel"]},
+            "architectures ['Qwen2ForRewardModel'], and SGLang takes the model's class from it: Qwen2ForCausalLM is",
+        ),
+        ({**MODEL, "model_type": "llama", "architectures": None}, "LlamaForCausalLM is the one of llama"),
+    ],
+)
+def test_a_config_that_the_engine_reads_otherwise_is_refused(model: dict[str, Any], said: str) -> None:
+    (problem,) = problems_of(recipe(), model)
+    assert said in problem
+
+
+def test_the_class_of_a_family_passes() -> None:
+    for family, name in engines.ENGINE_CLASSES.items():
+        assert not engines._other_class(EngineSetup(recipe(), {"model_type": family, "architectures": [name]}))
+    kimi = {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}
+    assert not engines._other_class(EngineSetup(recipe(), kimi))

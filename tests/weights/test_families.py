@@ -47,6 +47,8 @@ LATENT_CANNOT: list[tuple[dict[str, Any], str]] = [
     ({"rope_parameters": {**tiny.LINEAR}}, "rope scaling of latent attention is none, or yarn"),
     ({"v_head_dim": 25}, "v_head_dim 25 is larger than the 24 dimensions of a query's head"),
 ]
+DENSE_FIRST = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
+"""Families whose first layers may be dense."""
 ROPES: list[dict[str, Any]] = [
     {"rope_type": "default", "rope_theta": 1e6},
     {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.5},
@@ -94,6 +96,22 @@ def test_yarn_scales_the_scores_of_latent_attention() -> None:
     model = architecture(REAL["DeepSeek-V3 in bfloat16"])
     assert model.rope.attention_factor == 1
     assert model.transformer["softmax_scale"] == pytest.approx((0.1 * math.log(40) + 1) ** 2 / math.sqrt(192))
+
+
+MIXTURES = [family for family in models.FAMILIES if family in ("qwen3_moe", "qwen3_5_moe_text", *DENSE_FIRST)]
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_mixture_without_a_dense_layer_needs_no_width_of_one(family: str) -> None:
+    none = {"first_k_dense_replace": 0} if family in DENSE_FIRST else {}
+    config = {**models.SIZES, **models.FAMILIES[family], **none, "model_type": family, "norm_topk_prob": True}
+    config = {key: value for key, value in config.items() if key not in ("intermediate_size", "mlp_layer_types")}
+    model = architecture(config)
+    assert (model.dense_layers, model.letters["M"]) == (0, config["moe_intermediate_size"])
+    assert model == architecture({**config, "intermediate_size": None})
+    if family in DENSE_FIRST:
+        with pytest.raises(UserError, match="no field 'intermediate_size'"):
+            architecture({**config, "first_k_dense_replace": 1})
 
 
 @pytest.mark.parametrize("rope", ROPES, ids=lambda rope: f"{rope['rope_type']}-{len(rope)}")

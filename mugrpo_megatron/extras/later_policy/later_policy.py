@@ -19,6 +19,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import CONFIG, check_weights, read_config
 from mugrpo_megatron.recipe import ObjectiveSection
 from mugrpo_megatron.samples import Sample
+from mugrpo_megatron.weights.config import transformers_config
 from mugrpo_megatron.weights.families import architecture
 
 BATCH_TOKENS = 8192
@@ -140,12 +141,13 @@ def _stale(sample: Sample, log_ratio: np.ndarray, trigger: np.ndarray, dropped: 
 
 def _load(checkpoint: Path) -> Any:
     """Returns the checkpoint's model; none of its files is run as code, and every weight is read from it."""
-    architecture(read_config(checkpoint, remedy="name one with --policy"), str(checkpoint / CONFIG))
+    shape = architecture(read_config(checkpoint, remedy="name one with --policy"), str(checkpoint / CONFIG))
     check_weights(checkpoint, "--policy")
     disable_progress_bar()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             checkpoint,
+            config=transformers_config(checkpoint, shape),
             dtype="auto",
             use_safetensors=True,
             trust_remote_code=False,
