@@ -21,8 +21,9 @@ class Scratch:
     """A new directory that only this user can read; as a context manager it is removed at the block's end."""
 
     def __init__(self, kind: str, sweep: bool = True, parent: str | None = None) -> None:
-        """Create `mugrpo-KIND-...` in `parent`, by default where `tempfile` puts such; with `sweep`, remove those of dead
-        owners beside it.
+        """Create `mugrpo-KIND-...` in `parent`, by default where `tempfile` puts such.
+
+        With `sweep`, remove those of dead owners beside it.
 
         Raises OSError.
         """
