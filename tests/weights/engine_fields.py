@@ -193,7 +193,7 @@ def merged(reads: Iterator[tuple[str, list[Any]]]) -> dict[str, list[Any]]:
     return dict(sorted(found.items()))
 
 
-def table(root: Path) -> dict[str, dict[str, dict[str, list[Any]]]]:
+def table(root: Path) -> dict[str, dict[str, list[Any]]]:
     """`{"every model": ..., family: ..., "rope": {kind: ...}, "rope of FAMILY": ...}`, each field -> defaults."""
     source, result = Source(root), {}
     everywhere = [
