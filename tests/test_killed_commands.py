@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,11 @@ import psutil
 import pytest
 
 from mugrpo_megatron.extras.lora import convert
+from mugrpo_megatron.files.scratch import remove_abandoned
 from mugrpo_megatron.observe.log import read_rows
 from mugrpo_megatron.stages.store import StageStore
+from tests.extras.episodes.test_episodes import TOOLS
+from tests.extras.exchange.test_import_rollouts import recipe_file, trl_log
 from tests.extras.lora.adapted import write_adapter
 from tests.forked import fork, started
 from tests.hostile.outcome import listing
@@ -210,3 +214,62 @@ def test_merge(tmp_path: Path) -> None:
             shutil.rmtree(tmp_path / "merged")
     assert convert.main(arguments("merged")) == 0
     assert listing(tmp_path / "merged") == listing(tmp_path / "whole")
+
+
+def test_sft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On rows, and of a new model; what a killed one leaves in the temporary directory, the next start removes."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1?", "response": "yes"}\n' * 64, encoding="utf-8")
+    model = save_model(tmp_path / "model")
+    kinds = {"rows": {"train": str(tmp_path / "rows.jsonl"), "epochs": 4}, "new": {"target_accuracy": 0.01}}
+    for kind, sft in kinds.items():
+
+        def command(name: str, kind: str = kind, sft: dict[str, Any] = sft) -> tuple[object, ...]:
+            out = tmp_path / f"{kind}-{name}"
+            section = {"batch": 8, **sft, "output": str(out)}
+            return "sft", write_recipe(tmp_path / f"{kind}-{name}.toml", model, tmp_path / "run", sft=section)
+
+        killed_often(command("killed"), seconds(*command("whole")), seed=7)
+        files = [(tmp_path / f"{kind}-{name}" / "hf" / "model.safetensors") for name in ("killed", "whole")]
+        assert files[0].read_bytes() == files[1].read_bytes()
+        assert not list(tmp_path.rglob("*.partial"))
+        assert not list((tmp_path / "tmp").glob("mugrpo-*"))
+
+
+def test_import(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    log = trl_log(tmp_path / "completions.parquet")
+
+    def command(name: str) -> tuple[object, ...]:
+        return "import", log, "--recipe", recipe_file(tmp_path, model), "--to", tmp_path / name, "--reward", "parity"
+
+    whole_s, draw, hits = seconds(*command("whole")), random.Random(8), 0
+    for _ in range(KILLS):
+        hits += killed(command("stage"), draw.uniform(0.0, whole_s))
+        if (tmp_path / "stage").exists():
+            shutil.rmtree(tmp_path / "stage")
+    print(f"{hits} of {KILLS} kills hit import")
+    mugrpo(*command("stage"))
+    contents = [StageStore(tmp_path / name / "stages" / "00000").content for name in ("stage", "whole")]
+    assert contents[0] == contents[1]
+
+
+def test_train_with_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No group is lost or twice, no process stays, and no file with rows and golds once another has started."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tools.jinja").write_text(TOOLS, encoding="utf-8")
+    data = {"chat_template": str(tmp_path / "tools.jinja"), "prompt_style": "chat", "max_prompt_tokens": 64}
+    rollout = {"agent": "tests.extras.episodes.agents:asks_twice", "max_response_tokens": 24}
+    sections = {"rollout": rollout, "data": data, "episodes": {"seconds": 600.0, "max_failure_share": 1.0}}
+    recipe = write_run(tmp_path, save_model(tmp_path / "model"), **sections)
+    log, draw = tmp_path / "run" / "metrics.jsonl", random.Random(9)
+    hits = sum(killed_in_row(("train", recipe), log, draw.randrange(1, 6)) for _ in range(KILLS))
+    print(f"{hits} of {KILLS} kills hit train with programs")
+    assert hits
+    mugrpo("train", recipe)
+    assert sorted(set(updates(tmp_path / "run"))) == list(range(len(set(updates(tmp_path / "run")))))
+    remove_abandoned(tmp_path / "tmp")
+    assert not list((tmp_path / "tmp").glob("mugrpo-*"))

@@ -92,6 +92,10 @@ BY_PROJECT = {
     "the engine's protocol": ("skip_tokenizer_init", "tokenizer_path", "grammar_backend", "enable_lora"),
     "the engine's process": ("host", "port", "nccl_port", "skip_server_warmup", "log_level"),
     "running no code of a checkpoint": ("trust_remote_code",),
+    "opening no port beyond the machine": (
+        *("disaggregation_mode", "elastic_ep_backend", "enable_elastic_expert_backup", "encoder_only", "language_only"),
+        *("kv_events_config", "enable_custom_logit_processor"),
+    ),
 }
 """Arguments of SGLang that cannot be changed, by what depends on them."""
 
@@ -245,7 +249,8 @@ def kv_bytes_per_token(config: Mapping[str, Any], dtype: str) -> int:
 def engine_environment(section: EngineSection, model_dir: Path, cuda: bool, slot: EngineSlot = ALONE) -> dict[str, str]:
     """Environment of the host process: this process's, adapted to SGLang."""
     # SGLang would take torchrun's ranks for its own. Expandable segments break its memory saver and CUDA IPC handles.
-    dropped = (*TORCHRUN_PREFIXES, *ALLOCATOR_VARIABLES)
+    # With DUMPER_SERVER_PORT its debugger listens on every interface and evaluates what it gets (CVE-2026-111391).
+    dropped = (*TORCHRUN_PREFIXES, *ALLOCATOR_VARIABLES, "DUMPER_")
     environment = {key: value for key, value in os.environ.items() if not key.startswith(dropped)}
     environment |= {
         "PYTHONUNBUFFERED": "1",

@@ -238,7 +238,9 @@ class Caller:
         if isinstance(returned, str | bytes | dict) or len(rewards) != len(items):
             raise TypeError(f"{self.name} returned {_excerpt(returned)} and not a list of {len(items)} rewards")
         # TRL's functions log a metric once a call, not once a response.
-        return [reward if reward is None or not metrics else {"score": reward, **metrics} for reward in rewards]
+        # A metric with a name of the reward's stays beside it.
+        logged = {f"logged_{name}" if name in _SCORES else name: value for name, value in metrics.items()}
+        return [reward if reward is None or not logged else {**logged, "score": reward} for reward in rewards]
 
     def _call_each(self, items: Sequence[ScoringInput]) -> list[Any]:
         if not self.is_async:

@@ -51,10 +51,11 @@ def half(checkpoint: Path, **engine: object) -> EngineSpec:
 def test_torchrun_does_not_leak_into_the_engine(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("DUMPER_SERVER_PORT", "1234")
     monkeypatch.setenv("HF_HOME", "/somewhere")
     environment = engine_environment(EngineSection(), checkpoint, cuda=False)
     assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} & environment.keys()
-    assert "TORCHELASTIC_RUN_ID" not in environment
+    assert not {"TORCHELASTIC_RUN_ID", "DUMPER_SERVER_PORT"} & environment.keys()
     assert environment["HF_HOME"] == "/somewhere"
 
 
@@ -253,6 +254,8 @@ def test_only_an_engine_after_another_process_takes_another_stream(tmp_path: Pat
         ("load_format", "weight sync depends on it"),
         ("port", "process depends on it"),
         ("ep_size", "checking the engine's weights depends on it"),
+        ("disaggregation_mode", "opening no port beyond the machine depends on it"),
+        ("enable_custom_logit_processor", "opening no port beyond the machine depends on it"),
     ],
 )
 def test_an_argument_of_sglang_that_is_decided_elsewhere_is_refused(name: str, sentence: str) -> None:

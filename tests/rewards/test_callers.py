@@ -175,6 +175,20 @@ def test_trls_completions_are_messages_after_messages() -> None:
     assert metrics == {"share": 0.5}
 
 
+def test_a_logged_metric_is_not_the_reward() -> None:
+    """Whatever its name."""
+
+    def reward(completions: list[str], log_metric: Any) -> list[float]:
+        for name in ("score", "reward", "share"):
+            log_metric(name, 0.5)
+        return [1.0] * len(completions)
+
+    for found in Caller(reward, "own", 60.0)(items("a", "b")):
+        assert isinstance(found, Verdict)
+        assert found.reward == 1.0
+        assert found.parts == {"logged_score": 0.5, "logged_reward": 0.5, "share": 0.5}
+
+
 def test_a_column_that_the_row_lacks() -> None:
     assert list_arguments(form_of(made("completions, answer")), ITEMS, {})["answer"] == [["gold"], "2"]
     assert "topic" not in list_arguments(form_of(made("completions, topic=None")), ITEMS, {})

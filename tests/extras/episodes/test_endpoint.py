@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import re
+import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -301,3 +305,68 @@ def test_no_choice_of_a_tool_is_forced() -> None:
     for choice in (*CHOICES, {"type": "function", "function": {"name": "add"}}):
         request = request_of({"messages": CHAT, "tools": [ADD], "tool_choice": choice}, session())
         assert request["parse"] is (choice != "none")
+
+
+def hostile(draw: random.Random) -> bytes:
+    """A request that no program should send: wrong types, floods in any place, damaged JSON, or raw bytes."""
+    many, long = draw.choice([1, 300, 40_000]), draw.choice([1, 10_000, 1_200_000])
+    flood = draw.choice(["x", "<|im_end|>", "\u0000", "\U0001f642", "{{ 7 * 7 }}", "\\", '"'])
+    text = flood * (long // len(flood) + 1)
+    kinds: list[Callable[[], Any]] = [
+        lambda: draw.choice([None, True, -1, 10**400, 1e308, "", [], {}, text]),
+        lambda: [[]] * many,
+        lambda: [{}] * many,
+        lambda: {str(k): k for k in range(many)},
+        lambda: [text[:99]] * many,
+        lambda: nested(draw.choice([3, 60, 900])),
+        lambda: [{**ADD, "x": text}] * min(many, 300),
+    ]
+
+    def value() -> Any:
+        return draw.choice(kinds)()
+
+    call = {"type": "function", "function": {"name": "add", "arguments": draw.choice(["{", text, "[]"])}}
+    message = {"role": draw.choice(["user", "assistant", "tool", "king"]), "content": value(), "tool_calls": [call]}
+    body: dict[str, Any] = {"messages": draw.choice([CHAT, [*CHAT, message], CHAT * many])}
+    for _ in range(draw.randrange(4)):
+        body[draw.choice([*USED, *NEUTRAL, *WITHOUT_EFFECT, "temperature", text[:20], "functions"])] = value()
+    raw = json.dumps(body, ensure_ascii=draw.random() < 0.5).encode()
+    match draw.randrange(8):
+        case 0:
+            place = draw.randrange(len(raw))
+            raw = raw[:place] + draw.choice([b"", b"\xff", b"}", b"\x00", b"\\ud800"]) + raw[place + 1 :]
+        case 1:
+            raw = draw.choice([b"[" * long, b"{" * long, b'"' * long, draw.randbytes(1000), b"NaN", b""])
+    return raw
+
+
+def test_three_hundred_hostile_requests() -> None:
+    """Each is answered, good ones with the model's answer and others with an error of OpenAI's form."""
+    asked: list[dict[str, Any]] = []
+
+    async def ask(**request: Any) -> Any:
+        asked.append(request)
+        return ANSWER
+
+    async def play() -> Counter[int]:
+        client, draw, statuses, slowest = Client(ask), random.Random(80), Counter[int](), 0.0
+        for _ in range(300):
+            raw, begin = hostile(draw), time.thread_time()
+            status, body = await client.post(raw, pieces=draw.choice([1, 3]))
+            slowest = max(slowest, time.thread_time() - begin)
+            statuses[status] += 1
+            if status != 200:
+                assert set(body["error"]) == {"message", "type", "param", "code"}
+                assert body["error"]["message"]
+                assert len(body["error"]["message"]) < 1000
+        assert (await client.post(GOOD))[0] == 200
+        print(f"{dict(statuses)}, the slowest took {slowest:.2f} CPU seconds")
+        return statuses
+
+    statuses = asyncio.run(play())
+    assert set(statuses) <= {200, 400, 413}
+    for request in asked:
+        sent = [request[name] for name in ("messages", "tools", "arguments", "stop")]
+        size = size_of(sent)
+        assert size.characters <= MOST_CHARS
+        assert size.values <= MOST_VALUES + 5
