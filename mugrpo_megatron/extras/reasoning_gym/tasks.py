@@ -25,6 +25,10 @@ from mugrpo_megatron.samples import Problem
 
 SIZE = 10_000
 """Training problems without `size`."""
+MOST = 10_000_000
+"""Most problems of a source; a stage holds fewer."""
+CALL_BYTES = 4 << 30
+"""Address space that a task may take for its parameters, or for one problem."""
 TRIES = 40
 """Generated questions for each wanted one, after which a task has no further ones: an eighth is held out."""
 
@@ -83,6 +87,8 @@ def _task_of(source: str) -> tuple[str, dict[str, Any]]:
             parameters[key] = text
         if key in ("seed", "size") and not (type(parameters[key]) is int and parameters[key] >= (key == "size")):
             raise UserError(f"data source {source!r}: {key} is a whole number")
+        if key == "size" and parameters[key] > MOST:
+            raise UserError(f"data source {source!r}: size is at most {MOST:,}")
     return task, parameters
 
 
@@ -108,9 +114,10 @@ def _dataset(task: str, parameters: dict[str, Any]) -> Any:
 
 @contextmanager
 def _refusals(source: str) -> Iterator[None]:
-    """Turn any error of the package in the block, which has CALL_S, into UserError."""
+    """Turn any error of the package in the block, which has CALL_S and CALL_BYTES, into UserError."""
     try:
-        with clock(CALL_S):
+        with clock(CALL_S, memory=CALL_BYTES):
             yield
     except (Exception, TookTooLong) as error:
-        raise UserError(f"data source {source!r} refuses its parameters: {error}") from None
+        why = str(error) or type(error).__name__
+        raise UserError(f"data source {source!r} refuses its parameters: {why}") from None

@@ -38,6 +38,8 @@ class Sums:
     def __getitem__(self, index):
         if self.config.largest == 13:
             raise ZeroDivisionError("no entry")
+        if self.config.largest == 14:
+            bytearray(1 << 36)
         random = Random(self.config.seed + index)
         terms = tuple(random.randrange(self.config.largest) for _ in range(2))
         return {"question": "{} + {} =".format(*terms), "answer": str(sum(terms)), "metadata": {"terms": terms}}
@@ -89,6 +91,13 @@ def test_problems_are_the_same_again_and_no_seed_trains_on_a_held_out_one() -> N
     read = read_problems(data, RewardSection(function="a:b"))
     assert (len(read.train), len(read.held_out)) == (200, 50)
     assert [note for note in read.notes if "training" in note] == []
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_parameters_that_explode_are_one_sentence() -> None:
+    for source, said in (("largest=14", "MemoryError"), ("size=99999999999", "size is at most 10,000,000")):
+        with pytest.raises(UserError, match=said):
+            load(f"reasoning_gym:sums?{source}", DataSection())
 
 
 @pytest.mark.usefixtures("stand_in")
