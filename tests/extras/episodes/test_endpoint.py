@@ -309,7 +309,8 @@ def test_no_choice_of_a_tool_is_forced() -> None:
 
 def hostile(draw: random.Random) -> bytes:
     """A request that no program should send: wrong types, floods in any place, damaged JSON, or raw bytes."""
-    many, long = draw.choice([1, 300, 20_000]), draw.choice([*[1] * 4, *[10_000] * 4, 1_100_000])
+    many = draw.choice([*[1] * 5, *[300] * 10, 40_000])
+    long = draw.choice([*[1] * 10, *[10_000] * 10, 1_100_000])
     flood = draw.choice(["x", "<|im_end|>", "\u0000", "\U0001f642", "{{ 7 * 7 }}", "\\", '"'])
     text = flood * (long // len(flood) + 1)
     kinds: list[Callable[[], Any]] = [
