@@ -127,12 +127,12 @@ def generate(options: Options) -> int:
 
 
 def generate_alone(
-    recipe: Recipe, stage: int | None, problems: Problems | None = None, host: HostProcess | None = None
+    recipe: Recipe, stage: int | None, problems: Problems | None, host: HostProcess | None = None
 ) -> None:
     """Generate, score and seal the run's current stage, and have auxiliary models score it. Every rank runs this.
 
-    The recipe is checked; `problems` and `host` go to `open_run`. Raises UserError when `stage` is given
-    and is not the current one.
+    `checks.preflight.check_run` has checked the recipe and read `problems`, which go to `open_run` with `host`. Raises
+    UserError when `stage` is given and is not the current one.
     """
     from mugrpo_megatron.run.opening import open_run
     from mugrpo_megatron.train import generate_stage
@@ -140,10 +140,6 @@ def generate_alone(
     if _sealed(recipe, _current_stage(recipe, stage)) and not recipe.auxiliary.by_name:
         say("the stage is sealed already; `mugrpo optimize` takes its updates")
         return
-    if problems is None:
-        from mugrpo_megatron.checks.preflight import check_run
-
-        recipe, problems = check_run(recipe)
     with open_run(recipe, problems, host) as (run, learner, engines, cursor):
         generate_stage(run, learner, engines, cursor)
     say(f"{run.directory.stage(cursor.stage)} is sealed; `mugrpo optimize` takes its updates")
@@ -220,16 +216,14 @@ def optimize_alone(recipe: Recipe, stage: int | None, source: Path | None = None
     Without an engine there is no evaluation inside the stage; `eval.every_updates` is ignored.
 
     With `source`, another run's directory or a published stage, `run.dir` first becomes a branch of it at the start of
-    `stage`: the same responses and weights, with the recipe's own objective and optimizer. Raises UserError when
-    `stage` is given and is not the current one, or when the stage is not sealed.
+    `stage` (`branch_stage`): the same responses and weights, with the recipe's own objective and optimizer. Raises
+    UserError when `stage` is given and is not the current one, or when the stage is not sealed.
     """
     from mugrpo_megatron.phases.saves import export
-    from mugrpo_megatron.run.branch import branch, branch_stage
+    from mugrpo_megatron.run.branch import branch
     from mugrpo_megatron.run.opening import open_run
     from mugrpo_megatron.train import optimize_stage
 
-    if source is not None:
-        stage = branch_stage(source, stage)
     if rank_of_environment() == 0:  # the other ranks wait for rank 0 where they join the world
         if source is not None and stage is not None:
             branch(recipe, source, stage)
@@ -278,9 +272,9 @@ def sft(options: Options) -> int:
 
     def run(recipe: Recipe) -> None:
         from mugrpo_megatron.checks.preflight import check_warm_start
-        from mugrpo_megatron.commands.warm_start import is_warm_started
+        from mugrpo_megatron.commands.warm_start import check_warm_start_output
 
-        is_warm_started(recipe)
+        check_warm_start_output(recipe)
         recipe = check_warm_start(recipe, say)
         say(IMPORTING)
         from mugrpo_megatron.commands.sft import train

@@ -17,6 +17,11 @@ RECIPE = "recipe.toml"
 """Written before training starts, so that an hf/ without it is not a warm start's."""
 
 
+def check_warm_start_output(recipe: Recipe) -> None:
+    """Raise UserError as `is_warm_started` does."""
+    is_warm_started(recipe)
+
+
 def is_warm_started(recipe: Recipe) -> bool:
     """Whether `sft.output` holds this recipe's warm start.
 

@@ -14,7 +14,7 @@ from mugrpo_megatron.cuda import finds_cuda
 from mugrpo_megatron.engine.launch import EngineSpec, engine_arguments, engine_environment, replicas, starts_before
 from mugrpo_megatron.engine.nodes import PeerFailure
 from mugrpo_megatron.engine.placement import ALONE, EngineSlot
-from mugrpo_megatron.engine.process import STARTING, EngineRefused, HostProcess, Message
+from mugrpo_megatron.engine.process import STARTING, ArgumentsRefused, HostProcess, Message
 from mugrpo_megatron.engine.queue import LoadRecord
 from mugrpo_megatron.engine.wire import Command, CommandKind, PackedGroups, ReplyKind, Request, SampledGroup, Sampling
 from mugrpo_megatron.errors import EngineFailure, EngineStopped, UserError
@@ -141,7 +141,7 @@ class Engine:
             return
         try:
             self._receive("ready", self._section.start_timeout_s, STARTING)
-        except EngineRefused as refusal:
+        except ArgumentsRefused as refusal:
             if not self._section.extra:
                 raise
             raise UserError(

@@ -26,7 +26,7 @@ IDLE_SECONDS = 600.0
 """Time within which an engine becomes idle after its last response."""
 
 
-class EngineGroup:
+class Replicas:
     """Engines created in the main thread, which share its event loop."""
 
     def __init__(self, engines: Sequence[Any]) -> None:

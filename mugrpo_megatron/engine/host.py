@@ -29,7 +29,7 @@ from typing import IO, Any
 import numpy as np
 
 from mugrpo_megatron.engine import sglang_compat
-from mugrpo_megatron.engine.engine_group import EngineGroup
+from mugrpo_megatron.engine.engine_group import Replicas
 from mugrpo_megatron.engine.process import SHARED_MEMORY, Channel, Message
 from mugrpo_megatron.engine.wire import (
     FINISH_REASONS,
@@ -43,6 +43,19 @@ from mugrpo_megatron.engine.wire import (
     sampling_seeds,
 )
 from mugrpo_megatron.files.durable import open_nofollow
+
+if __name__ in ("__main__", "__mp_main__"):  # the latter is this module in a scheduler that SGLang spawns, on CUDA
+    # SGLang imports Megatron where it finds it (debug_utils/dumper.py, which expects an ImportError): seconds, and
+    # memory that no engine needs.
+    sys.modules["megatron"] = None  # type: ignore[assignment]
+
+PR_SET_PDEATHSIG = 1
+GATHER_SECONDS = 0.02
+"""Longest wait of a finished group for others to be sent with."""
+PROGRESS_SECONDS = 5.0
+"""Interval of progress messages while tokens are sampled: they tell long responses from a hung engine."""
+MOST_ANSWERS = 3
+"""Answers to one request whose logprobs are missing or not finite, after which the generation ends."""
 
 
 def redirect_output(log: Path) -> None:
@@ -66,18 +79,6 @@ def watch_follower_node(connection: Channel) -> None:
         if scheduler.sentinel in ended:
             scheduler.join()
             raise RuntimeError(f"SGLang's process {scheduler.pid} ended with exit code {scheduler.exitcode}")
-
-
-if __name__ in ("__main__", "__mp_main__"):  # the latter is this module in a scheduler that SGLang spawns, on CUDA
-    # SGLang imports Megatron where it finds it (debug_utils/dumper.py, which expects an ImportError): seconds, and
-    # memory that no engine needs.
-    sys.modules["megatron"] = None  # type: ignore[assignment]
-
-PR_SET_PDEATHSIG = 1
-GATHER_SECONDS = 0.02
-"""Longest wait of a finished group for others to be sent with."""
-PROGRESS_SECONDS = 5.0
-"""Interval of progress messages while tokens are sampled: they tell long responses from a hung engine."""
 
 
 def die_with_parent(parent: int) -> None:
@@ -107,14 +108,10 @@ def start_guard(scratch: str) -> IO[bytes]:
     return shell.stdin
 
 
-MOST_ANSWERS = 3
-"""Answers to one request whose logprobs are missing or not finite, after which the generation ends."""
-
-
 class GenerateCommand:
     """A generate command: every request is a task, and finished groups are sent together."""
 
-    def __init__(self, engines: EngineGroup, connection: Channel, sampling: Sampling, version: int) -> None:
+    def __init__(self, engines: Replicas, connection: Channel, sampling: Sampling, version: int) -> None:
         self._engines = engines
         self._connection = connection
         self._version = version
@@ -257,20 +254,19 @@ class GenerateCommand:
             self._flush()
 
     def _flush(self) -> None:
-        if not self._finished:
-            return
-        packed = pack(self._finished, self._version, self._sampling)
+        """Send the finished groups; those with a logprob that is missing or not finite are asked for again."""
+        finished, self._finished = self._finished, []
+        packed = pack(finished, self._version, self._sampling) if finished else None
         # A stage with one such logprob could never be trained on, so its group is sampled again before it is sealed.
-        if unsound := set() if self._closing else set(packed.unsound()):
-            self._finished = [group for group in self._finished if group[0] not in unsound]
+        if packed and (unsound := set() if self._closing else set(packed.unsound())):
             for key in unsound:
                 self._ask_again(key)
-            self._flush()
-            return
-        for key in packed.keys:
-            self._unsent.pop(key, None)
-        self._outbox.put(("groups", packed))
-        self._finished = []
+            sound = [group for group in finished if group[0] not in unsound]
+            packed = pack(sound, self._version, self._sampling) if sound else None
+        if packed:
+            for key in packed.keys:
+                self._unsent.pop(key, None)
+            self._outbox.put(("groups", packed))
 
     def _ask_again(self, key: int) -> None:
         """Ask for a group once more; ValueError after `MOST_ANSWERS`."""
@@ -301,7 +297,7 @@ def _names(request: Request) -> list[str]:
 
 
 class Host:
-    def __init__(self, engines: EngineGroup, connection: Channel) -> None:
+    def __init__(self, engines: Replicas, connection: Channel) -> None:
         self._engines = engines
         self._connection = connection
         self._version = 0
@@ -358,7 +354,7 @@ def main() -> None:
         assert kind == "start"
         redirect_output(Path(log))
         try:
-            engines = EngineGroup([make_engine(**replica) for replica in arguments])
+            engines = Replicas([make_engine(**replica) for replica in arguments])
         except (AssertionError, TypeError, ValueError) as error:  # SGLang's errors for arguments that it refuses
             traceback.print_exc()
             connection.reply("refused", f"{type(error).__name__}: {error}")

@@ -129,7 +129,7 @@ DEATH_SECONDS = 10.0
 """Longest wait for killed processes: one that hangs in the kernel must not hang the run."""
 
 
-class EngineRefused(EngineFailure):
+class ArgumentsRefused(EngineFailure):
     """SGLang refused its arguments; `reason` is its error in one line."""
 
     def __init__(self, message: str, reason: str) -> None:
@@ -221,7 +221,7 @@ class HostProcess:
             self._note_shared_memory()
         if kind in ("error", "refused"):
             failure = self._failed(f"the engine failed during {operation}: {value}")
-            raise failure if kind == "error" else EngineRefused(str(failure), value)
+            raise failure if kind == "error" else ArgumentsRefused(str(failure), value)
         return kind, value
 
     def wait(self, others: Sequence[Any], timeout_s: float, operation: str) -> bool:

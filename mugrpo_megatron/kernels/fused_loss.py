@@ -37,21 +37,21 @@ class FusedLoss:
 
 
 @dataclass(frozen=True, slots=True)
-class _HeadInputs:
+class _Batch:
     """T tokens in token order: the output layer's inputs and the loss's; fields as in `fused_policy_loss`."""
 
     hidden: Tensor
     targets: Tensor
     support_ids: Tensor | None
-    loss: LossInputs
+    inputs: LossInputs
     statistics: UpdateStatistics
 
-    def chunk(self, tokens: slice) -> _HeadInputs:
-        return _HeadInputs(
-            self.hidden[tokens],
-            self.targets[tokens],
-            slice_or_none(self.support_ids, tokens),
-            self.loss.chunk(tokens),
+    def chunk(self, rows: slice) -> _Batch:
+        return _Batch(
+            self.hidden[rows],
+            self.targets[rows],
+            slice_or_none(self.support_ids, rows),
+            self.inputs.chunk(rows),
             self.statistics,
         )
 
@@ -108,9 +108,9 @@ def fused_policy_loss(
     with torch.no_grad():
         head = make_head(weight, layout, len(targets))
         statistics = neutral_statistics(hidden.device) if statistics is None else statistics
-        tokens = _HeadInputs(hidden, targets, support_ids, inputs, statistics)
+        batch = _Batch(hidden, targets, support_ids, inputs, statistics)
         gradients = _buffers(hidden, weight, main_grad, grad_scale) if learn else None
-        result = (_two_passes if config.dependence == "response" else _one_pass)(head, tokens, gradients)
+        result = (_two_passes if config.dependence == "response" else _one_pass)(head, batch, gradients)
     if gradients is None:
         return result
     # With main_grad autograd gets no weight gradient: Megatron's DDP hook would add it a second time (learner.linear).
@@ -120,15 +120,15 @@ def fused_policy_loss(
     )
 
 
-def _one_pass(head: Head, tokens: _HeadInputs, gradients: _Gradients | None) -> FusedLoss:
+def _one_pass(head: Head, batch: _Batch, gradients: _Gradients | None) -> FusedLoss:
     """Log-probabilities, losses and gradients of a chunk while its logits exist, then of the next."""
-    count, device = len(tokens.targets), tokens.hidden.device
+    count, device = len(batch.targets), batch.hidden.device
     loss = torch.zeros((), dtype=torch.float32, device=device)
     logprobs, entropy = torch.empty(2, count, dtype=torch.float32, device=device)
     # Tokens of one chunk veto or weigh tokens of the next, so chunks go in token order and carry the veto's state.
-    state = initial_state(tokens.loss.segments, tokens.loss.config)
+    state = initial_state(batch.inputs.segments, batch.inputs.config)
     for rows in head.chunks(count):
-        chunk = tokens.chunk(rows)
+        chunk = batch.chunk(rows)
         logprobs[rows], entropy[rows], lse = scan(head, chunk.hidden, chunk.targets, chunk.support_ids)
         losses, d_logprobs, state = _token_losses(chunk, logprobs[rows], state)
         entropy_bonus, entropy_term = _entropy_bonus(chunk, entropy[rows])
@@ -138,19 +138,19 @@ def _one_pass(head: Head, tokens: _HeadInputs, gradients: _Gradients | None) -> 
     return FusedLoss(loss, logprobs, entropy)
 
 
-def _two_passes(head: Head, tokens: _HeadInputs, gradients: _Gradients | None) -> FusedLoss:
+def _two_passes(head: Head, batch: _Batch, gradients: _Gradients | None) -> FusedLoss:
     """Log-probabilities of all tokens, then their losses, then each chunk's logits a second time for the gradient."""
-    count = len(tokens.targets)
-    logprobs, entropy, lse = torch.empty(3, count, dtype=torch.float32, device=tokens.hidden.device)
+    count = len(batch.targets)
+    logprobs, entropy, lse = torch.empty(3, count, dtype=torch.float32, device=batch.hidden.device)
     for rows in head.chunks(count):
-        chunk = tokens.chunk(rows)
+        chunk = batch.chunk(rows)
         logprobs[rows], entropy[rows], lse[rows] = scan(head, chunk.hidden, chunk.targets, chunk.support_ids)
-    state = initial_state(tokens.loss.segments, tokens.loss.config)
-    losses, d_logprobs, _ = _token_losses(tokens, logprobs, state)
-    entropy_bonus, _ = _entropy_bonus(tokens, entropy)
+    state = initial_state(batch.inputs.segments, batch.inputs.config)
+    losses, d_logprobs, _ = _token_losses(batch, logprobs, state)
+    entropy_bonus, _ = _entropy_bonus(batch, entropy)
     if gradients is not None:
         for rows in head.chunks(count):
-            chunk = tokens.chunk(rows)
+            chunk = batch.chunk(rows)
             # A fourth GEMM, because keeping the logits [T, V] would take 20 GB for 32k tokens and 152k ids.
             project(head, chunk.hidden, chunk.support_ids)
             _, entropy_term = _entropy_bonus(chunk, entropy[rows])
@@ -158,30 +158,30 @@ def _two_passes(head: Head, tokens: _HeadInputs, gradients: _Gradients | None) -
     return FusedLoss(losses.sum() + entropy_bonus, logprobs, entropy)
 
 
-def _token_losses(tokens: _HeadInputs, logprobs: Tensor, state: VetoState) -> tuple[Tensor, Tensor, VetoState]:
+def _token_losses(batch: _Batch, logprobs: Tensor, state: VetoState) -> tuple[Tensor, Tensor, VetoState]:
     """Loss of each token, its derivative in the token's log-probability, and the veto's state after the tokens."""
     # Autograd of the reference loss: no surrogate has a second, hand-written gradient that could disagree with it.
     with torch.enable_grad():
         logprobs = logprobs.detach().requires_grad_()
-        losses = token_losses(logprobs, tokens.loss, tokens.statistics, state)
+        losses = token_losses(logprobs, batch.inputs, batch.statistics, state)
         (d_logprobs,) = torch.autograd.grad(losses.loss.sum(), logprobs)
     return losses.loss.detach(), d_logprobs, losses.mask.state
 
 
-def _entropy_bonus(tokens: _HeadInputs, entropy: Tensor) -> tuple[Tensor, EntropyTerm | None]:
+def _entropy_bonus(batch: _Batch, entropy: Tensor) -> tuple[Tensor, EntropyTerm | None]:
     """The entropy bonus of some tokens, and the inputs of its gradient; None without a bonus."""
-    if not tokens.loss.config.entropy_coef:
+    if not batch.inputs.config.entropy_coef:
         return entropy.new_zeros(()), None
     with torch.enable_grad():
         leaf = entropy.detach().requires_grad_()
-        loss = entropy_loss(leaf, tokens.loss.segments, tokens.loss.config).sum()
+        loss = entropy_loss(leaf, batch.inputs.segments, batch.inputs.config).sum()
         (d_entropy,) = torch.autograd.grad(loss, leaf)
     return loss.detach(), EntropyTerm(entropy, d_entropy)
 
 
 def _gradient(
     head: Head,
-    chunk: _HeadInputs,
+    chunk: _Batch,
     lse: Tensor,
     d_logprobs: Tensor,
     entropy_term: EntropyTerm | None,

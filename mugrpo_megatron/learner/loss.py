@@ -88,7 +88,7 @@ def make_loss_inputs(
     rows = counted_responses(before_penalty(rewards, penalties(samples)), groups, truncated, section)
     counted = None if rows is None else torch.from_numpy(rows).to(device)
     weights = response_weights(lengths, section, constant_length=longest_response, counted=counted)
-    behaviour = _column(samples, "behaviour_logprobs", "name", device)
+    behaviour = _column(samples, "behaviour_logprobs", "behaviour", device)
     # Comparisons with NaN are false, so the veto and the masks would drop these tokens silently.
     if behaviour.isnan().any():
         raise ValueError("behaviour logprobs hold NaN: the stage has none of its own, the learner has to compute them")

@@ -59,8 +59,8 @@ class StageColumns:
     """Age -> logprobs under the weights at that age, for the next `objective.proximal_every` updates."""
 
 
-def columns_of(recipe: Recipe, directory: RunDirectory, run: str, store: StageStore, stage: int) -> StageColumns:
-    """Returns the columns of a sealed stage, computed or not; `run` is the run's id."""
+def columns_of(recipe: Recipe, directory: RunDirectory, run_id: str, store: StageStore, stage: int) -> StageColumns:
+    """Returns the columns of a sealed stage, computed or not."""
     section, identity = recipe.objective, stage_identity(store.content)
 
     def after(age: int = 0) -> str:
@@ -68,7 +68,7 @@ def columns_of(recipe: Recipe, directory: RunDirectory, run: str, store: StageSt
 
     def proximal(age: int) -> LogprobColumn:
         # With the run's id: a branch at the same age has other weights.
-        key = {**identity, "run": run, "age": age}
+        key = {**identity, "run": run_id, "age": age}
         return LogprobColumn(directory.proximal(stage, age), key, recompute_remedy(after(age)))
 
     behaviour = LogprobColumn(directory.behaviour(stage), identity, recompute_remedy(after()))

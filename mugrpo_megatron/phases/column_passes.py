@@ -160,7 +160,7 @@ def refresh_proximal(run: Run, learner: Learner, stage: StageBatches, cursor: Cu
     if cursor.age % every:
         check_present(column)
         return
-    ages = range(cursor.stage_length(run.recipe.schedule, stage.store.updates))[cursor.age : cursor.age + every]
+    ages = range(cursor.updates_taken(run.recipe.schedule, stage.store.updates))[cursor.age : cursor.age + every]
     with (
         learner_pass(run, cursor, "proximal logprobs", ages) as passed,
         column.write(run.is_main) as append,
@@ -202,7 +202,7 @@ def probe(run: Run, learner: Learner, store: StageStore, cursor: Cursor, age: in
     The forward pass draws no random number and changes no state, so training continues bitwise as without it. It runs
     before the checkpoint of the same update, so a resumed run has the probes of every earlier age.
     """
-    length = cursor.stage_length(run.recipe.schedule, store.updates)
+    length = cursor.updates_taken(run.recipe.schedule, store.updates)
     if age not in probe_ages(length):
         return
     directory = run.directory.probe(cursor.stage)

@@ -37,7 +37,7 @@ class StagePart:
 
 def whole_stage(recipe: Recipe, cursor: Cursor) -> StagePart:
     """All groups of the cursor's stage."""
-    count = cursor.stage_updates(recipe.schedule) * recipe.rollout.prompts_per_update
+    count = cursor.updates_sampled(recipe.schedule) * recipe.rollout.prompts_per_update
     return StagePart(cursor, frozenset(range(count)), "this stage", f"{cursor.title(recipe.schedule)}: generate")
 
 

@@ -159,7 +159,7 @@ def _mismatch(run: Run, learner: Learner, samples: Sequence[Sample], cursor: Cur
 @contextmanager
 def _optimizing(run: Run, stage_updates: int, cursor: Cursor) -> Iterator[Bar]:
     """Log the phase and show a bar for the updates up to the stage's end or the next evaluation."""
-    every, updates = run.evaluates_every, cursor.stage_length(run.recipe.schedule, stage_updates) - cursor.age
+    every, updates = run.evaluates_every, cursor.updates_taken(run.recipe.schedule, stage_updates) - cursor.age
     updates = min(updates, every - cursor.age % every) if every else updates
     reset_peak_memory()
     with (

@@ -148,7 +148,7 @@ def _check_length(schedule: ScheduleSection, source: ScheduleSection, start: Cur
     """Raise UserError when the branch's schedule ends it before all epochs over the stage."""
     # The updates before the stage count: with fewer stages or epochs than the source had, none may be left.
     needed = stage_updates * schedule.epochs
-    remaining = start.stage_length(schedule, stage_updates)
+    remaining = start.updates_taken(schedule, stage_updates)
     changed = (schedule.stages, schedule.epochs) != (source.stages, source.epochs)
     if changed and remaining < needed:
         fitting = math.ceil((start.updates + needed) / schedule.updates_on_stage)

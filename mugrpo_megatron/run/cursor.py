@@ -32,11 +32,11 @@ class Cursor:
     def title(self, schedule: ScheduleSection) -> str:
         return f"stage {self.stage} of {schedule.stages}"
 
-    def stage_updates(self, schedule: ScheduleSection) -> int:
+    def updates_sampled(self, schedule: ScheduleSection) -> int:
         """Updates whose responses the stage holds: its length, or the run's remaining updates."""
         return min(schedule.length(self.stage), schedule.total_updates - self._before_stage)
 
-    def stage_length(self, schedule: ScheduleSection, sampled: int) -> int:
+    def updates_taken(self, schedule: ScheduleSection, sampled: int) -> int:
         """Updates taken on a stage with the responses of `sampled` updates: all its epochs, or the run's remaining."""
         return min(sampled * schedule.epochs, schedule.total_updates - self._before_stage)
 
@@ -46,21 +46,21 @@ class Cursor:
         S=4, µ=64 and S=64, µ=4 therefore train on the same problems in the same order, whatever the epochs.
         """
         start = (self._before_stage - self.repeated) * prompts_per_update
-        return range(start, start + self.stage_updates(schedule) * prompts_per_update)
+        return range(start, start + self.updates_sampled(schedule) * prompts_per_update)
 
     def advanced(self, schedule: ScheduleSection, sampled: int, exhausted: bool = False, nats: float = 0.0) -> Cursor:
         """The cursor after one more update on a stage with the responses of `sampled` updates.
 
         The stage ends with its last update, or early if `exhausted`.
         """
-        if exhausted or self.age + 1 >= self.stage_length(schedule, sampled):
+        if exhausted or self.age + 1 >= self.updates_taken(schedule, sampled):
             repeated = max(0, self.age + 1 - sampled)
             return Cursor(self.stage + 1, 0, self.updates + 1, self.repeated + repeated)
         return Cursor(self.stage, self.age + 1, self.updates + 1, self.repeated, nats)
 
     def stage_progress(self, schedule: ScheduleSection, sampled: int) -> float:
         """Fraction of the stage's updates that are taken, in [0, 1)."""
-        return self.age / self.stage_length(schedule, sampled)
+        return self.age / self.updates_taken(schedule, sampled)
 
     def due(self, every: int) -> bool:
         """Whether `age` is a multiple of `every`; False for `every` = 0 and at a stage's start."""

@@ -104,14 +104,24 @@ class RouteColumn(Column):
 
     @contextmanager
     def write(self, enabled: bool = True) -> Iterator[Append]:
-        """Yields a function that appends one update's routes; the column is complete or absent.
+        """Yields a function that appends one update's routes; the column is complete once the block ends.
 
-        `identity` is read at the end of the block. `enabled` is true on one rank; on the others the function only
-        iterates over the layers. Memory holds one layer of one update.
+        `enabled` is true on one rank; on the others the function only iterates over the layers. Memory holds one layer
+        of one update.
         """
         if not enabled:
             yield _drain
             return
+        with self.write_file() as (append, finish):
+            yield append
+        finish(self.identity)
+
+    @contextmanager
+    def write_file(self) -> Iterator[tuple[Append, Callable[[Mapping[str, Any]], None]]]:
+        """Yields `write`'s function, and one that completes the column with its identity, to be called after the block.
+
+        For a writer that learns only at the end what the column belongs to.
+        """
         self.begin()
         spans: list[RouteSpan] = []
         shapes: set[RouteShape] = set()
@@ -130,9 +140,12 @@ class RouteColumn(Column):
                 shapes.add(RouteShape(len(sums), *shape))
                 spans.append(RouteSpan(start, int(ends[-1]), len(lengths), hashlib.sha256(table).hexdigest()))
 
-            yield append
-        (shape,) = shapes
-        self.finish({**asdict(shape), "updates": [asdict(span) for span in spans]})
+            def finish(identity: Mapping[str, Any]) -> None:
+                (shape,) = shapes
+                body = {**asdict(shape), "updates": [asdict(span) for span in spans]}
+                replace(self, identity=identity).finish(body)
+
+            yield append, finish
 
     def read(self, update: int, lengths: Sequence[int]) -> list[StoredRoutes]:
         """The routes of an update's responses, which have `lengths` tokens with routes; reads only their checksums.

@@ -22,6 +22,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -278,24 +279,28 @@ class StageStore:
         shards = usable_shards(self.directory, listed, groups)
         path = self.directory / SEALED_NAME
         stored = pq.read_schema(self.directory / shards[0].file)
-        schema, identity = without_nulls(without_routes(stored)), dict[str, str]()
-        statistics = StageStatistics()
+        schema, statistics = without_nulls(without_routes(stored)), StageStatistics()
         # Routes go into a file of their own, since a pipeline rank reads the layers that it replays and no others.
-        with route_column(self.directory, "rollout", identity).write(without_routes(stored) != stored) as append_routes:
-            with durable_file(path) as file, pq.ParquetWriter(file, schema, compression=COMPRESSION) as writer:
-                for shard_table in update_rows(self.directory, shards, updates, prompts_per_update):
-                    table, routes = split_routes(shard_table)
-                    # One row group an update: an update reads, decodes and verifies its own bytes only.
-                    writer.write_table(table, row_group_size=len(table))
-                    statistics.add(table)
-                    if routes:
-                        append_routes(*routes)
-            row_groups, text_columns, footer = parquet_spans(path, training_columns(schema))
-            sealed = SealedFile(
-                path.name, updates, prompts_per_update, row_groups, text_columns, footer, statistics.result()
-            )
-            # The routes' index, written as their block ends, names the stage's content, which is known only now.
-            identity |= stage_identity(sealed.content)
+        has_routes = without_routes(stored) != stored
+        column = route_column(self.directory, "rollout", {})
+        with (
+            column.write_file() if has_routes else nullcontext((None, None)) as (append_routes, finish_routes),
+            durable_file(path) as file,
+            pq.ParquetWriter(file, schema, compression=COMPRESSION) as writer,
+        ):
+            for shard_table in update_rows(self.directory, shards, updates, prompts_per_update):
+                table, routes = split_routes(shard_table)
+                # One row group an update: an update reads, decodes and verifies its own bytes only.
+                writer.write_table(table, row_group_size=len(table))
+                statistics.add(table)
+                if routes and append_routes:
+                    append_routes(*routes)
+        row_groups, text_columns, footer = parquet_spans(path, training_columns(schema))
+        sealed = SealedFile(
+            path.name, updates, prompts_per_update, row_groups, text_columns, footer, statistics.result()
+        )
+        if finish_routes:  # their index names the stage's content, which is known only now
+            finish_routes(stage_identity(sealed.content))
         # This replacement seals the stage; a kill before it leaves the shards, and `seal` writes the file again.
         self._replace([], sealed)
         self._sealed_file = sealed

@@ -135,7 +135,7 @@ def sync(weight_sync: WeightSync, engine: WeightReceiver | None, version: int) -
     loading: Future[torch.Tensor] | None = None
     failure: EngineFailure | None = None
     # A leader without an engine (it failed to start) must not leave its engine's other ranks with handles nobody opens.
-    served = _all_ok(weight_sync, engine is not None or not _leads(weight_sync))
+    served = _vote_and_release(weight_sync, engine is not None or not _leads(weight_sync))
     # The engine's call blocks until it has loaded; a thread lets this rank gather the next bucket meanwhile.
     with ThreadPoolExecutor(1) as loader:
         for number in range(len(weight_sync.plan.buckets)):
@@ -143,7 +143,7 @@ def sync(weight_sync: WeightSync, engine: WeightReceiver | None, version: int) -
             if loading:
                 # A failure does not end the loop: the other ranks' gathers need this rank's shards.
                 failure = _result(loading) or failure
-                served = _all_ok(weight_sync, served and failure is None)
+                served = _vote_and_release(weight_sync, served and failure is None)
             # Only for an engine that loads it: torch counts the readers of CUDA memory that it has shared
             # (torch/multiprocessing/reductions.py), and a handle that is never opened would keep the memory.
             serialized = _serialize_for_engine(weight_sync, engine, bucket, flat) if served else []
@@ -152,7 +152,7 @@ def sync(weight_sync: WeightSync, engine: WeightReceiver | None, version: int) -
             del flat
         if loading:
             failure = _result(loading) or failure
-            _all_ok(weight_sync, failure is None)
+            _vote_and_release(weight_sync, failure is None)
     if failure:
         raise failure
     if engine is not None:
@@ -200,9 +200,10 @@ def _leads(weight_sync: WeightSync) -> bool:
     return weight_sync.engine_group is None or weight_sync.engine_group.rank() == 0
 
 
-def _all_ok(weight_sync: WeightSync, ok: bool) -> bool:
-    """Whether `ok` holds on every rank of this rank's engine."""
-    # Also the signal that a bucket's memory may go: the engine reads all ranks' memory but answers only its leader.
+def _vote_and_release(weight_sync: WeightSync, ok: bool) -> bool:
+    """Whether `ok` holds on every rank of this rank's engine; afterwards each frees what the engine has read."""
+    # The vote is the signal that a bucket's memory may go: the engine reads all ranks' memory, but answers its leader
+    # alone.
     if weight_sync.engine_group is None:
         return ok
     votes = [ok] * weight_sync.engine_group.size()

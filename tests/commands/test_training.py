@@ -11,6 +11,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.log import read_rows
 from mugrpo_megatron.recipe import load_recipe
 from mugrpo_megatron.report.page import write_report
+from mugrpo_megatron.run.branch import branch_stage
 from mugrpo_megatron.run.checkpoints import complete_checkpoints, newest_cursor
 from mugrpo_megatron.run.cursor import Cursor
 from tests.refusals import refuses
@@ -30,8 +31,8 @@ def test_phases_apart_leave_what_train_leaves(tmp_path: Path) -> None:
         reward=COIN,
     )
     assert "mugrpo optimize" in mugrpo("generate", recipe, "--stage", "0").stdout
-    generate_alone(load_recipe(recipe), None)  # returns at once: a sealed stage is not generated twice
-    refuses("is at stage 0", generate_alone, load_recipe(recipe), 1)
+    generate_alone(load_recipe(recipe), None, None)  # returns at once: a sealed stage is not generated twice
+    refuses("is at stage 0", generate_alone, load_recipe(recipe), 1, None)
     mugrpo("optimize", recipe)
     assert (tmp_path / "run" / "hf" / "model.safetensors").exists()
     refuses("mugrpo generate", optimize_alone, load_recipe(recipe), None)
@@ -86,8 +87,9 @@ def test_a_branch_that_cannot_be_is_refused(
     stage: int | None, source: str, changed: list[str], words: str, finished_run: Path, tmp_path: Path
 ) -> None:
     overrides = [f"run.dir={tmp_path / 'b'}", *(one.format(run=finished_run) for one in changed)]
+    recipe, origin = load_recipe(finished_run.parent / "recipe.toml", overrides), finished_run.parent / source
     with pytest.raises(UserError, match=words):
-        optimize_alone(load_recipe(finished_run.parent / "recipe.toml", overrides), stage, finished_run.parent / source)
+        optimize_alone(recipe, branch_stage(origin, stage), origin)
 
 
 def test_an_exhausted_stage_ends_early(finished_run: Path, tmp_path: Path) -> None:

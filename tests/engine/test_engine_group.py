@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from mugrpo_megatron.engine import engine_group as groups
-from mugrpo_megatron.engine.engine_group import EngineGroup, read_sums, write_sums
+from mugrpo_megatron.engine.engine_group import Replicas, read_sums, write_sums
 from mugrpo_megatron.files.tensors import tensor_checksums
 from tests.engine.stub import StubEngine, record_commands
 
 
 def test_requests_go_to_the_engine_with_the_fewest() -> None:
     engines = [StubEngine(), StubEngine()]
-    group = EngineGroup(engines)
+    group = Replicas(engines)
 
     async def ask() -> None:
         sizes = (4, 1, 1, 3)  # the second engine has fewer until the last one comes
@@ -40,7 +40,7 @@ def test_requests_go_to_the_engine_with_the_fewest() -> None:
 
 def test_an_aborted_request_counts_no_more() -> None:
     engines = [StubEngine(), StubEngine()]
-    group = EngineGroup(engines)
+    group = Replicas(engines)
 
     async def ask() -> None:
         asked = asyncio.create_task(group.generate([[7]] * 9, rid=None))
@@ -63,7 +63,7 @@ def test_what_all_engines_have_or_do(monkeypatch: pytest.MonkeyPatch) -> None:
     record_commands(monkeypatch)
     engines = [StubEngine(), StubEngine(busy=1)]
     engines[1].rid_to_state = {"two": SimpleNamespace(output_ids=[])}
-    group = EngineGroup(engines)
+    group = Replicas(engines)
     assert set(group.states) == {"one", "two"}
     load = group.run(group.load(70))
     assert (load.tokens, load.running, load.queued, load.kv_use) == (70, 10, 4, 0.25)
@@ -87,7 +87,7 @@ def test_replicas_that_hold_other_weights_are_an_error(differs: bool, monkeypatc
     for name, function in {"begin_update": nothing, "update_weights": asked, "end_update": nothing}.items():
         monkeypatch.setattr(groups.sglang_compat, name, function)
     monkeypatch.setattr(groups, "read_sums", lambda: next(found))
-    group = EngineGroup([StubEngine(), StubEngine()])
+    group = Replicas([StubEngine(), StubEngine()])
     if not differs:
         assert group.checksums() == own
         return
@@ -109,7 +109,7 @@ def test_a_sync_is_one_update_of_many_buckets(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(groups.sglang_compat, name, recorded(name))
     engine: Any = StubEngine()
     engine.server_args.custom_weight_loader = []
-    group = EngineGroup([engine])
+    group = Replicas([engine])
     for _ in range(2):
         group.update_weights([b""])
         group.update_weights([b""])

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from mugrpo_megatron.engine import host
-from mugrpo_megatron.engine.engine_group import EngineGroup
+from mugrpo_megatron.engine.engine_group import Replicas
 from mugrpo_megatron.engine.host import GenerateCommand, Host, first_cause, start_guard
 from mugrpo_megatron.engine.process import SHARED_MEMORY, Channel
 from mugrpo_megatron.engine.wire import Request, Sampling, sampling_seeds
@@ -45,7 +45,7 @@ def ends() -> Iterator[tuple[Channel, Channel]]:
 def generating(engine: StubEngine, ends: tuple[Channel, Channel], sampling: Sampling = SAMPLING) -> Iterator[Channel]:
     """The client's end of a generation in a thread; the block has to close it."""
     client, theirs = ends
-    generation = GenerateCommand(EngineGroup([engine]), theirs, sampling, version=4)
+    generation = GenerateCommand(Replicas([engine]), theirs, sampling, version=4)
     thread = threading.Thread(target=engine.loop.run_until_complete, args=[generation.run()])
     thread.start()
     yield client
@@ -68,7 +68,7 @@ def test_memory_is_not_released_before_the_engine_is_idle(
 ) -> None:
     record_commands(monkeypatch)
     engine = StubEngine(busy=2)
-    served = Host(EngineGroup([engine]), ends[1])
+    served = Host(Replicas([engine]), ends[1])
     with pytest.raises(RuntimeError, match="not idle after 60 s: pending requests"):
         served.execute("sleep", ["weights"])
     with pytest.raises(RuntimeError, match="not idle"):
@@ -117,7 +117,7 @@ def test_a_group_that_cannot_be_sent_ends_the_generation_with_its_cause(
     monkeypatch.setattr(host, "pack", refuse)
     engine = Slow()
     engine.answers.set()
-    generation = GenerateCommand(EngineGroup([engine]), ends[1], SAMPLING, version=4)
+    generation = GenerateCommand(Replicas([engine]), ends[1], SAMPLING, version=4)
     monkeypatch.setattr(generation, "_read", lambda loop: None)
     generation._inbox.put_nowait(("requests", [Request(0, [9], 1), Request(1, [1], 1)]))
     with pytest.raises(ExceptionGroup) as raised:
@@ -144,7 +144,7 @@ def test_a_group_with_a_logprob_that_is_no_number_is_sampled_again(
     engine = Unsound()
     engine.answers.set()
     if times == host.MOST_ANSWERS:
-        generation = GenerateCommand(EngineGroup([engine]), ends[1], SAMPLING, version=4)
+        generation = GenerateCommand(Replicas([engine]), ends[1], SAMPLING, version=4)
         monkeypatch.setattr(generation, "_read", lambda loop: None)
         generation._inbox.put_nowait(("requests", [Request(0, [9], 2)]))
         with pytest.raises(ExceptionGroup) as raised:

@@ -52,7 +52,7 @@ def saved(stages: int, updates: int, engines: int = 1, **checkpoint: int) -> Sav
     run.directory, run.record = RunDirectory(recipe.run.dir), RunRecord("r")
     cursor = Cursor()
     while not cursor.finished(recipe.schedule):
-        cursor = cursor.advanced(recipe.schedule, cursor.stage_updates(recipe.schedule))
+        cursor = cursor.advanced(recipe.schedule, cursor.updates_sampled(recipe.schedule))
         save_if_due(run, cursor)
     return found
 

@@ -30,7 +30,7 @@ def visited(schedule: ScheduleSection, ends: list[bool]) -> list[Cursor]:
     """Every cursor of a run, its end included; update k ends its stage where `ends[k]`."""
     cursors = [Cursor()]
     while not cursors[-1].finished(schedule):
-        held = cursors[-1].stage_updates(schedule)
+        held = cursors[-1].updates_sampled(schedule)
         cursors.append(cursors[-1].advanced(schedule, held, ends[cursors[-1].updates]))
     return cursors
 
@@ -72,11 +72,11 @@ def test_every_update_is_taken_once_however_early_stages_end(schedule: ScheduleS
     cursors = visited(schedule, ends)
     assert [cursor.updates for cursor in cursors] == list(range(schedule.total_updates + 1))
     for before, after in pairwise(cursors):
-        held = before.stage_updates(schedule)
+        held = before.updates_sampled(schedule)
         assert held <= schedule.length(before.stage)
         assert 0 <= before.stage_progress(schedule, held) < 1
-        assert before.age < before.stage_length(schedule, held) <= held * schedule.epochs
-        last = ends[before.updates] or before.age + 1 == before.stage_length(schedule, held)
+        assert before.age < before.updates_taken(schedule, held) <= held * schedule.epochs
+        last = ends[before.updates] or before.age + 1 == before.updates_taken(schedule, held)
         assert (after.stage, after.age) == ((before.stage + 1, 0) if last else (before.stage, before.age + 1))
 
 
@@ -88,7 +88,7 @@ def test_problems_come_in_the_run_s_order_whatever_the_split_into_stages(
     taken: list[int] = []
     for cursor in visited(schedule, ends)[:-1]:
         positions = cursor.stage_positions(schedule, prompts)
-        assert len(positions) == cursor.stage_updates(schedule) * prompts
+        assert len(positions) == cursor.updates_sampled(schedule) * prompts
         taken += positions[cursor.age * prompts : (cursor.age + 1) * prompts]  # nothing in a later pass
     assert taken == list(range(len(taken)))
     if schedule.epochs == 1:

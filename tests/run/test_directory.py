@@ -136,7 +136,7 @@ def test_a_run_inside_a_stage_needs_it_whole(tmp_path: Path) -> None:
     way_out = r"remove the checkpoints after stage00001-age00000 from .*checkpoints: the run then resumes"
     for command in (
         lambda: check_stage_sealed(directory, NOW),
-        lambda: generate_alone(made, None),
+        lambda: generate_alone(made, None, None),
         lambda: optimize_alone(made, None),
     ):
         refuses(way_out, command)
@@ -175,7 +175,7 @@ def test_a_link_to_a_directory_is_refused_and_its_target_kept(name: str, tmp_pat
         target.mkdir()
     link.parent.mkdir(exist_ok=True)
     link.symlink_to(target)
-    for command in (lambda: open_directory(made).__enter__(), lambda: generate_alone(made, None)):
+    for command in (lambda: open_directory(made).__enter__(), lambda: generate_alone(made, None, None)):
         refuses(f"{re.escape(str(link))} is a link: nothing is written through it; move ", command)
     assert list(target.iterdir()) == []
 

@@ -54,7 +54,7 @@ def generate_shard(recipe: Recipe, shard: GenerationShard, stage: int | None, pr
     ):
         run = Run(recipe, directory, World(engines=1, stop=stop), MetricLog(), display, following.record)
         store = StageStore(following.directory, shard.writer, following.origin)
-        groups = shard.groups(cursor.stage_updates(recipe.schedule) * recipe.rollout.prompts_per_update)
+        groups = shard.groups(cursor.updates_sampled(recipe.schedule) * recipe.rollout.prompts_per_update)
         if not store.sealed and groups - store.verified_groups():
             check_stage(store.directory, following.origin)
             mark_shard(shard, following, problems)

@@ -215,7 +215,7 @@ def seal(run_dir: Path) -> str:
         if store.sealed:
             store.remove_shards()
             return f"{stage.directory} is sealed already; `mugrpo optimize` takes its updates"
-        count = close_stage(stage, stage.cursor.stage_updates(recipe.schedule), recipe.rollout.prompts_per_update)
+        count = close_stage(stage, stage.cursor.updates_sampled(recipe.schedule), recipe.rollout.prompts_per_update)
     after = (
         "run its shards again for its auxiliary models, or"
         if recipe.auxiliary.by_name

@@ -147,7 +147,7 @@ def fill_shard(
         open_display() as display,
     ):
         store = StageStore(following.directory, shard.writer, following.origin)
-        groups = shard.groups(cursor.stage_updates(recipe.schedule) * recipe.rollout.prompts_per_update)
+        groups = shard.groups(cursor.updates_sampled(recipe.schedule) * recipe.rollout.prompts_per_update)
         if not store.sealed and (missing := sorted(groups - store.verified_groups())):
             check_stage(store.directory, following.origin)
             mark_shard(shard, following, problems)

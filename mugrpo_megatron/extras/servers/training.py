@@ -66,7 +66,7 @@ def fill_stage(
     when no server can be used, Stopped, with every group on disk, when the run was asked to stop.
     """
     store = run.stage_store(cursor)
-    groups = range(cursor.stage_updates(run.recipe.schedule) * run.recipe.rollout.prompts_per_update)
+    groups = range(cursor.updates_sampled(run.recipe.schedule) * run.recipe.rollout.prompts_per_update)
     if run.world.broadcast(store.sealed):
         return
     with run.phase("generate", cursor) as facts:

@@ -178,10 +178,10 @@ def test_a_published_stage_trains_only_with_what_made_it(finished_run: Path, tmp
         branch(load_recipe(recipe, [here, f"model.path={other}"]), tmp_path / "zero", 0)
     refuses("published with --weights has them", branch, load_recipe(recipe, [here]), tmp_path / "one", 1)
     with pytest.raises(UserError, match=r"a branch cannot change rollout\.temperature"):
-        optimize_alone(load_recipe(recipe, [here, "rollout.temperature=0.5"]), None, tmp_path / "zero")
+        optimize_alone(load_recipe(recipe, [here, "rollout.temperature=0.5"]), 0, tmp_path / "zero")
     damaged = tmp_path / "zero" / "published.json"
     damaged.write_text(damaged.read_text().replace("model", "modal", 1))
-    refuses(r"published\.json: damaged", optimize_alone, load_recipe(recipe, [here]), None, tmp_path / "zero")
+    refuses(r"published\.json: damaged", optimize_alone, load_recipe(recipe, [here]), 0, tmp_path / "zero")
     assert not (tmp_path / "b").exists()
 
 
