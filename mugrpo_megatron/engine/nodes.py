@@ -1,8 +1,8 @@
 """An engine over several nodes: rendezvous of its processes, and the host process on a follower node.
 
-SGLang's ranks meet at an address of the leader's node, on which the learner's ranks agree (`run.engines`). SGLang's rank
-0 broadcasts every request to the ranks of all nodes, those about weights and memory too: a follower node receives no
-commands. It is started with the leader, watched, and ended with it.
+SGLang's ranks meet at an address of the leader's node, on which the learner's ranks agree (`run.engines`). SGLang's
+rank 0 broadcasts every request to the ranks of all nodes, those about weights and memory too: a follower node receives
+no commands. It is started with the leader, watched, and ended with it.
 """
 
 from __future__ import annotations

@@ -62,10 +62,10 @@ class Run:
         origin = stage_origin(self.directory, self.record, cursor)
         return StageStore(self.directory.stage(cursor.stage), writer, origin, replay)
 
-    def stop_if_asked(self, cursor: Cursor) -> None:
+    def stop_if_asked(self, cursor: Cursor, kept: str = "") -> None:
         """`save_and_stop` if any rank was asked to stop. Collective."""
         if self.world.any_rank(self.stop.requested):
-            self.save_and_stop(cursor)
+            self.save_and_stop(cursor, kept)
 
     def save_and_stop(self, cursor: Cursor, kept: str = "") -> NoReturn:
         """End the run at the cursor because it was asked to stop; `kept` says what is on disk besides the learner.

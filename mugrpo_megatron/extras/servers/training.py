@@ -76,7 +76,7 @@ def fill_stage(
             run.world.broadcast(None)
         else:
             _follow(run, learner)
-    run.stop_if_asked(cursor, f"{len(store.verified_groups())} of {len(groups)} groups of this stage are on disk; ")
+    run.stop_if_asked(cursor, f"{len(store.verified_groups())} of {len(groups)} groups of this stage are on disk")
     if run.is_main:
         store.seal(len(groups) // run.recipe.rollout.prompts_per_update, run.recipe.rollout.prompts_per_update)
     run.world.barrier()
