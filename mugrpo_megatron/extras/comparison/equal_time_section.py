@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,8 +123,8 @@ def _sentence(ends: Ends, labels: Sequence[str]) -> str:
         return f"Each run against {labels[0]}, after the time that all have spent."
     time, updates = _gaps(ends, 1)
     return (
-        f"After {duration(ends.until)} of both, {labels[1]} is {_text(time, ends.measure)} from {labels[0]}; after "
-        f"{ends.after:,.0f} updates {_text(updates, ends.measure)}."
+        f"Minus {labels[0]}, {labels[1]} is {_text(time, ends.measure)} after {duration(ends.until)} of both, and "
+        f"{_text(updates, ends.measure)} after {ends.after:,.0f} updates of both."
     )
 
 
@@ -136,7 +136,7 @@ def _gaps(ends: Ends, number: int) -> tuple[Estimate, Estimate]:
     )
 
 
-def _table(ends: Ends, labels: Sequence[str]) -> Mapping[str, Any]:
+def _table(ends: Ends, labels: Sequence[str]) -> dict[str, Any]:
     rows = []
     for number, label in enumerate(labels):
         by_then = float(np.interp(ends.until, ends.seconds[number].spent, ends.updates[number].spent))
@@ -167,4 +167,4 @@ def _text(gap: Estimate, measure: str) -> str:
     """+1.2 ± 0.8 points"""
     scale, unit, digits = (100.0, " points", 1) if measure == "accuracy" else (1.0, "", 3)
     error = "" if math.isnan(gap.error) else f" ± {scale * gap.half:.{digits}f}"
-    return f"{scale * gap.value:+.{digits}f}{error}{unit}"
+    return f"{scale * gap.value:+.{digits}f}{error}{unit}".replace("-0.0 ", "+0.0 ")

@@ -65,7 +65,7 @@ def test_the_faster_run_is_above_at_equal_time_and_below_at_equal_updates(runs: 
     assert ends is not None
     assert (ends.until, ends.after) == (160, 16)
     html = comparison(runs)
-    assert f"After {duration(160)} of both" in html
+    assert f"points after {duration(160)} of both" in html
     grpo, stages = (over_seconds(run) for run in runs)
     assert difference(stages, 160, grpo, 160).value == pytest.approx(0.6 - 0.575)
     updates = [over_updates(run) for run in runs]

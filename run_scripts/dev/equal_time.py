@@ -1,0 +1,189 @@
+"""Equal time: the table and the picture of docs/study/equal-time.md, from the study's cells.
+
+python -m run_scripts.dev.equal_time
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from mugrpo_megatron.evaluation.estimators import mean_interval
+from mugrpo_megatron.extras.comparison.equal_time import Curve, difference
+from run_scripts.dev.part_eight.cells import load_grid, tuned_rate
+from run_scripts.dev.part_eight.rows import CELLS, CURVES, cell_of, read_rows
+from run_scripts.dev.study import STUDY, interval
+from run_scripts.dev.svg import LIGHT, plain_axes, write_svg
+
+PAGE, PICTURE = STUDY / "equal-time.md", STUDY / "equal-time.svg"
+SPEED_UPS = (1.0, 1.22, 1.53, 2.25)
+"""Columns of the table: equal updates, and the paper's least, mean and largest speed-up (Table 1; least 1.21)."""
+LADDER = np.geomspace(1, 6, 181)
+"""Speed-ups of the picture, and of the search for a break-even."""
+PLANNED = {16: 1.262, 32: 1.302, 64: 1.323, 128: 1.334, 256: 1.340}
+"""µ -> mean planned speed-up of the paper's five recipes (docs/study/part-eight.md)."""
+MARKS = "<!-- cells -->", "<!-- /cells -->"
+"""Around the table in the page."""
+COLORS = ("red", "orange", "green", "blue", "violet", "grey")
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way's cells beside GRPO's of the same seeds, in the csv files of one or two parts."""
+
+    setting: str
+    title: str
+    mu: int
+    cells: tuple[str, str, float]
+    """Folder of docs/study, method, rate."""
+    grpo: tuple[str, str, float]
+
+
+SMALL, LARGE, MAIN = "small headroom", "large headroom", "512 updates, greedy"
+_SMALL, _LARGE, _MAIN = ("seven_small", "grpo", 4e-5), ("seven_large", "grpo", 8e-5), ("", "grpo", 4e-5)
+WAYS = (
+    Way(SMALL, "1 stage, veto", 256, ("seven_small", "stage_veto", 2e-5), _SMALL),
+    Way(SMALL, "1 stage, prefix", 256, ("seven_small", "stage_product", 2e-5), _SMALL),
+    Way(SMALL, "4 stages, prefix", 64, ("seven_small", "four_product", 4e-5), _SMALL),
+    Way(LARGE, "1 stage, veto", 256, ("seven_large", "stage_veto", 2e-5), _LARGE),
+    Way(LARGE, "1 stage, prefix", 256, ("seven_large", "stage_product", 2e-5), _LARGE),
+    Way(LARGE, "4 stages, veto", 64, ("seven_large", "four_veto", 2e-5), _LARGE),
+    Way(LARGE, "8 stages, veto", 32, ("six_large", "eight", 2e-5), _LARGE),
+    Way(LARGE, "4 stages, prefix", 64, ("seven_large", "four_product", 4e-5), _LARGE),
+    Way(MAIN, "1 stage, veto", 512, ("", "veto", 1e-5), _MAIN),
+    Way(MAIN, "8 stages, veto", 64, ("", "eight", 4e-5), _MAIN),
+)
+Curves = Mapping[int, Curve]
+"""Seed -> the cell's curve over updates."""
+
+
+def curves_of(folder: str, method: str, rate: float) -> Curves:
+    """Curves of a method's first draw, tuning seeds left out. A cell that is the same as another's has its curve."""
+    twins = {
+        int(row["seed"]): row["same_as"] or method
+        for row in rows_of(folder, CELLS)
+        if (row["method"], float(row["rate"]), row["repeat"]) == (method, rate, "0") and int(row["seed"]) < 100
+    }
+    points: dict[int, dict[float, float]] = defaultdict(dict)
+    for row in rows_of(folder, CURVES):
+        seed = int(row["seed"])
+        if row["accuracy"] and (row["method"], float(row["rate"]), row["repeat"]) == (twins.get(seed), rate, "0"):
+            points[seed][float(row["update"])] = float(row["accuracy"])
+    return {seed: as_curve(curve) for seed, curve in points.items()}
+
+
+def rows_of(folder: str, name: str) -> list[dict[str, str]]:
+    return read_rows(STUDY / folder / name)
+
+
+def as_curve(points: Mapping[float, float]) -> Curve:
+    at = sorted(points)
+    return Curve(np.array(at), np.array([points[update] for update in at]), np.zeros(len(at)))
+
+
+def gaps(way: Curves, grpo: Curves, speed_up: float) -> list[float]:
+    """Points above GRPO at equal time, seed by seed: A(U) of the way minus A(U / speed-up) of GRPO."""
+    seeds = sorted(way.keys() & grpo.keys())
+    return [100 * difference(way[seed], way[seed].end, grpo[seed], way[seed].end / speed_up).value for seed in seeds]
+
+
+def break_even(way: Curves, grpo: Curves) -> tuple[str, str, str]:
+    """The speed-up at which the mean gap is 0, and those at which the ends of its 95 % interval are."""
+    intervals = [mean_interval(gaps(way, grpo, speed_up)) for speed_up in LADDER]
+    ends = [[value.value for value in intervals], [v.high for v in intervals], [v.low for v in intervals]]
+    mean, low, high = (_first_above(end) for end in ends)
+    return mean, low, high
+
+
+def _first_above(values: Sequence[float]) -> str:
+    """The least speed-up of the ladder with a gap of at least 0."""
+    found = next((speed_up for speed_up, gap in zip(LADDER, values, strict=True) if gap >= 0), None)
+    return "above 6" if found is None else f"{found:.1f}"
+
+
+def table() -> str:
+    """Points above GRPO at equal time, of every way."""
+    heads = [f"k = {speed_up:g}" for speed_up in SPEED_UPS]
+    lines = [
+        f"| Setting | Way | µ | Seeds | {' | '.join(heads)} | planned k | there | break-even |",
+        "| --- | --- | --: | --: |" + " --: |" * (len(heads) + 3),
+    ]
+    for way in WAYS:
+        own, grpo = curves_of(*way.cells), curves_of(*way.grpo)
+        figures = [interval(gaps(own, grpo, speed_up)) for speed_up in SPEED_UPS]
+        mean, low, high = break_even(own, grpo)
+        planned = PLANNED.get(way.mu)
+        there = f"{planned:.2f} | {interval(gaps(own, grpo, planned))}" if planned else "– | –"
+        lines.append(
+            f"| {way.setting} | {way.title} | {way.mu} | {len(own.keys() & grpo.keys())} | {' | '.join(figures)} | "
+            f"{there} | {mean} ({low} to {high}) |"
+        )
+    return "\n".join(lines)
+
+
+def eight() -> Mapping[str, tuple[str, int, Curves, Curves]]:
+    """Way of part eight -> title, µ, its test cells at its rate so far, and GRPO's of the same seeds."""
+    grid = load_grid(STUDY / "eight_large/grid.toml")
+    ends = {cell_of(row): float(row["end"]) for row in rows_of("eight_large", CELLS)}
+    points: dict[tuple[str, float, int], dict[float, float]] = defaultdict(dict)
+    for row in rows_of("eight_large", CURVES):
+        points[row["way"], float(row["rate"]), int(row["seed"])][float(row["update"])] = float(row["accuracy"])
+    found = {}
+    for name in grid.ways:
+        rate = tuned_rate(grid, ends, name)[1]
+        if rate is not None:
+            found[name] = {
+                seed: as_curve(points[name, rate, seed]) for seed in grid.test_seeds if (name, rate, seed) in points
+            }
+    grpo = found.get("grpo_4", {})
+    return {
+        name: (grid.ways[name].title, grid.ways[name].mu, own, grpo)
+        for name, own in found.items()
+        if name != "grpo_4" and len(own.keys() & grpo.keys()) > 1
+    }
+
+
+def draw(path: Path) -> Path:
+    """Points above GRPO over the speed-up, a panel for each setting; crosses: each way's own planned speed-up."""
+    panels: dict[str, list[tuple[str, int, Curves, Curves]]] = defaultdict(list)
+    for way in WAYS:
+        panels[way.setting].append((way.title, way.mu, curves_of(*way.cells), curves_of(*way.grpo)))
+    if new := eight():
+        panels["part eight, large headroom"] = list(new.values())
+    figure = Figure(figsize=(4.0 * len(panels), 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, (setting, ways) in zip(np.atleast_1d(figure.subplots(1, len(panels))), panels.items(), strict=True):
+        plain_axes(axes)
+        axes.axhline(0, color=LIGHT["soft"], linewidth=1)
+        for number, (title, mu, own, grpo) in enumerate(ways):
+            color = LIGHT[COLORS[number % len(COLORS)]]
+            shown = LADDER[LADDER <= 3]
+            intervals = [mean_interval(gaps(own, grpo, speed_up)) for speed_up in shown]
+            axes.plot(shown, [value.value for value in intervals], color=color, linewidth=1.6, label=f"µ={mu}: {title}")
+            axes.fill_between(
+                shown, [v.low for v in intervals], [v.high for v in intervals], color=color, alpha=0.1, linewidth=0
+            )
+            if planned := PLANNED.get(mu):
+                axes.plot(planned, np.mean(gaps(own, grpo, planned)), "x", color=color, markersize=7)
+        axes.set_title(setting, loc="left", color=LIGHT["ink"], fontsize=11)
+        axes.set_xlabel("k: GRPO's time / the way's, equal updates", color=LIGHT["soft"])
+        axes.legend(fontsize=7, frameon=False, loc="lower right")
+    figure.supylabel("points above GRPO at equal time; shaded: 95 % by seed", color=LIGHT["soft"], fontsize=10)
+    return write_svg(figure, path)
+
+
+def with_cells(page: str) -> str:
+    """The page with the table between its marks replaced."""
+    before, rest = page.split(MARKS[0])
+    return f"{before}{MARKS[0]}\n{table()}\n{MARKS[1]}{rest.split(MARKS[1])[1]}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_cells(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    print(f"{PAGE}, {draw(PICTURE)}")

@@ -1,0 +1,150 @@
+"""Figures of docs/study/equal-time.md and of part eight's plan, computed again from csv files, planner and Table 1."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+import pytest
+
+from mugrpo_megatron.extras.plan.memory import engine_memory, memory
+from mugrpo_megatron.extras.plan.schedules import grpo_seconds, schedule_of
+from mugrpo_megatron.recipe.objective import ObjectiveSection
+from run_scripts.dev import equal_time
+from run_scripts.dev.part_eight.cells import load_grid
+from tests.checkout import ROOT
+from tests.extras.plan.published import PUBLISHED, bundled_case, published
+from tests.test_study_figures import minus, rows_of, seven, six
+
+PAGE = Path(ROOT, "docs/study/equal-time.md").read_text(encoding="utf-8")
+PLAN = Path(ROOT, "docs/study/part-eight.md").read_text(encoding="utf-8")
+UPDATES = 4096
+
+
+def test_the_cells_table_and_picture(tmp_path: Path) -> None:
+    assert equal_time.with_cells(PAGE) == PAGE, "python -m run_scripts.dev.equal_time"
+    drawn = equal_time.draw(tmp_path / "picture.svg").read_text(encoding="utf-8")
+    assert "µ=64: 4 stages, prefix" in drawn
+    assert drawn == Path(ROOT, "docs/study/equal-time.svg").read_text(encoding="utf-8")
+
+
+def test_no_schedule_is_above_grpo_at_its_planned_speed_up() -> None:
+    """The page's first sentence: no interval at a planned speed-up is above 0; four prefix stages are level at 1.53."""
+    for way in equal_time.WAYS:
+        if planned := equal_time.PLANNED.get(way.mu):
+            own, grpo = equal_time.curves_of(*way.cells), equal_time.curves_of(*way.grpo)
+            assert equal_time.mean_interval(equal_time.gaps(own, grpo, planned)).low < 0
+            if way.title == "4 stages, prefix":
+                level = equal_time.mean_interval(equal_time.gaps(own, grpo, 1.53))
+                assert level.low < 0 < level.high
+                assert fmean(equal_time.gaps(own, grpo, planned)) < 0
+
+
+def test_equal_updates_are_a_speed_up_of_one() -> None:
+    """Against the ends in part seven's cells.csv: means of three evaluations, not of the curve's last quarter."""
+    for headroom, way in (("large", "four_product"), ("small", "stage_veto")):
+        found = next(w for w in equal_time.WAYS if w.cells[:2] == (f"seven_{headroom}", way))
+        gaps = equal_time.gaps(equal_time.curves_of(*found.cells), equal_time.curves_of(*found.grpo), 1.0)
+        assert fmean(gaps) == pytest.approx(fmean(minus(seven(headroom, way), seven(headroom, "grpo"))), abs=0.15)
+
+
+def rows_below(text: str, head: str) -> list[list[str]]:
+    """Cells of a table's rows, by the beginning of its head."""
+    lines = text[text.index(head) :].split("\n\n")[0].split("\n")
+    return [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def test_the_plans_speed_ups() -> None:
+    """Part eight's table of k, its means in the grid, and those that the picture marks."""
+    rows = rows_below(PLAN, "| Recipe | µ=8")
+    found: dict[str, list[float]] = {}
+    for model in PUBLISHED:
+        case = bundled_case(model, "grpo")
+        need = memory(case, engine_memory(case))
+        baseline = grpo_seconds(case, need)
+        decoupled = ObjectiveSection(name="decoupled_ppo")
+        other = case.with_recipe(case.recipe.model_copy(update={"objective": decoupled}))
+        plain = [schedule_of(case, need, UPDATES, size) for size in (8, 16, 32, 64, 128, 256, 1024)]
+        passes = [schedule_of(other, need, UPDATES, size) for size in (16, 64)]
+        found[model] = [baseline / cost.without_evaluations for cost in (*plain, *passes)]
+    for name, *cells in rows[:-1]:
+        assert [float(cell) for cell in cells] == pytest.approx(found[name.lower()], abs=6e-4), name
+    means = [fmean(column) for column in zip(*found.values(), strict=True)]
+    assert [float(cell) for cell in rows[-1][1:]] == pytest.approx(means, abs=6e-4)
+    grid = load_grid(Path(ROOT, "docs/study/eight_large/grid.toml"))
+    expected = {
+        (4, False): 1.0,
+        (16, False): means[1],
+        (64, False): means[3],
+        (16, True): means[7],
+        (64, True): means[8],
+    }
+    for name, way in grid.ways.items():
+        assert way.k == pytest.approx(expected[way.mu, name.startswith("decoupled")], abs=6e-4), name
+    marked = dict(zip((8, 16, 32, 64, 128, 256), means, strict=False))
+    assert {mu: marked[mu] for mu in equal_time.PLANNED} == pytest.approx(equal_time.PLANNED, abs=6e-4)
+
+
+def test_the_papers_table_at_equal_time() -> None:
+    rows = rows_below(PAGE, "| Model | GRPO, %")
+    ratios, equal = [], []
+    for name, _, _, hours, ratio, optimize, same, updates in rows[:-1]:
+        grpo, ours = (published(name.lower(), method) for method in ("grpo", "mu_grpo"))
+        assert [float(h) for h in hours.split(", ")] == [grpo.total, ours.total]
+        assert optimize == f"{grpo.total - grpo.rollout:.1f}, {ours.total - ours.rollout:.1f}"
+        ratios.append(grpo.total / ours.total)
+        equal.append((grpo.rollout + ours.total - ours.rollout) / ours.total)
+        assert (ratio, same) == (f"{ratios[-1]:.2f}", f"{equal[-1]:.2f}")
+        assert updates == f"{UPDATES / ratios[-1]:,.0f}"
+    _, grpo_mean, our_mean, _, ratio, _, same, _ = rows[-1]
+    assert (ratio, same) == (f"{fmean(ratios):.2f}", f"{fmean(equal):.2f}")
+    accuracies = [[float(row[k]) for row in rows[:-1]] for k in (1, 2)]
+    assert [grpo_mean, our_mean] == [f"{fmean(column):.1f}" for column in accuracies]
+    assert f"the mean would be {fmean(equal):.2f}" in PAGE
+    taken = [UPDATES / ratio for ratio in ratios]
+    assert f"{min(taken):,.0f} to {max(taken):,.0f} of its 4,096 updates" in " ".join(PAGE.split())
+
+
+def test_the_law_refitted_against_bracketed_rates_is_no_better_than_a_constant() -> None:
+    law = [row for row in rows_of("law.csv") if row["gap"]]
+    cells = [(float(row["nats"]), float(row["gap"]) / (1 - float(row["start_sampled"]))) for row in law]
+    for headroom, ways in (("small", ["stage"]), ("large", ["rule", "eight"])):
+        grpo = seven(headroom, "grpo")
+        for way in ways:
+            nats, before, after = (six(f"six_{headroom}", way, key) for key in ("nats", "before", "after"))
+            cells += [(nats[seed], (grpo[seed] - after[seed]) / (1 - before[seed])) for seed in after]
+    assert len(cells) == 32
+    nats, gaps = np.array(cells).T
+    scales = np.geomspace(0.05, 5.0, 400)
+    shapes = -np.expm1(-nats / scales[:, None])
+
+    def fit(kept: np.ndarray) -> tuple[float, float]:
+        heights = shapes[:, kept] @ gaps[kept] / (shapes[:, kept] ** 2).sum(axis=1)
+        best = ((gaps[kept] - heights[:, None] * shapes[:, kept]) ** 2).sum(axis=1).argmin()
+        return float(heights[best]), float(scales[best])
+
+    everything = np.ones(32, dtype=bool)
+    height, scale = fit(everything)
+    errors = gaps + height * np.expm1(-nats / scale)
+    left_out, constant = [], []
+    for k in range(32):
+        kept = everything.copy()
+        kept[k] = False
+        height_k, scale_k = fit(kept)
+        left_out.append(gaps[k] + height_k * np.expm1(-nats[k] / scale_k))
+        constant.append(gaps[k] - gaps[kept].mean())
+    page = " ".join(Path(ROOT, "docs/study/law.md").read_text(encoding="utf-8").split())
+    rms = [
+        100 * float(np.sqrt(np.mean(np.square(values)))) for values in (errors, gaps - gaps.mean(), left_out, constant)
+    ]
+    assert f"{height:.3f} · (1 - exp(-n / {scale:.2f}))" in page
+    share = f"that of one share for all cells ({100 * gaps.mean():.1f} %) {rms[1]:.1f} too"
+    assert f"error is {rms[0]:.1f} % of the errors, {share}" in page
+    assert f"left out of the fit {rms[2]:.1f} and {rms[3]:.1f}" in page
+
+
+def test_the_best_falling_rate_over_its_last_quarter() -> None:
+    falling, grpo = (equal_time.curves_of("", name, rate) for name, rate in (("mild_decay", 8e-5), ("grpo", 4e-5)))
+    said = equal_time.interval(equal_time.gaps(falling, grpo, 1.0))
+    assert f"at {said} points" in Path(ROOT, "docs/study.md").read_text(encoding="utf-8")
