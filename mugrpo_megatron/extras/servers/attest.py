@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 MOST_DISTANCE = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}
-"""dtype -> nats: the largest mean of |server - learner| that rounding explains (measured: docs/servers.md)."""
+"""dtype -> nats: the largest mean of |server - learner| that rounding explains (docs/servers.md)."""
 MOST_SURPRISE = 6.0
 """Standard errors of the mean surprise; chance exceeds them once in 500 million checks."""
 LEAST_SURPRISE = 0.02
