@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from mugrpo_megatron.rewards.math.gold import IN_BASE, Gold, name_of, read_gold, sides, without_name
-from mugrpo_megatron.rewards.math.literal import chosen_letter, chosen_letters, same_words
+from mugrpo_megatron.rewards.math.gold import IN_BASE, Gold, left_side, name_of, read_gold, sides, without_name
+from mugrpo_megatron.rewards.math.literal import chosen_letter, chosen_letters, option_of, same_words
+from mugrpo_megatron.rewards.math.names import name_different_things
 from mugrpo_megatron.rewards.math.normalize import (
     Unit,
     encloses,
@@ -130,6 +131,8 @@ def compare_answer(answer: str, gold: str, policy: Policy = "strict") -> Outcome
         return 0.0, refusal
     if read.kind not in ("number", "other"):
         return _outcome(_same_text(text, read))
+    if name_different_things(left_side(text), read.name):
+        return 0.0, "another left side than the gold answer's"
     if policy == "lenient":
         return _outcome(same(read.parsed, parsed(without_words(text))))
     return _compare_number(text, read, money(answer)) if read.kind == "number" else _compare_other(text, read)
@@ -158,7 +161,7 @@ def _same_money(sign: Unit | None, gold: Gold) -> Outcome:
 def _same_text(text: str, gold: Gold) -> bool:
     """Whether choices, words or numbers in another base are equal as text; a missing base is no difference."""
     if gold.kind == "choice":
-        return chosen_letter(unstyled(text)) == gold.text
+        return _chooses(text, gold)
     if gold.kind == "words":
         return same_words(text, gold.text)
     if gold.kind == "choices":
@@ -168,6 +171,20 @@ def _same_text(text: str, gold: Gold) -> bool:
     if answer is None or target is None:
         return text == IN_BASE.sub(r"\1", gold.text)
     return answer[1] == target[1] and answer[2].lower() == target[2].lower()
+
+
+def _chooses(text: str, gold: Gold) -> bool:
+    """Whether the answer names the gold's letter, or the text of its option alone.
+
+    A letter beside another number than its option's is no choice.
+    """
+    if letter := chosen_letter(unstyled(text)):
+        beside = option_of(unstyled(text))
+        if letter != gold.text or not beside or not gold.option:
+            return letter == gold.text
+        number, wanted = read_number(split_unit(beside[1])[0]), read_number(split_unit(gold.option)[0])
+        return number is None or wanted is None or agree(number, wanted)
+    return bool(gold.option) and compare_answer(text, gold.option)[0] == 1.0
 
 
 def _compare_number(text: str, gold: Gold, sign: Unit | None) -> Outcome:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from typing import Literal, NamedTuple
 
+from mugrpo_megatron.rewards.math.aligned import as_displays
+from mugrpo_megatron.rewards.math.characters import FRACTIONS, RAISED, plain_characters
+from mugrpo_megatron.rewards.math.markup import answering_turn, without_markup
 from mugrpo_megatron.rewards.math.thoughts import after_thoughts
 
 _PHRASE = re.compile(
     r"\b(?:final\s+answer|answers?|correct\s+(?:option|choice)s?)\s*(?:(?:is|are|would\s+be|must\s+be)\b|:|=)\s*:?\s*"
     r"|\b(?:I|we)\s+(?:choose|pick|select)\s+"
-    r"|(?:答案|答え)\s*(?:是|为|為|は|[:：])\s*[:：]?\s*"
+    r"|(?:答案|答え)\s*(?:是|为|為|は|[:：])\s*[:：]?\s*|【(?:答案|答え)】\s*|(?<![不没非])[选選](?:择|擇|项|項)?\s*[:：]?\s*(?=\(?[A-Z]\b)"
     r"|\bответ\s*[:：]\s*",
     re.IGNORECASE,
 )
@@ -70,7 +73,9 @@ _SPAN = (
 )
 """A time, a ratio, a score, a range or a date: none of its numbers is a value of its own."""
 _MAGNITUDE = r"(?:\s(?:dozen|hundred|thousand|million|billion|trillion)s?\b)?"
-_PLAIN_VALUE = re.compile(f"{_SPAN}|(?:{NUMBER.pattern}){_MAGNITUDE}")
+_PLAIN_VALUE = re.compile(
+    rf"{_SPAN}|(?:{NUMBER.pattern})(?:\s?[{FRACTIONS}]|{RAISED}+)?{_MAGNITUDE}|(?<!\w)-?[{FRACTIONS}]"
+)
 _VALUE = re.compile(f"{_MATH.pattern}|{_PLAIN_VALUE.pattern}")
 _TEXT = re.compile(
     r"(?!\$[0-9])(?:.*?(?<![\\A-Za-z])[A-Za-z]{3,}|[\\$(\s]*(?:\\[a-z]+\{)*\(?[A-Z]\)?\}*[\\$).\s]*\Z)", re.DOTALL
@@ -187,30 +192,39 @@ def _is_prose(line: str) -> bool:
 
 
 _ANSWER = re.compile(
-    r"<(?P<tag>answer|final_answer)>(?P<inside>(?:(?!<(?P=tag)>).)*?)</(?P=tag)>", re.IGNORECASE | re.DOTALL
+    r"<(?P<tag>answer|final_answer)>(?P<inside>(?:(?!</?(?P=tag)>).)*)(?:</(?P=tag)>|\Z)"
+    r"|<\|(?P<box>begin_of_box)\|>(?P<boxed>(?:(?!<\|begin_of_box\|>).)*?)(?:<\|end_of_box\|>|\Z)",
+    re.IGNORECASE | re.DOTALL,
 )
+"""GLM's `<|begin_of_box|>` is one too."""
+_CUT_TAG = re.compile(r"<(?:/[A-Za-z_]*)?\s*\Z")
+"""The part of a closing tag that the length's limit has left."""
+_ONLY_CLOSED = re.compile(r"(?P<inside>(?:(?!</?(?:final_)?answer>).)+)</(?:final_)?answer>", re.IGNORECASE | re.DOTALL)
+"""Where the prompt has opened the tag."""
 
 
 def tagged_answers(text: str, connective: re.Pattern[str]) -> list[str]:
-    """Contents of the last group of `<answer>...</answer>`; empty without a complete pair.
+    """Contents of the last group of `<answer>...</answer>`; empty without a tag.
 
-    Pairs form a group when only a connective stands between them, as boxes do.
+    A stop string may cut the closing tag, and the prompt may hold the opening one. Pairs form a group when only a
+    connective stands between them, as boxes do.
     """
     if "<" not in text:
         return []
-    pairs = list(_ANSWER.finditer(text))
+    pairs = [pair for pair in _ANSWER.finditer(text) if (pair["inside"] or pair["boxed"] or "").strip() or pair["tag"]]
+    if not pairs and (closed := _ONLY_CLOSED.match(text)):
+        return [closed["inside"].strip()]
     group = pairs[-1:]
     for pair in reversed(pairs[:-1]):
         if not connective.fullmatch(text, pair.end(), group[0].start()):
             break
         group.insert(0, pair)
-    return [pair["inside"].strip() for pair in group]
+    return [_CUT_TAG.sub("", pair["inside"] or pair["boxed"] or "").strip() for pair in group]
 
 
 Extract = Literal["auto", "boxed", "final", "last_number"]
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,40}")
-_BOLD = re.compile(r"(?<![\w)}\]])\*\*(?=\S)([^*\n]+?)\*\*(?![\w(])")
 _CONNECTIVE = re.compile(
     r"(?:\s|\$|,|;|\.|\\[()\[\],;:! ]|\\q?quad\b|\\text\s*\{[^{}0-9]{0,40}\}|\b(?:and|or)\b"
     r"|[a-zA-Z](?:_\{?\w\}?)?\s*=)*"
@@ -225,43 +239,83 @@ def is_integer(text: str) -> bool:
     return _INTEGER.fullmatch(text) is not None
 
 
-def answer_of(response: str, extract: Extract = "final", text_gold: bool = False) -> str:
+def answer_of(response: str, extract: Extract = "final", text_gold: bool | None = None) -> str:
     r"""Extract the answer from a response, stripped; empty when there is none.
 
-    Thoughts (`after_thoughts`) are left out; if there are answers in tags, only they are searched. "boxed" takes only
-    the last `\boxed{}` or `\fbox{}`, joined with the boxes before it when only "and", commas and the like stand
-    between. "final" takes, in this order: a response that is an integer; the last box; the text after the last `####`;
-    the text after the last "answer is" or "answer:" in its sentence; a displayed `$$...$$` at the end; the last line,
-    or for prose its
-    last formula or number. "last_number" takes the last number anywhere. "auto" is "final"; a recipe whose prompts ask
-    for a box makes it "boxed".
+    Thoughts (`after_thoughts`) are left out, and so are the tokens that end a turn; if there are answers in tags, only
+    they are searched. "boxed" takes only the last `\boxed{}` or `\fbox{}`, joined with the boxes before it when only
+    "and", commas and the like stand between. "final" takes, in this order: a response that is an integer; the last box;
+    the text after the last `####`; the text after the last "answer is" or "answer:" in its sentence; a displayed
+    `$$...$$` at the end; the last line, or for prose its last formula or number. "last_number" takes the last number
+    anywhere. "auto" is "final"; a recipe whose prompts ask for a box makes it "boxed".
 
-    With `text_gold` the gold is words or a choice: prose is then the answer, not the numbers in it.
+    `text_gold` says whether the gold is words or a choice, None that it is not known: prose is then the answer, not the
+    numbers in it, and a choice that is named behind a box counts where the box holds none.
     """
-    text = after_thoughts(response).strip()
+    text = plain_characters(answering_turn(after_thoughts(response)), scripts=False).strip()
     if extract == "last_number":
         numbers = NUMBER.findall(text[-_TAIL_CHARS:])
         return numbers[-1] if numbers else ""
     if extract != "boxed" and is_integer(text):
         return text
-    text = text[-_TAIL_CHARS:]
+    text = as_displays(text[-_TAIL_CHARS:])
     texts = tagged_answers(text, _CONNECTIVE) or [text]
     if extract == "boxed":
         return ", ".join(dict.fromkeys(boxed_answer(text) or "" for text in texts))
     return ", ".join(dict.fromkeys(_final_answer(text, text_gold) for text in texts))
 
 
-def _final_answer(text: str, text_gold: bool) -> str:
+def _final_answer(text: str, text_gold: bool | None) -> str:
     boxed = boxed_answer(text)
+    text = without_markup(text)
     if boxed is not None:
-        return boxed
-    text = _BOLD.sub(r"\1", text)
+        return _named_behind(text, boxed, text_gold) or boxed
     if "####" in text:
         after = text.rsplit("####", 1)[1].strip().split("\n", 1)[0].strip()
         if not after.lower().startswith(("final answer", "answer")):
             return after
     statement = after_phrase(text)
-    return last_answer(text, text_gold) if statement is None else answer_in_statement(statement, text_gold)
+    if statement is None:
+        return last_answer(text, bool(text_gold))
+    return answer_in_statement(statement, bool(text_gold))
+
+
+_CHOICE = re.compile(
+    r"(?:(?:option|choice)\s+)?(?:\((?P<in>[A-Z])\)|(?P<bare>[A-Z])(?:\)|(?=[.:]\s|[.:]?\Z)))", re.IGNORECASE
+)
+_MACROS = re.compile(r"\\(?:text[a-z]*|math(?:rm|bf)|boxed)\s*\{|[${}]")
+
+
+def _named_behind(text: str, boxed: str, text_gold: bool | None) -> str | None:
+    """What an "answer is" behind the last box says, where the gold is of words and the box holds a formula.
+
+    A choice also counts where the gold is not known and the box holds no number; beside another boxed choice it makes a
+    list, which no single gold equals.
+    """
+    if text_gold is False:
+        return None
+    end = max((box.end for box in _boxes(text)), default=0)
+    statement = after_phrase(text[end:]) if end else None
+    if not statement:
+        return None
+    bare = _MACROS.sub("", boxed).strip()
+    named, in_box = _CHOICE.match(statement), _CHOICE.match(bare)
+    if named:
+        letter = (named["in"] or named["bare"]).upper()
+        if in_box:
+            other = (in_box["in"] or in_box["bare"]).upper()
+            return None if letter == other else f"{other}, {letter}"
+        return letter if text_gold or not re.search("[0-9]", bare) or re.search(r"[=<>]|\\[lg][elg]", bare) else None
+    worded = (
+        text_gold
+        and not in_box
+        and re.search("[A-Za-z]{3}", statement)
+        and not re.search(r"[A-Za-z]{3}", _COMMANDS.sub("", bare))
+    )
+    return answer_in_statement(statement, True) if worded else None
+
+
+_COMMANDS = re.compile(r"\\[A-Za-z]+")
 
 
 def boxed_answer(text: str) -> str | None:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from mugrpo_megatron.rewards.math.extract import boxed_answer, values_in_prose
-from mugrpo_megatron.rewards.math.literal import gold_text, is_words, letter_of, letters_of, says_no_number
+from mugrpo_megatron.rewards.math.literal import gold_text, is_words, letter_of, letters_of, option_of, says_no_number
 from mugrpo_megatron.rewards.math.normalize import (
     REPEATING,
     Unit,
@@ -56,6 +56,10 @@ class Gold:
     parsed: list[Any] = field(default_factory=list)
     number: Number | None = None
     unit: Unit | None = None
+    name: str = ""
+    """The left side of the equation that assigns a value to it."""
+    option: str = ""
+    """The text of a choice that the gold names with its letter."""
     repeating: bool = False
     """Whether it is a repeating decimal, which a decimal without the bar does not equal."""
 
@@ -72,6 +76,8 @@ def read_gold(answer: str) -> Gold:
         raise ValueError("the gold answer is empty")
     if letter := letter_of(text):
         return Gold(letter, "choice")
+    if option := option_of(text):
+        return Gold(option[0], "choice", option=option[1])
     if letters := letters_of(text):
         return Gold(letters, "choices")
     if is_words(text):
@@ -95,9 +101,10 @@ def read_gold(answer: str) -> Gold:
             parsed(single),
             read_number(single),
             unit or money(sentence),
-            repeating,
+            left_side(text),
+            repeating=repeating,
         )
-    return Gold(text, "other", False, parsed(without_name(without_words(text))))
+    return Gold(text, "other", False, parsed(without_name(without_words(text))), name=_name_of_constants(text))
 
 
 def _reduced(text: str, prose: str) -> str:
@@ -126,6 +133,25 @@ def sides(text: str, operators: str = "") -> list[str]:
     if len(parts) > 1 and named[0]:
         return parts[1:]
     return parts[:1] if len(parts) == 2 and named[1] and re.search("[0-9]", parts[0]) else parts
+
+
+def left_side(text: str) -> str:
+    """The name to which an equation assigns: `x` for `x = 2 + 3 = 5` and for `5 = x`; empty for other text."""
+    if len(split_top(text, ",")) > 1:
+        return ""
+    parts = split_top(text, _EQUALS)
+    if len(parts) == 2 and not _is_name(parts[0]) and _is_name(parts[1]):
+        return parts[1]
+    return name_of(text)
+
+
+_VARIABLES = re.compile(r"(?<![\\A-Za-z])[A-Za-z]")
+
+
+def _name_of_constants(text: str) -> str:
+    """`left_side` of a tuple, a set or an interval without variables; an equation of variables is compared whole."""
+    parts = split_top(text, _EQUALS)
+    return left_side(text) if len(parts) == 2 and not _VARIABLES.search(parts[1]) else ""
 
 
 def name_of(text: str) -> str:

@@ -71,7 +71,8 @@ _CHOICE = re.compile(rf"{_PREFIX}(?:\(([A-Z])\)|([A-Z])\)?)")
 _SMALL = re.compile(r"\(?([a-z])\)?")
 _SIDE_BY_SIDE = re.compile(r"[A-Z]{2,}")
 _LABEL = re.compile(
-    rf"{_PREFIX}(?:\(([A-Z])\)|([A-Z])(?:\)|(?=[.:]\s|\Z| is (?:the )?(?:correct|right|best)\b)))(?=[\s.:]|\Z)"
+    rf"{_PREFIX}(?:\(([A-Z])\)|([A-Z])(?:\)|(?=[.:]\s|\Z| is (?:the )?(?:correct|right|best)\b)))"
+    r"(?=[\s.:]|\Z|(?<=\))[0-9])"
 )
 _BESIDE = re.compile(r"[\s.:-]*(?:,|\([A-Z]\)|[A-Z](?: [A-Z])*\s*(?:\Z|[.:),(/&|]))")
 """A comma (an "or", once normalized), another bracketed letter, or letters that stand alone."""
@@ -94,6 +95,18 @@ def letter_of(gold: str) -> str | None:
     """The letter of a normalized gold that is a single choice: `C`, `(C)`, `Option C`."""
     match = _CHOICE.fullmatch(gold)
     return match[1] or match[2] if match else None
+
+
+_OPTION = re.compile(
+    rf"{_PREFIX}(?:\(([A-J])\)|([A-J])(?:\)|\.(?=\s|[0-9$\\])|:(?=\s|[0-9$\\])(?!.*=)))"
+    r"(?!\s*(?:\\(?:cup|cap|to|times|cdot)|[+*^=<>/,]|[A-Z]\.|.*\([A-J]\)))\s*(?P<text>\S.*)"
+)
+
+
+def option_of(text: str) -> tuple[str, str] | None:
+    """The letter and the text of a normalized choice with its option, such as `(D) 12 m/s` or `D. Paris`; else None."""
+    match = _OPTION.fullmatch(text)
+    return ((match[1] or match[2]), match["text"].strip()) if match else None
 
 
 def letters_of(gold: str) -> str | None:
@@ -149,6 +162,7 @@ _STATEMENT = re.compile(
     re.IGNORECASE,
 )
 """Prose about a number: the number is what it says."""
+_ORDINAL = re.compile(r"([0-9])\s*(?:\^\s*)?\{?\s*(?:st|nd|rd|th)\b\s*\}?")
 _TOKEN = re.compile(r"[0-9]+(?:\.[0-9]+)?|[^\W\d_]+|[^\s,.\"`()\[\]{}!]")
 _APOSTROPHES = re.compile("['’]")
 _ARTICLES = frozenset(("a", "an", "the"))
@@ -178,7 +192,7 @@ def is_text(gold: str) -> bool:
 
 
 def _is_text(text: str) -> bool:
-    return letter_of(text) is not None or is_words(text)
+    return letter_of(text) is not None or option_of(unstyled(text)) is not None or is_words(text)
 
 
 def is_words(text: str) -> bool:
@@ -208,5 +222,5 @@ def same_words(text: str, gold: str) -> bool:
 
 
 def _tokens(text: str) -> list[str]:
-    tokens = _TOKEN.findall(_APOSTROPHES.sub("", unstyled(text)).casefold())
+    tokens = _TOKEN.findall(_ORDINAL.sub(r"\1", _APOSTROPHES.sub("", unstyled(text)).casefold()))
     return tokens[1:] if len(tokens) > 1 and tokens[0] in _ARTICLES else tokens

@@ -5,13 +5,31 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+from mugrpo_megatron.rewards.math.aligned import without_alignment
+from mugrpo_megatron.rewards.math.characters import plain_characters
+from mugrpo_megatron.rewards.math.unit_words import COUNTED, with_latin_units
 from mugrpo_megatron.rewards.math.upright import has_value, italic
 
 _NUMBER = r"[0-9]+(?:\.[0-9]+)?|\.[0-9]+"
+_GREEK_LETTERS = {
+    "α": "alpha", "β": "beta", "γ": "gamma", "δ": "delta", "ε": "epsilon", "ζ": "zeta", "η": "eta", "θ": "theta",
+    "ι": "iota", "κ": "kappa", "λ": "lambda", "μ": "mu", "ν": "nu", "ξ": "xi", "π": "pi", "ρ": "rho", "σ": "sigma",
+    "τ": "tau", "υ": "upsilon", "φ": "phi", "χ": "chi", "ψ": "psi", "ω": "omega", "Γ": "Gamma", "Δ": "Delta",
+    "Θ": "Theta", "Λ": "Lambda", "Ξ": "Xi", "Π": "Pi", "Σ": "Sigma", "Φ": "Phi", "Ψ": "Psi", "Ω": "Omega",
+}  # fmt: skip
+_VARIABLE = re.compile(r"(?<![\u0370-\u03ff\u1f00-\u1fff])[\u0370-\u03ff]{1,2}(?![\u0370-\u03ff\u1f00-\u1fff])")
+"""One or two Greek letters; more of them are a word."""
+_ROOT = re.compile(r"(?P<sign>[√∛∜])\s*(?:\((?P<group>[^()]*)\)|(?P<plain>[0-9]+(?:\.[0-9]+)?|[A-Za-z]))")
+_DEGREES_OF_ROOTS = {"√": "", "∛": "[3]", "∜": "[4]"}
 _PLAIN = str.maketrans(
-    {"−": "-", "–": "-", "×": "\\times ", "·": "\\cdot ", "÷": "/", "π": "\\pi ", "∞": "\\infty ", "°": "^\\circ ",
-     "√": "\\sqrt ", "≤": "\\le ", "≥": "\\ge ", "≈": "\\approx ", "≠": "\\ne ", "∨": "\\lor ", "∪": "\\cup ",
-     "²": "^{2}", "³": "^{3}", "₹": " ", "¢": "\\text{ cents}", "\x00": "", "\u200b": "", "\u00a0": " ", "~": " "}
+    {"−": "-", "–": "-", "×": "\\times ", "·": "\\cdot ", "÷": "/", "∞": "\\infty ", "°": "^\\circ ", "√": "\\sqrt ",
+     "∛": "\\sqrt[3]", "∜": "\\sqrt[4]", "≤": "\\le ", "≥": "\\ge ", "≈": "\\approx ", "≠": "\\ne ", "∨": "\\lor ",
+     "∪": "\\cup ", "∩": "\\cap ", "∈": "\\in ", "∉": "\\notin ", "⊂": "\\subset ", "⊆": "\\subseteq ", "±": "\\pm ",
+     "∓": "\\mp ", "→": "\\to ", "⇒": "\\Rightarrow ", "∠": "\\angle ", "△": "\\triangle ", "⌊": "\\lfloor ",
+     "⌋": "\\rfloor ", "⌈": "\\lceil ", "⌉": "\\rceil ", "≡": "\\equiv ", "≅": "\\cong ", "∝": "\\propto ",
+     "≪": "\\ll ",
+     "≫": "\\gg ", "∧": "\\land ", "∂": "\\partial ", "∑": "\\sum ", "∏": "\\prod ", "∫": "\\int ", "⟨": "(", "⟩": ")",
+     "∅": "\\emptyset ", "₹": " ", "₩": " ", "₽": " ", "¢": "\\text{ cents}", "\x00": "", "~": " "}
 )  # fmt: skip
 _FONT = (
     r"text|textbf|textrm|textit|texttt|textsf|textnormal|mathrm|mathbf|mathit|mathcal|mathbb|mathsf|boldsymbol|bm|mbox|hbox|"
@@ -74,6 +92,13 @@ _MIXED = re.compile(r"([+-]?[0-9]+) ([0-9]+) ?/ ?([0-9]+)")
 _SCIENTIFIC = re.compile(rf"([+-]?(?:{_NUMBER}))[eE]([+-]?[0-9]+)")
 _ELLIPSIS = re.compile(r"(?<![0-9.])([0-9]+)\s*(?:\.{2,}|…)\s*\Z")
 """Behind a whole number it says that more follows; behind decimals, only that there are more of them."""
+_EMPHASIZED = re.compile(r"\A\s*(?P<marks>\*{1,3}|_{1,3}|`)(?P<inside>[^*_`]+)(?P=marks)\s*\Z")
+"""A whole answer in Markdown's emphasis."""
+_ORDINAL = re.compile(
+    r"(?<![0-9A-Za-z/.^_}])(?P<number>[0-9]{0,40}?(?:(?P<teen>1[0-9])|(?P<last>[0-9])))\s*(?:\^\s*)?\{?\s*"
+    r"(?:\\(?:text[a-z]*|mathrm|mbox)\s*\{\s*)?(?P<ending>st|nd|rd|th)\s*\}{0,2}(?=\s*(?:\Z|,))"
+)
+_ORDINAL_ENDINGS = {"1": "st", "2": "nd", "3": "rd"}
 _ANSWER_LABEL = re.compile(r"(?:the\s+)?(?:correct\s+)?(?:final\s+)?answer\s*(?:is\b\s*:?|:|=)\s*", re.IGNORECASE)
 _SENTENCE = r"(?i:(?:[A-Za-z]+ ){0,6}(?:is|are|was|were|be|can|cannot|not|never|unknown|unclear|than|or)\b)"
 _LABEL_WORDS = rf"(?!{_SENTENCE})((?:[A-Za-z]+ ){{0,6}}[A-Za-z]{{3,}}):"
@@ -85,11 +110,15 @@ _TRAILING = _LEADING + ".。\\"
 
 def normalize(text: str) -> str:
     """The same answer in one spelling; LaTeX stays LaTeX. Alternatives ("or", `\\lor`) become commas."""
+    text = without_alignment(_EMPHASIZED.sub(r"\g<inside>", plain_characters(text)))
+    if not text.isascii():
+        text = _VARIABLE.sub(_as_latex, _ROOT.sub(_as_root, text))
     text = _ELLIPSIS.sub(r"\1\\ldots ", text).translate(_PLAIN).rstrip(_TRAILING)
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
+    text = COUNTED.sub(_in_text, with_latin_units(text))
     text = _without_label(unwrapped(text.rstrip(_TRAILING).lstrip(_LEADING))).rstrip(_TRAILING)
-    text = italic(text)
+    text = italic(_ORDINAL.sub(_as_number, text))
     text = REPEATING.sub(_as_fraction, _without_thousands(text))
     while text[:1] == "{" and text[-1:] == "}" and encloses(text):
         text = text[1:-1].strip()
@@ -100,6 +129,26 @@ def normalize(text: str) -> str:
     if scientific := _SCIENTIFIC.fullmatch(text):
         return f"{scientific[1]} \\times 10^{{{scientific[2]}}}"
     return text
+
+
+def _as_latex(letters: re.Match[str]) -> str:
+    """Greek letters as commands; the ohm sign stays for `with_latin_units`."""
+    return "".join(f"\\{_GREEK_LETTERS[c]} " if c in _GREEK_LETTERS and c != "Ω" else c for c in letters[0])
+
+
+def _as_number(ordinal: re.Match[str]) -> str:
+    """`3rd` and `3^{\\text{rd}}` as 3; unchanged where the ending is another number's."""
+    expected = "th" if ordinal["teen"] else _ORDINAL_ENDINGS.get(ordinal["last"], "th")
+    return ordinal["number"] if ordinal["ending"] == expected else ordinal[0]
+
+
+def _in_text(counted: re.Match[str]) -> str:
+    """A word behind a number as `\\text{...}`, unless it changes or denies the number."""
+    return counted[0] if _NOT_IN_A_UNIT.search(counted["word"]) else f"\\text{{{counted['word']}}}"
+
+
+def _as_root(root: re.Match[str]) -> str:
+    return f"\\sqrt{_DEGREES_OF_ROOTS[root['sign']]}{{{root['group'] or root['plain'] or ''}}}"
 
 
 def _without_thousands(text: str) -> str:
@@ -202,7 +251,7 @@ _NUMERAL = re.compile(
 )
 """A number in words, outside of parentheses: `5 (five)` says one number."""
 _NOT_IN_A_UNIT = re.compile(
-    r"[^\w\s.,'’\"/()·^{}$\\%-]|[半百千万萬亿億兆打或不非约約]|以[上下内內外]|左右|上下|[多余餘](?:个|個|\W|\Z)|未満|程度|ほど|[くぐ]らい"
+    r"[^\w\s.,'’\"/()·^{}$\\%-]|[半百千万萬亿億兆打成折或不非未没沒无無约約]|な[いか]|ません|아[니닙님닌]|없|以[上下内內外]|左右|上下|[多余餘](?:个|個|\W|\Z)|未満|程度|ほど|[くぐ]らい"
     r"|[천만억]|이상|이하|미만|정도|또는"
     r"|\b(?:mil|mill[oó]n(?:es)?|mille|milliers?|milliards?|milh(?:ão|ões|ares)|tausend|hundert|dutzend|million(?:en)"
     r"|milliarden?|cientos?|docenas?|douzaines?|тысяч\w*|миллион\w*|миллиард\w*|сот(?:ен|ни|ня)"
@@ -229,7 +278,12 @@ _NAMES = {
     "dollar": "usd", "cent": "", "euro": "", "degree": "deg", "radian": "rad", "celsius": "c", "fahrenheit": "f",
     "newton": "n", "kn": "kilonewton", "joule": "j", "kj": "kilojoule", "watt": "w", "kw": "kilowatt", "volt": "v",
     "hz": "hertz", "khz": "kilohertz", "pa": "pascal", "kpa": "kilopascal", "cal": "calorie", "kcal": "kilocalorie",
-    "yen": "", "rupee": "rs inr", "mph": "", "kph": "", "unit": "",
+    "yen": "", "rupee": "rs inr", "yuan": "cny", "won": "", "ruble": "", "mph": "", "kph": "", "unit": "",
+    "nm": "nanometer nanometre", "angstrom": "", "jin": "", "micrometer": "micrometre", "microliter": "microlitre",
+    "tonne": "",
+    "kelvin": "k", "ohm": "", "kiloohm": "kilohm", "megaohm": "megohm", "gigaohm": "", "milliohm": "", "nanoohm": "",
+    "microsecond": "", "microgram": "", "microampere": "", "microfarad": "", "microcoulomb": "", "microvolt": "",
+    "microwatt": "", "microtesla": "", "microhenry": "", "microjoule": "", "micronewton": "", "micromole": "",
 }  # fmt: skip
 _KNOWN = {name: unit for unit, names in _NAMES.items() for name in (unit, *names.split())}
 _DERIVED = {

@@ -1,0 +1,75 @@
+"""What is around an answer and no part of it: tokens that end a turn, and emphasis of Markdown and HTML."""
+
+from __future__ import annotations
+
+import re
+
+_JOINT = "[_▁ -]?"
+_NAME = (
+    rf"im{_JOINT}end|im{_JOINT}start|fim{_JOINT}pad|e[o][sdtm](?:{_JOINT}(?:id|token))?"
+    rf"|end(?:{_JOINT}of)?(?:{_JOINT}(?:text|sentence|turn(?:{_JOINT}token)?|message|utterance|response|document|role|header{_JOINT}id))?"
+    rf"|(?:role|turn|message){_JOINT}(?:end|stop)|return|call|stop|pad(?:ding)?(?:_[0-9]+)?"
+    rf"|start(?:{_JOINT}header{_JOINT}id|{_JOINT}of{_JOINT}(?:role|turn(?:{_JOINT}token)?))?"
+    r"|user|system|observation|human|assistant|bot|tool_response"
+)
+_END = re.compile(
+    rf"<[|｜](?:{_NAME})[|｜]>|<turn\|>|<\|turn>|</?s>|<\\s>|<(?:eos|pad|unk|eot|eod|(?:end|start)_of_turn)>"
+    r"|<end>|\[(?:EOS|END|PAD|SEP|/?INST|end[ _]of[ _]text)\]|(?:<[|｜][^<>|｜\s]{1,40}[|｜]>\s*)+\Z",
+    re.IGNORECASE,
+)
+_ASSISTANT = re.compile(
+    r"(?:<[|｜](?:im_start|start|start_header_id|start_of_role|role_start)[|｜]>\s*assistant\b(?:<[|｜][a-z_]+[|｜]>)?"
+    r"|<[|｜](?:assistant|Assistant|CHATBOT_TOKEN|bot)[|｜]>|<start_of_turn>\s*model\b|<\|turn>\s*model\b|\[/INST\])"
+    r"[ \t]*\n?"
+)
+
+
+def answering_turn(text: str) -> str:
+    """The text of the last turn of the assistant, without the tokens that begin and end it.
+
+    Responses of this project have no such tokens; dumps of other programs may. Text behind the token that ends the turn
+    is another turn's.
+    """
+    if "<" not in text and "[" not in text:
+        return text
+    begin = max((turn.end() for turn in _ASSISTANT.finditer(text) if text[turn.end() :].strip()), default=0)
+    rest = text[begin:]
+    while (leading := _END.match(rest.lstrip())) and rest.strip():
+        rest = rest.lstrip()[leading.end() :]
+    end = next((token for token in _END.finditer(rest) if "box" not in token[0]), None)
+    return rest[: end.start()] if end else rest
+
+
+_SPANS = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"(?<![\w)}\]*\\])\*{1,3}(?=[^\s*])(?P<inside>[^*\n]*[^\s*])\*{1,3}(?![\w(*])",
+        r"(?<![\w)}\]$\\])_{1,3}(?=[^\s_])(?P<inside>(?:[^_\n]|(?<=\w)_(?=\w))*?[^\s_])_{1,3}(?![\w({])",
+        r"(?<!`)`{1,2}(?=[^`\s])(?P<inside>[^`\n]*?)`{1,2}(?!`)",
+        r"(?<![\w=])==(?=[^\s=])(?P<inside>[^=\n]*[^\s=])==(?![\w=])",
+        r"<(?P<tag>b|strong|i|em|u|mark|code|p|div|center|span|big)(?:\s[^<>]*)?>(?P<inside>[^<\n]*)</(?P=tag)>",
+    )
+)
+"""Emphasis whose marks touch no word and no formula: `2*3*4` and `x_1` are none."""
+_STRUCK = re.compile(r"~~(?=\S)[^~\n]*~~|<(?P<tag>s|del|strike)>[^<\n]*</(?P=tag)>")
+_FENCE = re.compile(r"^[ \t]*(?:```+|~~~+)[ \t]*[A-Za-z]*[ \t]*$\n?", re.MULTILINE)
+_LINE_MARK = re.compile(r"^[ \t]*(?:#{1,6}(?!#)[ \t]+|>[ \t]+(?=[^0-9\s])|[*+][ \t]+)", re.MULTILINE)
+_SUPERSCRIPT = re.compile(r"<(?P<tag>su[pb])>(?P<inside>[^<>\n]{1,20})</(?P=tag)>")
+_LINE_BREAK = re.compile(r"<br\s*/?>", re.IGNORECASE)
+_DEEPEST = 3
+"""Emphasis inside emphasis."""
+
+
+def without_markup(text: str) -> str:
+    """Text without emphasis, code marks, headings and bullets; struck text is left out, `<sup>` is an exponent."""
+    if not any(mark in text for mark in "*_`~=<#"):
+        return text
+    text = _LINE_BREAK.sub("\n", _STRUCK.sub("", _FENCE.sub("", text)))
+    text = _SUPERSCRIPT.sub(lambda match: f"{'^' if match['tag'] == 'sup' else '_'}{{{match['inside']}}}", text)
+    for _ in range(_DEEPEST):
+        before = text
+        for span in _SPANS:
+            text = span.sub(r"\g<inside>", text)
+        if text == before:
+            break
+    return _LINE_MARK.sub("", text).strip()
