@@ -23,7 +23,7 @@ _DROPPED = frozenset("{}() ")
 class _Name(NamedTuple):
     letter: str
     primes: int
-    index: tuple[str, ...]
+    below: tuple[str, ...]
     """What stands below the letter."""
     arguments: tuple[str, ...] | None
     """What it is applied to; a lone small letter is any."""
@@ -64,7 +64,7 @@ def _differ(one: _Name, other: _Name) -> bool:
         return one.letter == other.letter and one.primes != other.primes
     if one.letter != other.letter or one.primes != other.primes:
         return True
-    indices = one.index and other.index and one.index != other.index
+    indices = one.below and other.below and one.below != other.below
     return bool(indices) or one.arguments != other.arguments
 
 
