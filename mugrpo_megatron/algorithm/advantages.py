@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from mugrpo_megatron.errors import FunctionFailure
-from mugrpo_megatron.recipe.functions import ForeignFailure, call_foreign, load_function
+from mugrpo_megatron.recipe.functions import ForeignFailure, arguments_of, call_foreign, load_function
 from mugrpo_megatron.recipe.objective import ObjectiveSection
 from mugrpo_megatron.samples import Sample, trained_lengths
 
+ARGUMENTS = ("rewards", "groups", "lengths", "rows", "components")
+"""Of a user's function, by name: float64 [n], int64 [n], int64 [n] in tokens, each response's row, the parts of its
+reward."""
 STD_EPSILON = 1e-6
 """Added to a group's standard deviation: a nearly constant group would otherwise get huge advantages."""
+LARGEST = float(np.finfo(np.float32).max)
+"""Advantages are float32; no larger reward or advantage is kept."""
+ROUNDING = 4 * float(np.finfo(np.float32).eps)
+"""Relative difference below which two rewards are the same number, computed in another order or in float32."""
 
 
 def group_advantages(
@@ -44,7 +51,7 @@ def group_advantages(
     """
     if config.has_user_advantage:
         return _user_advantages(rewards, groups, config, samples)
-    rewards = np.asarray(rewards, dtype=np.float64)
+    rewards = np.clip(np.asarray(rewards, dtype=np.float64), -LARGEST, LARGEST)
     if (missing := np.isnan(rewards)).any():
         advantages = np.zeros(len(rewards), dtype=np.float32)
         advantages[~missing] = group_advantages(rewards[~missing], np.asarray(groups)[~missing], config)
@@ -53,20 +60,24 @@ def group_advantages(
     means = np.bincount(inverse, rewards, len(sizes)) / sizes
     centred = np.where(informative(rewards, groups), rewards - means[inverse], 0.0)
     if config.advantage == "group_mean":
-        return centred.astype(np.float32)
+        return _as_float32(centred)
     others = np.maximum(sizes - 1, 1)
     if config.advantage == "leave_one_out":
-        return (centred * (sizes / others)[inverse]).astype(np.float32)
+        return _as_float32(centred * (sizes / others)[inverse])
     std = np.sqrt(np.bincount(inverse, centred**2, len(sizes)) / others)
     return (centred / (std[inverse] + STD_EPSILON)).astype(np.float32)
+
+
+def _as_float32(values: np.ndarray) -> np.ndarray:
+    return np.clip(values, -LARGEST, LARGEST).astype(np.float32)
 
 
 def _user_advantages(
     rewards: np.ndarray, groups: np.ndarray, config: ObjectiveSection, samples: Sequence[Sample]
 ) -> np.ndarray:
-    """`group_advantages` by the user's f(rewards float64 [n], groups int64 [n], lengths int64 [n], rows) -> [n].
+    """`group_advantages` by the user's function of the `ARGUMENTS` that it names -> [n].
 
-    n responses have a reward; the others, with NaN, get 0. A parameter `components` gets the parts of each reward.
+    n responses have a reward; the others, with NaN, get 0.
     """
     if len(rewards) != len(samples):
         raise ValueError("objective.advantage, a user's function, needs every response")
@@ -74,13 +85,17 @@ def _user_advantages(
     function = load_function("objective.advantage", config.advantage)
     scored = np.flatnonzero(~np.isnan(rewards))
     lengths, kept = trained_lengths(samples), [samples[index] for index in scored.tolist()]
-    columns = [np.asarray(column, dtype)[scored] for column, dtype in ((rewards, float), (groups, int), (lengths, int))]
-    rows = [json.loads(sample.row) if sample.row else {} for sample in kept]
+    taken = arguments_of(name, function, ARGUMENTS)
+    given: dict[str, Any] = {
+        "rewards": np.asarray(rewards, float)[scored],
+        "groups": np.asarray(groups, int)[scored],
+        "lengths": np.asarray(lengths, int)[scored],
+        "rows": [json.loads(sample.row) if sample.row else {} for sample in kept],
+        "components": [dict(sample.components) for sample in kept],
+    }
 
     def call() -> np.ndarray:
-        takes_parts = "components" in inspect.signature(function).parameters
-        parts = {"components": [dict(sample.components) for sample in kept]} if takes_parts else {}
-        return np.asarray(function(*columns, rows, **parts), dtype=np.float32)
+        return np.asarray(function(**{argument: given[argument] for argument in taken}), dtype=np.float32)
 
     try:
         values = call_foreign(call, hidden=[__file__])
@@ -104,13 +119,16 @@ def before_penalty(rewards: np.ndarray, penalties: np.ndarray) -> np.ndarray:
 
 
 def informative(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """bool [N]: whether the rewards in the response's group differ, so that its advantages are not all 0."""
+    """bool [N]: whether the rewards in the response's group differ, so that its advantages are not all 0.
+
+    Rewards that differ by rounding, as 0.1 + 0.2 and 0.3 do, are equal.
+    """
     rewards = np.asarray(rewards, dtype=np.float64)
     _, inverse, sizes = np.unique(groups, return_inverse=True, return_counts=True)
     low, high = np.full(len(sizes), np.inf), np.full(len(sizes), -np.inf)
     np.minimum.at(low, inverse, rewards)
     np.maximum.at(high, inverse, rewards)
-    return (low < high)[inverse]
+    return (high - low > ROUNDING * np.maximum(np.abs(low), np.abs(high)))[inverse]
 
 
 def informative_updates(informative: np.ndarray, prompts_per_update: int) -> np.ndarray:

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mugrpo_megatron.data.fields import spoken_message, unread_fields
-from mugrpo_megatron.data.files import CONVERSATION, QUESTIONS, RESPONSES, ColumnPaths, found_in, has, messages_of, rows
+from mugrpo_megatron.data.files import (
+    CHATS,
+    CONVERSATION,
+    QUESTIONS,
+    RESPONSES,
+    ColumnPaths,
+    field_at,
+    found_in,
+    has,
+    is_empty,
+    messages_of,
+    question_column,
+    rows,
+)
 from mugrpo_megatron.data.problems import named_sources, refuse_malformed, resolve, with_system
 from mugrpo_megatron.data.prompts import messages_to_render, render, render_reply, rendered, template_of
 from mugrpo_megatron.data.reading import problem_of
@@ -22,6 +36,21 @@ if TYPE_CHECKING:
 SOLUTIONS = ("solution", "answer")
 """Columns of the response in rows without a response and without an assistant's turn: MATH's worked solution comes
 before its answer, GSM8K's answer is a worked one."""
+TRACES = (
+    *(
+        "generations",
+        "generation",
+        "generated_solution",
+        "reasoning",
+        "reasoning_content",
+        "deepseek_reasoning",
+        "trace",
+    ),
+    *("thinking_trajectories", "deepseek_thinking_trajectory", "r1_generation", "cot"),
+)
+"""Columns of a model's own response in published sets, which `SOLUTIONS` are not."""
+WEIGHT = "weight"
+"""Field of a message that is 0 where OpenAI's fine-tuning does not learn it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +59,10 @@ class Demonstration:
     response: str
     reply: Message | None = None
     """The response as a message, where it has calls or a thought that only a chat template writes."""
+    column: str = ""
+    """The column that the response is from."""
+    unread: str = ""
+    """A column with a model's response beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +78,9 @@ def demonstrations(source: str, section: DataSection) -> list[Demonstration]:
     """Read the rows of a source, or of several separated by commas: a file, a named data set or one of the hub.
 
     A row has a prompt (`prompt`, `question` or `problem`; text or messages) and a response (`RESPONSES`; text, or
-    messages: each of the assistant's is a response), or `messages` whose last turn is the response, or else one of
-    `SOLUTIONS`. A prompt without a system turn gets `data.system_prompt`, as in RL. Raises UserError that names
+    messages: each of the assistant's is a response), or a chat (`CHATS`) whose last turn is the response, or else one
+    of `SOLUTIONS`. In a chat with a `weight` at a turn of the assistant every turn with a weight other than 0 is a
+    response. A prompt without a system turn gets `data.system_prompt`, as in RL. Raises UserError that names
     malformed rows, unless `data.strict` is false, and for a source without any row.
     """
     rows_read: list[Demonstration] = []
@@ -102,7 +136,7 @@ def sequences(
             f"rollout.max_response_tokens = {max_response_tokens}: raise them"
         )
     shown = partial(rendered, tokenizer=tokenizer, style=section.prompt_style, template=template)
-    notes = unread_fields([example.problem for example in examples], shown)
+    notes = [*_columns_read(examples), *unread_fields([example.problem for example in examples], shown)]
     notes += [f"{len(refused):,} rows are left out: {refused[0]}"] if refused else []
     return Sequences(fitting.pairs, too_long, notes)
 
@@ -114,8 +148,13 @@ def _demonstrations(row: dict[str, Any] | str, source: str, problem_id: str) -> 
     columns = _columns(row)
     problem = problem_of(row, columns, source, problem_id, any_gold=True)
     said = row[columns.question][-1:] if columns.answer == CONVERSATION else problem.gold
+    unread = next((name for name in TRACES if not is_empty(row.get(name))), "") if columns.answer in SOLUTIONS else ""
     examples: list[Demonstration] = []
-    if isinstance(said, list):
+    if columns.answer == CONVERSATION and any(WEIGHT in turn for turn in messages_of(row[columns.question])):
+        examples = _weighed(problem, row[columns.question])
+    elif isinstance(said, list) and said and all(isinstance(text, str) for text in said):
+        examples = [Demonstration(problem, text) for text in said]
+    elif isinstance(said, list):
         asked, turns = messages_to_render(problem), messages_of(said)
         if not turns or turns[-1]["role"] != "assistant":
             last = turns[-1]["role"] if turns else None
@@ -130,20 +169,54 @@ def _demonstrations(row: dict[str, Any] | str, source: str, problem_id: str) -> 
         raise ValueError(f"field {columns.answer!r} holds {type(said).__name__}, not a response")
     if not all(example.response.strip() or example.reply for example in examples):
         raise ValueError(f"field {columns.answer!r} is empty")
-    return examples
+    column = columns.question if columns.answer == CONVERSATION else columns.answer
+    return [replace(example, column=column, unread=unread) for example in examples]
+
+
+def _weighed(problem: Problem, chat: list[Any]) -> list[Demonstration]:
+    """Each turn of the assistant whose weight is not 0, after those before it."""
+    turns = messages_of(chat)
+    if odd := [turn[WEIGHT] for turn in turns if turn.get(WEIGHT, 1) not in (0, 1)]:
+        raise ValueError(f"a message has the weight {odd[0]!r}: only 0, not learnt, and 1 are possible")
+    plain = [{key: value for key, value in turn.items() if key != WEIGHT} for turn in turns]
+    learnt = [i for i, turn in enumerate(turns) if turn["role"] == "assistant" and turn.get(WEIGHT, 1) != 0]
+    if not learnt:
+        raise ValueError("every turn of the assistant has the weight 0, so there is nothing to learn")
+    return [
+        Demonstration(
+            replace(problem, messages=tuple(plain[:i])), plain[i]["content"] or "", spoken_message([plain[i]])
+        )
+        for i in learnt
+    ]
+
+
+def _columns_read(examples: list[Demonstration]) -> list[str]:
+    """A sentence for each column beside which a model's trace stays unread."""
+    counts = Counter((example.column, example.unread) for example in examples if example.unread)
+    return [
+        f"{count:,} responses are read from {column!r}; these rows also have {unread!r}, which is not read: rename it "
+        "to 'response' to learn it"
+        for (column, unread), count in counts.items()
+    ]
 
 
 def _columns(row: dict[str, Any]) -> ColumnPaths:
-    question = next((name for name in QUESTIONS if row.get(name) is not None), None)
+    response = next((name for name in RESPONSES if has(row, name) and not is_empty(field_at(row, name))), None)
+    chat = next((name for name in CHATS if _ends_with_response(row.get(name))), None)
+    if chat and not response:  # OpenR1's row has the problem and a person's solution beside the model's trace
+        return ColumnPaths(chat, CONVERSATION)
+    question = question_column(row)
     if question is None:
         raise ValueError(f"has none of the columns {', '.join(QUESTIONS)} {found_in(row)}")
-    messages = row[question]
-    ends_with_response = isinstance(messages, list) and messages and messages_of(messages)[-1]["role"] == "assistant"
-    columns = RESPONSES if ends_with_response else (*RESPONSES, *SOLUTIONS)
-    if response := next((name for name in columns if has(row, name)), None):
+    columns = RESPONSES if _ends_with_response(row[question]) else (*RESPONSES, *SOLUTIONS)
+    if response := response or next((name for name in columns if has(row, name)), None):
         return ColumnPaths(question, response)
-    if ends_with_response:
+    if _ends_with_response(row[question]):
         return ColumnPaths(question, CONVERSATION)
     raise ValueError(
         f"has no response: none of {', '.join(columns)}, and no messages that end with the assistant's {found_in(row)}"
     )
+
+
+def _ends_with_response(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and messages_of(value)[-1]["role"] == "assistant"

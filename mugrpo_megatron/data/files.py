@@ -136,7 +136,12 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
 
 
 def _object(row: Any) -> dict[str, Any] | str:
-    return row if isinstance(row, dict) else f"expected a JSON object, found {type(row).__name__}"
+    """The row; a list of turns is one with a chat, as Open-Reasoner-Zero publishes them."""
+    if isinstance(row, dict):
+        return row
+    if isinstance(row, list) and row and all(isinstance(turn, dict) and turn.keys() & {"from", "role"} for turn in row):
+        return {"conversations" if "from" in row[0] else "messages": row}
+    return f"expected a JSON object, found {type(row).__name__}"
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
@@ -151,22 +156,33 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
         raise UserError(f"{path} is not a readable Parquet file ({error}): write it again") from error
 
 
-def _python_rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | str]:
-    """Yield the rows of a batch; a value that Python cannot hold (no UTF-8, no calendar date) makes a row malformed."""
+def _python_rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a batch; a value that Python cannot hold (text that is not UTF-8) is `Unreadable`."""
     try:
         yield from batch.to_pylist()
         return
     except (ValueError, OverflowError, pa.ArrowException):
         pass
     for index in range(batch.num_rows):
-        row: dict[str, Any] = {}
+        yield {name: _value(column[index]) for name, column in zip(batch.schema.names, batch.columns, strict=True)}
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A value that Python cannot hold; only a row whose question or gold it is is malformed."""
+
+    reason: str
+
+
+def _value(scalar: pa.Scalar) -> Any:
+    """The value of a cell; a time that Python has no type for (nanoseconds, years after 9999) as text."""
+    try:
+        return scalar.as_py()
+    except (ValueError, OverflowError, pa.ArrowException) as error:
         try:
-            for name, column in zip(batch.schema.names, batch.columns, strict=True):
-                row[name] = column[index].as_py()
-        except (ValueError, OverflowError, pa.ArrowException) as error:
-            yield f"column {name!r} holds a value that cannot be read ({error})"
-        else:
-            yield row
+            return scalar.cast(pa.string()).as_py()
+        except (ValueError, OverflowError, pa.ArrowException):
+            return Unreadable(str(error))
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +197,14 @@ class ColumnPaths:
     """Text after every question, which is removed."""
 
 
-QUESTIONS = ("problem", "question", "prompt", "messages")
-ANSWERS = ("reward_model.ground_truth", "answer", "label", "ground_truth", "solution", "final_answer")
+CHATS = ("messages", "conversations", "conversation")
+"""Columns of a chat; the last two are ShareGPT's, with `from` and `value`."""
+INSTRUCTION, INPUT = "instruction", "input"
+"""Alpaca's columns of a question; what `input` holds follows the instruction."""
+QUESTIONS = ("problem", "question", "prompt", *CHATS, INSTRUCTION)
+ORZ_ANSWER = "conversations.1.ground_truth.value"
+"""Gold of Open-Reasoner-Zero, whose rows are lists of two turns."""
+ANSWERS = ("reward_model.ground_truth", "answer", "label", "ground_truth", "solution", "final_answer", ORZ_ANSWER)
 KNOWN = {
     ("question", "answer"): "GSM8K's",
     ("prompt", "label"): "slime's",
@@ -191,6 +213,7 @@ KNOWN = {
     ("prompt", "answer"): "TRL's",
     ("prompt", "solution"): "TRL's",
     ("prompt", "ground_truth"): "TRL's",
+    ("conversations", ORZ_ANSWER): "Open-Reasoner-Zero's",
 }
 """Names of formats by their columns."""
 CONVERSATION = "the last message"
@@ -210,7 +233,7 @@ def recognised(row: dict[str, Any], any_gold: bool = False) -> ColumnPaths | Non
 
     With `any_gold` a program's tests count as a gold, and a row needs none.
     """
-    question = next((name for name in QUESTIONS if row.get(name) is not None), None)
+    question = question_column(row)
     if question is None:
         return None
     if answer := gold_column(row, any_gold):
@@ -221,9 +244,22 @@ def recognised(row: dict[str, Any], any_gold: bool = False) -> ColumnPaths | Non
     return ColumnPaths(question, NO_GOLD) if any_gold else None
 
 
+def question_column(row: Mapping[str, Any]) -> str | None:
+    """The row's first question column by a usual name that holds something, else one that is not null, else None."""
+    filled = next((name for name in QUESTIONS if not is_empty(row.get(name))), None)
+    return filled or next((name for name in QUESTIONS if row.get(name) is not None), None)
+
+
 def gold_column(row: dict[str, Any], any_gold: bool) -> str:
     """The row's first gold column by a usual name, "" without one; `any_gold` includes tests."""
-    return next((name for name in ((*ANSWERS, *TESTS) if any_gold else ANSWERS) if has(row, name)), "")
+    names = (*ANSWERS, *TESTS) if any_gold else ANSWERS
+    filled = next((name for name in names if has(row, name) and not is_empty(field_at(row, name))), "")
+    return filled or next((name for name in names if has(row, name)), "")
+
+
+def is_empty(value: Any) -> bool:
+    """Whether a column holds nothing: null, blank text, or an empty list."""
+    return value is None or value in ([], {}) or (isinstance(value, str) and not value.strip())
 
 
 def null_columns(row: dict[str, Any]) -> ColumnPaths | None:
@@ -331,7 +367,24 @@ def messages_of(value: list[Any]) -> tuple[Message, ...]:
         raise ValueError(str(error)) from None
 
 
+SPEAKERS = {
+    "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
+    "model": "assistant", "bot": "assistant", "system": "system", "tool": "tool", "observation": "tool",
+    "function_response": "tool",
+}  # fmt: skip
+"""ShareGPT's `from` -> role."""
+
+
+def _with_role(message: Any) -> Any:
+    """A turn of ShareGPT (`from`, `value`) as a message (`role`, `content`); other messages unchanged."""
+    if not isinstance(message, dict) or message.get("role") is not None or message.get("from") not in SPEAKERS:
+        return message
+    others = {key: value for key, value in message.items() if key not in ("role", "from", "value")}
+    return {"role": SPEAKERS[message["from"]], "content": message.get("value"), **others}
+
+
 def _message(number: int, message: Any) -> Message:
+    message = _with_role(message)
     role = _role(message)
     if not isinstance(role, str) or not role.strip():
         raise ValueError(f"message {number} has no role")
@@ -372,6 +425,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def _role(message: Any) -> Any:
+    message = _with_role(message)
     return message.get("role") if isinstance(message, dict) else None
 
 

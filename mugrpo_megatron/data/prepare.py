@@ -196,12 +196,30 @@ def held_out_problems(
 ) -> list[Problem]:
     """Read the usable problems of every held-out set; UserError for a set without any, or a set named twice."""
     names = held_out_sets(sources, key)
-    problems = usable_problems(sources, "eval", data, reward, notes)
+    problems = _each_once(usable_problems(sources, "eval", data, reward, notes), generated_sets(sources), notes)
     for name in names.keys() - {problem.source for problem in problems}:
         raise UserError(
             f"{key}: {names[name]} has no usable problem; data.strict=true says what is wrong with its rows"
         )
     return problems
+
+
+def _each_once(problems: list[Problem], generated: set[str], notes: list[str]) -> list[Problem]:
+    """Each question of a held-out set once: a copy counts as a problem, and would make the interval too narrow."""
+    sets: dict[str, list[Problem]] = defaultdict(list)
+    for problem in problems:
+        sets[problem.source].append(problem)
+    kept: list[Problem] = []
+    for name, members in sets.items():
+        distinct, disagreements = (members, []) if name in generated else without_duplicates(members)
+        notes += _few(disagreements)
+        if len(distinct) < len(members):
+            notes.append(
+                f"{name}: {len(members) - len(distinct):,} of its {len(members):,} held-out problems repeat another "
+                "one's question: left out; eval.samples sets how often each is answered"
+            )
+        kept += distinct
+    return kept
 
 
 def evenly_spaced_by_set(problems: list[Problem], limit: int, notes: list[str]) -> list[Problem]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -131,9 +132,30 @@ def render(
     return ids if tokenizer.bos_token_id is None else [tokenizer.bos_token_id, *ids]
 
 
+_MARK = re.compile(
+    r"\A\s*(?:<s>\s*|<bos>\s*|<[|｜]begin[_▁]of[_▁](?:text|sentence)[|｜]>\s*|\[gMASK\]\s*<sop>\s*)?"
+    r"(?P<mark><[|｜][^<>|｜\n]{1,40}[|｜]>|\[INST\]|<start_of_turn>|<\|turn>|<bos>|<s>)"
+)
+_ENDING = re.compile(r"(?:\A|\n)\s*(?:User|Human):.*\n\s*(?P<mark>Assistant:)\s*(?:<think>\s*)?\Z", re.DOTALL)
+
+
+def refuse_rendered(problem: Problem) -> None:
+    """Raise UserError for a question that a chat template has been applied to already."""
+    if len(problem.messages) > 1:
+        return
+    text = str(problem.messages[0]["content"] or "") if problem.messages else problem.question
+    if found := _MARK.match(text) or _ENDING.search(text):
+        raise UserError(
+            f"{problem.id}: the question is rendered already: it has {found['mark']!r} of a chat template, which would "
+            'be applied again; set data.prompt_style = "plain", or name the bare question with data.question_field'
+        )
+
+
 def rendered(problem: Problem, tokenizer: PreTrainedTokenizerBase, style: str, template: Template) -> str:
     """A problem's prompt as text; of a chat template with marks for `encode_quoting`."""
     fitting = resolved_style(style, tokenizer, template)
+    if fitting != "plain":
+        refuse_rendered(problem)
     if fitting == "chat":
         return _chat(with_question_asked(problem, template), tokenizer, template)
     return _styled(problem, fitting, template)
@@ -306,10 +328,13 @@ def prompt_text(problem: Problem, style: str, template: Template, model: Path | 
             return None
         if text is None:
             raise without_template()
+        refuse_rendered(problem)
         return "chat", _untokenized(with_question_asked(problem, template), text, template, _special(config))
     if style == "auto" and model is None:
         return None
     named = "plain" if style == "auto" else style
+    if named != "plain":
+        refuse_rendered(problem)
     return named, _styled(problem, named, template)
 
 

@@ -11,12 +11,18 @@ from decimal import Decimal
 from typing import Any
 
 from mugrpo_megatron.data.files import (
+    CHATS,
     CONVERSATION,
+    INPUT,
+    INSTRUCTION,
     NO_GOLD,
+    RESPONSES,
     ColumnPaths,
+    Unreadable,
     field_at,
     found_in,
     has,
+    is_empty,
     messages_of,
     null_columns,
     recognised,
@@ -47,13 +53,47 @@ def columns_of(
     For a row whose usual columns hold null, these columns, so that the error is about the null.
     """
     for columns in readings:
-        if has(row, columns.question) and has(row, columns.answer):
+        if _filled(row, columns.question) and _filled(row, columns.answer):
             return columns, False
     if not recognises:
         return readings[0], False
     if recognition := recognised(row, any_gold):
         return recognition, True
     return null_columns(row) or readings[0], False
+
+
+def _only_text(value: list[Any], path: str) -> Any:
+    """The text in a list of one; a list of messages unchanged; ValueError for several texts."""
+    if not value or not all(isinstance(text, str) for text in value):
+        return value
+    if len(value) > 1:
+        raise ValueError(f"field {path!r} holds {len(value)} texts, where one question belongs: write a row for each")
+    return value[0]
+
+
+def _filled(row: dict[str, Any], path: str) -> bool:
+    return has(row, path) and not is_empty(field_at(row, path))
+
+
+PICTURES = ("image", "images", "decoded_image", "video", "videos", "audio", "audios")
+"""Columns of what is no text."""
+_PICTURE_FILE = re.compile(
+    r"\Adata:(?:image|video|audio)/|\.(?:png|jpe?g|gif|webp|bmp|mp4|webm|wav|mp3)\Z", re.IGNORECASE
+)
+_PLACE = re.compile(r"^\s*<(?:image|video|audio)[ _]?[0-9]*>|<(?:image|video|audio)[ _]?[0-9]*>\s*\Z", re.MULTILINE)
+
+
+def _check_pictures(row: Mapping[str, Any], question: str) -> None:
+    """ValueError for a question about pictures, which no text can answer."""
+    for name in PICTURES:
+        value = row.get(name)
+        shown = value[0] if isinstance(value, list) and value else value
+        if (isinstance(shown, dict) and shown) or (isinstance(shown, bytes) and shown):
+            raise ValueError(f"has pictures or sound in column {name!r}, and only text can be read")
+        if isinstance(shown, str) and _PICTURE_FILE.search(shown):
+            raise ValueError(f"has pictures or sound in column {name!r} ({shown[:60]}), and only text can be read")
+    if place := _PLACE.search(question):
+        raise ValueError(f"has a place for a picture, {place[0].strip()!r}, in its question, and only text can be read")
 
 
 def problem_of(
@@ -65,11 +105,11 @@ def problem_of(
     can verify: text, a number or a list of them.
     """
     cell = _found(row, columns.question)
-    cell = cell if isinstance(cell, list) else _scalar(cell, columns.question)
+    cell = _only_text(cell, columns.question) if isinstance(cell, list) else _scalar(cell, columns.question)
     cell = parsed_text(columns.question, cell) if isinstance(cell, str) else cell
     messages = _messages(cell, columns) if isinstance(cell, list) else ()
     reply = messages[-1]["content"] or "" if messages and columns.answer == CONVERSATION else None
-    if messages and (reply is not None or columns.question == "messages"):
+    if messages and (reply is not None or columns.question in CHATS):
         messages = messages[:-1] if messages[-1]["role"] == "assistant" else messages
     if messages and messages[-1]["role"] == "assistant":
         raise ValueError(f"field {columns.question!r} ends with the assistant's turn, not with a question")
@@ -78,6 +118,9 @@ def problem_of(
     if not question.strip():
         raise ValueError(f"field {columns.question!r} is empty")
     question = question.removeprefix(columns.question_prefix).removesuffix(columns.question_suffix)
+    if columns.question == INSTRUCTION and isinstance(given := row.get(INPUT), str) and given.strip():
+        question = f"{question}\n\n{given}"
+    _check_pictures(row, question)
     columns_of_row = kept_row(row)
     gold = reply if reply is not None else None if columns.answer == NO_GOLD else _found(columns_of_row, columns.answer)
     if any_gold:
@@ -107,7 +150,11 @@ def kept_row(row: dict[str, Any]) -> dict[str, Any]:
     """The row as JSON values, in the order of its columns; ValueError for a value without a form in JSON."""
     try:
         # Interned: millions of rows share the names of their columns.
-        return {sys.intern(str(name)): to_json_value(value) for name, value in row.items()}
+        return {
+            sys.intern(str(name)): to_json_value(value)
+            for name, value in row.items()
+            if not isinstance(value, Unreadable)
+        }
     except TypeError as error:
         raise ValueError(str(error)) from None
     except RecursionError:
@@ -164,9 +211,21 @@ def any_answer(gold: Any) -> str:
 
 def _found(row: dict[str, Any], path: str) -> Any:
     try:
-        return field_at(row, path)
+        value = field_at(row, path)
     except KeyError:
-        raise FieldMissing(f"field {path!r} is missing {found_in(row)}") from None
+        raise FieldMissing(f"field {path!r} is missing {found_in(row)}{_hint(row)}") from None
+    if isinstance(value, Unreadable):
+        raise ValueError(f"column {path!r} holds a value that cannot be read ({value.reason})")
+    return value
+
+
+def _hint(row: Mapping[str, Any]) -> str:
+    """The keys that read a row of Alpaca, or of another program's responses, as question and gold."""
+    response = next((name for name in RESPONSES if isinstance(row.get(name), str)), None)
+    question = next((name for name in (INSTRUCTION, "query", "input") if isinstance(row.get(name), str)), None)
+    if not response or not question:
+        return ""
+    return f'; data.question_field = "{question}" with data.answer_field = "{response}" reads these columns'
 
 
 def _scalar(value: Any, path: str) -> Any:

@@ -222,6 +222,17 @@ class EvalSection(Section):
     sets: dict[str, SetSection] = Field(default_factory=dict)
     """Sets with other values of the four keys above, by name: `[eval.sets.aime24]`."""
 
+    def check_samples(self, names: Iterable[str]) -> None:
+        """Raise UserError for several samples of a problem of one of the sets `names` at temperature 0."""
+        for name in names:
+            section = self.of(name)
+            if section.samples > 1 and section.temperature == 0:
+                key = f"eval.sets.{name}" if name in self.sets else "eval"
+                raise UserError(
+                    f"{name}: {key}.samples = {section.samples} at temperature 0 is one greedy answer "
+                    f"{section.samples} times: set {key}.temperature, such as 1.0, or one sample"
+                )
+
     def of(self, name: str) -> EvalSection:
         """Returns the settings of the held-out set `name`."""
         overrides = self.sets.get(name, SetSection())

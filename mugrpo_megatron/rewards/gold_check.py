@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 
 from mugrpo_megatron.recipe.scoring import CODE, HAS_TESTS, MATH, RewardSection
@@ -14,6 +15,17 @@ from mugrpo_megatron.samples import Problem
 
 EXCERPT_CHARS = 60
 """Characters of a gold in a line."""
+_NO_ANSWER = re.compile(
+    r"proof(?: (?:needed|required|omitted|problem|only|by \w+))?"
+    r"|(?:see|refer to) (?:the )?(?:proof|solution|explanation)"
+    r"|(?:answer )?not ?(?:found|available|applicable|given|provided|specified)|no ?(?:answer|final answer|solution) "
+    r"(?:found|available|given|provided)|no answer|n\s*/\s*a"
+    r"|nan|null|tbd|todo|missing|unknown answer|\?+|-+|\[\s*\]|\{\s*\}"
+    r"|proved|to be proved|q\.?e\.?d|证明(?:略|题|见解析)?|略|见解析|無解答|解答なし",
+    re.IGNORECASE,
+)
+"""What published sets write where a problem has no answer (NuminaMath's `proof` and `notfound`)."""
+_AROUND = re.compile(r"\\(?:text[a-z]*|mathrm|boxed|mbox)\s*\{|[{}$*_`\"'().。.]|<[^<>]*>")
 CHECKS = {
     MATH: "mugrpo_megatron.rewards.math.gold:verifies_itself",
     CODE: HAS_TESTS,
@@ -32,6 +44,13 @@ def unusable_golds(problems: Sequence[Problem], section: RewardSection) -> dict[
             if names.intersection(section.functions_of(problem.data_source))
             and not (function == MATH and is_integer(problem.answer))
         ]
+        if function == MATH:
+            without = [problem for problem in doubtful if says_there_is_none(problem.answer)]
+            reasons |= {
+                problem.id: f"{problem.id}: the gold {problem.answer[:40]!r} is no answer, but says that there is none"
+                for problem in without
+            }
+            doubtful = [problem for problem in doubtful if problem.id not in reasons]
         if not doubtful:
             continue
         # In the verifier's workers: a gold can hang a parser just as an answer can.
@@ -47,6 +66,12 @@ def unusable_golds(problems: Sequence[Problem], section: RewardSection) -> dict[
                     why += f": it has {len(problem.answer):,} characters; `math` compares at most {MOST_ANSWER_CHARS:,}"
                 reasons[problem.id] = f"{problem.id}: {why if function == MATH else score.why}"
     return reasons
+
+
+def says_there_is_none(gold: str) -> bool:
+    """Whether a gold is a word for a missing answer: `proof`, `notfound`, `N/A`."""
+    text = " ".join(_AROUND.sub(" ", gold).split()) or gold.strip()
+    return _NO_ANSWER.fullmatch(text) is not None
 
 
 def scores_of_golds(problems: Sequence[Problem], section: RewardSection) -> Iterator[str]:

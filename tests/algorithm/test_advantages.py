@@ -97,8 +97,9 @@ def test_a_users_function_sees_the_responses_that_have_a_reward() -> None:
     """A response without a reward is in nobody's baseline and has advantage 0."""
     seen: list[Columns] = []
 
-    def function(*columns: object) -> list[int]:
-        seen.append(columns)  # type: ignore[arg-type]
+    def function(lengths: object, rows: object, rewards: object, groups: object) -> list[int]:
+        """In another order: arguments go by name."""
+        seen.append((rewards, groups, lengths, rows))  # type: ignore[arg-type]
         return [1, -2, 3]
 
     rewards = np.array([0.5, np.nan, 1.0, 0.0])
@@ -127,7 +128,7 @@ def test_a_users_function_sees_the_responses_that_have_a_reward() -> None:
     ids=str,
 )
 def test_a_users_advantages_that_are_none_are_refused(answer: object, words: str) -> None:
-    def function(*columns: object) -> object:
+    def function(rewards: object) -> object:
         if isinstance(answer, BaseException):
             raise answer
         return answer

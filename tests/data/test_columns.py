@@ -127,7 +127,7 @@ NOT_READ: dict[str, tuple[dict[str, Any], str]] = {
     "null question": ({"question": None, "answer": "4"}, "field 'question' is null"),
     "null inside": ({"prompt": "6*7=", "reward_model": {"ground_truth": None}}, "'reward_model.ground_truth' is null"),
     "object": ({"prompt": {"text": "6*7="}, "label": 1}, "field 'prompt' holds dict"),
-    "list of text": ({"prompt": ["6*7="], "label": 1}, "field 'prompt': message 1 has no role"),
+    "list of text": ({"prompt": ["6*7=", "7*7="], "label": 1}, "field 'prompt' holds 2 texts"),
     "empty list": ({"prompt": [], "label": 1}, "field 'prompt' is empty"),
     "no role": ({"prompt": [{"content": "x"}], "label": 1}, "field 'prompt': message 1 has no role"),
     "number as role": ({"prompt": [{"role": 1, "content": "x"}], "label": 1}, "message 1 has no role"),

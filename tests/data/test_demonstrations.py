@@ -94,7 +94,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "of the user": ({"prompt": "x", "response": [USER]}, "ends with a message of 'user'"),
     "several": ({"prompt": "x", "completion": [SAID, USER]}, "field 'completion' ends with a message of 'user'"),
     "empty": ({"prompt": "x", "response": []}, "ends with a message of None"),
-    "no message": ({"prompt": "x", "response": ["x"]}, "message 1 has no role"),
+    "no message": ({"prompt": "x", "response": ["x", 3]}, "message 1 has no role"),
 }  # fmt: skip
 
 
