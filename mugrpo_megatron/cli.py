@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import os
+import errno
 import re
 import signal
 import sys
@@ -24,10 +24,12 @@ from mugrpo_megatron.commands.common import say
 from mugrpo_megatron.cpu.heap import keep_freed_memory
 from mugrpo_megatron.cuda import may_find_cuda
 from mugrpo_megatron.errors import CollectiveFailure, EngineFailure, TrainingFailure, UserError, refused_by_system
+from mugrpo_megatron.files.home import expanded_words
 from mugrpo_megatron.observe.environment import commit, ignore_library_warnings, rank_of_environment
 from mugrpo_megatron.run.stopping import Stopped, Terminated, stoppable, terminable
-from mugrpo_megatron.terminal import ignore_broken_pipe, visible
+from mugrpo_megatron.terminal import drop_output, ignore_broken_pipe, in_utf8, visible
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
 CONTINUES = "the same command continues the run"
 STARTS_OVER = "nothing was written, the same command starts over"
 LINE_BREAK = re.compile(r"\s*\n\s*")
@@ -210,7 +212,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Any other failure is a bug: traceback and 1.
     """
-    words = sys.argv[1:] if arguments is None else arguments
+    if arguments is None:
+        in_utf8()
+    words = expanded_words(list(sys.argv[1:] if arguments is None else arguments))
     if not words or words[0] in ("-h", "--help", "help"):
         print(overview())
         return 0
@@ -234,7 +238,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(command: Command, options: argparse.Namespace) -> int:
     try:
-        return command.run(options)
+        code = command.run(options)
+        sys.stdout.flush()  # a full disk refuses the last lines only now
+        return code
     except UserError as error:
         _complain(LINE_BREAK.sub(" ", str(error)))  # a library's message inside it may have several lines
         return 2
@@ -255,9 +261,13 @@ def _run(command: Command, options: argparse.Namespace) -> int:
             _complain(f"terminated; {command.interrupted}")
         return 128 + signal.SIGTERM
     except BrokenPipeError:  # `mugrpo rollouts RUN_DIR | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output(sys.stdout)
         return 0
     except OSError as error:
+        if error.errno in FULL and error.filename is None:
+            drop_output(sys.stdout)
+            _complain(f"the output cannot be written ({error.strerror}); free some space, or send it elsewhere")
+            return 2
         if (sentence := refused_by_system(error)) is None:
             raise
         _complain(sentence)

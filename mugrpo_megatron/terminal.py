@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
+import locale
 import os
 import sys
 import unicodedata
@@ -11,8 +13,30 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any, TextIO, cast
 
-DISCONNECTED = (errno.EPIPE, errno.EIO)
-"""Errors of a pipe without a reader, and of a closed terminal."""
+DISCONNECTED = (errno.EPIPE, errno.EIO, errno.ENOSPC, errno.EDQUOT)
+"""Errors of a pipe without a reader, of a closed terminal, and of a file on a full disk."""
+
+
+def in_utf8() -> None:
+    """Start this command again in Python's UTF-8 mode where the locale has another encoding.
+
+    Files of this project, of models and of libraries are UTF-8 wherever they are read; a locale of GBK or EUC-JP would
+    read them otherwise. Processes that the command starts inherit the mode.
+    """
+    encoding = codecs.lookup(locale.getencoding()).name
+    if sys.flags.utf8_mode or encoding == "utf-8" or not sys.orig_argv:
+        return
+    sys.stdout.flush()
+    os.environ["PYTHONUTF8"] = "1"
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def drop_output(stream: TextIO) -> None:
+    """Send what a stream still holds to the null device; else Python fails when it flushes the stream at its end."""
+    with suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
 
 
 class TolerantStream:
@@ -39,11 +63,8 @@ class TolerantStream:
         try:
             yield
         except OSError as error:
-            if error.errno in DISCONNECTED:  # else Python fails when it flushes the stream at its end
-                with suppress(OSError):
-                    null = os.open(os.devnull, os.O_WRONLY)
-                    os.dup2(null, self._stream.fileno())
-                    os.close(null)
+            if error.errno in DISCONNECTED:
+                drop_output(self._stream)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mugrpo_megatron.algorithm.segments import Segments, response_mean, response_sum
 from mugrpo_megatron.errors import FunctionFailure
-from mugrpo_megatron.recipe.functions import ForeignFailure, call_foreign, load_function
+from mugrpo_megatron.recipe.functions import ForeignFailure, arguments_of, call_foreign, load_function
 from mugrpo_megatron.recipe.objective import ObjectiveSection
 
 LOG_RATIO_LIMIT = 20.0
@@ -210,9 +210,12 @@ def user_surrogate(function: Surrogate, tokens: TokenBatch, config: ObjectiveSec
 
 
 def call_user_function(name: str, function: Callable[..., Any], tokens: TokenBatch, config: ObjectiveSection) -> Any:
-    """Call a user's function. Raises FunctionFailure when it fails."""
+    """Call a user's function with those of `tokens` and `config` that it names. Raises FunctionFailure when it fails,
+    UserError when it has other parameters."""
     try:
-        return call_foreign(function, tokens, config, hidden=[__file__])
+        taken = arguments_of(name, function, ("tokens", "config"))
+        given = {"tokens": tokens, "config": config}
+        return call_foreign(lambda: function(**{argument: given[argument] for argument in taken}), hidden=[__file__])
     except ForeignFailure as failure:
         raise FunctionFailure(f"{name} failed: {failure}; correct it and run it again") from None
 

@@ -16,6 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from mugrpo_megatron.algorithm.advantages import ARGUMENTS as ADVANTAGE_ARGUMENTS
+from mugrpo_megatron.algorithm.trial import LOSS_ARGUMENTS, try_user_functions
 from mugrpo_megatron.checks.engines import (
     EngineSetup,
     check_engine_device,
@@ -45,7 +47,7 @@ from mugrpo_megatron.files.hf_config import (
 from mugrpo_megatron.files.vocabulary import check_vocabulary
 from mugrpo_megatron.observe.environment import missing_wandb_error, rank_of_environment
 from mugrpo_megatron.recipe import ObjectiveSection, Recipe
-from mugrpo_megatron.recipe.functions import check_function, load_function
+from mugrpo_megatron.recipe.functions import arguments_of, check_function, load_function
 from mugrpo_megatron.recipe.objective import USER_FUNCTION
 from mugrpo_megatron.recipe.policy import RolloutSection
 from mugrpo_megatron.recipe.scoring import CODE, MATH, EvalSection, RewardSection
@@ -93,7 +95,10 @@ def check_run(recipe: Recipe, say: Say = lambda line: None, generates: bool = Tr
     _check_layers(recipe.learner, recipe.model.dtype)
     say(_layout_line(recipe.parallel, world))
     say_warmup(recipe.optimizer, recipe.schedule, say)
-    return recipe, _read(recipe.data, recipe.reward, recipe.run.dir, say) if main and generates else None
+    problems = _read(recipe.data, recipe.reward, recipe.run.dir, say) if main and generates else None
+    if main:
+        _try_user_loss(recipe.objective, recipe.reward, problems.train if problems else [], say)
+    return recipe, problems
 
 
 def say_warmup(optimizer: OptimizerSection, schedule: ScheduleSection, say: Say) -> None:
@@ -132,6 +137,7 @@ def check_on_paper(recipe: Recipe, say: Say) -> None:
         say(f"data: not on this machine, so not checked: {', '.join(missing)}")
         _check_prompts(data, directory, [ANY_PROBLEM])
         _try_rewards(recipe.reward)
+        _try_user_loss(recipe.objective, recipe.reward, [], say)
         return
     problems = _read(data, recipe.reward, recipe.run.dir, say)
     for note in problems.notes:
@@ -144,6 +150,7 @@ def check_on_paper(recipe: Recipe, say: Say) -> None:
         say(try_agent(recipe, problems.train))
     for line in scores_of_golds([*problems.train, *problems.held_out], recipe.reward):
         say(f"reward: {line}")
+    _try_user_loss(recipe.objective, recipe.reward, problems.train, say)
 
 
 def _check_prompts(data: DataSection, model: Path, problems: Sequence[Problem]) -> list[str]:
@@ -205,6 +212,7 @@ def check_evaluation(recipe: Recipe, sources: Sequence[str]) -> None:
         check_files(source)
     known = held_out_sets(",".join(sources), "--data").keys() | named_sources(recipe.data.eval).keys()
     check_sets(recipe.eval, known, "--data and data.eval")
+    recipe.eval.check_samples(held_out_sets(",".join(sources), "--data"))
     check_style(recipe.data.prompt_style)
     template_of(recipe.data)
     _check_user_rewards(recipe.reward, recipe.rollout)
@@ -270,17 +278,29 @@ def _check_names(
 ) -> None:
     """Raise UserError for names of held-out sets, of users' functions and of SGLang's arguments that do not exist."""
     check_sets(evaluation, held_out_sets(data.eval).keys())
+    evaluation.check_samples(held_out_sets(data.eval))
     _check_user_rewards(reward, rollout)
     check_extra(engine.extra)
 
 
 def _check_user_loss(objective: ObjectiveSection) -> None:
+    """Raise UserError for a user's function of the loss that does not exist or has other parameters."""
     if objective.has_user_advantage:
-        load_function("objective.advantage", objective.advantage)
+        function = load_function("objective.advantage", objective.advantage)
+        arguments_of(f"objective.advantage = {objective.advantage}", function, ADVANTAGE_ARGUMENTS)
     if ":" in objective.surrogate:
-        load_function("objective.surrogate", objective.surrogate)
+        function = load_function("objective.surrogate", objective.surrogate)
+        arguments_of(f"objective.surrogate = {objective.surrogate}", function, LOSS_ARGUMENTS)
     if objective.diagnostics is not None:
-        load_function("objective.diagnostics", objective.diagnostics)
+        function = load_function("objective.diagnostics", objective.diagnostics)
+        arguments_of(f"objective.diagnostics = {objective.diagnostics}", function, LOSS_ARGUMENTS)
+
+
+def _try_user_loss(objective: ObjectiveSection, reward: RewardSection, problems: Sequence[Problem], say: Say) -> None:
+    """Call the user's functions of the loss once, on the rows of the first problems."""
+    rows = [problem.row for problem in problems[:2]]
+    for line in try_user_functions(objective, rows, list(reward.table)):
+        say(f"objective: {line}")
 
 
 def _check_tracking(section: TrackSection) -> None:

@@ -81,6 +81,10 @@ def results_of(model: Path) -> Path:
     return (model.resolve().parent if (model / PROVENANCE).exists() else model) / "eval"
 
 
+FEWEST_ROWS = 16
+"""Fewer rows count as so many, as in `reward.max_failure_share`."""
+
+
 def score_arguments(parser: Parser) -> None:
     """Add a file of responses and its output."""
     parser.add_argument("input", type=Path, help="JSON lines, Parquet, a JSON array or CSV")
@@ -96,7 +100,13 @@ def score(options: Options) -> int:
     recipe = load_recipe(None, options.overrides)
     opening = opening_of_prompts(recipe)
     strict = not options.skip_malformed
-    print(run(options.input, options.out, recipe.reward, strict, options.overwrite, opening))
+    summary = run(options.input, options.out, recipe.reward, strict, options.overwrite, opening)
+    print(summary)
+    if summary.failed > recipe.reward.max_failure_share * max(FEWEST_ROWS, summary.rows):
+        raise UserError(
+            f"the reward failed on {summary.failed:,} of {summary.rows:,} rows, which count 0; the column why of "
+            f"{options.out} has each exception"
+        )
     return 0
 
 

@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
+from mugrpo_megatron.files.json_text import to_json_value
 from mugrpo_megatron.observe.progress import new_table
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.terminal import visible
@@ -178,6 +179,10 @@ def record_of(rollout: Rollout) -> dict[str, Any]:
         "components": dict(sample.components),
         "advantage": float(rollout.advantage),
         "tokens": len(sample.response_ids),
+        "prompt_ids": sample.prompt_ids.tolist(),
+        "response_ids": sample.response_ids.tolist(),
+        "logprobs": to_json_value(sample.engine_logprobs.tolist()),
+        "loss_mask": None if sample.loss_mask is None else sample.loss_mask.tolist(),
         "finish_reason": sample.finish_reason,
         "weight_version": sample.weight_version,
         "row": json.loads(sample.row) if sample.row else None,

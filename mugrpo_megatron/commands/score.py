@@ -58,6 +58,8 @@ class ScoreSummary:
     replaced: tuple[str, ...]
     """Columns of the input that the scores replace."""
     seconds: float
+    failed: int = 0
+    """Rows on which a reward function failed; they count 0."""
 
     def __str__(self) -> str:
         lines = [
@@ -88,27 +90,30 @@ def run(
     writes them. Its gold (`answer`) is read as in training: text, `#### 42`, a box, a number, a list of them. `opening`
     is the tag with which the recipe's prompts open a thought; a row's text `prompt` takes precedence. The output is
     written completely or not at all. Raises UserError before scoring if the output must not be written
-    (`check_output`), for a file without rows, and with `strict` for the first malformed row.
+    (`check_output`), for a file without rows, and with `strict` for the first malformed row. A row on which a function
+    fails is written with the exception as `why`.
     """
     start = time.perf_counter()
     counts: Counter[str] = Counter()
     malformed: list[str] = []
     replaced: set[str] = set()
-    total, reward, without_answer = 0, 0.0, 0
+    total, reward, without_answer, failed = 0, 0.0, 0, 0
     _check_output(output_path, input_path, overwrite)
     source = _well_formed(input_path, section, strict, malformed)
     first = next(source, None)
     if first is None:
         raise UserError(f"{input_path} holds no row to score ({len(malformed)} malformed): check the file")
+    patient = section.model_copy(update={"max_failure_share": 1.0})  # every row is written, whatever fails
     make_directory(output_path.parent, f"--out {output_path}")
-    with durable_file(output_path.resolve()) as output, Verifier(section) as verifier:  # --out may be a link
+    with durable_file(output_path.resolve()) as output, Verifier(patient) as verifier:  # --out may be a link
         for row, score in _scored(chain([first], source), verifier, opening):
-            columns = {name: value for name, value in asdict(score).items() if name != "missing"}
+            columns = {name: value for name, value in asdict(score).items() if name not in ("missing", "failed")}
             replaced.update(name for name in row if name in columns)
             output.write(json.dumps(row | to_json_value(columns)).encode() + b"\n")
             total += 1
             reward += score.reward
             without_answer += not score.extracted and section.finds_answers
+            failed += bool(score.failed)
             counts[score.why] += 1
         _check_output(output_path, input_path, overwrite)  # another process may have written it meanwhile
     return ScoreSummary(
@@ -119,6 +124,7 @@ def run(
         dict(counts.most_common()),
         tuple(sorted(replaced)),
         time.perf_counter() - start,
+        failed,
     )
 
 

@@ -312,7 +312,10 @@ def _other_models(config: Mapping[str, Any]) -> list[str]:
     package = find_spec("sglang")
     if package is None or package.origin is None:
         raise UserError("SGLang is not installed, so nothing can be generated: run run_scripts/setup.sh")
-    modules = {path.stem: path.read_text() for path in (Path(package.origin).parent / "srt" / "models").glob("*.py")}
+    modules = {
+        path.stem: path.read_text(encoding="utf-8")
+        for path in (Path(package.origin).parent / "srt" / "models").glob("*.py")
+    }
     classes = [f"class {architecture}(" for architecture in config.get("architectures") or []]
     defining = {stem for stem, text in modules.items() if any(line in text for line in classes)}
     return sorted(modules.keys() - defining) if defining else []

@@ -6,6 +6,7 @@ import ast
 import difflib
 import hashlib
 import importlib
+import inspect
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -71,6 +72,33 @@ def load_function(key: str, name: str) -> Callable[..., Any]:
     if not callable(function):
         raise UserError(f"{key} {name!r} cannot be loaded: it is {str(function)[:MAX_MESSAGE_CHARS]}, not a function")
     return function
+
+
+def arguments_of(key: str, function: Callable[..., Any], known: Sequence[str]) -> tuple[str, ...]:
+    """The names of `known` that a function takes: arguments go by name, so their order is free.
+
+    Raises UserError for a parameter that is none of them and has no default, for one that is taken by position alone,
+    and for a function that takes none of them.
+    """
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{key} has no signature that could be read ({error}): write it as a def") from None
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    taken = tuple(known) if takes_all else tuple(name for name in known if name in parameters)
+    other = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        and (name not in known or parameter.kind is parameter.POSITIONAL_ONLY)
+        and parameter.default is parameter.empty
+    ]
+    if other or not taken:
+        raise UserError(
+            f"{key} takes ({', '.join(parameters)}): arguments go by name, so name its parameters among "
+            f"{', '.join(known)}"
+        )
+    return taken
 
 
 def check_function(key: str, name: str) -> None:

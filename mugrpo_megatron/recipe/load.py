@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.home import expanded
 from mugrpo_megatron.recipe.objective import ObjectiveSection, Section
 from mugrpo_megatron.recipe.other_trainers import translate_key
 from mugrpo_megatron.recipe.sections import Recipe
@@ -339,7 +340,8 @@ def _read_with_base(path: Path, within: tuple[Path, ...], read: list[Path], laye
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise UserError(f'{path}: `base` is the path of another recipe, or a list of them, as in base = "common.toml"')
     tables = [
-        _read_with_base(find_recipe_file(Path(name), path.parent), (*within, resolved), read, layers) for name in names
+        _read_with_base(find_recipe_file(Path(expanded(name)), path.parent), (*within, resolved), read, layers)
+        for name in names
     ]
     layers.append(Layer(str(path), table))
     return reduce(layered, [*tables, table])

@@ -18,6 +18,8 @@ from pydantic import (
     model_validator,
 )
 
+from mugrpo_megatron.files.home import expanded
+
 ObjectiveName = Literal[
     "mu_grpo",
     "grpo",
@@ -112,6 +114,9 @@ class Section(BaseModel):
         marks: Any = (field.json_schema_extra if field else None) or cls.model_config.get("json_schema_extra") or {}
         return marks.get("changes")  # type: ignore[no-any-return]
 
+    paths_in_text: ClassVar[frozenset[str]] = frozenset()
+    """Keys of text that holds paths, as `data.train`; `~` in them is the home directory, as in every `Path`."""
+
     @field_validator("*", mode="before")
     @classmethod
     def _check_value(cls, value: Any, info: ValidationInfo) -> Any:
@@ -122,6 +127,8 @@ class Section(BaseModel):
             raise ValueError("is true or false, but must be a number")
         if any("\0" in str(item) for item in items if isinstance(item, str | Path)):
             raise ValueError("holds a null character, which no file name and no program takes")
+        if isinstance(value, str | Path) and (Path in types or info.field_name in cls.paths_in_text):
+            return type(value)(expanded(str(value)))
         return value
 
     @model_validator(mode="after")
@@ -149,6 +156,8 @@ USER_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 class ObjectiveSection(Section):
     """Loss of an update: advantage, importance ratio, clip, veto, and terms."""
+
+    paths_in_text = frozenset(("kl_ref",))
 
     model_config = ConfigDict(json_schema_extra=changes("method"))
 

@@ -108,6 +108,8 @@ class LoraSection(Section):
 class RolloutSection(Section):
     """Sampling of an update's responses."""
 
+    paths_in_text = frozenset(("agent",))
+
     prompts_per_update: PositiveInt = 32
     """Problems of an optimizer update; the update's batch is this times `responses_per_prompt`."""
     responses_per_prompt: int = Field(8, ge=2)
@@ -194,6 +196,8 @@ class EpisodesSection(Section):
 
 class SftSection(Section):
     """Supervised fine-tuning (`mugrpo sft`): your model on your rows, or a small new Qwen2 model on a bundled task."""
+
+    paths_in_text = frozenset(("train",))
 
     model_config = ConfigDict(json_schema_extra=changes("work"))
 

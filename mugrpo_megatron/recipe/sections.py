@@ -78,6 +78,8 @@ class RunSection(Section):
 class DataSection(Section):
     """Problems for training and evaluation, and their prompts."""
 
+    paths_in_text = frozenset(("train", "eval"))
+
     train: str = "arithmetic"
     """Training problems: a bundled task, a JSON, Parquet or CSV file, a named data set, `owner/name` on the hub, or
     `reasoning_gym:TASK?key=value&...`; several with commas."""

@@ -305,7 +305,10 @@ def verdict_of(returned: Any, name: str, may_skip: bool) -> Verdict:
 
 def _number(returned: Any, name: str) -> float:
     if isinstance(returned, str | bytes) or not hasattr(returned, "__float__"):
-        raise TypeError(f"{name} returned {_excerpt(returned)}, a {type(returned).__name__} and not a number")
+        none = (
+            "; only a function of several responses returns None, where it does not apply" if returned is None else ""
+        )
+        raise TypeError(f"{name} returned {_excerpt(returned)}, a {type(returned).__name__} and not a number{none}")
     reward = float(returned)
     if not fits_float32(reward):
         raise ValueError(f"{name} returned {reward}")

@@ -86,6 +86,8 @@ class Score:
     """Unweighted rewards by the functions' names, and the overlong penalty."""
     missing: bool = False
     """Whether no function applies, or one with a weight failed: `reward` then says nothing about the response."""
+    failed: tuple[str, ...] = ()
+    """Names of the functions that failed; `why` has the exception."""
 
 
 class Pending(Generic[Result]):

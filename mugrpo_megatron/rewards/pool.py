@@ -26,7 +26,10 @@ def combined(verdicts: Mapping[str, Verdict], weights: Mapping[str, float]) -> S
         ((name, verdict),) = verdicts.items()
         reward = 0.0 if verdict.reward is None else weights[name] * verdict.reward
         missing = verdict.reward is None or (verdict.failed and weights[name] != 0)
-        return Score(reward, verdict.extracted, verdict.why, verdict.seconds, _components(name, verdict), missing)
+        failed = (name,) * verdict.failed
+        return Score(
+            reward, verdict.extracted, verdict.why, verdict.seconds, _components(name, verdict), missing, failed
+        )
     components: dict[str, float] = {}
     missing = all(verdict.reward is None for verdict in verdicts.values())
     for name, verdict in verdicts.items():
@@ -38,6 +41,7 @@ def combined(verdicts: Mapping[str, Verdict], weights: Mapping[str, float]) -> S
         seconds=sum(verdict.seconds for verdict in verdicts.values()),
         components=components,
         missing=missing or any(verdict.failed and weights[name] != 0 for name, verdict in verdicts.items()),
+        failed=tuple(name for name, verdict in verdicts.items() if verdict.failed),
     )
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import fcntl
 import os
 import platform
+import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from mugrpo_megatron.files.checkpoint_state import CURSOR
 from mugrpo_megatron.files.durable import open_nofollow, refuse_linked_folders, remove_leftovers, write_text
 from mugrpo_megatron.files.json_text import read_json
 from mugrpo_megatron.recipe import Recipe, dump_recipe, load_recipe
+from mugrpo_megatron.recipe.load import UNSET
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.initial_model import check_initial_weights, hub_model, weights_fingerprint
 from mugrpo_megatron.run.inputs import check_user_files, record_user_files
@@ -265,8 +268,26 @@ def check_same_run(directory: RunDirectory, new: Recipe) -> None:
         remedy = "resume with the recipe it holds" if has_work else "remove this one, in which nothing was generated"
         raise UserError(
             f"{directory.path} belongs to a run with other values of {', '.join(changed)}; choose another run.dir, or "
-            f"{remedy}"
+            f"{remedy}{_as_a_branch(directory, new, changed)}"
         )
+
+
+def _as_a_branch(directory: RunDirectory, new: Recipe, changed: Sequence[str]) -> str:
+    """The command that takes the newest sealed stage again with the new values; "" where a branch cannot have them."""
+    sealed = [number for number, path in directory.stages().items() if read_manifest(path).sealed]
+    if not sealed or not all(Recipe.changes_of(key) for key in changed):
+        return ""
+    table = new.model_dump(mode="json", exclude_none=True)
+    values: dict[str, Any] = {key: _at(table, key) for key in changed}
+    settings = [f"{key}={UNSET if value is None else value}" for key, value in values.items()]
+    words = ["mugrpo", "optimize", str(directory.recipe), "--from", str(directory.path), "--stage", str(max(sealed))]
+    for setting in (f"run.dir={directory.path}-branch", *settings):
+        words += ["--set", setting]
+    return f"; to take the responses of stage {max(sealed)} again with the new values: {shlex.join(words)}"
+
+
+def _at(table: Any, key: str) -> Any:
+    return reduce(lambda inner, name: inner.get(name) if isinstance(inner, dict) else None, key.split("."), table)
 
 
 def stage_origin(directory: RunDirectory, record: RunRecord, cursor: Cursor) -> Origin:

@@ -1,0 +1,31 @@
+"""`~` in paths: one place for recipes and the command line."""
+
+from __future__ import annotations
+
+import os
+import re
+
+_HOME = re.compile(r"(?:\A|(?<=[,@\s]))~[A-Za-z0-9._-]*(?=/|\Z|,)")
+_OF_OPTION = re.compile(r"(?<==)~[A-Za-z0-9._-]*(?=/|\Z|,)")
+
+
+def expanded(text: str) -> str:
+    """`~/x` and `~user/x` with the home directory; also behind a comma, `@` or a space: `gsm8k@~/a.jsonl,~/b.jsonl`."""
+    return _HOME.sub(lambda match: os.path.expanduser(match[0]), text) if "~" in text else text
+
+
+def expanded_words(words: list[str]) -> list[str]:
+    """The words of a command line with `expanded` paths, as the shell leaves them in `--out=~/x`.
+
+    Overrides of a recipe stay: its sections know which keys are paths.
+    """
+    overrides = {index + 1 for index, word in enumerate(words) if word == "--set"}
+    return [
+        word if index in overrides or word.startswith("--set=") or "~" not in word else _expanded_word(word)
+        for index, word in enumerate(words)
+    ]
+
+
+def _expanded_word(word: str) -> str:
+    word = _OF_OPTION.sub(lambda match: os.path.expanduser(match[0]), word) if word.startswith("--") else word
+    return word if " " in word else expanded(word)
