@@ -17,7 +17,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
-from pathlib import Path
 
 from mugrpo_megatron import __version__
 from mugrpo_megatron.commands.common import say
@@ -26,6 +25,7 @@ from mugrpo_megatron.cuda import may_find_cuda
 from mugrpo_megatron.errors import CollectiveFailure, EngineFailure, TrainingFailure, UserError, refused_by_system
 from mugrpo_megatron.files.home import expanded_words
 from mugrpo_megatron.observe.environment import commit, ignore_library_warnings, rank_of_environment
+from mugrpo_megatron.pages import page_address
 from mugrpo_megatron.run.stopping import Stopped, Terminated, stoppable, terminable
 from mugrpo_megatron.terminal import drop_output, ignore_broken_pipe, in_utf8, visible
 
@@ -40,8 +40,6 @@ EXAMPLES = """\
   mugrpo train quickstart.toml --dry-run          check a bundled recipe
   mugrpo train my.toml --set optimizer.lr=1e-6    train with one value changed
   mugrpo report runs/mine                         a page about what it does"""
-PAGES = Path(__file__).parents[1] / "docs/README.md"
-"""Index of the pages, in a checkout."""
 
 
 Functions = tuple[Callable[[argparse.Namespace], int], Callable[[argparse.ArgumentParser], None]]
@@ -279,12 +277,14 @@ def _complain(text: str) -> None:
 
 
 def overview() -> str:
-    """Returns the text of `mugrpo --help`: commands by group, examples, and the path of the pages."""
+    """Returns the text of `mugrpo --help`: commands by group, examples, and the address of the pages."""
     paragraphs = ["usage: mugrpo COMMAND [ARGUMENTS]", "\n".join(textwrap.wrap(SUMMARY, 80))]
     for group, commands in groupby(COMMANDS, attrgetter("group")):
         paragraphs.append("\n".join([f"{group}:", *(f"  {command.name:12}{command.help}" for command in commands)]))
-    pages = PAGES if PAGES.exists() else "docs/README.md of the source"
-    paragraphs += [f"Examples:\n{EXAMPLES}", f"mugrpo COMMAND --help lists the command's arguments.\nPages: {pages}"]
+    paragraphs += [
+        f"Examples:\n{EXAMPLES}",
+        f"mugrpo COMMAND --help lists the command's arguments.\nPages: {page_address('README')}",
+    ]
     return "\n\n".join(paragraphs)
 
 

@@ -46,7 +46,8 @@ def finds_cuda() -> bool:
     # A run meant for the GPU would silently train on the CPU: setup on a login node installs torch's CPU build.
     if _hidden() or not driver_answers():
         return False
-    remedy = f"update NVIDIA's driver to {DRIVER} or newer" if torch.version.cuda else "run run_scripts/setup.sh --cuda"
+    build = 'run run_scripts/setup.sh --cuda; without a checkout, pip install "mugrpo-megatron[cuda]"'
+    remedy = f"update NVIDIA's driver to {DRIVER} or newer" if torch.version.cuda else build
     raise UserError(
         f"nvidia-smi finds a GPU but torch {torch.__version__} does not: {remedy}; to train on the CPU, set "
         'CUDA_VISIBLE_DEVICES=""'

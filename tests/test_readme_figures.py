@@ -1,4 +1,4 @@
-"""Figures of README that other pages hold: planned hours, and times against TRL."""
+"""Figures of README and of the paper's page that other pages hold: planned hours, times against TRL; the loop."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from mugrpo_megatron.recipe import load_recipe
 from tests.checkout import ROOT
 
 README = " ".join(Path(ROOT, "README.md").read_text(encoding="utf-8").split())
+PAPER = " ".join(Path(ROOT, "docs/paper.md").read_text(encoding="utf-8").split())
 PLAN, PERFORMANCE = (Path(ROOT, f"docs/{name}.md").read_text(encoding="utf-8") for name in ("plan", "performance"))
 
 
@@ -32,12 +33,12 @@ def planned_hours() -> tuple[float, float]:
 def test_the_hours_and_the_memory_of_7b_are_the_plans() -> None:
     mu, grpo = planned_hours()
     _, _, _, engine, host, _, checkpoint, kept = cells(PLAN, "qwen2.5-math-7b", "DP4")
-    assert f"{mu:.0f} hours, {engine} of 139 GiB per GPU, {host} GiB of host memory" in README
-    assert f"GRPO's schedule takes {grpo:.0f} hours in the same plan" in README
-    assert f"and {kept} of disk for all 16 checkpoints" in README
-    assert f"needs {2 * float(checkpoint.split()[0]) / 1000:.1f} TB" in README
+    assert f"{mu:.0f} hours, {engine} of 139 GiB per GPU, {host} GiB of host memory" in PAPER
+    assert f"GRPO's schedule takes {grpo:.0f} hours in the same plan" in PAPER
+    assert f"and {kept} of disk for all 16 checkpoints" in PAPER
+    assert f"needs {2 * float(checkpoint.split()[0]) / 1000:.1f} TB" in PAPER
     mean = cells(PLAN, "mean")
-    assert f"planned: {mean[4]} and {mean[2]};" in README
+    assert f"planned: {mean[4]}; on two cores" in README
 
 
 def test_the_times_against_trl_are_those_of_the_table() -> None:
@@ -55,7 +56,7 @@ def test_what_a_switch_costs_is_that_of_the_table() -> None:
     assert f"with an engine that sleeps {sleeps}, with one that restarts {restarts}" in README
 
 
-def test_the_method_in_the_readme_is_train_py_without_its_docstrings() -> None:
+def test_the_loop_on_the_pages_is_train_py_without_its_docstrings() -> None:
     source = Path(ROOT, "mugrpo_megatron/train.py").read_text(encoding="utf-8")
     functions = []
     for node in ast.parse(source).body:
@@ -64,6 +65,7 @@ def test_the_method_in_the_readme_is_train_py_without_its_docstrings() -> None:
             docstring = node.body[0]
             del lines[docstring.lineno - node.lineno : (docstring.end_lineno or 0) - node.lineno + 1]
             functions.append("\n".join(lines))
-    page = Path(ROOT, "README.md").read_text(encoding="utf-8")
-    block = page.partition("<!-- train.py -->\n")[2].partition("<!-- /train.py -->")[0]
-    assert block == "```python\n{}\n```\n".format("\n\n\n".join(functions))
+    for file, name, shown in (("docs/architecture.md", "train.py", functions), ("README.md", "train", functions[:1])):
+        page = Path(ROOT, file).read_text(encoding="utf-8")
+        block = page.partition(f"<!-- {name} -->\n")[2].partition(f"<!-- /{name} -->")[0]
+        assert block == "```python\n{}\n```\n".format("\n\n\n".join(shown))

@@ -130,7 +130,7 @@ def settings_of(recipe: Recipe, names: Mapping[str, str], problems: Sequence[Pro
     keys = {"samples", "temperature", "top_p", "max_tokens"}
     hub = hub_model(recipe.model)
     return {
-        "model": asdict(hub) if hub else str(recipe.model.path.resolve()),
+        "model": asdict(hub) if hub else str(recipe.model.directory.resolve()),
         "weights": weights_fingerprint(recipe.model) or None,  # a run writes its later ones to the same place
         "sources": dict(names),
         "sampling": {name: recipe.eval.of(name).model_dump(include=keys) for name in names},

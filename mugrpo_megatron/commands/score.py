@@ -130,7 +130,7 @@ def run(
 
 def opening_of_prompts(recipe: Recipe) -> str:
     """The tag with which the prompt style or the chat template opens a thought; empty where the model is not here."""
-    model = Path(recipe.model.path)
+    model = recipe.model.directory
     problem = Problem("a question", "1+1", "2")
     rendered = prompt_text(
         problem, recipe.data.prompt_style, template_of(recipe.data), model if model.is_dir() else None

@@ -24,6 +24,7 @@ from mugrpo_megatron.data.files import (
 from mugrpo_megatron.data.reading import FieldMissing, columns_of, data_source_of, lists_answers, problem_of
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hub import snapshot
+from mugrpo_megatron.pages import page_address
 from mugrpo_megatron.recipe.scoring import GYM, MEAN, EvalSection
 from mugrpo_megatron.recipe.sections import DataSection
 from mugrpo_megatron.samples import Problem
@@ -244,7 +245,7 @@ def load(
         result.notes.extend(f"{name}: {count:,} rows read as {columns}" for columns, count in read.recognised.items())
         result.notes.extend(
             f"{name}: {count:,} rows have a list of several answers in {column}: all of them are required, in any "
-            'order; to accept any one of them, take a function as in docs/rewards.md, "Alternative answers"'
+            f"order; to accept any one of them, take a function as in {page_address('rewards', 'Alternative answers')}"
             for column, count in read.listed.items()
         )
         result.notes.extend(

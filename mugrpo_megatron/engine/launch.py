@@ -311,7 +311,7 @@ def _other_models(config: Mapping[str, Any]) -> list[str]:
     """SGLang's model modules that do not define the checkpoint's architecture; empty when no module defines it."""
     package = find_spec("sglang")
     if package is None or package.origin is None:
-        raise UserError("SGLang is not installed, so nothing can be generated: run run_scripts/setup.sh")
+        raise UserError("SGLang is not installed, so nothing can be generated: run `mugrpo doctor --fix`")
     modules = {
         path.stem: path.read_text(encoding="utf-8")
         for path in (Path(package.origin).parent / "srt" / "models").glob("*.py")

@@ -1,4 +1,4 @@
-"""Health warnings from a run's metric rows: a sentence and the way out for each. docs/health.md lists them.
+"""Health warnings from a run's metric rows: a sentence and the way out for each. docs/troubleshooting.md lists them.
 
 Bounds are wide, so that a healthy run has none. The bounds of ESS and veto are from docs/study.md: of 116 runs that
 improved, the worst ended at an ESS of 0.77 with 3.5 % of the tokens vetoed; half of the 62 that fell ended below 0.63.
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from mugrpo_megatron.observe.metrics import Row, in_order, mean_in, values_in
+from mugrpo_megatron.pages import page_address
 
 EQUAL = 0.9
 """Fraction of groups with equal rewards."""
@@ -55,8 +56,13 @@ class HealthWarning:
         return f"{self.text}; {self.remedy}"
 
     @property
+    def address(self) -> str:
+        """Where the pages explain it."""
+        return page_address("troubleshooting", self.name)
+
+    @property
     def line(self) -> str:
-        return f"warning: {self.sentence} (docs/health.md)"
+        return f"warning: {self.sentence} ({self.address})"
 
 
 def health_warnings(
@@ -119,7 +125,7 @@ def _unscored(stages: Sequence[Row]) -> Iterator[HealthWarning]:
         yield HealthWarning(
             "no reward",
             f"{_percent(share)} of the responses of {_stage_names(stages)} have no reward and are left out",
-            "find out where the reward function returns None, fails or runs into a limit (docs/rewards.md)",
+            f"find out where the reward function returns None, fails or runs into a limit ({page_address('rewards')})",
         )
 
 

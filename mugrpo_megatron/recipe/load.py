@@ -20,6 +20,7 @@ from pydantic_core import ErrorDetails
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.home import expanded
+from mugrpo_megatron.pages import page_address
 from mugrpo_megatron.recipe.objective import ObjectiveSection, Section
 from mugrpo_megatron.recipe.other_trainers import translate_key
 from mugrpo_megatron.recipe.sections import Recipe
@@ -74,7 +75,8 @@ def _suggestion(loc: tuple[int | str, ...], value: Any) -> str:
     if near or other:
         return " ".join(filter(None, (near, other)))
     if sections and len(known) > MAX_LISTED_KEYS:
-        return f"docs/recipe.md lists the {len(known)} keys of [{'.'.join(sections)}]"
+        name = ".".join(sections)
+        return f"{page_address('recipe', name)} lists the {len(known)} keys of [{name}]"
     return f"known keys: {', '.join(sorted(known))}"
 
 

@@ -24,6 +24,7 @@ from pydantic import (
     model_validator,
 )
 
+from mugrpo_megatron.files.bundled import bundled_model
 from mugrpo_megatron.files.hub import REPOSITORY
 from mugrpo_megatron.recipe.objective import USER_FUNCTION, Section, changes
 from mugrpo_megatron.recipe.systems import EngineSection
@@ -50,8 +51,8 @@ class ModelSection(Section):
     """The policy that is trained."""
 
     path: Path = Path("runs/warm-start/hf")
-    """Hugging Face checkpoint that training starts from: a directory with config.json, safetensors and tokenizer, or
-    `owner/name` on the hub."""
+    """Hugging Face checkpoint that training starts from: a directory with config.json, safetensors and tokenizer,
+    `owner/name` on the hub, or `arithmetic-364k`, the bundled start of the quickstart."""
     revision: str | None = Field(None, json_schema_extra=changes("branch"))
     """Commit, tag or branch of a model on the hub; run.json records the commit."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
@@ -62,8 +63,8 @@ class ModelSection(Section):
 
     @property
     def directory(self) -> Path:
-        """Directory to read the model from: `path`, or the snapshot of a hub model (`at`)."""
-        return self._snapshot or self.path
+        """Directory to read the model from: `path`, the snapshot of a hub model (`at`), or a bundled model's."""
+        return self._snapshot or bundled_model(self.path) or self.path
 
     @property
     def commit(self) -> str | None:

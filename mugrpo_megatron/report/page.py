@@ -20,6 +20,7 @@ from mugrpo_megatron.observe.metrics import values_in
 from mugrpo_megatron.observe.progress import duration, short_number
 from mugrpo_megatron.observe.results import format_difference, format_interval, format_value, mean_of, summary_of
 from mugrpo_megatron.observe.rundata import RunData, read_run
+from mugrpo_megatron.pages import page_address
 from mugrpo_megatron.report.charts import COST, PAPER, SAMPLES, SECTIONS, TRIGGERS, VETO, section_of
 from mugrpo_megatron.report.curves import Chart
 from mugrpo_megatron.report.details import Details, read_details
@@ -156,7 +157,9 @@ def page(run: RunData) -> str:
         drawing={**asdict(drawing), "colors": PHASE_COLORS},
         facts=_facts(run, summary),
         origin=_origin(run, environment),
-        health_warnings=summary["health_warnings"],
+        health_warnings=[
+            sign | {"address": page_address("troubleshooting", sign["name"])} for sign in summary["health_warnings"]
+        ],
         warnings=_warnings(run, drawing, summary, details),
         tiles=[_accuracy_tile(summary), _reward_tile(run), _time_tile(summary), _token_tile(run, summary)],
         progress=_progress(run),

@@ -19,24 +19,25 @@ def markdown() -> str:
         "A run writes `metrics.jsonl`: one JSON object per line, with a `kind`. NaN and infinity are written as "
         "`null`, and `not_finite` lists them. r = π/β is a token's importance ratio, π the policy being trained, β the "
         "one that sampled. A resumed run may repeat updates: the later row of an update counts. `TH` is a "
-        "threshold: 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6.",
+        "threshold: 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6. Each metric has an address: `metrics.md#update.ess`.",
     ]
     for kind, meaning in KINDS.items():
         sections.append(f"## `{kind}`\n\n{meaning}\n\nKeys: {', '.join(f'`{key}`' for key in ROW_KEYS[kind])}.")
         if rows := [metric for metric in METRICS if metric.kind == kind]:
-            sections.append("\n".join(_lines(rows)))
+            sections.append("\n".join(_lines(kind, rows)))
     sections.append("## Phases\n\n" + _table(("Phase", "What happens"), [(f"`{k}`", v) for k, v in PHASES.items()]))
     return "\n\n".join(sections) + "\n"
 
 
-def _lines(rows: Iterable[Metric]) -> Iterator[str]:
+def _lines(kind: str, rows: Iterable[Metric]) -> Iterator[str]:
     """One line a metric; those that differ in the threshold alone, or have one meaning, share a line."""
     names: dict[tuple[str, str], dict[str, None]] = {}
     for row in rows:
         meaning = _THRESHOLD_IN_TEXT.sub("the threshold", row.meaning)
         names.setdefault((row.unit, meaning), {})[_THRESHOLD.sub("_TH", row.name)] = None
     for (unit, meaning), group in names.items():
-        yield f"- {', '.join(f'`{name}`' for name in group)}{'' if unit == '1' else f' ({unit})'}: {meaning}"
+        shown = ", ".join(f'<a id="{kind}.{name}"></a>`{name}`' for name in group)
+        yield f"- {shown}{'' if unit == '1' else f' ({unit})'}: {meaning}"
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from inspect import cleandoc
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -21,7 +22,7 @@ relative to the file, or a bundled recipe's name; in a list, later recipes overr
 section.key=value` overrides one key; the value `"unset"` takes back what a base sets; `--dry-run` only checks.
 
 Each line gives a key, its default, its type where the default does not show it, and its meaning. A key without a
-default is unset.
+default is unset. Each key has an address: `recipe.md#objective.veto`.
 """
 
 
@@ -41,11 +42,17 @@ def markdown() -> str:
 
 def _part(name: str, section: Any) -> str:
     lines = [
-        f"- `{key}`{_default(inner)}: {_type_of(inner)}{' '.join((inner.description or '').split())}"
+        f'- <a id="{name}.{key}"></a>`{key}`{_default(inner)}: {_type_of(inner)}{_meaning(inner)}'
         for key, inner in section.model_fields.items()
         if not _is_section(inner.annotation)
     ]
-    return f"## `[{name}]`\n\n{cleandoc(section.__doc__)}\n\n" + "\n".join(lines) + "\n"
+    about = re.sub(r"docs/([\w-]+)\.md", r"[\1](\1.md)", cleandoc(section.__doc__))
+    return f"## `[{name}]`\n\n{about}\n\n" + "\n".join(lines) + "\n"
+
+
+def _meaning(field: FieldInfo) -> str:
+    """The description in one line; the pages that it names are links."""
+    return re.sub(r"docs/([\w-]+)\.md", r"[\1](\1.md)", " ".join((field.description or "").split()))
 
 
 def _named_table(annotation: Any) -> Any:

@@ -219,4 +219,4 @@ def test_a_sign_is_said_once_while_it_lasts_and_again_when_it_comes_back() -> No
         watch({"kind": "stage", "stage": stage, "zero_variance_fraction": share, "reward_mean": 0.0})
         watch({"kind": "phase", "phase": "optimize"})
     assert [line.split(" % ")[0] for line in lines] == ["warning: 95", "warning: 95"]
-    assert lines[0].endswith("(docs/health.md)")
+    assert lines[0].endswith("docs/troubleshooting.md#equal-rewards)")

@@ -101,8 +101,9 @@ def test_a_sign_is_a_line_of_its_own_below_the_table(tmp_path: Path, monkeypatch
     monkeypatch.setattr(saves, "summarize", lambda directory: summary)
     monkeypatch.setattr(saves, "summary_table", lambda summary: Table("narrow"))
     console = Console(width=60, record=True)
+    monkeypatch.setattr("mugrpo_megatron.observe.health.page_address", lambda page, heading: f"{page}#{heading}")
     saves.show(RunDirectory(tmp_path), Display(console, None))
-    assert f"warning: {text}; read some (docs/health.md)\n" in console.export_text()
+    assert f"warning: {text}; read some (troubleshooting#equal rewards)\n" in console.export_text()
 
 
 @pytest.mark.process

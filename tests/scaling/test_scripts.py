@@ -299,12 +299,13 @@ def test_slurm_gives_ranks_the_time_that_torchrun_gives_them_and_needs_no_folder
         assert "#SBATCH --output=slurm-%" in (SCRIPTS / script).read_text()
 
 
-def test_the_container_copies_what_there_is() -> None:
-    recipe = (SCRIPTS / "container" / "Dockerfile").read_text()
+@pytest.mark.parametrize("name", ["Dockerfile", "cpu.Dockerfile"])
+def test_the_container_copies_what_there_is(name: str) -> None:
+    recipe = (SCRIPTS / "container" / name).read_text()
     copied = [word for line in recipe.splitlines() if line.startswith("COPY ") for word in line.split()[1:-1]]
     assert copied
     assert [path for path in copied if not (SCRIPTS.parent / path).exists()] == []
-    kept = (SCRIPTS / "container" / "Dockerfile.dockerignore").read_text().splitlines()
+    kept = (SCRIPTS / "container" / f"{name}.dockerignore").read_text().splitlines()
     assert {f"!{path}" for path in copied} <= set(kept)
 
 

@@ -23,6 +23,7 @@ from rich.text import Text
 from mugrpo_megatron.checks.toolchain import CheckResult, State, Tool, tools_here
 from mugrpo_megatron.cuda import driver_answers
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.extras.doctor.fix import STACKS, fix
 from mugrpo_megatron.observe.environment import (
     SHARED_MEMORY,
     SHARED_MEMORY_REMEDY,
@@ -32,7 +33,11 @@ from mugrpo_megatron.observe.environment import (
 )
 from mugrpo_megatron.weights.families import read_architecture
 
-SETUP = "run_scripts/setup.sh"
+IN_CHECKOUT = Path(__file__).parents[3].joinpath("run_scripts/setup.sh").is_file()
+SETUP = "run_scripts/setup.sh" if IN_CHECKOUT else 'pip install "mugrpo-megatron[cpu]"'
+SETUP_CUDA = f"{SETUP} --cuda" if IN_CHECKOUT else 'pip install "mugrpo-megatron[cuda]"'
+FIX = SETUP if IN_CHECKOUT else "mugrpo doctor --fix"
+"""Commands that install what is missing: a checkout has the script, a wheel has pip and this command."""
 MARKS = {"ok": ("✓", "green"), "absent": ("·", "dim"), "broken": ("!", "yellow")}
 """By state; a missing component that training needs has a red cross instead."""
 WIDTHS = (1, 18, 25, 33)
@@ -64,17 +69,17 @@ class Package(NamedTuple):
     needed: Literal["always", "on CUDA", "never"]
 
 
-_TE = f"CUDA only: {SETUP} --cuda --with-te"
+_TE = "CUDA only, in a checkout: run_scripts/setup.sh --cuda --with-te"
 _FLASH = "CUDA only: pip install --no-build-isolation flash-attn"
 PACKAGES = (
     Package("megatron-core", "megatron.core", "learner: model, parallel layouts, optimizer", SETUP, "always"),
-    Package("sglang", "sglang.srt.entrypoints.engine", "engine: samples the responses", SETUP, "always"),
+    Package("sglang", "sglang.srt.entrypoints.engine", "engine: samples the responses", FIX, "always"),
     Package("transformers", "transformers", "tokenizers and model configurations", SETUP, "always"),
     Package("math-verify", "math_verify", "verifier: scores answers", SETUP, "always"),
-    Package("torchvision", "torchvision", "imported by SGLang", f"{SETUP} (it must match torch's build)", "always"),
+    Package("torchvision", "torchvision", "imported by SGLang", f"{FIX} (it must match torch's build)", "always"),
     Package("triton", "triton", "fused loss kernels on CUDA; imported by SGLang", SETUP, "always"),
     Package("psutil", "psutil", "imported by SGLang; finds and ends child processes", SETUP, "always"),
-    Package("sglang-kernel", "sgl_kernel", "SGLang's CUDA kernels", f"{SETUP} --cuda", "on CUDA"),
+    Package("sglang-kernel", "sgl_kernel", "SGLang's CUDA kernels", SETUP_CUDA, "on CUDA"),
     Package("transformer-engine", "transformer_engine", "context parallelism, fused Adam", _TE, "never"),
     Package("flash-attn", "flash_attn", "inside Transformer Engine; the learner's comes with torch", _FLASH, "never"),
     Package("wandb", "wandb", "only with track.wandb_project", 'pip install "mugrpo-megatron[wandb]"', "never"),
@@ -83,12 +88,12 @@ PACKAGES = (
 SHARED_MEMORY_BYTES = 1 << 30
 """Free bytes of /dev/shm that suffice for every model; Docker's default is 64 MB."""
 
-STACKS = {("0.16.1", "0.5.15.post1"): "pinned", ("0.19.2", "0.5.23"): "new"}
-"""(megatron-core, SGLang) -> the stack that `setup.sh --stack` installs and the tests run on."""
-
 
 def doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", type=Path, help="checkpoint whose config.json is checked as well")
+    parser.add_argument(
+        "--fix", action="store_true", help="first install SGLang and torchvision for a CPU, as setup.sh does"
+    )
 
 
 def doctor(options: argparse.Namespace | None = None) -> int:
@@ -97,7 +102,9 @@ def doctor(options: argparse.Namespace | None = None) -> int:
     Raises UserError when torch is not installed, and for a model that the learner cannot build.
     """
     if importlib.util.find_spec("torch") is None:
-        raise UserError(f"torch is not installed in {sys.prefix}; {SETUP} makes .venv with the build for this machine")
+        raise UserError(f"torch is not installed in {sys.prefix}; install it with the build for this machine: {SETUP}")
+    if options is not None and options.fix:
+        fix()
     console, missing = Console(), []
     console.print("mugrpo doctor: importing what training needs takes some seconds", style="bold")
     with console.status("importing torch, Megatron, SGLang and the others"):
@@ -175,9 +182,11 @@ def _errors(process: subprocess.Popen[str]) -> Iterator[str]:
 
 def stack(megatron: str | None, sglang: str | None) -> CheckResult:
     """Returns whether these versions of megatron-core and SGLang were tested together."""
-    name = STACKS.get((megatron or "", sglang or ""))
-    pair = f"{name}: {megatron} with {sglang}" if name else f"not a tested pair: {megatron} with {sglang}"
-    use, remedy = "megatron-core with SGLang", f"{SETUP} --stack pinned or --stack new"
+    tested = STACKS.get(megatron or "")
+    name = tested.name if tested and tested.sglang == sglang else None
+    found = f"{megatron} with {sglang or 'no SGLang'}"
+    pair = f"{name}: {found}" if name else f"not a tested pair: {found}"
+    use, remedy = "megatron-core with SGLang", f"{SETUP} --stack pinned or --stack new" if IN_CHECKOUT else FIX
     return CheckResult("stack", "ok" if name else "broken", pair, use, False, remedy)
 
 
@@ -185,7 +194,7 @@ def apex() -> CheckResult:
     """Returns the state of NVIDIA's apex; PyPI's `apex` is an unrelated package."""
     use, remedy = (
         "fused Adam of Megatron's optimizer; torch's is used without",
-        f"CUDA only: {SETUP} --cuda --with-apex",
+        "CUDA only, in a checkout: run_scripts/setup.sh --cuda --with-apex",
     )
     spec = importlib.util.find_spec("apex")
     if spec is None:
@@ -219,12 +228,12 @@ def _torch(cuda: bool) -> list[CheckResult]:
     nccl: State = "ok" if torch.distributed.is_nccl_available() else "absent"
     version = ".".join(map(str, torch.cuda.nccl.version())) if cuda and nccl == "ok" else "not in torch"
     use = "learner and engine take turns on them; CPU does without"
-    remedy = "a CUDA driver that fits torch's build" if torch.version.cuda else f"{SETUP} --cuda, given a GPU"
+    remedy = "a CUDA driver that fits torch's build" if torch.version.cuda else f"{SETUP_CUDA}, given a GPU"
     return [
         CheckResult("devices", "ok" if cuda else "absent", devices(), use, False, remedy),
         CheckResult("torch", "ok", f"{torch.__version__} ({built})", "learner", True),
         CheckResult("gloo", gloo, "in torch" if gloo == "ok" else "not in torch", "collectives on CPU", True),
-        CheckResult("NCCL", nccl, version, "collectives on CUDA", cuda, f"{SETUP} --cuda"),
+        CheckResult("NCCL", nccl, version, "collectives on CUDA", cuda, SETUP_CUDA),
     ]
 
 

@@ -38,7 +38,7 @@ def find_model(section: ModelSection, config: Path | None = None) -> ModelShape:
     No weights are needed. Raises UserError, naming the ways, when none of them gives a shape.
     """
     if config is None:
-        return find_shape(section.path, section.revision)
+        return find_shape(section.directory, section.revision)
     if config.is_file():
         return _from_file(config)
     raise UserError(f"--model-config {config}: no such file; it is the config.json of a Hugging Face model")

@@ -20,6 +20,7 @@ from mugrpo_megatron.extras.plan.printing_schedules import Pilot, pilot_as_dict
 from mugrpo_megatron.files.json_text import to_json_value
 from mugrpo_megatron.observe.environment import SHARED_MEMORY, SHARED_MEMORY_REMEDY
 from mugrpo_megatron.observe.progress import new_table as _table
+from mugrpo_megatron.pages import page_address
 
 UNITS = ((3600.0, "h"), (60.0, "min"), (1.0, "s"))
 
@@ -57,7 +58,7 @@ def print_plan(plan: RunPlan, launch: Mapping[str, str]) -> None:
         console.print(f"    {command}", highlight=False, soft_wrap=True, markup=False)
     console.print(
         "These figures come from a model. Its times depend on assumed rates and lengths; --assume name=value replaces "
-        "one. docs/plan.md has the model and compares the hours with the paper's.",
+        f"one. {page_address('plan')} has the model and compares the hours with the paper's.",
         highlight=False,
     )
 

@@ -8,6 +8,7 @@ from mugrpo_megatron.extras.sandbox import filter as calls
 from mugrpo_megatron.extras.sandbox import kernel
 from mugrpo_megatron.extras.sandbox.limits import Limits, Mode
 from mugrpo_megatron.extras.sandbox.programs import run_program
+from mugrpo_megatron.pages import page_address
 
 
 def weakness(mode: str) -> str:
@@ -51,9 +52,9 @@ def check_jail(limits: Limits) -> None:
 
 def _way_out(limits: Limits) -> str:
     if limits.mode == "limits":
-        return "raise reward.worker_memory_mb, or see docs/rewards.md"
+        return f"raise reward.worker_memory_mb, or see {page_address('rewards', 'programs')}"
     return (
-        "allow user namespaces to this user (docs/rewards.md), "
+        f"allow user namespaces to this user ({page_address('rewards', 'programs')}), "
         'or accept weaker walls with reward.code.sandbox = "limits"'
     )
 
@@ -61,12 +62,13 @@ def _way_out(limits: Limits) -> str:
 def jail() -> CheckResult:
     """The sandbox mode in which a program of one line has just run on this machine."""
     use = 'reward.function = "code": programs of responses'
-    remedy = 'allow user namespaces to this user (docs/rewards.md); until then reward.code.sandbox = "limits"'
+    walls = page_address("rewards", "programs")
+    remedy = f'allow user namespaces to this user ({walls}); until then reward.code.sandbox = "limits"'
     if _jailed("namespaces"):
         return CheckResult("code sandbox", "ok", "namespaces", use, needed=False)
     if _jailed("limits"):
         return CheckResult("code sandbox", "broken", "no namespaces, limits alone", use, needed=False, remedy=remedy)
-    return CheckResult("code sandbox", "absent", "programs cannot be held", use, needed=False, remedy="docs/rewards.md")
+    return CheckResult("code sandbox", "absent", "programs cannot be held", use, needed=False, remedy=walls)
 
 
 def _jailed(mode: Mode) -> bool:

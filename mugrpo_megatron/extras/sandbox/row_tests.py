@@ -18,6 +18,7 @@ from functools import cache
 from typing import Any
 
 from mugrpo_megatron.extras.sandbox.assert_runner import MODULES, is_assertion, is_test_class
+from mugrpo_megatron.pages import page_address
 
 COLUMNS = ("tests", "input_output", "test_cases", "test_list", "test")
 """Columns that may hold tests, besides the gold and the groups in `_TOGETHER`."""
@@ -73,7 +74,8 @@ def read_tests(gold: object, row: Mapping[str, Any]) -> list[Test]:
     if tests := _read(gold, row):
         return tests
     raise ValueError(
-        "the row has no tests: neither a column of tests nor its gold holds any; docs/rewards.md has their shapes"
+        "the row has no tests: neither a column of tests nor its gold holds any; "
+        f"{page_address('rewards', 'programs')} has their shapes"
     )
 
 

@@ -1,0 +1,43 @@
+"""Addresses of the pages that messages name. Imports only Python's own library."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from importlib.metadata import PackageNotFoundError, metadata
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent
+FILES = PACKAGE / "docs"
+"""The Markdown of every page: a link to docs/ in a checkout, copies in a wheel."""
+
+
+def page_address(name: str, heading: str = "") -> str:
+    """Address of a page, such as "health", or of the heading or id `heading` on it.
+
+    On the site, if pyproject.toml's `[project.urls]` names one as `Documentation`; else the Markdown file, which a
+    checkout and every wheel have. Its path is short in the checkout itself.
+    """
+    anchor = f"#{slug(heading)}" if heading else ""
+    if site := _site():
+        return f"{site}/{name}.html{anchor}"
+    folder = FILES.resolve()
+    return f"{'docs' if folder == Path('docs').absolute() else folder}/{name}.md{anchor}"
+
+
+def slug(heading: str) -> str:
+    """The anchor that GitHub and the site give a heading; an id such as `objective.veto` stays as it is."""
+    if re.fullmatch(r"[a-z_]+(\.\w+)+", heading):
+        return heading
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+@cache
+def _site() -> str:
+    """Base address of the site; "" while the project has none."""
+    try:
+        entries = metadata("mugrpo-megatron").get_all("Project-URL") or []
+    except PackageNotFoundError:
+        return ""
+    urls = dict(entry.split(", ", 1) for entry in entries)
+    return urls.get("Documentation", "").rstrip("/")
