@@ -33,7 +33,6 @@ def test_every_command_option_and_method_is_there() -> None:
     for place in (
         "score--skip-malformed",
         "rollouts--advantage",
-        "report--port",
         "train--set",
     ):
         assert f'<a id="{place}"></a>' in page
