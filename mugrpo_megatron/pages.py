@@ -18,15 +18,15 @@ def page_address(name: str, heading: str = "") -> str:
     On the site, if pyproject.toml's `[project.urls]` names one as `Documentation`; else the Markdown file, which a
     checkout and every wheel have. Its path is short in the checkout itself.
     """
-    anchor = f"#{slug(heading)}" if heading else ""
+    fragment = f"#{slug(heading)}" if heading else ""
     if site := _site():
-        return f"{site}/{name}.html{anchor}"
+        return f"{site}/{name}.html{fragment}"
     folder = FILES.resolve()
-    return f"{'docs' if folder == Path('docs').absolute() else folder}/{name}.md{anchor}"
+    return f"{'docs' if folder == Path('docs').absolute() else folder}/{name}.md{fragment}"
 
 
 def slug(heading: str) -> str:
-    """The anchor that GitHub and the site give a heading; an id such as `objective.veto` stays as it is."""
+    """The fragment of an address that GitHub and the site give a heading; an id such as `objective.veto` stays as it is."""
     if re.fullmatch(r"[a-z_]+(\.\w+)+", heading):
         return heading
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")

@@ -29,6 +29,7 @@ PLACEHOLDERS = {
     "IN": "responses.jsonl",
     "OUT": "scored.jsonl",
     "N": "2",
+    "K": "1",
     "SEED": "1",
     "RUN": "runs/quickstart",
     "NAME": "owner/name",
