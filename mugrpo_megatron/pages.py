@@ -26,7 +26,7 @@ def page_address(name: str, heading: str = "") -> str:
 
 
 def slug(heading: str) -> str:
-    """The fragment of an address that GitHub and the site give a heading; an id such as `objective.veto` stays as it is."""
+    """What GitHub and the site call a heading in an address; an id such as `objective.veto` stays as it is."""
     if re.fullmatch(r"[a-z_]+(\.\w+)+", heading):
         return heading
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
