@@ -23,9 +23,13 @@ seconds:  # what the tests of the last run and their fixtures cost
 new-stack:  # the quick tier, and the processes of learner and weights, where `setup.sh --stack new` has been run
 	if [ -x .venv-new/bin/python ]; then .venv-new/bin/python -m pytest -q -n 2 -m "$(QUICK)" \
 		&& .venv-new/bin/python -m pytest -q -n 2 -m "process and not night" tests/learner tests/weights; fi
-docs: setup  # the pages that are made from the code
+docs: setup  # the pages that are made from the code, and the site in build/site: no network, no warning, no broken link
 	$(PYTHON) -m run_scripts.dev.recipe_reference > docs/recipe.md
 	$(PYTHON) -m run_scripts.dev.metrics_page > docs/metrics.md
+	$(PYTHON) -m run_scripts.dev.site.cli_page > docs/cli.md
+	$(PYTHON) -m run_scripts.dev.site.python_page > docs/python.md
+	$(PYTHON) -m run_scripts.dev.site.recipes_page > docs/recipes.md
+	$(PYTHON) -m run_scripts.dev.site.build
 lock:  # every version of the CUDA environment, of the pinned stack and of the new one; needs uv
 	for stack in "3.11 " "3.12 -new"; do set -- $$stack; \
 		uv pip compile --quiet --python-version $$1 --python-platform x86_64-manylinux_2_34 --no-annotate \

@@ -30,8 +30,8 @@ while [ $# -gt 0 ]; do
   shift $(($# > 0))
 done
 case "$stack" in
-  pinned) link=.venv suffix='' sglang=0.5.15.post1 torchvision=0.28.0 pythons="python3.11 python3.12 python3" oldest=11 ;;
-  new) link=.venv-new suffix=-new sglang=0.5.23 torchvision=0.29.1 pythons="python3.12 python3" oldest=12 ;;
+  pinned) link=.venv suffix='' pythons="python3.11 python3.12 python3" oldest=11 ;;
+  new) link=.venv-new suffix=-new pythons="python3.12 python3" oldest=12 ;;
   *) echo "setup.sh: --stack takes pinned or new" >&2; exit 2 ;;
 esac
 if [ "$stack" = new ] && [ -n "$with_te$with_apex" ]; then
@@ -94,16 +94,8 @@ rm -rf "$venv"  # of a set-up that was interrupted
 install() { "$venv/bin/pip" install --quiet --disable-pip-version-check --no-warn-conflicts "$@"; }
 
 if [ "$device" = cpu ]; then
-  install --constraint run_scripts/constraints-cpu$suffix.txt --editable ".[cpu$suffix,dev,study]"
-  # SGLang's own requirements are for CUDA machines; what it needs on CPU is the cpu extra.
-  install --no-deps sglang==$sglang torchvision==$torchvision
-  # The registry has only CUDA builds of torchvision. Next to a CPU torch their library does not load, and the import
-  # fails where it registers fakes of the library's operators. SGLang only imports torchvision, so the fakes are removed.
-  # No pin avoids this: the newest build, 0.29.2, fails in the same place.
-  if ! "$venv"/bin/python -c 'import torchvision' 2>/dev/null; then
-    sed -i '/^@torch.library.register_fake/d' "$venv"/lib/python3*/site-packages/torchvision/_meta_registrations.py
-    "$venv"/bin/python -c 'import torchvision'
-  fi
+  install --constraint run_scripts/constraints-cpu$suffix.txt --editable ".[cpu$suffix,dev,docs,study]"
+  "$venv"/bin/python -m mugrpo_megatron.extras.doctor.fix  # SGLang, whose own requirements are for CUDA machines
 else
   install --constraint run_scripts/constraints-cuda$suffix.txt --editable ".[cuda$suffix,dev,study]"
 fi

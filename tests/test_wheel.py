@@ -13,7 +13,7 @@ import pytest
 
 from tests.checkout import ROOT
 
-SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "mugrpo_megatron", "checkpoints_convert")
+SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "mugrpo_megatron", "checkpoints_convert", "docs")
 GIT = ("git", "-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false")
 BUILD = """
 import os, sys, tarfile
@@ -60,6 +60,11 @@ def test_it_has_every_file_that_the_package_reads(wheel: Path) -> None:
     recipes = ROOT / "run_scripts/recipes"
     for path in recipes.rglob("*.toml"):
         assert (wheel / "mugrpo_megatron/recipes" / path.relative_to(recipes)).read_bytes() == path.read_bytes()
+    for folder, kind in (("bundled_models", "*"), ("docs", "*.md")):
+        for path in (ROOT / "mugrpo_megatron" / folder).resolve().rglob(kind):
+            if path.is_file():
+                inside = path.relative_to((ROOT / "mugrpo_megatron" / folder).resolve())
+                assert (wheel / "mugrpo_megatron" / folder / inside).read_bytes() == path.read_bytes()
     (metadata,) = wheel.glob("*.dist-info/METADATA")
     needs = re.findall(r"^Requires-Dist: (torch\b[^;\n]*)$", metadata.read_text(encoding="utf-8"), re.MULTILINE)
     assert needs == ["torch"], "it pins no torch of its own"
@@ -70,5 +75,8 @@ def test_it_runs_anywhere_and_names_its_commit(wheel: Path, tmp_path: Path, monk
     monkeypatch.setenv("PYTHONPATH", str(wheel))
     mugrpo = (sys.executable, "-m", "mugrpo_megatron")
     assert re.fullmatch(r"mugrpo \S+ \(commit [0-9a-f]{12}\)\n", run(*mugrpo, "--version", cwd=tmp_path))
-    assert "Examples:" in run(*mugrpo, "--help", cwd=tmp_path)
+    overview = run(*mugrpo, "--help", cwd=tmp_path)
+    assert "Examples:" in overview
+    assert overview.endswith(f"Pages: {wheel}/mugrpo_megatron/docs/README.md\n")
+    assert "364" in run(*mugrpo, "train", "quickstart.toml", "--dry-run", cwd=tmp_path), "the bundled start"
     assert 'dir = "runs/gsm8k-0.5b"' in run(*mugrpo, "train", "one_gpu/24gb.toml", "--dry-run", cwd=tmp_path)
