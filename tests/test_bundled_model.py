@@ -43,7 +43,7 @@ def test_its_recipe_makes_a_model_that_can_do_as_much(tmp_path: Path) -> None:
     """The training stops at its first check above 40 %, which an accuracy that rises fast may pass by 8 points."""
     made = tmp_path / "made"
     mugrpo("sft", str(QUICKSTART), "--set", f"sft.output={made}")
-    accuracies = []
+    accuracies: list[float] = []
     for model in (made / "hf", MODELS / NAME):
         out = tmp_path / f"eval-{len(accuracies)}"
         mugrpo("eval", str(model), "--data", "arithmetic", "--recipe", str(QUICKSTART), "--out", str(out))

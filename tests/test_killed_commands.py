@@ -222,7 +222,10 @@ def test_sft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1?", "response": "yes"}\n' * 64, encoding="utf-8")
     model = save_model(tmp_path / "model")
-    kinds = {"rows": {"train": str(tmp_path / "rows.jsonl"), "epochs": 4}, "new": {"target_accuracy": 0.01}}
+    kinds: dict[str, dict[str, Any]] = {
+        "rows": {"train": str(tmp_path / "rows.jsonl"), "epochs": 4},
+        "new": {"target_accuracy": 0.01},
+    }
     for kind, sft in kinds.items():
 
         def command(name: str, kind: str = kind, sft: dict[str, Any] = sft) -> tuple[object, ...]:
@@ -263,7 +266,11 @@ def test_train_with_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "tools.jinja").write_text(TOOLS, encoding="utf-8")
     data = {"chat_template": str(tmp_path / "tools.jinja"), "prompt_style": "chat", "max_prompt_tokens": 64}
     rollout = {"agent": "tests.extras.episodes.agents:asks_twice", "max_response_tokens": 24}
-    sections = {"rollout": rollout, "data": data, "episodes": {"seconds": 600.0, "max_failure_share": 1.0}}
+    sections: dict[str, dict[str, Any]] = {
+        "rollout": rollout,
+        "data": data,
+        "episodes": {"seconds": 600.0, "max_failure_share": 1.0},
+    }
     recipe = write_run(tmp_path, save_model(tmp_path / "model"), **sections)
     log, draw = tmp_path / "run" / "metrics.jsonl", random.Random(9)
     hits = sum(killed_in_row(("train", recipe), log, draw.randrange(1, 6)) for _ in range(KILLS))

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -153,9 +154,12 @@ def test_a_header_is_parsed_once_a_file(tmp_path: Path, monkeypatch: pytest.Monk
     checkpoint = HFCheckpoint(tmp_path, dict.fromkeys(tensors, SINGLE), dict.fromkeys(tensors, torch.float32))
     parsed = []
     loads = json.loads
-    monkeypatch.setattr(
-        "mugrpo_megatron.weights.safetensors_dir.json.loads", lambda text: parsed.append(1) or loads(text)
-    )
+
+    def counted(text: str) -> Any:
+        parsed.append(1)
+        return loads(text)
+
+    monkeypatch.setattr("mugrpo_megatron.weights.safetensors_dir.json.loads", counted)
     assert all(torch.equal(checkpoint.read(name), tensor) for name, tensor in tensors.items())
     assert len(parsed) == 1
     (tmp_path / SINGLE).unlink()

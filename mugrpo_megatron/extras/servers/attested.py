@@ -193,6 +193,7 @@ def attested_groups(
                 pool.put(group.prompt for group in batch.groups)
             for group in batch.groups:
                 pool.accept(server)
-                if not why and missing.pop(group.prompt.index, None):
+                if not why and group.prompt.index in missing:
+                    del missing[group.prompt.index]
                     yield group
         patience.check(pool.servers, refused)

@@ -95,9 +95,8 @@ def request_of(dialect: Dialect, model: str, prompt: Prompt, n: int, sampling: S
 def read_replies(dialect: Dialect, body: Any, model: str) -> list[Reply]:
     """The responses in a reply's JSON, unchecked. Raises ServerRefusal for a body without them."""
     if dialect == "sglang":
-        rows = body if isinstance(body, list) else [body]
-        return [_of_sglang(row) for row in rows]
-    rows = body.get("choices") if isinstance(body, dict) else None
+        return [_of_sglang(row) for row in (body if isinstance(body, list) else [body])]
+    rows: Any = body.get("choices") if isinstance(body, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ServerRefusal("its answer has no `choices`")
     if body.get("model", model) != model:
@@ -112,7 +111,7 @@ def _of_sglang(row: Any) -> Reply:
     if not isinstance(meta, dict):
         raise ServerRefusal("its answer has no `meta_info`")
     reason = meta.get("finish_reason")
-    entries = meta.get("output_token_logprobs")
+    entries: Any = meta.get("output_token_logprobs")
     pairs = isinstance(entries, list) and all(isinstance(entry, list) and len(entry) >= 2 for entry in entries)
     ids = row.get("output_ids")
     if pairs and isinstance(ids, list) and [entry[1] for entry in entries] != ids:

@@ -37,7 +37,7 @@ class Environment:
 
     def install(self, requirements: list[str]) -> None:
         self.installed += requirements
-        self.packages.update(requirement.split("==") for requirement in requirements)
+        self.packages.update(dict(requirement.split("==") for requirement in requirements))
 
     def fix(self) -> None:
         fixes.fix(self.said.append)

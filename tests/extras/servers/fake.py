@@ -43,9 +43,9 @@ class Policy:
     def __post_init__(self) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.model = AutoModelForCausalLM.from_pretrained(self.directory, dtype=torch.float32)
-        self.changed(self.model)
-        self.model = self.model.to(self.dtype)
+        model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(self.directory, dtype=torch.float32)
+        self.changed(model)
+        self.model: Any = model.to(self.dtype)
         self.ends = self.model.config.eos_token_id
         self.generator = torch.Generator().manual_seed(0)
         self.lock = threading.Lock()

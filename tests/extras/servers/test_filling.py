@@ -181,7 +181,10 @@ def test_a_server_that_is_killed_and_started_is_looked_at_again(recipe: Path) ->
             return (honest if len(fake.prompts) <= 8 else other)(prompt, settings)
 
         def instead(handler: Handler) -> bool:
-            return len(fake.prompts) == 8 and not died.is_set() and not died.set() and handler.die()
+            if len(fake.prompts) != 8 or died.is_set():
+                return False
+            died.set()
+            return handler.die()
 
         died = threading.Event()
         fake.answers, fake.instead = answers, instead

@@ -45,7 +45,8 @@ def test_a_server_follows_the_weights(engine: str, tmp_path: Path) -> None:
     python, weights = tmp_path / "python", tmp_path / "hf"
     python.write_text(ENGINE)
     python.chmod(0o755)
-    command = [CLUSTER / "serve.sh", engine, weights, "8000", "--first", tmp_path / "model", "abc-0", "--tp", "2"]
+    options = ["--first", str(tmp_path / "model"), "abc-0", "--tp", "2"]
+    command = [str(CLUSTER / "serve.sh"), engine, str(weights), "8000", *options]
     environment = {**os.environ, "PYTHON": str(python), "POLL_S": "0.05"}
     served = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert served.stdout
