@@ -72,9 +72,9 @@ def clock(seconds: float, cpu: bool = False, memory: int | None = None) -> Itera
         signal.signal(signal.SIGALRM, handler)
 
 
-def template_clock(seconds: float = TEMPLATE_S) -> AbstractContextManager[None]:
-    """The limits of a chat template, a judge's question and a parser of tool calls."""
-    return clock(seconds, cpu=True, memory=TEMPLATE_BYTES)
+def template_clock(seconds: float | None = None) -> AbstractContextManager[None]:
+    """The limits of a chat template, a judge's question and a parser of tool calls; `TEMPLATE_S` unless it is given."""
+    return clock(TEMPLATE_S if seconds is None else seconds, cpu=True, memory=TEMPLATE_BYTES)
 
 
 def address_space() -> int:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,7 +57,13 @@ COMPOSED = {
 """Made of parts that other runs are made of; each is resolved below."""
 
 
-@pytest.mark.parametrize("path", sorted({*RECIPES.rglob("*.toml")} - COMPOSED), ids=str)
+def every_recipe() -> Iterator[Any]:
+    """A dry run of programs starts one, so it is no quick test."""
+    for path in sorted({*RECIPES.rglob("*.toml")} - COMPOSED):
+        yield pytest.param(path, marks=[pytest.mark.process] if path.stem == "agent" else [], id=str(path))
+
+
+@pytest.mark.parametrize("path", every_recipe())
 def test_every_recipe_resolves(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And what differs from the defaults is the same recipe."""
     # A part of a recipe names no model: its default, the warm start, is here or not, and is too small for most of them.
