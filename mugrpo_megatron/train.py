@@ -20,6 +20,7 @@ from mugrpo_megatron.data.prepare import Problems
 from mugrpo_megatron.engine.process import HostProcess
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.update import update
+from mugrpo_megatron.phases.agreement import check_agreement, expected_logprobs
 from mugrpo_megatron.phases.evaluate import evaluate, evaluation_due, is_evaluated
 from mugrpo_megatron.phases.generate import run_auxiliary_models, sample, seal_if_complete, whole_stage
 from mugrpo_megatron.phases.saves import finish, save_if_due
@@ -96,8 +97,10 @@ def hand_over(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> N
     """The engines get the devices and the learner's weights; a device never holds both in full."""
     with run.phase("sync", cursor) as facts:
         learner.reload()  # from an earlier turn in which an engine failed
+        expected = expected_logprobs(run, learner, engines)  # of a few texts, once after each start
         learner.offload("optimizer")
         engines.wake("weights")
         facts |= engines.receive(cursor.updates)  # learner -> engine, bucket by bucket
         learner.offload("weights")
         engines.wake("kv_cache")
+        facts |= check_agreement(run, engines, expected)  # the same model on both sides, or the run ends

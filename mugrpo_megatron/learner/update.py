@@ -103,23 +103,24 @@ def optimize(learner: Learner, sequences: Sequence[TokenSequence], token_loss: T
     return _step(learner)
 
 
-def token_logprobs(learner: Learner, samples: Sequence[Sample]) -> list[np.ndarray]:
-    """Log-probabilities float32 [R] of every response under the current weights at the rollout's temperature.
+def token_logprobs(learner: Learner, samples: Sequence[Sample], temperature: float | None = None) -> list[np.ndarray]:
+    """Log-probabilities float32 [R] of every response under the current weights, by default at the rollout's
+    temperature.
 
     Collective; every rank gets all. Packs `samples` as `update` does: for the samples of one update the values are
     bitwise equal to `update`'s, so its importance ratios are exactly 1. Tokens outside a loss mask get 0.
     """
-    return _logprobs(learner, samples)[0]
+    return _logprobs(learner, samples, temperature=temperature)[0]
 
 
 def _logprobs(
-    learner: Learner, samples: Sequence[Sample], record_routes: bool = False
+    learner: Learner, samples: Sequence[Sample], record_routes: bool = False, temperature: float | None = None
 ) -> tuple[list[np.ndarray], list[TokenSequence], list[MicroBatch]]:
     """`token_logprobs`, and the sequences and micro-batches of the pass."""
     with named_phase(learner.ranks, "learner log-probabilities"):
         sequences = _sequences(learner, samples)
         batches = pack_local(learner, sequences, plan_update(learner, sequences), record_routes)
-        values = logprobs_and_entropies(learner, batches, learner.recipe.rollout.temperature)
+        values = logprobs_and_entropies(learner, batches, temperature or learner.recipe.rollout.temperature)
         logprobs = gather_tokens(learner, sequences, batches, values, k=2)[0].cpu()
     trained = [values.numpy() for values in logprobs.split([sequence.trained for sequence in sequences])]
     rows = [sample.scattered(values) for sample, values in zip(samples, trained, strict=True)]

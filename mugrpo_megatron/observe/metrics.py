@@ -167,6 +167,9 @@ METRICS_OF: dict[Kind, tuple[tuple[str, str, str], ...]] = {
         ("reward/NAME", "reward", "Mean score that the judge NAME gave the stage, where it gave one."),
         ("unparsed/NAME", "responses", "Responses for which NAME's answer had no score."),
         ("bytes", "bytes", "Bytes that the phase moved."),
+        ("texts_mismatch", "nats",
+         "Mean |log π_engine − log π_learner| over a few texts, before a run generates for the first time since its "
+         "start."),
         ("checked", "tensors", "The engine's tensors that were compared with the learner's, bit by bit."),
     ),
     "engine": (

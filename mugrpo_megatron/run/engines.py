@@ -42,6 +42,8 @@ class Engines:
     """None on a rank that leads no engine."""
     follower: FollowerNode | None = None
     """This rank's node of an engine that another node leads."""
+    agreed: bool = False
+    """Whether all engines gave the learner's log-probabilities since the start (`phases.agreement`); on every rank."""
     awake: bool = False
     """Whether the engines have the learner's weights and the devices; the same on every rank."""
 

@@ -1,0 +1,72 @@
+"""Whether learner and engine hold the same model: log-probabilities of the same tokens, and what rounding explains.
+
+Pure functions: the run compares a few texts before it generates (`phases.agreement`), and whoever takes responses of
+other servers can compare theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+BOUNDS = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1, "fp8": 0.3}
+"""Type of the products -> the largest mean of |engine - learner|, in nats a token, that rounding explains."""
+GROWS = 3.0
+"""The difference grows with the position if the last quarter of the texts has this many times the first's."""
+
+
+class Agreement(NamedTuple):
+    """How far engine and learner are apart on the same tokens."""
+
+    mean: float
+    """Mean of |engine - learner| in nats a token; NaN if a log-probability is not finite."""
+    tokens: int
+    growth: float
+    """The mean in the last quarter of each text, over that in the first."""
+
+
+def agreement(engine: Sequence[np.ndarray], learner: Sequence[np.ndarray]) -> Agreement:
+    """Compare log-probabilities float32 [R] of the same texts; without a token the mean is 0."""
+    distances = [np.abs(ours.astype(np.float64) - theirs) for ours, theirs in zip(learner, engine, strict=True)]
+    together = np.concatenate([np.zeros(0), *distances])
+    if not len(together):
+        return Agreement(0.0, 0, 1.0)
+    first = np.concatenate([row[: max(1, len(row) // 4)] for row in distances])
+    last = np.concatenate([row[-max(1, len(row) // 4) :] for row in distances])
+    growth = float(last.mean() / first.mean()) if first.mean() > 0 else 1.0
+    mean = float(together.mean())
+    return Agreement(mean if np.isfinite(mean) else np.nan, len(together), growth)
+
+
+def bound(dtype: str, fp8: bool = False) -> float:
+    """Nats a token that rounding explains, of a model in this type; `fp8`: one of the two multiplies in fp8."""
+    return BOUNDS["fp8" if fp8 else dtype]
+
+
+def disagreement(found: Agreement, most: float, unread: Sequence[str] = ()) -> str:
+    """A sentence if engine and learner are further apart than `most` nats a token, with the likely cause; else "".
+
+    `unread`: fields of config.json that were taken to be without effect.
+    """
+    if found.mean <= most:
+        return ""
+    if np.isnan(found.mean):
+        return (
+            f"log-probabilities of {found.tokens} tokens are not finite, the engine's or the learner's: weights or "
+            "activations overflow; look at model.dtype, and at the checkpoint for values that are not finite"
+        )
+    causes = []
+    if found.growth >= GROWS:
+        causes.append("the difference grows with the position, so look at rope_theta and the rope scaling first")
+    if unread:
+        causes.append(
+            f"these fields were taken to be without effect: {', '.join(unread)}; remove them from config.json"
+        )
+    causes.append("compare config.json with the published model's; `mugrpo doctor --model DIR` compares both parts")
+    return (
+        f"engine and learner differ by {found.mean:.3g} nats a token on {found.tokens} tokens with the same weights, "
+        f"and rounding explains {most:g}: they compute different models. Likely a field of config.json that one of "
+        f"them reads and the other does not: {'; '.join(causes)}"
+    )
