@@ -105,3 +105,31 @@ def test_a_score_that_is_terminated_leaves_nothing(
     assert capsys.readouterr().err == "mugrpo: terminated; nothing was written, the same command starts over\n"
     assert list(tmp_path.iterdir()) == [path]
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.process
+def test_a_reward_that_fails_leaves_its_row_with_the_exception(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("fails_once.py").write_text("def reward(response, answer):\n    return 1 / (int(response) - 3)\n")
+    rows: list[object] = [{"response": str(n), "answer": "1"} for n in range(5)]
+    write(tmp_path / "in.jsonl", rows)
+    words = ["score", "in.jsonl", "--out", "out.jsonl", "--set", "reward.function=fails_once:reward"]
+    assert main(words) == 2
+    assert "failed on 1 of 5 rows, which count 0; the column why of out.jsonl" in capsys.readouterr().err
+    scored = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
+    assert [row["reward"] for row in scored] == [1 / -3, 1 / -2, -1.0, 0.0, 1.0]
+    assert "ZeroDivisionError" in scored[3]["why"]
+    assert "failed" not in scored[3]
+    assert main([*words, "--overwrite", "--set", "reward.max_failure_share=0.5"]) == 0
+
+
+@pytest.mark.process
+def test_none_of_a_function_of_one_response_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("gives_none.py").write_text("def reward(response):\n    return None\n")
+    write(tmp_path / "in.jsonl", [{"response": "1", "answer": "1"}])
+    summary = run(tmp_path / "in.jsonl", tmp_path / "out.jsonl", RewardSection(function="gives_none:reward", workers=1))
+    [why] = summary.whys
+    assert "only a function of several responses returns None, where it does not apply" in why

@@ -189,5 +189,6 @@ def test_ordinals(spelling: str, number: int, ending: str) -> None:
 
 def test_an_ending_of_another_number_is_no_ordinal() -> None:
     assert not right("22rd", "22")
+    assert not right("22\\text{ nd}", "22")
     assert not right("n^{th}", "n")
     assert right("May 3rd", "May 3")

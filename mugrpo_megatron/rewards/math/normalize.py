@@ -95,8 +95,8 @@ _ELLIPSIS = re.compile(r"(?<![0-9.])([0-9]+)\s*(?:\.{2,}|…)\s*\Z")
 _EMPHASIZED = re.compile(r"\A\s*(?P<marks>\*{1,3}|_{1,3}|`)(?P<inside>[^*_`]+)(?P=marks)\s*\Z")
 """A whole answer in Markdown's emphasis."""
 _ORDINAL = re.compile(
-    r"(?<![0-9A-Za-z/.^_}])(?P<number>[0-9]{0,40}?(?:(?P<teen>1[0-9])|(?P<last>[0-9])))\s*(?:\^\s*)?\{?\s*"
-    r"(?:\\(?:text[a-z]*|mathrm|mbox)\s*\{\s*)?(?P<ending>st|nd|rd|th)\s*\}{0,2}(?=\s*(?:\Z|,))"
+    r"(?<![0-9A-Za-z/.^_}])(?P<number>[0-9]{0,40}?(?:(?P<teen>1[0-9])|(?P<last>[0-9])))(?:\^\s*)?\{?"
+    r"(?:\\(?:text[a-z]*|mathrm|mbox)\{)?(?P<ending>st|nd|rd|th)\s*\}{0,2}(?=\s*(?:\Z|,))"
 )
 _ORDINAL_ENDINGS = {"1": "st", "2": "nd", "3": "rd"}
 _ANSWER_LABEL = re.compile(r"(?:the\s+)?(?:correct\s+)?(?:final\s+)?answer\s*(?:is\b\s*:?|:|=)\s*", re.IGNORECASE)
