@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from mugrpo_megatron.run.checkpoints import check_stage_sealed
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import FOLDERS, InUse, RunDirectory, check_directory, file_lock, open_directory
 from mugrpo_megatron.run.record import PROVENANCE, provenance, read_record
-from tests.hostile.rundir import NOW, make
+from tests.hostile.rundir import NOW, PROMPTS, UPDATES, make
 from tests.refusals import refuses
 
 HOLD = """
@@ -57,6 +58,23 @@ def test_another_recipe_is_refused_with_the_keys_that_differ(tmp_path: Path) -> 
     keys = r"learner\.routing_replay, objective\.trigger_ratio, optimizer\.lr"
     with pytest.raises(UserError, match=keys), open_directory(changed):
         pass
+
+
+def test_another_rate_names_the_command_that_takes_the_stage_again(tmp_path: Path) -> None:
+    sizes = ("schedule.stages=3", f"schedule.updates_per_stage={UPDATES}", f"rollout.prompts_per_update={PROMPTS}")
+    make(tmp_path / "run")
+    given = recipe(tmp_path / "run", "model.path=/none", *sizes, "optimizer.lr=3e-5", "objective.dual_clip=3.0")
+    with pytest.raises(UserError) as caught:
+        check_directory(given)
+    command = shlex.split(str(caught.value).partition("with the new values: ")[2])
+    assert command[:2] == ["mugrpo", "optimize"]
+    assert {"--from", str(tmp_path / "run"), "--stage", "1", "optimizer.lr=3e-05", "objective.dual_clip=3.0"} <= {
+        *command
+    }
+    new = load_recipe(Path(command[2]), [command[index + 1] for index, word in enumerate(command) if word == "--set"])
+    assert (new.optimizer.lr, new.objective.dual_clip) == (3e-5, 3.0)
+    assert new.run.dir == tmp_path / "run-branch"
+    refuses("holds$", check_directory, recipe(tmp_path / "run", "model.path=/none", *sizes, "run.seed=9"))
 
 
 def test_weights_that_changed_before_the_first_checkpoint_are_refused(tmp_path: Path) -> None:
