@@ -27,7 +27,7 @@ from mugrpo_megatron.files.home import expanded_words
 from mugrpo_megatron.observe.environment import commit, ignore_library_warnings, rank_of_environment
 from mugrpo_megatron.pages import page_address
 from mugrpo_megatron.run.stopping import Stopped, Terminated, stoppable, terminable
-from mugrpo_megatron.terminal import drop_output, ignore_broken_pipe, in_utf8, visible
+from mugrpo_megatron.terminal import drop_output, ending_at_once, ignore_broken_pipe, in_utf8, visible
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 CONTINUES = "the same command continues the run"
@@ -210,9 +210,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Any other failure is a bug: traceback and 1.
     """
-    if arguments is None:
-        in_utf8()
-    words = expanded_words(list(sys.argv[1:] if arguments is None else arguments))
+    if arguments is not None:
+        return _main(arguments)
+    in_utf8()
+    with ending_at_once() as ending:
+        ending.code = _main(sys.argv[1:])
+        return ending.code
+
+
+def _main(arguments: Sequence[str]) -> int:
+    words = expanded_words(list(arguments))
     if not words or words[0] in ("-h", "--help", "help"):
         print(overview())
         return 0

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import codecs
 import errno
 import locale
+import logging
 import os
 import sys
 import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, TextIO, cast
 
@@ -29,6 +32,38 @@ def in_utf8() -> None:
     sys.stdout.flush()
     os.environ["PYTHONUTF8"] = "1"
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+@dataclass(slots=True)
+class Ending:
+    """How a command ends."""
+
+    code: int = 1
+    """Exit code; 1 for an exception that nothing has caught."""
+
+
+@contextmanager
+def ending_at_once() -> Iterator[Ending]:
+    """End the process without taking its modules apart, once the block has ended and all exit handlers have run.
+
+    Python frees what torch, sympy and transformers hold object by object, which takes seconds in which a finished
+    command seems to hang; the system frees it at once.
+    """
+    ending = Ending()
+
+    def leave() -> None:  # handlers run in reverse order, so the first one registered is the last
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(ending.code)
+
+    atexit.register(leave)
+    try:
+        yield ending
+    except SystemExit as stop:  # argparse
+        ending.code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
+        raise
 
 
 def drop_output(stream: TextIO) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -54,3 +55,53 @@ def test_a_command_goes_on_and_keeps_its_exit_code() -> None:
         assert stream
         stream.close()
     assert process.wait(PATIENCE_S) == 7
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("body", "code", "said"),
+    [
+        ("ending.code = 0", 0, "handler"),
+        ("ending.code = 2", 2, "handler"),
+        ("sys.exit(5)", 5, "handler"),
+        ("sys.exit('why')", 1, "why"),
+        ("raise KeyError('lost')", 1, "KeyError: 'lost'"),
+    ],
+)
+def test_a_command_ends_after_its_handlers_and_without_its_modules(body: str, code: int, said: str) -> None:
+    program = f"""
+import atexit, sys
+from mugrpo_megatron.terminal import ending_at_once
+class Late:
+    def __del__(self):
+        print("taken apart", flush=True)
+sys.late = Late()
+with ending_at_once() as ending:
+    atexit.register(print, "handler")
+    {body}
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ended.returncode == code
+    assert said in ended.stdout + ended.stderr
+    assert "handler" in ended.stdout
+    assert "taken apart" not in ended.stdout
+
+
+@pytest.mark.process
+def test_another_locale_reads_utf8(tmp_path: Path) -> None:
+    environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    Path("größe.toml").write_text('[run]\ndir = "läufe"\n', encoding="utf-8")
+    words = [sys.executable, "-m", "mugrpo_megatron", "train", "größe.toml", "--dry-run"]
+    ended = subprocess.run(words, capture_output=True, env=environment, check=False)
+    assert 'dir = "läufe"' in ended.stdout.decode("utf-8")
+    assert b"Traceback" not in ended.stderr
+
+
+@pytest.mark.process
+def test_a_full_output_is_one_sentence() -> None:
+    with Path("/dev/full").open("wb") as full:
+        words = [sys.executable, "-m", "mugrpo_megatron", "plan", "one_gpu/24gb.toml", "--gpu", "rtx4090"]
+        ended = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.decode().startswith("mugrpo: the output cannot be written (No space left on device)")
+    assert ended.stderr.count(b"\n") == 1
