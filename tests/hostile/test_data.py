@@ -144,12 +144,15 @@ UNREADABLE: dict[str, pa.Array] = {
 
 
 @pytest.mark.parametrize("name", UNREADABLE)
-def test_a_parquet_value_that_cannot_be_read_is_a_malformed_row(name: str, tmp_path: Path) -> None:
-    data = tmp_path / "in.parquet"
+def test_a_parquet_value_that_cannot_be_read_stops_what_reads_it(name: str, tmp_path: Path) -> None:
+    """In a column that nothing reads it stops nothing, and no row is lost."""
+    data, out = tmp_path / "in.parquet", ("--out", tmp_path / "out.jsonl")
     pq.write_table(pa.table({"response": ["1", "1"], "answer": [1, 1], "x": UNREADABLE[name]}), data)
-    refused("score", data, "--out", tmp_path / "out.jsonl", says=f"{data}:2: column 'x' holds a value that cannot be")
-    assert command("score", data, "--out", tmp_path / "out.jsonl", "--skip-malformed").code == 0
-    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 1
+    assert command("score", data, *out).code == 0
+    assert [json.loads(row)["reward"] for row in (tmp_path / "out.jsonl").read_text().splitlines()] == [1.0, 1.0]
+    (tmp_path / "out.jsonl").unlink()
+    pq.write_table(pa.table({"response": ["1", "1"], "answer": UNREADABLE[name]}), data)
+    refused("score", data, *out, says=": field 'answer' holds ")
 
 
 def test_data_that_is_not_a_data_file(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def nested() -> dict[str, Any]:
         (raises, {}, "KeyError: 'xxx"),
         (raises, {"unknown": 1}, "TypeError: raises() got an unexpected keyword argument 'unknown'"),
         (raises, "{not json", "TypeError: the arguments are '{not json', not an object"),
-        (ten_megabytes, {}, f"ValueError: a text of 10,000,000 characters, and at most {MOST_CHARS:,} go to the model"),
+        (ten_megabytes, {}, f"ValueError: a text of 10,000,000 characters; the model gets at most {MOST_CHARS:,}"),
         (unprintable, {}, "RuntimeError: no text"),
     ],
 )

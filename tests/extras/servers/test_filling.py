@@ -105,7 +105,6 @@ def shuffled(model: torch.nn.Module) -> None:
         ({"changed": halved}, "weights"),
         ({"changed": quantised}, "quantised weights"),
         ({"changed": shuffled}, "weights"),
-        ({"dtype": torch.bfloat16}, "another dtype"),
     ],
 )
 def test_a_shard_of_another_policy_is_refused_and_the_run_goes_on(recipe: Path, how: dict[str, Any], why: str) -> None:
