@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner import checkpoint
@@ -167,3 +169,25 @@ def streams(hf_dir: Path, layout: Layout, bucket_sizes: list[int]) -> list[dict[
     return [
         {name: tensor.clone().numpy() for name, tensor in planned_tensors(plan, chunks, architecture)} for plan in plans
     ]
+
+
+class Copies(TorchDispatchMode):
+    """Counts the calls that copy, each of which is a launch or a few on CUDA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):  # type: ignore[no-untyped-def]
+        if "copy_" in function.__name__:
+            self.calls[function.__name__.split(".")[0]] += 1
+        return function(*arguments, **(named or {}))
+
+
+def copies(hf_dir: Path, layout: Layout, bucket_bytes: int) -> tuple[int, int, dict[str, int]]:
+    """Buckets, tensors, and the calls with which this rank fills all buckets."""
+    chunks, architecture = build(hf_dir, layout, enter(layout))
+    plan = build_plan(chunks, architecture, bucket_bytes)
+    with Copies() as counted:
+        tensors = sum(1 for _ in planned_tensors(plan, chunks, architecture))
+    return len(plan.buckets), tensors, dict(counted.calls)
