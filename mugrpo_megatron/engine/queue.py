@@ -88,8 +88,8 @@ MOST_LOADS = 240
 
 @dataclass(frozen=True, slots=True)
 class LoadReading:
-    time: float
-    """Unix seconds."""
+    at: float
+    """Seconds of the monotonic clock, which all processes of a machine share: the engine's host and its leader do."""
     tokens: int
     """Tokens sampled since the generation began, unfinished responses included."""
     running: int
@@ -107,7 +107,7 @@ class LoadReading:
 def read_load(tokens: int, snapshots: Sequence[Any]) -> LoadReading:
     """The engine's load from its schedulers' snapshots, one a data parallel scheduler."""
     return LoadReading(
-        time=time.time(),
+        at=time.monotonic(),
         tokens=tokens,
         running=sum(snapshot.num_running_reqs for snapshot in snapshots),
         queued=sum(snapshot.num_waiting_reqs for snapshot in snapshots),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from mugrpo_megatron.engine.queue import LoadReading
 from mugrpo_megatron.engine.wire import SampledGroup
 from mugrpo_megatron.evaluation.scoring import Scorer
 from mugrpo_megatron.observe.environment import device_memory_in_use
@@ -59,11 +59,11 @@ def sample(run: Run, leader: Leader | None, stage: StageStore, part: StagePart) 
             sink.take(round.groups(prompt_of, recipe.rollout.responses_per_prompt, leader.sampling))
         if run.stop.requested:
             stage.flush()  # before the round ends: another rank may have died
-        outcome = round.end(_load(leader))
+        outcome = round.end(_load(run, leader))
         facts |= {"tokens": float(bar.tokens), "engine_memory": max(memory for _, memory, _ in outcome.results)}
         for engine, _, loads in outcome.results:
-            for load in loads:
-                run.log.engine(cursor.stage, engine, load.time, load.metrics())
+            for unix_s, metrics in loads:
+                run.log.engine(cursor.stage, engine, unix_s, metrics)
     with run.phase("score", cursor):
         # Scores that are still computed when the engine has finished; a verifier may be slower than the engine.
         if sink:
@@ -97,12 +97,17 @@ class ScoredGroups:
             self._stage.append(self._to_samples(group))
 
 
-def _load(leader: Leader | None) -> tuple[int, float, list[LoadReading]]:
-    """The number of this rank's engine, the bytes that it holds, and its loads in the last generation."""
+def _load(run: Run, leader: Leader | None) -> tuple[int, float, list[tuple[float, dict[str, float]]]]:
+    """The number of this rank's engine, the bytes that it holds, and its loads in the last generation.
+
+    Each load has its time on the log's clock, in Unix seconds: the machine's may be set back meanwhile.
+    """
     if leader is None:
         return 0, 0.0, []
     engine = leader.engine
-    return leader.slot.number, device_memory_in_use() or engine.memory, engine.load_record.loads
+    offset = run.log.clock() - time.monotonic()
+    loads = [(load.at + offset, load.metrics()) for load in engine.load_record.loads]
+    return leader.slot.number, device_memory_in_use() or engine.memory, loads
 
 
 def seal_if_complete(run: Run, stage: StageStore, part: StagePart) -> None:

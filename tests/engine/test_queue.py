@@ -115,9 +115,9 @@ def test_ranks_share_the_queue_through_the_store(tmp_path: Path) -> None:
 def test_a_long_generation_keeps_readings_that_are_equally_far_apart(count: int) -> None:
     record = LoadRecord()
     for number in range(count):
-        record.add(LoadReading(time=float(number), tokens=number, running=1, queued=0, kv_use=0.5))
+        record.add(LoadReading(at=float(number), tokens=number, running=1, queued=0, kv_use=0.5))
         assert len(record.loads) <= MOST_LOADS
-    times = [load.time for load in record.loads]
+    times = [load.at for load in record.loads]
     assert times[:1] == [0.0][:count]
     assert len({after - before for before, after in pairwise(times)}) <= 1
     assert len(times) >= min(count, MOST_LOADS // 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from mugrpo_megatron.algorithm.advantages import group_advantages
 from mugrpo_megatron.engine.client import MOST_FAILURES
+from mugrpo_megatron.engine.queue import read_load
 from mugrpo_megatron.errors import EngineFailure, EngineStopped
 from mugrpo_megatron.observe.log import MetricLog
 from mugrpo_megatron.phases.generate import sample, seal_if_complete, whole_stage
@@ -166,3 +168,20 @@ def test_an_engine_ended_by_a_request_has_not_failed(stand: Stand) -> None:
         generated(stand)
     assert len(stand.rows("event")) == 0
     assert stand.leader.failures_in_a_row == 0
+
+
+def test_an_engines_readings_lie_in_its_generation_though_the_clock_goes_back(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+
+    def answering() -> None:
+        monkeypatch.setattr(time, "time", lambda: now - 86_400)
+        stand.engine.load_record.add(read_load(7, []))
+
+    stand.engine.answering = answering
+    generated(stand)
+    [generation] = [row for row in stand.rows("phase") if row["phase"] == "generate"]
+    readings = stand.rows("engine")
+    assert [row["tokens"] for row in readings] == [7] * GROUPS
+    assert all(generation["start"] <= row["time"] <= generation["end"] for row in readings)
