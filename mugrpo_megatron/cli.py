@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import errno
 import re
 import signal
 import sys
@@ -22,14 +21,21 @@ from mugrpo_megatron import __version__
 from mugrpo_megatron.commands.common import say
 from mugrpo_megatron.cpu.heap import keep_freed_memory
 from mugrpo_megatron.cuda import may_find_cuda
-from mugrpo_megatron.errors import CollectiveFailure, EngineFailure, TrainingFailure, UserError, refused_by_system
+from mugrpo_megatron.errors import (
+    NO_ROOM,
+    REFUSALS,
+    CollectiveFailure,
+    EngineFailure,
+    TrainingFailure,
+    UserError,
+    refused_by_system,
+)
 from mugrpo_megatron.files.home import expanded_words
 from mugrpo_megatron.observe.environment import commit, ignore_library_warnings, rank_of_environment
 from mugrpo_megatron.pages import page_address
 from mugrpo_megatron.run.stopping import Stopped, Terminated, stoppable, terminable
 from mugrpo_megatron.terminal import drop_output, ending_at_once, ignore_broken_pipe, in_utf8, visible
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
 CONTINUES = "the same command continues the run"
 STARTS_OVER = "nothing was written, the same command starts over"
 LINE_BREAK = re.compile(r"\s*\n\s*")
@@ -269,9 +275,9 @@ def _run(command: Command, options: argparse.Namespace) -> int:
         drop_output(sys.stdout)
         return 0
     except OSError as error:
-        if error.errno in FULL and error.filename is None:
+        if error.errno in NO_ROOM and error.filename is None:
             drop_output(sys.stdout)
-            _complain(f"the output cannot be written ({error.strerror}); free some space, or send it elsewhere")
+            _complain(f"the output cannot be written ({error.strerror}); send it elsewhere, or {REFUSALS[error.errno]}")
             return 2
         if (sentence := refused_by_system(error)) is None:
             raise

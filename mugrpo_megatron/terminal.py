@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, TextIO, cast
 
-DISCONNECTED = (errno.EPIPE, errno.EIO, errno.ENOSPC, errno.EDQUOT)
-"""Errors of a pipe without a reader, of a closed terminal, and of a file on a full disk."""
+from mugrpo_megatron.errors import NO_ROOM
+
+DISCONNECTED = (errno.EPIPE, errno.EIO, *NO_ROOM)
+"""Errors of a pipe without a reader, of a closed terminal, and of a file that may not grow."""
 
 
 def in_utf8() -> None:

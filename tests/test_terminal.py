@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -97,11 +98,32 @@ def test_another_locale_reads_utf8(tmp_path: Path) -> None:
     assert b"Traceback" not in ended.stderr
 
 
+def limit_files() -> None:
+    """For a child alone: a limit that is lowered may not be raised again."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))
+
+
 @pytest.mark.process
-def test_a_full_output_is_one_sentence() -> None:
-    with Path("/dev/full").open("wb") as full:
+@pytest.mark.parametrize("why", ["No space left on device", "File too large"])
+def test_a_full_output_is_one_sentence(why: str, tmp_path: Path) -> None:
+    full = Path("/dev/full") if why.startswith("No space") else tmp_path / "out"
+    with full.open("wb") as stdout:
         words = [sys.executable, "-m", "mugrpo_megatron", "plan", "one_gpu/24gb.toml", "--gpu", "rtx4090"]
-        ended = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, check=False)
-    assert ended.returncode == 2
-    assert ended.stderr.decode().startswith("mugrpo: the output cannot be written (No space left on device)")
+        limit = limit_files if full.name == "out" else None
+        ended = subprocess.run(words, stdout=stdout, stderr=subprocess.PIPE, check=False, preexec_fn=limit)
+    assert ended.stderr.decode().startswith(f"mugrpo: the output cannot be written ({why}); send it elsewhere, or ")
     assert ended.stderr.count(b"\n") == 1
+    assert ended.returncode == 2
+
+
+@pytest.mark.process
+def test_what_a_log_may_not_hold_is_lost_and_raises_nothing(tmp_path: Path) -> None:
+    if (child := os.fork()) == 0:
+        limit_files()
+        with (tmp_path / "log").open("w", encoding="utf-8") as log:
+            stream = TolerantStream(log)
+            written = stream.write("x" * 10_000)
+            stream.flush()
+            lost = os.readlink(f"/proc/self/fd/{log.fileno()}") == os.devnull
+        os._exit(written == 10_000 and lost)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
