@@ -252,7 +252,7 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def command_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mugrpo convert hf_to_megatron", description=__doc__.partition(":")[0])
     parser.add_argument("--hf", type=Path, required=True, metavar="DIR", help="Hugging Face checkpoint to read")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="distributed checkpoint to write")
@@ -262,6 +262,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ep", type=positive, default=1, help="expert parallel size, checked against the experts")
     parser.add_argument("--dtype", choices=DTYPES, default="keep", help="keep the types or cast all weights")
     parser.add_argument("--overwrite", action="store_true", help="replace DIR if a conversion wrote it")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = command_parser()
     options = parser.parse_args(arguments)
     parallel = ParallelSection(tensor=options.tp, pipeline=options.pp, virtual_pipeline=options.vpp, expert=options.ep)
     settings = options.hf, options.out, parallel, DTYPES[options.dtype], options.overwrite

@@ -94,13 +94,18 @@ def read_entry(reader: Reader, entry: Entry, architecture: Architecture) -> dict
     return dict(zip(entry.hf, split_to_hf(entry, parameter, architecture), strict=True))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def command_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mugrpo convert megatron_to_hf", description=__doc__.partition(":")[0])
     parser.add_argument("--megatron", type=Path, required=True, metavar="DIR", help="distributed checkpoint to read")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="Hugging Face directory to write")
     parser.add_argument("--like", type=Path, required=True, metavar="HF_DIR", help="its config and tokenizer are used")
     parser.add_argument("--dtype", choices=DTYPES, default="keep", help="keep the types or cast all weights")
     parser.add_argument("--overwrite", action="store_true", help="replace DIR if a conversion wrote it")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = command_parser()
     options = parser.parse_args(arguments)
     command = partial(convert, dtype=DTYPES[options.dtype], overwrite=options.overwrite)
     return run(parser.prog, partial(command, options.megatron, options.out, options.like))

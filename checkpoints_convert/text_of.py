@@ -102,12 +102,17 @@ def text_name(name: str) -> str:
     return name if name == HEAD else ""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def command_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mugrpo convert text_of", description=__doc__.partition(":")[0])
     parser.add_argument("--hf", type=Path, required=True, metavar="DIR", help="vision-language checkpoint to read")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="Hugging Face directory to write")
     parser.add_argument("--put", type=Path, metavar="TEXT_DIR", help="write --hf with the weights of this text instead")
     parser.add_argument("--overwrite", action="store_true", help="replace DIR if a conversion wrote it")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = command_parser()
     options = parser.parse_args(arguments)
     command = partial(convert, text=options.put, overwrite=options.overwrite)
     return run(parser.prog, partial(command, options.hf, options.out))

@@ -140,13 +140,18 @@ def megatron_logprobs(hf: Path, megatron: Path, architecture: Architecture, prom
     return logits.view(len(prompts), TOKENS, -1).log_softmax(-1).cpu()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def command_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mugrpo convert verify", description=__doc__.partition(":")[0])
     parser.add_argument("--hf", type=Path, required=True, metavar="DIR", help="Hugging Face checkpoint")
     parser.add_argument("--megatron", type=Path, required=True, metavar="DIR", help="distributed checkpoint")
     parser.add_argument(
         "--no-logits", dest="logits", action="store_false", help="leave out the forward passes, which load both models"
     )
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = command_parser()
     options = parser.parse_args(arguments)
 
     def command() -> None:

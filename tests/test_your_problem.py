@@ -30,7 +30,7 @@ ONE_GPU = Path("run_scripts/recipes/one_gpu")
 
 def written(folder: Path) -> list[str]:
     """Write the files of the page's walk, in the order of its blocks, next to their base recipes; its commands."""
-    walk = PAGE.read_text(encoding="utf-8").partition("## Your own loss")[0]
+    walk = PAGE.read_text(encoding="utf-8")
     blocks = re.findall(r"^```(\w+)\n(.*?)^```", walk, re.MULTILINE | re.DOTALL)
     commands: list[str] = []
     for kind, names in NAMES.items():

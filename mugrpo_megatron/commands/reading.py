@@ -112,7 +112,7 @@ def score(options: Options) -> int:
 
 def rollouts_arguments(parser: Parser) -> None:
     """Add a run and conditions on its responses."""
-    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("run_dir", type=Path, help="directory of the run")
     parser.add_argument("--stage", type=int, metavar="K", help="from 0; the newest sealed one otherwise")
     parser.add_argument("--by", choices=["problem"], help="pass rate, tokens and cut responses of each problem")
     parser.add_argument("--update", type=int, metavar="N", help="only the responses of this update of the stage")
@@ -123,9 +123,9 @@ def rollouts_arguments(parser: Parser) -> None:
     rightness = parser.add_mutually_exclusive_group()
     rightness.add_argument("--right", action="store_const", const=True, help="only rewards of at least 0.5")
     rightness.add_argument("--wrong", action="store_const", const=False, dest="right", help="only rewards below 0.5")
-    parser.add_argument("--min-reward", type=float, metavar="R")
-    parser.add_argument("--max-reward", type=float, metavar="R")
-    parser.add_argument("--advantage", choices=["positive", "negative", "zero"])
+    parser.add_argument("--min-reward", type=float, metavar="R", help="only rewards of at least R")
+    parser.add_argument("--max-reward", type=float, metavar="R", help="only rewards of at most R")
+    parser.add_argument("--advantage", choices=["positive", "negative", "zero"], help="only this sign of the advantage")
     parser.add_argument("--vetoed", action="store_true", help="only responses that the veto takes tokens out of")
     parser.add_argument(
         "--policy", type=Path, metavar="DIR", help="Hugging Face checkpoint that the veto compares with; RUN_DIR/hf"
@@ -156,7 +156,7 @@ def rollouts(options: Options) -> int:
 
 
 def report_arguments(parser: Parser) -> None:
-    parser.add_argument("run_dir", type=Path, nargs="+", help="several share one page")
+    parser.add_argument("run_dir", type=Path, nargs="+", help="directory of a run; several share one page")
     parser.add_argument("--out", type=Path, metavar="PAGE", help="the page of several runs")
 
 

@@ -172,7 +172,7 @@ def _generate_shard(options: Options) -> int:
 
 
 def seal_arguments(parser: Parser) -> None:
-    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("run_dir", type=Path, help="directory of the run")
 
 
 def seal(options: Options) -> int:

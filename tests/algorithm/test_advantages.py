@@ -157,7 +157,7 @@ def maxrl(group: list[tuple[float, int]]) -> list[float]:
     )
 )
 def test_the_pages_advantages_equal_their_definitions(groups: list[list[tuple[float, int]]]) -> None:
-    page = Path(ROOT, "docs/your-problem.md").read_text(encoding="utf-8").split("## Your own advantages")[1]
+    page = Path(ROOT, "docs/own-functions.md").read_text(encoding="utf-8").split("## Your own advantages")[1]
     functions: dict[str, Callable[..., object]] = {}
     exec(page.split("```python\n")[1].split("```")[0], functions)
     rewards, lengths = np.array([response for group in groups for response in group]).T

@@ -74,7 +74,7 @@ def test_a_users_surrogate_is_bitwise_the_built_in_one(batch: Batch) -> None:
 
 def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its file in the current directory, its three lines of recipe, and the figures that they promise."""
-    page = Path(ROOT, "docs/your-problem.md").read_text(encoding="utf-8").partition("## Your own loss")[2]
+    page = Path(ROOT, "docs/own-functions.md").read_text(encoding="utf-8").partition("## Your own loss")[2]
     (tmp_path / "my_losses.py").write_text(page.split("```python\n")[1].split("```")[0], encoding="utf-8")
     fields = tomllib.loads(page.split("```toml\n")[1].split("```")[0])["objective"]
     monkeypatch.chdir(tmp_path)

@@ -71,7 +71,7 @@ def test_what_is_no_diagnostic_is_told_in_a_sentence(
 
 
 def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = Path(ROOT, "docs/your-problem.md").read_text(encoding="utf-8").split("## Your own diagnostics")[1]
+    page = Path(ROOT, "docs/own-functions.md").read_text(encoding="utf-8").split("## Your own diagnostics")[1]
     code = page.split("```python\n")[1].split("```")[0].replace("1000", "3")
     (tmp_path / "my_losses_too.py").write_text(code, encoding="utf-8")
     fields = tomllib.loads(page.split("```toml\n")[1].split("```")[0])["objective"]

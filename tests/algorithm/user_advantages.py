@@ -1,4 +1,4 @@
-"""Advantages of a user's own that read the parts of a reward, as docs/your-problem.md describes them."""
+"""Advantages of a user's own that read the parts of a reward, as docs/own-functions.md describes them."""
 
 from __future__ import annotations
 

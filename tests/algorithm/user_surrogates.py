@@ -1,4 +1,4 @@
-"""Surrogates of a user's own, as docs/your-problem.md describes them."""
+"""Surrogates of a user's own, as docs/own-functions.md describes them."""
 
 from __future__ import annotations
 

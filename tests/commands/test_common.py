@@ -49,21 +49,21 @@ def test_the_dtype_follows_the_cores(
     assert len(lines) == 1
 
 
-PAGE = Path(ROOT, "docs/commands.md")
-SECTIONS = ("## Rollouts\n", "## Exchange stages\n")
+SECTIONS = {"look": "## Rollouts\n", "stages": "## Exchange stages\n"}
+"""Page -> the section whose commands run here."""
 
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_every_command_of_the_page_does_what_it_is_there_for(finished_run: Path, tmp_path: Path) -> None:
+def test_every_command_of_the_pages_does_what_it_is_there_for(finished_run: Path, tmp_path: Path) -> None:
     places = {
         "RUN_DIR": str(finished_run),
         "RECIPE": str(finished_run.parent / "recipe.toml"),
         "IN": str(trl_log(tmp_path / "completions.parquet", FINISHED["updates_per_stage"], "accuracy_reward")),
     }
     ran = []
-    page = PAGE.read_text(encoding="utf-8")
-    sections = [page.partition(heading)[2].partition("\n## ")[0] for heading in SECTIONS]
+    pages = {name: Path(ROOT, f"docs/{name}.md").read_text(encoding="utf-8") for name in SECTIONS}
+    sections = [pages[name].partition(heading)[2].partition("\n## ")[0] for name, heading in SECTIONS.items()]
     for command in [command for section in sections for command in commands_of(section)]:
         program, *words = shlex.split(command)
         assert program == "mugrpo"

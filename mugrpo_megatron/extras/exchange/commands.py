@@ -11,7 +11,7 @@ from mugrpo_megatron.recipe import load_recipe
 
 def publish_stage_arguments(parser: Parser) -> None:
     """A run's stage, and the data set's directory."""
-    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("run_dir", type=Path, help="directory of the run")
     parser.add_argument("--stage", type=int, required=True, metavar="K", help="from 0; it has to be sealed")
     parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="directory of the data set")
     parser.add_argument("--overwrite", action="store_true", help="replace a published stage in DIR")

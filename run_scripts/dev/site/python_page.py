@@ -26,13 +26,13 @@ PARTS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
         "Surrogate: your token loss",
         """`objective.surrogate = "module:function"`. `function(tokens: TokenBatch, config) -> SurrogateLoss` runs in
 the learner, in the reference loss and fused with the output layer. `config` is the recipe's section
-[`[objective]`](recipe.md#objective). [Example](your-problem.md#your-own-loss).""",
+[`[objective]`](recipe.md#objective). [Example](own-functions.md#your-own-loss).""",
         (TokenBatch, SurrogateLoss, Segments),
     ),
     (
         "Advantage",
-        """`objective.advantage = "module:function"`. [Your own loss](your-problem.md#your-own-loss) has the arguments.
-The built-in ones are those of `group_advantages`; a user's function may read each response as a `Sample`.""",
+        """`objective.advantage = "module:function"`. [Your own advantages](own-functions.md#your-own-advantages) has the
+arguments. The built-in ones are those of `group_advantages`; a user's function may read each response as a `Sample`.""",
         (group_advantages, Sample),
     ),
     (
