@@ -31,8 +31,9 @@ the learner, in the reference loss and fused with the output layer. `config` is 
     ),
     (
         "Advantage",
-        """`objective.advantage = "module:function"`. [Your own advantages](own-functions.md#your-own-advantages) has the
-arguments. The built-in ones are those of `group_advantages`; a user's function may read each response as a `Sample`.""",
+        """`objective.advantage = "module:function"`. [Your own
+advantages](own-functions.md#your-own-advantages) has the arguments. The built-in ones are in `group_advantages`; a
+user's function may read each response as a `Sample`.""",
         (group_advantages, Sample),
     ),
     (
