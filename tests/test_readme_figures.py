@@ -10,6 +10,7 @@ import pytest
 
 from mugrpo_megatron.extras.plan.plan import make_plan
 from mugrpo_megatron.recipe import load_recipe
+from run_scripts.dev import real_model_picture
 from tests.checkout import ROOT
 
 README = " ".join(Path(ROOT, "README.md").read_text(encoding="utf-8").split())
@@ -54,6 +55,11 @@ def test_what_a_switch_costs_is_that_of_the_table() -> None:
     sleeps = cells(PERFORMANCE, "sleeps (the default)")[-1]
     restarts = cells(PERFORMANCE, "is stopped and started")[-1]
     assert f"with an engine that sleeps {sleeps}, with one that restarts {restarts}" in README
+
+
+def test_the_picture_of_the_real_model_is_that_of_its_cells(tmp_path: Path) -> None:
+    drawn = real_model_picture.draw(real_model_picture.read_rows(), tmp_path / "picture.svg")
+    assert drawn.read_text(encoding="utf-8") == real_model_picture.PICTURE.read_text(encoding="utf-8")
 
 
 def test_the_loop_on_the_pages_is_train_py_without_its_docstrings() -> None:

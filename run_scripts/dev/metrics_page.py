@@ -9,18 +9,18 @@ from mugrpo_megatron.observe.metrics import KINDS, METRICS, PHASES, ROW_KEYS, Me
 
 _THRESHOLD = re.compile(r"_1e-\d$")
 _THRESHOLD_IN_TEXT = re.compile(r"(threshold )?\b1e-\d\b")
-HEAD = """For everyone who reads the numbers of a run: every metric, with its unit and its meaning. Each has an address, such
-as `metrics.md#update.ess`. `make docs` makes this page from mugrpo_megatron/observe/metrics.py.
+HEAD = """For everyone who reads the numbers of a run: every metric, with its unit and its meaning. Each has an address,
+such as `metrics.md#update.ess`. `make docs` makes this page from mugrpo_megatron/observe/metrics.py.
 
-A run writes `metrics.jsonl`: one JSON object per line. Its `kind` is one of the headings below. If a run resumes, it may
-repeat updates; then the later row of an update counts. NaN and infinity are written as `null`, and `not_finite` lists
-their names.
+A run writes `metrics.jsonl`: one JSON object per line. Its `kind` is one of the headings below. If a run resumes, it
+may repeat updates; then the later row of an update counts. NaN and infinity are written as `null`, and `not_finite`
+lists their names.
 
-`pi` is the policy that is being trained, and `behaviour` the policy that sampled the responses. r, the *importance ratio*
-of a token, is its probability under `pi` divided by its probability under `behaviour`. The log-ratio is log r. A response
-is *negative* if its advantage is below 0. `TH` in a name stands for a threshold of the
-[veto](algorithm.md#the-negative-advantage-veto): 1e-1, 1e-2, 1e-3, 1e-4, 1e-5 or 1e-6. The [glossary](glossary.md) has
-the other words."""
+`pi` is the policy that is being trained, and `behaviour` the policy that sampled the responses. r, the *importance
+ratio* of a token, is its probability under `pi` divided by its probability under `behaviour`. The log-ratio is log r.
+A response is *negative* if its advantage is below 0. `TH` in a name stands for a threshold of the
+[veto](algorithm.md#the-negative-advantage-veto): 1e-1, 1e-2, 1e-3, 1e-4, 1e-5 or 1e-6. The [glossary](glossary.md)
+has the other words."""
 
 
 def markdown() -> str:
