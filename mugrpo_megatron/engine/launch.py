@@ -395,13 +395,26 @@ def prelaunch_host(section: EngineSection, model_dir: Path) -> Iterator[HostProc
 
     Yields None where no engine of this rank starts first. The process is gone when the block ends, used or not.
     """
-    # On CUDA the learner loads first, and importing SGLang may already take device memory. An engine over several nodes
-    # starts when its ranks have met.
-    slot = None if may_find_cuda() else slot_of_environment(section, cuda=False)
-    if slot is None or not slot.leads_engine or section.nodes > 1:
+    # On CUDA the learner loads first, and importing SGLang may already take device memory.
+    if may_find_cuda():
         yield None
         return
-    host = HostProcess(engine_environment(section, model_dir, cuda=False, slot=slot), cuda=False)
+    with importing_host(section, model_dir, cuda=False) as host:
+        yield host
+
+
+@contextmanager
+def importing_host(section: EngineSection, model_dir: Path, cuda: bool) -> Iterator[HostProcess | None]:
+    """The host process of this rank's engine, which imports SGLang meanwhile; it is gone when the block ends.
+
+    Yields None on a rank that starts no engine, and for an engine over several nodes, which starts when its ranks have
+    met.
+    """
+    slot = slot_of_environment(section, cuda)
+    if not slot.leads_engine or section.nodes > 1:
+        yield None
+        return
+    host = HostProcess(engine_environment(section, model_dir, cuda, slot), cuda)
     try:
         yield host
     finally:
