@@ -8,9 +8,10 @@
 #
 # --first MODEL NAME: what to serve while there is no RUN_DIR/hf yet: the recipe's model.path, under the name that the
 # command prints. RUN_DIR/hf may be a copy: its mugrpo.json, which has to come last, names run and update.
+# Only this machine reaches the server: use a tunnel (ssh -L), or --host 0.0.0.0 on a network that is closed to others.
 # PYTHON: the interpreter of the engine (python3).
 set -euo pipefail
-usage() { sed -n '2,9s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+usage() { sed -n '2,10s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 [ $# -ge 3 ] || usage
 engine=$1 weights=$2 port=$3
 shift 3
@@ -59,7 +60,7 @@ while true; do
   if [ -n "$name" ] && [ "$name" != "$served" ]; then
     stop
     echo "serve.sh: $path as $name on port $port"
-    "${command[@]}" "$path" --served-model-name "$name" --port "$port" "$@" &
+    "${command[@]}" "$path" --served-model-name "$name" --port "$port" --host 127.0.0.1 "$@" &
     server=$! served=$name
   elif [ -n "$server" ] && ! kill -0 "$server" 2> /dev/null; then
     echo "serve.sh: the server has ended; it is started again" >&2

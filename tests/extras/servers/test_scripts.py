@@ -52,11 +52,13 @@ def test_a_server_follows_the_weights(engine: str, tmp_path: Path) -> None:
     assert served.stdout
     try:
         called = line_with(served.stdout, "called")
-        assert f"{tmp_path}/model --served-model-name abc-0 --port 8000 --tp 2" in called
+        assert f"{tmp_path}/model --served-model-name abc-0 --port 8000 --host 127.0.0.1 --tp 2" in called
         assert ("--logprobs-mode processed_logprobs" in called) is (engine == "vllm")
         write_weights(weights, 12)
         line_with(served.stdout, "ended")
-        assert f"{weights} --served-model-name abc-12 --port 8000 --tp 2" in line_with(served.stdout, "called")
+        assert f"{weights} --served-model-name abc-12 --port 8000 --host 127.0.0.1 --tp 2" in line_with(
+            served.stdout, "called"
+        )
         (weights / PROVENANCE).unlink()  # while a copy is replaced, the server stays
         write_weights(weights, 24)
         assert "abc-24" in line_with(served.stdout, "called")
