@@ -19,7 +19,7 @@ from mugrpo_megatron.data.files import with_parsed_arguments
 from mugrpo_megatron.data.prompts import Template, apply_template
 from mugrpo_megatron.data.quoted import count_special, encode_quoting, mark_special
 from mugrpo_megatron.engine import sglang_compat
-from mugrpo_megatron.extras.episodes.request_size import MOST_CHARS
+from mugrpo_megatron.extras.episodes.request_size import MOST_BYTES, utf8_bytes
 from mugrpo_megatron.files.json_text import as_text
 from mugrpo_megatron.samples import Message
 
@@ -39,8 +39,8 @@ RENDER_S, PARSE_S = 1.0, 0.5
 """CPU seconds in which a request has to be rendered, and a response parsed: the engine's leader waits meanwhile."""
 MOST_CALLS = 128
 """Most calls of a response: SGLang's parsers search the rest of the text for the end of each."""
-MOST_RENDERED = 2 * MOST_CHARS
-"""Most characters that a template makes of a request: it may escape them, or write them twice."""
+MOST_RENDERED = 2 * MOST_BYTES
+"""Most bytes that a template makes of a request: it may escape its texts, or write them twice."""
 RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
 """Arguments that are not the template's own."""
 
@@ -150,8 +150,6 @@ class Chat:
         return self._encode(text)
 
     def _encode(self, text: str) -> list[int]:
-        if len(text) > MOST_RENDERED:
-            raise ValueError(
-                f"the chat template makes {len(text):,} characters of it, and at most {MOST_RENDERED:,} fit"
-            )
+        if (size := utf8_bytes(text)) > MOST_RENDERED:
+            raise ValueError(f"the chat template makes {size:,} bytes of it, and at most {MOST_RENDERED:,} fit")
         return encode_quoting(as_text(text), self._tokenizer)

@@ -24,7 +24,7 @@ from mugrpo_megatron.recipe.functions import exception_text
 
 MODEL = "policy"
 BODY_BYTES = 4 << 20
-"""Most bytes of a request: room for `MOST_CHARS` characters as UTF-8, or for 700,000 escaped ones."""
+"""Most bytes of a request: room for `MOST_BYTES` of text, or for 700,000 characters that JSON escapes."""
 HELD_BYTES = 256 << 20
 """Most bytes of all requests that are being read at a time."""
 REQUESTS = 64

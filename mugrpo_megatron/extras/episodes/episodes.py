@@ -27,7 +27,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.episodes.chat import Chat
 from mugrpo_megatron.extras.episodes.endpoint import one_call_of
 from mugrpo_megatron.extras.episodes.processes import Asked, Attempt, EpisodeProcess, Group, Pool, worker_options
-from mugrpo_megatron.extras.episodes.request_size import MOST_CHARS, size_of, texts_in
+from mugrpo_megatron.extras.episodes.request_size import MOST_BYTES, size_of, texts_in
 from mugrpo_megatron.extras.episodes.trajectory import Broken, Trajectory, continued
 from mugrpo_megatron.extras.episodes.turns import PROGRAM, sampling_settings
 from mugrpo_megatron.files.json_text import as_text
@@ -46,8 +46,8 @@ LOST = "lost"
 """Component: share of a group's episodes that have failed."""
 RETRIES = 1
 """A failed episode is begun again so often, then dropped from its group."""
-CHARS_A_TOKEN = 64
-"""A request of more characters for each token of the context is not rendered: it cannot fit."""
+BYTES_A_TOKEN = 64
+"""A request of more bytes for each token of the context is not rendered: it cannot fit."""
 TURNS, TOKENS = "episodes.turns", "rollout.max_response_tokens"
 CUT: dict[str, Any] = {"reward": None, "why": "", "parts": {}, "cut": True}
 """Result of an episode that a limit has ended."""
@@ -233,10 +233,10 @@ class Episodes:
         episode.in_engine += 1
 
     def _too_long(self, episode: Attempt, message: Mapping[str, Any]) -> bool:
-        """Whether a request cannot fit, by its characters and special tokens; ValueError where it is the first."""
+        """Whether a request cannot fit, by its bytes and special tokens; ValueError where it is the first."""
         given = [message.get(name) for name in ("messages", "tools", "arguments", "text")]
-        most = min(CHARS_A_TOKEN * self._longest, MOST_CHARS)
-        if size_of(given).characters <= most and self._chat.count_special(texts_in(given)) <= self._longest:
+        most = min(BYTES_A_TOKEN * self._longest, MOST_BYTES)
+        if size_of(given).bytes <= most and self._chat.count_special(texts_in(given)) <= self._longest:
             return False
         if not episode.trajectories:
             raise ValueError(

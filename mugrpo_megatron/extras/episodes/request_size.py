@@ -1,12 +1,15 @@
-"""What a request costs before any of it is rendered: its characters, values and depth, wherever they stand."""
+"""What a request costs before any of it is rendered: its bytes, values and depth, wherever they stand."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-MOST_CHARS = 1 << 20
-"""Most characters of all texts of a request: beyond any context, and rendered and tokenized within a second."""
+MOST_BYTES = 1 << 20
+"""Most bytes of all texts of a request as UTF-8: beyond any context, and tokenized in about a second.
+
+Characters would not do: a million of Chinese or of emoji take three to four times as long as a million letters.
+"""
 MOST_VALUES = 1 << 15
 """Most values of a chat request, objects and lists among them."""
 MOST_IDS = 1 << 20
@@ -18,28 +21,28 @@ MOST_DEPTH = 64
 class Size(NamedTuple):
     """Size of a JSON value."""
 
-    characters: int
-    """Of all its texts, keys and numbers."""
+    bytes: int
+    """Of all its texts, keys and numbers, as UTF-8."""
     values: int
     depth: int
 
 
 def size_of(value: Any, most_values: int = MOST_VALUES) -> Size:
     """The size of a JSON value; stops counting beyond `most_values` or `MOST_DEPTH`."""
-    characters, values, depth = 0, 0, 0
+    size, values, depth = 0, 0, 0
     level: list[Any] = [value]
     while level and values <= most_values and depth <= MOST_DEPTH:
         inner: list[Any] = []
         values += len(level)
         for entry in level:
             if isinstance(entry, str):
-                characters += len(entry)
+                size += utf8_bytes(entry)
             elif isinstance(entry, int):
-                characters += entry.bit_length() // 3 + 1  # at least its digits
+                size += entry.bit_length() // 3 + 1  # at least its digits
             elif isinstance(entry, float):
-                characters += 24
+                size += 24
             elif isinstance(entry, dict):
-                characters += sum(map(len, map(str, entry)))
+                size += sum(map(utf8_bytes, map(str, entry)))
                 inner.extend(entry.values())
             elif isinstance(entry, list | tuple):
                 inner.extend(entry)
@@ -47,18 +50,23 @@ def size_of(value: Any, most_values: int = MOST_VALUES) -> Size:
                 break
         depth += bool(inner)
         level = inner
-    return Size(characters, values + len(level), depth)
+    return Size(size, values + len(level), depth)
 
 
-def check_size(value: Any, most_values: int = MOST_VALUES, most_characters: int = MOST_CHARS) -> None:
+def utf8_bytes(text: str) -> int:
+    """Bytes of a text as UTF-8; a lone surrogate, which JSON may spell out, counts as three."""
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+
+
+def check_size(value: Any, most_values: int = MOST_VALUES, most_bytes: int = MOST_BYTES) -> None:
     """Raise ValueError for a JSON value that is too large to be rendered."""
     size = size_of(value, most_values)
     if size.depth > MOST_DEPTH:
         raise ValueError(f"objects and lists inside each other to a depth above {MOST_DEPTH}")
     if size.values > most_values:
         raise ValueError(f"more than {most_values:,} values, such as messages, their fields and a tool's parameters")
-    if size.characters > most_characters:
-        raise ValueError(f"texts of {size.characters:,} characters, and at most {most_characters:,} go to the model")
+    if size.bytes > most_bytes:
+        raise ValueError(f"texts of {size.bytes:,} bytes, and at most {most_bytes:,} go to the model")
 
 
 def texts_in(value: Any) -> Iterator[str]:

@@ -11,7 +11,7 @@ from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from mugrpo_megatron.extras.episodes.request_size import MOST_CHARS
+from mugrpo_megatron.extras.episodes.request_size import MOST_BYTES, utf8_bytes
 from mugrpo_megatron.recipe.functions import exception_text
 from mugrpo_megatron.samples import Problem
 
@@ -184,8 +184,8 @@ def text_of(result: Any) -> str:
 def _short_enough(text: str) -> str:
     if not isinstance(text, str):
         raise TypeError(f"a {type(text).__name__} where a text belongs")
-    if len(text) > MOST_CHARS:
-        raise ValueError(f"a text of {len(text):,} characters; the model gets at most {MOST_CHARS:,}")
+    if (size := utf8_bytes(text)) > MOST_BYTES:
+        raise ValueError(f"a text of {size:,} bytes; the model gets at most {MOST_BYTES:,}")
     return text
 
 

@@ -32,7 +32,14 @@ from mugrpo_megatron.extras.episodes.endpoint import (
     completion,
     request_of,
 )
-from mugrpo_megatron.extras.episodes.request_size import MOST_CHARS, MOST_DEPTH, MOST_VALUES, size_of, texts_in
+from mugrpo_megatron.extras.episodes.request_size import (
+    MOST_BYTES,
+    MOST_DEPTH,
+    MOST_VALUES,
+    size_of,
+    texts_in,
+    utf8_bytes,
+)
 from mugrpo_megatron.extras.episodes.turns import Over
 
 PAGE = Path(__file__).parents[3] / "docs/episodes.md"
@@ -143,20 +150,22 @@ def nested(depth: int) -> Any:
 @pytest.mark.parametrize(
     "body",
     [
-        {"messages": [{"role": "user", "content": "x" * (MOST_CHARS + 1)}]},
-        {"messages": [{"role": "user", "content": "x" * (MOST_CHARS // 100)}] * 101},
+        {"messages": [{"role": "user", "content": "x" * (MOST_BYTES + 1)}]},
+        {"messages": [{"role": "user", "content": "x" * (MOST_BYTES // 100)}] * 101},
+        {"messages": [{"role": "user", "content": "語" * (MOST_BYTES // 3 + 1)}]},
+        {"messages": [{"role": "user", "content": "\ud800" * (MOST_BYTES // 3 + 1)}]},
         {"messages": [{"role": "user", "content": ""}] * (MOST_VALUES // 2)},
         {"tools": [ADD] * MOST_VALUES},
-        {"tools": [{**ADD, "x": "y" * MOST_CHARS}]},
-        {"tools": [{**ADD, "y" * MOST_CHARS: 1}]},
+        {"tools": [{**ADD, "x": "y" * MOST_BYTES}]},
+        {"tools": [{**ADD, "y" * MOST_BYTES: 1}]},
         {"tools": [{**ADD, "x": [10**4000] * 300}]},
-        {"chat_template_kwargs": {"a": "x" * MOST_CHARS}},
+        {"chat_template_kwargs": {"a": "x" * MOST_BYTES}},
         {"chat_template_kwargs": nested(MOST_DEPTH + 1)},
         {"metadata": [{}] * MOST_VALUES},
         {
             "messages": [
                 *CHAT,
-                {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "x" * MOST_CHARS}}]},
+                {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "x" * MOST_BYTES}}]},
             ]
         },
     ],
@@ -172,8 +181,8 @@ def test_a_limit_counts_the_whole_request(body: dict[str, Any]) -> None:
 def test_sizes_are_those_of_the_text(value: Any) -> None:
     size = size_of(value)
     texts = list(texts_in(value))
-    assert sum(map(len, texts)) <= size.characters
-    assert size.characters <= len(json.dumps(value, ensure_ascii=False)) + len(texts)
+    assert sum(map(utf8_bytes, texts)) <= size.bytes
+    assert size.bytes <= utf8_bytes(json.dumps(value, ensure_ascii=False)) + len(texts)
     assert size.values == 1 + _inner(value)
 
 
@@ -369,5 +378,5 @@ def test_three_hundred_hostile_requests() -> None:
     for request in asked:
         sent = [request[name] for name in ("messages", "tools", "arguments", "stop")]
         size = size_of(sent)
-        assert size.characters <= MOST_CHARS
+        assert size.bytes <= MOST_BYTES
         assert size.values <= MOST_VALUES + 5

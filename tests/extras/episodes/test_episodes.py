@@ -218,7 +218,7 @@ def test_hostile_tools_cost_their_own_episode_alone(model: Path, monkeypatch: py
         "raises": "ValueError: invalid literal for int() with base 10: 'x' (functions.py:",
         "hangs": "it took longer than 60 s",
         "hangs_the_loop": " s",  # it took longer, or blocked its process: whichever is seen first
-        "ten_megabytes": "ValueError: a text of 10,000,000 characters; the model gets at most 1,048,576",
+        "ten_megabytes": "ValueError: a text of 10,000,000 bytes; the model gets at most 1,048,576",
         "wrong_type": "TypeError: 'object' object is not iterable",
         "forks": "",
         "exits": "SystemExit: os._exit(0) (functions.py:",

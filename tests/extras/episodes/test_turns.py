@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mugrpo_megatron.extras.episodes.turns import MOST_CHARS, EpisodeModel
+from mugrpo_megatron.extras.episodes.turns import MOST_BYTES, EpisodeModel
 from mugrpo_megatron.samples import Problem
 
 
@@ -80,7 +80,7 @@ def nested() -> dict[str, Any]:
         (raises, {}, "KeyError: 'xxx"),
         (raises, {"unknown": 1}, "TypeError: raises() got an unexpected keyword argument 'unknown'"),
         (raises, "{not json", "TypeError: the arguments are '{not json', not an object"),
-        (ten_megabytes, {}, f"ValueError: a text of 10,000,000 characters; the model gets at most {MOST_CHARS:,}"),
+        (ten_megabytes, {}, f"ValueError: a text of 10,000,000 bytes; the model gets at most {MOST_BYTES:,}"),
         (unprintable, {}, "RuntimeError: no text"),
     ],
 )
