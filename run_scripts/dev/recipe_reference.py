@@ -17,8 +17,8 @@ HEAD = """# Recipe reference
 For everyone who writes a recipe: every key, with its default and its meaning. [Recipes](recipes.md) lists those that
 come with the program, and the [glossary](glossary.md) explains the words.
 
-A recipe is a TOML file. With `base = "other.toml"` at its top it begins with that recipe and says only what differs. The
-path is relative to the file, or a bundled recipe's name. `base` may be a list, in which later recipes override earlier
+A recipe is a TOML file. With `base = "other.toml"` at its top it begins with that recipe and says only what differs.
+The path is relative to the file, or a bundled recipe's name. `base` may be a list, in which later recipes override earlier
 ones. On the command line, `--set section.key=value` overrides one key, the value `"unset"` takes back what a base sets,
 and `--dry-run` only checks.
 
