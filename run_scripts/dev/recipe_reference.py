@@ -18,13 +18,13 @@ For everyone who writes a recipe: every key, with its default and its meaning. [
 come with the program, and the [glossary](glossary.md) explains the words.
 
 A recipe is a TOML file. With `base = "other.toml"` at its top it begins with that recipe and says only what differs.
-The path is relative to the file, or a bundled recipe's name. `base` may be a list, in which later recipes override earlier
-ones. On the command line, `--set section.key=value` overrides one key, the value `"unset"` takes back what a base sets,
-and `--dry-run` only checks.
+The path is relative to the file, or a bundled recipe's name. `base` may be a list, in which later recipes override
+earlier ones. On the command line, `--set section.key=value` overrides one key, the value `"unset"` takes back what a
+base sets, and `--dry-run` only checks.
 
-A line has a key, its default, its type where the default does not show it, and its meaning. A key without a default is
-unset. Each key has an address, such as `recipe.md#objective.veto`. `make docs` makes this page from the docstrings in
-`mugrpo_megatron/recipe/`.
+A line has a key, its default, its type where the default does not show it, and its meaning. A key without a default
+is unset. Each key has an address, such as `recipe.md#objective.veto`. `make docs` makes this page from the docstrings
+in `mugrpo_megatron/recipe/`.
 """
 
 
