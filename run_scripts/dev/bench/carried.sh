@@ -12,6 +12,9 @@ for part in learner engine; do
     touch "$site/.$part"
   fi
 done
+if [ -d .gpu/te ] && [ ! -f "$site/.te" ]; then
+  mkdir -p "$site" && tar xJf .gpu/te/transformer_engine.tar.xz -C "$site" && touch "$site/.te" || exit
+fi
 export PYTHONPATH=$site:$PWD PYTHONUNBUFFERED=1 TORCHINDUCTOR_COMPILE_THREADS=8
 PATH=$(dirname "$(python3 -c 'import sys; print(sys.executable)')"):$PATH
 # Of the folder above nvcc, which may be a script in /usr/local/bin, tvm-ffi would take a CUDA without libraries.

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .gpu/ (55 MiB, ignored by git): what a GPU machine without a network lacks to test and measure this project.
+# Makes .gpu/ (67 MiB, ignored by git): what a GPU machine without a network lacks to test and measure this project.
 #
 #   run_scripts/dev/bench/carry.sh                     # here; then take the checkout, with .gpu/, to that machine
 #   source run_scripts/dev/bench/carried.sh            # there, in the checkout's root: installs .gpu/ for this shell
@@ -8,7 +8,8 @@
 # packages. Versions are those of constraints-cuda.txt. SGLang runs there with engine.extra.attention_backend = "triton":
 # FlashAttention 3 (1.8 GB) stays behind, and so does flashinfer (440 MB), which only sampling with top-p calls.
 # With .venv, nvcc 13.0 and ninja here, the kernels that SGLang would compile there are compiled here (engine_kernels.py).
-# .gpu/learner (5 MiB) is all that a learner needs, and .gpu/engine is the rest.
+# .gpu/learner (5 MiB) is all that a learner needs, and .gpu/engine is the rest. .gpu/te (10 MiB) is Transformer Engine:
+# its library with machine code for Hopper alone (thin.py), and the sources of its torch extension, compiled there.
 set -euo pipefail
 cd "$(dirname "$0")/../../.."
 learner=(megatron-core pydantic pydantic-core annotated-types typing-inspection typing-extensions tomli-w)
@@ -17,6 +18,7 @@ engine=(
   antlr4-python3-runtime openai jiter distro sniffio orjson pybase64 starlette fastapi annotated-doc opentelemetry-api
   uvicorn partial-json-parser msgspec compressed-tensors gguf loguru dill setproctitle pyzmq liger-kernel
 )
+te_version=2.11.0 # as in setup.sh
 archive=.gpu.partial work=$(mktemp -d)
 out=$archive/engine
 trap 'rm -rf "$work" "$archive"' EXIT
@@ -58,6 +60,32 @@ if [ -x .venv/bin/python ] && [ -n "$(command -v nvcc)" ] && [ -n "$(command -v 
     .venv/bin/python -m run_scripts.dev.bench.engine_kernels
   (cd "$work/kernels" && find . -name '*.so' -exec cp --parents {} "$OLDPWD/$out/tvm-ffi/" \;)
 fi
+# 171 MiB, of which one Hopper GPU needs 9.
+mkdir -p "$archive/te"
+get_te() { python3 -m pip download --quiet --disable-pip-version-check --no-deps --dest "$work/te" "$@"; }
+get_te --only-binary :all: --python-version 3.12 --implementation cp "${platforms[@]}" \
+  "transformer-engine-cu13==$te_version" "transformer-engine==$te_version"
+for wheel in "$work"/te/*.whl; do python3 -m zipfile -e "$wheel" "$work/all-te"; done
+library=$work/all-te/transformer_engine/wheel_lib/libtransformer_engine.so
+python3 -m run_scripts.dev.bench.thin "$library" "$library" --architecture 90
+tar -cJf "$archive/te/transformer_engine.tar.xz" -C "$work/all-te" .
+# pip reads an archive's metadata by running its setup.py, which wants torch: names are enough.
+mkdir -p "$work/stub/torch/utils"
+printf '__version__ = "2.11.0"\n\n\nclass version:\n    cuda = "13.0"\n' > "$work/stub/torch/__init__.py"
+: > "$work/stub/torch/utils/__init__.py"
+cat > "$work/stub/torch/utils/cpp_extension.py" <<'PY'
+from setuptools import Extension
+from setuptools.command.build_ext import build_ext as BuildExtension  # noqa: F401
+
+
+def CppExtension(*_, **__):
+    return Extension("none", ["none.c"])
+
+
+CUDAExtension = CppExtension
+PY
+PYTHONPATH=$work/stub get_te --no-binary :all: --no-build-isolation "transformer-engine-torch==$te_version"
+cp "$work"/te/*.tar.gz "$archive/te/"
 rm -rf .gpu
 mv "$archive" .gpu
 echo "carry: .gpu/ has $(du -sm .gpu | cut -f1) MiB"

@@ -2,11 +2,14 @@
 
     python -m run_scripts.dev.bench.ten --out a.jsonl --command A        # the learner: five minutes, no SGLang
     python -m run_scripts.dev.bench.ten --out b.jsonl --command B        # the engine, and a whole run: five minutes
-    python -m run_scripts.dev.bench.ten --out c.jsonl --steps graphs bare ours whole
+    python -m run_scripts.dev.bench.ten --out c.jsonl --command C        # the clock of a run: six minutes
+    python -m run_scripts.dev.bench.ten --out d.jsonl --command D        # Transformer Engine, the filled bridge
+    python -m run_scripts.dev.bench.ten --out e.jsonl --steps graphs bare ours whole asleep
     python -m run_scripts.dev.bench.ten --small                      # tiny shapes, also on a CPU: shows that it runs
 
 A step that fails stops no other; the time that a step leaves goes to the next. `a-logs.tar.gz` beside `a.jsonl` has
-all that the steps printed, and the logs of their engines. docs/performance.md has the predictions.
+all that the steps printed, and the logs of their engines. Predictions are in docs/performance.md (A, B) and in
+README.md beside this file (C, D).
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from typing import Any
 
 import torch
 
-from run_scripts.dev.bench import ten_engine, ten_learner
+from run_scripts.dev.bench import ten_clock, ten_engine, ten_learner, ten_te
 from run_scripts.dev.bench.alone import Ended, keep_logs, run_alone
 from run_scripts.dev.bench.machine import describe
 from run_scripts.dev.bench.ten_whole import whole
@@ -72,7 +75,17 @@ B: dict[str, Step] = {
     "switch": Step(155, ten_engine.switch),
     "run": Step(60, tests=("tests/gpu/test_run.py",)),
 }
+C: dict[str, Step] = {
+    "clock": Step(185, ten_clock.clock),
+    "drift": Step(85, ten_engine.drift),
+    "resumed": Step(55, tests=("tests/gpu/test_resumed.py",)),
+}
+D: dict[str, Step] = {
+    "fill": Step(60, ten_learner.learner),
+    "te": Step(150, ten_te.transformer_engine, needs="cuda"),
+}
 MORE: dict[str, Step] = {
+    "asleep": Step(170, ten_engine.asleep),
     "updates": Step(180, tests=("tests/gpu/test_learner.py",)),
     "turns": Step(185, tests=("tests/gpu/test_engine.py",)),
     "graphs": Step(165, ten_engine.switch_without_graphs, needs="cuda"),
@@ -80,10 +93,10 @@ MORE: dict[str, Step] = {
     "ours": Step(120, ten_engine.engine_ours),
     "whole": Step(400, whole),
 }
-STEPS = A | B | MORE
-COMMANDS = {"A": tuple(A), "B": tuple(B)}
+STEPS = A | B | C | D | MORE
+COMMANDS = {"A": tuple(A), "B": tuple(B), "C": tuple(C), "D": tuple(D)}
 """Each a call on a borrowed machine, in order of certainty times value."""
-INSTALL_S = {"A": 10, "B": 20}
+INSTALL_S = {"A": 10, "B": 20, "C": 20, "D": 20}
 """Seconds of carried.sh."""
 PATIENCE = 20
 """Factor of the limits with --small: on busy cores a step may be slow, and only hangs are cut."""
@@ -155,7 +168,7 @@ def read_report(report: Path, ended: Ended) -> Row:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("ten.jsonl"))
-    parser.add_argument("--command", choices=COMMANDS, help="its steps; by default those of both")
+    parser.add_argument("--command", choices=COMMANDS, help="its steps; by default those of A and B")
     parser.add_argument("--steps", nargs="+", choices=STEPS)
     parser.add_argument("--small", action="store_true", help="tiny shapes: shows that it runs, measures nothing")
     parser.add_argument("--one", choices=STEPS, help=argparse.SUPPRESS)

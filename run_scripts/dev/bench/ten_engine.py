@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +35,13 @@ def prompt_ids(count: int) -> list[list[int]]:
 
 
 @contextmanager
-def engine_of(folder: Path, small: bool) -> Iterator[tuple[Any, Any]]:
-    """A recipe and the project's engine on a random model."""
+def engine_of(folder: Path, small: bool, length: int | None = None) -> Iterator[tuple[Any, Any]]:
+    """A recipe (`recipe_of`) and the project's engine on a random model."""
     from mugrpo_megatron.engine.client import Engine
     from mugrpo_megatron.run.engine_spec import engine_spec
 
     model = save_random("small" if small else "Qwen2.5-1.5B", folder / "model")
-    recipe = recipe_of(model, small)
+    recipe = recipe_of(model, small, length)
     # Not in `folder`, which ends with this step's failure: `keep_logs` looks in TMPDIR.
     engine = Engine.start(engine_spec(recipe), model, Path(tempfile.gettempdir()) / "engine.log")
     try:
@@ -48,13 +50,13 @@ def engine_of(folder: Path, small: bool) -> Iterator[tuple[Any, Any]]:
         engine.stop()
 
 
-def generation(engine: Any, small: bool, count: int) -> tuple[Callable[[], list[Any]], int]:
-    """A function that samples `count` x 8 responses of 512 tokens (small: 16), and their tokens."""
+def generation(engine: Any, small: bool, count: int, tokens: int | None = None) -> tuple[Callable[[], list[Any]], int]:
+    """A function that samples `count` x 8 responses of 512 tokens (small: 16) or of `tokens`, and all their tokens."""
     from mugrpo_megatron.engine.wire import Sampling
     from mugrpo_megatron.samples import Problem, Prompt
 
     prompts = [Prompt(i, Problem(str(i), "", ""), ids) for i, ids in enumerate(prompt_ids(count))]
-    limit = 16 if small else 512
+    limit = tokens or (16 if small else 512)
     sampling = Sampling(1.0, 1.0, limit, ())
     return lambda: list(engine.generate(prompts, RESPONSES, sampling)), count * RESPONSES * limit
 
@@ -113,6 +115,41 @@ def mismatch(mine: Any, groups: list[Any]) -> float:
     return float(np.abs(distance).mean())
 
 
+SYNCS = 30
+
+
+def drift(small: bool) -> Iterator[Row]:
+    """Mean |engine - learner| in nats after each of 30 syncs, with an update before each: does it grow?"""
+    from mugrpo_megatron.learner.learner import build_learner
+    from mugrpo_megatron.learner.update import update
+    from mugrpo_megatron.weights.sync import build_weight_sync, sync
+
+    with tempfile.TemporaryDirectory() as folder, engine_of(Path(folder), small) as (recipe, engine):
+        engine.wait_ready()
+        engine.sleep()
+        mine = build_learner(recipe)
+        samples, advantages = sample_update(recipe, SHAPES["small" if small else "Qwen2.5-1.5B"].vocab_size)
+        samples, advantages = samples[: 2 * RESPONSES], advantages[: 2 * RESPONSES]
+        weight_sync = build_weight_sync(mine.models, mine.architecture, bucket_sizes(small)[1], 1)
+        generate, _ = generation(engine, small, 2, tokens=16 if small else 128)
+        found: list[float] = []
+        for round_ in range(4 if small else SYNCS):
+            update(mine, samples, advantages)
+            mine.offload("optimizer")
+            engine.wake("weights")
+            sync(weight_sync, engine, version=round_)
+            mine.offload("weights")
+            engine.wake("kv_cache")
+            groups = generate()
+            engine.sleep()
+            mine.reload()
+            found.append(mismatch(mine, groups))
+            yield {"sync": round_, "mismatch_nats": found[-1]}
+        half = len(found) // 2
+        early, late = (float(np.mean(part)) for part in (found[:half], found[half:]))
+        yield {"first_half_nats": early, "second_half_nats": late, "growth": late / early}
+
+
 def switch_without_graphs(small: bool) -> Iterator[Row]:
     """`switch` with an engine whose CUDA graphs sleep too; worth a try where the memory saver's probe passes."""
     os.environ["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
@@ -124,6 +161,66 @@ def engine_ours(small: bool) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder, engine_of(Path(folder), small) as (_, engine):
         generate, tokens = generation(engine, small, 4 if small else 64)
         yield {"tokens_per_s": tokens / seconds(generate, repeats=1)}
+
+
+NEIGHBOURS, TURNS = 4, 20
+
+
+def asleep(small: bool) -> Iterator[Row]:
+    """Failures of engines that fall asleep while others compute on the same GPU, and the seconds of a turn and a start.
+
+    In `backup` SGLang keeps a copy of the weights in host memory, made with a copy that waits for the device. If it
+    loses no engine where `sleep` does, the loss comes from unmapping weights that a kernel still reads. The way out in
+    any case, `engine.between_stages = "restart"`, pays `start_s` a turn.
+    """
+    for way, extra in {"sleep": {}, "backup": {"enable_weights_cpu_backup": True}}.items():
+        yield {"way": way, **neighbours(extra, small)}
+
+
+def neighbours(extra: dict[str, Any], small: bool) -> Row:
+    """`NEIGHBOURS` engines (small: 2), each in a thread: sample, fall asleep, wake, `TURNS` times (small: 2)."""
+    from mugrpo_megatron.engine.client import Engine
+    from mugrpo_megatron.errors import EngineFailure
+    from mugrpo_megatron.run.engine_spec import engine_spec
+
+    turns = 2 if small else TURNS
+
+    def run(engine: Any) -> list[str]:
+        failures = []
+        for _ in range(turns):
+            try:
+                engine.wait_ready()
+                generation(engine, small, 4, tokens=16 if small else 64)[0]()
+                engine.sleep()
+                engine.wake("weights")
+                engine.wake("kv_cache")
+            except EngineFailure as failure:
+                failures.append(str(failure).splitlines()[0][:160])
+                engine.restart()
+        return failures
+
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        model = save_random("small" if small else "Qwen2.5-1.5B", Path(folder) / "model")
+        recipe = recipe_of(model, small)
+        # Engines that start together cannot each measure what is free.
+        sizes = {"extra": recipe.engine.extra | {"max_total_tokens": 1 << 13 if small else 1 << 16} | extra}
+        section = recipe.engine.model_copy(update=sizes | {"memory_fraction": 0.15, "max_running_requests": 64})
+        spec = engine_spec(recipe.model_copy(update={"engine": section}))
+        started = time.perf_counter()
+        logs = Path(tempfile.gettempdir())
+        engines = [
+            Engine.start(spec, model, logs / f"engine-{number}.log") for number in range(2 if small else NEIGHBOURS)
+        ]
+        for engine in engines:
+            stack.callback(engine.stop)
+        for engine in engines:
+            engine.wait_ready()
+        ready = time.perf_counter()
+        pool = stack.enter_context(ThreadPoolExecutor(len(engines)))  # an engine ends with the thread that restarts it
+        failures = [reason for reasons in pool.map(run, engines) for reason in reasons]
+        taken = time.perf_counter() - ready
+    row = {"start_s": ready - started, "turn_s": taken / turns, "turns": turns * len(engines)}
+    return {**row, "failures": len(failures), "reasons": failures[:3]}
 
 
 def engine_bare(small: bool) -> Iterator[Row]:

@@ -164,11 +164,12 @@ def save_random(name: str, directory: Path) -> Path:
     return directory
 
 
-def recipe_of(model: Path, small: bool) -> Any:
-    """Samples of 1,024 tokens in micro-batches of 16, small of 64; an engine that answers with half of that."""
+def recipe_of(model: Path, small: bool, length: int | None = None) -> Any:
+    """Samples of 1,024 tokens, small of 64, or of `length`; micro-batches of 16 x 1,024 tokens, small of 16 x 64."""
     from mugrpo_megatron.recipe import Recipe
 
-    length = 64 if small else 1024
+    usual = 64 if small else 1024
+    length = length or usual
     table: dict[str, Any] = {
         "model": {"path": str(model), "dtype": "bfloat16"},
         "data": {"max_prompt_tokens": length // 8},
@@ -177,7 +178,7 @@ def recipe_of(model: Path, small: bool) -> Any:
             "responses_per_prompt": RESPONSES,
             "max_response_tokens": length - length // 8,
         },
-        "learner": {"micro_batch_tokens": 16 * length},
+        "learner": {"micro_batch_tokens": 16 * usual},
         "engine": {"memory_fraction": 0.6, "max_running_requests": 256, "extra": attention()},
     }
     return Recipe.model_validate(table)
@@ -199,8 +200,8 @@ def sample_update(recipe: Any, vocabulary: int) -> tuple[list[Any], np.ndarray]:
 
 
 @contextmanager
-def learner_of(name: str, small: bool) -> Iterator[tuple[Any, Callable[[], object]]]:
-    """A learner of one of SHAPES, and its update."""
+def learner_of(name: str, small: bool, layers: str = "local") -> Iterator[tuple[Any, Callable[[], object]]]:
+    """A learner of one of SHAPES with `learner.layers`, and its update."""
     from mugrpo_megatron.learner.groups import shutdown
     from mugrpo_megatron.learner.learner import build_learner
     from mugrpo_megatron.learner.update import update
@@ -208,6 +209,7 @@ def learner_of(name: str, small: bool) -> Iterator[tuple[Any, Callable[[], objec
     reset_peak()
     with tempfile.TemporaryDirectory() as folder:
         recipe = recipe_of(save_random(name, Path(folder)), small)
+        recipe = recipe.model_copy(update={"learner": recipe.learner.model_copy(update={"layers": layers})})
         mine = build_learner(recipe)
     reset_peak()  # the checkpoint's model is freed, so the peak is that of updates
     samples, advantages = sample_update(recipe, SHAPES[name].vocab_size)

@@ -1,0 +1,200 @@
+"""The clock of a run, a step of run_scripts/dev/bench/ten.py: the same updates in stages of 4 and of 16.
+
+Learner and engine share the GPU and change places as in `train.py`. The lengths of responses are drawn once from a
+log-normal and asked of the engine one by one, with no end token, so every way decodes the same tokens.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from run_scripts.dev.bench.ten_engine import engine_of, prompt_ids
+from run_scripts.dev.bench.ten_learner import RESPONSES, Row, bucket_sizes, seconds_of
+
+MEDIAN, SPREAD = 125, float(np.log(10) / 2.326)
+"""Of the lengths, in tokens and in their logarithm: the 99th percentile is ten times the median.
+
+As in reasoning RL with a median of 500 and a 99th percentile of 5,000 tokens
+(jiahuanglin.xyz, all_lessons/RL/lessons/22b_longtail_rollouts.html, read 28 Nov 2026), a quarter as long.
+"""
+LONGEST = 2048
+"""Longer responses are cut."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every way has to do."""
+
+    updates: int
+    prompts: int
+    """Of an update, each with RESPONSES responses."""
+    lengths: np.ndarray
+    """int [updates, responses of an update]"""
+
+    @property
+    def responses(self) -> int:
+        """Responses of an update."""
+        return self.prompts * RESPONSES
+
+
+def draw_work(small: bool) -> Work:
+    """16 updates of 256 responses, small 4 of 16 with lengths a thirty-second of those."""
+    updates, prompts = (4, 2) if small else (16, 32)
+    shape = (updates, prompts * RESPONSES)
+    lengths = np.exp(np.random.default_rng(0).normal(np.log(MEDIAN), SPREAD, shape)).clip(1, LONGEST)
+    return Work(updates, prompts, np.ceil(lengths / 32 if small else lengths).astype(int))
+
+
+def clock(small: bool) -> Iterator[Row]:
+    """What the planner expects, then the seconds of each way and its phases."""
+    from mugrpo_megatron.learner.learner import build_learner
+    from mugrpo_megatron.weights.sync import build_weight_sync
+
+    work, ways = draw_work(small), (2, 4) if small else (4, 16)
+    tokens = int(work.lengths.sum())
+    yield {"tokens": tokens, "mean": tokens / work.lengths.size, "longest": int(work.lengths.max())}
+    with tempfile.TemporaryDirectory() as folder, engine_of(Path(folder), small, length_of(small)) as (recipe, engine):
+        for mu in ways:
+            yield {"planned_for_mu": mu, **planned(recipe, work, mu)}
+        yield {"start_s": seconds_of(engine.wait_ready)}
+        engine.sleep()
+        mine = build_learner(recipe)
+        turns = Turns(mine, engine, build_weight_sync(mine.models, mine.architecture, bucket_sizes(small)[1], 1))
+        turns.to_engine()  # the first pins host memory, and compiles
+        turns.generate(work.lengths[:1, :RESPONSES])
+        turns.to_learner()
+        taken = {}
+        for mu in ways:
+            row = run_way(turns, work, mu)
+            taken[mu] = row["total_s"]
+            yield {"mu": mu, **row, "tokens_per_s": tokens / row["generate_s"]}
+    few, many = ways
+    stages_saved = work.updates // few - work.updates // many
+    yield {"stage_costs_s": (taken[few] - taken[many]) / stages_saved, "ratio": taken[few] / taken[many]}
+
+
+def length_of(small: bool) -> int:
+    """Tokens of the longest prompt and response together."""
+    return 128 if small else LONGEST + 128
+
+
+def planned(recipe: Any, work: Work, mu: int) -> Row:
+    """Seconds that `mugrpo plan` expects of the same work on one H200, with the lengths' own mean and spread."""
+    import json
+
+    from mugrpo_megatron.extras.plan.case import make_case
+    from mugrpo_megatron.extras.plan.decoding import decoding_seconds
+    from mugrpo_megatron.extras.plan.hardware import Assumptions, make_cluster
+    from mugrpo_megatron.extras.plan.memory import engine_memory
+    from mugrpo_megatron.extras.plan.time import update_seconds
+    from mugrpo_megatron.weights.families import read_architecture
+
+    mean = float(work.lengths.mean()) / recipe.rollout.max_response_tokens
+    prompt = len(prompt_ids(1)[0]) / recipe.data.max_prompt_tokens
+    assumptions = replace(Assumptions(), mean_response=mean, mean_prompt=prompt, spread=SPREAD)
+    sizes = {"prompts_per_update": work.prompts, "responses_per_prompt": RESPONSES}
+    changed = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update=sizes)})
+    config = json.loads((recipe.model.directory / "config.json").read_text(encoding="utf-8"))
+    architecture = read_architecture(recipe.model.directory)
+    case = make_case(changed, architecture, config, make_cluster(1, 1, "h200"), assumptions)
+    stage = decoding_seconds(mu * work.responses, case, engine_memory(case))
+    return {
+        "generate_s": work.updates // mu * stage,
+        "optimize_s": work.updates * update_seconds(case),
+    }
+
+
+@dataclass
+class Turns:
+    """Learner and engine on one device, in the order of `train.hand_over`."""
+
+    learner: Any
+    engine: Any
+    weight_sync: Any
+
+    def to_engine(self) -> Row:
+        """Seconds of each step until the engine can sample with the learner's weights."""
+        from mugrpo_megatron.weights.sync import sync
+
+        return timed(
+            optimizer_sleeps=lambda: self.learner.offload("optimizer"),
+            weights_wake=lambda: self.engine.wake("weights"),
+            sync=lambda: sync(self.weight_sync, self.engine, version=1),
+            weights_sleep=lambda: self.learner.offload("weights"),
+            cache_wakes=lambda: self.engine.wake("kv_cache"),
+        )
+
+    def to_learner(self) -> Row:
+        """Seconds of each step until the learner can take an update."""
+        return timed(engine_sleeps=self.engine.sleep, learner_wakes=self.learner.reload)
+
+    def generate(self, lengths: np.ndarray) -> tuple[list[list[Any]], Row]:
+        """One response of each length, as samples by update, and the seconds; `tail`: no prompt waits any more."""
+        from mugrpo_megatron.engine.wire import Request, Sampling
+        from mugrpo_megatron.samples import Sample
+
+        updates, of_update = lengths.shape
+        ids = prompt_ids(-(-lengths.size // RESPONSES))
+        requests = [
+            Request(key, ids[key // RESPONSES], 1, key, max_tokens=int(length))
+            for key, length in enumerate(lengths.flat)
+        ]
+        slots, waiting = self.engine.slots(1), iter(requests)
+        samples: list[Any] = [None] * len(requests)
+        sent = done = 0
+        started = last_start = time.perf_counter()
+        with self.engine.generation(Sampling(1.0, 1.0, LONGEST, ())):
+            while done < len(requests):
+                if batch := [request for _, request in zip(range(2 * slots - sent + done), waiting, strict=False)]:
+                    self.engine.submit(batch)
+                    sent += len(batch)
+                for key, (got,) in self.engine.receive_groups():
+                    if sent == len(requests) and sent - done > slots:
+                        last_start = time.perf_counter()
+                    done += 1
+                    prompt = np.array(requests[key].ids, np.int32)
+                    group, reward = key // RESPONSES, float(key % 2)
+                    sample = Sample(group, str(group), prompt, got.ids, got.logprobs, reward, 1, got.finish_reason)
+                    samples[key] = replace(sample, behaviour_logprobs=got.logprobs)
+        ended = time.perf_counter()
+        assert [len(sample.response_ids) for sample in samples] == lengths.ravel().tolist(), (
+            "every response has its length"
+        )
+        groups = [samples[number * of_update : (number + 1) * of_update] for number in range(updates)]
+        return groups, {"generate_s": ended - started, "tail_s": ended - last_start}
+
+
+def run_way(turns: Turns, work: Work, mu: int) -> Row:
+    """Seconds by phase of all updates in stages of `mu`; learner and engine begin and end as they were."""
+    from mugrpo_megatron.learner.update import update
+
+    sums: dict[str, float] = {}
+
+    def add(row: Row) -> None:
+        for name, value in row.items():
+            sums[name] = sums.get(name, 0.0) + value
+
+    started = time.perf_counter()
+    for first in range(0, work.updates, mu):
+        add(turns.to_engine())
+        stage, row = turns.generate(work.lengths[first : first + mu])
+        add(row | turns.to_learner())
+        for samples in stage:
+            advantages = np.random.default_rng(first).normal(size=len(samples)).astype(np.float32)
+            add(timed(optimize=lambda s=samples, a=advantages: update(turns.learner, s, a)))  # type: ignore[misc]
+    sums["total_s"] = time.perf_counter() - started
+    others = ("sync_s", "generate_s", "tail_s", "optimize_s", "total_s")
+    switch = sum(value for name, value in sums.items() if name not in others)
+    return {"stages": work.updates // mu, **sums, "switch_s": switch}
+
+
+def timed(**steps: Callable[[], object]) -> Row:
+    """Seconds of each step, one after the other."""
+    return {f"{name}_s": seconds_of(step) for name, step in steps.items()}

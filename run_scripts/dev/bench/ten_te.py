@@ -1,0 +1,44 @@
+"""Transformer Engine on one GPU, a step of run_scripts/dev/bench/ten.py: compiled there, tested, timed.
+
+`carry.sh` brings the library and the sources of its torch extension, which needs that machine's torch and Python.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from run_scripts.dev.bench.ten_learner import Row, learner_of, seconds, update_row
+
+SOURCES = Path(".gpu/te")
+SITE = Path.home() / "site"
+"""Where carried.sh installs."""
+
+
+def transformer_engine(small: bool) -> Iterator[Row]:
+    """Seconds of the compilation, the verdict of the tests with its layers, and updates at 1.5B with and without."""
+    yield build()
+    tests = ["-m", "pytest", "-q", "-m", "", "-p", "no:cacheprovider", "tests/gpu/test_learner.py"]
+    done = subprocess.run(
+        [sys.executable, *tests, "-k", "transformer_engine or fp8"], capture_output=True, text=True, timeout=90
+    )
+    print(done.stdout, done.stderr)
+    yield {"tests": (done.stdout.strip().splitlines() or [""])[-1], "code": done.returncode}
+    for layers in ("local", "transformer_engine", "fp8_blockwise"):
+        with learner_of("small" if small else "Qwen2.5-1.5B", small, layers) as (mine, update):
+            yield {"layers": layers, **update_row(mine, seconds(update, repeats=2))}
+
+
+def build() -> Row:
+    """Compile the torch extension into SITE; CalledProcessError, after what pip printed, where that fails."""
+    started = time.perf_counter()
+    [source] = SOURCES.glob("transformer_engine_torch-*.tar.gz")
+    options = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--no-cache-dir", "--target", str(SITE)]
+    # FORCE_BUILD: else its setup.py looks for a finished wheel on GitHub first.
+    environment = os.environ | {"NVTE_PYTORCH_FORCE_BUILD": "TRUE", "NVTE_FRAMEWORK": "pytorch", "MAX_JOBS": "16"}
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(source)], env=environment, check=True)
+    return {"build_s": time.perf_counter() - started}
