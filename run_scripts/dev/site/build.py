@@ -17,7 +17,12 @@ from tempfile import TemporaryDirectory
 from run_scripts.dev.site.check_links import broken_links
 
 ROOT = Path(__file__).parents[3]
-ROOT_PAGES = {"SECURITY.md": "security", "CONTRIBUTING.md": "contributing", "CHANGELOG.md": "changelog"}
+ROOT_PAGES = {
+    "README.md": "overview",
+    "SECURITY.md": "security",
+    "CONTRIBUTING.md": "contributing",
+    "CHANGELOG.md": "changelog",
+}
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 IMAGE = re.compile(r'<img alt="([^"]*)" src="([^"]+)">')
 """Sphinx copies Markdown's images, not those of HTML."""
@@ -53,8 +58,9 @@ def _rewritten(path: Path, outside: bool = False) -> str:
         linked = (path.parent / file).resolve()
         name = _page_of(linked)
         if name is None:
-            inside = linked.is_relative_to(ROOT / "docs") and linked.suffix != ".md"
-            return found[0] if inside and not outside else f"{text} (`{linked.relative_to(ROOT)}`)"
+            if not linked.is_relative_to(ROOT / "docs") or linked.suffix == ".md":
+                return f"{text} (`{linked.relative_to(ROOT)}`)"
+            return f"{mark}[{text}]({linked.relative_to(ROOT / 'docs')})" if outside else found[0]
         here = Path("x") if outside else path.relative_to(ROOT / "docs")
         up = "../" * (len(here.parts) - 1)
         return f"{mark}[{text}]({up}{name}.md{f'#{anchor}' if anchor else ''})"
