@@ -131,6 +131,44 @@ def test_the_archive_is_installed_without_xz_and_its_parts_one_after_the_other(t
     with tarfile.open(archive / "engine" / "sgl_kernel.tar.xz", "w:xz") as kernels:
         kernels.add(tmp_path / "kernel.py", "of_kernel.py")
     assert source("of_learner", "of_engine", "of_kernel", "of_stub") == ""
+    (archive / "te").mkdir()
+    with tarfile.open(archive / "te" / "transformer_engine.tar.xz", "w:xz") as library:
+        library.add(tmp_path / "kernel.py", "of_te.py")
+    assert source("of_learner", "of_te") == ""
+
+
+@pytest.mark.process
+def test_a_folder_travels_in_parts_and_a_damaged_part_is_named(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for place in (here / "model", there / "home", there / "checkout"):
+        place.mkdir(parents=True)
+    (here / "model" / "weights").write_bytes(os.urandom(70_000))
+    (here / "model" / "config.json").write_text("{}")
+
+    def parts(*arguments: str, where: Path, code: int = 0) -> str:
+        environment = os.environ | {"HOME": str(there / "home"), "PART_BYTES": "30000"}
+        script = str(ROOT / "run_scripts/dev/bench/parts.sh")
+        done = subprocess.run([script, *arguments], cwd=where, env=environment, capture_output=True, text=True)
+        assert done.returncode == code, done.stderr
+        return done.stdout + done.stderr
+
+    assert "parts: 3 of model" in parts("split", "model", where=here)
+    for number in "123":  # a call each; the checkout there has what the last call brought
+        shutil.rmtree(there / "checkout" / ".gpu", ignore_errors=True)
+        (there / "checkout" / ".gpu" / "parts").mkdir(parents=True)
+        for name in (number, "sums"):
+            shutil.copy(here / ".gpu" / "parts" / name, there / "checkout" / ".gpu" / "parts")
+        assert f"parts: {number} of 3 are there" in parts("take", where=there / "checkout")
+    second = there / "home" / "parts" / "2"
+    whole = second.read_bytes()
+    second.write_bytes(b"x" + whole[1:])
+    assert "2: FAILED" in parts("join", where=there / "checkout", code=1)
+    second.write_bytes(whole)
+    parts("join", where=there / "checkout")
+    for name in ("weights", "config.json"):
+        assert (there / "checkout" / "model" / name).read_bytes() == (here / "model" / name).read_bytes()
+    assert not (there / "home" / "parts").exists()
+    parts("joins", where=here, code=2)
 
 
 @pytest.mark.process

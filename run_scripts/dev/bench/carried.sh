@@ -13,7 +13,10 @@ for part in learner engine; do
   fi
 done
 if [ -d .gpu/te ] && [ ! -f "$site/.te" ]; then
-  mkdir -p "$site" && tar xJf .gpu/te/transformer_engine.tar.xz -C "$site" && touch "$site/.te" || exit
+  mkdir -p "$site"
+  archive=.gpu/te/transformer_engine.tar.xz
+  tar xJf "$archive" -C "$site" || python3 -m tarfile -e "$archive" "$site" || exit
+  touch "$site/.te"
 fi
 export PYTHONPATH=$site:$PWD PYTHONUNBUFFERED=1 TORCHINDUCTOR_COMPILE_THREADS=8
 PATH=$(dirname "$(python3 -c 'import sys; print(sys.executable)')"):$PATH

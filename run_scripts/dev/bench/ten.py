@@ -4,7 +4,7 @@
     python -m run_scripts.dev.bench.ten --out b.jsonl --command B        # the engine, and a whole run: five minutes
     python -m run_scripts.dev.bench.ten --out c.jsonl --command C        # the clock of a run: six minutes
     python -m run_scripts.dev.bench.ten --out d.jsonl --command D        # Transformer Engine, the filled bridge
-    python -m run_scripts.dev.bench.ten --out e.jsonl --steps graphs bare ours whole asleep
+    python -m run_scripts.dev.bench.ten --out e.jsonl --steps graphs bare ours asleep equal
     python -m run_scripts.dev.bench.ten --small                      # tiny shapes, also on a CPU: shows that it runs
 
 A step that fails stops no other; the time that a step leaves goes to the next. `a-logs.tar.gz` beside `a.jsonl` has
@@ -33,10 +33,9 @@ from typing import Any
 
 import torch
 
-from run_scripts.dev.bench import ten_clock, ten_engine, ten_learner, ten_te
+from run_scripts.dev.bench import ten_clock, ten_engine, ten_equal, ten_learner, ten_te
 from run_scripts.dev.bench.alone import Ended, keep_logs, run_alone
 from run_scripts.dev.bench.machine import describe
-from run_scripts.dev.bench.ten_whole import whole
 
 Row = dict[str, Any]
 
@@ -91,7 +90,7 @@ MORE: dict[str, Step] = {
     "graphs": Step(165, ten_engine.switch_without_graphs, needs="cuda"),
     "bare": Step(120, ten_engine.engine_bare),
     "ours": Step(120, ten_engine.engine_ours),
-    "whole": Step(400, whole),
+    "equal": Step(420, ten_equal.equal),
 }
 STEPS = A | B | C | D | MORE
 COMMANDS = {"A": tuple(A), "B": tuple(B), "C": tuple(C), "D": tuple(D)}

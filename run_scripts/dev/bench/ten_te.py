@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from run_scripts.dev.bench.ten_learner import Row, learner_of, seconds, update_row
@@ -38,7 +39,17 @@ def build() -> Row:
     started = time.perf_counter()
     [source] = SOURCES.glob("transformer_engine_torch-*.tar.gz")
     options = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--no-cache-dir", "--target", str(SITE)]
-    # FORCE_BUILD: else its setup.py looks for a finished wheel on GitHub first.
-    environment = os.environ | {"NVTE_PYTORCH_FORCE_BUILD": "TRUE", "NVTE_FRAMEWORK": "pytorch", "MAX_JOBS": "16"}
+    environment = os.environ | {
+        "NVTE_PYTORCH_FORCE_BUILD": "TRUE",  # else its setup.py looks for a finished wheel on GitHub first
+        "MAX_JOBS": "16",
+        "CPLUS_INCLUDE_PATH": os.pathsep.join(headers()),
+    }
     subprocess.run([sys.executable, "-m", "pip", "install", *options, str(source)], env=environment, check=True)
     return {"build_s": time.perf_counter() - started}
+
+
+def headers() -> list[str]:
+    """Folders of the headers of pip's CUDA packages: a toolkit that is only a compiler lacks cusparse.h and others."""
+    package = find_spec("nvidia")
+    roots = package.submodule_search_locations or [] if package else []
+    return sorted(str(folder) for root in roots for folder in Path(root).glob("*/include"))

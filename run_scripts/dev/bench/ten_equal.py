@@ -1,0 +1,117 @@
+"""Equal time on a model that answers, a step of run_scripts/dev/bench/ten.py: µ = 4, 16 and 64, each at its own rate.
+
+    python -m run_scripts.dev.bench.ten_equal     # after run_scripts/real_model.sh: makes .gpu/real-model, 270 MB
+
+Eight runs at once give accuracies, three alone give the clock. The model and its problems are those in
+`.gpu/real-model`, SmolLM2-135M after its imitation, else the quickstart's.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from run_scripts.dev.bench.ten_learner import Row, attention
+
+REAL = Path(".gpu/real-model")
+RECIPES = Path("run_scripts/recipes")
+UPDATES = 64
+RATES = {4: 1.0, 16: 1.0, 64: 0.5}
+"""µ -> its rate over the recipe's: in the study one long stage bears about half of what short ones do."""
+AT_ONCE = ((4, 1), (16, 1), (64, 1), (4, 2), (16, 2), (64, 2), (4, 3), (16, 3))
+"""(µ, seed) of the runs that share the GPU."""
+TINY = (
+    "data.eval_problems=20", "rollout.prompts_per_update=8", "rollout.responses_per_prompt=4",
+    "engine.max_running_requests=64",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Task:
+    """A recipe, and what differs from it in every run."""
+
+    recipe: Path
+    rate: float
+    settings: tuple[str, ...] = ()
+
+
+def task_of(small: bool) -> Task:
+    """The real model's task where it was carried; in a small try always the quickstart's."""
+    if REAL.exists() and not small:
+        problems = [f"data.{name}={REAL.absolute()}/{name}.jsonl" for name in ("train", "eval")]
+        return Task(RECIPES / "real_model.toml", 2e-5, (f"model.path={REAL.absolute()}/hf", *problems))
+    return Task(RECIPES / "quickstart.toml", 2e-4, TINY if small else ())
+
+
+def equal(small: bool) -> Iterator[Row]:
+    """A row of each run: its evaluations every eight updates, and its seconds by phase."""
+    task, at_once = task_of(small), AT_ONCE[:2] if small else AT_ONCE
+    with tempfile.TemporaryDirectory() as folder:
+        with ThreadPoolExecutor(len(at_once)) as pool:
+            yield from pool.map(lambda run: run_one(task, *run, Path(folder), len(at_once)), at_once)
+        for mu in (16,) if small else RATES:
+            yield run_one(task, mu, 1, Path(folder) / "alone", 1)
+
+
+def settings_of(task: Task, mu: int, seed: int, run: Path, beside: int) -> list[str]:
+    """The changes to the task's recipe for one of `beside` runs that share the device."""
+    settings = [*task.settings, f"run.dir={run}", f"run.seed={seed}"]
+    settings += [f"schedule.stages={UPDATES // mu}", f"schedule.updates_per_stage={mu}"]
+    settings += [f"objective.name={'grpo' if mu == 4 else 'mu_grpo'}"]
+    settings += [f"optimizer.lr={RATES[mu] * task.rate}", "optimizer.decay=constant"]
+    settings += ["eval.every_updates=8", "eval.every_stages=0", "track.tensorboard=false"]
+    settings += [f"engine.extra.{name}={value}" for name, value in attention().items()]
+    if torch.cuda.is_available():
+        settings += ["model.dtype=bfloat16", f"engine.memory_fraction={0.6 / beside:.3f}"]
+    return settings
+
+
+def run_one(task: Task, mu: int, seed: int, folder: Path, beside: int) -> Row:
+    """Train once; CalledProcessError, after what it printed, when that fails."""
+    run = folder / f"{mu}-{seed}"
+    mugrpo("train", task.recipe, settings_of(task, mu, seed, run, beside))
+    summary: dict[str, Any] = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    curve = [[row["update"], row["accuracy/mean"]] for row in rows if row["kind"] == "eval"]
+    return {"mu": mu, "seed": seed, "beside": beside, "curve": curve, "seconds": summary["seconds"]}
+
+
+def mugrpo(command: str, recipe: Path, settings: list[str]) -> None:
+    """Run one `mugrpo` command."""
+    changes = [word for setting in settings for word in ("--set", setting)]
+    subprocess.run([sys.executable, "-m", "mugrpo_megatron", command, str(recipe), *changes], check=True)
+
+
+def write_problems(questions: Iterable[tuple[str, str]], path: Path) -> int:
+    """Write (question, answer) pairs as JSON lines, each question once; returns how many."""
+    rows = dict(questions)
+    lines = [json.dumps({"question": question, "answer": answer}) + "\n" for question, answer in rows.items()]
+    path.write_text("".join(lines), encoding="utf-8")
+    return len(lines)
+
+
+def main() -> None:
+    from mugrpo_megatron.data.prepare import read_problems
+    from mugrpo_megatron.recipe import load_recipe
+
+    recipe = load_recipe(RECIPES / "real_model.toml")
+    problems = read_problems(recipe.data, recipe.reward)
+    REAL.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(recipe.model.directory, REAL / "hf", dirs_exist_ok=True)
+    for name, found in (("train", problems.train), ("eval", problems.held_out)):
+        count = write_problems(((problem.question, str(problem.gold)) for problem in found), REAL / f"{name}.jsonl")
+        print(f"{REAL}/{name}.jsonl: {count} problems")
+
+
+if __name__ == "__main__":
+    main()
