@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,11 +12,13 @@ from typing import Any
 
 import psutil
 import pytest
+import tomli_w
 import torch
 from safetensors.torch import load_file
 
 from mugrpo_megatron.engine.sglang_compat import has_gated_delta
 from mugrpo_megatron.observe.log import read_rows
+from mugrpo_megatron.recipe.removed import KEYS
 from mugrpo_megatron.run.checkpoints import complete_checkpoints, newest_cursor
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.stages.store import StageStore
@@ -62,6 +65,15 @@ def interrupted(name: str, recipe: Path, updates: int) -> Iterator[Command]:
     assert alive == []
 
 
+def hold_removed_keys(path: Path) -> None:
+    """Write the keys that recipes no longer have into a run's recipe, at the defaults that they had."""
+    table = tomllib.loads(path.read_text(encoding="utf-8"))
+    for key, removed in KEYS.items():
+        section, name = key.split(".")
+        table[section][name] = removed.default
+    path.write_text(tomli_w.dumps(table), encoding="utf-8")
+
+
 def kill(name: str, recipe: Path, updates: int) -> int:
     """Kill the command after as many updates; how many rows its next start may repeat."""
     run_dir = recipe.parent / "run"
@@ -91,13 +103,17 @@ def test_a_stage_killed_while_optimizing_ends_bitwise_like_the_unbroken_one(
 def test_an_evaluated_run_that_was_stopped_and_killed_ends_bitwise_like_the_unbroken_one(
     finished_run: Path, recipe: Path
 ) -> None:
-    """Ctrl-C in the first stage, SIGKILL in the second; the finished run was not evaluated inside its stages."""
+    """Ctrl-C in the first stage, SIGKILL in the second; the finished run was not evaluated inside its stages.
+
+    Between the two its recipe.toml is one of an earlier version, with keys that were removed since.
+    """
     run_dir = recipe.parent / "run"
     with interrupted("train", recipe, EVERY + 3) as command:
         psutil.Process(command.pid).send_signal(signal.SIGINT)
         assert command.wait() == 130, command.said
         assert "stopped as asked" in command.stdout
     assert update_rows(run_dir) == list(range(newest_cursor(run_dir / "checkpoints").updates))
+    hold_removed_keys(run_dir / "recipe.toml")
     repeated = kill("train", recipe, UPDATES + 5)
     mugrpo("train", recipe)
     taken = update_rows(run_dir)

@@ -23,6 +23,7 @@ from mugrpo_megatron.files.home import expanded
 from mugrpo_megatron.pages import page_address
 from mugrpo_megatron.recipe.objective import ObjectiveSection, Section
 from mugrpo_megatron.recipe.other_trainers import translate_key
+from mugrpo_megatron.recipe.removed import removal
 from mugrpo_megatron.recipe.sections import Recipe
 
 MAX_VALUE_CHARS = 60
@@ -34,8 +35,8 @@ MAX_LISTED_KEYS = 12
 def error_message(error: ErrorDetails) -> str:
     """Returns a sentence about a wrong value or unknown key, with the nearest choice or key."""
     key = ".".join(map(str, error["loc"]))
-    if key in RETIRED:
-        return f"`{key}`: {RETIRED[key]}"
+    if (sentence := removal(key, error["input"])) is not None:
+        return f"`{key}` = {short_repr(error['input'])}: {sentence}"
     if error["type"] == "extra_forbidden":
         return f"`{key}` is not a recipe key; {_suggestion(error['loc'], error['input'])}"
     message = error["msg"].removeprefix("Value error, ")
@@ -147,25 +148,14 @@ def merged(base: Table, top: Table) -> Table:
 
 OFF = ("", "0", "0.0", "-1", "false", "none", "null", "nil", "off", "no")
 """Values by which other programs leave out a key."""
-RETIRED = {
-    "optimizer.ess_power": "it is no key any more, since no measurement favoured it; lower optimizer.lr",
-    "learner.flash_attention": "it is no key any more; to train with torch's attention, uninstall flash_attn_interface",
-}
-"""Keys of earlier versions -> what to do instead."""
 OFF_HERE = {
-    ("objective.name", "opsm"): "; it lost to grpo and is gone: a `surrogate` of yours can drop responses",
-    ("objective.name", "geo_rs"): "; it lost to grpo and is gone: seq_mis drops responses by their ratio",
-    ("objective.name", "dppo_kl"): "; it lost to dppo and is gone: take dppo",
-    ("objective.surrogate", "dppo_kl"): "; it lost to dppo and is gone: take dppo",
-    ("objective.reject", "negative_mean"): "; it lost to grpo and is gone: take sequence",
-    ("objective.reject", "sequence_mean"): "; it lost to grpo and is gone: take sequence",
     ("rollout.top_k", "-1"): "; 0 keeps all tokens",
     ("rollout.top_p", "0"): "; 1 keeps all tokens",
     ("rollout.top_p", "0.0"): "; 1 keeps all tokens",
     ("optimizer.lr", "0"): "; a rate of 0 trains nothing, and `mugrpo eval` evaluates without training",
     ("optimizer.lr", "0.0"): "; a rate of 0 trains nothing, and `mugrpo eval` evaluates without training",
 }
-"""(key, value) -> the way out. The value means something else in other programs, or was one of an earlier version."""
+"""(key, value that means something else in other programs) -> the way out."""
 UNSET = "unset"
 """Value by which a recipe or `--set` takes back what its base sets, as TOML has no null."""
 

@@ -32,6 +32,7 @@ from mugrpo_megatron.recipe.policy import (
     RolloutSection,
     SftSection,
 )
+from mugrpo_megatron.recipe.removed import as_now
 from mugrpo_megatron.recipe.scoring import GYM, GYM_REWARD, STYLES_WITHOUT_BOX, EvalSection, RewardSection
 from mugrpo_megatron.recipe.systems import EngineSection, LearnerSection, ParallelSection
 
@@ -310,6 +311,12 @@ class Recipe(Section):
         if idle := sorted(auxiliaries.keys() - set(references.values())):
             raise ValueError(f"auxiliary.{idle[0]}: neither objective.teacher nor a judge names it; remove it")
         return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_as_now(cls, given: Any) -> Any:
+        """A recipe of an earlier version may hold keys that were removed since (`recipe/removed.py`)."""
+        return as_now(given) if isinstance(given, dict) else given
 
     @model_validator(mode="before")
     @classmethod

@@ -115,6 +115,21 @@ def test_how_the_work_is_done_may_change(tmp_path: Path) -> None:
         assert "keep = 9" in directory.recipe.read_text(encoding="utf-8")
 
 
+def test_a_run_of_an_earlier_version_goes_on_unless_a_removed_key_changed_what_it_computes(tmp_path: Path) -> None:
+    with open_directory(recipe(tmp_path)) as directory:
+        as_now = directory.recipe.read_text(encoding="utf-8")
+    for section, held, other in (
+        ("learner", 'flash_attention = "fastest"', 'flash_attention = "torch"'),
+        ("optimizer", "ess_power = 0.0", "ess_power = 0.5"),
+    ):
+        heading = f"[{section}]\n"
+        directory.recipe.write_text(as_now.replace(heading, f"{heading}{other}\n"), encoding="utf-8")
+        refuses(rf"recipe.toml: `{section}\.\w+` = .*: this key was removed on", check_directory, recipe(tmp_path))
+        directory.recipe.write_text(as_now.replace(heading, f"{heading}{held}\n"), encoding="utf-8")
+        with open_directory(recipe(tmp_path)):
+            assert directory.recipe.read_text(encoding="utf-8") == as_now
+
+
 def test_one_model_by_two_paths_is_one_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
