@@ -9,6 +9,7 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 
 from mugrpo_megatron.errors import RewardFailure
 from mugrpo_megatron.recipe.scoring import CODE, RewardSection
+from mugrpo_megatron.rewards.activity import LOOK_S, Overtime
 from mugrpo_megatron.rewards.guard import END
 from mugrpo_megatron.rewards.items import Needs, ScoringInput, Verdict
 
@@ -152,7 +154,9 @@ def start_guarded(
 class Worker:
     process: WorkerProcess
     deadline: float
-    """Monotonic time at which it is killed."""
+    """Monotonic time at which it is late, unless it is in `overtime`."""
+    overtime: Overtime | None = None
+    """What its call may take beyond the limit; None before the deadline."""
     ready: bool = False
     finished_calls: int = 0
     batch: deque[Call] = field(default_factory=deque)
@@ -165,6 +169,19 @@ class Worker:
     @property
     def busy(self) -> bool:
         return bool(self.batch) or not self.ready
+
+    def limit(self, seconds: float) -> None:
+        """Begin the time limit of its next call, or of what it does before that."""
+        self.deadline, self.overtime = time.monotonic() + seconds, None
+
+    def is_late(self, limit_s: float) -> bool:
+        """Whether its call of `limit_s` seconds, whose deadline has passed, is to be given up; else it goes on."""
+        if self.overtime is None:
+            self.overtime = Overtime(self.process.process.pid, limit_s)
+        elif self.overtime.is_over():
+            return True
+        self.deadline = time.monotonic() + LOOK_S
+        return False
 
     def message(self, needs: Needs, max_bytes: int) -> tuple[bytes, list[Call]]:
         """Serialise its batch (`batch_message`); returns the text and the calls that did not fit."""

@@ -39,9 +39,9 @@ Comparison = tuple[str, str]
 class Dispatcher:
     """One reward function's queue and workers. Workers start when the first response needs one.
 
-    A call is given up after an eighth of `timeout_s` in CPU time. If that alarm has no effect, the worker is killed at
-    `timeout_s` and replaced, and the rest of its batch goes to other workers. Both score 0. A call over n responses has
-    n times these limits.
+    A call is given up after an eighth of `timeout_s` in CPU time. If that alarm has no effect, the worker is killed
+    after `timeout_s` by the clock, or later if it computes and the machine is slow or busy (`Overtime`). A new worker
+    takes its place and the rest of its batch. Both score 0. A call over n responses has n times these limits.
     """
 
     def __init__(self, section: RewardSection, key: str, of_judge: bool = False) -> None:
@@ -192,8 +192,10 @@ class Dispatcher:
                 if worker.reading:
                     self._handle_death(worker)
                     continue
+                limit = self._limit_s(worker.batch[0])
+                if not worker.is_late(limit):
+                    continue
                 call = worker.batch.popleft()
-                limit = self._limit_s(call)
                 self._discard(worker)
                 self._give_up(call, f"killed after {limit:g} s", limit)
 
@@ -235,7 +237,7 @@ class Dispatcher:
             self._handle_death(worker)
             self._wake()
         else:
-            worker.deadline = time.monotonic() + START_TIMEOUT_S
+            worker.limit(START_TIMEOUT_S)
 
     def _receive(self, worker: Worker) -> None:
         try:
@@ -254,12 +256,12 @@ class Dispatcher:
             return
         if worker.reading:
             worker.reading = False
-            worker.deadline = time.monotonic() + self._limit_s(worker.batch[0])
+            worker.limit(self._limit_s(worker.batch[0]))
             return
         call = worker.batch.popleft()
         worker.finished_calls += 1
         if worker.batch:
-            worker.deadline = time.monotonic() + self._limit_s(worker.batch[0])
+            worker.limit(self._limit_s(worker.batch[0]))
         if reply["retires"]:
             self._discard(worker)
         self._finish(call, [Verdict(*verdict) for verdict in reply["verdicts"]])
