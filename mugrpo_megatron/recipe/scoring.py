@@ -88,8 +88,8 @@ class CodeSection(Section):
     reward: Literal["all", "share"] = "all"
     """`all` rewards a program with 1 if it passes every test, else 0; `share` with the fraction of tests passed."""
     test_s: float = Field(4.0, gt=0.0, le=3600.0)
-    """CPU seconds of a test, rounded up; its wall-clock limit is twice that plus one second. `reward.timeout_s` limits
-    all tests together."""
+    """CPU seconds of a test, rounded up. A program that sleeps is ended after twice that plus one second by the clock.
+    `reward.timeout_s` limits the CPU seconds of all tests together."""
     tests: NonNegativeInt = 0
     """Number of a row's tests to run, evenly spaced; 0 runs all."""
 
@@ -113,7 +113,8 @@ class RewardSection(Section):
     """Fraction of responses (of at least 16) above which a user's failing function ends the run; 1 never does, for
     remote services."""
     timeout_s: float = Field(8.0, gt=0.0, le=86400.0, json_schema_extra=changes("work"))
-    """Wall-clock seconds after which a worker is killed; `math` itself gives up after 1/8 of this in CPU time."""
+    """Seconds by the clock after which a worker that waits is killed; one that computes is killed after as many CPU
+    seconds more. `math` itself gives up after 1/8 of this in CPU time."""
     worker_memory_mb: int = Field(1024, ge=MIN_WORKER_MB, json_schema_extra=changes("work"))
     """Address space of a worker process, against answers that exhaust memory; a function that loads torch needs several
     thousand. A program of `code` gets half."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-import time
+import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
@@ -22,9 +22,10 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.sandbox import kernel
 from mugrpo_megatron.extras.sandbox.jail_check import check_jail, sees_files, weakness
 from mugrpo_megatron.extras.sandbox.limits import Limits
-from mugrpo_megatron.extras.sandbox.programs import call_function, check_asserts, run_program
+from mugrpo_megatron.extras.sandbox.programs import OUT_OF_TIME, call_function, check_asserts, run_program
 from mugrpo_megatron.extras.sandbox.row_tests import AssertTest, FunctionTest, ProgramTest, Test, read_tests
 from mugrpo_megatron.extras.sandbox.value_codec import unpack
+from mugrpo_megatron.rewards.activity import LOOK_S
 from mugrpo_megatron.rewards.math.thoughts import after_thoughts
 
 _FENCE = re.compile(
@@ -53,7 +54,7 @@ class Grader:
     most_tests: int
     """Number of tests that count, evenly spread over the row's; 0 takes all."""
     timeout_s: float
-    """Seconds for all tests of a response."""
+    """CPU seconds for all tests of a response; one that sleeps counts with its seconds by the clock."""
     note: str = ""
     """Warning for the user at the start; may be empty."""
 
@@ -106,15 +107,17 @@ def grade(response: str, gold: object, row: Mapping[str, Any], options: Grader) 
         return 0.0, "no program found"
     if len(program) > MOST_CHARACTERS:
         return 0.0, f"program longer than {MOST_CHARACTERS} characters"
-    deadline = time.monotonic() + max(options.timeout_s - _SPARE_S, options.timeout_s / 2)
+    remaining = max(options.timeout_s - _SPARE_S, options.timeout_s / 2)
     passed, reason = 0, ""
     for index, test in enumerate(tests):
-        remaining = deadline - time.monotonic()
         if remaining <= 0:
             reason = reason or f"test {index + 1} of {len(tests)}: no time left"
             break
-        limits = replace(options.limits, wall_s=min(options.limits.wall_s, remaining))
-        if why := failure(program, test, limits):
+        limits = replace(options.limits, wall_s=min(options.limits.wall_s, max(remaining - LOOK_S, LOOK_S / 2)))
+        before = _cpu_seconds()
+        why = failure(program, test, limits)
+        remaining -= _cpu_seconds() - before + (limits.wall_s + LOOK_S if why == OUT_OF_TIME else 0.0)
+        if why:
             reason = reason or f"test {index + 1} of {len(tests)}: {why}"
             if not options.share:
                 return 0.0, reason
@@ -123,6 +126,12 @@ def grade(response: str, gold: object, row: Mapping[str, Any], options: Grader) 
     if passed == len(tests):
         return 1.0, "passed"
     return passed / len(tests) if options.share else 0.0, f"passed {passed} of {len(tests)}; {reason}"
+
+
+def _cpu_seconds() -> float:
+    """CPU seconds of all programs that this process has run."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def failure(program: str, test: Test, limits: Limits) -> str:

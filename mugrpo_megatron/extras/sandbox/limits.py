@@ -24,7 +24,8 @@ class Limits:
     threads: int = 32
     """Threads of a program; with mode `limits` `memory_mb` alone bounds them, at about 500 of the smallest."""
     wall_s: float = 9.0
-    """Seconds after which a program is killed whatever it does: it sleeps, or the machine is busy."""
+    """Seconds by the clock after which a program that sleeps is killed. One that computes has `test_s`, however slow or
+    busy the machine is."""
 
 
 def set_limits(limits: Limits, alone: bool) -> None:

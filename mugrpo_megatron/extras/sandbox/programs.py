@@ -26,8 +26,11 @@ from mugrpo_megatron.extras.sandbox.row_tests import AssertTest
 from mugrpo_megatron.extras.sandbox.value_codec import pack
 from mugrpo_megatron.files.scratch import Scratch
 from mugrpo_megatron.rewards import guard
+from mugrpo_megatron.rewards.activity import LOOK_S, Overtime
 
 Ending = Literal["ended", "time", "output"]
+OUT_OF_TIME = "ran out of time"
+"""Why a program failed that slept."""
 _PIECE = 1 << 16
 _START = "import sys; sys.path.insert(0, sys.argv[1] or '/'); from {module} import main; main(*sys.argv[1:])"
 _ERROR_CHARS = 160
@@ -48,7 +51,7 @@ class Outcome:
     def why_failed(self) -> str:
         """Empty when it ended by itself with exit code 0."""
         if self.ending == "time":
-            return "ran out of time"
+            return OUT_OF_TIME
         if self.ending == "output":
             return "wrote too much"
         if self.code > 128:
@@ -155,6 +158,7 @@ def execute(processes: Sequence[JailedProcess], limits: Limits, answer_of: int |
 def _watch(keeper: int, reads: dict[int, bytearray], limits: Limits) -> tuple[Ending, int]:
     """Read until the keeper ends or breaks a limit; when this returns, all its processes have ended."""
     deadline = time.monotonic() + limits.wall_s
+    overtime: Overtime | None = None
     ended = os.pidfd_open(keeper)
     poll = select.poll()
     for descriptor in (ended, *reads):
@@ -172,7 +176,11 @@ def _watch(keeper: int, reads: dict[int, bytearray], limits: Limits) -> tuple[En
             if max(map(len, reads.values())) > limits.output_bytes:
                 ending = "output"
             elif left <= 0:
-                ending = "time"
+                if overtime is None:
+                    overtime = Overtime(os.getpid(), limits.wall_s)
+                elif overtime.is_over():
+                    ending = "time"
+                deadline = time.monotonic() + LOOK_S
     finally:
         os.close(ended)
     code = _end(keeper)

@@ -8,13 +8,14 @@ import pytest
 
 from mugrpo_megatron.checks.toolchain import State
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.extras.sandbox import kernel
-from mugrpo_megatron.extras.sandbox.code import failure
+from mugrpo_megatron.extras.sandbox import kernel, programs
+from mugrpo_megatron.extras.sandbox.code import Grader, failure, grade
 from mugrpo_megatron.extras.sandbox.jail_check import check_jail, jail, weakness
 from mugrpo_megatron.extras.sandbox.limits import Limits
-from mugrpo_megatron.extras.sandbox.programs import run_program
+from mugrpo_megatron.extras.sandbox.programs import OUT_OF_TIME, run_program
 from mugrpo_megatron.extras.sandbox.row_tests import AssertTest, ProgramTest
 from mugrpo_megatron.recipe.scoring import RewardSection
+from mugrpo_megatron.rewards.activity import Overtime
 from mugrpo_megatron.rewards.pool import Verifier
 from tests.extras.sandbox.code_problems import PROBLEMS
 from tests.forked import fork
@@ -98,13 +99,22 @@ def test_a_row_without_tests_ends_the_run() -> None:
 
 
 @pytest.mark.process
+def test_a_slow_machine_ends_no_program_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On this one a hundredth of a second by the clock is too short for any program."""
+    monkeypatch.setattr(programs, "Overtime", lambda process, _: Overtime(process, 3600.0))
+    limits = Limits(mode="limits", test_s=600.0, wall_s=0.01)
+    assert failure("print(sum(range(3 * 10**6)))", ProgramTest("", "4499998500000"), limits) == ""
+    sleeps = "import time; time.sleep(10**6)"
+    assert failure(sleeps, ProgramTest("", ""), limits) == OUT_OF_TIME
+
+
+@pytest.mark.process
 def test_a_tests_time_is_part_of_the_responses() -> None:
-    """Every test may take 7 s of the clock, all together have half of 12."""
+    """A program that sleeps has 2 s by the clock, and its 50 tests have 3 together."""
+    options = Grader(Limits(test_s=600.0, wall_s=2.0), True, 0, 4.0)
     row = {"tests": {"inputs": ["5"] * 50, "outputs": ["5"] * 50}}
-    with Verifier(section(timeout_s=12.0, code={"test_s": 3.0, "reward": "share"})) as verifier:
-        (score,) = verifier.submit([fenced("import time; time.sleep(99)")], [""], rows=[row]).result()
-    assert score.reward == 0.0
-    assert score.why.startswith("passed 0 of 50; test 1 of 50: ran out of time")
+    reward, why = grade(fenced("import time; time.sleep(10**6)"), "", row, options)
+    assert (reward, why) == (0.0, f"passed 0 of 50; test 1 of 50: {OUT_OF_TIME}")
 
 
 @pytest.mark.process
