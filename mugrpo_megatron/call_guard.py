@@ -49,9 +49,9 @@ def clock(seconds: float, cpu: bool = False, memory: int | None = None) -> Itera
     leaving = (inspect.unwrap(clock).__code__, contextlib._GeneratorContextManager.__exit__.__code__)
 
     def ring(_number: int, frame: FrameType | None) -> None:
-        if not inside:  # it rang while the block ended
+        if not inside:  # the alarm rang while the block was ending
             signal.setitimer(signal.ITIMER_REAL, 0)
-        elif frame and frame.f_code in leaving:  # raised there, it would leave the limits in force
+        elif frame and frame.f_code in leaving:  # an exception raised here would skip the lines that lift the limits
             return
         elif not cpu or time.thread_time() - begin >= seconds:
             raise TookTooLong(f"it took longer than {seconds:g} s")
@@ -110,7 +110,7 @@ def refuse_exits() -> dict[str, Callable[..., Any]]:
 
     def refusal(name: str) -> Callable[..., Any]:
         def refuse(*arguments: Any, **named: Any) -> Any:
-            if os.getpid() != process:  # `multiprocessing` ends its forks so
+            if os.getpid() != process:  # this is a fork of `multiprocessing`, which ends its children by os._exit
                 return ends[name](*arguments, **named)
             raise SystemExit(f"os.{name}({', '.join(map(repr, (*arguments[:2], *named.values())))})")
 

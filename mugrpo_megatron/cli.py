@@ -250,7 +250,7 @@ def _main(arguments: Sequence[str]) -> int:
 def _run(command: Command, options: argparse.Namespace) -> int:
     try:
         code = command.run(options)
-        sys.stdout.flush()  # a full disk refuses the last lines only now
+        sys.stdout.flush()  # on a full disk the error of the last lines is raised here
         return code
     except UserError as error:
         _complain(LINE_BREAK.sub(" ", str(error)))  # a library's message inside it may have several lines
@@ -271,7 +271,7 @@ def _run(command: Command, options: argparse.Namespace) -> int:
         if rank_of_environment() == 0:
             _complain(f"terminated; {command.interrupted}")
         return 128 + signal.SIGTERM
-    except BrokenPipeError:  # `mugrpo rollouts RUN_DIR | head`
+    except BrokenPipeError:  # the reader of the output has ended, as in `mugrpo rollouts RUN_DIR | head`
         drop_output(sys.stdout)
         return 0
     except OSError as error:
@@ -321,7 +321,8 @@ def _options(command: Command, words: Sequence[str]) -> argparse.Namespace:
 
 def _hint(word: str) -> str:
     """Returns the likely meaning of an unknown argument; "" if there is none."""
-    from mugrpo_megatron.recipe.other_trainers import translate_key  # pydantic takes a fifth of a second
+    # Not at the top: it imports pydantic, which takes a fifth of a second.
+    from mugrpo_megatron.recipe.other_trainers import translate_key
 
     if word.startswith("--"):
         return translate_key(word.partition("=")[0])

@@ -63,7 +63,7 @@ def ending_at_once() -> Iterator[Ending]:
     atexit.register(leave)
     try:
         yield ending
-    except SystemExit as stop:  # argparse
+    except SystemExit as stop:  # argparse ends the process in this way
         ending.code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
         raise
 

@@ -115,7 +115,8 @@ def before_penalty(rewards: np.ndarray, penalties: np.ndarray) -> np.ndarray:
     DAPO samples groups by accuracy (arXiv 2503.14476, eq. 11; verl's `filter_groups.metric = "acc"`): responses that
     are all wrong and differ in length are no informative group.
     """
-    return np.round(rewards + penalties, 9) if np.any(penalties) else rewards  # 1 - 0.3 + 0.3 may not be 1
+    # Rewards that are equal but for rounding are made equal: 1 - 0.3 + 0.3 may not be 1.
+    return np.round(rewards + penalties, 9) if np.any(penalties) else rewards
 
 
 def informative(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:

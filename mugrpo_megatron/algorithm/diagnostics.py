@@ -149,6 +149,6 @@ def user_metrics(tokens: TokenBatch, config: ObjectiveSection) -> dict[str, floa
             raise FunctionFailure(f"{source}: {name!r} is not a name of letters, digits, - and _")
         try:
             values_by_name[USER_PREFIX + name] = float(value)
-        except Exception:  # a tensor of several numbers, a number too large for a float
+        except Exception:  # the function returned a tensor of several numbers, or a number too large for a float
             raise FunctionFailure(f"{source}: {name} is not a number but {type(value).__name__}") from None
     return values_by_name

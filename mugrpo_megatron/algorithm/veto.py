@@ -124,7 +124,7 @@ def _prefix(log_ratio: Tensor, unit: Tensor, log_prefix: Tensor, config: Objecti
     before = log_prefix[unit]
     before = torch.cat([before[:1], torch.where(same, log_ratio[:-1], before[1:])])
     if minimum:
-        # The first token's entry is the state, at most 0; so a minimum is capped from the start.
+        # The entry before the first token is the state that the previous chunk left, which is at most 0.
         return _scan(before, unit, torch.minimum), log_prefix.scatter_reduce(0, unit, log_ratio, "amin")
     return _scan(before, unit, torch.add), log_prefix.index_add(0, unit, log_ratio)
 

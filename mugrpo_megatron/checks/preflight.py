@@ -74,13 +74,13 @@ def check_run(recipe: Recipe, say: Say = lambda line: None, generates: bool = Tr
     Returns the recipe with its model on this machine, and the problems, which only rank 0 of a run that generates
     reads.
     """
-    main = rank_of_environment() == 0  # other ranks would see what rank 0 is writing, or read the same files again
+    main = rank_of_environment() == 0  # only rank 0 reads: other ranks might see files that it is still writing
     if main:
         check_directory(recipe)
         _check_tracking(recipe.track)
     _check_names(recipe.data, recipe.eval, recipe.reward, recipe.rollout, recipe.engine)
     _check_user_loss(recipe.objective)
-    if main and generates:  # before a model is downloaded
+    if main and generates:  # these checks come before a model is downloaded
         check_files(f"{recipe.data.train},{recipe.data.eval}")
         _try_rewards(recipe.reward)
     recipe, config, shape = _with_model_config(recipe, say, recipe.run.dir)

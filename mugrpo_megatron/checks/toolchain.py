@@ -135,7 +135,7 @@ def _headers(include: Path) -> Tool:
 def _confstr() -> str:
     try:
         return os.confstr("CS_GNU_LIBC_VERSION") or ""
-    except ValueError:  # another C library
+    except ValueError:  # raised by another C library than glibc
         return ""
 
 

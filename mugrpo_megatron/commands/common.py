@@ -46,7 +46,8 @@ def with_recipe(
     options: Options, run: Callable[[Recipe], object], output: Callable[[Recipe], Path] = lambda recipe: recipe.run.dir
 ) -> int:
     """Load the recipe and `run` it, which writes to `output`; with `--dry-run` print and check it instead."""
-    from mugrpo_megatron.recipe import dump_recipe, load_recipe  # pydantic: not for `mugrpo --help`
+    # Not at the top: `mugrpo --help` should not wait for the import of pydantic.
+    from mugrpo_megatron.recipe import dump_recipe, load_recipe
 
     recipe = load_recipe(options.recipe, options.overrides, _print_to_stderr if options.dry_run else say)
     if options.dry_run:

@@ -131,7 +131,8 @@ def settings_of(recipe: Recipe, names: Mapping[str, str], problems: Sequence[Pro
     hub = hub_model(recipe.model)
     return {
         "model": asdict(hub) if hub else str(recipe.model.directory.resolve()),
-        "weights": weights_fingerprint(recipe.model) or None,  # a run writes its later ones to the same place
+        # A run that goes on writes its later weights to the same path.
+        "weights": weights_fingerprint(recipe.model) or None,
         "sources": dict(names),
         "sampling": {name: recipe.eval.of(name).model_dump(include=keys) for name in names},
         "max_response_tokens": recipe.rollout.max_response_tokens,
@@ -182,7 +183,7 @@ class EvalRecord:
     def append(self, result: ProblemResult) -> None:
         """Append a finished problem; UserError if the disk is full."""
         row = asdict(replace(result, problem=replace(result.problem, gold=None, row={})))
-        del row["problem"]["gold"], row["problem"]["row"]  # the problem's id finds them
+        del row["problem"]["gold"], row["problem"]["row"]  # they can be found by the problem's id
         with full_disk_as_user_error(self._rows), open_nofollow(self._rows, "ab") as file:
             file.write((json.dumps(row) + "\n").encode())
 

@@ -42,7 +42,7 @@ def evaluate(options: Options) -> int:
     model = weights_of(options.model)
     settings = {"eval.samples": options.samples, "eval.temperature": options.temperature}
     overrides = [
-        f"model.path={json.dumps(str(model), ensure_ascii=False)}",  # a directory may be called 7 or true
+        f"model.path={json.dumps(str(model), ensure_ascii=False)}",  # quoted, since a directory may be called 7 or true
         *(f"{key}={value}" for key, value in settings.items() if value is not None),
         *options.overrides,
     ]

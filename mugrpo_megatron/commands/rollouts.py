@@ -77,7 +77,8 @@ class RolloutFilter:
             and (self.max_reward is None or sample.reward <= self.max_reward)
             and (self.right is None or (reward_before_penalty(sample.reward, sample.components) >= RIGHT) is self.right)
             and (self.advantage is None or np.sign(advantage) == SIGNS[self.advantage])
-            and (not self.vetoed or advantage != 0)  # weights by the prefix may be of both signs
+            # Prefix weights may apply to responses of either sign of advantage, but not to advantage 0.
+            and (not self.vetoed or advantage != 0)
         )
 
 
@@ -173,7 +174,8 @@ def _by_problem(store: StageStore, rows: Mapping[str, dict[str, Any]]) -> list[P
                 row = json.loads(sample.row) if sample.row else rows.get(sample.problem, {})
                 counts = problems[sample.problem] = ProblemRollouts(sample.problem, row, sample.gold)
             counts.responses += 1
-            counts.scored += sample.components.get(UNSCORED) != 1.0  # else nothing in its group was scored
+            # UNSCORED marks the one placeholder of a group in which nothing was scored.
+            counts.scored += sample.components.get(UNSCORED) != 1.0
             counts.right += reward_before_penalty(sample.reward, sample.components) >= RIGHT
             counts.tokens += len(sample.response_ids)
             counts.cut += sample.finish_reason == "length"
@@ -241,7 +243,8 @@ def _stage(directory: RunDirectory, stage: int | None) -> tuple[int, StageStore,
     """Returns the given or the newest sealed stage, and a note if a newer one is not sealed."""
     folders = directory.stages()
     for number in sorted(folders, reverse=True) if stage is None else [stage] if stage in folders else []:
-        check_stage(folders[number])  # only of those that are looked at: another's damage is not this one's
+        # Only stages that are shown are checked: damage of another stage should not hide them.
+        check_stage(folders[number])
         store = StageStore(folders[number])
         if store.sealed:
             newest = max(folders)
@@ -257,7 +260,7 @@ def _is_sealed(path: Path) -> bool:
     try:
         check_stage(path)
         return StageStore(path).sealed
-    except UserError:  # damaged
+    except UserError:  # the stage's manifest is damaged
         return False
 
 

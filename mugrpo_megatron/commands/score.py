@@ -103,7 +103,8 @@ def run(
     first = next(source, None)
     if first is None:
         raise UserError(f"{input_path} holds no row to score ({len(malformed)} malformed): check the file")
-    patient = section.model_copy(update={"max_failure_share": 1.0})  # every row is written, whatever fails
+    # Every row is written, however many of the function's calls fail.
+    patient = section.model_copy(update={"max_failure_share": 1.0})
     make_directory(output_path.parent, f"--out {output_path}")
     with durable_file(output_path.resolve()) as output, Verifier(patient) as verifier:  # --out may be a link
         for row, score in _scored(chain([first], source), verifier, opening):

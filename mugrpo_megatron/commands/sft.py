@@ -78,7 +78,8 @@ def train(recipe: Recipe) -> None:
         if recipe.sft.train is not None:
             _learn_rows(recipe, recipe.sft.train)
             return
-        with Scratch("sft") as scratch:  # one on each rank, with the same weights from the same seed
+        # Each rank makes its own copy of the new model, with the same weights from the same seed.
+        with Scratch("sft") as scratch:
             fresh = scratch / "fresh"
             tokenizer = build_arithmetic_tokenizer()
             tokenizer.save_pretrained(fresh)

@@ -164,7 +164,8 @@ def _generate_shard(options: Options) -> int:
             say(visible(fill_shard(recipe, shard, options.stage, problems, servers)))
             return
         recipe, problems = check_engine_only(recipe, say)
-        from mugrpo_megatron.extras.engine_only.shard_generation import generate_shard  # torch, after the checks
+        # Not at the top: it imports torch, and the checks should come first.
+        from mugrpo_megatron.extras.engine_only.shard_generation import generate_shard
 
         say(visible(generate_shard(recipe, shard, options.stage, problems)))
 

@@ -81,7 +81,7 @@ def attend(
             scale=scale,
         )
         attended = attended.view(b, kv_heads, group, e, value_width).permute(0, 3, 1, 2, 4)
-        # Padding writes the value of the query that it repeats, so the order of writes does not matter.
+        # A padded entry repeats a real query, so both write the same value and the order of writes does not matter.
         output.index_copy_(0, batch.queries, attended.reshape(b * e, -1))
     return output.view(tokens, query_heads, value_width)
 

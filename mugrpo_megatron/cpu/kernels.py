@@ -51,7 +51,8 @@ class Build:
                     cause = f"the C compiler ended with {code}"
                 except subprocess.TimeoutExpired:
                     cause = f"the C compiler did not end within {BUILD_SECONDS:g} s"
-                except (OSError, AttributeError) as error:  # a compiler that ends with 0 and built something else
+                # The compiler reported success but did not build this library.
+                except (OSError, AttributeError) as error:
                     cause = f"the compiled library cannot be loaded ({error})"
         print(f"{cause}: torch's operations decode instead, at a fraction of the speed", file=sys.stderr)
         return None
@@ -62,7 +63,8 @@ class Build:
         wide = WIDE if platform.machine() == "x86_64" else []
         return subprocess.Popen(
             [compiler, *FLAGS, *flags, *wide, "-shared", "-fPIC", str(code), "-o", str(self._library), "-lm"],
-            env={**os.environ, "TMPDIR": str(self._folder.path)},  # a compiler that is killed leaves its files there
+            # A killed compiler leaves temporary files there, which go with the folder.
+            env={**os.environ, "TMPDIR": str(self._folder.path)},
         )
 
     def _exit_code(self, process: subprocess.Popen[bytes]) -> int:
@@ -171,7 +173,7 @@ class Kernels:
 
 def use_large_pages(tensor: torch.Tensor) -> None:
     """Ask the kernel for pages of 2 MB under a tensor whose rows are read far apart; Linux only."""
-    # Saves the walk of the page table for each row of a sequence: 15 to 25 % of attention's time.
+    # Huge pages spare a walk of the page table for each row of a sequence: 15 to 25 % of attention's time.
     if not sys.platform.startswith("linux"):
         return
     start = -(-tensor.data_ptr() // LARGE_PAGE) * LARGE_PAGE

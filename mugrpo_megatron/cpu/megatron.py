@@ -37,7 +37,7 @@ class _Stream:
     def wait_stream(self, _: Any) -> None: ...
     def wait_event(self, _: Any) -> None: ...
     def record_event(self, event: Any = None) -> Any:
-        # Waiting for an event is like waiting for a stream.
+        # On CPU everything runs in order, so this stream can stand in for the event.
         return event or self
 
     def synchronize(self) -> None: ...
@@ -59,7 +59,7 @@ def install() -> None:
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.Tensor.type = _named_as_cuda(torch.Tensor.type)  # type: ignore[assignment, method-assign]
-    with compiling_deferred():  # Megatron's first import: it keeps the `torch.compile` that it finds
+    with compiling_deferred():  # this is Megatron's first import, and it keeps the `torch.compile` that it finds
         _install_random_state()
     _keep_counts()
 

@@ -31,7 +31,7 @@ from mugrpo_megatron.recipe.sections import DataSection
 from mugrpo_megatron.samples import Message, Problem
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase  # a second to import
+    from transformers import PreTrainedTokenizerBase  # imported for the type alone: it takes a second
 
 SOLUTIONS = ("solution", "answer")
 """Columns of the response in rows without a response and without an assistant's turn: MATH's worked solution comes
@@ -203,7 +203,8 @@ def _columns_read(examples: list[Demonstration]) -> list[str]:
 def _columns(row: dict[str, Any]) -> ColumnPaths:
     response = next((name for name in RESPONSES if has(row, name) and not is_empty(field_at(row, name))), None)
     chat = next((name for name in CHATS if _ends_with_response(row.get(name))), None)
-    if chat and not response:  # OpenR1's row has the problem and a person's solution beside the model's trace
+    # A row of OpenR1 has the chat with the model's trace beside the problem and a person's solution.
+    if chat and not response:
         return ColumnPaths(chat, CONVERSATION)
     question = question_column(row)
     if question is None:

@@ -56,7 +56,8 @@ def in_accepted_form(render: Callable[[list[dict[str, Any]]], str], messages: li
     Most templates write arguments with `tojson`, but DeepSeek-V3's adds them to a text; some take no null content. A
     template that shows nothing of the last question, such as a pointer of Git LFS, refuses it too.
     """
-    forms = [messages, _with_written_arguments(messages)]  # null first: some templates show calls only beside null
+    # `content: null` is tried first: some templates show tool calls only beside it.
+    forms = [messages, _with_written_arguments(messages)]
     forms += [[{**message, "content": message["content"] or ""} for message in form] for form in forms]
     forms.append([{**message, "content": _as_parts(message["content"])} for message in messages])
     questions = [message["content"].split() for message in messages if message["role"] == "user"]
@@ -120,7 +121,7 @@ def unread_fields(problems: Sequence[Problem], rendered: Callable[[Problem], str
 def _differs(rendered: Callable[[Problem], str], rest: Problem, prompt: str) -> bool:
     try:
         return rendered(rest) != prompt
-    except UserError:  # a template that needs the field
+    except UserError:  # the template fails without the field
         return True
 
 

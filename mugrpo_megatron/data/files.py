@@ -68,7 +68,7 @@ def check_file(path: Path) -> None:
     try:
         if path.is_file():
             return
-    except OSError as error:  # a name that is too long, a directory that this user may not enter
+    except OSError as error:  # the name is too long, or this user may not enter its directory
         raise UserError(f"{path} cannot be read ({error.strerror}): check the path") from None
     if not os.path.lexists(path) and (alike := names_alike(path)):
         raise UserError(f"{path} does not exist; did you mean {' or '.join(map(str, alike))}?")
@@ -82,7 +82,7 @@ def names_alike(path: Path) -> list[Path]:
         missing = missing.parent
     try:
         names = sorted(os.listdir(missing.parent))
-    except OSError:  # a file, or a directory that this user may not read
+    except OSError:  # it is a file, or a directory that this user may not read
         return []
     spelled = {name.lower(): name for name in names} | {Path(name).stem.lower(): name for name in names}
     alike = difflib.get_close_matches(missing.name.lower(), spelled, n=MOST_ALIKE, cutoff=ALIKE)
@@ -412,7 +412,7 @@ def with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
         return call
     try:
         arguments = parse_json(text)
-    except ValueError:  # the model may have written anything
+    except ValueError:  # the text may be a model's output, which need not be JSON
         return call
     return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
 

@@ -29,7 +29,7 @@ from mugrpo_megatron.rewards.gold_check import unusable_golds
 from mugrpo_megatron.samples import Problem
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase  # a second to import
+    from transformers import PreTrainedTokenizerBase  # imported for the type alone: it takes a second
 
 NGRAM = 8
 """Words of an n-gram."""
@@ -246,7 +246,7 @@ def usable_problems(
     source: str, split: Literal["train", "eval"], data: DataSection, reward: RewardSection, notes: list[str]
 ) -> list[Problem]:
     """Read problems of well-formed rows whose golds verify against themselves; adds omissions to `notes`."""
-    any_gold = cache(reward.accepts_any_gold)  # thousands of problems have few sources
+    any_gold = cache(reward.accepts_any_gold)  # cached, since thousands of problems share a few sources
     read = load(source, data, split, any_gold=any_gold)
     notes += [*read.notes, *_few(read.malformed)]
     problems = within_pass_rate(read.problems, data.pass_rate, notes) if split == "train" else read.problems

@@ -21,7 +21,7 @@ from mugrpo_megatron.recipe.sections import DataSection, fill_template
 from mugrpo_megatron.samples import Message, Problem
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase  # a second to import
+    from transformers import PreTrainedTokenizerBase  # imported for the type alone: it takes a second
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 
@@ -267,7 +267,8 @@ def refusals(problem: Problem, template: Template) -> Iterator[None]:
             yield
     except TemplateSyntaxError as error:
         raise UserError(f"{named}, line {error.lineno}: {error.message}; correct the template") from None
-    except (Exception, TookTooLong) as error:  # it is a program of the model's author; roles must alternate, say
+    # A template is a program, and may raise; many do unless user and assistant alternate.
+    except (Exception, TookTooLong) as error:
         why, file = str(error) or type(error).__name__, f" ({named})" if template.path else ""
         raise UserError(f"{problem.id}: the chat template refuses the messages ({why}){file}") from None
 
@@ -339,7 +340,8 @@ def prompt_text(problem: Problem, style: str, template: Template, model: Path | 
 
 
 def _untokenized(problem: Problem, text: str, template: Template, special: Mapping[str, str]) -> str:
-    from transformers.utils.chat_template_utils import render_jinja_template  # a second, and no torch
+    # Not at the top: it takes a second (but imports no torch).
+    from transformers.utils.chat_template_utils import render_jinja_template
 
     def apply(messages: list[dict[str, Any]]) -> str:
         texts: Any = render_jinja_template(

@@ -54,7 +54,8 @@ def encode_quoting(text: str, tokenizer: PreTrainedTokenizerBase, add_special_to
 
 def _characters(name: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     ids: list[int] = tokenizer.encode(name, add_special_tokens=False, split_special_tokens=True)
-    if ids == [tokenizer.convert_tokens_to_ids(name)]:  # not one that transformers knows as special, so not split
+    # The name is one token in the vocabulary, but not one that transformers splits off as special.
+    if ids == [tokenizer.convert_tokens_to_ids(name)]:
         return [token for half in (name[0], name[1:]) for token in tokenizer.encode(half, add_special_tokens=False)]
     return ids
 

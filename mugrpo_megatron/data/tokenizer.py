@@ -39,7 +39,8 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
         # tokenizer.json decides: transformers 5 builds LlamaTokenizer, which DeepSeek's byte-level vocabularies name,
         # and others without the file's normalizer and split (models/llama/tokenization_llama.py).
         kind = PreTrainedTokenizerFast if (directory / "tokenizer.json").is_file() else AutoTokenizer
-        # A trainer's split_special_tokens would write the template's own special tokens as characters.
+        # Some trainers save split_special_tokens, with which the template's own special tokens would be split into
+        # characters.
         tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(
             directory, trust_remote_code=False, local_files_only=True, split_special_tokens=False
         )

@@ -130,7 +130,7 @@ class Engine:
             self._episodes.close()
             self._episodes = None
         if self._host is not None and self._ready and self._host.alive and not self._cancelled():
-            with suppress(EngineFailure):  # it has just died, which ends it too
+            with suppress(EngineFailure):  # an engine that has just died need not be ended
                 self._host.send(("stop", None), STOP_SECONDS, "stop")
                 patience_s = STOP_SECONDS
         self._end(patience_s)
@@ -247,7 +247,7 @@ class Engine:
             if self._host is not None:
                 self._send(("close", None), "generate")
                 while self._receive_any(self._section.request_timeout_s, "generate")[0] == "groups":
-                    pass  # sent before the host had aborted
+                    pass  # groups that the host sent before it read the abort are dropped
 
     def submit(self, requests: list[Request]) -> None:
         """Send requests; returns at once."""
@@ -322,7 +322,7 @@ def first_start_problem(engine: Engine) -> str:
     try:
         engine.wait_ready()
     except EngineStopped:
-        return ""  # another rank was asked to stop, and the next collective ends this one
+        return ""  # another rank was asked to stop; this rank ends at its next collective
     except EngineFailure as failure:
         errors = [line.strip() for line in str(failure).splitlines() if re.search(r"\w(Error|Exception): ", line)]
         cause = errors[-1] if errors else str(failure).splitlines()[0]

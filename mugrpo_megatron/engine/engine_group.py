@@ -106,7 +106,7 @@ class Replicas:
         """Checksums of the weights of each tensor parallel rank; RuntimeError when two engines differ."""
         replicas = []
         self._begin_update()
-        for engine in self._engines:  # one after the other: they write the same file
+        for engine in self._engines:  # one after the other, since all engines write the same file
             self.run(sglang_compat.update_weights(engine, [pickle.dumps([])] * self.ranks, SUMMING))
             replicas.append(read_sums())
         self.end_update()

@@ -44,7 +44,8 @@ from mugrpo_megatron.engine.wire import (
 )
 from mugrpo_megatron.files.durable import open_nofollow
 
-if __name__ in ("__main__", "__mp_main__"):  # the latter is this module in a scheduler that SGLang spawns, on CUDA
+# "__mp_main__" is the name of this module in a scheduler process that SGLang spawns, on CUDA.
+if __name__ in ("__main__", "__mp_main__"):
     # SGLang imports Megatron where it finds it (debug_utils/dumper.py, which expects an ImportError): seconds, and
     # memory that no engine needs.
     sys.modules["megatron"] = None  # type: ignore[assignment]
@@ -146,7 +147,7 @@ class GenerateCommand:
         writer = threading.Thread(target=self._write, daemon=True)
         reader.start()
         writer.start()
-        async with asyncio.TaskGroup() as senders:  # the first request or message that raises ends the command
+        async with asyncio.TaskGroup() as senders:  # the first request or message that fails ends the whole command
             messages = [senders.create_task(self._report_progress()), senders.create_task(self._send_finished())]
             async with asyncio.TaskGroup() as self._tasks:
                 while (message := await self._inbox.get())[0] != "close":
@@ -270,7 +271,7 @@ class GenerateCommand:
 
     def _ask_again(self, key: int) -> None:
         """Ask for a group once more; ValueError after `MOST_ANSWERS`."""
-        if key not in self._unsent:  # aborted meanwhile
+        if key not in self._unsent:  # the request was aborted meanwhile
             return
         request, answers = self._unsent[key]
         if answers + 1 == MOST_ANSWERS:
@@ -366,7 +367,7 @@ def main() -> None:
         connection.reply("ready")
         Host(engines, connection).serve()
     except Exception as error:
-        traceback.print_exc()  # to the log first: the client kills this process when it reads the error
+        traceback.print_exc()  # print before sending: the client kills this process when it reads the error
         cause = first_cause(error)
         connection.reply("error", f"{type(cause).__name__}: {cause}")
         sys.exit(1)

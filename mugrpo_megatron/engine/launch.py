@@ -37,7 +37,7 @@ FP8 = {
     # SGLang's own choices rearrange scales once, after loading: weights of a later sync would keep the old order.
     "fp8_gemm_runner_backend": "triton",
     "moe_runner_backend": "triton",
-    "load_format": "dummy",  # the directory's weights are of another dtype; the first sync brings these
+    "load_format": "dummy",  # the files have weights of another dtype, and the first sync brings the quantized ones
 }
 """Arguments of an engine whose weights a sync quantises."""
 STATES_PER_REQUEST = 4
@@ -205,7 +205,8 @@ def _cuda_arguments(spec: EngineSpec, gpu: int) -> dict[str, Any]:
     }
     if spec.dtype == "float32":
         arguments["attention_backend"] = "triton"  # SGLang's choice, FlashAttention 3, takes half precision only
-    if spec.deterministic:  # batch-invariant kernels, and the sampler that takes `sampling_seed` (layers/sampler.py)
+    # Turns on batch-invariant kernels, and the sampler that takes `sampling_seed` (layers/sampler.py).
+    if spec.deterministic:
         arguments["enable_deterministic_inference"] = True
     return arguments
 
@@ -256,9 +257,11 @@ def engine_environment(section: EngineSection, model_dir: Path, cuda: bool, slot
         "PYTHONUNBUFFERED": "1",
         # models/registry.py imports every module that is not listed here: 200 of them, seconds.
         "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_other_models(read_model_config(model_dir))),
-        "PATH": _joined(os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)),  # ninja is installed here
+        # The folder of this interpreter comes first: `ninja` is installed there.
+        "PATH": _joined(os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)),
     }
-    if slot.joins:  # else SGLang's constructor blocks on a follower node (entrypoints/engine.py)
+    # Without this variable SGLang's constructor never returns on a follower node (entrypoints/engine.py).
+    if slot.joins:
         environment["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
     if cuda:
         environment |= {

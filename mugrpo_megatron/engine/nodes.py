@@ -167,10 +167,10 @@ class FollowerNode:
     def _watch(self, host: HostProcess, peers: PeerFailure) -> None:
         try:
             host.receive(self._section.start_timeout_s, STARTING)
-            host.receive(math.inf, "service")  # never returns: it raises when a process ends
+            host.receive(math.inf, "service")  # waits for ever, and raises when the host process ends
         except EngineStopped:
             return
-        except CollectiveFailure:  # the run ends, and its other ranks with it
+        except CollectiveFailure:  # another rank has failed, so the whole run is ending
             host.end()
             return
         except EngineFailure as failure:

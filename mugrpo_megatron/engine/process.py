@@ -247,7 +247,7 @@ class HostProcess:
         """Record SGLang's files in /dev/shm for `end` and for the guard: SGLang does not remove them when killed."""
         names = "".join(f"{name}\n" for name in sorted(_shared_memory(self._process.pid)))
         if names:
-            with suppress(OSError):  # the disk is full: the files stay in /dev/shm if the engine is killed
+            with suppress(OSError):  # the disk is full; if the engine is killed now, its files stay in /dev/shm
                 (self._scratch / SHARED_MEMORY).write_text(names, encoding="utf-8")
 
     def end(self, patience_s: float = 0.0) -> None:
@@ -309,7 +309,7 @@ def _scratch_folder() -> Scratch:
     for parent in (None, *SHORT_DIRECTORIES):
         folder = _writable_folder(parent, errors)
         if folder is None and parent is None:
-            break  # what the user named is full
+            break  # the user chose this folder, so no other is tried although its disk is full
         if folder is not None and len(os.fsencode(folder.path)) + LONGEST_SOCKET <= SOCKET_PATH:
             return folder
         if folder is not None:
@@ -328,7 +328,7 @@ def _writable_folder(parent: str | None, errors: list[str]) -> Scratch | None:
         folder = Scratch("engine", parent=parent)
         try:
             probe = folder.path / "probe"
-            probe.write_bytes(bytes(PROBE_BYTES))  # a directory can be made on a full disk
+            probe.write_bytes(bytes(PROBE_BYTES))  # write some bytes: on a full disk making a directory still succeeds
             probe.unlink()
         except OSError:
             folder.remove()

@@ -41,8 +41,9 @@ class PromptQueue:
         if self._exhausted:
             return []
         unclaimed = len(self._groups) - self._add("claimed", 0)
-        # Twice what it decodes, so that an engine never waits for the queue. Once the rest fits into the engines'
-        # slots, only what it decodes: a group that waits inside one engine could run in another's free slot.
+        # An engine holds twice what it decodes, so that it never waits for the queue. Once the remaining groups fit
+        # into the slots of all engines, it holds only what it decodes: a group that waits inside one engine could run
+        # in a free slot of another.
         plenty = unclaimed >= self._engines * slots
         depth = 2 * slots if plenty else min(slots, -(-len(self._groups) // self._engines))
         room = min(depth - in_flight, CLAIM)

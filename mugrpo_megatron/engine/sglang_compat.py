@@ -18,7 +18,7 @@ MOST_MASKED = 4096
 
 def is_new() -> bool:
     """Whether SGLang is newer than 0.5.15: it then opens and closes weight updates, and returns sampling masks."""
-    version = installed_version("sglang") or ""  # a machine that only reads runs may have none
+    version = installed_version("sglang") or ""  # a machine that only reads finished runs may have no SGLang
     return tuple(map(int, re.findall(r"\d+", version)[:3])) > (0, 5, 15)
 
 
@@ -85,7 +85,8 @@ async def update_weights(engine: Any, serialized: list[bytes], load_format: str)
     # Not `Engine.update_weights_from_tensor`, which serialises its tensors once more (entrypoints/engine.py).
     from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
-    target = {"selector": "target"} if is_new() else {}  # not the draft model of speculative decoding
+    # Update the target model, not the draft model of speculative decoding.
+    target = {"selector": "target"} if is_new() else {}
     request = UpdateWeightsFromTensorReqInput(
         serialized_named_tensors=serialized, load_format=load_format, flush_cache=False, **target
     )
@@ -117,7 +118,7 @@ def tool_parser(tools: Sequence[Any], name: str) -> Any:
     from sglang.srt.entrypoints.openai.protocol import Tool
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
-    logging.getLogger("sglang.srt.function_call").setLevel(logging.CRITICAL)  # it prints what the model wrote
+    logging.getLogger("sglang.srt.function_call").setLevel(logging.CRITICAL)  # this logger prints the model's output
     return FunctionCallParser([Tool.model_validate(tool) for tool in tools], name)
 
 

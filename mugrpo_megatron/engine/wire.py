@@ -177,7 +177,8 @@ def pack(groups: list[tuple[int, list[dict[str, Any]]]], weight_version: int, sa
     Raises ValueError for a response whose logprobs, masks or experts do not match its tokens.
     """
     outputs = [output for _, group in groups for output in group]
-    for output in outputs:  # flat, one missing logprob would shift those of all later responses
+    # Checked per response: in the flat array one missing logprob would shift those of all later responses.
+    for output in outputs:
         if len(output["output_ids"]) != len(output["meta_info"]["output_token_logprobs"]):
             raise ValueError(
                 f"{len(output['meta_info']['output_token_logprobs'])} logprobs for {len(output['output_ids'])} tokens"

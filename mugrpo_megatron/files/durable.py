@@ -85,7 +85,8 @@ def open_nofollow(path: Path, mode: str, buffering: int = -1) -> IO[bytes]:
     """
 
     def opener(name: str, flags: int) -> int:
-        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)  # a pipe would wait for a reader
+        # O_NONBLOCK, since opening a pipe would wait for a reader.
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
     try:
         return cast(IO[bytes], open(path, mode, buffering, opener=opener))
@@ -347,7 +348,8 @@ def check_output(
         if not own:
             raise UserError(f"{label} exists already; {remedy}")
         _check_writable(path, label)
-    except (OSError, ValueError, RuntimeError) as error:  # a name too long, a null character, a loop of links
+    # The name is too long, has a null character, or its links form a loop.
+    except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"{label} cannot be written ({getattr(error, 'strerror', None) or error})") from None
 
 

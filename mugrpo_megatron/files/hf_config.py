@@ -242,6 +242,6 @@ def unreadable_as_user_error(path: Path, what: str) -> Iterator[None]:
         yield
     except (UserError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
         raise
-    except BaseException as error:  # a panic of a library in Rust is no Exception
+    except BaseException as error:  # BaseException: a panic in a Rust library is not an Exception
         reason = " ".join(str(error).split())[:MAX_REASON_CHARS] or type(error).__name__
         raise UserError(f"{path} is not {what} ({reason}); restore it from its source") from None

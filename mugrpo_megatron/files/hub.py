@@ -37,7 +37,8 @@ def snapshot(
             repo_type=kind,
             revision=revision,
             allow_patterns=list(files),
-            ignore_patterns=["*/*", "consolidated*"] if kind == "model" else None,  # the same weights in other formats
+            # These files are the same weights in other formats.
+            ignore_patterns=["*/*", "consolidated*"] if kind == "model" else None,
             local_files_only=cached,
         )
     return Path(folder)
@@ -46,7 +47,7 @@ def snapshot(
 @contextmanager
 def _hub_errors_as_value_error(revision: str | None) -> Iterator[None]:
     """Raise ValueError with the reason when the hub refuses the block's request or does not answer."""
-    import httpx  # these take half a second, and most models and data sets are on disk
+    import httpx  # not at the top: the imports take half a second, and most models and data sets are already on disk
     from huggingface_hub import errors as hub
 
     try:
@@ -77,7 +78,7 @@ def model_name(path: Path) -> str | None:
 
 def model_config(name: str, revision: str | None) -> bytes:
     """Returns the bytes of a model's config.json; ValueError with the reason if the hub does not send it."""
-    # One request past the cache, in which a lone config.json would look like the whole model.
+    # Asks the hub, not the cache: a cache that holds config.json alone would look like the whole model.
     with _hub_errors_as_value_error(revision):
         from huggingface_hub import get_session, hf_hub_url
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status

@@ -29,7 +29,7 @@ def parse_json(text: str | bytes) -> Any:
     except RecursionError:
         raise ValueError("nested too deep") from None
     except ValueError as error:
-        if "integer string conversion" in str(error):  # CPython's limit names a function of sys
+        if "integer string conversion" in str(error):  # CPython's own message advises to call a function of sys
             raise ValueError("an integer has more than 4,300 digits; write it as text") from None
         raise
     if SURROGATE.search(text):

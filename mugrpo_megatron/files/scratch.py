@@ -32,7 +32,7 @@ class Scratch:
         self.path, self._lock = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{kind}-", dir=parent)), -1
         try:
             self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-            with suppress(OSError):  # a file system without locks: then nobody else can take it either
+            with suppress(OSError):  # the file system has no locks, so no other process can hold one either
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             (self.path / MARK).touch()
         except OSError:
@@ -57,7 +57,7 @@ def remove_abandoned(parent: Path) -> None:
     """Remove this user's `Scratch` directories in `parent` whose owner is dead."""
     with suppress(OSError):
         for path in parent.glob(f"{PREFIX}*-*"):
-            with suppress(OSError):  # another start removes it, or its file system has no locks
+            with suppress(OSError):  # another process is removing it, or its file system has no locks
                 _remove_if_abandoned(path)
 
 

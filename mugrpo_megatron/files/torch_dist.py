@@ -127,7 +127,8 @@ CLASSES: Mapping[tuple[str, str], type] = {
 """Classes that an index may name, by module and name."""
 
 
-class _Unpickler(pickle._Unpickler):  # in Python: the one in C takes gigabytes for a memo index that a flipped bit made
+# The Unpickler in Python: the one in C would allocate gigabytes for a memo index that is wrong by a flipped bit.
+class _Unpickler(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in DTYPES:
             return name
@@ -277,7 +278,8 @@ class Reader:
     def _load(self, key: str, stored: StoredTensor, chunk: Chunk) -> torch.Tensor:
         path = self._directory / chunk.file
         try:
-            with path.open("rb") as stream, warnings.catch_warnings(action="ignore"):  # torch's, about odd pickles
+            # Silences torch's warnings about unusual pickles.
+            with path.open("rb") as stream, warnings.catch_warnings(action="ignore"):
                 view = _create_file_view(stream, chunk.start, chunk.length)
                 data = torch.load(cast(IO[bytes], view), map_location="cpu", weights_only=True)
         except OSError as error:

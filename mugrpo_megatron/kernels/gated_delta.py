@@ -40,7 +40,7 @@ def gated_delta_rule(
     )
     total = log_decay.cumsum(-1)
     later = torch.ones(chunk, chunk, dtype=torch.bool, device=total.device).triu(1)
-    # Masked before the exponential, whose gradient is then 0 and not infinity times 0.
+    # Masked before the exponential: its gradient is then 0, where a mask after it would give infinity times 0.
     decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(later, float("-inf")).exp()
     weighted = key * beta.unsqueeze(-1)
     system = (weighted @ key.transpose(-1, -2)) * decay

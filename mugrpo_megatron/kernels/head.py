@@ -67,7 +67,7 @@ def make_head(weight: Tensor, layout: HeadLayout, tokens: int) -> Head:
     logits = torch.empty(size, len(weight), dtype=torch.float32, device=weight.device)
     rows: ModuleType = torch_ops
     if layout.backend == "triton" or (layout.backend == "auto" and weight.is_cuda):
-        from mugrpo_megatron.kernels import triton_ops as rows  # Triton may be missing without CUDA
+        from mugrpo_megatron.kernels import triton_ops as rows  # not at the top: without CUDA Triton may be missing
     return Head(gemm_input(weight), first, valid, 1 / layout.temperature, layout.tp_group, rows, logits)
 
 

@@ -46,13 +46,13 @@ def flash_attention(
         longest: largest number of queries and of keys of a segment.
         scale: factor of the scores; None is d^-1/2.
     """
-    from torch.nn.attention.varlen import varlen_attn  # loads without CUDA, runs only with it
+    from torch.nn.attention.varlen import varlen_attn  # the import works without CUDA, the call does not
 
     options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}
     if q.shape[1] != k.shape[1] and _asks_for_groups(varlen_attn):
         options["enable_gqa"] = True
     out = varlen_attn(q, k, v, cu_queries, cu_keys, *longest, **options)
-    # It returns a pair only when the log-sum-exp is asked for.
+    # `varlen_attn` returns a tuple only when the log-sum-exp is requested.
     return cast(torch.Tensor, out)
 
 

@@ -86,7 +86,7 @@ class Heartbeat:
         """Stop the heartbeat; unless this rank has `failed`, the others do not count it as lost from now on."""
         self._left = not failed
         self._leaving.set()
-        self._requests.put((lambda store: None, Future()))  # wakes the thread
+        self._requests.put((lambda store: None, Future()))  # an empty request, which wakes the thread
         self._thread.join(self._interval)
 
     def ask(self, operation: Callable[[dist.Store], T]) -> T:

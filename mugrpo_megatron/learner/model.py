@@ -203,7 +203,7 @@ def build_model(
 
 def reduces_early(ranks: Ranks) -> bool:
     """Whether gradients are reduced over data parallel ranks, bucket by bucket, while the last backward pass runs."""
-    # Not on CPU, whose cores are busy with that pass.
+    # Not on CPU: a reduction would compete with the backward pass for the cores.
     return ranks.device.type == "cuda" and ranks.dp_size * ranks.cp_size > 1
 
 
@@ -218,8 +218,10 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 }
 FP8: dict[str, dict[str, Any]] = {
     "none": {},
-    "tensorwise": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},  # gradients have the range of e5m2
-    "blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise"},  # with scales for blocks, e4m3's finer steps fit gradients
+    # "hybrid": forward in e4m3, gradients in e5m2 for its range.
+    "tensorwise": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
+    # With a scale for each block, gradients fit into e4m3, whose steps are finer.
+    "blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
 }
 """Recipes with scales of the current tensor, not delayed ones: without a history there is no state to checkpoint."""
 

@@ -44,7 +44,8 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., hidden] -> the same shape and dtype."""
-        if x.is_cuda and not self.centre:  # one kernel each way; on CPU torch composes it from single operations
+        # Torch's CUDA kernel is one kernel for forward and one for backward; on CPU it is made of single operations.
+        if x.is_cuda and not self.centre:
             return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
         return _RMSNorm.apply(x, self.weight, self.eps, self.centre)
 
@@ -99,7 +100,7 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x)
         if x.is_cuda:
-            from mugrpo_megatron.kernels.triton_ops import swiglu  # Triton may be missing without CUDA
+            from mugrpo_megatron.kernels.triton_ops import swiglu  # not at the top: without CUDA Triton may be missing
 
             return swiglu(x)
         gate, up = x.chunk(2, -1)

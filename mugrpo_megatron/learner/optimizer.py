@@ -96,7 +96,7 @@ def set_steps(optimizer: MegatronOptimizer, steps: int) -> None:
     """Set the number of steps that AdamW's bias correction counts."""
     for inner in torch_optimizers(optimizer):
         for group in inner.param_groups:
-            # Transformer Engine and apex keep the count in the group.
+            # Transformer Engine's and apex's optimizers keep the step count in the parameter group.
             if not isinstance(inner, torch.optim.AdamW):
                 group["step"] = steps
                 continue

@@ -69,7 +69,8 @@ def commit(package: Path = Path(__file__).parents[1]) -> str:
     checkout = package.parent
     if not (checkout / ".git").exists():
         with suppress(OSError):
-            return (package / "commit.txt").read_text(encoding="ascii").strip()  # setup.py wrote it
+            # Setup.py writes this file into a wheel.
+            return (package / "commit.txt").read_text(encoding="ascii").strip()
         return ""
     describe = ("git", "-C", str(checkout), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*")
     with suppress(OSError, subprocess.SubprocessError):
@@ -85,7 +86,7 @@ def rank_of_environment() -> int:
 def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     """Returns the cores that this process may use, by its affinity and its cgroup's quota (v2), rounded up."""
     cores = len(os.sched_getaffinity(0))
-    with suppress(OSError, ValueError):  # no quota file, or "max"
+    with suppress(OSError, ValueError):  # there is no quota file, or it says "max"
         limit, period = map(int, quota.read_text(encoding="ascii").split())
         cores = max(1, min(cores, -(-limit // period)))
     return cores
@@ -96,7 +97,7 @@ def bfloat16_products(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     with suppress(OSError):
         for line in cpuinfo.read_text(encoding="ascii", errors="replace").splitlines():
             name, _, flags = line.partition(":")
-            if name.strip() in ("flags", "Features"):  # the name on x86, and on Arm
+            if name.strip() in ("flags", "Features"):  # the name of this line on x86, and on Arm
                 return next((flag for flag in ("amx_bf16", "avx512_bf16", "bf16") if flag in flags.split()), "")
     return ""
 

@@ -41,13 +41,14 @@ def _write_error_as_user_error(path: Path) -> Iterator[None]:
 @contextmanager
 def json_lines(path: Path) -> Iterator[Sink]:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open_nofollow(path, "a+b", buffering=0) as file:  # a full disk fails at its row, not again at close
+    # Unbuffered: on a full disk the write of the row fails, and closing does not fail again.
+    with open_nofollow(path, "a+b", buffering=0) as file:
         file.seek(0)
-        file.truncate(file.read().rfind(b"\n") + 1)  # half a row, which a crash may have left
+        file.truncate(file.read().rfind(b"\n") + 1)  # removes half a row that a crash may have left
 
         def sink(row: Row) -> None:
             if row["kind"] == "samples":
-                return  # the stage's files hold the samples already
+                return  # samples are not logged, since the stage's files hold them
             rest = memoryview((json.dumps(_finite(row)) + "\n").encode())
             with _write_error_as_user_error(path):
                 while rest:
@@ -65,7 +66,8 @@ def tensorboard(directory: Path, updates_done: int, later: Sequence[Row]) -> Ite
         writer = SummaryWriter(str(directory), purge_step=updates_done)
 
     def sink(row: Row) -> None:
-        with _write_error_as_user_error(directory):  # an error of its writer thread since the last row
+        # Raises an error that TensorBoard's writer thread had since the last row.
+        with _write_error_as_user_error(directory):
             for name, value, step in _scalars(row):
                 writer.add_scalar(name, value, step, walltime=row.get("time", row.get("end")))
 
@@ -74,7 +76,7 @@ def tensorboard(directory: Path, updates_done: int, later: Sequence[Row]) -> Ite
             sink(row)
         yield sink
     except BaseException:
-        with suppress(OSError):  # the block's own error matters more
+        with suppress(OSError):  # an error of the `with` block matters more than one of closing the file
             writer.close()
         raise
     with _write_error_as_user_error(directory):
@@ -247,7 +249,8 @@ def read_rows(path: Path) -> list[Row]:
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror})") from None
     rows = []
-    for number, line in enumerate(lines[:-1], start=1):  # after the last newline comes nothing, or half a row
+    # Without the last piece: after the last newline comes nothing, or half a row.
+    for number, line in enumerate(lines[:-1], start=1):
         try:
             row = parse_json(line)
             check_row(row)

@@ -114,7 +114,7 @@ def export(run: Run, learner: Learner, cursor: Cursor) -> None:
     Raises UserError, with the run's checkpoints kept, when something else has come to lie there.
     """
     check_own_hf(run)
-    run.saver.wait()  # for one that is still written beside training
+    run.saver.wait()  # waits for a checkpoint that is still being written while training goes on
     so_far = f"all updates are saved, {run.directory.hf} is not written yet"
     with run.phase("save", cursor), run.stop.at_once(so_far):
         save_hf(

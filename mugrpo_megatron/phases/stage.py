@@ -135,7 +135,7 @@ class TrainingStage:
 
 def _kl_response(batch: Batch, metrics: dict[str, float]) -> dict[str, float]:
     """The metric `kl_response`: nats between behaviour and current policy (k3), summed over a mean response."""
-    if "kl_k3" not in metrics:  # an update without a token to train on
+    if "kl_k3" not in metrics:  # the update had no token to train on
         return {}
     return {"kl_response": metrics["kl_k3"] * metrics["update_tokens"] / len(batch.samples)}
 

@@ -291,7 +291,7 @@ def read_toml(path: Path) -> Table:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"{path}: cannot be read as a recipe ({reason})") from None
-    except ValueError as error:  # also for a path with a null character
+    except ValueError as error:  # raised for broken TOML, and for a path with a null character
         raise UserError(f"{path}: not valid TOML: {error}") from None
 
 

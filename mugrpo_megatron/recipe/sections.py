@@ -169,8 +169,9 @@ class ScheduleSection(Section):
         if self.growth == 1.0:
             return self.updates_per_stage
         longest = self.stages - 1 if self.growth > 1.0 else 0
-        weights = [self.growth ** (k - longest) for k in range(self.stages)]  # the largest is 1: no overflow
-        spare = self.stages * self.updates_per_stage - self.stages  # each stage has one already
+        # The largest weight is 1, so no power overflows.
+        weights = [self.growth ** (k - longest) for k in range(self.stages)]
+        spare = self.stages * self.updates_per_stage - self.stages  # the updates that remain once each stage has one
         fractions = [0.0, *itertools.accumulate(weight / sum(weights) for weight in weights)]
         index = min(stage, self.stages - 1)
         return 1 + round(spare * fractions[index + 1]) - round(spare * fractions[index])

@@ -43,7 +43,8 @@ def cpu_seconds(process: int) -> float:
     seconds = 0.0
     for child in _descendants(process):
         with suppress(psutil.Error):  # it has ended meanwhile
-            seconds += sum(child.cpu_times()[:4])  # user and system, its own and of its children
+            # Its own user and system time, and those of children that it has waited for.
+            seconds += sum(child.cpu_times()[:4])
     return seconds
 
 

@@ -273,7 +273,7 @@ class Caller:
             return returned
         try:
             return verdict_of(returned, self.name, self.form.takes_lists)
-        except Exception as error:  # its `__float__` and `__str__` are the user's
+        except Exception as error:  # `__float__` and `__str__` may be the user's code, which may raise
             return error
 
 

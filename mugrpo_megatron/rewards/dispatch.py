@@ -53,7 +53,7 @@ class Dispatcher:
         self._limit = section.workers or max(1, usable_cores() // 2)
         self._max_bytes = max_batch_bytes(section.worker_memory_mb)
         self._failures = FailureCount(section, key)
-        self._lock = threading.Lock()  # guards the four below
+        self._lock = threading.Lock()  # guards the four fields below
         self._error: Exception | None = None
         self._queue: deque[Call] = deque()
         self._in_flight: dict[Comparison, Call] = {}

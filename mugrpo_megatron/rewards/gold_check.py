@@ -81,7 +81,7 @@ def scores_of_golds(problems: Sequence[Problem], section: RewardSection) -> Iter
     fails.
     """
     for name, entry in section.table.items():
-        if entry.function == CODE:  # its golds are tests, not programs
+        if entry.function == CODE:  # for `code` a gold is a list of tests, not a program that could be scored
             continue
         problem = next((row for row in problems if name in section.functions_of(row.data_source)), None)
         if problem is None:

@@ -55,7 +55,7 @@ def default_signals(except_for: Collection[int] = ()) -> None:
     Python ignores SIGPIPE and SIGXFSZ; a program that inherited that would write on where it should end.
     """
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, *except_for}:
-        with suppress(OSError, ValueError):  # glibc keeps two of the real-time signals
+        with suppress(OSError, ValueError):  # glibc reserves two of the real-time signals
             signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
@@ -91,6 +91,7 @@ def kill_descendants() -> None:
 def _kill_children() -> None:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended meanwhile
-            _state, parent, *_ = stat.read_text("utf-8", "replace").rpartition(")")[2].split()  # proc(5)
+            # The fields of /proc/PID/stat after the name, see proc(5).
+            _state, parent, *_ = stat.read_text("utf-8", "replace").rpartition(")")[2].split()
             if int(parent) == os.getpid():
                 os.kill(int(stat.parent.name), signal.SIGKILL)

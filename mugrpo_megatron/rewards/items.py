@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
-    from mugrpo_megatron.samples import Problem  # numpy, which a worker does without
+    from mugrpo_megatron.samples import Problem  # for the type alone: it imports numpy, which a worker does not need
 
 Result = TypeVar("Result")
 Row = Mapping[str, Any]
@@ -21,7 +21,7 @@ ChatOrText = str | Sequence[Mapping[str, Any]]
 
 def fits_float32(value: float) -> bool:
     """Whether a number, an integer of any size included, is finite as float32."""
-    return abs(value) <= LARGEST_FLOAT  # NaN is not
+    return abs(value) <= LARGEST_FLOAT  # false for NaN
 
 
 def prompt_of_problem(problem: Problem) -> ChatOrText:

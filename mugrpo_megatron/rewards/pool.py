@@ -22,7 +22,7 @@ def combined(verdicts: Mapping[str, Verdict], weights: Mapping[str, float]) -> S
     Components are the unweighted rewards by the functions' names, and `name.part` for other numbers of a function. The
     extracted answer is the first that a function found.
     """
-    if len(verdicts) == 1:  # a stage has up to millions of these
+    if len(verdicts) == 1:  # the common case first: a stage has up to millions of responses with one verdict
         ((name, verdict),) = verdicts.items()
         reward = 0.0 if verdict.reward is None else weights[name] * verdict.reward
         missing = verdict.reward is None or (verdict.failed and weights[name] != 0)

@@ -129,7 +129,7 @@ def serve(socket: int, text: str) -> None:
     leave = refuse_exits()["_exit"]
     try:
         _serve(connection, function, options["alarm_s"], RETIREMENT_SHARE * memory)
-    except (MemoryError, AlarmRang, OSError):  # the parent handles the worker's death, or is gone
+    except (MemoryError, AlarmRang, OSError):  # the parent notices that the worker has died, or is gone itself
         leave(1)
 
 

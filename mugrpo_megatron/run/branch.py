@@ -52,7 +52,8 @@ def branch(recipe: Recipe, source: Path, stage: int) -> None:
             from mugrpo_megatron.extras.auxiliary.auxiliary_columns import link_columns
 
             link_columns(recipe, source_run, directory, stage)
-        write_record(directory.path, replace(record, branch=new))  # last: a branch that was killed is linked again
+        # Written last: if the process is killed before, the next start links everything again.
+        write_record(directory.path, replace(record, branch=new))
 
 
 def branch_stage(source: Path, stage: int | None) -> int:
@@ -104,7 +105,8 @@ def _check(recipe: Recipe, source: RunDirectory, stage: int) -> tuple[Origin, Re
     if published:
         check_start(published, recipe.model)
     present = read_record(recipe.run.dir)
-    if present is None or present.branch is None:  # a branch that has begun goes on as it began
+    # Only a branch without a record is new; one that has begun goes on as it began.
+    if present is None or present.branch is None:
         _check_length(recipe.schedule, source_recipe.schedule, start, store.updates)
     hidden = tuple(published.hidden) if published else ()
     changed = [
@@ -167,7 +169,7 @@ def _link(source: Path, target: Path, key: str, skipped: Sequence[str] = ()) -> 
     """
     if os.path.lexists(target):
         if (target / key).is_file() and digest(target / key) == digest(source / key):
-            return  # a killed branch has linked it
+            return  # an earlier start of this branch, which was killed, has linked it
         raise UserError(f"{target} exists and is not what {source} holds; move it away, or choose another run.dir")
     ignored = shutil.ignore_patterns("*.partial", *skipped)  # another process may be writing
     with durable_directory(target, replace=False) as partial:

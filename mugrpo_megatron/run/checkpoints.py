@@ -155,7 +155,7 @@ def open_saver(
         saver.wait()
         raise
     except BaseException:
-        with suppress(Exception):  # the block's own error matters more, and the previous checkpoint is complete
+        with suppress(Exception):  # an error of the `with` block matters more, and the previous checkpoint is complete
             saver.wait(GRACE_S)
         raise
     saver.wait()
@@ -169,7 +169,8 @@ def restore_newest(learner: Learner, directory: Path, record: RunRecord, say: Ca
     """
     is_main = learner.ranks.rank == 0
     if is_main:
-        for leftover in directory.glob(resumable(Path(CHECKPOINTS)).name):  # a killed save or removal left it
+        # Left by a save or a removal that was killed.
+        for leftover in directory.glob(resumable(Path(CHECKPOINTS)).name):
             remove(leftover)
         remove_leftovers(directory, CHECKPOINTS)
     # Rank 0 lists them for all: on a shared file system another node may not see the newest directory yet.
@@ -183,7 +184,7 @@ def restore_newest(learner: Learner, directory: Path, record: RunRecord, say: Ca
         damaged.append((candidate, damage))
     else:
         if damaged:
-            raise _all_damaged(directory, damaged[0][1])  # else the run would silently start over
+            raise _all_damaged(directory, damaged[0][1])  # without this error the run would silently start over
         return Cursor()
     check_checkpoint_identity(candidate, record)
     if is_main:
@@ -237,7 +238,8 @@ def check_checkpoint_identity(path: Path, record: RunRecord) -> None:
     cursor = Cursor(**state["cursor"])
     if path.name != checkpoint_name(cursor):
         raise UserError(f"{path} holds the checkpoint {checkpoint_name(cursor)}; give both their right names")
-    run = record.run_of_stage(cursor.stage) if cursor.age == 0 else record.id  # a branch starts from its source's
+    # At its start a branch reads the checkpoint of the run that it branches from.
+    run = record.run_of_stage(cursor.stage) if cursor.age == 0 else record.id
     if state.get("run") != run:
         raise UserError(f"{path} is a checkpoint of run {state.get('run')}, not of {run}; move it away")
 

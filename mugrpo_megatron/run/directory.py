@@ -308,9 +308,10 @@ def hf_cursor(directory: RunDirectory, record: RunRecord) -> Cursor | None:
     try:
         content = read_json(path)
     except UserError:
-        if not directory.hf.exists():  # none yet, or for the moment of a swap on a file system that cannot swap
+        # Hf/ does not exist yet, or is just being replaced on a file system that cannot swap two names.
+        if not directory.hf.exists():
             return None
-        content = read_json(path)  # that moment may have passed between the two looks
+        content = read_json(path)  # hf/ may have come back since the first attempt to read it
     try:
         if content.get("run") == record.id:
             return Cursor(**CURSOR.validate_python(content.get("cursor")))

@@ -78,7 +78,7 @@ class Engines:
 
         Returns `bytes`, and `checked`, the number of compared tensors. Raises WeightMismatch on every rank.
         """
-        self.world.barrier()  # until the slowest engine has started
+        self.world.barrier()  # waits until the slowest engine has started
         leader = self.leader
         with leader.guarded() if leader else ExitStack():
             sync(self.weight_sync, self._running, version)
@@ -106,7 +106,7 @@ class Engines:
         """
         self.awake = False
         if leader := self.leader:
-            with leader.guarded():  # the process of one that fails is ended, which frees the devices as well
+            with leader.guarded():  # if an engine fails here its process is ended, which frees its devices as well
                 leader.engine.sleep()
         self.world.barrier()
         if self.section.nodes > 1:

@@ -157,7 +157,7 @@ def offload_learner(learner: Learner, world: World) -> None:
     """Offload the learner of every rank. Collective."""
     for part in PARTS:
         learner.offload(part)
-    world.barrier()  # an engine spans several ranks' devices, so the last one has to be free
+    world.barrier()  # an engine uses the devices of several ranks, so it waits until the last rank has freed its own
 
 
 def print_notes(

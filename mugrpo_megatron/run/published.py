@@ -62,7 +62,7 @@ def write_published(directory: Path, published: Published) -> None:
 def check_start(published: Published, model: ModelSection) -> None:
     """Raise UserError when `model.path` has other weights than the model that sampled the published stage 0."""
     if published.stage:
-        return  # its weights are in its checkpoint
+        return  # a later stage is published with the checkpoint at its start, which has its weights
     sums = weight_sums(model.directory)
     if sums != published.weights:
         raise UserError(

@@ -106,7 +106,7 @@ class StopRequest:
         self._kept = kept
         try:
             yield
-        except RuntimeError as error:  # a collective fails when another rank has left in this way
+        except RuntimeError as error:  # a collective fails when another rank has already left
             if self.requested:
                 raise self.stopped(kept) from error
             raise
@@ -175,10 +175,10 @@ def handle_signals(is_main: bool) -> Iterator[StopRequest]:
         if signal_times and number == signal.SIGINT and now - signal_times[0] > REPEAT_AFTER_S:
             raise KeyboardInterrupt
         if not signal_times and is_main:
-            with suppress(OSError):  # tee may have ended by the same Ctrl-C
+            with suppress(OSError):  # the reader of the output, such as tee, may have ended by the same Ctrl-C
                 os.write(
                     sys.stderr.fileno(), signal_message(number).encode()
-                )  # print may be in the middle of another line
+                )  # os.write instead of print, because the signal may have interrupted a print
         signal_times.append(now)
         request.request(number == signal.SIGINT)
 

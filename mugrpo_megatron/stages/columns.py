@@ -93,7 +93,7 @@ class Column:
             self.path.parent.mkdir(exist_ok=True)
             if self.index.exists():
                 self.index.unlink()
-                fsync(self.path.parent)  # else a power cut may bring the old index back beside the new file
+                fsync(self.path.parent)  # without it a power cut may bring the old index back beside the new file
         except OSError as error:
             raise full_disk_error(error, self.path) or error from error
 

@@ -244,12 +244,12 @@ def parquet_spans(path: Path, first: Collection[str]) -> tuple[list[Span], list[
     """
     metadata = pq.read_metadata(path)
     spans: tuple[list[Span], list[Span]] = [], []
-    end = 4  # the magic bytes
+    end = 4  # a Parquet file begins with four magic bytes
     for index in range(metadata.num_row_groups):
         row_group = metadata.row_group(index)
         chunks = [row_group.column(column) for column in range(row_group.num_columns)]
         sizes = [0, 0]
-        for chunk in chunks:  # a list column's path is `support_ids.list.element`
+        for chunk in chunks:  # the path of a list column is, for instance, `support_ids.list.element`
             sizes[chunk.path_in_schema.split(".")[0] not in first] += chunk.total_compressed_size
         for column_spans, size in zip(spans, sizes, strict=True):
             column_spans.append(digest(path, end, end + size))

@@ -178,7 +178,8 @@ class RouteColumn(Column):
 
 
 def _drain(lengths: Sequence[int], layers: Iterable[np.ndarray]) -> None:
-    for _ in layers:  # each layer comes from a collective, which hangs unless every rank takes part
+    # Exhausts the iterator: each layer comes from a collective, which hangs unless every rank takes part.
+    for _ in layers:
         pass
 
 
@@ -198,7 +199,8 @@ def with_routes(samples: list[Sample], directory: Path, content: str, update: in
     column = route_column(directory, replay, stage_identity(content))
     if replay == "learner" and not column.complete:
         return samples
-    routes = column.read(update, [sample.tokens - 1 for sample in samples])  # the last token is never an input
+    # Without the last token, which is never an input of the model.
+    routes = column.read(update, [sample.tokens - 1 for sample in samples])
     return [replace(sample, routes=stored) for sample, stored in zip(samples, routes, strict=True)]
 
 

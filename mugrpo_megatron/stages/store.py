@@ -299,7 +299,7 @@ class StageStore:
         sealed = SealedFile(
             path.name, updates, prompts_per_update, row_groups, text_columns, footer, statistics.result()
         )
-        if finish_routes:  # their index names the stage's content, which is known only now
+        if finish_routes:  # the index of the routes names the stage's content, which is known only now
             finish_routes(stage_identity(sealed.content))
         # This replacement seals the stage; a kill before it leaves the shards, and `seal` writes the file again.
         self._replace([], sealed)
@@ -380,18 +380,21 @@ class StageStore:
         if self._manifest is None and not self.sealed:
             try:
                 self.directory.mkdir(parents=True, exist_ok=True)
-                fsync(self.directory.parent)  # else a power cut may lose the new directory with durable files in it
+                # Without it a power cut may lose the new directory with the durable files in it.
+                fsync(self.directory.parent)
             except OSError as error:
                 raise full_disk_error(error, self.directory) or error from error
             if self._writer:
-                check_listed(self.directory, self._writer)  # else they would be removed as leftovers
+                # Raises for files of a writer whose manifest is missing, which would otherwise be removed as leftovers.
+                check_listed(self.directory, self._writer)
             else:
                 check_stage(self.directory, self._origin)
             shards = intact(self.directory, read_manifest(self.directory, manifest_name(self._writer)).shards)
             self._replace(shards)
             listed, pattern = {shard.file for shard in shards}, shard_name(self._writer, DIGITS)
             for path in self.directory.glob(pattern):
-                if path.name not in listed:  # damaged, or its writer was killed before the manifest
+                # The file is damaged, or its writer was killed before the manifest listed it.
+                if path.name not in listed:
                     path.unlink()
             for name in (pattern, manifest_name(self._writer), *([] if self._writer else [SEALED_NAME])):
                 remove_leftovers(self.directory, name)

@@ -80,7 +80,8 @@ def _qwen3_moe(fields: Fields) -> Architecture:
     fields.only("use_qk_norm", (True,), True)
     fields.only("decoder_sparse_step", (1,), 1)
     fields.only("mlp_only_layers", ([],), [])
-    fields.take("intermediate_size", 0)  # of dense layers, which this model does not have
+    # Read and dropped: it is the width of dense layers, which this model does not have.
+    fields.take("intermediate_size", 0)
     routed = routing(
         fields, ffn=fields.size("moe_intermediate_size"), renormalised=fields.take("norm_topk_prob", False)
     )
@@ -259,7 +260,7 @@ def token_flops(architecture: Architecture, sequence: float) -> TokenFlops:
         scored = 2 * size["Q"]
     full, linear = architecture.attention_layers, 0
     if delta := architecture.delta:
-        # Of the state: what a key reads, what is written, what a query reads.
+        # Three products with the state: what a key reads, what is written, what a query reads.
         rule = delta.channels * delta.kernel + 3 * delta.state
         linear = size["H"] * (delta.channels + 2 * (delta.values + delta.value_heads)) + rule
     return TokenFlops(

@@ -108,7 +108,7 @@ def save_hf(
         except UserError as error:
             failure = [error]
     for _ in tensors:
-        pass  # every rank takes part in every gather, also after a failure
+        pass  # goes on after a failure, since every rank takes part in every gather
     dist.broadcast_object_list(failure)
     if failure[0] is not None:
         raise failure[0]

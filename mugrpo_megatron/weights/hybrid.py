@@ -31,7 +31,8 @@ def qwen3_5_text(fields: Fields) -> Architecture:
 
 def qwen3_5_moe_text(fields: Fields) -> Architecture:
     """The mixtures of experts: a renormalised softmax router, and a shared expert with a gate."""
-    fields.take("intermediate_size", 0)  # of dense layers, which these models do not have
+    # Read and dropped: it is the width of dense layers, which these models do not have.
+    fields.take("intermediate_size", 0)
     fields.only("norm_topk_prob", (True,), True)
     fields.only("decoder_sparse_step", (1,), 1)
     routed = routing(fields, ffn=fields.size("moe_intermediate_size"), renormalised=True)

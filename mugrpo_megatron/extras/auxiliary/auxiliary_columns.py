@@ -55,14 +55,14 @@ def link_columns(recipe: Recipe, source: RunDirectory, target: RunDirectory, sta
             continue
         column.begin()
         for file, copy in ((original.path, column.path), (original.index, column.index)):
-            copy.unlink(missing_ok=True)  # of a branch that was killed
+            copy.unlink(missing_ok=True)  # a branch that was killed may have left this copy
             link_or_copy(file, copy)
 
 
 def _has_weights(column: TableColumn, weights: str) -> bool:
     try:
         return column.complete and bool(column.body()["weights"] == weights)
-    except UserError:  # damaged, or computed with other settings than the recipe's
+    except UserError:  # the column is damaged, or was computed with other settings than the recipe's
         return False
 
 

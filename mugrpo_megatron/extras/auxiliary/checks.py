@@ -137,7 +137,7 @@ def _check_teacher(temperature: float, policy: Path, name: str, directory: Path)
     """Raise UserError for another vocabulary than the policy's, and for a family whose logits cannot be scaled."""
     if temperature != 1.0:  # `architecture` refuses families whose last norm is not known
         architecture(read_config(directory, key=f"auxiliary.{name}.model", remedy=REMEDY), str(directory / CONFIG))
-    if not policy.exists():  # on paper
+    if not policy.exists():  # this is a check on paper: the policy's files are not on this machine
         return
     expected, vocabulary = load_tokenizer(policy).get_vocab(), load_tokenizer(directory).get_vocab()
     if expected != vocabulary:

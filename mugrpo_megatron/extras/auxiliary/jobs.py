@@ -95,7 +95,8 @@ def read_template(key: str, path: Path) -> Template:
     environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
     try:
         text = path.read_text(encoding="utf-8")
-        with template_clock():  # Jinja computes constants here
+        # Jinja already evaluates constant expressions while it compiles, so the time limit applies here too.
+        with template_clock():
             return environment.from_string(text)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{key} = {path}: cannot be read ({error}); name a Jinja file") from None

@@ -68,7 +68,7 @@ def auxiliaries_of(recipe: Recipe, directory: RunDirectory, store: StageStore, s
 def _check_weights(column: TableColumn, name: str, weights: str, stage: int) -> None:
     """Raise UserError when this stage's column, or the last stage's, was computed with other weights."""
     if column.complete:
-        column.body()  # raises for another stage's column
+        column.body()  # raises if the column belongs to another stage
     earlier = column.path.name.replace(f"stage{stage:05d}", f"stage{stage - 1:05d}", 1)
     for known in (column, replace(column, path=column.path.with_name(earlier))):
         if known.weights not in (None, weights):

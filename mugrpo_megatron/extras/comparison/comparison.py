@@ -167,7 +167,7 @@ def _contents(runs: Sequence[RunData], file: str, content: str, section: str) ->
 
 
 def _charts(runs: Sequence[RunData], labels: Sequence[str]) -> Iterable[Chart]:
-    for measure in _measures(runs):  # each has its own axis
+    for measure in _measures(runs):  # each measure of progress (updates, hours, ...) has its own axis
         yield Chart(
             f"held_out_{measure}",
             f"Held-out {measure}",

@@ -68,7 +68,7 @@ def _curve(run: RunData, spent: Callable[[Mapping[str, Any]], float]) -> Curve:
         value, interval = value_in(row), interval_in(row)
         if value is not None:
             error = (interval[1] - interval[0]) / (2 * NORMAL_95) if interval else math.nan
-            points[spent(row)] = value, error  # of two at one place, the later
+            points[spent(row)] = value, error  # of two evaluations at the same abscissa the later one counts
     if not points:
         raise ValueError(f"{run.path} has no evaluation")
     x = sorted(points)

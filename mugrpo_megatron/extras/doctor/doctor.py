@@ -137,7 +137,8 @@ def results() -> Generator[CheckResult, None, None]:
         for package in PACKAGES:
             yield _package(package, next(errors) if package.module in present else "", cuda)
     yield apex()
-    from mugrpo_megatron.extras.sandbox.jail_check import jail  # after the checks of what it imports
+    # Not at the top: the checks above say whether its imports are installed.
+    from mugrpo_megatron.extras.sandbox.jail_check import jail
 
     yield jail()
 

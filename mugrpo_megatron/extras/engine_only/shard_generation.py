@@ -47,7 +47,8 @@ def generate_shard(recipe: Recipe, shard: GenerationShard, stage: int | None, pr
     if stage not in (None, cursor.stage):
         raise UserError(f"{directory.path} is at stage {cursor.stage}, not at stage {stage}; omit --stage")
     with (
-        file_lock(directory.path / ".lock", shared=True, wait=True),  # shared by shards, not by learners
+        # Processes of other shards may hold the lock too, a learner may not.
+        file_lock(directory.path / ".lock", shared=True, wait=True),
         file_lock(directory.logs / f"shard-{shard.writer:04d}.lock"),
         handle_signals(is_main=True) as stop,
         open_display() as display,

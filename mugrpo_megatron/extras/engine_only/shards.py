@@ -129,7 +129,7 @@ def begin(recipe: Recipe, problems: Problems) -> NextStage:
             with open_directory(recipe) as directory:
                 record_data(directory.path, problems)
             break
-        except InUse:  # by another shard's process that begins, or by one that generates
+        except InUse:  # the lock is held by another shard's process
             if read_record(recipe.run.dir) and (recipe.run.dir / "data.json").exists():
                 check_directory(recipe)
                 break

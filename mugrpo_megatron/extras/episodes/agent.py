@@ -117,7 +117,7 @@ class Agent:
         address = f"http://127.0.0.1:{self._socket.getsockname()[1]}/s/{session.id}/v1"
         environment = {
             "OPENAI_BASE_URL": address,
-            "OPENAI_API_BASE": address,  # the name of older clients
+            "OPENAI_API_BASE": address,  # older versions of OpenAI's client read this name
             "OPENAI_API_KEY": session.key,
             "TMPDIR": str(directory / SCRATCH),
             "NO_PROXY": "127.0.0.1",
@@ -151,7 +151,7 @@ class Agent:
                 self._hand_over(message, session)
             except OSError:
                 try:
-                    # On a thread: the others' requests are answered meanwhile.
+                    # On a thread, so that requests of other programs are answered meanwhile.
                     self._launcher = await asyncio.to_thread(self._launched)
                     self._hand_over(message, session)
                 except (UserError, OSError) as error:
@@ -165,7 +165,7 @@ class Agent:
 class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Generator[None]:
-        yield  # the worker's guard decides when it ends
+        yield  # the process that started it ends it
 
 
 def _cut_result(output: Path, code: int) -> dict[str, Any]:
@@ -213,7 +213,8 @@ def _said(text: str, is_whole: bool) -> dict[str, Any]:
         if start < 0 and not is_first:
             break
         try:
-            said = parse_json(text[start + 1 :])  # the objects inside it do not begin a line, or have its end behind
+            # An object inside a larger one does not begin a line, or is followed by the larger one's end.
+            said = parse_json(text[start + 1 :])
         except ValueError as error:
             refusal = refusal or str(error)
         else:

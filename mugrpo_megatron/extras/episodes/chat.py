@@ -75,7 +75,8 @@ class Chat:
             raise ValueError(f"the chat template does not end the assistant's turn with {self._closing!r}")
         if not rendered.startswith(last + closing):
             return None
-        closed = context[-1] == self._tokenizer.eos_token_id  # the model has sampled the closing token
+        # True if the model has sampled the token that closes its turn.
+        closed = context[-1] == self._tokenizer.eos_token_id
         return context + self._encode(rendered[len(last) + closed * len(closing) :])
 
     def _render(
@@ -104,7 +105,7 @@ class Chat:
         try:
             with template_clock(PARSE_S):
                 content, calls = parser.parse_non_stream(text)
-        except (Exception, TookTooLong):  # the model may write anything, and a parser trip over it
+        except (Exception, TookTooLong):  # a parser may fail in any way on text that a model wrote
             return text, []
         return content, [
             with_parsed_arguments({"type": "function", "function": {"name": call.name, "arguments": call.parameters}})

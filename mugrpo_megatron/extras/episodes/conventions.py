@@ -66,7 +66,8 @@ def _own_form(function: Callable[..., Any], name: str, options: Mapping[str, Any
 
 
 def _slime_form(function: Callable[..., Any], name: str, options: Mapping[str, Any]) -> EpisodeFunction:
-    # `GenerateState` reads a tokenizer with it; inside an episode its seconds would count as a process that is blocked.
+    # Imported before episodes begin: `GenerateState` needs it, and the seconds of the import would look like an episode
+    # that hangs.
     import_module("transformers.models.auto.tokenization_auto")
 
     async def run_episode(problem: Problem, model: EpisodeModel) -> dict[str, Any]:

@@ -186,7 +186,7 @@ class Endpoint:
             session.ask_again()
             raise _over(session.limit)
         asked = asyncio.ensure_future(session.ask(**request))
-        # Nobody is owed an answer once the program has closed its connection.
+        # The request is cancelled once the program has closed its connection.
         gone = asyncio.ensure_future(_disconnected(receive))
         try:
             await asyncio.wait((asked, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -391,7 +391,7 @@ def completion(answer: Mapping[str, Any], body: Mapping[str, Any], session: Sess
     if not body.get("stream"):
         choice = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
         return {**head, "object": "chat.completion", "choices": [choice], "usage": usage}
-    # All of its text in one event, and all of its calls in another.
+    # A stream has all of the message's text in one event, and all of its tool calls in another.
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": message["content"] or ""}]
     deltas += [{"tool_calls": [{"index": number, **call} for number, call in enumerate(calls)]}] if calls else []
     events: list[Any] = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]

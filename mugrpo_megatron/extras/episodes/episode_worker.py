@@ -48,10 +48,11 @@ def serve(socket: int, text: str) -> None:
     memory = options["memory_mb"] << 20
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    threading.stack_size(STACK_BYTES)  # address space, of which there may be a thousand
+    threading.stack_size(STACK_BYTES)  # a small stack, since there may be a thousand threads
     connection = Connection(socket)
     leave = refuse_exits()["_exit"]  # a tool's exit would end the other episodes
-    os.register_at_fork(after_in_child=connection.close)  # a tool's fork must not speak for its parent
+    # A process that a tool forks must not write to this worker's connection.
+    os.register_at_fork(after_in_child=connection.close)
     try:
         if options["key"] == "rollout.agent":
             # Only here: it imports a web server.
@@ -164,5 +165,5 @@ class _Worker:
     def _write(self, text: bytes) -> None:
         try:
             self._connection.send_bytes(text)
-        except OSError:  # the parent is gone, or this is a tool's fork
+        except OSError:  # the parent is gone, or this process was forked by a tool
             self._leave(1)

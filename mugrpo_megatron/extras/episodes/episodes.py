@@ -108,7 +108,7 @@ class Episodes:
                         self._handle(process, message)
                     for process, episode, why in self._pool.late(now):
                         self._stop(process, episode, why)
-                    self._flush()  # before the caller stores what is finished
+                    self._flush()  # requests go out before the caller spends time on storing finished episodes
                     for group in [group for group in self._groups.values() if all(group.responses)]:
                         del self._groups[id(group)]
                         lost = group.failed / n
@@ -265,7 +265,7 @@ class Episodes:
         before = episode.trajectories
         if message["what"] != "generate":
             row = row_arguments(episode.group.prompt.problem.row)
-            row.pop(TOOLS, None)  # the function or the program names those that it runs
+            row.pop(TOOLS, None)  # tools of the row are dropped: the function or the program brings those that it runs
             arguments = message.get("arguments", {})
             self._chat.check_arguments(arguments)
             trajectory, ids = continued(before, message["messages"], message["tools"], row, arguments, self._chat)
@@ -298,7 +298,7 @@ class Episodes:
         if asked is None:
             return
         process = next((process for process in self._pool.processes if asked.attempt.key in process.episodes), None)
-        if process is None:  # it has failed meanwhile
+        if process is None:  # the episode's process has failed meanwhile
             return
         with self._errors_of(process, asked.attempt, asked.message):
             self._send(process, asked.message, value=self._turn(asked, response))
@@ -364,7 +364,7 @@ class Episodes:
             "retries": episode.retries,
             "responses": len(answered),
         }
-        # A number of the user's with a name of ours stays beside it.
+        # A metric of the user whose name is one of the built-in metrics is kept under said_NAME.
         said = {f"said_{name}" if name in (*ours, LOST) else name: value for name, value in result["parts"].items()}
         parts = {name: float(value) for name, value in (said | ours).items()}
         prompt = np.array(last.prompt, dtype=np.int32)

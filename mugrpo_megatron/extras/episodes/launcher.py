@@ -57,7 +57,7 @@ def serve(descriptor: int, text: str) -> None:
         connection.send_bytes(json.dumps({"refused": str(error)}).encode())
         return
     connection.send_bytes(b"{}")
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the sessions' guards
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children that end are reaped by the kernel
     while True:
         try:
             message = json.loads(connection.recv_bytes())
@@ -141,7 +141,7 @@ def _guard(
         poll.poll()
         ended, status = os.waitpid(child, os.WNOHANG)
         kill_descendants()
-        if not ended:  # nobody reads what it has written
+        if not ended:  # the worker has closed the session, so nobody will read what the program has written
             remove_tree(message["directory"])
         _say(session, str(os.waitstatus_to_exitcode(status) if ended else -signal.SIGKILL))
     except Exception as error:
@@ -188,7 +188,7 @@ def _enter(directory: Path, environment: dict[str, str], memory: int, is_command
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_NOFILE, OPEN_FILES),
     ):
-        hardest = resource.getrlimit(limit)[1]  # only root may go beyond it
+        hardest = resource.getrlimit(limit)[1]  # a limit cannot be raised above this one, except by root
         most = most if hardest == resource.RLIM_INFINITY else min(most, hardest)
         resource.setrlimit(limit, (most, most))
     # A function keeps what Python ignores, so that it reads BrokenPipeError; a command begins as from a shell.

@@ -81,7 +81,8 @@ class EpisodeProcess:
     outbox: queue.SimpleQueue[bytes] = field(default_factory=queue.SimpleQueue)
 
     def __post_init__(self) -> None:
-        # Both ends write as they please: one that waited for the other to read would wait for ever.
+        # A thread writes, because both sides send at any time: if each waited until the other reads, neither would go
+        # on.
         threading.Thread(target=self._write, daemon=True).start()
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -89,7 +90,7 @@ class EpisodeProcess:
         self.outbox.put(json.dumps(message).encode())
 
     def _write(self) -> None:
-        with suppress(OSError):  # it is dead, or was silent for so long that it is about to be killed
+        with suppress(OSError):  # the worker is dead, or has not read for so long that it is about to be killed
             while text := self.outbox.get():
                 self.worker.send(text)
 
@@ -173,7 +174,7 @@ class Pool:
         for process in list(self.processes):
             begin = time.monotonic()
             try:
-                # Not until none is left: a process that sends without end would keep the engine's answers waiting.
+                # Limited in time: a process that sends without end would keep the engine's answers waiting.
                 while process.worker.connection.poll() and time.monotonic() - begin < READ_S:
                     message = process.worker.receive()
                     process.last_message = time.monotonic()

@@ -85,7 +85,7 @@ class Trajectory:
         between = list(ids[len(self.context) :])
         k = 0 if response.support_ids is None else response.support_ids.shape[1]
         if k:
-            # The softmax at a token that nobody sampled runs over that token alone: it takes no part in the loss.
+            # A token that was not sampled has a support of itself alone; it takes no part in the loss.
             row = np.full((len(between), k), -1, dtype=np.int32)
             row[:, 0] = between
             self.support_ids += [row, np.asarray(response.support_ids)]

@@ -16,7 +16,7 @@ from mugrpo_megatron.recipe.functions import exception_text
 from mugrpo_megatron.samples import Problem
 
 if TYPE_CHECKING:
-    from mugrpo_megatron.engine.wire import Sampling  # whose module a worker does without
+    from mugrpo_megatron.engine.wire import Sampling  # for the type alone: a worker does not import that module
 
 SHOWN_CHARS = 300
 PROGRAM = "program"
@@ -191,7 +191,8 @@ def _short_enough(text: str) -> str:
 
 def schema_of(tool: Callable[..., Any]) -> dict[str, Any]:
     """A tool's JSON schema, from its signature and its docstring of Google's form."""
-    from transformers.utils.chat_template_utils import get_json_schema  # a second, and no torch
+    # Not at the top: it takes a second (but imports no torch).
+    from transformers.utils.chat_template_utils import get_json_schema
 
     return dict(get_json_schema(tool))
 

@@ -29,7 +29,7 @@ from mugrpo_megatron.rewards.math.thoughts import opening_of
 from mugrpo_megatron.samples import Problem
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase  # a second to import
+    from transformers import PreTrainedTokenizerBase  # imported for the type alone: it takes a second
 
 LOGPROBS = ("logprobs", "engine_logprobs")
 ROUNDING = 1e-5

@@ -68,7 +68,8 @@ def import_rollouts(
     model = recipe.model.directory
     weights = weight_sums(model)
     tokenizer = load_tokenizer(model)
-    as_they_were = replace(template_of(recipe.data), question=None)  # the prompts are what the model saw
+    # Without the question's template: these prompts are already what the model saw.
+    as_they_were = replace(template_of(recipe.data), question=None)
     limits = recipe.data.max_prompt_tokens, recipe.rollout.max_response_tokens
     groups = read_rollouts(file, tokenizer, as_they_were, limits, read_config(model).get("vocab_size"))
     shown = partial(rendered, tokenizer=tokenizer, style="chat", template=as_they_were)
@@ -208,7 +209,7 @@ def _given(rollout: ForeignRollout, column: str) -> Score:
         alike = get_close_matches(column, map(str, rollout.row), n=1)
         meant = f"; did you mean --reward {alike[0]}?" if alike else ""
         raise UserError(f"{rollout.location}: has no column {column} of rewards {found_in(rollout.row)}{meant}")
-    if isinstance(value, str) and value.strip():  # CSV has no numbers
+    if isinstance(value, str) and value.strip():  # in CSV a number is a text
         with suppress(ValueError):
             value = float(value)
     if value in (None, "") or value != value:
@@ -254,7 +255,7 @@ def _samples(
             problem=group[0].location,
             prompt_ids=rollout.prompt_ids,
             response_ids=rollout.response_ids,
-            # NaN: still to be computed
+            # NaN marks log-probabilities that are still to be computed
             engine_logprobs=np.full(len(rollout.response_ids), np.nan, np.float32)
             if rollout.logprobs is None
             else rollout.logprobs,

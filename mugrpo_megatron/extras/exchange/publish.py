@@ -98,7 +98,8 @@ def publish(
     say(f"{to}: stage {stage} of run {origin.run}, {int(store.statistics()['responses']):,} responses, see {CARD}")
     if hidden:
         say(f"left out, as places of this machine: {', '.join(hidden)}")
-    look = shlex.join(["mugrpo", "rollouts", str(to), "--set", f"model.path={model}"])  # it has no tokenizer of its own
+    # The published stage has no tokenizer, so the command names the model.
+    look = shlex.join(["mugrpo", "rollouts", str(to), "--set", f"model.path={model}"])
     say(f"sources, rows and responses are in it as they are; look at it before others do: {look}")
 
 

@@ -154,7 +154,7 @@ def _load(checkpoint: Path) -> Any:
             local_files_only=True,
             output_loading_info=True,
         )
-    except Exception as error:  # of many kinds, by what is wrong with the checkpoint's files
+    except Exception as error:  # transformers raises errors of many types for a damaged checkpoint
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"--policy {checkpoint} cannot be loaded ({reason})") from None
     model, info = loaded

@@ -63,7 +63,8 @@ def _merged(
     for spec in shard.specs:
         weight = checkpoint.read(spec.name)
         if spec.name in factors:
-            a, b = (factor.to(weight.dtype) for factor in factors[spec.name])  # as the learner has them
+            # In the dtype in which the learner has them.
+            a, b = (factor.to(weight.dtype) for factor in factors[spec.name])
             weight = merged(weight, a, b, scale).to(weight.dtype)
             if not weight.isfinite().all():
                 raise UserError(f"{spec.name}: with the adapter a value is beyond {weight.dtype}; is it damaged?")

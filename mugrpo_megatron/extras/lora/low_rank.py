@@ -66,8 +66,8 @@ class LowRank(torch.nn.Module):
             parameter.sequence_parallel = self.sequence  # its gradient covers only this rank's part of the sequence
         for parameter in (*self.a.values(), *self.b.values()):
             parameter.allreduce = weight.allreduce  # false for an expert's: the ranks that have it share its gradient
-        object.__setattr__(self, "_linear", linear)  # not as a child, whose parameters would be this module's
-        weight.merged = self.merged  # what a sync and a save take
+        object.__setattr__(self, "_linear", linear)  # not as a submodule, whose parameters would count as this module's
+        weight.merged = self.merged  # a sync and a save take this merged weight instead of the frozen one
         linear.register_forward_hook(lambda _, inputs, output: (self(inputs[0], output[0]), output[1]))
         linear._forward_impl = partial(self._with_merged, linear._forward_impl)
 
@@ -99,7 +99,7 @@ class LowRank(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """The layer's output y [t, 1, m] for its input x [t, 1, n], from which the factors get their gradients."""
-        u = self._down(x.detach())  # x has its gradient through the merged matrix
+        u = self._down(x.detach())  # detached: x gets its gradient through the merged matrix
         b = [factor.flatten(0, -2) for factor in self.b.values()]
         if self.entry.of_expert and not self.by_rows:
             b = [self._summed(factor) for factor in b]
@@ -112,7 +112,7 @@ class LowRank(torch.nn.Module):
             return x @ (self._summed(a) if self.by_rows else a).T
         u = x @ a.T
         if not self.sequence:
-            return u  # of a single rank
+            return u  # a single rank has the whole sum
         if self.by_rows:
             return regions.gather_from_sequence_parallel_region(u, tensor_parallel_output_grad=True, group=self.group)
         return regions.reduce_scatter_to_sequence_parallel_region(u, group=self.group)

@@ -82,7 +82,8 @@ def read_adapter(directory: Path, architecture: Architecture, key: str = "lora.s
         if not (directory / name).is_file():
             raise UserError(f"{where}: not an adapter in PEFT's format (no {name} there)")
     config = read_json(directory / CONFIG)
-    variants = {name: (False, None) for name in config if name.startswith("use_")}  # use_dora, and later ones
+    # Variants such as use_dora, also those of later versions of PEFT, must be off.
+    variants = {name: (False, None) for name in config if name.startswith("use_")}
     for name, plain in (PLAIN | variants).items():
         if config.get(name, plain[-1]) not in plain:
             raise UserError(f"{where}: {name} = {short_repr(config[name])}, and only plain LoRA adapters are read")

@@ -52,7 +52,8 @@ def _costs(case: PlanCase, name: str, model: ModelShape) -> Iterator[AuxiliaryCo
             room = question_room(
                 recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens, judge, model.config
             )
-            quoted = min(1.0, case.mean_sequence / room)  # a question is little more than what it quotes
+            # Nearly all of a judge's question is the response that it quotes.
+            quoted = min(1.0, case.mean_sequence / room)
             engine_recipe = judge_recipe(recipe, name, path, judge, room)
             judge_case = replace(
                 shaped, recipe=engine_recipe, assumptions=replace(case.assumptions, mean_prompt=quoted)

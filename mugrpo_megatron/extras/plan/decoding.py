@@ -17,7 +17,7 @@ def decoding_seconds(responses: int, case: PlanCase, engine: EngineMemory) -> fl
     resident = case.mean_prompt + resident_mean(lengths)
     sharing = cache_shares(case.architecture, share)
     cached = kv_bytes_per_token(dict(case.config), case.recipe.model.dtype) / sharing * resident
-    cached += 2 * state_bytes(case.architecture, case.itemsize) / share  # read and written
+    cached += 2 * state_bytes(case.architecture, case.itemsize) / share  # twice, since a state is read and written
     work = token_flops(case.architecture, case.mean_sequence)
     of_token = (work.layers + work.head + 2 * work.attention) / share
 

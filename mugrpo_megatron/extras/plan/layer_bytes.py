@@ -69,7 +69,7 @@ def layer_bytes(architecture: Architecture, layout: Layout, tokens: int, itemsiz
     projections = tokens * b * (q + 2 * k + q)
     rest = stream * b * size["H"] * 3 + norms + tokens * b * q
     if architecture.transformer.get("attention_output_gate"):
-        rest += tokens * 2 * q * FLOAT  # the gate and its sigmoid
+        rest += tokens * 2 * q * FLOAT  # twice: the gate and its sigmoid
     if architecture.latent:
         projections = tokens * b * 4 * q
         latents = 2 * (size["C"] + size["L"]) + architecture.latent.rotary
@@ -108,7 +108,7 @@ def _feed_forward(
     if not architecture.experts:
         width = size["F"] / tp
         return tokens * b * 3 * width, b * (tokens * 3 * width + 2 * stream * size["H"])
-    chosen = tokens * architecture.transformer["moe_router_topk"]  # experts are evenly loaded
+    chosen = tokens * architecture.transformer["moe_router_topk"]  # assumes that all experts get equally many tokens
     width = size["M"] / tp
     products = 3 if cuda else 5  # fc1's output and fc2's input; on CPU also silu(gate) and the product before weighting
     activations = chosen * b * (size["H"] + products * width) + stream * architecture.experts * (2 * FLOAT + 1)

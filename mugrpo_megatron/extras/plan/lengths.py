@@ -28,7 +28,7 @@ def response_lengths(mean: float, longest: int, spread: float) -> np.ndarray:
     normal = NormalDist()
     shape = np.exp(spread * np.array([normal.inv_cdf((i + 0.5) / QUANTILES) for i in range(QUANTILES)]))
     low, high = 0.0, float(longest) / shape[0]
-    for _ in range(60):  # the mean grows with the scale
+    for _ in range(60):  # bisection: the mean length grows with the scale
         scale = (low + high) / 2
         low, high = (scale, high) if np.minimum(scale * shape, longest).mean() < mean else (low, scale)
     return np.clip(high * shape, 1.0, longest)
@@ -68,7 +68,8 @@ def decode(supplies: Sequence[Supply], slots: int, step: Callable[[int], float])
     An engine asks its supply whenever it has a free slot: at the start, and when one of its responses ends. Engines may
     share a queue through their supplies.
     """
-    ends: list[list[float]] = [[] for _ in supplies]  # of running responses, in tokens of one that ran from the start
+    # Where running responses end, as the number of tokens that a response would have that ran from the start.
+    ends: list[list[float]] = [[] for _ in supplies]
     tokens = [0.0] * len(supplies)
     seconds = [0.0] * len(supplies)
     events: list[tuple[float, int]] = []

@@ -190,7 +190,7 @@ def learner_memory(case: PlanCase, batch: PackedRows, pp_stage: int) -> LearnerM
         state=learner_state(mine, layout, b, adapter),
         recompute=recipe.learner.recompute,
         kept={choice: in_flight * sum(layer.kept(choice) for layer in layers) for choice in RECOMPUTE},
-        # When a layer is recomputed, those behind it are freed.
+        # While a layer is recomputed, the activations of the layers after it are already freed.
         remade={
             choice: max(
                 layer.recomputed(choice) - sum(later.kept(choice) for later in layers[index + 1 :])
@@ -334,7 +334,9 @@ def memory(case: PlanCase, engine: EngineMemory) -> Memory:
     fullest = max(stages, key=lambda stage: stage.total)
     rests = rest_bytes(case)
     largest = b * case.architecture.vocab_size * case.architecture.letters["H"]
-    copies = 2 + 2 * (layout.tensor > 1)  # embedding and output layer in turn; shards gathered, then joined
+    # Embedding and output layer are gathered one after the other; with tensor parallelism as shards and as the joined
+    # copy.
+    copies = 2 + 2 * (layout.tensor > 1)
     bucket = max(sync_bucket_bytes(cuda), copies * largest)
     staging = min(max(sync_bucket_bytes(cuda), 2 * largest), parameters(case.architecture) * b)
     state = max((stage.state for stage in stages), key=lambda stage: stage.total)

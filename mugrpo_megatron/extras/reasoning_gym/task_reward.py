@@ -10,7 +10,7 @@ from typing import Any
 
 from mugrpo_megatron.rewards.math.extract import boxed_answer
 
-# At import: the first call's CPU time is limited, and the package takes a second.
+# Imported at the top: it takes a second, and the CPU time of a call is limited.
 GYM = import_module("reasoning_gym")
 EXTRACT = import_module("reasoning_gym.utils").extract_answer
 

@@ -46,7 +46,8 @@ class Program:
         if "error" in answer:
             kind: Any = getattr(builtins, str(answer["error"]), None)
             known = isinstance(kind, type) and issubclass(kind, Exception)
-            if not known or issubclass(kind, StopIteration | StopAsyncIteration):  # which would end the tests' loops
+            # These exceptions would end loops in the tests.
+            if not known or issubclass(kind, StopIteration | StopAsyncIteration):
                 kind = ProgramError
             raise kind(answer["text"])
         return unpack(answer["value"], self._stand_in)

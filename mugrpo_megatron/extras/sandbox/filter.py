@@ -89,7 +89,8 @@ def build(machine: str, pid: int) -> bytes:
         (_AT_LEAST, 0, 1, _X32 if machine == "x86_64" else 0xFFFFFFFF),
         (_RETURN, 0, 0, _REFUSE),
         *(line for name, number in numbers.items() if name not in special for line in _call(number, [])),
-        *_call(numbers["clone3"], [], _MISSING),  # the C library takes clone instead, whose flags can be seen
+        # Refused as unknown, so the C library calls clone, whose flags a filter can see.
+        *_call(numbers["clone3"], [], _MISSING),
         *_call(numbers["openat2"], [], _MISSING),
         *_call(numbers["clone"], [(_LOAD, 0, 0, _FIRST), (_ANY_BIT, 0, 1, _THREAD), (_RETURN, 0, 0, _ALLOW)]),
         *_call(numbers["prlimit64"], _allowed_for(0, pid)),
@@ -97,7 +98,8 @@ def build(machine: str, pid: int) -> bytes:
     for name in _TO_ITSELF:
         lines += _call(numbers[name], _allowed_for(pid))
     for name, offset in (("open", _FIRST + 8), ("openat", _FIRST + 16)):
-        if name in numbers:  # to read and empty a file at once, which Landlock restricts since its third version alone
+        # Opening a file to read with O_TRUNC empties it, which Landlock restricts only from its third version on.
+        if name in numbers:
             checks = [(_LOAD, 0, 0, offset), (_ANY_BIT, 0, 2, os.O_TRUNC), (_ANY_BIT, 1, 0, os.O_ACCMODE)]
             lines += _call(numbers[name], [*checks, (_RETURN, 0, 0, _REFUSE)], _ALLOW)
     for name, commands in (("fcntl", _OWNERS), ("ioctl", _IOCTLS)):

@@ -86,11 +86,11 @@ def _keep(
             os._exit(1)
     os.closerange(0, _HIGH)
     code = guard.wait_for(program)
-    with suppress(ChildProcessError):  # it has ended
+    with suppress(ChildProcessError):  # the process has ended already
         os.waitid(os.P_PID, program, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         os.kill(program, signal.SIGKILL)
-        os.waitpid(program, 0)  # number 1 ends last: the kernel has ended the others of its namespace
-    with suppress(ChildProcessError):  # none is left
+        os.waitpid(program, 0)  # process 1 of a PID namespace ends last: the kernel has killed the others
+    with suppress(ChildProcessError):  # raised when no child is left
         os.waitpid(-1, os.WNOHANG)
         guard.kill_descendants()
     os._exit(code)
@@ -152,7 +152,7 @@ def _become(
         _enter_root(files, limits)
     os.chdir("/tmp" if apart else "/")
     kernel.give_up_rights(user, NOBODY)
-    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user clears it
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # set again, because a change of user clears it
     if not apart and kernel.landlock_version():
         libraries, folders = _libraries_alone()
         kernel.see_only([*libraries, PYTHON, *files, *(f"/dev/{name}" for name in _DEVICES)], folders)
@@ -169,7 +169,7 @@ def _place(channels: Mapping[int, int], error_pipe: int) -> int:
     error_pipe = fcntl.fcntl(error_pipe, fcntl.F_DUPFD_CLOEXEC, _HIGH)
     moved = {name: fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, _HIGH) for name, ours in channels.items()}
     for name in map(int, os.listdir("/proc/self/fd")):
-        with suppress(OSError):  # the listing's own is closed by now
+        with suppress(OSError):  # one of the listed descriptors was that of the listing, which is closed by now
             os.set_inheritable(name, False)
     for name, high in moved.items():
         os.dup2(high, name, inheritable=True)
@@ -234,7 +234,7 @@ def write_files(root: str, files: Mapping[str, str]) -> None:
 
 def _bind(source: str, target: str) -> None:
     os.makedirs(os.path.dirname(target), exist_ok=True)
-    if os.path.islink(source):  # /lib -> usr/lib
+    if os.path.islink(source):  # as on systems where /lib is a link to usr/lib
         os.symlink(os.readlink(source), target)
         return
     if os.path.isdir(source):

@@ -58,7 +58,7 @@ def give_up_rights(user: int | None, group: int) -> None:
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     for capability in range(64):
         if LIBC.prctl(PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0):
-            break  # past the last one, or there is nothing to give up
+            break  # the number is above the last capability, or this process has none to drop
     if user is not None:
         os.setgroups([])
         os.setresgid(group, group, group)

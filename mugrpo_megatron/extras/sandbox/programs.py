@@ -205,7 +205,8 @@ def _read(descriptor: int, buffer: bytearray) -> bool:
 def _end(keeper: int) -> int:
     """End the keeper and all below it, wait for them, and return its exit code; 0 if it was waited for before."""
     with suppress(ChildProcessError):
-        os.waitid(os.P_PID, keeper, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # it is still this process's to signal
+        # It is not reaped yet, so its process id cannot have been reused.
+        os.waitid(os.P_PID, keeper, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         os.kill(keeper, guard.END)
         return os.waitstatus_to_exitcode(os.waitpid(keeper, 0)[1])
     return 0
@@ -232,7 +233,8 @@ def _files(files: Mapping[str, str], limits: Limits) -> Iterator[tuple[str, Mapp
     if limits.mode == "namespaces":
         yield "", files
         return
-    with Scratch("program", sweep=False) as path:  # an engine's start sweeps; this is for each program
+    # No sweep of old folders: this runs for each program, and each start of an engine sweeps.
+    with Scratch("program", sweep=False) as path:
         directory = str(path)
         jail.write_files(directory, files)
         jail.write_environment(directory)

@@ -301,7 +301,8 @@ def _owners(tree: ast.Module, prompt: ast.Module, entry: str) -> tuple[tuple[str
         if functions:
             raise ValueError(f"the tests use {', '.join(functions)}, which they do not define: add test_setup_code")
         return (*([entry] if entry else []), *classes), known
-    if not unknown:  # a program's own `gcd`, or its own `sum`
+    # The tests call no unknown name, so they test a function that a library has too, such as `gcd`, or a built-in.
+    if not unknown:
         functions = known or built_in
     if len(functions) > 1:
         raise ValueError(

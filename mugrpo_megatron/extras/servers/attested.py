@@ -71,7 +71,8 @@ class Attestor:
 
     def refusal_of_batch(self, server: Server, epoch: int, batch: HeldGroups) -> str:
         """Why the batch cannot be taken; empty where it can."""
-        # Drawn by nobody who can be foreseen: a server cannot behave for the groups that are looked at alone.
+        # Drawn from the system's randomness: a server cannot foresee which groups are checked and behave for those
+        # alone.
         known = (server.url, epoch) in self.evidence
         return self.refusal(server, epoch, [self._random.choice(batch.groups)] if known else batch.first())
 

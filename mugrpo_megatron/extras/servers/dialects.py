@@ -86,7 +86,8 @@ def request_of(dialect: Dialect, model: str, prompt: Prompt, n: int, sampling: S
         "top_k": sampling.top_k,
         "include_stop_str_in_output": True,
         "add_special_tokens": False,
-        "logprobs": 0 if dialect == "vllm" else 1,  # the sampled token's alone; OpenAI's protocol counts from 1
+        # Asks for the sampled token's log-probability alone: vLLM calls that 0, OpenAI's protocol 1.
+        "logprobs": 0 if dialect == "vllm" else 1,
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
     }

@@ -173,7 +173,8 @@ def fill_shard(
 
 @contextmanager
 def _measuring(recipe: Recipe, stage: NextStage) -> Iterator[Measure]:
-    from mugrpo_megatron.extras.servers.learner_values import learner_values, open_scoring_learner  # Megatron: seconds
+    # Not at the top: it imports Megatron, which takes seconds.
+    from mugrpo_megatron.extras.servers.learner_values import learner_values, open_scoring_learner
 
     with open_scoring_learner(recipe, stage.weights) as learner:
         yield partial(learner_values, learner)

@@ -46,7 +46,7 @@ def server_options(urls: Sequence[str], timeout_s: float, patience_s: float) -> 
         if not (math.isfinite(seconds) and seconds > 0):
             raise UserError(f"--{name} {seconds:g}: give seconds above 0")
     options = ServerOptions(tuple(urls), timeout_s, patience_s)
-    options.urls()  # a mistake is told before anything slow starts
+    options.urls()  # reports a mistake in an address before anything slow starts
     return options
 
 

@@ -165,7 +165,7 @@ class Pool:
         self._call(drop)
 
     def _call(self, function: Callable[[], object]) -> None:
-        with suppress(RuntimeError):  # the loop has ended
+        with suppress(RuntimeError):  # raised when the event loop has ended
             self._loop.call_soon_threadsafe(function)
 
     def _wake(self) -> None:
@@ -191,7 +191,7 @@ class Pool:
         async with asyncio.TaskGroup() as group:
             for server in self.servers:
                 group.create_task(self._serve(server))
-            while True:  # until the block ends
+            while True:  # until the pool's `with` block ends
                 await asyncio.sleep(JOIN_S)
                 known = {server.url for server in self.servers}
                 for joined in [Server(url) for url in self.urls() if url not in known]:
@@ -211,7 +211,7 @@ class Pool:
                     if not server.trouble:
                         self._events.put(Troubled(server, str(trouble)))
                     server.trouble = str(trouble)
-                    self._wake()  # its share is for the others
+                    self._wake()  # wakes the other servers, which take its remaining prompts
                     await self._pause(server)
         except ServerRefusal as refusal:
             server.dropped, server.trouble = True, str(refusal)

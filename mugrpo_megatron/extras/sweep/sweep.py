@@ -154,7 +154,7 @@ class SweepContext:
     @contextmanager
     def open(self, recipe: Recipe) -> Iterator[tuple[Run, Learner, Engines, Cursor]]:
         """`open_run` without engines, in this world: a cell at its newest checkpoint. Collective."""
-        gc.collect()  # of the cell before: a model's modules refer to each other
+        gc.collect()  # frees the model of the previous cell, whose modules refer to each other in circles
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         with ExitStack() as stack:

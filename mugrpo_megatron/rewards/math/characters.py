@@ -77,7 +77,7 @@ def _plain(character: str) -> str:
     if category == "Zs":
         return " "
     if category == "Cf" or "\ufe00" <= character <= "\ufe0f" or character == "\u20e3":
-        return ""  # not shown: joiners, direction marks, invisible operators, styles of emoji
+        return ""  # characters that are not shown: joiners, direction marks, invisible operators, styles of emoji
     form = unicodedata.decomposition(character)
     tag = form[: form.find(">") + 1]
     if not form or character in _AS_THEY_ARE or tag == "<circle>":

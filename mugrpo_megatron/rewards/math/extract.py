@@ -114,7 +114,8 @@ def _value_at_the_end(statement: str) -> str:
     before, value = statement[: verbs[-1].start()].strip(), _VALUE.match(statement, verbs[-1].end())
     if not _is_prose(before) and not (_MATH.fullmatch(before) and re.search("[A-Za-z]", before)):
         return ""
-    words = _MATH.sub(lambda formula: formula[0].replace(",", ""), _GIVEN.sub("", before))  # commas of arguments
+    # Without commas between arguments of a function.
+    words = _MATH.sub(lambda formula: formula[0].replace(",", ""), _GIVEN.sub("", before))
     if value is None or re.search(r"[0-9$]", statement[value.end() :]) or _CONDITIONAL.search(words):
         return ""
     another = re.search("[0-9]", _MATH.sub("", before))

@@ -39,7 +39,7 @@ def italic(text: str) -> str:
 
 def _as_italic(upright: re.Match[str]) -> str:
     text, name = upright.string, upright["name"]
-    if name.startswith("\\"):  # Greek
+    if name.startswith("\\"):  # a Greek letter
         return f"{name} "
     if name.lower() in _FUNCTIONS:
         return f"\\{name.lower()} "
@@ -54,7 +54,7 @@ def _as_italic(upright: re.Match[str]) -> str:
     if re.match(r"_\{?[0-9]", after):
         return name
     front = " " if re.search(r"[A-Za-z0-9})]\Z", before) else ""
-    letters = name if is_value(name) else " ".join(name)  # `abc` alone would be a noun
+    letters = name if is_value(name) else " ".join(name)  # spaced, since `abc` without spaces would be read as a word
     return f"{front}{letters}{' ' if re.match(r'[A-Za-z0-9]', after) else ''}"
 
 

@@ -32,7 +32,7 @@ def parsed(text: str) -> list[Any]:
 
     Wraps the text in a box, because math-verify reads `\\frac12` outside of math mode as text.
     """
-    if PLAIN_NUMBER.fullmatch(text):  # most golds and answers: no grammar is needed
+    if PLAIN_NUMBER.fullmatch(text):  # a plain number needs no parser, and most golds and answers are plain numbers
         return [Float(text, max(15, len(text))) if "." in text else Integer(text)]
     wrapped = f"\\boxed{{{_DIFFERENTIAL.sub(_TIMES_D, _with_last_variable(text))}}}"
     values = parse(wrapped, extraction_config=_LATEX, fallback_mode="no_fallback", parsing_timeout=None)
@@ -74,10 +74,11 @@ def _differ_at_a_point(gold: Basic, answer: Basic) -> bool:
         return False
     try:
         left, right = _at_a_point(gold), _at_a_point(answer)
-    except (TypeError, ValueError, OverflowError, ArithmeticError):  # no number there: math-verify decides
+    # One side has no numeric value, so math-verify decides.
+    except (TypeError, ValueError, OverflowError, ArithmeticError):
         return False
     small, large = sorted((abs(left), abs(right)))
-    return large > 1e-12 and abs(left - right) > 1e-4 * small  # False where one of them is not a number
+    return large > 1e-12 and abs(left - right) > 1e-4 * small  # the comparison is false for NaN
 
 
 def _at_a_point(value: Expr) -> complex:
@@ -202,7 +203,7 @@ _FRACTIONS = re.compile(r"/|\\frac")
 
 _FUNCTION = r"\\(?:exp|log|ln|sin|cos|tan|cot|sec|csc)(?![A-Za-z])[^\\]{0,4}"
 _TOO_LARGE = re.compile(
-    r"\^\s*\{?\s*\(?[+-]?[0-9]{5,}"  # an exponent of five digits
+    r"\^\s*\{?\s*\(?[+-]?[0-9]{5,}"  # an exponent of five digits or more
     r"|\^\s*\{[^{}]*\^\s*\{[^{}]*\^|\^\s*[^{}\s]\s*\^"  # a tower of powers
     r"|[0-9)}]\s*\^\s*\{?\s*[0-9]+\s*\}?\s*\^"  # a tower of two numbers
     r"|\)\s*!|!\s*\)?\s*!|[0-9]{4,}\s*\)?\s*!|\\binom\s*\{\s*[0-9]{4,}"  # factorials of factorials or of large numbers
