@@ -22,13 +22,14 @@ from typing import Any
 TEMPLATE_S = 10.0
 """CPU seconds in which a template has to render, and a parser to read a text."""
 TEMPLATE_BYTES = 2 << 30
-"""Address space that it may take meanwhile."""
+"""Bytes of address space that a template or a parser may take meanwhile."""
 ENDS = ("_exit", "execv", "execve")
 """Functions of `os` that end a program; the others of `exec*` call these."""
 AGAIN_S = 0.25
-"""The alarm repeats: the first may ring where an exception is swallowed, as in a finalizer."""
+"""Seconds between rings of the alarm. It repeats, because the first may ring where an exception is swallowed, as in a
+finalizer."""
 DEAF_S = 30.0
-"""Seconds after its alarm in which a call may still raise; then it hangs inside C code, and the process ends."""
+"""Seconds that a call has to react to its alarm. One that does not react hangs inside C code, and the process ends."""
 
 
 class TookTooLong(BaseException):
@@ -85,7 +86,8 @@ def address_space() -> int:
 
 @contextmanager
 def end_of_process(seconds: float) -> Iterator[None]:
-    """End the process with code 1, after its tracebacks, if the block takes `seconds` where Python reads no signals."""
+    """Print tracebacks and end the process with code 1, if the block hangs for `seconds` in C code, where Python
+    handles no signals."""
     faulthandler.dump_traceback_later(seconds, exit=True, file=2)
     try:
         yield
@@ -95,7 +97,8 @@ def end_of_process(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def without_exits() -> Iterator[None]:
-    """`os._exit` and `os.exec*` raise SystemExit in the block, on every thread; a fork's end the fork."""
+    """`os._exit` and `os.exec*` raise SystemExit in the block, on every thread; in a forked child they end the
+    child."""
     ends = refuse_exits()
     try:
         yield
@@ -105,7 +108,8 @@ def without_exits() -> Iterator[None]:
 
 
 def refuse_exits() -> dict[str, Callable[..., Any]]:
-    """Have ENDS raise SystemExit in this process from now on; returns the functions by name."""
+    """Make the functions ENDS of `os` raise SystemExit in this process from now on; returns the original functions by
+    name."""
     ends, process = {name: getattr(os, name) for name in ENDS}, os.getpid()
 
     def refusal(name: str) -> Callable[..., Any]:

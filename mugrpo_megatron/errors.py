@@ -18,7 +18,7 @@ REFUSALS = {
 }
 """Errors of the operating system that only the user can mend -> the way out."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Those of them that a write raises, with or without the file's name."""
+"""Those of these errors that a write raises when there is no space, with or without the file's name."""
 
 
 class UserError(Exception):
@@ -63,4 +63,4 @@ def refused_by_system(error: OSError) -> str | None:
 
 
 class EngineStopped(EngineFailure):
-    """The run was asked to stop while it waited for the engine, and ended it; the engine itself did not fail."""
+    """The run was asked to stop while it waited for the engine, so it ended the engine, which had not failed."""

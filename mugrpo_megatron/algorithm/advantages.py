@@ -14,8 +14,8 @@ from mugrpo_megatron.recipe.objective import ObjectiveSection
 from mugrpo_megatron.samples import Sample, trained_lengths
 
 ARGUMENTS = ("rewards", "groups", "lengths", "rows", "components")
-"""Of a user's function, by name: float64 [n], int64 [n], int64 [n] in tokens, each response's row, the parts of its
-reward."""
+"""Arguments that a user's advantage function may name: `rewards` float64 [n], `groups` int64 [n], `lengths` in tokens
+int64 [n], the `rows` of the data set and the `components` of the rewards."""
 STD_EPSILON = 1e-6
 """Added to a group's standard deviation: a nearly constant group would otherwise get huge advantages."""
 LARGEST = float(np.finfo(np.float32).max)
@@ -75,9 +75,9 @@ def _as_float32(values: np.ndarray) -> np.ndarray:
 def _user_advantages(
     rewards: np.ndarray, groups: np.ndarray, config: ObjectiveSection, samples: Sequence[Sample]
 ) -> np.ndarray:
-    """`group_advantages` by the user's function of the `ARGUMENTS` that it names -> [n].
+    """Advantages [n] that the user's function computes from those of `ARGUMENTS` that it names.
 
-    n responses have a reward; the others, with NaN, get 0.
+    Responses without a reward (NaN) are not passed to it, and get 0.
     """
     if len(rewards) != len(samples):
         raise ValueError("objective.advantage, a user's function, needs every response")

@@ -14,9 +14,9 @@ from mugrpo_megatron.recipe.objective import ObjectiveSection
 from mugrpo_megatron.samples import Sample
 
 LOSS_ARGUMENTS = ("tokens", "config")
-"""Of a user's surrogate or diagnostics, by name."""
+"""Arguments that a user's surrogate or diagnostics may name."""
 REWARDS = ((1.0, 0.0, 0.0, 1.0), (0.0, 0.0, 0.0, 0.0))
-"""Of two groups: one with different rewards, one with equal ones."""
+"""Rewards of the two groups that are tried: different rewards in one, equal ones in the other."""
 LENGTHS = ((5, 3, 2, 4), (3, 1, 2, 6))
 
 

@@ -42,7 +42,7 @@ from mugrpo_megatron.recipe.objective import ObjectiveSection
 PREFIX_WEIGHTS = ("prefix", "prefix_min")
 """Values of `objective.veto` that weigh tokens by their prefix."""
 MARKED_WEIGHT = 0.5
-"""Weight by the prefix below which a token is shown as vetoed."""
+"""Prefix weight below which a token is shown as vetoed."""
 NEVER = torch.iinfo(torch.int64).max
 """Stands for the index of the first trigger in a response without a trigger."""
 
@@ -63,7 +63,7 @@ class VetoState:
 
 @dataclass(frozen=True, slots=True)
 class KeepMask:
-    """Tokens that stay in the loss, their weights by the prefix, and the veto's state after them."""
+    """Tokens that stay in the loss, their prefix weights, and the veto's state after them."""
 
     keep: Tensor
     """bool [T]"""
@@ -73,7 +73,7 @@ class KeepMask:
 
     @property
     def marked(self) -> Tensor:
-        """bool [T]: tokens to show as vetoed: out of the loss, or with weights by the prefix below `MARKED_WEIGHT`."""
+        """bool [T]: tokens to show as vetoed: out of the loss, or with a prefix weight below `MARKED_WEIGHT`."""
         return ~self.keep if self.weight is None else self.weight < MARKED_WEIGHT
 
 
@@ -113,7 +113,7 @@ def veto(
 
 
 def weighed_by_prefix(advantage: Tensor, config: ObjectiveSection) -> Tensor:
-    """bool [T]: tokens that weights by the prefix apply to."""
+    """bool [T]: whether the prefix weights apply to a token."""
     return (advantage < 0) | (config.prefix_signs == "both")
 
 

@@ -41,7 +41,8 @@ def agreement(engine: Sequence[np.ndarray], learner: Sequence[np.ndarray]) -> Ag
 
 
 def bound(dtype: str, fp8: bool = False) -> float:
-    """Nats a token that rounding explains, of a model in this type; `fp8`: one of the two multiplies in fp8."""
+    """The largest mean difference that rounding explains, in nats a token; `fp8`: engine or learner multiplies in
+    fp8."""
     return BOUNDS["fp8" if fp8 else dtype]
 
 

@@ -19,7 +19,7 @@ from mugrpo_megatron.weights.config import CLASSES, attention_factor, engine_rop
 
 SGLANG = "0.5.15"
 PROJECT_LIMIT = ""
-"""`until` of a limit of this project, not of SGLang."""
+"""Value of `Gap.until` for a limit of this project, which no newer SGLang lifts."""
 DETERMINISTIC_ATTENTION = ("fa3", "flashinfer", "triton")
 """Values of `engine.extra.attention_backend` with which SGLang's results do not depend on the batch."""
 UNTIED = ("mixtral", "qwen3_moe")

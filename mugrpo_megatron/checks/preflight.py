@@ -65,7 +65,7 @@ from mugrpo_megatron.weights.families import architecture
 Say = Callable[[str], None]
 
 ANY_PROBLEM = Problem("a question", "1+1=", "2")
-"""Tries a chat template where the data set is not on this machine."""
+"""The problem on which a chat template is tried where the data set is not on this machine."""
 
 
 def check_run(recipe: Recipe, say: Say = lambda line: None, generates: bool = True) -> tuple[Recipe, Problems | None]:

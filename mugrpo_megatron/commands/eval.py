@@ -69,7 +69,7 @@ SETTINGS = "settings.json"
 NEW_SETTINGS = {"problems", "reward files", "template file", "episodes"}
 """Settings that earlier versions did not write."""
 UNDEFINED = "–"
-"""Cell of a majority without any extracted answer."""
+"""What the table shows for majority@K where no answer was extracted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +286,7 @@ def _evaluate(
 def _evaluate_set(
     run: Run, leader: Leader, name: str, places: Sequence[int], results: dict[str, ProblemResult], record: EvalRecord
 ) -> None:
-    """Rounds until `results` has every problem at `places`, which are those of the set `name`."""
+    """Answer and score the problems of the set `name`, whose indices are `places`, until `results` has all of them."""
     ids = [leader.problems.held_out.problems[place].id for place in places]
 
     def keep(group: ScoredGroup) -> None:

@@ -82,7 +82,7 @@ def results_of(model: Path) -> Path:
 
 
 FEWEST_ROWS = 16
-"""Fewer rows count as so many, as in `reward.max_failure_share`."""
+"""A share of rows is one of at least this many, as in `reward.max_failure_share`."""
 
 
 def score_arguments(parser: Parser) -> None:

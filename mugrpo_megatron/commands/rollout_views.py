@@ -51,7 +51,7 @@ class Rollout:
 
     update: int
     index: int
-    """In its group, from 0."""
+    """Index of the response in its group, from 0."""
     sample: Sample
     advantage: float
     prompt: str | None

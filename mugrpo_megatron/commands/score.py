@@ -28,7 +28,7 @@ from mugrpo_megatron.terminal import visible
 BLOCK = 512
 """Rows that are read and written together."""
 BLOCKS_AHEAD = 8
-"""Blocks in the verifier while an earlier one is pending; bounds the memory for a file of any size."""
+"""Blocks that the verifier is given before the first of them is written; bounds the memory for a file of any size."""
 MAX_REASONS = 20
 """Reasons in the summary; the others are counted."""
 MAX_REASON_CHARS = 160

@@ -20,7 +20,8 @@ from mugrpo_megatron.files.scratch import Scratch
 
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"]
-"""Sums in any order, so that they are vectorised; `-ffast-math` would also change how torch rounds tiny numbers."""
+"""Compiler flags. Sums may run in any order, so that they are vectorised; `-ffast-math` would also change how torch
+rounds tiny numbers."""
 SHARED = "-fopenmp"
 """Lets threads share a call. Not every compiler has it; without it each call runs on one thread."""
 WIDE = ["-mprefer-vector-width=512"]

@@ -125,12 +125,14 @@ def _keep_counts() -> None:
 
 
 MOST_LANES = 4
-"""Python runs in one thread at a time, so more lanes would wait for each other; measured with two."""
+"""Most lanes, which are threads that each compute a micro-batch. Python runs in one thread at a time, so more would
+wait for each other; measured with two."""
 LANES_FROM = 1024
 """Tokens of a rank's update from which it is split for lanes. On two cores 900 to 5,000 tokens took 15 to 40 % less
 time in two lanes than as one micro-batch whose operations two threads share."""
 MOST_PARAMETERS = 64 * 2**20
-"""Each lane has gradients of its own; larger models keep the cores busy within each operation."""
+"""Most parameters of a model that is trained in lanes: each lane has gradients of its own, and larger models keep the
+cores busy within each operation."""
 
 Batch = TypeVar("Batch")
 Value = TypeVar("Value")

@@ -62,7 +62,7 @@ class Demonstration:
     column: str = ""
     """The column that the response is from."""
     unread: str = ""
-    """A column with a model's response beside it."""
+    """Another column of the row that has a model's response and is not read; empty without one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,7 +169,8 @@ def _python_rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """A value that Python cannot hold; only a row whose question or gold it is is malformed."""
+    """Stands for a value that Python cannot hold. A row is malformed only if its question or its gold is such a
+    value."""
 
     reason: str
 
@@ -372,7 +373,7 @@ SPEAKERS = {
     "model": "assistant", "bot": "assistant", "system": "system", "tool": "tool", "observation": "tool",
     "function_response": "tool",
 }  # fmt: skip
-"""ShareGPT's `from` -> role."""
+"""Name of a speaker in ShareGPT's field `from` -> role of the message."""
 
 
 def _with_role(message: Any) -> Any:

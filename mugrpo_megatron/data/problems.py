@@ -181,7 +181,7 @@ class Source:
     readings: tuple[ColumnPaths, ...]
     """Columns to try in order, row by row."""
     recognises: bool = False
-    """Whether a row without them may have question and gold under other usual names."""
+    """Whether a row without these columns may have question and gold under other usual names."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ class Template:
     text: str | None = None
     """Jinja source; None for the tokenizer's own template."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Such as `enable_thinking` of Qwen3's template."""
+    """Arguments of the template, such as `enable_thinking` of Qwen3's."""
     question: str | None = None
     """Text around each question, in every style; None leaves questions as they are."""
     path: Path | None = None
@@ -102,7 +102,7 @@ class FittingPrompts:
     problems: list[Problem]
     prompts: list[list[int]]
     too_long: int
-    """Prompts left out."""
+    """Number of problems that are left out because their prompts are too long."""
 
 
 def check_style(style: str) -> None:
@@ -260,7 +260,8 @@ def without_template() -> UserError:
 
 @contextmanager
 def refusals(problem: Problem, template: Template) -> Iterator[None]:
-    """Convert a chat template's errors to UserErrors, with its file if it has one; it has limits."""
+    """Convert errors of a chat template in the block to UserErrors, which name its file if it has one; its time and its
+    memory are limited."""
     named = f"data.chat_template = {template.path}" if template.path else "the tokenizer's chat template"
     try:
         with template_clock():

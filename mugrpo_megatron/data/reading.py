@@ -76,7 +76,7 @@ def _filled(row: dict[str, Any], path: str) -> bool:
 
 
 PICTURES = ("image", "images", "decoded_image", "video", "videos", "audio", "audios")
-"""Columns of what is no text."""
+"""Columns with pictures, videos or sound, which only text can replace."""
 _PICTURE_FILE = re.compile(
     r"\Adata:(?:image|video|audio)/|\.(?:png|jpe?g|gif|webp|bmp|mp4|webm|wav|mp3)\Z", re.IGNORECASE
 )

@@ -24,7 +24,8 @@ from mugrpo_megatron.samples import Prompt, Response
 
 MemoryTag = Literal["weights", "kv_cache"]
 SGLANG_TAGS: dict[MemoryTag, list[str]] = {"weights": ["weights"], "kv_cache": ["kv_cache", "cuda_graph"]}
-"""Tag -> SGLang's. It frees CUDA graphs where SGLANG_MEMORY_SAVER_CUDA_GRAPH is set (docs/engine.md)."""
+"""Kind of engine memory -> SGLang's tags for it. It frees CUDA graphs where SGLANG_MEMORY_SAVER_CUDA_GRAPH is set
+(docs/engine.md)."""
 STOP_SECONDS = 5.0
 MOST_FAILURES = 3
 """Failures in a row, without a finished response between them, after which an engine is not started again: the third

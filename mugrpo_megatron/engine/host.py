@@ -293,7 +293,8 @@ class GenerateCommand:
 
 
 def _names(request: Request) -> list[str]:
-    """SGLang's `rid` of each response. It aborts all that begin alike, so the key's end is marked."""
+    """SGLang's request id (`rid`) of each response. SGLang aborts every id that begins with a given text, so the end of
+    the key is marked."""
     return [f"{request.key}:{number}" for number in range(request.n)]
 
 

@@ -41,8 +41,8 @@ FP8 = {
 }
 """Arguments of an engine whose weights a sync quantises."""
 STATES_PER_REQUEST = 4
-"""States of gated delta networks: SGLang runs a third as many requests (mem_cache/kv_cache_configurator.py); one is for
-cached prefixes."""
+"""States of gated delta networks for each request that is decoded. SGLang takes three
+(mem_cache/kv_cache_configurator.py), and one more is for cached prefixes."""
 SHARED_PREFIX_TOKENS = 32
 """Length of a common prefix from which on SGLang delays requests that arrive together
 (`IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD`, managers/schedule_policy.py)."""
@@ -51,7 +51,7 @@ SUMMING = "mugrpo_megatron.engine.engine_group.write_sums"
 SEED_STRIDE = 7_919
 """Distance between the random seeds of two engines."""
 EARLIER_STARTS = 1000
-"""Most starts of earlier processes: seeds stay below 2^32."""
+"""Largest number of earlier starts that a random seed may count, so that seeds stay below 2^32."""
 LENGTH_MARGIN = 8
 """Context beyond prompt and response: SGLang leaves the last 6 positions unused (`max_req_input_len`,
 managers/tp_worker.py)."""

@@ -26,7 +26,7 @@ from mugrpo_megatron.errors import CollectiveFailure, EngineFailure, EngineStopp
 from mugrpo_megatron.observe.environment import rank_of_environment
 
 POLL_S = 1.0
-"""Interval at which a waiting process polls for failures on other nodes."""
+"""Seconds between two looks of a waiting process for failures on other nodes."""
 PORTS = 8
 """Consecutive ports of a rendezvous: with data parallel attention SGLang derives further ones from the first."""
 
@@ -38,7 +38,7 @@ class PeerFailure:
     address: str = ""
     """Rendezvous of SGLang's ranks: HOST:PORT on the leader's node."""
     publish: Callable[[str], None] = lambda cause: None
-    """Tells the other nodes that the process of this one has ended, and why."""
+    """Publishes to the other nodes that this node's process has ended, and why."""
     fetch: Callable[[], str] = lambda: ""
     """Returns the failure that a node has published; empty if none has."""
     _cause: str = ""
@@ -73,13 +73,13 @@ class NodeStatus:
     """Index of its node among the engine's; the leader is on the first."""
     running: bool
     address: str
-    """Address of this node as it reaches the node of rank 0."""
+    """The local address from which this node reaches the node of rank 0."""
     rank0_address: str
-    """Address of rank 0's node as this one reaches it."""
+    """The address of rank 0's node, as this node resolves it."""
     port: int
     """A free port of this node."""
     name: str
-    """Unique name of the next start, if this node leads the engine."""
+    """Unique name for the engine's next start; it counts only if this node leads the engine."""
 
 
 def node_status(engine: int, node: int, running: bool) -> NodeStatus:
@@ -116,7 +116,7 @@ def free_port() -> int:
 
 
 WATCH_SECONDS = DEATH_SECONDS + 2.0
-"""Time within which the watching thread ends the process."""
+"""Longest seconds that the watching thread takes to end the process."""
 
 
 class FollowerNode:

@@ -22,13 +22,13 @@ class EngineSlot:
 
     leads_engine: bool
     number: int
-    """Index in the world of the engine whose block this rank belongs to; rank 0 leads engine 0."""
+    """Index, over all nodes, of the engine whose block of ranks this rank belongs to; rank 0 leads engine 0."""
     engines: int
-    """Engines of the world."""
+    """Number of engines on all nodes together."""
     local: int
     """The engine's index on its node."""
     local_engines: int
-    """Engines of this node."""
+    """Number of engines on this node."""
     gpu: int
     """Index on the node of the engine's first device; it uses one a tensor parallel rank."""
     node: int = 0
@@ -38,7 +38,7 @@ class EngineSlot:
 
 
 ALONE = EngineSlot(leads_engine=True, number=0, engines=1, local=0, local_engines=1, gpu=0)
-"""The slot of a single process with a single engine."""
+"""The slot of a run that has one process and one engine."""
 
 
 def engine_slot(

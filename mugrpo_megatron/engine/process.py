@@ -116,7 +116,7 @@ LOG_TAIL_LINES = 15
 SHARED_MEMORY = "shared-memory"
 """File in the scratch folder with the paths in /dev/shm that SGLang created, one a line."""
 STARTING = "start"
-"""The operation that lasts until the model is loaded; SGLang creates its files in /dev/shm during it."""
+"""Name of the operation that lasts until the model is loaded, during which SGLang creates its files in /dev/shm."""
 PROBE_BYTES = 1 << 16
 """Free space that the scratch folder needs: sockets and a few short texts."""
 SOCKET_PATH = 107
@@ -124,7 +124,7 @@ SOCKET_PATH = 107
 LONGEST_SOCKET = len("/pymp-xxxxxxxx/listener-xxxxxxxx")
 """Characters that the longest path of a socket has below the scratch folder, multiprocessing's; SGLang's have fewer."""
 SHORT_DIRECTORIES = ("/tmp", "/var/tmp", "/dev/shm")
-"""Where the scratch folder is if TMPDIR is too long for a socket."""
+"""Parents that are tried for the scratch folder if the path of TMPDIR is too long for a socket."""
 DEATH_SECONDS = 10.0
 """Longest wait for killed processes: one that hangs in the kernel must not hang the run."""
 
@@ -275,7 +275,7 @@ class HostProcess:
         self._folder.remove()
 
     def _log_early_output(self) -> None:
-        """Append to the log the output of a process that ended before it redirected it."""
+        """Append to the log what a process printed that ended before it had redirected its output."""
         self._output.seek(0)
         if self._log.exists() and (output := self._output.read()):
             with open_nofollow(self._log, "ab") as file:

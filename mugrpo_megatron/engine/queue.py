@@ -20,7 +20,7 @@ CLAIM = 64
 
 
 class PromptQueue:
-    """One engine's view of the groups of a round of generation."""
+    """The queue of a round's groups, as one engine uses it."""
 
     def __init__(self, groups: Sequence[int], engines: int = 1, add: Add | None = None) -> None:
         """`groups` are the same on every engine, `add` connects them; without `add` this is the only engine."""
@@ -118,7 +118,7 @@ def read_load(tokens: int, snapshots: Sequence[Any]) -> LoadReading:
 
 @dataclass(slots=True)
 class LoadRecord:
-    """Readings of one generation at equal distances: every second one is dropped whenever there are too many."""
+    """Load readings of one generation at equal intervals: whenever there are too many, every second one is dropped."""
 
     loads: list[LoadReading] = field(default_factory=list)
     _every: int = 1

@@ -74,15 +74,16 @@ class Sampling:
     stop_ids: tuple[int, ...]
     """Tokens that end a response, besides the end-of-sequence tokens in the model's own files."""
     routers: RouterShape | None = None
-    """Return the experts of every token, of a model with routers of this shape."""
+    """If set, the reply has the experts of every token, and the model's routers have this shape."""
     stop: tuple[str, ...] = ()
     """Texts that end a response."""
     top_k: int = 0
     """0 is the whole vocabulary."""
     support_ids: bool = False
-    """Return the tokens that could be sampled, and logprobs among them; needs `top_k`."""
+    """Whether the reply has the ids of the tokens that could be sampled, and logprobs that are normalised over them;
+    needs `top_k`."""
     sampling_masks: bool = False
-    """Read the support ids from the sampler's own masks instead of the top logprobs; needs `support_ids`."""
+    """Whether support ids are read from the sampler's own masks instead of the top logprobs; needs `support_ids`."""
     stream: str | None = None
     """Name of a random stream that seeds each response by weights, prompt and number alone; None: the engine's own
     stream, in order of arrival."""
@@ -254,7 +255,8 @@ def top_p_support(
 
 
 def _narrow(support_ids: np.ndarray) -> np.ndarray:
-    """A response's support ids without columns of padding: a message is as wide as its longest row."""
+    """A response's support ids without columns that hold only padding: in a message all rows are padded to the
+    longest."""
     columns = np.flatnonzero((support_ids != PADDING).any(0))
     return support_ids[:, : columns[-1] + 1] if len(columns) else support_ids[:, :1]
 

@@ -108,7 +108,7 @@ def macro_average(intervals: Sequence[Interval]) -> Interval:
 
 
 T975 = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-"""97.5 % quantiles of Student's t for few degrees of freedom, where the series is not exact."""
+"""97.5 % quantiles of Student's t for 1 to 10 degrees of freedom, where the series of `student` is not exact."""
 
 
 def student(freedom: int) -> float:

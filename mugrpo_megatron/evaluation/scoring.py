@@ -49,7 +49,7 @@ class ScoredGroup:
 
 
 POLL_S = 0.2
-"""Interval at which a wait for scores looks whether the run was asked to stop."""
+"""Seconds between two looks, while scores are awaited, whether the run was asked to stop."""
 EPISODE = "episode."
 """Prefix of an episode's numbers among a score's components."""
 
@@ -147,7 +147,8 @@ class Scorer:
 
 
 def score_of(response: Response, scores: Iterator[Score]) -> Score:
-    """The next of the verifier's scores, or the episode's own; with the episode's numbers as components."""
+    """The score that a response's episode brings, else the next one of the verifier; the episode's numbers become
+    components."""
     episode = response.episode
     if episode is None:
         return next(scores)

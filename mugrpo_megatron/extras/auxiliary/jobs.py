@@ -37,7 +37,7 @@ from mugrpo_megatron.stages.columns import LogprobColumn, ScoreColumn, logprob_t
 from mugrpo_megatron.stages.store import StageStore
 
 NOTHING = Problem("", "", "")
-"""Problem of a prompt that only scores given tokens."""
+"""Placeholder for the problem of a prompt whose tokens are only scored."""
 TOO_LONG = "the question is longer than the judge's context"
 
 
@@ -46,12 +46,12 @@ class Teacher:
 
     what = "teacher logprobs"
     workers = staticmethod(nullcontext)
-    """A judge has some."""
+    """No workers, unlike `Judge.workers`."""
 
     def __init__(self, column: LogprobColumn, parts: ColumnParts) -> None:
         self.column, self.parts = column, parts
         self.sampling = Sampling(1.0, 1.0, 1, ())
-        """Nothing is sampled; the temperature is in the engine's arguments."""
+        """Placeholder, since nothing is sampled; the temperature of the logits is in the engine's arguments."""
 
     @staticmethod
     def recipe(recipe: Recipe, name: str, directory: Path) -> Recipe:
@@ -163,7 +163,7 @@ class Judge:
 
     @contextmanager
     def _errors_on(self, sample: Sample, template: str) -> Iterator[None]:
-        """Turn any error of a template into UserError; it has limits."""
+        """Turn any error of the template in the block into UserError; its time and its memory are limited."""
         try:
             with template_clock():
                 yield

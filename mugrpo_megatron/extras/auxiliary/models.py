@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 TEMPLATE_TOKENS = 4096
 """Tokens of a judge's question besides the quoted prompt and response."""
 OTHER_TOKENIZER = 2
-"""Tokens of the judge's tokenizer for one token of the policy's, at most."""
+"""Most tokens of the judge's tokenizer for a text that is one token of the policy's."""
 LONGEST_QUESTION = 1 << 20
 """Tokens of a question if the model's config has no largest position."""
 

@@ -87,7 +87,7 @@ def _run_jobs(
 
 
 def _memory(run: Run) -> float:
-    """Bytes of the fullest rank, for the metrics `memory_before` and `memory_after`. Collective."""
+    """Bytes in use on the rank that uses most, for the metrics `memory_before` and `memory_after`. Collective."""
     return max(run.world.gather(device_memory_in_use() or float(psutil.Process().memory_info().rss)))
 
 

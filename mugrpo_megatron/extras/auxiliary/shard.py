@@ -25,7 +25,7 @@ class ShardScoring:
     """One shard of a stage's scoring: every update whose number is `slot.number` modulo `slot.engines`."""
 
     run: Run
-    """Of one process, without a learner."""
+    """The run as this one process sees it: without a learner."""
     store: StageStore
     """The sealed stage."""
     cursor: Cursor

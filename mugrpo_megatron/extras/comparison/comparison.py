@@ -49,7 +49,7 @@ PANELS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
 """Metric, title, explanation and looks of the panels over updates."""
 
 ALIKE = {"data": "training data", "reward": "reward", "eval": "evaluation"}
-"""Recipe section -> its name in a warning, if the runs differ in it."""
+"""Recipe section in which compared runs should agree -> its name in the warning if they do not."""
 
 
 def write_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
@@ -111,7 +111,7 @@ def labels_of(runs: Sequence[RunData]) -> list[str]:
 
 
 def _short(key: str) -> str:
-    """A setting's name without its section, and the section's for a `name`."""
+    """A setting's name without its section; for a key called `name`, the section's name."""
     section, _, name = key.rpartition(".")
     return section if name == "name" else name
 

@@ -15,7 +15,7 @@ from mugrpo_megatron.observe.rundata import RunData, paper_seconds
 QUARTER = 0.75
 """A run's end is its mean figure from this share of the run on: one evaluation alone is too uncertain."""
 NORMAL_95 = 1.959964
-"""Half of a 95 % interval in standard errors."""
+"""Half the width of a 95 % interval, in standard errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,8 @@ def over_updates(run: RunData) -> Curve:
 
 
 def over_seconds(run: RunData) -> Curve:
-    """The same over the run's seconds without evaluations and saves, whose number is the user's choice."""
+    """`over_updates`, over the seconds of the run without those of evaluations and saves, whose number is the user's
+    choice."""
     return _curve(run, lambda row: seconds_until(run.phases, row["time"]))
 
 

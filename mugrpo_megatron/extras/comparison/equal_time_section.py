@@ -118,7 +118,7 @@ def _chart(ends: Ends, labels: Sequence[str], colors: Sequence[str]) -> Chart:
 
 
 def _sentence(ends: Ends, labels: Sequence[str]) -> str:
-    """The difference at equal time and at equal updates, of two runs; of more the table's figures suffice."""
+    """A sentence with the difference at equal time and at equal updates of two runs; more runs have only the table."""
     if len(labels) > 2:
         return f"Each run against {labels[0]}, after the time that all have spent."
     time, updates = _gaps(ends, 1)
@@ -164,7 +164,7 @@ def _table(ends: Ends, labels: Sequence[str]) -> dict[str, Any]:
 
 
 def _text(gap: Estimate, measure: str) -> str:
-    """+1.2 ± 0.8 points"""
+    """The difference with its interval, as in `+1.2 ± 0.8 points`."""
     scale, unit, digits = (100.0, " points", 1) if measure == "accuracy" else (1.0, "", 3)
     error = "" if math.isnan(gap.error) else f" ± {scale * gap.half:.{digits}f}"
     return f"{scale * gap.value:+.{digits}f}{error}{unit}".replace("-0.0 ", "+0.0 ")

@@ -23,17 +23,17 @@ class Stack(NamedTuple):
     """Versions that were tested together."""
 
     name: str
-    """As `setup.sh --stack` takes it."""
+    """Name of the stack, as `setup.sh --stack` takes it."""
     sglang: str
     torchvision: str
-    """The one of the stack's torch on CPU."""
+    """Version of torchvision that fits the stack's torch on CPU."""
 
 
 STACKS = {
     "0.16.1": Stack("pinned", "0.5.15.post1", "0.28.0"),
     "0.19.2": Stack("new", "0.5.23", "0.29.1"),
 }
-"""megatron-core -> its stack."""
+"""Version of megatron-core -> the stack of versions that was tested with it."""
 FAKES = "_meta_registrations.py"
 """File of torchvision that registers fakes of its library's operators."""
 FAKE = re.compile(r"^@torch\.library\.register_fake\(.*\)\n", re.MULTILINE)

@@ -79,7 +79,7 @@ def generate_shard(recipe: Recipe, shard: GenerationShard, stage: int | None, pr
 def _generate(
     run: Run, shard: GenerationShard, stage: NextStage, store: StageStore, part: StagePart, problems: Problems
 ) -> None:
-    """Rounds until the part of the stage is on disk."""
+    """Sample and score in rounds, until the shard's part of the stage is on disk."""
     recipe = run.recipe
     tokenizer = load_tokenizer(recipe.model.directory)
     prepared = prepare(recipe.data, recipe.reward, tokenizer, problems)
@@ -102,5 +102,5 @@ def _generate(
 
 
 def _slot(shard: GenerationShard) -> EngineSlot:
-    """This machine's first devices; the shard's number gives the engine its own random stream."""
+    """The slot of an engine on this machine's first devices; the shard's number gives it a random stream of its own."""
     return EngineSlot(True, number=shard.number, engines=shard.of, local=0, local_engines=1, gpu=0)

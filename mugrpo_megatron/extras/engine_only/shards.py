@@ -43,7 +43,7 @@ from mugrpo_megatron.weights.families import fingerprint
 
 SHARD = re.compile(r"(\d{1,4})/(\d{1,4})")
 CLAIM_SECONDS = 600.0
-"""Time to wait while another process makes the run directory."""
+"""Longest seconds that a process waits while another one makes the run directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class NextStage:
 
     record: RunRecord
     cursor: Cursor
-    """The stage's start."""
+    """The cursor at the start of the stage."""
     weights: Path
     directory: Path
     """Directory of the stage's files."""

@@ -43,13 +43,13 @@ ANSWER_BYTES = 4096
 """Most bytes of a launcher's answer."""
 ERROR_CHARS = 200
 ENDING_S = 10.0
-"""A program whose session a limit has ended has this long to write its result, before it is killed."""
+"""Seconds that a program has to write its result once a limit has ended its session; then it is killed."""
 MOST_STARTS = 64
-"""Lines of the output at which a result of several lines is looked for."""
+"""Most lines, from the end of the output, at which a result of several lines may begin."""
 
 
 class Agent:
-    """The programs of one worker."""
+    """Runs the programs of one worker."""
 
     def __init__(self, options: Mapping[str, Any], endpoint: Endpoint | None = None) -> None:
         """Load the program, and open the endpoint's socket. Raises UserError where it cannot be loaded."""

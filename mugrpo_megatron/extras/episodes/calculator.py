@@ -22,11 +22,11 @@ from mugrpo_megatron.files.durable import check_output, write_text
 from mugrpo_megatron.samples import Problem
 
 CALL = "?"
-"""Ends a turn that asks the calculator."""
+"""The text that ends a turn which asks the calculator."""
 MOST_CALLS = 4
 ROWS = 6000
 CALLING = 0.2
-"""Share of the rows that call."""
+"""Share of the rows in which the calculator is called."""
 TEMPLATE = """{% for m in messages %}<|im_start|>{{ m['role'] }}
 {{ m['content'] }}{% for c in m['tool_calls'] or [] %}<tool_call>
 {"name": "{{ c['function']['name'] }}", "arguments": {{ c['function']['arguments'] | tojson }}}
@@ -37,7 +37,7 @@ SUM = re.compile(r"\d{1,9}(?:\+\d{1,9})*")
 
 
 async def episode(problem: Problem, model: EpisodeModel) -> None:
-    """Turns until one does not end with a call; the verifier scores the last."""
+    """Let the model take turns until one does not end with a call; the verifier scores that last turn."""
     ids = model.prompt_ids
     for _ in range(MOST_CALLS):
         turn = await model.generate(ids, stop=[CALL])
@@ -51,14 +51,14 @@ async def episode(problem: Problem, model: EpisodeModel) -> None:
 
 
 def value(expression: str) -> str:
-    """A sum's value. Raises ValueError for anything else."""
+    """The value of a sum, as text. Raises ValueError for any other expression."""
     if not SUM.fullmatch(expression):
         raise ValueError("no sum")
     return str(sum(map(int, expression.split("+"))))
 
 
 def demonstrations(count: int = ROWS) -> list[dict[str, str]]:
-    """Rows of a prompt and a response; every fifth calls."""
+    """Rows of a prompt and a response, which in every fifth row calls the calculator."""
     every = round(1 / CALLING)
     rows = []
     for index, problem in enumerate(problems(1, "train", count, "chain")):
@@ -69,7 +69,8 @@ def demonstrations(count: int = ROWS) -> list[dict[str, str]]:
 
 
 def chats(count: int = ROWS) -> Iterator[dict[str, Any]]:
-    """Rows of a chat and its answer; every fifth calls, and another row answers with the call's result."""
+    """Rows of a chat and its answer. Every fifth calls the calculator, and a further row continues that chat with the
+    result."""
     for row in demonstrations(count):
         question = {"role": "user", "content": row["prompt"]}
         said, called, rest = row["response"].partition(CALL)

@@ -133,7 +133,7 @@ class Chat:
                 raise ValueError(f"chat_template_kwargs.{name}: the chat template reads no such argument; leave it out")
 
     def count_special(self, texts: Iterable[str]) -> int:
-        """Special tokens that texts spell out; each is a token for itself at least."""
+        """Number of special tokens that texts spell out, each of which takes a token or more."""
         return sum(count_special(text, self._tokenizer) for text in texts)
 
     def shown(self, ids: list[int]) -> str:

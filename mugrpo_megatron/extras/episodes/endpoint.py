@@ -26,13 +26,13 @@ MODEL = "policy"
 BODY_BYTES = 4 << 20
 """Most bytes of a request: room for `MOST_BYTES` of text, or for 700,000 characters that JSON escapes."""
 HELD_BYTES = 256 << 20
-"""Most bytes of all requests that are being read at a time."""
+"""Most bytes of all requests together that are being read."""
 REQUESTS = 64
-"""Requests of one session at a time."""
+"""Most requests of a session that are open at a time."""
 MOST_REFUSED = 64
-"""Refusals of a session's requests that end it."""
+"""Number of refused requests that ends a session."""
 MOST_SINCE = 16
-"""Requests of a program whose session has ended after which it is not waited for."""
+"""Number of requests of a program to a session that has ended, after which the program is killed."""
 STOPS, STOP_CHARS = 16, 1024
 """Most texts of `stop`, and most characters of each."""
 USED = (
@@ -64,7 +64,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
-"""Settings that change what is sampled or returned -> values at which they do not."""
+"""Keys of a request that change what is sampled or returned -> the values that are accepted, since they change
+nothing."""
 WITHOUT_EFFECT = (
     "model",
     "user",
@@ -102,9 +103,9 @@ class Session:
     over: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once a limit has ended it: every later request is refused."""
     deaf: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once the program has gone on to ask in spite of that."""
+    """Set once the program has sent MOST_SINCE requests to the session that has ended."""
     refused: int = 0
-    """Requests that were refused though they had a good form."""
+    """Number of refused requests that were well formed."""
     asked_since: int = 0
     """Requests since a limit has ended it."""
 
@@ -113,7 +114,7 @@ class Session:
         self.over.set()
 
     def refuse(self) -> None:
-        """Count a refusal; the work of finding it is the engine's leader's."""
+        """Count a refused request: each one costs work of the engine's leader, so a session may have MOST_REFUSED."""
         self.refused += 1
         if self.refused >= MOST_REFUSED:
             self.end(f"{MOST_REFUSED} refused requests")
@@ -126,7 +127,7 @@ class Session:
 
 
 class Refused(Exception):
-    """A request that is answered with an error of OpenAI's form."""
+    """Raised for a request that is answered with an error in OpenAI's format."""
 
     def __init__(self, message: str, status: int = 400, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
@@ -162,7 +163,7 @@ class Endpoint:
         await send({"type": "http.response.body", "body": as_text(body).encode()})
 
     async def _answer(self, scope: dict[str, Any], receive: Any) -> dict[str, Any] | str:
-        """The body of the answer, the text of a stream where the request asks for one."""
+        """The body of the answer: JSON, or the text of an event stream if the request asks for one."""
         session = self._session(scope)
         method, path = scope["method"], scope["path"].split("/", 3)[3]
         known = {"v1/models": "GET", f"v1/models/{MODEL}": "GET", "v1/chat/completions": "POST"}
@@ -364,7 +365,7 @@ def _with_text(message: Any) -> Any:
 
 
 def one_call_of(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The model's message as a program reads it that takes one call at a time: the first one."""
+    """The model's message with its first tool call alone, for a program that takes one call at a time."""
     return {**message, "tool_calls": message["tool_calls"][:1]} if message.get("tool_calls") else dict(message)
 
 

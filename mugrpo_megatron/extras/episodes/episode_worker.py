@@ -31,12 +31,12 @@ from mugrpo_megatron.recipe.functions import describe_exception
 from mugrpo_megatron.samples import Problem
 
 ALIVE_S = 1.0
-"""Seconds between two messages to the parent that the event loop runs."""
+"""Seconds between two messages that tell the parent that the event loop still runs."""
 THREADS = 1024
-"""Plain functions that run at the same time."""
+"""Most plain (not `async`) functions that run at the same time."""
 STACK_BYTES = 1 << 20
 MOST_SENT = 16 << 20
-"""Most characters of a request to the parent, which ends an episode at fewer."""
+"""Most characters that are sent to the parent as one request; the parent ends an episode for fewer."""
 ENDED = "the episode has ended"
 
 
@@ -76,7 +76,7 @@ class _Worker:
         self._threads = ThreadPoolExecutor(THREADS)
         self._episodes: dict[int, tuple[asyncio.Task[None], EpisodeModel]] = {}
         self._pending: dict[int, tuple[int, asyncio.Future[Any]]] = {}
-        """Number of a request -> its episode's key, and its answer."""
+        """Number of a request -> the key of its episode, and the future of its answer."""
         self._asking: set[int] = set()
         """Keys of episodes whose function waits for an answer."""
         self._numbers = count()

@@ -39,11 +39,11 @@ from mugrpo_megatron.samples import Episode as Outcome
 from mugrpo_megatron.samples import Response
 
 FIRST = 16
-"""Least number of episodes that `max_failure_share` is taken of."""
+"""Fewest episodes of which `max_failure_share` is taken."""
 IN_FLIGHT = 16
 """Episodes in flight for each request that the engine runs at a time; most of them wait for tools."""
 LOST = "lost"
-"""Component: share of a group's episodes that have failed."""
+"""Name of the component that is the share of a group's episodes that have failed."""
 RETRIES = 1
 """A failed episode is begun again so often, then dropped from its group."""
 BYTES_A_TOKEN = 64
@@ -70,7 +70,7 @@ class Episodes:
         self._pool = Pool(options, recipe.episodes, limit, self._programs)
         self._keys = itertools.count()
         self.busy_s, self.total_s = 0.0, 0.0
-        """Seconds with a request in the engine, and in all."""
+        """Seconds in which the engine had a request, and all seconds."""
 
     def close(self) -> None:
         self._pool.close()
@@ -187,7 +187,7 @@ class Episodes:
                     self._request(process, episode, message)
 
     def _send(self, process: EpisodeProcess, message: Mapping[str, Any], **answer: Any) -> None:
-        """Answer what an episode asked."""
+        """Send an episode's process the answer to its request."""
         process.send({"answer": message["ask"], "request": message["request"], **answer})
 
     @contextmanager
@@ -245,7 +245,8 @@ class Episodes:
         return True
 
     def _end(self, process: EpisodeProcess, episode: Attempt, message: Mapping[str, Any]) -> None:
-        """End an episode at a limit. A program reads so, and may write its result; a function is cancelled."""
+        """End an episode at a limit. A program gets an error and may still write its result; a function is
+        cancelled."""
         if message["what"] == PROGRAM:
             key = TURNS if episode.asked >= self._section.turns else TOKENS
             most = self._section.turns if key == TURNS else self._sampling.max_tokens
@@ -403,7 +404,8 @@ class Episodes:
             )
 
     def _drop_requests(self, episode: Attempt, number: int | None = None) -> bool:
-        """Abort an episode's requests, or the one that its process gave that number; returns whether there were any."""
+        """Abort all of an episode's requests in the engine, or the one with a given number; returns whether there were
+        any."""
         keys = {
             key
             for key, asked in self._requests.items()
@@ -418,7 +420,8 @@ class Episodes:
         return bool(keys)
 
     def _stop(self, process: EpisodeProcess, episode: Attempt | None, why: str) -> None:
-        """End an episode that took too long, or a process: its episodes are begun again, one that was alone fails."""
+        """End an episode that took too long. Or end a process: its episodes are begun again, except that a single one
+        fails."""
         if episode is not None:
             self._pool.cancel(process, episode)
             self._fail(episode, why)

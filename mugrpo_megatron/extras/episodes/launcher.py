@@ -37,7 +37,8 @@ FILE_BYTES = 64 << 20
 """Size limit of each file that a program writes, its output included."""
 OPEN_FILES = 1024
 ROW, OUTPUT, ERRORS, SCRATCH = "row.json", "stdout", "stderr", "scratch"
-"""In a session's directory: the program's standard input, output and errors, and the directory it begins in."""
+"""Names in a session's directory: the files for the program's standard input, output and errors, and its working
+directory."""
 NOT_STARTED = 127
 """Exit code of a program that could not be started, as a shell's."""
 
@@ -74,7 +75,7 @@ def serve(descriptor: int, text: str) -> None:
 
 
 def _command(name: str) -> Callable[[Path], Any]:
-    """Becomes the command, whose row is on standard input already."""
+    """Returns a function that replaces the process by the command; the row is already on standard input."""
     # The program runs in a directory of its own, so files among the words are named from the root.
     words = [str(Path(word).resolve()) if Path(word).is_file() else word for word in shlex.split(name)]
     # Not resolved: the interpreter of a virtual environment is a link that finds its packages by its own path.
@@ -90,7 +91,7 @@ def _command(name: str) -> Callable[[Path], Any]:
 
 
 def _function(name: str) -> Callable[[Path], Any]:
-    """Calls the function `module:function` with the row's file."""
+    """Returns a function that calls `module:function` with the row that a file holds."""
     function = load_function("rollout.agent", name)
     return lambda row: _call(function, row)
 
@@ -119,7 +120,7 @@ def _as_object(result: Any) -> dict[str, Any]:
 
 
 def _say(session: socket.socket, text: str) -> None:
-    """Answer the worker: an exit code, or a sentence."""
+    """Send the worker an exit code, or a sentence about a failure."""
     with suppress(OSError):  # the worker has closed it
         session.send(text.encode())
 

@@ -26,9 +26,9 @@ SILENT_S = 60.0
 """Seconds of silence after which a process is killed: something blocks its event loop, which on a busy machine may also
 be silent for seconds."""
 READ_S = 0.5
-"""Seconds in which the messages of a process are read, before the engine and the others have their turn."""
+"""Longest seconds for which messages of one process are read, before the engine and other processes get their turn."""
 ENDING_S = 1.0
-"""An episode that was cancelled has this long to end, before its process gets no new ones."""
+"""Seconds that a cancelled episode has to end; after that its process gets no new episodes."""
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class Group:
     responses: list[list[Response]]
     """Responses of each episode, empty while it runs; the first of them is scored for all."""
     failed: int = 0
-    """Episodes that have failed for good."""
+    """Number of episodes that failed and are not begun again."""
 
 
 @dataclass(slots=True)
@@ -50,8 +50,8 @@ class Attempt:
     """Index of the response in its group."""
     retries: int = 0
     alone: bool = False
-    """Whether the episode runs in a process of its own: one that held it and others died, and only alone can it be
-    blamed."""
+    """Whether the episode runs in a process of its own, because a process died that ran it beside others: if it dies
+    again, this episode is the cause."""
     trajectories: list[Trajectory] = field(default_factory=list)
     """Its responses so far; the last one has the latest answer."""
     asked: int = 0
@@ -64,7 +64,7 @@ class Attempt:
     """Recipe key of the limit that has ended a program's session; the program may still write its result."""
     start: float = field(default_factory=time.monotonic)
     answered_at: float = field(default_factory=time.monotonic)
-    """When it last got an answer of the model."""
+    """Monotonic time at which it last got an answer of the model."""
     waited_s: float = 0.0
     """Seconds spent waiting for the user's function, tools included."""
 
@@ -76,7 +76,7 @@ class EpisodeProcess:
     ready: bool = False
     episodes: dict[int, Attempt] = field(default_factory=dict)
     cancelled: dict[int, float] = field(default_factory=dict)
-    """Keys of episodes that have yet to end, and by when."""
+    """Keys of cancelled episodes that have not ended -> the monotonic time by which they have to."""
     retiring: bool = False
     outbox: queue.SimpleQueue[bytes] = field(default_factory=queue.SimpleQueue)
 
@@ -86,7 +86,7 @@ class EpisodeProcess:
         threading.Thread(target=self._write, daemon=True).start()
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Returns at once; whether it is dead is found when it is read."""
+        """Send a message and return at once; that the process is dead is noticed when it is read."""
         self.outbox.put(json.dumps(message).encode())
 
     def _write(self) -> None:
@@ -106,7 +106,7 @@ class Asked(NamedTuple):
     attempt: Attempt
     trajectory: Trajectory
     message: dict[str, Any]
-    """As the episode's process sent it."""
+    """The request, as the episode's process sent it."""
     ids: list[int]
 
 
@@ -242,7 +242,7 @@ def worker_options(recipe: Recipe, directory: str) -> dict[str, Any]:
 
 
 def slime_args(model: ModelSection, data: DataSection, rollout: RolloutSection) -> dict[str, Any]:
-    """The `args` of slime's convention."""
+    """The attributes of the object `args` that slime passes to a function."""
     return {
         "sglang_router_ip": "127.0.0.1",
         "sglang_router_port": 0,

@@ -13,7 +13,7 @@ Characters would not do: a million of Chinese or of emoji take three to four tim
 MOST_VALUES = 1 << 15
 """Most values of a chat request, objects and lists among them."""
 MOST_IDS = 1 << 20
-"""Most values of a function's request, whose token ids count."""
+"""Most values of a function's request, in which each token id is a value."""
 MOST_DEPTH = 64
 """Most objects and lists inside each other."""
 

@@ -22,7 +22,7 @@ Shown = Callable[[list[int]], str]
 
 
 class Broken(Exception):
-    """A request does not begin with the tokens so far; the sentence names the first difference."""
+    """Raised for a request that does not begin with the tokens so far; the sentence names the first difference."""
 
 
 @dataclass(slots=True)
@@ -30,20 +30,20 @@ class Trajectory:
     """The tokens of a response so far, and the chat that they hold, if any."""
 
     limit: int
-    """Most tokens after the prompt, the environment's included."""
+    """Most tokens after the prompt, those of tools included."""
     tools: Sequence[Any] = ()
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """The request's own arguments for the chat template."""
     messages: list[Any] = field(default_factory=list)
     """Messages of the last chat request, and its answer."""
     ends: dict[int, int] = field(default_factory=dict)
-    """Messages up to the end of each answer -> tokens."""
+    """Number of messages up to the end of an answer -> number of tokens up to there."""
     busy: bool = False
     """Whether the engine works on it."""
     prompt: list[int] = field(default_factory=list)
     """Tokens before the first sampled one."""
     ids: list[int] = field(default_factory=list)
-    """The response: sampled tokens, and the environment's between them."""
+    """The response: sampled tokens, and between them those that tools or users gave."""
     mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     support_ids: list[np.ndarray] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Trajectory:
 
     @property
     def room(self) -> int:
-        """Tokens that may still be sampled, or given."""
+        """Number of tokens that the response may still get, sampled or given."""
         return self.limit - len(self.ids)
 
     def check(self, ids: Sequence[int], shown: Shown) -> None:
@@ -96,12 +96,12 @@ class Trajectory:
         self.finish_reason, self.weight_version = response.finish_reason, response.weight_version
 
     def answered(self, messages: Sequence[Any], answer: Mapping[str, Any]) -> None:
-        """Add the answer to a chat request, whose tokens are here already."""
+        """Add the message that answers a chat request; its tokens were added by `extend`."""
         self.messages = [*messages, answer]
         self.ends[len(self.messages)] = len(self.context)
 
     def response(self, episode: Episode, others: bool) -> Response:
-        """The response as the stage stores it; `others` for one that the scored response of the episode precedes."""
+        """The response as the stage stores it."""
         mask = np.array(self.mask, dtype=bool) if others else episode.mask
         prompt = np.array(self.prompt, dtype=np.int32)
         return Response(

@@ -24,12 +24,12 @@ TRIAL_S = 60.0
 
 
 class _Listener(Endpoint):
-    """Keeps what becomes of the first request for a completion."""
+    """A listener to the endpoint, which keeps the outcome of the first request for a completion."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Empty for a good request, else why it is refused."""
+        """The outcome: empty for a good request, else the reason for which it was refused."""
 
     async def _completed(self, session: Session, receive: Any) -> dict[str, Any] | str:
         try:

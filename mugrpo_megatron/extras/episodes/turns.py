@@ -31,7 +31,7 @@ class ProgramFailure(Exception):
 
 
 class Over(ValueError):
-    """The model answers an episode no more: it has ended, or a limit has ended it."""
+    """Raised where an episode asks the model after its end: it has finished, or a limit has ended it."""
 
     def __init__(self, why: str, limit: str | None = None) -> None:
         """`limit` is the recipe key of the limit that was reached."""
@@ -46,7 +46,7 @@ class Turn:
     ids: list[int]
     logprobs: list[float]
     text: str
-    """Without special tokens."""
+    """The response as text, without special tokens."""
     finish_reason: str
     """`stop`, or `length` if a limit cut the turn."""
 
@@ -59,7 +59,7 @@ class EpisodeModel:
     prompt_ids: list[int]
     """The problem as the recipe renders it."""
     prompt: str
-    """The same as text, special tokens included."""
+    """The problem as the recipe renders it, as text with special tokens."""
     messages: list[dict[str, Any]]
     """The problem as a chat."""
     sampling: Mapping[str, Any]
@@ -69,7 +69,7 @@ class EpisodeModel:
     calls: int = 0
     failed_calls: int = 0
     open: int = 0
-    """Plain functions that have not returned."""
+    """Number of plain functions that have not returned."""
     ids: list[int] = field(default_factory=list)
     """All tokens so far, sampled ones included; `generate` continues them."""
 
@@ -115,7 +115,8 @@ class EpisodeModel:
             raise
 
     async def apart(self, function: Callable[..., Any], /, **arguments: Any) -> Any:
-        """`call` of a function that is no tool. StopIteration, SystemExit and the like become a RuntimeError."""
+        """Run a function that is no tool as `call` runs tools. StopIteration, SystemExit and the like become a
+        RuntimeError."""
 
         def run() -> Any:
             try:

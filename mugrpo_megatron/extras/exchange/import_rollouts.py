@@ -43,7 +43,7 @@ from mugrpo_megatron.stages.store import StageStore
 
 
 class _Gold(NamedTuple):
-    """Reference answer that a response is scored against."""
+    """The gold that a response is scored against."""
 
     source: str
     """The row's data source, else the file's name."""
@@ -104,7 +104,7 @@ def import_rollouts(
 
 
 def _named(groups: list[list[ForeignRollout]]) -> bool:
-    """Whether a column tells groups of one prompt apart."""
+    """Whether the rows have a column that tells groups with the same prompt apart."""
     return any(groups[0][0].row.get(name) is not None for name in ("group", "step"))
 
 

@@ -56,7 +56,8 @@ class LoraAdapters:
 
     @torch.no_grad()
     def start(self, chunks: Sequence[PolicyModel]) -> None:
-        """Those of `lora.start`, else A uniform as PEFT draws it (within 1 / sqrt(inputs)) and B zero."""
+        """Set the first factors: those of `lora.start`, else A uniform as PEFT draws it (within 1 / sqrt(inputs)), and
+        B zero."""
         section = self._recipe.lora
         start = read_adapter(section.start, self._architecture).read() if section.start else None
         for adapter in _adapters(chunks):
@@ -70,13 +71,13 @@ class LoraAdapters:
 
     @torch.no_grad()
     def turn_off(self, chunks: Sequence[PolicyModel]) -> None:
-        """B = 0."""
+        """Set every B to 0, so that the adapters change nothing."""
         for adapter in _adapters(chunks):
             for factor in adapter.b.values():
                 factor.zero_()
 
     def files(self, chunks: Sequence[PolicyModel]) -> dict[str, Any]:
-        """PEFT's two files, in a directory beside the merged weights."""
+        """Name -> content of PEFT's two files, in a directory beside the merged weights."""
         tensors = gather(chunks)
         section, model = self._recipe.lora, self._recipe.model
         if dist.get_rank() != 0:
@@ -86,7 +87,7 @@ class LoraAdapters:
         return {f"{DIRECTORY}/{name}": content for name, content in files.items()}
 
     def _drawn(self, leaf: Leaf, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same factors in every layout: from `run.seed` and the layer's name."""
+        """Draw a layer's A from `run.seed` and the layer's name, so that it is the same in every layout."""
         words = [self._recipe.run.seed, leaf.name, *([expert] if leaf.experts else [])]
         digest = hashlib.sha256(" ".join(map(str, words)).encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))

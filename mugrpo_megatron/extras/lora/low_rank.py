@@ -147,7 +147,7 @@ class LowRank(torch.nn.Module):
     def _with_merged(
         self, product: Callable[..., torch.Tensor], input: torch.Tensor, weight: torch.Tensor, **options: Any
     ) -> torch.Tensor:
-        """The layer's product with the merged matrix; backward makes it again, so that none is kept."""
+        """The layer's product with the merged matrix; backward merges again, so that no merged matrix is kept."""
         merged = self.merged()
         place = merged.data_ptr()
 
@@ -173,7 +173,7 @@ class LowRank(torch.nn.Module):
 
 
 class _Up(torch.autograd.Function):
-    """y, which has scale B u in it; in backward also the gradients of u and B, from the output's."""
+    """Returns y, which already contains scale B u; backward adds the gradients of u and B."""
 
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, u: torch.Tensor, adapter: LowRank, *b: torch.Tensor) -> torch.Tensor:

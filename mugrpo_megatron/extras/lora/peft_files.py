@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MOST = 2**31
-"""No rank and no alpha is larger."""
+"""Largest rank and alpha that are accepted."""
 OF_EXPERTS = re.compile(rf"\.{re.escape(EXPERTS)}(\.base_layer)?\.lora_")
-"""Name of an experts' tensor; the parameter that it adapts is only in `target_parameters`."""
+"""Matches the name of an experts' tensor; which parameter it adapts stands only in `target_parameters`."""
 PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
@@ -40,7 +40,7 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "trainable_token_indices": (None, [], {}),
     "alora_invocation_tokens": (None, []),
 }
-"""Settings of PEFT and the values of a plain adapter; others change W, or the sum W + alpha / r B A."""
+"""Setting of PEFT -> its value in a plain adapter; other values change W, or the sum W + alpha / r B A."""
 TYPES = ("F32", "BF16", "F16")
 
 

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 Targets = Literal["all-linear"] | Sequence[str]
 PREFIX = "base_model.model."
-"""PEFT's, before the name of a module of transformers' causal model."""
+"""What PEFT writes before the name of a module of transformers' causal model."""
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
-"""The parameters of transformers' experts."""
+"""Names of the two parameters in which transformers keeps a layer's experts."""
 EXPERTS = "mlp.experts"
 """Transformers' name of a layer's experts, in every family."""
 
@@ -33,9 +33,9 @@ class Leaf:
     experts."""
 
     name: str
-    """PEFT's, of the module: `model.layers.0.self_attn.q_proj`."""
+    """PEFT's name of the module, such as `model.layers.0.self_attn.q_proj`."""
     kind: str
-    """`q_proj`, as `lora.targets` names it."""
+    """Kind of the layer, as `lora.targets` names it: `q_proj`."""
     outputs: int
     inputs: int
     experts: int = 0
@@ -64,7 +64,7 @@ class Leaf:
         return a.view(self.experts, -1, self.inputs)[expert], b.view(self.outputs, -1, self.experts)[..., expert]
 
     def named(self, a: torch.Tensor, b: torch.Tensor) -> dict[str, torch.Tensor]:
-        """PEFT's tensors of whole factors as the learner has them, of experts in a stack."""
+        """PEFT's tensors, by name, for the whole factors `a` and `b` of the learner, which has experts as a stack."""
         if not self.experts:
             return {self.a: a, self.b: b}
         return {self.a: a.flatten(0, 1), self.b: b.flatten(1, -2).permute(1, 2, 0).flatten(1)}

@@ -146,7 +146,7 @@ class RankParameters:
         return self.dense + self.experts
 
     def shared(self, layout: Layout) -> float:
-        """Parameters whose optimizer states a rank holds; about as many go to a checkpoint."""
+        """Number of parameters whose optimizer states a rank holds; a rank writes about as many to a checkpoint."""
         return self.dense / layout.shards + self.experts / layout.expert_shards
 
 
@@ -218,11 +218,11 @@ class PlanCase:
     cluster: Cluster
     assumptions: Assumptions
     auxiliaries: Mapping[str, ModelShape] = field(default_factory=dict)
-    """AuxiliaryModel -> its shape."""
+    """Name of an auxiliary model -> its shape."""
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a weight or an activation."""
+        """Bytes of one number of the weights or activations."""
         return ITEMSIZE[self.recipe.model.dtype]
 
     @property
@@ -236,17 +236,17 @@ class PlanCase:
 
     @property
     def mean_prompt(self) -> float:
-        """Tokens of a prompt."""
+        """Mean number of tokens of a prompt."""
         return max(1.0, self.assumptions.mean_prompt * self.recipe.data.max_prompt_tokens)
 
     @property
     def mean_response(self) -> float:
-        """Tokens of a response."""
+        """Mean number of tokens of a response."""
         return max(1.0, self.assumptions.mean_response * self.recipe.rollout.max_response_tokens)
 
     @property
     def mean_sequence(self) -> float:
-        """Tokens of prompt and response together."""
+        """Mean number of tokens of a prompt and a response together."""
         return self.mean_prompt + self.mean_response
 
     def adapter(self, layout: Layout) -> RankParameters | None:

@@ -144,10 +144,10 @@ class Assumptions:
 
 
 SHARES = ("mean_prompt", "mean_response", "packing", "mfu", "mfu_experts", "decode", "fragmentation")
-"""Assumptions that are at most 1."""
+"""Names of assumptions that are shares, so at most 1."""
 MOST = {"spread": 10.0, **dict.fromkeys(SHARES, 1.0)}
 LEAST, MOST_OTHERS = 1e-9, 1e18
-"""Beyond these, seconds and bytes overflow."""
+"""Smallest and largest value of an assumption; beyond these, seconds and bytes overflow."""
 
 
 def assume(settings: Iterable[str]) -> Assumptions:
