@@ -16,7 +16,7 @@ from mugrpo_megatron.files.durable import digest, read_checksummed_json, write_c
 from mugrpo_megatron.files.json_text import file_inside
 
 STATE = "state.json"
-"""Written last, so a directory that has it is complete."""
+"""Name of the file that is written last, so a directory that has it is complete."""
 
 
 Count = Annotated[int, Field(ge=0)]
@@ -28,9 +28,9 @@ class SavedCursor(TypedDict):
     age: Count
     updates: Count
     repeated: NotRequired[Count]
-    """Absent before there were several passes."""
+    """Absent in checkpoints from before `schedule.epochs`."""
     nats: NotRequired[Annotated[float, Field(ge=0, allow_inf_nan=False)]]
-    """Absent before `schedule.max_kl`."""
+    """Absent in checkpoints from before `schedule.max_kl`."""
 
 
 @with_config(ConfigDict(strict=True))

@@ -30,9 +30,9 @@ MIN_FREE_BYTES = 1 << 20
 """Free bytes below which a disk counts as full."""
 RANDOM_SUFFIX = "[0-9a-f]" * 8
 OF_RUST = re.compile(r"\(os error (\d+)\)")
-"""How libraries in Rust, such as safetensors, write the number of an error in its text."""
+"""Matches the number of a system error in the text of an error of a Rust library, such as safetensors."""
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
-"""Constants of Linux's renameat2(2)."""
+"""Arguments of renameat2(2) on Linux, by which two names are swapped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +291,7 @@ def full_disk_error(error: BaseException, path: Path) -> UserError | None:
 
 
 def _no_room(error: BaseException, path: Path) -> int | None:
-    """The number of NO_ROOM that an error, or one that it hides, comes from."""
+    """The number in NO_ROOM of an error, or of the error that caused it; None if it has another cause."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in NO_ROOM:

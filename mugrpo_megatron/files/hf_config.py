@@ -18,19 +18,19 @@ from mugrpo_megatron.files.json_text import read_json
 
 CONFIG = "config.json"
 MAX_ERRORS = 3
-"""Wrong fields in a message."""
+"""Most wrong fields that a message names."""
 
 MOST_EXPERTS = 1_000_000
-"""Limit of experts in all layers together; each has three tensors to name."""
+"""Most experts in all layers together: each has three tensors whose names are listed."""
 
 Size = Annotated[int, Field(gt=0, lt=2**31)] | None
 OptionalCount = Annotated[int, Field(ge=0, le=65_536)] | None
-"""Bounded: a mistyped number would take hours of arithmetic."""
+"""A count with an upper bound: a mistyped number would take hours of arithmetic."""
 Heads = Annotated[int, Field(gt=0, le=65_536)] | None
 Positive = Annotated[FiniteFloat, Field(gt=0, lt=1e12)] | None
 NotNegative = Annotated[FiniteFloat, Field(ge=0, lt=1e12)] | None
 Theta = Annotated[FiniteFloat, Field(gt=1, lt=1e15)] | None
-"""Bounded: a huge integer overflows a float."""
+"""Base of rotary angles with an upper bound: a huge integer overflows a float."""
 Flag = bool | None
 
 
@@ -232,7 +232,7 @@ def _sentence(error: dict[str, Any]) -> str:
 
 
 MAX_REASON_CHARS = 200
-"""Characters of a library's message in ours."""
+"""Most characters of a library's message that an error quotes."""
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Literal
 from mugrpo_megatron.errors import UserError
 
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
-"""`owner/name`."""
+"""Matches the name of a repository on the hub, `owner/name`."""
 MODEL_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "*.jinja", "tokenizer.model")
 """Files of a model's repository that are downloaded: weights, configuration and tokenizer, never code."""
 CONFIG_TIMEOUT_S = 10.0

@@ -85,7 +85,7 @@ def as_text(value: Any) -> str:
 
 
 MAX_NAME_BYTES = 255
-"""Bytes; Linux has no longer file names."""
+"""Most bytes of a file name on Linux."""
 
 
 def file_inside(index: Path, name: Any) -> Path:
@@ -104,7 +104,7 @@ def file_inside(index: Path, name: Any) -> Path:
 
 
 def is_file_name(name: Any) -> bool:
-    """Whether `name` cannot lead out of a directory."""
+    """Whether `name` is a plain file name, which cannot lead out of a directory."""
     if not isinstance(name, str) or name in ("", ".", ".."):
         return False
     try:

@@ -25,9 +25,9 @@ from mugrpo_megatron.files.json_text import file_inside
 
 INDEX = ".metadata"
 MAX_REASON_CHARS = 200
-"""An index can hold any text, terminal escapes too."""
+"""Most characters of a library's reason that an error quotes; an index can hold any text."""
 MAX_AXES = 64
-"""Limit of torch."""
+"""Most axes of a tensor in torch."""
 
 DTYPES = frozenset(
     {
@@ -85,7 +85,7 @@ def read_index(directory: Path) -> dict[str, StoredTensor]:
 
 
 class _Ignored:
-    """Stands for a class whose content is not read, whatever it is made with."""
+    """Stands for a class whose content is not read; it accepts any arguments."""
 
     def __new__(cls, *arguments: Any) -> _Ignored:
         return super().__new__(cls)
@@ -141,7 +141,7 @@ class _Unpickler(pickle._Unpickler):
 
 
 _Blocks = Mapping[tuple[str, tuple[int, ...]], _StorageInfo]
-"""(key, offsets) -> the file range of a block."""
+"""(key of a tensor, offsets of a block in it) -> the file and the range of bytes that hold the block."""
 
 
 def _tensors(metadata: Any) -> Iterator[tuple[str, StoredTensor]]:
@@ -195,7 +195,7 @@ def _checked(numbers: Sequence[Any]) -> tuple[int, ...]:
 
 
 SEVERAL_ROWS = -1
-"""Key in `Reader._rows` of the chunks that span several rows of the first axis."""
+"""Key in `Reader._rows` under which chunks stand that span several rows of the first axis."""
 
 
 class Reader:

@@ -58,19 +58,20 @@ def _is_template(content: bytes) -> bool:
 
 
 def _is_merges(content: bytes) -> bool:
-    """Byte-pair merges: two words a line."""
+    """Whether a content is a list of byte-pair merges: two words a line."""
     lines = [line for line in content.decode().split("\n") if line and not line.startswith("#version")]
     return all(line.count(" ") == 1 for line in lines)
 
 
 def _is_sentencepiece(content: bytes) -> bool:
-    """A sentencepiece model begins with its pieces, protobuf's field 1; tiktoken's has lines of base64 and rank."""
+    """Whether a content is a sentencepiece model, which begins with field 1 of a protobuf; a tiktoken file has lines of
+    base64 and rank."""
     first = content.split(b"\n", 1)[0].split(b" ")
     return content[:1] == b"\x0a" or (len(first) == 2 and first[1].isdigit())
 
 
 CARRIED_TEXTS = {".jinja": _is_template, ".txt": _is_merges, ".model": _is_sentencepiece}
-"""Suffix of a file that is copied -> whether a content is of that kind."""
+"""Suffix of a text file that is copied into other models -> function that tells whether a content is of that kind."""
 
 
 def read_vocabulary(directory: Path, config: Mapping[str, Any]) -> dict[str, int]:

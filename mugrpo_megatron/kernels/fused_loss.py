@@ -65,7 +65,7 @@ class _Gradients:
     weight: Tensor | None
     """float32 [V / tp, H]; None for a weight that is not trained."""
     scale: float
-    """Factor of both."""
+    """Factor of both gradients: the loss scale."""
 
 
 def fused_policy_loss(
@@ -215,7 +215,7 @@ class _PrecomputedGradients(torch.autograd.Function):
         d_weight: Tensor | None,
         expected_grad: float | None,
     ) -> Tensor:
-        """`expected_grad`: upstream gradient already folded in; None means 1."""
+        """`expected_grad`: the upstream gradient that the computed gradients already contain; None means 1."""
         ctx.save_for_backward(d_hidden, d_weight)
         ctx.expected_grad, ctx.weight_dtype = expected_grad, weight.dtype
         return loss.clone()

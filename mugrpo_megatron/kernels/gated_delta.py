@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 CHUNK = 64
-"""Tokens whose updates of the state are one system of equations."""
+"""Number of tokens whose updates of the state are solved as one system of equations."""
 EPSILON = 1e-6
 """Added to the squared norm of queries and keys."""
 

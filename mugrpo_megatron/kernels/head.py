@@ -25,7 +25,7 @@ class HeadLayout:
     vocab_size: int
     """Tokens of the vocabulary; rows of the weight beyond it are padding and are ignored."""
     temperature: float = 1.0
-    """Logits are divided by it."""
+    """The temperature that logits are divided by."""
     tp_group: dist.ProcessGroup | None = None
     """Ranks that shard the vocabulary, with equally many rows each; None is one rank."""
     chunk: int = 1024

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 FLOOR = -1e30
-"""Maximum over no logits; finite, so that the difference of two of them is finite."""
+"""Stands for the maximum over no logits. It is finite, so that the difference of two such maxima is finite."""
 CACHE_ELEMENTS = 1 << 17
-"""Logits processed together: 512 KiB of float32 stay in a core's cache during the passes below."""
+"""Number of logits that are processed together: 512 KiB of float32 stay in a core's cache during the passes below."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ WARPS = 8
 
 
 def statistics(logits: Tensor, scale: float, valid: int, targets: Tensor) -> Tensor:
-    """As `torch_ops.statistics`."""
+    """Softmax statistics of logits; arguments and result as in `torch_ops.statistics`."""
     out = torch.empty(4, len(logits), dtype=torch.float32, device=logits.device)
     if len(logits):
         _statistics[(len(logits),)](
@@ -54,7 +54,8 @@ def gradient(
     dtype: torch.dtype,
     entropy: EntropyTerm | None = None,
 ) -> Tensor:
-    """As `torch_ops.gradient`; the result is a view of `logits`' memory with the same row stride in bytes."""
+    """Gradient in the raw logits; arguments and result as in `torch_ops.gradient`. The result is a view of the memory
+    of `logits` with the same row stride in bytes."""
     columns = logits.shape[1]
     out = logits.view(dtype)[:, :columns]
     value, d_entropy = (lse, lse) if entropy is None else (entropy.value, entropy.d_entropy)
@@ -146,7 +147,7 @@ def _gradient(
 
 LAYER_BLOCK = 1024
 LAYER_WARPS = 4
-"""8 values of 2 bytes per thread: loads and stores of 16 bytes."""
+"""Warps of a program, so that a thread has 8 values of 2 bytes and loads and stores take 16 bytes."""
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -183,7 +184,7 @@ def _swiglu(x, out, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def _swiglu_gradient(grad, x, dx, width, BLOCK: tl.constexpr):
-    """With s = sigmoid(gate):  d_gate = dy up s (1 + gate (1 - s)),  d_up = dy gate s."""
+    """Kernel of `swiglu_gradient`. With s = sigmoid(gate): d_gate = dy up s (1 + gate (1 - s)), d_up = dy gate s."""
     row = tl.program_id(0).to(tl.int64)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)

@@ -62,7 +62,7 @@ class Packing(PackedSeqParams):
 
     @cached_property
     def padding(self) -> Padding:
-        """Computed by the first layer that needs it; flash attention does not."""
+        """The padding of the segments, computed by the first layer that asks for it; flash attention needs none."""
         return _make_padding(self.lengths, self.cu_seqlens_q.device)
 
     @cached_property

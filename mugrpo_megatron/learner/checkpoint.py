@@ -100,7 +100,8 @@ def _tensor(sharded: ShardedTensor, reader: Reader) -> torch.Tensor:
 
 
 class DiskWriter(torch_checkpoint.FileSystemWriter):
-    """Raises the error of a full disk on the rank that has it: torch reports only the last error to the other ranks."""
+    """A writer that raises the error of a full disk on the rank that has it: torch reports only the last error to the
+    other ranks."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         with full_disk_as_user_error(Path(self.path)):

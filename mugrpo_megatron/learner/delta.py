@@ -34,16 +34,16 @@ from mugrpo_megatron.weights.architecture import Delta
 
 @dataclass
 class DeltaSubmodules:
-    """Classes of its linear layers, under Megatron's names."""
+    """Classes of the linear layers of a gated delta network, under Megatron's names."""
 
     in_proj: type
-    """Column parallel."""
+    """A column-parallel linear layer."""
     out_proj: type
-    """Row parallel."""
+    """A row-parallel linear layer."""
 
 
 class GatedDeltaNet(MegatronModule):
-    """[t, 1, hidden] -> the same, t divided by TP under sequence parallelism."""
+    """A gated delta network: [t, 1, hidden] -> [t, 1, hidden]; t is divided by TP under sequence parallelism."""
 
     def __init__(
         self,
@@ -153,7 +153,8 @@ class GatedDeltaNet(MegatronModule):
 
 
 def delta_spec(sizes: Delta, backend: BackendSpecProvider) -> ModuleSpec:
-    """Takes attention's place in a layer, with the backend's linear layers."""
+    """Specification of a gated delta network that takes the place of attention in a layer, with the backend's linear
+    layers."""
     submodules = DeltaSubmodules(backend.column_parallel_linear(), backend.row_parallel_linear())
     return ModuleSpec(module=GatedDeltaNet, params={"sizes": sizes}, submodules=submodules)
 

@@ -28,7 +28,7 @@ ARRIVAL = timedelta(minutes=15)
 """Longest wait for the last rank to join at the start."""
 ARRIVAL_POLL_S = 0.2
 CHATTER = re.compile(r"\[\S+:\d+\] +| *(GLHF!|This (is typically|may)).*")
-"""Text that gloo puts around the reason: a line of its source, and guesses."""
+"""Matches the text that gloo adds to a reason: a line of its source, and guesses."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,8 @@ BARRIER_POLL_S = 0.02
 LOST_BEATS = 12
 """Number of missed heartbeats after which a rank is lost: 2 minutes by default, longer than any call blocks Python."""
 CLEANUP_S = 60.0
-"""Time after a barrier in which the main thread may report a lost rank itself, and clean up."""
+"""Seconds after a barrier in which the main thread may report a lost rank and clean up, before the watching thread ends
+the process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +42,9 @@ class LastBeat:
     note: str
     beat: int
     at: float
-    """Time at which this rank first saw it, on this rank's monotonic clock."""
+    """Time at which this rank first saw the heartbeat, on this rank's monotonic clock."""
     left: bool
-    """Whether it was the last one, of a rank that has finished."""
+    """Whether it is the last heartbeat of a rank that has finished."""
 
 
 class Heartbeat:

@@ -28,16 +28,17 @@ from mugrpo_megatron.weights.architecture import Latent
 
 @dataclass
 class LatentSubmodules:
-    """Classes of its submodules, under the names that Megatron's `Attention` reads."""
+    """Classes of the submodules of latent attention, under the names that Megatron's `Attention` reads."""
 
     linear_up: type
-    """Column parallel: from a latent to heads."""
+    """A column-parallel linear layer from a latent to the heads."""
     linear_proj: type
     core_attention: type = PackedAttention
 
 
 class LatentAttention(Attention):
-    """Causal attention inside each segment; [t, 1, hidden] -> the same, t divided by TP under sequence parallelism."""
+    """Causal attention inside each segment: [t, 1, hidden] -> [t, 1, hidden]; t is divided by TP under sequence
+    parallelism."""
 
     def __init__(
         self, config: TransformerConfig, submodules: LatentSubmodules, layer_number: int, sizes: Latent, **options: Any
@@ -108,7 +109,7 @@ class LatentAttention(Attention):
 
 
 def latent_spec(sizes: Latent, backend: BackendSpecProvider) -> ModuleSpec:
-    """The attention of a layer, with the backend's linear layers."""
+    """Specification of the latent attention of a layer, with the backend's linear layers."""
     return ModuleSpec(
         module=LatentAttention,
         params={"sizes": sizes, "attn_mask_type": AttnMaskType.causal},

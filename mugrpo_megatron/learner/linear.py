@@ -118,7 +118,8 @@ class _Product(torch.autograd.Function):
 
 
 class _PlaceholderGrad(torch.autograd.Function):
-    """The weight; backward returns a placeholder for the gradient that the loss path has added to `main_grad`."""
+    """Returns the weight unchanged; backward returns a placeholder, since the loss path has already added the gradient
+    to `main_grad`."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
@@ -132,7 +133,8 @@ class _PlaceholderGrad(torch.autograd.Function):
 
 
 def with_placeholder_grad(weight: torch.Tensor) -> torch.Tensor:
-    """Weight with a dummy gradient, so DDP's hook still fires for a gradient that is already in `main_grad`."""
+    """The weight with a placeholder for its gradient, so that DDP's hook is called although the gradient is already in
+    `main_grad`."""
     return _PlaceholderGrad.apply(weight)
 
 
@@ -147,6 +149,6 @@ def _placeholder_grad(weight: torch.Tensor) -> torch.Tensor | None:
 
 
 def _gathered(x: torch.Tensor, group: dist.ProcessGroup | None, wait: bool = True) -> tuple[torch.Tensor, Any]:
-    """The rows of all ranks, and the handle to wait for without `wait`."""
+    """The rows of all ranks, and without `wait` the handle of the collective that is still running."""
     rows = x.new_empty(x.shape[0] * dist.get_world_size(group), *x.shape[1:])
     return rows, dist.all_gather_into_tensor(rows, x.contiguous(), group=group, async_op=not wait)

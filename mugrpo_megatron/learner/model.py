@@ -150,7 +150,7 @@ class Adapters(Protocol):
     """
 
     identity: Mapping[str, str | int]
-    """Description of the adapters and of the weights below, stored in their checkpoints."""
+    """Description of the adapters and of the frozen weights, stored in checkpoints and compared at a load."""
 
     def attach(self, chunk: PolicyModel) -> None:
         """Freeze the chunk's weights and add the adapters, before the data parallel wrapper sees them."""
@@ -223,7 +223,8 @@ FP8: dict[str, dict[str, Any]] = {
     # With a scale for each block, gradients fit into e4m3, whose steps are finer.
     "blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
 }
-"""Recipes with scales of the current tensor, not delayed ones: without a history there is no state to checkpoint."""
+"""Megatron's settings of fp8 by name. Scales are of the current tensor, not delayed ones: without a history there is no
+state to checkpoint."""
 
 
 def transformer_config(

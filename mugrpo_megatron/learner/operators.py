@@ -32,7 +32,7 @@ class RMSNorm(torch.nn.Module):
     """
 
     centre = 0.0
-    """Added to the weight."""
+    """Number that is added to the weight."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()

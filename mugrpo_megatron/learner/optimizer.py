@@ -27,7 +27,7 @@ class Step:
     lr: float
     skipped: bool
     overflowed: bool = False
-    """Skipped because a float16 gradient overflowed at a loss scale that can still be lowered."""
+    """Whether the step was skipped because a float16 gradient overflowed at a loss scale that can still be lowered."""
 
 
 INITIAL_SCALE = 2.0**16
@@ -69,7 +69,7 @@ def build_optimizer(section: OptimizerSection, dtype: str, chunks: list[Distribu
 
 
 SMALLEST_SCALE = 1.0
-"""Megatron's default `min_loss_scale`."""
+"""Smallest loss scale of a float16 run, Megatron's default `min_loss_scale`."""
 
 
 def loss_scale(optimizer: MegatronOptimizer) -> float:
@@ -162,7 +162,7 @@ def take_step(optimizer: MegatronOptimizer, lr: float, clip: float) -> Step:
 
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
-"""Master weight, first and second moment."""
+"""Names of the optimizer's states of a parameter: master weight, first moment, second moment."""
 
 
 def writers(sizes: Sequence[int], ranks: int) -> list[int]:
@@ -267,7 +267,7 @@ def _main_parameters(optimizer: DistributedOptimizer) -> dict[torch.nn.Parameter
 
 
 def _sharded_like(sharded: Any, name: str, data: torch.Tensor) -> Any:
-    """`data` sharded like the parameter, under the state's key."""
+    """`data` as a sharded tensor with the layout of the parameter and the key of the state."""
     changes: dict[str, Any] = {"key": f"optimizer.{name}.{sharded.key}", "data": data}
     if isinstance(sharded, ShardedTensor):
         changes["dtype"] = data.dtype

@@ -77,7 +77,7 @@ class MicroBatch:
     lengths: torch.Tensor
     """int64 [n]: trained tokens of each sequence."""
     responses: torch.Tensor
-    """int64 [n]: `indices`, on the device."""
+    """int64 [n]: the same indices as `indices`, on the device."""
     routing: Routing | None = None
     """The experts that the routers replay or record; None lets them choose."""
     support_ids: torch.Tensor | None = None

@@ -81,7 +81,7 @@ def _routing(
 
 
 def forward_backward(learner: Learner, batches: list[MicroBatch], loss: HiddenLoss) -> list[torch.Tensor]:
-    """Accumulate an update's gradients; returns each micro-batch's `logprobs_and_entropies` on the last pp_stage.
+    """Accumulate an update's gradients; returns each micro-batch's `logprobs_and_entropies` on the last pipeline stage.
 
     Other pipeline stages return []. The gradients are of the sum of the losses over micro-batches and data parallel
     ranks.
@@ -93,7 +93,8 @@ def forward_backward(learner: Learner, batches: list[MicroBatch], loss: HiddenLo
 
 
 def logprobs_and_entropies(learner: Learner, batches: list[MicroBatch], temperature: float) -> list[torch.Tensor]:
-    """Log-probability and entropy, float32 [2, T], of each micro-batch's trained tokens on the last pp_stage, else [].
+    """Log-probability and entropy, float32 [2, T], of each micro-batch's trained tokens; [] except on the last pipeline
+    stage.
 
     Bitwise equal to the results of `forward_backward` on the same micro-batches and weights.
     """
@@ -105,7 +106,7 @@ def logprobs_and_entropies(learner: Learner, batches: list[MicroBatch], temperat
 
 
 def forward_only(learner: Learner, batches: list[MicroBatch], read: Read) -> list[torch.Tensor]:
-    """Results of `read` on each micro-batch's hidden states on the last pp_stage, else []; no gradients."""
+    """Results of `read` on each micro-batch's hidden states; [] except on the last pipeline stage; no gradients."""
 
     def without_loss(model: PolicyModel, hidden: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         return hidden.new_zeros(()), read(model, hidden, batch)

@@ -27,7 +27,7 @@ from mugrpo_megatron.samples import Routes, expert_type
 
 
 class LayerRoutes(RouterReplay):
-    """One router's replay, which also computes the router's own choice."""
+    """Replay of the experts of one layer's router, which also computes the router's own choice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,8 @@ class LayerRoutes(RouterReplay):
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores [t, k] of the experts [t, k] to use; `get_recorded_indices` then has the router's own choice."""
+        """Returns the scores [t, k] and the indices [t, k] of the experts to use; `get_recorded_indices` then returns
+        the router's own choice."""
         arguments = topk, num_groups, group_topk
         action = self.router_replay_action
         if action in (RouterReplayAction.RECORD, RouterReplayAction.REPLAY_FORWARD):

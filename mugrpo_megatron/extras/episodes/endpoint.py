@@ -32,7 +32,7 @@ REQUESTS = 64
 MOST_REFUSED = 64
 """Number of refused requests that ends a session."""
 MOST_SINCE = 16
-"""Number of requests of a program to a session that has ended, after which the program is killed."""
+"""Requests of a program to a session that has ended, after which nobody waits for the program any more."""
 STOPS, STOP_CHARS = 16, 1024
 """Most texts of `stop`, and most characters of each."""
 USED = (

@@ -78,7 +78,7 @@ def _first_slot(section: EngineSection, cluster: Cluster) -> EngineSlot:
 
 
 def _cores(cluster: Cluster) -> int | None:
-    """CPU cores of a node, this machine's, if engines run on CPU."""
+    """CPU cores of a node if engines run on CPU: those of this machine. None on CUDA."""
     return None if cluster.device.cuda else psutil.cpu_count()
 
 
@@ -110,7 +110,8 @@ class Assumptions:
     mfu: float = 0.4
     """Share of the device's FLOP/s that the learner's passes reach on dense models."""
     mfu_experts: float = 0.15
-    """The same on mixtures of experts, whose experts run one after another here."""
+    """Share of the device's FLOP/s that the learner's passes reach on mixtures of experts, whose experts run one after
+    another."""
     decode: float = 0.5
     """Share of the device's bandwidth that decoding reaches."""
     step_floor: float = 0.008
@@ -124,13 +125,13 @@ class Assumptions:
     host_link: float = 50e9
     """Bytes/s between a device and pinned host memory, each way."""
     inside: float = 300e9
-    """Bytes/s of each device to others of its node."""
+    """Bytes/s that each device sends to other devices of its node."""
     between: float = 45e9
-    """Bytes/s of each device to other nodes (one 400 Gb/s port each)."""
+    """Bytes/s that each device sends to other nodes (one 400 Gb/s port each)."""
     disk: float = 2e9
     """Bytes/s of the run directory's disk, for the whole run."""
     wake: float = 3.0
-    """Seconds of an engine's sleep and wake, without copies."""
+    """Seconds that an engine needs to sleep and to wake, copies of memory not included."""
     engine_start: float = 40.0
     """Seconds of an engine's start, without reading its weights: an auxiliary model starts in every stage."""
     learner_rest: float = 2.0 * GIB

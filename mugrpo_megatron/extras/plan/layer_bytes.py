@@ -19,15 +19,15 @@ class LayerBytes:
     """Bytes of one transformer layer."""
 
     input: float
-    """The residual stream that enters: all that is kept under full recompute."""
+    """Bytes of the residual stream that enters the layer, which is all that full recompute keeps."""
     attention: float
-    """Activations of core attention besides its output; dropped under selective recompute."""
+    """Bytes of core attention's activations besides its output; selective recompute drops them."""
     projections: float
-    """Activations kept in their place under selective recompute."""
+    """Bytes of the activations that selective recompute keeps in place of `attention`."""
     rest: float
-    """Norms, residual stream, inputs of matrix products, feed-forward."""
+    """Bytes of all other activations: norms, residual stream, inputs of matrix products, feed-forward."""
     working: float
-    """Gradients and temporaries that exist at once in the layer's backward pass."""
+    """Bytes of the gradients and temporaries that exist at once in the layer's backward pass."""
 
     def kept(self, recompute: str) -> float:
         """Bytes kept from forward to backward."""

@@ -15,9 +15,10 @@ import numpy as np
 QUANTILES = 2048
 """Quantiles that represent a distribution."""
 WAVES = 4
-"""How many times an engine is filled in the simulation: later responses end evenly over time."""
+"""Number of times that the simulation fills an engine; what follows is extrapolated, since responses then end evenly
+over time."""
 DRAWS = 4
-"""Simulations that are averaged: the longest of few responses varies."""
+"""Number of simulations that are averaged, since the longest of few responses varies."""
 
 Supply = Callable[[int], float | None]
 """Number of responses that an engine is decoding -> length of the next one, or None if there is none now."""
@@ -57,7 +58,7 @@ def seconds_to_decode(requests: int, slots: int, lengths: np.ndarray, step: Call
 
 
 def _supply(lengths: list[int]) -> Supply:
-    """One length after the other, whatever is running."""
+    """A supply that gives one length after the other, however many responses are running."""
     queue = iter(lengths)
     return lambda running: next(queue, None)
 

@@ -26,11 +26,13 @@ from mugrpo_megatron.weights.architecture import Architecture
 CPU_IMPORTS = 0.4 * GIB
 """Resident bytes of torch, Megatron or SGLang in a process on CPU; replicas of an engine are forked and share them."""
 KEYS_SHARE = 1 / 1.9
-"""Of an engine's cache beside gated delta networks' states (SGLang's `mamba_full_memory_ratio`, 0.9)."""
+"""Share of keys and values in the cache of an engine that also holds states of gated delta networks (SGLang's
+`mamba_full_memory_ratio` is 0.9)."""
 
 
 def state_bytes(architecture: Architecture, itemsize: int) -> int:
-    """Bytes that an engine keeps of a request besides keys and values: states, and windows of convolutions."""
+    """Bytes that an engine keeps for a request besides keys and values: states of gated delta networks and windows of
+    convolutions."""
     if not (sizes := architecture.delta):
         return 0
     window = (sizes.kernel - 1) * sizes.channels
@@ -70,13 +72,14 @@ class State:
     """Bytes of a rank's weights, gradients and optimizer state (learner/model.py, learner/optimizer.py)."""
 
     weights: int
-    """Weights of model.dtype, in the buffers of Megatron's data parallel wrapper."""
+    """Bytes of the weights in model.dtype, which are in the buffers of Megatron's data parallel wrapper."""
     gradients: int
-    """float32 for every parameter (`grad_reduce_in_fp32`), not sharded."""
+    """Bytes of the gradients: float32 for every parameter (`grad_reduce_in_fp32`), not sharded."""
     master: int
-    """float32 copies of the weights, sharded over data and context parallel ranks; none if the weights are float32."""
+    """Bytes of the float32 copies of the weights, sharded over data and context parallel ranks; 0 if the weights are
+    float32."""
     moments: int
-    """Both float32 moments of AdamW, sharded in the same way."""
+    """Bytes of AdamW's two float32 moments, sharded in the same way."""
 
     @property
     def optimizer(self) -> int:
@@ -136,19 +139,21 @@ class LearnerMemory:
     state: State
     recompute: str
     kept: Mapping[str, float]
-    """Recompute choice -> activations of all layers and micro-batches in flight."""
+    """Choice of recomputation -> bytes of activations that are kept, over all layers and micro-batches in flight."""
     remade: Mapping[str, float]
-    """Recompute choice -> activations that are recomputed for one layer at a time."""
+    """Choice of recomputation -> bytes of activations that are recomputed, for one layer at a time."""
     loss: float
-    """Hidden states, and the greater of the loss path's forward and backward; 0 except on the last pipeline stage."""
+    """Bytes of the loss path: hidden states, and the larger of its forward and its backward pass; 0 except on the last
+    pipeline stage."""
     working: float
     """Gradients and temporaries of one layer's backward pass."""
     embedding: float
-    """The embedding's gradient, on the first stage, before it is added to the gradient buffer."""
+    """Bytes of the embedding's gradient before it is added to the gradient buffer; 0 except on the first pipeline
+    stage."""
     reduced: float
     """gloo's copy of the gradients that it reduces; 0 with NCCL."""
     in_flight: float
-    """Micro-batches whose activations are kept."""
+    """Number of micro-batches whose activations are kept at the peak."""
 
     def peak(self, recompute: str) -> float:
         """Peak bytes of an update besides the state.
@@ -212,9 +217,9 @@ class EngineMemory:
 
     weights: float
     cache: float
-    """Keys and values: the rest of `engine.memory_fraction` after the weights."""
+    """Bytes of the KV cache: the part of `engine.memory_fraction` that the weights leave."""
     work: float
-    """Activations and CUDA graphs, outside `memory_fraction`."""
+    """Bytes of activations and CUDA graphs, which `engine.memory_fraction` does not include."""
     tokens: int
     """Tokens that the cache holds, over the engine's ranks."""
     requests: int
@@ -278,11 +283,11 @@ class Memory:
     learning: LearnerMemory
     serving: EngineMemory
     learn: float
-    """The learner works, the engine sleeps."""
+    """While the learner works and the engine sleeps."""
     sync: float
-    """The weights of learner and engine, and the buckets of the sync."""
+    """During a weight sync: the weights of learner and engine, and the buckets."""
     generate: float
-    """The engine works while the learner is offloaded."""
+    """While the engine works and the learner is offloaded."""
     host: float
     """Host memory of one node: pinned copies of offloaded state, and each rank's copy of what a checkpoint saves."""
     shared: float

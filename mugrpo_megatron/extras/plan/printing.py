@@ -41,7 +41,7 @@ def about(seconds: float) -> str:
 
 
 LISTED = 8
-"""Layouts of each kind that are listed."""
+"""Most layouts that are listed of those that fit, and of those that do not."""
 
 
 def print_plan(plan: RunPlan, launch: Mapping[str, str]) -> None:

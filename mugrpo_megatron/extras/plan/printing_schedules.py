@@ -20,7 +20,7 @@ from mugrpo_megatron.observe.results import measure_in
 from mugrpo_megatron.observe.rundata import read_run
 
 MOST_OF_IT = 0.9
-"""Share of the saving at which the table's caption calls the rest small."""
+"""Share of the saved hours at which the table's caption calls the rest small."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Pilot:
 
     path: Path
     curve: Curve
-    """Over updates."""
+    """The run's held-out figures over its updates."""
     measure: str
 
 
@@ -86,7 +86,7 @@ def _hours(plan: RunPlan) -> Table:
 
 
 def _knee(speeds: Sequence[Speed]) -> str:
-    """The least µ that saves most of what mu-GRPO's four stages save."""
+    """The smallest µ whose schedule saves at least MOST_OF_IT of the hours that mu-GRPO's four stages save."""
     most = next((speed for speed in speeds if speed.share >= MOST_OF_IT), None)
     if most is None:
         return "No schedule takes less time than GRPO's."
@@ -139,7 +139,8 @@ def _of_hours(seconds: float) -> str:
 
 
 def pilot_as_dict(plan: RunPlan, pilot: Pilot) -> dict[str, Any]:
-    """JSON values: for each schedule what it may lose, with its standard error, and at the ends of its speed-up."""
+    """JSON values for each schedule: the points that it may lose, their standard error, and the points at either end of
+    the speed-up's range."""
     rows = []
     for speed in plan.speeds:
         middle, low, high = (_at(pilot, k) for k in (speed.speed_up, speed.low, speed.high))

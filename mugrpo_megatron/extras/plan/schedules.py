@@ -68,13 +68,15 @@ class Speed:
     """k: GRPO's seconds over the schedule's for the same updates, both without evaluations."""
     low: float
     high: float
-    """Range of the speed-up: deviations for each group of `UNCERTAIN` alone, added as independent."""
+    """Upper end of the speed-up's range: the deviations that each group of `UNCERTAIN` causes alone are added as
+    independent ones."""
     share: float
     """Share of the seconds that mu-GRPO's schedule saves; nan if it saves none."""
 
 
 def schedules(case: PlanCase, need: Memory) -> list[Schedule]:
-    """The recipe's, GRPO's and mu-GRPO's schedules over the same updates, evaluated after the same updates."""
+    """The costs of the recipe's, GRPO's and mu-GRPO's schedules for the same updates, evaluated after the same
+    updates."""
     schedule = case.recipe.schedule
     updates = schedule.stages * schedule.updates_per_stage
     options = {
@@ -86,7 +88,8 @@ def schedules(case: PlanCase, need: Memory) -> list[Schedule]:
 
 
 def speeds(case: PlanCase, need: Memory) -> list[Speed]:
-    """Schedules of µ = 1, 2, 4, ... updates and the recipe's own, over the same updates, beside GRPO with µ = 4."""
+    """Schedules of µ = 1, 2, 4, ... updates and the recipe's own, for the same updates, each compared with GRPO at µ =
+    4."""
     schedule = case.recipe.schedule
     updates = schedule.stages * schedule.updates_per_stage
     sizes = {schedule.updates_per_stage, *takewhile(lambda size: size <= updates, (2**n for n in range(63)))}
@@ -141,7 +144,7 @@ def schedule_of(case: PlanCase, need: Memory, updates: int, per_stage: int, name
 
 
 def _in_stages(case: PlanCase, updates: int, per_stage: int) -> PlanCase:
-    """The case with these updates in stages of `per_stage`."""
+    """The case with a schedule of `updates` updates in stages of `per_stage`."""
     recipe = case.recipe
     schedule = recipe.schedule.model_copy(
         update={"stages": -(-updates // per_stage), "updates_per_stage": per_stage, "growth": 1.0}
@@ -151,7 +154,7 @@ def _in_stages(case: PlanCase, updates: int, per_stage: int) -> PlanCase:
 
 
 def _seconds(case: PlanCase, need: Memory, updates: int) -> dict[str, float]:
-    """Phase -> seconds of so many updates of the case's schedule."""
+    """Phase -> seconds of `updates` updates under the case's schedule."""
     stages = updates / case.recipe.schedule.updates_per_stage
     return {phase: stages * value for phase, value in asdict(phases(case, need)).items()}
 
@@ -168,7 +171,7 @@ def updates_between(schedule: ScheduleSection, section: EvalSection) -> float:
 
 
 def evaluated_every(updates: float, section: EvalSection, schedule: ScheduleSection) -> EvalSection:
-    """The section that evaluates a schedule every so many updates, before stages where it can."""
+    """An `[eval]` section that evaluates every `updates` updates, where possible at the start of stages."""
     if math.isinf(updates):
         return section.model_copy(update={"every_stages": 0, "every_updates": 0})
     stages = updates / schedule.updates_on_stage
@@ -178,7 +181,7 @@ def evaluated_every(updates: float, section: EvalSection, schedule: ScheduleSect
 
 
 KEPT = ("kl_ref", "kl_coef", "kl_penalty", "teacher", "teacher_coef", "teacher_policy")
-"""Keys of a recipe's objective that GRPO, beside it, has too."""
+"""Keys of a recipe's objective that the GRPO with which it is compared takes over."""
 
 
 def grpo_seconds(case: PlanCase, need: Memory) -> float:
@@ -194,7 +197,7 @@ def grpo_seconds(case: PlanCase, need: Memory) -> float:
 
 
 def _wrong(assumptions: Assumptions) -> Iterable[Assumptions]:
-    """The assumptions with one group of `UNCERTAIN` too high or too low by the factor `OFF`."""
+    """The assumptions, with those of one group of `UNCERTAIN` multiplied or divided by `OFF`."""
     for group in UNCERTAIN:
         for factor in (OFF, 1 / OFF):
             yield replace(assumptions, **_scaled(assumptions, group, factor))

@@ -131,7 +131,7 @@ def _engine_fits(case: PlanCase) -> bool:
 
 
 def _with_short_rows(case: PlanCase) -> PlanCase:
-    """The case with packed rows as short as its longest sequence."""
+    """The case with packed rows that are only as long as its longest sequence."""
     recipe = case.recipe
     longest = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
     return case.with_keys("learner", micro_batch_tokens=min(longest, recipe.learner.micro_batch_tokens))

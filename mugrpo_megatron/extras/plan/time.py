@@ -124,12 +124,12 @@ def _sequence_flops(case: PlanCase, passes: float, head: int) -> float:
 
 
 def _others(ranks: int) -> float:
-    """Fraction of a tensor that other ranks hold."""
+    """Fraction of a tensor that the other ranks of a group of `ranks` hold."""
     return (ranks - 1) / ranks
 
 
 def _link(ranks: int, case: PlanCase) -> float:
-    """Bytes/s in a process group that spans `ranks` neighbouring ranks."""
+    """Bytes/s of a rank's connection in a process group of `ranks` neighbouring ranks."""
     return case.assumptions.inside if ranks <= case.cluster.per_node else case.assumptions.between
 
 
@@ -138,16 +138,16 @@ class Phases:
     """Seconds of one stage."""
 
     switch: float
-    """Learner offloaded and reloaded, engine woken and put to sleep."""
+    """Seconds to offload and reload the learner, and to wake the engine and put it to sleep."""
     sync: float
     generate: float
     score: float
-    """Verification that remains after generation."""
+    """Seconds of verification that remain after generation."""
     evaluate: float
-    """All evaluations of the run divided by its stages, with the switches of those inside a stage."""
+    """Seconds of all evaluations of the run divided by its stages, including the switches for those inside a stage."""
     logprobs: float
     auxiliary: float
-    """The auxiliary models' turns: their engines' starts and their work."""
+    """Seconds of the auxiliary models: the starts of their engines and their work."""
     optimize: float
     save: float = 0.0
 

@@ -26,7 +26,8 @@ def task_reward(response: str, answer: str, row: Mapping[str, Any]) -> float:
 
 @lru_cache(maxsize=256)
 def _entry(task: str, parameters: str, index: int) -> tuple[Any, dict[str, Any]]:
-    """The data set and the entry, generated again: JSON would change its tuples and keys."""
+    """The task's data set and one entry, generated again, because JSON would have changed the entry's tuples and
+    keys."""
     dataset = _dataset(task, parameters)
     return dataset, dataset[index]
 

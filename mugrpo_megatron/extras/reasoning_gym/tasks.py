@@ -24,13 +24,14 @@ from mugrpo_megatron.recipe.scoring import GYM
 from mugrpo_megatron.samples import Problem
 
 SIZE = 10_000
-"""Training problems without `size`."""
+"""Number of training problems of a source that does not set `size`."""
 MOST = 10_000_000
 """Most problems of a source; a stage holds fewer."""
 CALL_BYTES = 4 << 30
 """Address space that a task may take for its parameters, or for one problem."""
 TRIES = 40
-"""Generated questions for each wanted one, after which a task has no further ones: an eighth is held out."""
+"""Most questions that are generated for each wanted one, of which an eighth is held out; a task that then lacks some
+has no more."""
 
 
 def check_task(source: str) -> None:
@@ -114,7 +115,8 @@ def _dataset(task: str, parameters: dict[str, Any]) -> Any:
 
 @contextmanager
 def _refusals(source: str) -> Iterator[None]:
-    """Turn any error of the package in the block, which has CALL_S and CALL_BYTES, into UserError."""
+    """Turn any error of the package in the block into UserError; the block may take CALL_S CPU seconds and
+    CALL_BYTES."""
     try:
         with clock(CALL_S, memory=CALL_BYTES):
             yield

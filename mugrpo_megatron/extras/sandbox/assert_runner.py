@@ -24,7 +24,7 @@ TESTS, PROMPT = "tests.py", "prompt.py"
 MODULES = ("solution", "main")
 """Modules from which test code may import the program's names."""
 MODULE = object()
-"""A module that the program has imported: the tests get their own of that name."""
+"""Stands for a module that the program has imported: the tests get their own copy of it."""
 
 
 class ProgramError(Exception):
@@ -240,7 +240,7 @@ def main(root: str, answered: str, requested: str, verdict: str, entry: str, nam
 
 
 def _nothing(*_arguments: Any, **_options: Any) -> None:
-    """Replaces `unittest.main`, because this module runs the tests."""
+    """Does nothing: it replaces `unittest.main`, because this module runs the tests."""
 
 
 def _run(function: Callable[..., Any], *arguments: Any) -> None:

@@ -35,11 +35,11 @@ _PYTHON = frozenset(("python", "python3", "py"))
 MOST_CHARACTERS = 65_536
 """A longer program scores 0 without being run."""
 _SPARE_S = 1.0
-"""Kept of `reward.timeout_s`, so that the worker answers before it is killed."""
+"""Seconds of `reward.timeout_s` that the tests do not get, so that the worker answers before it is killed."""
 TOLERANCE = "1e-6"
 """Tolerance relative to the expected number, as most problem statements allow; for small numbers see `close`."""
 _MOST_BITS = 1100
-"""A float has fewer."""
+"""Most bits of an integer that is compared as a number; a float has fewer."""
 _INTEGER = re.compile(r"[+-]?[0-9]{1,4000}")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?")
 
@@ -50,7 +50,7 @@ class Grader:
 
     limits: Limits
     share: bool
-    """The reward is the share of passed tests; else 1 when all pass, 0 otherwise."""
+    """Whether the reward is the share of passed tests; if not, it is 1 when all pass and 0 otherwise."""
     most_tests: int
     """Number of tests that count, evenly spread over the row's; 0 takes all."""
     timeout_s: float

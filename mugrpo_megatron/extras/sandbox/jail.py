@@ -22,14 +22,15 @@ from mugrpo_megatron.rewards import guard
 
 NOBODY = 65534
 _UNUSED = 1 << 30
-"""Users from here on are nobody's; a program gets one by chance, so that its threads can be counted."""
+"""User ids from here on belong to nobody. Each program gets a random one, so that the kernel counts its threads
+alone."""
 _NAMESPACES = kernel.NEW_MOUNTS | kernel.NEW_UTS | kernel.NEW_IPC | kernel.NEW_PIDS | kernel.NEW_NETWORK
 _ROOT = "/sys"
 """Mount point of the program's root, in a mount namespace of its own; no interpreter lies below it."""
 _DEVICES = ("null", "zero", "urandom", "random")
 _HIGH = 200
 _ESCAPED = re.compile(rb"\\([0-7]{3})")
-"""A space and other characters as mountinfo escapes them; proc(5)."""
+"""Matches a space or another character as /proc/PID/mountinfo escapes it, see proc(5)."""
 _ENVIRONMENT = {"HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8"}
 
 PYTHON = os.path.realpath(sys.executable)
@@ -68,7 +69,7 @@ def _keep(
     limits: Limits,
     error_pipe: int,
 ) -> None:
-    """The keeper: it never returns."""
+    """The keeper process: starts the program's process, waits for it, and ends all that is left. It never returns."""
     signal.pthread_sigmask(signal.SIG_BLOCK, guard.WAITED_FOR)
     kernel.prctl(kernel.PR_SET_PDEATHSIG, guard.END)
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
@@ -116,7 +117,8 @@ def _separate() -> tuple[int | None, bool]:
 
 
 def _maps(user: int) -> bool:
-    """Whether this process's namespace of users has that one; a container without root's rights has few."""
+    """Whether the user namespace of this process contains a user id; that of a container without root's rights has
+    few."""
     ranges = [map(int, line.split()) for line in Path("/proc/self/uid_map").read_text("ascii").splitlines()]
     return any(first <= user < first + count for first, _, count in ranges)
 

@@ -22,10 +22,11 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP = 1, 4, 22, 2
 PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _LANDLOCK = 444
-"""landlock_create_ruleset(2); landlock_add_rule(2) and landlock_restrict_self(2) follow it, on every architecture."""
+"""Number of the system call landlock_create_ruleset(2) on every architecture; landlock_add_rule(2) and
+landlock_restrict_self(2) have the next two."""
 _READ, _LIST = 0b1101, 0b1000  # execute, read a file, list a directory: linux/landlock.h
 _ACCESSES = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
-"""Kinds of file access that each version of Landlock restricts; the bits below that number."""
+"""Version of Landlock -> number of kinds of file access that it restricts, which are the lowest bits of a mask."""
 
 
 def unshare(flags: int) -> None:
@@ -40,7 +41,7 @@ def mount(source: str | None, target: str, kind: str | None, flags: int, data: s
 
 
 def make_root(directory: str) -> None:
-    """`directory`, a mount point, becomes the root of this mount namespace; the old root is gone."""
+    """Make the mount point `directory` the root of this mount namespace, and unmount the old root."""
     os.chdir(directory)
     _checked(LIBC.syscall(_PIVOT_ROOT[platform.machine()], b".", b"."), "pivot_root")
     _checked(LIBC.umount2(b".", _DETACH), "umount the old root")
@@ -54,7 +55,8 @@ def prctl(option: int, *values: int) -> None:
 
 
 def give_up_rights(user: int | None, group: int) -> None:
-    """No capability in any set, none gained by any later program either; with a `user`, its id and this group's."""
+    """Drop every capability for this process and all programs that it executes; with a `user`, also take its user and
+    group id."""
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     for capability in range(64):
         if LIBC.prctl(PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0):

@@ -18,9 +18,9 @@ class Limits:
     memory_mb: int = 512
     """Address space, the interpreter's own 30 MiB included."""
     output_bytes: int = 1 << 20
-    """More than this on stdout, stderr or as an answer ends the program."""
+    """Most bytes on stdout, on stderr and as an answer; a program that writes more is ended."""
     scratch_mb: int = 16
-    """Files in its /tmp, all together; with mode `limits` it writes none."""
+    """Most MiB of all files in the program's /tmp together; with mode `limits` it writes no files."""
     threads: int = 32
     """Threads of a program; with mode `limits` `memory_mb` alone bounds them, at about 500 of the smallest."""
     wall_s: float = 9.0

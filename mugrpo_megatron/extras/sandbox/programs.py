@@ -30,7 +30,7 @@ from mugrpo_megatron.rewards.activity import LOOK_S, Overtime
 
 Ending = Literal["ended", "time", "output"]
 OUT_OF_TIME = "ran out of time"
-"""Why a program failed that slept."""
+"""Reason for the failure of a program that slept until its time was over."""
 _PIECE = 1 << 16
 _START = "import sys; sys.path.insert(0, sys.argv[1] or '/'); from {module} import main; main(*sys.argv[1:])"
 _ERROR_CHARS = 160
@@ -68,7 +68,7 @@ class JailedProcess:
     """The program of one jail in an execution."""
 
     files: Mapping[str, str]
-    """Path below the jail's root -> text."""
+    """The files that the program sees: path below the jail's root -> text."""
     start: str
     """A script among the files, or the name of one of their modules."""
     arguments: Sequence[str]
@@ -114,7 +114,7 @@ def _served(program: str, channels: Mapping[int, FileIO]) -> JailedProcess:
 
 @cache
 def _modules(*modules: ModuleType) -> dict[str, str]:
-    """The modules' own text, at the places from which a jail imports them."""
+    """Source of each module, by the path at which a jail imports it."""
     return {f"/{module.__name__.replace('.', '/')}.py": inspect.getsource(module) for module in modules}
 
 
@@ -156,7 +156,8 @@ def execute(processes: Sequence[JailedProcess], limits: Limits, answer_of: int |
 
 
 def _watch(keeper: int, reads: dict[int, bytearray], limits: Limits) -> tuple[Ending, int]:
-    """Read until the keeper ends or breaks a limit; when this returns, all its processes have ended."""
+    """Read the program's output until its keeper ends or a limit is broken; when this returns, all its processes have
+    ended."""
     deadline = time.monotonic() + limits.wall_s
     overtime: Overtime | None = None
     ended = os.pidfd_open(keeper)

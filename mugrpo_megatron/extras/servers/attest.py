@@ -22,13 +22,14 @@ MOST_SURPRISE = 6.0
 LEAST_SURPRISE = 0.02
 """Nats of mean surprise that are never refused: a policy that rounds differently draws slightly other tokens."""
 TEMPERATURES = (0.0625, 0.125, 0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.35, 1.5, 2.0)
-"""Tried when the distance is too large."""
+"""Temperatures at which the learner's values are computed when the distance is too large: the server may sample at one
+of them."""
 NEIGHBOUR = 0.35
 """Nats of distance below which the weights are those of the model, rounded or a stage older, rather than others."""
 
 
 class Values(NamedTuple):
-    """The learner's, of the tokens in question."""
+    """The learner's log-probabilities and entropies of the tokens that are compared."""
 
     logprobs: np.ndarray
     """float32 [T]"""
@@ -37,7 +38,7 @@ class Values(NamedTuple):
 
 
 ValuesAt = Callable[[float], Values]
-"""temperature -> values of the tokens in question."""
+"""(temperature) -> the learner's values of the tokens that are compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class Evidence:
     surprise_squares: float = 0.0
 
     def with_tokens(self, server: np.ndarray, learner: Values) -> Evidence:
-        """With more tokens; `server` float32 [T]."""
+        """The sums with the tokens of another comparison; `server` float32 [T] has its log-probabilities."""
         difference = server.astype(np.float64) - learner.logprobs
         surprise = -learner.logprobs.astype(np.float64) - learner.entropies
         return Evidence(
@@ -77,7 +78,7 @@ class Evidence:
 
     @property
     def surprise_errors(self) -> float:
-        """Mean surprise in its standard errors."""
+        """Mean surprise, in standard errors of that mean."""
         return self.surprise / math.sqrt(self.surprise_squares) if self.surprise_squares else 0.0
 
 
@@ -143,7 +144,7 @@ def _distance(server: np.ndarray, learner: Values) -> float:
 
 
 def figures(evidence: Evidence) -> dict[str, float]:
-    """The evidence as figures for people."""
+    """The evidence as means and counts, to be shown to people."""
     return {
         "tokens": float(evidence.tokens),
         "distance_mean": evidence.mean_distance,

@@ -21,7 +21,8 @@ from mugrpo_megatron.terminal import visible
 FIRST_TOKENS = 512
 """Tokens of a server's first groups that the learner looks at before any group of it is taken."""
 BATCH_GROUPS, BATCH_S = 64, 10.0
-"""Later groups are taken in batches of so many, or so many seconds; the learner looks at one group of each, drawn."""
+"""Number of groups, and of seconds, after which a batch of later groups is taken; the learner looks at one random group
+of each batch."""
 POLL_S = 0.5
 
 Measure = Callable[[Sequence[Sample], float], Values]
@@ -58,7 +59,7 @@ class Attestor:
     dtype: str
     path: Path
     evidence: dict[tuple[str, int], Evidence] = field(default_factory=dict)
-    """(URL, epoch) -> of the tokens that were compared."""
+    """(URL, epoch) of a server -> the sums over its tokens that were compared."""
     servers: dict[str, dict[str, object]] = field(default_factory=dict)
     _random: Random = field(default_factory=SystemRandom)
 
@@ -70,14 +71,14 @@ class Attestor:
         return ended or len(batch.groups) >= BATCH_GROUPS or time.monotonic() - batch.since >= BATCH_S
 
     def refusal_of_batch(self, server: Server, epoch: int, batch: HeldGroups) -> str:
-        """Why the batch cannot be taken; empty where it can."""
+        """Reason why the batch cannot be taken; empty where it can."""
         # Drawn from the system's randomness: a server cannot foresee which groups are checked and behave for those
         # alone.
         known = (server.url, epoch) in self.evidence
         return self.refusal(server, epoch, [self._random.choice(batch.groups)] if known else batch.first())
 
     def refusal(self, server: Server, epoch: int, groups: Sequence[SampledGroup]) -> str:
-        """Why these groups cannot be taken; empty, and remembered, where they can."""
+        """Reason why these groups cannot be taken; empty where they can, and then the evidence is kept."""
         samples = [sample for group in groups for sample in samples_of(group)]
         logprobs = np.concatenate([sample.engine_logprobs for sample in samples])
         known: dict[float, Values] = {}
@@ -119,12 +120,12 @@ def samples_of(group: SampledGroup) -> list[Sample]:
 
 @dataclass
 class Patience:
-    """Time without an answer from any server."""
+    """Counts the seconds without an answer from any server, and ends the run when there are too many."""
 
     seconds: float
     since: float = field(default_factory=time.monotonic)
     sentences: dict[str, str] = field(default_factory=dict)
-    """URL -> what the server does not do, since the last answer of any."""
+    """URL -> the trouble of that server since the last answer of any server."""
 
     def answered(self) -> None:
         self.since = time.monotonic()

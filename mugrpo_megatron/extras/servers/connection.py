@@ -23,7 +23,7 @@ DEAD_PEER = [
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
 ]
-"""A machine that is cut off is noticed after 30 s, however long its answer may take."""
+"""Options of the sockets: a machine that is cut off is noticed after 30 s, however long its answer may take."""
 TEMPORARY = (404, 408, 409, 425, 500, 502, 504)
 """Statuses after which the same request may succeed. 404: vLLM says so of a model that it does not serve yet."""
 BUSY = (429, 503)

@@ -35,7 +35,7 @@ class Served:
     context: int | None
     """Most tokens of prompt and response; None where it does not say."""
     version: str
-    """Of the server, empty where it does not say."""
+    """Version of the server; empty where it does not say."""
 
 
 async def ask_what_is_served(connection: Connection) -> Served:
@@ -60,7 +60,7 @@ async def ask_what_is_served(connection: Connection) -> Served:
 
 
 async def _said(connection: Connection, path: str) -> Any:
-    """What the server says at a path that only some have; None from those that answer with anything else there."""
+    """The JSON object at a path that only some servers have; None from a server that answers with anything else."""
     try:
         return await connection.get(path)
     except ServerRefusal:

@@ -72,7 +72,7 @@ def _generation_config(model: Path) -> dict[str, object]:
 def request_for(
     recipe: Recipe, name: str, model: Path, tokenizer: PreTrainedTokenizerBase, cursor: Cursor, options: ServerOptions
 ) -> StageRequest:
-    """What the stage's prompts are asked with."""
+    """The request that every server of the stage gets, without the prompt."""
     rollout = recipe.rollout
     sampling = training_sampling(rollout, recipe.run, tokenizer, None)
     asked = Asked(

@@ -20,9 +20,9 @@ class ServerOptions:
     given: tuple[str, ...]
     """URLs, and `@FILE` for those in a file, one a line."""
     timeout_s: float
-    """Longest time for the responses to one prompt."""
+    """Longest seconds that a server may take for the responses to one prompt."""
     patience_s: float
-    """Longest time without an answer from any server."""
+    """Longest seconds without an answer from any server, after which the run ends."""
 
     def urls(self) -> list[str]:
         """All servers as of now, each once; UserError for an address that cannot be used.

@@ -27,7 +27,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 JOIN_S = 5.0
 """Time between two looks for new servers."""
 UNREAD = 4
-"""Groups that a server may have answered and the caller has not accepted, as a multiple of those in flight."""
+"""Most groups that a server has answered and the caller has not accepted yet, as a multiple of those in flight."""
 
 
 @dataclass(eq=False)
@@ -37,17 +37,17 @@ class Server:
     url: str
     served: Served | None = None
     epoch: int = 0
-    """How often it was found ready: its weights may have changed between two epochs."""
+    """Number of times that the server was found ready; between two epochs its weights may have changed."""
     trouble: str = ""
-    """Why it is not asked at this moment."""
+    """Reason why the server is not asked at this moment; empty while it is."""
     dropped: bool = False
-    """Whether it is not asked again."""
+    """Whether the server is given up: it is not asked again in this stage."""
     in_flight: int = 0
     unread: int = 0
     pauses: int = 0
     """Pauses in a row without an answer between them."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when there may be more to do for it."""
+    """Set when the server's task should look again whether it can take prompts or has to stop."""
 
     @property
     def dialect(self) -> str:
@@ -90,12 +90,12 @@ class StageRequest:
     """What every server is asked for."""
 
     model: str
-    """Name that its model has to have."""
+    """Name under which a server has to serve the model."""
     sampling: Sampling
     asked: Asked
     longest_prompt: int
     concurrency: int
-    """Prompts in flight at one server."""
+    """Most prompts in flight at one server."""
     timeout_s: float
 
 

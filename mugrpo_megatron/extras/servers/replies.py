@@ -31,13 +31,13 @@ class Asked:
     max_tokens: int
     vocab_size: int
     ends: frozenset[int]
-    """Tokens that end a response."""
+    """Ids of the tokens that end a response."""
     stop: tuple[str, ...]
     """Texts that end a response."""
     version: int
-    """Optimizer updates behind the weights."""
+    """Weight version: the number of updates after which the learner had these weights."""
     greedy: bool = False
-    """Temperature 0, at which no log-probability is used."""
+    """Whether the temperature is 0, at which no log-probability is used."""
 
     def most_bytes(self, prompt: Prompt) -> int:
         """Most bytes of a reply; vLLM repeats the prompt with each response."""

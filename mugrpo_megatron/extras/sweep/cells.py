@@ -105,7 +105,7 @@ def states(sweep: Sweep) -> str:
 
 
 def _source_seconds(sweep: Sweep) -> float:
-    """Seconds of the source's own updates on the stage; 0 if it has not taken them all."""
+    """Seconds that the source run took for its own updates on the stage; 0 if it has not taken them all."""
     try:
         run = read_run(sweep.source)
     except UserError:

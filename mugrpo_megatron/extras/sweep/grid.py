@@ -45,7 +45,7 @@ class Grid:
 @dataclass(frozen=True, slots=True)
 class Cell:
     name: str
-    """Its directory inside the sweep's; follows from its settings alone, so a grid may grow."""
+    """Name of the cell's directory in the sweep's. It follows from the cell's settings alone, so a grid may grow."""
     settings: Settings
     recipe: Recipe
 

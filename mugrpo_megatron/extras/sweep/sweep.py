@@ -131,19 +131,20 @@ def _take_over_evaluation(run: Run, sweep: Sweep, cursor: Cursor) -> None:
 
 @dataclass
 class SweepContext:
-    """State that the cells share. Their recipes have the same model, data, layout, engine and rewards."""
+    """What the cells share: process groups, engines and problems. Their recipes have the same model, data, layout,
+    engine and rewards."""
 
     recipe: Recipe
-    """Recipe of any cell."""
+    """The recipe of one of the cells: what the cells share is the same in all."""
     logs: Path
-    """The engines' logs."""
+    """Directory of the engines' logs."""
     ranks: Ranks
     world: World
     display: Display
     problems: Problems | None
-    """Read on the main rank."""
+    """The problems, which only the main rank reads."""
     stack: ExitStack
-    """Ends the engines."""
+    """Ends the engines when it is closed."""
     _started: tuple[Engines, int] | None = field(default=None, init=False)
     """This rank's engine and the number of all engines, once they have started."""
 
