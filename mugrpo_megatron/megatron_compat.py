@@ -36,7 +36,8 @@ __all__ = [
 ]
 
 BUILDERS = tuple(map(int, version("megatron-core").split(".")[:2])) >= (0, 18)
-"""Whether a layer's submodules are builder functions, no longer `ModuleSpec`s (0.17 has both). Ends with 0.16.1."""
+"""Whether a layer's submodules are builder functions instead of `ModuleSpec`s. This flag goes when Megatron 0.16.1 is
+no longer supported; 0.17 has both."""
 
 
 def mlp_spec(backend: BackendSpecProvider, experts: int | None, grouped: bool, activation: type | None) -> Any:

@@ -26,7 +26,8 @@ def page_address(name: str, heading: str = "") -> str:
 
 
 def slug(heading: str) -> str:
-    """What GitHub and the site call a heading in an address; an id such as `objective.veto` stays as it is."""
+    """The name of a heading in an address, as GitHub and the site form it; an id such as `objective.veto` stays as it
+    is."""
     if re.fullmatch(r"[a-z_]+(\.\w+)+", heading):
         return heading
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")

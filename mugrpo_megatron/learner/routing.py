@@ -87,7 +87,8 @@ class Routing:
             routes.set_router_replay_action(action)
 
     def end(self, chunk: torch.nn.Module, recomputes: bool) -> None:
-        """Collect choices after the forward pass; with `recomputes` the backward pass will replay the layers again."""
+        """Collect the routers' choices after the forward pass; with `recomputes` the backward pass runs the layers, and
+        with them the replay, once more."""
         for layer, routes in layers_of(chunk).items():
             router_choice, target = routes.get_recorded_indices(), routes.target_topk_idx
             assert router_choice is not None

@@ -73,7 +73,7 @@ def update(
 
 
 def _from_rank_0(learner: Learner, advantages: np.ndarray) -> np.ndarray:
-    """The advantages float32 [N] that the first rank has."""
+    """The advantages float32 [N] of rank 0, on every rank."""
     if learner.ranks.world == 1:
         return advantages
     # A user's function may draw random numbers, and tensor parallel ranks with different losses would drift apart.
@@ -141,7 +141,8 @@ def record_routes(learner: Learner, samples: Sequence[Sample]) -> tuple[list[np.
 
 
 def _flips(learner: Learner, sequences: Sequence[TokenSequence], batches: list[MicroBatch]) -> dict[str, float]:
-    """Fractions of tokens and choices where the routers now differ from the replayed routes; empty without replay."""
+    """Fractions of the tokens, and of the choices, for which the routers now choose other experts than the replayed
+    ones; empty without replay."""
     if not any(sequence.routes for sequence in sequences):
         return {}
     routings = [batch.routing for batch in batches if batch.routing]

@@ -93,7 +93,7 @@ def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
 
 
 def bfloat16_products(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Returns the flag of instructions that multiply bfloat16, of the first CPU in `cpuinfo`; "" without any."""
+    """Returns the name of the first CPU's flag for instructions that multiply bfloat16; "" if it has none."""
     with suppress(OSError):
         for line in cpuinfo.read_text(encoding="ascii", errors="replace").splitlines():
             name, _, flags = line.partition(":")

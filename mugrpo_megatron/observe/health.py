@@ -15,32 +15,33 @@ from mugrpo_megatron.observe.metrics import Row, in_order, mean_in, values_in
 from mugrpo_megatron.pages import page_address
 
 EQUAL = 0.9
-"""Fraction of groups with equal rewards."""
+"""Fraction of groups with equal rewards above which a warning is given."""
 UNSCORED = 0.2
-"""Fraction of responses without a reward."""
+"""Fraction of responses without a reward above which a warning is given."""
 CUT = 0.5
-"""Fraction of truncated responses."""
+"""Fraction of truncated responses above which a warning is given."""
 UNPARSED = 0.9
-"""Fraction of held-out responses without an answer."""
+"""Fraction of held-out responses without an answer above which a warning is given."""
 SILENT, FALLEN = 0.003, 0.05
 """Entropy in nats, and as a fraction of the entropy at the start, below which responses hardly vary."""
 RISEN = 2.0
-"""Ratio of the entropy to the entropy at the start."""
+"""Ratio of the entropy to the entropy at the start above which a warning is given."""
 ESS = 0.5
-"""Effective sample size as a fraction of the tokens."""
+"""Effective sample size, as a fraction of the tokens, below which a warning is given."""
 VETOED = 0.2
-"""Fraction of tokens that the veto or a mask drops."""
+"""Fraction of tokens dropped by the veto or a mask above which a warning is given."""
 MISMATCH = 0.05
 """Mean |log π_engine − log π_learner| in nats: two correct implementations in bfloat16 stay below 0.02."""
 CLIPPED = 0.95
-"""Fraction of updates with a clipped gradient."""
+"""Fraction of updates with a clipped gradient above which a warning is given."""
 MIN_UPDATES = 8
 """Updates from which a trend can be seen."""
 LEAP, LEAP_TOKEN = 1.0, 0.001
-"""Nats an update that the policy moves in a stage's first updates, for a response and for a token: above both it is
-ruined soon. A Llama of 135M parameters moved 13 nats in its first update at 20 times the rate at which it learns."""
+"""Nats of KL for a response and for a token that each of a stage's first updates may move the policy. A policy that
+moves further by both is soon ruined: a Llama of 135M parameters moved 13 nats in its first update at 20 times the rate
+at which it learns."""
 STEP = 0.05
-"""Share of that bound which an update may move at the rate to try."""
+"""The rate to try is one at which an update moves the policy by this share of LEAP."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class HealthWarning:
 
     @property
     def address(self) -> str:
-        """Where the pages explain it."""
+        """Address of the page's section that explains the warning."""
         return page_address("troubleshooting", self.name)
 
     @property
@@ -155,7 +156,8 @@ def _no_answer(evals: Sequence[Row]) -> Iterator[HealthWarning]:
 
 
 def _entropy(updates: Sequence[Row], recent: Sequence[Row]) -> Iterator[HealthWarning]:
-    """Compares entropy with the first tenth of the run; it rises if it is still within a tenth of its maximum."""
+    """Warning on an entropy that has fallen or risen since the first tenth of the run. It counts as risen only while it
+    is within a tenth of its maximum."""
     first, last = mean_in(updates[: len(recent)], "entropy"), mean_in(recent, "entropy")
     if first is None or last is None:
         return
@@ -198,7 +200,7 @@ def _off_policy(recent: Sequence[Row], stages: Sequence[Row]) -> Iterator[Health
 
 
 def _leap(updates: Sequence[Row]) -> Iterator[HealthWarning]:
-    """Finds the first updates of the last stage that leave the policy which sampled it."""
+    """Warning on first updates of the last stage that move the policy too far from the one that sampled the stage."""
     rows = [row for row in updates if row.get("kl_response") is not None and row["stage"] == updates[-1]["stage"]]
     for row in rows[1:MIN_UPDATES]:
         # The first row's value precedes the stage's first update: it is the mismatch of engine and learner.
@@ -231,7 +233,7 @@ def _clipped_gradient(recent: Sequence[Row], clip_grad: float | None) -> Iterato
 
 
 def _fell(stages: Sequence[Row], evals: Sequence[Row]) -> Iterator[HealthWarning]:
-    """Compares the 95 % intervals of the held-out mean at the first and the last evaluation."""
+    """Warning on a held-out mean whose 95 % interval at the last evaluation lies below that at the first."""
     if len(evals) < 2:
         return
     measure = "reward" if "reward/mean" in evals[-1] else "accuracy"
@@ -257,7 +259,8 @@ def _fell(stages: Sequence[Row], evals: Sequence[Row]) -> Iterator[HealthWarning
 
 @dataclass(slots=True)
 class HealthMonitor:
-    """A sink of the metric log that prints new warnings before a stage's updates and after them, a leap at once."""
+    """A sink of the metric log that prints new warnings before and after a stage's updates. A policy that moves too far
+    (LEAP) is reported at once."""
 
     say: Callable[[str], None]
     clip_grad: float | None

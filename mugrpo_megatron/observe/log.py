@@ -23,7 +23,7 @@ from mugrpo_megatron.recipe.sections import TrackSection
 Sink = Callable[[Row], None]
 
 AXES = {"update": "update", "eval": "update", "stage": "stage", "phase": "stage", "engine": "time"}
-"""Kind of a row -> x axis of its curves."""
+"""Kind of a row -> the key that is the x axis of its curves in TensorBoard and Weights & Biases."""
 
 
 @contextmanager
@@ -135,7 +135,7 @@ FILE_NAME = "metrics.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class MetricLog:
-    """Passes rows to sinks; the main rank has some, the others only check names."""
+    """The metric log: checks the names in every row and passes it to sinks, which only the main rank has."""
 
     sinks: tuple[Sink, ...] = ()
     clock: Callable[[], float] = time.time

@@ -50,7 +50,7 @@ class Bar:
         return f"{self.place()} {self.unit}"
 
     def place(self) -> str:
-        """Returns the count without its unit, which the rate has."""
+        """Returns `done/total`, without the unit, which stands beside the rate."""
         return f"{self.done:,}/{self.total:,}" if self.total else f"{self.done:,}"
 
     def rates(self) -> str:

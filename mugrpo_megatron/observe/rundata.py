@@ -32,7 +32,7 @@ class Clock:
     starts: tuple[float, ...]
     """Unix time at which each process of the run started."""
     offsets: tuple[float, ...]
-    """Running seconds before each start."""
+    """Seconds that the run had been running before each of these starts."""
 
     def __call__(self, time: float) -> float:
         process = max(bisect_right(self.starts, time) - 1, 0)

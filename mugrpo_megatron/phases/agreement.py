@@ -25,7 +25,8 @@ TEXT_TOKENS = 1024
 
 @dataclass(frozen=True)
 class Expected:
-    """What the engines must find: texts, and the learner's log-probabilities of all but their first tokens."""
+    """Texts and the learner's log-probabilities of them, which the engines have to reproduce; those of first tokens are
+    left out."""
 
     texts: list[np.ndarray]
     """int32 [n] each, the same on every rank."""
@@ -36,7 +37,8 @@ class Expected:
 
 
 def expected_logprobs(run: Run, learner: Learner, engines: Engines) -> Expected | None:
-    """The learner's part, while it has the devices; None if these engines have agreed since their start. Collective.
+    """Compute the learner's log-probabilities of a few texts, while the learner has the devices; None if these engines
+    were compared since their start. Collective.
 
     The learner's pass comes before the engines wake, so that the devices change hands once.
     """
@@ -53,7 +55,7 @@ def expected_logprobs(run: Run, learner: Learner, engines: Engines) -> Expected 
 
 
 def _sample(text: np.ndarray) -> Sample:
-    """A text as a response to its first token."""
+    """The text as a sample whose prompt is its first token and whose response is the rest."""
     missing = np.full(len(text) - 1, np.nan, dtype=np.float32)
     return Sample(0, "", text[:1], text[1:], missing, 0.0, 0, "length")
 

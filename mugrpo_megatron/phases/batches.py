@@ -24,13 +24,13 @@ from mugrpo_megatron.stages.routes import RouteColumn, route_column
 from mugrpo_megatron.stages.store import StageStore
 
 AUXILIARY_REMEDY = "remove both of its files, and `mugrpo train` or `mugrpo generate` with this recipe computes them"
-"""Ends an error about an auxiliary model's column."""
+"""How an error about an auxiliary model's column ends: the way out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     samples: list[Sample]
-    """With their problems' rows if the objective's advantages read them."""
+    """Samples of the update. They carry their problems' rows if the objective's advantage function reads them."""
     rewards: np.ndarray
     """float64 [N]: what advantages are computed from."""
     groups: np.ndarray
@@ -44,15 +44,15 @@ class StageColumns:
     """The columns that the recipe asks for; the others are None."""
 
     behaviour: LogprobColumn | None
-    """Under the learner's weights at the stage's start, with `rollout.behaviour = "learner"`."""
+    """Log-probabilities under the learner's weights at the stage's start, with `rollout.behaviour = "learner"`."""
     routes: RouteColumn | None
     """Experts chosen by the learner's routers at the stage's start, with `learner.routing_replay = "learner"`."""
     ref: LogprobColumn | None
-    """Under the reference policy of the KL penalty; None also where that is the behaviour policy."""
+    """Log-probabilities under the reference policy of the KL penalty; None also where that is the behaviour policy."""
     ref_weights: Path | None
     """Checkpoint of the reference policy; None if it is the learner at the stage's start."""
     teacher: LogprobColumn | None
-    """Under the auxiliary model that `objective.teacher` names."""
+    """Log-probabilities under the auxiliary model that `objective.teacher` names."""
     scores: Mapping[str, ScoreColumn]
     """Scores of the reward functions that are judges, by name."""
     proximal: Callable[[int], LogprobColumn] | None
@@ -221,7 +221,8 @@ def with_columns(samples: Sequence[Sample], columns: Mapping[str, Sequence[np.nd
 
 
 def neutral_where_missing(scores: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """Impute missing scores [N] (NaN) with the mean of their group, 0 in a group without any: the baseline stays."""
+    """Replace missing scores [N] (NaN) by the mean of their group's scores, or by 0 in a group without any, so that
+    baselines stay the same."""
     _, inverse = np.unique(groups, return_inverse=True)
     known = ~np.isnan(scores)
     sums, counts = np.bincount(inverse, np.where(known, scores, 0.0)), np.bincount(inverse, known)

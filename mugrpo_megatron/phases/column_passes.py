@@ -30,12 +30,13 @@ from mugrpo_megatron.weights.families import fingerprint
 
 
 class _StopAsked(Exception):
-    """A rank was asked to stop during a pass."""
+    """Raised inside a pass when a rank was asked to stop."""
 
 
 @contextmanager
 def learner_pass(run: Run, cursor: Cursor, what: str, ages: Sequence[int]) -> Iterator[Iterator[int]]:
-    """Yields the ages of a pass with a bar titled `what`; every rank has finished after the block. Collective.
+    """Yields the age of each update of a pass over the stage, with a bar titled `what`; after the block every rank has
+    finished. Collective.
 
     When a rank was asked to stop, the next age raises inside the block: it drops the files that it writes and restores
     weights that it has swapped, and Stopped is raised with the learner saved.
@@ -240,7 +241,7 @@ def _spaced(indices: np.ndarray, count: int) -> list[int]:
 
 
 def _described(probed: Sequence[ProbedSample], model: ModelSection) -> list[ProbeRow]:
-    """Returns the responses as the report shows them, each token as text."""
+    """Returns the probed responses as JSON values for the report, each token as text."""
     tokenizer = load_tokenizer(model.directory)
     vocabulary = sorted({int(token) for response in probed for token in response.sample.response_ids})
     text = dict(zip(vocabulary, tokenizer.batch_decode([[token] for token in vocabulary]), strict=True))

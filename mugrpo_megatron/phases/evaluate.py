@@ -33,14 +33,14 @@ class Answers:
     failed: int
     """Episodes that failed, and so have a reward of 0."""
     kept: Example | None
-    """The first response, if it is one that is kept."""
+    """The first response, if evaluations store one of this problem."""
 
 
 T = TypeVar("T")
 SHOWN = 6
 """Problems of each held-out set for which every evaluation stores one response, for the report."""
 ByPlace = dict[int, Answers]
-"""Answers by a held-out problem's place."""
+"""Index of a held-out problem among those of all sets -> its answers."""
 
 
 def evaluation_due(run: Run, cursor: Cursor) -> bool:
@@ -102,7 +102,7 @@ def evaluate(run: Run, leader: Leader | None, cursor: Cursor) -> None:
 def _answers_of_alike(
     run: Run, leader: Leader | None, name: str, places: Sequence[int], bar: Bar, answer: Callable[[ScoredGroup], T]
 ) -> tuple[dict[int, T], list[Failed]]:
-    """Rounds until every problem at `places` is answered, every engine has failed, or the run is asked to stop."""
+    """Run rounds until every problem at `places` is answered, every engine has failed, or the run is asked to stop."""
     answers: dict[int, T] = {}
     failures: list[Failed] = []
     while missing := [place for place in places if place not in answers]:
@@ -138,7 +138,7 @@ def answer_set(
 
 
 def _log(run: Run, cursor: Cursor, names: Sequence[str], answers: ByPlace, bar: Bar) -> None:
-    """One row of the log, set by set; `names` holds the set's name for each problem."""
+    """Log the figures of all sets as one row; `names` has the set of each problem."""
     measure = measure_of(run.recipe.reward)
     sets: dict[str, SetFigures] = {}
     shares: dict[str, float] = {}

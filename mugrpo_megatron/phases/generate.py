@@ -30,9 +30,9 @@ class StagePart:
     cursor: Cursor
     groups: frozenset[int]
     name: str
-    """Its name in messages."""
+    """Name of the part in messages."""
     title: str
-    """The title of its progress bar."""
+    """Title of the part's progress bar."""
 
 
 def whole_stage(recipe: Recipe, cursor: Cursor) -> StagePart:
@@ -78,7 +78,7 @@ def sample(run: Run, leader: Leader | None, stage: StageStore, part: StagePart) 
 
 
 class ScoredGroups:
-    """From an engine's groups to a stage: the verifier scores them while the engine goes on."""
+    """Carries groups from an engine to the stage: the verifier scores them while the engine goes on."""
 
     def __init__(self, stage: StageStore, leader: Leader, recipe: Recipe) -> None:
         self._stage, self._scorer = stage, Scorer(leader.verifier, leader.tokenizer)

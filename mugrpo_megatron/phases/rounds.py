@@ -43,10 +43,10 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Outcome(Generic[T]):
-    """What the ranks bring out of a round, the same on every rank."""
+    """The outcome of a round, the same on every rank."""
 
     results: list[T]
-    """Of each rank."""
+    """The result of each rank."""
     failures: list[Failed]
     stopping: bool
     """Whether any rank was asked to stop."""
@@ -72,7 +72,7 @@ class Round:
             self.finished(sum(len(response.ids) for response in group.responses))
 
     def groups_from(self, take: PromptSource, n: int, how: Sampling) -> Iterator[SampledGroup]:
-        """`groups` of a source that takes items from the queue itself; the caller counts those that are finished.
+        """Like `groups`, but the caller takes items from the queue itself and counts those that are finished.
 
         Ends early when the engine fails or the run is asked to stop, and drops requests in flight.
         """

@@ -196,7 +196,7 @@ def _figures(samples: Sequence[Sample], cursor: Cursor) -> dict[str, float]:
 
 
 def _utilization(learner: Learner, samples: Sequence[Sample], metrics: dict[str, float]) -> dict[str, float]:
-    """FLOP/s of the update per device, and their share of the device's peak where that is known."""
+    """Metrics `tflops` and, where the device's peak is known, `mfu` of the update."""
     ranks = learner.ranks
     flops = model_flops(learner.architecture, [sample.tokens for sample in samples], int(metrics["tokens"]))
     flops_per_second = flops / metrics["seconds"] / ranks.world

@@ -25,7 +25,7 @@ T = TypeVar("T")
 MAX_MESSAGE_CHARS = 300
 PACKAGE = __name__.partition(".")[0]
 CALL_S = 120.0
-"""Seconds of a call; the first may compile."""
+"""Most seconds of a call of a user's function; the first call may compile."""
 IMPORT_S = 600.0
 
 

@@ -27,9 +27,9 @@ from mugrpo_megatron.recipe.removed import removal
 from mugrpo_megatron.recipe.sections import Recipe
 
 MAX_VALUE_CHARS = 60
-"""Characters of a wrong value in a message."""
+"""Most characters of a wrong value in a message."""
 MAX_LISTED_KEYS = 12
-"""Keys of a section that a message lists; a section with more has its page named instead."""
+"""Most keys of a section that a message lists; for a section with more it names the page."""
 
 
 def error_message(error: ErrorDetails) -> str:
@@ -65,7 +65,7 @@ def _cut(text: str, most: int) -> str:
 
 
 def _suggestion(loc: tuple[int | str, ...], value: Any) -> str:
-    """Returns the keys that an unknown one may mean."""
+    """Returns a hint at the keys that an unknown key may mean."""
     *sections, key = map(str, loc)
     known = _known_keys(loc[:-1])
     close = difflib.get_close_matches(key, known, n=1)
@@ -101,7 +101,7 @@ Table = dict[str, Any]
 
 
 class Layer(NamedTuple):
-    """A file of a recipe, or a `--set`."""
+    """One of the files that a recipe consists of, or a `--set`."""
 
     name: str
     """Name in messages."""
@@ -183,11 +183,11 @@ BUNDLED = Path(__file__).parents[1] / "recipes"
 """Bundled recipes; in a checkout a link to run_scripts/recipes/."""
 OF_CHECKOUT = Path("run_scripts/recipes")
 MAX_BASES = 64
-"""Files that a recipe may be composed of."""
+"""Most files that a recipe may be composed of."""
 MAX_BYTES = 1 << 20
 """Size limit of a TOML file; reading a device such as /dev/zero would not end."""
 MAX_OVERRIDE_CHARS = 100
-"""Characters of a `--set` in a message."""
+"""Most characters of a `--set` in a message."""
 
 
 def load_recipe(

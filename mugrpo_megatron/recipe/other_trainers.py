@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 MAX_TRANSLATED = 3
 """Number of keys that a message translates where the whole section is unknown."""
 MAX_DEPTH = 6
-"""Levels of an unknown section that are searched."""
+"""Most levels of an unknown section that are searched."""
 
 
 class Equivalent(NamedTuple):
@@ -19,7 +19,7 @@ class Equivalent(NamedTuple):
     keys: tuple[str, ...]
     """In the form `section.key`."""
     note: str = ""
-    """Difference of the values."""
+    """How the values of the two keys differ."""
 
 
 @cache

@@ -203,7 +203,7 @@ def _by_phase(
 
 
 def _rate(parts: Sequence[Row]) -> float | None:
-    """Tokens per second; evaluations and resumes divide a phase."""
+    """Tokens per second of a phase, whose parts are separated by evaluations and resumes."""
     timed = [row for row in parts if row.get("tokens") is not None and row["end"] > row["start"]]
     seconds = sum(row["end"] - row["start"] for row in timed)
     return rounded(sum(row["tokens"] for row in timed) / seconds) if timed else None
@@ -249,7 +249,7 @@ def _thresholds(data: ChartData, metric: str, axis: str) -> Iterable[Series]:
 
 
 def _triggers(axis: str) -> tuple[ChartSpec, ...]:
-    """The three charts of triggers by threshold, along `axis`."""
+    """The rows of the table for three charts of triggers by threshold, along `axis`."""
     looks = LOG_PERCENT | ({"along": "age"} if axis == "age" else {})
     suffix, by = ("_by_age", " by age") if axis == "age" else ("", "")
     ends = f"{' Mean over stages.' if axis == 'age' else ''} {ZEROS}"

@@ -24,7 +24,7 @@ SET_COLORS = ("teal", "violet", "magenta", "yellow", "red", "grey", "ramp-2", "r
 BINS = 24
 """Bins of a histogram."""
 FEW_VALUES = 8
-"""Most different rewards that have a bar each."""
+"""Most different rewards for which each reward has a bar of its own; more are put into bins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,11 @@ class Series:
     high: Values | None = None
     """An interval around each value."""
     smooth: bool = False
-    """Noisy: drawn faintly under its moving average."""
+    """Whether the curve is noisy, so that it is drawn faintly under its moving average."""
     restarts: bool = False
-    """Starts again with every stage: no line connects one stage with the next."""
+    """Whether the curve starts again with every stage: no line connects one stage with the next."""
     bold: bool = False
-    """The most important of several curves: drawn thicker."""
+    """Whether it is the most important of several curves, which is drawn thicker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,9 @@ class Chart:
     format: Literal["percent", "number", "tokens"] = "number"
     scale: Literal["linear", "log"] = "linear"
     zero: bool = False
-    """The vertical axis starts at 0; a log axis is linear between 0 and its smallest value."""
+    """Whether the vertical axis starts at 0; a log axis is linear between 0 and its smallest value."""
     along: Literal["run", "age", "length", "reward"] = "run"
-    """The abscissa: updates or wall-clock, as the reader chooses, or another."""
+    """The horizontal axis: `run` is updates or wall-clock, as the reader chooses."""
     rule: float | None = None
     """A dashed reference line at this height."""
     rule_label: str = ""

@@ -30,11 +30,12 @@ class Drawing:
     """The data that report.js draws."""
 
     axes: dict[str, dict[str, list[float]]]
-    """Axis name -> positions of its points: `u` in updates (or in the chart's own abscissa), `t` in seconds."""
+    """Axis name -> positions of its points: `u` in updates (or in the unit of the chart's own horizontal axis), `t` in
+    seconds."""
     boundaries: list[dict[str, float]]
-    """Start of each stage: stage, u, t."""
+    """Start of each stage: its number, and its position in updates (`u`) and in seconds (`t`)."""
     end: dict[str, float]
-    """End of each abscissa: u, t, age, length, reward."""
+    """Horizontal axis (`u` for updates, `t` for seconds, `age`, `length` or `reward`) -> where it ends."""
     begin: dict[str, float]
     """Horizontal axis -> where it starts, for axes that do not start at 0."""
     charts: list[Chart]

@@ -14,12 +14,12 @@ from mugrpo_megatron.terminal import visible
 CHARACTERS = 32_000
 """Most characters of all texts on the page."""
 LONGEST, SHORTEST = 3000, 300
-"""Characters of one text."""
+"""Most characters of one text, when few and when many are shown."""
 FOLDED = 120
-"""Characters, and LINES lines, above which a text is folded."""
+"""Characters above which a text is folded; so is one of more than LINES lines."""
 LINES = 6
 EACH, MOST = 3, 6
-"""Responses of a kind, right or wrong, that a stage or a set shows; responses of all sets of an evaluation."""
+"""Most responses of a kind (right or wrong) that a stage or a set shows, and most of all sets of an evaluation."""
 STAGES = 4
 """Stages whose responses are shown."""
 

@@ -17,16 +17,16 @@ from mugrpo_megatron.samples import turns_in
 from mugrpo_megatron.terminal import visible
 
 LEVELS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
-"""A ratio is one letter: level n is 10^(n / STEPS + LOWEST)."""
+"""Letters that stand for importance ratios: letter n is the ratio 10^(n / STEPS + LOWEST)."""
 STEPS, LOWEST = 8, -6
 OTHERS = "."
-"""The letter of a token that the model did not sample: a tool's, between two turns."""
+"""Letter that stands for a token which the model did not sample, such as one of a tool's output."""
 MOST_STAGES, EACH = 4, 3
-"""Most stages, and most responses of each."""
+"""Most stages in the heat map, and most responses of each stage."""
 WINDOW = 128
 """Tokens of a response that are shown: all of a short one, else those around the first trigger."""
 PIECE = 24
-"""Characters of a token's text."""
+"""Most characters of a token's text that are shown."""
 
 
 def heat_map(responses: Sequence[ProbedResponse], objective: ObjectiveSection) -> dict[str, Any] | None:

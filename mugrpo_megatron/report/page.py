@@ -52,7 +52,7 @@ LISTS = (
     "recipe",
 )
 EMPTY: dict[str, Any] = dict.fromkeys(("status", "runs", "stages", "part")) | dict.fromkeys(LISTS, ())
-"""Values of a page's optional fields."""
+"""Optional fields of a page -> their values where they are not given."""
 
 PHASE_COLORS = {
     "start": "grey",

@@ -95,7 +95,7 @@ def veto_masks(response: ProbedResponse, objective: ObjectiveSection) -> tuple[n
 
 
 def ages_of_probes(responses: Sequence[ProbedResponse]) -> list[int]:
-    """Ages at which any stage was probed: the points of the axis AXIS."""
+    """Ages at which at least one stage was probed, which are the points of the axis AXIS."""
     return sorted({age for response in responses for age in response.ages})
 
 

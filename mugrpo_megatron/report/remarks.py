@@ -30,7 +30,7 @@ PAPER_SETS = {"aime24", "aime25", "math500"}
 
 
 def remarks(run: RunData, summary: Mapping[str, Any]) -> dict[str, str]:
-    """Section -> its sentence."""
+    """Section of the page -> the sentence that sums it up."""
     return {
         LEARNING: _learning(summary),
         SAMPLES: _samples(run.evals),
@@ -108,7 +108,7 @@ def _health(run: RunData) -> str:
 
 
 def _episodes(stages: Sequence[Row]) -> str:
-    """Means over the stages, each of its responses."""
+    """A sentence on episodes: means over the stages of what each stage's responses did."""
     names = ("turns", "called", "failed_calls", "lost", "tool_seconds")
     turns, called, failed, lost, seconds = (mean_in(stages, f"reward/episode.{name}") for name in names)
     if turns is None:

@@ -122,7 +122,7 @@ def flat_settings(table: dict[str, Any], within: str = "") -> Iterable[tuple[str
 
 
 def setting_text(value: object) -> str:
-    """A setting's value as TOML writes it; 0.1 + 0.2 as 0.3."""
+    """A setting's value as TOML writes it, rounded: 0.1 + 0.2 becomes 0.3."""
     if isinstance(value, float):
         value = float(f"{value:.12g}")
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -31,7 +31,7 @@ OF_IDS = ("completion_ids", "sample", "samples")
 
 
 def _extra_info(item: ScoringInput) -> Any:
-    """verl's column where the row has it, else the row."""
+    """The value of verl's argument `extra_info`: the row's column of that name, else the whole row."""
     return item.row["extra_info"] if isinstance(item.row.get("extra_info"), dict) else dict(item.row)
 
 
@@ -47,7 +47,7 @@ def _sample(item: ScoringInput) -> SimpleNamespace:
 
 
 def _completion(item: ScoringInput) -> Any:
-    """A response as in TRL: text for a text prompt, a message for a chat."""
+    """A response in TRL's form: text for a text prompt, a list with one message for a chat."""
     return item.response if isinstance(item.prompt, str) else [{"role": "assistant", "content": item.response}]
 
 
@@ -82,7 +82,7 @@ LISTS: dict[str, dict[str, Getter]] = {
     },
     "samples": {"samples": _sample, "args": lambda item: None},
 }
-"""The same for functions that take lists, an entry a response."""
+"""Functions of lists with an entry for each response: parameter that identifies the form -> all its parameters."""
 FORMS = (
     "(response, answer, row, prompt), verl's (data_source, solution_str, ground_truth, extra_info), TRL's (prompts, "
     "completions, ...) or slime's (args, sample)"
@@ -90,7 +90,8 @@ FORMS = (
 
 
 class Unsupported(Exception):
-    """A function's parameters match no form; the message follows the function's name."""
+    """Raised for a function whose parameters match no form; the message continues a sentence that begins with its
+    name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +181,7 @@ ASYNC_RESPONSES = 64
 """Most concurrent responses of an `async` function in one worker."""
 EXCERPT_CHARS = 80
 MOST_PARTS = 16
-"""Most other numbers of one response; each is a metric of the run."""
+"""Most numbers besides the reward that a function may return for a response; each is a metric of the run."""
 PART_CHARS = 64
 _SCORES = ("score", "reward")
 """Keys of the reward in a returned dictionary; the first one present counts."""
@@ -191,7 +192,7 @@ _WHY = "why"
 
 
 class GaveUp(Exception):
-    """An `async` function took longer than a response may."""
+    """Raised when an `async` function takes longer for a response than it may."""
 
 
 @dataclass(slots=True)

@@ -50,7 +50,7 @@ class Call:
     sinks: list[tuple[VerdictSink, int]]
     """(sink, index) of the verdict on each item; a single item's verdict goes to all of them."""
     crashes: int = 0
-    """Workers that died on it, or on a batch that it was the first of."""
+    """Number of workers that died on this call, or on a batch whose first call it was."""
 
     def finish(self, verdicts: Sequence[Verdict]) -> None:
         for number, (sink, index) in enumerate(self.sinks):
@@ -62,14 +62,16 @@ class Call:
 
 
 ALARM_SHARE = 0.125
-"""CPU time of an alarm, as a fraction of the wall-clock limit: the worker then gives up the call and goes on."""
+"""CPU time after which an alarm ends a call, as a fraction of the limit by the clock; the worker goes on with the next
+call."""
 DEATH_SECONDS = 10.0
 """Longest wait for killed processes: one that hangs in the kernel must not hang the run."""
 _COMMAND = (
     "import sys; sys.path.insert(0, sys.argv.pop(1)); import mugrpo_megatron; del sys.path[0]; "
     "from mugrpo_megatron.rewards.guard import main; main(sys.argv.pop(1))"
 )
-"""Imports this package from the parent's path, and everything else without the current directory (`-P`)."""
+"""Program of a new interpreter: it imports this package from the parent's path, and everything else without the current
+directory (`-P`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +163,9 @@ class Worker:
     finished_calls: int = 0
     batch: deque[Call] = field(default_factory=deque)
     reading: bool = False
-    """Whether it has not acknowledged its batch yet; until then no call can have ended it."""
+    """Whether the worker has yet to acknowledge its batch; until then no call can be the cause of its death."""
     single_call: bool = False
-    """Whether its batch had one call."""
+    """Whether the worker's batch had only one call."""
     batch_bytes: int = 0
 
     @property
@@ -171,11 +173,11 @@ class Worker:
         return bool(self.batch) or not self.ready
 
     def limit(self, seconds: float) -> None:
-        """Begin the time limit of its next call, or of what it does before that."""
+        """Set the time limit of what the worker does next: its start, reading a batch, or a call."""
         self.deadline, self.overtime = time.monotonic() + seconds, None
 
     def is_late(self, limit_s: float) -> bool:
-        """Whether its call of `limit_s` seconds, whose deadline has passed, is to be given up; else it goes on."""
+        """Whether the call is given up, now that its `limit_s` seconds are over; if not, its deadline moves on."""
         if self.overtime is None:
             self.overtime = Overtime(self.process.process.pid, limit_s)
         elif self.overtime.is_over():
@@ -184,7 +186,7 @@ class Worker:
         return False
 
     def message(self, needs: Needs, max_bytes: int) -> tuple[bytes, list[Call]]:
-        """Serialise its batch (`batch_message`); returns the text and the calls that did not fit."""
+        """Serialise the worker's batch (`batch_message`); returns the text and the calls that did not fit."""
         count, text = batch_message(self.batch, needs, max_bytes)
         unsent = [self.batch.pop() for _ in range(len(self.batch) - count)]
         self.reading, self.single_call, self.batch_bytes = True, count == 1, len(text)
@@ -260,7 +262,7 @@ def batch_message(calls: Sequence[Call], needs: Needs, max_bytes: int) -> tuple[
 FIRST = 16
 WINDOW = 10_000
 _EXCERPT_CHARS = 60
-"""Characters of a response and a gold in the message."""
+"""Most characters of a response and of a gold that the message quotes."""
 
 
 class FailureCount:

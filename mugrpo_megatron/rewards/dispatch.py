@@ -29,7 +29,7 @@ from mugrpo_megatron.rewards.items import Needs, ScoringInput, Verdict
 from mugrpo_megatron.rewards.math.literal import match_literally
 
 START_TIMEOUT_S = 600.0
-"""Limit on a worker's start, and on reading a batch; neither counts as its function's time."""
+"""Most seconds of a worker's start, and of reading a batch; neither counts as its function's time."""
 CACHE_ENTRIES = 16_384
 
 Comparison = tuple[str, str]
@@ -149,7 +149,7 @@ class Dispatcher:
         call.finish(verdicts)
 
     def _give_up(self, call: Call, why: str, seconds: float = 0.0, unread: bool = False) -> None:
-        """Score a call 0 after its worker crashed or could not read it."""
+        """Score a call 0 after its worker was killed, crashed, or could not read it."""
         # A crash of `code` is the tested program's fault and no failure of the function.
         failed = unread or self._section.function != CODE
         self._finish(call, [Verdict(0.0, "", why, seconds / len(call.items), failed)] * len(call.items))

@@ -14,7 +14,7 @@ from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.samples import Problem
 
 EXCERPT_CHARS = 60
-"""Characters of a gold in a line."""
+"""Most characters of a gold that a line quotes."""
 _NO_ANSWER = re.compile(
     r"proof(?: (?:needed|required|omitted|problem|only|by \w+))?"
     r"|(?:see|refer to) (?:the )?(?:proof|solution|explanation)"

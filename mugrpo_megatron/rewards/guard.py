@@ -18,8 +18,8 @@ from pathlib import Path
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 END = signal.SIGUSR1
-"""Tells the guard to kill all and exit; the kernel sends it when the verifier's thread ends. Not SIGTERM, which a job
-scheduler sends to every process long before the run has to end."""
+"""Signal that tells the guard to kill all its descendants and exit; the kernel sends it when the verifier's thread
+ends. Not SIGTERM, which a job scheduler sends to every process long before the run has to end."""
 WAITED_FOR = (END, signal.SIGCHLD)
 
 

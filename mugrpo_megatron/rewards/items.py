@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 Row = Mapping[str, Any]
 """A row of the data set as JSON values, all columns included."""
 LARGEST_FLOAT = 3.4e38
-"""Float32, in which advantages are computed, holds no larger number."""
+"""Largest number of float32, in which advantages are computed."""
 ChatOrText = str | Sequence[Mapping[str, Any]]
 """A prompt: text, or the messages of a chat (`role`, `content`, and what else its row has)."""
 

@@ -23,7 +23,8 @@ _SIGNS = {
     "\u211d": "\\mathbb{R}", "\u2115": "\\mathbb{N}", "\u2124": "\\mathbb{Z}", "\u211a": "\\mathbb{Q}",
     "\u2102": "\\mathbb{C}", "\u2119": "\\mathbb{P}",
 }  # fmt: skip
-"""Signs without a compatibility form that are written for each other, and sets that keep their blackboard letters."""
+"""Sign without a compatibility form -> the usual sign for it; and letters of number sets, which stay blackboard
+letters."""
 _AS_THEY_ARE = frozenset("\u2026\u2025\u2122\u2120\u00a8\u00af\u00b8\u1fbd\u203c\u2047\u2048\u2049")
 """Characters whose compatibility form is longer without being clearer."""
 _NO_UNITS = frozenset("\u33c2\u33c7\u33cd\u33d1\u33d2\u33d8")
@@ -36,7 +37,7 @@ RAISED = rf"[{_RAISED}]"
 _SCRIPT = re.compile(f"(?P<low>[{_LOWERED}]+)|(?P<raised>[{_RAISED}]+)")
 _ORDINAL = re.compile(r"(?<=[0-9])\.?[\u00ba\u00aa]")
 _LABELLED = re.compile(r"^\s*[A-J\uff21-\uff2a](?=\u3001)", re.MULTILINE)
-"""The letter of an option, as Chinese writes it."""
+"""Matches the letter of an option as Chinese text writes it."""
 _TILDE = re.compile(r"(?<=[0-9])\s*[\uff5e\u301c]\s*(?=[0-9])")
 _FRACTION_AFTER = re.compile(r"(?<=[0-9])[\s\u2064]*(?=\\frac\{[0-9]{1,2}\}\{[0-9]{1,2}\})")
 

@@ -112,7 +112,8 @@ _PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])")
 _GLUED = re.compile(r"(?<=[0-9)}])[mgshlLNJWV]\Z")
 _OTHER_UNIT = "another unit than the gold answer's"
 _MATCHED_ELEMENTS = 16
-"""Longer lists are compared as sets by math-verify: matching takes the square of their length."""
+"""Most elements of lists that are matched here, which takes the square of their length; math-verify compares longer
+ones as sets."""
 
 
 def compare_answer(answer: str, gold: str, policy: Policy = "strict") -> Outcome:

@@ -55,13 +55,13 @@ _DISPLAYED = re.compile(
     rf"{_DISPLAY}(?P<inside>(?:(?!{_DISPLAY}).)+?)(?:\$\$|\\\]|\\end\{{(?:equation|displaymath)\*?\}})", re.DOTALL
 )
 _HEADED = re.compile(rf"^[#*_>\s]*(?:final\s+)?answers?\b[*_.:\s]*\n\s*(?={_DISPLAY})", re.IGNORECASE | re.MULTILINE)
-"""The heading of a displayed formula."""
+"""Matches the heading of a displayed formula."""
 _AT_THE_END = re.compile(
     r"\b(?:is|are|equals?)\s+(?:(?:therefore|thus|hence|then|exactly|simply|just|equal\s+to)\s+)?(?=\$|\\[(\[]|[-0-9])"
 )
 _RELATION = r"\$[^$\n=<>]+(?:=|<|>|\\[lg]eq?\b)[^$\n]+\$"
 _GIVEN = re.compile(rf"\b(?:when|if|where|for|with)\s+{_RELATION}(?:,?\s+and\s+{_RELATION})*(?!,?\s+and\b)")
-"""A condition that is a whole formula: `when $x = 3$`."""
+"""Matches a condition that is a whole formula: `when $x = 3$`."""
 _CONDITIONAL = re.compile(r"\b(?:if|unless|when|whether|not|no|never|neither|or|because|since)\b|[;:,]", re.IGNORECASE)
 NUMBER = re.compile(
     r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+(?:,[0-9]{2}(?![0-9]))?)(?:\.[0-9]+)?(?:\s?/\s?[0-9]+|%)?"
@@ -71,7 +71,7 @@ _SPAN = (
     r"(?<![\w.:/-])(?:[0-9]{1,4}(?::[0-9]{1,2})+(?:\s?[aApP]\.?\s?[mM]\b\.?)?|[0-9]{1,2}\s?[aApP]\.?\s?[mM]\b\.?"
     r"|[0-9]+(?:[-–][0-9]+){1,2}(?![0-9]|[/.][0-9])|[0-9]+(?:/[0-9]+){2}(?![0-9/]))"
 )
-"""A time, a ratio, a score, a range or a date: none of its numbers is a value of its own."""
+"""Matches a time, a ratio, a score, a range or a date, in which no number is a value of its own."""
 _MAGNITUDE = r"(?:\s(?:dozen|hundred|thousand|million|billion|trillion)s?\b)?"
 _PLAIN_VALUE = re.compile(
     rf"{_SPAN}|(?:{NUMBER.pattern})(?:\s?[{FRACTIONS}]|{RAISED}+)?{_MAGNITUDE}|(?<!\w)-?[{FRACTIONS}]"
@@ -80,15 +80,16 @@ _VALUE = re.compile(f"{_MATH.pattern}|{_PLAIN_VALUE.pattern}")
 _TEXT = re.compile(
     r"(?!\$[0-9])(?:.*?(?<![\\A-Za-z])[A-Za-z]{3,}|[\\$(\s]*(?:\\[a-z]+\{)*\(?[A-Z]\)?\}*[\\$).\s]*\Z)", re.DOTALL
 )
-"""A formula with words in it, or one that is the letter of a choice; no amount of money."""
+"""Matches a formula with words in it, or one that is the letter of a choice, but no amount of money."""
 _LISTED = re.compile(r"\s*[,;]?\s*(?:\b(?:and|or)\b)?\s*(?:[A-Za-z](?:_\{?\w\}?)?\s*=\s*)?\$?")
 _CONDITION = re.compile(
     r"\b(?:for|when|if|with|from|after|at|in|on|by|as|given|where)\s+(?:[A-Za-z]\s*=\s*)?\$?\Z", re.IGNORECASE
 )
-"""In front of a value: the comma behind it ends a condition and separates no list, as in "for $x = 2$, 5"."""
+"""Matches what stands before a value in a condition: the comma behind that value separates no list, as in "for $x = 2$,
+5"."""
 _PROSE_CHARS = 1000
 _VALUES = 16
-"""So many values of a statement are looked at; more of them are a list that no gold asks for in prose."""
+"""Most values of a statement that are looked at; more are a list, and no gold asks for that in prose."""
 
 
 def after_phrase(text: str) -> str | None:
@@ -197,11 +198,11 @@ _ANSWER = re.compile(
     r"|<\|(?P<box>begin_of_box)\|>(?P<boxed>(?:(?!<\|begin_of_box\|>).)*?)(?:<\|end_of_box\|>|\Z)",
     re.IGNORECASE | re.DOTALL,
 )
-"""GLM's `<|begin_of_box|>` is one too."""
+"""Matches the tags around an answer; GLM's `<|begin_of_box|>` is such a tag too."""
 _CUT_TAG = re.compile(r"<(?:/[A-Za-z_]*)?\s*\Z")
-"""The part of a closing tag that the length's limit has left."""
+"""Matches a closing tag that the length limit has cut."""
 _ONLY_CLOSED = re.compile(r"(?P<inside>(?:(?!</?(?:final_)?answer>).)+)</(?:final_)?answer>", re.IGNORECASE | re.DOTALL)
-"""Where the prompt has opened the tag."""
+"""Matches an answer that only has its closing tag, since the prompt has opened it."""
 
 
 def tagged_answers(text: str, connective: re.Pattern[str]) -> list[str]:
@@ -233,7 +234,7 @@ _CONNECTIVE = re.compile(
 _BRACE = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{|\\.|\{|\}", re.DOTALL)
 _BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?![A-Za-z{\s])([^\s${}\\]+)")
 _TAIL_CHARS = 8000
-"""Only this much of a response's end is searched; an earlier answer does not count."""
+"""Characters at the end of a response that are searched; an earlier answer does not count."""
 
 
 def is_integer(text: str) -> bool:

@@ -42,7 +42,8 @@ _NOT_A_NAME = re.compile(
     r"|let|suppose|assum(?:e|ing)|about|approximately|roughly|almost|at\s+(?:least|most)|(?:more|less|fewer)\s+than"
     r"|(?:wrong|incorrect|false)\s+(?:answer|value|result|solution))\b"
 )
-"""A side with a digit or a root, or one that begins with a word that does not commit to what follows."""
+"""Matches a side of an equation with a digit or a root, or one that begins with a word such as "about", so it is no
+name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,8 @@ _LABEL = re.compile(
     r"(?=[\s.:]|\Z|(?<=\))[0-9])"
 )
 _BESIDE = re.compile(r"[\s.:-]*(?:,|\([A-Z]\)|[A-Z](?: [A-Z])*\s*(?:\Z|[.:),(/&|]))")
-"""A comma (an "or", once normalized), another bracketed letter, or letters that stand alone."""
+"""Matches what names another choice beside a letter: a comma (an "or", once normalized), another bracketed letter, or
+letters that stand alone."""
 _ANOTHER = re.compile(
     r"\([A-Z]\)|(?<![\w(])[A-Z]\)|\b(?i:option|choice) \(?[A-Z]\b"
     r"|\b(?i:no,|(?:wait|but|rather|actually|instead|sorry)\b,?) (?:[a-z]+ )*[A-Z]\Z"
@@ -153,15 +154,15 @@ _WORDING = re.compile(r"(?:[^\W_]|[\s,.:'’\"()&!?]|(?<=[^\W_])-(?=[^\W_]))+")
 _SPAN = re.compile(
     r"[0-9]{1,2}:[0-9]{2}(?: ?[ap]\.? ?m\.?)?|[0-9]+(?:/[0-9]+){2}|[0-9]+(?: ?-+ ?[0-9]+){1,2}", re.IGNORECASE
 )
-"""A time, a date, a score or a range: no number of it is a value, and none is computed from them."""
+"""Matches a time, a date, a score or a range: none of its numbers is a value, and no value is computed from them."""
 _COUNTED = re.compile(r"[+-]?[0-9]+(?:\.[0-9]+)?(?:/[0-9]+)? ?[A-Za-z' -]+")
 _BRACKETS = re.compile(r"\([^()]*[0-9]|\A[0-9]+ ?\(")
-"""A tuple, or a number before its name: `5 (five)`."""
+"""Matches a tuple, or a number before its name: `5 (five)`."""
 _STATEMENT = re.compile(
     r"\A(?:the|she|he|they|it|we|you|there)\b|\b(?:is|are|was|were|be|equals?|has|have|had|gives|makes|costs|needs|takes|gets?|total|sum|about|only)\b|:",
     re.IGNORECASE,
 )
-"""Prose about a number: the number is what it says."""
+"""Matches prose about a number, in which the number is the answer."""
 _ORDINAL = re.compile(r"([0-9])\s*(?:\^\s*)?\{?\s*(?:st|nd|rd|th)\b\s*\}?")
 _TOKEN = re.compile(r"[0-9]+(?:\.[0-9]+)?|[^\W\d_]+|[^\s,.\"`()\[\]{}!]")
 _APOSTROPHES = re.compile("['’]")

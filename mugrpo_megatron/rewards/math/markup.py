@@ -50,14 +50,14 @@ _SPANS = tuple(
         r"<(?P<tag>b|strong|i|em|u|mark|code|p|div|center|span|big)(?:\s[^<>]*)?>(?P<inside>[^<\n]*)</(?P=tag)>",
     )
 )
-"""Emphasis whose marks touch no word and no formula: `2*3*4` and `x_1` are none."""
+"""Matches emphasis, whose marks touch no word and no formula from outside: `2*3*4` and `x_1` have none."""
 _STRUCK = re.compile(r"~~(?=\S)[^~\n]*~~|<(?P<tag>s|del|strike)>[^<\n]*</(?P=tag)>")
 _FENCE = re.compile(r"^[ \t]*(?:```+|~~~+)[ \t]*[A-Za-z]*[ \t]*$\n?", re.MULTILINE)
 _LINE_MARK = re.compile(r"^[ \t]*(?:#{1,6}(?!#)[ \t]+|>[ \t]+(?=[^0-9\s])|[*+][ \t]+)", re.MULTILINE)
 _SUPERSCRIPT = re.compile(r"<(?P<tag>su[pb])>(?P<inside>[^<>\n]{1,20})</(?P=tag)>")
 _LINE_BREAK = re.compile(r"<br\s*/?>", re.IGNORECASE)
 _DEEPEST = 3
-"""Emphasis inside emphasis."""
+"""Deepest nesting of emphasis in emphasis that is removed."""
 
 
 def without_markup(text: str) -> str:

@@ -26,7 +26,7 @@ class _Name(NamedTuple):
     below: tuple[str, ...]
     """What stands below the letter."""
     arguments: tuple[str, ...] | None
-    """What it is applied to; a lone small letter is any."""
+    """The arguments that a function is applied to; a single small letter stands for any."""
 
 
 def name_different_things(left: str, right: str) -> bool:
@@ -69,7 +69,7 @@ def _differ(one: _Name, other: _Name) -> bool:
 
 
 def _plain(side: str) -> str:
-    r"""Without style; `\sin` for a bare `sin`, `\angle` for `m\angle`."""
+    r"""A side without commands of style, with `\sin` for a bare `sin` and `\angle` for `m\angle`."""
     text = " ".join(_STYLE.sub("", side).replace("\\,", " ").split()).strip()
     text = re.sub(r"(?<=[A-Za-z])\[([^\[\]]*)\]", r"(\1)", text.replace("\\bar", "\\overline"))
     text = re.sub(rf"(?<![\\A-Za-z])({'|'.join(_FUNCTIONS)})(?![A-Za-z])", r"\\\1 ", text)
