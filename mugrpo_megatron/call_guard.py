@@ -33,7 +33,7 @@ DEAF_S = 30.0
 
 
 class TookTooLong(BaseException):
-    """The time of a call is over. Not an Exception, so that no `except Exception` swallows it."""
+    """Raised when the time of a call is over. Not an Exception, so that no `except Exception` swallows it."""
 
 
 @contextmanager

@@ -15,7 +15,8 @@ if TYPE_CHECKING:  # tests check what the types say (tests/shapes.py); a run doe
     from jaxtyping import Bool, Float32, Int32, UInt8, UInt16
 
 UNSCORED = "group.unscored"
-"""Component of a sample: the share of its group's responses without a reward, which are no samples."""
+"""Name of a sample's component: the share of its group's responses that have no reward and so did not become
+samples."""
 Message = Mapping[str, Any]
 """A chat message: `role`, `content` (text, or null beside other fields), and what else its row has for a template."""
 
@@ -82,7 +83,7 @@ class Prompt:
     logprob_tokens: int = 0
     """Tokens at the end of `ids` whose logprobs the engine returns instead of sampling; 0 to sample a response."""
     support_ids: Int32[np.ndarray, "logprob_tokens k"] | None = field(default=None, hash=False)
-    """`Sample.support_ids` of those tokens."""
+    """Support ids of the tokens that `logprob_tokens` counts, as in `Sample.support_ids`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,8 @@ class Episode:
     why: str = ""
     """Reason of the reward or of the failure."""
     failed: bool = False
-    """Such an episode has no turn that counts: an evaluation scores it 0, and training leaves it out."""
+    """Whether the episode failed, so that none of its turns counts: an evaluation scores it 0, and training leaves it
+    out."""
     parts: Mapping[str, float] = field(default_factory=dict, hash=False)
     """Numbers by name: turns, calls, seconds, and what else the function returned."""
     answer: str | None = None
@@ -113,7 +115,7 @@ class Episode:
 
     @property
     def last_turn(self) -> int:
-        """Place of the first token of the last turn."""
+        """Index of the first token of the last turn."""
         others = np.flatnonzero(~self.mask)
         return int(others[-1]) + 1 if len(others) else 0
 
@@ -129,13 +131,13 @@ class Response:
     finish_reason: str
     """`stop` (end-of-sequence) or `length`."""
     weight_version: int
-    """Optimizer updates behind the weights that sampled it."""
+    """Number of optimizer updates after which the learner had the weights that sampled the response."""
     routes: UInt8[np.ndarray, "layers tokens k"] | UInt16[np.ndarray, "layers tokens k"] | None = None
     """Experts of the prompt's and the response's tokens but the last, if they were asked for."""
     support_ids: Int32[np.ndarray, "response k"] | None = None
     """The tokens that could be sampled at each place, -1 where fewer than k, if the engine was asked."""
     episode: Episode | None = None
-    """None for a plain response."""
+    """The episode that the response is; None for a plain response of one turn."""
 
     def __post_init__(self) -> None:
         # A missing logprob would shift all later ones by a token and train silently.
@@ -163,7 +165,7 @@ class Sample:
     response_ids: Int32[np.ndarray, " response"]
     # float32 as SGLang computes them: in bfloat16 a ratio of long responses would be noise.
     engine_logprobs: Float32[np.ndarray, " response"]
-    """The engine's, at the sampling temperature; NaN in an imported stage without any."""
+    """The engine's log-probabilities, at the sampling temperature; NaN in a stage that was imported without any."""
     reward: float
     weight_version: int
     finish_reason: str
@@ -181,20 +183,21 @@ class Sample:
     components: Mapping[str, float] = field(default_factory=dict, hash=False)
     """The score's parts by name, before their weights."""
     advantage: float | None = None
-    """Under the objective of the recipe that generated it; training computes its own."""
+    """The advantage under the objective of the recipe that generated the response; training computes its own."""
     row: str = ""
     """The problem's row in its data set, as JSON; empty where it has none."""
     behaviour_logprobs: Float32[np.ndarray, " response"] | None = None
-    """What importance ratios are taken against: the engine's, or with `rollout.behaviour = "learner"` the
-    learner's under the same weights; added when an update is read, not stored."""
+    """Log-probabilities that importance ratios are taken against: the engine's, or with `rollout.behaviour = "learner"`
+    the learner's under the same weights. They are added when an update is read, not stored."""
     routes: Routes | None = None
     """Experts to replay (`learner.routing_replay`); None lets the routers choose."""
     proximal_logprobs: Float32[np.ndarray, " response"] | None = None
-    """Under the policy at the centre of the clip range, unless it is the current one; not stored."""
+    """Log-probabilities under the policy at the centre of the clip range, unless that is the current policy; not
+    stored."""
     ref_logprobs: Float32[np.ndarray, " response"] | None = None
-    """Under the reference policy, which the KL penalty keeps the policy near; not stored."""
+    """Log-probabilities under the reference policy, which the KL penalty keeps the policy near; not stored."""
     teacher_logprobs: Float32[np.ndarray, " response"] | None = None
-    """Under the teacher, whose log-ratios are part of the tokens' advantages; not stored."""
+    """Log-probabilities under the teacher, whose log-ratios are part of the tokens' advantages; not stored."""
 
     def __post_init__(self) -> None:
         columns = (self.behaviour_logprobs, self.proximal_logprobs, self.ref_logprobs, self.teacher_logprobs)

@@ -38,7 +38,7 @@ def in_utf8() -> None:
 
 @dataclass(slots=True)
 class Ending:
-    """How a command ends."""
+    """The exit code of a command, which the command sets while it runs."""
 
     code: int = 1
     """Exit code; 1 for an exception that nothing has caught."""

@@ -17,7 +17,8 @@ from mugrpo_megatron.call_guard import address_space, refuse_exits
 from mugrpo_megatron.rewards.items import Needs, ScoringInput, Verdict
 
 ALARM_AGAIN_S = 0.25
-"""CPU seconds. The alarm repeats: the first may ring where an exception is swallowed, as in a finalizer."""
+"""CPU seconds between rings of the alarm. It repeats, because the first may ring where an exception is swallowed, as in
+a finalizer."""
 RETIREMENT_SHARE = 0.75
 """Fraction of the memory limit at which a worker retires, so that memory of earlier calls does not fail a later one."""
 ASYNC_SHARE = 0.875
@@ -27,7 +28,8 @@ RewardFunction = Callable[[Sequence[ScoringInput]], Sequence[Verdict | BaseExcep
 
 
 class AlarmRang(BaseException):
-    """A call's CPU time is over. Not an Exception, so that no `except Exception` of a library swallows it."""
+    """Raised when a call's CPU time is over. Not an Exception, so that no `except Exception` of a library swallows
+    it."""
 
 
 def load(options: dict[str, Any]) -> tuple[RewardFunction, Needs, str]:

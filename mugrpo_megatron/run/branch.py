@@ -76,7 +76,7 @@ def check_branch(recipe: Recipe, source: Path, stage: int) -> Origin:
 
 
 def _is_branch(directory: Path, record: RunRecord, expected: Branch) -> bool:
-    """Whether the directory's run is the branch already; UserError when it is another run that has begun."""
+    """Whether the run in the directory already is this branch; UserError when it is another run that has begun."""
     if record.branch == expected:
         return True
     if record.branch:
@@ -182,7 +182,7 @@ def _link(source: Path, target: Path, key: str, skipped: Sequence[str] = ()) -> 
 
 
 def link_or_copy(source: str | Path, target: str | Path) -> None:
-    """A hard link, or a copy on another file system."""
+    """Make a hard link; on another file system make a copy."""
     try:
         os.link(source, target)
     except OSError:

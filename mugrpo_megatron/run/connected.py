@@ -33,7 +33,7 @@ class ConnectedWorld(World):
 
     ranks: Ranks
     group: dist.ProcessGroup
-    """All ranks over gloo."""
+    """A gloo group of all ranks."""
 
     @property
     def heartbeat(self) -> Heartbeat:
@@ -101,7 +101,7 @@ def open_world(ranks: Ranks, timeout_s: float, engines: int, stop: StopRequest) 
 
 @contextmanager
 def broadcast_failure(ranks: Ranks) -> Iterator[None]:
-    """Tell the other ranks of an exception that ends this one, so that none waits for it."""
+    """Publish an exception in the block that ends this rank, so that no other rank waits for this one."""
     try:
         yield
     except (Stopped, CollectiveFailure):  # the others stop or fail, too

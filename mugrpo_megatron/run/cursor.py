@@ -24,7 +24,7 @@ class Cursor:
     repeated: int = 0
     """Updates before this stage that were not in their stage's first epoch, so they needed no responses."""
     nats: float = 0.0
-    """Distance of the policy from the one that sampled the stage: `nats_moved`."""
+    """KL in nats of the policy from the one that sampled the stage, as `nats_moved` computes it."""
 
     def finished(self, schedule: ScheduleSection) -> bool:
         return self.updates >= schedule.total_updates

@@ -45,7 +45,7 @@ class RunDirectory:
 
     path: Path
     check_lock: Callable[[], None] = field(default=lambda: None, compare=False, repr=False)
-    """Raises UserError in the process that holds the lock, once its file was removed or replaced."""
+    """Function that raises UserError, in the process that holds the lock, if the lock file was removed or replaced."""
 
     @property
     def recipe(self) -> Path:
@@ -76,7 +76,7 @@ class RunDirectory:
         return self.path / "stages" / f"{stage:05d}"
 
     def stage_lock(self, stage: int) -> Path:
-        """Lock of the processes that score the stage with auxiliary models."""
+        """Lock file of the processes that score the stage with auxiliary models."""
         return self.path / "stages" / f"{stage:05d}.lock"
 
     def stages(self) -> dict[int, Path]:
@@ -85,36 +85,38 @@ class RunDirectory:
         return {int(path.name): path for path in paths if path.is_dir()}
 
     def poisoned(self, stage: int, age: int) -> Path:
-        """The batch of the last skipped update, which ended the run."""
+        """File with the batch of the last skipped update, for a run that ended because too many were skipped."""
         return self.path / "poisoned" / f"stage{stage:05d}-age{age:05d}.parquet"
 
     def trace(self, update: int, rank: int) -> Path:
-        """A rank's profile of one update."""
+        """File with a rank's profile of one update."""
         return self.path / "profile" / f"update{update:06d}-rank{rank:05d}.json.gz"
 
     @property
     def proximal_files(self) -> Path:
-        """The directory of `proximal`; outside the stages' directories, since branches share those."""
+        """Directory of the files that `proximal` names. It is outside the stages' directories, because branches share
+        those by links."""
         return self.path / "proximal"
 
     def proximal(self, stage: int, age: int) -> Path:
-        """Logprobs of some updates' samples under the policy before update `age` of the stage."""
+        """File with the logprobs of some updates' samples under the policy before update `age` of the stage."""
         return self.proximal_files / f"stage{stage:05d}-age{age:05d}.parquet"
 
     def probe(self, stage: int) -> Path:
-        """Directory of the stage's probe; outside the stage's directory, as `proximal_files`."""
+        """Directory of the stage's probe; like `proximal_files` outside the stage's directory."""
         return self.path / "probe" / f"stage{stage:05d}"
 
     def samples(self, updates: int) -> Path:
-        """Examples of the evaluation after `updates` updates of the run."""
+        """File with example responses of the evaluation after `updates` updates of the run."""
         return self.path / "evaluations" / f"update{updates:06d}.jsonl"
 
     def ref(self, stage: int) -> Path:
-        """Logprobs of the stage's samples under the reference policy; outside the stage's directory, as `proximal`."""
+        """File with the logprobs of the stage's samples under the reference policy; like `proximal_files` outside the
+        stage's directory."""
         return self.path / "ref" / f"stage{stage:05d}.parquet"
 
     def auxiliary(self, stage: int, name: str) -> Path:
-        """A column that an auxiliary model computes; outside the stage's directory, as `proximal`."""
+        """File of a column that an auxiliary model computes; like `proximal_files` outside the stage's directory."""
         return self.path / "auxiliary" / f"stage{stage:05d}-{name}.parquet"
 
     def auxiliary_files(self, stage: int) -> list[Path]:
@@ -166,7 +168,7 @@ def check_directory(recipe: Recipe) -> None:
 
 
 class InUse(UserError):
-    """Another process holds the lock."""
+    """Raised when another process holds the lock."""
 
 
 @contextmanager
@@ -221,7 +223,7 @@ def _try_lock(path: Path, descriptor: int, shared: bool) -> bool:
 
 
 def is_finished(recipe: Recipe) -> bool:
-    """Whether `run.dir` holds this run, finished.
+    """Whether `run.dir` holds this run and the run is finished.
 
     Raises UserError when the directory belongs to another run, or its summary is damaged.
     """

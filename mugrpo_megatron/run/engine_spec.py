@@ -23,7 +23,8 @@ def engine_spec(recipe: Recipe) -> EngineSpec:
 
 
 def _episodes(recipe: Recipe, engine: Any) -> Any:
-    """Has a user's function or program play an episode per response instead of sampling one response."""
+    """Returns what makes a user's function or program play an episode for each response, instead of sampling one
+    response."""
     from mugrpo_megatron.extras.episodes.episodes import Episodes
 
     return Episodes(recipe, engine)

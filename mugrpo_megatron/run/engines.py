@@ -39,7 +39,7 @@ class Engines:
     weight_sync: WeightSync
     """Carries the learner's weights to the engines."""
     leader: Leader | None = None
-    """None on a rank that leads no engine."""
+    """The engine that this rank leads; None on a rank that leads none."""
     follower: FollowerNode | None = None
     """This rank's node of an engine that another node leads."""
     agreed: bool = False
@@ -49,7 +49,7 @@ class Engines:
 
     @property
     def local(self) -> Engine | FollowerNode | None:
-        """This rank's engine, or its node of one."""
+        """The engine that this rank leads, or its node of an engine that another rank leads."""
         return self.leader.engine if self.leader else self.follower
 
     @property
@@ -115,7 +115,7 @@ class Engines:
             self.world.barrier()
 
     def rendezvous(self) -> None:
-        """Restart every engine over several nodes that lost a process; returns at once."""
+        """Restart every engine over several nodes that has lost a process; returns at once."""
         if self.section.nodes > 1 and (ended := rendezvous(self.world, self.local)) and self.leader:
             self.leader.note(EngineFailure(ended))
 

@@ -41,7 +41,8 @@ class LedEngine:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Note an engine's failure in the block instead of raising it; it samples nothing until it is restarted."""
+        """Note a failure of the engine in the block instead of raising it; the engine then samples nothing until it is
+        restarted."""
         try:
             yield
         except EngineFailure as failure:
@@ -55,7 +56,8 @@ class LedEngine:
             self.failures_in_a_row += 1
 
     def progressed(self) -> None:
-        """Note that something the engine has made is kept: of its failures only one that is unreported still counts."""
+        """Note that something the engine made is kept, which ends a row of failures; only a failure that is not
+        reported yet still counts."""
         self.failures_in_a_row = int(self.failure is not None)
 
     def restart_if_failed(self) -> None:
@@ -73,7 +75,7 @@ class Leader(LedEngine):
     tokenizer: PreTrainedTokenizerBase
     problems: PreparedData
     sampling: Sampling
-    """Of training responses."""
+    """Sampling parameters of training responses."""
 
 
 def make_leader(recipe: Recipe, slot: EngineSlot, engine: Engine, verifier: Verifier, problems: PreparedData) -> Leader:
@@ -94,7 +96,7 @@ class Launched:
     logs: Path
     """Directory of the engines' logs."""
     led: tuple[Engine, Verifier] | None
-    """None on a rank that leads no engine."""
+    """The engine that this rank leads, with its verifier; None on a rank that leads no engine."""
     follower: FollowerNode | None
 
 

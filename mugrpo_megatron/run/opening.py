@@ -40,11 +40,11 @@ from mugrpo_megatron.weights.sync import WeightSync, build_weight_sync
 
 @dataclass(frozen=True)
 class RunFiles:
-    """A run's directory, open, before there is a learner."""
+    """An open run directory and what belongs to it, before there is a learner."""
 
     directory: RunDirectory
     record: RunRecord | None
-    """On the main rank; None on others."""
+    """The run's record on the main rank; None on other ranks."""
     log: MetricLog
     display: Display
     stop: StopRequest

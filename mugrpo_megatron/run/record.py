@@ -46,16 +46,16 @@ class Branch:
     """The stage of another run at whose start a branch begins."""
 
     run: str
-    """The other run's directory, for people to read."""
+    """Directory of the other run; only people read it."""
     stage: int
     id: str
-    """The run that generated the stage's responses and saved the weights at its start."""
+    """Id of the run that generated the stage's responses and saved the weights at its start."""
 
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
     name: str
-    """`owner/name`."""
+    """Name of the model on the hub, `owner/name`."""
     commit: str
 
 
@@ -64,7 +64,7 @@ class RunRecord:
     """The identity of the run in a run directory."""
 
     id: str
-    """Random, 16 hexadecimal digits."""
+    """Id of the run: 16 random hexadecimal digits."""
     branch: Branch | None = None
     model: HubModel | None = None
     """The hub's model that the run starts from; None for a directory."""

@@ -35,7 +35,7 @@ class Run:
     display: Display
     record: RunRecord
     learner_saver: Saver | None = None
-    """None in a process without a learner."""
+    """Saves the learner; None in a process without a learner."""
 
     @property
     def stop(self) -> StopRequest:
@@ -63,7 +63,7 @@ class Run:
         return StageStore(self.directory.stage(cursor.stage), writer, origin, replay)
 
     def stop_if_asked(self, cursor: Cursor, kept: str = "") -> None:
-        """`save_and_stop` if any rank was asked to stop. Collective."""
+        """End the run as `save_and_stop` does, if any rank was asked to stop. Collective."""
         if self.world.any_rank(self.stop.requested):
             self.save_and_stop(cursor, kept)
 

@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 POLL_INTERVAL_S = 1.0
-"""Interval at which a rank asks the store whether another one was asked to stop."""
+"""Seconds between two looks of a rank into the store whether another one was asked to stop."""
 REPEAT_AFTER_S = 1.0
-"""A second Ctrl-C counts after this time: torchrun repeats the one that the terminal has sent to all processes."""
+"""Seconds after a Ctrl-C from which a second one counts: torchrun repeats the first one, which the terminal has already
+sent to all processes."""
 INTERRUPT_MESSAGE = (
     "\nmugrpo: Ctrl-C: saving. Again, it ends at once and loses the updates since the newest checkpoint\n"
 )
@@ -32,7 +33,7 @@ STOPPED_MESSAGE = "\nmugrpo: stopped as asked: the run's files are intact. The s
 
 
 class Stopped(Exception):
-    """The run stopped on request; the message says what is saved. The same command continues it."""
+    """Raised when the run stops on request; the message says what is saved. The same command continues it."""
 
     def __init__(self, kept: str, code: int = 0) -> None:
         super().__init__(kept)
@@ -41,7 +42,8 @@ class Stopped(Exception):
 
 
 class AllStopped(Stopped):
-    """Every rank has stopped at the same cursor: `checkpoints.open_saver` saves the learner there on the way out."""
+    """Raised when every rank has stopped at the same cursor: `checkpoints.open_saver` saves the learner there on the
+    way out."""
 
     def __init__(self, also: str, code: int, cursor: Cursor) -> None:
         super().__init__(f"{also}the learner is saved at update {cursor.updates} of the run", code)
@@ -49,7 +51,7 @@ class AllStopped(Stopped):
 
 
 def no_peers(announce: bool) -> bool:
-    """`StopRequest.peers` in a world of one."""
+    """The function `StopRequest.peers` of a run with a single process: no other rank can be asked."""
     return False
 
 
@@ -67,7 +69,8 @@ class StopRequest:
     _next: float = 0.0
 
     def poll(self) -> bool:
-        """Whether any rank was asked; cheap, any thread may call it often. Ranks learn of it at different times."""
+        """Whether any rank was asked to stop. Ranks learn of it at different times. The call is cheap, and any thread
+        may make it."""
         # Through the store, not a collective: a signal finds the ranks at different places, where a collective would
         # wait for a rank that is in another one.
         announce = self.requested and not self._announced
@@ -115,7 +118,7 @@ class StopRequest:
 
 
 class Terminated(BaseException):
-    """SIGTERM in a command that has nothing to save; it cleans up as after Ctrl-C."""
+    """Raised on SIGTERM in a command that has nothing to save; it cleans up as after Ctrl-C."""
 
 
 @contextmanager
@@ -131,7 +134,7 @@ def terminable() -> Iterator[None]:
 
 @contextmanager
 def _handled(handler: Callable[[int, FrameType | None], None], *numbers: int) -> Iterator[None]:
-    """Set the signals' handler in the block."""
+    """Handle the signals with `handler` in the block, and as before after it."""
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield

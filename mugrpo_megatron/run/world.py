@@ -1,4 +1,5 @@
-"""Communication of a run's ranks outside the learner: barriers, gathers, shared counters; here for a single process."""
+"""Communication between a run's ranks outside the learner (barriers, gathers, shared counters), and its form for a
+single process."""
 
 from __future__ import annotations
 

@@ -58,10 +58,10 @@ class Column:
     identity: Mapping[str, Any]
     """JSON values that name the responses and the policy that it belongs to."""
     remedy: str = recompute_remedy()
-    """Last clause of every error."""
+    """The way out, with which every error about the column ends."""
 
     name: ClassVar[str]
-    """Key of the body in the index."""
+    """Key in the index under which the column's own entries stand."""
 
     @property
     def index(self) -> Path:

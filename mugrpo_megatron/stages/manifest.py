@@ -21,7 +21,8 @@ from mugrpo_megatron.files.durable import Span, digest, read_checksummed_json, w
 from mugrpo_megatron.files.json_text import is_file_name, read_json
 
 FORMAT = 4
-"""4: columns `engine_logprobs` and `support_ids`; the spans of texts are `text_columns`."""
+"""Version of the manifest's format. Since 4 columns are called `engine_logprobs` and `support_ids`, and the spans of
+texts `text_columns`."""
 SEALED_NAME = "stage.parquet"
 DIGITS = "[0-9]" * 5
 """Glob pattern of a shard's number."""
@@ -42,7 +43,7 @@ class StageShard:
     file: str
     number: int
     groups: list[int]
-    """In the order of the file's rows."""
+    """Indices of the groups in the shard, in the order of the file's rows."""
     rows: list[int]
     """Responses of each group."""
     span: Span
@@ -58,7 +59,7 @@ class SealedFile:
     row_groups: list[Span]
     """[updates]: the columns that training reads; they come first in a row group."""
     text_columns: list[Span]
-    """[updates]: the other columns."""
+    """[updates]: the columns that training does not read."""
     footer: Span
     """Everything after the last row group; with the spans above it covers every byte after the magic bytes."""
     statistics: dict[str, float]
@@ -79,7 +80,7 @@ class Origin:
     """Id of the run that generated it."""
     stage: int
     updates: int
-    """Optimizer updates behind the weights that sampled its responses."""
+    """Number of optimizer updates after which the learner had the weights that sampled the responses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ class Manifest:
     shards: list[StageShard]
     sealed: SealedFile | None = None
     origin: Origin | None = None
-    """None for a stage that no run generated."""
+    """The run and weights that generated the stage; None for a stage that no run generated."""
 
 
 def manifest_name(writer: int) -> str:

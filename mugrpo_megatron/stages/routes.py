@@ -32,7 +32,8 @@ from mugrpo_megatron.stages.columns import Column, recompute_remedy
 from mugrpo_megatron.stages.manifest import stage_identity
 
 FILE_NAMES = {"rollout": "routes.bin", "learner": "learner_routes.bin"}
-"""Routers -> file: the engine's, which sampled the tokens, or the learner's before the stage's first update."""
+"""Whose routers chose the experts -> file: the engine's, which sampled the tokens, or the learner's before the stage's
+first update."""
 REMEDIES = {
     "rollout": "restore both of its files from a copy, or remove the stage's directory to generate the stage again "
     'with learner.routing_replay = "rollout"',
@@ -49,10 +50,10 @@ class RouteSpan:
 
     start: int
     tokens: int
-    """T, over all responses."""
+    """Number of tokens with routes, over all responses of the update."""
     responses: int
     sums: str
-    """SHA-256 of all CRC-32 of the update."""
+    """SHA-256 over the CRC-32 checksums of the update's layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +77,12 @@ class StoredRoutes:
     path: Path
     shape: RouteShape
     start: int
-    """Offset of the response in layer 0."""
+    """Offset in the file, in bytes, of the response's routes in layer 0."""
     stride: int
     """Bytes between the beginnings of two layers in the file."""
     tokens: int
     sums: np.ndarray
-    """uint32 [layers]"""
+    """uint32 [layers]: CRC-32 of the response's routes in each layer."""
     remedy: str
 
     def read(self, layers: Sequence[int]) -> np.ndarray:
@@ -206,10 +207,10 @@ def with_routes(samples: list[Sample], directory: Path, content: str, update: in
 
 COLUMN = "routes"
 SIZES = ("layers", "topk", "width")
-"""Field metadata of a shard's column, as in `RouteShape`."""
+"""Keys of the field metadata of a shard's column of routes, with the meanings of `RouteShape`."""
 
 UpdateRoutes = tuple[list[int], Iterator[np.ndarray]]
-"""The arguments of `Append`."""
+"""An update's routes, as the arguments of `Append`."""
 
 
 def append_routes(table: pa.Table, samples: Sequence[Sample]) -> pa.Table:
@@ -228,7 +229,7 @@ def append_routes(table: pa.Table, samples: Sequence[Sample]) -> pa.Table:
 
 
 def without_routes(schema: pa.Schema) -> pa.Schema:
-    """The schema of the sealed stage."""
+    """The schema of the sealed stage, which has routes in a file of their own."""
     return schema.remove(schema.get_field_index(COLUMN)) if COLUMN in schema.names else schema
 
 

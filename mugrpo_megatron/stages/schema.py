@@ -41,7 +41,7 @@ class FieldSpec:
 
 IDS, LOGPROBS, TEXT = pa.list_(pa.int32()), pa.list_(pa.float32()), pa.string()
 NAMED = pa.list_(pa.struct({"name": pa.string(), "value": pa.float64()}))
-"""Numbers by name; not Arrow's map, which the `datasets` library cannot read."""
+"""Arrow type of numbers by name; not Arrow's map, which the `datasets` library cannot read."""
 
 TRAINING: dict[str, FieldSpec] = {
     "group": FieldSpec(pa.int32(), "Index of the prompt in the stage: update * prompts_per_update + position."),
@@ -211,7 +211,7 @@ class StageStatistics:
         self._sums: Counter[str] = Counter()
         self._reward, self._unscored, self._longest = 0.0, 0.0, 0
         self._components: dict[str, tuple[float, int]] = {}
-        """Name -> sum and count."""
+        """Name of a part of the rewards -> its sum and the number of responses that have it."""
 
     def add(self, table: pa.Table) -> None:
         """Add one update's rows; a group's rows are consecutive."""
@@ -277,8 +277,8 @@ SHARD_TOKENS = 1 << 20
 SHARD_RESPONSES = 4096
 SHARD_ROUTES = 1 << 27
 SHARD_SECONDS = 10.0
-"""A shard is written at this many tokens, responses or bytes of routes, or when its oldest group is this old: what a
-kill can lose."""
+"""Limits on what a killed process can lose: a shard is written at this many seconds of age of its oldest group, and at
+this many tokens, responses or bytes of routes."""
 ROW_GROUP_TOKENS = 1 << 14
 """Tokens of a shard's row group, the unit that sealing reads; a group is never split."""
 COMPRESSION: Final = "zstd"
@@ -292,7 +292,7 @@ class ShardBuffer:
     tokens: int = 0
     responses: int = 0
     routes: int = 0
-    """Bytes."""
+    """Bytes of the routes in the buffered groups."""
     since: float = 0.0
 
     def add(self, group: list[Sample]) -> None:
@@ -305,7 +305,7 @@ class ShardBuffer:
 
     @property
     def due(self) -> bool:
-        """Whether the shard is to be written now."""
+        """Whether a limit is reached, so that the shard has to be written now."""
         full = self.tokens >= SHARD_TOKENS or self.responses >= SHARD_RESPONSES or self.routes >= SHARD_ROUTES
         return full or time.monotonic() - self.since >= SHARD_SECONDS
 

@@ -21,9 +21,10 @@ class Rope:
     settings: tuple[Any, ...] = ()
     """Further arguments of this kind's function in `learner.operators`, after base and dim."""
     attention_factor: float = 1.0
-    """Factor of cos and sin (YaRN)."""
+    """Factor that cos and sin are multiplied by (YaRN)."""
     score_factor: float = 1.0
-    """Factor of the scores of latent attention, whose cos and sin rotate only some dimensions of a head (YaRN)."""
+    """Factor that the scores of latent attention are multiplied by (YaRN): its cos and sin rotate only some dimensions
+    of a head."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Latent:
 
     @property
     def cached(self) -> int:
-        """Numbers that an engine caches for each token in each layer."""
+        """Count of numbers that an engine caches for a token in a layer."""
         return self.key_value + self.rotary
 
 
@@ -65,7 +66,7 @@ class Delta:
     kernel: int
     """Tokens that the causal convolution sees."""
     linear_layers: tuple[bool, ...]
-    """Whether each layer has one; the others have attention."""
+    """For each layer, whether it has a gated delta network; the others have attention."""
 
     @property
     def keys(self) -> int:
@@ -108,13 +109,13 @@ class Architecture:
     """Keyword arguments of `GPTModel`; `vocab_size` is the checkpoint's, the learner pads it."""
     rope: Rope
     latent: Latent | None = None
-    """None for attention whose keys and values are not compressed."""
+    """Sizes of latent attention; None if keys and values are not compressed."""
     delta: Delta | None = None
-    """None if every layer has attention."""
+    """Sizes of gated delta networks; None if every layer has attention."""
     unread: tuple[str, ...] = field(default=(), compare=False)
     """Fields of the config that neither transformers' class of this model nor SGLang's reads: they change nothing."""
     remarks: tuple[str, ...] = field(default=(), compare=False)
-    """Clauses about fields that transformers and SGLang read otherwise."""
+    """Remarks about fields that transformers and SGLang read differently."""
 
     @property
     def summary(self) -> str:

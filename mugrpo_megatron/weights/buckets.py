@@ -41,12 +41,13 @@ SAVE_BUCKET_BYTES = 256 * 1024**2
 LARGEST = 448.0
 """Largest finite value of float8_e4m3fn."""
 STRIP = 1 << 24
-"""Approximate number of a weight's values that are in float32 at a time."""
+"""Approximate number of a weight's values that are converted to float32 at a time while it is quantised."""
 QUANTISED = re.compile(r"\.((q|k|v|o|gate|up|down)_proj|experts\.\d+\.w[123])\.weight$")
 """Hugging Face names of the weights that an fp8 engine multiplies in fp8."""
 
 Owner = tuple[int, int | None]
-"""(pp_stage, expert parallel rank or None for parameters outside the experts)."""
+"""The ranks that hold a parameter: (pipeline stage, expert parallel rank, or None for parameters outside the
+experts)."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Run(NamedTuple):
     """Elements that follow each other both in a Megatron parameter and in its bucket."""
 
     source: int
-    """First element in the unsharded parameter, in row-major order."""
+    """Index of the first element in the unsharded parameter, in row-major order."""
     elements: int
     start: int
     """Offset in the bucket, in bytes."""
@@ -77,7 +78,8 @@ class ParameterSlots:
     entry: Entry
     slots: tuple[Slot, ...]
     runs: tuple[Run, ...] = ()
-    """The same slots as runs of the parameter; none for a quantised bucket, which is not filled from parameters."""
+    """The runs of contiguous elements that the slots consist of; none for a quantised bucket, which is not filled from
+    parameters."""
 
 
 @dataclass(frozen=True)

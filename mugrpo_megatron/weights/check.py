@@ -29,24 +29,25 @@ FUSED = (
     (re.compile(r"\.(gate|up)_proj\."), ".gate_up_proj."),
 )
 COMPRESSED = (re.compile(r"\.(q_a_proj|kv_a_proj_with_mqa)\."), ".fused_qkv_a_proj_with_mqa.")
-"""Fused projections of latent attention whose queries have a latent; its other projections are not fused."""
+"""Patterns of the projections that SGLang fuses in latent attention whose queries have a latent; the other projections
+are not fused."""
 HYBRID = (
     (re.compile(r"\.self_attn\."), "."),
     (re.compile(r"\.in_proj_(qkv|z)\."), ".in_proj_qkvz."),
     (re.compile(r"\.in_proj_(b|a)\."), ".in_proj_ba."),
 )
-"""Names of gated delta networks and of the attention beside them."""
+"""Hugging Face names of gated delta networks and of the attention beside them -> the engine's."""
 
 
 class SummedEngine(Protocol):
-    """The method of `engine.client.Engine` that `compare_weights` calls."""
+    """An engine that can sum its weights: the method of `engine.client.Engine` that `compare_weights` calls."""
 
     def checksums(self) -> list[TensorChecksums]:
         """Checksums of the parameters of each tensor parallel rank."""
 
 
 class WeightMismatch(TrainingFailure):
-    """An engine's weights differ from the learner's; names a tensor."""
+    """Raised when an engine's weights differ from the learner's; the message names a tensor."""
 
 
 def compare_weights(weight_sync: WeightSync, engine: SummedEngine | None) -> int:

@@ -91,7 +91,7 @@ def engine_fields(family: str) -> Mapping[str, list[Any]]:
 
 @cache
 def engine_rope_fields(family: str, kind: str) -> Mapping[str, list[Any]]:
-    """The same for the keys of rope scaling of this kind."""
+    """Key of rope scaling of this kind that SGLang reads -> what stands in for an absent one, in both versions."""
     return _of_engines(f"rope of {CLASSES.get(family, family)}", f"rope {kind}", f"rope deepseek_{kind}")
 
 
@@ -105,7 +105,7 @@ def _of_engines(*parts: str) -> dict[str, list[Any]]:
 
 
 def changes_engine(value: Any, defaults: Collection[Any]) -> bool:
-    """Whether SGLang does otherwise with this value of a field than without the field."""
+    """Whether SGLang computes something else with this value of a field than without the field."""
     off = value in OFF
     return not all(value == default or (off and default in OFF) for default in defaults) if defaults else not off
 
@@ -120,18 +120,18 @@ class Fields:
         self.unread: list[str] = []
         """Fields that the model's class does not read, with those of rope scaling."""
         self.remarks: list[str] = []
-        """Clauses about fields that transformers and SGLang read otherwise, and what the learner does."""
+        """Remarks about fields that transformers and SGLang read differently, and what the learner does."""
         self.refused: list[str] = []
         """A sentence for each value that the learner does not support."""
 
     def need(self, name: str) -> Any:
-        """A required field."""
+        """Take a required field; UserError where it is missing."""
         if self._left.get(name) is None:
             raise UserError(f"{self._where} has no field {name!r}, which this model needs")
         return self._left.pop(name)
 
     def size(self, name: str) -> int:
-        """A required positive integer."""
+        """Take a required positive integer; UserError for another value."""
         value = self.need(name)
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
             raise UserError(f"{self._where}: {name} is {value!r} but must be a positive integer")
@@ -461,7 +461,8 @@ OTHER_KINDS = {
 
 
 def _one_rope(fields: Fields) -> dict[str, Any]:
-    """The parameters under the one of the two names that a file has; UserError if it has both, with other values."""
+    """The rope parameters, which stand in a file under one of two names; UserError if it has both with different
+    values."""
     scaling, parameters = dict(fields.take("rope_scaling", {})), dict(fields.take("rope_parameters", {}))
     if scaling and parameters and scaling != parameters:
         raise fields.error(

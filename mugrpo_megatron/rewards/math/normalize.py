@@ -18,7 +18,7 @@ _GREEK_LETTERS = {
     "Θ": "Theta", "Λ": "Lambda", "Ξ": "Xi", "Π": "Pi", "Σ": "Sigma", "Φ": "Phi", "Ψ": "Psi", "Ω": "Omega",
 }  # fmt: skip
 _VARIABLE = re.compile(r"(?<![\u0370-\u03ff\u1f00-\u1fff])[\u0370-\u03ff]{1,2}(?![\u0370-\u03ff\u1f00-\u1fff])")
-"""One or two Greek letters; more of them are a word."""
+"""Matches one or two Greek letters; more of them are a word."""
 _ROOT = re.compile(r"(?P<sign>[√∛∜])\s*(?:\((?P<group>[^()]*)\)|(?P<plain>[0-9]+(?:\.[0-9]+)?|[A-Za-z]))")
 _DEGREES_OF_ROOTS = {"√": "", "∛": "[3]", "∜": "[4]"}
 _PLAIN = str.maketrans(
@@ -91,9 +91,10 @@ _SPACED_THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(?: [0-9]{3})+")
 _MIXED = re.compile(r"([+-]?[0-9]+) ([0-9]+) ?/ ?([0-9]+)")
 _SCIENTIFIC = re.compile(rf"([+-]?(?:{_NUMBER}))[eE]([+-]?[0-9]+)")
 _ELLIPSIS = re.compile(r"(?<![0-9.])([0-9]+)\s*(?:\.{2,}|…)\s*\Z")
-"""Behind a whole number it says that more follows; behind decimals, only that there are more of them."""
+"""Matches an ellipsis. After a whole number it says that more elements follow; after decimals, only that there are more
+decimals."""
 _EMPHASIZED = re.compile(r"\A\s*(?P<marks>\*{1,3}|_{1,3}|`)(?P<inside>[^*_`]+)(?P=marks)\s*\Z")
-"""A whole answer in Markdown's emphasis."""
+"""Matches a whole answer in Markdown's emphasis."""
 _ORDINAL = re.compile(
     r"(?<![0-9A-Za-z/.^_}])(?P<number>[0-9]{0,40}?(?:(?P<teen>1[0-9])|(?P<last>[0-9])))(?:\^\s*)?\{?"
     r"(?:\\(?:text[a-z]*|mathrm|mbox)\{)?(?P<ending>st|nd|rd|th)\s*\}{0,2}(?=\s*(?:\Z|,))"
@@ -103,7 +104,7 @@ _ANSWER_LABEL = re.compile(r"(?:the\s+)?(?:correct\s+)?(?:final\s+)?answer\s*(?:
 _SENTENCE = r"(?i:(?:[A-Za-z]+ ){0,6}(?:is|are|was|were|be|can|cannot|not|never|unknown|unclear|than|or)\b)"
 _LABEL_WORDS = rf"(?!{_SENTENCE})((?:[A-Za-z]+ ){{0,6}}[A-Za-z]{{3,}}):"
 _LABEL = re.compile(rf"(?:\\text[a-z]*\s*\{{\s*{_LABEL_WORDS}\s*\}}|{_LABEL_WORDS})\s*(?=[-+\\.0-9])")
-"""Words and a colon in front of a number or a formula, but no sentence; `Option C: 5` is a choice."""
+"""Matches words and a colon in front of a number or a formula, but no sentence; `Option C: 5` is a choice."""
 _LEADING = ' ,;:\n\t"`'
 _TRAILING = _LEADING + ".。\\"
 
@@ -244,12 +245,12 @@ _REFUSED = re.compile(
     r"st|nd|rd|th|halves|(?:third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth)s|mille|basis|power|"
     r"multiplied|increased|decreased|added|subtracted|choose|nope|doubtful|estimated"
 )
-"""Words that change the number before them."""
+"""Matches words that change the number before them."""
 _NUMERAL = re.compile(
     r"\b(?:two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen"
     r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty)\b(?![^()]*\))"
 )
-"""A number in words, outside of parentheses: `5 (five)` says one number."""
+"""Matches a number in words outside of parentheses: `5 (five)` is one number."""
 _NOT_IN_A_UNIT = re.compile(
     r"[^\w\s.,'’\"/()·^{}$\\%-]|[半百千万萬亿億兆打成折或不非未没沒无無约約]|な[いか]|ません|아[니닙님닌]|없|以[上下内內外]|左右|上下|[多余餘](?:个|個|\W|\Z)|未満|程度|ほど|[くぐ]らい"
     r"|[천만억]|이상|이하|미만|정도|또는"
@@ -257,7 +258,8 @@ _NOT_IN_A_UNIT = re.compile(
     r"|milliarden?|cientos?|docenas?|douzaines?|тысяч\w*|миллион\w*|миллиард\w*|сот(?:ен|ни|ня)"
     r"|o(?!['’])|ou|oder|или|más|menos|moins|mais|mehr|weniger|больше|меньше|более|менее|rund|etwa|environ|около)\b"
 )
-"""Signs of arithmetic and doubt, and what other languages call a magnitude, "or", "more", "not" and "about"."""
+"""Matches signs of arithmetic and doubt, and the words of other languages for magnitudes, "or", "more", "not" and
+"about"."""
 _MAGNITUDES = {
     "dozen": "12", "hundred": "100", "thousand": "10^{3}", "million": "10^{6}", "billion": "10^{9}",
     "trillion": "10^{12}", "lakh": "10^{5}", "crore": "10^{7}",
@@ -295,7 +297,8 @@ _DERIVED = {
     "mph": (("mi", 1), ("h", -1)),
     "kph": (("km", 1), ("h", -1)),
 }
-"""Units by those that they are made of; those of the SI from BIPM, The International System of Units, table 4."""
+"""Name of a unit -> the units that it is made of; for those of the SI, from BIPM, The International System of Units,
+table 4."""
 _TOKEN = re.compile(r"[A-Za-z]+|/|\^\s*\{?\s*(?P<power>[+-]?[0-9])")
 
 Unit = tuple[tuple[str, int], ...]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 _NAME = r"(?:[a-z]+[:_-]){0,2}(?:think(?:ing)?|thoughts?|reason(?:ing)?|reflection|scratchpad|analysis)(?:[_-][a-z]+)?"
-"""Also `seed:think`, `chain_of_thought` and `thinking_process`."""
+"""Names of tags around a thought, such as `think`, `seed:think`, `chain_of_thought` and `thinking_process`."""
 _MARKED = r"(?:thinking|reasoning|thoughts?)"
 _OPENINGS = (
     rf"<{_NAME}(?:\s[^<>]*)?>"  # DeepSeek-R1, Qwen3, Seed-OSS; some write attributes
@@ -27,11 +27,12 @@ _CLOSING = re.compile(rf".*(?:{_CLOSINGS})", re.IGNORECASE | re.DOTALL)
 _TURN = re.compile(r".*(?:<[^<>\n]*assistant[^<>\n]*>|<[^<>\n]*>(?:assistant|model)\b|\[/INST\])", re.DOTALL | re.I)
 _ANALYSIS = re.compile(r"\s*analysis(?![a-z:,.;-])")
 _FINAL = re.compile(r".*assistant\s*final", re.DOTALL)
-"""gpt-oss without its special tokens: `analysisWe add ...assistantfinalThe answer is 7`."""
+"""Matches the thought of gpt-oss where its special tokens are missing: `analysisWe add ...assistantfinalThe answer is
+7`."""
 PROMPT_END_TOKENS = 32
 """Tokens at a prompt's end that are decoded to look for a thought that it opens."""
 _PROMPT_CHARS = 200
-"""Only this much of a prompt's end is searched: tags further ahead are the question's."""
+"""Characters at a prompt's end that are searched: tags before them belong to the question."""
 
 
 def after_thoughts(response: str) -> str:

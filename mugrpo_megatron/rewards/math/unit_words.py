@@ -51,7 +51,7 @@ _ENDING = "(?:[аеиоуыя]|ов|ев|ей)?"
 _FACTORS = {"百": "10^{2}", "千": "10^{3}", "万": "10^{4}", "萬": "10^{4}", "만": "10^{4}", "亿": "10^{8}",
             "億": "10^{8}", "억": "10^{8}"}  # fmt: skip
 _LETTERS = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\u0400-\u04ff"
-"""Of Chinese, Japanese, Korean and Russian, whose words for "more", "or" and magnitudes `normalize` refuses."""
+"""Letters of Chinese, Japanese, Korean and Russian, whose words for "more", "or" and magnitudes `normalize` refuses."""
 _BEHIND = r"(?<=[0-9)}])\s*"
 _END = r"\s*(?=\Z|,)"
 _TEXT = r"\\(?:text[a-z]*|math(?:rm|sf|bf)|mbox|hbox|operatorname)\s*\{\s*"
@@ -63,7 +63,7 @@ _UNIT = re.compile(
 )
 _SCALE = re.compile(rf"(?<=[0-9])\s*(?P<factor>[{''.join(_FACTORS)}])(?=[{_LETTERS}]{{0,3}}{_END})")
 COUNTED = re.compile(rf"{_BEHIND}(?P<word>[{_LETTERS}]{{1,4}}|[\u0400-\u04ff]+){_END}")
-"""A counter or a unit that the table lacks; a sentence of Chinese, Japanese or Korean is longer."""
+"""Matches a counter or a unit that the table lacks; a sentence of Chinese, Japanese or Korean is longer."""
 _DEGREES = re.compile(rf"{_BEHIND}[度도]{_END}")
 _PERCENT = re.compile(r"百分之\s*([0-9]+(?:\.[0-9]+)?)")
 

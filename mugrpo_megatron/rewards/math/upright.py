@@ -22,7 +22,7 @@ _SHORT_WORDS = frozenset(_OTHER_WORDS.split())
 """Words of two or three letters that are neither units nor values."""
 _GREEK_NAMES = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau phi chi omega"
 _GREEK = frozenset(_GREEK_NAMES.split())
-"""Without `psi`, a unit."""
+"""Names of Greek letters, without `psi`, which is a unit."""
 _FUNCTION_NAMES = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh exp log ln"
 _FUNCTIONS = frozenset(_FUNCTION_NAMES.split())
 _UPRIGHT = re.compile(

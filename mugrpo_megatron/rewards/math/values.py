@@ -98,7 +98,7 @@ class Number:
     """A finite number as it was written."""
 
     value: Expr
-    """Exact: without floating-point parts."""
+    """The exact value, without floating-point numbers."""
     percent: bool
     decimal: bool
     """Whether a decimal point was written."""
@@ -163,8 +163,8 @@ def is_rounding(decimal: Number, exact: Expr) -> bool:
 
 
 def _agree(left: Expr, answer: Number, right: Expr, gold: Number) -> bool:
-    """Whether they are equal, or a rounding: a gold of two decimals of an exact answer, a gold of six of a longer
-    decimal, or an answer of four of the gold."""
+    """Whether the two are equal, or one is the other's rounding: a gold with two decimals that rounds an exact answer,
+    a gold with six decimals that rounds a longer decimal, or an answer with four decimals that rounds the gold."""
     if equal(left, right):
         return True
     if gold.decimal and answer.decimal:
@@ -185,7 +185,7 @@ _VALUE_COMMANDS = frozenset((
     "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan",
 ))
 # fmt: on
-"""Commands that may stand in an answer whose gold is a number."""
+"""Commands of LaTeX that may stand in an answer whose gold is a number."""
 _CONSTANT_LETTERS = frozenset("eiIE")
 _TOKEN = re.compile(r"\\[A-Za-z]+|[A-Za-z]+|[0-9.]+|\s+|.", re.DOTALL)
 _VALUE_CHARACTERS = frozenset("+-*/^(){}[]!%\\")
@@ -211,9 +211,9 @@ _TOO_LARGE = re.compile(
     rf"|\\exp.{{0,8}}\\exp|(?:{_FUNCTION}){{3}}"  # functions of functions of functions
 )
 MAX_DEPTH = 10
-"""Braces inside braces."""
+"""Deepest nesting of braces that is parsed."""
 MAX_GROUPS = 6
-"""Parentheses inside parentheses: the parser's time is exponential in them."""
+"""Deepest nesting of parentheses that is parsed, since the parser's time is exponential in it."""
 MAX_TERMS = 80
 MAX_SPARE_ELEMENTS = 4
 
