@@ -253,7 +253,8 @@ def _stage(directory: RunDirectory, stage: int | None) -> tuple[int, StageStore,
     sealed = [number for number, path in folders.items() if _is_sealed(path)]
     number = max(folders, default=0) if stage is None else stage
     groups = f"{len(StageStore(folders[number]).verified_groups())} groups so far" if number in folders else "nothing"
-    raise UserError(f"{directory.path}: stage {number} holds {groups}, only sealed ones are shown: {sealed or 'none'}")
+    shown = f"only sealed stages are shown: {sealed or 'none'}"
+    raise UserError(f"{directory.path}: stage {number} holds {groups}, {shown}")
 
 
 def _is_sealed(path: Path) -> bool:
@@ -272,7 +273,7 @@ def _check(conditions: RolloutFilter, updates: int, prompts_per_update: int) -> 
     if conditions.group is not None and conditions.group not in range(groups):
         raise UserError(f"--group {conditions.group}: the stage's groups are 0 to {groups - 1}")
     if conditions.limit < 0:
-        raise UserError(f"--limit {conditions.limit}: is below 0")
+        raise UserError(f"--limit {conditions.limit}: give a number from 0 on")
 
 
 def _rollouts(

@@ -108,7 +108,7 @@ def generate_arguments(parser: Parser) -> None:
 def generate(options: Options) -> int:
     """Generate the stage at which the run stands, with the learner's ranks, by engines alone or by servers."""
     if options.servers and options.engine_only:
-        raise UserError("--server and --engine-only: a shard comes from one of the two")
+        raise UserError("--server and --engine-only exclude each other: pass one of them")
     if options.engine_only or options.servers:
         return _generate_shard(options)
     if options.shard:

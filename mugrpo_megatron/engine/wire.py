@@ -223,7 +223,9 @@ def decode_routes(output: dict[str, Any], routers: RouterShape) -> np.ndarray:
     if experts.size != tokens * routers.layers * routers.top_k:
         raise ValueError(f"expected {shape} routed experts, got {experts.size}")
     if experts.size and not 0 <= experts.min() <= experts.max() < routers.experts:
-        raise ValueError(f"routed experts {experts.min()} to {experts.max()}, of {routers.experts}")
+        raise ValueError(
+            f"routed experts are numbered {experts.min()} to {experts.max()}, but a layer has {routers.experts}"
+        )
     return experts.astype(expert_type(routers.experts)).reshape(shape)
 
 

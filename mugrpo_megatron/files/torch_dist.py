@@ -165,9 +165,9 @@ def _tensor(key: str, tensor: TensorStorageMetadata, blocks: _Blocks) -> StoredT
     shape = _numbers(tensor.size)
     chunks = tuple(_chunk(key, shape, chunk, blocks) for chunk in tensor.chunks)
     if len({chunk.offsets for chunk in chunks}) != len(chunks):
-        raise ValueError(f"{key} has two chunks in one place")
+        raise ValueError(f"{key} has two chunks that overlap")
     if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape):
-        raise ValueError(f"the chunks of {key} are not as large as it is")
+        raise ValueError(f"the chunks of {key} do not add up to its size")
     return StoredTensor(dtype, shape, chunks)
 
 

@@ -91,7 +91,9 @@ def make_loss_inputs(
     behaviour = _column(samples, "behaviour_logprobs", "behaviour", device)
     # Comparisons with NaN are false, so the veto and the masks would drop these tokens silently.
     if behaviour.isnan().any():
-        raise ValueError("behaviour logprobs hold NaN: the stage has none of its own, the learner has to compute them")
+        raise ValueError(
+            "behaviour logprobs hold NaN: the stage was imported without any, so the learner has to compute them"
+        )
     correction = None
     if section.mismatch != "none":
         engine = _flat([s.trained(s.engine_logprobs) for s in samples], device)

@@ -209,7 +209,7 @@ def check_row(row: Any) -> None:
     Unknown metrics pass, since versions differ in them; they have to be finite numbers, or null outside phases.
     """
     if not isinstance(row, dict) or not isinstance(row.get("kind"), str) or row["kind"] not in ROW_KEYS:
-        raise ValueError("no object of a known kind")
+        raise ValueError("it is not an object with a known `kind`")
     kind: Kind = row["kind"]
     wrong = [key for key in ROW_KEYS[kind] if key not in row or not _has_type(key, row[key])]
     counts = [key for key in row if key.startswith(("problems/", "samples/"))]
@@ -221,7 +221,7 @@ def check_row(row: Any) -> None:
     if wrong:
         raise ValueError(f"kind {kind}: {', '.join(wrong)} missing or of another type")
     if kind == "phase" and row["end"] < row["start"]:
-        raise ValueError("a phase that ends before it starts")
+        raise ValueError("its phase ends before it starts")
 
 
 def in_order(rows: Iterable[Row], kind: Kind) -> list[Row]:

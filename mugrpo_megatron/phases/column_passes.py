@@ -73,7 +73,7 @@ def check_present(column: Column) -> None:
     """Raise UserError for a column that is missing and cannot be computed any more."""
     if not column.complete:
         path = column.index if column.path.exists() else column.path
-        raise UserError(f"{path} is missing, and the weights that it is of have changed; {column.remedy}")
+        raise UserError(f"{path} is missing, and the weights that it was computed with have changed; {column.remedy}")
 
 
 def compute_behaviour(run: Run, learner: Learner, stage: StageBatches, cursor: Cursor) -> None:

@@ -260,7 +260,7 @@ class ObjectiveSection(Section):
     @classmethod
     def _check_prefix_is_weighed(cls, value: str, info: ValidationInfo) -> str:
         if value == "both" and info.data.get("veto") not in ("prefix", "prefix_min"):
-            raise ValueError('needs veto = "prefix" or "prefix_min"; other scopes are of negative advantages')
+            raise ValueError('needs veto = "prefix" or "prefix_min"; other scopes apply to negative advantages only')
         return value
 
     @field_validator("mismatch_range", "reject_range")

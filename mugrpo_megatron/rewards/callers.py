@@ -141,7 +141,7 @@ def form_of(function: Callable[..., Any]) -> Form:
         if is_trl and name not in TRAINERS:
             columns[name] = not needed
         elif needed:
-            raise Unsupported(f"needs {name!r}, which nothing here gives: the parameters are those of {FORMS}")
+            raise Unsupported(f"needs {name!r}, which is not a known parameter: name its parameters as in {FORMS}")
     getters = {name: get for name, get in known.items() if takes_all or name in parameters}
     return Form(key in LISTS, getters, columns if is_trl else None, takes_all)
 

@@ -51,7 +51,7 @@ class World:
 
     def count(self, counter: str, amount: int) -> int:
         """Add to a counter that all ranks share and return its new value. Not collective."""
-        raise NotImplementedError("one process shares no counter")
+        raise NotImplementedError("a run of one process has no counters to share")
 
     def store_set(self, name: str, text: str) -> None:
         """Store a text for the other ranks. Not collective; any thread may call it."""

@@ -67,8 +67,8 @@ def test_every_response_gets_its_own_routes(total: int, width: int) -> None:
     [
         (None, "got 0$"),
         (np.zeros((4, 5, 2)), "got 40$"),
-        (np.full((5, 5, 2), 4), "routed experts 4 to 4, of 4"),
-        (np.full((5, 5, 2), -1), "routed experts -1 to -1, of 4"),
+        (np.full((5, 5, 2), 4), "routed experts are numbered 4 to 4, but a layer has 4"),
+        (np.full((5, 5, 2), -1), "routed experts are numbered -1 to -1, but a layer has 4"),
     ],
 )
 def test_routes_that_are_not_whole_are_refused(experts: np.ndarray | None, said: str) -> None:

@@ -129,7 +129,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a text as a length": (place(length="10"), "a size is not a list of numbers"),
     "a flag as a length": (place(length=True), "a size is not a list of numbers"),
     "compressed": (place(transforms=["zstd"]), r"stored with the transformation \['zstd'\]"),
-    "another shape": (tensor(size=torch.Size([9, 9])), "the chunks of w are not as large as it is"),
+    "another shape": (tensor(size=torch.Size([9, 9])), "the chunks of w do not add up to its size"),
     "a smaller shape": (tensor(size=torch.Size([1, 1])), "that is outside of it"),
     "other axes": (tensor(size=torch.Size([4])), "damaged"),
     "no chunks": (tensor(chunks=[]), "the chunks of w are not as large"),
@@ -137,7 +137,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "no properties": (tensor(properties=None), "damaged"),
     "chunks twice": (
         lambda metadata: metadata.state_dict_metadata["w"].chunks.extend(metadata.state_dict_metadata["w"].chunks),
-        "has two chunks in one place",
+        "has two chunks that overlap",
     ),
     "a lost chunk": (lambda metadata: metadata.storage_data.pop(first(metadata)[0]) and None, "that is nowhere"),
     "a list": (lambda metadata: [1, 2], "the index holds no metadata"),

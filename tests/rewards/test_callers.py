@@ -222,7 +222,7 @@ def test_what_is_not_needed_is_not_sent() -> None:
         ("a, b", r"takes \(a, b\): name its parameters"),
         ("", "name its parameters"),
         ("*arguments", "name its parameters"),
-        ("response, answer, budget", "needs 'budget', which nothing here gives"),
+        ("response, answer, budget", "needs 'budget', which is not a known parameter"),
         ("completions, trainer_state", "needs 'trainer_state'"),
         ("response, answer, /", "by position alone"),
     ],

@@ -93,7 +93,7 @@ def _read(content: object, row: Mapping[str, Any]) -> list[Test]:
             return [assert_test(test, row) for test in value if _asserts(test)]
         if all(isinstance(test, Mapping) and "input" in test and "output" in test for test in value):
             return [_of_case(test, row) for test in value]
-        raise ValueError("tests are a list of neither asserts nor {input, output}")
+        raise ValueError("the tests are a list of neither asserts nor objects {input, output}")
     if isinstance(value, str) and _asserts(value):
         return [assert_test(test, row) for test in _separate(value)]
     return []
@@ -306,8 +306,8 @@ def _owners(tree: ast.Module, prompt: ast.Module, entry: str) -> tuple[tuple[str
         functions = known or built_in
     if len(functions) > 1:
         raise ValueError(
-            f"the tests use {', '.join(functions)}, and one may be there to judge the other: name the function that is "
-            "asked for as `entry_point`, or import them from `solution`, and define what judges in test_setup_code"
+            f"the tests use {', '.join(functions)}, and the program need not define all of them: name the function "
+            "that it has to define as `entry_point`, or import it from `solution`; the others go to test_setup_code"
         )
     if not functions and not classes:
         raise ValueError("the tests use nothing of the program")
