@@ -106,7 +106,8 @@ class Episode:
     answer: str | None = None
     """Text that the verifier scores instead of the last turn."""
     scored_with_previous: bool = False
-    """Whether it is a further response of the episode before it in its group, and has that one's score."""
+    """Whether this is a further response of the same episode as the one before it in the group, and has that one's
+    score."""
 
     @property
     def settled(self) -> bool:

@@ -97,7 +97,8 @@ def token_losses(logprobs: Tensor, inputs: LossInputs, statistics: UpdateStatist
     weight = weight if mask.weight is None else weight * mask.weight
     # Not a product with the mask: a user's surrogate may be infinite at a vetoed token, and 0 * inf is nan.
     loss = torch.where(mask.keep, surrogate.loss, 0.0) * weight
-    # Outside the mask: where the policy has left the prefix, the penalty is what brings it back.
+    # The mask does not apply to the KL penalty: where the policy has left the prefix, the penalty is what brings it
+    # back.
     if inputs.ref is not None and config.kl_coef and config.kl_penalty != "reward":
         loss = loss + kl_loss(logprobs, inputs.ref, log_ratio, segments, config)
     return TokenLosses(loss, tokens, surrogate.clipped, mask)
@@ -114,7 +115,8 @@ def token_advantage(
     """
     if teacher is None or not config.teacher_coef:
         return advantage
-    # Detached: as part of the advantage it weighs log pi's gradient and must not add one of its own.
+    # Detached: as a part of the advantage log pi only scales the gradient, and must not have a gradient of its own
+    # here.
     policy = logprobs.detach() if config.teacher_policy == "current" else behaviour
     return advantage - config.teacher_coef * (policy - teacher.to(policy.dtype))
 

@@ -139,7 +139,7 @@ def response_mean(values: Tensor, segments: Segments) -> Tensor:
 
 def running_sum(values: Tensor) -> Tensor:
     """Inclusive prefix sums of `values` [T], added in the same order on every device and in every run."""
-    # Not cumsum: on CUDA torch adds its floats in no fixed order, and raises under use_deterministic_algorithms.
+    # No torch.cumsum: on CUDA it adds floats in no fixed order, and raises under use_deterministic_algorithms.
     reach = 1
     while reach < len(values):
         values = torch.cat([values[:reach], values[reach:] + values[:-reach]])

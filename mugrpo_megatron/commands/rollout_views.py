@@ -36,10 +36,10 @@ class StaleResponse(Protocol):
         """bool [R]: tokens that the veto drops."""
 
     def cells(self) -> list[str]:
-        """Its columns of the table: lowest ratio and number of dropped tokens."""
+        """The response's cells in the table: lowest ratio and number of dropped tokens."""
 
     def record(self) -> dict[str, Any]:
-        """Its columns of a JSON line."""
+        """What a JSON line says about the response under the later policy."""
 
     def marked(self, tokens: Sequence[str]) -> Text:
         """The response's tokens, those that trigger and those that are dropped marked."""
@@ -55,7 +55,7 @@ class Rollout:
     sample: Sample
     advantage: float
     prompt: str | None
-    """None without a tokenizer."""
+    """The prompt as text; None without a tokenizer."""
     text: str
     stale: StaleResponse | None = None
     """None without a later policy."""
@@ -119,7 +119,8 @@ class ProblemRollouts:
 
     problem: str
     row: dict[str, Any]
-    """Its row in the data set; without one, question and gold; empty if the question is not known."""
+    """The problem's row in the data set; for a problem without a row its question and gold; empty if the question is
+    not known."""
     gold: str
     responses: int = 0
     scored: int = 0

@@ -141,7 +141,7 @@ class CpuEngine(Engine):
 def _run_scheduler(library: ctypes.CDLL | None, *arguments: Any) -> None:
     backend = BatchedAttention if library is None else partial(BatchedAttention, kernels=Kernels(library))
     register_attention_backend(NAME)(backend)
-    # Deferred in this process too: it imports the model's modules itself.
+    # The compiler is deferred in this process too, because it imports the model's modules itself.
     with compiling_deferred():
         config = read_config(Path(arguments[0].model_path))
         if config.get("kv_lora_rank"):
@@ -245,7 +245,8 @@ def _rotation(module: Any, kernels: Kernels, before: Any) -> Any:
 
 
 def _rotates_whole_heads(module: RotaryEmbedding) -> bool:
-    """Whether it rotates all dimensions of a head, half against half, by a cache of cosines and sines alone."""
+    """Whether a rotary embedding rotates all dimensions of a head, half against half, by a cache of cosines and sines
+    alone."""
     full = module.rotary_dim == module.head_size and module.is_neox_style and not hasattr(module, "sin_cos_cache")
     return full and type(module).forward_native is RotaryEmbedding.forward_native
 

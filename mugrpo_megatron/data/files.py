@@ -29,7 +29,7 @@ MOST_ALIKE = 3
 ALIKE = 0.7
 """Least similarity of a suggestion, a ratio of `difflib`."""
 
-csv.field_size_limit(sys.maxsize)  # by default 128 KiB, which a row of tests or a worked solution may exceed
+csv.field_size_limit(sys.maxsize)  # the default limit is 128 KiB, which a row of tests or a worked solution may exceed
 
 
 def rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
@@ -364,7 +364,7 @@ def messages_of(value: list[Any]) -> tuple[Message, ...]:
         return tuple(_message(number, message) for number, message in enumerate(value, start=1))
     except RecursionError:
         raise ValueError("its messages are nested too deep") from None
-    except TypeError as error:  # a value that JSON cannot express
+    except TypeError as error:  # the row has a value that JSON cannot express
         raise ValueError(str(error)) from None
 
 

@@ -63,7 +63,7 @@ def without_duplicates(problems: Sequence[Problem]) -> tuple[list[Problem], list
     A copy has the same `words` and the same answer, or the same text up to case and spaces, and the same fields for a
     chat template.
     """
-    # Not by words alone: `5!` and `5`, `f'(x)` and `f(x)` have the same words, but different answers.
+    # Equal words alone make no copy: `5!` and `5`, `f'(x)` and `f(x)` have the same words, but different answers.
     alike: dict[tuple[str, ...], list[Problem]] = defaultdict(list)
     distinct: list[Problem] = []
     disagreements: list[str] = []

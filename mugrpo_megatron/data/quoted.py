@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CONTROL = re.compile(r"<[|｜].+[|｜]>")
-"""Also control tokens that are not declared special, such as the turns of DeepSeek-R1's tokenizers."""
+"""Matches control tokens, also those that are not declared special, such as the turns of DeepSeek-R1's tokenizers."""
 MARK = "\ufdd0"
 """A noncharacter of Unicode, after the first character of a quoted special token."""
 

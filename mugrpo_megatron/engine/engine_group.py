@@ -161,5 +161,5 @@ def read_sums() -> list[TensorChecksums]:
 
 
 def _sums_path() -> Path:
-    # Not `tempfile.gettempdir()`, which names /tmp where the disk of TMPDIR is full.
+    # `tempfile.gettempdir()` would name /tmp where the disk of TMPDIR is full.
     return Path(os.environ["TMPDIR"]) / "weight-sums.json"

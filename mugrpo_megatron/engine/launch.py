@@ -158,7 +158,8 @@ def engine_arguments(spec: EngineSpec, model_dir: Path, cuda: bool, slot: Engine
         "skip_server_warmup": True,
         "sleep_on_idle": True,
         "log_level": "warning",
-        # After 300 s in a batch SGLang would end itself, which on a slow CPU does not hang; silence is counted here.
+        # SGLang ends itself after 300 s in one batch, although on a slow CPU it need not hang. The client notices an
+        # engine that is silent, so this limit is at least as long.
         "watchdog_timeout": max(300.0, engine.request_timeout_s),
         "random_seed": spec.seed + SEED_STRIDE * slot.number,
         "trust_remote_code": False,
@@ -184,7 +185,7 @@ def replicas(engine: EngineSection, model_dir: Path, cuda: bool, slot: EngineSlo
 
 def starts_before(log: Path) -> int:
     """Number of seeds that earlier starts with this log may have used; 0 for a first start."""
-    # Drawn: a resumed stage must not repeat the random stream of the responses that it already holds.
+    # A random number: a resumed stage must not repeat the random stream of the responses that it already holds.
     return 1 + secrets.randbelow(EARLIER_STARTS) if log.exists() else 0
 
 

@@ -144,7 +144,8 @@ class FollowerNode:
         """Restart the process, which meets the leader's at `peers.address`; returns at once."""
         self.stop()
         self._peers, self._stopping = peers, threading.Event()
-        # In this thread and not in the watching one: the kernel kills a process with the thread that created it.
+        # The process is started here and not in the watching thread: the kernel kills a process when the thread that
+        # created it ends.
         host = HostProcess(self._environment, self._cuda, single_node=False)
         host.load([self._arguments | {"dist_init_addr": peers.address}], self.log, self._stopping.is_set, peers.cause)
         self._host = host

@@ -158,7 +158,7 @@ class HostProcess:
         # An unlinked file keeps what the process prints before it has a log, whatever ends it.
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  closed in `end`
         ours, theirs = socket.socketpair()
-        # -P: no import from the current directory, where a file may have the name of a package.
+        # -P keeps the current directory out of the import path: a file there may have the name of a package.
         command, device = [sys.executable, "-P", "-m", "mugrpo_megatron.engine.host"], "cuda" if cuda else "cpu"
         with theirs:
             self._process = subprocess.Popen(
@@ -255,7 +255,7 @@ class HostProcess:
 
         Returns once the group is gone: only then is its memory free.
         """
-        if self._ended:  # its process group id may have been reused
+        if self._ended:  # the process has been reaped, so the id of its process group may belong to others by now
             return
         self._ended = True
         with suppress(subprocess.TimeoutExpired):

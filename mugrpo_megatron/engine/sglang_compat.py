@@ -82,7 +82,8 @@ async def end_update(engine: Any) -> None:
 
 async def update_weights(engine: Any, serialized: list[bytes], load_format: str) -> None:
     """Load serialised tensors, one item a tensor parallel rank, with `load_format`; RuntimeError if SGLang refuses."""
-    # Not `Engine.update_weights_from_tensor`, which serialises its tensors once more (entrypoints/engine.py).
+    # `Engine.update_weights_from_tensor` is not used, since it serialises its tensors once more
+    # (entrypoints/engine.py).
     from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
     # Update the target model, not the draft model of speculative decoding.

@@ -35,10 +35,10 @@ CommandKind = Literal[
     "stop",
 ]  # fmt: skip
 Command = tuple[CommandKind, Any]
-"""A message to the host."""
+"""A message from the client to the host: (kind, value)."""
 ReplyKind = Literal["ready", "refused", "result", "groups", "progress", "done", "error"]
 Reply = tuple[ReplyKind, Any]
-"""A message to the client."""
+"""A message from the host to the client: (kind, value)."""
 
 FINISH_REASONS = ("stop", "length")
 PADDING = -1

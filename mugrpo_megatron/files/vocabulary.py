@@ -36,7 +36,8 @@ def check_vocabulary(directory: Path, vocab_size: int) -> None:
 def check_carried(directory: Path, names: Iterable[str]) -> None:
     """Raise UserError for one of the files `names` that is not what its name says; missing ones are skipped.
 
-    They are copied into other models, and in a directory of another's making a name may be a link to any file of yours.
+    These files are copied into other models. In a directory that somebody else made, a name may be a link to any of
+    your files.
     """
     for path in (directory / name for name in names if (directory / name).is_file()):
         if path.suffix == ".json":

@@ -146,7 +146,8 @@ def project(head: Head, hidden: Tensor, support_ids: Tensor | None = None) -> Te
         local = (support_ids >= 0) & (columns >= 0) & (columns < head.valid)
         columns = columns.clamp(0, logits.shape[1] - 1)
         values = torch.where(local, logits.gather(1, columns), FLOOR)
-        # amax, not scatter: clamped columns of other ranks' tokens coincide with each other and with local ones.
+        # amax instead of a plain scatter: token ids of other ranks are clamped to columns that may coincide with each
+        # other and with local ones.
         logits.fill_(FLOOR).scatter_reduce_(1, columns, values, "amax")
     return logits
 

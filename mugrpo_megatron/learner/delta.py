@@ -99,7 +99,7 @@ class GatedDeltaNet(MegatronModule):
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, *, packed_seq_params: Packing, **_: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The output and its bias, which is None."""
+        """Returns the output, and None as its bias."""
         projected, _bias = self.in_proj(hidden_states)
         qkv, z, beta_alpha = projected.squeeze(1).split([sum(self.sections[:3]), self.values, 2 * self.heads], dim=-1)
         padding, outputs = packed_seq_params.padding, []

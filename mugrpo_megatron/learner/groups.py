@@ -51,7 +51,7 @@ class Ranks:
     threads: int
     """Smallest number of CPU threads of any rank: nodes may have unequal numbers of cores."""
     heartbeat: Heartbeat | None = None
-    """None in a world of one."""
+    """Heartbeat of this rank; None for a single process."""
 
     @property
     def last_pp_stage(self) -> bool:
@@ -167,14 +167,14 @@ def _device() -> torch.device:
 def _join(backend: str, timeout: timedelta) -> None:
     """Create the world's process group once every rank has arrived."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    store: dist.Store = dist.HashStore()  # a world of one needs no port
+    store: dist.Store = dist.HashStore()  # a single process needs no port
     if world > 1:
         # Nodes start minutes apart, and the groups' timeout, made for collectives, may be shorter than that.
         store, rank, world = next(rendezvous("env://", rank, world, timeout=ARRIVAL))
         store.set(f"arrived/{rank}", "")
         late = list(range(world))
         deadline = time.monotonic() + ARRIVAL.total_seconds()
-        # Not `store.wait`: Python handles no signal during it.
+        # Polls instead of `store.wait`, during which Python handles no signal.
         while late and time.monotonic() < deadline:
             late = [other for other in late if not store.check([f"arrived/{other}"])]
             time.sleep(ARRIVAL_POLL_S if late else 0.0)

@@ -72,7 +72,7 @@ class LatentAttention(Attention):
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, *, packed_seq_params: Packing, **_: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The output and its bias, which is None."""
+        """Returns the output, and None as its bias."""
         query, key, value = self.get_query_key_value_tensors(hidden_states, packed_seq_params)
         # Flash attention has one size of heads: values get zeros, which come out as zeros.
         value = F.pad(value, (0, self.sizes.head - self.sizes.value))

@@ -138,7 +138,7 @@ def build_learner(recipe: Recipe, ranks: Ranks | None = None) -> Learner:
     chunks = build_model(
         recipe.model, recipe.parallel, recipe.learner, architecture, ranks, adapters, recipe.run.deterministic
     )
-    # A dense model has no routers, though its recipe may name a replay for the model that it warms up.
+    # A dense model has no routers, although its recipe may set a replay.
     if recipe.learner.routing_replay != "off" and architecture.experts:
         install(chunks)
     models = [policy(chunk) for chunk in chunks]
@@ -204,7 +204,8 @@ def move_to_host(tensors: Iterable[torch.Tensor], keep: bool = True) -> list[Hos
             for host_slice, device_slice in _slices(host, device_bytes):
                 host_slice.copy_(device_slice, non_blocking=True)
         copies.append(HostCopy(tensor, len(device_bytes), host))
-        # Only the storage: tensors and their views (Megatron's buffers have many) stay valid until `copy_back`.
+        # Only the storage is emptied, so tensors and their views (Megatron's buffers have many) stay valid until
+        # `copy_back`.
         tensor.untyped_storage().resize_(0)
     return copies
 

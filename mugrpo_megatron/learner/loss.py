@@ -158,7 +158,8 @@ def states_before_targets(model: PolicyModel, hidden: torch.Tensor, batch: Micro
     states = gather_sequence(hidden, model.config.sequence_parallel)
     if batch.packing.split:
         states = gather_rows(states)
-    # Only these rows: prompts and padding, often most of a row, cost no GEMM with the vocabulary.
+    # Only rows that predict trained tokens are multiplied with the vocabulary; prompts and padding are often most of a
+    # row.
     return states.index_select(0, batch.rows)
 
 

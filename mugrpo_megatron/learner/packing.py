@@ -118,7 +118,8 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def fill_bins(lengths: Sequence[int], count: int) -> tuple[list[list[int]], int]:
-    """Indices of `lengths` in `count` bins of about equal sums, longest first into the emptiest; the largest sum."""
+    """Distribute `lengths` over `count` bins of about equal sums, the longest first and always into the emptiest bin;
+    returns the indices in each bin, and the largest sum."""
     bins: list[list[int]] = [[] for _ in range(count)]
     heap = [(0, i) for i in range(count)]
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):

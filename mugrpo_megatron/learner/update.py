@@ -57,7 +57,8 @@ def update(
         logprobs, entropy = gather_tokens(learner, sequences, batches, values, k=2)
         step = _step(learner, stage_progress)
         flips = _flips(learner, sequences, batches)
-    # The reference loss over the gathered tokens of all ranks: quantiles and means that no rank's share could give.
+    # Diagnostics come from the reference loss over the gathered tokens of all ranks, since quantiles need all tokens at
+    # once.
     with torch.no_grad():
         loss, metrics = policy_loss(logprobs, inputs, entropy=entropy)
     metrics["loss"] = float(loss)

@@ -213,8 +213,9 @@ def open_log(
     with ExitStack() as stack:
         sinks: list[Sink] = [stack.enter_context(json_lines(run_dir / FILE_NAME))]
         if section.tensorboard:
-            # A run resumed from a checkpoint does not repeat evaluations that were made after it. Readings of engines
-            # are drawn over time, in seconds, which are later than any update. TensorBoard drops both: keep them.
+            # TensorBoard drops points after `updates_done`. Two kinds of later points are kept: evaluations that were
+            # made after the checkpoint, which a resumed run does not repeat, and readings of engines, whose axis is
+            # seconds.
             later = [row for row in evaluations if row["update"] >= updates_done]
             later += [row for row in rows if row["kind"] == "engine"]
             sinks.append(stack.enter_context(tensorboard(run_dir / "tensorboard", updates_done, later)))

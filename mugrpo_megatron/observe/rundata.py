@@ -86,7 +86,8 @@ class RunData:
         if not seconds_between:
             return None
         update, before = statistics.fmean(seconds_between), []
-        for first in self.stage_starts():  # a stage's generation, sync and so on come before its first update
+        # What a stage needs before its first update, such as the weight sync and generation.
+        for first in self.stage_starts():
             starts = [row["start"] for row in self.phases if row["stage"] == first["stage"] and row["phase"] != "start"]
             if starts:
                 before.append(max(0.0, self.clock(first["time"]) - self.clock(min(starts)) - update))

@@ -67,7 +67,7 @@ def columns_of(recipe: Recipe, directory: RunDirectory, run_id: str, store: Stag
         return f"after {checkpoint_name(Cursor(stage, age))} from {directory.checkpoints}"
 
     def proximal(age: int) -> LogprobColumn:
-        # With the run's id: a branch at the same age has other weights.
+        # The key has the run's id, because a branch at the same age has other weights.
         key = {**identity, "run": run_id, "age": age}
         return LogprobColumn(directory.proximal(stage, age), key, recompute_remedy(after(age)))
 
@@ -162,7 +162,7 @@ class StageBatches:
         is_informative = np.zeros(groups.max() + 1, dtype=bool)
         is_informative[groups] = informative(rewards, groups)
         chosen = informative_updates(is_informative, per_update)[update]
-        # Only the updates that hold chosen groups: a whole stage may be larger than memory.
+        # Reads only the updates that hold chosen groups: a whole stage may be larger than memory.
         stored = {number: self._stored(number) for number in sorted({*(chosen // per_update).tolist()})}
         return [
             replace(sample, group=index)  # a group that occurs twice in one update counts as two groups

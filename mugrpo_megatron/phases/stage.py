@@ -62,7 +62,7 @@ class TrainingStage:
 
     def record_start(self, cursor: Cursor) -> None:
         """Log a new stage: its statistics, the mismatch of engine and learner, some samples, and the first probe."""
-        if cursor.age > 0:  # a resumed run has logged it at the stage's start
+        if cursor.age > 0:  # the run is resumed inside the stage, whose start it has logged before
             return
         run, store = self._run, self._batches.store
         logs_samples = run.is_main and run.recipe.track.wandb_project is not None

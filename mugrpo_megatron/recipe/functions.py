@@ -125,7 +125,7 @@ def source_sum(name: str) -> str:
 
     Files that the module imports do not count. A built-in function is not the user's, so it has "" too.
     """
-    if name == GYM_REWARD:  # its first part is the name of an installed package
+    if name == GYM_REWARD:  # no file is looked up, since `reasoning_gym` is also the name of an installed package
         return ""
     module, colon, _ = name.partition(":")
     try:

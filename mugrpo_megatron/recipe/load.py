@@ -56,7 +56,7 @@ def short_repr(value: Any) -> str:
     """Returns the repr of a value, cut to a readable length."""
     try:
         return _cut(repr(value), MAX_VALUE_CHARS)
-    except (ValueError, RecursionError):  # a number of more than 4,300 digits
+    except (ValueError, RecursionError):  # raised for a number of more than 4,300 digits
         return f"a huge {type(value).__name__}"
 
 

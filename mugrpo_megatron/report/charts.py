@@ -131,7 +131,8 @@ def _filled(spec: ChartSpec, data: ChartData, words: dict[str, str]) -> Chart:
         series = list(spec.curves(data))
     else:
         series = [_series(spec, data, *curve) for curve in spec.curves]
-    rule = data.run.setting(spec.rule) or None if isinstance(spec.rule, str) else spec.rule  # a log axis has no 0
+    # A rule at 0 is left out, since a log axis has no 0.
+    rule = data.run.setting(spec.rule) or None if isinstance(spec.rule, str) else spec.rule
     looks = dict(spec.looks)
     if looks.get("format") == "measure":
         looks["format"] = "percent" if words["measure"] == "accuracy" else "number"

@@ -105,7 +105,8 @@ def column(rows: Iterable[Row], metric: str) -> Values:
 
 
 def held_out(evals: Sequence[Row]) -> Iterable[Series]:
-    """The only held-out set's curve, or each set's and their mean, with an interval at the last one."""
+    """The curve of the only held-out set; of several sets each one's and then their mean, which alone has an
+    interval."""
     measure, names = measure_in(evals), sets_in(evals)
     if len(names) > 1:
         yield from each_set(evals, measure, "{set}")
@@ -178,7 +179,7 @@ def reward_span(stages: Stages) -> tuple[float, float]:
 
 
 def longest(stages: Stages) -> float:
-    """One token more than the longest response has."""
+    """End of the axis of lengths: the tokens of the longest response, plus one."""
     return max((float(stage.lengths.max(initial=1)) for stage in stages.values()), default=0.0) + 1.0
 
 

@@ -42,7 +42,7 @@ def cpu_seconds(process: int) -> float:
     """CPU seconds of the descendants of a process, with those of children that they have waited for."""
     seconds = 0.0
     for child in _descendants(process):
-        with suppress(psutil.Error):  # it has ended meanwhile
+        with suppress(psutil.Error):  # the process has ended meanwhile
             # Its own user and system time, and those of children that it has waited for.
             seconds += sum(child.cpu_times()[:4])
     return seconds

@@ -99,13 +99,13 @@ class Form:
     """The calling convention of a reward function."""
 
     takes_lists: bool
-    """Whether it takes and returns lists, an entry a response."""
+    """Whether the function takes and returns lists with an entry for each response."""
     getters: dict[str, Getter]
     """Parameter -> its value for a response."""
     columns: dict[str, bool] | None
     """TRL's further parameters: column of the row -> whether it is optional; None for other forms."""
     all_columns: bool
-    """Whether it takes every column."""
+    """Whether the function takes every column of the row, by `**kwargs`."""
 
     @property
     def needs(self) -> Needs:

@@ -138,7 +138,8 @@ class Dispatcher:
                 call.fail(error)
                 raise
         else:
-            # An answer that no parser finishes is the response's fault: 0, and no failure of the function.
+            # If the parser does not finish with an answer, that is the response's fault: it scores 0, and the function
+            # has not failed.
             verdicts = [verdicts[0]._replace(extracted=call.items[0].response, failed=False)]
         if (key := self._comparison(call)) is not None:
             with self._lock:
@@ -222,7 +223,7 @@ class Dispatcher:
 
     def _send(self, worker: Worker) -> None:
         """Send an idle worker a batch from the queue, if any."""
-        if worker.process.connection.poll():  # it has died while idle: `_receive` handles that
+        if worker.process.connection.poll():  # the worker has died while it was idle, which `_receive` handles
             return
         with self._lock:
             worker.batch.extend(next_batch(self._queue))
@@ -233,7 +234,7 @@ class Dispatcher:
             self._queue.extendleft(reversed(unsent))
         try:
             worker.process.send(text)
-        except OSError:  # it died, or does not read
+        except OSError:  # the worker has died, or does not read
             self._handle_death(worker)
             self._wake()
         else:

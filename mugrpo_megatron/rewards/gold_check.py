@@ -53,7 +53,7 @@ def unusable_golds(problems: Sequence[Problem], section: RewardSection) -> dict[
             doubtful = [problem for problem in doubtful if problem.id not in reasons]
         if not doubtful:
             continue
-        # In the verifier's workers: a gold can hang a parser just as an answer can.
+        # Golds are checked in the verifier's workers, because a gold can hang a parser just as an answer can.
         checking = {"function": check, "functions": {}, "max_failure_share": 1.0}
         with Verifier(section.model_copy(update=checking)) as verifier:
             answers = [problem.answer for problem in doubtful]

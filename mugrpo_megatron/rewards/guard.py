@@ -90,7 +90,7 @@ def kill_descendants() -> None:
 
 def _kill_children() -> None:
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended meanwhile
+        with suppress(OSError):  # the process has ended meanwhile
             # The fields of /proc/PID/stat after the name, see proc(5).
             _state, parent, *_ = stat.read_text("utf-8", "replace").rpartition(")")[2].split()
             if int(parent) == os.getpid():

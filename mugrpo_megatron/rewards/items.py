@@ -62,7 +62,7 @@ class Verdict(NamedTuple):
     """The result of one reward function for one response; sent over the socket."""
 
     reward: float | None
-    """None: the function does not apply to this response."""
+    """The reward; None if the function does not apply to this response."""
     extracted: str
     """The extracted answer; empty when none was found or the function does not report it."""
     why: str

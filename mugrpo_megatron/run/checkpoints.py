@@ -146,7 +146,8 @@ def open_saver(
         newest = [learner.ranks.rank == 0 and newest_cursor(directory)]
         dist.broadcast_object_list(newest)
         if newest[0] != stopped.cursor:
-            learner.reload()  # it is offloaded where the engines had the devices, and they have ended
+            # If the engines had the devices the learner is offloaded; they have ended, so there is room.
+            learner.reload()
             with log.phase("save", stopped.cursor.stage):
                 saver.save(stopped.cursor)
             saver.wait()

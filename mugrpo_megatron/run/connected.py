@@ -41,8 +41,8 @@ class ConnectedWorld(World):
         return self.ranks.heartbeat
 
     def barrier(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        # Over the store, not NCCL or gloo: an engine's start or a long generation outlasts a collective's timeout, and
-        # heartbeats tell a slow rank from a dead one.
+        # The barrier uses the store, not NCCL or gloo: an engine's start or a long generation outlasts a collective's
+        # timeout, and heartbeats tell a slow rank from a dead one.
         stop_time = float("inf")
 
         def on_poll() -> None:
@@ -104,7 +104,7 @@ def broadcast_failure(ranks: Ranks) -> Iterator[None]:
     """Publish an exception in the block that ends this rank, so that no other rank waits for this one."""
     try:
         yield
-    except (Stopped, CollectiveFailure):  # the others stop or fail, too
+    except (Stopped, CollectiveFailure):  # the other ranks know of this failure or stop already
         raise
     except Exception as error:
         text = f"rank {ranks.rank} failed: {(str(error) or type(error).__name__).splitlines()[0]}"

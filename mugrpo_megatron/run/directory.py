@@ -193,7 +193,7 @@ def file_lock(path: Path, shared: bool = False, wait: bool = False) -> Iterator[
                 held = path.parent if path.name == ".lock" else path
                 raise InUse(f"{held} is in use by process {holder or 'unknown'}; wait for it, or choose another")
             time.sleep(0.1)
-        with suppress(OSError):  # a full disk: the lock is held all the same, only its holder's name is missing
+        with suppress(OSError):  # on a full disk the lock is held all the same, only the file lacks the holder's name
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"{os.getpid()} on {platform.node()}".encode(), 0)
         yield lambda: _check_held(path, descriptor)

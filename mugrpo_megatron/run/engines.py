@@ -41,7 +41,7 @@ class Engines:
     leader: Leader | None = None
     """The engine that this rank leads; None on a rank that leads none."""
     follower: FollowerNode | None = None
-    """This rank's node of an engine that another node leads."""
+    """The process of this rank's node for an engine that another node leads; None on other ranks."""
     agreed: bool = False
     """Whether all engines gave the learner's log-probabilities since the start (`phases.agreement`); on every rank."""
     awake: bool = False

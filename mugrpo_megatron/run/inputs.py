@@ -26,7 +26,7 @@ BODIES = {DATA: ("data", "the run's data"), USER_FILES: ("files", "your own file
 
 
 def problem_sums(problems: Problems) -> dict[str, dict[str, str]]:
-    """{"train", "held-out"} -> set -> SHA-256 of its problems, with their rows and their order."""
+    """ "train" or "held-out" -> name of a set -> SHA-256 of its problems, with their rows and their order."""
     return {"train": sums_by_set(problems.train), "held-out": sums_by_set(problems.held_out)}
 
 
@@ -60,7 +60,7 @@ def sums_by_set(problems: Sequence[Problem]) -> dict[str, str]:
     """Set -> SHA-256 of everything in its problems that responses and rewards depend on, in order."""
     sums: dict[str, hashlib._Hash] = {}
     for problem in problems:
-        # Not the id, which holds the path of the problem's file: a run goes on after its data set has moved.
+        # The id is left out, because it has the path of the problem's file: a run goes on after its data set has moved.
         # A message without other fields is a pair, as in the sums of earlier versions.
         messages = [list(m.values()) if m.keys() == {"role", "content"} else m for m in problem.messages]
         fields: list[object] = [problem.question, problem.answer, problem.source, messages]

@@ -101,7 +101,7 @@ def open_files(recipe: Recipe, problems: Problems | None) -> Iterator[RunFiles]:
         cursor = newest_cursor(directory.checkpoints)
         if is_main and problems:
             record_data(directory.path, problems)
-        # Before the learner is built, which takes minutes: a stage that cannot be used is refused at once.
+        # This comes before the learner is built, which takes minutes: a stage that cannot be used is refused at once.
         if record:
             clean_current_stage(directory, stage_origin(directory, record, cursor), cursor)
         display = stack.enter_context(open_display(show=is_main))
@@ -131,7 +131,7 @@ def clean_current_stage(directory: RunDirectory, origin: Origin, cursor: Cursor)
 
 def join_world(learner: Learner, engines: int, stop: StopRequest, stack: ExitStack) -> World:
     """The world of the ranks that the learner's process groups connect, until `stack` ends. Collective."""
-    # Before the saver, so it ends after it: a save uses the process groups to its end.
+    # Entered before the saver and so closed after it: a save uses the process groups to its end.
     stack.enter_context(shutdown_after(learner.ranks))
     stack.enter_context(named_phase(learner.ranks))
     world = open_world(learner.ranks, learner.recipe.run.collective_timeout_s, engines, stop)

@@ -71,8 +71,8 @@ class StopRequest:
     def poll(self) -> bool:
         """Whether any rank was asked to stop. Ranks learn of it at different times. The call is cheap, and any thread
         may make it."""
-        # Through the store, not a collective: a signal finds the ranks at different places, where a collective would
-        # wait for a rank that is in another one.
+        # Ranks learn of a request through the store and not by a collective: a signal finds ranks at different places,
+        # and a collective would wait for a rank that is inside another collective.
         announce = self.requested and not self._announced
         if announce or time.monotonic() >= self._next:
             self._announced = self.requested

@@ -67,7 +67,8 @@ class SealedFile:
     @property
     def content(self) -> str:
         """Digest of the responses, by which columns name the stage they belong to."""
-        # Not of the footer: pyarrow writes its version there, and a copy that another version wrote is the same stage.
+        # The footer does not count: pyarrow writes its version there, and a copy that another version wrote is the same
+        # stage.
         spans = (*self.row_groups, *self.text_columns)
         return hashlib.sha256("".join(span.sha256 for span in spans).encode()).hexdigest()
 

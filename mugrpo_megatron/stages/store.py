@@ -255,7 +255,8 @@ class StageStore:
         if not (buffered := self._buffer.groups):
             return
         manifest = self._open_for_writing()
-        # Not the count: a resume drops damaged shards, so that could be the number of an intact one.
+        # The number of shards would not do: a resume drops damaged shards, so it could be the number of an intact
+        # shard.
         number = 1 + max((shard.number for shard in manifest.shards), default=-1)
         path = self.directory / shard_name(self._writer, number)
         with durable_file(path) as file:
@@ -377,7 +378,7 @@ class StageStore:
         return self._sealed_file
 
     def _open_for_writing(self) -> Manifest:
-        """This writer's manifest; the first call removes its damaged shards and what a crash left."""
+        """Returns this writer's manifest; the first call removes the writer's damaged shards and what a crash left."""
         if self._manifest is None and not self.sealed:
             try:
                 self.directory.mkdir(parents=True, exist_ok=True)

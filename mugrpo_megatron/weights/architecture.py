@@ -91,7 +91,7 @@ class Delta:
 
 def stage_layers(layers: int, stages: int) -> list[int]:
     """Layers of each pipeline stage, in order; if they do not divide, the first stages have one more."""
-    # Not the last ones: the last stage also has the output layer and the loss.
+    # The first stages get the additional layers, because the last stage also has the output layer and the loss.
     base, remainder = divmod(layers, stages)
     return [base + (stage < remainder) for stage in range(stages)]
 

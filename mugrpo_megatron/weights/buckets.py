@@ -287,7 +287,8 @@ def _copy_runs(parameters: Sequence[ParameterSlots], shards: Mapping[str, torch.
     """Copy whole parameters of one type into a bucket, seen as a vector of that type."""
     sources, targets = [], []
     for parameter in parameters:
-        # Views anew for each fill: a cached one would go on showing the memory of a parameter that gets another.
+        # Views are made for each fill: a cached view would go on showing the old memory of a parameter whose memory was
+        # replaced.
         values = shards[parameter.entry.megatron].view(-1)
         for source, elements, start in parameter.runs:
             sources.append(values.narrow(0, source, elements))

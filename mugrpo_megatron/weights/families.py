@@ -124,7 +124,7 @@ def _latent(fields: Fields, family: str, dense: int) -> Architecture:
         rotary=fields.size("qk_rope_head_dim"),
         value=fields.size("v_head_dim"),
     )
-    # Attention pads values to the size of a query's head (learner.latent).
+    # The learner's attention pads values to the size of a query's head (learner.latent).
     if sizes.value > sizes.head:
         raise fields.error(
             f"v_head_dim {sizes.value} is larger than the {sizes.head} dimensions of a query's head, which the "

@@ -25,12 +25,12 @@ KINDS = ("linear_attention", "full_attention")
 
 
 def qwen3_5_text(fields: Fields) -> Architecture:
-    """The dense models, without the vision tower."""
+    """The dense models of Qwen3.5, without the vision tower."""
     return _hybrid(fields, "qwen3_5_text", GATED_MLP)
 
 
 def qwen3_5_moe_text(fields: Fields) -> Architecture:
-    """The mixtures of experts: a renormalised softmax router, and a shared expert with a gate."""
+    """The mixtures of experts of Qwen3.5: a renormalised softmax router, and a shared expert with a gate."""
     # Read and dropped: it is the width of dense layers, which these models do not have.
     fields.take("intermediate_size", 0)
     fields.only("norm_topk_prob", (True,), True)

@@ -51,7 +51,7 @@ class HFCheckpoint:
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor, memory-mapped from its file; UserError when the file has become unreadable."""
-        # Not `safe_open`, which would parse the header for each tensor: a file may name half a million.
+        # `safe_open` would parse the header for each tensor, and a file may name half a million tensors.
         file, dtype = self.files[name], self.dtypes[name]
         path = self.directory / file
         try:

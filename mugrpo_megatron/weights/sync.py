@@ -144,8 +144,8 @@ def sync(weight_sync: WeightSync, engine: WeightReceiver | None, version: int) -
                 # A failure does not end the loop: the other ranks' gathers need this rank's shards.
                 failure = _result(loading) or failure
                 served = _vote_and_release(weight_sync, served and failure is None)
-            # Only for an engine that loads it: torch counts the readers of CUDA memory that it has shared
-            # (torch/multiprocessing/reductions.py), and a handle that is never opened would keep the memory.
+            # A bucket is serialised only for an engine that loads it: torch counts the readers of CUDA memory that it
+            # has shared (torch/multiprocessing/reductions.py), and a handle that is never opened would keep the memory.
             serialized = _serialize_for_engine(weight_sync, engine, bucket, flat) if served else []
             loading = loader.submit(_load, engine if served else None, serialized, flat)
             # Now only the load holds it, so memory is freed bucket by bucket.
@@ -241,7 +241,8 @@ def named_tensors(bucket: Bucket, flat: torch.Tensor) -> list[tuple[str, torch.T
 
 def flattened_bucket(bucket: Bucket, flat: torch.Tensor) -> dict[str, Any]:
     """SGLang's flattened bucket: one handle for all tensors."""
-    # Not its FlattenedTensorMetadata: importing SGLang takes seconds, and ModelRunner copies the attributes anyway.
+    # SGLang's class FlattenedTensorMetadata is not used: importing SGLang takes seconds, and its ModelRunner copies the
+    # attributes anyway.
     metadata = [
         SimpleNamespace(
             name=slot.name,

@@ -165,7 +165,7 @@ class Agent:
 class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Generator[None]:
-        yield  # the process that started it ends it
+        yield  # no signal handlers here: the process that started this server ends it
 
 
 def _cut_result(output: Path, code: int) -> dict[str, Any]:

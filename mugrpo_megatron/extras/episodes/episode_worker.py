@@ -55,7 +55,7 @@ def serve(socket: int, text: str) -> None:
     os.register_at_fork(after_in_child=connection.close)
     try:
         if options["key"] == "rollout.agent":
-            # Only here: it imports a web server.
+            # Imported only for programs, since it imports a web server.
             from mugrpo_megatron.extras.episodes.agent import Agent
 
             function: EpisodeFunction = Agent(options).episode

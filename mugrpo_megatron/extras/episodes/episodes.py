@@ -79,8 +79,10 @@ class Episodes:
     def generate(self, take: PromptSource, n: int, sampling: Sampling) -> Generator[SampledGroup]:
         """Groups of `n` episodes, in order of completion, until none is in flight and `take` returns no prompt."""
         self._sampling, self._n = sampling, n
-        self._longest = self._recipe.data.max_prompt_tokens + sampling.max_tokens  # a prompt and its response
-        # Counted anew: after a stage's thousands, an evaluation in which most fail would be far below the share.
+        # The longest context is a prompt and its response.
+        self._longest = self._recipe.data.max_prompt_tokens + sampling.max_tokens
+        # The counts start again with each generation: if they included the thousands of episodes of a stage, an
+        # evaluation in which most episodes fail would stay below the share.
         self._finished, self._dropped = 0, 0
         self._groups: dict[int, Group] = {}
         self._requests: dict[int, Asked] = {}
@@ -165,7 +167,7 @@ class Episodes:
         kind = next(kind for kind in ("ask", "drop", "done", "failed") if kind in message)
         key = message[kind]
         episode = process.episodes.get(key)
-        if episode is None:  # it was cancelled meanwhile
+        if episode is None:  # the episode was cancelled meanwhile
             if kind in ("done", "failed"):
                 process.cancelled.pop(key, None)
         elif kind == "drop":

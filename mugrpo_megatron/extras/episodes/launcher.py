@@ -109,7 +109,8 @@ def _call(function: Callable[..., Any], row: Path) -> None:
 
 
 def _as_object(result: Any) -> dict[str, Any]:
-    """What a program's function returns as the object of a program's last line. Raises TypeError."""
+    """The result of a user's function as the JSON object that a program would write in its last line. Raises
+    TypeError."""
     if result is None or isinstance(result, dict):
         return result or {}
     if isinstance(result, str):
@@ -121,7 +122,7 @@ def _as_object(result: Any) -> dict[str, Any]:
 
 def _say(session: socket.socket, text: str) -> None:
     """Send the worker an exit code, or a sentence about a failure."""
-    with suppress(OSError):  # the worker has closed it
+    with suppress(OSError):  # the worker has closed the session
         session.send(text.encode())
 
 
@@ -136,7 +137,7 @@ def _guard(
         child = os.fork()
         if child == 0:
             _become(session, message, run, memory, is_command)
-        poll = select.poll()  # a descriptor above 1,023 is not for select
+        poll = select.poll()  # poll, because select cannot take descriptors above 1,023
         for descriptor in (session.fileno(), os.pidfd_open(child)):
             poll.register(descriptor, select.POLLIN)
         poll.poll()

@@ -53,7 +53,7 @@ class Attempt:
     """Whether the episode runs in a process of its own, because a process died that ran it beside others: if it dies
     again, this episode is the cause."""
     trajectories: list[Trajectory] = field(default_factory=list)
-    """Its responses so far; the last one has the latest answer."""
+    """The episode's responses so far; the last one has the latest answer."""
     asked: int = 0
     """Requests to the engine."""
     in_engine: int = 0
@@ -161,7 +161,8 @@ class Pool:
         return min(ready, key=lambda process: len(process.episodes)) if ready else None
 
     def _start(self) -> None:
-        environment = {"MALLOC_ARENA_MAX": "2"}  # an arena of 64 MB address space for each thread would fill the limit
+        # By default glibc reserves 64 MB of address space for each thread, which would fill the limit.
+        environment = {"MALLOC_ARENA_MAX": "2"}
         worker = start_guarded("mugrpo_megatron.extras.episodes.episode_worker", self._options, SILENT_S, environment)
         self.processes.append(EpisodeProcess(worker))
 
@@ -230,7 +231,8 @@ class Pool:
 
 
 def worker_options(recipe: Recipe, directory: str) -> dict[str, Any]:
-    """What a worker of the recipe's function or program runs; its programs' files are in `directory`."""
+    """Options of a worker: the function or program of the recipe and its limits; files of its programs are in
+    `directory`."""
     agent = recipe.rollout.agent
     return {
         "key": "rollout.agent" if agent else "rollout.function",

@@ -80,7 +80,8 @@ def read_rollouts(
         if isinstance(row, str):
             raise UserError(f"{location}: {row}")
         try:
-            for name in ("prompt", *RESPONSES):  # a Parquet file may hold binary columns
+            # A Parquet file may have these columns as binary, which would be read as bytes.
+            for name in ("prompt", *RESPONSES):
                 if isinstance(row.get(name), bytes | bytearray | memoryview):
                     raise ValueError(f"{name} is binary; write the column as text (a string type)")
             rollouts = [

@@ -44,7 +44,7 @@ class LayerBytes:
 def layer_bytes(architecture: Architecture, layout: Layout, tokens: int, itemsize: int, cuda: bool) -> LayerBytes:
     """One layer on `tokens` tokens of this rank: a packed row divided by the context parallel size.
 
-    With experts, of a model that has some; its first layers may have none and then keep less.
+    For a mixture of experts it is a layer with experts; its first layers may be dense and then keep less.
     """
     size = architecture.letters
     tp, b = layout.tensor, itemsize
@@ -83,7 +83,7 @@ def linear_layer_bytes(
 ) -> LayerBytes:
     """One layer with a gated delta network, in torch's operations (kernels/gated_delta.py).
 
-    Its mixing takes attention's place: it is what selective recompute drops, and then keeps the mixing's input.
+    The mixing over tokens takes the place of attention: selective recompute drops its activations and keeps its input.
     """
     sizes, tp, b = architecture.delta, layout.tensor, itemsize
     assert sizes is not None

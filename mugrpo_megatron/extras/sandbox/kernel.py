@@ -24,7 +24,7 @@ _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _LANDLOCK = 444
 """Number of the system call landlock_create_ruleset(2) on every architecture; landlock_add_rule(2) and
 landlock_restrict_self(2) have the next two."""
-_READ, _LIST = 0b1101, 0b1000  # execute, read a file, list a directory: linux/landlock.h
+_READ, _LIST = 0b1101, 0b1000  # bits of linux/landlock.h: execute, read a file, list a directory
 _ACCESSES = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
 """Version of Landlock -> number of kinds of file access that it restricts, which are the lowest bits of a mask."""
 

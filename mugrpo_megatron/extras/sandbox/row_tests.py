@@ -139,9 +139,10 @@ def _function(holder: Mapping[str, Any]) -> str:
 
 
 def _function_test(name: str, inputs: object, output: object) -> FunctionTest:
-    """A call of a function: text has one JSON argument a line and a JSON result; lists are the arguments themselves.
+    """A test that calls a function. Inputs as text have one JSON argument on each line, and their output is JSON;
+    inputs as a list are the arguments themselves.
 
-    Beside a list, a text may be the result itself, or the result in JSON: both are right.
+    With inputs as a list, an output that is text may be the result itself or the result in JSON: both are right.
     """
     if isinstance(inputs, str):
         arguments = tuple(_value(line) for line in inputs.split("\n") if line.strip())
@@ -224,7 +225,7 @@ def _entry(row: Mapping[str, Any]) -> str:
 
 
 def _is_stub(statement: ast.stmt) -> bool:
-    """Whether it is a function without a body: a docstring or `pass` alone."""
+    """Whether the statement is a function whose body is only a docstring, `pass` or `...`."""
     return isinstance(statement, ast.FunctionDef) and all(
         isinstance(statement, ast.Expr | ast.Pass) for statement in statement.body
     )
@@ -329,7 +330,7 @@ def _bound(tree: ast.AST) -> Iterator[str]:
 
 
 def _asserts(code: str) -> bool:
-    """Whether it is Python that asserts something."""
+    """Whether the text is Python code that asserts something."""
     try:
         return any(isinstance(node, ast.stmt) and is_assertion(node) for node in ast.walk(ast.parse(code)))
     except (SyntaxError, ValueError, RecursionError, MemoryError):

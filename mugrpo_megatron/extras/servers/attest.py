@@ -83,7 +83,8 @@ class Evidence:
 
 
 def refusal(before: Evidence, server: np.ndarray, values_at: ValuesAt, temperature: float, dtype: str) -> str:
-    """Why the server's tokens cannot be the learner's policy's; empty where nothing speaks against it.
+    """Reason why the server's tokens cannot have been sampled from the learner's policy; empty if nothing speaks
+    against it.
 
     Args:
         before: of the same server's earlier tokens under these weights.

@@ -34,8 +34,8 @@ def open_scoring_learner(recipe: Recipe, weights: Path) -> Iterator[Learner]:
     """A learner of one rank with the checkpoint `weights`, without an optimizer: it computes, and cannot train."""
     model = recipe.model.model_copy(update={"path": weights, "revision": None})
     model._snapshot = None
-    alone = recipe.model_copy(update={"model": model, "parallel": ParallelSection(), "lora": LoraSection()})  # hf/ has
-    # the adapter merged into its weights
+    # Without [lora]: the adapter is already merged into the weights of hf/.
+    alone = recipe.model_copy(update={"model": model, "parallel": ParallelSection(), "lora": LoraSection()})
     ranks = initialize(alone.run, alone.parallel, alone.learner.threads)
     with shutdown_after(ranks):
         architecture = read_architecture(weights)

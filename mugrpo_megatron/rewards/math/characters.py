@@ -55,7 +55,7 @@ def plain_characters(text: str, scripts: bool = True) -> str:
     """
     if text.isascii():
         return text
-    text = _ORDINAL.sub("\u00b0", text)  # the ordinal signs of Spanish, often typed for a degree
+    text = _ORDINAL.sub("\u00b0", text)  # Spanish ordinal signs, which are often typed instead of a degree sign
     text = _TILDE.sub("-", _LABELLED.sub(r"\g<0>. ", text).replace(". \u3001", ". "))
     if not scripts:
         return unicodedata.normalize("NFC", text.translate(_TABLE_WITH_SCRIPTS))

@@ -289,7 +289,8 @@ _MACROS = re.compile(r"\\(?:text[a-z]*|math(?:rm|bf)|boxed)\s*\{|[${}]")
 
 
 def _named_behind(text: str, boxed: str, text_gold: bool | None) -> str | None:
-    """What an "answer is" behind the last box says, where the gold is of words and the box holds a formula.
+    """The answer that a phrase such as "the answer is" names after the last box, if the gold consists of words and the
+    box holds a formula.
 
     A choice also counts where the gold is not known and the box holds no number; beside another boxed choice it makes a
     list, which no single gold equals.

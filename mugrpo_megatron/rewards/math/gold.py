@@ -53,7 +53,7 @@ class Gold:
     text: str
     kind: Literal["number", "words", "choice", "choices", "base", "other"]
     plain: bool = False
-    """Whether it is a written-out number: an expression then counts as not worked out."""
+    """Whether the gold is a written-out number: an answer that is an expression then counts as not worked out."""
     parsed: list[Any] = field(default_factory=list)
     number: Number | None = None
     unit: Unit | None = None
@@ -62,7 +62,7 @@ class Gold:
     option: str = ""
     """The text of a choice that the gold names with its letter."""
     repeating: bool = False
-    """Whether it is a repeating decimal, which a decimal without the bar does not equal."""
+    """Whether the gold is a repeating decimal, which a decimal without the bar does not equal."""
 
 
 @lru_cache(maxsize=4096)

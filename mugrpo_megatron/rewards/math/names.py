@@ -24,7 +24,7 @@ class _Name(NamedTuple):
     letter: str
     primes: int
     below: tuple[str, ...]
-    """What stands below the letter."""
+    """Subscripts of the letter."""
     arguments: tuple[str, ...] | None
     """The arguments that a function is applied to; a single small letter stands for any."""
 

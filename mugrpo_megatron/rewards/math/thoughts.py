@@ -8,7 +8,7 @@ _NAME = r"(?:[a-z]+[:_-]){0,2}(?:think(?:ing)?|thoughts?|reason(?:ing)?|reflecti
 """Names of tags around a thought, such as `think`, `seed:think`, `chain_of_thought` and `thinking_process`."""
 _MARKED = r"(?:thinking|reasoning|thoughts?)"
 _OPENINGS = (
-    rf"<{_NAME}(?:\s[^<>]*)?>"  # DeepSeek-R1, Qwen3, Seed-OSS; some write attributes
+    rf"<{_NAME}(?:\s[^<>]*)?>"  # the tags of DeepSeek-R1, Qwen3 and Seed-OSS; some models write attributes
     r"|◁think▷"  # Kimi
     r"|(?-i:\[THINK\])"  # Magistral
     r"|<\|(?:begin_of_thought|START_THINKING|think(?:ing)?|inner_prefix)\|>"  # OpenThinker, Command A, Apertus
