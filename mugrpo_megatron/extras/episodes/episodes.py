@@ -45,9 +45,9 @@ IN_FLIGHT = 16
 LOST = "lost"
 """Name of the component that is the share of a group's episodes that have failed."""
 RETRIES = 1
-"""A failed episode is begun again so often, then dropped from its group."""
+"""Number of times that a failed episode is begun again, before it is dropped from its group."""
 BYTES_A_TOKEN = 64
-"""A request of more bytes for each token of the context is not rendered: it cannot fit."""
+"""Most bytes of a request for each token of the context: a longer one is not rendered, since it cannot fit."""
 TURNS, TOKENS = "episodes.turns", "rollout.max_response_tokens"
 CUT: dict[str, Any] = {"reward": None, "why": "", "parts": {}, "cut": True}
 """Result of an episode that a limit has ended."""

@@ -22,7 +22,7 @@ class Size(NamedTuple):
     """Size of a JSON value."""
 
     bytes: int
-    """Of all its texts, keys and numbers, as UTF-8."""
+    """Bytes of all its texts, keys and numbers, as UTF-8."""
     values: int
     depth: int
 
@@ -38,7 +38,7 @@ def size_of(value: Any, most_values: int = MOST_VALUES) -> Size:
             if isinstance(entry, str):
                 size += utf8_bytes(entry)
             elif isinstance(entry, int):
-                size += entry.bit_length() // 3 + 1  # at least its digits
+                size += entry.bit_length() // 3 + 1  # at least as many bytes as the integer has digits
             elif isinstance(entry, float):
                 size += 24
             elif isinstance(entry, dict):
