@@ -49,7 +49,8 @@ EXAMPLES = """\
 
 
 Functions = tuple[Callable[[argparse.Namespace], int], Callable[[argparse.ArgumentParser], None]]
-"""`function(options)`, which returns the exit code, and `function_arguments(parser)`, which adds its arguments."""
+"""The two functions of a command: `function(options)` returns the exit code, `function_arguments(parser)` adds the
+arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +58,14 @@ class Command:
     """A command of `mugrpo`."""
 
     group: str
-    """Heading in the overview."""
+    """Heading under which `mugrpo --help` lists the command."""
     name: str
     help: str
-    """Line of at most 67 characters."""
+    """What the command does, in at most 67 characters."""
     load: Callable[[], Functions]
-    """Imports its functions."""
+    """Imports the command's two functions and returns them."""
     interrupted: str = STARTS_OVER
-    """Hint after Ctrl-C."""
+    """Hint that is printed after Ctrl-C."""
     long: bool = False
     """Whether it continues after its output's reader ends; else it ends with 0, as `mugrpo rollouts | head`."""
     stops: bool = False

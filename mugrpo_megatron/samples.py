@@ -52,7 +52,7 @@ class Problem:
     """One verifiable problem."""
 
     id: str
-    """Unique within its data set: `source:line`."""
+    """Id that is unique within the data set: `source:line`."""
     question: str
     answer: str
     """Answer that `math` compares with: of a worked solution its last answer, of a structure its JSON text."""
@@ -91,7 +91,7 @@ class Episode:
     """A response of several turns with text of its environment, by `rollout.function` or a program, `rollout.agent`."""
 
     prompt_ids: Int32[np.ndarray, " prompt"]
-    """Tokens before the model's first one."""
+    """Ids of the tokens before the first one that the model sampled."""
     mask: Bool[np.ndarray, " response"]
     """The tokens that the model sampled; the others are its environment's, with logprobs of 0."""
     reward: float | None = None
@@ -130,7 +130,7 @@ class Response:
     logprobs: Float32[np.ndarray, " response"]
     """Log-probabilities under the behaviour policy at the sampling temperature."""
     finish_reason: str
-    """`stop` (end-of-sequence) or `length`."""
+    """Reason for the end of the response: `stop` (end-of-sequence) or `length`."""
     weight_version: int
     """Number of optimizer updates after which the learner had the weights that sampled the response."""
     routes: UInt8[np.ndarray, "layers tokens k"] | UInt16[np.ndarray, "layers tokens k"] | None = None

@@ -31,9 +31,9 @@ class TokenLosses:
     loss: Tensor
     """[T]: weighted loss of each token; differentiable in the log-probabilities."""
     tokens: TokenBatch
-    """The surrogate's input."""
+    """What the surrogate was computed from."""
     clipped: Tensor
-    """bool [T]"""
+    """bool [T]: whether the clip acts on a token, as in `SurrogateLoss`."""
     mask: KeepMask
     """Tokens that are neither vetoed nor masked, and the veto's state for the tokens that follow."""
 

@@ -92,7 +92,7 @@ class LossInputs:
 
 
 def slice_or_none(column: Tensor | None, tokens: slice | Tensor) -> Tensor | None:
-    """`column[tokens]`, or None without the column."""
+    """The chosen tokens of a column [T]; None if there is no column."""
     return None if column is None else column[tokens]
 
 

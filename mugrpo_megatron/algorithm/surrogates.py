@@ -34,7 +34,7 @@ class TokenBatch:
     ratio: Tensor
     """[T]: importance ratio at the level that `objective.ratio` names."""
     advantage: Tensor
-    """[T]"""
+    """[T]: advantage of each token."""
     low: Tensor
     """[] or [T]: lower end of the clip range."""
     high: Tensor
@@ -53,7 +53,7 @@ class SurrogateLoss:
     """Losses of T tokens before weights, and the tokens that the clip acts on."""
 
     loss: Tensor
-    """[T]"""
+    """[T]: loss of each token, before its weight."""
     clipped: Tensor
     """bool [T]: the clip removes the token's gradient (`ppo`, `dppo`, `gmpo`) or caps its weight (others)."""
 

@@ -66,7 +66,7 @@ class KeepMask:
     """Tokens that stay in the loss, their prefix weights, and the veto's state after them."""
 
     keep: Tensor
-    """bool [T]"""
+    """bool [T]: whether a token stays in the loss."""
     state: VetoState
     weight: Tensor | None = None
     """float [T], in [0, 1]; None is 1."""
@@ -172,7 +172,7 @@ TRIGGER_METRICS: tuple[tuple[str, str, str], ...] = tuple(
 def trigger_metrics(
     log_ratio: Tensor, advantages: Tensor, segments: Segments, config: ObjectiveSection
 ) -> dict[str, Tensor]:
-    """`TRIGGER_METRICS` by name, float64 [], of T tokens of N whole responses.
+    """The metrics of `TRIGGER_METRICS`, each float64 [], of the T tokens of N whole responses.
 
     Fractions of negative responses are left out if there are none, all metrics if there are no tokens. One pass over
     tokens finds those below the largest threshold; the rest is arithmetic on these few.

@@ -314,7 +314,7 @@ GAPS = (
         '{engine.tensor} tensor parallel ranks; lower engine.tensor, or set it to "none"',
     ),
 )
-"""Gaps on any device."""
+"""Gaps that engines have on any device."""
 DEVICE_GAPS = (
     Gap(
         lambda c: c.recipe.run.deterministic and not c.cuda,
@@ -339,7 +339,7 @@ DEVICE_GAPS = (
         'this project does not use; set it to "none"',
     ),
 )
-"""Gaps that depend on the device."""
+"""Gaps that engines have only on CUDA, or only on CPU."""
 SYNC_GAPS = (
     Gap(
         lambda c: c.recipe.engine.quantization != "none",
@@ -353,7 +353,7 @@ SYNC_GAPS = (
         PROJECT_LIMIT,
     ),
 )
-"""Gaps of engines without a learner."""
+"""Gaps of engines that run without a learner, and so without a weight sync."""
 
 
 def gap_messages(gaps: Iterable[Gap], setup: EngineSetup) -> Iterator[str]:

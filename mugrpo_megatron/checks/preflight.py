@@ -112,7 +112,8 @@ def say_warmup(optimizer: OptimizerSection, schedule: ScheduleSection, say: Say)
 
 
 def check_on_paper(recipe: Recipe, say: Say) -> None:
-    """`check_run` for `--dry-run`: without a download, on as many ranks as the layout needs."""
+    """Check a run as `check_run` does, but for `--dry-run`: without a download, on as many ranks as the layout
+    needs."""
     say_warmup(recipe.optimizer, recipe.schedule, say)
     check_directory(recipe)
     _check_names(recipe.data, recipe.eval, recipe.reward, recipe.rollout, recipe.engine)
@@ -186,7 +187,8 @@ def read_checked_problems(recipe: Recipe, say: Say) -> Problems | None:
 
 
 def check_engine_only(recipe: Recipe, say: Say, engine: bool = True) -> tuple[Recipe, Problems]:
-    """`check_run` for a process without a learner, so without a layout; with `engine` false without an engine too."""
+    """Check a run as `check_run` does, but for a process without a learner, so without a layout; with `engine` false
+    without an engine too."""
     check_directory(recipe)
     _check_names(recipe.data, recipe.eval, recipe.reward, recipe.rollout, recipe.engine)
     check_files(f"{recipe.data.train},{recipe.data.eval}")

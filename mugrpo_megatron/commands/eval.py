@@ -67,7 +67,7 @@ from mugrpo_megatron.terminal import visible
 SETTINGS = "settings.json"
 """File that marks a directory as an evaluation's."""
 NEW_SETTINGS = {"problems", "reward files", "template file", "episodes"}
-"""Settings that earlier versions did not write."""
+"""Keys of the settings that earlier versions did not write."""
 UNDEFINED = "–"
 """What the table shows for majority@K where no answer was extracted."""
 

@@ -21,7 +21,7 @@ from mugrpo_megatron.terminal import visible
 WIDE = 120
 """Columns from which the table has room for prompts and finish reasons."""
 CLIP = 48
-"""Characters of a prompt and of a response in a wide table."""
+"""Most characters of a prompt and of a response in a wide table."""
 SHORT = 12
 """Characters of a gold and of an extracted answer in a table."""
 LONG = 400
@@ -127,11 +127,11 @@ class ProblemRollouts:
     right: int = 0
     tokens: int = 0
     cut: int = 0
-    """Responses with finish reason `length`."""
+    """Number of responses with finish reason `length`."""
 
     @property
     def pass_rate(self) -> float | None:
-        """Share of right ones among the scored responses; None if none is scored."""
+        """Share of right responses among those that were scored; None if none was scored."""
         return self.right / self.scored if self.scored else None
 
     def record(self) -> dict[str, Any]:

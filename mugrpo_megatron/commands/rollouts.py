@@ -56,7 +56,7 @@ class RolloutFilter:
     min_reward: float | None = None
     max_reward: float | None = None
     right: bool | None = None
-    """Whether the verdict is at least `RIGHT`."""
+    """Only responses whose verdict is at least `RIGHT`, or with False only the others."""
     advantage: Literal["positive", "negative", "zero"] | None = None
     vetoed: bool = False
     """Only responses with tokens that the veto drops."""

@@ -26,7 +26,7 @@ from mugrpo_megatron.samples import Problem
 from mugrpo_megatron.terminal import visible
 
 BLOCK = 512
-"""Rows that are read and written together."""
+"""Number of rows that are read and written together."""
 BLOCKS_AHEAD = 8
 """Blocks that the verifier is given before the first of them is written; bounds the memory for a file of any size."""
 MAX_REASONS = 20
@@ -42,16 +42,16 @@ class _Input(NamedTuple):
     row: Row
     """The input's row as JSON values."""
     answer: str
-    """Gold that `math` compares with."""
+    """The gold answer that `math` compares with."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreSummary:
     rows: int
     malformed: int
-    """Rows that were skipped."""
+    """Number of malformed rows that were skipped."""
     reward: float
-    """Mean over the scored rows."""
+    """Mean reward of the scored rows."""
     without_answer: int
     whys: dict[str, int]
     """Reason -> number of rows, most frequent first."""

@@ -54,7 +54,8 @@ def _deferred(function: Callable[..., Any], make: Callable[[], Callable[..., Any
 
 @contextmanager
 def compiler_deferred() -> Iterator[None]:
-    """`compiling_deferred`, with placeholders for torch._dynamo; for a block that only imports modules.
+    """Defer torch's compiler as `compiling_deferred` does, and put placeholders for torch._dynamo; for a block that
+    only imports modules.
 
     A function that is decorated to be excluded from compiled callers (`torch._dynamo.disable`) is not excluded.
     """

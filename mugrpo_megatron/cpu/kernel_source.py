@@ -1,4 +1,4 @@
-"""The C source of `kernels`."""
+"""The C source of the functions in `cpu/kernels.py`."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def install() -> None:
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`factory` that reads `device="cuda"` as the CPU."""
+    """Returns a function like `factory` that reads `device="cuda"` as the CPU."""
 
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:
         device = kwargs.get("device")
@@ -77,7 +77,8 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _named_as_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`Tensor.type` that returns the CUDA name of the type to Megatron's optimizers, which test for it."""
+    """Returns a replacement of `Tensor.type` that gives Megatron's optimizers the CUDA name of a type, for which they
+    test."""
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         name = original(self, *args, **kwargs)
@@ -167,7 +168,8 @@ def run_lanes(
 
 
 def _in_order(step: Callable[[Batch], Value], batches: Sequence[Batch], threads: int) -> Iterator[Value]:
-    """`step` of each micro-batch, in order, computed in threads that run every operation single-threaded."""
+    """Results of `step` for each micro-batch, in order, computed in threads that run every operation
+    single-threaded."""
     pool = ThreadPoolExecutor(threads, "lane", initializer=torch.set_num_threads, initargs=(1,))
     try:
         waiting: list[Future[Value]] = [pool.submit(step, batch) for batch in batches]

@@ -45,7 +45,7 @@ LONG_TERMS = (3, 48)
 """Fewest and most terms of an `arithmetic_long` sum; the number is Pareto-distributed in between."""
 
 CHAIN_TERMS = 6
-"""Two-digit terms of a `chain` sum."""
+"""Number of two-digit terms of a `chain` sum."""
 
 EUCLID_STEPS = (6, 12)
 """Fewest and most subtractions of a `euclid` problem."""
@@ -62,7 +62,7 @@ class Task:
 
     draw: Callable[[np.random.Generator], Iterator[Drawn]]
     held_out: int = 0
-    """Bucket of the `eval` split."""
+    """Index of the bucket that is the `eval` split."""
     reserved: int = 1
     """Number of first buckets that are never trained on."""
 

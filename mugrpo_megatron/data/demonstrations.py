@@ -60,7 +60,7 @@ class Demonstration:
     reply: Message | None = None
     """The response as a message, where it has calls or a thought that only a chat template writes."""
     column: str = ""
-    """The column that the response is from."""
+    """Name of the column that the response is from."""
     unread: str = ""
     """Another column of the row that has a model's response and is not read; empty without one."""
 
@@ -68,9 +68,9 @@ class Demonstration:
 @dataclass(frozen=True, slots=True)
 class Sequences:
     pairs: list[tuple[list[int], list[int]]] = field(default_factory=list)
-    """(prompt, response with the end-of-sequence token)."""
+    """Token ids of each demonstration: (prompt, response with the end-of-sequence token)."""
     too_long: int = 0
-    """Demonstrations left out."""
+    """Number of demonstrations that are left out because they are too long."""
     notes: list[str] = field(default_factory=list)
 
 

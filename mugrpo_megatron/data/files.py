@@ -22,7 +22,7 @@ from mugrpo_megatron.files.json_text import parse_json, to_json_value
 from mugrpo_megatron.samples import Message
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv")
-"""`.json` is an array of objects, or JSON lines like `.jsonl`."""
+"""Suffixes of files that can be read. A `.json` file is an array of objects, or JSON lines like `.jsonl`."""
 
 MOST_ALIKE = 3
 """Most suggestions for a name that does not exist."""
@@ -216,7 +216,7 @@ KNOWN = {
     ("prompt", "ground_truth"): "TRL's",
     ("conversations", ORZ_ANSWER): "Open-Reasoner-Zero's",
 }
-"""Names of formats by their columns."""
+"""Columns of question and gold -> name of the format that has them, in words."""
 CONVERSATION = "the last message"
 """Gold column of a row of messages without one: the last message of the assistant."""
 
@@ -264,7 +264,8 @@ def is_empty(value: Any) -> bool:
 
 
 def null_columns(row: dict[str, Any]) -> ColumnPaths | None:
-    """`recognised` where columns may hold null; None unless the row has a question and a gold."""
+    """The columns that `recognised` would find if nulls counted as values; None unless the row has a question and a
+    gold."""
     question = next((name for name in QUESTIONS if has(row, name)), None)
     question = question or next((name for name in QUESTIONS if name in row), None)
     answer = next((name for name in ANSWERS if has(row, name, or_null=True)), None)

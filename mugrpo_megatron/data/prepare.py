@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # imported for the type alone: it takes a second
 
 NGRAM = 8
-"""Words of an n-gram."""
+"""Number of words of an n-gram."""
 OVERLAP = 0.5
 """Fraction of an evaluation problem's n-grams from which on a training problem counts as the same."""
 
@@ -322,7 +322,7 @@ def update_at(seed: int, stage: int, updates: int, age: int) -> int:
 
 @lru_cache(maxsize=4)
 def _permutation(seed: int, n: int, *stream: int) -> np.ndarray:
-    """A permutation, int64 [n]."""
+    """A permutation of n items, int64 [n], that `seed` and `stream` determine."""
     # Numpy keeps the stream of raw PCG64 draws across versions, but not that of `Generator.permutation` (NEP 19).
     draws = np.random.PCG64(np.random.SeedSequence([seed, *stream])).random_raw(n)
     return np.argsort(draws, kind="stable")

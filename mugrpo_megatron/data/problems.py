@@ -55,7 +55,8 @@ def named_sources(sources: str) -> dict[str, str]:
 
 
 def held_out_sets(sources: str, key: str = "data.eval") -> dict[str, str]:
-    """`named_sources` of held-out sets; UserError when one is named twice, as it would count twice."""
+    """The held-out sets by name, as `named_sources` gives them; UserError when one is named twice, as it would count
+    twice."""
     named = named_sources(sources)
     for source, times in Counter(named.values()).items():
         if times > 1:
@@ -115,9 +116,9 @@ class Preset:
     config: str = "default"
     """Folder of the hub's Parquet branch; `*` takes all."""
     train: str = "train"
-    """Split to train on."""
+    """Name of the split to train on."""
     eval: str = "test"
-    """Split to evaluate on."""
+    """Name of the split to evaluate on."""
 
 
 _DAPO_PREFIX = (
@@ -193,7 +194,7 @@ class Read:
     without_field: list[str] = field(default_factory=list)
     """The malformed rows that lack a column."""
     recognised: Counter[str] = field(default_factory=Counter)
-    """Description of recognised columns -> rows."""
+    """Description of recognised columns -> number of rows that have them."""
     unseen: Counter[str] = field(default_factory=Counter)
     """Description of option columns missing from the question -> rows."""
     listed: Counter[str] = field(default_factory=Counter)

@@ -62,7 +62,7 @@ class Template:
 
 
 TOKENIZER_TEMPLATE = Template()
-"""The tokenizer's template without arguments."""
+"""The template that comes with the tokenizer, without arguments."""
 
 
 def first_prompt(
@@ -301,7 +301,7 @@ def fitting_prompts_by_set(
     max_prompt_tokens: int,
     template: Template = TOKENIZER_TEMPLATE,
 ) -> FittingPrompts:
-    """`fitting_prompts` set by set, concatenated."""
+    """The fitting prompts of several sets, each rendered by `fitting_prompts`, in one list."""
     sets: dict[str, list[Problem]] = {}
     for problem in problems:
         sets.setdefault(problem.source, []).append(problem)

@@ -70,7 +70,7 @@ class Engine:
         self.load_record = LoadRecord()
         """Readings of the engine's load in the last generation."""
         self.version = 0
-        """Weight version of new responses."""
+        """Version of the weights, which new responses carry."""
         self._episodes: Any = None
 
     @classmethod
@@ -199,7 +199,8 @@ class Engine:
         return self.generate_from(take, n, sampling)
 
     def generate_from(self, take: PromptSource, n: int, sampling: Sampling) -> Generator[SampledGroup]:
-        """`generate` from a source that several engines share; `take` is called whenever groups have finished.
+        """Sample as `generate` does, from a source that several engines share; `take` is called whenever groups have
+        finished.
 
         Ends when no prompt is in flight and `take` returns none. With `rollout.function` a response is an episode.
         """
@@ -264,7 +265,7 @@ class Engine:
         return groups.unpack()
 
     def poll_groups(self, others: Sequence[Any], timeout_s: float) -> list[tuple[int, list[Response]]] | None:
-        """`receive_groups` that waits only a moment, at most `timeout_s`, or until one of `others` is readable.
+        """Receive groups as `receive_groups` does, but wait at most `timeout_s`, or until one of `others` is readable.
 
         Returns None where the engine has sent no message; a message may hold no group.
         """

@@ -32,7 +32,7 @@ class Replicas:
     def __init__(self, engines: Sequence[Any]) -> None:
         self._engines = engines
         self._in_flight = [0] * len(engines)
-        """Requests of each engine."""
+        """Number of requests in flight in each engine."""
         self._updating = False
         """Whether a weight update is open (`_begin_update`)."""
 

@@ -56,7 +56,8 @@ GATHER_SECONDS = 0.02
 PROGRESS_SECONDS = 5.0
 """Interval of progress messages while tokens are sampled: they tell long responses from a hung engine."""
 MOST_ANSWERS = 3
-"""Answers to one request whose logprobs are missing or not finite, after which the generation ends."""
+"""Number of answers in a row with missing or non-finite logprobs to one request, after which the generation ends with
+an error."""
 
 
 def redirect_output(log: Path) -> None:
@@ -134,7 +135,7 @@ class GenerateCommand:
         """Tasks of requests, while there may be new ones."""
         self._in_flight = 0
         self._tokens = 0
-        """Tokens of finished requests."""
+        """Number of tokens of finished requests."""
         self._closing = False
         # Two threads for the blocking socket: a client that is busy must block neither the event loop nor the reading
         # of requests. Daemons, so that a dying host does not wait for them.

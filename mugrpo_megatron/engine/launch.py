@@ -108,7 +108,7 @@ class EngineSpec:
     dtype: str
     max_prompt_tokens: int
     max_response_tokens: int
-    """Tokens of the longest response, evaluation included."""
+    """Most tokens of a response, in training and evaluation."""
     seed: int
     deterministic: bool
     needs_tokenizer: bool

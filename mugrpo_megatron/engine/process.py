@@ -30,10 +30,10 @@ from mugrpo_megatron.files.durable import open_nofollow
 from mugrpo_megatron.files.scratch import Scratch
 
 HEADER = struct.Struct("!Q")
-"""Length of the pickled message that follows."""
+"""Format of a message's header: the length of the pickled message that follows."""
 CHUNK = 1 << 20
 SLICE_S = 0.25
-"""Longest time between two calls of `while_waiting`."""
+"""Longest seconds between two calls of `while_waiting`."""
 Message = tuple[str, Any]
 """(kind, value); the kinds are listed in wire.py."""
 

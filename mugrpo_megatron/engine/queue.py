@@ -16,7 +16,7 @@ Add = Callable[[str, int], int]
 """(counter, amount) -> the counter's new value; atomic over all engines."""
 
 CLAIM = 64
-"""Most groups claimed at once."""
+"""Most groups that an engine claims at once."""
 
 
 class PromptQueue:
@@ -94,9 +94,9 @@ class LoadReading:
     tokens: int
     """Tokens sampled since the generation began, unfinished responses included."""
     running: int
-    """Requests being decoded."""
+    """Number of requests that are being decoded."""
     queued: int
-    """Requests waiting inside the engine."""
+    """Number of requests that wait inside the engine."""
     kv_use: float
     """Fraction of the KV cache in use."""
 

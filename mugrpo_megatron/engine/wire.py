@@ -58,9 +58,9 @@ class RouterShape:
 
     layers: int
     top_k: int
-    """Experts of a token in a layer."""
+    """Number of experts that a token is sent to in a layer."""
     experts: int
-    """Experts of a layer."""
+    """Number of experts of a layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Sampling:
     """Sampling parameters, the same for every prompt of one generation."""
 
     temperature: float
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     top_p: float
     max_tokens: int
     stop_ids: tuple[int, ...]
@@ -78,7 +78,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     """Texts that end a response."""
     top_k: int = 0
-    """0 is the whole vocabulary."""
+    """Number of most likely tokens that are sampled from; 0 is the whole vocabulary."""
     support_ids: bool = False
     """Whether the reply has the ids of the tokens that could be sampled, and logprobs that are normalised over them;
     needs `top_k`."""
@@ -100,7 +100,7 @@ class Request:
     """Identifies the prompt in a random stream: its index in the stage or the held-out set; for an episode, its number
     and turn as well."""
     max_tokens: int | None = None
-    """Overrides `Sampling.max_tokens`, which is larger."""
+    """Most tokens of this request's responses, below `Sampling.max_tokens`; None for that limit."""
     stop: tuple[str, ...] = ()
     """Texts that end its responses, besides `Sampling.stop`."""
     logprob_tokens: int = 0
@@ -118,13 +118,13 @@ class PackedGroups:
 
     keys: list[int]
     sizes: list[int]
-    """Responses of each group."""
+    """Number of responses of each group."""
     lengths: np.ndarray
-    """int32 [responses]"""
+    """int32 [responses]: number of tokens of each response."""
     ids: np.ndarray
-    """int32 [tokens]"""
+    """int32 [tokens]: token ids of all responses, one after the other."""
     logprobs: np.ndarray
-    """float32 [tokens]"""
+    """float32 [tokens]: log-probabilities of these tokens."""
     finish: np.ndarray
     """uint8 [responses]: index into FINISH_REASONS."""
     weight_version: int

@@ -173,7 +173,7 @@ class ProblemResult:
     tokens: list[int]
     """Number of tokens of each response."""
     truncated: int
-    """Responses cut at the length limit."""
+    """Number of responses that were cut at the length limit."""
     texts: list[str]
 
 
@@ -181,7 +181,7 @@ class ProblemResult:
 class Summary:
     name: str
     measure: Measure
-    """Quantity of `mean` and `majority`."""
+    """What `mean` and `majority` are means of: accuracy or reward."""
     problems: int
     samples: int
     """K: responses per problem."""
@@ -210,7 +210,8 @@ def problem_result(group: ScoredGroup) -> ProblemResult:
 
 
 def measure_of(section: RewardSection) -> Measure:
-    """`accuracy` where the verifier decides right or wrong, `reward` where a user's function gives any number.
+    """The measure is `accuracy` if the verifier decides right or wrong, and `reward` if a user's function gives any
+    number.
 
     The function decides, not the rewards it returned, so a run's figures keep one name. Overlong penalties apply
     to training only.

@@ -36,7 +36,8 @@ Flag = bool | None
 
 @with_config(ConfigDict(extra="allow", strict=True))
 class RopeParameters(TypedDict, total=False):
-    """`rope_parameters` (transformers 5) or `rope_scaling` (transformers 4)."""
+    """The settings of rotary embedding in a config: `rope_parameters` (transformers 5) or `rope_scaling` (transformers
+    4)."""
 
     rope_type: str | None
     type: str | None

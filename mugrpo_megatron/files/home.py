@@ -10,7 +10,8 @@ _OF_OPTION = re.compile(r"(?<==)~[A-Za-z0-9._-]*(?=/|\Z|,)")
 
 
 def expanded(text: str) -> str:
-    """`~/x` and `~user/x` with the home directory; also behind a comma, `@` or a space: `gsm8k@~/a.jsonl,~/b.jsonl`."""
+    """Replace `~` by the home directory in `~/x` and `~user/x`, also behind a comma, `@` or a space:
+    `gsm8k@~/a.jsonl,~/b.jsonl`."""
     return _HOME.sub(lambda match: os.path.expanduser(match[0]), text) if "~" in text else text
 
 

@@ -31,9 +31,9 @@ class FusedLoss:
     loss: Tensor
     """float32 []; differentiable in hidden states and weight."""
     logprobs: Tensor
-    """float32 [T], no gradient."""
+    """float32 [T]: log-probabilities of the targets; without a gradient."""
     entropy: Tensor
-    """float32 [T], no gradient, nats."""
+    """float32 [T]: entropy in nats of each token's distribution; without a gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def fused_policy_loss(
     main_grad: Tensor | None = None,
     grad_scale: float = 1.0,
 ) -> FusedLoss:
-    """`algorithm.policy_loss.policy_loss` of `token_logprobs`, and its gradients, with one chunk of logits at a time.
+    """The loss `algorithm.policy_loss.policy_loss` and its gradients, with the logits of one chunk of tokens at a time.
 
     Args:
         hidden: [T, H] at the positions that predict the response tokens, the same on every rank of `layout.tp_group`

@@ -29,7 +29,7 @@ class HeadLayout:
     tp_group: dist.ProcessGroup | None = None
     """Ranks that shard the vocabulary, with equally many rows each; None is one rank."""
     chunk: int = 1024
-    """Tokens whose logits exist at once."""
+    """Number of tokens whose logits exist at once."""
     backend: Backend = "auto"
     """`auto` takes Triton on CUDA and PyTorch elsewhere."""
 
@@ -41,11 +41,11 @@ class Head:
     weight: Tensor
     """[V / tp, H] as the GEMMs read it: `gemm_input` of the parameter."""
     first: int
-    """Token id of the first row."""
+    """Token id that the first row of this shard belongs to."""
     valid: int
     """Number of rows that are tokens; the rows after them are padding."""
     scale: float
-    """Inverse temperature."""
+    """Factor of the logits: the inverse temperature."""
     tp_group: dist.ProcessGroup | None
     """Ranks that shard the vocabulary; None is one."""
     rows: ModuleType
@@ -122,7 +122,7 @@ def head_backward(
 
 
 def gemm_input(matrix: Tensor) -> Tensor:
-    """`matrix` in the type that the GEMMs read.
+    """Convert `matrix` to the type that the GEMMs read.
 
     On CUDA unchanged: tensor cores accumulate bf16 products in float32 and can return float32. A CPU GEMM rounds its
     result to the type of its inputs, so there it is float32.

@@ -205,7 +205,7 @@ VALUES = 2048
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
-    """`learner.operators.rotate_` of x [t, heads, d] into new memory, in the type of x, rounded once.
+    """Rotate x [t, heads, d] as `learner.operators.rotate_` does, but into new memory, in the type of x, rounded once.
 
     cos, sin: [t, 1, d / 2] in any type. `inverse` rotates back, which is also the gradient.
     """

@@ -86,9 +86,9 @@ class ContextSplit:
     key_rows: torch.Tensor
     """int64 [sum of keys]: their rows in the gathered row, which is ordered by rank."""
     cu_queries: torch.Tensor
-    """int32 [P + 1]"""
+    """int32 [P + 1]: where each span's queries start, and the end of the last."""
     cu_keys: torch.Tensor
-    """int32 [P + 1]"""
+    """int32 [P + 1]: where each span's keys start, and the end of the last."""
 
 
 def local_rows(length: int, rank: int, size: int) -> np.ndarray:

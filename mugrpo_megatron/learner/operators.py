@@ -122,7 +122,8 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool = False) -> torch.Tensor:
-    """`rotate_` into new memory; `inverse` rotates back. On CUDA one kernel, one rounding for tables of any type."""
+    """Rotate as `rotate_` does, but into new memory; `inverse` rotates back. On CUDA one kernel, one rounding for
+    tables of any type."""
     if x.is_cuda:
         from mugrpo_megatron.kernels import triton_ops
 

@@ -24,7 +24,7 @@ class TokenSequence:
     """A sequence to train on; the loss covers the tokens from `prompt` on."""
 
     ids: np.ndarray
-    """int [n]"""
+    """int [n]: token ids."""
     prompt: int
     """Number of leading tokens without a loss; at least 1."""
     routes: Routes | None = None
@@ -66,7 +66,7 @@ class MicroBatch:
     indices: list[int]
     """Indices of the n sequences in the update."""
     ids: torch.Tensor
-    """int64 [1, length / cp]"""
+    """int64 [1, length / cp]: token ids."""
     positions: torch.Tensor
     """int64 [1, length / cp]: from 0 in every sequence."""
     packing: Packing

@@ -117,7 +117,7 @@ def token_logprobs(learner: Learner, samples: Sequence[Sample], temperature: flo
 def _logprobs(
     learner: Learner, samples: Sequence[Sample], record_routes: bool = False, temperature: float | None = None
 ) -> tuple[list[np.ndarray], list[TokenSequence], list[MicroBatch]]:
-    """`token_logprobs`, and the sequences and micro-batches of the pass."""
+    """Log-probabilities as of `token_logprobs`, with the sequences and micro-batches of the pass."""
     with named_phase(learner.ranks, "learner log-probabilities"):
         sequences = _sequences(learner, samples)
         batches = pack_local(learner, sequences, plan_update(learner, sequences), record_routes)
@@ -129,7 +129,7 @@ def _logprobs(
 
 
 def record_routes(learner: Learner, samples: Sequence[Sample]) -> tuple[list[np.ndarray], Iterator[np.ndarray]]:
-    """`token_logprobs`, and the experts that the routers chose on the way, layer by layer.
+    """Log-probabilities as of `token_logprobs`, and the experts that the routers chose in that pass, layer by layer.
 
     The iterator yields one array per layer: uint8 or uint16 [T, k], in the order of the samples, without the last token
     of each. Collective, every layer of the iterator too. A pass that replays these routes gives the same values

@@ -45,7 +45,7 @@ class RunData:
 
     path: Path
     recipe: dict[str, Any]
-    """Tables of recipe.toml."""
+    """The tables of recipe.toml, by section."""
     summary: dict[str, Any] | None
     """summary.json; None until the run has finished."""
     updates: list[Row]

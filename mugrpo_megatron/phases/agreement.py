@@ -61,7 +61,8 @@ def _sample(text: np.ndarray) -> Sample:
 
 
 def texts_of(prompts: Sequence[Sequence[int]], count: int, length: int) -> list[np.ndarray]:
-    """`count` texts int32 [length]: the prompts one after another, begun anew where they end; none without prompts."""
+    """Make `count` texts of `length` tokens, int32: the prompts one after another, from the first again where they end;
+    no texts without prompts."""
     if not any(prompts):
         return []
     tokens = islice(cycle(token for prompt in prompts for token in prompt), count * length)

@@ -34,7 +34,7 @@ class Batch:
     rewards: np.ndarray
     """float64 [N]: what advantages are computed from."""
     groups: np.ndarray
-    """int64 [N]"""
+    """int64 [N]: number of each sample's group."""
     stage_progress: float
     """Fraction of the stage's updates already taken, in [0, 1)."""
 
@@ -173,7 +173,8 @@ class StageBatches:
 
     @cached_property
     def _rewards(self) -> tuple[np.ndarray, np.ndarray]:
-        """`StageStore.rewards` of the whole stage, judges' scores included; read once."""
+        """Rewards and groups of the whole stage as `StageStore.rewards` returns them, with judges' scores added; read
+        once."""
         rewards, groups = self.store.rewards()
         for name, column in self.columns.scores.items():
             scores = np.concatenate([column.read(update) for update in range(self.store.updates)])

@@ -27,7 +27,7 @@ class Answers:
     tokens: int
     truncated: int
     unparsed: int
-    """Responses in which no answer was found."""
+    """Number of responses in which no answer was found."""
     called: float
     """Responses in which the model called a tool."""
     failed: int

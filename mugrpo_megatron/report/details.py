@@ -46,7 +46,7 @@ class StageResponses:
     verdicts: np.ndarray
     """float64 [N]: the rewards without format rewards and overlong penalties."""
     groups: np.ndarray
-    """int64 [N]"""
+    """int64 [N]: number of each response's group."""
     lengths: np.ndarray
     """int64: tokens of each response of some updates."""
     examples: list[Example]

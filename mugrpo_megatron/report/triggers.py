@@ -48,7 +48,7 @@ class Thresholds:
         return min(self.names, key=lambda name: abs(math.log(float(name)) - target))
 
     def label(self, name: str) -> str:
-        """`name`, marked if it is the recipe's own or the nearest to it."""
+        """The label of the threshold `name`, marked if it is the recipe's own or the nearest to it."""
         if self.ratio is None or name != self.nearest:
             return name
         return f"{name} (this run)" if float(name) == self.ratio else f"{name} (nearest to {ratio_text(self.ratio)})"

@@ -95,7 +95,7 @@ class WorkerProcess:
         self.process.send_signal(END)
 
     def kill(self) -> None:
-        """`end`, and wait until they are gone, at most DEATH_SECONDS."""
+        """Kill the worker and its descendants as `end` does, and wait until they are gone, at most DEATH_SECONDS."""
         self.end()
         try:
             self.process.wait(DEATH_SECONDS)

@@ -52,7 +52,7 @@ class Needs(NamedTuple):
     """Arguments that a worker's function uses, as the worker reports them; others are not sent."""
 
     responses: int = 1
-    """Most responses in one call."""
+    """Most responses that one call of the function may have."""
     row: bool = False
     prompt: bool = False
     ids: bool = False

@@ -72,7 +72,7 @@ class Cursor:
 
 
 SMOOTHING = 0.2
-"""Weight of the newest update in `nats_moved`."""
+"""Weight of the newest update in the exponential mean of `nats_moved`."""
 CHECKPOINTS = "stage[0-9][0-9][0-9][0-9][0-9]-age[0-9][0-9][0-9][0-9][0-9]"
 """Glob pattern of `checkpoint_name`; a damaged checkpoint that was renamed does not match."""
 

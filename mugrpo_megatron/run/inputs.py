@@ -50,7 +50,7 @@ def check_data(run_dir: Path, problems: Problems) -> None:
 
 
 def record_data(run_dir: Path, problems: Problems) -> None:
-    """`check_data`, and record a new run's problems; call it with the directory's lock."""
+    """Check the problems as `check_data` does, and record those of a new run; call it with the directory's lock."""
     check_data(run_dir, problems)
     if not (run_dir / DATA).exists():
         _write(run_dir / DATA, problem_sums(problems))
@@ -116,7 +116,8 @@ def check_user_files(recipe: Recipe) -> dict[str, str]:
 
 
 def record_user_files(recipe: Recipe) -> None:
-    """`check_user_files`, and record the files that have no checksum yet; call it with the directory's lock."""
+    """Check the files as `check_user_files` does, and record those that have no checksum yet; call it with the
+    directory's lock."""
     path, before = recipe.run.dir / USER_FILES, check_user_files(recipe)
     sums = {**before, **user_files(recipe)}
     if sums != before or not path.exists():

@@ -35,7 +35,7 @@ class LedEngine:
     failure: EngineFailure | None = None
     """The last failure, until it is reported."""
     failures_in_a_row: int = 0
-    """Failures since the last progress."""
+    """Number of failures since the last progress."""
     checked: bool = False
     """Whether the weights of this engine were compared with the learner's since its start."""
 

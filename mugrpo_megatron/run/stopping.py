@@ -61,7 +61,7 @@ class StopRequest:
 
     requested: bool = False
     interrupted: bool = False
-    """Whether Ctrl-C asked for it."""
+    """Whether the request to stop was a Ctrl-C."""
     peers: Callable[[bool], bool] = no_peers
     """(announce this rank's request) -> whether any rank was asked. Raises CollectiveFailure when one has failed."""
     _kept: str | None = None

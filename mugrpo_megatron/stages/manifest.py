@@ -45,7 +45,7 @@ class StageShard:
     groups: list[int]
     """Indices of the groups in the shard, in the order of the file's rows."""
     rows: list[int]
-    """Responses of each group."""
+    """Number of responses of each group."""
     span: Span
 
 
@@ -181,7 +181,8 @@ def check_listed(directory: Path, writer: int) -> None:
 
 
 def check_origin(directory: Path, manifest: Manifest, origin: Origin | None) -> None:
-    """Raise UserError when the manifest in `directory` names another origin; for None, another stage than its name."""
+    """Raise UserError when the manifest in `directory` names another origin than `origin`. Without an `origin` only the
+    stage's number is compared with the directory's name."""
     origin_here = manifest.origin
     if origin is None:
         if origin_here and STAGE_NAME.fullmatch(directory.name) and int(directory.name) != origin_here.stage:

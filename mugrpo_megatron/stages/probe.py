@@ -50,7 +50,7 @@ class ProbeRow:
     tokens: list[str]
     """[R]: tokens as text."""
     engine_logprobs: np.ndarray
-    """float32 [R]"""
+    """float32 [R]: log-probabilities that the engine gave."""
     mask: list[bool] | None = None
     """[R]: the tokens that are trained on; None for all."""
 

@@ -34,9 +34,9 @@ class FieldSpec:
     kind: pa.DataType
     """A list type for an array with a value per token; `support_ids` has several per token."""
     meaning: str
-    """Stored in the files as field metadata."""
+    """Meaning of the column, which is stored in the files as field metadata."""
     empty: bool = False
-    """Whether a row's value may be null."""
+    """Whether a row of the column may be null."""
 
 
 IDS, LOGPROBS, TEXT = pa.list_(pa.int32()), pa.list_(pa.float32()), pa.string()

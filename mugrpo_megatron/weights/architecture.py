@@ -64,7 +64,7 @@ class Delta:
     value: int
     """Dimensions of a value's head."""
     kernel: int
-    """Tokens that the causal convolution sees."""
+    """Number of tokens that the causal convolution sees."""
     linear_layers: tuple[bool, ...]
     """For each layer, whether it has a gated delta network; the others have attention."""
 

@@ -119,14 +119,15 @@ def in_layers(layers: Layers, rows: Iterable[Row]) -> tuple[Row, ...]:
 
 
 def with_attention(attention: Iterable[Row]) -> tuple[Row, ...]:
-    """`TRUNK` with other rows for attention."""
+    """The rows of `TRUNK` with other rows for attention."""
     others = [row for row in TRUNK if ".self_attention." not in row.megatron]
     norm = next(index for index, row in enumerate(others) if ".input_layernorm." in row.megatron)
     return (*others[: norm + 1], *attention, *others[norm + 1 :])
 
 
 def latent_trunk(compressed: bool) -> tuple[Row, ...]:
-    """`TRUNK` with multi-head latent attention (arXiv 2405.04434, 2.1); `compressed`: queries have latents too."""
+    """The rows of `TRUNK` with multi-head latent attention (arXiv 2405.04434, 2.1); `compressed`: queries have latents
+    too."""
     ours, theirs = OURS + "self_attention.", THEIRS + "self_attn."
     latent = (theirs + "kv_a_proj_with_mqa.weight", "P H")
     queries: tuple[Row, ...]

@@ -61,7 +61,7 @@ FIELDS_OF_CLASSES = Path(__file__).with_name("config_fields.json")
 FIELDS_OF_ENGINES = Path(__file__).with_name("engine_fields.json")
 """Version of SGLang -> fields that its model and rope code read, written by `tests/weights/engine_fields.py`."""
 CLASSES = {"kimi_k2": "deepseek_v3"}
-"""`model_type` without a class in transformers -> the one whose class reads it."""
+"""`model_type` without a class in transformers -> the `model_type` whose class reads such models."""
 
 
 CONTEXTS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length")

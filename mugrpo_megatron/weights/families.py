@@ -164,7 +164,7 @@ def _glm4_moe(fields: Fields) -> Architecture:
 
 
 def _routed_rows(routed: Mapping[str, Any]) -> tuple[Row, ...]:
-    """Feed-forward rows of a model with `sigmoid_routing`."""
+    """Rows of the feed-forward layers of a model with `sigmoid_routing`."""
     shared = shared_experts("mlp") if routed["moe_shared_expert_intermediate_size"] else ()
     return (
         *in_layers("dense", GATED_MLP),
@@ -229,7 +229,7 @@ def architecture(config: Mapping[str, Any], where: str = "config.json") -> Archi
 
 
 def read_architecture(directory: Path) -> Architecture:
-    """`architecture` of the config.json in a checkpoint directory."""
+    """The architecture that the config.json of a checkpoint directory describes."""
     return architecture(read_config(directory), str(directory / CONFIG))
 
 

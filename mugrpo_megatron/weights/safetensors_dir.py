@@ -27,14 +27,14 @@ SINGLE = "model.safetensors"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""Types that can be read."""
+"""Name of a type in a safetensors header that can be read -> torch's type."""
 TYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
 }
-"""Types that can be written."""
+"""Type of torch that can be written -> its name in a safetensors header."""
 
 
 @dataclass(frozen=True)

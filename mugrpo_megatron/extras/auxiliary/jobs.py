@@ -122,7 +122,7 @@ class Judge:
         self._room = question_room(quoted, section, read_model_config(directory))
         end = self._tokenizer.eos_token_id
         self.sampling = Sampling(section.temperature, 1.0, section.max_tokens, () if end is None else (end,))
-        """Greedy at temperature 0."""
+        """Sampling parameters of the judge's answers; greedy at temperature 0."""
 
     @contextmanager
     def workers(self) -> Iterator[None]:

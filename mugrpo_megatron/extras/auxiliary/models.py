@@ -105,7 +105,8 @@ def temperature_hook(temperature: float) -> list[dict[str, Any]]:
 
 
 def make_divider(config: Mapping[str, float]) -> Callable[[torch.nn.Module, Any, Any], Any]:
-    """Hook factory that SGLang calls: returns a hook that divides a norm's output, also in (output, residual)."""
+    """Returns a forward hook that divides a norm's output, which may be a pair (output, residual). SGLang calls this
+    factory."""
     temperature = config["temperature"]
 
     def divide(module: torch.nn.Module, inputs: Any, output: Any) -> Any:

@@ -52,8 +52,8 @@ def over_updates(run: RunData) -> Curve:
 
 
 def over_seconds(run: RunData) -> Curve:
-    """`over_updates`, over the seconds of the run without those of evaluations and saves, whose number is the user's
-    choice."""
+    """The run's figures over its seconds. Those of evaluations and saves do not count, since their number is the user's
+    choice. Raises ValueError without evaluations."""
     return _curve(run, lambda row: seconds_until(run.phases, row["time"]))
 
 

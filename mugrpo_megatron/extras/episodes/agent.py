@@ -40,7 +40,7 @@ KEEP_ALIVE_S = 3600
 TAIL_BYTES = 1 << 20
 """Bytes at the end of a program's output that are read."""
 ANSWER_BYTES = 4096
-"""Most bytes of a launcher's answer."""
+"""Most bytes of an answer of the launcher."""
 ERROR_CHARS = 200
 ENDING_S = 10.0
 """Seconds that a program has to write its result once a limit has ended its session; then it is killed."""

@@ -42,7 +42,7 @@ MOST_CALLS = 128
 MOST_RENDERED = 2 * MOST_BYTES
 """Most bytes that a template makes of a request: it may escape its texts, or write them twice."""
 RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
-"""Arguments that are not the template's own."""
+"""Names of arguments of `apply_chat_template` that are not arguments of the template itself."""
 
 
 class Chat:

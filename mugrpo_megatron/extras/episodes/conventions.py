@@ -30,7 +30,7 @@ FORMS = "async (problem, model), slime's async (args, sample, sampling_params) o
 
 
 def load_episode_function(name: str, options: Mapping[str, Any]) -> EpisodeFunction:
-    """The function `module:function` as an `EpisodeFunction`; raises UserError for an unknown form."""
+    """Load `module:function` and convert it to an `EpisodeFunction`; raises UserError for an unknown form."""
     function = load_function("rollout.function", name)
     if hasattr(function, "reset"):
         return _trl_form(function, name)
@@ -148,13 +148,13 @@ class SlimeSample:
     metadata: dict[str, Any] = field(default_factory=dict)
     index: int | None = None
     tokens: list[int] = field(default_factory=list)
-    """Prompt and response."""
+    """Token ids of prompt and response."""
     response: str = ""
     response_length: int = 0
     loss_mask: list[int] | None = None
     """Loss mask of the response; a token that the model did not sample is never trained on, whatever the mask says."""
     rollout_log_probs: list[float] | None = None
-    """Ignored: those that the engine gave count."""
+    """Not read: the log-probabilities that the engine gave count."""
     reward: Any = None
     status: Status = Status.PENDING
 

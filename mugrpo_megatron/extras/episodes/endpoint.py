@@ -107,7 +107,7 @@ class Session:
     refused: int = 0
     """Number of refused requests that were well formed."""
     asked_since: int = 0
-    """Requests since a limit has ended it."""
+    """Number of requests since a limit has ended the session."""
 
     def end(self, limit: str) -> None:
         self.limit = limit

@@ -55,11 +55,11 @@ class Attempt:
     trajectories: list[Trajectory] = field(default_factory=list)
     """The episode's responses so far; the last one has the latest answer."""
     asked: int = 0
-    """Requests to the engine."""
+    """Number of requests that it has made to the engine."""
     in_engine: int = 0
-    """Requests that the engine works on."""
+    """Number of its requests that the engine works on."""
     calls: int = 0
-    """Calls of tools in a program's chats."""
+    """Number of tool calls in a program's chats."""
     limit: str = ""
     """Recipe key of the limit that has ended a program's session; the program may still write its result."""
     start: float = field(default_factory=time.monotonic)

@@ -18,7 +18,7 @@ from mugrpo_megatron.extras.episodes.chat import Chat
 from mugrpo_megatron.samples import Episode, Message, Response
 
 Shown = Callable[[list[int]], str]
-"""Token ids as text, special tokens included."""
+"""Function that shows token ids as text, special tokens included."""
 
 
 class Broken(Exception):
@@ -39,9 +39,9 @@ class Trajectory:
     ends: dict[int, int] = field(default_factory=dict)
     """Number of messages up to the end of an answer -> number of tokens up to there."""
     busy: bool = False
-    """Whether the engine works on it."""
+    """Whether the engine is working on a request that continues this response."""
     prompt: list[int] = field(default_factory=list)
-    """Tokens before the first sampled one."""
+    """Ids of the tokens before the first sampled one."""
     ids: list[int] = field(default_factory=list)
     """The response: sampled tokens, and between them those that tools or users gave."""
     mask: list[bool] = field(default_factory=list)

@@ -20,7 +20,7 @@ from mugrpo_megatron.recipe.functions import exception_text
 from mugrpo_megatron.samples import Problem
 
 TRIAL_S = 60.0
-"""Longest wait for the first request."""
+"""Longest seconds to wait for the first request."""
 
 
 class _Listener(Endpoint):

@@ -48,7 +48,7 @@ class Turn:
     text: str
     """The response as text, without special tokens."""
     finish_reason: str
-    """`stop`, or `length` if a limit cut the turn."""
+    """Reason for the end of the turn: `stop`, or `length` if a limit cut it."""
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class EpisodeModel:
 
     problem: Problem
     prompt_ids: list[int]
-    """The problem as the recipe renders it."""
+    """Token ids of the problem as the recipe renders it."""
     prompt: str
     """The problem as the recipe renders it, as text with special tokens."""
     messages: list[dict[str, Any]]

@@ -39,16 +39,16 @@ ROUNDING = 1e-5
 @dataclass(frozen=True, slots=True)
 class ForeignRollout:
     location: str
-    """`file:line`"""
+    """Place of the row in messages, `file:line`."""
     row: Mapping[str, Any]
     """The whole row, as JSON values."""
     prompt_ids: np.ndarray
-    """int32 [P]"""
+    """int32 [P]: token ids of the prompt."""
     response_ids: np.ndarray
-    """int32 [R]"""
+    """int32 [R]: token ids of the response."""
     text: str
     logprobs: np.ndarray | None
-    """float32 [R]"""
+    """float32 [R]: log-probabilities of these tokens, if the row has them."""
     loss_mask: np.ndarray | None
     """bool [R]"""
     finish_reason: str

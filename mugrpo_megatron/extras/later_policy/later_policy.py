@@ -23,7 +23,7 @@ from mugrpo_megatron.weights.config import transformers_config
 from mugrpo_megatron.weights.families import architecture
 
 BATCH_TOKENS = 8192
-"""Padded tokens of one forward pass."""
+"""Most tokens of one forward pass, padding included."""
 
 
 @dataclass(frozen=True, slots=True)

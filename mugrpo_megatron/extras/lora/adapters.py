@@ -1,4 +1,5 @@
-"""`learner.model.Adapters` of a recipe with `[lora]`: attach, fill, turn off, gather."""
+"""The adapters of a recipe with `[lora]`, as `learner.model.Adapters` describes them: attach, fill, turn off,
+gather."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class AuxiliaryCost:
 
     name: str
     job: str
-    """`teacher`, or `judge NAME`."""
+    """Name of the job: `teacher`, or `judge NAME`."""
     parameters: int
     engine: EngineMemory
     start: float

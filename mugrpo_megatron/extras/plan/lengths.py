@@ -13,7 +13,7 @@ from statistics import NormalDist
 import numpy as np
 
 QUANTILES = 2048
-"""Quantiles that represent a distribution."""
+"""Number of quantiles that represent a distribution."""
 WAVES = 4
 """Number of times that the simulation fills an engine; what follows is extrapolated, since responses then end evenly
 over time."""

@@ -18,9 +18,9 @@ from mugrpo_megatron.recipe.scoring import EvalSection
 from mugrpo_megatron.recipe.sections import ScheduleSection
 
 GRPO_UPDATES = 4
-"""µ of GRPO in the paper."""
+"""The µ (updates of a stage) of GRPO in the paper."""
 MU_GRPO_STAGES = 4
-"""Stages of mu-GRPO in the paper."""
+"""Number of stages of mu-GRPO in the paper."""
 OFF = 1.7
 """Factor by which an assumed rate may be wrong: on one H200 measured passes and decoding steps were that much faster
 than assumed (docs/plan.md)."""

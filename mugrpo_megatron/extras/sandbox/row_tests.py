@@ -51,7 +51,7 @@ class AssertTest:
 
     code: str
     entry: str = ""
-    """The function that its `check(candidate)` is given."""
+    """Name of the function that is passed to `check(candidate)` of the test code; empty without one."""
     names: tuple[str, ...] = ()
     """Names in the code that are the program's; every other one is the code's own or the standard library's."""
     library: Mapping[str, str] = field(default_factory=dict)

@@ -32,7 +32,7 @@ class Values(NamedTuple):
     """The learner's log-probabilities and entropies of the tokens that are compared."""
 
     logprobs: np.ndarray
-    """float32 [T]"""
+    """float32 [T]: log-probabilities of the tokens."""
     entropies: np.ndarray
     """float32 [T]: nats, of the distribution that each token is drawn from."""
 

@@ -45,7 +45,8 @@ class Connection:
     """Requests to one server, several at a time. Use it inside one event loop."""
 
     def __init__(self, url: str, timeout_s: float, most_requests: int) -> None:
-        """`url` is of `check_address`. `timeout_s` bounds a request from its start to the last byte of its reply."""
+        """Prepare requests to `url`, which `check_address` has checked. `timeout_s` bounds a request from its start to
+        the last byte of its reply."""
         self.url, self._timeout_s = url, timeout_s
         key = os.environ.get(KEY)
         local = is_loopback(urlsplit(url).hostname or "")

@@ -31,7 +31,7 @@ class Served:
 
     dialect: Dialect
     names: tuple[str, ...]
-    """Names of its models."""
+    """Names of the models that the server serves."""
     context: int | None
     """Most tokens of prompt and response; None where it does not say."""
     version: str

@@ -27,7 +27,7 @@ class Asked:
     """What every response has to fit, besides its prompt."""
 
     n: int
-    """Responses to each prompt."""
+    """Number of responses to each prompt."""
     max_tokens: int
     vocab_size: int
     ends: frozenset[int]

@@ -53,7 +53,7 @@ class Sweep:
         return self.directory(cell).logs / FAILURE
 
     def state(self, cell: Cell) -> str:
-        """`finished`, `failed`, `begun` or `missing`."""
+        """State of a cell: `finished`, `failed`, `begun` or `missing`."""
         if self.finished(cell):
             return "finished"
         if self.failure(cell).exists():

@@ -27,10 +27,10 @@ from mugrpo_megatron.recipe.load import coerce_override, parse_toml, read_toml, 
 from mugrpo_megatron.run.directory import RunDirectory
 
 Settings = dict[str, Any]
-"""`section.key` -> value."""
+"""Settings of a recipe: `section.key` -> value."""
 
 PARTS = ("set", "axes", "cells")
-"""Tables of a grid file."""
+"""Names of the tables that a grid file may have."""
 MOST_CELLS = 1000
 LONGEST_NAME = 120
 

@@ -154,7 +154,8 @@ class SweepContext:
 
     @contextmanager
     def open(self, recipe: Recipe) -> Iterator[tuple[Run, Learner, Engines, Cursor]]:
-        """`open_run` without engines, in this world: a cell at its newest checkpoint. Collective."""
+        """Open a cell's run at its newest checkpoint, as `open_run` does, but without engines and in this world.
+        Collective."""
         gc.collect()  # frees the model of the previous cell, whose modules refer to each other in circles
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -69,7 +69,7 @@ def is_range(text: str) -> bool:
 
 
 def without_membership(text: str) -> str:
-    r"""`x \in S` as `S`."""
+    r"""The set S in `x \in S`; other text unchanged."""
     return _MEMBER.sub("", text, count=1) if _MEMBER.match(text) else text
 
 
@@ -329,7 +329,7 @@ def _unordered(text: str) -> list[str]:
 
 
 def _single_element(text: str) -> str:
-    r"""`\{3\}` as `3`."""
+    r"""The element of a set with one element: `3` for `\{3\}`."""
     return text[2:-2].strip() if _is_set(text) and "," not in text else text
 
 

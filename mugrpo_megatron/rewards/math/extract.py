@@ -124,7 +124,8 @@ def _value_at_the_end(statement: str) -> str:
 
 
 def answer_in_statement(statement: str, text_gold: bool) -> str:
-    """`values_in_prose` of a response; a statement whose words deny or change one of its values stays unchanged."""
+    """The values in a response's statement, as `values_in_prose` finds them; a statement whose words deny or change one
+    of its values stays unchanged."""
     reason = _REASON.split(statement, maxsplit=1)[0]
     values = list(_VALUE.finditer(reason[:_PROSE_CHARS]))
     if not text_gold and any(_is_changed(reason, value) for value in values[:_VALUES]):
