@@ -172,7 +172,10 @@ class StageStore:
 
     @property
     def sealed(self) -> bool:
-        """Whether every group is on disk in its final place."""
+        """Whether every group is on disk in its final place.
+
+        A property although it may read a file: only the small manifest, and nothing once the stage was found sealed.
+        """
         # Writer 0 alone seals, so its own manifest is the truth; any other process has to read it again.
         if self._sealed_file is None and (self._manifest is None or self._writer):
             manifest = read_manifest(self.directory)
