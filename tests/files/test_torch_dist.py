@@ -132,7 +132,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "another shape": (tensor(size=torch.Size([9, 9])), "the chunks of w do not add up to its size"),
     "a smaller shape": (tensor(size=torch.Size([1, 1])), "that is outside of it"),
     "other axes": (tensor(size=torch.Size([4])), "damaged"),
-    "no chunks": (tensor(chunks=[]), "the chunks of w are not as large"),
+    "no chunks": (tensor(chunks=[]), "the chunks of w do not add up to its size"),
     "a list as a shape": (tensor(size=[4, 4]), "a size is not a list of numbers"),
     "no properties": (tensor(properties=None), "damaged"),
     "chunks twice": (
