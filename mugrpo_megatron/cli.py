@@ -268,7 +268,7 @@ def _run(command: Command, options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         _complain(f"interrupted; {command.interrupted}")
         return 130
-    except Terminated:  # torchrun sends it to every rank when one has failed
+    except Terminated:  # torchrun sends SIGTERM to every rank when one has failed
         if rank_of_environment() == 0:
             _complain(f"terminated; {command.interrupted}")
         return 128 + signal.SIGTERM

@@ -15,8 +15,7 @@ if TYPE_CHECKING:  # tests check what the types say (tests/shapes.py); a run doe
     from jaxtyping import Bool, Float32, Int32, UInt8, UInt16
 
 UNSCORED = "group.unscored"
-"""Name of a sample's component: the share of its group's responses that have no reward and so did not become
-samples."""
+"""Key in a sample's `components`: the share of its group's responses that got no reward, and so are no samples."""
 Message = Mapping[str, Any]
 """A chat message: `role`, `content` (text, or null beside other fields), and what else its row has for a template."""
 

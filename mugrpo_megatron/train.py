@@ -84,7 +84,7 @@ def optimize_stage(run: Run, learner: Learner, engines: Engines, cursor: Cursor)
 
 
 def evaluate_policy(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> None:
-    """The engines take the devices for an evaluation only; none is made twice of the same weights."""
+    """The engines take the devices for an evaluation only; weights that have been evaluated are not evaluated again."""
     while not is_evaluated(run, cursor):  # once, unless an engine fails and is started again
         run.stop_if_asked(cursor)
         hand_over(run, learner, engines, cursor)

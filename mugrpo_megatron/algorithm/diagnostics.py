@@ -71,7 +71,7 @@ def metrics(loss: Tensor, tokens: TokenBatch, clipped: Tensor, mask: KeepMask, i
     """Diagnostics of T tokens of N whole responses, on the mask before the veto; no tensor needs a gradient.
 
     Args:
-        loss: [], of the update.
+        loss: [], the loss of the update.
         clipped: bool [T], as in `surrogates.SurrogateLoss`.
     """
     logprobs, log_ratio, advantages, segments = tokens.logprobs, tokens.log_ratio, inputs.advantages, inputs.segments

@@ -32,7 +32,7 @@ def neutral_statistics(device: torch.device) -> UpdateStatistics:
 
 
 def update_statistics(logprobs: Tensor, inputs: LossInputs) -> UpdateStatistics:
-    """Statistics of a whole update, from a forward-only pass; neutral ones if the objective needs no statistics.
+    """Statistics of a whole update, from a forward-only pass; neutral values if the objective needs none.
 
     `logprobs` [T] and `inputs` have ALL tokens of the update, the same on every data parallel rank.
     """

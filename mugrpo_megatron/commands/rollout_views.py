@@ -58,7 +58,7 @@ class Rollout:
     """The prompt as text; None without a tokenizer."""
     text: str
     stale: StaleResponse | None = None
-    """None without a later policy."""
+    """The response under a later policy; None if none was asked for."""
 
 
 def print_table(console: Console, title: str, rollouts: Iterable[Rollout], legend: str | None) -> int:

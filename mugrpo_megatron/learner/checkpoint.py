@@ -156,7 +156,7 @@ def begin_save(
     disk is full.
     """
     ranks = learner.ranks
-    # The same name on every rank, which a temporary name would not be.
+    # All ranks write into this directory, so its name cannot be a random one.
     partial = resumable(directory)
     with named_phase(ranks, f"saving {directory}"):
         _on_rank_zero(ranks, None, lambda: create_empty_directory(partial, _bytes(learner)))

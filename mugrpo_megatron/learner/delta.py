@@ -62,7 +62,7 @@ class GatedDeltaNet(MegatronModule):
         """Rows of this rank's shard of in_proj: query, key, value, gate z, beta, alpha."""
         linear: dict[str, Any] = {"config": config, "bias": False, "is_expert": False, "tp_group": self.group}
         self.dt_bias = self._parameter(self.heads)
-        # Published checkpoints have it and the norm in float32: bfloat16 would move A by up to 1.6 %.
+        # Published checkpoints have A_log and the norm's weight in float32: bfloat16 would change A by up to 1.6 %.
         self.A_log = self._parameter(self.heads, dtype=torch.float32)
         self.in_proj = build_module(
             submodules.in_proj,

@@ -69,7 +69,7 @@ def layer_spec(
         attention = delta_spec(architecture.delta, backend)
     else:
         attention = _attention_spec(config, backend)
-    # use_te_activation_func is Megatron's name for taking the activation from the spec.
+    # If use_te_activation_func is set, Megatron takes the activation from the spec, Transformer Engine's or not.
     activation = SwiGLU if config.use_te_activation_func else None
     mlp = mlp_spec(backend, experts or None, config.moe_grouped_gemm, activation)
     return ModuleSpec(

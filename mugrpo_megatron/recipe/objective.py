@@ -151,7 +151,7 @@ def _types(annotation: Any) -> set[Any]:
 
 
 USER_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-"""`module:function`"""
+"""Matches a function as a recipe names it, `module:function`."""
 
 
 class ObjectiveSection(Section):

@@ -38,7 +38,7 @@ from mugrpo_megatron.recipe.systems import EngineSection, LearnerSection, Parall
 
 QUESTION = "{question}"
 _LATEX_COMMAND = re.compile(r"\\[A-Za-z]+(?:\{[^{}]*\})+")
-"""A command with its arguments, such as `\\boxed{answer}`; its braces hold no field."""
+"""A LaTeX command with its arguments, such as `\\boxed{answer}`; its braces hold no field."""
 _FIELD = re.compile(r"\{[A-Za-z_][\w.]*\}")
 
 

@@ -51,7 +51,7 @@ class StageResponses:
     """int64: tokens of each response of some updates."""
     examples: list[Example]
     unparsed: float | None = None
-    """Fraction of the responses of the same updates without an answer; None if the stage does not record it."""
+    """Fraction of those responses in which the verifier found no answer; None if the stage does not record it."""
 
 
 @dataclass(frozen=True, slots=True)

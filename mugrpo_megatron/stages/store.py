@@ -265,7 +265,8 @@ class StageStore:
         with durable_file(path) as file:
             write_shard(file, buffered)
         groups, rows = [group[0].group for group in buffered], [len(group) for group in buffered]
-        # The shard's name is durable before a manifest lists it: a kill in between leaves a file that nobody counts.
+        # The shard's file is durable before a manifest lists it: after a kill in between no manifest lists the file,
+        # and its groups are generated again.
         self._replace([*manifest.shards, StageShard(path.name, number, groups, rows, digest(path))])
         self._buffer = ShardBuffer()
 

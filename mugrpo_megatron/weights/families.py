@@ -187,7 +187,8 @@ FAMILIES = {
     "qwen3_5_text": qwen3_5_text,
     "qwen3_moe": _qwen3_moe,
 }
-"""`model_type` -> function that reads its config, the config of transformers' `...ForCausalLM` class."""
+"""`model_type` of a config.json -> function that reads such a config (of a text model: what transformers'
+`...ForCausalLM` class loads)."""
 _SPARSE = "sparse attention (DSA), whose indexer the learner does not have"
 _WITH_VISION = "a vision tower; take its text out, {}, with `mugrpo convert text_of`"
 CLOSE = {

@@ -50,7 +50,7 @@ class ForeignRollout:
     logprobs: np.ndarray | None
     """float32 [R]: log-probabilities of these tokens, if the row has them."""
     loss_mask: np.ndarray | None
-    """bool [R]"""
+    """bool [R]: whether each token is trained on, if the row says so."""
     finish_reason: str
     opening: str = ""
     """The tag with which the prompt opens a thought."""
@@ -187,7 +187,7 @@ def _logprobs(values: list[Any]) -> np.ndarray:
 
 
 def _mask(values: list[Any]) -> np.ndarray:
-    """bool [R]"""
+    """Returns the loss mask of a response, bool [R]."""
     if not all(isinstance(value, bool | int | float) and value in (0, 1) for value in values):
         raise ValueError("loss_mask holds something that is not true, false, 0 or 1")
     return np.array(values, dtype=bool)

@@ -106,7 +106,7 @@ class LowRank(torch.nn.Module):
         return _Up.apply(y, u, self, *b)
 
     def _down(self, x: torch.Tensor) -> torch.Tensor:
-        """u = A x of all layers, [t, 1, layers * rank], gathered or scattered for B."""
+        """Returns u = A x of all fused layers, [t, 1, layers * rank]; ranks gather or scatter it as B needs."""
         a, regions = torch.cat(list(self.a.values())), tensor_parallel
         if self.entry.of_expert:
             return x @ (self._summed(a) if self.by_rows else a).T

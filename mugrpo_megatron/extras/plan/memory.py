@@ -352,7 +352,8 @@ def memory(case: PlanCase, engine: EngineMemory) -> Memory:
         device=cluster.device.memory,
         learning=fullest,
         serving=engine,
-        # On CPU neither frees memory for the other, and a checkpoint's copies are made beside freed activations.
+        # On CPU learner and engine keep their memory while the other works, and a checkpoint's copies are made after
+        # the activations were freed.
         learn=learn + rests + (0 if cuda else saved + engine.total),
         sync=rests + bucket + (state.weights + engine.weights if cuda else state.total + engine.total),
         generate=engine.total + rests + (0 if cuda else state.total),

@@ -30,8 +30,8 @@ MOST = 10_000_000
 CALL_BYTES = 4 << 30
 """Address space that a task may take for its parameters, or for one problem."""
 TRIES = 40
-"""Most questions that are generated for each wanted one, of which an eighth is held out; a task that then lacks some
-has no more."""
+"""Most questions that are generated for each one that is wanted, since an eighth of them is held out and some repeat;
+a task that still lacks some after that many cannot generate more."""
 
 
 def check_task(source: str) -> None:

@@ -253,7 +253,7 @@ def _mounts(root: str) -> list[tuple[str, int]]:
     for line in Path("/proc/self/mountinfo").read_bytes().splitlines():
         number, parent, _device, _source, where = line.split()[:5]
         point = os.fsdecode(_ESCAPED.sub(lambda code: bytes([int(code[1], 8)]), where))
-        if point == root:  # what was mounted here before is covered, and so is all that lies on it
+        if point == root:  # this mount hides what was mounted at `root` before, and every mount inside that
             inside, points = {number}, [point]
         elif parent in inside:
             inside.add(number)

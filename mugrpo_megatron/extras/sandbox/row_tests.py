@@ -23,8 +23,8 @@ from mugrpo_megatron.pages import page_address
 COLUMNS = ("tests", "input_output", "test_cases", "test_list", "test")
 """Columns that may hold tests, besides the gold and the groups in `_TOGETHER`."""
 _TOGETHER = (
-    ("public_test_cases", "private_test_cases"),  # LiveCodeBench
-    ("public_tests", "private_tests", "generated_tests"),  # code_contests
+    ("public_test_cases", "private_test_cases"),  # the fields of the data set LiveCodeBench
+    ("public_tests", "private_tests", "generated_tests"),  # the fields of the data set code_contests
 )
 
 

@@ -42,7 +42,7 @@ _TILDE = re.compile(r"(?<=[0-9])\s*[\uff5e\u301c]\s*(?=[0-9])")
 _FRACTION_AFTER = re.compile(r"(?<=[0-9])[\s\u2064]*(?=\\frac\{[0-9]{1,2}\}\{[0-9]{1,2}\})")
 
 _UNIT_PER = re.compile(r"(\\text\{ [A-Za-z\u03bc]+)\}/([A-Za-z]{1,4})(?![A-Za-z])")
-"""A squared unit over another one: `\\text{ km}/h`."""
+"""A unit divided by another one, as the glyph of a squared unit becomes: `\\text{ km}/h`."""
 
 
 def plain_characters(text: str, scripts: bool = True) -> str:
