@@ -353,7 +353,7 @@ SYNC_GAPS = (
         PROJECT_LIMIT,
     ),
 )
-"""Gaps of engines that run without a learner, and so without a weight sync."""
+"""What engines cannot do that run without a learner, and so without a weight sync."""
 
 
 def gap_messages(gaps: Iterable[Gap], setup: EngineSetup) -> Iterator[str]:

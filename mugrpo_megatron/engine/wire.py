@@ -310,7 +310,7 @@ class LogprobRange:
 def logprob_ranges(length: int, logprob_tokens: int, support_ids: np.ndarray | None) -> Iterator[LogprobRange]:
     """Ranges that cover the last `logprob_tokens` of `length` tokens.
 
-    `support_ids` is int32 [logprob_tokens, k], PADDING where fewer, or None.
+    `support_ids` is int32 [logprob_tokens, k], filled up with PADDING where a token has fewer than k, or None.
     """
     first = length - logprob_tokens
     if support_ids is None:

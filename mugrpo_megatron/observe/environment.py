@@ -69,7 +69,7 @@ def commit(package: Path = Path(__file__).parents[1]) -> str:
     checkout = package.parent
     if not (checkout / ".git").exists():
         with suppress(OSError):
-            # Setup.py writes this file into a wheel.
+            # setup.py writes this file into a wheel.
             return (package / "commit.txt").read_text(encoding="ascii").strip()
         return ""
     describe = ("git", "-C", str(checkout), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*")

@@ -131,7 +131,7 @@ def _filled(spec: ChartSpec, data: ChartData, words: dict[str, str]) -> Chart:
         series = list(spec.curves(data))
     else:
         series = [_series(spec, data, *curve) for curve in spec.curves]
-    # A rule at 0 is left out, since a log axis has no 0.
+    # A horizontal line at 0 is left out, since a log axis has no 0.
     rule = data.run.setting(spec.rule) or None if isinstance(spec.rule, str) else spec.rule
     looks = dict(spec.looks)
     if looks.get("format") == "measure":
@@ -250,7 +250,7 @@ def _thresholds(data: ChartData, metric: str, axis: str) -> Iterable[Series]:
 
 
 def _triggers(axis: str) -> tuple[ChartSpec, ...]:
-    """The rows of the table for three charts of triggers by threshold, along `axis`."""
+    """The rows of TABLE for three charts: how often each threshold of the veto would trigger, along `axis`."""
     looks = LOG_PERCENT | ({"along": "age"} if axis == "age" else {})
     suffix, by = ("_by_age", " by age") if axis == "age" else ("", "")
     ends = f"{' Mean over stages.' if axis == 'age' else ''} {ZEROS}"

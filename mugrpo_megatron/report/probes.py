@@ -143,7 +143,7 @@ def first_series(responses: Sequence[ProbedResponse]) -> Iterable[Series]:
 def _quantile(
     responses: Sequence[ProbedResponse], share: float, counts: Callable[[ProbedResponse, int], bool]
 ) -> Values:
-    """A quantile of π/β at each age, over the tokens of negative responses that count there."""
+    """A quantile of π/β at each age, over tokens of the negative responses for which `counts` is true at that age."""
     values: Values = []
     for age in ages_of_probes(responses):
         rows = [response.at(age) for response in responses if response.negative and counts(response, age)]

@@ -74,7 +74,7 @@ WAYS_OUT = {
     "rope_is_neox_style": "reorder the rows of q_proj and k_proj as Llama's conversion in transformers does, and "
     "remove the field",
 }
-"""Field that SGLang alone reads -> how to go on."""
+"""Field that SGLang reads and transformers does not -> what the user can do about it."""
 
 
 @cache

@@ -133,7 +133,7 @@ def _accepted_columns(function: Callable[..., Any], columns: Mapping[str, Any]) 
 
 @dataclass
 class SlimeSample:
-    """A sample, with the fields of slime's that have a meaning here."""
+    """Stands in for the `Sample` of slime, with those of its fields that have a meaning in this project."""
 
     class Status(Enum):
         PENDING = "pending"

@@ -339,7 +339,7 @@ class Episodes:
             "completion_tokens": len(sampled),
         }
 
-    # ------------------------------------------------------------ ends
+    # ------------------------------------------------------------ how episodes end
 
     def _finish(self, episode: Attempt, result: Mapping[str, Any]) -> None:
         """Store an episode that has ended; `result` is its process's message. Raises Broken for other tokens."""

@@ -85,7 +85,7 @@ class LowRank(torch.nn.Module):
 
     @torch.no_grad()
     def whole(self, leaf: Leaf) -> tuple[torch.Tensor, torch.Tensor]:
-        """The inverse of `fill`; collective over the tensor parallel ranks."""
+        """Returns a layer's whole factors, which `fill` takes; collective over the tensor parallel ranks."""
         a, b = self.a[leaf.kind].detach(), self.b[leaf.kind].detach()
         part = b if self.by_rows else a
         parts = [torch.empty_like(part) for _ in range(self.group.size())]

@@ -57,7 +57,7 @@ _LINE_MARK = re.compile(r"^[ \t]*(?:#{1,6}(?!#)[ \t]+|>[ \t]+(?=[^0-9\s])|[*+][ 
 _SUPERSCRIPT = re.compile(r"<(?P<tag>su[pb])>(?P<inside>[^<>\n]{1,20})</(?P=tag)>")
 _LINE_BREAK = re.compile(r"<br\s*/?>", re.IGNORECASE)
 _DEEPEST = 3
-"""Deepest nesting of emphasis in emphasis that is removed."""
+"""Emphasis that stands inside other emphasis is removed down to this depth."""
 
 
 def without_markup(text: str) -> str:

@@ -9,12 +9,12 @@ _NAME = r"(?:[a-z]+[:_-]){0,2}(?:think(?:ing)?|thoughts?|reason(?:ing)?|reflecti
 _MARKED = r"(?:thinking|reasoning|thoughts?)"
 _OPENINGS = (
     rf"<{_NAME}(?:\s[^<>]*)?>"  # the tags of DeepSeek-R1, Qwen3 and Seed-OSS; some models write attributes
-    r"|◁think▷"  # Kimi
-    r"|(?-i:\[THINK\])"  # Magistral
+    r"|◁think▷"  # the tag of Kimi
+    r"|(?-i:\[THINK\])"  # the tag of Magistral
     r"|<\|(?:begin_of_thought|START_THINKING|think(?:ing)?|inner_prefix)\|>"  # OpenThinker, Command A, Apertus
     rf"|<\|(?:{_MARKED}_(?:start|begin)|(?:start|begin)_{_MARKED})\|>"
     r"|<\|channel>\s*thoughts?\b"
-    r"|<unused94>"  # MedGemma
+    r"|<unused94>"  # the tag of MedGemma
     r"|<\|channel\|>\s*(?:analysis|commentary)(?:\s[^<>]*)?<\|message\|>"  # gpt-oss with its special tokens
 )
 _CLOSINGS = (
