@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 NGRAM = 8
 """Number of words of an n-gram."""
 OVERLAP = 0.5
-"""Fraction of an evaluation problem's n-grams from which on a training problem counts as the same."""
+"""A training problem that has at least this fraction of an evaluation problem's n-grams counts as the same problem."""
 
 _LATEX = re.compile(r"\\(?:left|right|displaystyle|text|mathrm|[dt]?frac|[,;:! ])|[\\${}~]")
 _WORD = re.compile(r"[a-z]+|[0-9]+(?:\.[0-9]+)?|[^\sa-z0-9]")

@@ -49,7 +49,7 @@ class ScoredGroup:
 
 
 POLL_S = 0.2
-"""Seconds between two looks, while scores are awaited, whether the run was asked to stop."""
+"""While scores are awaited, the run checks every so many seconds whether it was asked to stop."""
 EPISODE = "episode."
 """Prefix of an episode's numbers among a score's components."""
 

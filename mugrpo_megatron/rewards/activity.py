@@ -10,7 +10,7 @@ import psutil
 LOOK_S = 1.0
 """Seconds between two looks at a process whose time is over."""
 STEPS_S = 0.05
-"""CPU seconds between two looks from which on a process computes. One that polls a service takes less."""
+"""A process that took at least so many CPU seconds between two looks computes; one that polls a service takes less."""
 MOST_TIMES = 10
 """Multiple of its limit, in seconds of the clock, after which a process is late whatever it does."""
 

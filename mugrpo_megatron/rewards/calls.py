@@ -62,7 +62,7 @@ class Call:
 
 
 ALARM_SHARE = 0.125
-"""CPU time after which an alarm ends a call, as a fraction of the limit by the clock; the worker goes on with the next
+"""CPU seconds after which an alarm ends a call, as a fraction of its wall-clock limit; the worker lives on for the next
 call."""
 DEATH_SECONDS = 10.0
 """Longest wait for killed processes: one that hangs in the kernel must not hang the run."""

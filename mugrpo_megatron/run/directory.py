@@ -161,7 +161,7 @@ def check_directory(recipe: Recipe) -> None:
     check_same_run(directory, recipe)
     check_user_files(recipe)
     check_hf(directory.hf, record)
-    # Once there is a checkpoint, the run goes on from its own weights; before, it would mix two models'.
+    # Once there is a checkpoint the run continues from that; without one, another model.path would mix two models.
     if record and not any(directory.checkpoints.glob("stage*")):
         source = f"run.dir = {directory.path}, which has no checkpoint yet,"
         check_initial_weights(record, recipe.model, source)

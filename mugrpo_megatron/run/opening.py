@@ -131,7 +131,7 @@ def clean_current_stage(directory: RunDirectory, origin: Origin, cursor: Cursor)
 
 def join_world(learner: Learner, engines: int, stop: StopRequest, stack: ExitStack) -> World:
     """The world of the ranks that the learner's process groups connect, until `stack` ends. Collective."""
-    # Entered before the saver and so closed after it: a save uses the process groups to its end.
+    # Entered before the saver and so left after it: a save uses the process groups until it ends.
     stack.enter_context(shutdown_after(learner.ranks))
     stack.enter_context(named_phase(learner.ranks))
     world = open_world(learner.ranks, learner.recipe.run.collective_timeout_s, engines, stop)

@@ -21,7 +21,7 @@ Split = Literal["none", "rows", "columns"]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the two-way table."""
+    """One line of the table that maps parameters of Hugging Face checkpoints to Megatron's, and back."""
 
     megatron: str
     """Parameter of the whole model: `{layer}` and `{expert}` are numbered over all pipeline stages and ranks."""
@@ -33,9 +33,9 @@ class Row:
     split: Split = "none"
     """Dimension that tensor parallelism shards: `rows` is 0, `columns` is 1."""
     layers: Layers = "all"
-    """Layers that have it, in a model whose layers are partly dense, or partly without attention (`linear`)."""
+    """Layers that have the parameter, in a model in which some layers are dense, or without attention (`linear`)."""
     frozen: bool = False
-    """Whether it is a float32 buffer that training does not change."""
+    """Whether the parameter is a float32 buffer that training does not change."""
     sections: tuple[tuple[str, int], ...] = ()
     """(Megatron's name, size) of the sections of the first dimension. A tensor parallel rank has a shard of each, and
     distributed checkpoints have a tensor of each."""

@@ -197,7 +197,7 @@ def _runs(entry: Entry, slots: Sequence[Slot], architecture: Architecture) -> It
     for slot, tensor in zip(slots, split_to_hf(entry, parameter, architecture), strict=True):
         start = slot.start
         for part in _contiguous(tensor):
-            yield Run(part.storage_offset(), part.numel(), start)
+            yield Run(int(part.storage_offset()), part.numel(), start)
             start += part.nbytes
 
 

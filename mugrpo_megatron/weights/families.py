@@ -261,7 +261,7 @@ def token_flops(architecture: Architecture, sequence: float) -> TokenFlops:
         scored = 2 * size["Q"]
     full, linear = architecture.attention_layers, 0
     if delta := architecture.delta:
-        # Three products with the state: what a key reads, what is written, what a query reads.
+        # A token's key reads the state, its value is written into it, and its query reads it: three products.
         rule = delta.channels * delta.kernel + 3 * delta.state
         linear = size["H"] * (delta.channels + 2 * (delta.values + delta.value_heads)) + rule
     return TokenFlops(

@@ -82,7 +82,7 @@ def figures_of(sweep: Sweep, cell: Cell) -> Figures:
 
 
 def as_csv(cells: Sequence[Cell], figures_by_cell: dict[str, Figures]) -> str:
-    """One line for each cell: its name, the settings of any cell, its figures."""
+    """One line for each cell: its name, its value of every setting that the grid varies, its figures."""
     keys = _keys(cells)
     text = io.StringIO()
     lines = csv.writer(text, lineterminator="\n")
