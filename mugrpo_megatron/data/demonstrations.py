@@ -48,7 +48,7 @@ TRACES = (
     ),
     *("thinking_trajectories", "deepseek_thinking_trajectory", "r1_generation", "cot"),
 )
-"""Columns of a model's own response in published sets, which `SOLUTIONS` are not."""
+"""Columns that hold a model's response in published sets; `SOLUTIONS` hold those that people wrote."""
 WEIGHT = "weight"
 """Field of a message that is 0 where OpenAI's fine-tuning does not learn it."""
 

@@ -71,7 +71,7 @@ def _marked(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
 
 
 def _names(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Control tokens that more than one character spell, longest first."""
+    """Texts of the control tokens that have more than one character, longest first."""
     added = [
         token.content
         for token in tokenizer.added_tokens_decoder.values()

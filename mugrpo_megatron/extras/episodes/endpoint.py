@@ -355,9 +355,10 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _with_text(message: Any) -> Any:
-    """The message with empty text for a content that is null or without a part, or that an assistant's turn lacks.
+    """The message, with "" as its content if that is null or an empty list, or if an assistant's message has none.
 
-    That turn may have calls alone, a tool of MCP that returns nothing gives `[]`, and clients send null for "".
+    An assistant's message may consist of tool calls alone, an MCP tool that returns nothing gives `[]`, and some
+    clients send null for "".
     """
     if not isinstance(message, dict) or message.get("content") not in (None, []):
         return message

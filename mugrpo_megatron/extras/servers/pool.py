@@ -280,7 +280,8 @@ class Pool:
             self._wake()
 
     def _share(self) -> int:
-        """Prompts that one server may take now: at a stage's end none takes what the others could answer at once."""
+        """Most prompts that one server may take now: an equal share of those that wait, so that at the end no server
+        queues what another could answer at once."""
         usable = sum(not server.dropped and not server.trouble for server in self.servers)
         return -(-len(self._waiting) // max(1, usable))
 
