@@ -59,9 +59,9 @@ def grouped_mlp(module: type, submodules: Any) -> Any:
 
 
 LEFT_OUT = {
-    # docs/architecture.md has the plan for HybridModel, which ends this line.
+    # Remove this entry once the model is a HybridModel; docs/architecture.md has the plan.
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
-    # What it computes is the layout that a caller would give. Ends when Megatron asks for one.
+    # Without the argument Megatron computes the layout itself. Remove this entry once it requires the argument.
     "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel: full_param_layout not provided",
 }
 """Warnings of Megatron 0.19 that a user cannot act on and every rank would print: logger -> start of the text."""

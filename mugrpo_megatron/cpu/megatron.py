@@ -47,7 +47,8 @@ def install() -> None:
     """Put the stand-ins in place; does nothing where CUDA is available. Call before megatron is first imported."""
     if torch.cuda.is_available():
         return
-    # `with torch.device(...)` lists the factories it knows on first use: make it list the originals.
+    # torch lists the functions that `with torch.device(...)` acts on at its first use: list them before they are
+    # replaced.
     _device_constructors()
     stream = _Stream()
     torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment, return-value]
