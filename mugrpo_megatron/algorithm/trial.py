@@ -91,7 +91,7 @@ def _try_losses(objective: ObjectiveSection) -> list[str]:
     if ":" in objective.surrogate and (logprobs.grad is None or not torch.isfinite(logprobs.grad).all()):
         raise FunctionFailure(
             f"objective.surrogate = {objective.surrogate}: on eight short responses the gradient is not finite; "
-            "correct it and run it again"
+            "correct the function and run the command again"
         )
     said = []
     if ":" in objective.surrogate:

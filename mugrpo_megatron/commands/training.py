@@ -90,7 +90,7 @@ def _stage_arguments(parser: Parser) -> None:
 
 
 def generate_arguments(parser: Parser) -> None:
-    """A recipe, and options of generation without a learner."""
+    """Add the arguments of `mugrpo generate`: a recipe, and the options of generation without a learner."""
     _stage_arguments(parser)
     parser.add_argument(
         "--engine-only",

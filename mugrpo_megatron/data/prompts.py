@@ -271,7 +271,9 @@ def refusals(problem: Problem, template: Template) -> Iterator[None]:
     # A template is a program, and may raise; many do unless user and assistant alternate.
     except (Exception, TookTooLong) as error:
         why, file = str(error) or type(error).__name__, f" ({named})" if template.path else ""
-        raise UserError(f"{problem.id}: the chat template refuses the messages ({why}){file}") from None
+        raise UserError(
+            f"{problem.id}: the chat template refuses the messages ({why}){file}; correct the row or the template"
+        ) from None
 
 
 def fitting_prompts(

@@ -36,8 +36,9 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """
     check_tokenizer(directory)
     with unreadable_as_user_error(directory, "a directory with a readable tokenizer"):
-        # tokenizer.json decides: transformers 5 builds LlamaTokenizer, which DeepSeek's byte-level vocabularies name,
-        # and others without the file's normalizer and split (models/llama/tokenization_llama.py).
+        # A tokenizer.json is used as it is. For some classes, such as LlamaTokenizer, which DeepSeek's files name,
+        # transformers 5 would build a tokenizer without the file's normalizer and split, and so with other tokens
+        # (models/llama/tokenization_llama.py).
         kind = PreTrainedTokenizerFast if (directory / "tokenizer.json").is_file() else AutoTokenizer
         # Some trainers save split_special_tokens, with which the template's own special tokens would be split into
         # characters.

@@ -328,7 +328,7 @@ def _other_models(config: Mapping[str, Any]) -> list[str]:
 def training_sampling(
     rollout: RolloutSection, run: RunSection, tokenizer: PreTrainedTokenizerBase, routers: RouterShape | None
 ) -> Sampling:
-    """Sampling parameters of training responses; `routers` as of `replayed_routers`."""
+    """Sampling parameters of training responses; `routers` is what `replayed_routers` returns."""
     support_ids = returns_support_ids(rollout)
     return Sampling(
         rollout.temperature,

@@ -190,7 +190,7 @@ def _numbers(size: Any) -> tuple[int, ...]:
 def _checked(numbers: Sequence[Any]) -> tuple[int, ...]:
     """Returns the numbers; ValueError if one is no integer, negative, or 2^63 or more."""
     if any(type(number) is not int or not 0 <= number < 2**63 for number in numbers):
-        raise ValueError("a size is not a list of numbers")
+        raise ValueError("a tensor's shape or place is not a list of whole numbers from 0")
     return tuple(numbers)
 
 

@@ -187,16 +187,17 @@ MAX_BASES = 64
 MAX_BYTES = 1 << 20
 """Size limit of a TOML file; reading a device such as /dev/zero would not end."""
 MAX_OVERRIDE_CHARS = 100
-"""Most characters of a `--set` in a message."""
+"""Most characters of a `--set` option that an error message quotes."""
 
 
 def load_recipe(
     path: Path | None, overrides: Sequence[str] = (), say: Callable[[str], object] = lambda line: None
 ) -> Recipe:
-    """Load a recipe, merge it over its `base` files, apply `a.b=c` overrides, and validate it; None: all defaults.
+    """Load a recipe, merge it over its `base` files, apply `a.b=c` overrides, and validate the result.
 
-    A recipe may start with `base = "other.toml"`, or a list of such paths (relative to itself, or bundled); it
-    overrides its bases, and a later base an earlier one; the value "unset" takes a key back. Another objective name
+    Without a `path` the recipe has every key at its default. A recipe may start with `base = "other.toml"`, or a list
+    of such paths (relative to the recipe's file, or bundled). A recipe overrides its bases, and a later base overrides
+    an earlier base; the value "unset" gives a key its default back. Another objective name
     drops the keys of `[objective]` below it; `say` gets a line if `--set` drops some. Raises UserError for a missing
     file, broken TOML, an unknown key or a value out of range.
     """

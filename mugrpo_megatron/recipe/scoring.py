@@ -72,7 +72,7 @@ class FunctionSection(Section):
                     raise ValueError(f'{name} goes with function = "judge"; leave it out')
             return self
         if missing := [name for name in ("model", "prompt", "parse") if getattr(self, name) is None]:
-            raise ValueError(f"a judge needs {missing[0]}")
+            raise ValueError(f'a judge needs {missing[0]}: set it beside function = "judge"')
         if self.parse is not None and not USER_FUNCTION.fullmatch(self.parse):
             raise ValueError("parse: name your own function as module:function")
         if self.sources:

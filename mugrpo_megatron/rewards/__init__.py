@@ -1,1 +1,4 @@
-"""From a response to a reward: math-verify with a strict policy, in worker processes that may die at any time."""
+"""The verifier: it turns responses into rewards, by math-verify under strict rules or by a user's function.
+
+Rewards are computed in worker processes, which may die at any time.
+"""

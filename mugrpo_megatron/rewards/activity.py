@@ -1,4 +1,7 @@
-"""Tells a process that waits from one that a busy machine keeps waiting: a limit of seconds is meant for the first."""
+"""Whether a process that is over its limit of seconds computes or waits; the limit is meant for one that waits.
+
+On a slow or busy machine a process that computes may need more seconds than its limit.
+"""
 
 from __future__ import annotations
 

@@ -148,8 +148,8 @@ def _check_stage(source: RunDirectory, stage: int) -> tuple[Origin, Cursor]:
 
 def _check_length(schedule: ScheduleSection, source: ScheduleSection, start: Cursor, stage_updates: int) -> None:
     """Raise UserError when the branch's schedule ends it before all epochs over the stage."""
-    # The schedule also counts the updates before this stage: with fewer stages or epochs than the source run had, no
-    # updates may be left for the branch.
+    # The schedule also counts the updates before this stage, which the source run took. A schedule with fewer stages or
+    # epochs than the source's could be over before the branch has taken its first update.
     needed = stage_updates * schedule.epochs
     remaining = start.updates_taken(schedule, stage_updates)
     changed = (schedule.stages, schedule.epochs) != (source.stages, source.epochs)

@@ -161,7 +161,8 @@ def check_directory(recipe: Recipe) -> None:
     check_same_run(directory, recipe)
     check_user_files(recipe)
     check_hf(directory.hf, record)
-    # Once there is a checkpoint the run continues from that; without one, another model.path would mix two models.
+    # A run without a checkpoint starts from model.path again, so that has to hold the weights with which the run began;
+    # a run with a checkpoint continues from the checkpoint.
     if record and not any(directory.checkpoints.glob("stage*")):
         source = f"run.dir = {directory.path}, which has no checkpoint yet,"
         check_initial_weights(record, recipe.model, source)

@@ -215,7 +215,9 @@ def tensor_group(entry: Entry) -> torch.distributed.ProcessGroup:
 def local_parameters(
     chunks: Sequence[torch.nn.Module], architecture: Architecture
 ) -> Iterator[tuple[Entry, torch.Tensor]]:
-    """This rank's parameters, and buffers of frozen rows, with their entries in the whole model, in the model's order.
+    """This rank's parameters in the model's order, each with its entry in the whole model.
+
+    Buffers that training does not change, and that the table lists, are among them.
 
     On the last pipeline stage a tied output layer is a copy of the embedding and has the embedding's entry. Adapters
     have no entries and are skipped.

@@ -84,7 +84,10 @@ def axes(ends: Ends) -> dict[str, Any]:
 
 
 def _common(ends: Ends, curve: Curve) -> list[float]:
-    """Seconds of the curve's evaluations whose last quarter both it and the first run cover."""
+    """Seconds of the curve's evaluations at which two runs can be compared: the curve's own and the first run.
+
+    Both have to have been evaluated in the last quarter of the time until then.
+    """
     begin = max(curve.spent[0], ends.seconds[0].spent[0]) / QUARTER
     return [at for at in curve.spent.tolist() if max(begin, 1e-9) < at <= ends.seconds[0].end]
 

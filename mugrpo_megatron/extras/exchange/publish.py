@@ -104,7 +104,7 @@ def publish(
 
 
 def _verify(copied: StageStore, source: StageStore) -> None:
-    """Raise UserError unless the copy is whole, with the source's file where that is damaged."""
+    """Raise UserError unless the copy is whole; the error names the source's file if the source is damaged."""
     try:
         copied.verify()
     except UserError:
@@ -228,7 +228,7 @@ Paths are cut to their last part, and settings that do not concern the stage are
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    """A Markdown table; a cell's bars and line breaks are escaped."""
+    """A Markdown table; in a cell, bars are escaped and line breaks become spaces."""
     lines = [head, tuple("---" for _ in head), *rows]
     return "".join(
         "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line) + " |\n" for line in lines

@@ -87,7 +87,7 @@ def _task_of(source: str) -> tuple[str, dict[str, Any]]:
         except (ValueError, RecursionError):
             parameters[key] = text
         if key in ("seed", "size") and not (type(parameters[key]) is int and parameters[key] >= (key == "size")):
-            raise UserError(f"data source {source!r}: {key} is a whole number")
+            raise UserError(f"data source {source!r}: {key} is a whole number from {int(key == 'size')}")
         if key == "size" and parameters[key] > MOST:
             raise UserError(f"data source {source!r}: size is at most {MOST:,}")
     return task, parameters

@@ -158,7 +158,9 @@ def _become(
     if not apart and kernel.landlock_version():
         libraries, folders = _libraries_alone()
         kernel.see_only([*libraries, PYTHON, *files, *(f"/dev/{name}" for name in _DEVICES)], folders)
-    set_limits(limits, alone)  # the worker's files, open until the program is executed, may be more than its limit
+    # From here on no file can be opened: the worker's descriptors, which close when the program is executed, may already
+    # be more than the program's limit.
+    set_limits(limits, alone)
     guard.default_signals()
     if calls.available():
         calls.refuse_calls()

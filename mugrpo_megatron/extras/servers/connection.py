@@ -92,7 +92,10 @@ class Connection:
                 self._client.stream(method, self.url + path, json=content) as reply,
             ):
                 if reply.headers.get("content-encoding", "identity") != "identity":
-                    raise ServerRefusal(f"{self.url}{path} compresses its reply, which was not asked for")
+                    raise ServerRefusal(
+                        f"{self.url}{path} compresses its reply, which was not asked for; turn compression off in the server "
+                        "or in the proxy before it"
+                    )
                 async for chunk in reply.aiter_raw():
                     size += len(chunk)
                     if size > most_bytes:

@@ -103,7 +103,7 @@ def read_replies(dialect: Dialect, body: Any, model: str) -> list[Reply]:
     if body.get("model", model) != model:
         raise ServerRefusal(f"it answers with another model than {model}")
     if not all(type(row.get("index", 0)) is int for row in rows):
-        raise ServerRefusal("its `choices` have no index")
+        raise ServerRefusal("an `index` of its `choices` is not a whole number")
     return [_of_completions(row) for row in sorted(rows, key=lambda row: row.get("index", 0))]
 
 

@@ -21,7 +21,10 @@ from mugrpo_megatron.weights.hf import load_hf
 
 
 def learner_values(learner: Learner, samples: Sequence[Sample], temperature: float) -> Values:
-    """Values of all response tokens, samples in order, under the learner's weights. Collective."""
+    """The learner's log-probability and entropy at each response token that the loss mask includes, samples in order.
+
+    Collective.
+    """
     sequences = [sequence_of(sample, masked=True) for sample in samples]
     batches = pack_local(learner, sequences, plan_update(learner, sequences))
     values = logprobs_and_entropies(learner, batches, temperature)

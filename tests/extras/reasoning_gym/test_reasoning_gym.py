@@ -114,7 +114,7 @@ def test_a_task_that_fails_on_an_entry_is_one_sentence() -> None:
         ("reasoning_gym:sums?most=3", "has no parameter most: its parameters are largest, seed, size"),
         ("reasoning_gym:sums?largest=1", "refuses its parameters: largest must be above 1"),
         ("reasoning_gym:sums?largest", "key=value, joined by &"),
-        ("reasoning_gym:sums?size=0", "size is a whole number"),
+        ("reasoning_gym:sums?size=0", "size is a whole number from 1"),
     ],
 )
 def test_a_source_that_cannot_be_is_told_before_anything_starts(source: str, message: str) -> None:
