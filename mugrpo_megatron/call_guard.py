@@ -74,7 +74,8 @@ def clock(seconds: float, cpu: bool = False, memory: int | None = None) -> Itera
 
 
 def template_clock(seconds: float | None = None) -> AbstractContextManager[None]:
-    """The limits of a chat template, a judge's question and a parser of tool calls; `TEMPLATE_S` unless it is given."""
+    """Limits the time (`TEMPLATE_S` by default) and memory of a chat template, a judge's question or a tool call
+    parser."""
     return clock(TEMPLATE_S if seconds is None else seconds, cpu=True, memory=TEMPLATE_BYTES)
 
 

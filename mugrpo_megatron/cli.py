@@ -67,7 +67,8 @@ class Command:
     interrupted: str = STARTS_OVER
     """Hint that is printed after Ctrl-C."""
     long: bool = False
-    """Whether it continues after its output's reader ends; else it ends with 0, as `mugrpo rollouts | head`."""
+    """Whether the command continues after its output's reader has ended; else it exits with 0 (`mugrpo rollouts |
+    head`)."""
     stops: bool = False
     """Whether SIGTERM ends it with exit code 0 at any time, and the same command continues."""
 

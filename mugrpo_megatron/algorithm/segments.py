@@ -33,7 +33,8 @@ class Segments:
     weights: Float[Tensor, " responses"]
     """Weight of a token of the response in the loss, including the update's denominators."""
     turns: Int64[Tensor, " tokens"] | None = None
-    """The turn of each token in its response, from 0, below `most_turns`; None if every response is one."""
+    """The turn of each token in its response, numbered from 0 and below `most_turns`; None if every response has one
+    turn."""
     most_turns: int = 1
 
     @property
@@ -61,9 +62,9 @@ class LossInputs:
     advantages: Float[Tensor, " responses"]
     segments: Segments
     correction: Float[Tensor, " tokens"] | None = None
-    """Factor of each token's loss for the mismatch of engine and learner; None is 1."""
+    """Factor of each token's loss for the mismatch of engine and learner; None stands for 1."""
     proximal: Float[Tensor, " tokens"] | None = None
-    """Log-probabilities under the policy at the clip's centre; None is the current policy."""
+    """Log-probabilities under the policy at the clip's centre; None stands for the current policy."""
     ref: Float[Tensor, " tokens"] | None = None
     """Log-probabilities under the reference policy of the KL penalty; None without a penalty."""
     teacher: Float[Tensor, " tokens"] | None = None

@@ -20,7 +20,8 @@ LOG_RATIO_LIMIT = 20.0
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """T tokens as a surrogate gets them: of whole responses, or of the next chunk if it depends on less.
+    """T tokens as a surrogate gets them: of whole responses, or of the next chunk of tokens if the surrogate needs no
+    whole responses.
 
     Losses are differentiable in `logprobs`; `log_ratio` and `ratio` are functions of it.
     """

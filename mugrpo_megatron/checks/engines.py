@@ -84,7 +84,7 @@ def _rope(setup: EngineSetup) -> str:
 
 
 def _other_yarn(setup: EngineSetup) -> str:
-    """Returns the `attn_factor` that gives SGLang the config's attention scale, which it does not have; "" if it has.
+    """Returns the `attn_factor` with which SGLang would have the config's attention scale; "" if SGLang has it already.
 
     SGLang multiplies the scale of YaRN's factor by `attn_factor` (layers/rotary_embedding/yarn.py).
     """
@@ -129,7 +129,8 @@ def _other_head_dim(setup: EngineSetup) -> bool:
 
 
 def _broken_blocks(setup: EngineSetup) -> str:
-    """Returns the matrices whose shards are no multiple of an fp8 block, as SGLang requires (fp8.py); "" for none."""
+    """Returns the matrices whose shards are no multiple of an fp8 block, as SGLang requires (fp8.py); "" if there are
+    none."""
     model, tensor = setup.model, setup.recipe.engine.tensor
     heads = model.get("num_attention_heads") or 1
     kv_heads = model.get("num_key_value_heads") or heads

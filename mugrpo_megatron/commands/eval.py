@@ -76,7 +76,7 @@ UNDEFINED = "–"
 class Evaluation:
     sets: list[Summary]
     seconds: dict[str, float]
-    """Set -> wall-clock of this command; 0 if an earlier one had finished it."""
+    """Set -> wall-clock seconds that this command took for the set; 0 if an earlier command had finished the set."""
 
     @property
     def average(self) -> Interval:

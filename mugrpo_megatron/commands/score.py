@@ -30,7 +30,7 @@ BLOCK = 512
 BLOCKS_AHEAD = 8
 """Blocks that the verifier is given before the first of them is written; bounds the memory for a file of any size."""
 MAX_REASONS = 20
-"""Reasons in the summary; the others are counted."""
+"""Most reasons that the summary lists; it only counts the others."""
 MAX_REASON_CHARS = 160
 OUTPUT_SUFFIXES = (".jsonl", ".json")
 """Suffixes of an output, which is JSON lines."""
@@ -59,7 +59,7 @@ class ScoreSummary:
     """Columns of the input that the scores replace."""
     seconds: float
     failed: int = 0
-    """Rows on which a reward function failed; they count 0."""
+    """Number of rows on which a reward function failed; their scores count as 0."""
 
     def __str__(self) -> str:
         lines = [

@@ -184,14 +184,14 @@ def use_large_pages(tensor: torch.Tensor) -> None:
 
 
 def fits(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether `decode` supports them: one type of `DTYPES`, keys and values of one width, contiguous heads."""
+    """Whether `decode` supports these tensors: one type of `DTYPES`, keys and values of one width, contiguous heads."""
     contiguous = query.stride()[1:] == (query.shape[2], 1) and keys.is_contiguous() and values.is_contiguous()
     typed = query.dtype in DTYPES.values() and query.dtype == keys.dtype == values.dtype
     return contiguous and keys.shape == values.shape and typed
 
 
 def ready(x: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Whether the functions take them: contiguous, of one type of `DTYPES`."""
+    """Whether the functions in C accept these tensors: contiguous, of one type of `DTYPES`."""
     typed = x.dtype in DTYPES.values() and all(other.dtype == x.dtype for other in others)
     return typed and x.numel() > 0 and all(tensor.is_contiguous() for tensor in (x, *others))
 

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     import torch
 
 MOST_REPLICAS = 2
-"""Largest number of copies of an engine that share its requests; one host serves them all. More were not measured."""
+"""Largest number of copies of an engine that share its requests; one host process serves all of them. More copies were
+not measured."""
 LARGEST_WEIGHTS = 1 << 30
-"""Largest weights in bytes for more than one replica; each holds a copy."""
+"""Largest weights in bytes for more than one replica, since each replica holds a copy."""
 KV_BYTES = 1 << 29
 """KV cache that an engine on CPU may always have."""
 KV_SHARE = 16

@@ -1,1 +1,2 @@
-"""From files and hub names to prompts: problems, tokenizers, prompt styles, order. Imports no Megatron, no SGLang."""
+"""Turns files and data sets of the hub into prompts: problems, tokenizers, prompt styles, order. Imports no Megatron,
+no SGLang."""

@@ -136,7 +136,7 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
 
 
 def _object(row: Any) -> dict[str, Any] | str:
-    """The row; a list of turns is one with a chat, as Open-Reasoner-Zero publishes them."""
+    """The row as an object; a row that is a list of turns, as in Open-Reasoner-Zero, becomes an object with a chat."""
     if isinstance(row, dict):
         return row
     if isinstance(row, list) and row and all(isinstance(turn, dict) and turn.keys() & {"from", "role"} for turn in row):
@@ -232,7 +232,7 @@ NO_GOLD = ""
 def recognised(row: dict[str, Any], any_gold: bool = False) -> ColumnPaths | None:
     """The columns of a row by their usual names; None without a question or a gold.
 
-    With `any_gold` a program's tests count as a gold, and a row needs none.
+    With `any_gold` a program's tests count as a gold, and a row without any gold is recognised too.
     """
     question = question_column(row)
     if question is None:

@@ -1,4 +1,4 @@
-"""From the recipe's `[data]` section to prompts: read, check, clean and render problems, with notes on omissions."""
+"""Turns the recipe's `[data]` section into prompts: reads, checks, cleans and renders problems, and notes omissions."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _ngrams(text: tuple[str, ...]) -> set[tuple[str, ...]]:
 
 
 MOST_NAMED = 3
-"""Most golds and overlaps that notes name; others are counted."""
+"""Most golds and overlaps that a note names; it only counts the others."""
 
 
 @dataclass(frozen=True, slots=True)

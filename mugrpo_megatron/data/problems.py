@@ -55,8 +55,8 @@ def named_sources(sources: str) -> dict[str, str]:
 
 
 def held_out_sets(sources: str, key: str = "data.eval") -> dict[str, str]:
-    """The held-out sets by name, as `named_sources` gives them; UserError when one is named twice, as it would count
-    twice."""
+    """The held-out sets by name, as `named_sources` gives them; UserError when a set is named twice, since it would
+    count twice."""
     named = named_sources(sources)
     for source, times in Counter(named.values()).items():
         if times > 1:
@@ -82,7 +82,7 @@ def check_sets(section: EvalSection, known: Set[str], key: str = "data.eval") ->
 
 
 def _name(source: str, words: int) -> str:
-    """A source's name from its last `words` words; a task or preset has one."""
+    """A source's name from its last `words` words; a bundled task and a preset keep their own name."""
     preset, at, file = source.partition("@")
     if source in TASKS or source in PRESETS:
         candidates = [source]
@@ -148,7 +148,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def download(repository: str, config: str, split: str) -> list[Path]:
-    """Parquet files of a split, downloaded or from the local cache; UserError when neither works."""
+    """Parquet files of a split, downloaded or from the local cache; UserError when it is in neither."""
     name = f"{repository} ({config}, {split})"
     pattern = f"{config}/{split}/*.parquet"
     try:
@@ -170,7 +170,7 @@ _HUB_NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(?:/(?P<config>[\w.-]+))
 OTHER_SUFFIXES = (".txt", ".arrow", ".feather", ".xlsx", ".gz", ".zip", ".zst", ".bz2", ".xz")
 """Suffixes of unsupported files: `folder/file.txt` is no name on the hub."""
 MOST_NAMED_ROWS = 3
-"""Most malformed rows that an error message names; others are counted."""
+"""Most malformed rows that an error message names; it only counts the others."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ def decoded_line(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 
 
 def quoted(prompt: str) -> str:
-    """A prompt as a quoted line, without the middle of a long one."""
+    """A prompt as a quoted line; a long prompt loses its middle."""
     text = repr(prompt)
     return text if len(text) <= 2 * EXCERPT_CHARS else f"{text[:EXCERPT_CHARS]} ... {text[-EXCERPT_CHARS:]}"
 
@@ -260,8 +260,8 @@ def without_template() -> UserError:
 
 @contextmanager
 def refusals(problem: Problem, template: Template) -> Iterator[None]:
-    """Convert errors of a chat template in the block to UserErrors, which name its file if it has one; its time and its
-    memory are limited."""
+    """Convert errors of a chat template in the block to UserErrors, which name the template's file if there is one; the
+    template's time and memory are limited."""
     named = f"data.chat_template = {template.path}" if template.path else "the tokenizer's chat template"
     try:
         with template_clock():

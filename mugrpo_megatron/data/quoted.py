@@ -36,7 +36,8 @@ def count_special(text: str, tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def encode_quoting(text: str, tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool = False) -> list[int]:
-    """Token ids of a text with marked special tokens; `add_special_tokens` adds those around it."""
+    """Token ids of a text with marked special tokens; `add_special_tokens` adds the tokenizer's special tokens around
+    it."""
     pieces = _marked(tokenizer).split(text)
     ids: list[int] = tokenizer.encode(pieces[0], add_special_tokens=add_special_tokens)
     if len(pieces) == 1:

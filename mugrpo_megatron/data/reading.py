@@ -63,7 +63,7 @@ def columns_of(
 
 
 def _only_text(value: list[Any], path: str) -> Any:
-    """The text in a list of one; a list of messages unchanged; ValueError for several texts."""
+    """The text in a list of one text; a list of messages unchanged; ValueError for several texts."""
     if not value or not all(isinstance(text, str) for text in value):
         return value
     if len(value) > 1:

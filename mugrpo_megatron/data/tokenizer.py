@@ -1,4 +1,4 @@
-"""Tokenizers: any Hugging Face or sentencepiece one from a directory, and the bundled byte-level one."""
+"""Tokenizers: of Hugging Face or sentencepiece from a directory, and the bundled byte-level tokenizer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ END_TOKENS = frozenset(
     ("</s>", "<eos>", "<end_of_turn>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>",
      "<|return|>", "<｜end▁of▁sentence｜>", "[EOS]")
 )  # fmt: skip
-"""Tokens by which models end a response; a data set may have another one than the tokenizer's."""
+"""Tokens with which models end a response; a data set may use another of them than the tokenizer does."""
 CHAT_ML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -96,7 +96,8 @@ def build_arithmetic_tokenizer(chat_template: str | None = None) -> PreTrainedTo
 
 
 def prompt_end(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Text of a prompt's last tokens: the line that begins the response and a thought that it opens."""
+    """Text of a prompt's last tokens: the line that begins the response, and the tag of a thought if the prompt opens
+    one."""
     return str(tokenizer.decode([int(token) for token in ids[-PROMPT_END_TOKENS:]]))
 
 

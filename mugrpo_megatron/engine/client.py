@@ -121,7 +121,8 @@ class Engine:
 
     @property
     def readers(self) -> int:
-        """Processes that read weights, tensor parallel ranks and replicas: `load_bucket` takes a serialisation each."""
+        """Number of processes (tensor parallel ranks, replicas) that read weights: `load_bucket` takes a copy for
+        each."""
         return self._section.tensor * self._replicas
 
     def stop(self) -> None:
@@ -302,7 +303,7 @@ class Engine:
 
     @contextmanager
     def _connected(self) -> Iterator[HostProcess]:
-        """Yield the host; on failure drop it and notify the other nodes."""
+        """Yields the host process; on a failure drops the process and notifies the other nodes."""
         if self._host is None:
             raise EngineFailure("the engine is not running: it was stopped, or it failed before; restart it")
         try:

@@ -54,7 +54,7 @@ PR_SET_PDEATHSIG = 1
 GATHER_SECONDS = 0.02
 """Longest wait of a finished group for others to be sent with."""
 PROGRESS_SECONDS = 5.0
-"""Interval of progress messages while tokens are sampled: they tell long responses from a hung engine."""
+"""Interval of progress messages while tokens are sampled; the client knows by them that the engine does not hang."""
 MOST_ANSWERS = 3
 """Number of answers in a row with missing or non-finite logprobs to one request, after which the generation ends with
 an error."""
@@ -132,7 +132,7 @@ class GenerateCommand:
         self._unsent: dict[int, tuple[Request, int]] = {}
         """Key of a request whose group has not been sent -> the request and how often it was answered."""
         self._tasks: asyncio.TaskGroup | None = None
-        """Tasks of requests, while there may be new ones."""
+        """Tasks of the requests; None while there can be no new request."""
         self._in_flight = 0
         self._tokens = 0
         """Number of tokens of finished requests."""
@@ -210,7 +210,8 @@ class GenerateCommand:
         )
 
     async def _prompt_logprobs(self, request: Request) -> list[dict[str, Any]]:
-        """Logprobs of the response at the end of `request.ids`, in the form of a sampled one."""
+        """Logprobs of the response at the end of `request.ids`, in the form in which SGLang returns those of a sampled
+        response."""
         ids, support_ids, logprobs = request.ids, request.support_ids, []
         first = len(ids) - request.logprob_tokens
         for tokens in logprob_ranges(len(ids), request.logprob_tokens, support_ids):
@@ -228,7 +229,8 @@ class GenerateCommand:
         ]
 
     def _sampling_params(self, request: Request) -> dict[str, Any] | list[dict[str, Any]]:
-        """SGLang's sampling parameters: one dictionary for all responses, or one each where they have seeds."""
+        """SGLang's sampling parameters: one dictionary for all responses, or a dictionary for each response where
+        responses have seeds."""
         parameters = self._parameters
         if request.max_tokens is not None:
             stop = [*self._sampling.stop, *request.stop]
@@ -256,7 +258,7 @@ class GenerateCommand:
             self._flush()
 
     def _flush(self) -> None:
-        """Send the finished groups; those with a logprob that is missing or not finite are asked for again."""
+        """Send the finished groups; groups with a logprob that is missing or not finite are sampled again."""
         finished, self._finished = self._finished, []
         packed = pack(finished, self._version, self._sampling) if finished else None
         # A stage with one such logprob could never be trained on, so its group is sampled again before it is sealed.

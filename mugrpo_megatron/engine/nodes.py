@@ -54,7 +54,7 @@ class PeerFailure:
             return self._cause
 
     def report(self, cause: str) -> None:
-        """Publish the failure of this node's process, unless another node has published one."""
+        """Publish the failure of this node's process, unless another node has published a failure."""
         if not self.cause(now=True):
             self.publish(cause)
 
@@ -79,7 +79,7 @@ class NodeStatus:
     port: int
     """A free port of this node."""
     name: str
-    """Unique name for the engine's next start; it counts only if this node leads the engine."""
+    """Unique name for the engine's next start; only the name from the engine's leading node is used."""
 
 
 def node_status(engine: int, node: int, running: bool) -> NodeStatus:

@@ -30,7 +30,7 @@ class EngineSlot:
     local_engines: int
     """Number of engines on this node."""
     gpu: int
-    """Index on the node of the engine's first device; it uses one a tensor parallel rank."""
+    """Index on the node of the engine's first device; the engine uses one device for each tensor parallel rank."""
     node: int = 0
     """This node's index among the engine's nodes."""
     joins: bool = False
@@ -99,7 +99,7 @@ def _slot_across_nodes(engine: EngineSection, rank: int, world: int, local_world
 
 
 def slot_of_environment(engine: EngineSection, cuda: bool) -> EngineSlot:
-    """Return this process's slot, from torchrun's variables; without them it is the only process."""
+    """Return this process's slot, from torchrun's variables; without these variables this process is the only one."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     return engine_slot(
         engine,

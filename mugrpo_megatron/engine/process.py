@@ -303,7 +303,7 @@ class HostProcess:
 def _scratch_folder() -> Scratch:
     """Create a folder for sockets and short texts; UserError when nothing can be written to it.
 
-    In the directory of TMPDIR, or, where its path is too long for a socket, in one with a short path.
+    It lies in the directory of TMPDIR, or, where that path is too long for a socket, in a directory with a short path.
     """
     errors: list[str] = []
     for parent in (None, *SHORT_DIRECTORIES):
@@ -323,7 +323,8 @@ def _scratch_folder() -> Scratch:
 
 
 def _writable_folder(parent: str | None, errors: list[str]) -> Scratch | None:
-    """Create a folder in `parent`, by default the directory of TMPDIR; None, with the reason in `errors`, if full."""
+    """Create a folder in `parent`, by default the directory of TMPDIR; None, with the reason in `errors`, if the disk
+    is full."""
     try:
         folder = Scratch("engine", parent=parent)
         try:

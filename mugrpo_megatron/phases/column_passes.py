@@ -38,8 +38,8 @@ def learner_pass(run: Run, cursor: Cursor, what: str, ages: Sequence[int]) -> It
     """Yields the age of each update of a pass over the stage, with a bar titled `what`; after the block every rank has
     finished. Collective.
 
-    When a rank was asked to stop, taking the next age raises an exception inside the block. The block's context managers
-    then discard the files that they write and restore the weights that they swapped, the learner is saved, and Stopped
+    When a rank was asked to stop, taking the next age raises an exception inside the block. Its context managers then
+    discard the files that they write and restore the weights that they swapped, the learner is saved, and Stopped
     is raised.
     """
 

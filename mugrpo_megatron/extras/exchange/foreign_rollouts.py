@@ -116,8 +116,8 @@ def _check_even(path: Path, groups: list[list[ForeignRollout]]) -> None:
             have = {getattr(rollout, name) is not None for rollout in (group[0], groups[0][0], *group)}
             if len(have) > 1:
                 raise UserError(
-                    f"{path}: only some rows have {name} ({group[0].location} is among the first that differ); give it to all "
-                    "rows or to none"
+                    f"{path}: only some rows have {name} ({group[0].location} is among the first that differ); "
+                    "give it to all rows or to none"
                 )
 
 
@@ -178,7 +178,8 @@ def _parse_row(
 
 
 def _logprobs(values: list[Any]) -> np.ndarray:
-    """Returns a row's log-probabilities as float32 [R]; those that rounding put above 0, by at most ROUNDING, become 0."""
+    """Returns a row's log-probabilities as float32 [R]; rounding may put one above 0 by at most ROUNDING, which gives
+    0."""
     if not all(type(value) in (int, float) for value in values):
         raise ValueError("logprobs hold something that is not a number")
     if (highest := max(values)) > ROUNDING:

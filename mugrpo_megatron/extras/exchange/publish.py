@@ -130,7 +130,7 @@ def _of_checkpoint(directory: Path) -> list[str]:
 
 
 def _copy(source: Path, target: Path, names: Iterable[str]) -> None:
-    """Copy files of a directory into a new one; UserError for a link, and for anything else that is no regular file."""
+    """Copy files of a directory into a new directory; UserError for a link and for anything else but a regular file."""
     target.mkdir(parents=True)
     for name in names:
         path = file_inside(source / "its list of files", name)

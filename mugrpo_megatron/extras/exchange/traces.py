@@ -49,7 +49,7 @@ def trainable_traces(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 def flatten_trace(row: Mapping[str, Any]) -> dict[str, Any]:
     """The row with its trace as `prompt_ids`, `response_ids`, `logprobs` and `loss_mask`; other rows unchanged.
 
-    Raises ValueError for a trace that is not one.
+    Raises ValueError for a malformed trace.
     """
     trace = row.get("trace", row)
     if isinstance(trace, Mapping) and {"version", "nodes", "task"} <= trace.keys():

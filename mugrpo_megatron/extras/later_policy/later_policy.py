@@ -35,7 +35,7 @@ class Stale:
     trigger: np.ndarray
     """bool: tokens of a response with negative advantage whose ratio is below `trigger_ratio`."""
     dropped: np.ndarray
-    """bool: tokens that the veto drops from the loss, or weighs little; none outside the loss mask."""
+    """bool: whether the veto drops a token from the loss, or gives it little weight; false outside the loss mask."""
     lowest_ratio: float | None
     """Smallest importance ratio inside the loss mask; None if no token is inside."""
 

@@ -26,7 +26,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MOST = 2**31
 """Largest rank and alpha that are accepted."""
 OF_EXPERTS = re.compile(rf"\.{re.escape(EXPERTS)}(\.base_layer)?\.lora_")
-"""Matches the name of an experts' tensor; which parameter it adapts stands only in `target_parameters`."""
+"""Matches the name of a tensor of experts; only `target_parameters` says which parameter the tensor adapts."""
 PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
@@ -53,7 +53,7 @@ class AdapterFile:
     alpha: float
     kinds: tuple[str, ...]
     base: str
-    """Fingerprint of the weights that it was trained on; empty if the file has none."""
+    """Fingerprint of the weights that the adapter was trained on; empty if the file does not name any."""
 
     def read(self) -> dict[str, torch.Tensor]:
         """All tensors by PEFT's names, on the host. Raises UserError for a damaged file, NaN and infinities."""

@@ -45,7 +45,7 @@ def find_model(section: ModelSection, config: Path | None = None) -> ModelShape:
 
 
 def find_shape(path: Path, revision: str | None = None, key: str = "model.path") -> ModelShape:
-    """The shape of the model that `key` of a recipe names: its config.json, its bundled entry, the hub's."""
+    """The shape of the model that `key` of a recipe names: from its config.json, the bundled shapes or the hub."""
     if (path / "config.json").is_file():
         return _from_file(path / "config.json")
     table = bundled_configs()
@@ -190,7 +190,7 @@ def parameters(architecture: Architecture) -> int:
 
 
 def largest_parameter(architecture: Architecture) -> int:
-    """Size of the largest parameter; each expert has its own."""
+    """Size of the largest parameter; the experts of a layer count as separate parameters."""
     return max(_numel(row, architecture, 1) for row in architecture.table)
 
 
@@ -250,7 +250,7 @@ class PlanCase:
         return self.mean_prompt + self.mean_response
 
     def adapter(self, layout: Layout) -> RankParameters | None:
-        """Parameters of `[lora]` on a rank, all that it trains; None without an adapter."""
+        """LoRA parameters on a rank, which are all that it trains; None without an adapter."""
         section = self.recipe.lora
         if section.rank is None:
             return None
@@ -261,7 +261,8 @@ class PlanCase:
         return RankParameters(*counts, 0)
 
     def trained(self, pp_stage: int) -> RankParameters:
-        """Parameters that a rank of a pipeline stage trains: its adapter's, or all of its own."""
+        """Parameters that a rank of a pipeline stage trains: the adapter's, or without an adapter all that the rank
+        has."""
         return self.adapter(self.layout) or rank_parameters(self.architecture, self.layout, pp_stage)
 
     def with_recipe(self, recipe: Recipe) -> PlanCase:

@@ -1,4 +1,4 @@
-"""`mugrpo plan`: its arguments."""
+"""The arguments of `mugrpo plan`."""
 
 from __future__ import annotations
 

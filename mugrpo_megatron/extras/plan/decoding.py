@@ -1,4 +1,4 @@
-"""Seconds of engines: responses that they decode, and responses that they only read."""
+"""Seconds that engines take to decode responses, and to read responses that others have written."""
 
 from __future__ import annotations
 

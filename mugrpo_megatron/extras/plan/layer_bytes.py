@@ -42,9 +42,9 @@ class LayerBytes:
 
 
 def layer_bytes(architecture: Architecture, layout: Layout, tokens: int, itemsize: int, cuda: bool) -> LayerBytes:
-    """One layer on `tokens` tokens of this rank: a packed row divided by the context parallel size.
+    """Bytes of one layer on `tokens` tokens of this rank, which are a packed row over the context parallel size.
 
-    For a mixture of experts it is a layer with experts; its first layers may be dense and then keep less.
+    For a mixture of experts the layer is one with experts; the model's first layers may be dense and then keep less.
     """
     size = architecture.letters
     tp, b = layout.tensor, itemsize
@@ -81,7 +81,7 @@ def layer_bytes(architecture: Architecture, layout: Layout, tokens: int, itemsiz
 def linear_layer_bytes(
     architecture: Architecture, layout: Layout, tokens: int, itemsize: int, cuda: bool
 ) -> LayerBytes:
-    """One layer with a gated delta network, in torch's operations (kernels/gated_delta.py).
+    """Bytes of one layer with a gated delta network, computed in torch's operations (kernels/gated_delta.py).
 
     The mixing over tokens takes the place of attention: selective recompute drops its activations and keeps its input.
     """

@@ -237,7 +237,8 @@ def cache_shares(architecture: Architecture, tensor: int) -> int:
 
 
 def engine_weight_bytes(case: PlanCase) -> float:
-    """Bytes of an engine's weights over all of its ranks: in fp8, one for each and a float32 scale for each block.
+    """Bytes of an engine's weights over all of its ranks: in fp8, one byte for each weight and a float32 scale for each
+    block.
 
     Embedding and output layer keep the learner's type; so do the norms, which are too small to count apart.
     """

@@ -157,7 +157,7 @@ def _problems(case: PlanCase) -> list[str]:
 
 
 def _advice(case: PlanCase) -> list[str]:
-    """Settings that run on the cluster, or that none does; empty if neither layout nor engine is wrong."""
+    """A sentence that names settings which fit the cluster, or says that none do; empty if they cannot be the cause."""
     if any(problems_of_any_layout(case.with_keys("engine", tensor=1, nodes=1).recipe, dict(case.config))):
         return []
     if fit := fastest_fit(case):

@@ -158,8 +158,8 @@ def _become(
     if not apart and kernel.landlock_version():
         libraries, folders = _libraries_alone()
         kernel.see_only([*libraries, PYTHON, *files, *(f"/dev/{name}" for name in _DEVICES)], folders)
-    # From here on no file can be opened: the worker's descriptors, which close when the program is executed, may already
-    # be more than the program's limit.
+    # From here on no file can be opened: the worker's descriptors, which close when the program is executed, may
+    # already be more than the program's limit.
     set_limits(limits, alone)
     guard.default_signals()
     if calls.available():

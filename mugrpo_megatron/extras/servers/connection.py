@@ -93,8 +93,8 @@ class Connection:
             ):
                 if reply.headers.get("content-encoding", "identity") != "identity":
                     raise ServerRefusal(
-                        f"{self.url}{path} compresses its reply, which was not asked for; turn compression off in the server "
-                        "or in the proxy before it"
+                        f"{self.url}{path} compresses its reply, which was not asked for; turn compression off in "
+                        "the server or in the proxy before it"
                     )
                 async for chunk in reply.aiter_raw():
                     size += len(chunk)

@@ -252,9 +252,9 @@ def answer_of(response: str, extract: Extract = "final", text_gold: bool | None 
     `$$...$$` at the end; the last line, or for prose its last formula or number. "last_number" takes the last number
     anywhere. "auto" is "final"; a recipe whose prompts ask for a box makes it "boxed".
 
-    `text_gold` says whether the gold is words or the letter of a choice; it is None where that is not known. With such a
-    gold, prose is the answer and not the numbers in it, and a choice that is named behind a box counts if the box holds
-    no choice.
+    `text_gold` says whether the gold is words or the letter of a choice; it is None where that is not known. With words
+    or a choice as the gold, prose is the answer and not the numbers in it, and a choice that is named behind a box
+    counts if the box holds no choice.
     """
     text = plain_characters(answering_turn(after_thoughts(response)), scripts=False).strip()
     if extract == "last_number":
