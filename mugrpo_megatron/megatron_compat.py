@@ -54,7 +54,7 @@ def mlp_parts(spec: Any) -> Any:
 
 
 def grouped_mlp(module: type, submodules: Any) -> Any:
-    """Result of a backend's `grouped_mlp_modules`: the experts' module with its submodules."""
+    """Combines the result of a backend's `grouped_mlp_modules`, the experts' module, with its submodules."""
     return partial(module, submodules=submodules) if BUILDERS else (module, submodules)
 
 

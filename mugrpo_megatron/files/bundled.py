@@ -1,4 +1,4 @@
-"""Models that the package brings along: each is small, made by this project, and has a recipe beside its weights."""
+"""Models in the package: small ones that this project trained, each with its recipe beside its weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MODELS = Path(__file__).parents[1] / "bundled_models"
 
 
 def bundled_model(path: Path) -> Path | None:
-    """The directory of the bundled model that `path` names; None for another name, and where `path` exists."""
+    """The directory of the bundled model that `path` names; None if `path` exists or names no bundled model."""
     directory = MODELS / path
     if len(path.parts) != 1 or path.exists() or not directory.is_dir():
         return None

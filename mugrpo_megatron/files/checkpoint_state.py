@@ -36,7 +36,7 @@ class SavedCursor(TypedDict):
 @with_config(ConfigDict(strict=True))
 class Saved(TypedDict):
     run: NotRequired[str]
-    """Id of the run that saved it; a converted checkpoint has none and continues no run."""
+    """Id of the run that saved the checkpoint; a converted checkpoint has no id, and no run continues from it."""
     cursor: SavedCursor
     updates_done: Count
     steps_done: Count
@@ -85,7 +85,8 @@ def read_state(directory: Path) -> Saved:
 
 
 def first_damage(directory: Path, rank: int, world: int) -> str | None:
-    """Returns a sentence about the first damaged file of those assigned to `rank` of `world`; None if all are sound."""
+    """Returns a sentence about the first damaged file of those assigned to `rank` of `world`; None if none of them is
+    damaged."""
     from mugrpo_megatron.files.torch_dist import INDEX, read_index  # imports torch
 
     try:

@@ -291,7 +291,7 @@ def full_disk_error(error: BaseException, path: Path) -> UserError | None:
 
 
 def _no_room(error: BaseException, path: Path) -> int | None:
-    """The number in NO_ROOM of an error, or of the error that caused it; None if it has another cause."""
+    """The errno in NO_ROOM of an error, or of an error that caused it; None for an error of another kind."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in NO_ROOM:

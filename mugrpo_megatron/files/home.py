@@ -1,4 +1,4 @@
-"""`~` in paths: one place for recipes and the command line."""
+"""Replaces `~` in paths, for recipes and the command line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def expanded(text: str) -> str:
 def expanded_words(words: list[str]) -> list[str]:
     """The words of a command line with `expanded` paths, as the shell leaves them in `--out=~/x`.
 
-    Overrides of a recipe stay: its sections know which keys are paths.
+    Overrides of a recipe stay as they are, since the recipe's sections know which keys are paths.
     """
     overrides = {index + 1 for index, word in enumerate(words) if word == "--set"}
     return [

@@ -223,7 +223,7 @@ def copy_back(copies: Iterable[HostCopy]) -> None:
 
 
 def _slices(host: list[torch.Tensor], device_bytes: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Each slice of host memory, with the slice of the tensor's bytes that it holds."""
+    """Yields each slice of host memory, with the slice of the tensor's bytes that it holds."""
     return zip(host, device_bytes.split([len(host_slice) for host_slice in host]), strict=True)
 
 

@@ -107,7 +107,8 @@ def set_steps(optimizer: MegatronOptimizer, steps: int) -> None:
 
 
 def shards(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
-    """The distributed optimizers inside: one, or one each for trained dense and expert parameters."""
+    """The distributed optimizers inside: a single one, or one for dense and one for expert parameters if both are
+    trained."""
     chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     return [shard for shard in chained if not shard.is_stub_optimizer]
 
@@ -245,7 +246,7 @@ def _local_slice(
     parameter: torch.nn.Parameter,
     mains: Mapping[torch.nn.Parameter, torch.Tensor],
 ) -> tuple[slice, dict[str, torch.Tensor]] | None:
-    """The slice of a flattened parameter whose states this rank holds, with the states; None without a slice."""
+    """The slice of a flattened parameter whose states this rank holds, with the states; None if it holds no part."""
     if (main := mains.get(parameter)) is None:
         return None
     local = optimizer._get_model_param_range_map(parameter)["param"]

@@ -28,9 +28,9 @@ class TokenSequence:
     prompt: int
     """Number of leading tokens without a loss; at least 1."""
     routes: Routes | None = None
-    """The experts of every token except the last; None to let the routers choose."""
+    """The experts of every token except the last; with None the routers choose."""
     mask: np.ndarray | None = None
-    """bool [n - prompt]: the tokens after the prompt that have a loss; None for all."""
+    """bool [n - prompt]: the tokens after the prompt that have a loss; None if all have one."""
     support_ids: np.ndarray | None = None
     """int [trained, k]: token ids that the softmax of each trained token runs over, padded with -1; None for all."""
 
@@ -75,7 +75,7 @@ class MicroBatch:
     targets: torch.Tensor
     """int64 [T]: the trained tokens."""
     lengths: torch.Tensor
-    """int64 [n]: trained tokens of each sequence."""
+    """int64 [n]: number of trained tokens of each sequence."""
     responses: torch.Tensor
     """int64 [n]: the same indices as `indices`, on the device."""
     routing: Routing | None = None

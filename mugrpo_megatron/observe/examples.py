@@ -16,7 +16,7 @@ from mugrpo_megatron.files.durable import remove_leftovers, write_text
 from mugrpo_megatron.files.json_text import parse_json
 
 MAX_TEXT_CHARS = 16_000
-"""Characters of a stored text; a longer one keeps its two ends."""
+"""Most characters of a stored text; a longer text keeps its beginning and its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def example_indices(names: Sequence[str], count: int) -> list[int]:
 
 
 def write_examples(path: Path, responses: Sequence[Example]) -> None:
-    """Write an evaluation's responses, one JSON object a line, in place of earlier ones."""
+    """Write an evaluation's responses, one JSON object a line, in place of those of an earlier evaluation."""
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(path.parent, path.name)
     write_text(path, "".join(json.dumps(_row(example)) + "\n" for example in responses))

@@ -71,7 +71,7 @@ def health_warnings(
 ) -> list[HealthWarning]:
     """Returns the warnings about the last tenth of a run: its last stage, or the last tenth of many.
 
-    Rows are in order and without repeated ones; `clip_grad` is the recipe's.
+    Rows are in order, and no row is repeated; `clip_grad` is the recipe's.
     """
     last = _tail(stages, 1)
     recent = _tail(updates, MIN_UPDATES) if len(updates) >= MIN_UPDATES else []

@@ -135,13 +135,13 @@ FILE_NAME = "metrics.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class MetricLog:
-    """The metric log: checks the names in every row and passes it to sinks, which only the main rank has."""
+    """The metric log: checks the names in every row and passes the row to sinks, which only the main rank has."""
 
     sinks: tuple[Sink, ...] = ()
     clock: Callable[[], float] = time.time
     """Returns the Unix time of a row."""
     evaluated: set[int] = field(default_factory=set)
-    """Updates after which the run was evaluated, by this process or an earlier one."""
+    """Updates after which the run was evaluated, by this process or an earlier process of the run."""
 
     def update(self, stage: int, update: int, age: int, metrics: Mapping[str, float]) -> None:
         """Log one optimizer update: number `update` of the run and `age` of its stage, both from 0."""

@@ -72,9 +72,9 @@ MISMATCH_RESPONSES = 64
 """Responses of a stage on which engine and learner are compared: enough for a p99, and cheap at µ=4."""
 
 LARGEST_TIME = 1e11
-"""Largest Unix time in seconds; a larger one is damage."""
+"""Largest Unix time in seconds; a larger number is damage to the file."""
 LARGEST_COUNT = 10**7
-"""Largest number of updates and stages; a larger one is damage."""
+"""Largest number of updates and stages; a larger number is damage to the file."""
 
 COMPONENT = re.compile(r"[A-Za-z0-9_.-]+")
 """Name of a component of the reward: `function`, or `function.component`."""
@@ -225,7 +225,8 @@ def check_row(row: Any) -> None:
 
 
 def in_order(rows: Iterable[Row], kind: Kind) -> list[Row]:
-    """Returns the rows of `kind` in order; one repeated after a resume replaces the old one and those after it."""
+    """Returns the rows of `kind` in order; a row that a resumed run wrote again replaces the earlier row and all rows
+    after that."""
     key = "stage" if kind == "stage" else "update"
     ordered: list[Row] = []
     for row in rows:
@@ -242,7 +243,7 @@ def values_in(rows: Iterable[Row], *names: str) -> list[float]:
 
 
 def mean_in(rows: Iterable[Row], *names: str) -> float | None:
-    """Returns the mean of these metrics in the rows; None without any."""
+    """Returns the mean of these metrics in the rows; None if no row has one of them."""
     values = values_in(rows, *names)
     return statistics.fmean(values) if values else None
 

@@ -85,7 +85,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Display:
-    """Shows bars, which may be nested; only the main rank has a console, the others show nothing."""
+    """Shows bars, which may be nested; only the main rank has a console, other ranks show nothing."""
 
     console: Console | None
     live: Progress | None

@@ -65,7 +65,7 @@ def format_difference(gain: float, measure: str) -> str:
 
 
 def format_interval(interval: Sequence[float] | None, measure: str) -> str:
-    """Returns an interval as text; "" for None."""
+    """Returns an interval as text; "" if there is no interval."""
     if interval is None:
         return ""
     low, high = (format_value(end, measure).removesuffix(" %") for end in interval)
@@ -112,7 +112,7 @@ def summary_of(run: RunData) -> dict[str, Any]:
 
 
 def _figures(run: RunData, name: str) -> dict[str, Any]:
-    """Returns a set's figures before the first update and at the last evaluation; None if not evaluated."""
+    """Returns a set's figures before the first update and at the last evaluation; None for one that was not taken."""
     start = run.updates[0]["update"] if run.updates else 0
     before = next((row for row in run.evals if row["update"] <= start), {})
     after = next((row for row in reversed(run.evals) if row["update"] > start), {})

@@ -61,7 +61,7 @@ class RunData:
     """Unix time of the last row."""
 
     def setting(self, key: str) -> float | None:
-        """Returns a number of the recipe by its `section.key`; None if it has none."""
+        """Returns a number of the recipe by its `section.key`; None if the recipe has no number there."""
         section, _, name = key.partition(".")
         value = self.recipe.get(section, {}).get(name)
         return value if type(value) in (int, float) else None

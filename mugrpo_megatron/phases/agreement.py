@@ -25,8 +25,8 @@ TEXT_TOKENS = 1024
 
 @dataclass(frozen=True)
 class Expected:
-    """Texts and the learner's log-probabilities of them, which the engines have to reproduce; those of first tokens are
-    left out."""
+    """Texts and the learner's log-probabilities of them, which the engines have to reproduce; a text's first token has
+    no log-probability."""
 
     texts: list[np.ndarray]
     """int32 [n] each, the same on every rank."""

@@ -41,7 +41,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class StageColumns:
-    """The columns that the recipe asks for; the others are None."""
+    """The columns that the recipe asks for; other columns are None."""
 
     behaviour: LogprobColumn | None
     """Log-probabilities under the learner's weights at the stage's start, with `rollout.behaviour = "learner"`."""

@@ -100,7 +100,7 @@ def _keep(
 def _separate() -> tuple[int | None, bool]:
     """Enter new namespaces: (the user to become or None, whether the kernel counts no other process with its own).
 
-    Root needs no new namespace of users: it becomes a user that nothing else is.
+    Root needs no new namespace of users: it becomes a user that has no other process.
     """
     user, group = os.geteuid(), os.getegid()
     if user == 0 and _try(_NAMESPACES):
@@ -189,7 +189,7 @@ def _libraries() -> list[str]:
 
 
 def _packages() -> list[str]:
-    """Folders of the interpreter's packages in `_libraries`, which a root covers with empty ones."""
+    """Folders of packages inside `_libraries`; the program's root shows empty folders in their place."""
     libraries = [Path(path) for path in _libraries() if os.path.isdir(path) and not os.path.islink(path)]
     return [str(path) for folder in libraries for path in folder.glob("python*/*-packages") if not path.is_symlink()]
 

@@ -77,7 +77,7 @@ def landlock_version() -> int:
 def see_only(paths: list[str], folders: list[str]) -> None:
     """Restrict this process and its children with Landlock: they read files beneath `paths` only, and write none.
 
-    Beneath `folders` they may list what there is.
+    Beneath `folders` they may list the names of files.
     """
     version = landlock_version()
     handled = (1 << _ACCESSES.get(version, 16)) - 1

@@ -20,7 +20,7 @@ class Limits:
     output_bytes: int = 1 << 20
     """Most bytes on stdout, on stderr and as an answer; a program that writes more is ended."""
     scratch_mb: int = 16
-    """Most MiB of all files in the program's /tmp together; with mode `limits` it writes no files."""
+    """Most MiB of all files in the program's /tmp together; with mode `limits` a program cannot write files."""
     threads: int = 32
     """Threads of a program; with mode `limits` `memory_mb` alone bounds them, at about 500 of the smallest."""
     wall_s: float = 9.0

@@ -204,7 +204,7 @@ def _read(descriptor: int, buffer: bytearray) -> bool:
 
 
 def _end(keeper: int) -> int:
-    """End the keeper and all below it, wait for them, and return its exit code; 0 if it was waited for before."""
+    """End the keeper and all its descendants, wait for them, and return the keeper's exit code (0 if that is known)."""
     with suppress(ChildProcessError):
         # It is not reaped yet, so its process id cannot have been reused.
         os.waitid(os.P_PID, keeper, os.WEXITED | os.WNOHANG | os.WNOWAIT)

@@ -51,9 +51,10 @@ class AssertTest:
 
     code: str
     entry: str = ""
-    """Name of the function that is passed to `check(candidate)` of the test code; empty without one."""
+    """Name of the function that is passed to `check(candidate)` of the test code; empty for other tests."""
     names: tuple[str, ...] = ()
-    """Names in the code that are the program's; every other one is the code's own or the standard library's."""
+    """Names in the test code that the program defines; the test code or the standard library defines all other
+    names."""
     library: Mapping[str, str] = field(default_factory=dict)
     """Names of the standard library that tests use without an import -> their module."""
     prompt: str = ""
@@ -132,7 +133,7 @@ def _of_case(case: Mapping[str, Any], row: Mapping[str, Any]) -> Test:
 
 
 def _function(holder: Mapping[str, Any]) -> str:
-    """The name of the function that tests call: LiveCodeBench keeps it in `metadata`."""
+    """The name of the function that tests call; rows of LiveCodeBench hold it in `metadata`."""
     metadata = _loaded(holder.get("metadata"))
     name = metadata.get("func_name") if isinstance(metadata, Mapping) else None
     return str(name or holder.get("fn_name") or "")

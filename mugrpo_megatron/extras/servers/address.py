@@ -13,9 +13,8 @@ KEY = "MUGRPO_SERVER_KEY"
 
 
 def check_address(text: str, key: str | None) -> str:
-    """Returns a server's base URL without the slash at its end; UserError for one that cannot be used.
-
-    `key` is the key that it would be sent.
+    """Returns a server's base URL without the slash at its end; UserError for an address that cannot be used. `key` is
+    the API key that the server would be sent.
     """
     try:
         parts = urlsplit(text)

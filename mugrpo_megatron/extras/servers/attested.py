@@ -78,7 +78,7 @@ class Attestor:
         return self.refusal(server, epoch, [self._random.choice(batch.groups)] if known else batch.first())
 
     def refusal(self, server: Server, epoch: int, groups: Sequence[SampledGroup]) -> str:
-        """Reason why these groups cannot be taken; empty where they can, and then the evidence is kept."""
+        """Reason why these groups cannot be taken; empty if they can. Then the sums of the comparison include them."""
         samples = [sample for group in groups for sample in samples_of(group)]
         logprobs = np.concatenate([sample.engine_logprobs for sample in samples])
         known: dict[float, Values] = {}

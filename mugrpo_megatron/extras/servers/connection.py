@@ -25,7 +25,7 @@ DEAD_PEER = [
 ]
 """Options of the sockets: a machine that is cut off is noticed after 30 s, however long its answer may take."""
 TEMPORARY = (404, 408, 409, 425, 500, 502, 504)
-"""Statuses after which the same request may succeed. 404: vLLM says so of a model that it does not serve yet."""
+"""HTTP statuses after which the same request may succeed. vLLM answers 404 for a model that it does not serve yet."""
 BUSY = (429, 503)
 
 
@@ -38,7 +38,7 @@ class ServerBusy(ServerTrouble):
 
 
 class ServerRefusal(Exception):
-    """The server cannot be used: what it answers is wrong, or it refuses what it has to do. One sentence."""
+    """The server cannot be used: its answer is wrong, or it refuses a request. The text is one sentence."""
 
 
 class Connection:

@@ -33,9 +33,9 @@ class Served:
     names: tuple[str, ...]
     """Names of the models that the server serves."""
     context: int | None
-    """Most tokens of prompt and response; None where it does not say."""
+    """Most tokens of prompt and response together; None where the server does not say."""
     version: str
-    """Version of the server; empty where it does not say."""
+    """Version of the server; empty where the server does not say."""
 
 
 async def ask_what_is_served(connection: Connection) -> Served:
@@ -142,7 +142,7 @@ def _of_completions(row: Mapping[str, Any]) -> Reply:
 
 
 def ids_of_names(names: list[str]) -> list[int] | None:
-    """Ids from names such as `token_id:42`; None where a name is another."""
+    """Ids from names such as `token_id:42`; None if a name has another form."""
     digits = [name[len(TOKEN) :] if name.startswith(TOKEN) else "" for name in names]
     named = all(text.isascii() and text.isdecimal() and len(text) < 10 for text in digits)
     return [int(text) for text in digits] if named else None

@@ -25,7 +25,7 @@ class ServerOptions:
     """Longest seconds without an answer from any server, after which the run ends."""
 
     def urls(self) -> list[str]:
-        """All servers as of now, each once; UserError for an address that cannot be used.
+        """The addresses of all servers at this moment, each once; UserError for an address that cannot be used.
 
         A file may be missing: the jobs that serve may not have written it yet.
         """

@@ -37,11 +37,11 @@ class Server:
     url: str
     served: Served | None = None
     epoch: int = 0
-    """Number of times that the server was found ready; between two epochs its weights may have changed."""
+    """Number of times that the server was found ready; its weights may have changed each time."""
     trouble: str = ""
-    """Reason why the server is not asked at this moment; empty while it is."""
+    """Reason why the server gets no prompts at this moment; empty while it gets prompts."""
     dropped: bool = False
-    """Whether the server is given up: it is not asked again in this stage."""
+    """Whether the server gets no more prompts in this stage."""
     in_flight: int = 0
     unread: int = 0
     pauses: int = 0
@@ -156,7 +156,7 @@ class Pool:
         self._call(read)
 
     def drop(self, server: Server) -> None:
-        """Ask this server no more; what it has in flight goes to others."""
+        """Send this server no more prompts; those that it has not answered go to other servers."""
 
         def drop() -> None:
             server.dropped = True

@@ -52,13 +52,13 @@ class Reply:
     logprobs: Any
     finish_reason: Any
     prompt_ids: Any = None
-    """The prompt that it answers; None where the dialect does not return it."""
+    """The prompt that the response answers; None where the dialect does not return the prompt."""
     prompt_tokens: Any = None
-    """The prompt's length; None where the dialect does not return it."""
+    """The prompt's length in tokens; None where the dialect does not return it."""
 
 
 def responses_of(replies: Sequence[Reply], prompt: Prompt, asked: Asked) -> list[Response]:
-    """The responses to one prompt. Raises ServerRefusal for what is wrong, ServerTrouble for an aborted one."""
+    """The responses to one prompt. Raises ServerRefusal for a wrong response, ServerTrouble for an aborted one."""
     if len(replies) != asked.n:
         raise ServerRefusal(f"{len(replies)} responses to a prompt, and {asked.n} were asked for")
     return [_response(reply, prompt, asked) for reply in replies]

@@ -1,4 +1,4 @@
-"""`mugrpo sweep`: its arguments, and the checks before Megatron is imported."""
+"""The arguments of `mugrpo sweep`, and the checks before Megatron is imported."""
 
 from __future__ import annotations
 

@@ -51,7 +51,8 @@ class Cell:
 
 
 def read_grid(overrides: Iterable[str], file: Path | None) -> Grid:
-    """The grid of `--set` words and a grid file; several values make an axis. UserError for a malformed one."""
+    """The grid of `--set` words and a grid file; several values of a key make an axis of the grid. UserError for a
+    malformed word or file."""
     table = read_toml(file) if file else {}
     if unknown := sorted(table.keys() - set(PARTS)):
         raise UserError(f"{file}: `{unknown[0]}` is not a table of a grid; there are [set], [axes] and [[cells]]")
@@ -113,7 +114,7 @@ def cells_of(grid: Grid, run: RunDirectory, out: Path) -> list[Cell]:
 
 
 def name_of(settings: Settings) -> str:
-    """A cell's name, such as `name=grpo,lr=0.0001`; a long one is shortened and ends with a digest."""
+    """A cell's name, such as `name=grpo,lr=0.0001`; a long name is shortened and ends with a digest."""
     words = [f"{key.rpartition('.')[2]}={text_of(value)}" for key, value in sorted(settings.items())]
     name = re.sub(r"[^\w.,=+-]", "_", ",".join(words))
     if len(name) <= LONGEST_NAME:
@@ -126,7 +127,8 @@ def text_of(value: Any) -> str:
 
 
 def applied(base: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
-    """The tables of a recipe with the settings in place; a new objective's name drops the old one's keys."""
+    """The tables of a recipe with the settings in place; another objective's name drops the keys of the objective
+    before."""
     table = {name: dict(section) if isinstance(section, dict) else section for name, section in base.items()}
     if "objective.name" in settings:
         table["objective"] = {}

@@ -55,8 +55,8 @@ from mugrpo_megatron.weights.sync import WeightSync
 def run_sweep(sweep: Sweep, origin: Origin, problems: Problems | None) -> int:
     """Run every cell that is not finished, then show and write the table and the page. Every rank runs this.
 
-    Returns 1 when a cell failed: it is named, the others go on, and the next call tries it again. Raises Stopped, with
-    the cell that was asked to stop saved.
+    Returns 1 when a cell failed: the cell is named, the other cells run, and the next call tries it again. Raises
+    Stopped, with the cell that was asked to stop saved.
     """
     failed = 0
     with open_sweep(sweep.cells[0].recipe, sweep.out / "logs", problems) as context:
@@ -77,7 +77,7 @@ def run_sweep(sweep: Sweep, origin: Origin, problems: Problems | None) -> int:
 
 
 def _run_cell(context: SweepContext, sweep: Sweep, cell: Cell) -> bool:
-    """Run one cell to its end; whether it finished.
+    """Run one cell to its end; returns whether it finished.
 
     A failure of the updates is the same on every rank, so the other cells can go on. Any other failure ends the sweep
     where other ranks would wait for the one that failed.
