@@ -145,7 +145,8 @@ _Blocks = Mapping[tuple[str, tuple[int, ...]], _StorageInfo]
 
 
 def _tensors(metadata: Any) -> Iterator[tuple[str, StoredTensor]]:
-    """Yields the tensors of an unpickled index; raises ValueError or any other exception if it is not one."""
+    """Yields the tensors of an unpickled index; raises ValueError or any other exception if `metadata` is not an
+    index."""
     if not isinstance(metadata, Metadata):
         raise ValueError("the index holds no metadata")
     blocks = {
@@ -188,7 +189,7 @@ def _numbers(size: Any) -> tuple[int, ...]:
 
 
 def _checked(numbers: Sequence[Any]) -> tuple[int, ...]:
-    """Returns the numbers; ValueError if one is no integer, negative, or 2^63 or more."""
+    """Returns the numbers; ValueError unless all are integers from 0 to 2^63 - 1."""
     if any(type(number) is not int or not 0 <= number < 2**63 for number in numbers):
         raise ValueError("a tensor's shape or place is not a list of whole numbers from 0")
     return tuple(numbers)

@@ -63,7 +63,7 @@ class _Gradients:
     hidden: Tensor
     """[T, H] in the type of the hidden states."""
     weight: Tensor | None
-    """float32 [V / tp, H]; None for a weight that is not trained."""
+    """float32 [V / tp, H]: gradient of the output weight; None if the weight is not trained."""
     scale: float
     """Factor of both gradients: the loss scale."""
 
@@ -187,7 +187,7 @@ def _gradient(
     entropy_term: EntropyTerm | None,
     gradients: _Gradients,
 ) -> Tensor:
-    """Gradient of a chunk's hidden states; the weight's is added to its buffer."""
+    """Returns the gradient of a chunk's hidden states; the gradient of the weight is added to its buffer."""
     # float16's loss scale enters before the GEMMs, as it would through backward: afterwards small gradients are 0.
     scale = gradients.scale
     entropy_term = entropy_term and replace(entropy_term, d_entropy=entropy_term.d_entropy * scale)

@@ -23,7 +23,7 @@ class HeadLayout:
     """Sharding of an output layer over ranks, and settings of its logits."""
 
     vocab_size: int
-    """Tokens of the vocabulary; rows of the weight beyond it are padding and are ignored."""
+    """Number of tokens in the vocabulary; later rows of the weight are padding and are ignored."""
     temperature: float = 1.0
     """The temperature that logits are divided by."""
     tp_group: dist.ProcessGroup | None = None
@@ -47,7 +47,7 @@ class Head:
     scale: float
     """Factor of the logits: the inverse temperature."""
     tp_group: dist.ProcessGroup | None
-    """Ranks that shard the vocabulary; None is one."""
+    """Ranks that shard the vocabulary; None stands for a single rank."""
     rows: ModuleType
     """The back end: `torch_ops` or `triton_ops`."""
     logits: Tensor

@@ -54,11 +54,11 @@ class Packing(PackedSeqParams):
 
     qkv_format: str = "sbhd"
     rotation: tuple[torch.Tensor, torch.Tensor] | None = None
-    """cos and sin [tokens, 1, d / 2] of every row's rotary angles, set by the model; None rotates nothing."""
+    """cos and sin [tokens, 1, d / 2] of every row's rotary angles, set by the model; with None nothing is rotated."""
     split: ContextSplit | None = None
-    """This rank's rows under context parallelism; None without it."""
+    """This rank's rows under context parallelism; None without context parallelism."""
     lengths: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    """int [n], on the host: tokens of each segment."""
+    """int [n], on the host: number of tokens in each segment."""
 
     @cached_property
     def padding(self) -> Padding:

@@ -82,13 +82,13 @@ class ContextSplit:
     queries: list[int]
     """[P] rows of each span, in the order of the rank's rows."""
     keys: list[int]
-    """[P] rows that each span attends to: its segment from the start to the span's end."""
+    """[P]: number of rows that each span attends to, from its segment's start to the span's end."""
     key_rows: torch.Tensor
     """int64 [sum of keys]: their rows in the gathered row, which is ordered by rank."""
     cu_queries: torch.Tensor
-    """int32 [P + 1]: where each span's queries start, and the end of the last."""
+    """int32 [P + 1]: where each span's queries start, and where the last span's end."""
     cu_keys: torch.Tensor
-    """int32 [P + 1]: where each span's keys start, and the end of the last."""
+    """int32 [P + 1]: where each span's keys start, and where the last span's end."""
 
 
 def local_rows(length: int, rank: int, size: int) -> np.ndarray:

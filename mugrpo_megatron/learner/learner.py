@@ -55,7 +55,7 @@ class Learner:
     adapters: Adapters | None = None
     """Adapters that train instead of the weights, if there are any."""
     updates_done: int = 0
-    """Updates taken, including skipped ones; sets the learning rate."""
+    """Number of updates taken, skipped updates included; it determines the learning rate."""
     steps_done: int = 0
     """Optimizer steps: `updates_done` minus the updates skipped for a non-finite gradient."""
     skipped_in_a_row: int = 0

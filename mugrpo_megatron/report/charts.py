@@ -1,4 +1,4 @@
-"""Every chart of a run's page as one table: its curves, its looks and its explanation."""
+"""The table of all charts on a run's page: the curves, looks and explanation of each."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class ChartData:
 
 @dataclass(frozen=True, slots=True)
 class ChartSpec:
-    """One row of the table: a chart before a run has filled it."""
+    """A row of TABLE: the description of a chart, without a run's values."""
 
     section: str
     id: str

@@ -48,7 +48,7 @@ class StageResponses:
     groups: np.ndarray
     """int64 [N]: number of each response's group."""
     lengths: np.ndarray
-    """int64: tokens of each response of some updates."""
+    """int64: number of tokens of each response of some updates."""
     examples: list[Example]
     unparsed: float | None = None
     """Fraction of those responses in which the verifier found no answer; None if the stage does not record it."""
@@ -56,7 +56,7 @@ class StageResponses:
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """Everything besides metrics; fields are empty for a run without it."""
+    """What a run's page shows besides metrics; a field is empty for a run that has nothing of the kind."""
 
     stages: Mapping[int, StageResponses] = field(default_factory=dict)
     probes: Mapping[int, Probe] = field(default_factory=dict)
@@ -139,7 +139,7 @@ def _named(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _examples(file: pq.ParquetFile, run_dir: Path, recipe: Mapping[str, Any]) -> list[Example]:
-    """The best and the worst response of the first groups whose rewards differ, else of the first ones."""
+    """The best and the worst response of the first groups whose rewards differ, else of the first groups."""
     if "text" not in file.schema_arrow.names or not file.num_row_groups:
         return []
     names = ("group", "problem", "reward", "finish_reason", "text", "gold", "extracted", "why", "components")

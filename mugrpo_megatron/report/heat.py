@@ -24,7 +24,7 @@ OTHERS = "."
 MOST_STAGES, EACH = 4, 3
 """Most stages in the heat map, and most responses of each stage."""
 WINDOW = 128
-"""Tokens of a response that are shown: all of a short one, else those around the first trigger."""
+"""Most tokens of a response that are shown; of a longer response, those around its first trigger."""
 PIECE = 24
 """Most characters of a token's text that are shown."""
 

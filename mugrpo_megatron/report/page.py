@@ -35,7 +35,7 @@ from mugrpo_megatron.terminal import visible
 
 FILE_NAME = "report.html"
 BRAND = "mu-GRPO run report"
-"""Text of every page; a file without it is not replaced."""
+"""Text that marks a page as a report; a file without this text is not replaced."""
 SCRIPTS = ("chart.js", "panel.js", "timeline.js", "heat.js", "report.js")
 """The page's scripts; each needs those before it."""
 

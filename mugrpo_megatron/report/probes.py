@@ -45,7 +45,8 @@ class ProbedResponse:
         return self.probe.advantage < 0
 
     def at(self, age: int) -> np.ndarray | None:
-        """Log-ratios of the trained tokens at an age, float32 [tokens]; None unless probed at it."""
+        """Log-ratios of the trained tokens at an age, float32 [tokens]; None unless the response was probed at that
+        age."""
         return self.log_ratio[self.ages.index(age)][self.trained] if age in self.ages else None
 
 
@@ -100,7 +101,7 @@ def ages_of_probes(responses: Sequence[ProbedResponse]) -> list[int]:
 
 
 def trigger_axes(responses: Sequence[ProbedResponse]) -> dict[str, list[int]]:
-    """Axis of each threshold's points: the lengths of the responses in which it finds a trigger."""
+    """Axis of each threshold's points: the lengths of the responses in which the threshold finds a trigger."""
     return {f"trigger_{name}": [length for length, _ in points] for name, points in _firsts(responses).items()}
 
 
@@ -154,7 +155,8 @@ def _quantile(
 
 
 def _firsts(responses: Sequence[ProbedResponse]) -> dict[str, list[tuple[int, int]]]:
-    """Threshold -> (length, position of the first token below it) of each negative response that has one, by length."""
+    """Threshold -> (length, position of the first token below it) of each negative response that has such a token, by
+    length."""
     firsts: dict[str, list[tuple[int, int]]] = {}
     for name in THRESHOLDS:
         points = [

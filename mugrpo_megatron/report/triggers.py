@@ -16,7 +16,7 @@ from mugrpo_megatron.report.curves import Series, over_updates, ramp
 
 PREFIX = "trigger_tokens_"
 PAPER_RATIO = 1e-4
-"""The threshold of the paper's illustration, for recipes without one."""
+"""The threshold of the paper's illustration, for recipes without a threshold."""
 
 SCOPES: dict[str, str] = {
     "none": "∅",

@@ -197,7 +197,7 @@ class GaveUp(Exception):
 
 @dataclass(slots=True)
 class Caller:
-    """A user's function; raises Unsupported for one that cannot be called."""
+    """A user's function; raises Unsupported for a function that cannot be called."""
 
     function: Callable[..., Any]
     name: str
@@ -218,7 +218,8 @@ class Caller:
         return needs._replace(responses=ASYNC_RESPONSES) if self.is_async and not self.form.takes_lists else needs
 
     def __call__(self, items: Sequence[ScoringInput]) -> list[Verdict | BaseException]:
-        """A verdict on each item, or the function's exception for it; re-raises an exception for all of them."""
+        """A verdict on each item, or the function's exception for that item; an exception that concerns all items is
+        raised again."""
         # The responses of a group share one row object, and a function may change what it gets: each gets a copy.
         items = [
             replace(item, row=deepcopy(item.row), prompt=deepcopy(item.prompt), gold=deepcopy(item.gold))

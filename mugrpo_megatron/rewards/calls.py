@@ -48,7 +48,7 @@ class Call:
 
     items: Sequence[ScoringInput]
     sinks: list[tuple[VerdictSink, int]]
-    """(sink, index) of the verdict on each item; a single item's verdict goes to all of them."""
+    """(sink, index) of the verdict on each item; the verdict of a single item goes to all sinks."""
     crashes: int = 0
     """Number of workers that died on this call, or on a batch whose first call it was."""
 
@@ -79,7 +79,7 @@ class WorkerProcess:
     """A worker and its guard."""
 
     process: subprocess.Popen[bytes]
-    """The guard; it ends when the worker does, with the worker's exit code."""
+    """The guard's process, which ends with the worker and has the worker's exit code."""
     connection: Connection
 
     def send(self, message: bytes) -> None:
@@ -158,7 +158,7 @@ class Worker:
     deadline: float
     """Monotonic time at which it is late, unless it is in `overtime`."""
     overtime: Overtime | None = None
-    """What its call may take beyond the limit; None before the deadline."""
+    """What the worker's call may take beyond its limit; None before the deadline."""
     ready: bool = False
     finished_calls: int = 0
     batch: deque[Call] = field(default_factory=deque)

@@ -29,7 +29,7 @@ from mugrpo_megatron.rewards.items import Needs, ScoringInput, Verdict
 from mugrpo_megatron.rewards.math.literal import match_literally
 
 START_TIMEOUT_S = 600.0
-"""Most seconds of a worker's start, and of reading a batch; neither counts as its function's time."""
+"""Most seconds of a worker's start, and of reading a batch; this time does not count as the function's."""
 CACHE_ENTRIES = 16_384
 
 Comparison = tuple[str, str]

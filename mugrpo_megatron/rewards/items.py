@@ -49,7 +49,7 @@ class ScoringInput:
 
 
 class Needs(NamedTuple):
-    """Arguments that a worker's function uses, as the worker reports them; others are not sent."""
+    """Arguments that a worker's function uses, as the worker reports them; other arguments are not sent."""
 
     responses: int = 1
     """Most responses that one call of the function may have."""

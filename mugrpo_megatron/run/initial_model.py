@@ -1,4 +1,5 @@
-"""The model that a run starts from: a directory, or a download from the hub; every resume gets the same one."""
+"""The model that a run starts from: a directory, or a download from the hub; a run gets the same model every time it
+resumes."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ def with_model(
     run_dir: Path | None = None,
     cached: bool = False,
 ) -> Recipe:
-    """The recipe with its model on this machine; one that names a directory is returned as it is.
+    """The recipe with its model on this machine; a recipe that names a directory is returned as it is.
 
     A run in `run_dir` gets the commit that it began with. Raises UserError when the model cannot be downloaded, or with
     `cached` when it is not in the hub's cache.
@@ -45,7 +46,7 @@ def with_cached_model(recipe: Recipe, run_dir: Path | None = None) -> Recipe:
 
 
 def hub_model(model: ModelSection) -> HubModel | None:
-    """Name and commit of a model of the hub, once it is on this machine; None for a directory."""
+    """Name and commit of a model of the hub, once it is on this machine; None if `model.path` is a directory."""
     return HubModel(str(model.path), model.commit) if model.commit else None
 
 

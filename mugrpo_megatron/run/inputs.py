@@ -90,7 +90,7 @@ def user_files(recipe: Recipe) -> dict[str, str]:
 
 
 def file_sum(path: Path | None) -> str:
-    """SHA-256 of a file; empty without one, and for one that cannot be read."""
+    """SHA-256 of a file; empty if `path` is None or the file cannot be read."""
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest() if path else ""
     except (OSError, ValueError):

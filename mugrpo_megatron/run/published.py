@@ -40,7 +40,7 @@ class Published:
     hidden: list[str]
     """Recipe keys, `section.key`, whose paths were cut to their last part."""
     logprobs: bool = True
-    """Whether its responses have behaviour log-probabilities; imported ones may not."""
+    """Whether the stage's responses have behaviour log-probabilities; imported responses may have none."""
 
 
 def read_published(directory: Path) -> Published | None:
@@ -73,7 +73,7 @@ def check_start(published: Published, model: ModelSection) -> None:
 
 
 def have_logprobs(store: StageStore) -> bool:
-    """Whether a stage's responses have the engine's log-probabilities; imported ones may not."""
+    """Whether a stage's responses have the engine's log-probabilities; imported responses may have none."""
     # A stage has logprobs for all of its responses or for none: one update is enough to know.
     return not any(np.isnan(sample.engine_logprobs).any() for sample in store.read_update(0))
 
@@ -89,7 +89,7 @@ def check_logprobs(store: StageStore, rollout: RolloutSection, objective: Object
 
 
 def weight_sums(model: Path) -> dict[str, str]:
-    """SHA-256 of each safetensors file of a model directory; UserError without one."""
+    """SHA-256 of each safetensors file of a model directory; UserError if it has no such file."""
     if not model.is_dir():
         raise UserError(
             f"model.path = {model} is not a directory, looked up from {Path.cwd()}: run this where the run was started"

@@ -38,7 +38,7 @@ RUN_FILES = (
     "ref",
     "auxiliary",
 )
-"""Files that a run replaces or continues: a directory that has one, but no record, is not a run's."""
+"""Files that a run replaces or continues: a directory that has such a file but no record is not a run's."""
 
 
 @dataclass(frozen=True, slots=True)

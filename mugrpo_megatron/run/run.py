@@ -53,7 +53,7 @@ class Run:
 
     @property
     def evaluates_every(self) -> int:
-        """Updates between two evaluations inside a stage; 0 for none, and without engines."""
+        """Updates between two evaluations inside a stage; 0 if there are no such evaluations, and without engines."""
         return self.recipe.eval.every_updates if self.world.engines else 0
 
     def stage_store(self, cursor: Cursor, writer: int = 0) -> StageStore:

@@ -142,7 +142,7 @@ class TableColumn(Column):
 
     @property
     def weights(self) -> str | None:
-        """The fingerprint of the checkpoint that computed it; None if unknown."""
+        """The fingerprint of the checkpoint that computed the column; None if it is unknown."""
         try:
             return str(read_checksummed_json(self.index, self.name, format=FORMAT)["weights"])
         except (OSError, ValueError, KeyError):

@@ -228,7 +228,7 @@ def verify(path: Path, span: Span, remedy: str) -> None:
 
 
 def intact(directory: Path, shards: list[StageShard]) -> list[StageShard]:
-    """The shards whose bytes match the manifest; the others are logged."""
+    """The shards whose bytes match the manifest; other shards are logged."""
     intact = []
     for shard in shards:
         try:

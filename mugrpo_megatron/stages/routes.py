@@ -86,7 +86,7 @@ class StoredRoutes:
     remedy: str
 
     def read(self, layers: Sequence[int]) -> np.ndarray:
-        """uint8 or uint16 [len(layers), tokens, k]; UserError when its bytes are damaged."""
+        """Returns the experts, uint8 or uint16 [len(layers), tokens, k]; UserError when their bytes are damaged."""
         size, kind = self.tokens * self.shape.token, np.dtype(f"<u{self.shape.width}")
         experts = np.empty((len(layers), self.tokens, self.shape.topk), dtype=kind)
         with self.path.open("rb", buffering=0) as file:

@@ -74,7 +74,8 @@ from mugrpo_megatron.stages.schema import (
 )
 
 ROW_GROUPS_IN_MEMORY = 32
-"""Decoded row groups that sealing keeps: an update's groups finish at different times, so several hold them."""
+"""Decoded row groups that sealing keeps: an update's groups finish at different times, so several row groups hold its
+rows."""
 VISIBLE_SECONDS = 20.0
 """Longest delay until a shared file system shows one node what another has written."""
 REMEDY = "restore it from a copy, or remove the stage's directory to generate the stage again"
@@ -95,7 +96,7 @@ def becomes_visible(condition: Callable[[], bool]) -> bool:
 
 
 def usable_shards(directory: Path, shards: list[StageShard], groups: set[int]) -> list[StageShard]:
-    """The intact shards; UserError when a damaged shard holds a group that no intact one holds."""
+    """The intact shards; UserError when a damaged shard holds a group that no intact shard holds."""
     usable = intact(directory, shards)
     lost = groups.difference(*(shard.groups for shard in usable))
     for shard in shards:
@@ -166,7 +167,7 @@ class StageStore:
         self._manifest: Manifest | None = None
         """Set once this store writes: from then on only this store changes its writer's manifest."""
         self._sealed_file: SealedFile | None = None
-        """Set once the stage was found sealed: it never changes again."""
+        """Set once the stage was found sealed, after which the stage never changes again."""
         self._layout: pq.FileMetaData | None = None
         self._rewards: tuple[np.ndarray, np.ndarray] | None = None
 

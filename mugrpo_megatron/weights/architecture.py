@@ -66,7 +66,7 @@ class Delta:
     kernel: int
     """Number of tokens that the causal convolution sees."""
     linear_layers: tuple[bool, ...]
-    """For each layer, whether it has a gated delta network; the others have attention."""
+    """For each layer, whether it has a gated delta network; all other layers have attention."""
 
     @property
     def keys(self) -> int:
@@ -90,7 +90,8 @@ class Delta:
 
 
 def stage_layers(layers: int, stages: int) -> list[int]:
-    """Layers of each pipeline stage, in order; if they do not divide, the first stages have one more."""
+    """Number of layers of each pipeline stage, in order; the first stages have one more if the number does not
+    divide."""
     # The first stages get the additional layers, because the last stage also has the output layer and the loss.
     base, remainder = divmod(layers, stages)
     return [base + (stage < remainder) for stage in range(stages)]

@@ -111,7 +111,7 @@ class BucketPlan:
 
 
 def build_plan(chunks: Sequence[torch.nn.Module], architecture: Architecture, bucket_bytes: int) -> BucketPlan:
-    """Plan buckets of at most `bucket_bytes`; a larger parameter gets its own bucket. Collective.
+    """Plan buckets of at most `bucket_bytes`; a parameter larger than that gets its own bucket. Collective.
 
     Raises RuntimeError when the ranks' plans differ, because their models do.
     """

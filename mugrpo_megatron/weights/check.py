@@ -167,7 +167,8 @@ def _difference(expected: list[TensorChecksums], engine_sums: list[TensorChecksu
 
 
 def engine_name(hf_name: str, architecture: Architecture) -> str:
-    """The engine's parameter that holds a Hugging Face tensor; a fused one is a concatenation of several."""
+    """The engine's parameter that holds a Hugging Face tensor; a fused parameter is a concatenation of several
+    tensors."""
     latent = architecture.latent
     if latent and ".self_attn." in hf_name:
         return COMPRESSED[0].sub(COMPRESSED[1], hf_name) if latent.query else hf_name

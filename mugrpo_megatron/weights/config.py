@@ -461,8 +461,8 @@ OTHER_KINDS = {
 
 
 def _one_rope(fields: Fields) -> dict[str, Any]:
-    """The rope parameters, which stand in a file under one of two names; UserError if it has both with different
-    values."""
+    """The rope parameters, which stand in a file under one of two names; UserError if the file has both names with
+    different values."""
     scaling, parameters = dict(fields.take("rope_scaling", {})), dict(fields.take("rope_parameters", {}))
     if scaling and parameters and scaling != parameters:
         raise fields.error(

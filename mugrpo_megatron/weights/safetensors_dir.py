@@ -128,7 +128,8 @@ def _ignored(name: str, architecture: Architecture) -> bool:
 
 
 def scan(directory: Path, needed: Callable[[str], bool]) -> HFCheckpoint:
-    """Find every tensor, from the headers; an index, if present, must agree about those needed."""
+    """Find every tensor, from the headers; an index, if present, must agree with the headers about the needed
+    tensors."""
     index_path = directory / INDEX
     indexed: dict[str, str] | None = None
     if index_path.is_file():

@@ -137,7 +137,7 @@ class Judge:
         return store.read_update(update, with_text=True)
 
     def prompts(self, samples: Sequence[Sample]) -> dict[int, Prompt]:
-        """Prompts by the sample's index in the update; a question that is too long has none."""
+        """Prompts by the sample's index in the update; samples whose question is too long are left out."""
         questions = {index: self._question(sample) for index, sample in enumerate(samples)}
         return {
             index: Prompt(index, Problem(samples[index].problem, "", ""), ids)
@@ -163,7 +163,7 @@ class Judge:
 
     @contextmanager
     def _errors_on(self, sample: Sample, template: str) -> Iterator[None]:
-        """Turn any error of the template in the block into UserError; its time and its memory are limited."""
+        """Turn any error of the template in the block into UserError; the template's time and memory are limited."""
         try:
             with template_clock():
                 yield
@@ -191,7 +191,7 @@ class Judge:
         return pa.Table.from_pylist(rows, schema=self.column.schema)
 
     def metrics(self, store: StageStore) -> dict[str, float]:
-        """The mean score and the number of responses without one."""
+        """The mean score, and the number of responses without a score."""
         scores = np.concatenate([self.column.read(update) for update in range(store.updates)])
         unparsed = np.isnan(scores)
         mean = {} if unparsed.all() else {f"reward/{self._name}": float(scores[~unparsed].mean())}

@@ -50,7 +50,7 @@ def score_stage(run: Run, learner: Learner, store: StageStore, cursor: Cursor) -
 
 @contextmanager
 def _stage_lock(run: Run, cursor: Cursor) -> Iterator[None]:
-    """Keep processes without a learner from scoring the stage; waits for those that do. Collective."""
+    """Keep processes without a learner from scoring the stage; waits for processes that score it now. Collective."""
     with ExitStack() as stack:
         if run.is_main:
             path = run.directory.stage_lock(cursor.stage)

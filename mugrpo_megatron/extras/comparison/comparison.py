@@ -25,7 +25,7 @@ from mugrpo_megatron.report.page import PageSection, is_page, render
 from mugrpo_megatron.report.tables import flat_settings, setting_text
 
 BRAND = "mu-GRPO comparison"
-"""Text of every such page; a file without it is not replaced."""
+"""Text that marks a page as a comparison; a file without this text is not replaced."""
 COLORS = ("blue", "orange", "teal", "violet", "red", "yellow", "magenta", "grey")
 """Colours of the runs; with more runs they repeat."""
 LEFT_OUT = {"run.dir"}
@@ -154,7 +154,8 @@ def _warnings(runs: Sequence[RunData]) -> Iterable[str]:
 
 
 def _contents(runs: Sequence[RunData], file: str, content: str, section: str) -> set[str]:
-    """Distinct records of the runs' training problems or reward functions, as JSON; runs without one are left out."""
+    """Distinct records of the runs' training problems or reward functions, as JSON; runs without such a record are left
+    out."""
     records = set()
     for run in runs:
         with suppress(OSError, ValueError, AttributeError):
@@ -249,7 +250,7 @@ def _table(runs: Sequence[RunData], labels: Sequence[str]) -> dict[str, Any]:
 
 
 def _settings(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Every setting by `section.key`; one that the run's version did not have gets its default."""
+    """Every setting by `section.key`; a setting that the run's version did not have gets its default."""
     return _defaults() | dict(flat_settings(recipe))
 
 

@@ -30,7 +30,7 @@ TITLE = "Equal time"
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """The runs at equal seconds and at equal updates; the first is what the others are compared with."""
+    """The runs at equal seconds and at equal updates; the other runs are compared with the first run."""
 
     seconds: Sequence[Curve]
     updates: Sequence[Curve]
@@ -132,7 +132,7 @@ def _sentence(ends: Ends, labels: Sequence[str]) -> str:
 
 
 def _gaps(ends: Ends, number: int) -> tuple[Estimate, Estimate]:
-    """The run's differences from the first one, at equal time and at equal updates."""
+    """The run's differences from the first run, at equal time and at equal updates."""
     return (
         difference(ends.seconds[number], ends.until, ends.seconds[0], ends.until),
         difference(ends.updates[number], ends.after, ends.updates[0], ends.after),

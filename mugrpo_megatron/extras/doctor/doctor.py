@@ -39,7 +39,7 @@ SETUP_CUDA = f"{SETUP} --cuda" if IN_CHECKOUT else 'pip install "mugrpo-megatron
 FIX = SETUP if IN_CHECKOUT else "mugrpo doctor --fix"
 """Commands that install what is missing: a checkout has the script, a wheel has pip and this command."""
 MARKS = {"ok": ("✓", "green"), "absent": ("·", "dim"), "broken": ("!", "yellow")}
-"""State of a component -> its mark and colour; a missing one that training needs has a red cross instead."""
+"""State of a component -> its mark and colour; a missing component that training needs has a red cross instead."""
 WIDTHS = (1, 18, 25, 33)
 """Widths of the columns mark, name, detail and use; with a space between them they fill 80."""
 IMPORT_ALL = """

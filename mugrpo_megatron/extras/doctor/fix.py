@@ -40,7 +40,8 @@ FAKE = re.compile(r"^@torch\.library\.register_fake\(.*\)\n", re.MULTILINE)
 
 
 def fix(say: Say = print) -> None:
-    """Install SGLang and torchvision beside a CPU's torch, and make torchvision importable; nothing where both work.
+    """Install SGLang and torchvision beside a CPU's torch, and make torchvision importable; does nothing where both
+    work.
 
     Raises UserError where the packages cannot be had, and beside a torch for CUDA without them: there they are plain
     requirements.

@@ -140,7 +140,8 @@ def begin(recipe: Recipe, problems: Problems) -> NextStage:
 
 
 def mark_shard(shard: GenerationShard, stage: NextStage, problems: Problems) -> None:
-    """Record the shard's weights and problems; raise UserError when it was begun with others."""
+    """Record the shard's weights and problems; raise UserError when the shard was begun with other weights or
+    problems."""
     path = stage.directory / f"shard-{shard.writer:04d}.json"
     digest = sha256(repr(sorted(problems_fingerprint(problems)["train"].items())).encode()).hexdigest()
     mark = {"shard": asdict(shard), "weights": fingerprint(stage.weights), "problems": digest}

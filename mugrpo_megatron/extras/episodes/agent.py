@@ -43,7 +43,7 @@ ANSWER_BYTES = 4096
 """Most bytes of an answer of the launcher."""
 ERROR_CHARS = 200
 ENDING_S = 10.0
-"""Seconds that a program has to write its result once a limit has ended its session; then it is killed."""
+"""Seconds that a program has to write its result once a limit has ended its session, before it is killed."""
 MOST_STARTS = 64
 """Most lines, from the end of the output, at which a result of several lines may begin."""
 
@@ -195,7 +195,7 @@ def _result(output: Path) -> dict[str, Any]:
 
 
 def _said(text: str, is_whole: bool) -> dict[str, Any]:
-    """The JSON object that an output ends with, on one line or several; empty without one.
+    """The JSON object that an output ends with, on one line or several; an empty object if there is none.
 
     Raises ValueError for an end that looks like one and cannot be read. `is_whole`: the text is the whole output.
     """

@@ -40,7 +40,7 @@ RENDER_S, PARSE_S = 1.0, 0.5
 MOST_CALLS = 128
 """Most calls of a response: SGLang's parsers search the rest of the text for the end of each."""
 MOST_RENDERED = 2 * MOST_BYTES
-"""Most bytes that a template makes of a request: it may escape its texts, or write them twice."""
+"""Most bytes to which a template may render a request; templates may escape texts, or write them twice."""
 RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
 """Names of arguments of `apply_chat_template` that are not arguments of the template itself."""
 

@@ -121,7 +121,7 @@ def _trl_form(factory: Callable[[], Any], name: str) -> EpisodeFunction:
 
 
 def _accepted_columns(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Columns that a function accepts: all of them, or those that it names."""
+    """The columns that a function accepts: all columns if it takes any keyword, else those that are its parameters."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(columns)

@@ -163,7 +163,7 @@ class Endpoint:
         await send({"type": "http.response.body", "body": as_text(body).encode()})
 
     async def _answer(self, scope: dict[str, Any], receive: Any) -> dict[str, Any] | str:
-        """The body of the answer: JSON, or the text of an event stream if the request asks for one."""
+        """The body of the answer: JSON, or the text of an event stream if the request asks for a stream."""
         session = self._session(scope)
         method, path = scope["method"], scope["path"].split("/", 3)[3]
         known = {"v1/models": "GET", f"v1/models/{MODEL}": "GET", "v1/chat/completions": "POST"}
@@ -375,7 +375,7 @@ def _short(value: Any) -> str:
 
 
 def completion(answer: Mapping[str, Any], body: Mapping[str, Any], session: Session) -> dict[str, Any] | str:
-    """The answer as OpenAI's completion, or as the stream of one."""
+    """The answer in the form of OpenAI's chat completion, or of a streamed completion."""
     said, calls = answer["message"], []
     said = one_call_of(said) if body.get("parallel_tool_calls") is False else said
     for call in said.get("tool_calls", ()):

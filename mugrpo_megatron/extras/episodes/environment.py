@@ -26,5 +26,6 @@ def secrets_in(environment: Mapping[str, str], named: Collection[str] = ()) -> l
 
 
 def program_path(environment: Mapping[str, str]) -> str:
-    """The program's PATH: the folder of this run's interpreter first, so that `python` is the one with its packages."""
+    """The program's PATH: the folder of this run's interpreter first, so that `python` is this interpreter, with its
+    packages."""
     return os.pathsep.join([os.path.dirname(os.path.abspath(sys.executable)), environment.get("PATH", os.defpath)])

@@ -47,7 +47,8 @@ LOST = "lost"
 RETRIES = 1
 """Number of times that a failed episode is begun again, before it is dropped from its group."""
 BYTES_A_TOKEN = 64
-"""Most bytes of a request for each token of the context: a longer one is not rendered, since it cannot fit."""
+"""Most bytes of a request for each token of the context: a longer request cannot fit into the context and is not
+rendered."""
 TURNS, TOKENS = "episodes.turns", "rollout.max_response_tokens"
 CUT: dict[str, Any] = {"reward": None, "why": "", "parts": {}, "cut": True}
 """Result of an episode that a limit has ended."""
@@ -194,7 +195,8 @@ class Episodes:
 
     @contextmanager
     def _errors_of(self, process: EpisodeProcess, episode: Attempt, message: Mapping[str, Any]) -> Iterator[None]:
-        """Fail the episode on any error in the block: templates, parsers and tokenizers may trip over its texts.
+        """Fail the episode on any error in the block: templates, parsers and tokenizers may fail on the episode's
+        texts.
 
         A program reads the error as the answer to its request instead, and may go on.
         """
@@ -376,7 +378,7 @@ class Episodes:
         self._finished += 1
 
     def _fail(self, episode: Attempt, why: str) -> None:
-        """Begin a failed episode again, or drop it; one that a limit has ended is scored as it is."""
+        """Begin a failed episode again, or drop it; an episode that a limit has ended is scored as it is."""
         if episode.limit and any(trajectory.turns for trajectory in episode.trajectories):
             self._finish(episode, CUT)
             return

@@ -28,14 +28,14 @@ be silent for seconds."""
 READ_S = 0.5
 """Longest seconds for which messages of one process are read, before the engine and other processes get their turn."""
 ENDING_S = 1.0
-"""Seconds that a cancelled episode has to end; after that its process gets no new episodes."""
+"""Seconds that a cancelled episode has to end; if it does not, its process gets no new episodes."""
 
 
 @dataclass(slots=True)
 class Group:
     prompt: Prompt
     responses: list[list[Response]]
-    """Responses of each episode, empty while it runs; the first of them is scored for all."""
+    """Responses of each episode, empty while the episode runs; the verifier's score of the first is that of all."""
     failed: int = 0
     """Number of episodes that failed and are not begun again."""
 
@@ -50,10 +50,10 @@ class Attempt:
     """Index of the response in its group."""
     retries: int = 0
     alone: bool = False
-    """Whether the episode runs in a process of its own, because a process died that ran it beside others: if it dies
-    again, this episode is the cause."""
+    """Whether the episode runs in a process of its own, because a process that ran it beside other episodes died: if
+    this process dies too, the episode is the cause."""
     trajectories: list[Trajectory] = field(default_factory=list)
-    """The episode's responses so far; the last one has the latest answer."""
+    """The episode's responses so far; the model's latest answer is part of the last response."""
     asked: int = 0
     """Number of requests that it has made to the engine."""
     in_engine: int = 0
@@ -86,7 +86,7 @@ class EpisodeProcess:
         threading.Thread(target=self._write, daemon=True).start()
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message and return at once; that the process is dead is noticed when it is read."""
+        """Send a message and return at once; a dead process is noticed when the next message from it is read."""
         self.outbox.put(json.dumps(message).encode())
 
     def _write(self) -> None:

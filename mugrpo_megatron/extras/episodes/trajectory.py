@@ -42,9 +42,9 @@ class Trajectory:
     busy: bool = False
     """Whether the engine is working on a request that continues this response."""
     prompt: list[int] = field(default_factory=list)
-    """Ids of the tokens before the first sampled one."""
+    """Ids of the tokens before the first sampled token."""
     ids: list[int] = field(default_factory=list)
-    """The response: sampled tokens, and between them those that tools or users gave."""
+    """Token ids of the response: sampled tokens, and between them tokens of the texts of tools or users."""
     mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     support_ids: list[np.ndarray] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Trajectory:
 
     @property
     def context(self) -> list[int]:
-        """All tokens so far; the next request must begin with them."""
+        """Ids of all tokens so far, with which the next request must begin."""
         return self.prompt + self.ids
 
     @property
@@ -123,7 +123,7 @@ def continued(
     arguments: Mapping[str, Any],
     chat: Chat,
 ) -> tuple[Trajectory | None, list[int]]:
-    """The response that a chat request continues, None for a new one; and the request's token ids.
+    """The response that a chat request continues (None if it begins a new response), and the request's token ids.
 
     `row` and `arguments` are the row's and the request's own arguments for the chat template; the latter win.
     """

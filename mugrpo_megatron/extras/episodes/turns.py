@@ -31,7 +31,7 @@ class ProgramFailure(Exception):
 
 
 class Over(ValueError):
-    """Raised where an episode asks the model after its end: it has finished, or a limit has ended it."""
+    """Raised where an episode asks the model although the episode has finished or a limit has ended it."""
 
     def __init__(self, why: str, limit: str | None = None) -> None:
         """`limit` is the recipe key of the limit that was reached."""

@@ -207,7 +207,7 @@ _ONLY_CLOSED = re.compile(r"(?P<inside>(?:(?!</?(?:final_)?answer>).)+)</(?:fina
 
 
 def tagged_answers(text: str, connective: re.Pattern[str]) -> list[str]:
-    """Contents of the last group of `<answer>...</answer>`; empty without a tag.
+    """Contents of the last group of `<answer>...</answer>` tags; empty if there is no such tag.
 
     A stop string may cut the closing tag, and the prompt may hold the opening one. Pairs form a group when only a
     connective stands between them, as boxes do.

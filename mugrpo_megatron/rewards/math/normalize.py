@@ -18,7 +18,7 @@ _GREEK_LETTERS = {
     "Θ": "Theta", "Λ": "Lambda", "Ξ": "Xi", "Π": "Pi", "Σ": "Sigma", "Φ": "Phi", "Ψ": "Psi", "Ω": "Omega",
 }  # fmt: skip
 _VARIABLE = re.compile(r"(?<![\u0370-\u03ff\u1f00-\u1fff])[\u0370-\u03ff]{1,2}(?![\u0370-\u03ff\u1f00-\u1fff])")
-"""Matches one or two Greek letters; more of them are a word."""
+"""Matches one or two Greek letters; three or more are a word."""
 _ROOT = re.compile(r"(?P<sign>[√∛∜])\s*(?:\((?P<group>[^()]*)\)|(?P<plain>[0-9]+(?:\.[0-9]+)?|[A-Za-z]))")
 _DEGREES_OF_ROOTS = {"√": "", "∛": "[3]", "∜": "[4]"}
 _PLAIN = str.maketrans(
