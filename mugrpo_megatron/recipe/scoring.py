@@ -108,7 +108,7 @@ class RewardSection(Section):
     extract: Literal["auto", "boxed", "final", "last_number"] = "auto"
     """Extraction of the answer from a response; `auto`: `boxed` if `data.prompt_style` asks for a box, else `final`."""
     policy: Literal["strict", "lenient"] = "strict"
-    """`strict` refuses hedged answers and unfinished arithmetic; `lenient` accepts what math-verify accepts."""
+    """`strict` refuses hedged answers and unfinished arithmetic; `lenient` also accepts what math-verify accepts."""
     max_failure_share: float = Field(0.01, ge=0.0, le=1.0, json_schema_extra=changes("work"))
     """Fraction of responses (of at least 16) above which a user's failing function ends the run; 1 never does, for
     remote services."""

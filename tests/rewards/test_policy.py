@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mugrpo_megatron.rewards.math.compare import compare_answer
 from mugrpo_megatron.rewards.math.extract import answer_of
 from mugrpo_megatron.rewards.math.literal import literal_verdict
-from mugrpo_megatron.rewards.math.normalize import split_unit
+from mugrpo_megatron.rewards.math.units import split_unit
 from tests.rewards.labelled import labelled_cases
 
 DIGITS = st.integers(1, 10**6)

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mugrpo_megatron.rewards.math.normalize import money, split_unit
+from mugrpo_megatron.rewards.math.compare import Policy, compare_answer
+from mugrpo_megatron.rewards.math.units import money, split_unit
 from tests.rewards.verdicts import right
 
 WHOLE = st.integers(2, 999)
@@ -86,6 +87,81 @@ def test_what_changes_a_number_is_no_unit(words: str, value: int) -> None:
 def test_what_is_counted_is_no_difference(words: str, value: int) -> None:
     assert right(f"\\boxed{{{value} \\text{{ {words}}}}}", str(value))
     assert not right(f"\\boxed{{{value + 1} \\text{{ {words}}}}}", str(value))
+
+
+SYMBOLS = (
+    ("L", "liters"),
+    ("kW", "kilowatts"),
+    ("N", "newtons"),
+    ("V", "volts"),
+    ("A", "amperes"),
+    ("F", "farads"),
+    ("C", "coulombs"),
+    ("T", "tesla"),
+    ("K", "kelvin"),
+    ("Hz", "hertz"),
+    ("MPa", "megapascals"),
+    ("eV", "electronvolts"),
+    ("mol", "moles"),
+    ("ha", "hectares"),
+    ("ms", "milliseconds"),
+    ("dL", "deciliters"),
+)
+
+
+@pytest.mark.parametrize(("symbol", "word"), SYMBOLS)
+@pytest.mark.parametrize("policy", ["strict", "lenient"])
+def test_a_bare_symbol_is_the_unit_that_the_other_side_has(symbol: str, word: str, policy: Policy) -> None:
+    other, name = SYMBOLS[SYMBOLS.index((symbol, word)) - 1]
+    for bare, spelled in ((f"7 {symbol}", f"7 {word}"), (f"7{symbol}", f"7\\,\\mathrm{{{symbol}}}")):
+        assert compare_answer(bare, spelled, policy)[0] == compare_answer(spelled, bare, policy)[0] == 1.0
+        assert compare_answer(f"1{bare}", spelled, policy)[0] == 0.0
+    if policy == "strict":
+        assert compare_answer(f"7 {other}", f"7 {word}")[0] == 0.0
+        assert compare_answer(f"7\\text{{ {name}}}", f"7\\text{{ {symbol}}}")[0] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "equal"),
+    [
+        ("MW", "mW", False),
+        ("MJ", "mJ", False),
+        ("MPa", "kPa", False),
+        ("ms", "s", False),
+        ("J/mol", "kJ/mol", False),
+        ("A", "V", False),
+        ("mA", "A", False),
+        ("H", "F", False),
+        ("J/(mol K)", "J/mol/K", True),
+        ("A s", "C", True),
+        ("T m^2", "V s", True),
+        ("ms^{-1}", "m/s", True),
+        ("ms^{-2}", "m/s^2", True),
+        ("ms^{-1}", "m", False),
+    ],
+)
+def test_prefixes_and_units_made_of_units(one: str, other: str, equal: bool) -> None:
+    for left, gold in ((one, other), (other, one)):
+        assert right(f"7\\text{{ {left}}}", f"7\\text{{ {gold}}}") == equal
+
+
+@pytest.mark.parametrize(
+    ("sign", "power"),
+    [("‰", 3), ("\\text{‰}", 3), (" per mille", 3), ("\\text{ permille}", 3), ("‱", 4), ("\\text{ basis points}", 4)],
+)
+@given(WHOLE)
+@settings(max_examples=2)
+def test_parts_of_a_thousand_are_a_value(sign: str, power: int, value: int) -> None:
+    decimal, percent = f"{value / 10**power:.{power}f}", f"{value / 10 ** (power - 2):.{power - 2}f}\\%"
+    parts = f"\\boxed{{{value}{sign}}}"
+    for written in (decimal, percent, f"{value}{sign}"):
+        assert right(parts, written)
+        assert right(f"\\boxed{{{written}}}", f"{value}{sign}")
+    assert not right(parts, str(value))
+    assert not right(parts, f"{value}\\%")
+    if "text" not in sign:
+        assert right(f"The salinity of the lake is {value}{sign}.", decimal)
+        assert not right(f"The salinity of the lake is {value}{sign}.", str(value))
 
 
 @pytest.mark.parametrize(

@@ -8,17 +8,8 @@ from typing import Literal
 from mugrpo_megatron.rewards.math.gold import IN_BASE, Gold, left_side, name_of, read_gold, sides, without_name
 from mugrpo_megatron.rewards.math.literal import chosen_letter, chosen_letters, option_of, same_words
 from mugrpo_megatron.rewards.math.names import name_different_things
-from mugrpo_megatron.rewards.math.normalize import (
-    Unit,
-    encloses,
-    money,
-    normalize,
-    split_top,
-    split_unit,
-    units_differ,
-    unstyled,
-    without_words,
-)
+from mugrpo_megatron.rewards.math.normalize import encloses, normalize, split_top, unstyled, without_words
+from mugrpo_megatron.rewards.math.units import Unit, money, split_unit, units_differ, with_unit
 from mugrpo_megatron.rewards.math.values import (
     PLAIN_NUMBER,
     Number,
@@ -109,7 +100,6 @@ _DECIMAL_COMMA = re.compile(r"([+-]?[0-9]+),([0-9]{2})")
 _COLUMN = re.compile(r"\\begin\{([pb]?matrix)\}([^&]*)\\end\{\1\}")
 _DECIMALS = re.compile(r"[0-9]\.([0-9]+)")
 _PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])")
-_GLUED = re.compile(r"(?<=[0-9)}])[mgshlLNJWV]\Z")
 _OTHER_UNIT = "another unit than the gold answer's"
 _MATCHED_ELEMENTS = 16
 """Most elements of lists that are matched here, which takes the square of their length; math-verify compares longer
@@ -117,7 +107,10 @@ ones as sets."""
 
 
 def compare_answer(answer: str, gold: str, policy: Policy = "strict") -> Outcome:
-    """Compare an answer with its gold. Without a time limit: the worker's alarm and the dispatcher's kill set it."""
+    """Compare an answer with its gold; "lenient" accepts what "strict" accepts, and what math-verify finds equal.
+
+    Without a time limit: the worker's alarm and the dispatcher's kill set it.
+    """
     try:
         read = read_gold(gold)
     except ValueError as error:
@@ -125,7 +118,8 @@ def compare_answer(answer: str, gold: str, policy: Policy = "strict") -> Outcome
     text = normalize(answer)
     if not text:
         return 0.0, "no answer found"
-    text, read = _with_unit(text, read.text, read.unit), _as_quantity(read, text)
+    read = _as_quantity(read, text)
+    text = with_unit(text, read.text, read.unit)
     if text == read.text:
         return _same_money(money(answer), read)
     if refusal := too_large(text, read.text):
@@ -134,23 +128,14 @@ def compare_answer(answer: str, gold: str, policy: Policy = "strict") -> Outcome
         return _outcome(_same_text(text, read))
     if name_different_things(left_side(text), read.name):
         return 0.0, "another left side than the gold answer's"
-    if policy == "lenient":
-        return _outcome(same(read.parsed, parsed(without_words(text))))
+    if policy == "lenient" and same(read.parsed, parsed(without_words(text))):
+        return _outcome(True)
     return _compare_number(text, read, money(answer)) if read.kind == "number" else _compare_other(text, read)
-
-
-def _with_unit(text: str, other: str, unit: Unit | None = None) -> str:
-    r"""`7m` as `7\text{ m}` if the other text has the unit m: `7\mathrm{m}`, `7 m`; alone, m is a variable."""
-    letter = _GLUED.search(text)
-    if letter is None:
-        return text
-    spelled = f"{text[: letter.start()]}\\text{{ {letter[0]} }}"
-    return spelled if split_unit(spelled)[1] == (unit or split_unit(other)[1]) else text
 
 
 def _as_quantity(gold: Gold, text: str) -> Gold:
     """The gold, read with a last letter as a unit if the answer has it as one."""
-    spelled = _with_unit(gold.text, text) if gold.kind == "other" else gold.text
+    spelled = with_unit(gold.text, text) if gold.kind == "other" else gold.text
     return gold if spelled == gold.text else read_gold(spelled)
 
 

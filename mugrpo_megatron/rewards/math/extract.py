@@ -64,7 +64,7 @@ _GIVEN = re.compile(rf"\b(?:when|if|where|for|with)\s+{_RELATION}(?:,?\s+and\s+{
 """Matches a condition that is a whole formula: `when $x = 3$`."""
 _CONDITIONAL = re.compile(r"\b(?:if|unless|when|whether|not|no|never|neither|or|because|since)\b|[;:,]", re.IGNORECASE)
 NUMBER = re.compile(
-    r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+(?:,[0-9]{2}(?![0-9]))?)(?:\.[0-9]+)?(?:\s?/\s?[0-9]+|%)?"
+    r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+(?:,[0-9]{2}(?![0-9]))?)(?:\.[0-9]+)?(?:\s?/\s?[0-9]+|\s?[%‰‱])?"
 )
 _AMOUNT = re.compile(rf"(?<!\\)\$\s?{NUMBER.pattern}")
 _SPAN = (
@@ -72,7 +72,7 @@ _SPAN = (
     r"|[0-9]+(?:[-–][0-9]+){1,2}(?![0-9]|[/.][0-9])|[0-9]+(?:/[0-9]+){2}(?![0-9/]))"
 )
 """Matches a time, a ratio, a score, a range or a date, in which no number is a value of its own."""
-_MAGNITUDE = r"(?:\s(?:dozen|hundred|thousand|million|billion|trillion)s?\b)?"
+_MAGNITUDE = r"(?:\s(?:dozen|hundred|thousand|million|billion|trillion)s?\b|\s(?:per\s?mil(?:le?)?|basis\s+points?)\b)?"
 _PLAIN_VALUE = re.compile(
     rf"{_SPAN}|(?:{NUMBER.pattern})(?:\s?[{FRACTIONS}]|{RAISED}+)?{_MAGNITUDE}|(?<!\w)-?[{FRACTIONS}]"
 )

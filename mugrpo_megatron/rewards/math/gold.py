@@ -9,15 +9,8 @@ from typing import Any, Literal
 
 from mugrpo_megatron.rewards.math.extract import boxed_answer, values_in_prose
 from mugrpo_megatron.rewards.math.literal import gold_text, is_words, letter_of, letters_of, option_of, says_no_number
-from mugrpo_megatron.rewards.math.normalize import (
-    REPEATING,
-    Unit,
-    money,
-    normalize,
-    split_top,
-    split_unit,
-    without_words,
-)
+from mugrpo_megatron.rewards.math.normalize import REPEATING, normalize, split_top, without_words
+from mugrpo_megatron.rewards.math.units import Unit, money, split_unit
 from mugrpo_megatron.rewards.math.values import (
     PLAIN_NUMBER,
     Number,

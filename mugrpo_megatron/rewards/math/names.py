@@ -6,11 +6,14 @@ import re
 from typing import NamedTuple
 
 _COMMANDS = (
-    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp det gcd lcm lim max min arg deg Var"
+    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp det gcd lcm lim max min arg deg"
+    " Var Cov Corr tr rank dim Re Im"
 )
 _FUNCTIONS = frozenset(_COMMANDS.split())
+_SPREAD = re.compile(rf"(?<![\\A-Za-z])(?:{'|'.join(map(' '.join, _FUNCTIONS))})(?= ?[(\[])")
+"""Names as `normalize` spreads upright letters of three: `V a r(X)`."""
 _STYLE = re.compile(
-    r"\\(?:text(?:bf|rm|it|sf)?|math(?:rm|bf|it|sf|normal)|boldsymbol|bm|mbox|operatorname\*?|left|right|displaystyle)(?![A-Za-z])"
+    r"\\(?:text(?:bf|rm|it|sf)?|math(?:rm|bf|it|sf|normal|bb)|boldsymbol|bm|mbox|operatorname\*?|left|right|displaystyle)(?![A-Za-z])"
 )
 _TOKEN = re.compile(r"\\[A-Za-z]+|[A-Za-z]|[0-9]+|\S")
 _WORD = re.compile(rf"(?<![\\A-Za-z])(?!(?:{'|'.join(_FUNCTIONS)})(?![A-Za-z]))(?=[A-Z]*[a-z])[A-Za-z]{{3,}}")
@@ -18,6 +21,8 @@ _ENCLOSING = frozenset(
     ("\\overline", "\\widehat", "\\hat", "\\angle", "\\triangle", "|", "\\vert", "\\lvert", "\\rvert")
 )
 _DROPPED = frozenset("{}() ")
+_UNSTYLED = re.compile(rf"(?<![_^\\A-Za-z])\{{\s*([A-Za-z]|{'|'.join(_FUNCTIONS)})\s*\}}")
+"""A name that had a style: `{E}` of `\\mathbb{E}`, `{Var}` of `\\mathrm{Var}`."""
 
 
 class _Name(NamedTuple):
@@ -70,7 +75,8 @@ def _differ(one: _Name, other: _Name) -> bool:
 
 def _plain(side: str) -> str:
     r"""A side without commands of style, with `\sin` for a bare `sin` and `\angle` for `m\angle`."""
-    text = " ".join(_STYLE.sub("", side).replace("\\,", " ").split()).strip()
+    text = " ".join(_STYLE.sub("", side).replace("\\,", " ").replace("\\Pr", "P").split()).strip()
+    text = _SPREAD.sub(lambda name: name[0].replace(" ", ""), _UNSTYLED.sub(r"\1", text))
     text = re.sub(r"(?<=[A-Za-z])\[([^\[\]]*)\]", r"(\1)", text.replace("\\bar", "\\overline"))
     text = re.sub(rf"(?<![\\A-Za-z])({'|'.join(_FUNCTIONS)})(?![A-Za-z])", r"\\\1 ", text)
     return re.sub(r"\bm\s*(?=\\angle)|\\measuredangle", lambda match: "" if match[0][0] == "m" else "\\angle", text)

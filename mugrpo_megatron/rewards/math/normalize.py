@@ -1,4 +1,4 @@
-"""Normalizes the spelling of answers: wrappers, spacing, thousands, mixed numbers, units."""
+"""Normalizes the spelling of answers: wrappers, spacing, thousands, mixed numbers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from fractions import Fraction
 
 from mugrpo_megatron.rewards.math.aligned import without_alignment
 from mugrpo_megatron.rewards.math.characters import plain_characters
-from mugrpo_megatron.rewards.math.unit_words import COUNTED, with_latin_units
+from mugrpo_megatron.rewards.math.unit_words import COUNTED, with_latin_units, without_parts
+from mugrpo_megatron.rewards.math.units import NOT_IN_A_UNIT
 from mugrpo_megatron.rewards.math.upright import has_value, italic
 
 _NUMBER = r"[0-9]+(?:\.[0-9]+)?|\.[0-9]+"
@@ -120,7 +121,7 @@ def normalize(text: str) -> str:
     text = COUNTED.sub(_in_text, with_latin_units(text))
     text = _without_label(unwrapped(text.rstrip(_TRAILING).lstrip(_LEADING))).rstrip(_TRAILING)
     text = italic(_ORDINAL.sub(_as_number, text))
-    text = REPEATING.sub(_as_fraction, _without_thousands(text))
+    text = without_parts(REPEATING.sub(_as_fraction, _without_thousands(text)))
     while text[:1] == "{" and text[-1:] == "}" and encloses(text):
         text = text[1:-1].strip()
     if _SPACED_THOUSANDS.fullmatch(text):
@@ -145,7 +146,7 @@ def _as_number(ordinal: re.Match[str]) -> str:
 
 def _in_text(counted: re.Match[str]) -> str:
     """A word behind a number as `\\text{...}`, unless it changes or denies the number."""
-    return counted[0] if _NOT_IN_A_UNIT.search(counted["word"]) else f"\\text{{{counted['word']}}}"
+    return counted[0] if NOT_IN_A_UNIT.search(counted["word"]) else f"\\text{{{counted['word']}}}"
 
 
 def _as_root(root: re.Match[str]) -> str:
@@ -223,168 +224,3 @@ def split_top(text: str, separators: str) -> list[str]:
             continue
         index += 1
     return [*parts, text[begin:].strip()]
-
-
-_EXPONENT = r"\s*\^\s*(?:\{\s*[+-]?[0-9]\s*\}|[0-9])"
-_MACRO = r"\\(?:text|textbf|textrm|textit|textsf|mathrm|mathbf|mathit|mathsf|mbox|hbox|operatorname)"
-_SYMBOL = (
-    r"(?:[mck]m|mi|ft|in|yd|[mk]g|lb|oz|ml|hr|mph|kph)\b|(?:(?<= )|(?<=[a-z]/))[mgslh]\b"
-    r"|(?<=\\circ )[CF]\b|(?<=\\circ\})[CF]\b"
-)
-_LAST = re.compile(
-    rf"(?:{_MACRO}\s*\{{(?P<macro>(?:[^{{}}0-9^]|\^\s*(?:-?[0-9]|\{{-?[0-9]\}}))*)\}}|(?<![\\A-Za-z_^{{])(?P<word>[A-Za-z]{{3,}}|{_SYMBOL}))"
-    rf"(?P<exponent>{_EXPONENT})?[\s.]*\Z"
-)
-_VALUE_END = re.compile(r"(?:[0-9})!%]|\\(?:pi|circ|%))\s*\Z")
-_JOINT = re.compile(r"(?:\s|~|/|-|\.|\\cdot(?![A-Za-z])|\\[,;:! ])+\Z")
-_REFUSED = re.compile(
-    r",|not?|or|and|at|least|most|more|less|fewer|than|if|maybe|about|approximately|around|nearly|almost|mod|modulo|unless|"
-    r"is|isn|was|are|be|will|could|can|might|may|never|none|wrong|incorrect|false|impossible|so|"
-    r"except|when|where|for|over|under|above|below|plus|minus|times|divided|base|approx|roughly|circa|half|factorial|off|"
-    r"nor|but|versus|vs|too|fails?|failed|rejected|excluded|unknown|unlikely|perhaps|possibly|probably|guess|wait|actually|"
-    r"st|nd|rd|th|halves|(?:third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth)s|mille|basis|power|"
-    r"multiplied|increased|decreased|added|subtracted|choose|nope|doubtful|estimated"
-)
-"""Matches words that change the number before them."""
-_NUMERAL = re.compile(
-    r"\b(?:two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen"
-    r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty)\b(?![^()]*\))"
-)
-"""Matches a number in words outside of parentheses: `5 (five)` is one number."""
-_NOT_IN_A_UNIT = re.compile(
-    r"[^\w\s.,'’\"/()·^{}$\\%-]|[半百千万萬亿億兆打成折或不非未没沒无無约約]|な[いか]|ません|아[니닙님닌]|없|以[上下内內外]|左右|上下|[多余餘](?:个|個|\W|\Z)|未満|程度|ほど|[くぐ]らい"
-    r"|[천만억]|이상|이하|미만|정도|또는"
-    r"|\b(?:mil|mill[oó]n(?:es)?|mille|milliers?|milliards?|milh(?:ão|ões|ares)|tausend|hundert|dutzend|million(?:en)"
-    r"|milliarden?|cientos?|docenas?|douzaines?|тысяч\w*|миллион\w*|миллиард\w*|сот(?:ен|ни|ня)"
-    r"|o(?!['’])|ou|oder|или|más|menos|moins|mais|mehr|weniger|больше|меньше|более|менее|rund|etwa|environ|около)\b"
-)
-"""Matches signs of arithmetic and doubt, and the words of other languages for magnitudes, "or", "more", "not" and
-"about"."""
-_MAGNITUDES = {
-    "dozen": "12", "hundred": "100", "thousand": "10^{3}", "million": "10^{6}", "billion": "10^{9}",
-    "trillion": "10^{12}", "lakh": "10^{5}", "crore": "10^{7}",
-}  # fmt: skip
-_MONEY = re.compile(
-    r"(?P<dollar>\\\$|\A\s*\$(?!.*\$)|\\textdollar|\bUSD\b)|(?P<euro>€|\\euro|\bEUR\b)"
-    r"|(?P<yen>¥)|(?P<rupee>₹|\b(?:Rs|INR)\b)"
-)
-_DEGREE_SIGN = re.compile(r"\^\s*\{?\s*\\circ\s*\}?\s*\Z")
-_SCALES = frozenset(("celsius", "fahrenheit"))
-_PERCENT = frozenset(("percent", "percents", "pct"))
-_POWERS = {"square": 2, "squared": 2, "sq": 2, "cubic": 3, "cubed": 3, "cu": 3}
-_NAMES = {
-    "mm": "millimeter millimetre", "cm": "centimeter centimetre", "m": "meter metre", "km": "kilometer kilometre",
-    "in": "inch inche", "ft": "foot feet", "yd": "yard", "mi": "mile", "mg": "milligram", "g": "gram", "kg": "kilogram",
-    "lb": "lbs pound", "oz": "ounce", "ml": "milliliter millilitre", "l": "liter litre", "gal": "gallon",
-    "s": "sec second", "min": "minute", "h": "hr hour", "day": "", "week": "", "month": "", "year": "yr",
-    "dollar": "usd", "cent": "", "euro": "", "degree": "deg", "radian": "rad", "celsius": "c", "fahrenheit": "f",
-    "newton": "n", "kn": "kilonewton", "joule": "j", "kj": "kilojoule", "watt": "w", "kw": "kilowatt", "volt": "v",
-    "hz": "hertz", "khz": "kilohertz", "pa": "pascal", "kpa": "kilopascal", "cal": "calorie", "kcal": "kilocalorie",
-    "yen": "", "rupee": "rs inr", "yuan": "cny", "won": "", "ruble": "", "mph": "", "kph": "", "unit": "",
-    "nm": "nanometer nanometre", "angstrom": "", "jin": "", "micrometer": "micrometre", "microliter": "microlitre",
-    "tonne": "",
-    "kelvin": "k", "ohm": "", "kiloohm": "kilohm", "megaohm": "megohm", "gigaohm": "", "milliohm": "", "nanoohm": "",
-    "microsecond": "", "microgram": "", "microampere": "", "microfarad": "", "microcoulomb": "", "microvolt": "",
-    "microwatt": "", "microtesla": "", "microhenry": "", "microjoule": "", "micronewton": "", "micromole": "",
-}  # fmt: skip
-_KNOWN = {name: unit for unit, names in _NAMES.items() for name in (unit, *names.split())}
-_DERIVED = {
-    "newton": (("kg", 1), ("m", 1), ("s", -2)),
-    "joule": (("kg", 1), ("m", 2), ("s", -2)),
-    "watt": (("kg", 1), ("m", 2), ("s", -3)),
-    "pascal": (("kg", 1), ("m", -1), ("s", -2)),
-    "hz": (("s", -1),),
-    "mph": (("mi", 1), ("h", -1)),
-    "kph": (("km", 1), ("h", -1)),
-}
-"""Name of a unit -> the units that it is made of; for those of the SI, from BIPM, The International System of Units,
-table 4."""
-_TOKEN = re.compile(r"[A-Za-z]+|/|\^\s*\{?\s*(?P<power>[+-]?[0-9])")
-
-Unit = tuple[tuple[str, int], ...]
-"""Known units with their powers, sorted: square inches are (("in", 2),)."""
-
-
-def split_unit(text: str) -> tuple[str, Unit | None]:
-    r"""A number without the words behind it, and their unit when all of them are known.
-
-    "percent" becomes a percent sign and "million" a power of ten. The text is returned as it is when nothing stands
-    before the words, or when one of them changes the number ("5 or more").
-    """
-    value, named, words, plain = text, "", list[str](), False
-    while match := _LAST.search(value):
-        before = value[: match.start()]
-        unit = match["macro"] or match["word"] or ""
-        if has_value(unit):
-            return text, None
-        unit = unit.lower()
-        words += re.findall("[a-z]+|,(?=.*[a-z])", unit)
-        plain |= match["word"] is not None
-        joint = _JOINT.search(before)
-        separator = "/" if joint and "/" in joint[0] else " "
-        named = f"{separator}{unit}{match['exponent'] or ''} {named}"
-        value = before[: joint.start()] if joint else before
-    if not value.strip() or (plain and not _VALUE_END.search(value)) or _changes_it(named, words):
-        return text, None
-    if scales := [scale for scale in map(_magnitude, words) if scale]:
-        return " \\times ".join([value, *scales]), None
-    if not _PERCENT.isdisjoint(words) or ("%" in named and not words):
-        return value + "\\%", None
-    return value, _unit("degree " * bool(_DEGREE_SIGN.search(value)) + named)
-
-
-def money(text: str) -> Unit | None:
-    r"""The currency whose sign an answer or a gold shows; None without one, or where it may also be a weight (`£`).
-
-    A lone `$` in front is a dollar; two of them enclose a formula.
-    """
-    sign = _MONEY.search(text)
-    return ((sign.lastgroup, 1),) if sign and sign.lastgroup else None
-
-
-def units_differ(left: Unit | None, right: Unit | None) -> bool:
-    """Whether both are known and differ; a bare "unit" matches any unit of that power, a degree any scale."""
-    if left is None or right is None or left == right:
-        return False
-    names = {left[0][0], right[0][0]}
-    if "degree" in names and not _SCALES.isdisjoint(names):
-        return False
-    return not (left[0][0] == "unit" or right[0][0] == "unit") or left[0][1] != right[0][1]
-
-
-def _changes_it(named: str, words: list[str]) -> bool:
-    """Whether words after a number change, deny or doubt it; "squared" does so without a unit."""
-    first = next(iter(re.findall("[a-z]+", named)), "")
-    is_power = first in _POWERS and first.endswith("d")
-    odd = _NOT_IN_A_UNIT.search(named) or _NUMERAL.search(named)
-    return is_power or odd is not None or any(map(_REFUSED.fullmatch, words))
-
-
-def _magnitude(word: str) -> str:
-    return _MAGNITUDES.get(word) or _MAGNITUDES.get(word.removesuffix("s")) or ""
-
-
-def _unit(words: str) -> Unit | None:
-    powers: dict[str, int] = {}
-    last, pending, sign = "", 1, 1
-    for token in _TOKEN.finditer(words):
-        word = token[0]
-        if token["power"] is not None:
-            powers[last] = powers.get(last, 0) * int(token["power"])
-        elif word in ("/", "per"):
-            sign = -1
-        elif word in _POWERS and not word.endswith("d"):
-            pending = _POWERS[word]
-        elif word in _POWERS:
-            powers[last] = powers.get(last, 0) * _POWERS[word]
-        else:
-            known = _KNOWN.get(word) or _KNOWN.get(word.removesuffix("s"))
-            if known is None:
-                return None
-            last, powers[known], pending = known, powers.get(known, 0) + sign * pending, 1
-    for name in _DERIVED.keys() & powers.keys():
-        power = powers.pop(name)
-        powers |= {base: powers.get(base, 0) + power * exponent for base, exponent in _DERIVED[name]}
-    if not _SCALES.isdisjoint(powers):
-        powers.pop("degree", None)
-    return tuple(sorted((name, power) for name, power in powers.items() if name and power)) or None

@@ -66,6 +66,10 @@ COUNTED = re.compile(rf"{_BEHIND}(?P<word>[{_LETTERS}]{{1,4}}|[\u0400-\u04ff]+){
 """Matches a counter or a unit that the table lacks; a sentence of Chinese, Japanese or Korean is longer."""
 _DEGREES = re.compile(rf"{_BEHIND}[度도]{_END}")
 _PERCENT = re.compile(r"百分之\s*([0-9]+(?:\.[0-9]+)?)")
+_PARTS = re.compile(
+    rf"{_BEHIND}(?:{_TEXT})?(?:(?P<thousand>‰|\\permil(?:le)?(?![A-Za-z])|\\textperthousand|per\s?mil(?:le?)?\b)"
+    rf"|‱|\\textpertenthousand|basis\s+points?)\s*\}}?{_END}"
+)
 
 _PREFIXES = {"k": "kilo", "K": "kilo", "M": "mega", "G": "giga", "m": "milli", "n": "nano", "": ""}
 _MICRO = re.compile(
@@ -86,6 +90,11 @@ _ANGSTROM = re.compile(
     rf"{_BEHIND}(?:{_TEXT})?(?:Å|\\AA(?![A-Za-z])|\\mathring\s*\{{\s*(?:\\mathrm\s*\{{\s*)?A\s*\}}+)\s*\}}?(?=\s*(?:\Z|[,/^]))"
 )
 _KELVIN = re.compile(r"(?<=[0-9)}])\s+K(?=\s*(?:\Z|,))")
+
+
+def without_parts(text: str) -> str:
+    r"""`5‰` and `5\text{ per mille}` as `5 \times 10^{-3}`, `5‱` and `5` basis points as `5 \times 10^{-4}`."""
+    return _PARTS.sub(lambda found: f" \\times 10^{{{-3 if found['thousand'] else -4}}}", text)
 
 
 def with_latin_units(text: str) -> str:
