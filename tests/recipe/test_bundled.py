@@ -197,7 +197,7 @@ def test_multi_node_recipes_fit_the_nodes_they_name(name: str, nodes: int, capsy
         (
             "multi_node/llama-3.3-70b.toml",
             ["--nodes", "1"],
-            "fits 1 x 8 h200: use more devices, or a smaller model",
+            "; or use more devices: 16 fit (--nodes 2 --gpus-per-node 8) as ",
         ),
         (
             "paper/qwen2.5-math-7b.grpo.toml",

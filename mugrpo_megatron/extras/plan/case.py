@@ -271,6 +271,10 @@ class PlanCase:
             self, recipe=recipe, layout=layout_of(recipe.parallel, recipe.learner.recompute, self.cluster.world)
         )
 
+    def on_cluster(self, nodes: int, per_node: int) -> PlanCase:
+        """The same case on a cluster of another size, with the same devices."""
+        return replace(self, cluster=Cluster(nodes, per_node, self.cluster.device)).with_recipe(self.recipe)
+
     def with_keys(self, section: str, **keys: Any) -> PlanCase:
         """The same case with other values of these keys of a section of the recipe."""
         changed = getattr(self.recipe, section).model_copy(update=keys)

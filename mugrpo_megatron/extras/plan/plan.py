@@ -15,8 +15,19 @@ from mugrpo_megatron.extras.plan.case import Layout, ModelShape, PlanCase, find_
 from mugrpo_megatron.extras.plan.hardware import Assumptions, Cluster, assume, engines_of, make_cluster
 from mugrpo_megatron.extras.plan.memory import Memory, PackedRows, batch_of, conversion_bytes, engine_memory, memory
 from mugrpo_megatron.extras.plan.schedules import Schedule, Speed, schedules, speeds
-from mugrpo_megatron.extras.plan.search import Candidate, compare_layouts, fastest_fit, recipe_keys
+from mugrpo_megatron.extras.plan.search import (
+    TIGHT,
+    Candidate,
+    Roomier,
+    compare_layouts,
+    fastest_fit,
+    fewest_devices,
+    fit_with_adapters,
+    recipe_keys,
+    roomier,
+)
 from mugrpo_megatron.extras.plan.time import Phases, bubble, checkpoint_bytes, phases, sync_bytes
+from mugrpo_megatron.pages import page_address
 from mugrpo_megatron.recipe import Recipe
 
 PLANNED = "plan such a number with --nodes and --gpus-per-node, or shrink the layout with --set"
@@ -49,6 +60,13 @@ class RunPlan:
     speeds: list[Speed]
     """Schedules of µ = 1, 2, 4, ... beside GRPO's; empty unless asked for."""
     layouts: list[Candidate]
+    roomier: Roomier | None
+    """What to change if the plan is tight; None if it is not, or nothing helps."""
+
+    @property
+    def tight(self) -> bool:
+        """Whether the fullest phase takes more of its device than a plan's figures can promise."""
+        return max(self.memory.phases.values()) > TIGHT * self.memory.device
 
     def gpu_hours(self, seconds: float) -> float:
         """Hours of all devices together."""
@@ -98,6 +116,7 @@ def make_plan(
         schedules=schedules(case, need),
         speeds=speeds(case, need) if compare_schedules else [],
         layouts=compare_layouts(case, engine),
+        roomier=roomier(case) if max(need.phases.values()) > TIGHT * need.device else None,
     )
 
 
@@ -105,6 +124,8 @@ def plan_as_dict(plan: RunPlan, launch: Mapping[str, str]) -> dict[str, Any]:
     """The plan as JSON values: bytes, seconds, shares; and the commands that start the run."""
     return {
         "fits": plan.memory.fits,
+        "tight": plan.tight,
+        "roomier": plan.roomier._asdict() if plan.roomier else None,
         "cluster": asdict(plan.cluster),
         "model": {"source": plan.model.source, "parameters": plan.parameters, "config": plan.model.config},
         "assumptions": asdict(plan.assumptions),
@@ -161,10 +182,22 @@ def _advice(case: PlanCase) -> list[str]:
     if any(problems_of_any_layout(case.with_keys("engine", tensor=1, nodes=1).recipe, dict(case.config))):
         return []
     if fit := fastest_fit(case):
-        tensor = fit.recipe.engine.tensor
-        engines = f"engines of {tensor} devices" if tensor > 1 else "an engine on each device"
-        return [f"what fits is {fit.layout} with {engines}: {recipe_keys(case.recipe, fit.recipe)}"]
+        return [f"what fits is {_settings(case, fit)}"]
+    ways = []
+    if fit := fit_with_adapters(case):
+        ways.append(f"train adapters ({page_address('lora')}), which fit as {_settings(case, fit)}")
+    if fit := fewest_devices(case):
+        where = f"--nodes {fit.cluster.nodes} --gpus-per-node {fit.cluster.per_node}"
+        ways.append(f"use more devices: {fit.cluster.world} fit ({where}) as {_settings(case, fit)}")
     return [
-        f"no layout, recomputation, engine.tensor or engine.memory_fraction fits {case.cluster}: use more devices, or "
-        "a smaller model"
+        f"no layout, recomputation, engine.tensor or engine.memory_fraction fits {case.cluster}: "
+        + "; or ".join([*ways, "take a smaller model"])
     ]
+
+
+def _settings(case: PlanCase, fit: PlanCase) -> str:
+    """The layout and the engines of `fit`, and the options that make it of the planned recipe."""
+    tensor = fit.recipe.engine.tensor
+    engines = f"engines of {tensor} devices" if tensor > 1 else "an engine on each device"
+    keys = recipe_keys(case.recipe, fit.recipe)
+    return f"{fit.layout} with {engines}: {keys or 'the same settings'}"

@@ -70,12 +70,19 @@ def print_json(plan: RunPlan, launch: Mapping[str, str], pilot: Pilot | None = N
 
 
 def _verdict(plan: RunPlan) -> Iterable[str]:
-    """Three lines: the memory, the hours, and the phases that limit both."""
+    """The memory, whether it is tight, the hours, and the phases that limit both."""
     need, run = plan.memory, plan.schedules[0]
     fullest, peak = max(need.phases.items(), key=lambda phase: phase[1])
     longest, seconds = max(run.seconds.items(), key=lambda phase: phase[1])
     hours = two_digits(plan.gpu_hours(run.total))
     yield f"[bold]fits:[/bold] {peak / GIB:,.0f} of {need.device / GIB:,.0f} GiB on the fullest device"
+    if plan.tight:
+        way = (
+            f"{plan.roomier.keys} needs {plan.roomier.peak / GIB:,.0f}"
+            if plan.roomier
+            else "no recomputation, length of packed rows or engine.memory_fraction needs less than 95 %"
+        )
+        yield f"[bold]tight:[/bold] {100 * peak / need.device:.0f} % of the device, and a plan is not so exact; {way}"
     yield f"[bold]takes:[/bold] {about(run.total)}, {hours} {_hours_name(plan)}"
     yield f"[bold]binds:[/bold] of the time {longest}, {100 * seconds / run.total:.0f} %; of the memory {fullest}\n"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mugrpo_megatron.checks.layouts import (
     candidates,
@@ -13,6 +14,7 @@ from mugrpo_megatron.checks.layouts import (
     problems_of_any_layout,
 )
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.extras.lora.lora_checks import check_lora
 from mugrpo_megatron.extras.plan.case import Layout, PlanCase
 from mugrpo_megatron.extras.plan.memory import RECOMPUTE, EngineMemory, engine_memory, memory, rest_bytes
 from mugrpo_megatron.extras.plan.time import phases, update_seconds
@@ -101,6 +103,77 @@ def fastest_fit(case: PlanCase) -> PlanCase | None:
     return min(cases, key=_stage_seconds, default=None)
 
 
+ADAPTER_RANK = 32
+"""Rank of adapters that are advised; `one_gpu/80gb-lora.toml` has it."""
+
+
+def fit_with_adapters(case: PlanCase) -> PlanCase | None:
+    """`fastest_fit` of the case with `[lora]`; None if it has that already, or such adapters do not fit the model."""
+    if case.recipe.lora.rank is not None:
+        return None
+    try:
+        fit = fastest_fit(case.with_keys("lora", rank=ADAPTER_RANK))
+        if fit:
+            check_lora(fit.recipe, case.architecture)
+    except UserError:
+        return None
+    return fit
+
+
+MOST_NODES = 32
+"""So many times the nodes are tried."""
+
+
+def fewest_devices(case: PlanCase) -> PlanCase | None:
+    """`fastest_fit` on more of the same devices: doubled up to 8 on one node, then in nodes; None if none of them fits.
+
+    None on CPU, where more ranks share one memory.
+    """
+    if not case.cuda:
+        return None
+    nodes, per_node = case.cluster.nodes, case.cluster.per_node
+    sizes = [(1, size) for size in (2, 4, 8) if nodes == 1 and size > per_node]
+    per_node = max(8, per_node) if nodes == 1 else per_node
+    factors = (2**power for power in range(1, MOST_NODES.bit_length()))
+    sizes += [(nodes * factor, per_node) for factor in factors]
+    return next((fit for size in sizes if (fit := fastest_fit(case.on_cluster(*size)))), None)
+
+
+TIGHT = 0.95
+"""Share of a device above which a plan is tight: what it assumes may be wrong by so much."""
+
+
+class Roomier(NamedTuple):
+    """A setting with which no phase is tight."""
+
+    keys: str
+    """As `recipe_keys`."""
+    peak: float
+    """Bytes of the fullest phase."""
+
+
+def roomier(case: PlanCase) -> Roomier | None:
+    """The fastest change of one setting that leaves 5 % of the device free in every phase; None if there is none.
+
+    Tried are more recomputation, shorter packed rows and smaller values of engine.memory_fraction.
+    """
+    recipe, cases = case.recipe, list[tuple[PlanCase, float]]()
+    longest = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
+    rows = recipe.learner.micro_batch_tokens
+    trials = [
+        *(("learner", {"recompute": choice}) for choice in RECOMPUTE[RECOMPUTE.index(recipe.learner.recompute) + 1 :]),
+        *(("learner", {"micro_batch_tokens": rows // n}) for n in (2, 4, 8) if rows // n >= longest),
+        *(("engine", {"memory_fraction": part}) for part in FRACTIONS if part < recipe.engine.memory_fraction),
+    ]
+    for section, keys in trials:
+        trial = case.with_keys(section, **keys)
+        need = memory(trial, engine_memory(trial))
+        if need.fits and (peak := max(need.phases.values())) <= TIGHT * need.device:
+            cases.append((trial, peak))
+    best = min(cases, key=lambda found: _stage_seconds(found[0]), default=None)
+    return Roomier(recipe_keys(recipe, best[0].recipe), best[1]) if best else None
+
+
 def _stage_seconds(case: PlanCase) -> float:
     return phases(case, memory(case, engine_memory(case))).total
 
@@ -138,10 +211,10 @@ def _with_short_rows(case: PlanCase) -> PlanCase:
 
 
 def recipe_keys(recipe: Recipe, other: Recipe) -> str:
-    """The layout, engines, recomputation and packed rows of `other` as `--set` options to `recipe`."""
+    """Layout, engines, recomputation, packed rows and adapters of `other` as `--set` options to `recipe`."""
     keys = [
         f"{section}.{key}={str(value).lower() if isinstance(value, bool) else value}"
-        for section in ("parallel", "engine", "learner")
+        for section in ("lora", "parallel", "engine", "learner")
         for key, value in getattr(other, section).model_dump().items()
         if value != getattr(getattr(recipe, section), key)
     ]

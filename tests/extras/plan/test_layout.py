@@ -130,10 +130,8 @@ def test_too_few_ranks_are_answered_with_options_of_the_plan() -> None:
         make_plan(recipe, 1, 1, "rtx4090")
     said = str(refused.value)
     assert "needs a multiple of 2 ranks but 1 run; plan such a number with --nodes and --gpus-per-node" in said
-    assert said.endswith(
-        "no layout, recomputation, engine.tensor or engine.memory_fraction fits 1 x 1 rtx4090: use more devices, or a "
-        "smaller model"
-    )
+    assert "no layout, recomputation, engine.tensor or engine.memory_fraction fits 1 x 1 rtx4090: " in said
+    assert said.endswith("; or take a smaller model")
     assert "torchrun" not in said
 
 
@@ -177,8 +175,6 @@ def test_a_refusal_names_one_complete_set_of_settings(name: str) -> None:
     assert make_plan(load_recipe(path, [*overrides, *settings]), *cluster).memory.fits
 
 
-def test_more_devices_are_advised_where_nothing_fits_and_nothing_where_devices_do_not_help() -> None:
-    with pytest.raises(UserError, match="fits 1 x 8 h100: use more devices"):
-        make_plan(load_recipe(LARGE), 1, 8, "h100")
+def test_no_devices_are_advised_where_they_do_not_help() -> None:
     with pytest.raises(UserError, match=r"exceeds the model's 32768 positions \(max_position_embeddings\)$"):
         make_plan(load_recipe(None, [*SMALL, "rollout.max_response_tokens=40000"]), 1, 8, "h100")
