@@ -7,6 +7,7 @@ import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from datetime import date, time, timedelta
 from decimal import Decimal
 from typing import Any
 
@@ -214,9 +215,16 @@ def _found(row: dict[str, Any], path: str) -> Any:
         value = field_at(row, path)
     except KeyError:
         raise FieldMissing(f"field {path!r} is missing {found_in(row)}{_hint(row)}") from None
-    if isinstance(value, Unreadable):
-        raise ValueError(f"column {path!r} holds a value that cannot be read ({value.reason})")
+    _check_readable(value, path)
     return value
+
+
+def _check_readable(value: Any, path: str) -> None:
+    if isinstance(value, Unreadable):
+        raise ValueError(
+            f"field {path!r} holds a value that cannot be read ({value.reason}), where text in UTF-8 or a number "
+            "belongs"
+        )
 
 
 def _hint(row: Mapping[str, Any]) -> str:
@@ -228,11 +236,23 @@ def _hint(row: Mapping[str, Any]) -> str:
     return f'; data.question_field = "{question}" with data.answer_field = "{response}" reads these columns'
 
 
+_KINDS: tuple[tuple[type | tuple[type, ...], str], ...] = (
+    (bool, "true or false"),
+    (dict, "an object"),
+    (list, "a list"),
+    (bytes, "bytes"),
+    ((date, time, timedelta), "a date, a time or a duration"),
+)
+"""Types of a file's values -> what its user calls them; a datetime is a date."""
+
+
 def _scalar(value: Any, path: str) -> Any:
+    _check_readable(value, path)
     if value is None:
         raise ValueError(f"field {path!r} is null")
     if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
-        raise ValueError(f"field {path!r} holds {type(value).__name__}, not text or a number")
+        kind = next((words for kinds, words in _KINDS if isinstance(value, kinds)), type(value).__name__)
+        raise ValueError(f"field {path!r} holds {kind}, where text or a number belongs")
     if isinstance(value, float | Decimal) and not math.isfinite(value):
         raise ValueError(f"field {path!r} is {value}, not a number")
     return value

@@ -126,7 +126,7 @@ NOT_READ: dict[str, tuple[dict[str, Any], str]] = {
     "null gold": ({"prompt": "6*7=", "label": None}, "field 'label' is null"),
     "null question": ({"question": None, "answer": "4"}, "field 'question' is null"),
     "null inside": ({"prompt": "6*7=", "reward_model": {"ground_truth": None}}, "'reward_model.ground_truth' is null"),
-    "object": ({"prompt": {"text": "6*7="}, "label": 1}, "field 'prompt' holds dict"),
+    "object": ({"prompt": {"text": "6*7="}, "label": 1}, "field 'prompt' holds an object"),
     "list of text": ({"prompt": ["6*7=", "7*7="], "label": 1}, "field 'prompt' holds 2 texts"),
     "empty list": ({"prompt": [], "label": 1}, "field 'prompt' is empty"),
     "no role": ({"prompt": [{"content": "x"}], "label": 1}, "field 'prompt': message 1 has no role"),
@@ -140,9 +140,9 @@ NOT_READ: dict[str, tuple[dict[str, Any], str]] = {
     "blank": ({"prompt": [{"role": "user", "content": " "}], "label": 1}, "field 'prompt' is empty"),
     "ends with an answer": ({"prompt": [USER, SAID], "label": 42}, "ends with the assistant's turn"),
     "only an answer": ({"messages": [SAID], "answer": 42}, "field 'messages' is empty"),
-    "list of objects as gold": ({"prompt": "6*7=", "label": [{"a": 1}]}, "field 'label' holds dict"),
-    "object as gold": ({"prompt": "6*7=", "label": {"a": 1}}, "field 'label' holds dict"),
-    "list in a list as gold": ({"prompt": "6*7=", "label": [[1]]}, "field 'label' holds list"),
+    "list of objects as gold": ({"prompt": "6*7=", "label": [{"a": 1}]}, "field 'label' holds an object"),
+    "object as gold": ({"prompt": "6*7=", "label": {"a": 1}}, "field 'label' holds an object"),
+    "list in a list as gold": ({"prompt": "6*7=", "label": [[1]]}, "field 'label' holds a list"),
 }  # fmt: skip
 
 

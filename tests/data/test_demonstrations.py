@@ -90,7 +90,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no response": ({"prompt": "x", "responce": "y"}, "the assistant's (found prompt, responce)"),
     "a question at the end": ({"messages": [USER]}, "has no response"),
     "blank": ({"prompt": "x", "response": " "}, "field 'response' is empty"),
-    "object": ({"prompt": "x", "response": {"a": 1}}, "field 'response' holds dict"),
+    "object": ({"prompt": "x", "response": {"a": 1}}, "field 'response' holds an object"),
     "of the user": ({"prompt": "x", "response": [USER]}, "ends with a message of 'user'"),
     "several": ({"prompt": "x", "completion": [SAID, USER]}, "field 'completion' ends with a message of 'user'"),
     "empty": ({"prompt": "x", "response": []}, "ends with a message of None"),

@@ -46,9 +46,18 @@ LINES: dict[str, tuple[bytes, str]] = {
     "two objects": (b'{"response": "1", "answer": 1}{}', "not JSON"),
     "no answer": (b'{"response": "1"}', "field 'answer' is missing"),
     "null answer": (b'{"response": "1", "answer": null}', "field 'answer' is null"),
-    "true answer": (b'{"response": "1", "answer": true}', "field 'answer' holds bool"),
-    "list answer": (b'{"response": "1", "answer": [1, [2]]}', "field 'answer' holds list"),
-    "object answer": (b'{"response": "1", "answer": {"a": 1}}', "field 'answer' holds dict"),
+    "true answer": (
+        b'{"response": "1", "answer": true}',
+        "field 'answer' holds true or false, where text or a number belongs",
+    ),
+    "list answer": (
+        b'{"response": "1", "answer": [1, [2]]}',
+        "field 'answer' holds a list, where text or a number belongs",
+    ),
+    "object answer": (
+        b'{"response": "1", "answer": {"a": 1}}',
+        "field 'answer' holds an object, where text or a number belongs",
+    ),
     "NaN answer": (b'{"response": "1", "answer": NaN}', "field 'answer' is nan"),
     "infinite answer": (b'{"response": "1", "answer": -Infinity}', "field 'answer' is -inf"),
     "overflowing answer": (b'{"response": "1", "answer": 1e999}', "field 'answer' is inf"),
@@ -143,6 +152,12 @@ UNREADABLE: dict[str, pa.Array] = {
 }
 
 
+WHAT_IT_HOLDS = {
+    "not UTF-8": "a value that cannot be read ('utf-8' codec can't decode byte 0xff in position 0: invalid start byte)"
+}
+"""The first value of the others is a time that Python can hold."""
+
+
 @pytest.mark.parametrize("name", UNREADABLE)
 def test_a_parquet_value_that_cannot_be_read_stops_what_reads_it(name: str, tmp_path: Path) -> None:
     """In a column that nothing reads it stops nothing, and no row is lost."""
@@ -152,7 +167,8 @@ def test_a_parquet_value_that_cannot_be_read_stops_what_reads_it(name: str, tmp_
     assert [json.loads(row)["reward"] for row in (tmp_path / "out.jsonl").read_text().splitlines()] == [1.0, 1.0]
     (tmp_path / "out.jsonl").unlink()
     pq.write_table(pa.table({"response": ["1", "1"], "answer": UNREADABLE[name]}), data)
-    refused("score", data, *out, says=": field 'answer' holds ")
+    says = WHAT_IT_HOLDS.get(name, "a date, a time or a duration")
+    refused("score", data, *out, says=f": field 'answer' holds {says}, where text ")
 
 
 def test_data_that_is_not_a_data_file(tmp_path: Path) -> None:
