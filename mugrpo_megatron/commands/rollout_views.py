@@ -182,7 +182,7 @@ def record_of(rollout: Rollout) -> dict[str, Any]:
         "tokens": len(sample.response_ids),
         "prompt_ids": sample.prompt_ids.tolist(),
         "response_ids": sample.response_ids.tolist(),
-        "logprobs": to_json_value(sample.engine_logprobs.tolist()),
+        "logprobs": None if np.isnan(sample.engine_logprobs).all() else to_json_value(sample.engine_logprobs.tolist()),
         "loss_mask": None if sample.loss_mask is None else sample.loss_mask.tolist(),
         "finish_reason": sample.finish_reason,
         "weight_version": sample.weight_version,

@@ -10,6 +10,7 @@ import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from mugrpo_megatron.data import arithmetic
 from mugrpo_megatron.data.prepare import usable_problems
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.extras.exchange.import_rollouts import import_rollouts
 from mugrpo_megatron.recipe import load_recipe
 from mugrpo_megatron.recipe.scoring import RewardSection
 from mugrpo_megatron.recipe.sections import DataSection
@@ -170,6 +172,49 @@ def test_json_has_every_fact_of_the_responses_searched_for(
         assert row["row"].items() >= {"question": "a\x7f?", "level": row["group"]}.items()
         assert row["index"] == (0 if right else 1)
         assert row["update"] == row["group"] // PROMPTS
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["logprobs", "without logprobs"])
+@pytest.mark.parametrize("masked", [True, False], ids=["masked", "without masks"])
+def test_json_lines_are_the_stage_again_once_they_are_imported(
+    known: bool, masked: bool, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Token ids, log-probabilities, masks and rewards come back bit for bit, also those that are not known."""
+    shape: dict[str, dict[str, Any]] = {
+        "schedule": {"stages": 1, "updates_per_stage": UPDATES},
+        "rollout": {"prompts_per_update": PROMPTS, "responses_per_prompt": 2},
+    }
+    if not known:
+        shape |= {"objective": {"mismatch": "none"}, "rollout": {**shape["rollout"], "behaviour": "learner"}}
+    recipe = load_recipe(write_recipe(tmp_path / "recipe.toml", model, tmp_path / "run", **shape))
+    samples = []
+    for group in range(PROMPTS * UPDATES):
+        for text, reward in ((RIGHT, 1.0), (WRONG, -0.25)):
+            one = sample(model, group, text, reward)
+            mask = np.arange(len(one.response_ids)) != group % 2 if masked else None
+            logprobs = one.engine_logprobs if known else np.full_like(one.engine_logprobs, np.nan)
+            samples.append(
+                replace(one, loss_mask=mask, engine_logprobs=logprobs, finish_reason=("stop", "length")[group % 2])
+            )
+    with open_directory(recipe) as directory:
+        store = StageStore(directory.stage(0))
+        for first in range(0, len(samples), 2):
+            store.append(samples[first : first + 2])
+        store.seal(UPDATES, PROMPTS)
+    browse(tmp_path / "run", 0, RolloutFilter(limit=99), None, as_json=True)
+    lines = tmp_path / "rollouts.jsonl"
+    lines.write_text(capsys.readouterr().out)
+    import_rollouts(lines, recipe, tmp_path / "again", say=lambda line: None)
+    again = StageStore(tmp_path / "again/stages/00000")
+    found = [one for update in range(UPDATES) for one in again.read_update(update)]
+    for one, expected in zip(found, samples, strict=True):
+        assert one.prompt_ids.tolist() == expected.prompt_ids.tolist()
+        assert one.response_ids.tolist() == expected.response_ids.tolist()
+        np.testing.assert_array_equal(one.engine_logprobs, expected.engine_logprobs)
+        assert (one.loss_mask is None) == (expected.loss_mask is None)
+        if expected.loss_mask is not None and one.loss_mask is not None:
+            assert one.loss_mask.tolist() == expected.loss_mask.tolist()
+        assert (one.reward, one.finish_reason) == (expected.reward, expected.finish_reason)
 
 
 def test_a_stage_is_a_table_of_pass_rates_that_training_reads(

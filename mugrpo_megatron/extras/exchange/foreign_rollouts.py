@@ -253,6 +253,16 @@ def prompt_chats(groups: Sequence[Sequence[ForeignRollout]]) -> list[Problem]:
     return [replace(chat, source="prompts") for chat in chats if chat]
 
 
+REPLACEMENT = "\ufffd"
+"""What decoding writes for bytes that are no text."""
+
+
+def decoded_with_loss(groups: Sequence[Sequence[ForeignRollout]]) -> int:
+    """Responses that came as text in which bytes were lost, so that their tokens are not those that were sampled."""
+    texts = (rollout.text for group in groups for rollout in group if rollout.row.get("response_ids") is None)
+    return sum(REPLACEMENT in text for text in texts)
+
+
 def _given_response(row: Mapping[str, Any]) -> Any:
     return next((row[name] for name in RESPONSES if row.get(name) is not None), None)
 

@@ -22,7 +22,12 @@ from mugrpo_megatron.data.prompts import rendered, template_of
 from mugrpo_megatron.data.reading import any_answer, data_source_of, prompt_in_row, verifiable_answer
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.extras.exchange.foreign_rollouts import ForeignRollout, prompt_chats, read_rollouts
+from mugrpo_megatron.extras.exchange.foreign_rollouts import (
+    ForeignRollout,
+    decoded_with_loss,
+    prompt_chats,
+    read_rollouts,
+)
 from mugrpo_megatron.extras.exchange.local_paths import hub_name, without_local_paths
 from mugrpo_megatron.extras.exchange.publish import CARD, card, say_leftovers
 from mugrpo_megatron.files.durable import check_output, durable_directory, write_text
@@ -75,6 +80,11 @@ def import_rollouts(
     shown = partial(rendered, tokenizer=tokenizer, style="chat", template=as_they_were)
     for note in unread_fields(prompt_chats(groups), shown):
         say(f"{file}: {note}")
+    if lossy := decoded_with_loss(groups):
+        say(
+            f"{file}: {_counted(lossy, 'response')} with U+FFFD, the sign of bytes that are no text: their tokens are "
+            "not those that were sampled; export response_ids, or leave these rows out"
+        )
     updates = _check_fits(file, groups, recipe)
     if not _named(groups):
         say(f"{file}: rows with the same prompt are one group, as no column `group` or `step` tells them apart")

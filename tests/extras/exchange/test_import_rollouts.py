@@ -63,6 +63,25 @@ def test_what_trl_logged_trains(model: Path, tmp_path: Path) -> None:
     assert all(row["grad_norm"] > 0 for row in updates)
 
 
+@pytest.mark.parametrize("ids", [False, True])
+def test_responses_in_which_bytes_were_lost_are_counted(ids: bool, model: Path, tmp_path: Path) -> None:
+    """A model may sample half of a character; only its token ids say so."""
+    logged = pq.read_table(trl_log(tmp_path / "completions.parquet")).to_pylist()
+    for row in logged[1::5]:
+        row["completion"] = f"{row['completion']}\ufffd"
+    if ids:
+        for row in logged:
+            row["response_ids"] = [*TOKENIZER.encode(row["completion"]), TOKENIZER.eos_token_id]
+    file, said = tmp_path / "rows.jsonl", list[str]()
+    file.write_text("".join(json.dumps(row) + "\n" for row in logged))
+    import_rollouts(file, load_recipe(recipe_file(tmp_path, model)), tmp_path / "stage", "parity", said.append)
+    lines = [line for line in said if "U+FFFD" in line]
+    assert len(lines) == (not ids)
+    if lines:
+        assert f": {len(logged[1::5])} responses with U+FFFD" in lines[0]
+        assert "export response_ids" in lines[0]
+
+
 def test_the_stage_holds_the_file(model: Path, tmp_path: Path) -> None:
     recipe, log = load_recipe(recipe_file(tmp_path, model)), trl_log(tmp_path / "completions.parquet")
     store = imported(log, recipe, tmp_path / "stage")
