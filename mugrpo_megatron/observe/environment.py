@@ -8,6 +8,7 @@ import resource
 import shlex
 import subprocess
 import sys
+import time
 import warnings
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -76,6 +77,11 @@ def commit(package: Path = Path(__file__).parents[1]) -> str:
     with suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(describe, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
     return ""
+
+
+def process_seconds() -> float:
+    """Seconds since the system started this process, its imports included."""
+    return time.time() - psutil.Process().create_time()
 
 
 def rank_of_environment() -> int:

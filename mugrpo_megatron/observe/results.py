@@ -145,6 +145,9 @@ def summary_table(summary: dict[str, Any]) -> Table:
     table.add_section()
     for phase in (name for name in PHASES if seconds.get(name)):
         table.add_row(phase, duration(seconds[phase]), f"{100 * seconds[phase] / seconds['total']:.0f} %")
+    between = seconds["total"] - sum(seconds.get(phase, 0.0) for phase in PHASES)
+    if between >= 0.5:
+        table.add_row("between phases", duration(between), f"{100 * between / seconds['total']:.0f} %")
     table.add_row("total", Text(duration(seconds["total"]), style="bold"), _steps(summary))
     for name, value in summary.get("paper_seconds", {}).items():
         table.add_row(name, duration(value), "as the paper counts")

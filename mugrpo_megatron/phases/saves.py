@@ -8,9 +8,9 @@ from dataclasses import asdict
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import write_json
 from mugrpo_megatron.learner.learner import Learner
-from mugrpo_megatron.observe.environment import rank_of_environment
+from mugrpo_megatron.observe.environment import process_seconds, rank_of_environment
 from mugrpo_megatron.observe.health import HealthWarning
-from mugrpo_megatron.observe.progress import Display, open_display
+from mugrpo_megatron.observe.progress import Display, duration, open_display
 from mugrpo_megatron.observe.results import summarize, summary_table
 from mugrpo_megatron.report.page import FILE_NAME, write_report
 from mugrpo_megatron.run.cursor import Cursor
@@ -98,6 +98,9 @@ def finish(run: Run, learner: Learner, cursor: Cursor) -> None:
     write_results(run, learner, cursor)
     if run.is_main:
         show(run.directory, run.display)
+        run.display.say(
+            f"this command has taken {duration(process_seconds())}, with imports and checks, which the total leaves out"
+        )
 
 
 def write_results(run: Run, learner: Learner, cursor: Cursor) -> None:

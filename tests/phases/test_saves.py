@@ -106,6 +106,19 @@ def test_a_sign_is_a_line_of_its_own_below_the_table(tmp_path: Path, monkeypatch
     assert f"warning: {text}; read some (troubleshooting#equal rewards)\n" in console.export_text()
 
 
+def test_a_runs_end_says_what_the_whole_command_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Any] = []
+    monkeypatch.setattr(saves, "write_results", lambda *_: shown.append("written"))
+    monkeypatch.setattr(saves, "show", lambda *_: shown.append("table"))
+    monkeypatch.setattr(saves, "process_seconds", lambda: 95.0)
+    display: Any = SimpleNamespace(say=shown.append)
+    for is_main in (False, True):
+        run: Any = SimpleNamespace(is_main=is_main, directory=None, display=display)
+        saves.finish(run, SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
+    line = "this command has taken 1:35, with imports and checks, which the total leaves out"
+    assert shown == ["written", "written", "table", line]
+
+
 @pytest.mark.process
 def test_sealed_stages_after_the_checkpoint_are_optimized_again_to_the_same_weights(
     finished_run: Path, tmp_path: Path

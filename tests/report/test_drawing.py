@@ -114,6 +114,19 @@ def test_summary_counts_what_the_rows_say(tmp_path: Path) -> None:
     assert summary["seconds"]["total"] == pytest.approx(max(ends) - rows[0]["time"], abs=1e-4)
 
 
+def test_the_phases_of_the_table_and_what_is_between_them_are_the_total(tmp_path: Path) -> None:
+    summary = summarize(write_run(tmp_path, rows_of(2, 8), recipe_of(2, 8)))
+    for more in (0.1, 30.0):
+        seconds = {**summary["seconds"], "total": sum(summary["seconds"].values()) - summary["seconds"]["total"] + more}
+        names, values, shares = (
+            list(column.cells) for column in summary_table({**summary, "seconds": seconds}).columns
+        )
+        assert ("between phases" in names) == (more > 1)
+        if more > 1:
+            row = names.index("between phases")
+            assert (values[row], shares[row]) == ("30.0 s", f"{100 * more / seconds['total']:.0f} %")
+
+
 def test_a_first_evaluation_inside_the_run_is_not_before_it(tmp_path: Path) -> None:
     """As in a run whose first stage was generated and optimized by commands of their own."""
     rows = rows_of(2, 8)
