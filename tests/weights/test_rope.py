@@ -278,6 +278,16 @@ def test_transformers_as_a_witness_honours_attn_factor(tmp_path: Path) -> None:
         ("llama", {"rope_scaling": {"rope_type": "default", "use_fope": True}}, "rope scaling: use_fope = True"),
         ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "SGLang stretches every position"),
         (
+            "qwen2",
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.5, 2.0, 9.0, 40.0]}},
+            "rope scaling 'longrope' is not supported; default, linear, llama3 and yarn are. Its factors depend on",
+        ),
+        (
+            "mistral",
+            {"rope_parameters": {"rope_type": "su", "factor": 4.0, "rope_theta": 1e4}},
+            "rope scaling 'su' is not supported",
+        ),
+        (
             "qwen3",
             {"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_parameters": {"rope_type": "default"}},
             "rope_scaling and rope_parameters differ",
