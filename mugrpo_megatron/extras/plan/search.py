@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mugrpo_megatron.checks.layouts import (
     candidates,
@@ -160,7 +160,7 @@ def roomier(case: PlanCase) -> Roomier | None:
     recipe, cases = case.recipe, list[tuple[PlanCase, float]]()
     longest = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
     rows = recipe.learner.micro_batch_tokens
-    trials = [
+    trials: list[tuple[str, dict[str, Any]]] = [
         *(("learner", {"recompute": choice}) for choice in RECOMPUTE[RECOMPUTE.index(recipe.learner.recompute) + 1 :]),
         *(("learner", {"micro_batch_tokens": rows // n}) for n in (2, 4, 8) if rows // n >= longest),
         *(("engine", {"memory_fraction": part}) for part in FRACTIONS if part < recipe.engine.memory_fraction),
