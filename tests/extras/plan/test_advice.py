@@ -67,7 +67,7 @@ def test_adapters_are_not_advised_where_the_family_takes_none_or_the_recipe_has_
 
 
 @given(st.floats(0.9, 1.0), st.sampled_from(["Qwen2.5-0.5B-Instruct", "Qwen2.5-1.5B-Instruct"]))
-@examples(max_examples=10)
+@examples(max_examples=4)
 def test_a_tight_plan_names_a_setting_with_room(share: float, name: str) -> None:
     recipe = load_recipe(RECIPES / "one_gpu/80gb.toml", [f"model.path=Qwen/{name}"])
     found = find_model(recipe.model)
@@ -91,8 +91,8 @@ def test_a_plan_that_takes_the_whole_device_says_so(capsys: pytest.CaptureFixtur
     for share, way in ((0.94, None), (0.97, Roomier("--set learner.recompute=full", 7 * GIB)), (0.99, None)):
         near = replace(plan, memory=replace(plan.memory, device=int(peak / share)), roomier=way)
         print_plan(near, {})
-        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("tight: ")]
-        assert near.tight == plan_as_dict(near, {})["tight"] == bool(lines) == (share > 0.95)
+        said = " ".join(capsys.readouterr().out.split()).partition("binds: ")[0]
+        assert near.tight == plan_as_dict(near, {})["tight"] == ("tight: " in said) == (share > 0.95)
         if way:
-            assert lines[0].startswith("tight: 97 % of the device")
-            assert "--set learner.recompute=full needs 7" in lines[0]
+            assert "tight: 97 % of the device" in said
+            assert "--set learner.recompute=full needs 7 takes: " in said
