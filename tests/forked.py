@@ -93,16 +93,19 @@ def tree_of(pid: int) -> list[psutil.Process]:
 
 
 @contextmanager
-def started(*arguments: object, real_engine: bool = False) -> Iterator[Command]:
+def started(
+    *arguments: object, real_engine: bool = False, first: Callable[[], object] | None = None
+) -> Iterator[Command]:
     """`mugrpo *arguments` with this process's environment; what is left of it is killed when the block ends.
 
-    Its engines are forked from a server that has imported SGLang, but with `real_engine`.
+    Its engines are forked from a server that has imported SGLang, but with `real_engine`. `first`, a function of a
+    module, is called in the command's process before the command.
     """
     with tempfile.TemporaryDirectory() as folder:
         for name in ("stdout", "stderr"):
             (Path(folder) / name).touch()
         words = [str(argument) for argument in arguments]
-        command = Command(fork(_run, words, dict(os.environ), folder, real_engine), Path(folder))
+        command = Command(fork(_run, words, dict(os.environ), folder, real_engine, first), Path(folder))
         try:
             yield command
         finally:
@@ -113,7 +116,13 @@ def started(*arguments: object, real_engine: bool = False) -> Iterator[Command]:
             command.process.join()
 
 
-def _run(arguments: list[str], environment: Mapping[str, str], folder: str, real_engine: bool) -> None:
+def _run(
+    arguments: list[str],
+    environment: Mapping[str, str],
+    folder: str,
+    real_engine: bool,
+    first: Callable[[], object] | None,
+) -> None:
     from mugrpo_megatron.cli import main
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # however the suite was started
@@ -124,5 +133,7 @@ def _run(arguments: list[str], environment: Mapping[str, str], folder: str, real
         with (Path(folder) / name).open("ab") as file:
             os.dup2(file.fileno(), stream.fileno())
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    if first:
+        first()
     with nullcontext() if real_engine else forked_engines():
         sys.exit(main(arguments))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import re
@@ -25,7 +26,7 @@ import psutil
 
 import mugrpo_megatron
 from mugrpo_megatron.engine.wire import Command, ReplyKind
-from mugrpo_megatron.errors import EngineFailure, EngineStopped, UserError
+from mugrpo_megatron.errors import REFUSALS, EngineFailure, EngineStopped, UserError
 from mugrpo_megatron.files.durable import open_nofollow
 from mugrpo_megatron.files.scratch import Scratch
 
@@ -324,7 +325,10 @@ def _scratch_folder() -> Scratch:
 
 def _writable_folder(parent: str | None, errors: list[str]) -> Scratch | None:
     """Create a folder in `parent`, by default the directory of TMPDIR; None, with the reason in `errors`, if the disk
-    is full."""
+    is full.
+
+    Raises UserError for this process's limit of file sizes, for which no other directory helps.
+    """
     try:
         folder = Scratch("engine", parent=parent)
         try:
@@ -335,6 +339,10 @@ def _writable_folder(parent: str | None, errors: list[str]) -> Scratch | None:
             folder.remove()
             raise
     except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise UserError(
+                f"the engine's temporary files cannot be written ({error.strerror}); {REFUSALS[error.errno]}"
+            ) from None
         errors.append(str(error.strerror))
         return None
     return folder

@@ -141,7 +141,7 @@ class Heartbeat:
         if unread_s > seconds:
             return f"the rendezvous on rank 0's node was out of reach for {unread_s:.0f} s: it ended or was cut off"
         if silent := [rank for rank in self.silent(seconds) if rank in ranks]:
-            return f"no heartbeat from {rank_list(silent)} for over {seconds:.0f} s: dead, or cut off"
+            return f"no heartbeat from {rank_list(silent)} for over {seconds:.0f} s: dead, stopped or cut off"
         return ""
 
     def last_heard(self) -> str:

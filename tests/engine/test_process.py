@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import socket
@@ -37,6 +38,17 @@ def test_a_full_disk_of_temporary_files_is_told_before_it_starts(
         with pytest.raises(UserError, match=f"written to {small} .*No space left on device.*TMPDIR"):
             HostProcess(dict(os.environ), cuda=False)
         assert [path.name for path in small.iterdir()] == ["fill"]
+
+
+def test_a_limit_of_file_sizes_is_told_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_large(path: Path, data: bytes) -> int:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(process.Path, "write_bytes", too_large)
+    with pytest.raises(UserError, match=r"cannot be written \(File too large\); raise .*ulimit -f"):
+        process._scratch_folder()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("length", [8, 60, 90, 200])

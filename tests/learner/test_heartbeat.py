@@ -113,7 +113,7 @@ def test_a_rank_that_waits_in_cuda_is_ended_when_another_stops_beating(tmp_path:
     clock.tick(2 * PATIENCE_S, first)
     account = lost.get(timeout=patience.PATIENCE_S)
     assert account.startswith(
-        "rank 0 of 2 failed in update 7: no heartbeat from rank 1 for over 10 s: dead, or cut off"
+        "rank 0 of 2 failed in update 7: no heartbeat from rank 1 for over 10 s: dead, stopped or cut off"
     )
     assert "rank 1 (node 1): update 7, silent for" in account
     first.leave()
