@@ -80,7 +80,7 @@ def _user_advantages(
     Responses without a reward (NaN) are not passed to it, and get 0.
     """
     if len(rewards) != len(samples):
-        raise ValueError("objective.advantage, a user's function, needs every response")
+        raise ValueError("objective.advantage is a function of yours, which needs every response of its groups")
     name = f"objective.advantage = {config.advantage}"
     function = load_function("objective.advantage", config.advantage)
     scored = np.flatnonzero(~np.isnan(rewards))

@@ -276,7 +276,9 @@ def within_pass_rate(problems: list[Problem], bounds: tuple[float, float], notes
     rates = [-1.0 if problem.row["pass_rate"] is None else problem.row["pass_rate"] for problem in problems]
     inside = [problem for problem, rate in zip(problems, rates, strict=True) if bounds[0] <= rate <= bounds[1]]
     if not inside:
-        raise UserError(f"data.pass_rate: none of {len(problems):,} training problems has a rate in {list(bounds)}")
+        raise UserError(
+            f"data.pass_rate: none of {len(problems):,} training problems has a rate in {list(bounds)}; widen it"
+        )
     notes.append(
         f"{len(problems) - len(inside):,} of {len(problems):,} training problems have a pass rate outside "
         f"{list(bounds)}: left out"

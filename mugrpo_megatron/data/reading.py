@@ -159,7 +159,7 @@ def kept_row(row: dict[str, Any]) -> dict[str, Any]:
     except TypeError as error:
         raise ValueError(str(error)) from None
     except RecursionError:
-        raise ValueError("nested too deep") from None
+        raise ValueError("lists or objects are nested too deep") from None
 
 
 def final_answer(text: str) -> str:

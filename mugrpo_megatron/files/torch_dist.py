@@ -134,7 +134,7 @@ class _Unpickler(pickle._Unpickler):
             return name
         if (module, name) in CLASSES:
             return CLASSES[module, name]
-        raise pickle.UnpicklingError(f"it names {module}.{name}")
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
 
     def get_extension(self, code: int) -> None:
         raise pickle.UnpicklingError(f"it names extension {code}")
@@ -148,7 +148,7 @@ def _tensors(metadata: Any) -> Iterator[tuple[str, StoredTensor]]:
     """Yields the tensors of an unpickled index; raises ValueError or any other exception if `metadata` is not an
     index."""
     if not isinstance(metadata, Metadata):
-        raise ValueError("the index holds no metadata")
+        raise ValueError("the index does not hold a checkpoint's metadata")
     blocks = {
         (index.fqn, _numbers(index.offset)): info
         for index, info in metadata.storage_data.items()
@@ -177,7 +177,9 @@ def _chunk(key: str, shape: tuple[int, ...], chunk: ChunkStorageMetadata, blocks
     outside = any(start + size > extent for start, size, extent in zip(offsets, sizes, shape, strict=True))
     block = blocks.get((key, offsets))
     if outside or block is None:
-        raise ValueError(f"{key} has a chunk at {list(offsets)} that is {'outside of it' if outside else 'nowhere'}")
+        raise ValueError(
+            f"{key} has a chunk at {list(offsets)} that is {'outside of the tensor' if outside else 'in no file'}"
+        )
     if block.transform_descriptors:
         raise ValueError(f"{key} is stored with the transformation {block.transform_descriptors!r}")
     start, length = _checked((block.offset, block.length))

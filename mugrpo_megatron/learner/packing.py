@@ -176,7 +176,7 @@ def _support_ids(sequences: list[TokenSequence], device: torch.device) -> torch.
     if not support_rows:
         return None
     if len(support_rows) < len(sequences):
-        raise ValueError("some responses of an update have support ids, others not")
+        raise ValueError("some responses of an update have support ids and others have none")
     width = max(rows.shape[1] for rows in support_rows)
     padded = [np.pad(rows, ((0, 0), (0, width - rows.shape[1])), constant_values=-1) for rows in support_rows]
     return torch.from_numpy(np.concatenate(padded).astype(np.int64)).to(device)

@@ -160,7 +160,7 @@ def make_routing(
         indices[row : row + tokens - 1] = np.arange(start, start + tokens - 1)
         if not record:
             if routes is None:
-                raise ValueError("a sequence without routes, among others that have them")
+                raise ValueError("some sequences of an update have routes to replay and others have none")
             experts[:, row : row + tokens - 1] = routes.read(layers)
     local = local_rows(length, ranks.cp, ranks.cp_size).reshape(ranks.tp_size, -1)[ranks.tp]
     return Routing(

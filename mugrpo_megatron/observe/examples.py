@@ -79,5 +79,5 @@ def _example(row: Any) -> Example:
     texts = (example.set, example.problem, example.question, example.gold, example.text, example.extracted, example.why)
     numbers = (example.reward, example.tokens, *example.components.values())
     if not all(isinstance(text, str) for text in texts) or not all(type(n) in (int, float, bool) for n in numbers):
-        raise ValueError("a value of another type")
+        raise ValueError("a value has another type than the file's format says")
     return example

@@ -219,7 +219,7 @@ def check_row(row: Any) -> None:
     if not isinstance(row.get("not_finite", {}), dict):
         wrong.append("not_finite")
     if wrong:
-        raise ValueError(f"kind {kind}: {', '.join(wrong)} missing or of another type")
+        raise ValueError(f"kind {kind}: {', '.join(wrong)} missing or of the wrong type")
     if kind == "phase" and row["end"] < row["start"]:
         raise ValueError("its phase ends before it starts")
 

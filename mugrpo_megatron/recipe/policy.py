@@ -151,7 +151,7 @@ class RolloutSection(Section):
         try:
             words = shlex.split(self.agent or "true")
         except ValueError as error:
-            raise ValueError(f"agent is no command ({error})") from None
+            raise ValueError(f"agent cannot be split into a command and its arguments ({error})") from None
         if not words:
             raise ValueError("agent is empty")
         return self

@@ -121,7 +121,7 @@ def _stage(directory: Path, run_dir: Path, recipe: Mapping[str, Any]) -> StageRe
     except (OSError, pa.ArrowException) as error:
         raise UserError(f"{path} cannot be read ({error}), so its responses are not shown") from None
     except (KeyError, ValueError, TypeError):
-        raise UserError(f"{path} cannot be read (of another version), so its responses are not shown") from None
+        raise UserError(f"{path} cannot be read (another version wrote it), so its responses are not shown") from None
 
 
 def _verdicts(file: pq.ParquetFile, rewards: np.ndarray, recipe: Mapping[str, Any]) -> np.ndarray:

@@ -134,7 +134,7 @@ def form_of(function: Callable[..., Any]) -> Form:
     columns = {}
     for name, parameter in parameters.items():
         if parameter.kind is parameter.POSITIONAL_ONLY:
-            raise Unsupported(f"takes {name!r} by position alone: drop the /")
+            raise Unsupported(f"takes {name!r} by position alone: remove the / from its parameters")
         if name in known or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             continue
         needed = parameter.default is parameter.empty

@@ -140,7 +140,7 @@ WRONG: dict[str, tuple[Any, str]] = {
         "has two chunks that overlap",
     ),
     "a lost chunk": (lambda metadata: metadata.storage_data.pop(first(metadata)[0]) and None, "that is nowhere"),
-    "a list": (lambda metadata: [1, 2], "the index holds no metadata"),
+    "a list": (lambda metadata: [1, 2], "the index does not hold a checkpoint's metadata"),
     "nothing": (lambda metadata: Metadata({}), "damaged or not checkpoint metadata"),
 }
 

@@ -19,7 +19,9 @@ def parser_of(key: str, name: str, function: Callable[..., Any]) -> Callable[[Se
     try:
         inspect.signature(function).bind(answer="")
     except (TypeError, ValueError) as error:
-        raise UserError(f"{key} {name!r} does not take one parameter `answer` ({error}): name it so") from None
+        raise UserError(
+            f"{key} {name!r} does not take one parameter `answer` ({error}): name the parameter so"
+        ) from None
 
     def parse(items: Sequence[ScoringInput]) -> list[Verdict]:
         scores = [parse_score(function, item.response) for item in items]

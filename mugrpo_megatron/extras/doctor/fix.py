@@ -107,7 +107,8 @@ def _pip_install(requirements: list[str]) -> None:
     if importlib.util.find_spec("pip") is None:
         words = " ".join(requirements)
         raise UserError(
-            f"{sys.prefix} has no pip: run `uv pip install --python {sys.executable} --no-deps {words}`, then this"
+            f"{sys.prefix} has no pip: run `uv pip install --python {sys.executable} --no-deps {words}`, then "
+            "this command again"
         )
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
     if subprocess.run([*command, *requirements]).returncode:

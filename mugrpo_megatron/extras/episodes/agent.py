@@ -222,7 +222,7 @@ def _said(text: str, is_whole: bool) -> dict[str, Any]:
         if is_first:
             break
     if refusal:
-        raise ValueError(f"the program's output ends like a JSON object and is none ({refusal})")
+        raise ValueError(f"the program's output ends with what looks like a JSON object and cannot be read ({refusal})")
     if not is_whole and "\n" not in text:
         raise ValueError(f"the last line of the program's output has more than {TAIL_BYTES:,} bytes")
     return {}

@@ -152,5 +152,7 @@ class Chat:
 
     def _encode(self, text: str) -> list[int]:
         if (size := utf8_bytes(text)) > MOST_RENDERED:
-            raise ValueError(f"the chat template makes {size:,} bytes of it, and at most {MOST_RENDERED:,} fit")
+            raise ValueError(
+                f"the chat template renders the request to {size:,} bytes, and at most {MOST_RENDERED:,} are allowed"
+            )
         return encode_quoting(as_text(text), self._tokenizer)

@@ -242,7 +242,7 @@ class Endpoint:
         given = keys[0] if len(keys) == 1 else b""
         key = session.key if session else secrets.token_urlsafe(32)
         if not hmac.compare_digest(given, f"Bearer {key}".encode()) or session is None:
-            raise Refused("the key is not the one of this session", 401, "invalid_api_key")
+            raise Refused("the API key is not the key of this session", 401, "invalid_api_key")
         return session
 
 

@@ -112,7 +112,9 @@ class _Worker:
     def _model(self, key: int, message: dict[str, Any]) -> EpisodeModel:
         async def ask(what: str, **arguments: Any) -> Any:
             if key in self._asking:
-                raise RuntimeError("an episode asks the model one thing after another, and this one asked two at once")
+                raise RuntimeError(
+                    "an episode may have one request to the model at a time, and this one made two; await the first"
+                )
             if key not in self._episodes:
                 raise Over(ENDED)
             check_size(arguments, MOST_IDS, MOST_SENT)

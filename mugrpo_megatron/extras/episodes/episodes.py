@@ -266,7 +266,7 @@ class Episodes:
         Raises Broken where tokens do not continue the last, and ValueError for a malformed request.
         """
         if (most := message.get("max_tokens")) is not None and most < 1:
-            raise ValueError(f"max_tokens = {most}: a turn has at least one token")
+            raise ValueError(f"max_tokens = {most}: ask for at least one token")
         before = episode.trajectories
         if message["what"] != "generate":
             row = row_arguments(episode.group.prompt.problem.row)

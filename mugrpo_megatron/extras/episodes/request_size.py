@@ -62,7 +62,7 @@ def check_size(value: Any, most_values: int = MOST_VALUES, most_bytes: int = MOS
     """Raise ValueError for a JSON value that is too large to be rendered."""
     size = size_of(value, most_values)
     if size.depth > MOST_DEPTH:
-        raise ValueError(f"objects and lists inside each other to a depth above {MOST_DEPTH}")
+        raise ValueError(f"objects and lists nested deeper than {MOST_DEPTH}")
     if size.values > most_values:
         raise ValueError(f"more than {most_values:,} values, such as messages, their fields and a tool's parameters")
     if size.bytes > most_bytes:

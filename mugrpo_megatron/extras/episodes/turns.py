@@ -184,7 +184,7 @@ def text_of(result: Any) -> str:
 
 def _short_enough(text: str) -> str:
     if not isinstance(text, str):
-        raise TypeError(f"a {type(text).__name__} where a text belongs")
+        raise TypeError(f"a value of type {type(text).__name__} instead of a text")
     if (size := utf8_bytes(text)) > MOST_BYTES:
         raise ValueError(f"a text of {size:,} bytes; the model gets at most {MOST_BYTES:,}")
     return text

@@ -154,7 +154,7 @@ def _parse_row(
         ids = tokenizer.encode(text, add_special_tokens=False)
         response = np.array(ids if finish == "length" else [*ids, tokenizer.eos_token_id], dtype=np.int32)
     if not len(response):
-        raise ValueError("the response has no token")
+        raise ValueError("the response has no tokens")
     given_logprobs = next((row[name] for name in LOGPROBS if row.get(name) is not None), None)
     given_mask = row.get("loss_mask")
     for name, values in (("logprobs", given_logprobs), ("loss_mask", given_mask)):

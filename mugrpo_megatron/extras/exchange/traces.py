@@ -34,7 +34,7 @@ def trainable_traces(row: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [dict(row)]
     traces = _list(row["traces"], "traces")
     if not all(isinstance(trace, Mapping) for trace in traces):
-        raise ValueError("traces of the episode are no objects")
+        raise ValueError("`traces` of the episode is not a list of objects")
     agents = [trace.get("agent") for trace in traces]
     trained = [
         {"trace": trace}
@@ -42,7 +42,7 @@ def trainable_traces(row: Mapping[str, Any]) -> list[dict[str, Any]]:
         if not isinstance(agent, Mapping) or agent.get("trainable", True)
     ]
     if not trained:
-        raise ValueError("an episode without a trace to train on")
+        raise ValueError("the episode has no trace to train on")
     return trained
 
 
@@ -57,11 +57,13 @@ def flatten_trace(row: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(trace, Mapping) or "schema_version" not in trace or "turns" not in trace:
         return dict(row)
     if trace["schema_version"] != SCHEMA:
-        raise ValueError(f"a trace of schema {short_repr(trace['schema_version'])}, and {SCHEMA} is read")
+        raise ValueError(
+            f"the trace has schema {short_repr(trace['schema_version'])}, and only schema {SCHEMA} can be read"
+        )
     turns = [_turn(position, turn) for position, turn in enumerate(_list(trace["turns"], "turns"))]
     trained = [turn for turn in turns if any(turn["loss_mask"])]
     if not trained:
-        raise ValueError("a trace whose loss masks leave no token to train on")
+        raise ValueError("the loss masks of the trace leave no token to train on")
     prompt = list(trained[0]["prompt_token_ids"])
     response: list[Any] = []
     logprobs: list[Any] = []
@@ -88,7 +90,7 @@ def flatten_trace(row: Mapping[str, Any]) -> dict[str, Any]:
 def _read_verifiers_trace(row: Mapping[str, Any], trace: Mapping[str, Any]) -> dict[str, Any]:
     """The row with a trace of verifiers' `Trace` (version 1, one branch) flattened. Raises ValueError for others."""
     if trace["version"] != SCHEMA:
-        raise ValueError(f"a trace of version {short_repr(trace['version'])}, and {SCHEMA} is read")
+        raise ValueError(f"the trace has version {short_repr(trace['version'])}, and only version {SCHEMA} can be read")
     nodes = _list(trace["nodes"], "nodes")
     ids: list[Any] = []
     mask: list[Any] = []
@@ -107,7 +109,7 @@ def _read_verifiers_trace(row: Mapping[str, Any], trace: Mapping[str, Any]) -> d
         ids, mask = ids + tokens, mask + sampled
         logprobs += [next(rest) if is_sampled else 0.0 for is_sampled in sampled]
     if not any(mask):
-        raise ValueError("a trace whose masks leave no token to train on")
+        raise ValueError("the masks of the trace leave no token to train on")
     first, end = mask.index(True), len(mask) - mask[::-1].index(True)
     calls = trace.get("calls")
     last = calls[-1] if isinstance(calls, list) and calls else None
@@ -121,7 +123,7 @@ def _read_verifiers_trace(row: Mapping[str, Any], trace: Mapping[str, Any]) -> d
 def _reward(rewards: Any) -> dict[str, float]:
     """The sum of a trace's weighted scores as `reward`; nothing without a score."""
     if rewards is not None and not isinstance(rewards, Mapping):
-        raise ValueError("rewards of the trace is no object")
+        raise ValueError("`rewards` of the trace is not an object")
     terms = {name: term for name, term in (rewards or {}).items() if term is not None}
     for name, term in terms.items():
         if not isinstance(term, Mapping) or not all(isinstance(term.get(key), int | float) for key in TERM):
@@ -134,7 +136,7 @@ def _reward(rewards: Any) -> dict[str, float]:
 
 def _turn(index: int, turn: Any) -> dict[str, list[Any]]:
     if not isinstance(turn, Mapping):
-        raise ValueError(f"turn {index} of the trace is no object")
+        raise ValueError(f"turn {index} of the trace is not an object")
     lists = {name: _list(turn.get(name), f"{name} of turn {index}") for name in LISTS}
     prompt, completion, logprobs, mask = (len(lists[name]) for name in LISTS)
     if logprobs != completion:
@@ -150,5 +152,5 @@ def _turn(index: int, turn: Any) -> dict[str, list[Any]]:
 
 def _list(value: Any, name: str) -> list[Any]:
     if not isinstance(value, Sequence) or isinstance(value, str):
-        raise ValueError(f"{name} is no list")
+        raise ValueError(f"{name} is not a list")
     return list(value)

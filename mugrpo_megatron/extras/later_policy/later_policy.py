@@ -92,7 +92,8 @@ class LaterPolicy:
         largest = max(max(s.prompt_ids.max(initial=0), s.response_ids.max(initial=0)) for s in samples)
         if largest >= self._model.config.vocab_size:
             raise UserError(
-                f"the policy has {self._model.config.vocab_size} tokens, the responses have token {largest}"
+                f"--policy has a vocabulary of {self._model.config.vocab_size} tokens, and the responses "
+                f"have the token id {largest}"
             )
         ratios = [
             torch.from_numpy(sample.trained(logprobs - sampled))

@@ -110,7 +110,7 @@ def _handle(value: Any) -> Any:
     """Handle of a stand-in; nothing else can be sent to the program."""
     if isinstance(value, StandIn):
         return StandIn.handle(value)
-    raise TypeError(f"a {type(value).__name__} cannot be handed to the program")
+    raise TypeError(f"a value of type {type(value).__name__} cannot be handed to the program")
 
 
 def _follow(ours: object, theirs: object) -> None:

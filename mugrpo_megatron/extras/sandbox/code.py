@@ -146,7 +146,9 @@ def failure(program: str, test: Test, limits: Limits) -> str:
             return outcome.why_failed() or ("" if equal else why)
         case AssertTest():
             if sees_files(limits.mode):
-                raise UserError("test code can be read by programs here: asserts need namespaces, or Landlock")
+                raise UserError(
+                    "programs could read the test code here: tests of asserts need user namespaces, or Landlock"
+                )
             outcome = check_asserts(program, test, limits)
             return outcome.why_failed() or ("" if outcome.answer == b"passed" else "the tests ended early")
 

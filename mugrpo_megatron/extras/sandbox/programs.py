@@ -119,7 +119,7 @@ def _modules(*modules: ModuleType) -> dict[str, str]:
 
 
 def _not_kept(value: object) -> object:
-    raise TypeError(f"a {type(value).__name__} cannot be an argument")
+    raise TypeError(f"a value of type {type(value).__name__} cannot be an argument of the program")
 
 
 def execute(processes: Sequence[JailedProcess], limits: Limits, answer_of: int | None = None) -> Outcome:

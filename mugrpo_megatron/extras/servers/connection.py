@@ -105,7 +105,7 @@ class Connection:
                     chunks.append(chunk)
                 return reply.status_code, b"".join(chunks)
         except TimeoutError:
-            raise ServerTrouble(f"{self.url}{path}: no whole answer in {timeout_s:g} s") from None
+            raise ServerTrouble(f"{self.url}{path}: the answer was not complete after {timeout_s:g} s") from None
         except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
             if "CERTIFICATE_VERIFY_FAILED" in str(error):
                 raise ServerRefusal(
@@ -127,7 +127,7 @@ class Connection:
         try:
             return parse_json(body)
         except ValueError as error:
-            raise ServerRefusal(f"{self.url}{path} answers with no JSON ({error})") from None
+            raise ServerRefusal(f"{self.url}{path} answers with something that is not JSON ({error})") from None
 
 
 def _first_line(error: BaseException) -> str:

@@ -60,7 +60,7 @@ class Reply:
 def responses_of(replies: Sequence[Reply], prompt: Prompt, asked: Asked) -> list[Response]:
     """The responses to one prompt. Raises ServerRefusal for a wrong response, ServerTrouble for an aborted one."""
     if len(replies) != asked.n:
-        raise ServerRefusal(f"{len(replies)} responses to a prompt, and {asked.n} were asked for")
+        raise ServerRefusal(f"it returns {len(replies)} responses to a prompt, and {asked.n} were asked for")
     return [_response(reply, prompt, asked) for reply in replies]
 
 
@@ -88,12 +88,12 @@ def _ids(value: Any, asked: Asked) -> list[int]:
     if not isinstance(value, list):
         raise ServerRefusal("its responses have no token ids")
     if not 0 < len(value) <= asked.max_tokens:
-        raise ServerRefusal(f"a response of {len(value)} tokens, and 1 to {asked.max_tokens} were asked for")
+        raise ServerRefusal(f"it returns a response of {len(value)} tokens, and 1 to {asked.max_tokens} were asked for")
     for token in value:
         if type(token) is not int or not 0 <= token < asked.vocab_size:
             raise ServerRefusal(
-                f"the token id {short_repr(token)}, and the model's are 0 to {asked.vocab_size - 1}: it serves another "
-                "model, or reads ids with another tokenizer"
+                f"it returns the token id {short_repr(token)}, and the model's ids are 0 to "
+                f"{asked.vocab_size - 1}: it serves another model, or reads ids with another tokenizer"
             )
     return value
 
@@ -102,19 +102,21 @@ def _logprobs(value: Any, tokens: int, greedy: bool) -> np.ndarray:
     if not isinstance(value, list):
         raise ServerRefusal("its responses have no log-probabilities of their tokens")
     if len(value) != tokens:
-        raise ServerRefusal(f"{len(value)} log-probabilities for {tokens} tokens")
+        raise ServerRefusal(f"it returns {len(value)} log-probabilities for {tokens} tokens")
     if greedy:
         return np.zeros(tokens, dtype=np.float32)
     for number in value:
         # NaN fails the comparison; an integer of any size can be compared.
         if type(number) not in (int, float) or not LEAST_LOGPROB <= number <= ROUNDING:
-            raise ServerRefusal(f"a log-probability of {short_repr(number)}, which no sampled token has")
+            raise ServerRefusal(f"it returns a log-probability of {short_repr(number)}, which no sampled token has")
     return np.minimum(np.array(value, dtype=np.float32), 0.0)
 
 
 def _check_end(ids: list[int], finish_reason: Any, asked: Asked) -> None:
     if finish_reason not in ("stop", "length"):
-        raise ServerRefusal(f"the finish reason {short_repr(finish_reason)} is neither `stop` nor `length`")
+        raise ServerRefusal(
+            f"it returns the finish reason {short_repr(finish_reason)}, which is neither `stop` nor `length`"
+        )
     if finish_reason == "length" and len(ids) < asked.max_tokens:
         raise ServerRefusal(
             f"it cuts a response after {len(ids)} tokens, and {asked.max_tokens} were asked for: raise its own limit "
@@ -123,7 +125,9 @@ def _check_end(ids: list[int], finish_reason: Any, asked: Asked) -> None:
     if not asked.ends:
         return
     if any(token in asked.ends for token in ids[:-1]):
-        raise ServerRefusal("it goes on after the model's end token: start it without ignoring that")
+        raise ServerRefusal(
+            "it goes on after the model's end token: start it without an option that ignores the end token (ignore_eos)"
+        )
     if finish_reason == "stop" and ids[-1] not in asked.ends and not asked.stop:
         raise ServerRefusal(
             f"a response ends with token {ids[-1]}, which is no end token of the model: the server stops at texts or "

@@ -182,7 +182,7 @@ def test_limits_end_an_episode_as_cut(model: Path) -> None:
     [
         ("asks_nothing", "it ended without asking the model"),
         ("asks_twice_at_once", "asks the model one thing after another"),
-        ("asks_for_no_token", "max_tokens = 0: a turn has at least one token"),
+        ("asks_for_no_token", "max_tokens = 0: ask for at least one token"),
     ],
 )
 def test_a_function_that_breaks_the_rules_fails_its_episode(model: Path, function: str, why: str) -> None:

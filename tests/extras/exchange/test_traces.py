@@ -59,15 +59,15 @@ def test_a_turn_that_is_not_trained_on_may_be_of_another_conversation() -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"schema_version": 2}, "a trace of schema 2, and 1 is read"),
-        ({"schema_version": "x" * 5000}, r"a trace of schema 'x{10,60}\.\.\., and 1 is read"),
+        ({"schema_version": 2}, "the trace has schema 2, and only schema 1 can be read"),
+        ({"schema_version": "x" * 5000}, r"the trace has schema 'x{10,60}\.\.\., and only schema 1 can be read"),
         ({"turns": [turn(["x" * 5000], [3]), turn([1, 3], [5])]}, r"its token 0 is 1, and was 'x{10,60}\.\.\.$"),
         ({"turns": [turn([1, 2], [3, 4]), turn([1, 2, 3, 6], [5])]}, "its token 3 is 6, and was 4"),
         ({"turns": [turn([1, 2], [3, 4]), turn([1, 2, 3], [5])]}, "its token 3 is missing, and was 4"),
         ({"turns": [turn([1], [2], [0])]}, "no token to train on"),
         ({"turns": []}, "no token to train on"),
-        ({"turns": "x"}, "turns is no list"),
-        ({"turns": [3]}, "turn 0 of the trace is no object"),
+        ({"turns": "x"}, "turns is not a list"),
+        ({"turns": [3]}, "turn 0 of the trace is not an object"),
         ({"turns": [{**turn([1], [2]), "per_token_logps": []}]}, "1 completion_token_ids and 0 per_token_logps"),
         ({"turns": [{**turn([1], [2]), "loss_mask": [1]}]}, "has 1 values for 2 tokens"),
         ({"turns": [{**turn([1], [2]), "loss_mask": [1, 1]}]}, "trains tokens of its prompt"),
@@ -116,7 +116,11 @@ def test_an_episode_of_verifiers_is_its_trained_traces(tmp_path: Path) -> None:
     ]
     assert {rollout.row["reward"] for group in groups for rollout in group} == {2.5}
     assert groups[0][0].response_ids.tolist() == [3, 4, 9, 9, 5]
-    for traces, why in (([judge], "without a trace to train on"), ("x", "traces is no list"), ([3], "are no objects")):
+    for traces, why in (
+        ([judge], "has no trace to train on"),
+        ("x", "traces is not a list"),
+        ([3], "is not a list of objects"),
+    ):
         path.write_text(json.dumps({**episodes[0], "traces": traces}) + "\n")
         refuses(rf"traces.jsonl:1: .*{why}", read_rollouts, path, TOKENIZER, TEMPLATE, (1000, 1000))
 
@@ -135,8 +139,8 @@ def test_a_branch_of_verifiers_is_one_response_with_a_mask() -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"version": 2}, "a trace of version 2, and 1 is read"),
-        ({"rewards": [1.0]}, "rewards of the trace is no object"),
+        ({"version": 2}, "the trace has version 2, and only version 1 can be read"),
+        ({"rewards": [1.0]}, "`rewards` of the trace is not an object"),
         ({"rewards": {"a": {"weight": 1.0}}}, "the reward 'a' of the trace has no numbers as score and weight"),
         ({"rewards": {"a": 1.0}}, "the reward 'a' of the trace has no numbers as score and weight"),
         ({"nodes": [*NODES[:2], node(0, [7], [True])]}, "node 2 of the trace does not follow the one before"),

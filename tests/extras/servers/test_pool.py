@@ -177,7 +177,7 @@ LIES: dict[str, tuple[Fake, str]] = {
     "redirect": (Fake(instead=sends(307, b"", Location="http://127.0.0.1:1/")), "307"),
     "no text": (Fake(instead=sends(200, b"<html>")), "no JSON"),
     "refusal": (Fake(instead=sends(400, b'{"error": {"message": "too long"}}')), r"400 \(too long\)"),
-    "another vocabulary": (Fake(mend=mended(lambda row: row.update(token_ids=[50]))), "the model's are 0 to 49"),
+    "another vocabulary": (Fake(mend=mended(lambda row: row.update(token_ids=[50]))), "the model's ids are 0 to 49"),
     "negative id": (Fake(mend=mended(lambda row: row.update(token_ids=[-1]))), "the token id -1"),
     "true as an id": (Fake(mend=mended(lambda row: row.update(token_ids=[True]))), "the token id True"),
     "no ids": (Fake(mend=mended(lambda row: (row.pop("token_ids"), row["logprobs"].pop("tokens")))), "no token ids"),
@@ -245,7 +245,7 @@ def test_a_reply_that_drips_ends_with_the_timeout() -> None:
 
     with serving(Fake(instead=drip)) as fake:
         try:
-            refuses(r"no whole answer in 0\.05 s", answered, [fake], 1, patience_s=0.0, timeout_s=0.05)
+            refuses(r"the answer was not complete after 0\.05 s", answered, [fake], 1, patience_s=0.0, timeout_s=0.05)
         finally:
             ended.set()
 
