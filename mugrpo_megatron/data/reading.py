@@ -188,7 +188,7 @@ def _verifiable(gold: str, path: str) -> str:
     if lost := _LOST_BACKSLASH.search(gold):
         raise ValueError(
             f"field {path!r} holds the control character {lost[0]!r} where LaTeX has a command: the file writes one "
-            "backslash where JSON needs two; double them"
+            "backslash where JSON needs two; double the backslashes"
         )
     return answer
 

@@ -82,7 +82,8 @@ def _slot_across_nodes(engine: EngineSection, rank: int, world: int, local_world
         )
     if nodes % engine.nodes:
         raise UserError(
-            f"engine.nodes = {engine.nodes} does not divide the {nodes} nodes of this run; start a multiple of it"
+            f"engine.nodes = {engine.nodes} does not divide the {nodes} nodes of this run; start it on a multiple of "
+            "engine.nodes"
         )
     node, local_rank = divmod(rank, local_world)
     number, engine_node = divmod(node, engine.nodes)

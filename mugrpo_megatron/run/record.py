@@ -117,7 +117,7 @@ def check_run_dir(run_dir: Path) -> RunRecord | None:
             raise UserError(f"run.dir = {run_dir} is not a directory; choose another")
     except FileNotFoundError:
         if run_dir.is_symlink():
-            raise UserError(f"run.dir = {run_dir} is a broken link; choose another") from None
+            raise UserError(f"run.dir = {run_dir} is a broken link; choose another directory") from None
     except OSError as error:
         raise UserError(f"run.dir = {run_dir} cannot be used ({error.strerror}); choose another") from None
     if record := read_record(run_dir):

@@ -146,5 +146,5 @@ def _check_teacher(temperature: float, policy: Path, name: str, directory: Path)
         raise UserError(
             f"auxiliary.{name}.model = {directory} has another vocabulary than {policy} "
             f"({len(differing)} entries differ, first {token!r} = {number}), so it cannot score the policy's "
-            "tokens; take a teacher with the same one"
+            "tokens; take a teacher with the same vocabulary"
         )

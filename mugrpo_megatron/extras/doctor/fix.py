@@ -112,7 +112,7 @@ def _pip_install(requirements: list[str]) -> None:
         )
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
     if subprocess.run([*command, *requirements]).returncode:
-        raise UserError(f"pip could not install {' and '.join(requirements)}; its reason stands above")
+        raise UserError(f"pip could not install {' and '.join(requirements)}; pip's reason stands above")
 
 
 if __name__ == "__main__":

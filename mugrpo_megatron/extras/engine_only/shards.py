@@ -165,7 +165,7 @@ def marked_shards(stage: Path, weights: Path) -> list[GenerationShard]:
     for path, mark in zip(paths, marks, strict=True):
         if mark["weights"] != expected:
             raise UserError(
-                f"{path}: generated with other weights than {weights} holds; put the right ones there, or remove "
+                f"{path}: generated with other weights than {weights} holds; put the run's weights there, or remove "
                 f"{stage} to generate the stage again"
             )
         if mark["problems"] != marks[0]["problems"]:

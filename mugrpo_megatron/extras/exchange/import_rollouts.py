@@ -180,7 +180,9 @@ def _scores(
     if column is not None:
         given = [[_given(rollout, column) for rollout in group] for group in groups]
         if all(score.missing for scores in given for score in scores):
-            raise UserError(f"{groups[0][0].location}: no row has a reward in {column}; --reward names another column")
+            raise UserError(
+                f"{groups[0][0].location}: no row has a reward in {column}; name another column with --reward"
+            )
         return given
     answers = [
         [_answer(rollout, gold) for rollout, gold in zip(group, group_golds, strict=True)]
@@ -226,7 +228,7 @@ def _given(rollout: ForeignRollout, column: str) -> Score:
         return Score(0.0, "", f"none given in {column}", 0.0, missing=True)
     if not isinstance(value, bool | int | float) or not fits_float32(value):
         raise UserError(
-            f"{rollout.location}: {column} holds no finite number that fits float32; --reward names another column"
+            f"{rollout.location}: {column} holds no finite number that fits float32; name another column with --reward"
         )
     return Score(float(value), "", f"given in {column}", 0.0, components={column: float(value)})
 

@@ -67,7 +67,9 @@ def _merged(
             a, b = (factor.to(weight.dtype) for factor in factors[spec.name])
             weight = merged(weight, a, b, scale).to(weight.dtype)
             if not weight.isfinite().all():
-                raise UserError(f"{spec.name}: with the adapter a value is beyond {weight.dtype}; is it damaged?")
+                raise UserError(
+                    f"{spec.name}: with the adapter a value does not fit {weight.dtype}; is the adapter damaged?"
+                )
         yield weight
 
 

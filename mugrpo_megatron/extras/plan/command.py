@@ -41,7 +41,7 @@ def plan(options: Options) -> int:
     recipe = load_recipe(options.recipe, options.overrides)
     cluster = options.nodes, options.gpus_per_node, options.gpu
     if options.pilot and not options.schedules:
-        raise UserError("--pilot is of --schedules; add it")
+        raise UserError("--pilot needs --schedules; add that option")
     pilot = read_pilot(options.pilot) if options.pilot else None
     plan = make_plan(recipe, *cluster, options.model_config, options.assume, options.schedules)
     launch = launch_commands(options.recipe, options.overrides, plan.cluster)

@@ -24,7 +24,10 @@ def check_address(text: str, key: str | None) -> str:
     if parts.scheme not in ("http", "https") or not host or not text.isascii() or not text.isprintable():
         raise UserError(f"--server {short_repr(text)}: write a URL such as http://127.0.0.1:8000")
     if parts.username is not None or parts.password is not None:
-        raise UserError(f"--server: {host} stands with a user or a password; give a key in the environment, {KEY}")
+        raise UserError(
+            f"--server: the address of {host} holds a user or a password; give a key "
+            f"in the environment variable {KEY} instead"
+        )
     if parts.query or parts.fragment:
         raise UserError(f"--server {short_repr(text)}: ends with a query; give the server's base URL alone")
     if key and parts.scheme == "http" and not is_loopback(host):

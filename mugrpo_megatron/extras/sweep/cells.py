@@ -120,14 +120,16 @@ def _check_out(sweep: Sweep, origin: Origin) -> None:
     if not os.path.lexists(out):
         return
     if not out.is_dir():
-        raise UserError(f"--out {out} is not a directory; choose another")
+        raise UserError(f"--out {out} is not a directory; choose another directory")
     if not (out / MARK).exists():
         if any(out.iterdir()):
-            raise UserError(f"--out {out} holds something that no sweep has written; choose another")
+            raise UserError(f"--out {out} holds something that no sweep has written; choose another directory")
         return
     mark = read_json(out / MARK)
     if (mark.get("run"), mark.get("stage")) != (origin.run, origin.stage):
-        raise UserError(f"--out {out} holds the sweep of stage {mark.get('stage')} of {mark.get('of')}; choose another")
+        raise UserError(
+            f"--out {out} holds the sweep of stage {mark.get('stage')} of {mark.get('of')}; choose another directory"
+        )
 
 
 def _check_evaluation(sweep: Sweep, cell: Cell) -> None:

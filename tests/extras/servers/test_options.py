@@ -39,7 +39,7 @@ def test_an_address_is_a_base() -> None:
 
 def test_a_key_never_crosses_a_network_in_clear() -> None:
     refuses("would cross the network unencrypted", check_address, "http://10.0.0.1:8000", "k")
-    refuses("stands with a user or a password", check_address, "https://a:b@host", None)
+    refuses("holds a user or a password", check_address, "https://a:b@host", None)
     refuses("no HTTP header may have", check_address, "https://host", "k\n")
     for host in ("localhost", "127.0.0.1", "[::1]"):
         assert check_address(f"http://{host}:1", "k")
