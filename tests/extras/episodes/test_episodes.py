@@ -181,7 +181,7 @@ def test_limits_end_an_episode_as_cut(model: Path) -> None:
     ("function", "why"),
     [
         ("asks_nothing", "it ended without asking the model"),
-        ("asks_twice_at_once", "asks the model one thing after another"),
+        ("asks_twice_at_once", "may have one request to the model at a time"),
         ("asks_for_no_token", "max_tokens = 0: ask for at least one token"),
     ],
 )
