@@ -139,7 +139,7 @@ WRONG: dict[str, tuple[Any, str]] = {
         lambda metadata: metadata.state_dict_metadata["w"].chunks.extend(metadata.state_dict_metadata["w"].chunks),
         "has two chunks that overlap",
     ),
-    "a lost chunk": (lambda metadata: metadata.storage_data.pop(first(metadata)[0]) and None, "that is nowhere"),
+    "a lost chunk": (lambda metadata: metadata.storage_data.pop(first(metadata)[0]) and None, "that is in no file"),
     "a list": (lambda metadata: [1, 2], "the index does not hold a checkpoint's metadata"),
     "nothing": (lambda metadata: Metadata({}), "damaged or not checkpoint metadata"),
 }
