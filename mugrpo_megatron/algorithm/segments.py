@@ -42,7 +42,7 @@ class Segments:
         return len(self.lengths)
 
     def chunk(self, tokens: slice) -> Segments:
-        """Some tokens of the same responses."""
+        """The segments of the chosen tokens alone; numbers of responses stay as they are."""
         return replace(
             self, ids=self.ids[tokens], positions=self.positions[tokens], turns=slice_or_none(self.turns, tokens)
         )

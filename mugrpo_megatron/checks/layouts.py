@@ -181,7 +181,8 @@ def split_problems(
         yield f"{keys['virtual_pipeline']} above 1 needs {keys['pipeline']} of at least 2"
     yield from _shard_problems(keys["tensor"], parallel.tensor, model)
     if has_delta(model) and (kv_heads := model.get("num_key_value_heads") or 1) % parallel.tensor:
-        # Megatron's output gate has no heads that ranks share (core/transformer/attention.py).
+        # Megatron cannot give one head to several ranks in attention with an output gate
+        # (core/transformer/attention.py).
         yield f"{keys['tensor']} = {parallel.tensor} does not divide the {kv_heads} key/value heads of gated attention"
     layers, experts = model.get("num_hidden_layers") or 1, experts_of(model)
     if pp > layers:

@@ -50,7 +50,7 @@ def objective_loss(learner: Learner, inputs: LossInputs, statistics: UpdateStati
         weight = model.output_weight()
         # Megatron's DDP sets main_grad on trained parameters only; with adapters the output weight is frozen.
         main_grad = getattr(weight, "main_grad", None) if direct else None
-        # A tied weight gets a gradient from the embedding anyway, and with it the call of its DDP hook.
+        # DDP's hook has to be called once for each weight. For a tied weight the embedding's gradient causes that call.
         if main_grad is not None and not model.shares_weight:
             weight = with_placeholder_grad(weight)
         fused = fused_policy_loss(

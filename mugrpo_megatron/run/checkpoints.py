@@ -146,7 +146,7 @@ def open_saver(
         newest = [learner.ranks.rank == 0 and newest_cursor(directory)]
         dist.broadcast_object_list(newest)
         if newest[0] != stopped.cursor:
-            # If the engines had the devices the learner is offloaded; they have ended, so there is room.
+            # The learner may be offloaded, if the engines had the devices; the engines have ended, so it fits again.
             learner.reload()
             with log.phase("save", stopped.cursor.stage):
                 saver.save(stopped.cursor)

@@ -30,10 +30,10 @@ def group_prompt(recipe: Recipe, problems: PreparedData, cursor: Cursor, group: 
 def group_samples(
     group: ScoredGroup, rollout: RolloutSection, reward: RewardSection, objective: ObjectiveSection
 ) -> list[Sample]:
-    """A scored group as samples, without failed episodes and responses that have no reward; one of them if all fail.
+    """A scored group as samples, without failed episodes and responses without a reward.
 
-    So a function that does not apply, fails or runs into a limit gives no advantage and changes no baseline. The
-    component `group.unscored` is the share of the group's responses that were left out for it.
+    If that would leave no sample, the first response is one. So a function that does not apply, fails or runs into a
+    limit gives no advantage and changes no baseline. The component `group.unscored` is the share of the group's responses that have no reward.
     """
     unscored = [score.missing and not reward.judges for score in group.scores]
     failed = [

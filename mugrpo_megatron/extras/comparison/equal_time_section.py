@@ -47,7 +47,8 @@ def evaluated_on(run: RunData) -> tuple[tuple[str, int], ...]:
 
 
 def ends_of(runs: Sequence[RunData]) -> Ends | None:
-    """None if a run has no evaluation, or the runs have other measures, other problems, or no common time."""
+    """The runs at equal time; None if one has no evaluation, or if their measures or problems differ or no time is
+    common."""
     if len({measure_in(run.evals) for run in runs}) > 1 or len({evaluated_on(run) for run in runs}) > 1:
         return None
     try:

@@ -53,7 +53,7 @@ async def episode(problem: Problem, model: EpisodeModel) -> None:
 def value(expression: str) -> str:
     """The value of a sum, as text. Raises ValueError for any other expression."""
     if not SUM.fullmatch(expression):
-        raise ValueError("there is no sum to compute")
+        raise ValueError("no sum")
     return str(sum(map(int, expression.split("+"))))
 
 

@@ -55,7 +55,7 @@ CUT: dict[str, Any] = {"reward": None, "why": "", "parts": {}, "cut": True}
 
 
 class Episodes:
-    """The episodes of one engine; `generate` is `Engine.generate_from`."""
+    """Plays the episodes of one engine; `generate` takes prompts and yields groups as `Engine.generate_from` does."""
 
     def __init__(self, recipe: Recipe, engine: Engine) -> None:
         self._recipe, self._engine, self._section = recipe, engine, recipe.episodes

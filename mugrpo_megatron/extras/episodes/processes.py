@@ -42,7 +42,7 @@ class Group:
 
 @dataclass(slots=True)
 class Attempt:
-    """An attempt at a response of a group."""
+    """One attempt of an episode, whose outcome becomes a response of a group; a failed episode is begun again."""
 
     key: int
     group: Group

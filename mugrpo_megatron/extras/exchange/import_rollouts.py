@@ -173,7 +173,8 @@ def _scores(
 ) -> list[list[Score]]:
     """Scores from `column`, else from a column `reward`, else the verifier's, whose length limit is `limit` tokens.
 
-    Null and NaN, as TRL writes where no function applies, are `missing`; a column `reward` of them only is none.
+    Null and NaN, as TRL writes where no function applies, are `missing`; a column `reward` that holds nothing else
+    counts as absent.
     """
     has_rewards = any(rollout.row.get("reward") is not None for group in groups for rollout in group)
     column = column or ("reward" if has_rewards else None)

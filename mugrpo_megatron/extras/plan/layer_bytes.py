@@ -110,7 +110,9 @@ def _feed_forward(
         return tokens * b * 3 * width, b * (tokens * 3 * width + 2 * stream * size["H"])
     chosen = tokens * architecture.transformer["moe_router_topk"]  # assumes that all experts get equally many tokens
     width = size["M"] / tp
-    products = 3 if cuda else 5  # fc1's output and fc2's input; on CPU also silu(gate) and the product before weighting
+    # An expert keeps the output of fc1 and the input of fc2; on CPU also silu(gate) and the product before its
+    # weighting.
+    products = 3 if cuda else 5
     activations = chosen * b * (size["H"] + products * width) + stream * architecture.experts * (2 * FLOAT + 1)
     shared = tokens * b * 3 * size.get("S", 0) / tp
     return activations + shared, b * chosen * 3 * (size["H"] + width)

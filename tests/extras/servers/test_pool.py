@@ -172,10 +172,10 @@ def sends(status: int, content: bytes, **headers: str) -> Callable[[Handler], bo
 LIES: dict[str, tuple[Fake, str]] = {
     "endless stream": (Fake(instead=endless), "sends more than"),
     "huge body": (Fake(instead=sends(200, b"[" * (1 << 20))), "sends more than"),
-    "deep body": (Fake(instead=sends(200, b"[" * 30_000)), "no JSON"),
+    "deep body": (Fake(instead=sends(200, b"[" * 30_000)), "not JSON"),
     "compressed": (Fake(instead=sends(200, b"x", Content_Encoding="gzip")), "compresses"),
     "redirect": (Fake(instead=sends(307, b"", Location="http://127.0.0.1:1/")), "307"),
-    "no text": (Fake(instead=sends(200, b"<html>")), "no JSON"),
+    "no text": (Fake(instead=sends(200, b"<html>")), "not JSON"),
     "refusal": (Fake(instead=sends(400, b'{"error": {"message": "too long"}}')), r"400 \(too long\)"),
     "another vocabulary": (Fake(mend=mended(lambda row: row.update(token_ids=[50]))), "the model's ids are 0 to 49"),
     "negative id": (Fake(mend=mended(lambda row: row.update(token_ids=[-1]))), "the token id -1"),
