@@ -33,7 +33,8 @@ def group_samples(
     """A scored group as samples, without failed episodes and responses without a reward.
 
     If that would leave no sample, the first response is one. So a function that does not apply, fails or runs into a
-    limit gives no advantage and changes no baseline. The component `group.unscored` is the share of the group's responses that have no reward.
+    limit gives no advantage and changes no baseline. The component `group.unscored` is the share of the group's
+    responses that have no reward.
     """
     unscored = [score.missing and not reward.judges for score in group.scores]
     failed = [
