@@ -21,7 +21,7 @@ from mugrpo_megatron.recipe.sections import DataSection
 from run_scripts.dev.bench import ten
 from run_scripts.dev.bench.alone import Ended, keep_logs
 from run_scripts.dev.bench.ten import COMMANDS, INSTALL_S, STEPS, Step, read_report, run_step
-from run_scripts.dev.bench.ten_equal import AT_ONCE, RATES, UPDATES, settings_of, task_of, write_problems
+from run_scripts.dev.bench.ten_equal import AT_ONCE, EVERY, RATES, UPDATES, settings_of, task_of, write_problems
 from run_scripts.dev.bench.ten_learner import recipe_of
 
 ROOT = Path(__file__).parents[2]
@@ -102,7 +102,11 @@ def test_ways_of_equal_time_take_as_many_updates_each_at_its_own_rate(
     for mu in RATES:
         recipe = load_recipe(ROOT / task_of(False).recipe, settings_of(task_of(False), mu, 2, tmp_path, 8))
         assert recipe.schedule.total_updates == UPDATES
-        assert (recipe.run.seed, recipe.eval.every_updates) == (2, 8)
+        assert recipe.run.seed == 2
+        mu, inside, stages = recipe.schedule.updates_per_stage, recipe.eval.every_updates, recipe.eval.every_stages
+        between = {stage * mu for stage in range(0, recipe.schedule.stages, stages)}
+        within = {first + age for first in range(0, UPDATES, mu) for age in range(inside, mu, inside)}
+        assert sorted(between | within) == list(range(0, UPDATES, EVERY)), "a curve has a point every eight updates"
         found[mu] = recipe.optimizer.lr
     assert found == {4: 2e-5, 16: 2e-5, 64: 1e-5}
     assert len(AT_ONCE) == 8

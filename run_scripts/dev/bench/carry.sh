@@ -68,7 +68,7 @@ get_te --only-binary :all: --python-version 3.12 --implementation cp "${platform
 for wheel in "$work"/te/*.whl; do python3 -m zipfile -e "$wheel" "$work/all-te"; done
 library=$work/all-te/transformer_engine/wheel_lib/libtransformer_engine.so
 python3 -m run_scripts.dev.bench.thin "$library" "$library" --architecture 90
-tar -cJf "$archive/te/transformer_engine.tar.xz" -C "$work/all-te" .
+XZ_OPT=-3 tar -cJf "$archive/te/transformer_engine.tar.xz" -C "$work/all-te" .
 # pip reads an archive's metadata by running its setup.py, which wants torch: names are enough.
 mkdir -p "$work/stub/torch/utils"
 printf '__version__ = "2.11.0"\n\n\nclass version:\n    cuda = "13.0"\n' > "$work/stub/torch/__init__.py"

@@ -25,7 +25,8 @@ from run_scripts.dev.bench.ten_learner import Row, attention
 
 REAL = Path(".gpu/real-model")
 RECIPES = Path("run_scripts/recipes")
-UPDATES = 64
+UPDATES, EVERY = 64, 8
+"""Of a run, and between two evaluations."""
 RATES = {4: 1.0, 16: 1.0, 64: 0.5}
 """µ -> its rate over the recipe's: in the study one long stage bears about half of what short ones do."""
 AT_ONCE = ((4, 1), (16, 1), (64, 1), (4, 2), (16, 2), (64, 2), (4, 3), (16, 3))
@@ -69,7 +70,8 @@ def settings_of(task: Task, mu: int, seed: int, run: Path, beside: int) -> list[
     settings += [f"schedule.stages={UPDATES // mu}", f"schedule.updates_per_stage={mu}"]
     settings += [f"objective.name={'grpo' if mu == 4 else 'mu_grpo'}"]
     settings += [f"optimizer.lr={RATES[mu] * task.rate}", "optimizer.decay=constant"]
-    settings += ["eval.every_updates=8", "eval.every_stages=0", "track.tensorboard=false"]
+    # After every eight updates: between stages and inside them.
+    settings += [f"eval.every_updates={EVERY}", f"eval.every_stages={max(1, EVERY // mu)}", "track.tensorboard=false"]
     settings += [f"engine.extra.{name}={value}" for name, value in attention().items()]
     if torch.cuda.is_available():
         settings += ["model.dtype=bfloat16", f"engine.memory_fraction={0.6 / beside:.3f}"]
