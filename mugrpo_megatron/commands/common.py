@@ -62,7 +62,8 @@ def with_recipe(
 
 
 def with_dtype(section: ModelSection, say: Callable[[str], None]) -> ModelSection:
-    """Returns `[model]` with a dtype that this machine multiplies fast, unless the recipe sets one; says which."""
+    """Returns `[model]` with a dtype that this machine multiplies fast, unless the recipe sets a dtype; `say` gets a
+    line with the dtype."""
     if "dtype" in section.model_fields_set or may_find_cuda():
         return section
     flag = bfloat16_products()

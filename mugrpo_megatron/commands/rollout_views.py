@@ -25,7 +25,7 @@ CLIP = 48
 SHORT = 12
 """Characters of a gold and of an extracted answer in a table."""
 LONG = 400
-"""Characters of a value of a source row, and of a reason; --json has all of them."""
+"""Most characters that are shown of a value of a source row and of a reason; --json has the whole text."""
 
 
 class StaleResponse(Protocol):

@@ -25,7 +25,7 @@ rounds tiny numbers."""
 SHARED = "-fopenmp"
 """Lets threads share a call. Not every compiler has it; without it each call runs on one thread."""
 WIDE = ["-mprefer-vector-width=512"]
-"""Compiler flag for x86, where compilers use half of a register of 512 bits by default."""
+"""Compiler flag for x86: vectors of 512 bits, of which compilers use only half by default."""
 BUILD_SECONDS = 900.0
 DTYPES = {name: getattr(torch, name) for name in TYPES}
 """Name of a type that the functions support -> the type."""

@@ -251,7 +251,7 @@ def apply_template(
 
 
 def without_template() -> UserError:
-    """The error of the style `chat` without a template."""
+    """The error for `data.prompt_style = "chat"` when there is no chat template."""
     return UserError(
         "data.prompt_style is 'chat' but the tokenizer has no chat template: choose another style, or name a file "
         "with data.chat_template"

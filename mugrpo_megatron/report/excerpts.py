@@ -78,8 +78,8 @@ def _of_each_kind(examples: Sequence[Example], measure: str) -> list[Example]:
 
 
 def _is_right(example: Example) -> bool:
-    """Whether the verdict is right: length may have cost a right response reward, and form may have earned a wrong one
-    some."""
+    """Whether the verdict is right: the reward alone does not say so, since it may include penalties for length and
+    points for form."""
     return reward_before_penalty(example.reward, example.components) >= 1.0
 
 

@@ -52,7 +52,7 @@ def recompute_remedy(later: str = "") -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """The file `path` and its JSON file, the index."""
+    """A column's two files: the values in `path`, and a JSON file beside it, the index."""
 
     path: Path
     identity: Mapping[str, Any]

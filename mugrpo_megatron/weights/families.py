@@ -240,7 +240,8 @@ class TokenFlops:
 
     layers: float
     attention: float
-    """Scores and weighted values, on average over the positions of a sequence."""
+    """FLOP of attention itself (scores, and the weighted sum of values), on average over the positions of a
+    sequence."""
     head: float
     """One product with the output weight; the learner computes it for trained tokens only."""
 

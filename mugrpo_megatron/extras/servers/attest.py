@@ -52,7 +52,7 @@ class Evidence:
     signed: float = 0.0
     """Sum of server - learner."""
     surprise: float = 0.0
-    """Sum of -logprob - entropy under the learner."""
+    """Sum over the tokens of -logprob - entropy, both under the learner."""
     surprise_squares: float = 0.0
 
     def with_tokens(self, server: np.ndarray, learner: Values) -> Evidence:

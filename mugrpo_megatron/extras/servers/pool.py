@@ -27,7 +27,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 JOIN_S = 5.0
 """Time between two looks for new servers."""
 UNREAD = 4
-"""Most groups that a server has answered and the caller has not accepted yet, as a multiple of those in flight."""
+"""Most answered groups that wait for the caller to take them, as a multiple of the prompts in flight."""
 
 
 @dataclass(eq=False)
