@@ -56,9 +56,9 @@ def test_reward_is_the_reward_else_score(reward: Any, score: Any, first: bool) -
     ("text", "sentence"),
     [
         ('{"answer": "\\ud800"}', "surrogate"),
-        ("{'answer': 42}", "none"),
-        ('{"answer": 42,}', "none"),
-        ("log\n{'answer':\n 42}", "none"),
+        ("{'answer': 42}", "cannot be read"),
+        ('{"answer": 42,}', "cannot be read"),
+        ("log\n{'answer':\n 42}", "cannot be read"),
         ('{"reward": "1"}', "'1', a str"),
         ('{"reward": [1]}', "a list"),
         ('{"reward": NaN}', "nan"),
