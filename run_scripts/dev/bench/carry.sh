@@ -62,7 +62,9 @@ if [ -x .venv/bin/python ] && [ -n "$(command -v nvcc)" ] && [ -n "$(command -v 
 fi
 # 171 MiB, of which one Hopper GPU needs 9.
 mkdir -p "$archive/te"
-get_te() { python3 -m pip download --quiet --disable-pip-version-check --no-deps --dest "$work/te" "$@"; }
+python3 -m venv "$work/venv"
+"$work/venv/bin/python" -m pip install --quiet --disable-pip-version-check setuptools wheel packaging
+get_te() { "$work/venv/bin/python" -m pip download --quiet --disable-pip-version-check --no-deps --dest "$work/te" "$@"; }
 get_te --only-binary :all: --python-version 3.12 --implementation cp "${platforms[@]}" \
   "transformer-engine-cu13==$te_version" "transformer-engine==$te_version"
 for wheel in "$work"/te/*.whl; do python3 -m zipfile -e "$wheel" "$work/all-te"; done
