@@ -1,4 +1,4 @@
-"""Runs on machines that fail them: clocks that jump, locks that vanish, frozen ranks.
+"""Runs on machines that fail them: disks that fill, limits of files, clocks that jump, locks that vanish, frozen ranks.
 
 Every command ends with one sentence and the way out, and the same command then ends as if nothing had happened.
 """
@@ -6,7 +6,10 @@ Every command ends with one sentence and the way out, and the same command then 
 from __future__ import annotations
 
 import itertools
+import os
 import re
+import resource
+import shutil
 import signal
 import subprocess
 import time
@@ -18,6 +21,7 @@ import pytest
 
 from mugrpo_megatron.observe.log import read_rows
 from tests.forked import started
+from tests.hostile.faults import disk
 from tests.patience import PATIENCE_S
 from tests.scaling.nodes import TORCHRUN, kill, said, wait_until
 from tests.tiny import FINISHED, mugrpo, rows, save_model, take_stages, weights, write_run
@@ -36,6 +40,56 @@ def check_like_unbroken(folder: Path, model: Path, run: Path, **sections: dict[s
     assert weights(run) == weights(folder / "unbroken" / "run") != (model / "model.safetensors").read_bytes()
     assert {row["update"] for row in rows(run, "update")} == set(range(2 * UPDATES))
     assert not list(run.rglob("*.partial"))
+
+
+def test_a_disk_that_fills_in_every_phase(tmp_path: Path) -> None:
+    """Each attempt has a little more room than the one before; the last one has enough."""
+    model, told, phases = save_model(tmp_path / "model"), [], set()
+    with disk(tmp_path / "disk", 32 << 20) as place:
+        recipe, run, ballast = write_run(place, model), place / "run", place / "ballast"
+        for room in (4 << 10, 64 << 10, 256 << 10, 1 << 20, 2 << 20, 4 << 20):
+            ballast.unlink(missing_ok=True)
+            with ballast.open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(place).free - room)
+            with started("train", recipe) as command:
+                code = command.wait()
+                assert code in (0, 2), command.said
+                assert "Traceback" not in command.said, command.said
+                last = command.stderr.splitlines()[-1] if code else ""
+            if code == 0:
+                break
+            assert re.search("no space left|No space left|MiB are free", last), last
+            assert "free some space" in last, last
+            told.append(last)
+            phases |= {row["phase"] for row in (rows(run, "phase") or [{"phase": "start"}])[-1:]}
+        ballast.unlink()
+        mugrpo("train", recipe)
+        print(f"{len(told)} attempts on a full disk ended in {sorted(phases)}:", *told, sep="\n")
+        assert len(told) >= 3
+        check_like_unbroken(tmp_path, model, run)
+
+
+def limit_to_16_kib() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 10, 16 << 10))
+
+
+def limit_to_300_kib() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300 << 10, 300 << 10))
+
+
+def test_a_limit_of_file_sizes(tmp_path: Path) -> None:
+    """It holds for the engine too, which is a process of its own; a checkpoint is larger than both limits."""
+    model = save_model(tmp_path / "model")
+    recipe, run = write_run(tmp_path, model), tmp_path / "run"
+    for limit in (limit_to_16_kib, limit_to_300_kib):
+        with started("train", recipe, real_engine=True, first=limit) as command:
+            assert command.wait() == 2, command.said
+            assert "Traceback" not in command.said, command.said
+            last = command.stderr.splitlines()[-1]
+        print(last)
+        assert "ulimit -f" in last
+    mugrpo("train", recipe)
+    check_like_unbroken(tmp_path, model, run)
 
 
 def jump() -> None:
