@@ -16,7 +16,9 @@ from typing import NamedTuple
 import numpy as np
 
 MOST_DISTANCE = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}
-"""dtype -> nats: the largest mean of |server - learner| that rounding explains (docs/servers.md)."""
+"""dtype -> nats: the largest mean of |server - learner| that is taken (docs/servers.md)."""
+# Below `checks.agreement.BOUNDS` in bfloat16 and float16: there the weights are known to be the learner's, and a run
+# must not end for rounding alone; here they are not known, and rounded weights would hide below a wider bound.
 MOST_SURPRISE = 6.0
 """Standard errors of the mean surprise; chance exceeds them once in 500 million checks."""
 LEAST_SURPRISE = 0.02
@@ -126,15 +128,16 @@ def _cause(
             else ""
         )
         return f"temperature {best:g} and not {temperature:g} fits them{raw}"
+    # Before the next: a server that is sure of tokens which the learner would never draw has no value below its either.
+    uniform = -float(learner.entropies.max(initial=1.0)) - 1.0
+    if learner.logprobs.mean() < min(-8.0, uniform):
+        return "ids of another tokenizer, or another model: the learner would never draw these tokens"
     difference = server.astype(np.float64) - learner.logprobs
     if np.quantile(difference, 0.02) > -bound and difference.mean() > bound:
         return (
             "it draws from a part of the vocabulary (top-k, top-p or min-p of its own), since no log-probability is "
             "below the learner's"
         )
-    uniform = -float(learner.entropies.max(initial=1.0)) - 1.0
-    if learner.logprobs.mean() < min(-8.0, uniform):
-        return "ids of another tokenizer, or another model: the learner would never draw these tokens"
     if now.mean_distance < NEIGHBOUR:
         return "quantised weights or another dtype, or an earlier checkpoint of the run"
     return "other weights than those of the stage, or quantised ones"

@@ -21,15 +21,22 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 class Drawn:
     """TOKENS tokens, each from its own distribution of a server, and what server and learner say about them.
 
-    The server has logits `logits + noise` and keeps the `top_k` most likely; the learner has `logits`.
+    The server has logits `logits + noise` for ids that are `shift` higher, and keeps the `top_k` most likely; the
+    learner has `logits`.
     """
 
     def __init__(
-        self, seed: int, temperature: float = 1.0, noise: float = 0.0, top_k: int = 0, says: str = "drawn"
+        self,
+        seed: int,
+        temperature: float = 1.0,
+        noise: float = 0.0,
+        top_k: int = 0,
+        says: str = "drawn",
+        shift: int = 0,
     ) -> None:
         random = np.random.default_rng(seed)
         self.logits = random.normal(scale=3.0, size=(TOKENS, VOCABULARY))
-        own = self.logits + noise * random.normal(size=self.logits.shape)
+        own = np.roll(self.logits, shift, axis=1) + noise * random.normal(size=self.logits.shape)
         kept = own / temperature
         if top_k:
             kept = np.where(kept < np.sort(kept, 1)[:, -top_k, None], -np.inf, kept)
@@ -93,6 +100,14 @@ def test_a_server_that_draws_otherwise_than_it_says_is_found(seed: int, how: dic
     expected = "less likely" if how.get("temperature", 0.0) > 1 else "more likely"
     for dtype in MOST_DISTANCE:
         assert f"its tokens are {expected} under the learner" in drawn.refusal(dtype=dtype)
+
+
+@few
+@given(st.integers(0, 2**32), st.integers(1, 50))
+def test_ids_that_mean_other_tokens_are_named(seed: int, shift: int) -> None:
+    """Also by a server that is so sure of its tokens that none of its log-probabilities is below the learner's."""
+    for temperature in (1.0, 0.2):
+        assert "ids of another tokenizer" in Drawn(seed, temperature, shift=shift).refusal()
 
 
 @few
