@@ -82,6 +82,8 @@ class Fake:
     """Changes the JSON of an answer."""
     instead: Callable[[Handler], bool] = lambda handler: False
     """Answers a request for responses instead of the server; False lets the server."""
+    write: Callable[[Handler, bytes], object] = lambda handler, content: handler.wfile.write(content)
+    """Sends the body of a reply."""
     prompts: list[list[int]] = field(default_factory=list)
     """All prompts that were asked for."""
     url: str = ""
@@ -155,7 +157,7 @@ class Handler(BaseHTTPRequestHandler):
         for name, text in {"Content-Length": str(len(content)), **headers}.items():
             self.send_header(name.replace("_", "-"), text)
         self.end_headers()
-        self.wfile.write(content)
+        self.fake.write(self, content)
 
     def die(self) -> bool:
         """Cut the connection as a killed process's kernel does."""
