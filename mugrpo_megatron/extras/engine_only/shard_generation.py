@@ -14,22 +14,17 @@ from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.engine.client import Engine
 from mugrpo_megatron.engine.launch import check_allocator
 from mugrpo_megatron.engine.placement import EngineSlot
-from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.auxiliary.shard import ShardScoring
-from mugrpo_megatron.extras.engine_only.shards import GenerationShard, NextStage, begin, mark_shard
+from mugrpo_megatron.extras.engine_only.shards import GenerationShard, NextStage, open_shard
 from mugrpo_megatron.observe.log import MetricLog
-from mugrpo_megatron.observe.progress import open_display
 from mugrpo_megatron.phases.generate import StagePart, sample
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.rewards.pool import Verifier
-from mugrpo_megatron.run.directory import RunDirectory, file_lock
 from mugrpo_megatron.run.engine_spec import engine_spec
 from mugrpo_megatron.run.inputs import editable_after_failure
 from mugrpo_megatron.run.leader import make_leader, wait_for_engines
 from mugrpo_megatron.run.run import Run
-from mugrpo_megatron.run.stopping import handle_signals
 from mugrpo_megatron.run.world import World
-from mugrpo_megatron.stages.manifest import check_stage
 from mugrpo_megatron.stages.store import StageStore
 
 
@@ -42,26 +37,14 @@ def generate_shard(recipe: Recipe, shard: GenerationShard, stage: int | None, pr
     begun with other weights; EngineFailure after MOST_FAILURES failures in a row without a finished group; Stopped,
     with every scored group on disk, when asked to stop.
     """
-    following = begin(recipe, problems)
-    directory, cursor = RunDirectory(recipe.run.dir), following.cursor
-    if stage not in (None, cursor.stage):
-        raise UserError(f"{directory.path} is at stage {cursor.stage}, not at stage {stage}; omit --stage")
-    with (
-        # Processes of other shards may hold the lock too, a learner may not.
-        file_lock(directory.path / ".lock", shared=True, wait=True),
-        file_lock(directory.logs / f"shard-{shard.writer:04d}.lock"),
-        handle_signals(is_main=True) as stop,
-        open_display() as display,
-    ):
-        run = Run(recipe, directory, World(engines=1, stop=stop), MetricLog(), display, following.record)
-        store = StageStore(following.directory, shard.writer, following.origin)
-        groups = shard.groups(cursor.updates_sampled(recipe.schedule) * recipe.rollout.prompts_per_update)
-        if not store.sealed and groups - store.verified_groups():
-            check_stage(store.directory, following.origin)
-            mark_shard(shard, following, problems)
+    with open_shard(recipe, shard, stage, problems) as opened:
+        following, directory, cursor = opened.stage, opened.directory, opened.stage.cursor
+        world = World(engines=1, stop=opened.stop)
+        run = Run(recipe, directory, world, MetricLog(), opened.display, following.record)
+        if opened.missing:
             title = f"stage {cursor.stage}, shard {shard}"
-            part = StagePart(cursor, frozenset(groups), f"shard {shard}", title)
-            _generate(run, shard, following, store, part, problems)
+            part = StagePart(cursor, opened.groups, f"shard {shard}", title)
+            _generate(run, shard, following, opened.store, part, problems)
         after = f"once all shards have, `mugrpo seal {directory.path}`"
         sealed = StageStore(following.directory, origin=following.origin)
         if recipe.auxiliary.by_name and sealed.sealed:
@@ -73,7 +56,7 @@ def generate_shard(recipe: Recipe, shard: GenerationShard, stage: int | None, pr
                 if missing_columns
                 else "the stage has all that auxiliary models compute; `mugrpo optimize` takes its updates"
             )
-    return f"shard {shard} has all of its {len(groups):,} groups; {after}"
+    return f"shard {shard} has all of its {len(opened.groups):,} groups; {after}"
 
 
 def _generate(

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -20,6 +22,7 @@ from mugrpo_megatron.data.prepare import Problems
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.checkpoint_state import STATE
 from mugrpo_megatron.files.durable import read_checksummed_json, refuse_linked_folders, write_checksummed_json
+from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.recipe import Recipe, load_recipe
 from mugrpo_megatron.recipe.policy import ModelSection
 from mugrpo_megatron.recipe.sections import ScheduleSection
@@ -37,6 +40,7 @@ from mugrpo_megatron.run.initial_model import with_model
 from mugrpo_megatron.run.inputs import problem_sums as problems_fingerprint
 from mugrpo_megatron.run.inputs import record_data
 from mugrpo_megatron.run.record import RunRecord, read_record
+from mugrpo_megatron.run.stopping import StopRequest, handle_signals
 from mugrpo_megatron.stages.manifest import OTHER_MANIFESTS, Origin, check_stage
 from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.weights.families import fingerprint
@@ -152,6 +156,48 @@ def mark_shard(shard: GenerationShard, stage: NextStage, problems: Problems) -> 
         )
     stage.directory.mkdir(parents=True, exist_ok=True)
     write_checksummed_json(path, "shard", mark)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenShard:
+    """A shard that this process fills, and the stage to which it belongs."""
+
+    stage: NextStage
+    directory: RunDirectory
+    store: StageStore
+    groups: frozenset[int]
+    """Indices of the shard's groups."""
+    missing: list[int]
+    """Indices of those that are not on disk, ascending; none once the stage is sealed."""
+    stop: StopRequest
+    display: Display
+
+
+@contextmanager
+def open_shard(recipe: Recipe, shard: GenerationShard, stage: int | None, problems: Problems) -> Iterator[OpenShard]:
+    """Open the stage that the run generates next, for a process that fills one shard of it.
+
+    Raises UserError when `stage` is given and is another one, when another process fills the same shard, and when the
+    shard was begun with other weights or problems.
+    """
+    following = begin(recipe, problems)
+    directory, cursor = RunDirectory(recipe.run.dir), following.cursor
+    if stage not in (None, cursor.stage):
+        raise UserError(f"{directory.path} is at stage {cursor.stage}, not at stage {stage}; omit --stage")
+    with (
+        # Processes of other shards may hold the lock too, a learner may not.
+        file_lock(directory.path / ".lock", shared=True, wait=True),
+        file_lock(directory.logs / f"shard-{shard.writer:04d}.lock"),
+        handle_signals(is_main=True) as stop,
+        open_display() as display,
+    ):
+        store = StageStore(following.directory, shard.writer, following.origin)
+        groups = shard.groups(cursor.updates_sampled(recipe.schedule) * recipe.rollout.prompts_per_update)
+        missing = [] if store.sealed else sorted(groups - store.verified_groups())
+        if missing:
+            check_stage(store.directory, following.origin)
+            mark_shard(shard, following, problems)
+        yield OpenShard(following, directory, store, frozenset(groups), missing, stop, display)
 
 
 def marked_shards(stage: Path, weights: Path) -> list[GenerationShard]:

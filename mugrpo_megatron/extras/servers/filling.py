@@ -17,24 +17,21 @@ from transformers import PreTrainedTokenizerBase
 from mugrpo_megatron.data.prepare import PreparedData, Problems, prepare
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.engine.launch import training_sampling
-from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.evaluation.scoring import Scorer
-from mugrpo_megatron.extras.engine_only.shards import GenerationShard, NextStage, begin, mark_shard
+from mugrpo_megatron.extras.engine_only.shards import GenerationShard, NextStage, open_shard
 from mugrpo_megatron.extras.servers.attested import Attestor, Measure, Patience, attested_groups
 from mugrpo_megatron.extras.servers.options import ServerOptions, check_servers
 from mugrpo_megatron.extras.servers.pool import Pool, StageRequest
 from mugrpo_megatron.extras.servers.replies import Asked
 from mugrpo_megatron.files.hf_config import read_model_config
 from mugrpo_megatron.files.json_text import read_json
-from mugrpo_megatron.observe.progress import Bar, open_display
+from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.run.cursor import Cursor
-from mugrpo_megatron.run.directory import RunDirectory, file_lock
 from mugrpo_megatron.run.inputs import editable_after_failure
 from mugrpo_megatron.run.stage_groups import group_prompt, group_samples
-from mugrpo_megatron.run.stopping import StopRequest, handle_signals
-from mugrpo_megatron.stages.manifest import check_stage
+from mugrpo_megatron.run.stopping import StopRequest
 from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.weights.families import read_architecture
 
@@ -136,21 +133,9 @@ def fill_shard(
     every group on disk, when asked to stop.
     """
     check_servers(recipe)
-    following = begin(recipe, problems)
-    directory, cursor = RunDirectory(recipe.run.dir), following.cursor
-    if stage not in (None, cursor.stage):
-        raise UserError(f"{directory.path} is at stage {cursor.stage}, not at stage {stage}; omit --stage")
-    with (
-        file_lock(directory.path / ".lock", shared=True, wait=True),
-        file_lock(directory.logs / f"shard-{shard.writer:04d}.lock"),
-        handle_signals(is_main=True) as stop,
-        open_display() as display,
-    ):
-        store = StageStore(following.directory, shard.writer, following.origin)
-        groups = shard.groups(cursor.updates_sampled(recipe.schedule) * recipe.rollout.prompts_per_update)
-        if not store.sealed and (missing := sorted(groups - store.verified_groups())):
-            check_stage(store.directory, following.origin)
-            mark_shard(shard, following, problems)
+    with open_shard(recipe, shard, stage, problems) as opened:
+        following, cursor, store, display = opened.stage, opened.stage.cursor, opened.store, opened.display
+        if opened.missing:
             with _measuring(recipe, following) as measure, Verifier(recipe.reward) as verifier:
                 tokenizer = load_tokenizer(following.weights)
                 prepared = prepare(recipe.data, recipe.reward, load_tokenizer(recipe.model.directory), problems)
@@ -159,16 +144,17 @@ def fill_shard(
                 request = request_for(recipe, name, following.weights, tokenizer, cursor, options)
                 path = store.directory / f"servers-{shard.writer:04d}.json"
                 attestor = Attestor(measure, recipe.rollout.temperature, recipe.model.dtype, path)
-                filling = Filling(recipe, prepared, tokenizer, cursor, store, verifier, stop, display.say)
+                filling = Filling(recipe, prepared, tokenizer, cursor, store, verifier, opened.stop, display.say)
                 with (
                     editable_after_failure(recipe.run.dir),
-                    display.bar(f"stage {cursor.stage}, shard {shard}", len(missing), "prompts") as bar,
+                    display.bar(f"stage {cursor.stage}, shard {shard}", len(opened.missing), "prompts") as bar,
                 ):
-                    filling.fill(request, options, missing, attestor, bar)
-            if stop.requested:
-                finished = len(groups & store.verified_groups())
-                raise stop.stopped(f"{finished} of {len(groups)} groups of shard {shard} are on disk")
-    return f"shard {shard} has all of its {len(groups):,} groups; once all shards have, `mugrpo seal {directory.path}`"
+                    filling.fill(request, options, opened.missing, attestor, bar)
+            if opened.stop.requested:
+                finished = len(opened.groups & store.verified_groups())
+                raise opened.stop.stopped(f"{finished} of {len(opened.groups)} groups of shard {shard} are on disk")
+    count, seal = len(opened.groups), f"mugrpo seal {opened.directory.path}"
+    return f"shard {shard} has all of its {count:,} groups; once all shards have, `{seal}`"
 
 
 @contextmanager
