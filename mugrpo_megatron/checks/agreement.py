@@ -12,7 +12,11 @@ from typing import NamedTuple
 import numpy as np
 
 BOUNDS = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1, "fp8": 0.3}
-"""Type of the products -> the largest mean of |engine - learner|, in nats a token, that rounding explains."""
+"""Type of the products -> the largest mean of |engine - learner|, in nats a token, that rounding explains.
+
+Measured with SGLang on CPU and small random models: below 4e-7 in float32; in bfloat16 0.005 (Llama) to 0.019
+(Qwen3-MoE). The bounds of float16 and fp8 are estimates: no engine on CPU multiplies in fp8.
+"""
 GROWS = 3.0
 """The difference grows with the position if the last quarter of the texts has this many times the first's."""
 
