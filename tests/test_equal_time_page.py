@@ -149,3 +149,11 @@ def test_the_best_falling_rate_over_its_last_quarter() -> None:
     said = equal_time.interval(equal_time.gaps(falling, grpo, 1.0))
     page = Path(ROOT, "docs/study.md").read_text(encoding="utf-8")
     assert f"its mean is {said} points" in " ".join(page.split())
+
+
+def test_when_to_use_it_has_the_break_evens_of_short_stages() -> None:
+    """docs/when.md: how much faster than GRPO the study's stages of 32 to 64 updates have to be."""
+    rows = rows_below(PAGE, "| Setting | Way")
+    found = sorted(float(row[-1].split()[0]) for row in rows if row[2:] and row[2] in ("32", "64"))
+    page = " ".join(Path(ROOT, "docs/when.md").read_text(encoding="utf-8").split())
+    assert f"stages of 32 to 64 updates had to be {found[0]} to {found[-1]} times as fast as GRPO" in page

@@ -70,7 +70,7 @@ def test_one_stage_and_its_schedules() -> None:
     fifth = minus(
         *(column("cells.csv", name, rate, "after", again) for name, rate in (("grow_decay", 8e-5), ("grpo", 4e-5)))
     )
-    assert f"small tasks: {interval(stage)} points with one stage, {interval(fifth)} with eight" in README
+    assert f"one small task: {interval(stage)} points with one stage, {interval(fifth)} with eight" in README
     assert f"{interval(minus(grpo, strict), '')} points below GRPO" in README
     for row in (
         f"| sums, from {100 * start:.0f} % | one stage of 512 updates | {interval(stage)} | {len(stage)} |",
@@ -79,11 +79,18 @@ def test_one_stage_and_its_schedules() -> None:
     ):
         assert row in WHEN
     falling = minus(column("cells.csv", "mild_decay", 8e-5), grpo)
+    most, most_falling = (
+        100 * max(column("cells.csv", name, rate, "vetoed").values())
+        for name, rate in (("veto", 1e-5), ("grow_decay", 8e-5))
+    )
+    assert f"at most {most:.3f} % of a run's tokens" in " ".join(WHEN.split())
+    assert f"up to {most_falling:.1f} % of the tokens" in " ".join(WHEN.split())
     study = " ".join(Path(ROOT, "docs/study.md").read_text(encoding="utf-8").split())
     assert f"| {interval(falling)} |" in study
     assert f"over the last quarter of the updates its mean is {interval(minus(*quarters))} points" in study
     assert f"relaxed clip is worth {interval(minus(none, strict))} points over GRPO's clip" in study
     assert f"the veto {interval(minus(veto, none))} more" in study
+    assert study.count(f"at most {most:.3f} % of the tokens") == 2
 
 
 def six(headroom: str, method: str, key: str = "after") -> Figures:
