@@ -39,7 +39,7 @@ def test_the_hours_and_the_memory_of_7b_are_the_plans() -> None:
     assert f"and {kept} of disk for all 16 checkpoints" in PAPER
     assert f"needs {2 * float(checkpoint.split()[0]) / 1000:.1f} TB" in PAPER
     mean = cells(PLAN, "mean")
-    assert f"planned: {mean[4]}; on two cores" in README
+    assert f"the plan says {mean[4]} times as long, on average" in README
 
 
 def against_trl() -> list[list[str]]:
@@ -58,9 +58,9 @@ def test_the_times_against_trl_are_those_of_the_table() -> None:
 
 def test_what_a_switch_costs_is_that_of_the_table() -> None:
     slowest = min(float(grpo) / float(mu) for *_, grpo, mu, _ in against_trl() if mu != "–")
-    sleeps = f"{slowest:.2f} to {cells(PERFORMANCE, 'sleeps (the default)')[-1]}"
+    sleeps = f"{slowest:.2f} to {cells(PERFORMANCE, 'sleeps (the default)')[-1]} times as long if SGLang sleeps"
     restarts = cells(PERFORMANCE, "is stopped and started")[-1]
-    assert f"with an engine that sleeps {sleeps}, with one that restarts {restarts}" in README
+    assert f"GRPO takes {sleeps} while the model trains, and {restarts} times if SGLang is stopped" in README
 
 
 def test_the_picture_of_the_real_model_is_that_of_its_cells(tmp_path: Path) -> None:
