@@ -99,12 +99,18 @@ def _read_verifiers_trace(row: Mapping[str, Any], trace: Mapping[str, Any]) -> d
         if not isinstance(node, Mapping) or node.get("parent") != (index - 1 if index else None):
             raise ValueError(f"node {index} of the trace does not follow the one before: one branch is read")
         tokens, sampled, values = (_list(node.get(name), f"{name} of node {index}") for name in NODE)
-        if len(sampled) != len(tokens) or len(values) != sum(map(bool, sampled)):
+        if len(sampled) != len(tokens):
             raise ValueError(
-                f"node {index} of the trace has {len(tokens)} token_ids, {len(sampled)} values of its mask"
+                f"node {index} of the trace has {len(tokens)} token_ids and {len(sampled)} values in its mask; the "
+                "mask needs one for each token"
             )
         if wrong := [value for value in sampled if type(value) not in (bool, int) or value not in (0, 1)]:
             raise ValueError(f"the mask of node {index} of the trace has {short_repr(wrong[0])}, not true or false")
+        if len(values) != sum(sampled):
+            raise ValueError(
+                f"node {index} of the trace has {len(values)} logprobs, and its mask marks {sum(sampled)} sampled "
+                "tokens; each of them needs one"
+            )
         rest = iter(values)
         ids, mask = ids + tokens, mask + sampled
         logprobs += [next(rest) if is_sampled else 0.0 for is_sampled in sampled]

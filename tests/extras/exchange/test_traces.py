@@ -152,8 +152,23 @@ def test_a_branch_of_verifiers_is_one_response_with_a_mask() -> None:
         ),
         ({"nodes": [{**node(None, [1, 2], [False, True]), "mask": [0, "a"]}]}, "has 'a', not true or false"),
         ({"nodes": [{**node(None, [1, 2], [True, True]), "mask": [[0], 1]}]}, r"has \[0\], not true or false"),
-        ({"nodes": [node(None, [1], [True], logprobs=[])]}, "node 0 of the trace has 1 token_ids, 1 values"),
+        (
+            {"nodes": [{**node(None, [1, 2], [True, True]), "mask": [True]}]},
+            "node 0 of the trace has 2 token_ids and 1 values in its mask; the mask needs one for each token",
+        ),
     ],
 )
 def test_what_is_no_trace_of_verifiers_is_said_in_a_sentence(change: dict[str, Any], why: str) -> None:
     refuses(why, flatten_trace, {**VERIFIERS, **change}, error=ValueError)
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_a_wrong_number_of_logprobs_of_verifiers_is_named_with_both_counts(number: int) -> None:
+    """As many token ids as values in the mask: the sentence is about the logprobs alone, and its counts differ."""
+    wrong = node(None, [1, 2, 3], [False, True, True], logprobs=[-0.5] * number)
+    refuses(
+        f"node 0 of the trace has {number} logprobs, and its mask marks 2 sampled tokens; each of them needs one",
+        flatten_trace,
+        {**VERIFIERS, "nodes": [wrong]},
+        error=ValueError,
+    )
