@@ -131,8 +131,8 @@ def _prefix(log_ratio: Tensor, unit: Tensor, log_prefix: Tensor, config: Objecti
 
 def _scan(values: Tensor, unit: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """Inclusive scan of `values` [T] within each unit, bitwise the same however responses are packed."""
-    # No torch.cumsum, for the reason in `running_sum`. Differences of a single sum over all tokens would depend on
-    # other responses.
+    # No torch.cumsum: on CUDA it adds floats in no fixed order. And no differences of one sum over all tokens: their
+    # rounding would depend on the other responses.
     reach = 1
     while reach < len(values):
         within = unit[reach:] == unit[:-reach]

@@ -33,7 +33,7 @@ class StaleResponse(Protocol):
 
     @property
     def dropped(self) -> np.ndarray:
-        """bool [R]: tokens that the veto drops."""
+        """bool [R]: for each of the response's R tokens, whether the veto drops it."""
 
     def cells(self) -> list[str]:
         """The response's cells in the table: lowest ratio and number of dropped tokens."""

@@ -150,7 +150,7 @@ def _print_output(learner: Learner, out: Path) -> None:
 
 
 def _write_recipe(recipe: Recipe, learner: Learner) -> None:
-    """Write the recipe before hf/, so that an hf/ without it is not a warm start."""
+    """Write the recipe before hf/: an hf/ without a recipe is then another program's, and is never overwritten."""
     if learner.ranks.rank == 0:
         write_text(recipe.sft.output / RECIPE, dump_recipe(recipe))
 

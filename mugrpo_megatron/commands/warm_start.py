@@ -1,4 +1,7 @@
-"""Directory of a warm start: its recipe and its lock. Nothing slow is imported."""
+"""Directory of a warm start: its recipe and its lock. Nothing slow is imported.
+
+A warm start is a model that `mugrpo sft` has trained on right answers, so that RL begins with some rewards.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from mugrpo_megatron.recipe import Recipe, load_recipe
 from mugrpo_megatron.run.directory import file_lock
 
 RECIPE = "recipe.toml"
-"""Written before training starts, so that an hf/ without it is not a warm start's."""
+"""Written before training starts: an hf/ without it was not written by `mugrpo sft`."""
 
 
 def check_warm_start_output(recipe: Recipe) -> None:

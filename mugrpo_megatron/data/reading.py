@@ -254,7 +254,7 @@ def _scalar(value: Any, path: str) -> Any:
         kind = next((words for kinds, words in _KINDS if isinstance(value, kinds)), type(value).__name__)
         raise ValueError(f"field {path!r} holds {kind}, where text or a number belongs")
     if isinstance(value, float | Decimal) and not math.isfinite(value):
-        raise ValueError(f"field {path!r} is {value}, not a number")
+        raise ValueError(f"field {path!r} is {value}, where a finite number belongs")
     return value
 
 

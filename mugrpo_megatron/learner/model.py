@@ -267,8 +267,9 @@ def transformer_config(
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
         "apply_rope_fusion": False,
-        # Megatron's fusions go through torch.compile: seconds at a process's first updates. Experts have no other fused
-        # SwiGLU; without bias and dropout the other fusion is a single addition.
+        # Megatron compiles these two fusions with torch.compile, which takes seconds at a process's first updates. For
+        # experts the first is the only fused SwiGLU. The second would fuse bias, dropout and an addition, and here only
+        # the addition is left.
         "bias_activation_fusion": cuda and experts,
         "bias_dropout_fusion": False,
         "use_te_activation_func": not experts,

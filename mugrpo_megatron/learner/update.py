@@ -88,7 +88,7 @@ def _sequences(learner: Learner, samples: Sequence[Sample]) -> list[TokenSequenc
     sequences = [sequence_of(sample, masked=True) for sample in samples]
     ids = [array for sequence in sequences for array in (sequence.ids, sequence.support_ids) if array is not None]
     largest = max(int(array.max(initial=0)) for array in ids)
-    # On CUDA an embedding's index out of range is an assertion in a kernel, which ends the process without a name.
+    # Checked here because on CUDA the embedding's kernel would end the process, and its message would name no token.
     if largest >= learner.architecture.vocab_size:
         raise UserError(
             f"the responses have token {largest}, and the model has {learner.architecture.vocab_size} tokens: the "

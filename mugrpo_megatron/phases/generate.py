@@ -98,9 +98,10 @@ class ScoredGroups:
 
 
 def _load(run: Run, leader: Leader | None) -> tuple[int, float, list[tuple[float, dict[str, float]]]]:
-    """The number of this rank's engine, the bytes that it holds, and its loads in the last generation.
+    """The number of this rank's engine, the bytes of memory that it holds, and its loads in the last generation.
 
-    Each load has its time on the log's clock, in Unix seconds: the machine's may be set back meanwhile.
+    Each load has its time in Unix seconds by the log's clock, which runs forward also where the machine's clock is set
+    back. A rank that leads no engine returns 0, 0 bytes and no loads.
     """
     if leader is None:
         return 0, 0.0, []

@@ -83,7 +83,10 @@ def draw(run: RunData, details: Details = NONE) -> Drawing:
 
 
 def buckets_of(updates: Sequence[Row]) -> tuple[int, list[Sequence[Row]]]:
-    """Updates of a point, so that there are at most MAX_POINTS points; and the updates of each point."""
+    """How many updates one point of a chart stands for, and the rows of each point's updates.
+
+    The number is the smallest that leaves at most MAX_POINTS points; the last point may have fewer updates.
+    """
     size = math.ceil(len(updates) / MAX_POINTS) or 1
     return size, [updates[start : start + size] for start in range(0, len(updates), size)]
 

@@ -195,7 +195,8 @@ def page_sections(
 
 
 def _progress(run: RunData) -> str:
-    """Updates of the whole run, and of an unfinished one the time left."""
+    """The updates taken and the run's time so far; for an unfinished run also the number of all its updates, and the
+    time left if it can be estimated."""
     done, total = len(run.updates), run.total_updates
     if run.summary is not None:
         return f"updates taken: {done:,} in {duration(run.seconds)}"

@@ -122,7 +122,8 @@ def flat_settings(table: dict[str, Any], within: str = "") -> Iterable[tuple[str
 
 
 def setting_text(value: object) -> str:
-    """A setting's value as TOML writes it, rounded: 0.1 + 0.2 becomes 0.3."""
+    """A setting's value as text: true and false as in TOML, texts without quotes, and numbers to 12 digits, so that
+    0.1 + 0.2 is 0.3."""
     if isinstance(value, float):
         value = float(f"{value:.12g}")
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -164,8 +164,9 @@ def start_engines(
         wait_for_engines(leader, world)
     if recipe.engine.check_weights != "never" and (reason := uncheckable_reason(weight_sync)):
         display.say(f"The engine's weights are not compared with the learner's: {reason}.")
-    # The learner trains next, also at a resume inside a stage: engine and learner take turns on the device, so the
-    # engine releases its memory now (SGLang's release_memory_occupation) and gets weights at the first sync.
+    # Engine and learner take turns on the device, and the learner's turn is first: its weights are reloaded next, and
+    # if the run resumes inside a stage, it trains. So the engine releases its memory now (SGLang's
+    # release_memory_occupation) and gets weights at the first sync.
     if finds_cuda() or recipe.engine.between_stages == "sleep":
         engines.sleep()
     return engines

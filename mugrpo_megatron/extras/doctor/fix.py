@@ -86,7 +86,7 @@ def _installed(name: str) -> str | None:
 
 
 def _folder(name: str) -> Path:
-    """Folder of a package that is not imported."""
+    """Folder of an installed package, found without importing it."""
     spec = importlib.util.find_spec(name)
     assert spec is not None
     assert spec.origin is not None

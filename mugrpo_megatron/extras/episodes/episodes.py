@@ -195,10 +195,10 @@ class Episodes:
 
     @contextmanager
     def _errors_of(self, process: EpisodeProcess, episode: Attempt, message: Mapping[str, Any]) -> Iterator[None]:
-        """Fail the episode on any error in the block: templates, parsers and tokenizers may fail on the episode's
-        texts.
+        """Fail the episode with any error of the block, which handles `message` of the episode's process.
 
-        A program reads the error as the answer to its request instead, and may go on.
+        Chat templates, parsers and tokenizers may raise anything on an episode's texts. Where a program asked, it gets
+        the error as the answer to its request instead, and may go on. A UserError is not caught: it ends the run.
         """
         try:
             yield

@@ -186,7 +186,7 @@ def _short_enough(text: str) -> str:
     if not isinstance(text, str):
         raise TypeError(f"a value of type {type(text).__name__} instead of a text")
     if (size := utf8_bytes(text)) > MOST_BYTES:
-        raise ValueError(f"a text of {size:,} bytes; the model gets at most {MOST_BYTES:,}")
+        raise ValueError(f"a text of {size:,} bytes; the model gets at most {MOST_BYTES:,}, so shorten it")
     return text
 
 

@@ -121,8 +121,8 @@ def _named(groups: list[list[ForeignRollout]]) -> bool:
 def _check_fits(file: Path, groups: list[list[ForeignRollout]], recipe: Recipe) -> int:
     """The updates that the groups make; UserError with all settings that fit, unless the recipe's do."""
     rollout, size = recipe.rollout, len(groups[0])
-    # The size that divides all groups and is nearest to the recipe's, in ratio.
-    per_update = min(divisors(len(groups)), key=lambda size: abs(math.log(size / rollout.prompts_per_update)))
+    # Updates of equal size: of the divisors of the number of groups, the nearest to the recipe's size, in ratio.
+    per_update = min(divisors(len(groups)), key=lambda number: abs(math.log(number / rollout.prompts_per_update)))
     updates = len(groups) // per_update
     longest = max(len(rollout.response_ids) for group in groups for rollout in group)
     facts = [f"holds {_counted(len(groups), 'group')} of {_counted(size, 'response')}, the longest of {longest} tokens"]

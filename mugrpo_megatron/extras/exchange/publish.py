@@ -228,7 +228,7 @@ Paths are cut to their last part, and settings that do not concern the stage are
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    """A Markdown table; in a cell, bars are escaped and line breaks become spaces."""
+    """A Markdown table with the header cells `head`. In a cell, `|` is escaped and a line break becomes a space."""
     lines = [head, tuple("---" for _ in head), *rows]
     return "".join(
         "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line) + " |\n" for line in lines

@@ -39,7 +39,11 @@ class LoraAdapters:
         }
 
     def attach(self, chunk: PolicyModel) -> None:
-        """Add a module beside each linear layer, as its sibling: Megatron's layers save their own children alone."""
+        """Freeze the model, and add a LowRank beside each linear layer that `lora.targets` names.
+
+        It is the layer's sibling and not inside it, so that a checkpoint has its shards: a Megatron module has each of
+        its children save itself, and a linear layer does not.
+        """
         chunk.requires_grad_(False)
         table, rows, section = entries(self._architecture), adapted_rows(self._architecture), self._recipe.lora
         for name, module in list(chunk.named_modules()):

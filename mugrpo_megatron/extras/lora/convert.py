@@ -31,6 +31,9 @@ from mugrpo_megatron.weights.hf import SHARD_BYTES, carry_files, check_tokenizer
 from mugrpo_megatron.weights.safetensors_dir import HFCheckpoint, TensorSpec, WeightFile, divide, open_checkpoint
 from mugrpo_megatron.weights.table import ADAPTER, Entry, entries, stored
 
+REMEDY = "copy it again, or take another checkpoint of its run"
+"""Way out of a damaged checkpoint."""
+
 
 def merge(hf: Path, adapter: Path, out: Path, overwrite: bool = False) -> None:
     """Write `out`: the checkpoint in `hf` with W + alpha / r B A, in float32 before the cast, tensor by tensor.
@@ -119,8 +122,10 @@ def extract(megatron: Path, hf: Path, out: Path, overwrite: bool = False) -> Non
     check_sums(megatron, reader.files)
     try:
         rank, alpha, targets = int(model["lora_rank"]), float(model["lora_alpha"]), str(model["lora_targets"]).split()
-    except (KeyError, ValueError) as error:
-        raise UserError(f"{megatron} is damaged: its adapters' settings cannot be read ({error})") from None
+    except KeyError as error:
+        raise UserError(f"{megatron} is damaged: its state has no {error}; {REMEDY}") from None
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{megatron} is damaged: lora_rank or lora_alpha is no number ({error}); {REMEDY}") from None
     kinds = target_kinds(architecture, targets, f"{megatron}: lora_targets")
     tensors: dict[str, torch.Tensor] = {}
     for entry, leaf in _adapted(architecture, kinds):

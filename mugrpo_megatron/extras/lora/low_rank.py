@@ -65,7 +65,9 @@ class LowRank(torch.nn.Module):
         for parameter in (self.a if self.by_rows else self.b).values():
             parameter.sequence_parallel = self.sequence  # its gradient covers only this rank's part of the sequence
         for parameter in (*self.a.values(), *self.b.values()):
-            parameter.allreduce = weight.allreduce  # false for an expert's: the ranks that have it share its gradient
+            # Megatron reduces a gradient over all data parallel ranks, and with `allreduce` false, which an expert's
+            # weight has, only over the ranks that hold the same expert.
+            parameter.allreduce = weight.allreduce
         object.__setattr__(self, "_linear", linear)  # not as a submodule, whose parameters would count as this module's
         weight.merged = self.merged  # a sync and a save take this merged weight instead of the frozen one
         linear.register_forward_hook(lambda _, inputs, output: (self(inputs[0], output[0]), output[1]))

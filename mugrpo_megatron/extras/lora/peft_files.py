@@ -6,6 +6,7 @@ Headers are checked without torch. The file's metadata names the weights that th
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -86,7 +87,11 @@ def read_adapter(directory: Path, architecture: Architecture, key: str = "lora.s
     variants = {name: (False, None) for name in config if name.startswith("use_")}
     for name, plain in (PLAIN | variants).items():
         if config.get(name, plain[-1]) not in plain:
-            raise UserError(f"{where}: {name} = {short_repr(config[name])}, and only plain LoRA adapters are read")
+            values = " or ".join(map(json.dumps, plain))
+            raise UserError(
+                f"{where}: {name} = {short_repr(config[name])}, and only plain LoRA adapters are read: train one whose "
+                f"{name} is {values}"
+            )
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not (isinstance(rank, int) and isinstance(alpha, int | float) and 0 < rank < MOST and 0 < alpha < MOST):
         raise UserError(

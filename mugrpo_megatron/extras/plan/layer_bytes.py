@@ -36,7 +36,7 @@ class LayerBytes:
         return self.input + self.rest + (self.projections if recompute == "selective" else self.attention)
 
     def recomputed(self, recompute: str) -> float:
-        """Bytes that are recomputed for the one layer in its backward pass."""
+        """Bytes of the activations that this layer's backward pass computes again, and holds until it ends."""
         whole = self.kept("none")
         return {"none": 0.0, "selective": self.attention, "full": whole}[recompute]
 
@@ -63,7 +63,8 @@ def layer_bytes(architecture: Architecture, layout: Layout, tokens: int, itemsiz
         # q, k, v rotated, padded and in float32; the padded output; lse.
         attention = PADDED * tokens * FLOAT * (q + 2 * k + q + heads)
     if architecture.qk_layernorm:
-        # The norm keeps its input: a copy of q, and k in the projection's output, freed on CPU without a norm.
+        # The norms of q and k keep their inputs. q's is a copy. k's is a view of the projection's output and keeps all
+        # of it: on CUDA, v keeps it anyway; on CPU, it would be freed without this norm.
         attention += tokens * (b * q + FLOAT * (heads + heads * k / q))
         attention += 0 if cuda else tokens * b * (q + 2 * k)
     projections = tokens * b * (q + 2 * k + q)

@@ -88,8 +88,10 @@ def schedules(case: PlanCase, need: Memory) -> list[Schedule]:
 
 
 def speeds(case: PlanCase, need: Memory) -> list[Speed]:
-    """Schedules of µ = 1, 2, 4, ... updates and the recipe's own, for the same updates, each compared with GRPO at µ =
-    4."""
+    """The costs of the recipe's updates with each µ, by rising µ, and their speed-up over GRPO with µ = 4.
+
+    µ is the recipe's own and every power of 2 up to the number of updates, which is the same for all.
+    """
     schedule = case.recipe.schedule
     updates = schedule.stages * schedule.updates_per_stage
     sizes = {schedule.updates_per_stage, *takewhile(lambda size: size <= updates, (2**n for n in range(63)))}

@@ -179,10 +179,11 @@ def phases(case: PlanCase, need: Memory) -> Phases:
 
 
 def saving_seconds(others: float, case: PlanCase) -> float:
-    """Seconds of a stage's saves, at its end (or its share of one) and inside it, next to `others` of other work.
+    """Seconds that a stage waits for checkpoints: those inside it, and its share of the one at the end of
+    `checkpoint.every_stages` stages.
 
-    With `checkpoint.asynchronous` the run waits for the copy to host memory, and for the disk only if a save has not
-    ended when the next one begins (run/checkpoints.py).
+    `others` are the seconds of the stage's other work. With `checkpoint.asynchronous` the run waits for the copy to
+    host memory, and for the disk only if a save has not ended when the next one begins (run/checkpoints.py).
     """
     section, updates = case.recipe.checkpoint, case.recipe.schedule.updates_on_stage
     saves = 1 / section.every_stages + ((updates - 1) // section.every_updates if section.every_updates else 0)

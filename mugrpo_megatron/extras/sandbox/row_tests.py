@@ -233,7 +233,11 @@ def _is_stub(statement: ast.stmt) -> bool:
 
 
 def _reached(tree: ast.Module, entry: str) -> Iterator[ast.stmt]:
-    """The assertions in statements, tests, and functions that something names."""
+    """The assertions that can run when the row's tests run.
+
+    They are those of the module's own statements, of tests, and of functions and classes whose name occurs in the
+    code; with an `entry`, the function that the row asks for, also those of a function `check`.
+    """
     referenced = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     referenced |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     places: list[ast.AST] = list(tree.body)

@@ -118,7 +118,10 @@ def letters_of(gold: str) -> str | None:
 
 
 def chosen_letters(answer: str) -> str | None:
-    """The letters that a normalized answer chooses, sorted as in `letters_of`, also without commas: `AC`."""
+    """The letters that a normalized answer chooses, sorted: `A, C` for `C, A`, `(A), (C)` and `CA`.
+
+    None where an element between commas chooses no letter.
+    """
     if letters := _SIDE_BY_SIDE.fullmatch(answer):
         return ", ".join(sorted(set(letters[0])))
     choices = [chosen_letter(element.strip()) for element in answer.split(",")]

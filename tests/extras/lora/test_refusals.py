@@ -133,7 +133,10 @@ def cut(directory: Path) -> None:
     [
         (edited(lambda c: c.update(r=8)), "lora_A.weight has shape [4, 32], the model needs [8, 32]"),
         (edited(lambda c: c.update(r="4")), "r = '4' and lora_alpha = 8.0 are not those of an adapter"),
-        (edited(lambda c: c.update(use_dora=True)), "use_dora = True, and only plain LoRA adapters are read"),
+        (
+            edited(lambda c: c.update(use_dora=True)),
+            "only plain LoRA adapters are read: train one whose use_dora is false or null",
+        ),
         (edited(lambda c: c.update(lora_alpha=4)), "has alpha 4.0, and lora.alpha gives 8.0; set it to the adapter's"),
         (renamed, "start: qwen2 has no linear layer 'wq' with an adapter; it has ['q_proj'"),
         (edited(lambda c: c.update(init_lora_weights="pissa")), "init_lora_weights = 'pissa', and only plain LoRA"),
