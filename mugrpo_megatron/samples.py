@@ -54,7 +54,8 @@ class Problem:
     """Id that is unique within the data set: `source:line`."""
     question: str
     answer: str
-    """Answer that `math` compares with: of a worked solution its last answer, of a structure its JSON text."""
+    """The right answer as text, which the reward function `math` compares with. Of a worked
+    solution it is the last answer; of a gold that is not text it is the JSON text."""
     source: str = ""
     messages: tuple[Message, ...] = field(default=(), hash=False)
     """The question as a chat: system turn, history, the user's last turn; empty for a bare question."""
@@ -183,7 +184,7 @@ class Sample:
     components: Mapping[str, float] = field(default_factory=dict, hash=False)
     """The score's parts by name, before their weights."""
     advantage: float | None = None
-    """The advantage under the objective of the recipe that generated the response; training computes its own."""
+    """The advantage by the recipe that generated the response, written for readers. Training computes its own."""
     row: str = ""
     """The problem's row in its data set, as JSON; empty where it has none."""
     behaviour_logprobs: Float32[np.ndarray, " response"] | None = None

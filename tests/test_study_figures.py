@@ -196,6 +196,11 @@ def test_part_six_against_the_rate_of_part_seven() -> None:
     start, low, _ = (100 * fmean(six(*cell, "before").values()) for cell in WAYS_OF_SIX)
     assert f"| sums, from {start:.0f} % (sampled) | one stage of 256 updates | -{stage} | 8 |" in WHEN
     assert f"| sums, from {low:.0f} % (sampled) | eight equal stages | -{eight} | 8 |" in WHEN
+    own = interval(minus(seven("small", "grpo"), seven("small", "stage_veto")), "")
+    assert f"own runs of one stage ended [{own} points below it]" in WHEN
+    part_seven_page = " ".join(Path(ROOT, "docs/study/part-seven.md").read_text(encoding="utf-8").split())
+    assert f"the table has -{own.split()[0]}: it takes" in part_seven_page
+    assert f"[Part six](part-six.md#results) has -{stage.split()[0]} from its own cells of one stage" in part_seven_page
 
 
 def real_model() -> dict[str, list[dict[str, str]]]:

@@ -18,10 +18,11 @@ if TYPE_CHECKING:  # tests check what the types say (tests/shapes.py); a run doe
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """The response of every token in a ragged batch, and its weight in the update's loss.
+    """Says of each token of a ragged batch which response it belongs to, and what it weighs in the update's loss.
 
-    T tokens of N responses. Everything is known before the update, so losses of micro-batches sum to the loss of the
-    update, in any order, packing or data parallel split.
+    A ragged batch is N responses of different lengths, T tokens in all, one after another. Everything
+    is known before the update, so losses of micro-batches sum to the loss of the update, in any order, packing or data
+    parallel split.
     """
 
     ids: Int64[Tensor, " tokens"]
@@ -42,13 +43,14 @@ class Segments:
         return len(self.lengths)
 
     def chunk(self, tokens: slice) -> Segments:
-        """The segments of the chosen tokens alone; numbers of responses stay as they are."""
+        """The segments of the chosen tokens alone. A token's response keeps its number."""
         return replace(
             self, ids=self.ids[tokens], positions=self.positions[tokens], turns=slice_or_none(self.turns, tokens)
         )
 
     def turn_ids(self) -> Tensor:
-        """int64 [T]: the turn of each token, numbered over all responses, `most_turns` numbers for each."""
+        """int64 [T]: the turn of each token, unique over all responses: response `i` has the numbers from
+        `i * most_turns`."""
         return self.ids if self.turns is None else self.ids * self.most_turns + self.turns
 
 

@@ -95,7 +95,7 @@ class CodeSection(Section):
 
 
 class RewardSection(Section):
-    """Rewards of responses by verifiable functions."""
+    """The functions that give each response its reward, and their limits."""
 
     function: str = MATH
     """`math` (math-verify), `code` (runs the response's program on the row's tests), or your own `module:function`,

@@ -252,7 +252,7 @@ class CheckpointSection(Section):
 
 
 class TrackSection(Section):
-    """Destinations of metrics besides metrics.jsonl, and profiles."""
+    """Where a run writes its metrics besides metrics.jsonl, and which updates it profiles."""
 
     model_config = ConfigDict(json_schema_extra=changes("work"))
 

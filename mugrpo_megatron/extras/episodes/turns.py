@@ -115,8 +115,8 @@ class EpisodeModel:
             raise
 
     async def apart(self, function: Callable[..., Any], /, **arguments: Any) -> Any:
-        """Run a function that is no tool as `call` runs tools. StopIteration, SystemExit and the like become a
-        RuntimeError."""
+        """Run a function that the model did not call, such as a check, as `call` runs tools. StopIteration, SystemExit
+        and the like become a RuntimeError."""
 
         def run() -> Any:
             try:

@@ -15,7 +15,11 @@ def plan_arguments(parser: Parser) -> None:
     override_arguments(parser)
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines of the cluster; 1 by default")
     parser.add_argument(
-        "--gpus-per-node", type=int, default=8, metavar="N", help="with --gpu cpu: ranks on each node; 8 by default"
+        "--gpus-per-node",
+        type=int,
+        default=8,
+        metavar="N",
+        help="GPUs of each machine (with --gpu cpu: its processes); 8 by default",
     )
     parser.add_argument("--gpu", default="h200", help="h200, h100, a100, b200, rtx4090 or cpu; h200 by default")
     parser.add_argument("--model-config", type=Path, help="config.json of a model that is not on this machine")
