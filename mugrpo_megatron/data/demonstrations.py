@@ -24,7 +24,7 @@ from mugrpo_megatron.data.files import (
 )
 from mugrpo_megatron.data.problems import named_sources, refuse_malformed, resolve, with_system
 from mugrpo_megatron.data.prompts import messages_to_render, render, render_reply, rendered, template_of
-from mugrpo_megatron.data.reading import problem_of
+from mugrpo_megatron.data.reading import kind_of, problem_of
 from mugrpo_megatron.data.tokenizer import prompt_end, without_repetition
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.sections import DataSection
@@ -166,7 +166,7 @@ def _demonstrations(row: dict[str, Any] | str, source: str, problem_id: str) -> 
     elif isinstance(said, str | int | float) and not isinstance(said, bool):
         examples.append(Demonstration(problem, str(said)))
     else:
-        raise ValueError(f"field {columns.answer!r} holds {type(said).__name__}, not a response")
+        raise ValueError(f"field {columns.answer!r} holds {kind_of(said)}, where a response belongs")
     if not all(example.response.strip() or example.reply for example in examples):
         raise ValueError(f"field {columns.answer!r} is empty")
     column = columns.question if columns.answer == CONVERSATION else columns.answer

@@ -246,13 +246,17 @@ _KINDS: tuple[tuple[type | tuple[type, ...], str], ...] = (
 """Types of a file's values -> what its user calls them; a datetime is a date."""
 
 
+def kind_of(value: Any) -> str:
+    """What an error calls a file's value that is neither text nor a number: "an object", "a list"."""
+    return next((words for kinds, words in _KINDS if isinstance(value, kinds)), type(value).__name__)
+
+
 def _scalar(value: Any, path: str) -> Any:
     _check_readable(value, path)
     if value is None:
         raise ValueError(f"field {path!r} is null")
     if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
-        kind = next((words for kinds, words in _KINDS if isinstance(value, kinds)), type(value).__name__)
-        raise ValueError(f"field {path!r} holds {kind}, where text or a number belongs")
+        raise ValueError(f"field {path!r} holds {kind_of(value)}, where text or a number belongs")
     if isinstance(value, float | Decimal) and not math.isfinite(value):
         raise ValueError(f"field {path!r} is {value}, where a finite number belongs")
     return value

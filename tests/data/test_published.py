@@ -201,5 +201,5 @@ def test_columns_that_nothing_reads_stop_no_run() -> None:
     assert [problem.answer for problem in problems] == ["15", "16"]
     assert str(problems[0].row["at"]).endswith("123456789")
     assert "raw" not in problems[0].row
-    with pytest.raises(UserError, match="column 'raw' holds a value that cannot be read"):
+    with pytest.raises(UserError, match="field 'raw' holds a value that cannot be read"):
         load("rows.parquet", DataSection(question_field="raw", answer_field="answer"))

@@ -31,10 +31,9 @@ def test_sglang_is_imported_while_the_learner_is_offloaded(monkeypatch: pytest.M
     monkeypatch.setattr(opening, "offload_learner", lambda learner, world: events.append(f"offload {learner.name}"))
     monkeypatch.setattr(opening, "launch", launch)
     recipe = SimpleNamespace(engine=None, model=SimpleNamespace(directory=None))
-    parts: list[Any] = [
-        SimpleNamespace(recipe=recipe, name="the learner"), None, SimpleNamespace(logs=None), SimpleNamespace(poll=None)
-    ]  # fmt: skip
+    learner = SimpleNamespace(recipe=recipe, name="the learner")
+    run, stopping = SimpleNamespace(logs=None), SimpleNamespace(poll=None)
     with ExitStack() as stack:
-        assert cast(Any, opening.launch_in_its_place(*parts, stack)) == "launched"
+        assert cast(Any, opening.launch_in_its_place)(learner, None, run, stopping, stack) == "launched"
         events.append("run")
     assert events == ["import", "offload the learner", "load in the host", "run", "stop", "end"]

@@ -25,6 +25,8 @@ from mugrpo_megatron.recipe.functions import exception_text
 MODEL = "policy"
 BODY_BYTES = 4 << 20
 """Most bytes of a request: room for `MOST_BYTES` of text, or for 700,000 characters that JSON escapes."""
+DISCARDED_BYTES = 64 << 20
+"""Most bytes of a request that is too large which are read and dropped before it is refused."""
 HELD_BYTES = 256 << 20
 """Most bytes of all requests together that are being read."""
 REQUESTS = 64
@@ -226,6 +228,9 @@ class Endpoint:
                 body += piece
                 self._held += len(piece)
                 if len(body) > BODY_BYTES:
+                    self._held -= len(body)
+                    body.clear()
+                    await _discard(receive, message)
                     raise Refused(f"a body of more than {BODY_BYTES:,} bytes", 413, "request_too_large")
                 if self._held > HELD_BYTES:
                     raise Refused(f"requests of {HELD_BYTES:,} bytes are being read", 429, "rate_limit_exceeded")
@@ -244,6 +249,17 @@ class Endpoint:
         if not hmac.compare_digest(given, f"Bearer {key}".encode()) or session is None:
             raise Refused("the API key is not the key of this session", 401, "invalid_api_key")
         return session
+
+
+async def _discard(receive: Any, message: Mapping[str, Any]) -> None:
+    """Read the rest of a body after its `message` and keep nothing of it, up to DISCARDED_BYTES.
+
+    A connection that is closed while its client still sends is reset, and the client may never read the answer.
+    """
+    dropped = 0
+    while message.get("more_body") and dropped < DISCARDED_BYTES:
+        message = await receive()
+        dropped += len(message.get("body", b""))
 
 
 async def _disconnected(receive: Any) -> None:

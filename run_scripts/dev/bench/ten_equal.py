@@ -59,7 +59,7 @@ def equal(small: bool) -> Iterator[Row]:
     task, at_once = task_of(small), AT_ONCE[:2] if small else AT_ONCE
     with tempfile.TemporaryDirectory() as folder:
         with ThreadPoolExecutor(len(at_once)) as pool:
-            yield from pool.map(lambda run: run_one(task, *run, Path(folder), len(at_once)), at_once)
+            yield from pool.map(lambda run: run_one(task, run[0], run[1], Path(folder), len(at_once)), at_once)
         for mu in (16,) if small else RATES:
             yield run_one(task, mu, 1, Path(folder) / "alone", 1)
 

@@ -182,7 +182,8 @@ def test_sizes_are_those_of_the_text(value: Any) -> None:
     size = size_of(value)
     texts = list(texts_in(value))
     assert sum(map(utf8_bytes, texts)) <= size.bytes
-    assert size.bytes <= utf8_bytes(json.dumps(value, ensure_ascii=False)) + len(texts)
+    # An integer's digits are estimated from its bits: a ninth more at most, and two.
+    assert size.bytes <= 1.12 * utf8_bytes(json.dumps(value, ensure_ascii=False)) + len(texts) + 2 * size.values
     assert size.values == 1 + _inner(value)
 
 
@@ -197,6 +198,8 @@ class Client:
     def __init__(self, ask: Any) -> None:
         self.endpoint, self.session = Endpoint(), session(ask)
         self.endpoint.sessions[self.session.id] = self.session
+        self.unread = 0
+        """Pieces of the latest body that the application had not read when it answered."""
 
     async def post(self, body: bytes, gone: asyncio.Event | None = None, pieces: int = 1) -> tuple[int, Any]:
         """(status, body) of the answer; the client closes its connection at `gone`."""
@@ -223,6 +226,7 @@ class Client:
             "headers": [(b"authorization", f"Bearer {self.session.key}".encode())],
         }
         await self.endpoint(scope, receive, send)
+        self.unread = len(messages)
         return sent[0]["status"], json.loads(sent[1]["body"])
 
 
@@ -288,6 +292,24 @@ def test_nobody_waits_for_the_answer_to_a_client_that_has_gone() -> None:
 
     asyncio.run(play())
     assert cancelled == [1]
+
+
+def test_a_body_that_is_too_large_is_read_to_its_end_and_an_endless_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that still sends when its connection is closed is reset, and may never read the answer."""
+    monkeypatch.setattr("mugrpo_megatron.extras.episodes.endpoint.DISCARDED_BYTES", BODY_BYTES)
+
+    async def ask(**_: Any) -> Any:
+        return ANSWER
+
+    async def play() -> None:
+        client = Client(ask)
+        assert (await client.post(b"x" * (BODY_BYTES + 8), pieces=16))[0] == 413
+        assert client.unread == 0
+        assert (await client.post(b"x" * (4 * BODY_BYTES), pieces=16))[0] == 413
+        assert client.unread > 0
+        assert client.endpoint._held == 0
+
+    asyncio.run(play())
 
 
 def test_bodies_are_counted_while_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
