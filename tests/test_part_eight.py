@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mugrpo_megatron.algorithm.policy_loss import policy_loss
 from mugrpo_megatron.recipe import ObjectiveSection, load_recipe
 from run_scripts.dev.part_eight.cells import Cell, Grid, best_way, load_grid, settings, tuned_rate, wanted
-from run_scripts.dev.part_eight.rows import add_rows, mean_of_last_quarter, read_rows
+from run_scripts.dev.part_eight.rows import add_rows, cell_of, mean_of_last_quarter, read_rows
 from run_scripts.dev.part_eight.run import BASE
 from tests.algorithm.batches import Batch, batches, random_batch
 from tests.checkout import ROOT
@@ -160,3 +160,20 @@ def test_the_truncated_weight() -> None:
     (-gain.sum() / tokens).backward()
     torch.testing.assert_close(logprobs.grad, leaf.grad, rtol=1e-5, atol=1e-7)
     assert (age > 1).any()
+
+
+def test_the_rates_at_four_updates_and_their_table() -> None:
+    """The page's table of tuning cells, and the two rates that it names, from cells.csv."""
+    page = Path(ROOT, "docs/study/part-eight.md").read_text(encoding="utf-8")
+    grid = load_grid(Path(ROOT, "docs/study/eight_large/grid.toml"))
+    ends = {cell_of(row): float(row["end"]) for row in read_rows(Path(ROOT, "docs/study/eight_large/cells.csv"))}
+    titles = {"veto_4": "(b) relaxed clip, veto", "prefix_4": "(c) prefix weights"}
+    titles["clip_prefix_4"] = "control: GRPO's clip, prefix weights"
+    for way, title in titles.items():
+        figures = []
+        for rate in (2e-5, 4e-5, 8e-5):
+            cells = [Cell(way, rate, seed) for seed in grid.tuning_seeds]
+            whole = all(cell in ends for cell in cells)
+            figures.append(f"{100 * fmean(ends[cell] for cell in cells):.1f}" if whole else "–")
+        assert f"| {title} | {' | '.join(figures)} |" in page
+    assert [tuned_rate(grid, ends, way)[1] for way in ("veto_4", "prefix_4")] == [4e-5, 4e-5]
