@@ -28,7 +28,7 @@ import mugrpo_megatron
 from mugrpo_megatron.engine.wire import Command, ReplyKind
 from mugrpo_megatron.errors import REFUSALS, EngineFailure, EngineStopped, UserError
 from mugrpo_megatron.files.durable import open_nofollow
-from mugrpo_megatron.files.scratch import Scratch
+from mugrpo_megatron.files.scratch import SHORT_DIRECTORIES, SOCKET_PATH, Scratch
 
 HEADER = struct.Struct("!Q")
 """Format of a message's header: the length of the pickled message that follows."""
@@ -120,12 +120,8 @@ STARTING = "start"
 """Name of the operation that lasts until the model is loaded, during which SGLang creates its files in /dev/shm."""
 PROBE_BYTES = 1 << 16
 """Free space that the scratch folder needs: sockets and a few short texts."""
-SOCKET_PATH = 107
-"""Bytes of the longest path of a socket on Linux (unix(7))."""
 LONGEST_SOCKET = len("/pymp-xxxxxxxx/listener-xxxxxxxx")
 """Characters that the longest path of a socket has below the scratch folder, multiprocessing's; SGLang's have fewer."""
-SHORT_DIRECTORIES = ("/tmp", "/var/tmp", "/dev/shm")
-"""Parents that are tried for the scratch folder if the path of TMPDIR is too long for a socket."""
 DEATH_SECONDS = 10.0
 """Longest wait for killed processes: one that hangs in the kernel must not hang the run."""
 

@@ -15,6 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 
 PREFIX, MARK = "mugrpo-", ".mugrpo-scratch"
+SOCKET_PATH = 107
+"""Bytes of the longest path of a socket on Linux (unix(7))."""
+SHORT_DIRECTORIES = ("/tmp", "/var/tmp", "/dev/shm")
+"""Parents that are tried for a socket's folder if the path of TMPDIR is too long."""
 
 
 class Scratch:

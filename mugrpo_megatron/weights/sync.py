@@ -10,7 +10,9 @@ A bucket is pickled by reference for another process of the machine: on CUDA as 
 from __future__ import annotations
 
 import io
+import os
 import shutil
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,6 +27,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from mugrpo_megatron.errors import EngineFailure, UserError
+from mugrpo_megatron.files.scratch import SHORT_DIRECTORIES, SOCKET_PATH
 from mugrpo_megatron.observe.environment import SHARED_MEMORY, SHARED_MEMORY_REMEDY
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.buckets import (
@@ -36,6 +39,9 @@ from mugrpo_megatron.weights.buckets import (
     quantise_bucket,
     quantised_bucket,
 )
+
+MANAGER_SOCKET = "/torch-shm-dir-XXXXXX/manager.sock"
+"""Path of the socket of torch's manager of shared memory below TMPDIR (torch/lib/libshm/manager.cpp)."""
 
 
 class WeightReceiver(Protocol):
@@ -112,8 +118,7 @@ def build_weight_sync(
     if next(iter(shards.values())).is_cuda:
         group = _engine_group(engine_tensor, timeout_s)
         return WeightSync(architecture, plan, shards, engine_tensor, group, engine_buckets, None)
-    # torch's default on Linux passes a file descriptor over a socket; the engine's host gets bytes, so it needs a name.
-    torch.multiprocessing.set_sharing_strategy("file_system")
+    share_memory_by_name()
     needed = sum([plan.largest] * len(plan.buckets[:2]))
     if shutil.disk_usage(SHARED_MEMORY).free < needed:
         raise _no_shared_memory(needed)
@@ -121,6 +126,26 @@ def build_weight_sync(
     # Shared memory reaches all of an engine's processes on a node; only an engine across nodes needs more ranks.
     cpu_group = _engine_group(engine_tensor, timeout_s) if engine_nodes > 1 else None
     return WeightSync(architecture, plan, shards, engine_tensor, cpu_group, engine_buckets, staging)
+
+
+def share_memory_by_name() -> None:
+    """Let torch share CPU memory by name: its default on Linux passes a file descriptor, and the engine's host gets
+    bytes.
+
+    torch then starts a process, the manager, with a socket in TMPDIR. Where that path is too long for a socket, the
+    manager is started here with a short one.
+    """
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    if len(os.fsencode(tempfile.gettempdir())) + len(MANAGER_SOCKET) <= SOCKET_PATH:
+        return
+    given = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = next((path for path in SHORT_DIRECTORIES if os.access(path, os.W_OK)), "/tmp")
+    try:
+        torch.empty(1).share_memory_()
+    finally:
+        os.environ.pop("TMPDIR")
+        if given is not None:
+            os.environ["TMPDIR"] = given
 
 
 def sync(weight_sync: WeightSync, engine: WeightReceiver | None, version: int) -> SyncStats:
