@@ -83,6 +83,21 @@ def _rope(setup: EngineSetup) -> str:
     return scaling.get("rope_type", scaling.get("type")) or "default"
 
 
+def _yarn_positions(setup: EngineSetup) -> int:
+    """Returns the positions for which SGLang computes YaRN's rotations, if a sequence of the recipe may have more; else
+    0.
+
+    They are factor times original_max_position_embeddings (layers/rotary_embedding/yarn.py), whatever
+    max_position_embeddings says; a position beyond them reads outside the table.
+    """
+    scaling, recipe = _scaling(setup), setup.recipe
+    known = (scaling.get("factor"), scaling.get("original_max_position_embeddings"))
+    if _rope(setup) != "yarn" or not all(isinstance(value, int | float) for value in known):
+        return 0
+    positions = int(known[0] * known[1])  # type: ignore[operator]  # both are numbers, by the condition above
+    return positions if positions < recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens else 0
+
+
 def _other_yarn(setup: EngineSetup) -> str:
     """Returns the `attn_factor` with which SGLang would have the config's attention scale; "" if SGLang has it already.
 
@@ -217,6 +232,12 @@ GAPS = (
         lambda c: _rope(c) == "yarn" and not isinstance(_scaling(c).get("factor"), int | float),
         "the model's YaRN has no factor, for which SGLang takes 1: write it into the rope scaling of its config.json "
         "(max_position_embeddings / original_max_position_embeddings)",
+    ),
+    Gap(
+        _yarn_positions,
+        "the model's YaRN has {it} positions (factor times original_max_position_embeddings), and a prompt with its "
+        "response may have {data.max_prompt_tokens} + {rollout.max_response_tokens} tokens: SGLang would read beyond "
+        "its table of rotations; lower data.max_prompt_tokens or rollout.max_response_tokens",
     ),
     Gap(
         _other_yarn,

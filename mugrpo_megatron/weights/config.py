@@ -423,11 +423,9 @@ def read_rope(
         stretch, low, high = (scaling.need(name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
         if high <= low:
             raise scaling.error(f"high_freq_factor {high} is not above low_freq_factor {low}")
-        original = scaling.take("original_max_position_embeddings", context)
-        settings = (stretch, low, high, outer_original or original)
+        settings = (stretch, low, high, _original_positions(fields, scaling, outer_original, context))
     elif kind == "yarn":
-        original = scaling.take("original_max_position_embeddings", context)
-        original = outer_original or original
+        original = _original_positions(fields, scaling, outer_original, context)
         stretch = float(scaling.take("factor", context / original))
         names = ("attention_factor", "attn_factor", "mscale", "mscale_all_dim")
         factors = {name: scaling.take(name, None) for name in names}
@@ -450,6 +448,20 @@ def read_rope(
     fields.refused.extend(f"rope scaling: {sentence}" for sentence in scaling.refused)
     fields.unread.extend(f"rope_parameters.{name}" for name in scaling.rest())
     return Rope(kind, theta, head_dim, settings, factor, score_factor)
+
+
+def _original_positions(fields: Fields, scaling: Fields, outer: int | None, context: int) -> int:
+    """Positions that the model was trained with before its rope was scaled.
+
+    Raises UserError where the field beside the scaling says something else than the scaling, which SGLang reads.
+    """
+    original: int = scaling.take("original_max_position_embeddings", context)
+    if outer is not None and outer != original:
+        raise fields.error(
+            f"original_max_position_embeddings is {outer} beside the rope scaling and {original} in it, where SGLang "
+            "reads it (max_position_embeddings if it is missing there); write the right one into the rope scaling"
+        )
+    return original
 
 
 OTHER_KINDS = {

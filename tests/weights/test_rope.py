@@ -28,6 +28,8 @@ from tests import models
 POSITIONS = torch.arange(96)
 FAMILIES = [family for family in models.FAMILIES if not family.startswith("qwen3_5")]
 """Those of both versions of SGLang."""
+SHORT = Recipe.model_validate({"data": {"max_prompt_tokens": 32}, "rollout": {"max_response_tokens": 64}})
+"""A recipe whose sequences have as many positions as are compared."""
 Rotation = Callable[[Any], torch.Tensor]
 
 
@@ -79,7 +81,7 @@ def agrees(config: dict[str, Any], sglang_rotation: Rotation) -> bool:
         model = architecture(config)
     except UserError:
         return False
-    if list(engine_problems(EngineSetup(Recipe.model_validate({}), config))):
+    if list(engine_problems(EngineSetup(SHORT, config))):
         return False
     theirs = CONFIG_MAPPING[config["model_type"]].from_dict(config)
     torch.testing.assert_close(rotation_of(model), sglang_rotation(theirs), rtol=0, atol=3e-5)
@@ -199,10 +201,6 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-    "Phi-3's length outside, on a Llama": (
-        "llama",
-        {"original_max_position_embeddings": 64, "rope_scaling": {"type": "yarn", "factor": 4.0}},
-    ),
     "YaRN's temperature said for both": (
         "qwen2",
         {
@@ -237,6 +235,23 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
 def test_published_ropes_are_honoured(name: str, sglang_rotation: Rotation) -> None:
     family, more = PUBLISHED[name]
     assert agrees(config_of(family, **more), sglang_rotation)
+
+
+@pytest.mark.parametrize("kind", ["yarn", "llama3"])
+def test_a_length_beside_the_scaling_is_refused_where_the_engine_reads_another(kind: str) -> None:
+    """Which of the two transformers takes depends on the order of the file's keys."""
+    scaling = {"rope_type": kind, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    outside = {"original_max_position_embeddings": 64}
+    with pytest.raises(UserError, match="is 64 beside the rope scaling and 256 in it, where SGLang reads it"):
+        architecture(config_of("llama", rope_scaling=scaling, **outside))
+    architecture(config_of("llama", rope_scaling={**scaling, **outside}, **outside))
+
+
+@pytest.mark.parametrize(("original", "refused"), [(24, False), (23, True)])
+def test_sequences_longer_than_yarns_table_are_refused(original: int, refused: bool) -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": original}
+    problems = list(engine_problems(EngineSetup(SHORT, config_of("qwen3", rope_scaling=scaling))))
+    assert any("YaRN has 92 positions" in problem for problem in problems) == refused
 
 
 def test_deepseeks_attn_factor_takes_yarns_temperature_away() -> None:
