@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from mugrpo_megatron.data.files import rows
 from mugrpo_megatron.data.problems import load
+from mugrpo_megatron.data.reading import kept_row
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.json_text import to_json_value
 from mugrpo_megatron.recipe.sections import DataSection
 from tests.hostile.outcome import answered, command, listing, refused
 
@@ -216,7 +216,7 @@ def test_a_damaged_parquet_file_is_one_sentence(
     said = str(data)
     try:
         for _, row in rows(data):
-            json.dumps(to_json_value(row), allow_nan=False)
+            json.dumps(row if isinstance(row, str) else kept_row(row), allow_nan=False)
     except UserError as error:
         said = str(error)
     assert said.startswith(str(data))
