@@ -95,7 +95,7 @@ def _yarn_positions(setup: EngineSetup) -> int:
     if _rope(setup) != "yarn" or not all(isinstance(value, int | float) for value in known):
         return 0
     positions = int(known[0] * known[1])  # type: ignore[operator]  # both are numbers, by the condition above
-    return positions if positions < recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens else 0
+    return positions if positions < recipe.data.max_prompt_tokens + recipe.longest_response else 0
 
 
 def _other_yarn(setup: EngineSetup) -> str:
@@ -235,9 +235,9 @@ GAPS = (
     ),
     Gap(
         _yarn_positions,
-        "the model's YaRN has {it} positions (factor times original_max_position_embeddings), and a prompt with its "
-        "response may have {data.max_prompt_tokens} + {rollout.max_response_tokens} tokens: SGLang would read beyond "
-        "its table of rotations; lower data.max_prompt_tokens or rollout.max_response_tokens",
+        "the model's YaRN has {it} positions (factor times original_max_position_embeddings), fewer than a prompt and "
+        "the longest response may have tokens: SGLang would read beyond its table of rotations; lower "
+        "data.max_prompt_tokens, rollout.max_response_tokens or eval's max_tokens",
     ),
     Gap(
         _other_yarn,

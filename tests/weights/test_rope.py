@@ -254,6 +254,14 @@ def test_sequences_longer_than_yarns_table_are_refused(original: int, refused: b
     assert any("YaRN has 92 positions" in problem for problem in problems) == refused
 
 
+def test_an_evaluation_may_have_the_longest_sequences_of_yarns_table() -> None:
+    config = config_of("qwen3", **PUBLISHED["Qwen3-8B with YaRN as its page says"][1])  # 64 x 4 positions
+    for tokens, refused in ((256 - 32, False), (256 - 31, True)):
+        recipe = Recipe.model_validate({**SHORT.model_dump(), "eval": {"max_tokens": tokens}})
+        problems = list(engine_problems(EngineSetup(recipe, config)))
+        assert any("YaRN has 256 positions" in problem for problem in problems) == refused
+
+
 def test_deepseeks_attn_factor_takes_yarns_temperature_away() -> None:
     model = architecture(config_of("qwen3", **PUBLISHED["DeepSeek-R1-0528-Qwen3-8B"][1]))
     assert model.rope.attention_factor == pytest.approx(1.0)
