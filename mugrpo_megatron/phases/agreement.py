@@ -45,7 +45,7 @@ def expected_logprobs(run: Run, learner: Learner, engines: Engines) -> Expected 
     if engines.agreed:
         return None
     recipe, prompts = run.recipe, engines.leader.problems.train.prompts if engines.leader else []
-    longest = min(TEXT_TOKENS, recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens)
+    longest = min(TEXT_TOKENS, recipe.longest_training_sequence)
     mine = texts_of(prompts, max(TEXTS, learner.ranks.dp_size), longest)
     texts = run.world.broadcast(mine)  # rank 0 leads an engine, so it has the prompts
     if not texts:

@@ -295,6 +295,11 @@ class Recipe(Section):
         return section.change_of(rest.partition(".")[0]) if section else None  # type: ignore[no-any-return]
 
     @property
+    def longest_training_sequence(self) -> int:
+        """Maximum number of tokens of a prompt with its response, in training."""
+        return self.data.max_prompt_tokens + self.rollout.max_response_tokens
+
+    @property
     def longest_response(self) -> int:
         """Maximum number of tokens of a response, in training and evaluations."""
         held_out = [self.eval.max_tokens, *(section.max_tokens for section in self.eval.sets.values())]

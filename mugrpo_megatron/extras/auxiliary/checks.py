@@ -93,7 +93,7 @@ def _recipes(recipe: Recipe, name: str, directory: Path) -> Iterator[Recipe]:
     for function, judge in recipe.reward.judges.items():
         if judge.model == name:
             check_tokenizer(directory)
-            quoted = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
+            quoted = recipe.longest_training_sequence
             room = question_room(quoted, judge, read_model_config(directory))
             if room < 1:
                 key = f"reward.functions.{function}.max_tokens"

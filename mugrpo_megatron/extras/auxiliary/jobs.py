@@ -118,7 +118,7 @@ class Judge:
         self._template = read_template(f"{key}.prompt", section.prompt)
         self._reward, self._read_scores = recipe.reward, cast(Reader, None)
         self._tokenizer, self._policy_tokenizer = load_tokenizer(directory), load_tokenizer(recipe.model.directory)
-        quoted = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
+        quoted = recipe.longest_training_sequence
         self._room = question_room(quoted, section, read_model_config(directory))
         end = self._tokenizer.eos_token_id
         self.sampling = Sampling(section.temperature, 1.0, section.max_tokens, () if end is None else (end,))

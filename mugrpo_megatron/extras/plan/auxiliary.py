@@ -49,9 +49,7 @@ def _costs(case: PlanCase, name: str, model: ModelShape) -> Iterator[AuxiliaryCo
         yield _cost(replace(shaped, recipe=teacher_recipe(recipe, name, path)), name, "teacher")
     for function, judge in recipe.reward.judges.items():
         if judge.model == name:
-            room = question_room(
-                recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens, judge, model.config
-            )
+            room = question_room(recipe.longest_training_sequence, judge, model.config)
             # Nearly all of a judge's question is the response that it quotes.
             quoted = min(1.0, case.mean_sequence / room)
             engine_recipe = judge_recipe(recipe, name, path, judge, room)

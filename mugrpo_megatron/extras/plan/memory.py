@@ -116,7 +116,7 @@ class PackedRows:
 def batch_of(case: PlanCase) -> PackedRows:
     """Rows as long as `learner.packing.plan` allows; their number follows from mean lengths."""
     recipe, layout = case.recipe, case.layout
-    longest = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
+    longest = recipe.longest_training_sequence
     most = -(-case.responses * longest // layout.data)
     row = recipe.learner.micro_batch_tokens
     if not case.cuda:
@@ -262,7 +262,7 @@ def engine_memory(case: PlanCase) -> EngineMemory:
         cache = min(limit * per_token, max(0.0, recipe.engine.memory_fraction * free - weights))
         work = assumptions.engine_work
     else:
-        window = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens + LENGTH_MARGIN
+        window = recipe.longest_training_sequence + LENGTH_MARGIN
         cache = min(limit, recipe.engine.max_running_requests * window) * per_token
         most = most_kv_bytes(case.cluster.device.memory * case.cluster.per_node)
         cache = min(cache, max(most, window * per_token))

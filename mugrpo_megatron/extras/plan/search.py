@@ -158,7 +158,7 @@ def roomier(case: PlanCase) -> Roomier | None:
     Tried are more recomputation, shorter packed rows and smaller values of engine.memory_fraction.
     """
     recipe, cases = case.recipe, list[tuple[PlanCase, float]]()
-    longest = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
+    longest = recipe.longest_training_sequence
     rows = recipe.learner.micro_batch_tokens
     trials: list[tuple[str, dict[str, Any]]] = [
         *(("learner", {"recompute": choice}) for choice in RECOMPUTE[RECOMPUTE.index(recipe.learner.recompute) + 1 :]),
@@ -206,7 +206,7 @@ def _engine_fits(case: PlanCase) -> bool:
 def _with_short_rows(case: PlanCase) -> PlanCase:
     """The case with packed rows that are only as long as its longest sequence."""
     recipe = case.recipe
-    longest = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
+    longest = recipe.longest_training_sequence
     return case.with_keys("learner", micro_batch_tokens=min(longest, recipe.learner.micro_batch_tokens))
 
 
