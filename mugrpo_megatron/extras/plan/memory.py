@@ -305,8 +305,13 @@ class Memory:
         return {"learner": self.learn, "sync": self.sync, "engine": self.generate}
 
     @property
+    def peak(self) -> float:
+        """Bytes of the fullest phase."""
+        return max(self.phases.values())
+
+    @property
     def fits(self) -> bool:
-        return max(self.phases.values()) <= self.device and self.serving.requests >= 1
+        return self.peak <= self.device and self.serving.requests >= 1
 
     @property
     def problems(self) -> list[str]:

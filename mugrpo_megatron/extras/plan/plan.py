@@ -16,13 +16,13 @@ from mugrpo_megatron.extras.plan.hardware import Assumptions, Cluster, assume, e
 from mugrpo_megatron.extras.plan.memory import Memory, PackedRows, batch_of, conversion_bytes, engine_memory, memory
 from mugrpo_megatron.extras.plan.schedules import Schedule, Speed, schedules, speeds
 from mugrpo_megatron.extras.plan.search import (
-    TIGHT,
     Candidate,
     Roomier,
     compare_layouts,
     fastest_fit,
     fewest_devices,
     fit_with_adapters,
+    is_tight,
     recipe_keys,
     roomier,
 )
@@ -65,8 +65,8 @@ class RunPlan:
 
     @property
     def tight(self) -> bool:
-        """Whether the fullest phase takes more of its device than a plan's figures can promise."""
-        return max(self.memory.phases.values()) > TIGHT * self.memory.device
+        """Whether the plan's memory `is_tight`."""
+        return is_tight(self.memory)
 
     def gpu_hours(self, seconds: float) -> float:
         """Hours of all devices together."""
@@ -116,7 +116,7 @@ def make_plan(
         schedules=schedules(case, need),
         speeds=speeds(case, need) if compare_schedules else [],
         layouts=compare_layouts(case, engine),
-        roomier=roomier(case) if max(need.phases.values()) > TIGHT * need.device else None,
+        roomier=roomier(case) if is_tight(need) else None,
     )
 
 

@@ -16,7 +16,7 @@ from mugrpo_megatron.checks.layouts import (
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.lora.lora_checks import check_lora
 from mugrpo_megatron.extras.plan.case import Layout, PlanCase
-from mugrpo_megatron.extras.plan.memory import RECOMPUTE, EngineMemory, engine_memory, memory, rest_bytes
+from mugrpo_megatron.extras.plan.memory import RECOMPUTE, EngineMemory, Memory, engine_memory, memory, rest_bytes
 from mugrpo_megatron.extras.plan.time import phases, update_seconds
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.systems import ParallelSection
@@ -143,6 +143,11 @@ TIGHT = 0.95
 """Share of a device above which a plan is tight: what it assumes may be wrong by so much."""
 
 
+def is_tight(need: Memory) -> bool:
+    """Whether the fullest phase takes more of its device than a plan's figures can promise."""
+    return need.peak > TIGHT * need.device
+
+
 class Roomier(NamedTuple):
     """A setting with which no phase is tight."""
 
@@ -168,8 +173,8 @@ def roomier(case: PlanCase) -> Roomier | None:
     for section, keys in trials:
         trial = case.with_keys(section, **keys)
         need = memory(trial, engine_memory(trial))
-        if need.fits and (peak := max(need.phases.values())) <= TIGHT * need.device:
-            cases.append((trial, peak))
+        if need.fits and not is_tight(need):
+            cases.append((trial, need.peak))
     best = min(cases, key=lambda found: _stage_seconds(found[0]), default=None)
     return Roomier(recipe_keys(recipe, best[0].recipe), best[1]) if best else None
 
