@@ -233,6 +233,10 @@ class Client:
 GOOD = json.dumps({"messages": CHAT}).encode()
 
 
+async def answering(**_: Any) -> Any:
+    return ANSWER
+
+
 def test_a_limit_that_ends_the_session_is_named_in_every_later_answer() -> None:
     async def ask(**_: Any) -> Any:
         raise Over("the session has ended: episodes.turns = 2 is reached", "episodes.turns")
@@ -298,11 +302,8 @@ def test_a_body_that_is_too_large_is_read_to_its_end_and_an_endless_one_is_not(m
     """A client that still sends when its connection is closed is reset, and may never read the answer."""
     monkeypatch.setattr("mugrpo_megatron.extras.episodes.endpoint.DISCARDED_BYTES", BODY_BYTES)
 
-    async def ask(**_: Any) -> Any:
-        return ANSWER
-
     async def play() -> None:
-        client = Client(ask)
+        client = Client(answering)
         assert (await client.post(b"x" * (BODY_BYTES + 8), pieces=16))[0] == 413
         assert client.unread == 0
         assert (await client.post(b"x" * (4 * BODY_BYTES), pieces=16))[0] == 413
@@ -315,11 +316,8 @@ def test_a_body_that_is_too_large_is_read_to_its_end_and_an_endless_one_is_not(m
 def test_bodies_are_counted_while_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mugrpo_megatron.extras.episodes.endpoint.HELD_BYTES", BODY_BYTES)
 
-    async def ask(**_: Any) -> Any:
-        return ANSWER
-
     async def play() -> None:
-        client = Client(ask)
+        client = Client(answering)
         assert (await client.post(b"x" * (BODY_BYTES + 1), pieces=7))[0] == 413
         halves = [asyncio.ensure_future(client.post(b" " * (BODY_BYTES // 2) + GOOD, pieces=3)) for _ in range(3)]
         statuses = sorted([(await half)[0] for half in halves])
