@@ -13,6 +13,7 @@ from mugrpo_megatron.extras.plan.schedules import grpo_seconds, schedule_of
 from mugrpo_megatron.recipe.objective import ObjectiveSection
 from run_scripts.dev import equal_time
 from run_scripts.dev.part_eight.cells import load_grid
+from run_scripts.dev.study import with_cells
 from tests.checkout import ROOT
 from tests.extras.plan.published import PUBLISHED, bundled_case, published
 from tests.test_study_figures import minus, rows_of, seven, six
@@ -23,7 +24,7 @@ UPDATES = 4096
 
 
 def test_the_cells_table_and_picture(tmp_path: Path) -> None:
-    assert equal_time.with_cells(PAGE) == PAGE, "python -m run_scripts.dev.equal_time"
+    assert with_cells(PAGE, equal_time.table()) == PAGE, "python -m run_scripts.dev.equal_time"
     drawn = equal_time.draw(tmp_path / "picture.svg").read_text(encoding="utf-8")
     assert "µ=64: 4 stages, prefix" in drawn
     assert drawn == Path(ROOT, "docs/study/equal-time.svg").read_text(encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -13,9 +14,11 @@ from hypothesis import strategies as st
 
 from mugrpo_megatron.algorithm.policy_loss import policy_loss
 from mugrpo_megatron.recipe import ObjectiveSection, load_recipe
+from run_scripts.dev.part_eight import results
 from run_scripts.dev.part_eight.cells import Cell, Grid, best_way, load_grid, settings, tuned_rate, wanted
-from run_scripts.dev.part_eight.rows import add_rows, cell_of, mean_of_last_quarter, read_rows
+from run_scripts.dev.part_eight.rows import add_rows, mean_of_last_quarter, read_rows
 from run_scripts.dev.part_eight.run import BASE
+from run_scripts.dev.study import with_cells
 from tests.algorithm.batches import Batch, batches, random_batch
 from tests.checkout import ROOT
 
@@ -162,18 +165,52 @@ def test_the_truncated_weight() -> None:
     assert (age > 1).any()
 
 
-def test_the_rates_at_four_updates_and_their_table() -> None:
-    """The page's table of tuning cells, and the two rates that it names, from cells.csv."""
-    page = Path(ROOT, "docs/study/part-eight.md").read_text(encoding="utf-8")
-    grid = load_grid(Path(ROOT, "docs/study/eight_large/grid.toml"))
-    ends = {cell_of(row): float(row["end"]) for row in read_rows(Path(ROOT, "docs/study/eight_large/cells.csv"))}
-    titles = {"veto_4": "(b) relaxed clip, veto", "prefix_4": "(c) prefix weights"}
-    titles["clip_prefix_4"] = "control: GRPO's clip, prefix weights"
-    for way, title in titles.items():
-        figures = []
-        for rate in (2e-5, 4e-5, 8e-5):
-            cells = [Cell(way, rate, seed) for seed in grid.tuning_seeds]
-            whole = all(cell in ends for cell in cells)
-            figures.append(f"{100 * fmean(ends[cell] for cell in cells):.1f}" if whole else "–")
-        assert f"| {title} | {' | '.join(figures)} |" in page
-    assert [tuned_rate(grid, ends, way)[1] for way in ("veto_4", "prefix_4")] == [4e-5, 4e-5]
+def test_the_results_on_the_page_are_of_its_cells() -> None:
+    page = results.PAGE.read_text(encoding="utf-8")
+    assert with_cells(page, results.text(results.read_results())) == page, results.__doc__
+
+
+def made_up(ran: Sequence[int], cost: float, age: float) -> results.Results:
+    """Flat curves: GRPO ends at 0.6, the relaxed clip `cost` below it, prefix weights lose `age` from µ=4 to 64; each
+    seed has its own level, and the second draw of seed 28 is of another warm start."""
+    tuned = {
+        Cell(way, rate, seed): end(Cell(way, rate, seed), 4e-5)
+        for way in GRID.ways
+        for rate in GRID.ladder[2:6]
+        for seed in GRID.tuning_seeds
+    }
+    heights = {
+        ("grpo_4", 8e-5): 0.6,
+        ("veto_4", 4e-5): 0.6 - cost,
+        ("prefix_4", 4e-5): 0.55,
+        ("prefix_64", 4e-5): 0.55 - age,
+    }
+    curves = {
+        key: {(seed, "warm"): dict.fromkeys(range(0, 257, 32), height + 0.01 * (seed - 30)) for seed in ran}
+        | {(28, f"only {key[0]}"): dict.fromkeys(range(0, 257, 32), 0.9)}
+        for key, height in heights.items()
+    }
+    tests = {Cell(way, rate, seed): height for (way, rate), height in heights.items() for seed in ran}
+    return results.Results(GRID, tuned | tests, curves)
+
+
+@pytest.mark.parametrize(
+    ("cost", "age", "verdicts"), [(0.02, 0.0, (True, True)), (-0.01, 0.03, (False, False)), (0.01, 0.03, (True, False))]
+)
+def test_claims(cost: float, age: float, verdicts: tuple[bool, bool]) -> None:
+    """All seeds on one side: p = 1/256, and Holm's factor of three holds; a cell of another warm start never counts."""
+    claims = list(results.claims(made_up(GRID.test_seeds, cost, age)))
+    assert [claim.number for claim in claims] == [12, 13]
+    assert claims[0].margins == pytest.approx([100 * cost] * 8)
+    assert claims[1].margins == pytest.approx([2 - 100 * age] * 8)
+    lines = results.claim_lines(made_up(GRID.test_seeds, cost, age)).split("\n")
+    assert tuple("**shown**" in line for line in lines) == verdicts
+    assert ["p = 0.004" in line for line in lines] == list(verdicts)
+
+
+def test_no_claim_is_tested_before_its_last_seed() -> None:
+    some = made_up(GRID.test_seeds[:5], 0.02, 0.0)
+    assert "5 of 8 seeds have run" in results.claim_lines(some)
+    assert "p =" not in results.claim_lines(some)
+    assert results.claim_lines(made_up([], 0.02, 0.0)) == ""
+    assert "| GRPO's clip, µ=4 | 8 | 6 |" in results.tests_table(some)  # of two warm starts of seed 28

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Collection, Mapping
-from itertools import accumulate, product
 from pathlib import Path
 from statistics import fmean, median
 
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 
 from run_scripts.dev import objectives, part_seven
-from run_scripts.dev.study import interval, with_table
+from run_scripts.dev.study import holm, interval, sign_flip, with_table
 from tests.checkout import ROOT
 
 WHEN = Path(ROOT, "docs/when.md").read_text(encoding="utf-8")
@@ -137,24 +136,10 @@ def test_the_laws_formula_predicted_four_gaps() -> None:
     assert math.sqrt(fmean(miss**2 for miss in misses)) == pytest.approx(0.019, abs=5e-4)
 
 
-def sign_flip(values: list[float]) -> float:
-    """One-sided p: the share of sign patterns whose mean is as high as the values'."""
-    sums = [sum(signed) for signed in product(*((value, -value) for value in values))]
-    return fmean(total >= sum(values) - 1e-9 for total in sums)
-
-
 def seven(headroom: str, way: str) -> Figures:
     """Ends of part seven at the way's tuned rate."""
     rate = {"grpo": {"small": 4e-5, "large": 8e-5}[headroom], "four_product": 4e-5}.get(way, 2e-5)
     return column(f"seven_{headroom}/cells.csv", way, rate)
-
-
-def holm(chances: list[float]) -> list[float]:
-    """P values corrected by Holm's method, in their order."""
-    ordered = sorted(chances)
-    corrected = accumulate((min(1.0, (len(ordered) - rank) * chance) for rank, chance in enumerate(ordered)), max)
-    by_chance = dict(zip(ordered, corrected, strict=True))
-    return [by_chance[chance] for chance in chances]
 
 
 def test_part_seven(tmp_path: Path) -> None:

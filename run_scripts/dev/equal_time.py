@@ -18,7 +18,7 @@ from mugrpo_megatron.evaluation.estimators import mean_interval
 from mugrpo_megatron.extras.comparison.equal_time import Curve, difference
 from run_scripts.dev.part_eight.cells import load_grid, tuned_rate
 from run_scripts.dev.part_eight.rows import CELLS, CURVES, cell_of, read_rows
-from run_scripts.dev.study import STUDY, interval
+from run_scripts.dev.study import STUDY, interval, with_cells
 from run_scripts.dev.svg import LIGHT, plain_axes, write_svg
 
 PAGE, PICTURE = STUDY / "equal-time.md", STUDY / "equal-time.svg"
@@ -28,8 +28,6 @@ LADDER = np.geomspace(1, 6, 181)
 """Speed-ups of the picture, and of the search for a break-even."""
 PLANNED = {16: 1.262, 32: 1.302, 64: 1.323, 128: 1.334, 256: 1.340}
 """µ -> mean planned speed-up of the paper's five recipes (docs/study/part-eight.md)."""
-MARKS = "<!-- cells -->", "<!-- /cells -->"
-"""Around the table in the page."""
 COLORS = ("red", "orange", "green", "blue", "violet", "grey")
 
 
@@ -178,12 +176,6 @@ def draw(path: Path) -> Path:
     return write_svg(figure, path)
 
 
-def with_cells(page: str) -> str:
-    """The page with the table between its marks replaced."""
-    before, rest = page.split(MARKS[0])
-    return f"{before}{MARKS[0]}\n{table()}\n{MARKS[1]}{rest.split(MARKS[1])[1]}"
-
-
 if __name__ == "__main__":
-    PAGE.write_text(with_cells(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(with_cells(PAGE.read_text(encoding="utf-8"), table()), encoding="utf-8")
     print(f"{PAGE}, {draw(PICTURE)}")

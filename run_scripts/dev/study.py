@@ -1,8 +1,9 @@
-"""What the study's pages share: their table, the text of an interval, and a picture of gaps seed by seed."""
+"""What the study's pages share: their tables, an interval's text, tests over seeds, and a picture of gaps by seed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, product
 from pathlib import Path
 from statistics import fmean
 
@@ -14,6 +15,8 @@ from mugrpo_megatron.evaluation.estimators import mean_interval
 from run_scripts.dev.svg import LIGHT, plain_axes
 
 STUDY = Path(__file__).parents[2] / "docs/study"
+MARKS = "<!-- cells -->", "<!-- /cells -->"
+"""Around what a script writes into a page."""
 
 
 def with_table(page: str, text: str) -> str:
@@ -23,10 +26,30 @@ def with_table(page: str, text: str) -> str:
     return "\n".join([*lines[: rows[0]], text, *lines[rows[-1] + 1 :]])
 
 
+def with_cells(page: str, text: str) -> str:
+    """The page with what stands between its marks replaced."""
+    before, rest = page.split(MARKS[0])
+    return f"{before}{MARKS[0]}\n{text}\n{MARKS[1]}{rest.split(MARKS[1])[1]}"
+
+
 def interval(values: Sequence[float], sign: str = "+") -> str:
     """Mean with half of its 95 % interval, Student's t."""
     mean = mean_interval(values)
     return f"{mean.value:{sign}.1f} ± {mean.high - mean.value:.1f}"
+
+
+def sign_flip(values: Sequence[float]) -> float:
+    """One-sided p of a mean above 0: the share of all patterns of signs whose mean is at least the values' own."""
+    sums = [sum(signed) for signed in product(*((value, -value) for value in values))]
+    return fmean(total >= sum(values) - 1e-9 for total in sums)
+
+
+def holm(chances: Sequence[float]) -> list[float]:
+    """P values corrected by Holm's method, in their order."""
+    ordered = sorted(chances)
+    corrected = accumulate((min(1.0, (len(ordered) - rank) * chance) for rank, chance in enumerate(ordered)), max)
+    by_chance = dict(zip(ordered, corrected, strict=True))
+    return [by_chance[chance] for chance in chances]
 
 
 def two_panels(rows: Sequence[str], titles: Sequence[str], label: str, height: float) -> tuple[Figure, Sequence[Axes]]:

@@ -1,0 +1,160 @@
+"""Part eight's results: tables and claims of docs/study/part-eight.md, from its cells.
+
+python -m run_scripts.dev.part_eight.results
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from statistics import fmean
+
+from run_scripts.dev.part_eight.cells import Cell, Ends, Grid, load_grid, tuned_rate
+from run_scripts.dev.part_eight.rows import CELLS, CURVES, cell_of, mean_of_last_quarter, read_rows
+from run_scripts.dev.study import STUDY, holm, interval, sign_flip, with_cells
+
+PAGE, LARGE = STUDY / "part-eight.md", STUDY / "eight_large"
+GRPO = "grpo_4"
+LEVEL = 0.05
+CurvesOfSeeds = Mapping[tuple[int, str], Mapping[int, float]]
+"""(Seed, warm start) -> update -> held-out accuracy as a share."""
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """What has run of a grid."""
+
+    grid: Grid
+    ends: Ends
+    curves: Mapping[tuple[str, float], CurvesOfSeeds]
+    """Way and rate -> curves of its finished cells."""
+
+    def tests(self, way: str) -> CurvesOfSeeds:
+        """Curves of the way's test cells at its rate; none before the rate is known."""
+        rate = tuned_rate(self.grid, self.ends, way)[1]
+        found = self.curves.get((way, rate), {}) if rate is not None else {}
+        return {key: curve for key, curve in found.items() if key[0] in self.grid.test_seeds}
+
+    def gaps(self, way: str, other: str, speed_up: float = 1.0) -> list[float]:
+        """A(U) of the way minus A(U / speed_up) of the other one in points, one for each warm start that both ran."""
+        own, others, updates = self.tests(way), self.tests(other), self.grid.updates
+        return [
+            100 * (mean_of_last_quarter(own[key], updates) - mean_of_last_quarter(others[key], updates / speed_up))
+            for key in sorted(own.keys() & others.keys())
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    number: int
+    margins: Sequence[float]
+    """By how many points each seed is on the claim's side."""
+    found: str
+    """What the cells say, without a verdict."""
+
+
+def read_results() -> Results:
+    """The results at large headroom. A curve counts when its cell stands in cells.csv."""
+    cells = read_rows(LARGE / CELLS)
+    curves: dict[tuple[str, float], dict[tuple[int, str], dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+    finished = {(cell_of(row), row["warm_start"]) for row in cells}
+    for row in read_rows(LARGE / CURVES):
+        cell = cell_of(row)
+        if (cell, row["warm_start"]) in finished:
+            curve = curves[cell.way, cell.rate][cell.seed, row["warm_start"]]
+            curve[int(row["update"])] = float(row["accuracy"])
+    return Results(load_grid(LARGE / "grid.toml"), {cell_of(row): float(row["end"]) for row in cells}, curves)
+
+
+def rates_table(results: Results) -> str:
+    """Mean ends of the tuning seeds, way by way and rate by rate; the rate that a way keeps is bold."""
+    grid, ends = results.grid, results.ends
+    means: dict[tuple[str, float], float] = {}
+    for name, rate in product(grid.ways, grid.ladder):
+        cells = [Cell(name, rate, seed) for seed in grid.tuning_seeds]
+        if all(cell in ends for cell in cells):
+            means[name, rate] = fmean(ends[cell] for cell in cells)
+    rates = sorted({rate for _, rate in means})
+    lines = [
+        "| Way | " + " | ".join(f"{1e5 * rate:g}·10⁻⁵" for rate in rates) + " |",
+        "| --- |" + " --: |" * len(rates),
+    ]
+    for name in dict.fromkeys(way for way, _ in means):
+        kept = tuned_rate(grid, ends, name)[1]
+        texts = [f"{100 * means[name, rate]:.1f}" if (name, rate) in means else "–" for rate in rates]
+        marked = [f"**{text}**" if rate == kept else text for rate, text in zip(rates, texts, strict=True)]
+        lines.append(f"| {grid.ways[name].title} | {' | '.join(marked)} |")
+    return "\n".join(lines)
+
+
+def tests_table(results: Results) -> str:
+    """Test cells of every way that has at least two, beside GRPO's of the same warm starts."""
+    lines = [
+        "| Way | Rate, 10⁻⁵ | Seeds | A(256), % | Points above GRPO, equal updates | k | equal time |",
+        "| --- | --: | --: | --: | --: | --: | --: |",
+    ]
+    for name, way in results.grid.ways.items():
+        own = results.tests(name)
+        if len(own) < 2:
+            continue
+        rate = tuned_rate(results.grid, results.ends, name)[1] or 0.0
+        end = fmean(mean_of_last_quarter(curve, results.grid.updates) for curve in own.values())
+        paired = name != GRPO and len(results.gaps(name, GRPO)) > 1
+        equal = interval(results.gaps(name, GRPO)) if paired else "–"
+        timed = f"{way.k:.3f} | {interval(results.gaps(name, GRPO, way.k))}" if paired and way.k > 1 else "– | –"
+        lines.append(f"| {way.title} | {1e5 * rate:g} | {len(own)} | {100 * end:.1f} | {equal} | {timed} |")
+    return "\n".join(lines)
+
+
+def claims(results: Results) -> Iterator[Claim]:
+    """Claims 12 and 13. Claim 14 needs the rates at µ=16."""
+    below = results.gaps(GRPO, "veto_4")
+    if len(below) > 1:
+        text = f"at µ=4 the relaxed clip with the veto ends {interval(below, '')} points below GRPO's clip"
+        yield Claim(12, below, text)
+    lost = results.gaps("prefix_4", "prefix_64")
+    if len(lost) > 1:
+        text = f"from µ=4 to µ=64 prefix weights lose {interval(lost, '')} points"
+        yield Claim(13, [2 - points for points in lost], text)
+
+
+def claim_lines(results: Results) -> str:
+    """Each claim's figure, and its verdict as soon as all test seeds have run; a claim without one counts as p = 1."""
+    seeds = len(results.grid.test_seeds)
+    found = list(claims(results))
+    whole = [len(claim.margins) == seeds for claim in found]
+    chances = [sign_flip(claim.margins) if ran else 1.0 for claim, ran in zip(found, whole, strict=True)]
+    corrected = holm([*chances, *[1.0] * (3 - len(found))])
+    lines = []
+    for claim, ran, chance, p in zip(found, whole, chances, corrected[: len(found)], strict=True):
+        verdict = (
+            f"**{'shown' if p <= LEVEL else 'not shown'}**, p = {chance:.3f}, {p:.3f} after Holm"
+            if ran
+            else f"{len(claim.margins)} of {seeds} seeds have run, so it is not tested yet"
+        )
+        lines.append(f"- **Claim {claim.number}**: {claim.found}; {verdict}.")
+    return "\n".join(lines)
+
+
+def text(results: Results) -> str:
+    """What stands between the marks of the page."""
+    ran = sum(cell.seed in results.grid.test_seeds for cell in results.ends)
+    parts = [
+        f"{len(results.ends) - ran} cells of tuning seeds and {ran} of test seeds have run. "
+        "Mean A(256) of the tuning seeds 100 and 101 on the validation split, in percent; a kept rate is bold:",
+        rates_table(results),
+    ]
+    if lines := claim_lines(results):
+        parts += [
+            "Test cells, with 95 % intervals by seed (Student's t):",
+            tests_table(results),
+            lines,
+        ]
+    return "\n" + "\n\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_cells(PAGE.read_text(encoding="utf-8"), text(read_results())), encoding="utf-8")
+    print(PAGE)
