@@ -5,8 +5,8 @@ shard              the same without a learner: one process's shard of a sealed s
 scoring            the models and their jobs on a stage, and the loop of one engine
 jobs               a teacher's log-probabilities of the stage's own tokens, and a judge's scores
 score_reader       a judge's scores, read in workers with a reward's limits
-parse              the worker's side of it
-auxiliary_columns  columns of the stage, their finished parts, and those that a branch takes over
+parse              what runs in such a worker: the user's function that reads a score from a judge's answer
+auxiliary_columns  the columns that they add to a stage, parts of unfinished ones, and links to them in a branch
 models             an auxiliary model's files and its engine's recipe, with a hook for the temperature
-checks             refusals before the start
+checks             what is checked, and refused, before a run starts
 """

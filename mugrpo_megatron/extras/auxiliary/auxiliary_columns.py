@@ -2,7 +2,8 @@
 
     auxiliary/stage00003-NAME.parts-3f2a90c1b7de/00017.parquet    an update's part; merged to a column once all exist
 
-The folder's name ends with a digest of the column's stage, weights and settings: parts of another are never mixed in.
+The folder's name ends with a digest of the column's stage, weights and settings, so that a column never gets parts that
+were computed with others.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from mugrpo_megatron.weights.families import fingerprint
 def auxiliary_columns(
     recipe: Recipe, directory: RunDirectory, store: StageStore, stage: int
 ) -> Iterator[tuple[str, str, LogprobColumn | ScoreColumn]]:
-    """Columns that auxiliary models compute of a sealed stage: (auxiliary model, reward function, column).
+    """Yield the columns that auxiliary models compute for a sealed stage: (auxiliary model, reward function, column).
 
-    The reward function is empty in a teacher's column.
+    The reward function is "" for a teacher's column.
     """
     if recipe.objective.teacher and (logprobs := teacher_column(recipe, directory, store, stage)):
         yield recipe.objective.teacher, "", logprobs
@@ -67,27 +68,30 @@ def _has_weights(column: TableColumn, weights: str) -> bool:
 
 
 class ColumnParts:
-    """Parts of a column of `updates` updates; several processes may write, each its own updates."""
+    """The parts of one column on disk, a file for each update; processes may write parts of different updates."""
 
     def __init__(self, column: TableColumn, weights: str, updates: int) -> None:
-        """`weights` is the fingerprint of the auxiliary model's checkpoint."""
+        """`weights` is `weights.families.fingerprint` of the auxiliary model's checkpoint; the stage has `updates`."""
         belongs = json.dumps([dict(column.identity), weights], sort_keys=True).encode()
         name = f"{column.path.stem}.parts-{hashlib.sha256(belongs).hexdigest()[:12]}"
         self._column, self._weights, self._updates = column, weights, updates
         self.directory = column.path.with_name(name)
 
     def missing(self) -> list[int]:
-        """Updates without a part; none once the column is merged."""
+        """The numbers of the updates that have no part on disk; empty once the column is complete."""
         if self._column.complete:
             return []
         return [update for update in range(self._updates) if not self._path(update).exists()]
 
     def wait_for(self, updates: set[int]) -> bool:
-        """Wait until parts of other processes are visible on a shared file system; False after VISIBLE_SECONDS."""
+        """Wait until the parts of `updates`, written by other processes, are visible on a shared file system.
+
+        Returns False if they are not after VISIBLE_SECONDS.
+        """
         return becomes_visible(lambda: updates.isdisjoint(self.missing()))
 
     def write(self, update: int, table: pa.Table) -> None:
-        """Write a part, durably; it is complete or absent. UserError for a full disk."""
+        """Write an update's part; after a crash it is complete or absent. Raises UserError if the disk is full."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -96,7 +100,7 @@ class ColumnParts:
             pq.write_table(table, file, write_page_checksum=True)
 
     def read(self, update: int) -> pa.Table:
-        """Read a part; raise UserError when it is damaged."""
+        """Read an update's part; raise UserError when it is damaged."""
         path = self._path(update)
         try:
             with pq.ParquetFile(path, page_checksum_verification=True) as file:  # `read_table` loads pyarrow.dataset
@@ -105,7 +109,7 @@ class ColumnParts:
             raise UserError(f"{path}: damaged ({error}); remove it, and the same command computes it again") from None
 
     def merge(self) -> None:
-        """Merge all parts to the column and remove them; after a kill in between, only remove them."""
+        """Merge all parts into the column and remove them; if the column is complete already, only remove them."""
         if not self._column.complete:
             with self._column.write_tables(weights=self._weights) as append:
                 for update in range(self._updates):

@@ -1,4 +1,4 @@
-"""Refusals of auxiliary models before a run starts anything."""
+"""Checks that refuse auxiliary models before a run starts anything."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _on_this_machine(auxiliaries: AuxiliariesSection, name: str) -> bool:
 
 
 def _recipes(recipe: Recipe, name: str, directory: Path) -> Iterator[Recipe]:
-    """Checks each job of the auxiliary model, and yields the recipe of its engine."""
+    """Check each job of an auxiliary model, and yield the recipe of the engine that does it."""
     if recipe.objective.teacher == name:
         _check_teacher(recipe.rollout.temperature, recipe.model.directory, name, directory)
         yield teacher_recipe(recipe, name, directory)
@@ -102,14 +102,14 @@ def _recipes(recipe: Recipe, name: str, directory: Path) -> Iterator[Recipe]:
 
 
 def _check_family(config: ModelConfig, where: str) -> None:
-    """Raise UserError for a `model_type` that the sources of transformers and SGLang do not name; imports neither."""
+    """Raise UserError for a `model_type` that neither transformers' nor SGLang's source files name; imports neither."""
     kind = config["model_type"]
     files = [
         *_sources("transformers", "models/auto/*.py"),
         *(path for folder in ("configs", "utils/hf_transformers") for path in _sources("sglang", f"srt/{folder}/*.py")),
     ]
     if files and not any(f'"{kind}"' in path.read_text("utf-8", "replace") for path in files):
-        raise UserError(f"{where}: SGLang has no model of model_type {kind!r}; put the config of these weights there")
+        raise UserError(f"{where}: SGLang has no model of model_type {kind!r}; correct its config.json")
 
 
 def _sources(package: str, pattern: str) -> Iterator[Path]:
@@ -119,7 +119,7 @@ def _sources(package: str, pattern: str) -> Iterator[Path]:
 
 
 def _check_headers(directory: Path, config: ModelConfig, where: str) -> None:
-    """Raise UserError for a truncated file of weights, and for another number of embeddings than the config's."""
+    """Raise UserError for a truncated file of weights, and if the embedding has not the config's `vocab_size` rows."""
     for path in sorted(directory.glob("*.safetensors")):
         try:
             with safe_open(path, framework="numpy") as file:
@@ -129,12 +129,12 @@ def _check_headers(directory: Path, config: ModelConfig, where: str) -> None:
         if rows not in (None, config.get("vocab_size")):
             raise UserError(
                 f"{where}: its config has vocab_size {config.get('vocab_size')}, and {path.name} has {rows:,} rows of "
-                f"{EMBEDDING}; config and weights do not belong together"
+                f"{EMBEDDING}; copy the config and the weights from the same checkpoint"
             )
 
 
 def _check_teacher(temperature: float, policy: Path, name: str, directory: Path) -> None:
-    """Raise UserError for another vocabulary than the policy's, and for a family whose logits cannot be scaled."""
+    """Raise UserError for a teacher whose vocabulary is not the policy's, or that cannot have its temperature."""
     if temperature != 1.0:  # `architecture` refuses families whose last norm is not known
         architecture(read_config(directory, key=f"auxiliary.{name}.model", remedy=REMEDY), str(directory / CONFIG))
     if not policy.exists():  # this is a check on paper: the policy's files are not on this machine

@@ -1,11 +1,11 @@
-"""Jobs of auxiliary models: prompts for the engine, and rows of the stage's column.
+"""Jobs of auxiliary models: what the engine is sent, and how its responses become rows of the stage's column.
 
 A teacher has the policy's vocabulary, and gives log-probabilities of the stage's own sampled tokens.
 
 A judge is a chat model that is asked about every response; a function reads a score from its answer. Its question is a
 Jinja file, rendered with `prompt` (what the policy was asked, as text), `response`, `gold` and `row`. Questions and
-answers are kept beside the score. An answer without a score has none, which is counted: the reward then leaves the
-judge out of the comparison inside the group (`phases.batches.neutral_where_missing`).
+answers are kept beside the score. If no score can be read from an answer, this is counted, and the response gets the
+mean of its group's scores, which changes no comparison in the group (`phases.batches.neutral_where_missing`).
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ TOO_LONG = "the question is longer than the judge's context"
 
 
 class Teacher:
-    """Scores a stage for its column; a `Job`."""
+    """Has a teacher compute logprobs of a stage's sampled tokens; one of the two kinds of `Job`."""
 
     what = "teacher logprobs"
     workers = staticmethod(nullcontext)
-    """No workers, unlike `Judge.workers`."""
+    """A context manager that does nothing: `rows` needs no workers here, unlike `Judge.rows`."""
 
     def __init__(self, column: LogprobColumn, parts: ColumnParts) -> None:
         self.column, self.parts = column, parts
@@ -61,7 +61,7 @@ class Teacher:
         return store.read_update(update)
 
     def prompts(self, samples: Sequence[Sample]) -> dict[int, Prompt]:
-        """Prompts by the sample's index in the update; a response without tokens has none."""
+        """The engine's prompts, by the sample's index in the update; a sample without response tokens gets none."""
         return {
             index: Prompt(
                 index,
@@ -75,12 +75,15 @@ class Teacher:
         }
 
     def rows(self, samples: Sequence[Sample], responses: Mapping[int, Response]) -> pa.Table:
-        """The update's rows of the column; `responses` by the sample's index, one for each prompt."""
+        """The update's rows of the column. `responses` has the response to each of `prompts`, by the same index."""
         none = np.zeros(0, dtype=np.float32)
         return logprob_table([responses[i].logprobs if i in responses else none for i in range(len(samples))])
 
     def metrics(self, store: StageStore) -> dict[str, float]:
-        """Mean of log engine - log teacher over the stage's tokens; empty if the engine's logprobs are missing."""
+        """The metric `kl_teacher`: the mean of engine minus teacher logprobs over the stage's response tokens.
+
+        Empty if the engine's logprobs are missing.
+        """
         total, tokens = 0.0, 0
         for update in range(store.updates):
             engine = np.concatenate([sample.engine_logprobs for sample in store.read_update(update)])
@@ -91,7 +94,7 @@ class Teacher:
 
 
 def read_template(key: str, path: Path) -> Template:
-    """The template of a judge's question; UserError when it is missing or not Jinja."""
+    """Read the template of a judge's question; raise UserError when the file is missing or is not Jinja."""
     environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
     try:
         text = path.read_text(encoding="utf-8")
@@ -100,16 +103,16 @@ def read_template(key: str, path: Path) -> Template:
             return environment.from_string(text)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{key} = {path}: cannot be read ({error}); name a Jinja file") from None
-    # Python refuses a nesting that Jinja takes.
+    # Jinja compiles templates to Python, which refuses deeper nesting than Jinja does.
     except (TemplateError, SyntaxError, RecursionError, TookTooLong) as error:
         raise UserError(f"{key} = {path}: not a Jinja template ({error})") from None
 
 
 class Judge:
-    """Scores a stage for its column; a `Job`."""
+    """Has a judge score a stage's responses; one of the two kinds of `Job`."""
 
     def __init__(self, recipe: Recipe, name: str, directory: Path, column: ScoreColumn, parts: ColumnParts) -> None:
-        """`name` is the reward function's, `directory` the auxiliary model's."""
+        """`name` is the name of the reward function, `directory` the judge's checkpoint."""
         section, key = recipe.reward.judges[name], f"reward.functions.{name}"
         assert section.prompt
         assert section.parse
@@ -137,7 +140,7 @@ class Judge:
         return store.read_update(update, with_text=True)
 
     def prompts(self, samples: Sequence[Sample]) -> dict[int, Prompt]:
-        """Prompts by the sample's index in the update; samples whose question is too long are left out."""
+        """The engine's prompts, by the sample's index in the update; a sample whose question is too long gets none."""
         questions = {index: self._question(sample) for index, sample in enumerate(samples)}
         return {
             index: Prompt(index, Problem(samples[index].problem, "", ""), ids)
@@ -173,7 +176,7 @@ class Judge:
             ) from None
 
     def rows(self, samples: Sequence[Sample], responses: Mapping[int, Response]) -> pa.Table:
-        """The update's rows of the column; `responses` by the sample's index, one for each prompt."""
+        """The update's rows of the column. `responses` has the response to each of `prompts`, by the same index."""
         answers = {
             index: str(self._tokenizer.decode(response.ids.tolist(), skip_special_tokens=True))
             for index, response in responses.items()

@@ -1,7 +1,7 @@
 """An auxiliary model's files on this machine, and the recipe that its engine is started with.
 
-SGLang 0.5.15 gives log-probabilities of a prompt's tokens at temperature 1 alone. Logits are linear in the output of a
-model's last norm, so dividing that divides them: its forward hooks (`ServerArgs.forward_hooks`) reach it.
+SGLang 0.5.15 gives log-probabilities of a prompt's tokens at temperature 1 alone. For another temperature, a forward
+hook (SGLang's `ServerArgs.forward_hooks`) divides the output of the model's last norm: the logits are linear in it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 TEMPLATE_TOKENS = 4096
 """Tokens of a judge's question besides the quoted prompt and response."""
 OTHER_TOKENIZER = 2
-"""Most tokens of the judge's tokenizer for a text that is one token of the policy's."""
+"""The most tokens that the judge's tokenizer is expected to make of a text that is one token of the policy's."""
 LONGEST_QUESTION = 1 << 20
-"""Tokens of a question if the model's config has no largest position."""
+"""Context in tokens of a judge whose config has no `max_position_embeddings`."""
 
 
 def directory_of(auxiliaries: AuxiliariesSection, name: str, cached: bool = True) -> Path:
@@ -58,7 +58,10 @@ def teacher_recipe(recipe: Recipe, name: str, directory: Path) -> Recipe:
 
 
 def question_room(quoted: int, judge: FunctionSection, config: Mapping[str, Any]) -> int:
-    """Most tokens of a judge's question, which quotes up to `quoted` tokens of the policy."""
+    """The most tokens that a judge's question may have; it quotes up to `quoted` tokens of the policy's tokenizer.
+
+    Below 1 if the judge's `max_tokens` fill its context.
+    """
     positions = config.get("max_position_embeddings") or LONGEST_QUESTION
     return min(OTHER_TOKENIZER * quoted + TEMPLATE_TOKENS, positions - judge.max_tokens)
 

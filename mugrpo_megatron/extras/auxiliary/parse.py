@@ -12,9 +12,10 @@ from mugrpo_megatron.rewards.items import ScoringInput, Verdict, fits_float32
 
 
 def parser_of(key: str, name: str, function: Callable[..., Any]) -> Callable[[Sequence[ScoringInput]], list[Verdict]]:
-    """Returns the reward function that parses judges' answers.
+    """Returns a reward function that reads scores from judges' answers with the user's `function`.
 
-    Raises UserError unless `function` takes a judge's answer by name: `os:system` takes a command.
+    Raises UserError unless `function` has a parameter named `answer`. A function that was not written for answers, such
+    as `os:system`, must not get one.
     """
     try:
         inspect.signature(function).bind(answer="")
@@ -31,7 +32,7 @@ def parser_of(key: str, name: str, function: Callable[..., Any]) -> Callable[[Se
 
 
 def parse_score(parse: Callable[[str], Any], answer: str) -> tuple[float | None, str]:
-    """The score in a judge's answer, or None with the reason; the user's function may fail in any way."""
+    """The score in a judge's answer and "", or None and the reason; the user's function may fail in any way."""
     try:
         value = parse(answer)
         if value is None:

@@ -33,8 +33,8 @@ def score_stage(run: Run, learner: Learner, store: StageStore, cursor: Cursor) -
 
     If a column is missing, the learner is offloaded and stays so. Each update's part of a column goes to disk when it
     is finished, so a killed or stopped run computes only what is missing. Waits for processes without a learner that
-    score the stage (`shard.py`), and takes over their parts. Raises UserError when an auxiliary model's weights differ
-    from its earlier columns', and as `scoring.run_job` does.
+    score the stage (`shard.py`), and takes over their parts. Raises UserError when an auxiliary model's weights are not
+    those that computed its earlier columns, and what `scoring.run_job` raises.
     """
     for auxiliary in auxiliaries_of(run.recipe, run.directory, store, cursor.stage):
         jobs = []
@@ -66,7 +66,7 @@ def _stage_lock(run: Run, cursor: Cursor) -> Iterator[None]:
 def _run_jobs(
     run: Run, learner: Learner, store: StageStore, cursor: Cursor, auxiliary: AuxiliaryModel, jobs: Sequence[Job]
 ) -> None:
-    """Run one auxiliary model's jobs in an engine each, and log the phase. Collective."""
+    """Run an auxiliary model's jobs one after another, each with engines of its own; log the phase. Collective."""
     with run.phase("auxiliary", cursor) as facts:
         offload_learner(learner, run.world)
         facts["memory_before"] = _memory(run)
@@ -109,7 +109,10 @@ LOOK_S = 1.0
 
 
 def lock_once_free(path: Path, work: str, display: Display, stop: StopRequest, stack: ExitStack) -> None:
-    """Take a lock in `stack` once other processes that `work` release it, unless the run is asked to stop."""
+    """Wait until other processes release a lock, and take it; `stack` releases it. Stops waiting if the run shall stop.
+
+    `work` says what the other processes do, such as "score stage 3".
+    """
     with display.waiting(f"waiting for those that {work}"):
         while not stop.poll():
             try:

@@ -1,4 +1,4 @@
-"""Reads a judge's scores with the workers, limits and failure share of a reward function."""
+"""Reads the scores in a judge's answers, in worker processes with the limits of a reward function."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Reader = Callable[[Sequence[str]], list[Verdict]]
 def score_reader(section: RewardSection, judge: FunctionSection, key: str) -> Iterator[Reader]:
     """Yield the reader of a judge's answers; its workers stop when the block exits.
 
-    Raises UserError when the judge's function cannot be loaded. The reader raises RewardFailure for one that exits,
-    dies or runs into a limit on more than `reward.max_failure_share` of the answers.
+    Raises UserError when the user's function that reads scores cannot be loaded. The reader raises RewardFailure when
+    that function exits, dies or runs into a limit on more than `reward.max_failure_share` of the answers.
     """
 
     def read(answers: Sequence[str]) -> list[Verdict]:

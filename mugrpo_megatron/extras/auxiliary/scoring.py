@@ -26,7 +26,10 @@ from mugrpo_megatron.weights.families import fingerprint
 
 @dataclass(frozen=True, slots=True)
 class UpdateAnswers:
-    """An update's samples and the engine's responses, by the index of the sample in the update."""
+    """An update's samples, and the engine's responses by the index of the sample in the update.
+
+    The update is complete once there are as many responses as `questions`.
+    """
 
     update: int
     samples: list[Sample]
@@ -66,15 +69,15 @@ def auxiliaries_of(recipe: Recipe, directory: RunDirectory, store: StageStore, s
 
 
 def _check_weights(column: TableColumn, name: str, weights: str, stage: int) -> None:
-    """Raise UserError when this stage's column, or the last stage's, was computed with other weights."""
+    """Raise UserError when this stage's column, or that of the stage before it, was computed with other weights."""
     if column.complete:
         column.body()  # raises if the column belongs to another stage
     earlier = column.path.name.replace(f"stage{stage:05d}", f"stage{stage - 1:05d}", 1)
     for known in (column, replace(column, path=column.path.with_name(earlier))):
         if known.weights not in (None, weights):
             raise UserError(
-                f"auxiliary.{name}.model holds other weights than when {known.path} was computed with them; put the "
-                "right ones back, or choose another run.dir"
+                f"auxiliary.{name}.model holds other weights than when {known.path} was computed; put the earlier "
+                "weights back, or choose another run.dir"
             )
 
 
@@ -92,11 +95,11 @@ def run_job(
     title: str,
     cursor: Cursor,
 ) -> None:
-    """Run rounds until no update of rank 0's `missing()` is left without its part. Collective.
+    """Have the engines do a job in rounds, until `missing()` of rank 0 returns no update any more. Collective.
 
     `led` is this rank's engine of the auxiliary model, if it leads one of the `engines`. Raises EngineFailure after
-    MOST_FAILURES failures of an engine in a row without a part between them, and Stopped, with the finished parts on
-    disk, when the run was asked to stop.
+    MOST_FAILURES failures of an engine in a row without a finished part between them, and Stopped, with the finished
+    parts on disk, when the run was asked to stop.
     """
     width = samples_per_update(run.recipe.rollout)
     while updates := run.world.broadcast(missing()):
@@ -149,4 +152,4 @@ def _completed_updates(round: Round, store: StageStore, job: Job, width: int) ->
 
 
 STRIDE = 1 << 32
-"""Distance between the prompt indices of two updates."""
+"""The prompt of sample i of update u has the index u * STRIDE + i."""

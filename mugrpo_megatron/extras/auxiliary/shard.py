@@ -1,8 +1,8 @@
-"""A sealed stage scored by auxiliary models without a learner: processes that share only the run directory.
+"""Has auxiliary models score a sealed stage without a learner, in processes that share only the run directory.
 
 Shard I of N has every N-th update. A process writes the same parts as the run itself would, so the run takes over from
-there, and a process that was killed continues where it was. Scoring holds the stage's lock together with other shards;
-a process that merges all parts to a column holds it alone, as a run does while it scores.
+there, and a process that was killed continues where it was. Processes that score shards hold the stage's lock together.
+A process that merges all parts into a column holds it alone, as a run does while it scores the stage.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mugrpo_megatron.stages.store import StageStore
 
 @dataclass(frozen=True, slots=True)
 class ShardScoring:
-    """One shard of a stage's scoring: every update whose number is `slot.number` modulo `slot.engines`."""
+    """Scores one shard of a stage: the updates whose number modulo `slot.engines` is `slot.number`."""
 
     run: Run
     """The run as this one process sees it: without a learner."""
@@ -34,8 +34,8 @@ class ShardScoring:
     def score(self) -> None:
         """Have the recipe's auxiliary models compute the shard's missing parts.
 
-        Does nothing while the run itself scores the stage. Raises UserError as `scoring.auxiliaries_of`, the others as
-        `scoring.run_job`.
+        Does nothing while the run itself scores the stage. Raises what `scoring.auxiliaries_of` and `scoring.run_job`
+        raise.
         """
         stage = self.cursor.stage
         try:
@@ -63,9 +63,9 @@ class ShardScoring:
             engine.stop()
 
     def merge(self) -> str:
-        """Merge complete parts to columns; return a phrase on what the stage still lacks, empty when it lacks nothing.
+        """Merge the parts of each complete column; return a phrase that names what the stage still lacks, or "".
 
-        Leaves the parts alone while other processes score the stage: the last of them merges.
+        While other processes score the stage, parts are left alone: the last of these processes merges them.
         """
         incomplete = []
         try:

@@ -32,7 +32,7 @@ LEFT_OUT = {"run.dir"}
 """Settings that labels and differences leave out."""
 
 SHARED = ("objective.name", "schedule.stages", "schedule.updates_per_stage", "data.train", "model.path", "optimizer.lr")
-"""Settings that the page's head shows if all runs have the same."""
+"""Settings that the page's head shows if they have the same value in all runs."""
 
 PANELS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("reward_mean", "Training reward", "Mean reward of each update's responses.", {}),
@@ -49,7 +49,7 @@ PANELS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
 """Metric, title, explanation and looks of the panels over updates."""
 
 ALIKE = {"data": "training data", "reward": "reward", "eval": "evaluation"}
-"""Recipe section in which compared runs should agree -> its name in the warning if they do not."""
+"""Recipe section in which compared runs should agree -> what a warning calls it if they do not."""
 
 
 def write_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
@@ -117,7 +117,7 @@ def _short(key: str) -> str:
 
 
 def distinguishing_settings(runs: Sequence[RunData]) -> list[str]:
-    """The first of `differences` that together tell as many runs apart as all of them do."""
+    """The settings that label the runs: of `differences`, those that tell more runs apart than the ones before them."""
     chosen: list[str] = []
 
     def apart(keys: Sequence[str]) -> int:
@@ -137,7 +137,7 @@ def differences(runs: Sequence[RunData]) -> list[str]:
 
 
 def _warnings(runs: Sequence[RunData]) -> Iterable[str]:
-    """Differences that make the runs' curves not comparable."""
+    """Yield a sentence for each difference because of which the runs' curves cannot be compared."""
     differing = differences(runs)
     for section, name in ALIKE.items():
         if keys := [key for key in differing if key.startswith(f"{section}.")]:
@@ -154,8 +154,10 @@ def _warnings(runs: Sequence[RunData]) -> Iterable[str]:
 
 
 def _contents(runs: Sequence[RunData], file: str, content: str, section: str) -> set[str]:
-    """Distinct records of the runs' training problems or reward functions, as JSON; runs without such a record are left
-    out."""
+    """The distinct records, as JSON, of the runs' training problems or reward functions; runs without one are skipped.
+
+    A record is the value under `content` in the run's `file`.
+    """
     records = set()
     for run in runs:
         with suppress(OSError, ValueError, AttributeError):
@@ -168,7 +170,7 @@ def _contents(runs: Sequence[RunData], file: str, content: str, section: str) ->
 
 
 def _charts(runs: Sequence[RunData], labels: Sequence[str]) -> Iterable[Chart]:
-    for measure in _measures(runs):  # each measure of progress (updates, hours, ...) has its own axis
+    for measure in _measures(runs):  # accuracies and mean rewards have different scales, so a chart each
         yield Chart(
             f"held_out_{measure}",
             f"Held-out {measure}",
@@ -192,9 +194,8 @@ def _charts(runs: Sequence[RunData], labels: Sequence[str]) -> Iterable[Chart]:
             for number, curve_values in enumerate(values)
             if has_values(curve_values)
         ]
-        if len(runs) == 1 or any(
-            curve_values != values[0] for curve_values in values
-        ):  # branches of one stage share its rewards
+        # A curve that is the same in all runs is left out, such as the rewards of branches of one stage.
+        if len(runs) == 1 or any(curve_values != values[0] for curve_values in values):
             yield Chart(metric, title, explains, series, **looks)
 
 

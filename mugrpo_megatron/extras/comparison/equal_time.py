@@ -13,7 +13,7 @@ from mugrpo_megatron.observe.results import interval_in, value_in
 from mugrpo_megatron.observe.rundata import RunData, paper_seconds
 
 QUARTER = 0.75
-"""A run's end is its mean figure from this share of the run on: one evaluation alone is too uncertain."""
+"""A run's result is the mean of its curve from this share of the run to its end; one evaluation is too uncertain."""
 NORMAL_95 = 1.959964
 """Half the width of a 95 % interval, in standard errors."""
 
@@ -58,7 +58,10 @@ def over_seconds(run: RunData) -> Curve:
 
 
 def seconds_until(phases: Sequence[Mapping[str, Any]], time: float) -> float:
-    """T_total until a Unix time: seconds of the phases that have begun by then, `paper_seconds` of what was over."""
+    """Seconds that a run spent until a Unix time, without evaluations and saves: T_total of `paper_seconds`.
+
+    A phase that lasted longer is counted up to that time.
+    """
     begun = [{**row, "end": min(row["end"], time)} for row in phases if row["start"] < time]
     return paper_seconds(begun)["T_total"]
 
@@ -69,7 +72,7 @@ def _curve(run: RunData, spent: Callable[[Mapping[str, Any]], float]) -> Curve:
         value, interval = value_in(row), interval_in(row)
         if value is not None:
             error = (interval[1] - interval[0]) / (2 * NORMAL_95) if interval else math.nan
-            points[spent(row)] = value, error  # of two evaluations at the same abscissa the later one counts
+            points[spent(row)] = value, error  # of two evaluations at the same update or second the later one counts
     if not points:
         raise ValueError(f"{run.path} has no evaluation")
     x = sorted(points)
@@ -77,19 +80,19 @@ def _curve(run: RunData, spent: Callable[[Mapping[str, Any]], float]) -> Curve:
 
 
 def reached(curve: Curve, end: float) -> Estimate:
-    """A(end): mean of the straight lines between the curve's points over [3/4 end, end].
+    """The result of a run of length `end`: the mean of the curve, linearly interpolated, over [3/4 end, end].
 
-    With a constant learning rate the beginning of a curve is the curve of a shorter run. Raises ValueError when the
-    curve does not cover the interval.
+    `end` may be shorter than the run: with a constant learning rate the beginning of a curve is the curve of a shorter
+    run. Raises ValueError when the curve does not cover the interval.
     """
     return _sum_of([(curve, weights_of_mean(curve.spent, end))])
 
 
 def difference(curve: Curve, end: float, other: Curve, other_end: float) -> Estimate:
-    """A(end) of the curve minus A(other_end) of the other one, which may be the same.
+    """`reached(curve, end)` minus `reached(other, other_end)`; both may be the same curve.
 
-    Evaluations count as independent. On the same problems they are not: the problems' share of the error is common to
-    both terms and cancels, so the error is then an upper bound.
+    The error is computed as if all evaluations were independent. Those on the same problems are not: the part of the
+    error that comes from the choice of problems cancels, so the error is an upper bound.
     """
     left, right = weights_of_mean(curve.spent, end), weights_of_mean(other.spent, other_end)
     if curve is other:
@@ -98,16 +101,16 @@ def difference(curve: Curve, end: float, other: Curve, other_end: float) -> Esti
 
 
 def weights_of_mean(spent: np.ndarray, end: float) -> np.ndarray:
-    """float [n] whose product with a curve's figures is the mean of its straight lines over [3/4 end, end].
+    """The weights, float [n], of a curve's n figures in its mean over [3/4 end, end] (see `reached`).
 
-    Raises ValueError when the points [n] do not cover the interval.
+    `spent` [n] are the points of the curve. Raises ValueError when they do not cover the interval.
     """
     begin = QUARTER * end
     if not spent[0] <= begin < end <= spent[-1]:
-        raise ValueError(f"evaluations from {spent[0]:g} to {spent[-1]:g} do not say what {end:g} reaches")
+        raise ValueError(f"evaluations from {spent[0]:g} to {spent[-1]:g} do not cover {begin:g} to {end:g}")
     inner = spent[(spent > begin) & (spent < end)]
     x = np.array([begin, *inner, end])
-    # A straight line is its two ends' mean on each piece; each end is a mixture of two points.
+    # The mean of a straight piece is the mean of its two ends. Each end is interpolated between two of the points.
     pieces = np.diff(x) / (end - begin)
     ends = np.concatenate([[0.0], pieces]) / 2 + np.concatenate([pieces, [0.0]]) / 2
     weights = np.zeros(len(spent))

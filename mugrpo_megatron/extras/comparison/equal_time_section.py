@@ -30,7 +30,7 @@ TITLE = "Equal time"
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """The runs at equal seconds and at equal updates; the other runs are compared with the first run."""
+    """The runs' curves over seconds and over updates, and where both end for all; the first run is the baseline."""
 
     seconds: Sequence[Curve]
     updates: Sequence[Curve]
@@ -42,13 +42,16 @@ class Ends:
 
 
 def evaluated_on(run: RunData) -> tuple[tuple[str, int], ...]:
-    """Name and problems of each held-out set of the run's last evaluation."""
+    """The name and the number of problems of each held-out set of the run's last evaluation."""
     return tuple((name, int(row[f"problems/{name}"])) for row in run.evals[-1:] for name in sets_in([row]))
 
 
 def ends_of(runs: Sequence[RunData]) -> Ends | None:
-    """The runs at equal time; None if one has no evaluation, or if their measures or problems differ or no time is
-    common."""
+    """What is needed to compare the runs at equal time, or None if they cannot be compared.
+
+    They cannot if one has no evaluation, if their measures or held-out sets differ, or if one has no evaluation before
+    the last quarter of the time that all have.
+    """
     if len({measure_in(run.evals) for run in runs}) > 1 or len({evaluated_on(run) for run in runs}) > 1:
         return None
     try:
@@ -85,9 +88,9 @@ def axes(ends: Ends) -> dict[str, Any]:
 
 
 def _common(ends: Ends, curve: Curve) -> list[float]:
-    """Seconds of the curve's evaluations at which two runs can be compared: the curve's own and the first run.
+    """The times, in seconds, of the evaluations at which a run can be compared with the first run.
 
-    Both have to have been evaluated in the last quarter of the time until then.
+    Both runs' first evaluations have to lie before the last quarter of that time.
     """
     begin = max(curve.spent[0], ends.seconds[0].spent[0]) / QUARTER
     return [at for at in curve.spent.tolist() if max(begin, 1e-9) < at <= ends.seconds[0].end]
@@ -133,7 +136,7 @@ def _sentence(ends: Ends, labels: Sequence[str]) -> str:
 
 
 def _gaps(ends: Ends, number: int) -> tuple[Estimate, Estimate]:
-    """The run's differences from the first run, at equal time and at equal updates."""
+    """How far run `number` is above the first run, at equal time and at equal updates."""
     return (
         difference(ends.seconds[number], ends.until, ends.seconds[0], ends.until),
         difference(ends.updates[number], ends.after, ends.updates[0], ends.after),

@@ -1,4 +1,4 @@
-"""`mugrpo doctor`: software and hardware of this machine, its use, and how to get what is missing."""
+"""`mugrpo doctor`: this machine's software and hardware, what each is used for, and how to get what is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Installs what no requirement can name: SGLang on a CPU, whose own requirements are CUDA builds, and its torchvision.
+"""Installs SGLang and torchvision for a CPU, without their own requirements, which are CUDA builds.
 
 `mugrpo doctor --fix` and run_scripts/setup.sh (`python -m mugrpo_megatron.extras.doctor.fix`) call `fix`.
 """
@@ -35,16 +35,15 @@ STACKS = {
 }
 """Version of megatron-core -> the stack of versions that was tested with it."""
 FAKES = "_meta_registrations.py"
-"""File of torchvision that registers fakes of its library's operators."""
+"""File of torchvision that registers fake operators: for torch, what shapes and dtypes the real ones return."""
 FAKE = re.compile(r"^@torch\.library\.register_fake\(.*\)\n", re.MULTILINE)
 
 
 def fix(say: Say = print) -> None:
-    """Install SGLang and torchvision beside a CPU's torch, and make torchvision importable; does nothing where both
-    work.
+    """Install SGLang and torchvision beside a CPU's torch, and make torchvision importable.
 
-    Raises UserError where the packages cannot be had, and beside a torch for CUDA without them: there they are plain
-    requirements.
+    Does nothing where both are installed and torchvision can be imported. Raises UserError where the packages cannot be
+    installed, and where they are missing although torch finds a GPU: there `mugrpo-megatron[cuda]` requires them.
     """
     stack = STACKS.get(_installed("megatron-core") or "")
     if stack is None:
@@ -61,15 +60,18 @@ def fix(say: Say = print) -> None:
     if not _imports("torchvision"):
         remove_fakes(_folder("torchvision") / FAKES, say)
         if not _imports("torchvision"):
-            raise UserError(f"torchvision {_installed('torchvision')} still cannot be imported; SGLang needs it")
+            raise UserError(
+                f"torchvision {_installed('torchvision')} still cannot be imported, and SGLang needs it; "
+                f"`{sys.executable} -c 'import torchvision'` prints why"
+            )
 
 
 def remove_fakes(path: Path, say: Say = print) -> None:
     """Remove the registrations of fakes from torchvision's file.
 
-    The registry has only CUDA builds of torchvision. Beside a CPU's torch their library does not load, and the import
-    fails where it registers fakes of the library's operators. SGLang only imports torchvision and calls none of them.
-    No pin avoids this: the newest build, 0.29.2, fails in the same place.
+    PyPI has only CUDA builds of torchvision. Beside a CPU's torch the library with their operators does not load, and
+    the import fails where it registers fakes of these operators. SGLang imports torchvision and calls no such operator.
+    Another version does not help: the newest, 0.29.2, fails in the same place.
     """
     text = path.read_text(encoding="utf-8")
     less, count = FAKE.subn("", text)

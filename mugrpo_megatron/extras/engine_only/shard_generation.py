@@ -1,7 +1,7 @@
 """Generation without a learner: one engine, started from weights on disk, samples one shard of a stage.
 
-A run whose world has one rank. No process group, no Megatron: any number of such processes may run at once, on machines
-that share the run directory, and each may be killed and started again.
+Such a process is a run with one rank, without a process group and without Megatron. Any number of them may run at once,
+on machines that share the run directory, and each may be killed and started again.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def generate_shard(recipe: Recipe, shard: GenerationShard, stage: int | None, pr
 def _generate(
     run: Run, shard: GenerationShard, stage: NextStage, store: StageStore, part: StagePart, problems: Problems
 ) -> None:
-    """Sample and score in rounds, until the shard's part of the stage is on disk."""
+    """Sample and score in rounds, until all of the shard's groups are on disk."""
     recipe = run.recipe
     tokenizer = load_tokenizer(recipe.model.directory)
     prepared = prepare(recipe.data, recipe.reward, tokenizer, problems)

@@ -67,7 +67,7 @@ def test_an_evaluation_without_an_interval_leaves_the_error_unknown_where_it_cou
 def test_no_curve_is_extrapolated() -> None:
     curve = Curve(np.array([2.0, 4]), np.array([0.1, 0.2]), np.array([0.1, 0.1]))
     for end in (5, 2.5):
-        with pytest.raises(ValueError, match="do not say what"):
+        with pytest.raises(ValueError, match="do not cover"):
             reached(curve, end)
 
 
