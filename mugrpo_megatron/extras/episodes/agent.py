@@ -1,7 +1,8 @@
-"""Episodes of programs that know OpenAI's chat API alone (`rollout.agent`); runs in a worker of episodes.
+"""Runs episodes of programs that know only OpenAI's chat API (`rollout.agent`), inside a worker process of episodes.
 
-Each episode is a session of the worker's endpoint and a process of its launcher. The program reads its row as JSON
-from standard input; its output may end with a JSON object: `_result`.
+For each episode the worker's endpoint (`endpoint.py`) has a session, and its launcher (`launcher.py`) starts a process
+of the program. The program reads its row as JSON from standard input. Its output may end with a JSON object, which
+`_result` reads.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from mugrpo_megatron.samples import Problem
 START_S = 600.0
 """Seconds in which the launcher loads the program."""
 KEEP_ALIVE_S = 3600
-"""Seconds after which an idle connection is closed; a client that sends a request meanwhile would read an error."""
+"""Seconds after which an idle connection is closed. Many, because a client that sends at that moment reads an error."""
 TAIL_BYTES = 1 << 20
 """Bytes at the end of a program's output that are read."""
 ANSWER_BYTES = 4096
@@ -45,7 +46,7 @@ ERROR_CHARS = 200
 ENDING_S = 10.0
 """Seconds that a program has to write its result once a limit has ended its session, before it is killed."""
 MOST_STARTS = 64
-"""Most lines, from the end of the output, at which a result of several lines may begin."""
+"""Number of lines that begin with `{`, from the output's end, that are tried as the start of a result over lines."""
 
 
 class Agent:
@@ -62,7 +63,7 @@ class Agent:
         self._directory = Path(options["directory"])
 
     async def close(self) -> None:
-        """End the launcher, with what it has started, and the endpoint. A worker's guard does that for it."""
+        """End the launcher, the programs that it has started, and the endpoint. In a worker, its guard kills them."""
         self._launcher.kill()
         if self._server is not None:
             self._server.cancel()
@@ -110,9 +111,10 @@ class Agent:
             remove_tree(directory)
 
     async def _run(self, directory: Path, session: Session) -> int:
-        """Run the program; returns its exit code. Kills it if this coroutine is cancelled, and ENDING_S after a limit.
+        """Run the program and return its exit code. Raises ProgramFailure if it cannot be started.
 
-        Raises ProgramFailure if it cannot be started.
+        It is killed if this coroutine is cancelled. After a limit has ended its session it has ENDING_S seconds, or
+        until it has sent MOST_SINCE further requests.
         """
         address = f"http://127.0.0.1:{self._socket.getsockname()[1]}/s/{session.id}/v1"
         environment = {
@@ -124,7 +126,7 @@ class Agent:
             "no_proxy": "127.0.0.1",
         }
         message = json.dumps({"directory": str(directory), "environment": environment}).encode()
-        # A packet for each answer: the launcher may say why there is no program, and then its exit code.
+        # Packets keep two answers apart: the launcher may say why there is no program, and then its exit code.
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours:
             with theirs:
@@ -169,7 +171,7 @@ class _Server(uvicorn.Server):
 
 
 def _cut_result(output: Path, code: int) -> dict[str, Any]:
-    """The result of a program whose session a limit has ended: what it has written since counts if it is a result."""
+    """The result of a program whose session was ended by a limit: a result that it has still written counts."""
     nothing: dict[str, Any] = {"reward": None, "why": "", "parts": {}, "answer": None}
     try:
         return {**(nothing if code else _result(output)), "cut": True}
@@ -178,10 +180,10 @@ def _cut_result(output: Path, code: int) -> dict[str, Any]:
 
 
 def _result(output: Path) -> dict[str, Any]:
-    """The episode's result from the end of its program's output. Raises TypeError or ValueError for no valid one.
+    """The episode's result, read from the end of its program's output. Raises TypeError or ValueError if it is invalid.
 
-    `reward` is the reward, without it `score`; a number under the other name is a component. An `answer` of any type
-    is scored: a text as it is, another value as JSON.
+    The reward is `reward`, or `score` if there is no `reward`. If both are there, `score` is a component. `answer` is
+    what the verifier scores: a text as it is, another value as JSON.
     """
     said = _said(*_tail(output))
     answer, reward, score = (said.pop(name, None) for name in ("answer", "reward", "score"))
@@ -197,7 +199,8 @@ def _result(output: Path) -> dict[str, Any]:
 def _said(text: str, is_whole: bool) -> dict[str, Any]:
     """The JSON object that an output ends with, on one line or several; an empty object if there is none.
 
-    Raises ValueError for an end that looks like one and cannot be read. `is_whole`: the text is the whole output.
+    Raises ValueError for an end that looks like an object and cannot be read. `is_whole` says whether the text is the
+    whole output.
     """
     if not text.endswith("}"):
         return {}
@@ -224,12 +227,12 @@ def _said(text: str, is_whole: bool) -> dict[str, Any]:
     if refusal:
         raise ValueError(f"the program's output ends with what looks like a JSON object and cannot be read ({refusal})")
     if not is_whole and "\n" not in text:
-        raise ValueError(f"the last line of the program's output has more than {TAIL_BYTES:,} bytes")
+        raise ValueError(f"the last line of the program's output has more than {TAIL_BYTES:,} bytes; write a short one")
     return {}
 
 
 def _tail(path: Path) -> tuple[str, bool]:
-    """The end of a file of the program's as text, and whether that is all of it. Raises OSError for no such file."""
+    """The end of the program's output or errors as text, and whether it is all; OSError if it is no regular file."""
     # The program may have put a pipe, a link or a directory there.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:

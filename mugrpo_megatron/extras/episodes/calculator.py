@@ -1,10 +1,11 @@
-"""The bundled task of episodes: sums of `chain`, too long for a small model's head, and a calculator for them.
+"""The bundled task of episodes: the sums of the data set `chain`, and a calculator that the model may call.
 
     python -m mugrpo_megatron.extras.episodes.calculator ROWS.jsonl [TEMPLATE.jinja]
 
-writes the rows that a model is warm-started on: most answer at once and are right (which it cannot learn), some write
-the sum, a question mark, and the answer that the calculator gave. Training then finds out which of the two is worth it.
-With a template, which it writes too, the rows are chats that call a tool, for the program `calculator_client`.
+writes rows for `mugrpo sft`. Most of them give the right answer at once, which a small model cannot learn to compute.
+The others write the sum, a question mark, and the calculator's answer. Reinforcement learning then has to find out that
+calls are rewarded. If TEMPLATE.jinja is given, a chat template is written to it, and the rows are chats that call a
+tool, as the program in `calculator_client.py` does.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def value(expression: str) -> str:
 
 
 def demonstrations(count: int = ROWS) -> list[dict[str, str]]:
-    """Rows of a prompt and a response, which in every fifth row calls the calculator."""
+    """Rows with a prompt and a response; in every fifth row the response calls the calculator."""
     every = round(1 / CALLING)
     rows = []
     for index, problem in enumerate(problems(1, "train", count, "chain")):
@@ -69,8 +70,8 @@ def demonstrations(count: int = ROWS) -> list[dict[str, str]]:
 
 
 def chats(count: int = ROWS) -> Iterator[dict[str, Any]]:
-    """Rows of a chat and its answer. Every fifth calls the calculator, and a further row continues that chat with the
-    result."""
+    """Yield rows with a chat and its answer. Every fifth answer calls the calculator, and a further row continues that
+    chat with the result."""
     for row in demonstrations(count):
         question = {"role": "user", "content": row["prompt"]}
         said, called, rest = row["response"].partition(CALL)

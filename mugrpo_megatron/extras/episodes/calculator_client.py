@@ -1,4 +1,4 @@
-"""The calculator's task as a program of `rollout.agent`, with OpenAI's client: it knows nothing of training."""
+"""The calculator's task as a program for `rollout.agent`: it uses OpenAI's client and knows nothing of training."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Chats as token ids: the whole first prompt, then only the tokens after each sampled turn.
+"""Turns chats into token ids: first the whole prompt, then, for each further request, only what follows the last turn.
 
-The template renders the chat twice, with and without the new messages; the difference, from the end of the assistant's
-turn on, is all that is tokenized.
+For that the chat template renders the chat twice, with and without the new messages. Only the difference is tokenized,
+so tokens that the model sampled are never decoded and tokenized again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FORMATS = (
 RENDER_S, PARSE_S = 1.0, 0.5
 """CPU seconds in which a request has to be rendered, and a response parsed: the engine's leader waits meanwhile."""
 MOST_CALLS = 128
-"""Most calls of a response: SGLang's parsers search the rest of the text for the end of each."""
+"""Most tool calls of a response that is parsed: for each, SGLang's parsers search all of the text behind it."""
 MOST_RENDERED = 2 * MOST_BYTES
 """Most bytes to which a template may render a request; templates may escape texts, or write them twice."""
 RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
@@ -64,15 +64,19 @@ class Chat:
         count: int,
         context: list[int],
     ) -> list[int] | None:
-        """Token ids of a chat whose first `count` messages, the last of them sampled, are the tokens of `context`.
+        """Token ids of a chat that continues `context`: the tokens of its first `count` messages, the last one sampled.
 
-        Returns None if the template renders those messages differently once the others are there.
+        The ids begin with `context`. Returns None if the template renders those messages differently once further ones
+        follow. Raises ValueError if the template refuses the chat.
         """
         rendered = self._render(messages, tools, arguments, is_prompt=True)
         earlier = self._render(messages[:count], tools, arguments, is_prompt=False)
         last, closing, rest = earlier.rpartition(self._closing)
         if not closing or rest.strip():
-            raise ValueError(f"the chat template does not end the assistant's turn with {self._closing!r}")
+            raise ValueError(
+                f"the chat template does not end the assistant's turn with {self._closing!r}, the tokenizer's "
+                "end-of-sequence token; set data.chat_template to one that does"
+            )
         if not rendered.startswith(last + closing):
             return None
         # True if the model has sampled the token that closes its turn.

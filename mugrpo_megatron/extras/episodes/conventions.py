@@ -1,4 +1,4 @@
-"""Forms of `rollout.function`, recognised by parameter names: our own, slime's, and TRL's environment classes.
+"""The forms that `rollout.function` may have: our own and slime's, told apart by parameter names, and TRL's classes.
 
 A file of slime's runs here once its three imports name this module:
 
@@ -53,7 +53,7 @@ def _is_needed(parameter: inspect.Parameter) -> bool:
 
 
 def result_of(returned: Any, name: str) -> dict[str, Any]:
-    """An episode's result from what its function or program returns. Raises TypeError or ValueError for no score."""
+    """An episode's result, made of what its function or program returned. Raises TypeError or ValueError if invalid."""
     verdict = verdict_of(returned, name, may_skip=True)
     return {"reward": verdict.reward, "why": verdict.why, "parts": dict(verdict.parts)}
 
@@ -154,13 +154,13 @@ class SlimeSample:
     loss_mask: list[int] | None = None
     """Loss mask of the response; a token that the model did not sample is never trained on, whatever the mask says."""
     rollout_log_probs: list[float] | None = None
-    """Not read: the log-probabilities that the engine gave count."""
+    """Not read: training uses the log-probabilities that the engine gave."""
     reward: Any = None
     status: Status = Status.PENDING
 
 
 class GenerateState:
-    """The tokenizer, for functions that build their prompts of tokens."""
+    """Stands in for slime's class: it holds the tokenizer, for functions that build their prompts of tokens."""
 
     def __init__(self, args: Any) -> None:
         self.args = args
@@ -178,7 +178,9 @@ def _tokenizer(path: str) -> Any:
 
 
 async def post(url: str, payload: Mapping[str, Any], **_: Any) -> dict[str, Any]:
-    """SGLang's answer on `/generate` to a payload with `text` or `input_ids`, from the episode's own engine."""
+    """Stands in for slime's `post`: sends a payload of SGLang's `/generate`, with `text` or `input_ids`, to the run's
+    engine and returns the answer in SGLang's form. Raises ValueError for another address and for other sampling
+    settings than the recipe's."""
     if not url.endswith("/generate"):
         raise ValueError(f"{url}: only /generate is answered here")
     model = current.get()
@@ -187,7 +189,7 @@ async def post(url: str, payload: Mapping[str, Any], **_: Any) -> dict[str, Any]
         if name in settings and settings[name] != model.sampling[name]:
             raise ValueError(
                 f"{name} = {settings[name]} in the payload, and the recipe samples with {model.sampling[name]}: ratios "
-                "compare policies at one setting"
+                "compare policies at one setting; leave it out"
             )
     ids = payload.get("input_ids")
     answer = await model.ask(

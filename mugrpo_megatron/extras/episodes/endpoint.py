@@ -1,7 +1,8 @@
-"""The part of OpenAI's chat API that programs need, each session under an address and a key of its own.
+"""Serves the part of OpenAI's chat API that programs need; each session has an address and a key of its own.
 
-An ASGI application. It knows neither tokens nor the engine: a session asks for a message, and this module translates.
-Every key of a request is used, is in `WITHOUT_EFFECT`, or is refused; docs/episodes.md has the table.
+The endpoint is an ASGI application. It knows neither tokens nor the engine: it translates a request into a call of
+`Session.ask`, and the message that returns into OpenAI's form. A key of a request is used, has no effect
+(`WITHOUT_EFFECT`, and the values in `NEUTRAL`), or is refused; docs/episodes.md has the table.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from mugrpo_megatron.recipe.functions import exception_text
 
 MODEL = "policy"
 BODY_BYTES = 4 << 20
-"""Most bytes of a request: room for `MOST_BYTES` of text, or for 700,000 characters that JSON escapes."""
+"""Most bytes of a request: enough for `MOST_BYTES` of text, or for 699,000 characters that JSON escapes as 6 bytes."""
 DISCARDED_BYTES = 64 << 20
-"""Most bytes of a request that is too large which are read and dropped before it is refused."""
+"""Most bytes that are read and dropped of a request that is too large, before it is refused."""
 HELD_BYTES = 256 << 20
 """Most bytes of all requests together that are being read."""
 REQUESTS = 64
@@ -34,7 +35,7 @@ REQUESTS = 64
 MOST_REFUSED = 64
 """Number of refused requests that ends a session."""
 MOST_SINCE = 16
-"""Requests of a program to a session that has ended, after which nobody waits for the program any more."""
+"""Number of requests to a session that has ended, after which the worker no longer waits for the program's result."""
 STOPS, STOP_CHARS = 16, 1024
 """Most texts of `stop`, and most characters of each."""
 USED = (
@@ -101,15 +102,15 @@ class Session:
     requests: int = 0
     """Requests that are read or wait for an answer."""
     limit: str | None = None
-    """Recipe key of the limit that has ended the session."""
+    """What has ended the session: the recipe key of a limit, or a phrase about refused requests."""
     over: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once a limit has ended it: every later request is refused."""
+    """Set once the session has ended: every later request is refused."""
     deaf: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the program has sent MOST_SINCE requests to the session that has ended."""
     refused: int = 0
     """Number of refused requests that were well formed."""
     asked_since: int = 0
-    """Number of requests since a limit has ended the session."""
+    """Number of requests since the session has ended."""
 
     def end(self, limit: str) -> None:
         self.limit = limit
@@ -159,7 +160,7 @@ class Endpoint:
         except Exception as error:
             status, body = 500, Refused(exception_text(error), 500).body
         kind = b"text/event-stream" if isinstance(body, str) else b"application/json"
-        # What is left of an unread body would be read as the next request.
+        # Close the connection after an error: the unread rest of a body would be read as the next request.
         headers = [(b"content-type", kind), *([(b"connection", b"close")] if status != 200 else ())]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": as_text(body).encode()})
@@ -210,7 +211,11 @@ class Endpoint:
     @contextmanager
     def _counted(self, session: Session) -> Iterator[None]:
         if session.requests >= REQUESTS:
-            raise Refused(f"{REQUESTS} requests of the session wait for an answer", 429, "rate_limit_exceeded")
+            raise Refused(
+                f"{REQUESTS} requests of the session wait for an answer; wait for one of them before the next",
+                429,
+                "rate_limit_exceeded",
+            )
         session.requests += 1
         try:
             yield
@@ -231,16 +236,21 @@ class Endpoint:
                     self._held -= len(body)
                     body.clear()
                     await _discard(receive, message)
-                    raise Refused(f"a body of more than {BODY_BYTES:,} bytes", 413, "request_too_large")
+                    raise Refused(f"the body has more than {BODY_BYTES:,} bytes; shorten it", 413, "request_too_large")
                 if self._held > HELD_BYTES:
-                    raise Refused(f"requests of {HELD_BYTES:,} bytes are being read", 429, "rate_limit_exceeded")
+                    raise Refused(
+                        f"requests of more than {HELD_BYTES:,} bytes together are being read; send it again later",
+                        429,
+                        "rate_limit_exceeded",
+                    )
                 if not message.get("more_body"):
                     return bytes(body)
         finally:
             self._held -= len(body)
 
     def _session(self, scope: Mapping[str, Any]) -> Session:
-        """The session of a request's path and key. Raises Refused, the same for a wrong id and a wrong key."""
+        """The session whose id stands in the request's path. Raises Refused for a wrong id or key, and does not say
+        which of them is wrong."""
         parts = scope["path"].split("/", 3)
         session = self.sessions.get(parts[2]) if len(parts) == 4 and parts[1] == "s" else None
         keys = [value for name, value in scope["headers"] if name == b"authorization"]
@@ -274,7 +284,10 @@ def _over(limit: str | None, why: str = "") -> Refused:
 
 
 def request_of(body: Any, session: Session) -> dict[str, Any]:
-    """The arguments of `Session.ask`. Raises Refused for what is malformed, or would change the distribution."""
+    """The arguments of `Session.ask` for a request with this body.
+
+    Raises Refused for what is malformed, and for what would change the distribution that is sampled from.
+    """
     if not isinstance(body, dict):
         raise Refused("the body is not a JSON object")
     try:
@@ -328,7 +341,7 @@ def _check_settings(body: Mapping[str, Any], sampling: Mapping[str, tuple[float,
             raise Refused(f"{name} = {_short(body[name])} is neither true nor false", param=name)
     options = body.get("stream_options", {})
     if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
-        raise Refused("stream_options has more than include_usage", param="stream_options")
+        raise Refused("stream_options may only have include_usage; leave out the rest", param="stream_options")
 
 
 def _stops(stop: Any) -> list[str]:
@@ -358,7 +371,7 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
         raise Refused(str(error), param="messages") from None
     for number, message in enumerate(messages, start=1):
         if message["role"] not in ROLES:
-            raise Refused(f"message {number} has no role of {', '.join(ROLES)}", param="messages")
+            raise Refused(f"the role of message {number} is none of {', '.join(ROLES)}", param="messages")
         calls = message.get("tool_calls", ())
         if not all(_is_function(call) for call in calls):
             raise Refused(f"message {number} has a tool call that is not a function call", param="messages")

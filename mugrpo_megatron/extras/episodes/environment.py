@@ -10,14 +10,14 @@ from collections.abc import Collection, Mapping
 SECRET_WORD = re.compile(
     r"(?:^|_)(?:[A-Z0-9]*(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL)S?|PWD|PAT|AUTH|COOKIE)(?:_|$)"
 )
-"""A word of a name, in capitals, that says what the value is: `HF_TOKEN`, `AWS_SECRET_ACCESS_KEY`, `PGPASSWORD`."""
+"""A word in a variable's name (in capitals) that says that its value is a secret: `HF_TOKEN`, `PGPASSWORD`."""
 WORKING_DIRECTORIES = ("PWD", "OLDPWD")
 LOGIN = re.compile(r"://[^/\s@]*:[^/\s@]+@")
 """A user and a password in an address: `postgres://me:secret@host`."""
 
 
 def secrets_in(environment: Mapping[str, str], named: Collection[str] = ()) -> list[str]:
-    """Names of the variables that a program does not get; `named` are those that the recipe gives it."""
+    """Names of the variables that a program does not get; it gets those in `named` (`episodes.secrets`) in any case."""
     return sorted(
         name
         for name, value in environment.items()

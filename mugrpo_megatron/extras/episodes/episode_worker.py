@@ -1,11 +1,12 @@
-"""The worker process of a user's function: hundreds of episodes in one event loop, their plain tools in threads.
+"""The worker process of a user's function: hundreds of episodes in one event loop, plain (not async) tools in threads.
 
-Started by rewards/guard.py, which kills with it whatever its tools have started. Messages are JSON:
+It is started by rewards/guard.py, which kills with it whatever its tools have started. Messages are JSON. `key` is the
+number of an episode, `request` the number of a request to the model:
 
 From the parent:  `start` key, problem, ... · `answer` key, request, value, or error and limit · `cancel` key
 To the parent:    `ready` · `refused` text · `alive` · `ask` key, request, what · `done` key, ... · `failed` key, why
                   · `drop` key, request: nobody waits for its answer any more
-                  · `ended` key, open: a cancelled episode has ended, with so many functions that still run
+                  · `ended` key, open: a cancelled episode has ended, and `open` of its plain functions still run
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ THREADS = 1024
 """Most plain (not `async`) functions that run at the same time."""
 STACK_BYTES = 1 << 20
 MOST_SENT = 16 << 20
-"""Most characters that are sent to the parent as one request; the parent ends an episode for fewer."""
+"""Most bytes of the texts of one request to the parent, which itself ends an episode for far fewer."""
 ENDED = "the episode has ended"
 
 
@@ -50,7 +51,7 @@ def serve(socket: int, text: str) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(STACK_BYTES)  # a small stack, since there may be a thousand threads
     connection = Connection(socket)
-    leave = refuse_exits()["_exit"]  # a tool's exit would end the other episodes
+    leave = refuse_exits()["_exit"]  # a tool that exits must not end the other episodes
     # A process that a tool forks must not write to this worker's connection.
     os.register_at_fork(after_in_child=connection.close)
     try:
@@ -92,7 +93,7 @@ class _Worker:
         try:
             message = json.loads(self._connection.recv_bytes())
         except (EOFError, OSError):
-            self._leave(0)  # threads may hang in a user's function
+            self._leave(0)  # at once, since threads may hang in a user's function
         if "start" in message:
             key = message["start"]
             model = self._model(key, message)
@@ -155,7 +156,7 @@ class _Worker:
             self._send({"failed": key, "why": why, "open": model.open})
         finally:
             self._episodes.pop(key, None)
-            # Requests of programs, whose connections would stay open for ever.
+            # Answer the open requests of programs, whose connections would otherwise stay open for ever.
             for number in [number for number, (owner, _) in self._pending.items() if owner == key]:
                 _, future = self._pending.pop(number)
                 if not future.done():

@@ -1,8 +1,8 @@
-"""Answers prompts with episodes: the loop of an engine's leader between the engine and the processes of the function.
+"""Plays episodes: one loop of the engine leader serves the engine and the processes that run the user's function.
 
-One loop waits for both. An engine that has room gets further episodes from the prompt queue: those that wait for tools
-do not count, so slow tools do not idle it. Everything that has to be right is here: the record of the tokens, the chat
-template, the limits. The processes only run the user's code.
+The loop begins further episodes from the prompt queue as long as the engine has room. Episodes that wait for tools are
+not counted there, so slow tools do not leave the engine idle. The leader keeps the record of the tokens, renders the
+chat template and applies the limits; the processes only run the user's code, which is not trusted with them.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from mugrpo_megatron.samples import Episode as Outcome
 from mugrpo_megatron.samples import Response
 
 FIRST = 16
-"""Fewest episodes of which `max_failure_share` is taken."""
+"""Until as many episodes have finished, `max_failure_share` is a share of this number."""
 IN_FLIGHT = 16
 """Episodes in flight for each request that the engine runs at a time; most of them wait for tools."""
 LOST = "lost"
-"""Name of the component that is the share of a group's episodes that have failed."""
+"""Name, in a response's `parts`, of the share of its group's episodes that have failed."""
 RETRIES = 1
 """Number of times that a failed episode is begun again, before it is dropped from its group."""
 BYTES_A_TOKEN = 64
@@ -63,7 +63,7 @@ class Episodes:
         self._template = template_of(recipe.data)
         self._chat = Chat(self._tokenizer, self._template, recipe.engine.extra.get("tool_call_parser"))
         limit = max(1, usable_cores() // 2 // engine.slot.local_engines)
-        # Removed here: a worker that is killed leaves its programs' files.
+        # The leader removes it, because a worker that is killed leaves its programs' files.
         self._scratch = Scratch("agent")
         options = worker_options(recipe, str(self._scratch.path))
         self._key, self._name = options["key"], options["name"]
@@ -78,7 +78,7 @@ class Episodes:
         self._scratch.remove()
 
     def generate(self, take: PromptSource, n: int, sampling: Sampling) -> Generator[SampledGroup]:
-        """Groups of `n` episodes, in order of completion, until none is in flight and `take` returns no prompt."""
+        """Yield groups of `n` episodes as they are completed, until none is in flight and `take` returns no prompt."""
         self._sampling, self._n = sampling, n
         # The longest context is a prompt and its response.
         self._longest = self._recipe.data.max_prompt_tokens + sampling.max_tokens
@@ -214,9 +214,9 @@ class Episodes:
             self._fail(episode, why)
 
     def _request(self, process: EpisodeProcess, episode: Attempt, message: dict[str, Any]) -> None:
-        """Queue a request to the engine; a limit ends the episode with the turns that it has.
+        """Queue a request to the engine, or, if a limit is reached, end the episode with the turns that it has.
 
-        Raises Broken where the request does not continue the last, and ValueError for a malformed one.
+        Raises Broken if the request's tokens do not begin with those so far, and ValueError if it is malformed.
         """
         if not episode.in_engine:
             episode.waited_s += time.monotonic() - episode.answered_at
@@ -237,7 +237,10 @@ class Episodes:
         episode.in_engine += 1
 
     def _too_long(self, episode: Attempt, message: Mapping[str, Any]) -> bool:
-        """Whether a request cannot fit, by its bytes and special tokens; ValueError where it is the first."""
+        """Whether a request has too many bytes or special tokens to fit into the context.
+
+        Raises ValueError if it is the episode's first request, whose prompt is then too long.
+        """
         given = [message.get(name) for name in ("messages", "tools", "arguments", "text")]
         most = min(BYTES_A_TOKEN * self._longest, MOST_BYTES)
         if size_of(given).bytes <= most and self._chat.count_special(texts_in(given)) <= self._longest:
@@ -261,9 +264,9 @@ class Episodes:
         self._finish(episode, CUT)
 
     def _continued(self, episode: Attempt, message: dict[str, Any]) -> tuple[Trajectory, list[int]]:
-        """The response that a request continues or begins, and its token ids.
+        """Find the response that a request continues, or begin a new one; return it with the request's token ids.
 
-        Raises Broken where tokens do not continue the last, and ValueError for a malformed request.
+        Raises Broken if these do not begin with the response's tokens so far, and ValueError for a malformed request.
         """
         if (most := message.get("max_tokens")) is not None and most < 1:
             raise ValueError(f"max_tokens = {most}: ask for at least one token")
@@ -309,7 +312,7 @@ class Episodes:
             self._send(process, asked.message, value=self._turn(asked, response))
 
     def _turn(self, asked: Asked, response: Response) -> dict[str, Any]:
-        """Record the sampled tokens; returns what the function or the program reads of them."""
+        """Record the sampled tokens; return the answer that the function or the program gets."""
         episode, trajectory, message, ids = asked
         trajectory.busy = False
         trajectory.extend(ids, response)
@@ -344,7 +347,10 @@ class Episodes:
     # ------------------------------------------------------------ how episodes end
 
     def _finish(self, episode: Attempt, result: Mapping[str, Any]) -> None:
-        """Store an episode that has ended; `result` is its process's message. Raises Broken for other tokens."""
+        """Store the responses of an episode that has ended; `result` is its process's message.
+
+        Raises Broken if the function returned tokens that do not begin with the recorded ones.
+        """
         self._drop_requests(episode)
         answered = [trajectory for trajectory in episode.trajectories[::-1] if trajectory.turns]
         if not answered:
@@ -378,7 +384,10 @@ class Episodes:
         self._finished += 1
 
     def _fail(self, episode: Attempt, why: str) -> None:
-        """Begin a failed episode again, or drop it; an episode that a limit has ended is scored as it is."""
+        """Begin a failed episode again, or drop it after RETRIES; one that a limit has ended is scored as it is.
+
+        Raises UserError if too large a share of the episodes was dropped.
+        """
         if episode.limit and any(trajectory.turns for trajectory in episode.trajectories):
             self._finish(episode, CUT)
             return
@@ -424,8 +433,10 @@ class Episodes:
         return bool(keys)
 
     def _stop(self, process: EpisodeProcess, episode: Attempt | None, why: str) -> None:
-        """End an episode that took too long. Or end a process: its episodes are begun again, except that a single one
-        fails."""
+        """End an episode that took too long, or, if `episode` is None, its whole process.
+
+        The episodes of an ended process are begun again. If it had a single one, this one is the cause and fails.
+        """
         if episode is not None:
             self._pool.cancel(process, episode)
             self._fail(episode, why)
@@ -444,6 +455,6 @@ class Episodes:
 
 
 def _with_part(response: Response, lost: float) -> Response:
-    """The response with the share of its group's episodes that have failed."""
+    """The response, with `lost`, the share of its group's episodes that have failed, among its parts."""
     assert response.episode
     return replace(response, episode=replace(response.episode, parts={**response.episode.parts, LOST: lost}))

@@ -1,8 +1,8 @@
-"""Starts the programs of `rollout.agent`; one small process, forked for each, so a function is imported once.
+"""Starts the programs of `rollout.agent`: a small process that is forked for each, so a function is imported once.
 
-A worker of episodes sends it a message and a socket for every session. The fork of the session waits for its program's
-end, or for the worker to close the socket, then kills all that the program has started and answers with the exit code,
-or with a sentence where the program could not be started.
+A worker of episodes sends it a message and a socket for every session. The process forked for the session waits until
+its program ends or the worker closes the socket. Then it kills all that the program has started, and answers with the
+exit code, or with a sentence if the program could not be started.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ROW, OUTPUT, ERRORS, SCRATCH = "row.json", "stdout", "stderr", "scratch"
 """Names in a session's directory: the files for the program's standard input, output and errors, and its working
 directory."""
 NOT_STARTED = 127
-"""Exit code of a program that could not be started, as a shell's."""
+"""Exit code of a program that could not be started; shells use the same."""
 
 
 def serve(descriptor: int, text: str) -> None:
@@ -76,7 +76,7 @@ def serve(descriptor: int, text: str) -> None:
 
 def _command(name: str) -> Callable[[Path], Any]:
     """Returns a function that replaces the process by the command; the row is already on standard input."""
-    # The program runs in a directory of its own, so files among the words are named from the root.
+    # The program runs in a directory of its own, so words that name files become absolute paths.
     words = [str(Path(word).resolve()) if Path(word).is_file() else word for word in shlex.split(name)]
     # Not resolved: the interpreter of a virtual environment is a link that finds its packages by its own path.
     words[0] = os.path.abspath(shlex.split(name)[0]) if "/" in words[0] else words[0]
@@ -155,7 +155,7 @@ def _guard(
 def _become(
     session: socket.socket, message: dict[str, Any], run: Callable[[Path], Any], memory: int, is_command: bool
 ) -> NoReturn:
-    """The program's process: files, limits and signals, then the program."""
+    """Set the files, limits and signals of this process, then run the program in it."""
     try:
         directory = Path(message["directory"])
         try:
@@ -193,7 +193,7 @@ def _enter(directory: Path, environment: dict[str, str], memory: int, is_command
         hardest = resource.getrlimit(limit)[1]  # a limit cannot be raised above this one, except by root
         most = most if hardest == resource.RLIM_INFINITY else min(most, hardest)
         resource.setrlimit(limit, (most, most))
-    # A function keeps what Python ignores, so that it reads BrokenPipeError; a command begins as from a shell.
+    # Python ignores SIGPIPE and SIGXFSZ, so a function gets an OSError instead; a command begins as from a shell.
     default_signals(except_for=() if is_command else (signal.SIGPIPE, signal.SIGXFSZ))
     os.environ.update(environment)
     os.chdir(directory / SCRATCH)

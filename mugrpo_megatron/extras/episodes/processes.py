@@ -23,8 +23,8 @@ from mugrpo_megatron.samples import Prompt, Response
 
 START_TIMEOUT_S = 600.0
 SILENT_S = 60.0
-"""Seconds of silence after which a process is killed: something blocks its event loop, which on a busy machine may also
-be silent for seconds."""
+"""Seconds without a message after which a process is killed, because something blocks its event loop. On a busy machine
+an event loop that is not blocked may be silent for some seconds too."""
 READ_S = 0.5
 """Longest seconds for which messages of one process are read, before the engine and other processes get their turn."""
 ENDING_S = 1.0
@@ -161,7 +161,7 @@ class Pool:
         return min(ready, key=lambda process: len(process.episodes)) if ready else None
 
     def _start(self) -> None:
-        # By default glibc reserves 64 MB of address space for each thread, which would fill the limit.
+        # By default glibc reserves 64 MB of address space for each thread, which would use up episodes.memory_mb.
         environment = {"MALLOC_ARENA_MAX": "2"}
         worker = start_guarded("mugrpo_megatron.extras.episodes.episode_worker", self._options, SILENT_S, environment)
         self.processes.append(EpisodeProcess(worker))
@@ -200,7 +200,10 @@ class Pool:
                 yield process, {"died": f"a message of its process cannot be read ({error})"}
 
     def late(self, now: float) -> Iterator[tuple[EpisodeProcess, Attempt | None, str]]:
-        """Episodes, and with None whole processes, that have taken too long, with a sentence each."""
+        """Yield what has taken too long: process, episode (None if it is the whole process), and a phrase that says so.
+
+        Processes that get no new episodes and have none left are killed here.
+        """
         for process in list(self.processes):
             silent = self._silent_s if process.ready else START_TIMEOUT_S
             if now - process.last_message > silent and (process.episodes or not process.ready):

@@ -1,4 +1,4 @@
-"""What a request costs before any of it is rendered: its bytes, values and depth, wherever they stand."""
+"""Measures a request before any of it is rendered: bytes of all its texts, number of values, depth of nesting."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 MOST_BYTES = 1 << 20
-"""Most bytes of all texts of a request as UTF-8: beyond any context, and tokenized in about a second.
+"""Most bytes, as UTF-8, of all texts of a request: more than fits into a context, and tokenized in about a second.
 
-Characters would not do: a million of Chinese or of emoji take three to four times as long as a million letters.
+Bytes are counted, not characters: a million Chinese characters or emoji take three to four times as long to tokenize as
+a million letters.
 """
 MOST_VALUES = 1 << 15
-"""Most values of a chat request, objects and lists among them."""
+"""Most values of a chat request; an object and a list are a value each, besides what they hold."""
 MOST_IDS = 1 << 20
 """Most values of a function's request, in which each token id is a value."""
 MOST_DEPTH = 64

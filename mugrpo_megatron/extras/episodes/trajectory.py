@@ -38,7 +38,7 @@ class Trajectory:
     messages: list[Any] = field(default_factory=list)
     """Messages of the last chat request, and its answer."""
     ends: dict[int, int] = field(default_factory=dict)
-    """Number of messages up to the end of an answer -> number of tokens up to there."""
+    """For each answer of the model: number of messages up to it, itself included -> number of tokens up to its end."""
     busy: bool = False
     """Whether the engine is working on a request that continues this response."""
     prompt: list[int] = field(default_factory=list)
@@ -48,7 +48,8 @@ class Trajectory:
     mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     support_ids: list[np.ndarray] = field(default_factory=list)
-    """Sampler support of each piece, int32 [tokens, k], if the stage stores it."""
+    """Ids of the tokens that could be drawn, int32 [tokens, k], for one piece of the response after another; empty
+    unless the stage stores them."""
     turns: int = 0
     finish_reason: str = "length"
     weight_version: int = 0
@@ -102,7 +103,11 @@ class Trajectory:
         self.ends[len(self.messages)] = len(self.context)
 
     def response(self, episode: Episode, others: bool) -> Response:
-        """The response as the stage stores it."""
+        """The response as the stage stores it. `episode` is the outcome of the whole episode.
+
+        With `others` this is not the episode's last response: it keeps its own mask, and takes over the last one's
+        score.
+        """
         mask = np.array(self.mask, dtype=bool) if others else episode.mask
         prompt = np.array(self.prompt, dtype=np.int32)
         return Response(

@@ -1,4 +1,4 @@
-"""One program of `rollout.agent`, started by `mugrpo train --dry-run` up to its first request."""
+"""Starts one program of `rollout.agent` for `mugrpo train --dry-run`, and ends it at its first request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TRIAL_S = 60.0
 
 
 class _Listener(Endpoint):
-    """A listener to the endpoint, which keeps the outcome of the first request for a completion."""
+    """An endpoint that keeps the outcome of the first request for a completion."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -53,7 +53,8 @@ class Turn:
 
 @dataclass(slots=True)
 class EpisodeModel:
-    """The model of one episode. Every request continues the one before; a limit that is reached ends the episode."""
+    """The model, as one episode asks it. `generate` continues the tokens so far; a limit that is reached ends the
+    episode."""
 
     problem: Problem
     prompt_ids: list[int]
@@ -77,8 +78,8 @@ class EpisodeModel:
         """Sample from a prompt of token ids, which begins with `self.ids` after the first turn.
 
         Args:
-            max_tokens: fewer than the episode may have.
-            stop: texts that end the turn, besides `rollout.stop`; they are part of it.
+            max_tokens: most tokens of the turn; None for all that the episode may still get.
+            stop: texts that end the turn, besides `rollout.stop`; the turn includes them.
         """
         most = None if max_tokens is None else int(max_tokens)
         turn = Turn(**await self.ask("generate", ids=list(map(int, ids)), max_tokens=most, stop=list(map(str, stop))))
@@ -191,7 +192,7 @@ def _short_enough(text: str) -> str:
 
 
 def schema_of(tool: Callable[..., Any]) -> dict[str, Any]:
-    """A tool's JSON schema, from its signature and its docstring of Google's form."""
+    """A tool's JSON schema, made from its signature and its Google-style docstring."""
     # Not at the top: it takes a second (but imports no torch).
     from transformers.utils.chat_template_utils import get_json_schema
 
