@@ -10,7 +10,7 @@ from mugrpo_megatron.recipe import load_recipe
 
 
 def publish_stage_arguments(parser: Parser) -> None:
-    """A run's stage, and the data set's directory."""
+    """Add the arguments of `mugrpo publish`: a run's stage, and the directory of the data set."""
     parser.add_argument("run_dir", type=Path, help="directory of the run")
     parser.add_argument("--stage", type=int, required=True, metavar="K", help="from 0; it has to be sealed")
     parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="directory of the data set")
@@ -30,7 +30,7 @@ def publish_stage(options: Options) -> int:
 
 
 def import_stage_arguments(parser: Parser) -> None:
-    """Another program's responses, and the recipe that is to train on them."""
+    """Add the arguments of `mugrpo import`: another program's responses, and the recipe that is to train on them."""
     parser.add_argument("file", type=Path, help="JSON lines, Parquet, a JSON array or CSV: one response a row")
     parser.add_argument("--recipe", type=Path, required=True, help="of the run that is to train on them")
     parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="directory of the stage")

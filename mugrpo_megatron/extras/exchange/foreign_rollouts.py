@@ -1,8 +1,8 @@
-"""Rollouts that another program wrote: rows of a file as groups of responses to one prompt.
+"""Reads rollouts that another program wrote: rows of a file become groups of responses to one prompt.
 
 A row has a prompt (`prompt_ids`, or `prompt` as text or messages) and a response (`response_ids`, or one of
-`columns.RESPONSES` as text or messages). TRL's `log_completions` files are such rows; traces of agents become such
-(`traces.py`).
+`columns.RESPONSES` as text or messages). TRL's `log_completions` files have such rows, and `traces.py` makes such rows
+of agents' traces.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 LOGPROBS = ("logprobs", "engine_logprobs")
 ROUNDING = 1e-5
-"""Nats above 0 that a logprob may be: kernels that approximate exp and log round a certain token's to about 1e-7."""
+"""How far above 0 a logprob may be, in nats: kernels that approximate exp and log give about 1e-7 for probability 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class ForeignRollout:
     """bool [R]: whether each token is trained on, if the row says so."""
     finish_reason: str
     opening: str = ""
-    """The tag with which the prompt opens a thought."""
+    """The tag, such as `<think>`, with which the prompt begins the response's reasoning; empty if it does not."""
 
 
 def read_rollouts(
@@ -63,11 +63,12 @@ def read_rollouts(
     limits: tuple[int, int],
     vocab_size: int | None = None,
 ) -> list[list[ForeignRollout]]:
-    """The groups of a file, in order of their first row: rows with the same `group`, or the same prompt and `step`.
+    """Read the groups of a file, in the order of their first rows.
 
-    Text prompts are taken as the model saw them, messages go through the chat template. A response that is text is
-    tokenized, and ends with the end-of-sequence token unless its `finish_reason` is `length`. UserError names the file
-    and line of a row that cannot be taken, and a group of another size than the first.
+    Rows with the same `group` are a group; without that column, rows with the same prompt and `step`. Text prompts are
+    taken as the model saw them, messages go through the chat template. A response that is text is tokenized, and ends
+    with the end-of-sequence token unless its `finish_reason` is `length`. Raises UserError, which names the file and
+    the line, for a row that cannot be taken and for a group of another size than the first.
 
     Args:
         limits: most tokens of a prompt and of a response.
@@ -106,12 +107,15 @@ def _check_even(path: Path, groups: list[list[ForeignRollout]]) -> None:
         odd = next(group for group in groups if len(group) != len(groups[0]))
         raise UserError(
             f"{path}: the group of {odd[0].location} has {len(odd)} responses and that of {groups[0][0].location} has "
-            f"{len(groups[0])}: every group needs as many; leave rows out, or tell groups of one prompt "
+            f"{len(groups[0])}, and all groups need the same number; leave rows out, or tell groups of one prompt "
             "apart with a column `group` or `step`"
         )
     for group in groups:
         if any(not np.array_equal(rollout.prompt_ids, group[0].prompt_ids) for rollout in group):
-            raise UserError(f"{group[0].location}: the responses of one group have different prompts")
+            raise UserError(
+                f"{group[0].location}: the responses of its group have different prompts; give each prompt another "
+                "value of `group`"
+            )
         for name in ("logprobs", "loss_mask"):
             have = {getattr(rollout, name) is not None for rollout in (group[0], groups[0][0], *group)}
             if len(have) > 1:
@@ -154,7 +158,7 @@ def _parse_row(
         ids = tokenizer.encode(text, add_special_tokens=False)
         response = np.array(ids if finish == "length" else [*ids, tokenizer.eos_token_id], dtype=np.int32)
     if not len(response):
-        raise ValueError("the response has no tokens")
+        raise ValueError("the response has no tokens; leave the row out")
     given_logprobs = next((row[name] for name in LOGPROBS if row.get(name) is not None), None)
     given_mask = row.get("loss_mask")
     for name, values in (("logprobs", given_logprobs), ("loss_mask", given_mask)):
@@ -198,9 +202,15 @@ def _mask(values: list[Any]) -> np.ndarray:
 
 
 def _check_characters(what: str, text: str, tokens: int, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ValueError for a text that has more than `tokens` tokens however long each is, before it is tokenized."""
+    """Raise ValueError for a text that would have more than `tokens` tokens even if all were as long as the longest.
+
+    Such a text is refused before it is tokenized.
+    """
     if len(text) > _longest_token(tokenizer) * tokens:
-        raise ValueError(f"the {what} has {len(text):,} characters, which are more than {tokens:,} tokens")
+        raise ValueError(
+            f"the {what} has {len(text):,} characters, which are more than {tokens:,} tokens; leave the row out, or "
+            "raise the recipe's limit"
+        )
 
 
 @lru_cache(maxsize=1)
@@ -248,7 +258,7 @@ def _chat_of(row: Mapping[str, Any], location: str) -> Problem | None:
 
 
 def prompt_chats(groups: Sequence[Sequence[ForeignRollout]]) -> list[Problem]:
-    """The prompts that went through the chat template, one a group."""
+    """The prompts that went through the chat template, one for each group."""
     chats = (_chat_of(group[0].row, group[0].location) for group in groups if group[0].row.get("prompt_ids") is None)
     return [replace(chat, source="prompts") for chat in chats if chat]
 
@@ -258,7 +268,7 @@ REPLACEMENT = "\ufffd"
 
 
 def decoded_with_loss(groups: Sequence[Sequence[ForeignRollout]]) -> int:
-    """Responses that came as text in which bytes were lost, so that their tokens are not those that were sampled."""
+    """The number of responses that came as text in which bytes were lost: their tokens are not those sampled."""
     texts = (rollout.text for group in groups for rollout in group if rollout.row.get("response_ids") is None)
     return sum(REPLACEMENT in text for text in texts)
 

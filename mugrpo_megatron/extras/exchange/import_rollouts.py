@@ -1,4 +1,4 @@
-"""`mugrpo import`: rollouts of another program as a stage for `mugrpo optimize --from`."""
+"""`mugrpo import`: turns rollouts of another program into a stage for `mugrpo optimize --from`."""
 
 from __future__ import annotations
 
@@ -48,32 +48,33 @@ from mugrpo_megatron.stages.store import StageStore
 
 
 class _Gold(NamedTuple):
-    """The gold that a response is scored against."""
+    """The right answer that a response is scored against, and where the row has it."""
 
     source: str
     """The row's data source, else the file's name."""
     column: str
-    """The row's column with a gold, "" without one."""
+    """The row's column that has the gold; "" if none has."""
     value: Any
     any: bool
-    """Whether a user's function takes any value; otherwise `math` must find an answer in it."""
+    """Whether a user's function scores the row, which may take any value; else `math` must find an answer in it."""
 
 
 def import_rollouts(
     file: Path, recipe: Recipe, to: Path, reward: str | None = None, say: Callable[[str], None] = print
 ) -> None:
-    """Write the rollouts of `file` as stage 0 of a published stage in the directory `to`, whole or not at all.
+    """Write the rollouts of `file` to the directory `to`, as `mugrpo publish` writes a run's stage 0.
 
-    Their rewards are the values of the column `reward`, else of one called so, else the recipe's verifier scores them
-    against the rows' golds, and shapes the scores, as in training. Raises UserError for rows that cannot be taken, and
-    when their number does not fit the recipe.
+    The directory is complete or absent. Rewards are read from the column that the argument `reward` names, or else from
+    a column called `reward`. Without such a column the recipe's verifier scores the responses against the rows' golds,
+    and applies the length penalty, as in training. Raises UserError for rows that cannot be taken, and when their
+    number does not fit the recipe.
     """
     check_output(to, f"--to {to}", kind="directory", inputs=[file])
     recipe = with_model(recipe, say)
     model = recipe.model.directory
     weights = weight_sums(model)
     tokenizer = load_tokenizer(model)
-    # Without the question's template: these prompts are already what the model saw.
+    # Without `data.question_template`: these prompts are already what the model saw.
     as_they_were = replace(template_of(recipe.data), question=None)
     limits = recipe.data.max_prompt_tokens, recipe.rollout.max_response_tokens
     groups = read_rollouts(file, tokenizer, as_they_were, limits, read_config(model).get("vocab_size"))
@@ -119,9 +120,11 @@ def _named(groups: list[list[ForeignRollout]]) -> bool:
 
 
 def _check_fits(file: Path, groups: list[list[ForeignRollout]], recipe: Recipe) -> int:
-    """The updates that the groups make; UserError with all settings that fit, unless the recipe's do."""
+    """The number of updates that the groups make. Raises UserError, which names settings that fit, if the recipe's do
+    not."""
     rollout, size = recipe.rollout, len(groups[0])
-    # Updates of equal size: of the divisors of the number of groups, the nearest to the recipe's size, in ratio.
+    # All updates need the same number of groups: take the divisor of their number whose ratio to the recipe's is
+    # nearest to 1.
     per_update = min(divisors(len(groups)), key=lambda number: abs(math.log(number / rollout.prompts_per_update)))
     updates = len(groups) // per_update
     longest = max(len(rollout.response_ids) for group in groups for rollout in group)
@@ -157,7 +160,7 @@ def _counted(count: int, noun: str) -> str:
 
 
 def _check_trained(file: Path, groups: list[list[ForeignRollout]], size: int) -> None:
-    """Raise UserError for an update of `size` groups whose loss masks leave no token to train on."""
+    """Raise UserError for an update (of `size` groups) whose loss masks leave no token to train on."""
     for start in range(0, len(groups), size):
         masks = [rollout.loss_mask for group in groups[start : start + size] for rollout in group]
         if all(mask is not None and not mask.any() for mask in masks):
@@ -171,10 +174,10 @@ def _check_trained(file: Path, groups: list[list[ForeignRollout]], size: int) ->
 def _scores(
     groups: list[list[ForeignRollout]], golds: list[list[_Gold]], section: RewardSection, limit: int, column: str | None
 ) -> list[list[Score]]:
-    """Scores from `column`, else from a column `reward`, else the verifier's, whose length limit is `limit` tokens.
+    """The score of each response: from `column`, or else from a column `reward`, or else from the verifier.
 
-    Null and NaN, as TRL writes where no function applies, are `missing`; a column `reward` that holds nothing else
-    counts as absent.
+    Null and NaN, which TRL writes where no function applies, are `missing`; a column `reward` with only null counts as
+    absent. `limit` is the most tokens of a response, for the verifier's length penalty.
     """
     has_rewards = any(rollout.row.get("reward") is not None for group in groups for rollout in group)
     column = column or ("reward" if has_rewards else None)
@@ -235,7 +238,7 @@ def _given(rollout: ForeignRollout, column: str) -> Score:
 
 
 def _gold(rollout: ForeignRollout, section: RewardSection, name: str) -> _Gold:
-    """The row's gold, found as training finds it; `name` is the data source of a row that names none."""
+    """The row's gold, found in the way in which training finds it; `name` is the source of a row that names none."""
     source, row = data_source_of(rollout.row) or name, dict(rollout.row)
     takes_any = section.accepts_any_gold(source)
     column = gold_column(row, takes_any)

@@ -1,4 +1,4 @@
-"""A published recipe: without directories of the machine, and with the model's name on the hub."""
+"""Makes a recipe fit to be published: without this machine's directories, and with the model's name on the hub."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".jinja", ".py")
 
 
 def hub_name(model: Path) -> tuple[str, str]:
-    """Name and revision of a model: the hub's if the path is in its cache, else the directory's name."""
+    """A model's name and revision on the hub if the path is in the hub's cache, else the directory's name and ""."""
     parts = model.resolve().parts
     for repository, snapshots, revision in zip(parts, parts[1:], parts[2:], strict=False):
         if repository.startswith("models--") and snapshots == "snapshots":
@@ -25,7 +25,7 @@ def hub_name(model: Path) -> tuple[str, str]:
 
 
 def without_local_paths(recipe: Recipe) -> tuple[Recipe, list[str]]:
-    """The recipe without this machine's directories, and the keys, `section.key`, whose values were cut.
+    """The recipe without this machine's directories, and the keys (`section.key`) whose values were changed for that.
 
     A path is cut to its last component, also in a list of sources; a name on the hub stays. Settings that do not
     concern the stage get their defaults.
@@ -72,7 +72,7 @@ def _cut_source(text: str) -> str:
 
 
 def _has_directory(texts: Iterable[str]) -> bool:
-    """Whether a text is a path in a directory, also as `NAME@FILE`."""
+    """Whether one of the texts is a path with a directory in it, alone or as `NAME@FILE`."""
     files = [text.rpartition("@")[2].strip() for text in texts]
     return any(
         "/" in file and (file[0] in "/~." or file.endswith(DATA_SUFFIXES) or _exists(file)) for file in files if file

@@ -1,4 +1,4 @@
-"""`mugrpo publish`: a sealed stage of a run as a data set, which `mugrpo optimize` can train on."""
+"""`mugrpo publish`: writes a sealed stage of a run as a data set, which `mugrpo optimize` can train on."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def publish(
     overwrite: bool = False,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Write stage `stage` of the run in `run_dir` as a data set to the directory `to`, whole or not at all.
+    """Write stage `stage` of the run in `run_dir` as a data set to the directory `to`, which is complete or absent.
 
-    With it what auxiliary models have computed of the stage, and with `weights` the checkpoint at its start. Only
-    files that the stage's manifest or the checkpoint's state names are copied, and whole columns. Raises UserError when
-    the stage is not sealed or is damaged, when one of the files is a link, when `to` is inside the run, or when it
-    exists, unless it is a published stage without another file and `overwrite` is given.
+    Complete columns of auxiliary models are added, and with `weights` the checkpoint at the stage's start. Of the stage
+    and the checkpoint, only files that their own lists name are copied. Raises UserError when the stage is not sealed
+    or is damaged, when one of the files is a link, and when `to` is inside the run. If `to` exists, this is an error
+    too, unless it is a published stage without other files and `overwrite` is given.
     """
     run = RunDirectory(run_dir)
     run.check_exists()
@@ -104,7 +104,7 @@ def publish(
 
 
 def _verify(copied: StageStore, source: StageStore) -> None:
-    """Raise UserError unless the copy is whole; the error names the source's file if the source is damaged."""
+    """Raise UserError unless the copy is intact; if the source is damaged, the error names the source's file."""
     try:
         copied.verify()
     except UserError:
@@ -113,7 +113,7 @@ def _verify(copied: StageStore, source: StageStore) -> None:
 
 
 def say_leftovers(to: Path, say: Callable[[str], None]) -> None:
-    """Name directories that killed commands left beside `to`; a command that still runs has one too."""
+    """Say which unfinished directories are beside `to`: killed commands left them, or a command still writes there."""
     for left in sorted(to.parent.glob(f".{glob.escape(to.name)}.{RANDOM_SUFFIX}.partial")):
         say(f"{left} is of another command that writes {to}, or wrote it and was killed; remove it if none runs")
 
@@ -162,7 +162,9 @@ def _check_replaceable(directory: Path) -> None:
         for name in [*files, *links, *empty]:
             path = Path(folder, name).relative_to(directory).as_posix()
             if path not in names:
-                raise UserError(f"--to {directory}: {path} is not of `mugrpo publish`; move it, or choose another path")
+                raise UserError(
+                    f"--to {directory}: `mugrpo publish` did not write {path}; move it, or choose another path"
+                )
 
 
 def card(published: Published, recipe: str, store: StageStore, weights: bool) -> str:

@@ -1,15 +1,16 @@
-"""Traces of agents as rows of rollouts, in the formats of OpenEnv and of verifiers, read without their libraries.
+"""Turns traces of agents into rows of rollouts: the formats of OpenEnv and of verifiers, without their libraries.
 
-A row is a trace, or has one in its column `trace` beside a reward, a gold or a group.
+A row of a file is a trace, or has one in its column `trace` beside other columns such as a reward, a gold or a group.
 
-OpenEnv's `TrainingTrace`, schema 1 (openenv/core/harness/training.py): `turns`, each one call of an engine with
-`prompt_token_ids`, `completion_token_ids`, `per_token_logps` of the completion, and a `loss_mask` over both. A turn
-that is trained on continues the one before, token by token; turns with a mask of zeros are context, or of other
-conversations.
+OpenEnv's `TrainingTrace`, schema 1 (openenv/core/harness/training.py), has `turns`. A turn is one call of an engine:
+its `prompt_token_ids`, its `completion_token_ids`, `per_token_logps` of the completion, and a `loss_mask` over both.
+The prompt of a turn that is trained on has to begin with all tokens of the trained turn before. Turns whose mask is all
+zeros are skipped.
 
-verifiers' `Trace`, version 1 (verifiers/v1/trace.py, graph.py): `nodes`, each with its `parent`, the `token_ids` that
-it adds, a `mask` over them, and `logprobs` of those in the mask. One branch is read; sampling masks are not in its
-JSON. A line of its `traces.jsonl` (episode.py) is an episode: its `traces`, each of an agent, and its `group`.
+verifiers' `Trace`, version 1 (verifiers/v1/trace.py, graph.py), has `nodes`, each with its `parent`, the `token_ids`
+that it adds, a `mask` over them, and `logprobs` of the tokens in the mask. Traces with several branches are refused.
+Which tokens could be drawn is not in its JSON. A line of its `traces.jsonl` (episode.py) is an episode, with the
+`traces` of its agents and its `group`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ LISTS = ("prompt_token_ids", "completion_token_ids", "per_token_logps", "loss_ma
 
 
 def trainable_traces(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The trainable traces of an episode of verifiers, as rows; any other row alone and unchanged.
+    """The trainable traces of a row that is an episode of verifiers, a row each; any other row alone, unchanged.
 
     Raises ValueError for traces that are no list of objects, and for an episode that trains nothing.
     """
@@ -47,7 +48,9 @@ def trainable_traces(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def flatten_trace(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row with its trace as `prompt_ids`, `response_ids`, `logprobs` and `loss_mask`; other rows unchanged.
+    """The row with its trace replaced by `prompt_ids`, `response_ids`, `logprobs` and `loss_mask`.
+
+    A row without a trace is returned unchanged.
 
     Raises ValueError for a malformed trace.
     """
@@ -88,7 +91,7 @@ def flatten_trace(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_verifiers_trace(row: Mapping[str, Any], trace: Mapping[str, Any]) -> dict[str, Any]:
-    """The row with a trace of verifiers' `Trace` (version 1, one branch) flattened. Raises ValueError for others."""
+    """The row with a verifiers `Trace` flattened. Raises ValueError for another version and for several branches."""
     if trace["version"] != SCHEMA:
         raise ValueError(f"the trace has version {short_repr(trace['version'])}, and only version {SCHEMA} can be read")
     nodes = _list(trace["nodes"], "nodes")
@@ -97,7 +100,10 @@ def _read_verifiers_trace(row: Mapping[str, Any], trace: Mapping[str, Any]) -> d
     logprobs: list[Any] = []
     for index, node in enumerate(nodes):
         if not isinstance(node, Mapping) or node.get("parent") != (index - 1 if index else None):
-            raise ValueError(f"node {index} of the trace does not follow the one before: one branch is read")
+            raise ValueError(
+                f"node {index} of the trace does not follow the one before, and only traces of one branch can be read; "
+                "write a trace for each branch"
+            )
         tokens, sampled, values = (_list(node.get(name), f"{name} of node {index}") for name in NODE)
         if len(sampled) != len(tokens):
             raise ValueError(
@@ -127,7 +133,7 @@ def _read_verifiers_trace(row: Mapping[str, Any], trace: Mapping[str, Any]) -> d
 
 
 def _reward(rewards: Any) -> dict[str, float]:
-    """The sum of a trace's weighted scores as `reward`; nothing without a score."""
+    """`reward`: the sum of a trace's scores times their weights; empty if the trace has no score."""
     if rewards is not None and not isinstance(rewards, Mapping):
         raise ValueError("`rewards` of the trace is not an object")
     terms = {name: term for name, term in (rewards or {}).items() if term is not None}

@@ -1,1 +1,1 @@
-"""`mugrpo rollouts --policy`: stale responses under a later checkpoint."""
+"""`mugrpo rollouts --policy`: compares a stage's responses with the policy of a later checkpoint."""

@@ -1,4 +1,4 @@
-"""A later policy for `mugrpo rollouts`: the tokens that the veto would drop under a Hugging Face checkpoint."""
+"""Finds, for `mugrpo rollouts --policy`, the tokens that the veto would drop under a later Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BATCH_TOKENS = 8192
 
 @dataclass(frozen=True, slots=True)
 class Stale:
-    """A response under a later policy; all arrays [R]."""
+    """What a later policy makes of a response with R tokens: ratios, triggers and dropped tokens, arrays [R]."""
 
     log_ratio: np.ndarray
     """float32: log of the importance ratio, policy over behaviour policy; 0 outside the loss mask."""
@@ -65,7 +65,7 @@ class Stale:
 
 
 class LaterPolicy:
-    """A Hugging Face checkpoint, run by transformers, that stale responses are compared with."""
+    """A later policy: a Hugging Face checkpoint, run by transformers, that computes logprobs of earlier responses."""
 
     def __init__(self, checkpoint: Path, temperature: float, objective: ObjectiveSection) -> None:
         """Raises UserError when `checkpoint` is not a complete Hugging Face checkpoint of a supported model."""
@@ -82,18 +82,18 @@ class LaterPolicy:
         return f"dropped: {dropped}; trigger: ratio below {ratio:g} where A < 0"
 
     def assess(self, samples: Sequence[Sample], behaviour: Sequence[np.ndarray], advantages: np.ndarray) -> list[Stale]:
-        """Returns each response under this policy, as training sees it.
+        """Returns ratios, triggers and dropped tokens of each response, computed as training computes them.
 
-        behaviour: float32 [R] for each sample, the logprobs that ratios are taken against. advantages: float [N].
-        Tokens outside a loss mask take no part, and a softmax runs over the tokens that could be sampled. Raises
-        UserError when the policy's vocabulary lacks a token of the responses.
+        `behaviour` has, for each sample, the logprobs, float32 [R], that ratios are taken against; `advantages` is
+        float [N]. Tokens outside a loss mask take no part, and a softmax runs over the tokens that could be sampled.
+        Raises UserError when the policy's vocabulary lacks a token of the responses.
         """
         objective = self._objective
         largest = max(max(s.prompt_ids.max(initial=0), s.response_ids.max(initial=0)) for s in samples)
         if largest >= self._model.config.vocab_size:
             raise UserError(
                 f"--policy has a vocabulary of {self._model.config.vocab_size} tokens, and the responses "
-                f"have the token id {largest}"
+                f"have the token id {largest}; name a checkpoint of the run's model"
             )
         ratios = [
             torch.from_numpy(sample.trained(logprobs - sampled))
@@ -157,8 +157,8 @@ def _load(checkpoint: Path) -> Any:
         )
     except Exception as error:  # transformers raises errors of many types for a damaged checkpoint
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"--policy {checkpoint} cannot be loaded ({reason})") from None
+        raise UserError(f"--policy {checkpoint} cannot be loaded ({reason}); copy it again, or name another") from None
     model, info = loaded
     if missing := sorted(info["missing_keys"]):
-        raise UserError(f"--policy {checkpoint} lacks {len(missing)} weights, {missing[0]} among them")
+        raise UserError(f"--policy {checkpoint} lacks {len(missing)} weights, {missing[0]} among them; copy it again")
     return model

@@ -1,1 +1,1 @@
-"""LoRA, merged at the sync: only adapters are trained, and engines get plain weights (docs/lora.md)."""
+"""LoRA: only adapters are trained; at each weight sync they are merged, so engines get plain weights (docs/lora.md)."""

@@ -1,5 +1,4 @@
-"""The adapters of a recipe with `[lora]`, as `learner.model.Adapters` describes them: attach, fill, turn off,
-gather."""
+"""Adds, fills, turns off and gathers the adapters of a recipe with `[lora]` (protocol: `learner.model.Adapters`)."""
 
 from __future__ import annotations
 
@@ -41,8 +40,8 @@ class LoraAdapters:
     def attach(self, chunk: PolicyModel) -> None:
         """Freeze the model, and add a LowRank beside each linear layer that `lora.targets` names.
 
-        It is the layer's sibling and not inside it, so that a checkpoint has its shards: a Megatron module has each of
-        its children save itself, and a linear layer does not.
+        The adapter is a sibling of the layer and not its child, so that checkpoints include it: a Megatron module saves
+        its children, but a linear layer does not.
         """
         chunk.requires_grad_(False)
         table, rows, section = entries(self._architecture), adapted_rows(self._architecture), self._recipe.lora
@@ -56,13 +55,14 @@ class LoraAdapters:
             adapter = LowRank(module, entry, self._architecture, section, self._kinds)
             chunk.get_submodule(above).add_module(f"{ADAPTER}{child}", adapter)
         if chunk.pre_process and self._recipe.learner.recompute == "full":
-            # A recomputed layer has gradients only if its input has one, and a frozen embedding's output has none.
+            # Activation recompute gives a layer gradients only if its input requires one. The output of a frozen
+            # embedding does not.
             chunk.embedding.register_forward_hook(lambda _, inputs, output: output.requires_grad_())
 
     @torch.no_grad()
     def start(self, chunks: Sequence[PolicyModel]) -> None:
-        """Set the first factors: those of `lora.start`, else A uniform as PEFT draws it (within 1 / sqrt(inputs)), and
-        B zero."""
+        """Set the factors at the run's start: those of the adapter in `lora.start`, or else A drawn as PEFT draws it
+        (uniform within 1 / sqrt(inputs)) and B = 0."""
         section = self._recipe.lora
         start = read_adapter(section.start, self._architecture).read() if section.start else None
         for adapter in _adapters(chunks):
@@ -82,7 +82,8 @@ class LoraAdapters:
                 factor.zero_()
 
     def files(self, chunks: Sequence[PolicyModel]) -> dict[str, Any]:
-        """Name -> content of PEFT's two files, in a directory beside the merged weights."""
+        """On rank 0, name -> content of PEFT's two files, in a folder beside the merged weights; elsewhere empty.
+        Collective."""
         tensors = gather(chunks)
         section, model = self._recipe.lora, self._recipe.model
         if dist.get_rank() != 0:
@@ -103,7 +104,7 @@ class LoraAdapters:
 
 @torch.no_grad()
 def gather(chunks: Sequence[PolicyModel]) -> dict[str, torch.Tensor]:
-    """Every adapter's whole factors by PEFT's names, on the host of every rank; collective."""
+    """The whole factors of every adapter, by PEFT's names, in the host memory of every rank. Collective."""
     tensors: dict[str, torch.Tensor] = {}
     experts: dict[Leaf, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for adapter in _adapters(chunks):
@@ -126,7 +127,7 @@ def _adapters(chunks: Sequence[PolicyModel]) -> Iterator[LowRank]:
 
 
 def _over_experts(here: torch.Tensor) -> torch.Tensor:
-    """A factor of all experts, gathered from the expert parallel ranks."""
+    """Gather a factor of all experts, stacked, from those of this rank, `here`. Collective over expert parallelism."""
     group = parallel_state.get_expert_model_parallel_group()
     parts = [torch.empty_like(here) for _ in range(group.size())]
     dist.all_gather(parts, here, group=group)

@@ -36,7 +36,9 @@ REMEDY = "copy it again, or take another checkpoint of its run"
 
 
 def merge(hf: Path, adapter: Path, out: Path, overwrite: bool = False) -> None:
-    """Write `out`: the checkpoint in `hf` with W + alpha / r B A, in float32 before the cast, tensor by tensor.
+    """Write to `out` the checkpoint in `hf` with the adapter merged into it, one tensor after another.
+
+    W + alpha / r B A is computed in float32 and rounded to W's dtype.
 
     Raises UserError, with nothing written, for an adapter that does not fit or was trained on other weights.
     """
@@ -66,7 +68,7 @@ def _merged(
     for spec in shard.specs:
         weight = checkpoint.read(spec.name)
         if spec.name in factors:
-            # In the dtype in which the learner has them.
+            # The learner has the factors in the weight's dtype too.
             a, b = (factor.to(weight.dtype) for factor in factors[spec.name])
             weight = merged(weight, a, b, scale).to(weight.dtype)
             if not weight.isfinite().all():
@@ -77,7 +79,7 @@ def _merged(
 
 
 def _adapted(architecture: Architecture, kinds: Sequence[str]) -> Iterator[tuple[Entry, Leaf]]:
-    """Every adapted layer with the parameter that holds it; for experts, the first expert's."""
+    """Yield every layer with an adapter, and the table's entry of its weight; for experts, the first expert's entry."""
     rows = adapted_rows(architecture)
     for entry in entries(architecture).values():
         if entry.row in rows and entry.expert == 0:
@@ -88,7 +90,7 @@ def _adapted(architecture: Architecture, kinds: Sequence[str]) -> Iterator[tuple
 def _by_weight(
     architecture: Architecture, kinds: Sequence[str], factors: Mapping[str, torch.Tensor]
 ) -> dict[str, list[torch.Tensor]]:
-    """A and B of every tensor of the model's checkpoint that an adapter changes, by the tensor's name."""
+    """Name of each tensor of the model's checkpoint that the adapter changes -> its factors A and B."""
     factors_of = {}
     for entry, leaf in _adapted(architecture, kinds):
         a, b = factors[leaf.a], factors[leaf.b]
@@ -105,7 +107,7 @@ def _by_weight(
 
 
 def extract(megatron: Path, hf: Path, out: Path, overwrite: bool = False) -> None:
-    """Write `out`: the adapter of a run's checkpoint in PEFT's format; `hf` is the model that the run began with.
+    """Write to `out`, in PEFT's format, the adapter in a run's checkpoint; `hf` is the model that the run began with.
 
     Raises UserError, with nothing written, for a checkpoint without adapters, of another model, or damaged.
     """

@@ -1,4 +1,4 @@
-"""Refusals of recipes with `[lora]`, before anything slow is imported."""
+"""Checks recipes with `[lora]`, before anything slow is imported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from mugrpo_megatron.weights.architecture import Architecture
 
 
 def check_lora(recipe: Recipe, architecture: Architecture) -> str:
-    """A line about the adapters for the user; UserError for targets, layouts or a start that cannot work."""
+    """Check targets, rank, layout and `lora.start`, and return a line for the user about the adapters.
+
+    Raises UserError for what cannot work.
+    """
     section, rank = recipe.lora, recipe.lora.rank or 0
     kinds = target_kinds(architecture, section.targets)
     if recipe.learner.layers != "local":
@@ -26,8 +29,8 @@ def check_lora(recipe: Recipe, architecture: Architecture) -> str:
     heads = architecture.transformer["num_query_groups"]
     if heads % recipe.parallel.tensor:
         raise UserError(
-            f"lora: parallel.tensor = {recipe.parallel.tensor} splits the model's {heads} key/value heads, and an "
-            "adapter has whole heads on every rank; take a divisor of them"
+            f"lora: parallel.tensor = {recipe.parallel.tensor} does not divide the model's {heads} key/value heads, "
+            f"and an adapter needs whole heads on every rank; set it to a divisor of {heads}"
         )
     if section.start is not None:
         start = read_adapter(section.start, architecture)

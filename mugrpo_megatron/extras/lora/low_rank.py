@@ -1,11 +1,13 @@
 """The adapter of one parallel linear layer: A and B of each Hugging Face layer in it, sharded as the layer is.
 
-With tensor parallelism a column-parallel layer has A whole on every rank and B's rows; a row-parallel layer has A's
-columns and B whole. What crosses ranks is u = A x, `rank` numbers for a token: A works on a rank's own part of the
-sequence, and u is gathered; or u is scattered, and B works on a rank's part.
+With tensor parallelism, the adapter of a column-parallel layer has all of A on every rank and a part of B's rows. That
+of a row-parallel layer has a part of A's columns and all of B. Ranks exchange only u = A x, which has `rank` numbers
+for a token: in a column-parallel layer each rank computes u for its part of the sequence, and u is gathered; in a
+row-parallel layer u is summed and scattered, and each rank applies B to its part of the sequence.
 
-Around experts Megatron's dispatcher moves tokens: a rank has all tokens of its experts, and sums outputs and the
-inputs' gradients over the tensor parallel ranks itself. Nothing crosses ranks then but the whole factor's gradient.
+In layers of experts, Megatron's dispatcher moves the tokens: a rank has all tokens of its experts, and the dispatcher
+sums outputs and the inputs' gradients over the tensor parallel ranks. There, ranks exchange only the gradient of the
+factor that every rank has whole.
 """
 
 from __future__ import annotations
@@ -26,18 +28,18 @@ from mugrpo_megatron.weights.table import Entry, split_to_hf
 
 
 def merge(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """W + scale B A, of W [m, n], A [r, n], B [m, r]: float32, on CUDA rounded once to W's type."""
-    # Tensor cores add in float32 and round at the end: 8 bytes a parameter instead of 28.
+    """W + scale B A for W [m, n], A [r, n] and B [m, r]: in float32 on a CPU; on CUDA rounded once to W's dtype."""
+    # Tensor cores add in float32 and round at the end, so 8 bytes a parameter are needed instead of 28.
     if weight.is_cuda:
         return torch.addmm(weight, b, a, alpha=scale)
     return torch.addmm(weight.float(), b.float(), a.float(), alpha=scale)
 
 
 class LowRank(torch.nn.Module):
-    """Adapter of a Megatron linear layer `linear` whose weight is `entry` of the table.
+    """The adapter of a Megatron linear layer, `linear`, whose weight is the entry `entry` of `weights.table`.
 
-    The layer computes with the merged matrix in the model's type, as the engine does; a hook on its output adds the
-    factors' gradients, so the layer stays what it is.
+    In the layer's product, `_with_merged` replaces W by W + scale B A in the model's dtype, so that it computes as the
+    engine does. A hook on the layer's output gives A and B their gradients. Nothing else of the layer changes.
     """
 
     _linear: Any
@@ -74,7 +76,7 @@ class LowRank(torch.nn.Module):
         linear._forward_impl = partial(self._with_merged, linear._forward_impl)
 
     def adapted(self) -> list[Leaf]:
-        """The layers with factors, in order."""
+        """The Hugging Face layers in this one that have factors, in order."""
         return [leaf for leaf in self.leaves if leaf.kind in self.a]
 
     @torch.no_grad()
@@ -100,7 +102,8 @@ class LowRank(torch.nn.Module):
         return factor.dim() - 2 if self.by_rows else 1
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """The layer's output y [t, 1, m] for its input x [t, 1, n], from which the factors get their gradients."""
+        """Return the layer's output y [t, 1, m] unchanged; in backward the factors get their gradients from it and from
+        the input x [t, 1, n]."""
         u = self._down(x.detach())  # detached: x gets its gradient through the merged matrix
         b = [factor.flatten(0, -2) for factor in self.b.values()]
         if self.entry.of_expert and not self.by_rows:
@@ -108,7 +111,7 @@ class LowRank(torch.nn.Module):
         return _Up.apply(y, u, self, *b)
 
     def _down(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns u = A x of all fused layers, [t, 1, layers * rank]; ranks gather or scatter it as B needs."""
+        """Returns u = A x of all layers that are fused here, [t, 1, layers * rank], gathered or scattered for B."""
         a, regions = torch.cat(list(self.a.values())), tensor_parallel
         if self.entry.of_expert:
             return x @ (self._summed(a) if self.by_rows else a).T
@@ -120,7 +123,7 @@ class LowRank(torch.nn.Module):
         return regions.reduce_scatter_to_sequence_parallel_region(u, group=self.group)
 
     def _summed(self, factor: torch.Tensor) -> torch.Tensor:
-        """The LoRA factor that every tensor parallel rank holds whole; its gradient is the sum over these ranks."""
+        """Return a factor that every tensor parallel rank has whole; its gradient is summed over these ranks."""
         return tensor_parallel.copy_to_tensor_model_parallel_region(factor, group=self.group)
 
     def parts(self, y: torch.Tensor) -> list[torch.Tensor]:
@@ -149,7 +152,7 @@ class LowRank(torch.nn.Module):
     def _with_merged(
         self, product: Callable[..., torch.Tensor], input: torch.Tensor, weight: torch.Tensor, **options: Any
     ) -> torch.Tensor:
-        """The layer's product with the merged matrix; backward merges again, so that no merged matrix is kept."""
+        """Multiply the layer's input with the merged matrix. Backward merges again, so no merged matrix is kept."""
         merged = self.merged()
         place = merged.data_ptr()
 
@@ -165,7 +168,7 @@ class LowRank(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Sharded state as Megatron's modules give it: both factors in the stack of all layers."""
+        """Returns the factors as Megatron's sharded tensors; the factor that tensor parallelism divides is sharded."""
         name, factors = ("b", self.b) if self.by_rows else ("a", self.a)
         axes = {f"{name}.{kind}": self._axis(factor) for kind, factor in factors.items()}
         state = self.state_dict(prefix="", keep_vars=True)
@@ -175,7 +178,7 @@ class LowRank(torch.nn.Module):
 
 
 class _Up(torch.autograd.Function):
-    """Returns y, which already contains scale B u; backward adds the gradients of u and B."""
+    """Returns y, which already contains scale B u; backward returns the gradients of u and B beside that of y."""
 
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, u: torch.Tensor, adapter: LowRank, *b: torch.Tensor) -> torch.Tensor:

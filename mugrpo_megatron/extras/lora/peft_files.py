@@ -1,7 +1,7 @@
-"""Adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`, read and written.
+"""Reads and writes adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`.
 
-Headers are checked without torch. The file's metadata names the weights that the adapter was trained on, by
-`weights.families.fingerprint`; PEFT ignores it.
+Headers are checked without importing torch. The metadata of `adapter_model.safetensors` has the fingerprint
+(`weights.families.fingerprint`) of the weights that the adapter was trained on; PEFT ignores it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MOST = 2**31
 """Largest rank and alpha that are accepted."""
 OF_EXPERTS = re.compile(rf"\.{re.escape(EXPERTS)}(\.base_layer)?\.lora_")
-"""Matches the name of a tensor of experts; only `target_parameters` says which parameter the tensor adapts."""
+"""Matches the name of a tensor of experts, which does not say what parameter it adapts: `target_parameters` does."""
 PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
@@ -41,7 +41,7 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "trainable_token_indices": (None, [], {}),
     "alora_invocation_tokens": (None, []),
 }
-"""Setting of PEFT -> its value in a plain adapter; other values change W, or the sum W + alpha / r B A."""
+"""Setting of PEFT -> the values that a plain adapter may have, for which the merged weight is W + alpha / r B A."""
 TYPES = ("F32", "BF16", "F16")
 
 
@@ -73,10 +73,10 @@ class AdapterFile:
 
 
 def read_adapter(directory: Path, architecture: Architecture, key: str = "lora.start") -> AdapterFile:
-    """Read the adapter in `directory`, headers only; `key` names it in errors.
+    """Read the headers of the adapter in `directory` and check that it fits the model; `key` names it in errors.
 
-    Raises UserError where it is no LoRA adapter, has settings beyond a plain one, or does not fit the model: a layer
-    that the model lacks, one without its other half or missing in some layers, a shape that is not the config's.
+    Raises UserError if it is no LoRA adapter, or not a plain one (`PLAIN`), and if it does not fit: it has a layer that
+    the model lacks, A without B, an adapted layer that is missing somewhere in the model, or another shape.
     """
     where = f"{key} = {directory}"
     for name in (CONFIG, WEIGHTS):
@@ -95,7 +95,8 @@ def read_adapter(directory: Path, architecture: Architecture, key: str = "lora.s
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not (isinstance(rank, int) and isinstance(alpha, int | float) and 0 < rank < MOST and 0 < alpha < MOST):
         raise UserError(
-            f"{where}: r = {short_repr(rank)} and lora_alpha = {short_repr(alpha)} are not those of an adapter"
+            f"{where}: r = {short_repr(rank)} and lora_alpha = {short_repr(alpha)} are not those of an adapter: r is a "
+            f"positive integer, lora_alpha a positive number; copy {CONFIG} again"
         )
     shapes, base = _header(directory / WEIGHTS)
     parameters = config.get("target_parameters") or []
@@ -128,7 +129,7 @@ def check_base(adapter: AdapterFile, model: Path, key: str = "lora.start") -> No
 def adapter_files(
     tensors: Mapping[str, torch.Tensor], rank: int, alpha: float, kinds: Sequence[str], model: Path, base: str
 ) -> dict[str, Any]:
-    """Name -> content of an adapter's two files; `model` is the directory or name of its base."""
+    """Name -> content of an adapter's two files; `model` and `base`: name and fingerprint of the base weights."""
     from safetensors.torch import save
 
     routed = any(map(OF_EXPERTS.search, tensors))

@@ -1,8 +1,8 @@
-"""Layers with adapters, and the names and shapes of their tensors. No torch is imported.
+"""Which layers have adapters, and the names and shapes of their tensors. No torch is imported.
 
-PEFT 0.21.2 has one pair of factors for each linear layer, and for the routed experts of a layer, whose matrices
-transformers keeps in the parameters `gate_up_proj` and `down_proj`, one pair for each parameter, with every expert's
-own part in it (`tuners/lora/layer.py`, `ParamWrapper`).
+PEFT 0.21.2 has one pair of factors A and B for each linear layer. Transformers keeps the matrices of a layer's routed
+experts in two parameters, `gate_up_proj` and `down_proj`; PEFT has one pair for each of these, with every expert's own
+part in it (`tuners/lora/layer.py`, `ParamWrapper`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ EXPERTS = "mlp.experts"
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A Hugging Face linear layer with an adapter, y = W x + scale B A x; for routed experts, that layer of all
-    experts."""
+    """A linear layer of a Hugging Face model with an adapter, y = W x + scale B A x. For routed experts, it is the same
+    layer of all experts together."""
 
     name: str
     """PEFT's name of the module, such as `model.layers.0.self_attn.q_proj`."""
@@ -39,9 +39,10 @@ class Leaf:
     outputs: int
     inputs: int
     experts: int = 0
-    """Routed experts whose layers it has; 0 for a layer that is no expert's."""
+    """Number of routed experts whose layers it has; 0 for a layer that is no expert's."""
     tensors: int = 1
-    """Tensors of a Hugging Face checkpoint in one layer, one above the other: an expert's gate and up projection."""
+    """Number of tensors of a Hugging Face checkpoint in one layer, one above the other: 2 for an expert's gate and up
+    projections."""
 
     @property
     def a(self) -> str:
@@ -58,33 +59,38 @@ class Leaf:
         return {self.a: (columns, self.inputs), self.b: (self.outputs, columns)}
 
     def of_expert(self, a: torch.Tensor, b: torch.Tensor, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A [rank, inputs] and B [outputs, rank] of one expert, views of PEFT's tensors; without experts these."""
+        """A [rank, inputs] and B [outputs, rank] of one expert, as views of PEFT's tensors `a` and `b`.
+
+        A layer without experts gets `a` and `b` themselves.
+        """
         if not self.experts:
             return a, b
         return a.view(self.experts, -1, self.inputs)[expert], b.view(self.outputs, -1, self.experts)[..., expert]
 
     def named(self, a: torch.Tensor, b: torch.Tensor) -> dict[str, torch.Tensor]:
-        """PEFT's tensors, by name, for the whole factors `a` and `b` of the learner, which has experts as a stack."""
+        """PEFT's tensors by name, made of the learner's whole factors `a` and `b`. In those of experts, the first
+        dimension is the expert."""
         if not self.experts:
             return {self.a: a, self.b: b}
         return {self.a: a.flatten(0, 1), self.b: b.flatten(1, -2).permute(1, 2, 0).flatten(1)}
 
     def shape_of_b(self, outputs: int, rank: int) -> tuple[int, ...]:
-        """Shape of the learner's B for `outputs` rows; a layer's tensors are a dimension, since parallelism divides
-        each."""
+        """Shape of the learner's B for `outputs` rows. If a layer has several tensors, they are the first dimension,
+        because tensor parallelism divides each of them."""
         return (*([self.tensors] if self.tensors > 1 else []), outputs // self.tensors, rank)
 
 
 def of_experts(row: Row) -> bool:
-    """Whether the row is a matrix of the routed experts."""
+    """Whether the row of `weights.table` is a matrix of the routed experts."""
     return "{expert}" in row.megatron
 
 
 def adapted_rows(architecture: Architecture) -> list[Row]:
-    """Rows of the table that may have adapters: matrices of layers that tensor parallelism splits.
+    """The rows of `weights.table` that may have adapters: matrices of layers that tensor parallelism splits.
 
-    Of a mixture those of attention and of the routed experts: PEFT takes the names of dense layers and of shared
-    experts for the experts' (`utils/transformers_weight_conversion.py`, `_MOE_TARGET_MODULE_MAPPING`).
+    In a mixture of experts only attention and the routed experts may: PEFT would take the names of dense layers and of
+    shared experts for those of routed experts (`utils/transformers_weight_conversion.py`,
+    `_MOE_TARGET_MODULE_MAPPING`).
     """
     linear = [
         row
@@ -97,7 +103,7 @@ def adapted_rows(architecture: Architecture) -> list[Row]:
 
 
 def row_kinds(row: Row) -> tuple[str, ...]:
-    """The kinds of the layers in a row: `q_proj`, `k_proj`, `v_proj`."""
+    """The kinds of the Hugging Face layers in a row of the table, such as `q_proj`, `k_proj` and `v_proj`."""
     if of_experts(row):
         return (GATE_UP,) if row.form == "gated" else (DOWN,)
     return tuple(name.removesuffix(".weight").rpartition(".")[2] for name, _ in row.hf)
@@ -106,7 +112,8 @@ def row_kinds(row: Row) -> tuple[str, ...]:
 def target_kinds(architecture: Architecture, targets: Targets, where: str = "lora.targets") -> tuple[str, ...]:
     """The kinds of layers that `targets` names, in the table's order; `where` names the setting in errors.
 
-    Raises UserError for a name that is none, for no names, for latent attention and for gated delta networks.
+    Raises UserError for a name that no layer has, for an empty list, and for models with latent attention or gated
+    delta networks.
     """
     if architecture.delta:
         raise UserError(
@@ -131,10 +138,10 @@ def target_kinds(architecture: Architecture, targets: Targets, where: str = "lor
 
 
 def leaves_of(row: Row, layer: int, architecture: Architecture, kinds: Sequence[str]) -> list[Leaf]:
-    """The layers of a row, in the order in which they merge, of an adapter on `kinds`.
+    """The Hugging Face layers in a row of the table, in its order; `kinds` are those that have adapters.
 
-    PEFT wraps a module for each parameter with an adapter, `down_proj` around `gate_up_proj`, and the inner one's name
-    says so.
+    PEFT wraps the experts' module once for each parameter that has an adapter. If both have one, the wrapper of
+    `down_proj` is around that of `gate_up_proj`, whose name then contains `.base_layer`.
     """
     shapes = [architecture.shape(letters) for _, letters in row.hf]
     if of_experts(row):
@@ -150,9 +157,10 @@ def leaves_of(row: Row, layer: int, architecture: Architecture, kinds: Sequence[
 def adapter_parameters(
     architecture: Architecture, rank: int, targets: Targets, layers: range, tensor: int = 1, expert: int = 1
 ) -> tuple[int, int]:
-    """(dense, expert) parameters of the adapters of `layers` on one of `tensor` x `expert` ranks.
+    """The number of parameters in the adapters of `layers` on one rank: (of dense layers, of routed experts).
 
-    Tensor parallelism divides one factor, the other is whole.
+    `tensor` and `expert` are the degrees of parallelism. Tensor parallelism divides one of the two factors; every rank
+    has the other one whole.
     """
     kinds, dense, routed = target_kinds(architecture, targets), 0, 0
     for row in adapted_rows(architecture):
@@ -166,7 +174,7 @@ def adapter_parameters(
 
 
 def adapted_leaves(architecture: Architecture, kinds: Sequence[str]) -> Iterator[Leaf]:
-    """Every layer of the whole model with an adapter, in the model's order."""
+    """Yield every layer of the whole model that has an adapter, in the model's order."""
     rows = adapted_rows(architecture)
     for layer in range(architecture.layers):
         for row in rows:

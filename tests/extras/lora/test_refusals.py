@@ -47,7 +47,7 @@ def test_a_dry_run_says_what_is_trained(tmp_path: Path, model: Path) -> None:
             "lora.start = nowhere: not an adapter in PEFT's format (no adapter_config.json",
             {},
         ),
-        (LORA, "splits the model's 2 key/value heads", {"parallel": {"tensor": 4}}),
+        (LORA, "does not divide the model's 2 key/value heads", {"parallel": {"tensor": 4}}),
         (LORA, 'learner.layers = "auto" may fuse norms', {"learner": {"layers": "auto"}}),
     ],
 )
