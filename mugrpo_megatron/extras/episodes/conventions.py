@@ -1,4 +1,4 @@
-"""The forms that `rollout.function` may have: our own and slime's, told apart by parameter names, and TRL's classes.
+"""The forms that `rollout.function` may have: our own and slime's, recognised by parameter names, and TRL's classes.
 
 A file of slime's runs here once its three imports name this module:
 
