@@ -140,9 +140,9 @@ def test_the_law_refitted_against_bracketed_rates_is_no_better_than_a_constant()
         100 * float(np.sqrt(np.mean(np.square(values)))) for values in (errors, gaps - gaps.mean(), left_out, constant)
     ]
     assert f"{height:.3f} · (1 - exp(-n / {scale:.2f}))" in page
-    assert f"misses a cell's gap by {rms[0]:.1f} % of the start's errors" in page
-    assert f"share for all cells, {100 * gaps.mean():.1f} %, misses it by {rms[1]:.1f} % too" in page
-    assert f"the formula misses by {rms[2]:.1f} % and the constant by {rms[3]:.1f} %" in page
+    assert f"| the formula | {rms[0]:.1f} % of e | {rms[2]:.1f} % of e |" in page
+    share = f"one constant share, {100 * gaps.mean():.1f} %"
+    assert f"| {share} | {rms[1]:.1f} % of e | {rms[3]:.1f} % of e |" in page
 
 
 def test_the_best_falling_rate_over_its_last_quarter() -> None:

@@ -65,7 +65,7 @@ def test_one_stage_and_its_schedules() -> None:
     start = fmean(column("cells.csv", "veto", 1e-5, "before").values())
     stage = minus(veto, grpo)
     quarters = last_quarter("mild_decay", 8e-5), last_quarter("grpo", 4e-5)
-    again = {0, 3, 4}  # docs/study/plan.md, "Second draws"
+    again = {0, 3, 4}  # docs/study/plan.md, "Repeated runs"
     fifth = minus(
         *(column("cells.csv", name, rate, "after", again) for name, rate in (("grow_decay", 8e-5), ("grpo", 4e-5)))
     )
@@ -128,8 +128,7 @@ def test_the_laws_formula_predicted_four_gaps() -> None:
     residuals = np.abs(gaps - heights[:, None] * shapes)
     best = (residuals**2).sum(axis=1).argmin()
     half = np.sort(residuals[best])[math.ceil(0.9 * (len(known) + 1)) - 1]
-    page = Path(ROOT, "docs/study/part-six.md").read_text(encoding="utf-8")
-    assert f"e · {heights[best]:.3f} · (1 - exp(-n / {scales[best]:.2f})), ± {half:.3f} of e" in page
+    assert f"e · {heights[best]:.3f} · (1 - exp(-n / {scales[best]:.2f})), ± {half:.3f} of e" in PART_SIX
     predicted = [*shares("six_euclid_small", "stage", "eight"), *shares("six_euclid_large", "stage", "eight")]
     misses = [abs(gap + heights[best] * math.expm1(-moved / scales[best])) for moved, gap in predicted]
     assert [miss <= half for miss in misses] == [True] * 4
@@ -160,15 +159,15 @@ def test_part_seven(tmp_path: Path) -> None:
         for headroom, rates in (("small", (2e-5, 4e-5, 8e-5)), ("large", (4e-5, 8e-5, 1.6e-4)))
     ]
     for sentence in (
-        f"{sum(map(len, cells.values()))} of at least 280 cells",
-        f"{small} points above the veto at small headroom and {large} at large",
+        f"Of at least 280 planned runs {sum(map(len, cells.values()))} have run",
+        f"{small} points above the veto with small headroom and {large} points above it with large",
         f"{interval([-points for points in four], '')} points below GRPO",
-        f"four stages with the product end {more[0]} and {more[1]} points above one",
-        f"with the veto end {over[0]} points below GRPO, the product {over[1]} above them",
-        f"{fmean(left):.1f} of {fmean(lost):.1f} points are left, {interval(spared, '')} less than half",
-        "**No claim is shown**: p = {:.2f}, {:.2f} and {:.2f} (Holm)".format(*chances),
-        "({:.1f}, {:.1f} and {:.1f} % at 2, 4 and 8·10⁻⁵)".format(*tuned[0]),
-        "({:.1f}, {:.1f}, {:.1f} at 4, 8, 16·10⁻⁵)".format(*tuned[1]),
+        f"with the product end {more[0]} points above one stage with small headroom, and {more[1]} points above it",
+        f"with the veto end {over[0]} points below GRPO. Four stages with the product end {over[1]} points above them",
+        f"lose {fmean(left):.1f} points, one stage with the veto {fmean(lost):.1f} points. The loss is {interval(spared, '')}",
+        "**No claim is shown**: p = {:.2f} for claim 9, {:.2f} for claim 10 and {:.2f} for claim 11".format(*chances),
+        "| small | {:.1f} % | {:.1f} % | {:.1f} % | – | 4·10⁻⁵ |".format(*tuned[0]),
+        "| large | – | {:.1f} % | {:.1f} % | {:.1f} % | 8·10⁻⁵ |".format(*tuned[1]),
     ):
         assert sentence in " ".join(page.split())
 
@@ -176,7 +175,8 @@ def test_part_seven(tmp_path: Path) -> None:
 def test_part_six_against_the_rate_of_part_seven() -> None:
     below = [minus(seven(grid.removeprefix("six_"), "grpo"), six(grid, way)) for grid, way in WAYS_OF_SIX]
     stage, rule, eight = (interval(values, "") for values in below)
-    assert f"are `stage` by {stage} points, `rule` by {rule} and `eight` by {eight}: 6 and 7 are not shown" in PART_SIX
+    corrected = f"`stage` ends {stage} points lower, `rule` {rule} points lower, and `eight` {eight} points lower"
+    assert corrected in PART_SIX
     assert [round(sign_flip([1 - points for points in values]), 3) for values in below] == [1.0] * 3
     start, low, _ = (100 * fmean(six(*cell, "before").values()) for cell in WAYS_OF_SIX)
     assert f"| sums, from {start:.0f} % (sampled) | one stage of 256 updates | -{stage} | 8 |" in WHEN
@@ -184,8 +184,8 @@ def test_part_six_against_the_rate_of_part_seven() -> None:
     own = interval(minus(seven("small", "grpo"), seven("small", "stage_veto")), "")
     assert f"own runs of one stage ended [{own} points below it]" in WHEN
     part_seven_page = " ".join(Path(ROOT, "docs/study/part-seven.md").read_text(encoding="utf-8").split())
-    assert f"the table has -{own.split()[0]}: it takes" in part_seven_page
-    assert f"[Part six](part-six.md#results) has -{stage.split()[0]} from its own cells of one stage" in part_seven_page
+    assert f"where the table has -{own.split()[0]} points" in part_seven_page
+    assert f"[Part six](part-six.md#results) has -{stage.split()[0]} points" in part_seven_page
 
 
 def real_model() -> dict[str, list[dict[str, str]]]:
@@ -230,6 +230,12 @@ def test_the_page_of_all_objectives_is_that_of_its_cells(tmp_path: Path) -> None
 
     narrow = ("grpo", "dapo", "dr_grpo", "rloo", "gspo", "opsm", "m2po_drop")
     doubled = [gain((name, 2e-5), (name, 1e-5)) for name in narrow]
+    nats = {name: median(cell.nats for cell in cells[f"`{name}`", 1e-5].values()) for name in (*narrow, "mu_grpo")}
+    furthest = max(nats[name] for name in narrow) / nats["mu_grpo"]
+    prefixes = [
+        f"{fmean(objectives.gaps(cells, name, objectives.better_rate(cells, name))):.1f}"
+        for name in ("`mu_grpo`, `prefix`", "`mu_grpo`, `prefix_min`")
+    ]
     vetoes = [gain(("mu_grpo", rate), (", no veto", rate)) for rate in (1e-5, 2e-5)]
     penalties = [gain((", KL to the stage 0.01", rate), ("mu_grpo", rate)) for rate in (1e-5, 2e-5)]
     ends = {name: chain[name, objectives.better_rate(chain, name)][100].end for name, _ in chain}
@@ -239,13 +245,15 @@ def test_the_page_of_all_objectives_is_that_of_its_cells(tmp_path: Path) -> None
     [again] = objectives.read_cells(objectives.REAL, repeat=1).values()
     first, second, third = (again[seed].end - cells["`mu_grpo`", 1e-5][seed].end for seed in range(3))
     for sentence in (
-        f"end at {first_13[0]:.1f} to {first_13[-1]:.1f} % at their better rates, narrow clips at {min(lowest):.0f} to "
-        f"{max(lowest):.0f}. At 2·10⁻⁵ the veto drops nothing: with it and without, the same weights ended at "
-        f"{same[0]:.1f} and {same[1]:.1f}",
+        f"thirteen objectives end at {first_13[0]:.1f} to {first_13[-1]:.1f} % and the narrow clips at {min(lowest):.0f} to "
+        f"{max(lowest):.0f} %",
+        f"They measured {same[0]:.1f} % and {same[1]:.1f} %",
+        f"moves the policy at most {'a fifth' if furthest <= 0.2 else furthest} as far as the veto",
         f"gains {min(doubled):.0f} to {max(doubled):.0f} points from the doubled rate",
-        f"worth {vetoes[0]:.1f} points at 10⁻⁵, {vetoes[1]:.1f} at 2·10⁻⁵",
-        f"a KL penalty: {penalties[0]:+.1f}, {penalties[1]:+.1f}",
-        f"{first:+.1f}, {second:+.1f} and {third:.1f} points (`repeat` 1)",
+        f"worth {vetoes[0]:.1f} points at 10⁻⁵ and {vetoes[1]:.1f} points at 2·10⁻⁵",
+        f"changes mu-GRPO by {penalties[0]:+.1f} points at 10⁻⁵ and by {penalties[1]:+.1f} points at 2·10⁻⁵",
+        f"ended {prefixes[0]} and {prefixes[1]} points above the veto",
+        f"{first:+.1f}, {second:+.1f} and {third:.1f} points",
         f"µ=4](../study.md#on-a-real-model) had {100 * fmean(float(row['end']) for row in real_model()['grpo']):.1f} %",
     ):
         assert sentence in " ".join(page.split())

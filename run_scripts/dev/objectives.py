@@ -90,7 +90,8 @@ def ordered_names(cells: Cells) -> list[str]:
 
 def table(real: Cells, chain: Cells) -> str:
     lines = [
-        "| Objective | 10⁻⁵ | 2·10⁻⁵ | Minus the veto, points | Nats a token | s an update | `chain` 2·10⁻⁵ | 4·10⁻⁵ |",
+        "| Objective | SmolLM2 at 10⁻⁵ | SmolLM2 at 2·10⁻⁵ | Minus the veto, points | Nats a token | Seconds an update "
+        "| `chain` at 2·10⁻⁵ | `chain` at 4·10⁻⁵ |",
         "| --- | --: | --: | --: | --: | --: | --: | --: |",
     ]
     for name in ordered_names(real):

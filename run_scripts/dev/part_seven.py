@@ -56,7 +56,7 @@ def gaps(rows: Rows, way: str) -> list[float]:
 
 def table(cells: Mapping[str, Rows]) -> str:
     lines = [
-        "| Headroom | Way | Rate, 10⁻⁵ | Start, % | End, % | Points to GRPO | Nats a stage |",
+        "| Headroom | Method | Rate, 10⁻⁵ | Before, % | After, % | Minus GRPO, points | Nats a stage |",
         "| --- | --- | --: | --: | --: | --: | --: |",
     ]
     ran = [(headroom, rows, way) for headroom, rows in cells.items() for way in WAYS if tuned_rate(rows, way)]

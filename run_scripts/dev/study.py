@@ -20,10 +20,11 @@ MARKS = "<!-- cells -->", "<!-- /cells -->"
 
 
 def with_table(page: str, text: str) -> str:
-    """The page with its table replaced."""
+    """The page with its first table replaced."""
     lines = page.split("\n")
-    rows = [number for number, line in enumerate(lines) if line.startswith("| ")]
-    return "\n".join([*lines[: rows[0]], text, *lines[rows[-1] + 1 :]])
+    first = next(number for number, line in enumerate(lines) if line.startswith("| "))
+    end = next((number for number in range(first, len(lines)) if not lines[number].startswith("| ")), len(lines))
+    return "\n".join([*lines[:first], text, *lines[end:]])
 
 
 def with_cells(page: str, text: str) -> str:
