@@ -164,7 +164,8 @@ def test_part_seven(tmp_path: Path) -> None:
         f"{interval([-points for points in four], '')} points below GRPO",
         f"with the product end {more[0]} points above one stage with small headroom, and {more[1]} points above it",
         f"with the veto end {over[0]} points below GRPO. Four stages with the product end {over[1]} points above them",
-        f"lose {fmean(left):.1f} points, one stage with the veto {fmean(lost):.1f} points. The loss is {interval(spared, '')}",
+        f"lose {fmean(left):.1f} points, one stage with the veto {fmean(lost):.1f} points",
+        f"The loss is {interval(spared, '')} points less than half",
         "**No claim is shown**: p = {:.2f} for claim 9, {:.2f} for claim 10 and {:.2f} for claim 11".format(*chances),
         "| small | {:.1f} % | {:.1f} % | {:.1f} % | – | 4·10⁻⁵ |".format(*tuned[0]),
         "| large | – | {:.1f} % | {:.1f} % | {:.1f} % | 8·10⁻⁵ |".format(*tuned[1]),
@@ -245,8 +246,8 @@ def test_the_page_of_all_objectives_is_that_of_its_cells(tmp_path: Path) -> None
     [again] = objectives.read_cells(objectives.REAL, repeat=1).values()
     first, second, third = (again[seed].end - cells["`mu_grpo`", 1e-5][seed].end for seed in range(3))
     for sentence in (
-        f"thirteen objectives end at {first_13[0]:.1f} to {first_13[-1]:.1f} % and the narrow clips at {min(lowest):.0f} to "
-        f"{max(lowest):.0f} %",
+        f"thirteen objectives end at {first_13[0]:.1f} to {first_13[-1]:.1f} %",
+        f"and the narrow clips at {min(lowest):.0f} to {max(lowest):.0f} %",
         f"They measured {same[0]:.1f} % and {same[1]:.1f} %",
         f"moves the policy at most {'a fifth' if furthest <= 0.2 else furthest} as far as the veto",
         f"gains {min(doubled):.0f} to {max(doubled):.0f} points from the doubled rate",
