@@ -7,19 +7,22 @@ import os
 import signal
 import subprocess
 import threading
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from mugrpo_megatron.cli import main
 from mugrpo_megatron.recipe import load_recipe
 from mugrpo_megatron.run.initial_model import weights_fingerprint
 from mugrpo_megatron.run.record import claim, read_record
 from mugrpo_megatron.stages.store import StageStore
 from tests.extras.servers.fake import Fake, Handler, Policy, serving
 from tests.forked import started
+from tests.ranks import run_ranks
 from tests.tiny import mugrpo, rows, write_recipe
 
 ROLLOUT = {"prompts_per_update": 8, "responses_per_prompt": 4, "max_response_tokens": 12, "temperature": 0.8}
@@ -118,11 +121,11 @@ def test_a_shard_of_another_policy_is_refused_and_the_run_goes_on(recipe: Path, 
     assert groups_on_disk(recipe) == set(range(16))
 
 
-@pytest.mark.process
-def test_train_waits_for_each_stages_weights(tmp_path: Path, model: Path) -> None:
-    """A server loads hf/ when it has changed; the learner is the only process."""
-    run = tmp_path / "run"
-    recipe = write_recipe(tmp_path / "recipe.toml", model, run, rollout=ROLLOUT | {"behaviour": "learner"})
+@contextmanager
+def following(folder: Path, model: Path, **sections: Any) -> Iterator[tuple[Path, Fake]]:
+    """Recipe and server of a run of two stages of two updates; the server loads hf/ when it has changed."""
+    run = folder / "run"
+    recipe = write_recipe(folder / "recipe.toml", model, run, rollout=ROLLOUT | {"behaviour": "learner"}, **sections)
     run.mkdir()
     name = claim(run, weights=weights_fingerprint(load_recipe(recipe).model)).id
     fake, stop = Fake(answers=Policy(model), name=f"{name}-0"), threading.Event()
@@ -136,15 +139,42 @@ def test_train_waits_for_each_stages_weights(tmp_path: Path, model: Path) -> Non
     with serving(fake):
         follower.start()
         try:
-            mugrpo("train", recipe, "--server", fake.url, "--patience", "120")
+            yield recipe, fake
         finally:
             stop.set()
             follower.join()
+
+
+def check_trained(run: Path) -> None:
+    """Server and learner agree in both stages, and the ratios of each begin at exactly 1."""
     assert [row["mismatch_max"] < 1e-4 for row in rows(run, "stage")] == [True, True]
     firsts = [row for row in rows(run, "update") if row["age"] == 0]
     assert {row[name] for row in firsts for name in ("ratio_pos_max", "ratio_neg_min") if name in row} <= {1.0}
     assert [row["staleness"] for row in firsts] == [0, 0]
     assert not list(run.glob("logs/engine*"))
+
+
+@pytest.mark.process
+def test_train_waits_for_each_stages_weights(tmp_path: Path, model: Path) -> None:
+    """The learner is the only process."""
+    with following(tmp_path, model) as (recipe, fake):
+        mugrpo("train", recipe, "--server", fake.url, "--patience", "120")
+    check_trained(tmp_path / "run")
+
+
+def train(recipe: Path, url: str) -> int:
+    return main(["train", str(recipe), "--server", url])
+
+
+@pytest.mark.process
+@pytest.mark.night
+@pytest.mark.parametrize("parallel", [{}, {"tensor": 2}], ids=["data", "tensor"])
+def test_two_ranks_train_with_a_server(tmp_path: Path, model: Path, parallel: dict[str, int]) -> None:
+    """The main rank alone asks, and both compute the log-probabilities that it compares."""
+    with following(tmp_path, model, parallel=parallel) as (recipe, fake):
+        assert run_ranks(2, train, recipe, fake.url) == [0, 0]
+    check_trained(tmp_path / "run")
+    assert len(fake.prompts) == 2 * 2 * ROLLOUT["prompts_per_update"], "each prompt is asked for once"
 
 
 @pytest.mark.process
