@@ -15,7 +15,7 @@ from mugrpo_megatron.extras.plan.memory import EngineMemory, engine_memory
 
 @dataclass(frozen=True, slots=True)
 class AuxiliaryCost:
-    """One job of an auxiliary model in one stage."""
+    """What one job of an auxiliary model costs in one stage."""
 
     name: str
     job: str
@@ -37,8 +37,10 @@ class AuxiliaryCost:
 
 
 def auxiliary_costs(case: PlanCase) -> list[AuxiliaryCost]:
-    """Every job of every auxiliary model, in the order of a run; UserError when the ranks cannot be divided into its
-    engines."""
+    """The cost of every job of every auxiliary model, in the order of a run.
+
+    Raises UserError when the ranks cannot be divided into the engines of one of them.
+    """
     return [cost for name in case.recipe.auxiliary.by_name for cost in _costs(case, name, case.auxiliaries[name])]
 
 

@@ -33,9 +33,9 @@ class ModelShape:
 
 
 def find_model(section: ModelSection, config: Path | None = None) -> ModelShape:
-    """The model to plan for: `config` if given, else `model.path`'s config.json, its bundled entry, the hub's.
+    """Find the config of the model to plan for: in the file `config` if given, else as `find_shape` does.
 
-    No weights are needed. Raises UserError, naming the ways, when none of them gives a shape.
+    No weights are needed. Raises UserError, which names the ways to give a config, when there is none.
     """
     if config is None:
         return find_shape(section.directory, section.revision)
@@ -45,7 +45,7 @@ def find_model(section: ModelSection, config: Path | None = None) -> ModelShape:
 
 
 def find_shape(path: Path, revision: str | None = None, key: str = "model.path") -> ModelShape:
-    """The shape of the model that `key` of a recipe names: from its config.json, the bundled shapes or the hub."""
+    """Find the config of the model that `key` of a recipe names: in `path`, else in models.toml, else on the hub."""
     if (path / "config.json").is_file():
         return _from_file(path / "config.json")
     table = bundled_configs()
@@ -158,7 +158,7 @@ def stage_range(architecture: Architecture, layout: Layout, pp_stage: int) -> ra
 
 
 def rank_parameters(architecture: Architecture, layout: Layout, pp_stage: int) -> RankParameters:
-    """Parameters of a rank of `pp_stage`, vocabulary padding included, from the table that loads weights.
+    """Count the parameters of a rank of pipeline stage `pp_stage`, vocabulary padding included, by `weights.table`.
 
     A tied output layer is the embedding itself with one pipeline stage, and a copy of it on the last of several.
     """
@@ -208,7 +208,7 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class PlanCase:
-    """The input of every part of the plan; `layout` is the recipe's on the cluster."""
+    """The input of every part of the plan; `layout` is the recipe's layout on the cluster."""
 
     recipe: Recipe
     architecture: Architecture
@@ -276,7 +276,7 @@ class PlanCase:
         return replace(self, cluster=Cluster(nodes, per_node, self.cluster.device)).with_recipe(self.recipe)
 
     def with_keys(self, section: str, **keys: Any) -> PlanCase:
-        """The same case with other values of these keys of a section of the recipe."""
+        """The same case with these values of keys in the recipe's section `section`."""
         changed = getattr(self.recipe, section).model_copy(update=keys)
         return self.with_recipe(self.recipe.model_copy(update={section: changed}))
 
@@ -284,7 +284,7 @@ class PlanCase:
 def make_case(
     recipe: Recipe, architecture: Architecture, config: Mapping[str, Any], cluster: Cluster, assumptions: Assumptions
 ) -> PlanCase:
-    """The recipe in its own layout; tensor x pipeline x context divides the cluster's ranks."""
+    """The case of a recipe in its own layout; whether that fits the cluster's ranks is not checked here."""
     auxiliaries = {
         name: find_shape(auxiliary.model, None, f"auxiliary.{name}.model")
         for name, auxiliary in recipe.auxiliary.by_name.items()

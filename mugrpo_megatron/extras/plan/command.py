@@ -10,7 +10,7 @@ from mugrpo_megatron.recipe import load_recipe
 
 
 def plan_arguments(parser: Parser) -> None:
-    """A recipe, and the cluster."""
+    """Add the arguments of `mugrpo plan`: a recipe, the cluster, and what to print."""
     recipe_argument(parser)
     override_arguments(parser)
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines of the cluster; 1 by default")

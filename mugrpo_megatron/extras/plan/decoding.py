@@ -1,4 +1,4 @@
-"""Seconds that engines take to decode responses, and to read responses that others have written."""
+"""Seconds that engines take to decode responses, and to compute log-probabilities of given ones."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def decoding_seconds(responses: int, case: PlanCase, engine: EngineMemory) -> fl
 
 
 def reading_seconds(responses: int, case: PlanCase) -> float:
-    """Seconds until all engines have read `responses` with their prompts, and scored every token of theirs."""
+    """Seconds until all engines have read `responses` responses with their prompts, and computed their logprobs."""
     work = token_flops(case.architecture, case.mean_sequence)
     flops = case.mean_sequence * (work.layers + work.attention) + case.mean_response * work.head
     mine = -(-responses // engines_of(case.recipe.engine, case.cluster))

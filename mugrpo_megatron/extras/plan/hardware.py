@@ -15,7 +15,7 @@ from mugrpo_megatron.recipe.systems import EngineSection
 
 GIB = 1 << 30
 MOST_NODES, MOST_PER_NODE = 100_000, 1024
-"""Largest cluster: every divisor of its size is a layout to try."""
+"""Most nodes, and most devices in a node: a plan tries layouts for every divisor of their product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def engines_of(section: EngineSection, cluster: Cluster) -> int:
 
 
 def replicas_of_engines(section: EngineSection, cluster: Cluster, weight_bytes: float) -> int:
-    """Replicas of each engine with `weight_bytes` of weights; UserError as in `engines_of`."""
+    """Number of replicas that an engine with `weight_bytes` of weights runs. Raises what `engines_of` raises."""
     return replicas_of(section, weight_bytes, _first_slot(section, cluster).local_engines, _cores(cluster))
 
 
@@ -83,7 +83,10 @@ def _cores(cluster: Cluster) -> int | None:
 
 
 def make_cluster(nodes: int, per_node: int, device: str) -> Cluster:
-    """Raises UserError for an unknown device, or a cluster that is empty or beyond MOST_NODES x MOST_PER_NODE."""
+    """Make a cluster of `nodes` nodes with `per_node` devices each.
+
+    Raises UserError for an unknown device, and for a cluster that is empty or above MOST_NODES x MOST_PER_NODE.
+    """
     if device not in DEVICES:
         raise UserError(f"--gpu {device} is not known; choose one of {', '.join(DEVICES)}")
     for option, value, most in (("--nodes", nodes, MOST_NODES), ("--gpus-per-node", per_node, MOST_PER_NODE)):

@@ -1,4 +1,4 @@
-"""Bytes that one transformer layer keeps from its forward to its backward pass, and needs in it."""
+"""Bytes that one transformer layer keeps from its forward to its backward pass, and those that it needs in backward."""
 
 from __future__ import annotations
 
@@ -53,14 +53,15 @@ def layer_bytes(architecture: Architecture, layout: Layout, tokens: int, itemsiz
     q, k = size["Q"] / tp, size.get("K", 0) / tp
     norms = 2 * stream * FLOAT
     if architecture.latent:
-        # Query, key, value and output have a query's size of heads; on CPU padded and in float32.
+        # In latent attention query, key, value and output all have the query's size; on CPU padded and in float32.
         attention = 4 * q * b if cuda else PADDED * 5 * q * FLOAT
         attention = tokens * (attention + FLOAT * heads)
     elif cuda:
-        # v is a view of the projection's output and keeps all of it; rotated q and k are copies; flash keeps lse.
+        # v is a view of the q, k, v projection's output and keeps all of it. Rotated q and k are copies. Flash
+        # attention keeps its log-sum-exp.
         attention = tokens * (b * (q + 2 * k) + b * (q + k) + FLOAT * heads)
     else:
-        # q, k, v rotated, padded and in float32; the padded output; lse.
+        # Kept are rotated q, k and v, padded and in float32, the padded output, and the log-sum-exp.
         attention = PADDED * tokens * FLOAT * (q + 2 * k + q + heads)
     if architecture.qk_layernorm:
         # The norms of q and k keep their inputs. q's is a copy. k's is a view of the projection's output and keeps all
@@ -90,7 +91,8 @@ def linear_layer_bytes(
     assert sizes is not None
     stream, width = tokens / (tp if layout.sequence else 1), architecture.letters["H"]
     channels, values, heads = sizes.channels / tp, sizes.values / tp, sizes.value_heads / tp
-    # Of a head: keys, queries and their products with decays; five matrices of a chunk; solution, update and states.
+    # Numbers that a head keeps for a token: keys, queries and their products with decays; five matrices of a chunk;
+    # solution, update and states.
     of_head = 9 * sizes.key + 5 * CHUNK + sizes.key + 2 * sizes.value + sizes.key * sizes.value / CHUNK + 8
     mixing = tokens * (3 * b * channels + FLOAT * heads * of_head)
     projected = tokens * b * (channels + values + 2 * heads)

@@ -1,4 +1,4 @@
-"""Response lengths, and the time of engines with continuous batching to decode them.
+"""Models response lengths, and the time in which engines with continuous batching decode them.
 
 Lengths are log-normal, cut at the recipe's maximum. An engine decodes up to `slots` responses together and starts the
 next one when one ends. Towards the end fewer and fewer responses run, and the longest ones decide the time.
@@ -15,8 +15,8 @@ import numpy as np
 QUANTILES = 2048
 """Number of quantiles that represent a distribution."""
 WAVES = 4
-"""Number of times that the simulation fills an engine; what follows is extrapolated, since responses then end evenly
-over time."""
+"""The simulation covers so many responses as fill an engine this many times. The time of the others is extrapolated,
+since responses then end evenly over time."""
 DRAWS = 4
 """Number of simulations that are averaged, since the longest of few responses varies."""
 
@@ -36,7 +36,7 @@ def response_lengths(mean: float, longest: int, spread: float) -> np.ndarray:
 
 
 def resident_mean(lengths: np.ndarray) -> float:
-    """Mean tokens that a running response has so far: half of the length-biased mean length."""
+    """Mean number of tokens so far of a response that is running: half of the mean length, weighted by length."""
     return float((lengths**2).mean() / lengths.mean() / 2)
 
 
@@ -64,12 +64,13 @@ def _supply(lengths: list[int]) -> Supply:
 
 
 def decode(supplies: Sequence[Supply], slots: int, step: Callable[[int], float]) -> list[float]:
-    """Simulate engines with continuous batching, event by event: seconds at which each decodes its last token.
+    """Simulate engines with continuous batching; return the seconds at which each has decoded its last token.
 
     An engine asks its supply whenever it has a free slot: at the start, and when one of its responses ends. Engines may
     share a queue through their supplies.
     """
-    # Where running responses end, as the number of tokens that a response would have that ran from the start.
+    # For each engine, a heap of the ends of its running responses, each as the value that `tokens` has there: the
+    # number of tokens that a slot of the engine has decoded since the start.
     ends: list[list[float]] = [[] for _ in supplies]
     tokens = [0.0] * len(supplies)
     seconds = [0.0] * len(supplies)

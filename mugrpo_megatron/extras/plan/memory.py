@@ -40,9 +40,10 @@ def state_bytes(architecture: Architecture, itemsize: int) -> int:
 
 
 def micro_batches_in_flight(layout: Layout, pp_stage: int, micro_batches: int) -> float:
-    """Micro-batches whose activations pipeline stage `pp_stage` keeps at its peak, in units of all its layers.
+    """Number of micro-batches whose activations pipeline stage `pp_stage` keeps at its peak.
 
-    1F1B: one more than its warm-up. Interleaved: chunks in flight over chunks (Megatron, get_pp_rank_microbatches).
+    With 1F1B, it is one more than in its warm-up. With the interleaved schedule, a chunk of the stage's layers counts
+    as a fraction: chunks in flight over chunks (Megatron, get_pp_rank_microbatches).
     """
     after = layout.pipeline - pp_stage - 1
     if layout.virtual == 1:
@@ -54,9 +55,9 @@ def micro_batches_in_flight(layout: Layout, pp_stage: int, micro_batches: int) -
 def loss_bytes(architecture: Architecture, layout: Layout, tokens: int, chunk: int, itemsize: int, cuda: bool) -> float:
     """Bytes on the last pipeline stage while the loss of this rank's `tokens` tokens is computed.
 
-    Hidden states: the final norm's output, gathered where it was split, its rows that predict a trained token (at most
-    all) and their gradient. On top, one chunk's logits in float32, which their gradient overwrites; on CPU also the
-    weight in float32.
+    These are hidden states: the final norm's output, a gathered copy if it is split over ranks, its rows that predict a
+    trained token (at most all), and the gradient of these rows. Besides, one chunk's logits in float32, which their
+    gradient overwrites; on CPU also the output weight in float32.
     """
     width = architecture.letters["H"]
     rows = -(-architecture.vocab_size // layout.tensor)
@@ -92,7 +93,7 @@ class State:
 
 
 def learner_state(mine: RankParameters, layout: Layout, itemsize: int, adapter: RankParameters | None = None) -> State:
-    """State of a rank whose parameters have `itemsize` bytes each; with an adapter that alone is trained."""
+    """State of a rank whose parameters have `itemsize` bytes each; if there is an adapter, only it is trained."""
     trained = adapter or mine
     sharded = trained.shared(layout)
     return State(
@@ -114,7 +115,7 @@ class PackedRows:
 
 
 def batch_of(case: PlanCase) -> PackedRows:
-    """Rows as long as `learner.packing.plan` allows; their number follows from mean lengths."""
+    """The packed rows of an update: as long as `learner.packing.plan` allows, their number from mean lengths."""
     recipe, layout = case.recipe, case.layout
     longest = recipe.longest_training_sequence
     most = -(-case.responses * longest // layout.data)
@@ -231,16 +232,16 @@ class EngineMemory:
 
 
 def cache_shares(architecture: Architecture, tensor: int) -> int:
-    """Number of distinct shards of the KV cache among an engine's ranks; further ranks hold copies, as all do with
-    latents."""
+    """Number of distinct shards of the KV cache among an engine's ranks: 1 with latent attention, where all ranks hold
+    the same; else one for each key/value head, and further ranks hold copies."""
     return 1 if architecture.latent else min(tensor, architecture.transformer["num_query_groups"])
 
 
 def engine_weight_bytes(case: PlanCase) -> float:
-    """Bytes of an engine's weights over all of its ranks: in fp8, one byte for each weight and a float32 scale for each
-    block.
+    """Bytes of an engine's weights over all of its ranks.
 
-    Embedding and output layer keep the learner's type; so do the norms, which are too small to count apart.
+    In fp8 a weight has one byte, and each block of weights a float32 scale; embedding and output layer keep the
+    learner's dtype. The norms keep it too, but are so small that they are counted as fp8.
     """
     parameters = rank_parameters(case.architecture, Layout(), 0)
     if case.recipe.engine.quantization != "fp8":
@@ -337,7 +338,7 @@ def conversion_bytes(architecture: Architecture, itemsize: int) -> float:
 
 
 def memory(case: PlanCase, engine: EngineMemory) -> Memory:
-    """Bytes of the run's fullest rank in each phase, with an engine of `engine` bytes."""
+    """Bytes of the run's fullest rank in each phase; `engine` is the memory of an engine rank."""
     layout, cluster, assumptions = case.layout, case.cluster, case.assumptions
     b, cuda = case.itemsize, case.cuda
     batch = batch_of(case)

@@ -52,10 +52,12 @@ class RunPlan:
     engines: int
     auxiliaries: list[AuxiliaryCost]
     bubble: float
+    """Share of an update for which a pipeline stage idles."""
     checkpoint_bytes: float
     sync_bytes: int
-    conversion_bytes: float
     """Bytes sent to each engine in every stage."""
+    conversion_bytes: float
+    """Peak bytes of host memory of `mugrpo convert`."""
     schedules: list[Schedule]
     speeds: list[Speed]
     """Schedules of µ = 1, 2, 4, ... beside GRPO's; empty unless asked for."""
@@ -82,7 +84,7 @@ def make_plan(
     assumptions: Iterable[str] = (),
     compare_schedules: bool = False,
 ) -> RunPlan:
-    """The plan of `recipe` on a cluster, with `compare_schedules` also of its schedules at other µ (seconds).
+    """Plan `recipe` on a cluster; with `compare_schedules` also its updates at other µ, which takes seconds.
 
     Raises UserError when the device cannot do what the recipe asks, and, with settings that work, when the layout or
     the engines cannot run or a phase does not fit.
@@ -196,7 +198,7 @@ def _advice(case: PlanCase) -> list[str]:
 
 
 def _settings(case: PlanCase, fit: PlanCase) -> str:
-    """The layout and the engines of `fit`, and the options that make it of the planned recipe."""
+    """The layout and the engines of `fit`, and the `--set` options that turn the planned recipe into it."""
     tensor = fit.recipe.engine.tensor
     engines = f"engines of {tensor} devices" if tensor > 1 else "an engine on each device"
     keys = recipe_keys(case.recipe, fit.recipe)

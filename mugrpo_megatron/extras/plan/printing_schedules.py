@@ -1,4 +1,4 @@
-"""Prints the same updates under other schedules, and what each may lose at equal time."""
+"""Prints the hours of the same updates under other schedules, and what each may lose and be level at equal time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOST_OF_IT = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Pilot:
-    """A run whose curve says what the updates after a given one are worth."""
+    """A run with GRPO's schedule, whose held-out curve says what further updates are worth."""
 
     path: Path
     curve: Curve
@@ -34,7 +34,7 @@ class Pilot:
 
 
 def read_pilot(path: Path) -> Pilot:
-    """Raises UserError when it is no run, has no evaluations, or a rate that changes."""
+    """Read the pilot in `path`; UserError if it is no run, has too few evaluations, or if its learning rate decays."""
     run = read_run(path)
     section = run.recipe.get("optimizer", {})
     if section.get("decay", "constant") != "constant":
@@ -86,7 +86,7 @@ def _hours(plan: RunPlan) -> Table:
 
 
 def _knee(speeds: Sequence[Speed]) -> str:
-    """The smallest µ whose schedule saves at least MOST_OF_IT of the hours that mu-GRPO's four stages save."""
+    """A sentence on the smallest µ that saves at least MOST_OF_IT of the hours that mu-GRPO's four stages save."""
     most = next((speed for speed in speeds if speed.share >= MOST_OF_IT), None)
     if most is None:
         return "No schedule takes less time than GRPO's."

@@ -31,7 +31,8 @@ UNCERTAIN: tuple[tuple[str, ...], ...] = (
     ("mean_response",),
     ("spread",),
 )
-"""Assumptions that a speed-up depends on; those of one group are wrong together, `-` means seconds of a rate."""
+"""Assumptions on which a speed-up depends. Those of one group are scaled together; a `-` marks one that is in seconds,
+which is scaled by the inverse."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class Schedule:
     """Seconds of `generate` that one single stage would save: each stage waits for its longest responses."""
     stage_bytes: float
     rates: float
-    """Sum of the learning rates of a stage before warm-up and decay: how far Adam can move a weight."""
+    """Sum of a stage's learning rates, before warm-up and decay: about how far Adam can move a weight in a stage."""
 
     @property
     def total(self) -> float:
@@ -61,7 +62,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """A schedule beside GRPO's."""
+    """How much less time a schedule takes than GRPO's."""
 
     schedule: Schedule
     speed_up: float
@@ -71,7 +72,7 @@ class Speed:
     """Upper end of the speed-up's range: the deviations that each group of `UNCERTAIN` causes alone are added as
     independent ones."""
     share: float
-    """Share of the seconds that mu-GRPO's schedule saves; nan if it saves none."""
+    """Seconds that the schedule saves, as a share of those that mu-GRPO's saves; nan if that saves none."""
 
 
 def schedules(case: PlanCase, need: Memory) -> list[Schedule]:
@@ -117,17 +118,19 @@ def speeds(case: PlanCase, need: Memory) -> list[Speed]:
 
 
 def may_lose(pilot: Curve, speed_up: float) -> Estimate:
-    """A(U) - A(U / k) of a curve over updates: what a schedule may lose at equal updates and be level at equal time.
+    """What a schedule may lose against GRPO after equal updates, and still be level with GRPO after equal time.
 
-    The curve is GRPO's at a constant rate, U its last update. Raises ValueError when it does not reach so far.
+    This is A(U) - A(U / k) of the pilot's curve, which is GRPO's at a constant learning rate. U is its last update, k
+    the schedule's speed-up, and A(n) what a run of n updates reaches (`reached`). Raises ValueError when the curve does
+    not cover U / k.
     """
     return difference(pilot, pilot.end, pilot, pilot.end / speed_up)
 
 
 def schedule_of(case: PlanCase, need: Memory, updates: int, per_stage: int, name: str = "") -> Schedule:
-    """The cost of `updates` updates' responses in stages of `per_stage`, evaluated as often as the recipe's schedule.
+    """The cost of `updates` updates in stages of `per_stage`, with as many evaluations as in the recipe's schedule.
 
-    With a last stage that is shorter, costs are those of a share of a stage.
+    If the last stage is shorter, it costs the same share of a stage.
     """
     other = _in_stages(case, updates, per_stage)
     seconds = _seconds(other, need, updates)
@@ -183,13 +186,13 @@ def evaluated_every(updates: float, section: EvalSection, schedule: ScheduleSect
 
 
 KEPT = ("kl_ref", "kl_coef", "kl_penalty", "teacher", "teacher_coef", "teacher_policy")
-"""Keys of a recipe's objective that the GRPO with which it is compared takes over."""
+"""Keys of a recipe's objective that are kept in the GRPO with which it is compared."""
 
 
 def grpo_seconds(case: PlanCase, need: Memory) -> float:
     """Seconds of the recipe's updates under GRPO with µ = 4, without evaluations.
 
-    With GRPO's objective: it has no pass that only stale responses need, such as the one for a proximal policy.
+    The objective is GRPO's too, so there is no pass that only stale responses need, such as one for a proximal policy.
     """
     kept = {key: getattr(case.recipe.objective, key) for key in KEPT}
     objective = ObjectiveSection.model_validate({"name": "grpo", **kept})
@@ -199,7 +202,7 @@ def grpo_seconds(case: PlanCase, need: Memory) -> float:
 
 
 def _wrong(assumptions: Assumptions) -> Iterable[Assumptions]:
-    """The assumptions, with those of one group of `UNCERTAIN` multiplied or divided by `OFF`."""
+    """Yield the assumptions with the groups of `UNCERTAIN`, one after the other, multiplied and divided by `OFF`."""
     for group in UNCERTAIN:
         for factor in (OFF, 1 / OFF):
             yield replace(assumptions, **_scaled(assumptions, group, factor))

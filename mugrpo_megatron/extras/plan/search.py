@@ -36,14 +36,15 @@ class Candidate:
     problems: tuple[str, ...]
     """Reasons for a refusal; empty for a valid layout."""
     distance: float
-    """Distance from the recipe's own layout."""
+    """Distance from the recipe's own layout (`layout_distance`)."""
 
 
 def compare_layouts(case: PlanCase, engine: EngineMemory) -> list[Candidate]:
-    """Valid layouts, fastest first, then the refused ones, nearest to the recipe's first.
+    """Try layouts of the cluster's ranks: returns the valid ones, fastest first, then the refused ones, nearest first.
 
-    Tried is every candidate with at most twice the recipe's context parallelism. Each layout has the fastest recompute
-    choice that fits or, where none fits, the one that needs the least memory.
+    A refused layout is near if it differs little from the recipe's. Layouts with more than twice the recipe's context
+    parallelism are not tried. Each layout gets the fastest choice of recomputation that fits, or, if none fits, the one
+    that needs the least memory.
     """
     most = 2 * case.recipe.parallel.context
     layouts = candidates(dict(case.config), case.cluster.world)
@@ -87,8 +88,9 @@ FRACTIONS = tuple(percent / 100 for percent in range(95, 15, -5))
 def fastest_fit(case: PlanCase) -> PlanCase | None:
     """The fastest way to run the recipe's batch and schedule on the cluster; None if nothing fits.
 
-    Tried together: `engine.tensor` and `engine.memory_fraction`; for each size of engines the layout nearest to the
-    recipe's that fits, of equally near ones the fastest, with any recomputation, and where none does with shorter rows.
+    For each size of engines (`engine.tensor`) with an `engine.memory_fraction` that works, the layout that fits and is
+    nearest to the recipe's is taken, or the fastest of equally near ones, with any recomputation. If no layout fits,
+    shorter packed rows are tried. The fastest of these cases is returned.
     """
     cases = []
     for engines in _engines_that_fit(case):
@@ -104,7 +106,7 @@ def fastest_fit(case: PlanCase) -> PlanCase | None:
 
 
 ADAPTER_RANK = 32
-"""Rank of adapters that are advised; `one_gpu/80gb-lora.toml` has it."""
+"""Rank of the adapters that a plan advises; `one_gpu/80gb-lora.toml` has the same."""
 
 
 def fit_with_adapters(case: PlanCase) -> PlanCase | None:
@@ -121,13 +123,14 @@ def fit_with_adapters(case: PlanCase) -> PlanCase | None:
 
 
 MOST_NODES = 32
-"""So many times the nodes are tried."""
+"""`fewest_devices` tries up to this many times the cluster's nodes."""
 
 
 def fewest_devices(case: PlanCase) -> PlanCase | None:
-    """`fastest_fit` on more of the same devices: doubled up to 8 on one node, then in nodes; None if none of them fits.
+    """`fastest_fit` on the fewest devices that suffice; None if none of the sizes that are tried does.
 
-    None on CPU, where more ranks share one memory.
+    On a single node, 2, 4 and 8 devices are tried first, then 2, 4, 8, ... times the nodes. None on CPU, where more
+    ranks would share the same memory.
     """
     if not case.cuda:
         return None
@@ -140,7 +143,7 @@ def fewest_devices(case: PlanCase) -> PlanCase | None:
 
 
 TIGHT = 0.95
-"""Share of a device above which a plan is tight: what it assumes may be wrong by so much."""
+"""A plan that takes more than this share of a device is tight: its assumptions may be wrong by the rest."""
 
 
 def is_tight(need: Memory) -> bool:
@@ -152,7 +155,7 @@ class Roomier(NamedTuple):
     """A setting with which no phase is tight."""
 
     keys: str
-    """As `recipe_keys`."""
+    """The setting as a `--set` option."""
     peak: float
     """Bytes of the fullest phase."""
 
@@ -184,7 +187,10 @@ def _stage_seconds(case: PlanCase) -> float:
 
 
 def _engines_that_fit(case: PlanCase) -> Iterator[PlanCase]:
-    """The case with engines of each size that can run: the share of the device is the recipe's or the nearest below."""
+    """Yield the case with each size of engines that can run.
+
+    `engine.memory_fraction` is the recipe's, else the nearest lower one that works, else the nearest higher one.
+    """
     section = case.recipe.engine
     sizes = divisors(case.cluster.per_node) if section.nodes == 1 else [section.tensor]
     lower = [fraction for fraction in FRACTIONS if fraction < section.memory_fraction]
@@ -216,7 +222,7 @@ def _with_short_rows(case: PlanCase) -> PlanCase:
 
 
 def recipe_keys(recipe: Recipe, other: Recipe) -> str:
-    """Layout, engines, recomputation, packed rows and adapters of `other` as `--set` options to `recipe`."""
+    """The `--set` options that give `recipe` the adapters, layout, engines and learner settings of `other`."""
     keys = [
         f"{section}.{key}={str(value).lower() if isinstance(value, bool) else value}"
         for section in ("lora", "parallel", "engine", "learner")

@@ -29,7 +29,7 @@ def scoring_seconds(responses: int, case: PlanCase) -> float:
 
 
 def evaluations(schedule: ScheduleSection, section: EvalSection) -> tuple[int, int]:
-    """(before stages, others): evaluations of a run; before a stage the engines are awake anyway.
+    """The number of evaluations in a run: (before stages, others). Before a stage the engines are awake anyway.
 
     Before: the first stage and every `eval.every_stages`-th one. Others: inside a stage after every
     `eval.every_updates`-th update except the last, and at the end of the run.
@@ -55,10 +55,11 @@ def evaluation_seconds(case: PlanCase, engine: EngineMemory) -> float:
 
 
 def logprob_seconds(case: PlanCase) -> float:
-    """Seconds of a stage's forward passes: the mismatch with the engine, and those over whole stages.
+    """Seconds of a stage's forward passes without a backward pass.
 
-    One is for what the recipe records of the policy at the stage's start, one for a reference policy that is another
-    policy, and one for the proximal policy in each of the schedule's passes.
+    One measures the mismatch with the engine on a few responses. The others are over the whole stage: one if the recipe
+    records logprobs or routes of the learner at the stage's start, one for a reference policy that differs from this
+    one, and one for the proximal policy in each epoch.
     """
     recipe, responses = case.recipe, min(MISMATCH_RESPONSES, case.responses)
     scored, ref = recipe.rollout.behaviour == "learner", recipe.objective.kl_ref

@@ -16,9 +16,12 @@ EXTRACT = import_module("reasoning_gym.utils").extract_answer
 
 
 def task_reward(response: str, answer: str, row: Mapping[str, Any]) -> float:
-    """The task's score of the answer: in the last <answer> tags or box, else the whole response."""
+    """The task's score of the answer in a response: in the last <answer> tags, else in the last box, else all of it.
+
+    Raises ValueError for a row that reasoning-gym did not generate.
+    """
     if "task" not in row:
-        raise ValueError("the row is not a problem of reasoning-gym, whose tasks score it; set reward.function")
+        raise ValueError("the row names no task of reasoning-gym, so no task can score it; set reward.function")
     extracted = EXTRACT(response) or boxed_answer(response) or response.strip()
     dataset, entry = _entry(row["task"], json.dumps(row["parameters"]), row["index"])
     return float(dataset.score_answer(extracted, entry))

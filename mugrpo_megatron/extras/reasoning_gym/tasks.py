@@ -35,19 +35,20 @@ a task that still lacks some after that many cannot generate more."""
 
 
 def check_task(source: str) -> None:
-    """Raise UserError for a source that cannot be generated, without the package too."""
+    """Raise UserError for a source that reasoning-gym cannot generate, or if that package is not installed."""
     _dataset(*_task_of(source))
 
 
 def gym_problems(source: str, name: str, split: Split, held_out: int) -> list[Problem]:
-    """Returns the problems of a split: `size` of them, else `held_out` or SIZE; the same on every machine.
+    """Returns the problems of a split, the same on every machine.
 
-    A hash of the question determines its split, and held-out questions are distinct. `name` is the set's name. A row
-    names task, parameters and index, from which the verifier generates the entry again.
+    There are at most `size` of them (a parameter of the source), by default `held_out` for evaluation and SIZE for
+    training. A hash of the question determines its split, and held-out questions are distinct. `name` is the set's
+    name. A row names task, parameters and index, from which the verifier generates the entry again.
     """
     task, given = _task_of(source)
     size = given.pop("size", held_out if split == "eval" else SIZE)
-    # reasoning-gym seeds problem i with seed + i: successive seeds of its own would share all problems but one.
+    # Hashed, since reasoning-gym seeds problem i with seed + i: successive seeds would share all problems but one.
     seed = int.from_bytes(_digest(f"seed {given.get('seed', 0)}")) >> 33
     parameters = given | {"seed": seed, "size": size * TRIES}
     dataset = _dataset(task, parameters)
@@ -66,7 +67,9 @@ def gym_problems(source: str, name: str, split: Split, held_out: int) -> list[Pr
             problems.append(Problem(f"{source}:{index}", question, gold, name, row=row))
             questions.add(question)
     if not problems:
-        raise UserError(f"{source}: none of {size * TRIES:,} generated questions is for the {split} split")
+        raise UserError(
+            f"{source}: none of {size * TRIES:,} generated questions is for the {split} split; raise its `size`"
+        )
     return problems
 
 

@@ -1,7 +1,8 @@
-"""Executes a row's test code in a jail of its own; the program's names are stand-ins that ask the program's jail.
+"""Executes a row's test code in a jail of its own, in which the program's functions are stand-ins.
 
-So the program never sees the tests, and nothing that it replaces (`print`, `abs`, `__eq__`) has a part in judging.
-Tests pass when an assertion was executed, and every one that is not part of a branch. Standard library only.
+A stand-in sends each call to the jail of the program and returns the answer. So the program never sees the tests, and
+what it replaces (`print`, `abs`, `__eq__`) does not affect them. Tests pass if they raise nothing, if an assertion was
+executed, and if every assertion outside of branches was. This file imports only the standard library.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ TESTS, PROMPT = "tests.py", "prompt.py"
 MODULES = ("solution", "main")
 """Modules from which test code may import the program's names."""
 MODULE = object()
-"""Stands for a module that the program has imported: the tests get their own copy of it."""
+"""Stands for a module that the program has imported; the tests import it themselves."""
 
 
 class ProgramError(Exception):
@@ -57,7 +58,7 @@ class Program:
 
 
 class StandIn:
-    """A value that stays with the program; equal only to itself, whatever the program's own `__eq__` returns."""
+    """Stands for a value that stays in the program's jail. It equals only itself, whatever its own `__eq__` returns."""
 
     def __init__(self, program: Program, number: int) -> None:
         self.__program, self.__number = program, number
@@ -107,17 +108,17 @@ class StandIn:
 
 
 def _handle(value: Any) -> Any:
-    """Handle of a stand-in; nothing else can be sent to the program."""
+    """The handle that is sent to the program for a stand-in; raises TypeError for any other value."""
     if isinstance(value, StandIn):
         return StandIn.handle(value)
     raise TypeError(f"a value of type {type(value).__name__} cannot be handed to the program")
 
 
 def _follow(ours: object, theirs: object) -> None:
-    """Copy a function's changes of an argument to the tests' own object, if it returned nothing: a list is sorted in
-    place.
+    """Copy what a function has changed in its argument, `theirs`, to the tests' own object, `ours`: a list may be
+    sorted in place.
 
-    One with a result changes nothing here, or else `f(x) == sorted(x)` would compare it with a list that it emptied.
+    Only for functions that return None: one that returns [] and empties x would otherwise pass `f(x) == sorted(x)`.
     """
     if isinstance(ours, list) and isinstance(theirs, list):
         ours[:] = theirs
@@ -139,14 +140,14 @@ def is_assertion(statement: ast.stmt) -> bool:
 
 
 def is_test_class(node: ast.ClassDef) -> bool:
-    """Whether its methods are run: a TestCase, or a class `Test*` that is made without arguments."""
+    """Whether the methods of a class are run as tests: a TestCase, or a class `Test*` without `__init__`."""
     bases = [ast.unparse(base) for base in node.bases]
     plain = not any(isinstance(statement, ast.FunctionDef) and statement.name == "__init__" for statement in node.body)
     return any(base.endswith("TestCase") for base in bases) or (node.name.startswith("Test") and plain)
 
 
 class AssertionLedger(ast.NodeTransformer):
-    """Records each assertion that holds, by its line; `due` are the lines that must be among them."""
+    """Records in `noted` the line of each assertion that held; `due` has the lines of those that have to hold."""
 
     def __init__(self, entry: str) -> None:
         self.due: set[int] = set()
@@ -154,7 +155,7 @@ class AssertionLedger(ast.NodeTransformer):
         self._entry = entry
 
     def instrument(self, text: str, name: str) -> ast.Module:
-        """The code with a call of `name` behind each assertion."""
+        """Parse test code and add, behind each assertion, a call of the function `name` with the assertion's line."""
         self._name = name
         tree = ast.parse(text)
         for function in self._run_by_name(tree):
@@ -197,10 +198,14 @@ def _is_main_guard(statement: ast.stmt) -> bool:
 
 
 def main(root: str, answered: str, requested: str, verdict: str, entry: str, names: str, library: str) -> None:
-    """Execute the tests; they pass only if they end without an exception and have asserted something.
+    """Execute the tests; write "passed" to the descriptor `verdict` if they pass, else raise.
 
-    answered, requested: descriptors of the pipes to the program's jail. verdict: the one that gets "passed". names:
-    the program's, with commas between them. library: JSON, names of the standard library -> module.
+    Args:
+        root: directory with the files TESTS and PROMPT.
+        answered, requested: descriptors of the pipes from and to the program's jail.
+        entry: name of the function that `check` gets, or "".
+        names: names of the program that the tests may use, joined by commas.
+        library: JSON object, name that the tests may use -> module of the standard library that has it.
     """
     texts = []
     for name in (PROMPT, TESTS):
@@ -253,7 +258,7 @@ def _run(function: Callable[..., Any], *arguments: Any) -> None:
 
 
 def _run_class(name: str, kind: type) -> None:
-    """A TestCase as unittest does it, a class `Test*` as pytest does: an instance for every test."""
+    """Run the tests of a class: a TestCase as unittest does, a class `Test*` as pytest does; an instance for each."""
     unittest: Any = sys.modules.get("unittest")
     if unittest is not None and issubclass(kind, unittest.TestCase):
         result = unittest.TestResult()

@@ -3,9 +3,10 @@ r"""`reward.function = "code"`: runs a response's program against its row's test
 The program sees the input of one test at a time. Expected outputs stay in the worker, and test code has a jail of its
 own: see docs/rewards.md.
 
-Text that it wrote is compared line by line, a line word by word: white space at the ends and its amount do not count.
-Words are equal as text, or as numbers: integers exactly, and within `close` where a number of the expected output is
-written with a decimal point or an exponent. Values are compared by their content, lists and tuples alike.
+What the program prints is compared line by line and word by word, so the amount of white space does not count. Words
+are equal if they are the same text or the same number: an expected integer must be met exactly, and `close` decides if
+the expected number has a decimal point or an exponent. Values that a function returns are compared by their content; a
+list equals a tuple.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _SPARE_S = 1.0
 TOLERANCE = "1e-6"
 """Tolerance relative to the expected number, as most problem statements allow; for small numbers see `close`."""
 _MOST_BITS = 1100
-"""Most bits of an integer that is compared as a number; a float has fewer."""
+"""Most bits of an integer that is compared with a float; the largest float has 1,024."""
 _INTEGER = re.compile(r"[+-]?[0-9]{1,4000}")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?")
 
@@ -54,12 +55,13 @@ class Grader:
     most_tests: int
     """Number of tests that count, evenly spread over the row's; 0 takes all."""
     timeout_s: float
-    """CPU seconds for all tests of a response; one that sleeps counts with its seconds by the clock."""
+    """CPU seconds for all tests of a response. A test whose time by the clock runs out, such as one that sleeps, counts
+    with that time too."""
     note: str = ""
     """Warning for the user at the start; may be empty."""
 
     def __call__(self, response: str, answer: object, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Score a response; raises as `grade` does."""
+        """Score a response; raises what `grade` raises."""
         reward, why = grade(response, answer, row, self)
         return {"score": reward, "why": why}
 
@@ -67,7 +69,7 @@ class Grader:
 def grader(options: Mapping[str, Any]) -> Grader:
     """The reward function for `options`: the keys of `reward.code`, `memory_mb` and `timeout_s`.
 
-    Raises UserError where this machine cannot hold programs so.
+    Raises UserError if this machine cannot run programs in that sandbox.
     """
     test_s = float(options["test_s"])
     limits = Limits(options["sandbox"], test_s, int(options["memory_mb"]), wall_s=2 * test_s + 1)
@@ -81,8 +83,8 @@ def grader(options: Mapping[str, Any]) -> Grader:
 def program_in(response: str) -> str:
     """The program in a response: its last fenced block of Python, else its last fenced block; "" without one.
 
-    As in Markdown, lines lose as much indentation as their fence has: in a list it is indented, and so is the program.
-    A draft in a thought is not the program, as a thought is no answer to `math`.
+    As in Markdown, the lines of a block lose as much indentation as its fence has, since a block in a list is indented.
+    Blocks in the model's reasoning, such as <think> ... </think>, are drafts and do not count.
     """
     fences = _FENCE.finditer(after_thoughts(response))
     blocks = [(match[3].lower(), _outdented(match[4], len(match[1]))) for match in fences]
@@ -95,7 +97,7 @@ def _outdented(text: str, indent: int) -> str:
 
 
 def grade(response: str, gold: object, row: Mapping[str, Any], options: Grader) -> tuple[float, str]:
-    """(reward, reason) of a response.
+    """Run a response's program on the row's tests; returns (reward, reason).
 
     Raises ValueError when the row has no usable tests, UserError when no jail can be made.
     """
@@ -147,7 +149,8 @@ def failure(program: str, test: Test, limits: Limits) -> str:
         case AssertTest():
             if sees_files(limits.mode):
                 raise UserError(
-                    "programs could read the test code here: tests of asserts need user namespaces, or Landlock"
+                    'programs could read the test code of asserts: with reward.code.sandbox = "limits" this needs a '
+                    'kernel with Landlock; set it to "namespaces", or leave out rows whose tests are asserts'
                 )
             outcome = check_asserts(program, test, limits)
             return outcome.why_failed() or ("" if outcome.answer == b"passed" else "the tests ended early")
@@ -178,7 +181,7 @@ def _same_word(word: str, expected: str) -> bool:
 
 
 def same_value(answers: bytes, expected: Sequence[Any]) -> tuple[bool, str]:
-    """Whether the program's answers end with a result that equals one of `expected`; with the reason if not."""
+    """(whether the result in the program's answers equals one of `expected`, the reason if it does not)."""
     lines = answers.splitlines()
     if len(lines) < 2:
         return False, "returned nothing: the program ended first"
@@ -219,9 +222,10 @@ def same(result: Any, expected: Any) -> bool:
 
 
 def close(value: Decimal, expected: Decimal) -> bool:
-    """Whether a number is the expected one to TOLERANCE, or to half a unit of the last digit that the latter shows.
+    """Whether a number differs little enough from the expected one.
 
-    So the 0 for which one wrote 0.0000001 is wrong, and 1e-12 is right where 0.0 is expected.
+    The difference may be TOLERANCE times the expected number, or half a unit of the last digit that is written there
+    (but at most TOLERANCE). So 0 is wrong where 0.0000001 is expected, and 1e-12 is right where 0.0 is expected.
     """
     if value == expected:
         return True

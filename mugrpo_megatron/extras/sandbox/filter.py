@@ -1,8 +1,9 @@
-"""A filter of system calls (seccomp, in BPF): no second process, no socket, no signal to others, no memory unaccounted,
-and no change of a file's mode, owner, times or attributes, which Landlock does not restrict.
+"""Refuses system calls of a program with a seccomp filter, written in BPF.
 
-What it refuses fails with EPERM, as it does in a container; the program sees an OSError. It holds for everything that
-the program executes. Machines other than x86-64 and arm64 have no filter.
+The program can start no process, open no socket, signal no other process, and take no memory that its limits do not
+count. It can also not change a file's mode, owner, times or attributes, which Landlock does not restrict. A refused
+call fails with EPERM, as in a container, and the program sees an OSError. The filter also holds for everything that the
+program executes. Machines other than x86-64 and arm64 have no filter.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def refuse_calls() -> None:
 
 
 def build(machine: str, pid: int) -> bytes:
-    """The BPF program, eight bytes an instruction. `pid`: the process, which may signal and limit itself."""
+    """The filter as a BPF program, eight bytes an instruction; the process `pid` may signal and limit itself."""
     architecture, numbers = _MACHINES[machine]
     special = {"clone", "clone3", "openat2", "open", "openat", "fcntl", "ioctl", "prlimit64", *_TO_ITSELF}
     lines = [
@@ -89,7 +90,7 @@ def build(machine: str, pid: int) -> bytes:
         (_AT_LEAST, 0, 1, _X32 if machine == "x86_64" else 0xFFFFFFFF),
         (_RETURN, 0, 0, _REFUSE),
         *(line for name, number in numbers.items() if name not in special for line in _call(number, [])),
-        # Refused as unknown, so the C library calls clone, whose flags a filter can see.
+        # ENOSYS makes the C library call clone instead. Its flags are in a register, where a filter can see them.
         *_call(numbers["clone3"], [], _MISSING),
         *_call(numbers["openat2"], [], _MISSING),
         *_call(numbers["clone"], [(_LOAD, 0, 0, _FIRST), (_ANY_BIT, 0, 1, _THREAD), (_RETURN, 0, 0, _ALLOW)]),
@@ -116,7 +117,8 @@ _Line = tuple[int, int, int, int]
 
 
 def _call(number: int, checks: list[_Line], verdict: int = _REFUSE) -> list[_Line]:
-    """The checks of one system call, then the verdict. Its number is loaded before, and again after another call."""
+    """Instructions for one system call: the checks, then the verdict. For any other call they are skipped, and its
+    number, which is loaded before them, stays loaded."""
     return [(_EQUAL, 0, len(checks) + 1, number), *checks, (_RETURN, 0, 0, verdict)]
 
 

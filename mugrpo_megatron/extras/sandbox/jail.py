@@ -1,7 +1,8 @@
-"""The jail from inside: a keeper process, and in its own namespaces the process that becomes the program.
+"""Starts programs in jails: each has a keeper process and, in namespaces, the process that becomes the program.
 
-`start` forks the keeper, which forks the program's process and waits. The keeper ends everything below it when it is
-asked to (guard.END) or when the worker dies; inside, the program's process is number 1 and sees no other to signal.
+`start` forks the keeper, which forks the program's process and waits for it. The keeper ends all of its descendants
+when the program ends, when it gets the signal guard.END, or when the worker dies. With namespaces, the program's
+process has number 1 and sees no other process.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _ESCAPED = re.compile(rb"\\([0-7]{3})")
 _ENVIRONMENT = {"HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8"}
 
 PYTHON = os.path.realpath(sys.executable)
-"""The interpreter under this environment: a program has the standard library and no package of the trainer."""
+"""The interpreter that this virtual environment links to: with it a program has the standard library alone."""
 VENV_PYTHON = "/bin/python"
 
 
@@ -43,9 +44,9 @@ def start(
 ) -> tuple[int, int]:
     """Start the interpreter with `arguments` in a jail; returns (the keeper's pid, a descriptor of errors).
 
-    files: path -> text, in the program's root; with mode "limits" the paths alone count, of what it may read.
-    channels: the program's descriptors -> this process's. The descriptor of errors is at its end once the program
-    runs, and holds a sentence where it could not be started.
+    files: path -> text, in the program's root; with mode "limits" only the paths are used, which the program may read.
+    channels: the program's descriptors -> this process's. From the descriptor of errors nothing can be read once the
+    program runs, and a sentence if it could not be started.
     """
     errors, error_pipe = os.pipe()
     worker = os.getpid()
@@ -69,7 +70,7 @@ def _keep(
     limits: Limits,
     error_pipe: int,
 ) -> None:
-    """The keeper process: starts the program's process, waits for it, and ends all that is left. It never returns."""
+    """Be the keeper: start the program's process, wait for it, and end all that is left. It never returns."""
     signal.pthread_sigmask(signal.SIG_BLOCK, guard.WAITED_FOR)
     kernel.prctl(kernel.PR_SET_PDEATHSIG, guard.END)
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
@@ -98,7 +99,8 @@ def _keep(
 
 
 def _separate() -> tuple[int | None, bool]:
-    """Enter new namespaces: (the user to become or None, whether the kernel counts no other process with its own).
+    """Enter new namespaces; returns (user id to become, or None; whether the kernel counts this program's processes
+    apart from all others).
 
     Root needs no new namespace of users: it becomes a user that has no other process.
     """
@@ -195,7 +197,7 @@ def _packages() -> list[str]:
 
 
 def _libraries_alone() -> tuple[list[str], list[str]]:
-    """(what a program may read of `_libraries`, folders that it may only list since `_packages` are in them)."""
+    """(paths of `_libraries` that a program may read, folders that it may only list, since `_packages` are in them)."""
     packages = {Path(path).resolve() for path in _packages()}
     folders = {folder for path in packages for folder in path.parents[:2]}
     paths = {Path(path).resolve() for path in _libraries()}
@@ -211,7 +213,8 @@ def write_environment(directory: str) -> None:
 
 
 def _enter_root(files: Mapping[str, str], limits: Limits) -> None:
-    """A root of the interpreter, its libraries, the files and an empty /tmp; only /tmp can be written, and little."""
+    """Enter a root with the interpreter, its libraries, `files` and an empty /tmp; only `scratch_mb` of /tmp can be
+    written."""
     kernel.mount(None, "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     safe = kernel.MS_NOSUID | kernel.MS_NODEV
     kernel.mount("none", _ROOT, "tmpfs", safe, "size=4m,mode=755")

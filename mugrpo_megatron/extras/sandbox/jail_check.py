@@ -20,8 +20,8 @@ def weakness(mode: str) -> str:
         return ""
     if not sees_files(mode):
         return (
-            'reward.code.sandbox = "limits": programs have neither network, files nor other processes, but no '
-            "namespaces stand behind the filter of system calls and Landlock"
+            'reward.code.sandbox = "limits": programs have neither network, files nor other processes, but only the '
+            "filter of system calls and Landlock see to that; there are no namespaces besides"
         )
     return (
         'reward.code.sandbox = "limits" on a kernel without Landlock: programs have neither network nor other '
@@ -55,12 +55,12 @@ def _way_out(limits: Limits) -> str:
         return f"raise reward.worker_memory_mb, or see {page_address('rewards', 'programs')}"
     return (
         f"allow user namespaces to this user ({page_address('rewards', 'programs')}), "
-        'or accept weaker walls with reward.code.sandbox = "limits"'
+        'or accept a weaker sandbox: reward.code.sandbox = "limits"'
     )
 
 
 def jail() -> CheckResult:
-    """The sandbox mode in which a program of one line has just run on this machine."""
+    """Try the sandbox: the strongest mode in which a program of one line runs on this machine."""
     use = 'reward.function = "code": programs of responses'
     walls = page_address("rewards", "programs")
     remedy = f'allow user namespaces to this user ({walls}); until then reward.code.sandbox = "limits"'
@@ -68,7 +68,7 @@ def jail() -> CheckResult:
         return CheckResult("code sandbox", "ok", "namespaces", use, needed=False)
     if _jailed("limits"):
         return CheckResult("code sandbox", "broken", "no namespaces, limits alone", use, needed=False, remedy=remedy)
-    return CheckResult("code sandbox", "absent", "programs cannot be held", use, needed=False, remedy=walls)
+    return CheckResult("code sandbox", "absent", "works in no mode", use, needed=False, remedy=walls)
 
 
 def _jailed(mode: Mode) -> bool:

@@ -1,4 +1,4 @@
-"""The kernel's calls that Python 3.11 lacks, through ctypes: namespaces, mounts, capabilities, Landlock."""
+"""Calls of the kernel that Python 3.11 lacks, made through ctypes: namespaces, mounts, capabilities, Landlock."""
 
 from __future__ import annotations
 

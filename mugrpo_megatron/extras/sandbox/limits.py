@@ -1,4 +1,4 @@
-"""Limits of one execution, and their setting in the program's process."""
+"""The limits of one execution of a program, and the function that sets them in its process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class Limits:
 def set_limits(limits: Limits, alone: bool) -> None:
     """Set this process's resource limits, for itself and all that it executes; they cannot be raised again.
 
-    alone: whether the user has no other process; RLIMIT_NPROC counts all of a user's threads, so else it stays unset.
+    alone: whether the process's user has no other process. If it has, RLIMIT_NPROC stays unset, since it counts all
+    threads of a user.
     """
     processor = max(1, math.ceil(limits.test_s))
     scratch = limits.scratch_mb << 20 if limits.mode == "namespaces" else 0

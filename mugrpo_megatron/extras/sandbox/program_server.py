@@ -1,7 +1,7 @@
-"""In the program's jail: executes the program as a module, then serves requests for its names.
+"""Runs in the program's jail: executes the program as a module, then answers requests about its functions and values.
 
-Requests and answers are lines of JSON on two descriptors. The program may write to them, too: all that it gains is an
-answer, which it may choose freely anyway.
+Requests and answers are lines of JSON on two descriptors. The program may write there too. It gains nothing by that,
+since it chooses what its functions return anyway.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ _ABOUT: dict[str, Callable[[Any], Any]] = {"len": len, "str": str, "repr": repr,
 
 
 def main(root: str, requested: str, answered: str) -> None:
-    """Serve until the requests end. `requested`, `answered`: the two descriptors."""
+    """Execute the program in directory `root`, then serve until the requests end.
+
+    `requested` and `answered` are the descriptors of requests and answers.
+    """
     with open(f"{root}/{PROGRAM}", encoding="utf-8", errors="surrogatepass") as file:
         text = file.read()
     requests = os.fdopen(int(requested), encoding="utf-8")
@@ -69,7 +72,7 @@ def main(root: str, requested: str, answered: str) -> None:
 
 
 def _entry(module: types.ModuleType, name: str) -> Any:
-    """The function of that name; LeetCode puts it in a class `Solution`."""
+    """The program's function of that name, or else the method of its class `Solution`, as LeetCode has it."""
     if hasattr(module, name):
         return getattr(module, name)
     return getattr(module.Solution(), name)

@@ -1,6 +1,6 @@
 """Runs a program in a jail and returns its output, or how it failed.
 
-This is the worker's side, which enforces time and size.
+This runs in the verifier's worker, outside of the jail, and enforces the limits of time and output.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mugrpo_megatron.rewards.activity import LOOK_S, Overtime
 
 Ending = Literal["ended", "time", "output"]
 OUT_OF_TIME = "ran out of time"
-"""Reason for the failure of a program that slept until its time was over."""
+"""Reason for the failure of a program whose time by the clock was over, such as one that sleeps."""
 _PIECE = 1 << 16
 _START = "import sys; sys.path.insert(0, sys.argv[1] or '/'); from {module} import main; main(*sys.argv[1:])"
 _ERROR_CHARS = 160
@@ -40,7 +40,7 @@ _ERROR_CHARS = 160
 @dataclass(frozen=True, slots=True)
 class Outcome:
     ending: Ending
-    """Ended by itself, or killed for its time or its output."""
+    """Whether it ended by itself, or was killed for its time or its output."""
     code: int
     """Exit code; 128 + N after signal N."""
     output: bytes
@@ -49,7 +49,7 @@ class Outcome:
     """Bytes that the last process wrote to its channel for answers, if it has one."""
 
     def why_failed(self) -> str:
-        """Empty when it ended by itself with exit code 0."""
+        """Why the program failed; empty when it ended by itself with exit code 0."""
         if self.ending == "time":
             return OUT_OF_TIME
         if self.ending == "output":
@@ -65,7 +65,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class JailedProcess:
-    """The program of one jail in an execution."""
+    """What is started in one jail of an execution."""
 
     files: Mapping[str, str]
     """The files that the program sees: path below the jail's root -> text."""
@@ -78,13 +78,13 @@ class JailedProcess:
 
 
 def run_program(program: str, stdin_text: str, limits: Limits) -> Outcome:
-    """Execute the program with `given` on its stdin. Raises UserError when the jail cannot be made."""
+    """Execute the program with `stdin_text` on its stdin. Raises UserError when the jail cannot be made."""
     with _readable(stdin_text) as stdin:
         return execute([JailedProcess({"/main.py": program}, "/main.py", [], {0: stdin})], limits)
 
 
 def call_function(program: str, name: str, arguments: Sequence[object], limits: Limits) -> Outcome:
-    """Execute the program as a module and call its function; `Outcome.answer` is the program server's JSON."""
+    """Execute the program as a module and call its function; `Outcome.answer` has `program_server`'s lines of JSON."""
     requests = [
         {"do": "entry", "name": name},
         {"do": "call", "on": 0, "arguments": pack(list(arguments), _not_kept)},
@@ -204,9 +204,12 @@ def _read(descriptor: int, buffer: bytearray) -> bool:
 
 
 def _end(keeper: int) -> int:
-    """End the keeper and all its descendants, wait for them, and return the keeper's exit code (0 if that is known)."""
+    """End the keeper and all its descendants, wait for them, and return the keeper's exit code.
+
+    Returns 0 if an earlier call has done that.
+    """
     with suppress(ChildProcessError):
-        # It is not reaped yet, so its process id cannot have been reused.
+        # Raises if the keeper has been waited for; if not, its process id cannot have been reused.
         os.waitid(os.P_PID, keeper, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         os.kill(keeper, guard.END)
         return os.waitstatus_to_exitcode(os.waitpid(keeper, 0)[1])
@@ -230,7 +233,8 @@ def _readable(text: str) -> FileIO:
 
 @contextmanager
 def _files(files: Mapping[str, str], limits: Limits) -> Iterator[tuple[str, Mapping[str, str]]]:
-    """(root, files) as a jail sees them: its own root, or a directory that is removed afterwards."""
+    """Yield (root, files) for `jail.start`: "" if the jail has a root of its own, or a directory that is removed
+    afterwards."""
     if limits.mode == "namespaces":
         yield "", files
         return

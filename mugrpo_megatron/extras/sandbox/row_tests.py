@@ -1,8 +1,8 @@
 """Reads a row's tests: inputs for a program, and the outputs expected of it.
 
-The shapes that data sets of programming problems have: `inputs` and `outputs` with or without `fn_name` (APPS, TACO,
-LiveCodeBench's own file), a list of {input, output, testtype}, a list of asserts (MBPP), and test code, with an entry
-point (HumanEval) or without.
+Data sets of programming problems have tests in these forms: `inputs` and `outputs` with or without `fn_name` (APPS,
+TACO, LiveCodeBench's own file), a list of {input, output, testtype}, a list of asserts (MBPP), and test code, with an
+entry point (HumanEval) or without.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ def read_tests(gold: object, row: Mapping[str, Any]) -> list[Test]:
         return tests
     raise ValueError(
         "the row has no tests: neither a column of tests nor its gold holds any; "
-        f"{page_address('rewards', 'programs')} has their shapes"
+        f"{page_address('rewards', 'programs')} shows how to write them"
     )
 
 
 def _read(content: object, row: Mapping[str, Any]) -> list[Test]:
-    """The tests in a value; empty if it holds none."""
+    """The tests in a value; empty if it holds none. Raises ValueError for malformed tests."""
     value = _loaded(content)
     if isinstance(value, Mapping) and "inputs" in value and "outputs" in value:
         return _of_columns(value, row)
@@ -167,7 +167,7 @@ def _value(text: str) -> Any:
 def _lines(value: object) -> str:
     """Text, or a list of lines as text. Raises ValueError for null, which would become the word `None`."""
     if value is None or (isinstance(value, list) and None in value):
-        raise ValueError("a test's input or output is null")
+        raise ValueError("a test's input or output is null; write an empty text, or leave the test out")
     if isinstance(value, str):
         return value
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
@@ -192,11 +192,11 @@ def assert_test(code: str, row: Mapping[str, Any]) -> AssertTest:
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(f"the tests and their setup are no Python together ({error})") from None
+        raise ValueError(f"the tests with their imports and setup are not valid Python ({error})") from None
     if not any(_reached(tree, entry)):
         raise ValueError(
-            "the tests assert nothing that runs: what runs are statements, functions `test_*`, classes `Test*`, "
-            "TestCases, and `check` with an `entry_point`"
+            "the tests have no assertion that would run; put one into a statement of the module, a function `test_*`, "
+            "a class `Test*`, a TestCase, or `check` with an `entry_point`"
         )
     names, known = _owners(tree, ast.parse(prompt), entry)
     library = {name: name if name in sys.stdlib_module_names else library_names()[name] for name in known}
@@ -279,11 +279,11 @@ def library_names() -> Mapping[str, str]:
 
 
 def _owners(tree: ast.Module, prompt: ast.Module, entry: str) -> tuple[tuple[str, ...], list[str]]:
-    """Names that the tests leave to the program, and names of the standard library that they use without an import.
+    """Names that the program has to define, and names of the standard library that the tests use without an import.
 
-    The program's are the entry point, what is imported from `solution`, names that begin with a capital letter, as
-    classes do, and without an entry point the one function that nothing else defines. A second one could be there to
-    judge what the first returns, so the row has to define it, or to say which of them is asked for.
+    The program has to define the entry point, names that begin with a capital letter, as classes do, and, if there is
+    no entry point, the one function that nothing else defines. If there are two such functions, one of them may be a
+    helper that judges what the other returns. Then ValueError asks the row to name the one that it tests.
     """
     imported = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     for node in imported:
@@ -343,7 +343,10 @@ def _asserts(code: str) -> bool:
 
 
 def _separate(code: str) -> list[str]:
-    """Test code split into one test for each assert at its end, with the code before them; other code is one test."""
+    """Split test code that ends with several asserts into a test for each, all with the code before them.
+
+    Other test code stays one test.
+    """
     lines, statements = code.splitlines(keepends=True), ast.parse(code).body
     first = len(statements)
     while first and isinstance(statements[first - 1], ast.Assert):

@@ -1,8 +1,8 @@
-"""Values that pass between a program and its judge, as JSON. Runs in jails too, so it imports the standard library
-only.
+"""Encodes values that a program and its tests exchange as JSON. Runs in jails too, so it imports only the standard
+library.
 
-Plain builtin values travel as copies, of exactly these types: a program's own `__eq__` never decides a comparison.
-Everything else stays where it is and travels as a handle.
+Values of builtin types, and named tuples, are copied and arrive as builtin values, so a program's own `__eq__` never
+decides a comparison. Any other value stays where it is, and a handle of it is sent.
 """
 
 from __future__ import annotations

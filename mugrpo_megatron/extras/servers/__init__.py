@@ -1,1 +1,1 @@
-"""Generation by inference servers of anybody: vLLM, SGLang, or another that returns token ids and log-probabilities."""
+"""Generates with servers outside of the run: vLLM, SGLang, or another that returns token ids and log-probabilities."""

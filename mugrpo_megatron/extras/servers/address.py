@@ -1,4 +1,4 @@
-"""Addresses of servers, and the key that they get."""
+"""Checks addresses of servers, and the key that servers are sent."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_address(text: str, key: str | None) -> str:
             "(ssh -L) to this machine, or unset the key"
         )
     if key and not (key.isascii() and key.isprintable()):
-        raise UserError(f"{KEY}: the key holds characters that no HTTP header may have")
+        raise UserError(f"{KEY}: the key holds characters that no HTTP header may have; use printable ASCII alone")
     return text.rstrip("/").removesuffix("/v1")
 
 

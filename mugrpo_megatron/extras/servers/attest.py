@@ -1,9 +1,9 @@
-"""Whether a server samples from the learner's weights: its log-probabilities beside the learner's of the same tokens.
+"""Tests whether a server samples from the learner's weights, by the tokens and log-probabilities that it returns.
 
-Two tests, both pure. *Distance*: the mean of |server - learner|, against what rounding in the model's dtype explains.
-*Surprise*: a token drawn from the learner's policy has on average the policy's entropy as its negative log-probability;
-the mean of the difference has a known spread, since a token's expectation given all before it is zero. A server that
-draws from a part of the vocabulary, or at another temperature, fails it whatever log-probabilities it returns.
+*Distance* is the mean of |server - learner| of the log-probabilities; it may not exceed what rounding in the model's
+dtype explains. *Surprise* is the mean of -logprob - entropy, both under the learner. If tokens are drawn from the
+learner's policy, its expectation is 0 for each token, given all tokens before, so its spread is known. A server that
+draws from a part of the vocabulary, or at another temperature, fails this test whatever log-probabilities it returns.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import NamedTuple
 import numpy as np
 
 MOST_DISTANCE = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}
-"""dtype -> nats: the largest mean of |server - learner| that is taken (docs/servers.md)."""
-# Below `checks.agreement.BOUNDS` in bfloat16 and float16: there the weights are known to be the learner's, and a run
-# must not end for rounding alone; here they are not known, and rounded weights would hide below a wider bound.
+"""dtype -> nats: the largest mean of |server - learner| that is accepted (docs/servers.md)."""
+# In bfloat16 and float16 these bounds are lower than `checks.agreement.BOUNDS`. There the weights are known to be the
+# learner's, and rounding alone must not end a run. Here they are not known, and quantised weights would pass a higher
+# bound.
 MOST_SURPRISE = 6.0
 """Standard errors of the mean surprise; chance exceeds them once in 500 million checks."""
 LEAST_SURPRISE = 0.02
@@ -27,7 +28,7 @@ TEMPERATURES = (0.0625, 0.125, 0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3
 """Temperatures at which the learner's values are computed when the distance is too large: the server may sample at one
 of them."""
 NEIGHBOUR = 0.35
-"""Nats of distance below which the weights are those of the model, rounded or a stage older, rather than others."""
+"""Distance in nats below which the server probably has the model's weights, but quantised or a stage older."""
 
 
 class Values(NamedTuple):
@@ -58,7 +59,7 @@ class Evidence:
     surprise_squares: float = 0.0
 
     def with_tokens(self, server: np.ndarray, learner: Values) -> Evidence:
-        """The sums with the tokens of another comparison; `server` float32 [T] has its log-probabilities."""
+        """The sums with T further tokens; `server`, float32 [T], are the server's log-probabilities of them."""
         difference = server.astype(np.float64) - learner.logprobs
         surprise = -learner.logprobs.astype(np.float64) - learner.entropies
         return Evidence(
@@ -128,7 +129,8 @@ def _cause(
             else ""
         )
         return f"temperature {best:g} and not {temperature:g} fits them{raw}"
-    # Before the next: a server that is sure of tokens which the learner would never draw has no value below its either.
+    # Tested before the next cause: a server that is sure of tokens which the learner would never draw has no value
+    # below the learner's either.
     uniform = -float(learner.entropies.max(initial=1.0)) - 1.0
     if learner.logprobs.mean() < min(-8.0, uniform):
         return "ids of another tokenizer, or another model: the learner would never draw these tokens"

@@ -1,4 +1,4 @@
-"""Groups that servers have answered, once the learner has seen that each server samples from its weights."""
+"""Takes groups from servers, after the learner has checked that each server samples from the learner's weights."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from mugrpo_megatron.samples import Prompt, Sample
 from mugrpo_megatron.terminal import visible
 
 FIRST_TOKENS = 512
-"""Tokens of a server's first groups that the learner looks at before any group of it is taken."""
+"""Tokens of a server's first groups that the learner checks before any group of that server is taken."""
 BATCH_GROUPS, BATCH_S = 64, 10.0
-"""Number of groups, and of seconds, after which a batch of later groups is taken; the learner looks at one random group
-of each batch."""
+"""Later groups of a server are taken in batches of so many groups, or of so many seconds; the learner checks one random
+group of each batch."""
 POLL_S = 0.5
 
 Measure = Callable[[Sequence[Sample], float], Values]
@@ -52,7 +52,7 @@ class HeldGroups:
 
 @dataclass
 class Attestor:
-    """What is known about each server of a stage, written to `path` whenever it grows."""
+    """Checks the servers of a stage, and keeps what is known about each; this is written to `path` at every check."""
 
     measure: Measure
     temperature: float
@@ -64,21 +64,24 @@ class Attestor:
     _random: Random = field(default_factory=SystemRandom)
 
     def due(self, server: Server, epoch: int, batch: HeldGroups) -> bool:
-        """Whether it is time to look at the batch."""
+        """Whether the batch is to be checked now: it is large or old enough, or the server adds nothing to it."""
         ended = not server.in_flight or server.epoch != epoch
         if (server.url, epoch) not in self.evidence:
             return ended or batch.tokens >= FIRST_TOKENS
         return ended or len(batch.groups) >= BATCH_GROUPS or time.monotonic() - batch.since >= BATCH_S
 
     def refusal_of_batch(self, server: Server, epoch: int, batch: HeldGroups) -> str:
-        """Reason why the batch cannot be taken; empty where it can."""
+        """Check some groups of a batch; returns the reason why the batch cannot be taken, or "" if it can."""
         # Drawn from the system's randomness: a server cannot foresee which groups are checked and behave for those
         # alone.
         known = (server.url, epoch) in self.evidence
         return self.refusal(server, epoch, [self._random.choice(batch.groups)] if known else batch.first())
 
     def refusal(self, server: Server, epoch: int, groups: Sequence[SampledGroup]) -> str:
-        """Reason why these groups cannot be taken; empty if they can. Then the sums of the comparison include them."""
+        """Compare groups with the learner; returns the reason why they cannot be taken, or "" if they can.
+
+        If they can, `evidence` includes them afterwards.
+        """
         samples = [sample for group in groups for sample in samples_of(group)]
         logprobs = np.concatenate([sample.engine_logprobs for sample in samples])
         known: dict[float, Values] = {}
@@ -151,11 +154,11 @@ def attested_groups(
     stopping: Callable[[], bool],
     say: Callable[[str], None],
 ) -> Iterator[SampledGroup]:
-    """The groups of all `prompts`, each once, in the order in which they may be taken; ends early when `stopping`.
+    """Yield the group of each of `prompts` as soon as it may be taken; end early when `stopping`.
 
-    Nothing of a server is yielded before the learner has looked at some of its tokens, again after every time that it
-    was away, and again for every batch. A server whose tokens do not fit is dropped with a sentence, and its batch goes
-    to the others. Without an `attestor` every answer is yielded. Raises UserError when no server is left, or `patience`
+    The learner checks tokens of a server before any of its groups is yielded, again each time that the server was away,
+    and then of every batch. A server whose tokens do not fit is dropped with a sentence, and the prompts of its batch
+    go to the others. Without an `attestor` nothing is checked. Raises UserError when no server is left, or `patience`
     ends.
     """
     missing = {prompt.index: prompt for prompt in prompts}

@@ -1,4 +1,7 @@
-"""HTTP to a server that may lie, hang or never end: bounded bodies, one deadline a request, two kinds of failure."""
+"""HTTP to a server that is not trusted: replies are limited in size, and each request has one deadline.
+
+Failures are of two kinds: `ServerTrouble` may pass, `ServerRefusal` will not.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,7 @@ class Connection:
         await self._client.aclose()
 
     async def get(self, path: str) -> Any | None:
-        """The JSON value at `path`; None where the server has no such path. Raises as `post`."""
+        """The JSON value at `path`; None where the server has no such path. Raises what `post` raises."""
         status, body = await self._exchange("GET", path, None, SHORT_BODY, CONNECT_S)
         if status in (404, 405, 501):
             return None

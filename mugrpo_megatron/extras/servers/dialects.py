@@ -1,4 +1,4 @@
-"""How servers are asked for responses by token ids, and where their replies have ids and log-probabilities.
+"""Writes requests for responses by token ids, and reads ids and log-probabilities from replies, for each protocol.
 
     sglang        POST /generate          SGLang's own server (entrypoints/http_server.py, managers/io_struct.py)
     vllm, openai  POST /v1/completions    vLLM's own server (entrypoints/openai/completion/protocol.py), and every
@@ -39,9 +39,9 @@ class Served:
 
 
 async def ask_what_is_served(connection: Connection) -> Served:
-    """The server's dialect and models.
+    """Ask a server for its protocol, models, context and version.
 
-    Raises ServerTrouble while it starts, ServerRefusal for what is no such server.
+    Raises ServerTrouble while it starts, and ServerRefusal if it is no server of these kinds.
     """
     models = await connection.get("/v1/models")
     info = await _said(connection, "/model_info") or await _said(connection, "/get_model_info")

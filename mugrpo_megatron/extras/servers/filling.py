@@ -1,7 +1,7 @@
-"""A stage that servers fill: the prompts that it lacks, to whichever server has room; scored groups to disk.
+"""Fills a stage from servers: sends the prompts that it lacks to servers with room, and writes scored groups to disk.
 
 `mugrpo generate --server` fills a shard in a process of its own, with a learner that only computes log-probabilities.
-`mugrpo train --server` fills the whole stage, with the learner of the run, whose memory stays where it is.
+`mugrpo train --server` fills the whole stage, with the learner of the run, which keeps its device memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The learner's log-probabilities and entropies of given tokens, also by a learner that only computes them."""
+"""Computes the learner's log-probabilities and entropies of given tokens, and opens a learner for nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--server` and its limits, and what a recipe must not need where servers generate. Nothing slow is imported."""
+"""The options of `--server`, and the check that a recipe needs nothing that servers lack. Nothing slow is imported."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class ServerOptions:
     given: tuple[str, ...]
     """URLs, and `@FILE` for those in a file, one a line."""
     timeout_s: float
-    """Longest seconds that a server may take for the responses to one prompt."""
+    """Most seconds that a server may take for the responses to one prompt."""
     patience_s: float
-    """Longest seconds without an answer from any server, after which the run ends."""
+    """Seconds without an answer from any server, after which the run ends."""
 
     def urls(self) -> list[str]:
         """The addresses of all servers at this moment, each once; UserError for an address that cannot be used.

@@ -1,7 +1,7 @@
-"""Servers that take groups from one queue, in a thread of their own; the caller reads what happens as events.
+"""Asks several servers for responses to prompts from one queue, in a thread; the caller reads what happens as events.
 
-A server takes prompts while it answers. One that is away, busy or slow gives its prompts back to the queue and is asked
-again after a pause; one that answers wrongly is not asked again.
+A server gets further prompts as long as it answers. The prompts of one that is away, busy or slow go back to the queue,
+and it is asked again after a pause. One that answers wrongly is not asked again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 JOIN_S = 5.0
 """Time between two looks for new servers."""
 UNREAD = 4
-"""Most answered groups that wait for the caller to take them, as a multiple of the prompts in flight."""
+"""Most answers of a server that may wait for the caller, as a multiple of `StageRequest.concurrency`."""
 
 
 @dataclass(eq=False)
@@ -55,7 +55,7 @@ class Server:
 
 
 class Answered(NamedTuple):
-    """A server has answered a prompt; `Pool.accept` has to follow."""
+    """A server has answered a prompt; the caller has to call `Pool.accept` once it has taken or dropped the answer."""
 
     server: Server
     epoch: int
@@ -101,7 +101,10 @@ class StageRequest:
 
 @dataclass
 class Pool:
-    """A context manager: its thread and its connections end with the block, and requests in flight are dropped."""
+    """The servers of a stage, the queue of their prompts, and the thread that asks them.
+
+    A context manager: its thread and its connections end with the block, and requests in flight are dropped.
+    """
 
     urls: Callable[[], Iterable[str]]
     """The servers' URLs as of now; asked again and again, so that servers may join."""
@@ -169,7 +172,7 @@ class Pool:
             self._loop.call_soon_threadsafe(function)
 
     def _wake(self) -> None:
-        # An event each: one that all share could be cleared by one server before another has looked at it.
+        # Each server has its own event: one could clear a shared event before another has looked at it.
         for server in self.servers:
             server.changed.set()
 
@@ -220,7 +223,10 @@ class Pool:
             await connection.close()
 
     async def _ready(self, connection: Connection) -> Served:
-        """What the server serves, once that is the model by its name."""
+        """Ask what the server serves, and return it.
+
+        Raises ServerTrouble while that is not the model of the request, and ServerRefusal if its context is too short.
+        """
         served = await ask_what_is_served(connection)
         if self.request.model not in served.names:
             raise ServerTrouble(

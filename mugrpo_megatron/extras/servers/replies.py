@@ -1,4 +1,4 @@
-"""A server's reply as responses: everything that can be checked without the learner is checked here."""
+"""Turns a server's reply into responses, and checks all that can be checked without the learner."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from mugrpo_megatron.recipe.load import short_repr
 from mugrpo_megatron.samples import Prompt, Response
 
 LEAST_LOGPROB = -110.0
-"""Nats: float32 has no smaller probability (2^-149), so no sampler draws such a token."""
+"""Lowest log-probability that is accepted, in nats. No sampler draws a less likely token, since float32 has no positive
+number below 2^-149."""
 BYTES_PER_TOKEN = 640
 """Most bytes of JSON for one token: its id, its log-probability, its text and the fields around them."""
 BYTES_PER_REPLY = 1 << 16
@@ -24,7 +25,7 @@ ABORTED = ("abort", "error")
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What every response has to fit, besides its prompt."""
+    """What a server was asked for besides the prompt; every response has to fit it."""
 
     n: int
     """Number of responses to each prompt."""
@@ -46,7 +47,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One response as a dialect has found it in JSON: any values."""
+    """One response as it was found in a server's JSON, unchecked: the fields may have any values."""
 
     ids: Any
     logprobs: Any

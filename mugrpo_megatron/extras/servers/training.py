@@ -38,7 +38,7 @@ from mugrpo_megatron.train import optimize_stage
 def train_with_servers(recipe: Recipe, problems: Problems | None, options: ServerOptions) -> None:
     """S stages of µ updates each, whose responses come from servers; what `mugrpo train --server` runs, on every rank.
 
-    `problems` are rank 0's, which alone talks to the servers. Nothing is evaluated on the way.
+    `problems` are given on rank 0 alone, which talks to the servers. No evaluations take place.
     """
     check_servers(recipe)
     if recipe.auxiliary.by_name:

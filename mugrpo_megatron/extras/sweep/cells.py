@@ -1,4 +1,6 @@
-"""A sweep before it runs: its cells, their states on disk, and everything that can be refused before the first one.
+"""The cells of a sweep, their states on disk, and the checks before the first one runs.
+
+A cell is one combination of settings, with a run of its own on the sweep's stage.
 
     OUT/sweep.json       the run and the stage that all cells are branches of
     OUT/CELL/            an ordinary run directory; summary.json is its last file, so a cell that has one is finished
@@ -36,7 +38,7 @@ FAILURE = "failure.txt"
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """A grid on one sealed stage of a run."""
+    """The cells of a grid, all on the sealed stage `stage` of the run in `source`."""
 
     source: Path
     stage: int
@@ -62,9 +64,9 @@ class Sweep:
 
 
 def check_sweep(sweep: Sweep) -> tuple[Sweep, Origin]:
-    """Raise UserError, before any cell starts, for everything that one of them could be refused for.
+    """Check all cells before one starts; raise UserError for the first that would be refused.
 
-    Returns the sweep with its cells' models on this machine, and where the stage is from.
+    Returns the sweep, whose recipes then name models on this machine, and the stage's origin.
     """
     origins = [check_branch(cell.recipe, sweep.source, sweep.stage) for cell in sweep.cells]
     _check_out(sweep, origins[0])
@@ -80,14 +82,14 @@ def check_sweep(sweep: Sweep) -> tuple[Sweep, Origin]:
 
 
 def claim_out(sweep: Sweep, origin: Origin) -> None:
-    """Make the sweep's directory and mark it as this stage's."""
+    """Make the sweep's directory, and write down there which stage the sweep is on."""
     make_directory(sweep.out, f"--out {sweep.out}")
     refuse_linked_folders(sweep.out, ["logs", *(cell.name for cell in sweep.cells)])
     write_json(sweep.out / MARK, {"run": origin.run, "stage": origin.stage, "of": str(sweep.source.resolve())})
 
 
 def states(sweep: Sweep) -> str:
-    """Every cell with its state, one a line, and the estimated time of the rest."""
+    """Every cell with its state, one in a line, and how long the unfinished ones will take."""
     states = {cell.name: sweep.state(cell) for cell in sweep.cells}
     lines = [f"{state:9} {name}" for name, state in states.items()]
     unfinished = sum(state != "finished" for state in states.values())
@@ -115,7 +117,7 @@ def _source_seconds(sweep: Sweep) -> float:
 
 
 def _check_out(sweep: Sweep, origin: Origin) -> None:
-    """The directory of `--out` is empty or this sweep's, so the table and the page in it may be replaced."""
+    """Raise UserError unless the directory of `--out` is missing, empty or this sweep's own, and may be written to."""
     out = sweep.out
     if not os.path.lexists(out):
         return

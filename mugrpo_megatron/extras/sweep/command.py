@@ -10,7 +10,7 @@ from mugrpo_megatron.terminal import visible
 
 
 def sweep_arguments(parser: Parser) -> None:
-    """A run's stage, and the grid of the cells."""
+    """Add the arguments of `mugrpo sweep`: a run's stage, and the grid of settings."""
     parser.add_argument("run_dir", type=Path, help="the run that has generated the stage")
     parser.add_argument("--stage", type=int, default=0, metavar="K", help="the sealed stage, from 0")
     override_arguments(parser, "VALUE,VALUE", "an axis of the grid; with one value, a setting of every cell")

@@ -1,4 +1,4 @@
-"""The grid of a sweep: axes and cells from the command line and a TOML file, and each cell's whole recipe.
+"""Reads the grid of a sweep from the command line and a TOML file, and makes the recipe of each cell.
 
 [set]                                   # one value: for every cell
 "eval.samples" = 4
@@ -51,8 +51,10 @@ class Cell:
 
 
 def read_grid(overrides: Iterable[str], file: Path | None) -> Grid:
-    """The grid of `--set` words and a grid file; several values of a key make an axis of the grid. UserError for a
-    malformed word or file."""
+    """Read the grid from `--set` words, of which those with several values are axes, and from a grid file.
+
+    Raises UserError for a malformed word or file.
+    """
     table = read_toml(file) if file else {}
     if unknown := sorted(table.keys() - set(PARTS)):
         raise UserError(f"{file}: `{unknown[0]}` is not a table of a grid; there are [set], [axes] and [[cells]]")
@@ -78,7 +80,7 @@ def read_grid(overrides: Iterable[str], file: Path | None) -> Grid:
 
 
 def cells_of(grid: Grid, run: RunDirectory, out: Path) -> list[Cell]:
-    """Every cell with its recipe: the run's, with the cell's settings and a directory of its own.
+    """Make every cell with its recipe: the recipe of `run`, with the cell's settings and a directory of its own.
 
     A cell that names an objective takes that preset whole: the run's resolved recipe holds every key of `[objective]`,
     and one objective's keys are not another's. Raises UserError for a key that cells cannot differ in, for two equal
@@ -93,7 +95,7 @@ def cells_of(grid: Grid, run: RunDirectory, out: Path) -> list[Cell]:
             f"responses: {', '.join(_varied())}; one value of any other key holds for all of them"
         )
     if "run.dir" in grid.common:
-        raise UserError("run.dir: each cell has its own, inside the directory of --out")
+        raise UserError("run.dir: each cell has its own, inside the directory of --out; leave it out")
     count = math.prod(map(len, grid.axes.values())) * bool(grid.axes) + len(grid.extra)
     if count > MOST_CELLS:
         raise UserError(f"the grid has {count:,} cells, more than {MOST_CELLS:,}; sweep a part of it")
@@ -127,8 +129,8 @@ def text_of(value: Any) -> str:
 
 
 def applied(base: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
-    """The tables of a recipe with the settings in place; another objective's name drops the keys of the objective
-    before."""
+    """The tables of the recipe `base` with `settings` applied; a new `objective.name` first removes all keys of
+    `[objective]`."""
     table = {name: dict(section) if isinstance(section, dict) else section for name, section in base.items()}
     if "objective.name" in settings:
         table["objective"] = {}

@@ -1,9 +1,9 @@
-"""`mugrpo sweep`: objectives, rates, thresholds and scopes compared on one sealed stage of a run.
+"""`mugrpo sweep`: compares objectives, learning rates, thresholds and other settings on one sealed stage of a run.
 
-Each cell is a branch of the stage, as `mugrpo optimize --from` makes it. The cells run one after the other in one
-process: they share process groups, engines and problems, and nothing else. A learner is built for each cell and dropped
-with it, by the code that builds any run's: weights, optimizer state and random streams are those of a run in a process
-of its own. What is saved is the start of the process (imports, rendezvous, process groups) and of the engines.
+A cell is one combination of settings. Its run is a branch of the stage, as `mugrpo optimize --from` makes it. The cells
+run one after the other in one process: they share process groups, engines and problems, and nothing else. Each cell has
+a learner of its own, built as for any run, so weights, optimizer state and random streams are those of a run in a
+process of its own. Compared with such runs, a sweep saves the start of the process and of the engines.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def run_sweep(sweep: Sweep, origin: Origin, problems: Problems | None) -> int:
 def _run_cell(context: SweepContext, sweep: Sweep, cell: Cell) -> bool:
     """Run one cell to its end; returns whether it finished.
 
-    A failure of the updates is the same on every rank, so the other cells can go on. Any other failure ends the sweep
-    where other ranks would wait for the one that failed.
+    A failure of the updates is the same on every rank, so the other cells can go on. With several ranks, any other
+    failure ends the sweep, since other ranks would wait for the one that failed.
     """
     note = sweep.failure(cell)
     try:
@@ -111,7 +111,7 @@ def _optimize_cell(context: SweepContext, sweep: Sweep, cell: Cell) -> None:
 
 
 def _take_over_evaluation(run: Run, sweep: Sweep, cursor: Cursor) -> None:
-    """Log the source's evaluation at the stage's start, if the cell evaluates in the same way."""
+    """Copy the source run's evaluation at the stage's start to the cell's log, if the cell evaluates in that way."""
     source = load_recipe(RunDirectory(sweep.source).recipe)
     recipe = run.recipe
     if (source.eval, source.data, source.reward) != (recipe.eval, recipe.data, recipe.reward):
@@ -154,8 +154,8 @@ class SweepContext:
 
     @contextmanager
     def open(self, recipe: Recipe) -> Iterator[tuple[Run, Learner, Engines, Cursor]]:
-        """Open a cell's run at its newest checkpoint, as `open_run` does, but without engines and in this world.
-        Collective."""
+        """Open a cell's run at its newest checkpoint, as `open_run` does, but without engines and with the process
+        groups of this context. Collective."""
         gc.collect()  # frees the model of the previous cell, whose modules refer to each other in circles
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -216,7 +216,10 @@ class SweepContext:
 
 @contextmanager
 def open_sweep(recipe: Recipe, logs: Path, problems: Problems | None) -> Iterator[SweepContext]:
-    """Join the world in the recipe's layout; SIGTERM and Ctrl-C become a request to stop while the block runs."""
+    """Start process groups in the recipe's layout, and yield what the cells share.
+
+    While the block runs, SIGTERM and Ctrl-C become a request to stop.
+    """
     if finds_cuda():
         check_allocator()
     is_main = rank_of_environment() == 0

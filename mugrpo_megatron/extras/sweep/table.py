@@ -38,7 +38,7 @@ Figures = dict[str, Any]
 
 
 def publish(sweep: Sweep, page: bool) -> Table:
-    """Write cells.csv and, with `page`, the page of the finished cells; the table of both, best cell in bold."""
+    """Write cells.csv and, with `page`, the page of the finished cells; return a table with the best cell in bold."""
     figures = {cell.name: figures_of(sweep, cell) for cell in sweep.cells}
     write_text(sweep.out / CSV, as_csv(sweep.cells, figures))
     done = [cell for cell in sweep.cells if sweep.finished(cell)]
