@@ -1,1 +1,1 @@
-"""Everything that can be refused before a run starts; torch is imported only where a key needs it."""
+"""Checks that refuse a run before it starts; torch is imported only where a recipe's key needs it."""

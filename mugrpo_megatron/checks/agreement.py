@@ -1,7 +1,7 @@
-"""Whether learner and engine hold the same model: log-probabilities of the same tokens, and what rounding explains.
+"""Compares learner and engine: whether both give the same tokens the same log-probabilities, up to rounding.
 
-Pure functions: the run compares a few texts before it generates (`phases.agreement`), and whoever takes responses of
-other servers can compare theirs.
+The functions are pure. A run calls them on a few texts before it generates (`phases.agreement`); responses of other
+servers can be compared in the same way.
 """
 
 from __future__ import annotations
@@ -12,27 +12,31 @@ from typing import NamedTuple
 import numpy as np
 
 BOUNDS = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1, "fp8": 0.3}
-"""Type of the products -> the largest mean of |engine - learner|, in nats a token, that rounding explains.
+"""dtype of the matrix products -> the largest mean of |engine - learner|, in nats a token, that rounding explains.
 
 Measured with SGLang on CPU and small random models: below 4e-7 in float32; in bfloat16 0.005 (Llama) to 0.019
 (Qwen3-MoE). The bounds of float16 and fp8 are estimates: no engine on CPU multiplies in fp8.
 """
 GROWS = 3.0
-"""The difference grows with the position if the last quarter of the texts has this many times the first's."""
+"""If the mean difference in the last quarter of the texts is at least this many times that in the first quarter, it
+counts as growing with the position."""
 
 
 class Agreement(NamedTuple):
-    """How far engine and learner are apart on the same tokens."""
+    """The distance of the log-probabilities of engine and learner on the same tokens."""
 
     mean: float
     """Mean of |engine - learner| in nats a token; NaN if a log-probability is not finite."""
     tokens: int
     growth: float
-    """The mean in the last quarter of each text, over that in the first."""
+    """The mean over the last quarter of each text, divided by the mean over the first quarter."""
 
 
 def agreement(engine: Sequence[np.ndarray], learner: Sequence[np.ndarray]) -> Agreement:
-    """Compare log-probabilities float32 [R] of the same texts; without a token the mean is 0."""
+    """Compare the log-probabilities that engine and learner give the same texts.
+
+    Each sequence has a float32 array [R] for each text of R tokens. Without any token the mean is 0.
+    """
     distances = [np.abs(ours.astype(np.float64) - theirs) for ours, theirs in zip(learner, engine, strict=True)]
     together = np.concatenate([np.zeros(0), *distances])
     if not len(together):
@@ -51,9 +55,9 @@ def bound(dtype: str, fp8: bool = False) -> float:
 
 
 def disagreement(found: Agreement, most: float, unread: Sequence[str] = ()) -> str:
-    """A sentence if engine and learner are further apart than `most` nats a token, with the likely cause; else "".
+    """Return a sentence with the likely cause if engine and learner are more than `most` nats a token apart, else "".
 
-    `unread`: fields of config.json that were taken to be without effect.
+    `unread`: names of fields of config.json that this project ignores, because it takes them to have no effect.
     """
     if found.mean <= most:
         return ""

@@ -1,6 +1,7 @@
-"""Gaps of the engines in one table: a condition, a sentence with the way out, and the newest SGLang that has the gap.
+"""The table of gaps: what SGLang, or this project's use of it, cannot run, each with the way out.
 
-A test compares `until` with the pinned SGLang, so that every row is checked again when the pin moves.
+A test compares `Gap.until` with the SGLang version that this project pins, so that somebody looks at every row again
+when that version changes.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ UNWRITTEN = {
 
 
 class EngineSetup(NamedTuple):
-    """A recipe, its model and its device: the input of a gap's condition."""
+    """The input of a gap's condition: the recipe, its model, and whether the engine runs on CUDA."""
 
     recipe: Recipe
     model: Mapping[str, Any] = {}
@@ -68,9 +69,10 @@ class Gap:
     when: Callable[[EngineSetup], object]
     """Returns something true if the gap applies; `why` may show it as `{it}`."""
     why: str
-    """Format of the sentence: `{section.key}` of the recipe, `{model[key]}`, and `{it}` for the value of `when`."""
+    """The sentence for the user, a format string: `{section.key}` stands for a value of the recipe, `{model[key]}` for
+    one of the model's config, `{it}` for the value that `when` returned."""
     until: str = SGLANG
-    """Newest SGLang that has the gap."""
+    """Newest SGLang version that has the gap."""
 
 
 def _scaling(setup: EngineSetup) -> dict[str, Any]:
@@ -84,11 +86,11 @@ def _rope(setup: EngineSetup) -> str:
 
 
 def _yarn_positions(setup: EngineSetup) -> int:
-    """Returns the positions for which SGLang computes YaRN's rotations, if a sequence of the recipe may have more; else
-    0.
+    """Returns the number of positions in SGLang's table of YaRN rotations if a sequence of the recipe may be longer,
+    else 0.
 
-    They are factor times original_max_position_embeddings (layers/rotary_embedding/yarn.py), whatever
-    max_position_embeddings says; a position beyond them reads outside the table.
+    The table has factor times original_max_position_embeddings positions (layers/rotary_embedding/yarn.py), whatever
+    max_position_embeddings says; SGLang reads beyond its end for later positions.
     """
     scaling, recipe = _scaling(setup), setup.recipe
     known = (scaling.get("factor"), scaling.get("original_max_position_embeddings"))
@@ -99,9 +101,10 @@ def _yarn_positions(setup: EngineSetup) -> int:
 
 
 def _other_yarn(setup: EngineSetup) -> str:
-    """Returns the `attn_factor` with which SGLang would have the config's attention scale; "" if SGLang has it already.
+    """Returns the `attn_factor` that makes SGLang scale attention as the config says, if the config has another one;
+    else "".
 
-    SGLang multiplies the scale of YaRN's factor by `attn_factor` (layers/rotary_embedding/yarn.py).
+    SGLang multiplies the scale that follows from YaRN's factor by `attn_factor` (layers/rotary_embedding/yarn.py).
     """
     scaling, factor = _scaling(setup), _scaling(setup).get("factor")
     if _rope(setup) != "yarn" or not isinstance(factor, int | float) or _latent(setup):
@@ -130,7 +133,10 @@ def _null_rope(setup: EngineSetup) -> str:
 
 
 def _other_class(setup: EngineSetup) -> str:
-    """Returns the class of `architectures`, from which SGLang takes the model, if it is not the family's; else ""."""
+    """Returns the middle of the gap's sentence if `architectures` names another class than the model type's, else "".
+
+    SGLang chooses the model's class by `architectures`, not by `model_type`.
+    """
     family, named = setup.model.get("model_type", ""), setup.model.get("architectures")
     expected = ENGINE_CLASSES.get(CLASSES.get(family, family))
     if not expected or "model_type" not in setup.model or "architectures" not in setup.model:
@@ -144,8 +150,10 @@ def _other_head_dim(setup: EngineSetup) -> bool:
 
 
 def _broken_blocks(setup: EngineSetup) -> str:
-    """Returns the matrices whose shards are no multiple of an fp8 block, as SGLang requires (fp8.py); "" if there are
-    none."""
+    """Returns the matrix dimensions that are no multiple of an fp8 block on each tensor parallel rank, else "".
+
+    SGLang requires multiples (layers/quantization/fp8.py).
+    """
     model, tensor = setup.model, setup.recipe.engine.tensor
     heads = model.get("num_attention_heads") or 1
     kv_heads = model.get("num_key_value_heads") or heads
@@ -173,7 +181,8 @@ def _hybrid(setup: EngineSetup) -> bool:
 
 
 def _other_interval(setup: EngineSetup) -> str:
-    """Returns the layers with full attention if they are not every `full_attention_interval`-th; "" if they are."""
+    """Returns the numbers of the layers with full attention if they are not every `full_attention_interval`-th, else
+    ""."""
     interval, kinds = setup.model.get("full_attention_interval"), setup.model.get("layer_types")
     full = [layer for layer, kind in enumerate(kinds or [], 1) if kind == "full_attention"]
     if not _hybrid(setup) or not interval or not kinds or full == list(range(interval, len(kinds) + 1, interval)):
@@ -208,7 +217,8 @@ GAPS = (
     Gap(
         _other_interval,
         "the model's layer_types has full attention in layers {it}, and SGLang reads full_attention_interval = "
-        "{model[full_attention_interval]} alone: it would load other layers",
+        "{model[full_attention_interval]} alone: it would load other layers; correct the wrong one of the two in "
+        "config.json",
     ),
     Gap(
         lambda c: c.recipe.engine.tensor % c.recipe.engine.nodes,
@@ -247,7 +257,7 @@ GAPS = (
     Gap(
         _latent_yarn,
         "the model's YaRN has {it}, which SGLang does not read for latent attention: engine and learner would be "
-        "different policies",
+        "different policies; take a model without it",
     ),
     Gap(
         _null_rope,
@@ -255,22 +265,23 @@ GAPS = (
     ),
     Gap(
         _other_class,
-        "the model's config.json names architectures {it} is the one of {model[model_type]}: write that",
+        "the model's config.json names architectures {it} is the one of {model[model_type]}: write that one",
     ),
     Gap(
         lambda c: _mixtral(c) and _rope(c) != "default" and _rope(c),
         "the model is a mixtral with rope scaling of type {it}, which SGLang does not read for that family: engine and "
-        "learner would be different policies",
+        "learner would be different policies; take a model without it",
     ),
     Gap(
         _fraction_of_theta,
         "the model is a mixtral whose rope_theta is no whole number, which SGLang rounds down for that family: engine "
-        "and learner would be different policies",
+        "and learner would be different policies; take a model with a whole rope_theta",
     ),
     Gap(
         lambda c: _mixtral(c) and _other_head_dim(c),
         "the model is a mixtral with head_dim {model[head_dim]}, and for that family SGLang takes hidden_size / "
-        "num_attention_heads = {model[hidden_size]} / {model[num_attention_heads]}: it would load other shapes",
+        "num_attention_heads = {model[hidden_size]} / {model[num_attention_heads]}: it would load weights of "
+        "other shapes; take a model where the two are equal",
     ),
     Gap(
         lambda c: _extra(c, "speculative_algorithm") not in (None, "NGRAM"),
@@ -361,7 +372,7 @@ DEVICE_GAPS = (
         'this project does not use; set it to "none"',
     ),
 )
-"""Gaps that engines have only on CUDA, or only on CPU."""
+"""Gaps that engines have only on CUDA, or only without it."""
 SYNC_GAPS = (
     Gap(
         lambda c: c.recipe.engine.quantization != "none",
@@ -375,7 +386,7 @@ SYNC_GAPS = (
         PROJECT_LIMIT,
     ),
 )
-"""What engines cannot do that run without a learner, and so without a weight sync."""
+"""Gaps of engines that run without a learner, and so get no weight sync."""
 
 
 def gap_messages(gaps: Iterable[Gap], setup: EngineSetup) -> Iterator[str]:
@@ -398,11 +409,11 @@ def check_engine_device(setup: EngineSetup) -> None:
 
 
 def depends_on_device(setup: EngineSetup) -> bool:
-    """Whether the engine can do what the recipe asks only on CUDA, or only on CPU."""
+    """Whether an engine can do what the recipe asks on only one of CUDA and CPU."""
     return any(any(gap_messages(DEVICE_GAPS, setup._replace(cuda=cuda))) for cuda in (True, False))
 
 
 def check_without_sync(setup: EngineSetup) -> None:
-    """Raise UserError when the recipe needs a weight sync from a learner."""
+    """Raise UserError when the recipe needs a learner that syncs its weights to the engine."""
     for problem in gap_messages(SYNC_GAPS, setup):
         raise UserError(problem)

@@ -61,14 +61,15 @@ def candidates(model: Mapping[str, Any], world: int) -> Iterator[ParallelSection
 
 
 def layout_distance(first: ParallelSection, second: ParallelSection) -> float:
-    """Returns the distance of two layouts: the weighted sum of doublings of each size."""
+    """Returns how far two layouts are apart: for each size the number of doublings between them, weighted and
+    summed."""
     # Context parallelism weighs most: it is the last resort, for sequences too long for one rank.
     weights = {"tensor": 1.0, "pipeline": 1.0, "virtual_pipeline": 0.5, "context": 2.0, "expert": 1.0}
     return sum(w * abs(math.log2(getattr(first, size) / getattr(second, size))) for size, w in weights.items())
 
 
 def describe_layout(layout: ParallelSection) -> str:
-    """Returns the layout as recipe keys, without those at 1."""
+    """Returns the layout's sizes above 1 as recipe keys: `tensor = 2, pipeline = 4`."""
     return ", ".join(f"{name} = {value}" for name, value in layout if value > 1) or "every size 1"
 
 
@@ -91,8 +92,9 @@ def check_layout(
 ) -> None:
     """Check the layout before a process group or an engine exists.
 
-    `model` is the Hugging Face config, `world_size` the number of learner ranks, `way_out` as in `layout_problems`.
-    Raises UserError with every problem and, for a wrong layout, the nearest one that works, formatted by `describe`.
+    `model` is the Hugging Face config, `world_size` the number of learner ranks. `way_out` tells the user how to get a
+    multiple of `{block}` ranks. Raises UserError with every problem and, for a wrong layout, the nearest one that
+    works, formatted by `describe`.
     """
     wrong = list(layout_problems(recipe.parallel, recipe.rollout, model, world_size, way_out))
     problems = [*wrong, *problems_of_any_layout(recipe, model)]
@@ -143,7 +145,7 @@ def layout_problems(
 ) -> Iterator[str]:
     """Yields a sentence for each reason why a layout cannot run this model and batch on `world_size` ranks.
 
-    `way_out` says how to get a multiple of `{block}` ranks.
+    `way_out` tells the user how to get a multiple of `{block}` ranks.
     """
     tp, pp, cp = parallel.tensor, parallel.pipeline, parallel.context
     block = tp * pp * cp
@@ -172,9 +174,9 @@ def layout_problems(
 def split_problems(
     parallel: ParallelSection, model: Mapping[str, Any], keys: Mapping[str, str] = RECIPE_KEYS
 ) -> Iterator[str]:
-    """Yields a sentence for each reason why a layout cannot split the model, on any number of ranks.
+    """Yields a sentence for each reason why a layout cannot split the model, whatever the number of ranks.
 
-    `keys` are the names of the layout's sizes for the user: recipe keys, or a command's options.
+    `keys` are the names by which the user knows the layout's sizes: recipe keys, or a command's options.
     """
     pp, vpp, expert = parallel.pipeline, parallel.virtual_pipeline, parallel.expert
     if vpp > 1 and pp == 1:
@@ -207,7 +209,7 @@ def _expert_problems(parallel: ParallelSection, experts: int, data_parallel: int
 
 
 def _shard_problems(name: str, size: int, model: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a sentence for each dimension that `size` tensor parallel ranks cannot split."""
+    """Yields a sentence for each dimension of the model that `size` tensor parallel ranks cannot split evenly."""
     heads = model.get("num_attention_heads") or 1
     kv_heads = model.get("num_key_value_heads") or heads
     if heads % size:
@@ -225,7 +227,8 @@ def _shard_problems(name: str, size: int, model: Mapping[str, Any]) -> Iterator[
 
 
 def _fp8_problems(learner: LearnerSection, tp: int, model: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a sentence for each dimension that tensor cores cannot multiply in fp8 on `tp` tensor parallel ranks."""
+    """Yields a sentence for each dimension that is too uneven for fp8 products when `tp` tensor parallel ranks share
+    it."""
     if learner.fp8 == "none":
         return
     if has_delta(model):
@@ -241,7 +244,7 @@ def _fp8_problems(learner: LearnerSection, tp: int, model: Mapping[str, Any]) ->
 
 
 def problems_of_any_layout(recipe: Recipe, model: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a sentence for each problem of model and settings that no layout of the learner solves."""
+    """Yields a sentence for each conflict of model and settings that another layout of the learner would not solve."""
     yield from _shard_problems("engine.tensor", recipe.engine.tensor, model)
     yield from engine_problems(EngineSetup(recipe, model))
     yield from _fp8_problems(recipe.learner, recipe.parallel.tensor, model)

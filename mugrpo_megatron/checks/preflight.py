@@ -1,7 +1,7 @@
-"""Checks of a run before anything slow is imported: its model, layout, run directory and data.
+"""Checks a run before anything slow is imported: its model, layout, run directory and data.
 
-`mugrpo train` runs them first; `--dry-run` runs nothing else. Neither torch nor transformers, Megatron, SGLang or sympy
-is imported at the top, so that a mistake is reported within seconds.
+`mugrpo train` runs these checks first; `--dry-run` runs nothing else. Torch, transformers, Megatron, SGLang and sympy
+are not imported at the top, so that a mistake is reported within seconds.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ from mugrpo_megatron.weights.families import architecture
 Say = Callable[[str], None]
 
 ANY_PROBLEM = Problem("a question", "1+1=", "2")
-"""The problem on which a chat template is tried where the data set is not on this machine."""
+"""The problem on which a chat template is tried if the data set is not on this machine."""
 
 
 def check_run(recipe: Recipe, say: Say = lambda line: None, generates: bool = True) -> tuple[Recipe, Problems | None]:
-    """Raise UserError for a run that cannot work; `say` gets a line about its model, layout and data.
+    """Raise UserError for a run that cannot work; call `say` with lines about its model, layout and data.
 
-    Returns the recipe with its model on this machine, and the problems, which only rank 0 of a run that generates
-    reads.
+    Returns the recipe with `model.path` on this machine, and the problems of its data sets. Only rank 0 of a run that
+    generates reads these; otherwise they are None.
     """
     main = rank_of_environment() == 0  # only rank 0 reads: other ranks might see files that it is still writing
     if main:
@@ -102,7 +102,7 @@ def check_run(recipe: Recipe, say: Say = lambda line: None, generates: bool = Tr
 
 
 def say_warmup(optimizer: OptimizerSection, schedule: ScheduleSection, say: Say) -> None:
-    """Say that the run ends within the warm-up of its learning rate."""
+    """Tell the user if the run ends before the warm-up of its learning rate does."""
     if optimizer.warmup_updates > schedule.total_updates:
         reached = optimizer.lr * schedule.total_updates / optimizer.warmup_updates
         say(
@@ -112,8 +112,10 @@ def say_warmup(optimizer: OptimizerSection, schedule: ScheduleSection, say: Say)
 
 
 def check_on_paper(recipe: Recipe, say: Say) -> None:
-    """Check a run as `check_run` does, but for `--dry-run`: without a download, on as many ranks as the layout
-    needs."""
+    """Check a run for `--dry-run`: as `check_run` does, but without a download.
+
+    The layout is checked on WORLD_SIZE ranks, or else on the fewest that it needs.
+    """
     say_warmup(recipe.optimizer, recipe.schedule, say)
     check_directory(recipe)
     _check_names(recipe.data, recipe.eval, recipe.reward, recipe.rollout, recipe.engine)
@@ -155,9 +157,10 @@ def check_on_paper(recipe: Recipe, say: Say) -> None:
 
 
 def _check_prompts(data: DataSection, model: Path, problems: Sequence[Problem]) -> list[str]:
-    """Returns lines with the first prompt and with fields that no prompt shows; none where the template is not here.
+    """Returns lines to print: the first prompt, and the fields of rows that no prompt shows.
 
-    Raises UserError when the chat template cannot render a set's first problem.
+    Empty if the prompt depends on a tokenizer that is not on this machine. Raises UserError when the chat template
+    cannot render a set's first problem.
     """
     template = template_of(data)
     first_of_each: dict[str, Problem] = {}
@@ -178,7 +181,8 @@ def _check_prompts(data: DataSection, model: Path, problems: Sequence[Problem]) 
 
 
 def read_checked_problems(recipe: Recipe, say: Say) -> Problems | None:
-    """The problems, on rank 0 of a run whose responses no engine of its own samples, after `check_run`."""
+    """Read and check the problems of a run that samples from servers; None on ranks other than 0. Call it after
+    `check_run`."""
     if rank_of_environment() != 0:
         return None
     check_files(f"{recipe.data.train},{recipe.data.eval}")
@@ -187,8 +191,10 @@ def read_checked_problems(recipe: Recipe, say: Say) -> Problems | None:
 
 
 def check_engine_only(recipe: Recipe, say: Say, engine: bool = True) -> tuple[Recipe, Problems]:
-    """Check a run as `check_run` does, but for a process without a learner, so without a layout; with `engine` false
-    without an engine too."""
+    """Check a run for a process without a learner: as `check_run` does, but without a layout.
+
+    With `engine` false the process has no engine either, since it samples from servers.
+    """
     check_directory(recipe)
     _check_names(recipe.data, recipe.eval, recipe.reward, recipe.rollout, recipe.engine)
     check_files(f"{recipe.data.train},{recipe.data.eval}")
@@ -209,7 +215,8 @@ def check_engine(setup: EngineSetup) -> None:
 
 
 def check_evaluation(recipe: Recipe, sources: Sequence[str]) -> None:
-    """Raise UserError when `mugrpo eval` on these sources cannot work, as far as is known without the model."""
+    """Raise UserError when `mugrpo eval` on these sources cannot work, as far as that is known before the model is
+    read."""
     for source in sources:
         check_files(source)
     known = held_out_sets(",".join(sources), "--data").keys() | named_sources(recipe.data.eval).keys()
@@ -223,7 +230,10 @@ def check_evaluation(recipe: Recipe, sources: Sequence[str]) -> None:
 
 
 def check_warm_start(recipe: Recipe, say: Say = lambda line: None) -> Recipe:
-    """Raise UserError when `mugrpo sft` cannot work; returns the recipe, with `sft.train` its model on this machine."""
+    """Raise UserError when `mugrpo sft` cannot work; returns the recipe.
+
+    With `sft.train` the model of the returned recipe is on this machine.
+    """
     if recipe.sft.train is None:
         if recipe.data.train not in TASKS:  # a math data set has golds, but no answers to imitate
             raise UserError(
@@ -247,7 +257,8 @@ def check_warm_start(recipe: Recipe, say: Say = lambda line: None) -> Recipe:
 
 
 def fewest_ranks(parallel: ParallelSection) -> int:
-    """Returns the smallest world size of a layout: tensor x pipeline x context, times what the experts need."""
+    """Returns the smallest number of ranks that a layout runs on: tensor x pipeline x context, times what the experts
+    need."""
     block = parallel.tensor * parallel.pipeline * parallel.context
     return block * (parallel.expert // math.gcd(parallel.expert, parallel.context))
 
@@ -267,7 +278,10 @@ def _with_model_config(
 
 
 def _config(directory: Path) -> tuple[Mapping[str, Any] | None, str]:
-    """Returns a model's config, from its directory or the bundled ones, and its source; None without either."""
+    """Returns a model's config and where it comes from: the model's directory, or the configs in models.toml.
+
+    The config is None if neither has the model.
+    """
     if directory.exists():
         config = read_model_config(directory)
         check_tokenizer(directory)
@@ -286,7 +300,8 @@ def _check_names(
 
 
 def _check_user_loss(objective: ObjectiveSection) -> None:
-    """Raise UserError for a user's function of the loss that does not exist or has other parameters."""
+    """Raise UserError for a user's function of the loss that does not exist, or that has parameters which nobody
+    passes."""
     if objective.has_user_advantage:
         function = load_function("objective.advantage", objective.advantage)
         arguments_of(f"objective.advantage = {objective.advantage}", function, ADVANTAGE_ARGUMENTS)
@@ -299,7 +314,7 @@ def _check_user_loss(objective: ObjectiveSection) -> None:
 
 
 def _try_user_loss(objective: ObjectiveSection, reward: RewardSection, problems: Sequence[Problem], say: Say) -> None:
-    """Call the user's functions of the loss once, on the rows of the first problems."""
+    """Call the user's functions of the loss once, for a try, on the rows of the first two problems."""
     rows = [problem.row for problem in problems[:2]]
     for line in try_user_functions(objective, rows, list(reward.table)):
         say(f"objective: {line}")
@@ -337,7 +352,7 @@ def _check_command(agent: str) -> None:
 
 
 def _try_rewards(section: RewardSection) -> None:
-    """Start a worker of each reward function; UserError when a user's cannot be loaded or called."""
+    """Start one worker, which loads and calls each reward function; UserError when a user's function fails there."""
     if any(entry.function != MATH for entry in section.table.values()):
         with Verifier(section.model_copy(update={"workers": 1})):
             pass
@@ -352,15 +367,16 @@ def _check_ref(kl_ref: str | None, model_path: Path, shape: Architecture) -> Non
     check_weights(path, "objective.kl_ref")
     if architecture(config, str(path / CONFIG)) != shape:
         raise UserError(
-            f"objective.kl_ref = {path} has another shape than {model_path}, so the learner cannot hold its "
+            f"objective.kl_ref = {path} has another architecture than {model_path}, so the learner cannot hold its "
             f"weights; {remedy}"
         )
 
 
 def _check_extras(recipe: Recipe, shape: Architecture | None, say: Say, on_paper: bool = False) -> None:
-    """Raise UserError when LoRA or an auxiliary model cannot work; LoRA is skipped without the model's `shape`.
+    """Raise UserError when LoRA or an auxiliary model (a teacher or a judge) cannot work.
 
-    Models of the hub are downloaded unless `on_paper`.
+    LoRA is not checked if `shape`, the model's architecture, is None. Auxiliary models of the hub are downloaded unless
+    `on_paper`.
     """
     if shape is not None and recipe.lora.rank is not None:
         from mugrpo_megatron.extras.lora.lora_checks import check_lora
@@ -378,7 +394,8 @@ def _check_engine_device(setup: EngineSetup) -> None:
 
 
 def _check_toolkit() -> None:
-    """Raise UserError when an engine on this node's GPUs could not compile its kernels; checked by one rank a node."""
+    """Raise UserError when an engine on this node's GPUs could not compile its kernels. One rank of each node
+    checks."""
     if os.environ.get("LOCAL_RANK", "0") != "0" or not driver_finds_gpu():
         return
     for tool in tools_here():
@@ -394,7 +411,7 @@ def _check_layers(learner: LearnerSection, dtype: str) -> None:
 
 
 def _read(data: DataSection, reward: RewardSection, run_dir: Path, say: Say) -> Problems:
-    """Returns the problems; UserError when they are wrong, or not those that the run began with."""
+    """Returns the problems of the data sets; UserError when they are unusable, or not those that the run began with."""
     check_style(data.prompt_style)
     template_of(data)
     problems = read_problems(data, reward)

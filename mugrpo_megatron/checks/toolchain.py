@@ -31,7 +31,7 @@ State = Literal["ok", "absent", "broken"]
 
 
 class CheckResult(NamedTuple):
-    """State of a component of the machine or of the software."""
+    """The state of one component of the machine or of the software."""
 
     name: str
     state: State
@@ -79,13 +79,15 @@ def tools(environment: Mapping[str, str], include: Path, glibc: str) -> list[Too
 
 
 def tools_here() -> list[Tool]:
-    """Returns this machine's tools as an engine finds them: programs next to this Python come first."""
+    """Returns this machine's tools as an engine would find them: programs next to this Python come before those on
+    PATH."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     return tools({**os.environ, "PATH": path}, Path(sysconfig.get_paths()["include"]), _confstr())
 
 
 def _driver(path: str) -> list[Tool]:
-    """Returns an empty list without a driver: on a login node, or while a container is built."""
+    """Returns the GPU's driver as a list of one tool; empty without a driver, as on a login node or in a container's
+    build."""
     output = program_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", path=path)
     version = re.match(r"\d+", output)
     if not version:
@@ -140,7 +142,7 @@ def _confstr() -> str:
 
 
 def main() -> int:
-    """Print the missing tools, except ninja, which setup.sh installs."""
+    """Print the missing tools, except ninja, which setup.sh installs; returns the exit code."""
     missing = [tool for tool in tools_here() if not tool.fits and tool.name != "ninja"]
     for tool in missing:
         print(f"setup: {tool.name}: {tool.detail}; {tool.use}; {tool.remedy}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Arguments, printing and recipe loading of several commands; nothing slow is imported."""
+"""The code that several commands share: arguments, printing and the loading of recipes. Nothing slow is imported."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IMPORTING = "importing torch, transformers and Megatron"
 
 
 def recipe_arguments(parser: Parser) -> None:
-    """Add a recipe, overrides of it and --dry-run."""
+    """Add the arguments of a recipe: its file, overrides of its keys, and --dry-run."""
     recipe_argument(parser)
     override_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="print what differs from the defaults, check it, stop")
@@ -45,7 +45,10 @@ def override_arguments(parser: Parser, values: str = "VALUE", help: str = "overr
 def with_recipe(
     options: Options, run: Callable[[Recipe], object], output: Callable[[Recipe], Path] = lambda recipe: recipe.run.dir
 ) -> int:
-    """Load the recipe and `run` it, which writes to `output`; with `--dry-run` print and check it instead."""
+    """Load the recipe and call `run` with it; with `--dry-run` print and check the recipe instead.
+
+    `output` gives the directory that the command will write to, for the line that it prints first.
+    """
     # Not at the top: `mugrpo --help` should not wait for the import of pydantic.
     from mugrpo_megatron.recipe import dump_recipe, load_recipe
 
@@ -62,8 +65,11 @@ def with_recipe(
 
 
 def with_dtype(section: ModelSection, say: Callable[[str], None]) -> ModelSection:
-    """Returns `[model]` with a dtype that this machine multiplies fast, unless the recipe sets a dtype; `say` gets a
-    line with the dtype."""
+    """Returns `[model]` with the dtype that this machine multiplies fastest, unless the recipe sets one or there is
+    CUDA.
+
+    `say` gets a line with the dtype.
+    """
     if "dtype" in section.model_fields_set or may_find_cuda():
         return section
     flag = bfloat16_products()
@@ -74,7 +80,7 @@ def with_dtype(section: ModelSection, say: Callable[[str], None]) -> ModelSectio
 
 
 def _print_to_stderr(line: str) -> None:
-    """Print a line of a dry run; the recipe alone goes to stdout."""
+    """Print a line of a dry run to stderr: stdout has the recipe and nothing else."""
     print(f"mugrpo: {visible(line)}", file=sys.stderr)
 
 

@@ -67,9 +67,9 @@ from mugrpo_megatron.terminal import visible
 SETTINGS = "settings.json"
 """File that marks a directory as an evaluation's."""
 NEW_SETTINGS = {"problems", "reward files", "template file", "episodes"}
-"""Keys of the settings that earlier versions did not write."""
+"""Keys of the settings that earlier versions did not write, so that their absence is no difference."""
 UNDEFINED = "–"
-"""What the table shows for majority@K where no answer was extracted."""
+"""The table's text for majority@K where no answer was extracted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +87,11 @@ class Evaluation:
 def run(recipe: Recipe, sources: Sequence[str], output: Path) -> Evaluation:
     """Evaluate `model.path` on data sets, each with its settings in `[eval]`, and write the results to `output`.
 
-    Writes problems.jsonl (a row per problem, as they finish), summary.json and table.md. Continues an evaluation with
-    the same settings in `output`; UserError if it has others, or for bad data or model.
+    Writes problems.jsonl (a row for each problem, as it finishes), summary.json and table.md. An evaluation with the
+    same settings in `output` is continued. Raises UserError if it has other settings, or for bad data or a bad model.
     """
     names = held_out_sets(",".join(sources), "--data")
-    # A run's recipe may have settings of sets that this evaluation does not include.
+    # `[eval.sets]` of a run's recipe may name sets that this evaluation does not include.
     check_sets(recipe.eval, names.keys() | named_sources(recipe.data.eval).keys(), "--data and data.eval")
     recipe = with_model(recipe, say)
     check_engine(EngineSetup(recipe, read_model_config(recipe.model.directory)))
@@ -123,15 +123,17 @@ def run(recipe: Recipe, sources: Sequence[str], output: Path) -> Evaluation:
 
 
 def settings_of(recipe: Recipe, names: Mapping[str, str], problems: Sequence[Problem]) -> dict[str, Any]:
-    """Returns the settings that a continued evaluation of `problems` must share; `names` is set -> source.
+    """Returns the settings that must be equal for an evaluation of `problems` to be continued; `names` is set ->
+    source.
 
-    Problems, users' reward files and the chat template are there as checksums: a file may change behind its name.
+    Problems, users' reward files and the chat template are in it as checksums, since a file may change under the same
+    name.
     """
     keys = {"samples", "temperature", "top_p", "max_tokens"}
     hub = hub_model(recipe.model)
     return {
         "model": asdict(hub) if hub else str(recipe.model.directory.resolve()),
-        # A run that goes on writes its later weights to the same path.
+        # A run that is still training writes its later weights to the same path.
         "weights": weights_fingerprint(recipe.model) or None,
         "sources": dict(names),
         "sampling": {name: recipe.eval.of(name).model_dump(include=keys) for name in names},
@@ -146,13 +148,13 @@ def settings_of(recipe: Recipe, names: Mapping[str, str], problems: Sequence[Pro
 
 
 class EvalRecord:
-    """Rows of an evaluation on disk, appended as problems finish."""
+    """The file of an evaluation's results, to which a row is appended as each problem finishes."""
 
     def __init__(self, directory: Path, settings: dict[str, Any], inputs: Sequence[Path] = ()) -> None:
         """Open or create the record.
 
-        Raises UserError if its settings differ, or if the directory holds files of these names that no evaluation wrote
-        (`check_output`).
+        Raises UserError if the directory holds an evaluation with other settings, or files with an evaluation's names
+        that no evaluation wrote (`check_output`).
         """
         self._rows = directory / "problems.jsonl"
         settings_file = directory / SETTINGS
@@ -161,16 +163,17 @@ class EvalRecord:
         unknown = NEW_SETTINGS - before.keys()
         differing = [key for key in settings if key not in unknown and not _same(before.get(key), settings[key])]
         if differing:
-            raise UserError(
-                f"{directory} holds an evaluation with other {', '.join(differing)}; choose another directory"
-            )
+            raise UserError(f"{directory} holds an evaluation with other {', '.join(differing)}; choose another --out")
         for name in (SETTINGS, "problems.jsonl", "summary.json", "table.md", "engine.log"):
             check_output(directory / name, f"--out {directory}: {name}", own=is_evaluation, inputs=inputs)
         make_directory(directory, f"--out {directory}")
         write_json(settings_file, settings)
 
     def read(self) -> list[ProblemResult]:
-        """Returns the finished problems; removes half a last line. UserError names a damaged line."""
+        """Returns the results of the finished problems, and removes a last line that is incomplete.
+
+        Raises UserError with the number of the line if another line is damaged.
+        """
         if not self._rows.exists():
             return []
         raw = self._rows.read_bytes()
@@ -181,7 +184,7 @@ class EvalRecord:
         return [_from_row(row, f"{self._rows}:{line}") for line, row in rows(self._rows)]
 
     def append(self, result: ProblemResult) -> None:
-        """Append a finished problem; UserError if the disk is full."""
+        """Append the result of a finished problem; UserError if the disk is full."""
         row = asdict(replace(result, problem=replace(result.problem, gold=None, row={})))
         del row["problem"]["gold"], row["problem"]["row"]  # they can be found by the problem's id
         with full_disk_as_user_error(self._rows), open_nofollow(self._rows, "ab") as file:
@@ -196,7 +199,7 @@ def _same(before: Any, now: Any) -> bool:
 
 
 def _from_row(row: dict[str, Any] | str, line: str) -> ProblemResult:
-    """Returns the result in a row of problems.jsonl; UserError, which begins with `line`, if there is none."""
+    """Returns the result in a row of problems.jsonl. Raises UserError, which begins with `line`, for a damaged row."""
     try:
         if isinstance(row, str):
             raise TypeError(row)
@@ -207,14 +210,15 @@ def _from_row(row: dict[str, Any] | str, line: str) -> ProblemResult:
 
 
 def _message(turn: Any) -> dict[str, Any]:
-    """A message, which earlier versions wrote as a pair."""
+    """Returns a chat message as a dictionary; earlier versions wrote it as a pair of role and content."""
     return turn if isinstance(turn, dict) else dict(zip(("role", "content"), turn, strict=True))
 
 
 def table(evaluation: Evaluation) -> list[list[str]]:
-    """Returns header and lines of figures with 95 % intervals; K is a set's number of responses to each problem.
+    """Returns the table of an evaluation as rows of text: a header, a row for each set, and the average.
 
-    Accuracies and pass@k are percentages, mean rewards plain numbers.
+    Figures have 95 % intervals. K is a set's number of responses to each problem. Accuracies and pass@k are
+    percentages, mean rewards plain numbers.
     """
     passes = sorted({k for summary in evaluation.sets for k in summary.passes if k > 1})
     columns = ["K", "mean@K", *(f"pass@{k}" for k in passes), "majority@K"]
@@ -255,7 +259,7 @@ def _evaluate(
     display: Display,
     output: Path,
 ) -> Evaluation:
-    """Evaluate the problems that the record lacks; without any, no engine is started."""
+    """Evaluate the problems that the record lacks; no engine is started if it lacks none."""
     results = {result.problem.id: result for result in record.read()}
     by_set: dict[str, list[int]] = {}
     for place, problem in enumerate(held_out.problems):

@@ -1,4 +1,4 @@
-"""`mugrpo eval`, `score`, `rollouts`, `report`, `convert`: arguments and entry points."""
+"""Arguments and entry points of the commands `mugrpo eval`, `score`, `rollouts`, `report` and `convert`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def evaluate(options: Options) -> int:
 
 
 def weights_of(model: Path) -> Path:
-    """Returns the checkpoint of a model: a run's or warm start's `hf/`; UserError if a run has none yet."""
+    """Returns the checkpoint of a model: `hf/` if it is a run's or an SFT's directory. UserError if a run has no hf/
+    yet."""
     trained = model / "hf"
     if (model / CONFIG).exists():
         return model
@@ -72,7 +73,7 @@ def weights_of(model: Path) -> Path:
 
 
 def results_of(model: Path) -> Path:
-    """Returns the directory of a model's results: beside its weights, or under `runs` for a model of the hub."""
+    """Returns the directory for a model's results: beside its weights, or under `runs` for a model of the hub."""
     # A run replaces its hf/, so the results of these weights go into the run's directory.
     from mugrpo_megatron.run.record import PROVENANCE
 
@@ -82,11 +83,12 @@ def results_of(model: Path) -> Path:
 
 
 FEWEST_ROWS = 16
-"""A share of rows is one of at least this many, as in `reward.max_failure_share`."""
+"""The share of failed rows is taken of at least this many rows, so that one failure in a small file is within it;
+`reward.max_failure_share` is read in the same way during training."""
 
 
 def score_arguments(parser: Parser) -> None:
-    """Add a file of responses and its output."""
+    """Add the arguments of `mugrpo score`: a file of responses and its output."""
     parser.add_argument("input", type=Path, help="JSON lines, Parquet, a JSON array or CSV")
     parser.add_argument("--out", type=Path, required=True, help="the same rows in the same order, with their scores")
     parser.add_argument("--overwrite", action="store_true", help="replace --out if it exists; never the input")
@@ -111,7 +113,7 @@ def score(options: Options) -> int:
 
 
 def rollouts_arguments(parser: Parser) -> None:
-    """Add a run and conditions on its responses."""
+    """Add the arguments of `mugrpo rollouts`: a run, and conditions that its responses must meet to be shown."""
     parser.add_argument("run_dir", type=Path, help="directory of the run")
     parser.add_argument("--stage", type=int, metavar="K", help="from 0; the newest sealed one otherwise")
     parser.add_argument("--by", choices=["problem"], help="pass rate, tokens and cut responses of each problem")
@@ -189,5 +191,5 @@ def convert_arguments(parser: Parser) -> None:
 
 
 def convert(options: Options) -> int:
-    """Run a command of `checkpoints_convert`."""
+    """Run one of the commands in `checkpoints_convert`."""
     return int(import_module(f"checkpoints_convert.{options.conversion}").main(options.arguments))

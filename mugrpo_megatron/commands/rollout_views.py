@@ -29,25 +29,25 @@ LONG = 400
 
 
 class StaleResponse(Protocol):
-    """A response under a later policy, as extras/later_policy computes it."""
+    """A response, and what the veto does to it under the weights of a later policy; extras/later_policy computes it."""
 
     @property
     def dropped(self) -> np.ndarray:
         """bool [R]: for each of the response's R tokens, whether the veto drops it."""
 
     def cells(self) -> list[str]:
-        """The response's cells in the table: lowest ratio and number of dropped tokens."""
+        """Two columns of the table: the response's lowest importance ratio, and its number of dropped tokens."""
 
     def record(self) -> dict[str, Any]:
-        """What a JSON line says about the response under the later policy."""
+        """The fields that a JSON line has about the response under the later policy."""
 
     def marked(self, tokens: Sequence[str]) -> Text:
-        """The response's tokens, those that trigger and those that are dropped marked."""
+        """The response's tokens as text, with marks on those that trigger the veto and on those that it drops."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """A response with its advantage and its texts."""
+    """A response of a stage with its advantage and its texts."""
 
     update: int
     index: int
@@ -88,9 +88,10 @@ def print_table(console: Console, title: str, rollouts: Iterable[Rollout], legen
 
 
 def print_group(console: Console, rollouts: Iterable[Rollout], tokenizer: PreTrainedTokenizerBase | None) -> int:
-    """Print prompt and source row of each group, then its responses with their scores; returns the responses' number.
+    """Print each group: its prompt and source row, then its responses with their scores. Returns the number of
+    responses.
 
-    Without a tokenizer responses are their stored texts, in which no token can be marked.
+    Without a tokenizer the responses are printed as the stage stores them, and no token is marked.
     """
     group, count = None, 0
     for rollout in rollouts:
@@ -115,7 +116,7 @@ def print_group(console: Console, rollouts: Iterable[Rollout], tokenizer: PreTra
 
 @dataclass(slots=True)
 class ProblemRollouts:
-    """The responses of a stage to one problem, counted."""
+    """Counts of the responses to one problem in a stage."""
 
     problem: str
     row: dict[str, Any]
@@ -135,7 +136,7 @@ class ProblemRollouts:
         return self.right / self.scored if self.scored else None
 
     def record(self) -> dict[str, Any]:
-        """The row with `pass_rate` and the other counts, which `data.train` reads."""
+        """The problem's row with `pass_rate` and the other counts added, in the form that `data.train` reads."""
         counts = {"responses": self.responses, "tokens": self.tokens / self.responses, "cut": self.cut / self.responses}
         return self.row | {"pass_rate": self.pass_rate, "rollouts": counts}
 
@@ -155,7 +156,7 @@ def print_problems(console: Console, title: str, problems: Sequence[ProblemRollo
 
 
 def print_json(console: Console, records: Iterable[dict[str, Any]]) -> int:
-    """Print an object a line, in ASCII; returns their number."""
+    """Print each object as one line of ASCII JSON; returns the number of lines."""
     count = 0
     for record in records:
         count += 1
@@ -203,7 +204,7 @@ def _line(text: str) -> str:
 
 
 def _response(rollout: Rollout, tokenizer: PreTrainedTokenizerBase | None) -> Text:
-    """Returns the response with its special tokens; control characters are escaped."""
+    """Returns the response as text, its special tokens included; control characters are escaped."""
     if tokenizer is None:
         return Text(visible(rollout.text))
     ids = rollout.sample.response_ids.tolist()

@@ -43,13 +43,13 @@ from mugrpo_megatron.terminal import visible
 
 SIGNS = {"positive": 1, "negative": -1, "zero": 0}
 RIGHT = 0.5
-"""Verdict (the reward before shaping) from which a response counts as right."""
+"""A response counts as right if its reward, before any penalty, is at least this."""
 WIDTH_WITHOUT_TERMINAL = 180
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutFilter:
-    """Conditions on the responses to show; None: any."""
+    """Conditions that a response must meet to be shown; None sets no condition."""
 
     update: int | None = None
     group: int | None = None
@@ -66,7 +66,7 @@ class RolloutFilter:
 
     @property
     def takes_all(self) -> bool:
-        """Whether every response of the stage passes, apart from `limit`."""
+        """Whether every response of the stage would be shown if there were no `limit`."""
         return replace(self, limit=0) == RolloutFilter(limit=0)
 
     def accepts(self, sample: Sample, advantage: float) -> bool:
@@ -90,11 +90,12 @@ def browse(
     overrides: Sequence[str] = (),
     as_json: bool = False,
 ) -> None:
-    """Print the responses that pass: a table, one group in full with its triggers marked, or JSON lines.
+    """Print the responses that meet the conditions: a table, one group in full with its triggers marked, or JSON lines.
 
-    The veto is applied under `policy`, a Hugging Face checkpoint; with `conditions.vetoed` the default is the run's
-    `hf/`. `overrides` of the run's recipe try another veto: `objective.trigger_ratio=0.1`. Without a tokenizer, prompts
-    are left out and responses are the stored texts. Raises UserError when the run or the stage does not exist.
+    With `policy`, a Hugging Face checkpoint, the veto is applied as it would be under these weights; with
+    `conditions.vetoed` the default is the run's `hf/`. `overrides` change keys of the run's recipe, so that another
+    veto can be tried: `objective.trigger_ratio=0.1`. Without a tokenizer, prompts are left out and responses are the
+    stored texts. Raises UserError when the run or the stage does not exist.
     """
     directory, recipe = _opened(run_dir, overrides)
     policy = policy or (directory.hf if conditions.vetoed else None)
@@ -136,9 +137,9 @@ def browse(
 def browse_problems(
     run_dir: Path, stage: int | None, limit: int, overrides: Sequence[str] = (), as_json: bool = False
 ) -> None:
-    """Print pass rate, tokens and cut responses of each problem of a sealed stage, those rarely solved first.
+    """Print pass rate, tokens and cut responses of each problem of a sealed stage; those solved least come first.
 
-    A table of `limit` problems, or all as JSON lines that `data.train` reads: the problem's row and `pass_rate`.
+    Prints a table of `limit` problems, or all as JSON lines that `data.train` reads: the problem's row and `pass_rate`.
     Raises UserError when the run or the stage does not exist.
     """
     directory, recipe = _opened(run_dir, overrides)
@@ -166,7 +167,8 @@ def browse_problems(
 
 
 def _by_problem(store: StageStore, rows: Mapping[str, dict[str, Any]]) -> list[ProblemRollouts]:
-    """Counts of each problem; `rows` are of problems that the stage has no row of, by id."""
+    """Count the responses of the stage by problem. `rows`: problem id -> row, for problems whose rows the stage
+    lacks."""
     problems: dict[str, ProblemRollouts] = {}
     for update in range(store.updates):
         for sample in store.read_update(update, with_text=True):
@@ -174,7 +176,7 @@ def _by_problem(store: StageStore, rows: Mapping[str, dict[str, Any]]) -> list[P
                 row = json.loads(sample.row) if sample.row else rows.get(sample.problem, {})
                 counts = problems[sample.problem] = ProblemRollouts(sample.problem, row, sample.gold)
             counts.responses += 1
-            # UNSCORED marks the one placeholder of a group in which nothing was scored.
+            # UNSCORED marks the placeholder that stands for a group in which no response was scored.
             counts.scored += sample.components.get(UNSCORED) != 1.0
             counts.right += reward_before_penalty(sample.reward, sample.components) >= RIGHT
             counts.tokens += len(sample.response_ids)
@@ -183,7 +185,7 @@ def _by_problem(store: StageStore, rows: Mapping[str, dict[str, Any]]) -> list[P
 
 
 def _bundled_rows(sources: str) -> dict[str, dict[str, Any]]:
-    """Question and gold of every training problem of bundled tasks, which have no rows, by the problem's id."""
+    """Returns problem id -> question and gold, for all training problems of the bundled tasks: they have no rows."""
     tasks = [source for source in named_sources(sources).values() if source in arithmetic.TASKS]
     drawn = [problem for task in tasks for problem in arithmetic.problems(0, "train", arithmetic.GENERATED, task)]
     return {problem.id: {PLAIN.question: problem.question, PLAIN.answer: problem.answer} for problem in drawn}
@@ -211,7 +213,8 @@ def _empty_note(conditions: RolloutFilter, legend: str | None) -> str:
 
 
 def _limit_note(count: int, conditions: RolloutFilter, store: StageStore) -> str:
-    """Returns a note if --limit hid responses. It has their number only where no condition selects responses."""
+    """Returns a note if --limit may hide responses, else "". It says how many there are if no other condition is
+    set."""
     if count < conditions.limit:
         return ""
     if not conditions.takes_all:
@@ -240,10 +243,11 @@ def _tokenizer_hint(run_dir: Path, directory: Path) -> str:
 
 
 def _stage(directory: RunDirectory, stage: int | None) -> tuple[int, StageStore, str]:
-    """Returns the given or the newest sealed stage, and a note if a newer one is not sealed."""
+    """Returns the number and store of the given stage, by default the newest sealed one, and a note if a newer one
+    exists."""
     folders = directory.stages()
     for number in sorted(folders, reverse=True) if stage is None else [stage] if stage in folders else []:
-        # Only stages that are shown are checked: damage of another stage should not hide them.
+        # Only the stage that is shown is checked: damage in another stage should not hide it.
         check_stage(folders[number])
         store = StageStore(folders[number])
         if store.sealed:
@@ -266,7 +270,7 @@ def _is_sealed(path: Path) -> bool:
 
 
 def _check(conditions: RolloutFilter, updates: int, prompts_per_update: int) -> None:
-    """Raise UserError for an update or a group that the stage does not have."""
+    """Raise UserError for an update or a group that the stage does not have, and for a negative limit."""
     groups = updates * prompts_per_update
     if conditions.update is not None and conditions.update not in range(updates):
         raise UserError(f"--update {conditions.update}: the stage's updates are 0 to {updates - 1}")
@@ -284,10 +288,10 @@ def _rollouts(
     tokenizer: PreTrainedTokenizerBase | None,
     behaviour: Path | None,
 ) -> Iterator[Rollout]:
-    """Yields the responses that pass; reads update by update, so that memory holds one update.
+    """Yields the responses that meet the conditions; reads one update at a time, to hold no more than that in memory.
 
-    later: the LaterPolicy of the extra, or None. behaviour: file of the learner's behaviour logprobs that `later` takes
-    its ratios against; None: the engine's.
+    later: the extra's LaterPolicy, or None. behaviour: file with the learner's logprobs at the stage's start, the
+    denominator of `later`'s ratios; None takes the engine's logprobs.
     """
     pattern = _pattern(conditions.grep)
     for update in range(store.updates) if conditions.update is None else [conditions.update]:
@@ -311,7 +315,7 @@ def _rollouts(
 
 
 def _behaviour(path: Path, store: StageStore, update: int) -> list[np.ndarray]:
-    """Returns the learner's logprobs of an update's responses; UserError if they are missing or damaged."""
+    """Returns the learner's logprobs at the stage's start for an update's responses; UserError if they are missing."""
     column = LogprobColumn(path, stage_identity(store.content))
     if not column.complete:
         raise UserError(
@@ -328,7 +332,7 @@ def _pattern(grep: str | None) -> re.Pattern[str] | None:
 
 
 def _texts(sample: Sample, tokenizer: PreTrainedTokenizerBase | None) -> tuple[str | None, str]:
-    """Returns prompt and response; without a tokenizer no prompt, which a stage stores as tokens alone."""
+    """Returns prompt and response as text. Without a tokenizer the prompt is None: a stage stores it as tokens only."""
     if tokenizer is None:
         return None, sample.text
     prompt = str(tokenizer.decode(sample.prompt_ids.tolist()))

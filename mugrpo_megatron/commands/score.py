@@ -28,12 +28,12 @@ from mugrpo_megatron.terminal import visible
 BLOCK = 512
 """Number of rows that are read and written together."""
 BLOCKS_AHEAD = 8
-"""Blocks that the verifier is given before the first of them is written; bounds the memory for a file of any size."""
+"""Most blocks that the verifier has before the first of them is written; this bounds the memory for large files."""
 MAX_REASONS = 20
 """Most reasons that the summary lists; it only counts the others."""
 MAX_REASON_CHARS = 160
 OUTPUT_SUFFIXES = (".jsonl", ".json")
-"""Suffixes of an output, which is JSON lines."""
+"""Allowed suffixes of the output file, which has JSON lines in either case."""
 
 Row = dict[str, Any]
 
@@ -103,7 +103,7 @@ def run(
     first = next(source, None)
     if first is None:
         raise UserError(f"{input_path} holds no row to score ({len(malformed)} malformed): check the file")
-    # Every row is written, however many of the function's calls fail.
+    # Failures do not stop the scoring: a row on which the function fails is written too.
     patient = section.model_copy(update={"max_failure_share": 1.0})
     make_directory(output_path.parent, f"--out {output_path}")
     with durable_file(output_path.resolve()) as output, Verifier(patient) as verifier:  # --out may be a link
@@ -130,7 +130,10 @@ def run(
 
 
 def opening_of_prompts(recipe: Recipe) -> str:
-    """The tag with which the prompt style or the chat template opens a thought; empty where the model is not here."""
+    """The tag with which the prompt style or the chat template opens a thought, such as `<think>`.
+
+    Empty if it opens none, or if the model is not on this machine.
+    """
     model = recipe.model.directory
     problem = Problem("a question", "1+1", "2")
     rendered = prompt_text(
@@ -173,7 +176,10 @@ def _scored(source: Iterator[_Input], verifier: Verifier, opening: str) -> Itera
 
 
 def _opening(row: Row, opening: str) -> str:
-    """The tag with which the row's prompt opens a thought: from its text as the model saw it, else the recipe's."""
+    """The tag with which the prompt before this row's response opens a thought.
+
+    It is read from the row's text `prompt`, as the model saw it; without one, or without a tag there, it is `opening`.
+    """
     prompt = row.get("prompt")
     return (opening_of(prompt) if isinstance(prompt, str) else "") or opening
 
@@ -194,7 +200,7 @@ def _well_formed(path: Path, section: RewardSection, strict: bool, malformed: li
 
 
 def _input(row: Row | str, section: RewardSection) -> _Input:
-    """Returns the row and its gold, read as in training; ValueError if the row is malformed."""
+    """Returns the row and its gold answer, read as in training; ValueError if the row is malformed."""
     if isinstance(row, str):
         raise ValueError(row)
     if not isinstance(row.get("response"), str):

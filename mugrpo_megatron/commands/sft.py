@@ -61,11 +61,11 @@ change over them, and aligning digits takes several times the updates."""
 
 
 def train(recipe: Recipe) -> None:
-    """Fine-tune and save a Hugging Face checkpoint in `sft.output`; every rank of the world runs this.
+    """Fine-tune a model and save it as a Hugging Face checkpoint in `sft.output`; every rank of the world runs this.
 
-    With `sft.train`, trains `model.path` on its rows, else a new Qwen2 on `data.train` until `sft.target_accuracy`. A
-    finished warm start is kept. Raises UserError if the recipe has nothing to imitate, or if `sft.output` holds a warm
-    start of another recipe.
+    With `sft.train`, trains `model.path` on its rows. Otherwise trains a new Qwen2 on the task `data.train` until
+    `sft.target_accuracy`. A finished result of the same recipe is kept. Raises UserError if the recipe has nothing to
+    imitate, or if `sft.output` holds the result of another recipe.
     """
     out = recipe.sft.output
     recipe = check_warm_start(recipe)
@@ -96,7 +96,8 @@ def train(recipe: Recipe) -> None:
 
 
 def updates_on(rows: int, section: SftSection) -> int:
-    """Returns how many updates `epochs` passes over the rows take; UserError if there are more than can be counted."""
+    """Returns the number of updates in `epochs` passes over the rows; UserError if it exceeds the greatest possible
+    number."""
     updates = math.ceil(section.epochs * rows / section.batch)
     if updates > MAX_STAGE_UPDATES:
         raise UserError(
@@ -107,7 +108,7 @@ def updates_on(rows: int, section: SftSection) -> int:
 
 
 def _learn_rows(recipe: Recipe, source: str) -> None:
-    """Train `model.path` on the responses of a source's rows; prompts have no loss."""
+    """Train `model.path` on the responses in the source's rows; the loss leaves their prompts out."""
     tokenizer = load_tokenizer(recipe.model.directory)
     tokenized = sequences(
         demonstrations(source, recipe.data), tokenizer, recipe.data, recipe.rollout.max_response_tokens
@@ -186,10 +187,11 @@ def question_and_answer(problem: Problem, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def greedy_accuracy(learner: Learner, sequences: Sequence[TokenSequence]) -> float:
-    """Returns the fraction of sequences that greedy decoding would give; collective, with one result on all ranks.
+    """Returns the fraction of sequences that greedy decoding would produce. Collective; every rank gets the same
+    result.
 
-    Greedy decoding gives an answer exactly when each of its tokens is the most likely one after those before it, so one
-    forward pass over the right answers decides.
+    Greedy decoding produces an answer exactly when each of its tokens is the most likely one after those before it, so
+    one forward pass over the right answers is enough.
     """
 
     def hits(model: PolicyModel, hidden: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
@@ -222,7 +224,10 @@ def _imitate(learner: Learner, tokenizer: PreTrainedTokenizerBase, display: Disp
 
 
 def _cross_entropy(tokens: int) -> TokenLoss:
-    """Returns the sum of token losses over `tokens`, the number of a whole update: micro-batches' losses add up."""
+    """Returns the loss of a micro-batch: its sum of token losses, divided by `tokens`.
+
+    `tokens` is the number of the whole update's trained tokens, so the losses of its micro-batches add up to the mean.
+    """
     return lambda logprobs, batch: -logprobs.sum() / tokens
 
 
@@ -234,7 +239,7 @@ def _batches(recipe: Recipe, rows: Sequence[TokenSequence], updates: int) -> Ite
 
 
 def _as_one_stage(recipe: Recipe, model: ModelSection, updates: int) -> Recipe:
-    """Returns the recipe with SFT's optimizer, its model, and a schedule of one stage; all weights are trained."""
+    """Returns the recipe for SFT: `model`, SFT's optimizer, one stage of `updates` updates, and no LoRA."""
     lr = recipe.sft.peak_lr
     optimizer = OptimizerSection(
         lr=lr, min_lr=MIN_LR_FRACTION * lr, decay="cosine", warmup_updates=WARMUP_UPDATES, beta2=BETA2

@@ -1,6 +1,7 @@
-"""`mugrpo train`, `generate`, `seal`, `optimize` and `sft`: what each takes, checks and imports, in this order.
+"""`mugrpo train`, `generate`, `seal`, `optimize` and `sft`: for each its arguments, checks and imports, in this order.
 
-`generate_alone` and `optimize_alone` are a stage's two phases, one without the other, on one run directory.
+`generate_alone` and `optimize_alone` are the two phases of a stage, which two commands can run one after the other on
+one run directory.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def _server_arguments(parser: Parser) -> None:
 
 
 def train(options: Options) -> int:
-    """Train, or show what a finished run has."""
+    """Train the run of a recipe; for a finished run, show its results."""
 
     def run(recipe: Recipe) -> None:
         from mugrpo_megatron.run.directory import RunDirectory, is_finished
@@ -90,7 +91,7 @@ def _stage_arguments(parser: Parser) -> None:
 
 
 def generate_arguments(parser: Parser) -> None:
-    """Add the arguments of `mugrpo generate`: a recipe, and the options of generation without a learner."""
+    """Add the arguments of `mugrpo generate`: a recipe, and options for generation without a learner."""
     _stage_arguments(parser)
     parser.add_argument(
         "--engine-only",
@@ -106,7 +107,7 @@ def generate_arguments(parser: Parser) -> None:
 
 
 def generate(options: Options) -> int:
-    """Generate the stage at which the run stands, with the learner's ranks, by engines alone or by servers."""
+    """Generate the run's current stage: with the learner's ranks, by engines alone, or by servers."""
     if options.servers and options.engine_only:
         raise UserError("--server and --engine-only exclude each other: pass one of them")
     if options.engine_only or options.servers:
@@ -129,10 +130,10 @@ def generate(options: Options) -> int:
 def generate_alone(
     recipe: Recipe, stage: int | None, problems: Problems | None, host: HostProcess | None = None
 ) -> None:
-    """Generate, score and seal the run's current stage, and have auxiliary models score it. Every rank runs this.
+    """Generate, score and seal the run's current stage; then auxiliary models score it. Every rank runs this.
 
-    `checks.preflight.check_run` has checked the recipe and read `problems`, which go to `open_run` with `host`. Raises
-    UserError when `stage` is given and is not the current one.
+    `recipe` and `problems` are what `checks.preflight.check_run` returned; `problems` and `host` go to `open_run`.
+    Raises UserError when `stage` is given and is not the current one.
     """
     from mugrpo_megatron.run.opening import open_run
     from mugrpo_megatron.train import generate_stage
@@ -177,7 +178,7 @@ def seal_arguments(parser: Parser) -> None:
 
 
 def seal(options: Options) -> int:
-    """Close the stage at which the run stands."""
+    """Seal the run's current stage: mark it complete, so that it does not change again."""
     from mugrpo_megatron.extras.engine_only import shards
 
     say(visible(shards.seal(options.run_dir)))
@@ -185,7 +186,7 @@ def seal(options: Options) -> int:
 
 
 def optimize_arguments(parser: Parser) -> None:
-    """A recipe, and the run whose stage is taken over."""
+    """Add the arguments of `mugrpo optimize`: a recipe, and another run whose stage is trained on."""
     _stage_arguments(parser)
     parser.add_argument(
         "--from",
@@ -197,7 +198,7 @@ def optimize_arguments(parser: Parser) -> None:
 
 
 def optimize(options: Options) -> int:
-    """Take the updates of a sealed stage."""
+    """Take the updates of a sealed stage, without generating."""
 
     def run(recipe: Recipe) -> None:
         from mugrpo_megatron.checks.preflight import check_run
@@ -214,7 +215,7 @@ def optimize(options: Options) -> int:
 def optimize_alone(recipe: Recipe, stage: int | None, source: Path | None = None) -> None:
     """Take the updates of a sealed stage without an engine, and write the policy to `hf/`. Every rank runs this.
 
-    Without an engine there is no evaluation inside the stage; `eval.every_updates` is ignored.
+    Without an engine nothing can be evaluated between the updates, so `eval.every_updates` is ignored.
 
     With `source`, another run's directory or a published stage, `run.dir` first becomes a branch of it at the start of
     `stage` (`branch_stage`): the same responses and weights, with the recipe's own objective and optimizer. Raises
@@ -241,7 +242,7 @@ def optimize_alone(recipe: Recipe, stage: int | None, source: Path | None = None
 
 
 def _current_stage(recipe: Recipe, stage: int | None) -> int:
-    """The run's current stage; UserError when `stage` is given and is another."""
+    """Returns the number of the run's current stage; UserError when `stage` is given and is another one."""
     from mugrpo_megatron.run.checkpoints import check_stage_sealed, newest_cursor
     from mugrpo_megatron.run.directory import RunDirectory
 
@@ -269,7 +270,7 @@ def _sealed(recipe: Recipe, stage: int) -> bool:
 
 
 def sft(options: Options) -> int:
-    """Train a model on rows, or a new one on a bundled task."""
+    """Fine-tune a model on rows, or train a new one on a bundled task."""
 
     def run(recipe: Recipe) -> None:
         from mugrpo_megatron.checks.preflight import check_warm_start

@@ -1,6 +1,6 @@
-"""Directory of a warm start: its recipe and its lock. Nothing slow is imported.
+"""The directory that `mugrpo sft` writes: its recipe and its lock. Nothing slow is imported.
 
-A warm start is a model that `mugrpo sft` has trained on right answers, so that RL begins with some rewards.
+A *warm start* is a model that `mugrpo sft` has trained on right answers, so that RL begins with some rewards.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ from mugrpo_megatron.recipe import Recipe, load_recipe
 from mugrpo_megatron.run.directory import file_lock
 
 RECIPE = "recipe.toml"
-"""Written before training starts: an hf/ without it was not written by `mugrpo sft`."""
+"""The recipe's file. It is written before training starts: an hf/ without it was not written by `mugrpo sft`."""
 
 
 def check_warm_start_output(recipe: Recipe) -> None:
-    """Raise UserError as `is_warm_started` does."""
+    """Raise UserError if `mugrpo sft` must not or cannot write `sft.output`: another recipe's result or a stranger's
+    hf/."""
     is_warm_started(recipe)
 
 
 def is_warm_started(recipe: Recipe) -> bool:
-    """Whether `sft.output` holds this recipe's warm start.
+    """Whether `sft.output` holds the finished result of `mugrpo sft` with this recipe.
 
-    Raises UserError if it holds another recipe's, or an hf/ that no warm start wrote, or cannot be written.
+    Raises UserError if it holds the result of another recipe, or an hf/ that `mugrpo sft` did not write, or cannot be
+    written.
     """
     out = recipe.sft.output
     remedy = "remove it, or choose another sft.output"
@@ -46,8 +48,8 @@ def is_warm_started(recipe: Recipe) -> bool:
 
 
 def _identity(recipe: Recipe) -> tuple[object, ...]:
-    """Returns the settings that decide a warm start's weights."""
-    # Without the seed on a bundled task: runs with several seeds begin from one warm start.
+    """Returns the settings that decide the weights which `mugrpo sft` produces."""
+    # On a bundled task the seed is left out, so that runs with several seeds can begin from one warm start.
     section = recipe.sft.model_copy(update={"lr": recipe.sft.peak_lr})
     if section.train is None:
         return section, recipe.data.train, recipe.model.dtype
@@ -65,7 +67,7 @@ def _identity(recipe: Recipe) -> tuple[object, ...]:
 
 @contextmanager
 def locked_warm_start(out: Path) -> Iterator[None]:
-    """Hold the directory's lock on rank 0, and remove leftovers of a killed command."""
+    """Hold the directory's lock on rank 0 during the block, after removing what killed commands left behind."""
     if rank_of_environment() != 0:
         yield
         return

@@ -1,4 +1,4 @@
-"""Estimators from K samples per problem: mean@k, pass@k, majority@k, with 95 % intervals clustered by problem."""
+"""Estimators from K responses to each problem: mean@k, pass@k, majority@k, with 95 % intervals clustered by problem."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class Interval:
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Probability that k of the `samples` drawn without replacement hold a correct one: unbiased for pass@k.
+    """Probability that k of the `samples`, drawn without replacement, include a correct one: an unbiased estimate of
+    pass@k.
 
     Source: Chen et al. 2021 (Codex), equation 1: 1 - C(n-c, k) / C(n, k). Raises ValueError unless 1 <= k <= samples.
     """
@@ -37,10 +38,10 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def majority_at_k(answers: Sequence[str], rewards: Sequence[float]) -> float:
-    """Mean reward of the most frequent answer, averaged over equally frequent ones.
+    """Mean reward of the most frequent answer; of equally frequent ones, the average of their mean rewards.
 
-    That is the expectation over a fair draw among them, so the order of the samples does not matter. Empty answers do
-    not vote; without any vote the result is 0.
+    This is the expectation if one of them is drawn at random, so the order of the samples does not matter. Empty
+    answers do not vote; without any vote the result is 0.
     """
     votes = Counter(answer for answer in answers if answer)
     if not votes:
@@ -54,12 +55,12 @@ def majority_at_k(answers: Sequence[str], rewards: Sequence[float]) -> float:
 
 
 def clustered_interval(per_problem: Sequence[float], samples: int = 1) -> Interval:
-    """Mean of one value in [0, 1] per problem, with a 95 % interval whose unit of sampling is the problem.
+    """Mean over problems of one value in [0, 1] for each, with a 95 % interval that treats problems as the sample.
 
-    A Wilson score interval at the effective sample size p(1-p)/v, where v is the variance of the mean between problems
-    (Dean & Pagano 2015, the modified Wilson interval). One sample a problem makes it Wilson's own interval. Effective
-    size is at most problems * samples, and it is the number of problems where all values are 0 or all are 1, so the
-    interval has width there too. Raises ValueError without problems.
+    It is a Wilson score interval at the effective sample size p(1-p)/v, where v is the variance of the mean between
+    problems (Dean & Pagano 2015, the modified Wilson interval). With one sample for each problem it is Wilson's own
+    interval. The effective size is at most problems * samples. If all values are 0 or all are 1 it is the number of
+    problems, so that the interval has a width there too. Raises ValueError without problems.
     """
     if not len(per_problem):
         raise ValueError("an interval needs at least one problem")
@@ -78,11 +79,12 @@ def clustered_interval(per_problem: Sequence[float], samples: int = 1) -> Interv
 
 
 def mean_interval(per_problem: Sequence[float]) -> Interval:
-    """Mean of one value of any size per problem, with Student's 95 % interval; the unit of sampling is the problem.
+    """Mean over problems of one value of any size for each, with Student's 95 % interval that treats problems as the
+    sample.
 
-    The quantile is Abramowitz & Stegun 26.7.5, within 0.2 % of Student's t from four problems on. Equal
-    values, as of one problem, do not say how far rewards spread: the interval is infinite. Raises ValueError without
-    problems.
+    The quantile is Abramowitz & Stegun 26.7.5, within 0.2 % of Student's t from four problems on. If all values are
+    equal, as with one problem, they do not say how far rewards spread, and the interval is infinite. Raises ValueError
+    without problems.
     """
     if not len(per_problem):
         raise ValueError("an interval needs at least one problem")
@@ -95,7 +97,7 @@ def mean_interval(per_problem: Sequence[float]) -> Interval:
 
 
 def macro_average(intervals: Sequence[Interval]) -> Interval:
-    """Unweighted mean over independent data sets; its interval combines theirs (MOVER, Zou & Donner 2008, eq. 3)."""
+    """Unweighted mean over independent data sets, with an interval from theirs (MOVER, Zou & Donner 2008, eq. 3)."""
     if not intervals:
         raise ValueError("an average needs at least one data set")
     sets = len(intervals)
@@ -112,7 +114,10 @@ T975 = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262
 
 
 def student(freedom: int) -> float:
-    """97.5 % quantile of Student's t: from a table, then Abramowitz & Stegun 26.7.5, its first four terms."""
+    """97.5 % quantile of Student's t: from a table for few degrees of freedom, else by Abramowitz & Stegun 26.7.5.
+
+    The series is cut after its first four terms.
+    """
     if freedom < len(T975):
         return T975[freedom]
     z = Z95
@@ -126,7 +131,8 @@ def student(freedom: int) -> float:
 
 
 def _wilson(p: float, size: float) -> Interval:
-    """Wilson 1927: the proportions that a score test with `size` independent draws does not reject."""
+    """The 95 % interval of Wilson (1927): the proportions that a score test with `size` independent draws does not
+    reject."""
     z2 = Z95 * Z95 / size
     centre = (p + z2 / 2.0) / (1.0 + z2)
     half = Z95 * math.sqrt(p * (1.0 - p) / size + z2 / (4.0 * size)) / (1.0 + z2)
@@ -144,7 +150,7 @@ class SetFigures:
 
 
 def figures_of(measure: Measure, sets: Mapping[str, SetFigures]) -> dict[str, float]:
-    """The metrics of an evaluation row (observe/metrics.py), without infinite ends of intervals."""
+    """The metrics of an evaluation, as observe/metrics.py names them; infinite ends of intervals are left out."""
     means = {name: figures.mean for name, figures in sets.items()}
     row: dict[str, float] = {}
     for name, mean in {**means, MEAN: macro_average(list(means.values()))}.items():

@@ -1,4 +1,4 @@
-"""From sampled to scored groups: the verifier scores while the engine continues sampling."""
+"""Turns sampled groups into scored groups; the verifier scores while the engine goes on sampling."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ScoredGroup:
 
     @property
     def episodes(self) -> ScoredGroup:
-        """The group with the scored response of each episode alone."""
+        """The group with one response for each episode: the one whose score is the episode's."""
         rows = zip(self.responses, self.texts, self.scores, strict=True)
         scored = [row for row in rows if not (row[0].episode and row[0].episode.scored_with_previous)]
         responses, texts, scores = (list(column) for column in zip(*scored, strict=True))
@@ -55,7 +55,7 @@ EPISODE = "episode."
 
 
 class Scorer:
-    """A queue of groups whose scores are pending, first in, first out."""
+    """A first-in, first-out queue of groups whose scores are pending."""
 
     def __init__(self, verifier: Verifier, tokenizer: PreTrainedTokenizerBase) -> None:
         self._verifier, self._tokenizer = verifier, tokenizer
@@ -64,12 +64,13 @@ class Scorer:
     def scored(
         self, groups: Iterable[SampledGroup], stopping: Callable[[], bool] = lambda: False
     ) -> Iterator[ScoredGroup]:
-        """Score groups in their order; once `stopping()`, only those whose scores are ready are yielded."""
+        """Yield the groups with their scores, in order; once `stopping()`, drop those whose scores are not ready."""
         yield from self.during(groups)
         yield from self.rest(stopping)
 
     def during(self, groups: Iterable[SampledGroup]) -> Iterator[ScoredGroup]:
-        """Submit each group as it is sampled, and yield groups whose scores are ready; does not wait for scores."""
+        """Submit each group to the verifier as it is sampled, and yield the groups whose scores are ready, without
+        waiting."""
         for group in groups:
             ids = [response.ids.tolist() for response in group.responses]
             texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
@@ -82,7 +83,10 @@ class Scorer:
     def _texts_to_score(
         self, responses: list[Response], texts: list[str], ids: list[list[int]]
     ) -> tuple[list[str], list[list[int]]]:
-        """The verifier's input as text and as ids: the last turn of an episode, unless the episode has its score."""
+        """Returns texts and token ids for the verifier: whole responses, and of an episode its answer or its last turn.
+
+        An episode that already has its score is left out.
+        """
         if all(response.episode is None for response in responses):
             return texts, ids
         unsettled = [(response, response.episode) for response in responses if response.episode]
@@ -100,7 +104,8 @@ class Scorer:
         return [text if answer is None else answer for text, answer in zip(decoded, answers, strict=True)], turns
 
     def _openings(self, group: SampledGroup) -> list[str]:
-        """For each text to score, the tag with which the tokens before it open a thought."""
+        """For each text to score, the tag (such as `<think>`) with which the tokens before it open a thought; "" for
+        none."""
         if all(response.episode is None for response in group.responses):
             return [self._opening(group.prompt.ids)] * len(group.responses)
         return [
@@ -128,7 +133,8 @@ class Scorer:
         )
 
     def rest(self, stopping: Callable[[], bool] = lambda: False) -> Iterator[ScoredGroup]:
-        """Wait for the pending groups and yield them; once `stopping()`, drop those without scores."""
+        """Wait for the scores of the pending groups and yield them; once `stopping()`, drop groups whose scores are not
+        ready."""
         while self._pending:
             with suppress(TimeoutError):
                 self._pending[0][-1].result(POLL_S)
@@ -147,8 +153,10 @@ class Scorer:
 
 
 def score_of(response: Response, scores: Iterator[Score]) -> Score:
-    """The score that a response's episode brings, else the next one of the verifier; the episode's numbers become
-    components."""
+    """Returns a response's score: the one that its episode has already, else the verifier's next one in `scores`.
+
+    The episode's own numbers are added to the score's components.
+    """
     episode = response.episode
     if episode is None:
         return next(scores)
@@ -163,7 +171,7 @@ def score_of(response: Response, scores: Iterator[Score]) -> Score:
 
 @dataclass(frozen=True, slots=True)
 class ProblemResult:
-    """The K samples of one problem."""
+    """The K responses to one problem, and their scores."""
 
     problem: Problem
     rewards: list[float]
@@ -181,7 +189,7 @@ class ProblemResult:
 class Summary:
     name: str
     measure: Measure
-    """What `mean` and `majority` are means of: accuracy or reward."""
+    """The quantity of which `mean` and `majority` are means: accuracy or reward."""
     problems: int
     samples: int
     """K: responses per problem."""
@@ -210,23 +218,25 @@ def problem_result(group: ScoredGroup) -> ProblemResult:
 
 
 def measure_of(section: RewardSection) -> Measure:
-    """The measure is `accuracy` if the verifier decides right or wrong, and `reward` if a user's function gives any
+    """The name of the mean: `accuracy` if the verifier decides right or wrong, `reward` if a user's function gives a
     number.
 
-    The function decides, not the rewards it returned, so a run's figures keep one name. Overlong penalties apply
-    to training only.
+    It depends on the function, not on the rewards that it returned, so a run's figures keep one name. Overlong
+    penalties apply to training only.
     """
     return "accuracy" if section.is_right_or_wrong else "reward"
 
 
 def mean_at_k(rewards: Sequence[Sequence[float]], measure: Measure) -> Interval:
-    """mean@K of one data set, from each problem's K rewards; the interval's unit of sampling is the problem."""
+    """mean@K of one data set from the K rewards of each problem, with an interval that treats problems as the
+    sample."""
     means = [sum(problem) / len(problem) for problem in rewards]
     return clustered_interval(means, len(rewards[0])) if measure == "accuracy" else mean_interval(means)
 
 
 def summarize(name: str, results: Sequence[ProblemResult], measure: Measure) -> Summary:
-    """Figures of one data set; every problem has the same number of samples, and passes with a reward of 1 or more."""
+    """Summarize the results of one data set. Each problem has equally many responses; a reward of 1 or more is a
+    pass."""
     samples = len(results[0].rewards)
     passes = {}
     k = 1
