@@ -1,2 +1,4 @@
-"""Turns files and data sets of the hub into prompts: problems, tokenizers, prompt styles, order. Imports no Megatron,
-no SGLang."""
+"""Turns files and data sets of the hub into prompts: problems, tokenizers, prompt styles, order.
+
+Imports neither Megatron nor SGLang.
+"""

@@ -1,4 +1,5 @@
-"""The bundled tasks: generated arithmetic problems; no training seed can generate a held-out problem."""
+"""The bundled tasks: generators of arithmetic problems. No seed makes a training problem that is also a held-out
+one."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ BUCKETS = 8
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """An operation, the digits of its operands, and its frequency."""
+    """One kind of arithmetic problem: its operator, the digits of its operands, and the share of problems of this
+    kind."""
 
     operator: str
     left_digits: int
@@ -58,13 +60,14 @@ Drawn = tuple[str, str, str]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A generator of problems, and the hash buckets of its splits."""
+    """A generator of problems. A hash puts each problem into a bucket, and the buckets are divided between the
+    splits."""
 
     draw: Callable[[np.random.Generator], Iterator[Drawn]]
     held_out: int = 0
     """Index of the bucket that is the `eval` split."""
     reserved: int = 1
-    """Number of first buckets that are never trained on."""
+    """Number of buckets, counted from the first, from which no training problem comes."""
 
     def holds(self, split: Split, bucket: int) -> bool:
         return bucket == self.held_out if split == "eval" else bucket >= self.reserved
@@ -75,7 +78,7 @@ def problems(seed: int, split: Split, n: int, task: str = "arithmetic") -> list[
 
     A hash of a question's operands (sorted where the operation commutes) determines its split, so training and held-out
     problems are disjoint for all seeds. Held-out questions are distinct. Training questions may repeat: without repeats
-    a long set would run out of short questions and drift from the mix.
+    a long set would run out of short questions, and the shares of the kinds in `MIX` would shift.
     """
     if task not in TASKS:
         raise UserError(f"{task!r} is not a bundled task: choose one of {', '.join(TASKS)}")
@@ -93,7 +96,7 @@ def problems(seed: int, split: Split, n: int, task: str = "arithmetic") -> list[
 
 
 def demonstration(problem: Problem) -> str:
-    """The target response of a warm start: the bare answer, or the steps of a sum and a boxed answer.
+    """The response that `mugrpo sft` teaches a new model: the bare answer, or the steps to it and a boxed answer.
 
     The steps of `arithmetic_long` are running totals, those of `chain` whole equations: `37+58=95 95+91=186 ...`, as
     are the subtractions of `euclid`.
@@ -115,7 +118,7 @@ def _steps(problem: Problem) -> list[str]:
 
 
 def _short(rng: np.random.Generator) -> Iterator[Drawn]:
-    """Yield endless problems of `MIX`; the larger operand of a difference comes first."""
+    """Yield problems of `MIX` without end; in a difference the larger operand comes first."""
     weights = np.array([operation.weight for operation in MIX])
     while True:
         for choice in rng.choice(len(MIX), size=1024, p=weights / weights.sum()):
@@ -130,7 +133,7 @@ def _short(rng: np.random.Generator) -> Iterator[Drawn]:
 
 
 def _long(rng: np.random.Generator) -> Iterator[Drawn]:
-    """Yield endless sums whose number of terms, and with it the response length, has a heavy tail."""
+    """Yield sums without end; their number of terms, and with it the response length, has a heavy tail."""
     fewest, most = LONG_TERMS
     while True:
         terms = min(most, int(fewest * (1.0 + rng.pareto(1.2))))
@@ -145,7 +148,7 @@ def _chain(rng: np.random.Generator) -> Iterator[Drawn]:
 
 
 def _euclid(rng: np.random.Generator) -> Iterator[Drawn]:
-    """Yield endless pairs of three-digit numbers for a greatest common divisor by subtraction."""
+    """Yield, without end, pairs of three-digit numbers whose greatest common divisor is found by subtractions."""
     least, greatest = EUCLID_DIVISORS
     fewest, most = EUCLID_STEPS
     while True:
@@ -157,7 +160,7 @@ def _euclid(rng: np.random.Generator) -> Iterator[Drawn]:
 
 
 def _subtractions(first: int, second: int) -> Iterator[tuple[int, int]]:
-    """(larger, smaller) of each subtraction of Euclid's algorithm, until the numbers are equal."""
+    """Yield (larger, smaller) for each subtraction of Euclid's algorithm, until the two numbers are equal."""
     while first != second:
         first, second = max(first, second), min(first, second)
         yield first, second

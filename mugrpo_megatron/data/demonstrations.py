@@ -1,4 +1,4 @@
-"""Rows of prompts and responses to imitate, as `mugrpo sft` learns them."""
+"""Reads rows of prompts and responses for `mugrpo sft`, which trains a model to imitate the responses."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # imported for the type alone: it takes a second
 
 SOLUTIONS = ("solution", "answer")
-"""Columns of the response in rows without a response and without an assistant's turn: MATH's worked solution comes
-before its answer, GSM8K's answer is a worked one."""
+"""Columns to take the response from if a row has neither a column of `RESPONSES` nor a message of the assistant. MATH's
+worked solution comes before its answer; GSM8K's answer is a worked one."""
 TRACES = (
     *(
         "generations",
@@ -48,7 +48,7 @@ TRACES = (
     ),
     *("thinking_trajectories", "deepseek_thinking_trajectory", "r1_generation", "cot"),
 )
-"""Columns that hold a model's response in published sets; `SOLUTIONS` hold those that people wrote."""
+"""Columns that hold a model's response in published sets. (`SOLUTIONS` hold solutions that people wrote.)"""
 WEIGHT = "weight"
 """Field of a message that is 0 where OpenAI's fine-tuning does not learn it."""
 
@@ -142,7 +142,7 @@ def sequences(
 
 
 def _demonstrations(row: dict[str, Any] | str, source: str, problem_id: str) -> list[Demonstration]:
-    """The responses in a row: one, or each of the assistant's messages in a list of several, after those before it."""
+    """The responses in a row: one, or each assistant's message of a list, with the messages before it as its prompt."""
     if isinstance(row, str):
         raise ValueError(row)
     columns = _columns(row)
@@ -166,7 +166,7 @@ def _demonstrations(row: dict[str, Any] | str, source: str, problem_id: str) -> 
     elif isinstance(said, str | int | float) and not isinstance(said, bool):
         examples.append(Demonstration(problem, str(said)))
     else:
-        raise ValueError(f"field {columns.answer!r} holds {kind_of(said)}, where a response belongs")
+        raise ValueError(f"field {columns.answer!r} holds {kind_of(said)}, where the text of a response belongs")
     if not all(example.response.strip() or example.reply for example in examples):
         raise ValueError(f"field {columns.answer!r} is empty")
     column = columns.question if columns.answer == CONVERSATION else columns.answer
@@ -174,7 +174,8 @@ def _demonstrations(row: dict[str, Any] | str, source: str, problem_id: str) -> 
 
 
 def _weighed(problem: Problem, chat: list[Any]) -> list[Demonstration]:
-    """Each turn of the assistant whose weight is not 0, after those before it."""
+    """The demonstrations of a chat with weights: each assistant's message whose weight is not 0, after those before
+    it."""
     turns = messages_of(chat)
     if odd := [turn[WEIGHT] for turn in turns if turn.get(WEIGHT, 1) not in (0, 1)]:
         raise ValueError(f"a message has the weight {odd[0]!r}: only 0, not learnt, and 1 are possible")
@@ -191,7 +192,7 @@ def _weighed(problem: Problem, chat: list[Any]) -> list[Demonstration]:
 
 
 def _columns_read(examples: list[Demonstration]) -> list[str]:
-    """A sentence for each column beside which a model's trace stays unread."""
+    """A sentence for each column that responses were taken from although the rows also have a column of `TRACES`."""
     counts = Counter((example.column, example.unread) for example in examples if example.unread)
     return [
         f"{count:,} responses are read from {column!r}; these rows also have {unread!r}, which is not read: rename it "
@@ -203,7 +204,7 @@ def _columns_read(examples: list[Demonstration]) -> list[str]:
 def _columns(row: dict[str, Any]) -> ColumnPaths:
     response = next((name for name in RESPONSES if has(row, name) and not is_empty(field_at(row, name))), None)
     chat = next((name for name in CHATS if _ends_with_response(row.get(name))), None)
-    # A row of OpenR1 has the chat with the model's trace beside the problem and a person's solution.
+    # A chat comes first: a row of OpenR1 has one with the model's response, beside a solution that a person wrote.
     if chat and not response:
         return ColumnPaths(chat, CONVERSATION)
     question = question_column(row)

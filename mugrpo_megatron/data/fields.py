@@ -1,4 +1,4 @@
-"""Fields of rows for a chat template besides roles and texts, and whether a template shows them."""
+"""The fields of rows, besides roles and texts, that a chat template may use, and whether it shows them in a prompt."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from mugrpo_megatron.files.json_text import parse_json
 from mugrpo_megatron.samples import Message, Problem
 
 SPOKEN = ("reasoning_content", "reasoning", "thinking", "tool_calls", "function_call")
-"""Fields of an assistant's message that the model writes."""
+"""Fields of an assistant's message, besides its content, whose values the model wrote: its thought and its calls."""
 TOOLS, ARGUMENTS = "tools", "chat_template_kwargs"
 """Columns of tools (TRL, slime) and of further arguments of the template (TRL)."""
 EMPTY: tuple[Any, ...] = (None, [], {}, "", "[]", "{}", "null")
 MOST_TRIED = 64
-"""Rows of a source that are rendered without a field before it counts as unread."""
+"""Most rows of a source that are rendered without a field, to see if their prompts change, before it counts as
+unread."""
 
 
 def row_arguments(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row's arguments for the chat template: `chat_template_kwargs`, and `tools` if they are a list of objects."""
+    """A row's arguments for its chat template: `chat_template_kwargs`, and `tools` if they are a list of objects."""
     arguments, tools = row.get(ARGUMENTS), row.get(TOOLS)
     tools = [without_nulls(_parsed(tool)) for tool in tools] if isinstance(tools, list) else []
     return {
@@ -43,7 +44,10 @@ def _parsed(tool: Any) -> Any:
 
 
 def spoken_message(value: Any) -> Message | None:
-    """The message in a list of one if it is the assistant's and has one of `SPOKEN`; ValueError for a malformed one."""
+    """The message in a list of one, if it is the assistant's and has one of the fields `SPOKEN`; else None.
+
+    Raises ValueError for a malformed message.
+    """
     if not isinstance(value, list) or len(value) != 1:
         return None
     [message] = messages_of(value)
@@ -51,10 +55,12 @@ def spoken_message(value: Any) -> Message | None:
 
 
 def in_accepted_form(render: Callable[[list[dict[str, Any]]], str], messages: list[dict[str, Any]]) -> str:
-    """Render messages; if the template refuses them, with calls' arguments as JSON text, empty text for null, or parts.
+    """Render messages with a chat template, in the first of several equivalent forms that the template accepts.
 
-    Most templates write arguments with `tojson`, but DeepSeek-V3's adds them to a text; some take no null content. A
-    template that shows nothing of the last question, such as a pointer of Git LFS, refuses it too.
+    The messages are tried as they are first; then with calls' arguments as JSON text, with empty text for null, and
+    with each content as a list of parts. Most templates write arguments with `tojson`, but DeepSeek-V3's adds them to a
+    text; some take no null content. A form also counts as refused if nothing of the last question is in the result, as
+    with a pointer of Git LFS in the place of a template. Raises the first form's error if all are refused.
     """
     # `content: null` is tried first: some templates show tool calls only beside it.
     forms = [messages, _with_written_arguments(messages)]
@@ -75,7 +81,7 @@ def in_accepted_form(render: Callable[[list[dict[str, Any]]], str], messages: li
 
 
 def _as_parts(content: Any) -> Any:
-    """Text as a list of one part, which templates of multimodal models go through."""
+    """Text as a list of one part, the form that templates of multimodal models iterate over."""
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
@@ -96,7 +102,10 @@ def _written(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def unread_fields(problems: Sequence[Problem], rendered: Callable[[Problem], str]) -> list[str]:
-    """A sentence for each field for chat templates that changes none of the prompts, which `rendered` gives as text."""
+    """A sentence for each field of rows or messages that changes no prompt, so that its value has no effect.
+
+    `rendered` gives a problem's prompt as text.
+    """
     rows: Counter[tuple[str, str]] = Counter()
     tried: Counter[tuple[str, str]] = Counter()
     read: set[tuple[str, str]] = set()
@@ -126,7 +135,7 @@ def _differs(rendered: Callable[[Problem], str], rest: Problem, prompt: str) -> 
 
 
 def _without_fields(problem: Problem) -> Iterator[tuple[str, Problem]]:
-    """Yields the name of each field for a template, and the problem without it."""
+    """Yields, for each field that only a chat template could show, its name and the problem without it."""
     arguments = problem.row.get(ARGUMENTS)
     for column in (TOOLS, *([] if isinstance(arguments, dict) else [ARGUMENTS])):
         if problem.row.get(column) not in EMPTY:

@@ -33,9 +33,11 @@ csv.field_size_limit(sys.maxsize)  # the default limit is 128 KiB, which a row o
 
 
 def rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """Yield (line from 1, row, or the reason why it is malformed); in Parquet and JSON arrays a line is a row's number.
+    """Yield (line from 1, row) for each row of a file; a malformed row is the reason, as text.
 
-    Chats and objects that a column holds as text are parsed (`with_parsed_texts`).
+    In Parquet and JSON arrays a line is a row's number. Chats and objects that a column holds as text are parsed
+    (`with_parsed_texts`).
+
     Raises UserError for a file that is missing, unreadable or of another format.
     """
     check_file(path)
@@ -62,7 +64,10 @@ def _rows_as_written(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
 
 
 def check_file(path: Path) -> None:
-    """Raise UserError for a file that is missing, with similar names, or of another format. Does not read it."""
+    """Raise UserError for a file that is missing or has an unknown suffix; does not read it.
+
+    The error about a missing file suggests similar names.
+    """
     if path.suffix not in SUFFIXES:
         raise UserError(f"{path}: unknown file type; convert it to one of {', '.join(SUFFIXES)}")
     try:
@@ -76,7 +81,8 @@ def check_file(path: Path) -> None:
 
 
 def names_alike(path: Path) -> list[Path]:
-    """Files and folders with names similar to the first missing part of a path, the most similar first."""
+    """Files and folders whose names are similar to the first part of the path that does not exist, the most similar
+    first."""
     missing = path
     while not os.path.lexists(missing.parent) and missing.parent != missing:
         missing = missing.parent
@@ -99,7 +105,7 @@ def _array_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
 
 
 def _csv_rows(path: Path, delimiter: str) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """Rows by the names in the first line; a missing field is left out."""
+    """Yield the rows as dictionaries with the names in the first line; a field that a row lacks is left out."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, delimiter=delimiter, strict=True)
@@ -136,7 +142,7 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
 
 
 def _object(row: Any) -> dict[str, Any] | str:
-    """The row as an object; a row that is a list of turns, as in Open-Reasoner-Zero, becomes an object with a chat."""
+    """The row as an object. A row that is a list of turns, as in Open-Reasoner-Zero, becomes an object with a chat."""
     if isinstance(row, dict):
         return row
     if isinstance(row, list) and row and all(isinstance(turn, dict) and turn.keys() & {"from", "role"} for turn in row):
@@ -169,14 +175,14 @@ def _python_rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """Stands for a value that Python cannot hold. A row is malformed only if its question or its gold is such a
-    value."""
+    """Stands for a value that Python cannot hold. It makes a row malformed only as its question or its gold."""
 
     reason: str
 
 
 def _value(scalar: pa.Scalar) -> Any:
-    """The value of a cell; a time that Python has no type for (nanoseconds, years after 9999) as text."""
+    """The value of one cell as Python has it; a time without a Python type (nanoseconds, years after 9999) becomes
+    text."""
     try:
         return scalar.as_py()
     except (ValueError, OverflowError, pa.ArrowException) as error:
@@ -188,7 +194,7 @@ def _value(scalar: pa.Scalar) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ColumnPaths:
-    """Columns of the question and the gold, or paths inside a column."""
+    """The columns of the question and of the gold in a data set, or paths inside a column."""
 
     question: str
     answer: str
@@ -204,7 +210,7 @@ INSTRUCTION, INPUT = "instruction", "input"
 """Alpaca's columns of a question; what `input` holds follows the instruction."""
 QUESTIONS = ("problem", "question", "prompt", *CHATS, INSTRUCTION)
 ORZ_ANSWER = "conversations.1.ground_truth.value"
-"""Gold of Open-Reasoner-Zero, whose rows are lists of two turns."""
+"""Path of the gold in Open-Reasoner-Zero, whose rows are lists of two turns."""
 ANSWERS = ("reward_model.ground_truth", "answer", "label", "ground_truth", "solution", "final_answer", ORZ_ANSWER)
 KNOWN = {
     ("question", "answer"): "GSM8K's",
@@ -216,21 +222,22 @@ KNOWN = {
     ("prompt", "ground_truth"): "TRL's",
     ("conversations", ORZ_ANSWER): "Open-Reasoner-Zero's",
 }
-"""Columns of question and gold -> name of the format that has them, in words."""
+"""Columns of question and gold -> whose format has them, in words for the user."""
 CONVERSATION = "the last message"
-"""Gold column of a row of messages without one: the last message of the assistant."""
+"""Stands for the gold's column if a row of messages has none: the gold is the assistant's last message."""
 
 
 RESPONSES = ("response", "completion", "output", "completions")
 """Columns of a response, to imitate or to score; the first present counts."""
 TESTS = ("tests", "test_cases", "test_list", "input_output", "public_tests")
-"""Columns of a program's tests, a gold for functions that accept any value."""
+"""Columns of tests for a program; they are golds for reward functions that accept any value."""
 NO_GOLD = ""
-"""Gold column of a row without a gold: a user's function may score by the row or the response alone."""
+"""Stands for the gold's column in a row without a gold: a user's function may score by the row or the response
+alone."""
 
 
 def recognised(row: dict[str, Any], any_gold: bool = False) -> ColumnPaths | None:
-    """The columns of a row by their usual names; None without a question or a gold.
+    """The columns of question and gold in a row, found by their usual names; None without a question or a gold.
 
     With `any_gold` a program's tests count as a gold, and a row without any gold is recognised too.
     """
@@ -246,13 +253,14 @@ def recognised(row: dict[str, Any], any_gold: bool = False) -> ColumnPaths | Non
 
 
 def question_column(row: Mapping[str, Any]) -> str | None:
-    """The row's first question column by a usual name that holds something, else one that is not null, else None."""
+    """The row's first column with a usual name of a question that is not empty, else one that is not null, else
+    None."""
     filled = next((name for name in QUESTIONS if not is_empty(row.get(name))), None)
     return filled or next((name for name in QUESTIONS if row.get(name) is not None), None)
 
 
 def gold_column(row: dict[str, Any], any_gold: bool) -> str:
-    """The row's first gold column by a usual name, "" without one; `any_gold` includes tests."""
+    """The row's first column with a usual name of a gold, "" without one; `any_gold` includes columns of tests."""
     names = (*ANSWERS, *TESTS) if any_gold else ANSWERS
     filled = next((name for name in names if has(row, name) and not is_empty(field_at(row, name))), "")
     return filled or next((name for name in names if has(row, name)), "")
@@ -264,8 +272,10 @@ def is_empty(value: Any) -> bool:
 
 
 def null_columns(row: dict[str, Any]) -> ColumnPaths | None:
-    """The columns that `recognised` would find if nulls counted as values; None unless the row has a question and a
-    gold."""
+    """The columns that `recognised` would find if null counted as a value.
+
+    None unless the row has a column of a question and one of a gold.
+    """
     question = next((name for name in QUESTIONS if has(row, name)), None)
     question = question or next((name for name in QUESTIONS if name in row), None)
     answer = next((name for name in ANSWERS if has(row, name, or_null=True)), None)
@@ -273,7 +283,7 @@ def null_columns(row: dict[str, Any]) -> ColumnPaths | None:
 
 
 def described(columns: ColumnPaths) -> str:
-    """The columns in words: `slime's (prompt, label)`."""
+    """The columns in words, with the format that has them: `slime's prompt, label`."""
     if columns.answer == NO_GOLD:
         return f"{columns.question}, without a gold"
     named = KNOWN.get((columns.question, columns.answer), "")
@@ -281,17 +291,17 @@ def described(columns: ColumnPaths) -> str:
 
 
 OPTIONS = ("choices", "options", "endings", "candidates")
-"""Columns of a question's options."""
+"""Columns that list the options of a multiple-choice question."""
 LETTERED: tuple[tuple[str, ...], ...] = (
     ("A", "B", "C", "D"),
     ("opa", "opb", "opc", "opd"),
     ("option_a", "option_b", "option_c", "option_d"),
 )
-"""Columns of options in data sets with one for each."""
+"""Columns of options in data sets that have a column for each option."""
 
 
 def unseen_options(row: dict[str, Any], question: str) -> str:
-    """Names of option columns whose options are missing from the question; empty without any."""
+    """The names of the columns with options that the question's text lacks, in words; "" if there are none."""
     name = next((name for name in OPTIONS if row.get(name)), "")
     lettered = next((names for names in LETTERED if all(_plain(row.get(letter)) for letter in names)), ("",))
     options = _texts(row[name]) if name else [str(row[letter]) for letter in lettered if letter]
@@ -301,7 +311,7 @@ def unseen_options(row: dict[str, Any], question: str) -> str:
 
 
 def _texts(options: Any) -> list[str]:
-    """The options in a list of texts, ARC's table of lists, a table by letter or a printed list."""
+    """The texts of the options, which may be a list, ARC's table of lists, a table by letter or a printed list."""
     if isinstance(options, dict):
         inner = options.get("text")
         return _texts(inner if isinstance(inner, list) else list(options.values()))
@@ -325,12 +335,12 @@ def _plain(value: Any) -> bool:
 
 
 def found_in(row: Mapping[str, Any]) -> str:
-    """The columns of a row, for a message about a missing one."""
+    """The names of a row's columns in parentheses, for a message about a missing one."""
     return f"(found {', '.join(sorted(map(str, row))) or 'none'})"
 
 
 def has(row: dict[str, Any], path: str, or_null: bool = False) -> bool:
-    """Whether `field_at` finds a value, which may be null with `or_null`."""
+    """Whether the row has a value at this path; null counts only with `or_null`."""
     try:
         return field_at(row, path) is not None or or_null
     except KeyError:
@@ -338,9 +348,9 @@ def has(row: dict[str, Any], path: str, or_null: bool = False) -> bool:
 
 
 def field_at(row: dict[str, Any], path: str) -> Any:
-    """Value of a column, or at a path inside one: `reward_model.ground_truth`, `prompt.0.content`.
+    """The value of a column, or at a path inside one: `reward_model.ground_truth`, `prompt.0.content`.
 
-    Raises KeyError with the missing step of the path.
+    Raises KeyError with the first step of the path that is missing.
     """
     if path in row:
         return row[path]
@@ -359,7 +369,7 @@ def messages_of(value: list[Any]) -> tuple[Message, ...]:
     """The messages of a chat with all their fields; ValueError for a malformed one.
 
     A content is text, or a list of parts of type `text`, which are joined. Calls and their arguments may be JSON text.
-    A field that is null counts as absent: `datasets` writes any message's into every message.
+    A field that is null counts as absent, since `datasets` gives every message the fields of all messages.
     """
     try:
         return tuple(_message(number, message) for number, message in enumerate(value, start=1))
@@ -399,7 +409,7 @@ def _message(number: int, message: Any) -> Message:
 
 
 def _calls(number: int, calls: Any) -> list[dict[str, Any]]:
-    """The calls of a message, as transformers' templates take them: objects whose arguments are objects."""
+    """The calls of a message in the form that transformers' templates take: objects whose arguments are objects."""
     calls = parsed_text("tool_calls", calls) if isinstance(calls, str) else calls
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise ValueError(f"message {number} has tool_calls that are not a list of objects")
@@ -407,7 +417,7 @@ def _calls(number: int, calls: Any) -> list[dict[str, Any]]:
 
 
 def with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """The call with the arguments in its JSON text, as servers of OpenAI's protocol write them."""
+    """The call with its arguments parsed: servers of OpenAI's protocol write them as JSON text."""
     if isinstance(function := call.get("function"), dict):
         return {**call, "function": with_parsed_arguments(function)}
     if not isinstance(text := call.get("arguments"), str):
@@ -420,7 +430,7 @@ def with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_nulls(value: Any) -> Any:
-    """A JSON value without the null fields of its objects."""
+    """A JSON value without the fields of its objects that are null."""
     if isinstance(value, dict):
         return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
@@ -446,4 +456,4 @@ def _text_of(number: int, message: dict[str, Any]) -> str:
             raise ValueError(f"message {number} has a part of type {other[0]!r}, and only text can be read")
         if all(isinstance(part.get("text"), str) for part in content):
             return "".join(part["text"] for part in content)
-    raise ValueError(f"message {number} has no text")
+    raise ValueError(f"message {number} has no text: its content is neither text nor a list of text parts")

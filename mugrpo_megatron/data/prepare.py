@@ -1,4 +1,5 @@
-"""Turns the recipe's `[data]` section into prompts: reads, checks, cleans and renders problems, and notes omissions."""
+"""Turns the recipe's `[data]` section into prompts: reads, checks, cleans and renders problems, and notes what is left
+out."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
 NGRAM = 8
 """Number of words of an n-gram."""
 OVERLAP = 0.5
-"""A training problem that has at least this fraction of an evaluation problem's n-grams counts as the same problem."""
+"""A training problem that shares at least this fraction of an evaluation problem's n-grams counts as the same
+problem."""
 
 _LATEX = re.compile(r"\\(?:left|right|displaystyle|text|mathrm|[dt]?frac|[,;:! ])|[\\${}~]")
 _WORD = re.compile(r"[a-z]+|[0-9]+(?:\.[0-9]+)?|[^\sa-z0-9]")
@@ -43,7 +45,7 @@ _PUNCTUATION = frozenset(".,;:?!'\"`()[]")
 
 @dataclass(frozen=True, slots=True)
 class Contamination:
-    """A training problem that is also an evaluation problem."""
+    """A pair of a training problem and an evaluation problem that count as the same."""
 
     train: Problem
     held_out: Problem
@@ -52,18 +54,18 @@ class Contamination:
 
 
 def words(text: str) -> tuple[str, ...]:
-    """The words of a question without case, punctuation and LaTeX layout; operators and digits stay."""
+    """The words of a question without its case, punctuation and LaTeX layout; operators and digits stay."""
     tokens = _WORD.findall(_LATEX.sub(" ", text.lower()))
     return tuple(word for word in tokens if word not in _PUNCTUATION)
 
 
 def without_duplicates(problems: Sequence[Problem]) -> tuple[list[Problem], list[str]]:
-    """Keep the first copy of every question; also return a sentence for each copy with another answer.
+    """Keep the first of equal questions; also return a sentence for each copy whose answer differs from it.
 
-    A copy has the same `words` and the same answer, or the same text up to case and spaces, and the same fields for a
-    chat template.
+    Two problems are copies if they have the same `words` and the same answer, or the same text up to case and spaces;
+    the fields that a chat template may use must also be equal.
     """
-    # Equal words alone make no copy: `5!` and `5`, `f'(x)` and `f(x)` have the same words, but different answers.
+    # Equal words alone do not make a copy: `5!` and `5`, or `f'(x)` and `f(x)`, have equal words and different answers.
     alike: dict[tuple[str, ...], list[Problem]] = defaultdict(list)
     distinct: list[Problem] = []
     disagreements: list[str] = []
@@ -87,20 +89,20 @@ def _is_copy(problem: Problem, other: Problem) -> bool:
 
 
 def _fields(problem: Problem) -> list[dict[str, object]]:
-    """Fields of the messages besides role and content, without empty entries."""
+    """The fields of each message besides role and content; messages without any are left out."""
     fields = [{k: v for k, v in m.items() if k not in ("role", "content")} for m in problem.messages]
     return [entry for entry in fields if entry]
 
 
 def _spelled(problem: Problem) -> str:
-    """The question without case, spaces, and punctuation at its end."""
+    """The question as lower-case text without spaces and without punctuation at its end."""
     return "".join(problem.question.lower().split()).rstrip(".,;:?")
 
 
 def contamination(train: Sequence[Problem], held_out: Sequence[Problem]) -> list[Contamination]:
-    """Training problems with at least OVERLAP of an evaluation problem's n-grams.
+    """Find training problems that share at least OVERLAP of an evaluation problem's n-grams.
 
-    A problem of fewer than NGRAM words matches only when all its words are the same.
+    A problem of fewer than NGRAM words matches only if all its words are the same.
     """
     grams = [_ngrams(words(problem.question)) for problem in held_out]
     holders: dict[tuple[str, ...], list[int]] = defaultdict(list)
@@ -118,12 +120,12 @@ def contamination(train: Sequence[Problem], held_out: Sequence[Problem]) -> list
 
 
 def _ngrams(text: tuple[str, ...]) -> set[tuple[str, ...]]:
-    """All n-grams of a text; a shorter text is its own single n-gram."""
+    """All n-grams of NGRAM words; a text with fewer words is its own single n-gram."""
     return {text[i : i + NGRAM] for i in range(max(1, len(text) - NGRAM + 1))}
 
 
 MOST_NAMED = 3
-"""Most golds and overlaps that a note names; it only counts the others."""
+"""Most sentences of one kind, such as about golds or overlaps, that the notes list; the others are only counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +139,7 @@ class Problems:
 
 @dataclass(frozen=True, slots=True)
 class PreparedData:
-    """Training and held-out problems with their prompts, and notes on what was left out."""
+    """Training and held-out problems with their prompts, and notes about what was left out."""
 
     train: FittingPrompts
     held_out: FittingPrompts
@@ -149,7 +151,7 @@ class PreparedData:
 def prepare(
     data: DataSection, reward: RewardSection, tokenizer: PreTrainedTokenizerBase, problems: Problems | None = None
 ) -> PreparedData:
-    """Render training and held-out problems as prompts; reads the problems unless they are given.
+    """Render training and held-out problems as prompts; the problems are read first unless they are given.
 
     Raises UserError for unusable data, and with `data.strict` for any unusable row or gold.
     """
@@ -172,14 +174,15 @@ def prepare(
 
 
 def read_problems(data: DataSection, reward: RewardSection) -> Problems:
-    """Read, check and clean the problems, without importing a tokenizer or the verifier's parser.
+    """Read, check and clean the problems; imports no tokenizer, and not the parser with which the verifier compares
+    answers.
 
     Raises UserError for unusable data, and with `data.strict` for any malformed row or unverifiable gold.
     """
     notes: list[str] = []
     held_out = held_out_problems(data.eval, data, reward, notes)
     train = usable_problems(data.train, "train", data, reward, notes)
-    # A generator repeats training questions on purpose, and its splits are disjoint by construction.
+    # Generated sets are not cleaned: they repeat training questions on purpose, and their splits are disjoint.
     generators = generated_sets(data.train)
     generated, read = ([p for p in train if (p.source in generators) is is_task] for is_task in (True, False))
     distinct, disagreements = without_duplicates(read)
@@ -194,7 +197,7 @@ def read_problems(data: DataSection, reward: RewardSection) -> Problems:
 def held_out_problems(
     sources: str, data: DataSection, reward: RewardSection, notes: list[str], key: str = "data.eval"
 ) -> list[Problem]:
-    """Read the usable problems of every held-out set; UserError for a set without any, or a set named twice."""
+    """Read the usable problems of all held-out sets. UserError for a set without any, or a set that is named twice."""
     names = held_out_sets(sources, key)
     problems = _each_once(usable_problems(sources, "eval", data, reward, notes), generated_sets(sources), notes)
     for name in names.keys() - {problem.source for problem in problems}:
@@ -205,7 +208,8 @@ def held_out_problems(
 
 
 def _each_once(problems: list[Problem], generated: set[str], notes: list[str]) -> list[Problem]:
-    """Each question of a held-out set once: a copy counts as a problem, and would make the interval too narrow."""
+    """Remove repeated questions inside each held-out set: counted as more problems, they would make its interval too
+    narrow."""
     sets: dict[str, list[Problem]] = defaultdict(list)
     for problem in problems:
         sets[problem.source].append(problem)
@@ -223,8 +227,9 @@ def _each_once(problems: list[Problem], generated: set[str], notes: list[str]) -
 
 
 def evenly_spaced_by_set(problems: list[Problem], limit: int, notes: list[str]) -> list[Problem]:
-    """At most `limit` evenly spaced problems of every data set, in their order; notes each set that has more."""
-    # Many sets are sorted by subject or difficulty: their first problems are not representative.
+    """At most `limit` problems of every data set, evenly spaced and in their order; adds a note for each set with
+    more."""
+    # Not the first ones: many sets are sorted by subject or difficulty, so their first problems are not representative.
     sizes = Counter(problem.source for problem in problems)
     for name, size in sizes.items():
         if size > limit:
@@ -245,7 +250,10 @@ def evenly_spaced_by_set(problems: list[Problem], limit: int, notes: list[str]) 
 def usable_problems(
     source: str, split: Literal["train", "eval"], data: DataSection, reward: RewardSection, notes: list[str]
 ) -> list[Problem]:
-    """Read problems of well-formed rows whose golds verify against themselves; adds omissions to `notes`."""
+    """Read the problems of well-formed rows whose golds the verifier accepts as answers to themselves.
+
+    Adds a sentence to `notes` for what is left out; with `data.strict` that raises UserError instead.
+    """
     any_gold = cache(reward.accepts_any_gold)  # cached, since thousands of problems share a few sources
     read = load(source, data, split, any_gold=any_gold)
     notes += [*read.notes, *_few(read.malformed)]
@@ -260,7 +268,7 @@ def usable_problems(
 
 
 def within_pass_rate(problems: list[Problem], bounds: tuple[float, float], notes: list[str]) -> list[Problem]:
-    """The problems whose row has a `pass_rate` within `bounds`; null is outside.
+    """The problems whose row has a `pass_rate` within `bounds`; a rate of null is outside.
 
     Raises UserError for a row without this column, and if no problem is left.
     """
@@ -306,18 +314,19 @@ def _few(sentences: list[str]) -> list[str]:
 
 
 def problem_at(seed: int, n_problems: int, position: int) -> int:
-    """Index of the problem at `position` of the stream: a new permutation of all problems in every epoch.
+    """The index of the problem at `position` of the endless stream of prompts: each pass is a new permutation of all
+    problems.
 
-    A pure function of its arguments, so a resumed run needs no state.
+    It depends on nothing but the arguments, so a resumed run needs no state.
     """
     epoch, index = divmod(position, n_problems)
     return int(_permutation(seed, n_problems, epoch)[index])
 
 
 def update_at(seed: int, stage: int, updates: int, age: int) -> int:
-    """Index of the stage's update that is taken at `age`: in order in the first epoch, a permutation in later ones."""
-    # Whole updates are permuted and keep their groups: an update stays one row group of the stage, and so do its
-    # log-probabilities under other policies.
+    """The index of the update to take after `age` updates of a stage: in order in the first epoch, then permuted."""
+    # Updates are permuted as a whole, not their groups: so an update is always one row group of the stage's files,
+    # and of those with its log-probabilities under other policies.
     epoch, index = divmod(age, updates)
     return index if epoch == 0 else int(_permutation(seed, updates, stage, epoch)[index])
 

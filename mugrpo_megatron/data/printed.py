@@ -1,4 +1,5 @@
-"""Texts that hold a list or an object: Python lists as `print` wrote them, and columns of JSON text."""
+"""Parses texts that stand for a list or an object: Python lists as `print` writes them, and JSON inside a column's
+text."""
 
 from __future__ import annotations
 
@@ -18,9 +19,10 @@ _BLANK = re.compile(r"\\[nrt](?![A-Za-z])")
 
 
 def printed_list(text: str) -> list[str] | None:
-    r"""The elements of a printed list of quoted texts and numbers, by commas or, as NumPy prints, by blanks; else None.
+    r"""The elements of a list of quoted texts and numbers that was printed by Python or NumPy; None for other text.
 
-    A tuple, a set, an array and the only list in a list count as one.
+    Commas separate them, or blanks, as NumPy prints. A tuple, a set, an array, and a list whose only element is a list
+    are read the same way.
     An element whose backslashes are all doubled is a Python literal. Otherwise `\f` and `\t` are not control
     characters but the beginning of `\frac` and `\theta`, and every backslash stays.
     """
@@ -54,9 +56,10 @@ LISTS = ("tools", "tool_calls")
 
 
 def with_parsed_texts(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with chats, objects and tools in place of their JSON text, or of their text as Python prints them.
+    """The row with each chat, object or list of tools that a column holds as text replaced by its value.
 
-    Raises ValueError for a text that begins like one and cannot be read.
+    The text may be JSON, or what Python prints. Raises ValueError for a text that begins like one of them and cannot be
+    read.
     """
     texts = {name: row[name] for name in (*STRUCTURES, *OBJECTS, *LISTS) if isinstance(row.get(name), str)}
     values = {name: parsed_text(name, text) for name, text in texts.items()}
@@ -65,7 +68,7 @@ def with_parsed_texts(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def parsed_text(name: str, text: str) -> Any:
-    """The structure in the text of the column `name`; the text itself for plain text."""
+    """The chat, object or list that the text of the column `name` stands for; plain text is returned unchanged."""
     kind = dict if name in OBJECTS else list
     is_chat = name not in (*OBJECTS, *LISTS)
     if re.match(r"\s*\"\s*[\[{]", text):  # the text is a JSON string whose content is JSON again

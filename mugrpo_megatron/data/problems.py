@@ -1,4 +1,4 @@
-"""Loads problems from bundled tasks, files and the hub; names every malformed row by file and line."""
+"""Loads problems from bundled tasks, files and the hub; errors name every malformed row by file and line."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from mugrpo_megatron.samples import Problem
 
 
 def generated_sets(sources: str) -> set[str]:
-    """The names of the comma-separated sources that are generated, into disjoint splits."""
+    """The names of the generated sets among the comma-separated sources; their splits are disjoint."""
     return {name for name, source in named_sources(sources).items() if source in TASKS or source.startswith(GYM)}
 
 
 def named_sources(sources: str) -> dict[str, str]:
-    """Split comma-separated sources: name -> source, in their order.
+    """Split comma-separated sources and give each a short name: name -> source, in their order.
 
     A bundled task and a preset keep their name, also in `PRESET@FILE`; a file gets its stem, a data set of the hub the
     last part of its name. When a file or a hub set would share its name with another source or a task, its folder or
@@ -55,8 +55,8 @@ def named_sources(sources: str) -> dict[str, str]:
 
 
 def held_out_sets(sources: str, key: str = "data.eval") -> dict[str, str]:
-    """The held-out sets by name, as `named_sources` gives them; UserError when a set is named twice, since it would
-    count twice."""
+    """The held-out sets by short name (`named_sources`). Raises UserError when one is named twice, since it would count
+    twice."""
     named = named_sources(sources)
     for source, times in Counter(named.values()).items():
         if times > 1:
@@ -73,7 +73,7 @@ def held_out_sets(sources: str, key: str = "data.eval") -> dict[str, str]:
 
 
 def check_sets(section: EvalSection, known: Set[str], key: str = "data.eval") -> None:
-    """Raise UserError when `[eval.sets]` names a set that is not `known`."""
+    """Raise UserError when `[eval.sets]` has settings for a set that is not among the `known` ones."""
     unknown = sorted(section.sets.keys() - known)
     if unknown:
         raise UserError(
@@ -82,7 +82,7 @@ def check_sets(section: EvalSection, known: Set[str], key: str = "data.eval") ->
 
 
 def _name(source: str, words: int) -> str:
-    """A source's name from its last `words` words; a bundled task and a preset keep their own name."""
+    """A source's name, made of the last `words` parts of its path; a bundled task and a preset keep their own name."""
     preset, at, file = source.partition("@")
     if source in TASKS or source in PRESETS:
         candidates = [source]
@@ -103,16 +103,16 @@ def _numbered(name: str, number: int) -> str:
 
 PLAIN = ColumnPaths("problem", "answer")
 PARQUET_BRANCH = "refs/convert/parquet"
-"""Branch of the hub with every data set as Parquet files."""
+"""The branch on which the hub has Parquet files of every data set."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """Repository, columns and splits of a named data set."""
+    """The place of a named data set on the hub, and its columns and splits."""
 
     repository: str
     columns: ColumnPaths = PLAIN
-    """Columns; the answer in a worked solution is its `####` line or its last box."""
+    """Columns of question and gold. The answer in a worked solution is its `####` line or its last box."""
     config: str = "default"
     """Folder of the hub's Parquet branch; `*` takes all."""
     train: str = "train"
@@ -148,7 +148,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def download(repository: str, config: str, split: str) -> list[Path]:
-    """Parquet files of a split, downloaded or from the local cache; UserError when it is in neither."""
+    """The Parquet files of a split, from the local cache or downloaded; UserError when they cannot be had."""
     name = f"{repository} ({config}, {split})"
     pattern = f"{config}/{split}/*.parquet"
     try:
@@ -168,26 +168,26 @@ _HUB_NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(?:/(?P<config>[\w.-]+))
 
 
 OTHER_SUFFIXES = (".txt", ".arrow", ".feather", ".xlsx", ".gz", ".zip", ".zst", ".bz2", ".xz")
-"""Suffixes of unsupported files: `folder/file.txt` is no name on the hub."""
+"""Suffixes of files that cannot be read: they tell that `folder/file.txt` is not meant as a name on the hub."""
 MOST_NAMED_ROWS = 3
 """Most malformed rows that an error message names; it only counts the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A data set: its name, its files and their columns."""
+    """A data set to read: its name, its files, and the columns of question and gold."""
 
     name: str
     files: list[Path]
     readings: tuple[ColumnPaths, ...]
-    """Columns to try in order, row by row."""
+    """Columns to try for each row; the first that the row has are read."""
     recognises: bool = False
     """Whether a row without these columns may have question and gold under other usual names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """The problems of a source, and a sentence (file:line: reason) for every malformed row."""
+    """The content of a source: its problems, and a sentence (file:line: reason) for every malformed row."""
 
     problems: list[Problem] = field(default_factory=list)
     malformed: list[str] = field(default_factory=list)
@@ -196,9 +196,9 @@ class Read:
     recognised: Counter[str] = field(default_factory=Counter)
     """Description of recognised columns -> number of rows that have them."""
     unseen: Counter[str] = field(default_factory=Counter)
-    """Description of option columns missing from the question -> rows."""
+    """Names of option columns whose options the question lacks -> number of rows."""
     listed: Counter[str] = field(default_factory=Counter)
-    """Column that holds several correct answers -> its number of rows. `math` requires all of them at once."""
+    """Gold column with a list of several answers -> its number of rows. `math` requires all of them at once."""
     notes: list[str] = field(default_factory=list)
     """A sentence for each recognised format."""
 
@@ -272,7 +272,7 @@ def refuse_malformed(rows: Sequence[str]) -> None:
 
 
 def absent(source: str) -> list[str]:
-    """The data sets of the hub in comma-separated sources, which may not be on this machine.
+    """The data sets of the hub among the comma-separated sources; they may not be on this machine.
 
     Raises UserError for a source that is neither a task, a file nor a name on the hub, and for a missing file.
     """
@@ -281,13 +281,13 @@ def absent(source: str) -> list[str]:
 
 
 def check_files(source: str) -> None:
-    """Raise UserError for a file in comma-separated sources that is missing."""
+    """Raise UserError for a source, of those separated by commas, that is a missing file or not a source at all."""
     for file in filter(None, _files_of(source).values()):
         check_file(file)
 
 
 def _files_of(source: str) -> dict[str, Path | None]:
-    """Comma-separated sources that are not generated -> their files, None for a set of the hub."""
+    """Each source that is not generated -> its file; None for a data set of the hub."""
     files = {}
     for name in filter(None, map(str.strip, source.split(","))):
         if name in arithmetic.TASKS:
@@ -304,7 +304,7 @@ def _files_of(source: str) -> dict[str, Path | None]:
 
 
 def _file_of(source: str) -> Path | None:
-    """The file that a source names, as `FILE` or as `NAME@FILE`."""
+    """The file that a source names, as `FILE` or as `NAME@FILE`; None for another source."""
     name, at, file = source.partition("@")
     if at and name in PRESETS:
         return Path(file)
@@ -326,7 +326,7 @@ def _unknown(source: str) -> UserError:
 
 
 def resolve(source: str, section: DataSection, split: arithmetic.Split) -> Source:
-    """Find the files of a source; downloads a data set of the hub."""
+    """Find the files and columns of a source; a data set of the hub is downloaded."""
     plain = ColumnPaths(section.question_field, section.answer_field)
     any_columns = plain == PLAIN
     if file := _file_of(source):
@@ -367,7 +367,7 @@ def read_source(source: Source, any_gold: AnyGold = lambda data_source: False) -
 
 
 def _full_question(problem: Problem) -> str:
-    """The question, with all messages of a chat."""
+    """The question with the texts of all messages of its chat."""
     return "\n".join((problem.question, *(message["content"] or "" for message in problem.messages)))
 
 

@@ -1,4 +1,4 @@
-"""Prompt styles, chat templates and prompts before tokenization; imports nothing slow."""
+"""Renders problems as prompts, by prompt styles and chat templates; imports nothing slow."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ STYLES: dict[str, str] = {
         "<|start_header_id|>assistant<|end_header_id|>\n\n"
     ),
 }
-"""Prompt texts by style, as the model cards give them; `chat` is the tokenizer's own template."""
+"""Prompt text of each style, as the model cards give it. The style `chat` takes the tokenizer's own template."""
 
 
 _WRITE = "write it into the message's text, or name another template with data.chat_template"
@@ -49,7 +49,8 @@ EXCERPT_CHARS = 400
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """The chat template of the style `chat`, and its arguments."""
+    """The settings of prompts besides the style: the chat template, its arguments, and the text around each
+    question."""
 
     text: str | None = None
     """Jinja source; None for the tokenizer's own template."""
@@ -68,24 +69,25 @@ TOKENIZER_TEMPLATE = Template()
 def first_prompt(
     tokenizer: PreTrainedTokenizerBase, ids: list[int], style: str, template: Template = TOKENIZER_TEMPLATE
 ) -> str:
-    """A line with the first prompt of a run or an evaluation, and its style."""
+    """A line for the log: the first prompt of a run or an evaluation, and its style."""
     style = resolved_style(style, tokenizer, template)
     return f"the first prompt as the model sees it ({style}): {decoded_line(tokenizer, ids)}"
 
 
 def decoded_line(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
-    """A tokenized prompt as a quoted line, special tokens included."""
+    """A tokenized prompt as one quoted line of text, special tokens included."""
     return quoted(str(tokenizer.decode(ids)))
 
 
 def quoted(prompt: str) -> str:
-    """A prompt as a quoted line; a long prompt loses its middle."""
+    """A prompt as one quoted line; the middle of a long one is left out."""
     text = repr(prompt)
     return text if len(text) <= 2 * EXCERPT_CHARS else f"{text[:EXCERPT_CHARS]} ... {text[-EXCERPT_CHARS:]}"
 
 
 def template_of(section: DataSection) -> Template:
-    """The template of `data.chat_template`, `template_arguments` and `question_template`; UserError if unreadable."""
+    """The template that `data.chat_template`, `template_arguments` and `question_template` set; UserError if
+    unreadable."""
     if (path := section.chat_template) is None:
         return Template(None, section.template_arguments, section.question_template)
     try:
@@ -97,7 +99,7 @@ def template_of(section: DataSection) -> Template:
 
 @dataclass(frozen=True, slots=True)
 class FittingPrompts:
-    """The problems whose prompts fit, and their token ids."""
+    """The problems whose prompts are short enough, and the token ids of these prompts."""
 
     problems: list[Problem]
     prompts: list[list[int]]
@@ -121,9 +123,10 @@ def resolved_style(style: str, tokenizer: PreTrainedTokenizerBase, template: Tem
 def render(
     problem: Problem, tokenizer: PreTrainedTokenizerBase, style: str, template: Template = TOKENIZER_TEMPLATE
 ) -> list[int]:
-    """Token ids of a problem's prompt, with the tokenizer's beginning-of-sequence token if it has one.
+    """Token ids of a problem's prompt.
 
-    Only `chat` renders more than one message. Raises UserError for a chat that the style or the template cannot render.
+    A prompt of another style than `chat` begins with the tokenizer's beginning-of-sequence token, if it has one. Only
+    `chat` renders more than one message. Raises UserError for a chat that the style or the template cannot render.
     """
     text = rendered(problem, tokenizer, style, template)
     if resolved_style(style, tokenizer, template) == "chat":
@@ -140,7 +143,7 @@ _ENDING = re.compile(r"(?:\A|\n)\s*(?:User|Human):.*\n\s*(?P<mark>Assistant:)\s*
 
 
 def refuse_rendered(problem: Problem) -> None:
-    """Raise UserError for a question that a chat template has been applied to already."""
+    """Raise UserError for a question to which somebody has applied a chat template already."""
     if len(problem.messages) > 1:
         return
     text = str(problem.messages[0]["content"] or "") if problem.messages else problem.question
@@ -152,7 +155,8 @@ def refuse_rendered(problem: Problem) -> None:
 
 
 def rendered(problem: Problem, tokenizer: PreTrainedTokenizerBase, style: str, template: Template) -> str:
-    """A problem's prompt as text; of a chat template with marks for `encode_quoting`."""
+    """A problem's prompt as text. In a prompt of style `chat`, quoted special tokens are marked for
+    `encode_quoting`."""
     fitting = resolved_style(style, tokenizer, template)
     if fitting != "plain":
         refuse_rendered(problem)
@@ -164,10 +168,10 @@ def rendered(problem: Problem, tokenizer: PreTrainedTokenizerBase, style: str, t
 def render_reply(
     problem: Problem, reply: Message, tokenizer: PreTrainedTokenizerBase, style: str, template: Template
 ) -> list[int]:
-    """Token ids of the assistant's message after the problem's prompt as the chat template writes it, up to its end.
+    """Token ids of the assistant's message as the chat template writes it after the problem's prompt, up to its end.
 
-    Raises UserError when there is no template, when it does not continue the prompt, and when it leaves out one of
-    `SPOKEN` that the message has.
+    Raises UserError when there is no template, when the text with the message does not begin with the prompt, and when
+    the template leaves out one of the fields `SPOKEN` that the message has.
     """
     spoken = [name for name in SPOKEN if name in reply]
     if resolved_style(style, tokenizer, template) != "chat":
@@ -193,7 +197,7 @@ def render_reply(
 
 
 def _styled(problem: Problem, style: str, template: Template) -> str:
-    """The prompt in a style with a fixed text."""
+    """The prompt of a style that is a fixed text around the question, so not of `chat`."""
     check_style(style)
     if len(problem.messages) > 1:
         raise UserError(
@@ -204,7 +208,7 @@ def _styled(problem: Problem, style: str, template: Template) -> str:
 
 
 def with_question_asked(problem: Problem, template: Template) -> Problem:
-    """Insert the question, or a chat's last user message, into `Template.question`."""
+    """Put the text of `Template.question` around the question, or around a chat's last user message."""
     if template.question is None:
         return problem
     turns = problem.messages
@@ -238,7 +242,10 @@ def apply_template(
     arguments: Mapping[str, Any],
     is_prompt: bool,
 ) -> str:
-    """A chat as the template writes it, with marks for `encode_quoting`; `arguments` win over the template's own."""
+    """A chat as the template writes it, with quoted special tokens marked for `encode_quoting`.
+
+    Of arguments with one name, those in `arguments` win over the template's own.
+    """
     return str(
         tokenizer.apply_chat_template(
             mark_special(messages, tokenizer),
@@ -260,15 +267,17 @@ def without_template() -> UserError:
 
 @contextmanager
 def refusals(problem: Problem, template: Template) -> Iterator[None]:
-    """Convert errors of a chat template in the block to UserErrors, which name the template's file if there is one; the
-    template's time and memory are limited."""
+    """Convert errors of a chat template in the block to UserErrors, and limit its time and memory.
+
+    The errors name the template's file, if there is one.
+    """
     named = f"data.chat_template = {template.path}" if template.path else "the tokenizer's chat template"
     try:
         with template_clock():
             yield
     except TemplateSyntaxError as error:
         raise UserError(f"{named}, line {error.lineno}: {error.message}; correct the template") from None
-    # A template is a program, and may raise; many do unless user and assistant alternate.
+    # A template is a program and may raise anything; many raise unless user and assistant alternate.
     except (Exception, TookTooLong) as error:
         why, file = str(error) or type(error).__name__, f" ({named})" if template.path else ""
         raise UserError(
@@ -283,7 +292,7 @@ def fitting_prompts(
     max_prompt_tokens: int,
     template: Template = TOKENIZER_TEMPLATE,
 ) -> FittingPrompts:
-    """Render every problem; leaves out prompts longer than `max_prompt_tokens`, UserError when all are."""
+    """Render every problem, and leave out prompts longer than `max_prompt_tokens`; UserError when all are longer."""
     rendered = [(problem, render(problem, tokenizer, style, template)) for problem in problems]
     fitting = [(problem, ids) for problem, ids in rendered if len(ids) <= max_prompt_tokens]
     if problems and not fitting:
@@ -303,7 +312,8 @@ def fitting_prompts_by_set(
     max_prompt_tokens: int,
     template: Template = TOKENIZER_TEMPLATE,
 ) -> FittingPrompts:
-    """The fitting prompts of several sets, each rendered by `fitting_prompts`, in one list."""
+    """Render the problems of several sets as `fitting_prompts` does for one, so that no set may lose all its
+    prompts."""
     sets: dict[str, list[Problem]] = {}
     for problem in problems:
         sets.setdefault(problem.source, []).append(problem)
@@ -319,10 +329,10 @@ SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls
 
 
 def prompt_text(problem: Problem, style: str, template: Template, model: Path | None) -> tuple[str, str] | None:
-    """Resolve the style and render a problem in it, without tokenizing: (style, text).
+    """Resolve the style and render a problem in it, without a tokenizer: (style, text).
 
-    `model` is the tokenizer's directory, None where it is not on this machine; returns None if the prompt depends on
-    it. Raises UserError for an invalid template, or one that refuses the messages.
+    `model` is the model's directory, None if it is not on this machine. Returns None if style or text depend on it
+    then. Raises UserError for an invalid template, or one that refuses the messages.
     """
     check_style(style)
     config = tokenizer_config(model) if model else {}
@@ -360,7 +370,7 @@ def _untokenized(problem: Problem, text: str, template: Template, special: Mappi
 
 
 def _tokenizer_template(model: Path, row: Mapping[str, Any]) -> str | None:
-    """The tokenizer's own template for a row, as transformers chooses it."""
+    """The tokenizer's own template that transformers would choose for a row; None without any."""
     templates = chat_templates(model)
     name = "tool_use" if "tool_use" in templates and TOOLS in row_arguments(row) else "default"
     if templates and name not in templates:
@@ -371,7 +381,7 @@ def _tokenizer_template(model: Path, row: Mapping[str, Any]) -> str | None:
 
 
 def _special(config: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens that templates may use, by name."""
+    """Name -> text of the special tokens that templates may use."""
     tokens = {name: config.get(name) for name in SPECIAL}
     texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}

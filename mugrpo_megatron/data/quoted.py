@@ -1,7 +1,7 @@
-"""Text that a chat quotes: control tokens that it spells out are encoded as their characters.
+"""Encodes text that merely quotes control tokens, such as `<|im_end|>` in a question, as plain characters.
 
-Rows, tools and models write text that a template puts between its own special tokens. `mark_special` marks what must
-not become a token before it is rendered, `encode_quoting` tokenizes the rendered text.
+Rows, tools and models write text that a template puts between its own special tokens. Before rendering, `mark_special`
+marks what must not become a token; after it, `encode_quoting` tokenizes the text.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CONTROL = re.compile(r"<[|｜].+[|｜]>")
-"""Matches control tokens, also those that are not declared special, such as the turns of DeepSeek-R1's tokenizers."""
+"""Matches control tokens, also those that a tokenizer does not declare special, such as the turns of DeepSeek-R1's."""
 MARK = "\ufdd0"
-"""A noncharacter of Unicode, after the first character of a quoted special token."""
+"""A character that no text has (a noncharacter of Unicode). It is put after the first character of a quoted token."""
 
 
 def mark_special(value: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """A JSON value with each special token of the tokenizer in its texts marked."""
+    """A JSON value in whose texts each special token of the tokenizer is marked as quoted."""
     if isinstance(value, str):
         return _special(tokenizer).sub(lambda match: f"{match[0][0]}{MARK}{match[0][1:]}", value)
     if isinstance(value, dict):
@@ -31,18 +31,20 @@ def mark_special(value: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
 
 
 def count_special(text: str, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Special tokens that a text spells out."""
+    """The number of special tokens that a text spells out."""
     return sum(1 for _ in _special(tokenizer).finditer(text))
 
 
 def encode_quoting(text: str, tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool = False) -> list[int]:
-    """Token ids of a text with marked special tokens; `add_special_tokens` adds the tokenizer's special tokens around
-    it."""
+    """Token ids of a text in which quoted special tokens are marked: those are encoded as their characters.
+
+    `add_special_tokens` adds the tokenizer's special tokens around the text.
+    """
     pieces = _marked(tokenizer).split(text)
     ids: list[int] = tokenizer.encode(pieces[0], add_special_tokens=add_special_tokens)
     if len(pieces) == 1:
         return ids
-    # One call for all: a text may spell out thousands, and a call for each costs more than its tokens.
+    # All pieces in one call: a text may quote thousands of tokens, and a call for each piece would be slow.
     between = sorted({piece for piece in pieces[2::2] if piece})
     encoded = tokenizer(between, add_special_tokens=False)["input_ids"] if between else []
     of_piece = dict(zip(between, encoded, strict=True))
@@ -55,7 +57,7 @@ def encode_quoting(text: str, tokenizer: PreTrainedTokenizerBase, add_special_to
 
 def _characters(name: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     ids: list[int] = tokenizer.encode(name, add_special_tokens=False, split_special_tokens=True)
-    # The name is one token in the vocabulary, but not one that transformers splits off as special.
+    # `split_special_tokens` has no effect on a token that is in the vocabulary without being declared special.
     if ids == [tokenizer.convert_tokens_to_ids(name)]:
         return [token for half in (name[0], name[1:]) for token in tokenizer.encode(half, add_special_tokens=False)]
     return ids
@@ -72,7 +74,7 @@ def _marked(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
 
 
 def _names(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Texts of the control tokens that have more than one character, longest first."""
+    """Texts of the tokenizer's control tokens, longest first; tokens of a single character are left out."""
     added = [
         token.content
         for token in tokenizer.added_tokens_decoder.values()

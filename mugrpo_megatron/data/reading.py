@@ -1,4 +1,4 @@
-"""Converts a row of a data file to a problem: question, gold, and the row as JSON values."""
+"""Converts a row of a data file to a problem: its question, its gold, and the row as JSON values."""
 
 from __future__ import annotations
 
@@ -36,22 +36,24 @@ from mugrpo_megatron.samples import Message, Problem
 
 
 class FieldMissing(ValueError):
-    """A row lacks a column."""
+    """The error for a row that lacks a column."""
 
 
 _LOST_BACKSLASH = re.compile(
     "\a(?=lpha|ngle|pprox)|\b(?=eta|inom|egin|oxed|ar\\b)|\f(?=rac|orall)|\v(?=ec|arphi|ert|dots)"
     "|\t(?=ext|heta|imes|au\\b|frac|an[({^])|\n(?=eq\\b|abla)|\r(?=ho\\b|ight\\b)"
 )
-"""The rest of `\\frac` or `\\theta` where JSON or Python has read the backslash."""
+"""Matches what is left of `\\frac` or `\\theta` after JSON or Python has read its backslash as an escape."""
 
 
 def columns_of(
     row: dict[str, Any], readings: Sequence[ColumnPaths], recognises: bool, any_gold: bool
 ) -> tuple[ColumnPaths, bool]:
-    """The columns of a row: the first of `readings` that it has, else recognised ones; and whether they are recognised.
+    """Choose the columns of a row: the first of `readings` that it has, else columns that are recognised by their
+    names.
 
-    For a row whose usual columns hold null, these columns, so that the error is about the null.
+    The second value is whether they were recognised. If the usual columns hold null, these are returned, so that the
+    error is about the null.
     """
     for columns in readings:
         if _filled(row, columns.question) and _filled(row, columns.answer):
@@ -64,7 +66,7 @@ def columns_of(
 
 
 def _only_text(value: list[Any], path: str) -> Any:
-    """The text in a list of one text; a list of messages unchanged; ValueError for several texts."""
+    """The text in a list that has one text and nothing else; ValueError for several texts; other lists unchanged."""
     if not value or not all(isinstance(text, str) for text in value):
         return value
     if len(value) > 1:
@@ -77,7 +79,7 @@ def _filled(row: dict[str, Any], path: str) -> bool:
 
 
 PICTURES = ("image", "images", "decoded_image", "video", "videos", "audio", "audios")
-"""Columns with pictures, videos or sound, which only text can replace."""
+"""Columns of pictures, videos or sound, which a model that reads only text does not get."""
 _PICTURE_FILE = re.compile(
     r"\Adata:(?:image|video|audio)/|\.(?:png|jpe?g|gif|webp|bmp|mp4|webm|wav|mp3)\Z", re.IGNORECASE
 )
@@ -85,7 +87,7 @@ _PLACE = re.compile(r"^\s*<(?:image|video|audio)[ _]?[0-9]*>|<(?:image|video|aud
 
 
 def _check_pictures(row: Mapping[str, Any], question: str) -> None:
-    """ValueError for a question about pictures, which no text can answer."""
+    """Raise ValueError for a question about pictures or sound, which the model would not get."""
     for name in PICTURES:
         value = row.get(name)
         shown = value[0] if isinstance(value, list) and value else value
@@ -102,8 +104,8 @@ def problem_of(
 ) -> Problem:
     """Convert a row to a problem; ValueError with the reason for a malformed row.
 
-    With `any_gold` the gold may be any JSON value, or missing if `columns` allow it; otherwise an answer that `math`
-    can verify: text, a number or a list of them.
+    With `any_gold` the gold may be any JSON value, or missing if `columns` say so. Otherwise it must be an answer that
+    `math` can verify: text, a number, or a list of them.
     """
     cell = _found(row, columns.question)
     cell = _only_text(cell, columns.question) if isinstance(cell, list) else _scalar(cell, columns.question)
@@ -134,7 +136,7 @@ def problem_of(
 
 
 def prompt_in_row(row: Mapping[str, Any]) -> ChatOrText:
-    """The prompt in a row, for reward functions: the column `prompt`, text or a chat's messages; else empty."""
+    """The prompt in a row, for reward functions: the column `prompt`, as text or a chat's messages; "" without it."""
     prompt = row.get("prompt")
     if isinstance(prompt, list) and all(isinstance(turn, dict) for turn in prompt):
         return prompt
@@ -148,9 +150,9 @@ def data_source_of(row: Mapping[str, Any]) -> str:
 
 
 def kept_row(row: dict[str, Any]) -> dict[str, Any]:
-    """The row as JSON values, in the order of its columns; ValueError for a value without a form in JSON."""
+    """The row as JSON values, in the order of its columns; ValueError for a value that JSON cannot express."""
     try:
-        # Interned: millions of rows share the names of their columns.
+        # Names are interned, since millions of rows have the same ones.
         return {
             sys.intern(str(name)): to_json_value(value)
             for name, value in row.items()
@@ -163,7 +165,7 @@ def kept_row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def final_answer(text: str) -> str:
-    r"""The answer in a gold text: after the last `####`, in the last `\boxed{}`, or the whole text."""
+    r"""The final answer in a gold's text: after the last `####`, in the last `\boxed{}`, or else the whole text."""
     if "####" in text:
         return text.rsplit("####", 1)[1].strip()
     boxed = boxed_answer(text)
@@ -171,9 +173,10 @@ def final_answer(text: str) -> str:
 
 
 def verifiable_answer(gold: Any, path: str) -> str:
-    """The gold answer for `math` in the field `path`: text, a number or a list of them, also a printed list.
+    """The gold answer for `math` from the field `path`: text, a number, or a list of them, which may be printed as
+    text.
 
-    Raises ValueError for other values and without an answer.
+    Raises ValueError for other values, and if there is no answer in it.
     """
     gold = printed_list(gold) or gold if isinstance(gold, str) else gold
     answers = gold if isinstance(gold, list) else [gold]
@@ -204,7 +207,7 @@ def lists_answers(row: Mapping[str, Any], path: str) -> bool:
 
 
 def any_answer(gold: Any) -> str:
-    """The answer of a gold for a user's function: a text's `final_answer`, else JSON; empty without a gold."""
+    """The answer in a gold for a user's function: a text's `final_answer`, other values as JSON, "" without a gold."""
     if gold is None:
         return ""
     return (final_answer(gold) or gold) if isinstance(gold, str) else json.dumps(gold, ensure_ascii=False)
@@ -228,7 +231,7 @@ def _check_readable(value: Any, path: str) -> None:
 
 
 def _hint(row: Mapping[str, Any]) -> str:
-    """The keys that read a row of Alpaca, or of another program's responses, as question and gold."""
+    """Advice on the recipe keys that read this row, if it has other columns of a question and a response; else ""."""
     response = next((name for name in RESPONSES if isinstance(row.get(name), str)), None)
     question = next((name for name in (INSTRUCTION, "query", "input") if isinstance(row.get(name), str)), None)
     if not response or not question:
@@ -243,11 +246,11 @@ _KINDS: tuple[tuple[type | tuple[type, ...], str], ...] = (
     (bytes, "bytes"),
     ((date, time, timedelta), "a date, a time or a duration"),
 )
-"""Types of a file's values -> what its user calls them; a datetime is a date."""
+"""Types of values in a file -> what the user calls them. A datetime is a date, too."""
 
 
 def kind_of(value: Any) -> str:
-    """What an error calls a file's value that is neither text nor a number: "an object", "a list"."""
+    """The words for a value that is neither text nor a number in an error: "an object", "a list"."""
     return next((words for kinds, words in _KINDS if isinstance(value, kinds)), type(value).__name__)
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers: of Hugging Face or sentencepiece from a directory, and the bundled byte-level tokenizer."""
+"""Loads the tokenizer of a checkpoint (Hugging Face or sentencepiece), and builds the bundled byte-level one."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from mugrpo_megatron.files.vocabulary import added_tokens, chat_templates, token
 from mugrpo_megatron.rewards.math.thoughts import PROMPT_END_TOKENS, opening_of
 
 VOCAB_SIZE = 272
-"""256 bytes and 16 special tokens: a multiple of 16 splits evenly over tensor parallel ranks."""
+"""256 bytes and 16 special tokens. A multiple of 16 splits evenly over tensor parallel ranks."""
 PAD, EOS, TURN = "<|endoftext|>", "<|im_end|>", "<|im_start|>"
-"""Qwen2's names: for a Qwen2 model, `AutoTokenizer` makes a Qwen2 tokenizer, which adds them if they are missing."""
+"""Named as in Qwen2: for a Qwen2 model `AutoTokenizer` makes a Qwen2 tokenizer, which adds these names if missing."""
 END_TOKENS = frozenset(
     ("</s>", "<eos>", "<end_of_turn>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>",
      "<|return|>", "<｜end▁of▁sentence｜>", "[EOS]")
 )  # fmt: skip
-"""Tokens with which models end a response; a data set may use another of them than the tokenizer does."""
+"""Tokens with which models end a response. The responses in a data set may end with another one than the
+tokenizer's."""
 CHAT_ML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -30,7 +31,8 @@ CHAT_ML = (
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a Hugging Face checkpoint directory; pads with the end-of-sequence token by default.
+    """Load the tokenizer of a Hugging Face checkpoint directory; without a padding token, it pads with the
+    end-of-sequence one.
 
     Raises UserError for an unreadable tokenizer, or one without an end-of-sequence token.
     """
@@ -40,7 +42,7 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
         # transformers 5 would build a tokenizer without the file's normalizer and split, and so with other tokens
         # (models/llama/tokenization_llama.py).
         kind = PreTrainedTokenizerFast if (directory / "tokenizer.json").is_file() else AutoTokenizer
-        # Some trainers save split_special_tokens, with which the template's own special tokens would be split into
+        # Some trainers save split_special_tokens = true, which would split the template's own special tokens into
         # characters.
         tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(
             directory, trust_remote_code=False, local_files_only=True, split_special_tokens=False
@@ -65,7 +67,8 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 
 
 def _check_conversion(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    """Raise UserError when transformers converts a sentencepiece model wrongly, as without tokenizer_config.json."""
+    """Raise UserError when transformers converts a sentencepiece model wrongly, as it may without
+    tokenizer_config.json."""
     original = SentencePieceProcessor(model_file=str(directory / "tokenizer.model"))
     probe = "Find 12 + 34 = x, please."
     if tokenizer.encode(probe, add_special_tokens=False) != original.encode(probe):
@@ -96,16 +99,15 @@ def build_arithmetic_tokenizer(chat_template: str | None = None) -> PreTrainedTo
 
 
 def prompt_end(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Text of a prompt's last tokens: the line that begins the response, and the tag of a thought if the prompt opens
-    one."""
+    """The text of a prompt's last tokens: enough for the line that begins the response, and the tag of an opened
+    thought."""
     return str(tokenizer.decode([int(token) for token in ids[-PROMPT_END_TOKENS:]]))
 
 
 def without_repetition(response: str, prompt: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """A response as text without what comes with the prompt or is added to each response.
+    """A response to imitate, without the end-of-sequence token and without a beginning that the prompt already has.
 
-    Some data repeat the prompt's last line or the thought that it opens, and others write the end-of-sequence token.
-    The prompt's end is enough.
+    Some data sets repeat the prompt's last line, or the tag of the thought that it opens. `prompt` needs only its end.
     """
     ends = {str(tokenizer.eos_token), *END_TOKENS.intersection(tokenizer.get_added_vocab())}
     while end := next(filter(response.rstrip().endswith, ends), ""):

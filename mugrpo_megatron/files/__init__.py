@@ -1,1 +1,1 @@
-"""Files that more than one package reads or writes; imports neither torch nor anything slow unless its name says so."""
+"""Files that several rooms read or write. Imports neither torch nor anything slow, except in modules named after it."""

@@ -1,4 +1,4 @@
-"""Models in the package: small ones that this project trained, each with its recipe beside its weights."""
+"""The models in the package: small ones that this project trained, each with its recipe beside its weights."""
 
 from __future__ import annotations
 

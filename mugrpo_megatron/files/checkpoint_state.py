@@ -1,4 +1,5 @@
-"""`state.json` of a checkpoint: its cursor, its model and the checksums of its other files."""
+"""Reads and writes `state.json` of a checkpoint: the run's position, the model, and the checksums of the other
+files."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from mugrpo_megatron.files.durable import digest, read_checksummed_json, write_c
 from mugrpo_megatron.files.json_text import file_inside
 
 STATE = "state.json"
-"""Name of the file that is written last, so a directory that has it is complete."""
+"""Name of the file that is written last: a directory that has it is a complete checkpoint."""
 
 
 Count = Annotated[int, Field(ge=0)]
@@ -59,7 +60,8 @@ def file_checksums(directory: Path, rank: int, world: int) -> dict[str, str]:
 def publish(partial: Path, directory: Path, state: Mapping[str, Any]) -> None:
     """Write the state, with the checksums of all ranks as `files`, and rename `partial` to `directory`, durably."""
     files: Mapping[str, str] = state["files"]
-    # A shared file system may show a node's file late, so that no rank listed it; without a checksum it is damage.
+    # On a shared file system a file may become visible late, after the ranks shared out the files: it gets its
+    # checksum here, since a file without one would count as damage.
     unlisted = sorted(path for path in partial.iterdir() if path.name not in {*files, STATE})
     late = {path.name: digest(path).sha256 for path in unlisted}
     write_checksummed_json(partial / STATE, "state", {**state, "files": {**files, **late}})
@@ -76,7 +78,7 @@ def read_state(directory: Path) -> Saved:
     try:
         return SAVED.validate_python(read_checksummed_json(path, "state"))
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror})") from None
+        raise UserError(f"{path} cannot be read ({error.strerror}); use an older checkpoint") from None
     except ValidationError as error:
         field = ".".join(map(str, error.errors()[0]["loc"])) or "state"
         raise UserError(f"{path} is damaged: {field} is not what a checkpoint has; use an older checkpoint") from None
@@ -85,8 +87,8 @@ def read_state(directory: Path) -> Saved:
 
 
 def first_damage(directory: Path, rank: int, world: int) -> str | None:
-    """Returns a sentence about the first damaged file of those assigned to `rank` of `world`; None if none of them is
-    damaged."""
+    """Returns a sentence about the first damaged one of the files that are assigned to `rank` of `world`; None without
+    damage."""
     from mugrpo_megatron.files.torch_dist import INDEX, read_index  # imports torch
 
     try:
@@ -107,7 +109,7 @@ def first_damage(directory: Path, rank: int, world: int) -> str | None:
 
 
 def create_empty_directory(partial: Path, needed: int) -> None:
-    """Create `partial`, or empty it; UserError if its disk has less than `needed` bytes free."""
+    """Create `partial`, or empty it; UserError if its disk has fewer than `needed` bytes free."""
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     free = shutil.disk_usage(partial).free

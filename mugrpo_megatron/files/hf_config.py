@@ -21,16 +21,16 @@ MAX_ERRORS = 3
 """Most wrong fields that a message names."""
 
 MOST_EXPERTS = 1_000_000
-"""Most experts in all layers together: each has three tensors whose names are listed."""
+"""Most experts in all layers together. Each has three tensors, whose names are listed."""
 
 Size = Annotated[int, Field(gt=0, lt=2**31)] | None
 OptionalCount = Annotated[int, Field(ge=0, le=65_536)] | None
-"""A count with an upper bound: a mistyped number would take hours of arithmetic."""
+"""A count with an upper bound, since a mistyped number would cause hours of arithmetic."""
 Heads = Annotated[int, Field(gt=0, le=65_536)] | None
 Positive = Annotated[FiniteFloat, Field(gt=0, lt=1e12)] | None
 NotNegative = Annotated[FiniteFloat, Field(ge=0, lt=1e12)] | None
 Theta = Annotated[FiniteFloat, Field(gt=1, lt=1e15)] | None
-"""Base of rotary angles with an upper bound: a huge integer overflows a float."""
+"""Base of rotary angles. It has an upper bound, since a huge integer overflows a float."""
 Flag = bool | None
 
 
@@ -59,7 +59,7 @@ class RopeParameters(TypedDict, total=False):
 
 @with_config(ConfigDict(extra="allow", strict=True))
 class ModelConfig(TypedDict, total=False):
-    """Fields that are read; all but the first are optional, and null counts as absent."""
+    """The fields of config.json that are read; all but the first are optional, and null counts as absent."""
 
     model_type: Required[str]
     architectures: list[str] | None
@@ -132,7 +132,8 @@ FIELDS = TypeAdapter(ModelConfig)
 def read_config(directory: Path, key: str = "", remedy: str = "") -> ModelConfig:
     """Returns the config of a checkpoint directory; UserError if it is missing or a field is wrong.
 
-    `key` is the recipe key or option that names the directory, `remedy` the end of the sentence if it is no checkpoint.
+    `key` is the recipe key or option that names the directory. `remedy` ends the error about a directory without a
+    config.
     """
     if not (directory / CONFIG).is_file():
         label = f"{key} = {directory}" if key else str(directory)
@@ -148,7 +149,7 @@ def read_config_file(path: Path) -> ModelConfig:
 def check_config(config: Any, where: str) -> ModelConfig:
     """Returns `config` if every known field has its type and range; UserError names `where` and the wrong fields."""
     if not isinstance(config, dict) or "model_type" not in config:
-        raise UserError(f"{where}: has no model_type, so it does not describe a model")
+        raise UserError(f"{where}: has no model_type, so it does not describe a model; take the config.json of a model")
     try:
         FIELDS.validate_python(config)
     except ValidationError as error:
@@ -157,7 +158,9 @@ def check_config(config: Any, where: str) -> ModelConfig:
         raise UserError(f"{where}: {'; '.join(problems[:MAX_ERRORS])}{more}") from None
     experts = (experts_of(config) or 1) * (config.get("num_hidden_layers") or 1)
     if experts > MOST_EXPERTS:
-        raise UserError(f"{where}: its layers have {experts:,} experts together, more than {MOST_EXPERTS:,}")
+        raise UserError(
+            f"{where}: its layers have {experts:,} experts together, more than {MOST_EXPERTS:,}: correct it"
+        )
     return cast(ModelConfig, config)
 
 
@@ -183,7 +186,8 @@ def has_delta(model: Mapping[str, Any]) -> bool:
 
 
 def attention_layers(model: Mapping[str, Any]) -> int:
-    """Number of layers of a Hugging Face config that have attention, whose keys and values an engine caches."""
+    """The number of layers that have full attention, whose keys and values an engine caches, in a Hugging Face
+    config."""
     layers: int = model["num_hidden_layers"]
     if not has_delta(model):
         return layers
@@ -194,11 +198,14 @@ def attention_layers(model: Mapping[str, Any]) -> int:
 def check_weights(directory: Path, key: str) -> None:
     """Raise UserError if a checkpoint directory holds no safetensors files."""
     if not any(directory.glob("*.safetensors")):
-        raise UserError(f"{key} = {directory}: holds no *.safetensors weights (other formats are not loaded)")
+        raise UserError(
+            f"{key} = {directory}: holds no *.safetensors weights, and no other format is loaded: convert them"
+        )
 
 
 def check_tokenizer(directory: Path) -> None:
-    """Raise UserError if a checkpoint directory holds no tokenizer, or one that only its own code reads."""
+    """Raise UserError if a checkpoint directory holds no tokenizer, or one that only the checkpoint's own code can
+    read."""
     names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
     if not (directory / "tokenizer.json").is_file():
         _check_tiktoken(directory)
@@ -238,7 +245,7 @@ MAX_REASON_CHARS = 200
 
 @contextmanager
 def unreadable_as_user_error(path: Path, what: str) -> Iterator[None]:
-    """Turn any error in the block into UserError: "`path` is not `what`"."""
+    """Turn any error in the block into UserError: "`path` is not `what`", with the reason."""
     try:
         yield
     except (UserError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):

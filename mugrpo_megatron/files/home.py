@@ -1,4 +1,4 @@
-"""Replaces `~` in paths, for recipes and the command line."""
+"""Replaces `~` by the home directory in paths of recipes and command lines."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ _OF_OPTION = re.compile(r"(?<==)~[A-Za-z0-9._-]*(?=/|\Z|,)")
 
 
 def expanded(text: str) -> str:
-    """Replace `~` by the home directory in `~/x` and `~user/x`, also behind a comma, `@` or a space:
+    """Replace `~` by the home directory in `~/x` and `~user/x`, also after a comma, `@` or a space:
     `gsm8k@~/a.jsonl,~/b.jsonl`."""
     return _HOME.sub(lambda match: os.path.expanduser(match[0]), text) if "~" in text else text
 
 
 def expanded_words(words: list[str]) -> list[str]:
-    """The words of a command line with `expanded` paths, as the shell leaves them in `--out=~/x`.
+    """The words of a command line with `~` replaced, also in `--out=~/x`, which the shell leaves as it is.
 
-    Overrides of a recipe stay as they are, since the recipe's sections know which keys are paths.
+    Values of `--set` stay as they are, since the recipe's sections know which keys are paths.
     """
     overrides = {index + 1 for index, word in enumerate(words) if word == "--set"}
     return [

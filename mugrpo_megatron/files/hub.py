@@ -1,4 +1,4 @@
-"""Snapshots of repositories on the Hugging Face hub, through the ordinary cache (`HF_HOME`)."""
+"""Downloads repositories of the Hugging Face hub into the ordinary cache (`HF_HOME`)."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def snapshot(
     files: Sequence[str],
     cached: bool = False,
 ) -> Path:
-    """Returns the directory of a repository's `files` (patterns) at a revision, from the cache or downloaded.
+    """Returns the directory with a repository's `files` (patterns) at a revision, from the cache or downloaded.
 
-    Its name is the commit. A full commit in the cache needs no network; `cached` never uses it. Raises ValueError with
-    the reason if the files cannot be had.
+    The directory's name is the commit. A revision that is a full commit needs no network if it is in the cache;
+    `cached` never uses the network. Raises ValueError with the reason if the files cannot be had.
     """
     with _hub_errors_as_value_error(revision):
         from huggingface_hub import snapshot_download
@@ -53,11 +53,11 @@ def _hub_errors_as_value_error(revision: str | None) -> Iterator[None]:
     try:
         yield
     except hub.GatedRepoError:
-        raise ValueError("it is gated: accept its terms on the hub and set HF_TOKEN") from None
+        raise ValueError("the repository is gated: accept its terms on the hub and set HF_TOKEN") from None
     except hub.RepositoryNotFoundError:
         raise ValueError("no such repository, or HF_TOKEN has no access to it") from None
     except hub.RevisionNotFoundError:
-        raise ValueError(f"it has no revision {revision!r}") from None
+        raise ValueError(f"the repository has no revision {revision!r}") from None
     except (
         hub.HfHubHTTPError,
         hub.HFValidationError,
@@ -69,7 +69,7 @@ def _hub_errors_as_value_error(revision: str | None) -> Iterator[None]:
 
 
 def model_name(path: Path) -> str | None:
-    """Returns `owner/name` if a model's path is one on the hub; None if it or its parent exists on this machine."""
+    """Returns `owner/name` if a model's path can only be a name on the hub; None if it or its parent exists here."""
     name = str(path)
     if not REPOSITORY.fullmatch(name) or path.exists() or path.parent.exists():
         return None
@@ -78,7 +78,7 @@ def model_name(path: Path) -> str | None:
 
 def model_config(name: str, revision: str | None) -> bytes:
     """Returns the bytes of a model's config.json; ValueError with the reason if the hub does not send it."""
-    # Asks the hub, not the cache: a cache that holds config.json alone would look like the whole model.
+    # Not through the cache: a cache with config.json alone would look as if it held the whole model.
     with _hub_errors_as_value_error(revision):
         from huggingface_hub import get_session, hf_hub_url
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status

@@ -1,4 +1,4 @@
-"""Reads JSON; every damage becomes a ValueError or UserError of one sentence."""
+"""Reads JSON; whatever is wrong with it becomes a ValueError or UserError of one sentence."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 def parse_json(text: str | bytes) -> Any:
     """Returns the value of a JSON text; bytes have to be UTF-8.
 
-    Raises ValueError for text that is not JSON, is nested too deep, or holds half of a surrogate pair, which UTF-8
-    cannot write.
+    Raises ValueError for text that is not JSON, is nested too deep, or has half of a surrogate pair, which UTF-8 cannot
+    express.
     """
     text = text if isinstance(text, str) else text.decode("utf-8")
     try:
         value = json.loads(text)
     except RecursionError:
-        raise ValueError("nested too deep") from None
+        raise ValueError("lists or objects are nested too deep") from None
     except ValueError as error:
         if "integer string conversion" in str(error):  # CPython's own message advises to call a function of sys
             raise ValueError("an integer has more than 4,300 digits; write it as text") from None
@@ -79,7 +79,8 @@ def to_json_value(value: Any) -> Any:
 
 
 def as_text(value: Any) -> str:
-    """Returns a text itself, any other value as JSON; half of a surrogate pair, which UTF-8 lacks, becomes `?`."""
+    """Returns text as it is and any other value as JSON. Half of a surrogate pair, which UTF-8 cannot express, becomes
+    `?`."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text.encode("utf-8", "replace").decode()
 
@@ -89,12 +90,12 @@ MAX_NAME_BYTES = 255
 
 
 def file_inside(index: Path, name: Any) -> Path:
-    """Returns the path of the file `name`, which `index` lists, in the directory of `index`.
+    """Returns the path of the file `name` in the directory of `index`, the file that lists it.
 
-    Raises UserError if the file is missing, or `name` is not a plain file name. Links are followed, as the hub's cache
-    of snapshots consists of them.
+    Raises UserError if the file is missing, or if `name` is not a plain file name. Links are followed, since snapshots
+    in the hub's cache consist of them.
     """
-    # An index could otherwise make a command read outside its directory.
+    # Without this check an index from somebody else could make a command read outside its directory.
     if not is_file_name(name):
         raise UserError(f"{index} names the file {name!r}, but only a file name of its own directory is allowed")
     path = index.parent / str(name)

@@ -1,7 +1,8 @@
-"""Temporary directories that outlive no owner for long: a later start removes those whose process was killed.
+"""Temporary directories that do not outlive their process for long: a later start removes what killed processes left.
 
-The owner holds a lock on the directory (flock(2)), which the kernel releases when it dies, and writes a mark into it
-afterwards. So a directory with a mark and without a lock has a dead owner, and one without a mark is somebody else's.
+The process that made a directory holds a lock on it (flock(2)), which the kernel releases when the process dies. After
+locking it writes a mark into the directory. So a directory with a mark and without a lock has no living owner, and one
+without a mark is somebody else's.
 """
 
 from __future__ import annotations
@@ -16,20 +17,18 @@ from pathlib import Path
 
 PREFIX, MARK = "mugrpo-", ".mugrpo-scratch"
 SOCKET_PATH = 107
-"""Bytes of the longest path of a socket on Linux (unix(7))."""
+"""Most bytes of a socket's path on Linux (unix(7))."""
 SHORT_DIRECTORIES = ("/tmp", "/var/tmp", "/dev/shm")
-"""Parents that are tried for a socket's folder if the path of TMPDIR is too long."""
+"""Parents of a socket's folder that are tried if the path of TMPDIR is too long."""
 
 
 class Scratch:
     """A new directory that only this user can read; as a context manager it is removed at the block's end."""
 
     def __init__(self, kind: str, sweep: bool = True, parent: str | None = None) -> None:
-        """Create `mugrpo-KIND-...` in `parent`, by default where `tempfile` puts such.
+        """Create `mugrpo-KIND-...` in `parent`, by default in the system's directory for temporary files.
 
-        With `sweep`, remove those of dead owners beside it.
-
-        Raises OSError.
+        With `sweep`, first remove such directories there whose owners have died. Raises OSError.
         """
         if sweep:
             remove_abandoned(Path(parent or tempfile.gettempdir()))
@@ -58,7 +57,7 @@ class Scratch:
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Remove this user's `Scratch` directories in `parent` whose owner is dead."""
+    """Remove this user's `Scratch` directories in `parent` whose owner has died."""
     with suppress(OSError):
         for path in parent.glob(f"{PREFIX}*-*"):
             with suppress(OSError):  # another process is removing it, or its file system has no locks
@@ -77,7 +76,7 @@ def _remove_if_abandoned(path: Path) -> None:
 
 
 def remove_tree(directory: str | Path) -> None:
-    """Remove a directory in which programs may have nested folders deeper than Python recurses."""
+    """Remove a directory, even if programs have nested folders in it deeper than Python can recurse."""
     with suppress(RecursionError):
         shutil.rmtree(directory, ignore_errors=True)
     if os.path.lexists(directory):

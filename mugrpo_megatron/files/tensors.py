@@ -1,4 +1,4 @@
-"""Bytes of tensors, and their checksums, which two processes can compare."""
+"""The bytes of tensors, and checksums of them that two processes can compare."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 
 def tensor_checksums(tensors: Iterable[tuple[str, torch.Tensor]]) -> TensorChecksums:
-    """Returns the checksum of each tensor; one thread per core."""
+    """Returns the checksum of each tensor; they are computed by one thread per core."""
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         pending = [(name, dtype_name(tensor), pool.submit(_sum, tensor)) for name, tensor in tensors]
         return {name: (dtype, future.result()) for name, dtype, future in pending}

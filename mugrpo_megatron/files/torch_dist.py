@@ -1,7 +1,7 @@
-"""Reads regions of the tensors of a distributed checkpoint, for resuming and converting.
+"""Reads regions of the tensors in a distributed checkpoint of Megatron, for resuming and converting.
 
 The index is unpickled with an allow-list of torch's own classes, and every tensor with `weights_only`. Megatron's other
-objects (`_extra_state`) are never unpickled: Transformer Engine runs what they contain.
+objects (`_extra_state`) are never unpickled, since Transformer Engine runs code that they contain.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DTYPES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A block of a tensor, and the range of a data file's bytes that torch.save wrote for it."""
+    """A block of a tensor, and the range of bytes in a data file to which torch.save wrote it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -51,7 +51,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a checkpoint; its chunks are disjoint blocks that cover it."""
+    """A tensor of a checkpoint. Its chunks are disjoint blocks that cover it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -59,10 +59,10 @@ class StoredTensor:
 
 
 def read_index(directory: Path) -> dict[str, StoredTensor]:
-    """Returns key -> tensor of a distributed checkpoint; other objects in it are left out.
+    """Returns key -> tensor for all tensors of a distributed checkpoint; its other objects are left out.
 
-    Raises UserError when the index is absent, damaged, names a class outside the format, or describes data that is
-    missing from the directory.
+    Raises UserError when the index is absent or damaged, names a class that is not in `CLASSES`, or describes data that
+    is missing from the directory.
     """
     path = directory / INDEX
     if not path.is_file():
@@ -85,7 +85,7 @@ def read_index(directory: Path) -> dict[str, StoredTensor]:
 
 
 class _Ignored:
-    """Stands for a class whose content is not read; it accepts any arguments."""
+    """Stands for a class of the index whose content is not needed; it accepts any arguments."""
 
     def __new__(cls, *arguments: Any) -> _Ignored:
         return super().__new__(cls)
@@ -96,7 +96,10 @@ class _Ignored:
 
 
 class _Properties(_Ignored):
-    """Stands for torch's TensorProperties: its own `__setstate__` needs an enum and a layout that are not read."""
+    """Stands for torch's TensorProperties; only its dtype is read.
+
+    Torch's own `__setstate__` needs an enum and a memory layout, which are not unpickled.
+    """
 
     dtype: Any = None
 
@@ -127,7 +130,7 @@ CLASSES: Mapping[tuple[str, str], type] = {
 """Classes that an index may name, by module and name."""
 
 
-# The Unpickler in Python: the one in C would allocate gigabytes for a memo index that is wrong by a flipped bit.
+# The Unpickler that is written in Python: after a flipped bit, the one in C may allocate gigabytes for its memo.
 class _Unpickler(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in DTYPES:
@@ -137,7 +140,7 @@ class _Unpickler(pickle._Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
 
     def get_extension(self, code: int) -> None:
-        raise pickle.UnpicklingError(f"it names extension {code}")
+        raise pickle.UnpicklingError(f"it names the pickle extension {code}, which no checkpoint needs")
 
 
 _Blocks = Mapping[tuple[str, tuple[int, ...]], _StorageInfo]
@@ -145,7 +148,7 @@ _Blocks = Mapping[tuple[str, tuple[int, ...]], _StorageInfo]
 
 
 def _tensors(metadata: Any) -> Iterator[tuple[str, StoredTensor]]:
-    """Yields the tensors of an unpickled index; raises ValueError or any other exception if `metadata` is not an
+    """Yields (key, tensor) for the tensors in an unpickled index. Raises some exception if `metadata` is not an
     index."""
     if not isinstance(metadata, Metadata):
         raise ValueError("the index does not hold a checkpoint's metadata")
@@ -191,21 +194,22 @@ def _numbers(size: Any) -> tuple[int, ...]:
 
 
 def _checked(numbers: Sequence[Any]) -> tuple[int, ...]:
-    """Returns the numbers; ValueError unless all are integers from 0 to 2^63 - 1."""
+    """Returns the numbers as a tuple; ValueError unless all are integers from 0 to 2^63 - 1."""
     if any(type(number) is not int or not 0 <= number < 2**63 for number in numbers):
-        raise ValueError("a tensor's shape or place is not a list of whole numbers from 0")
+        raise ValueError("a tensor's shape or its place in a file is not a list of whole numbers from 0 on")
     return tuple(numbers)
 
 
 SEVERAL_ROWS = -1
-"""Key in `Reader._rows` under which chunks stand that span several rows of the first axis."""
+"""Key in `Reader._rows` for the chunks that span several rows of the first axis."""
 
 
 class Reader:
-    """Reads regions of tensors from a checkpoint directory, whatever layout it was written in."""
+    """Reads regions of tensors from a checkpoint directory, whatever parallel layout the checkpoint was written in."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises UserError when the directory is not a complete checkpoint or a data file is missing or too short."""
+        """Read the index. Raises UserError when the directory is no complete checkpoint, or a data file is missing or
+        too short."""
         self._directory = directory
         self._tensors = read_index(directory)
         self._rows: dict[str, dict[int, list[Chunk]]] = {}
@@ -223,17 +227,19 @@ class Reader:
         return cast(torch.dtype, getattr(torch, self._stored(key).dtype))
 
     def read(self, key: str, index: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        """Returns the region of `shape` at the origin of a stack's slice `index`, in the stored dtype, on the CPU."""
+        """Returns the region of `shape` that begins at 0 in the slice `index` of a stacked tensor, in its dtype, on the
+        CPU."""
         region = torch.empty((1,) * len(index) + shape, dtype=self.dtype(key))
         self.fill(region, key, index + (0,) * len(shape))
         return region.view(shape)
 
     @torch.no_grad()
     def fill(self, target: torch.Tensor, key: str, offsets: tuple[int, ...], padded: bool = False) -> None:
-        """Copy the region at `offsets` into `target`, which has as many axes as the tensor; casts to its dtype.
+        """Copy a region of a stored tensor into `target`, cast to its dtype. `target` has as many axes as the tensor.
 
-        With `padded` the region may reach beyond the stored tensor, and is 0 there. Raises UserError when the
-        checkpoint lacks the tensor or a part of the region, or when its data is damaged.
+        The region begins at `offsets` and has the target's shape. With `padded` it may reach beyond the stored tensor,
+        and is 0 there. Raises UserError when the checkpoint lacks the tensor or a part of the region, or when its data
+        is damaged.
         """
         stored = self._stored(key)
         inside = [
@@ -259,7 +265,10 @@ class Reader:
                 region.copy_(data)
                 filled += region.numel()
         if filled != math.prod(inside):
-            raise UserError(f"{self._directory}: {key} is incomplete: only {filled} of {math.prod(inside)} values")
+            raise UserError(
+                f"{self._directory}: {key} is incomplete: only {filled} of {math.prod(inside)} values are there; take "
+                "another checkpoint"
+            )
 
     def _stored(self, key: str) -> StoredTensor:
         if key not in self._tensors:
@@ -271,7 +280,7 @@ class Reader:
     def _chunks_near(self, key: str, stored: StoredTensor, rows: range) -> Iterator[Chunk]:
         """Yields the chunks that can overlap these rows of the first axis."""
         if key not in self._rows:
-            # A stack of layers has thousands of chunks of one row each: without this table every read walks over all.
+            # A stack of layers has thousands of chunks of one row each: without this table every read would search all.
             chunks = self._rows[key] = {}
             for chunk in stored.chunks:
                 chunks.setdefault(chunk.offsets[0] if chunk.sizes[:1] == (1,) else SEVERAL_ROWS, []).append(chunk)
@@ -281,7 +290,7 @@ class Reader:
     def _load(self, key: str, stored: StoredTensor, chunk: Chunk) -> torch.Tensor:
         path = self._directory / chunk.file
         try:
-            # Silences torch's warnings about unusual pickles.
+            # Torch's warnings about unusual pickles are silenced.
             with path.open("rb") as stream, warnings.catch_warnings(action="ignore"):
                 view = _create_file_view(stream, chunk.start, chunk.length)
                 data = torch.load(cast(IO[bytes], view), map_location="cpu", weights_only=True)
@@ -296,7 +305,10 @@ class Reader:
 
 
 def _overlap(chunk: Chunk, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
-    """Yields (start in the chunk, start in the region, length) for each axis; length <= 0 if they are disjoint."""
+    """Yields, for each axis, where the overlap starts in the chunk and in the region, and its length.
+
+    A length of 0 or less means that chunk and region are disjoint.
+    """
     for chunk_start, chunk_size, start, size in zip(chunk.offsets, chunk.sizes, offsets, sizes, strict=True):
         first = max(chunk_start, start)
         yield first - chunk_start, first - start, min(chunk_start + chunk_size, start + size) - first

@@ -1,4 +1,5 @@
-"""Ids and chat templates of a checkpoint's tokenizer, from its files; imports neither torch nor transformers."""
+"""Reads token ids and chat templates from the files of a checkpoint's tokenizer; imports neither torch nor
+transformers."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from mugrpo_megatron.files.json_text import read_json
 
 
 def check_vocabulary(directory: Path, vocab_size: int) -> None:
-    """Raise UserError when the tokenizer in `directory` is damaged or has an id that the model of its config lacks."""
+    """Raise UserError when a checkpoint's tokenizer is damaged, or has an id for which its model has no embedding."""
     config = tokenizer_config(directory)
     vocabulary = read_vocabulary(directory, config)
     end = config.get("eos_token")
@@ -34,10 +35,10 @@ def check_vocabulary(directory: Path, vocab_size: int) -> None:
 
 
 def check_carried(directory: Path, names: Iterable[str]) -> None:
-    """Raise UserError for one of the files `names` that is not what its name says; missing ones are skipped.
+    """Raise UserError for one of the files `names` whose content is not what its name says; missing ones are skipped.
 
-    These files are copied into other models. In a directory that somebody else made, a name may be a link to any of
-    your files.
+    These files are copied into the checkpoints that are written. In a directory that somebody else made, one of the
+    names may be a link to any of your files.
     """
     for path in (directory / name for name in names if (directory / name).is_file()):
         if path.suffix == ".json":
@@ -59,26 +60,30 @@ def _is_template(content: bytes) -> bool:
 
 
 def _is_merges(content: bytes) -> bool:
-    """Whether a content is a list of byte-pair merges: two words a line."""
+    """Whether a file's content is a list of byte-pair merges: two words a line."""
     lines = [line for line in content.decode().split("\n") if line and not line.startswith("#version")]
     return all(line.count(" ") == 1 for line in lines)
 
 
 def _is_sentencepiece(content: bytes) -> bool:
-    """Whether a content is a sentencepiece model, which begins with field 1 of a protobuf; a tiktoken file has lines of
-    base64 and rank."""
+    """Whether a file's content is a sentencepiece model or a vocabulary of tiktoken.
+
+    A sentencepiece model is a protobuf that begins with field 1; a tiktoken file has lines of base64 and rank.
+    """
     first = content.split(b"\n", 1)[0].split(b" ")
     return content[:1] == b"\x0a" or (len(first) == 2 and first[1].isdigit())
 
 
 CARRIED_TEXTS = {".jinja": _is_template, ".txt": _is_merges, ".model": _is_sentencepiece}
-"""Suffix of a text file that is copied into other models -> function that tells whether a content is of that kind."""
+"""Suffix of a text file that is copied into written checkpoints -> function that tells whether a file's content is
+right."""
 
 
 def read_vocabulary(directory: Path, config: Mapping[str, Any]) -> dict[str, int]:
-    """Token -> id, from `tokenizer.json` or else a sentencepiece `tokenizer.model` or `vocab.json`, and added tokens.
+    """Token -> id, from `tokenizer.json`, else from a sentencepiece `tokenizer.model` or `vocab.json`, with the added
+    tokens.
 
-    Raises UserError when one of the files is damaged; `config` is the tokenizer's.
+    `config` is the tokenizer's. Raises UserError when one of the files is damaged.
     """
     vocabulary: dict[str, int] = {}
     if (directory / "tokenizer.json").is_file():
@@ -103,23 +108,23 @@ def read_vocabulary(directory: Path, config: Mapping[str, Any]) -> dict[str, int
 
 
 def added_tokens(directory: Path, config: Mapping[str, Any]) -> dict[int, str]:
-    """Id -> token of `added_tokens_decoder` in tokenizer_config.json. Raises UserError for a damaged one."""
+    """Id -> token, from `added_tokens_decoder` of tokenizer_config.json. Raises UserError if that is damaged."""
     with unreadable_as_user_error(directory / "tokenizer_config.json", "a tokenizer's configuration"):
         added = config.get("added_tokens_decoder") or {}
         return {int(index): entry["content"] for index, entry in added.items()}
 
 
 def tokenizer_config(directory: Path) -> dict[str, Any]:
-    """tokenizer_config.json; empty without the file. Raises UserError for a damaged one."""
+    """The content of tokenizer_config.json; empty without the file. Raises UserError if it is damaged."""
     path = directory / "tokenizer_config.json"
     return read_json(path) if path.is_file() else {}
 
 
 def chat_templates(directory: Path) -> dict[str, str]:
-    """Name -> Jinja source; a single template is called `default`.
+    """The chat templates of a tokenizer, name -> Jinja source; a single one is called `default`.
 
-    From the files that transformers reads (tokenization_utils_base.py), and else from chat_template.json, which it
-    reads for processors only. Raises UserError for a damaged file.
+    They are read from the files that transformers reads (tokenization_utils_base.py), else from chat_template.json,
+    which transformers reads for processors only. Raises UserError for a damaged file.
     """
     files = [*directory.glob("chat_template.jinja"), *sorted(directory.glob("additional_chat_templates/*.jinja"))]
     if files:
@@ -134,7 +139,7 @@ def chat_templates(directory: Path) -> dict[str, str]:
 
 
 def _without_mark(path: Path) -> str:
-    """Text of a file without a byte order mark, which would begin every prompt."""
+    """The text of a file without its byte order mark, which would otherwise begin every prompt."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
@@ -143,5 +148,5 @@ def _without_mark(path: Path) -> str:
 
 def _checked(vocabulary: Mapping[str, Any]) -> dict[str, int]:
     if any(type(index) is not int or index < 0 for index in vocabulary.values()):
-        raise ValueError("an id is not a number")
+        raise ValueError("the id of a token is not a whole number from 0 on")
     return dict(vocabulary)

@@ -66,7 +66,7 @@ READERS: dict[str, Callable[[Path], object]] = {
 WRONG: list[tuple[Any, str]] = [
     ("{", r"config\.json is not JSON \(Expecting"),
     ('{"model_type": "\udcff"}'.encode("utf-8", "surrogateescape"), "is not JSON"),
-    ("[" * 100_000, r"is not JSON \(nested too deep\)"),
+    ("[" * 100_000, r"is not JSON \(lists or objects are nested too deep\)"),
     ("[1, 2]", "holds a JSON array where an object is needed"),
     ({}, "has no model_type"),
     ({"model_type": ["llama"]}, r"model_type is \['llama'\], it should be a valid string"),

@@ -18,8 +18,11 @@ WRONG = {
     "empty": (b"", "is not JSON (Expecting value"),
     "half": (b'{"a": ', "is not JSON (Expecting value"),
     "two values": (b"{} {}", "is not JSON (Extra data"),
-    "nested": (b"[" * 100_000, "is not JSON (nested too deep)"),
-    "nested and closed": (b'{"a":' * 50_000 + b"1" + b"}" * 50_000, "is not JSON (nested too deep)"),
+    "nested": (b"[" * 100_000, "is not JSON (lists or objects are nested too deep)"),
+    "nested and closed": (
+        b'{"a":' * 50_000 + b"1" + b"}" * 50_000,
+        "is not JSON (lists or objects are nested too deep)",
+    ),
     "UTF-16": ('{"a": 1}'.encode("utf-16"), "is not JSON ('utf-8' codec"),
     "a byte-order mark": (b"\xef\xbb\xbf{}", "is not JSON (Unexpected UTF-8 BOM"),
     "NUL": (b'{"a": 1}\0', "is not JSON (Extra data"),

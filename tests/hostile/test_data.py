@@ -236,7 +236,7 @@ TABLES: dict[str, tuple[str, bytes, str]] = {
     "commas in a tab file": ("tsv", b"response,answer\n1,1\n", ".tsv:1: ',' separates the columns"),
     "array of numbers": ("json", b"[1]", ".json:1: expected a JSON object, found int"),
     "half an array": ("json", b'[{"response": "1"', "is not a JSON array"),
-    "deep array": ("json", DEEP, "is not a JSON array (nested too deep)"),
+    "deep array": ("json", DEEP, "is not a JSON array (lists or objects are nested too deep)"),
     "array and more": ("json", b'[{"response": "1", "answer": 1}] x', "is not a JSON array"),
     "surrogate": ("json", b'[{"response": "\\ud800", "answer": 1}]', "is not a JSON array"),
     "empty array": ("json", b"[]", "holds no row to score"),

@@ -97,7 +97,7 @@ def test_what_cannot_be_had_is_a_sentence(hub: Hub, tmp_path: Path, monkeypatch:
     refused("no such repository", "model.path=someone/else")
     refused("no revision 'v9'", "model.revision=v9")
     hub.gated = True
-    refused("it is gated: accept its terms")
+    refused("the repository is gated: accept its terms")
     hub.gated = False
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     refused(r"could not be downloaded from the Hugging Face hub \(Got: ConnectError")
