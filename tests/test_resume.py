@@ -189,7 +189,7 @@ def test_damaged_logprobs_and_damaged_checkpoints_are_told(run: Path) -> None:
     whole = (run / "stages" / "00001" / "behaviour.parquet").read_bytes()
     flipped_behaviour(run)
     said = mugrpo("optimize", run.parent / "recipe.toml", code=2)
-    assert "behaviour.parquet: damaged, bytes" in said.stderr
+    assert "behaviour.parquet: damaged, since bytes" in said.stderr
     (run / "stages" / "00001" / "behaviour.parquet").write_bytes(whole)
     (run / "checkpoints" / "stage00001-age00000" / "state.json").unlink()
     told = mugrpo("optimize", run.parent / "recipe.toml").stdout

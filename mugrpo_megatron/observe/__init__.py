@@ -1,1 +1,1 @@
-"""Metric definitions, the metric log, progress bars, and the versions and machine of a run."""
+"""The records of a run about itself: metrics and their log, progress bars, versions and the machine."""

@@ -1,4 +1,5 @@
-"""Versions of the software and the machine: recorded with every run, shown by doctor and report."""
+"""The versions of the software, and the machine: recorded with every run, and shown by `mugrpo doctor` and the
+report."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ PACKAGES = (
     "math-verify",
     "numpy",
 )
-"""Distributions that affect a run's results or speed."""
+"""Packages whose versions affect a run's results or its speed."""
 
 
 SHARED_MEMORY = "/dev/shm"
@@ -66,7 +67,10 @@ def invocation() -> dict[str, str]:
 
 
 def commit(package: Path = Path(__file__).parents[1]) -> str:
-    """Returns the commit of the package's checkout, with + if its files differ, or of its wheel; "" if unknown."""
+    """Returns the commit of the package's code, from its checkout or its wheel; "" if unknown.
+
+    A checkout whose files differ from the commit has a + at the end.
+    """
     checkout = package.parent
     if not (checkout / ".git").exists():
         with suppress(OSError):
@@ -90,7 +94,7 @@ def rank_of_environment() -> int:
 
 
 def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Returns the cores that this process may use, by its affinity and its cgroup's quota (v2), rounded up."""
+    """Returns how many cores this process may use: by its affinity, and by its cgroup's quota (v2), rounded up."""
     cores = len(os.sched_getaffinity(0))
     with suppress(OSError, ValueError):  # there is no quota file, or it says "max"
         limit, period = map(int, quota.read_text(encoding="ascii").split())
@@ -99,7 +103,7 @@ def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
 
 
 def bfloat16_products(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Returns the name of the first CPU's flag for instructions that multiply bfloat16; "" if it has none."""
+    """Returns the CPU's flag that says it multiplies bfloat16, such as `amx_bf16`; "" if it has none."""
     with suppress(OSError):
         for line in cpuinfo.read_text(encoding="ascii", errors="replace").splitlines():
             name, _, flags = line.partition(":")
@@ -136,12 +140,14 @@ counts. Names without a form factor are SXM modules."""
 
 
 def peak_flops(device: str) -> float | None:
-    """Returns the dense bfloat16 FLOP/s of a CUDA device by its name; None for devices outside the table, as a CPU."""
+    """Returns the dense bfloat16 FLOP/s of a CUDA device by its name; None for a device that the table lacks, such as a
+    CPU."""
     return next((peak for name, peak in BF16_PEAK.items() if name in device), None)
 
 
 def reset_peak_memory() -> None:
-    """Reset `learner_memory_peak` on CUDA; the kernel cannot reset a process's peak in host memory."""
+    """Start a new measurement for `learner_memory_peak`. Without CUDA this does nothing: the kernel cannot reset a
+    peak."""
     import torch
 
     if torch.cuda.is_available():
@@ -149,7 +155,10 @@ def reset_peak_memory() -> None:
 
 
 def learner_memory_peak() -> float:
-    """Returns the peak of bytes reserved on the device since `reset_peak_memory`; without CUDA, of resident bytes."""
+    """Returns the most bytes that torch reserved on the device since `reset_peak_memory`.
+
+    Without CUDA it is the most resident memory of this process since its start.
+    """
     import torch
 
     if torch.cuda.is_available():
@@ -184,7 +193,7 @@ def ignore_library_warnings() -> None:
 
 
 def missing_wandb_error(project: str | None) -> UserError:
-    """Returns the error for `track.wandb_project` without its package."""
+    """Returns the error for a recipe with `track.wandb_project` where the package wandb is not installed."""
     return UserError(
         f'track.wandb_project = "{project}" needs the wandb package: pip install "mugrpo-megatron[wandb]", or remove '
         "the key"

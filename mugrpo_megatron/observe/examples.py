@@ -1,6 +1,6 @@
-"""Example responses to read: of the same problems at every evaluation, and of a stage.
+"""Example responses for people to read: some of a stage, and some of an evaluation, always of the same problems.
 
-evaluations/update000128.jsonl   one response of some problems of each held-out set, after 128 updates of the run
+evaluations/update000128.jsonl responses to some problems of each held-out set, after 128 updates of the run
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Example:
 
 
 def shorten(text: str, limit: int = MAX_TEXT_CHARS) -> str:
-    """Returns the text, or its two ends with a note about the characters left out."""
+    """Returns the text; of a longer one than `limit`, its beginning and its end, with a note about what is left out
+    between."""
     if len(text) <= limit:
         return text
     head = limit * 3 // 5
@@ -45,7 +46,8 @@ def shorten(text: str, limit: int = MAX_TEXT_CHARS) -> str:
 
 
 def example_indices(names: Sequence[str], count: int) -> list[int]:
-    """Returns the indices of at most `count` problems of each set, evenly spaced; `names` are the problems' sets."""
+    """Returns the indices of at most `count` problems of each set, evenly spaced; `names` has the set of each
+    problem."""
     chosen: list[int] = []
     for name in dict.fromkeys(names):
         indices = [index for index, other in enumerate(names) if other == name]
@@ -55,7 +57,7 @@ def example_indices(names: Sequence[str], count: int) -> list[int]:
 
 
 def write_examples(path: Path, responses: Sequence[Example]) -> None:
-    """Write an evaluation's responses, one JSON object a line, in place of those of an earlier evaluation."""
+    """Write an evaluation's responses to `path`, one JSON object a line; an earlier file is replaced."""
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(path.parent, path.name)
     write_text(path, "".join(json.dumps(_row(example)) + "\n" for example in responses))

@@ -1,7 +1,8 @@
-"""Health warnings from a run's metric rows: a sentence and the way out for each. docs/troubleshooting.md lists them.
+"""Warns about symptoms in a run's metrics, with a sentence and a remedy for each. docs/troubleshooting.md lists them.
 
-Bounds are wide, so that a healthy run has none. The bounds of ESS and veto are from docs/study.md: of 116 runs that
-improved, the worst ended at an ESS of 0.77 with 3.5 % of the tokens vetoed; half of the 62 that fell ended below 0.63.
+The bounds are wide, so that a healthy run gets no warning. Those of ESS and veto are from docs/study.md: of 116 runs
+that improved, the worst ended at an ESS of 0.77 with 3.5 % of the tokens vetoed; half of the 62 runs that got worse
+ended below 0.63.
 """
 
 from __future__ import annotations
@@ -23,25 +24,27 @@ CUT = 0.5
 UNPARSED = 0.9
 """Fraction of held-out responses without an answer above which a warning is given."""
 SILENT, FALLEN = 0.003, 0.05
-"""Entropy in nats, and as a fraction of the entropy at the start, below which responses hardly vary."""
+"""Bounds of the entropy: in nats, and as a fraction of the entropy at the start. Below the larger of the two, responses
+hardly vary."""
 RISEN = 2.0
-"""Ratio of the entropy to the entropy at the start above which a warning is given."""
+"""Multiple of the entropy at the start above which a warning is given."""
 ESS = 0.5
 """Effective sample size, as a fraction of the tokens, below which a warning is given."""
 VETOED = 0.2
 """Fraction of tokens dropped by the veto or a mask above which a warning is given."""
 MISMATCH = 0.05
-"""Mean |log π_engine − log π_learner| in nats: two correct implementations in bfloat16 stay below 0.02."""
+"""Mean |log π_engine − log π_learner| in nats above which a warning is given; two correct implementations stay below
+0.02 in bfloat16."""
 CLIPPED = 0.95
 """Fraction of updates with a clipped gradient above which a warning is given."""
 MIN_UPDATES = 8
-"""Updates from which a trend can be seen."""
+"""Fewest updates in which a trend can be seen."""
 LEAP, LEAP_TOKEN = 1.0, 0.001
-"""Nats of KL for a response and for a token that each of a stage's first updates may move the policy. A policy that
-moves further by both is soon ruined: a Llama of 135M parameters moved 13 nats in its first update at 20 times the rate
-at which it learns."""
+"""Most nats of KL, for a response and for a token, by which each of a stage's first updates may move the policy. A
+policy that moves further than both is soon ruined: a Llama of 135M parameters moved 13 nats in its first update at 20
+times the learning rate at which it learns."""
 STEP = 0.05
-"""The rate to try is one at which an update moves the policy by this share of LEAP."""
+"""The learning rate that a warning suggests is one at which an update moves the policy by this share of LEAP."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,7 @@ class HealthWarning:
 
     @property
     def address(self) -> str:
-        """Address of the page's section that explains the warning."""
+        """The address of the section of docs/troubleshooting.md that explains the warning."""
         return page_address("troubleshooting", self.name)
 
     @property
@@ -69,9 +72,9 @@ class HealthWarning:
 def health_warnings(
     updates: Sequence[Row], stages: Sequence[Row], evals: Sequence[Row], clip_grad: float | None = None
 ) -> list[HealthWarning]:
-    """Returns the warnings about the last tenth of a run: its last stage, or the last tenth of many.
+    """Returns the warnings that the latest rows of a run give: its last stage, or the last tenth of many rows.
 
-    Rows are in order, and no row is repeated; `clip_grad` is the recipe's.
+    Rows are in order, without repetitions of a resumed run; `clip_grad` is the recipe's.
     """
     last = _tail(stages, 1)
     recent = _tail(updates, MIN_UPDATES) if len(updates) >= MIN_UPDATES else []
@@ -94,7 +97,7 @@ def _tail(rows: Sequence[Row], minimum: int) -> Sequence[Row]:
 
 
 def _mean_over_sets(rows: Iterable[Row], base: str) -> float | None:
-    """Returns the mean over held-out sets of a metric such as `unparsed`."""
+    """Returns the first row's mean over held-out sets of a metric such as `unparsed`; None without a row or a value."""
     return next((mean_in([row], *(name for name in row if name.startswith(f"{base}/"))) for row in rows), None)
 
 
@@ -156,8 +159,10 @@ def _no_answer(evals: Sequence[Row]) -> Iterator[HealthWarning]:
 
 
 def _entropy(updates: Sequence[Row], recent: Sequence[Row]) -> Iterator[HealthWarning]:
-    """Warning on an entropy that has fallen or risen since the first tenth of the run. It counts as risen only while it
-    is within a tenth of its maximum."""
+    """Warns about an entropy that has fallen or risen since the run's first updates.
+
+    It counts as risen only while it is at least 0.9 of the highest that it has been.
+    """
     first, last = mean_in(updates[: len(recent)], "entropy"), mean_in(recent, "entropy")
     if first is None or last is None:
         return
@@ -200,16 +205,17 @@ def _off_policy(recent: Sequence[Row], stages: Sequence[Row]) -> Iterator[Health
 
 
 def _leap(updates: Sequence[Row]) -> Iterator[HealthWarning]:
-    """Warning on first updates of the last stage that move the policy too far from the one that sampled the stage."""
+    """Warns if the first updates of the newest stage have moved the policy too far from the one that sampled the
+    stage."""
     rows = [row for row in updates if row.get("kl_response") is not None and row["stage"] == updates[-1]["stage"]]
     for row in rows[1:MIN_UPDATES]:
-        # The first row's value precedes the stage's first update: it is the mismatch of engine and learner.
+        # The first row's KL was measured before the stage's first update: it is the mismatch of engine and learner.
         taken, nats = row["age"] - rows[0]["age"], row["kl_response"] - rows[0]["kl_response"]
         bound = taken * max(LEAP, LEAP_TOKEN * row["kl_response"] / (row.get("kl_k3") or row["kl_response"] or 1.0))
         if rows[0]["age"] or nats <= bound:
             continue
         rates = values_in(rows[: rows.index(row)], "lr")
-        # KL grows with the square of a small step; a hundredth is as far as one measurement should lower a rate.
+        # KL grows with the square of a small step. One measurement is no reason to divide the rate by more than 100.
         rate = f" near {max(rates) * max(0.01, (STEP * bound / nats) ** 0.5):.1g}" if rates else ""
         yield HealthWarning(
             "leap",
@@ -233,7 +239,7 @@ def _clipped_gradient(recent: Sequence[Row], clip_grad: float | None) -> Iterato
 
 
 def _fell(stages: Sequence[Row], evals: Sequence[Row]) -> Iterator[HealthWarning]:
-    """Warning on a held-out mean whose 95 % interval at the last evaluation lies below that at the first."""
+    """Warns if a held-out mean has fallen: its 95 % interval at the last evaluation is below that at the first."""
     if len(evals) < 2:
         return
     measure = "reward" if "reward/mean" in evals[-1] else "accuracy"
@@ -259,15 +265,17 @@ def _fell(stages: Sequence[Row], evals: Sequence[Row]) -> Iterator[HealthWarning
 
 @dataclass(slots=True)
 class HealthMonitor:
-    """A sink of the metric log that prints new warnings before and after a stage's updates. A policy that moves too far
-    (LEAP) is reported at once."""
+    """A sink of the metric log that prints each warning once while it holds.
+
+    Rows are examined before and after the updates of a stage; a policy that moves too far (LEAP) is reported at once.
+    """
 
     say: Callable[[str], None]
     clip_grad: float | None
     rows: list[Row] = field(default_factory=list)
-    """Updates, stages and evaluations of the run, earlier processes included."""
+    """The run's rows of updates, stages and evaluations; rows of earlier processes are included."""
     present: set[str] = field(default_factory=set)
-    """Names of the warnings that were printed and still hold."""
+    """Names of the warnings that were printed and still apply."""
 
     def __call__(self, row: Row) -> None:
         self.take(row)

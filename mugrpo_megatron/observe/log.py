@@ -28,7 +28,7 @@ AXES = {"update": "update", "eval": "update", "stage": "stage", "phase": "stage"
 
 @contextmanager
 def _write_error_as_user_error(path: Path) -> Iterator[None]:
-    """Turn an OSError in the block into UserError with the path, which errors of a full disk do not have."""
+    """Turn an OSError in the block into a UserError that names `path`, which the error of a full disk does not."""
     try:
         yield
     except OSError as error:
@@ -41,10 +41,10 @@ def _write_error_as_user_error(path: Path) -> Iterator[None]:
 @contextmanager
 def json_lines(path: Path) -> Iterator[Sink]:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Unbuffered: on a full disk the write of the row fails, and closing does not fail again.
+    # Unbuffered, so that on a full disk the write of a row fails, and closing the file does not fail again.
     with open_nofollow(path, "a+b", buffering=0) as file:
         file.seek(0)
-        file.truncate(file.read().rfind(b"\n") + 1)  # removes half a row that a crash may have left
+        file.truncate(file.read().rfind(b"\n") + 1)  # removes an incomplete row, which a crash may have left
 
         def sink(row: Row) -> None:
             if row["kind"] == "samples":
@@ -59,14 +59,17 @@ def json_lines(path: Path) -> Iterator[Sink]:
 
 @contextmanager
 def tensorboard(directory: Path, updates_done: int, later: Sequence[Row]) -> Iterator[Sink]:
-    """Yield a sink for TensorBoard that drops earlier points after `updates_done`, except the rows `later`."""
+    """Yield a sink that writes to TensorBoard.
+
+    TensorBoard drops the points of earlier processes from `updates_done` on; the rows `later` are written again.
+    """
     from torch.utils.tensorboard import SummaryWriter  # half a second to import, and only the main rank needs it
 
     with _write_error_as_user_error(directory):
         writer = SummaryWriter(str(directory), purge_step=updates_done)
 
     def sink(row: Row) -> None:
-        # Raises an error that TensorBoard's writer thread had since the last row.
+        # `add_scalar` also raises an error that TensorBoard's writer thread had since the last row.
         with _write_error_as_user_error(directory):
             for name, value, step in _scalars(row):
                 writer.add_scalar(name, value, step, walltime=row.get("time", row.get("end")))
@@ -76,7 +79,7 @@ def tensorboard(directory: Path, updates_done: int, later: Sequence[Row]) -> Ite
             sink(row)
         yield sink
     except BaseException:
-        with suppress(OSError):  # an error of the `with` block matters more than one of closing the file
+        with suppress(OSError):  # the error of the block is raised, not one of closing the file
             writer.close()
         raise
     with _write_error_as_user_error(directory):
@@ -85,7 +88,8 @@ def tensorboard(directory: Path, updates_done: int, later: Sequence[Row]) -> Ite
 
 @contextmanager
 def wandb_run(run_dir: Path, section: TrackSection, run_id: str, config: Mapping[str, Any]) -> Iterator[Sink]:
-    """Yield a sink for Weights & Biases; `config` is the recipe. Raises UserError without the package."""
+    """Yield a sink that writes to Weights & Biases; `config` is the recipe. Raises UserError without the package
+    wandb."""
     try:
         import wandb
     except ModuleNotFoundError:
@@ -111,7 +115,7 @@ def wandb_run(run_dir: Path, section: TrackSection, run_id: str, config: Mapping
 
 
 def _scalars(row: Row) -> Iterator[tuple[str, float, int]]:
-    """Yields (name, value, step) of a row's metrics, or of a phase's seconds."""
+    """Yields (name, value, step) for each metric of a row; for a phase, its seconds."""
     kind = row["kind"]
     if kind == "phase":
         yield f"phase/{row['phase']}", row["end"] - row["start"], row["stage"]
@@ -125,7 +129,8 @@ def _scalars(row: Row) -> Iterator[tuple[str, float, int]]:
 
 
 def _finite(row: Row) -> Row:
-    """Returns the row with NaN and infinities, which JSON lacks, as None; `not_finite` lists them."""
+    """Returns the row with None for NaN and infinities, which JSON cannot express; its `not_finite` has them as
+    text."""
     values = {key: str(value) for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
     return {**row, **dict.fromkeys(values), "not_finite": values} if values else row
 
@@ -135,16 +140,17 @@ FILE_NAME = "metrics.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class MetricLog:
-    """The metric log: checks the names in every row and passes the row to sinks, which only the main rank has."""
+    """Writes the rows of metrics: checks the names in each row and passes it to the sinks, which only the main rank
+    has."""
 
     sinks: tuple[Sink, ...] = ()
     clock: Callable[[], float] = time.time
     """Returns the Unix time of a row."""
     evaluated: set[int] = field(default_factory=set)
-    """Updates after which the run was evaluated, by this process or an earlier process of the run."""
+    """Numbers of updates after which the run was evaluated, by this process or an earlier one."""
 
     def update(self, stage: int, update: int, age: int, metrics: Mapping[str, float]) -> None:
-        """Log one optimizer update: number `update` of the run and `age` of its stage, both from 0."""
+        """Log one optimizer update: the `update`-th of the run and the `age`-th of its stage, both counted from 0."""
         self._write("update", {"time": self.clock(), "stage": stage, "update": update, "age": age}, metrics)
 
     def stage(self, stage: int, metrics: Mapping[str, float]) -> None:
@@ -157,7 +163,7 @@ class MetricLog:
         self.evaluated.add(update)
 
     def engine(self, stage: int, engine: int, time: float, metrics: Mapping[str, float]) -> None:
-        """Log a reading of an engine's load, taken at `time` (Unix seconds) while it generated `stage`."""
+        """Log the load of an engine at `time` (Unix seconds), while it generated `stage`."""
         self._write("engine", {"time": time, "stage": stage, "engine": engine}, metrics)
 
     def samples(self, stage: int, samples: Sequence[Mapping[str, Any]]) -> None:
@@ -171,7 +177,8 @@ class MetricLog:
 
     @contextmanager
     def phase(self, phase: str, stage: int) -> Iterator[dict[str, float]]:
-        """Time the block and log it as a phase, even if it raises, with the metrics put into the yielded dict."""
+        """Time the block and log it as a phase, even if it raises. Metrics that the block puts into the yielded dict go
+        along."""
         if phase not in PHASES:
             raise ValueError(f"undefined phase {phase}; define it in observe/metrics.py")
         metrics: dict[str, float] = {}
@@ -199,10 +206,11 @@ def open_log(
     write: bool = True,
     watch: HealthMonitor | None = None,
 ) -> Iterator[MetricLog]:
-    """Open the run's log to append to it; `write` is true only on the main rank.
+    """Open the run's metric log to append to it; `write` is true on the main rank alone.
 
-    A resumed run's TensorBoard curves continue at `updates_done`, and its Weights & Biases run is `run_id`; empty: a
-    new one. `watch` prints health warnings. Raises UserError if the log is damaged, or Weights & Biases not installed.
+    The TensorBoard curves of a resumed run continue at `updates_done`. Its Weights & Biases run is `run_id`, or a new
+    one if that is empty. `watch` prints health warnings. Raises UserError if the log is damaged, or if Weights & Biases
+    is not installed.
     """
     rows = read_rows(run_dir / FILE_NAME) if (run_dir / FILE_NAME).exists() else []
     evaluations = [row for row in rows if row["kind"] == "eval"]
@@ -213,9 +221,8 @@ def open_log(
     with ExitStack() as stack:
         sinks: list[Sink] = [stack.enter_context(json_lines(run_dir / FILE_NAME))]
         if section.tensorboard:
-            # TensorBoard drops points after `updates_done`. Two kinds of later points are kept: evaluations that were
-            # made after the checkpoint, which a resumed run does not repeat, and readings of engines, whose axis is
-            # seconds.
+            # TensorBoard drops points from `updates_done` on. Two kinds of them are written again: evaluations made
+            # after the checkpoint, which a resumed run does not repeat, and loads of engines, whose axis is seconds.
             later = [row for row in evaluations if row["update"] >= updates_done]
             later += [row for row in rows if row["kind"] == "engine"]
             sinks.append(stack.enter_context(tensorboard(run_dir / "tensorboard", updates_done, later)))
@@ -231,16 +238,18 @@ def open_log(
 
 
 def steady_clock(rows: Sequence[Row]) -> Callable[[], float]:
-    """Returns a clock of Unix time that never goes back within a run, even if the machine's clock does."""
+    """Returns a clock of Unix time that starts after the run's last row and never goes back, even if the machine's
+    does."""
     last = max((float(row["end"] if row["kind"] == "phase" else row["time"]) for row in rows), default=0.0)
     start = max(time.time(), last) - time.monotonic()
     return lambda: start + time.monotonic()
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Returns the rows of a metrics.jsonl, without an incomplete last line; the only reader of this file.
+    """Returns the rows of a metrics.jsonl, without an incomplete last line. Every reader of the file calls this
+    function.
 
-    Raises UserError if the file is missing or unreadable, or if a line is no object with its kind's keys
+    Raises UserError if the file is missing or unreadable, or if a line is not an object with the keys of its kind
     (`metrics.ROW_KEYS`).
     """
     try:
@@ -250,7 +259,7 @@ def read_rows(path: Path) -> list[Row]:
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror})") from None
     rows = []
-    # Without the last piece: after the last newline comes nothing, or half a row.
+    # The last piece is left out: what follows the last newline is empty or an incomplete row.
     for number, line in enumerate(lines[:-1], start=1):
         try:
             row = parse_json(line)

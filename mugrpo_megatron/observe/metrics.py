@@ -1,4 +1,5 @@
-"""Table of all metrics: name, unit and meaning. Others cannot be logged; docs/metrics.md is made from it."""
+"""The table of all metrics: name, unit and meaning. Nothing else can be logged; docs/metrics.md is made from the
+table."""
 
 from __future__ import annotations
 
@@ -59,28 +60,29 @@ PHASES: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A number in rows of `kind`."""
+    """One metric: a number in rows of `kind`."""
 
     kind: Kind
     name: str
-    """Contains SET for the name of a held-out set, NAME for a component of the reward."""
+    """SET in it stands for the name of a held-out set, NAME for the name of a component of the reward."""
     unit: str
     meaning: str
 
 
 MISMATCH_RESPONSES = 64
-"""Responses of a stage on which engine and learner are compared: enough for a p99, and cheap at µ=4."""
+"""Number of a stage's responses on which engine and learner are compared: enough for a p99, and cheap even at µ=4."""
 
 LARGEST_TIME = 1e11
-"""Largest Unix time in seconds; a larger number is damage to the file."""
+"""Largest Unix time in seconds that a row may have; a larger number means that the file is damaged."""
 LARGEST_COUNT = 10**7
-"""Largest number of updates and stages; a larger number is damage to the file."""
+"""Largest number of a stage, an update or an engine that a row may have; a larger one means that the file is
+damaged."""
 
 COMPONENT = re.compile(r"[A-Za-z0-9_.-]+")
-"""Name of a component of the reward: `function`, or `function.component`."""
+"""Matches the name of a component of the reward: `function`, or `function.component`."""
 
 SET_NAME = re.compile(r"[A-Za-z0-9_-]+")
-"""Short name of a held-out set (`data.problems.named_sources`)."""
+"""Matches the short name of a held-out set (`data.problems.named_sources`)."""
 
 METRICS_OF: dict[Kind, tuple[tuple[str, str, str], ...]] = {
     "update": (
@@ -198,15 +200,16 @@ def is_defined(kind: Kind, name: str) -> bool:
 
 
 def check_metrics(kind: Kind, names: Iterable[str]) -> None:
-    """Raise ValueError for a metric that is not defined for rows of `kind`."""
+    """Raise ValueError if rows of `kind` cannot have one of these metrics."""
     if unknown := sorted(name for name in names if not is_defined(kind, name)):
         raise ValueError(f"{kind} row with undefined metrics {', '.join(unknown)}; define them in observe/metrics.py")
 
 
 def check_row(row: Any) -> None:
-    """Raise ValueError unless a value read from metrics.jsonl is an object with the typed keys of its kind.
+    """Raise ValueError unless a value from metrics.jsonl is an object with the keys of its kind and their types.
 
-    Unknown metrics pass, since versions differ in them; they have to be finite numbers, or null outside phases.
+    Metrics with unknown names pass, since versions differ in them; they have to be finite numbers, or null outside
+    phases.
     """
     if not isinstance(row, dict) or not isinstance(row.get("kind"), str) or row["kind"] not in ROW_KEYS:
         raise ValueError("it is not an object with a known `kind`")
@@ -225,8 +228,10 @@ def check_row(row: Any) -> None:
 
 
 def in_order(rows: Iterable[Row], kind: Kind) -> list[Row]:
-    """Returns the rows of `kind` in order; a row that a resumed run wrote again replaces the earlier row and all rows
-    after that."""
+    """Returns the rows of `kind` in order, without those that a resumed run replaced.
+
+    A row whose update (or stage) was logged before replaces that earlier row and all rows after it.
+    """
     key = "stage" if kind == "stage" else "update"
     ordered: list[Row] = []
     for row in rows:
@@ -238,7 +243,7 @@ def in_order(rows: Iterable[Row], kind: Kind) -> list[Row]:
 
 
 def values_in(rows: Iterable[Row], *names: str) -> list[float]:
-    """Returns the values of these metrics in the rows."""
+    """Returns the values that the rows have for these metrics."""
     return [row[name] for row in rows for name in names if row.get(name) is not None]
 
 
@@ -249,7 +254,7 @@ def mean_in(rows: Iterable[Row], *names: str) -> float | None:
 
 
 def _has_type(key: str, value: Any) -> bool:
-    """Whether the value of a key of `ROW_KEYS` has its type."""
+    """Whether a value has the type of its key, one of those in `ROW_KEYS`."""
     if key in ("time", "start", "end"):
         return _number(value) and 0 <= value < LARGEST_TIME
     if key in ("stage", "update", "age", "engine"):

@@ -23,7 +23,7 @@ Show = Callable[["Bar"], None]
 
 @dataclass(slots=True)
 class Bar:
-    """Progress of one phase: `done` of `total` units, their tokens, and the latest values to show."""
+    """The progress of one phase: `done` of `total` units, their tokens, and the latest values to show."""
 
     title: str
     unit: str
@@ -36,7 +36,8 @@ class Bar:
     began: float = 0.0
 
     def advance(self, units: int = 1, tokens: int = 0, **values: float) -> None:
-        """Count finished units and their tokens; `values` (loss, reward) replace those shown before."""
+        """Count finished units and their tokens, and show the progress; `values` (loss, reward) replace the earlier
+        ones."""
         self.done += units
         self.tokens += tokens
         self.values.update(values)
@@ -50,11 +51,11 @@ class Bar:
         return f"{self.place()} {self.unit}"
 
     def place(self) -> str:
-        """Returns `done/total`, without the unit, which stands beside the rate."""
+        """Returns `done/total`, without the unit, which the rate has."""
         return f"{self.done:,}/{self.total:,}" if self.total else f"{self.done:,}"
 
     def rates(self) -> str:
-        """Returns units and tokens per second since the phase began; "" before the first unit."""
+        """Returns units and tokens per second since the phase began; "" before the first unit is done."""
         seconds = self.seconds
         if not self.done or seconds <= 0:
             return ""
@@ -64,7 +65,7 @@ class Bar:
         return ", ".join(parts)
 
     def left(self) -> str:
-        """Returns the time left at the average rate; "" if unknown."""
+        """Returns the time that the remaining units take at the average rate; "" if unknown."""
         if not self.total or not self.done or self.done >= self.total:
             return ""
         return f"{duration(self.seconds * (self.total - self.done) / self.done)} left"
@@ -73,7 +74,7 @@ class Bar:
         return ", ".join(f"{name} {value:.4g}" for name, value in self.values.items())
 
     def line(self) -> str:
-        """Returns the progress as a plain line."""
+        """Returns the progress as one line of text, for output that is no terminal."""
         return self._line(self.count(), self.rates(), self.left(), self.values_text())
 
     def closing_line(self) -> str:
@@ -85,7 +86,8 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Display:
-    """Shows bars, which may be nested; only the main rank has a console, other ranks show nothing."""
+    """Prints lines and shows bars, several at a time; ranks other than the main one have no console and show
+    nothing."""
 
     console: Console | None
     live: Progress | None
@@ -124,7 +126,7 @@ class Display:
 
     @contextmanager
     def waiting(self, text: str) -> Iterator[None]:
-        """Print what the block waits for; in a terminal also the time that it took."""
+        """Say what the block waits for; in a terminal also how long it took."""
         if not self.live:
             self.say(text)
             yield
@@ -150,7 +152,7 @@ class Display:
 
 @contextmanager
 def open_display(*, show: bool = True, console: Console | None = None) -> Iterator[Display]:
-    """Yield the run's display on stdout; `show` is true only on the main rank."""
+    """Yield the run's display on stdout; `show` is true on the main rank alone."""
     console = console or Console()
     if not show:
         yield Display(None, None)
@@ -185,7 +187,7 @@ def _columns(width: int) -> Iterator[ProgressColumn]:
 
 
 def duration(seconds: float) -> str:
-    """Returns seconds as 4.2 s, 1:05 or 2:03:04."""
+    """Returns seconds as text: 4.2 s, 1:05 or 2:03:04."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -194,7 +196,7 @@ def duration(seconds: float) -> str:
 
 
 def short_number(value: float) -> str:
-    """Returns a number with two or three digits: 4.21, 355, 9.1k, 1.2M."""
+    """Returns a number as text with two or three digits: 4.21, 355, 9.1k, 1.2M."""
     for limit, letter in ((1e6, "M"), (1e3, "k")):
         if value >= limit:
             return f"{value / limit:.1f}{letter}"

@@ -1,4 +1,4 @@
-"""Results of a run: held-out figures, summary.json, and the table at the end of training."""
+"""The results of a run: held-out figures, summary.json, and the table at the end of training."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from mugrpo_megatron.recipe.scoring import MEAN
 Row = Mapping[str, Any]
 
 REPORTED_PHASES = ("sync", "generate", "score", "optimize")
-"""Phases that `seconds` always has, even with 0 seconds."""
+"""Phases that `seconds` of summary.json always has, even with 0 seconds."""
 FIGURES = ("before", "before_interval", "after", "interval")
-"""Figures of each held-out set, and of the mean of the sets."""
+"""Keys of the figures that each held-out set has, and the mean of the sets."""
 
 
 def measure_in(rows: Iterable[Row]) -> Literal["accuracy", "reward"]:
-    """Returns the measure of evaluation rows; `accuracy` without rows."""
+    """Returns the name of the mean in evaluation rows, accuracy or reward; `accuracy` without rows."""
     return "reward" if any(f"reward/{MEAN}" in row for row in rows) else "accuracy"
 
 
@@ -36,19 +36,21 @@ def sets_in(rows: Iterable[Row]) -> list[str]:
 
 
 def value_in(row: Row, name: str = MEAN) -> float | None:
-    """Returns a set's figure, or the mean over sets; None if the row has none."""
+    """Returns the accuracy or mean reward of a set in an evaluation row, by default the mean over sets; None without
+    it."""
     value = row.get(f"{measure_in([row])}/{name}")
     return None if value is None else float(value)
 
 
 def interval_in(row: Row, name: str = MEAN) -> list[float] | None:
-    """Returns the 95 % interval [low, high] of a set, or of the mean over sets; None unless both ends are finite."""
+    """Returns the 95 % interval [low, high] of a set, by default of the mean over sets; None unless both ends are
+    finite."""
     low, high = row.get(f"low/{name}"), row.get(f"high/{name}")
     return None if low is None or high is None else [float(low), float(high)]
 
 
 def problems_in(row: Row) -> int:
-    """Returns the number of held-out problems over all sets."""
+    """Returns the number of problems in all held-out sets of an evaluation row."""
     return sum(int(row[f"problems/{name}"]) for name in sets_in([row]))
 
 
@@ -60,7 +62,7 @@ def format_value(value: float | None, measure: str) -> str:
 
 
 def format_difference(gain: float, measure: str) -> str:
-    """Returns a gain as text: accuracy in points, mean reward as a number."""
+    """Returns a gain as text: accuracy in percentage points, mean reward as a number."""
     return f"{100 * gain:+.1f} points" if measure == "accuracy" else f"{gain:+.4g}"
 
 
@@ -73,14 +75,14 @@ def format_interval(interval: Sequence[float] | None, measure: str) -> str:
 
 
 def summarize(run_dir: Path) -> dict[str, Any]:
-    """Returns the content of summary.json, from all rows of the run, resumes included.
+    """Returns the content of summary.json, computed from all rows of the run, also those before a resume.
 
-    `accuracy_before` and `accuracy_after` are unweighted means over the held-out sets, before the run's first update
-    and at its last evaluation after it; None where there was none.
-    `accuracy_interval` is the 95 % interval [low, high] of `accuracy_after`, `accuracy_before_interval` the one of
-    `accuracy_before`. `sets` has the same of each set: before, before_interval, after, interval, problems, samples.
-    `health_warnings` has name, text and remedy of each (observe/health.py).
-    Where the figures are mean rewards, `measure` is "reward" and keys begin with `reward_` instead of `accuracy_`.
+    `accuracy_before` and `accuracy_after` are unweighted means over the held-out sets: before the run's first update,
+    and at the last evaluation after it. They are None if there was no such evaluation. `accuracy_interval` is the 95 %
+    interval [low, high] of `accuracy_after`, `accuracy_before_interval` that of `accuracy_before`. `sets` has for each
+    set: before, before_interval, after, interval, problems, samples. `health_warnings` has name, text and remedy of
+    each warning (observe/health.py). If the figures are mean rewards, `measure` is "reward" and keys begin with
+    `reward_` instead of `accuracy_`.
     """
     return summary_of(read_run(run_dir))
 
@@ -112,7 +114,7 @@ def summary_of(run: RunData) -> dict[str, Any]:
 
 
 def _figures(run: RunData, name: str) -> dict[str, Any]:
-    """Returns a set's figures before the first update and at the last evaluation; None for one that was not taken."""
+    """Returns a set's figures before the first update and at the last evaluation after it; None if there was none."""
     start = run.updates[0]["update"] if run.updates else 0
     before = next((row for row in run.evals if row["update"] <= start), {})
     after = next((row for row in reversed(run.evals) if row["update"] > start), {})
@@ -121,7 +123,7 @@ def _figures(run: RunData, name: str) -> dict[str, Any]:
 
 
 def mean_of(summary: dict[str, Any]) -> dict[str, Any]:
-    """Returns a summary's mean over sets, with a set's keys: before, before_interval, after, interval."""
+    """Returns the figures of the mean over sets in a summary, under the keys that a set has (FIGURES)."""
     return {key: summary[f"{summary['measure']}_{key}"] for key in FIGURES}
 
 

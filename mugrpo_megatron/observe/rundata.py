@@ -1,4 +1,5 @@
-"""Reads a run directory: rows in order, without those that a resumed run repeated, and a clock of its running time."""
+"""Reads a run directory: its rows in order, without those that a resumed run replaced, and a clock of its running
+time."""
 
 from __future__ import annotations
 
@@ -22,17 +23,18 @@ ROLLOUT_PHASES = ("sync", "generate", "score")
 """Phases of T_rollout, from the weight sync to the stage's last scored response."""
 
 TRAINING_PHASES = (*ROLLOUT_PHASES, "logprobs", "optimize")
-"""Phases of T_total; evaluations and saves do not count, since their number is the user's choice."""
+"""Phases of T_total. Evaluations and saves are left out, since their number is the user's choice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """Maps Unix time to seconds that the run has been running, without the time between a stop and a resume."""
+    """Maps Unix time to the seconds for which the run has been running; time between a stop and a resume does not
+    count."""
 
     starts: tuple[float, ...]
     """Unix time at which each process of the run started."""
     offsets: tuple[float, ...]
-    """Seconds that the run had been running before each of these starts."""
+    """Seconds for which the run had been running before each of these starts."""
 
     def __call__(self, time: float) -> float:
         process = max(bisect_right(self.starts, time) - 1, 0)
@@ -41,7 +43,7 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """Content of a run directory; the run may be finished, running or interrupted."""
+    """The content of a run directory; the run may be finished, running or interrupted."""
 
     path: Path
     recipe: dict[str, Any]
@@ -56,19 +58,19 @@ class RunData:
     processes: list[Row]
     clock: Clock
     seconds: float
-    """Seconds that the run has been running, without the time between a stop and a resume."""
+    """Seconds for which the run has been running; time between a stop and a resume does not count."""
     last: float
     """Unix time of the last row."""
 
     def setting(self, key: str) -> float | None:
-        """Returns a number of the recipe by its `section.key`; None if the recipe has no number there."""
+        """Returns the number that the run's recipe has at `section.key`; None if it has none there."""
         section, _, name = key.partition(".")
         value = self.recipe.get(section, {}).get(name)
         return value if type(value) in (int, float) else None
 
     @property
     def total_updates(self) -> int:
-        """Number of updates of the recipe's schedule; at least those taken."""
+        """Number of updates that the recipe's schedule has, or that were taken, if these are more."""
         factors = [self.setting(f"schedule.{name}") or 1 for name in ("stages", "updates_per_stage", "epochs")]
         return max(round(math.prod(factors)), len(self.updates), 1)
 
@@ -77,7 +79,7 @@ class RunData:
         return [next(rows) for _, rows in groupby(self.updates, key=itemgetter("stage"))]
 
     def seconds_left(self) -> float | None:
-        """Returns the estimated seconds left, by the run's updates and stages; None before the second update."""
+        """Returns an estimate of the seconds left, from the pace so far; None before the second update of a stage."""
         seconds_between = [
             self.clock(later["time"]) - self.clock(earlier["time"])
             for earlier, later in pairwise(self.updates)
@@ -86,7 +88,7 @@ class RunData:
         if not seconds_between:
             return None
         update, before = statistics.fmean(seconds_between), []
-        # What a stage needs before its first update, such as the weight sync and generation.
+        # The seconds that each stage took before its first update, for weight sync, generation and the like.
         for first in self.stage_starts():
             starts = [row["start"] for row in self.phases if row["stage"] == first["stage"] and row["phase"] != "start"]
             if starts:
@@ -123,9 +125,9 @@ def read_run(path: Path) -> RunData:
 
 
 def seconds_by_phase(phases: Iterable[Row]) -> dict[str, float]:
-    """Returns the wall-clock of each phase, in order of its first start.
+    """Returns phase -> its seconds of wall-clock, in the order in which phases first started.
 
-    A phase inside another, such as a save inside `optimize`, does not count with the outer one.
+    The time of a phase inside another, such as a save inside `optimize`, is not counted for the outer one.
     """
     seconds: dict[str, float] = {}
     enclosing: list[Row] = []
@@ -141,11 +143,11 @@ def seconds_by_phase(phases: Iterable[Row]) -> dict[str, float]:
 
 
 def paper_seconds(phases: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Returns T_rollout and T_total in seconds, from a run's phase rows.
+    """Returns the paper's T_rollout and T_total in seconds, from a run's phase rows.
 
-    A phase inside another counts with the outer one if it is one of `TRAINING_PHASES`, such as `logprobs` inside
-    `optimize`; others, such as a save, are subtracted. A `sync` only for an evaluation does not count. Phases that a
-    resumed run repeats count twice.
+    A phase inside another belongs to the outer one if it is one of `TRAINING_PHASES`, such as `logprobs` inside
+    `optimize`; the time of others, such as a save, is subtracted. A `sync` that serves only an evaluation is left out.
+    A phase that a resumed run repeated counts twice.
     """
     durations = [(name, seconds) for name, seconds in _outermost(phases) if name != "eval"]
     totals: dict[str, float] = {}
@@ -159,7 +161,10 @@ def paper_seconds(phases: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _outermost(phases: Iterable[Mapping[str, Any]]) -> list[tuple[str, float]]:
-    """Returns the top-level phases in order; their seconds leave out nested phases that are reported on their own."""
+    """Returns (name, seconds) of the phases that are in no other one, in order.
+
+    The seconds leave out inner phases that are not in `TRAINING_PHASES`.
+    """
     outer: list[tuple[str, float]] = []
     outer_end = inner_end = float("-inf")
     for row in sorted(phases, key=lambda row: (row["start"], -row["end"])):
@@ -178,7 +183,7 @@ def _of_kind(rows: Sequence[Row], kind: str) -> list[Row]:
 
 
 def _clock(rows: Sequence[Row]) -> tuple[Clock, float]:
-    """Returns the run's clock and running seconds; each process begins with a process row."""
+    """Returns the run's clock and its running seconds. Each of its processes begins with a row of kind `process`."""
     starts: list[float] = []
     offsets: list[float] = []
     alive, last = 0.0, 0.0

@@ -1,4 +1,4 @@
-"""Columns of a stage: what a pass computes about its responses, in a file beside it that names its stage and policy.
+"""Columns of a stage: values that a pass over its responses computes, stored in a file beside the stage.
 
     stages/00003/behaviour.parquet               logprobs under the weights that the stage began with
     stages/00003/learner_routes.bin              experts that the learner's routers chose then (`routes.py`)
@@ -6,10 +6,10 @@
     ref/stage00003.parquet                       logprobs under the reference policy
     auxiliary/stage00003-teacher-NAME.parquet    logprobs under a teacher
     auxiliary/stage00003-reward-NAME.parquet     a judge's scores, with its prompts and answers
-    behaviour.json, stage00003-age00040.json     their identity, and the checksums of every byte
+    behaviour.json, stage00003-age00040.json     identity of each column, and the checksums of all its bytes
 
-A column is complete once its JSON file is written. Its identity names the stage's content and the policy, so another's
-column is refused. Remove both files, and the same command computes them again.
+A column is complete once its JSON file is written. Its identity names the stage's content and the policy, so the column
+of another stage or policy is refused. If you remove both files, the same command computes them again.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ Append = Callable[[list[np.ndarray]], None]
 
 
 def recompute_remedy(later: str = "") -> str:
-    """Remedy for a damaged column; `later` names the checkpoints that are newer than the column's policy."""
-    # Those must go too: weights change at every update, and only a checkpoint brings the column's policy back.
+    """The remedy for a damaged column. `later` names the checkpoints that are newer than the column's policy."""
+    # Those checkpoints must go too: the run has to resume from one whose weights are the column's policy.
     also = f" and the checkpoints {later}" if later else ""
     return f"restore both of its files from a copy, or remove them{also}: the same command computes them again"
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column's two files: the values in `path`, and a JSON file beside it, the index."""
+    """A column's two files: the values in `path`, and beside it the index, a JSON file."""
 
     path: Path
     identity: Mapping[str, Any]
-    """JSON values that name the responses and the policy that it belongs to."""
+    """JSON values that say which responses and which policy the column was computed for."""
     remedy: str = recompute_remedy()
-    """The way out, with which every error about the column ends."""
+    """The way out of damage to the column; every error about it ends with this."""
 
     name: ClassVar[str]
-    """Key in the index under which the column's own entries stand."""
+    """Key of the index under which its content stands."""
 
     @property
     def index(self) -> Path:
@@ -73,7 +73,7 @@ class Column:
         return self.path.exists() and self.index.exists()
 
     def body(self) -> dict[str, Any]:
-        """The index's content; UserError when it is missing or damaged, or has another identity."""
+        """The index's content; UserError when it is missing or damaged, or when the column has another identity."""
         try:
             body: dict[str, Any] = read_checksummed_json(self.index, self.name, format=FORMAT)
             identity = body["identity"]
@@ -86,14 +86,14 @@ class Column:
         return body
 
     def begin(self) -> None:
-        """Remove an earlier column's index and the leftovers of killed writers."""
+        """Prepare to write: remove an earlier index and what killed writers left behind."""
         for name in (self.path.name, self.index.name):
             remove_leftovers(self.path.parent, name)
         try:
             self.path.parent.mkdir(exist_ok=True)
             if self.index.exists():
                 self.index.unlink()
-                fsync(self.path.parent)  # without it a power cut may bring the old index back beside the new file
+                fsync(self.path.parent)  # otherwise a power cut may restore the old index beside the new file
         except OSError as error:
             raise full_disk_error(error, self.path) or error from error
 
@@ -102,22 +102,23 @@ class Column:
         write_checksummed_json(self.index, self.name, {"identity": dict(self.identity), **body}, format=FORMAT)
 
     def remove(self) -> None:
-        # The index first: a kill in between leaves an incomplete column, never an index without its file.
+        # The index goes first: a kill in between leaves an incomplete column, never an index without its file.
         self.index.unlink(missing_ok=True)
         self.path.unlink()
 
 
 class TableColumn(Column):
-    """A column as Parquet: row group k is update k, one row per response in the order of its samples."""
+    """A column in Parquet: row group k belongs to update k and has one row for each response, in the samples' order."""
 
     schema: ClassVar[pa.Schema]
 
     @contextmanager
     def write_tables(self, enabled: bool = True, weights: str = "") -> Iterator[Callable[[pa.Table], None]]:
-        """Yields a function that appends one update's rows; the column is complete or absent.
+        """Yield a function that appends the rows of one update. The column is complete after the block, or absent if it
+        raises.
 
-        `enabled` is true on one rank; on the others the function does nothing. `weights` is the fingerprint of the
-        checkpoint that computed the column, if one did.
+        `enabled` is true on one rank; on the others the function does nothing. `weights` is the checksum of the
+        auxiliary model that computed the column (`weights.families.fingerprint`), if one did.
         """
         if not enabled:
             yield lambda table: None
@@ -132,7 +133,8 @@ class TableColumn(Column):
     def read_table(self, update: int, columns: list[str] | None = None) -> pa.Table:
         """The rows of the `update`-th update in the file, with all columns or some.
 
-        Raises UserError, ending with `remedy`, when a file is missing or damaged, or has another identity.
+        Raises UserError that ends with `remedy` when a file is missing or damaged, or when the column has another
+        identity.
         """
         body = self.body()
         for span in (body["footer"], body["row_groups"][update]):
@@ -142,7 +144,8 @@ class TableColumn(Column):
 
     @property
     def weights(self) -> str | None:
-        """The fingerprint of the checkpoint that computed the column; None if it is unknown."""
+        """The checksum of the auxiliary model that computed the column, as given to `write_tables`; None if it is
+        unknown."""
         try:
             return str(read_checksummed_json(self.index, self.name, format=FORMAT)["weights"])
         except (OSError, ValueError, KeyError):
@@ -158,13 +161,13 @@ class LogprobColumn(TableColumn):
             yield lambda logprobs: append(logprob_table(logprobs))
 
     def read(self, update: int) -> list[np.ndarray]:
-        """Logprobs of the responses of the `update`-th update in the file, float32 [R] each; raises as `read_table`."""
+        """Logprobs float32 [R] of each response of the `update`-th update in the file; UserError as in `read_table`."""
         column: Any = self.read_table(update).column(0).combine_chunks()
         return np.split(column.flatten().to_numpy(), column.offsets.to_numpy()[1:-1])
 
 
 class ScoreColumn(TableColumn):
-    """A judge's scores, with its prompts and answers."""
+    """A column with a judge's scores, its prompts and its answers."""
 
     name = "scores"
     schema = pa.schema(
@@ -177,10 +180,11 @@ class ScoreColumn(TableColumn):
     )
 
     def read(self, update: int) -> np.ndarray:
-        """Scores float64 [N] of the `update`-th update's responses, NaN without a score; raises as `read_table`."""
+        """Scores float64 [N] of the `update`-th update's responses, NaN where there is none; UserError as in
+        `read_table`."""
         return self.read_table(update, ["score"])["score"].to_numpy()
 
 
 def logprob_table(logprobs: Sequence[np.ndarray]) -> pa.Table:
-    """The rows of an update's logprobs, float32 [R] per response."""
+    """A table with the logprobs of an update's responses, float32 [R] each, one row for each response."""
     return pa.table([pa.array(logprobs, SCHEMA.field(0).type)], schema=SCHEMA)

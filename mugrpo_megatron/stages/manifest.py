@@ -1,7 +1,8 @@
-"""The manifest of a stage: its origin, and its complete files with their checksums.
+"""The manifest of a stage: which run and weights it came from, and its complete files with their checksums.
 
-A file counts once a manifest lists it, and replacing the manifest is the last step of every change. Every writer has
-its own manifest and its own shards. Writer 0's manifest also says that the stage is sealed; it is then the only one.
+A file counts once a manifest lists it, so replacing the manifest is the last step of every change. Each process that
+generates for the stage (a writer) has its own manifest and its own shards. Sealing replaces all of them by one file and
+the manifest of writer 0.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from mugrpo_megatron.files.durable import Span, digest, read_checksummed_json, w
 from mugrpo_megatron.files.json_text import is_file_name, read_json
 
 FORMAT = 4
-"""Version of the manifest's format. Since 4 columns are called `engine_logprobs` and `support_ids`, and the spans of
-texts `text_columns`."""
+"""Version of the manifest's format. In version 4 columns got the names `engine_logprobs` and `support_ids`, and the
+checksums of texts the name `text_columns`."""
 SEALED_NAME = "stage.parquet"
 DIGITS = "[0-9]" * 5
 """Glob pattern of a shard's number."""
 OTHER_MANIFESTS = "manifest-*.json"
 """Manifests of all writers except writer 0."""
 SHARD_PATTERNS = ("shard-*.parquet", OTHER_MANIFESTS)
-"""Files that a sealed stage does not need."""
+"""Patterns of the files that a sealed stage does not need."""
 STAGE_NAME = re.compile("[0-9]{5}")
 """Name of a stage's directory in a run."""
 
@@ -38,7 +39,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StageShard:
-    """A file of groups in order of completion; exists until the stage is sealed."""
+    """A file with some of the stage's groups, in the order in which they were finished. Sealing removes it."""
 
     file: str
     number: int
@@ -51,34 +52,35 @@ class StageShard:
 
 @dataclass(frozen=True, slots=True)
 class SealedFile:
-    """The stage in its final form: row group k holds the rows of update k, groups in order."""
+    """The file of a sealed stage: row group k holds the rows of update k, its groups in order."""
 
     file: str
     updates: int
     prompts_per_update: int
     row_groups: list[Span]
-    """[updates]: the columns that training reads; they come first in a row group."""
+    """[updates]: the bytes of the columns that training reads; they come first in a row group."""
     text_columns: list[Span]
-    """[updates]: the columns that training does not read."""
+    """[updates]: the bytes of the columns that training does not read."""
     footer: Span
-    """Everything after the last row group; with the spans above it covers every byte after the magic bytes."""
+    """All bytes after the last row group. Together with the spans above it covers the file, except the four bytes at
+    its start."""
     statistics: dict[str, float]
 
     @property
     def content(self) -> str:
-        """Digest of the responses, by which columns name the stage they belong to."""
-        # The footer does not count: pyarrow writes its version there, and a copy that another version wrote is the same
-        # stage.
+        """A checksum of the responses, by which columns name the stage that they belong to."""
+        # The footer is left out, since pyarrow writes its own version there: a copy that another version wrote holds
+        # the same stage.
         spans = (*self.row_groups, *self.text_columns)
         return hashlib.sha256("".join(span.sha256 for span in spans).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The run and the weights that generated a stage, the only ones that it may train."""
+    """The run and the weights that generated a stage. Only that run may train on it, and only from these weights."""
 
     run: str
-    """Id of the run that generated it."""
+    """Id of the run that generated the stage."""
     stage: int
     updates: int
     """Number of optimizer updates after which the learner had the weights that sampled the responses."""
@@ -98,13 +100,13 @@ def manifest_name(writer: int) -> str:
 
 
 def shard_name(writer: int, number: int | str) -> str:
-    """File name of a writer's shard. With a glob as `number` it matches all shards of the writer."""
+    """File name of a writer's shard. A glob pattern as `number` gives the pattern of several of the writer's shards."""
     digits = number if isinstance(number, str) else f"{number:05d}"
     return f"shard-{writer:04d}-{digits}.parquet" if writer else f"shard-{digits}.parquet"
 
 
 def read_manifest(directory: Path, name: str = manifest_name(0)) -> Manifest:
-    """Returns a manifest of a stage, empty without a file. Raises UserError when it is damaged."""
+    """Returns a manifest of a stage; an empty one if the file does not exist. Raises UserError when it is damaged."""
     path = directory / name
     if not path.exists():
         return Manifest([])
@@ -115,7 +117,7 @@ def read_manifest(directory: Path, name: str = manifest_name(0)) -> Manifest:
 
 
 def _unreadable(path: Path) -> str:
-    """Description of the damage to a manifest that cannot be read, with the way out."""
+    """The damage to a manifest that cannot be read, with a remedy, as a sentence."""
     try:
         version = read_json(path).get("format")
     except UserError:
@@ -133,22 +135,22 @@ def _manifest(body: Any) -> Manifest:
     sealed = body["sealed"]
     for shard in shards:
         if not _counts(shard.groups + shard.rows) or len(shard.groups) != len(shard.rows):
-            raise ValueError("group and row counts differ")
+            raise ValueError("a shard does not have a number of rows for each of its groups")
     if sealed is not None:
         spans = {name: [_span(span) for span in sealed[name]] for name in ("row_groups", "text_columns")}
         sealed = SealedFile(**{**sealed, **spans, "footer": _span(sealed["footer"])})
         if not _counts([sealed.prompts_per_update]) or len({*map(len, spans.values()), sealed.updates}) > 1:
-            raise ValueError("update and row group counts differ")
+            raise ValueError("the sealed file does not have a row group for each update")
     for file in [*(shard.file for shard in shards), *([sealed.file] if sealed else [])]:
         if not is_file_name(file):
-            raise ValueError(f"{file!r} is no file name of the manifest's directory")
+            raise ValueError(f"{file!r} is not the name of a file in the manifest's directory")
     return Manifest(shards, sealed, Origin(**body["origin"]) if body["origin"] else None)
 
 
 def _span(body: Any) -> Span:
     span = Span(**body)
     if not _counts([span.start, span.end]):
-        raise ValueError("a span's start and end are numbers of bytes")
+        raise ValueError("the start or the end of a span is not a number of bytes")
     return span
 
 
@@ -157,7 +159,7 @@ def _counts(values: list[Any]) -> bool:
 
 
 def check_stage(directory: Path, origin: Origin | None = None) -> None:
-    """Raise UserError when the stage in `directory` has another origin than `origin`, or files without a manifest.
+    """Raise UserError when the stage in `directory` has another origin than `origin`, or has files but no manifest.
 
     Call it only while no other process seals the stage.
     """
@@ -167,8 +169,8 @@ def check_stage(directory: Path, origin: Origin | None = None) -> None:
 
 
 def check_listed(directory: Path, writer: int) -> None:
-    """Raise UserError when a writer's files have no manifest."""
-    # A writer starts with an empty manifest, so a missing one was lost: its shards are no leftovers of a kill.
+    """Raise UserError when a writer has shards, or a sealed file, but no manifest."""
+    # A writer writes an empty manifest before anything else. So a missing one was lost, and its shards may be good.
     manifest = directory / manifest_name(writer)
     if manifest.exists():
         return
@@ -181,8 +183,10 @@ def check_listed(directory: Path, writer: int) -> None:
 
 
 def check_origin(directory: Path, manifest: Manifest, origin: Origin | None) -> None:
-    """Raise UserError when the manifest in `directory` names another origin than `origin`. Without an `origin` only the
-    stage's number is compared with the directory's name."""
+    """Raise UserError when the manifest of the stage in `directory` names another origin than `origin`.
+
+    If `origin` is None, only the number of the stage is compared, with the directory's name.
+    """
     origin_here = manifest.origin
     if origin is None:
         if origin_here and STAGE_NAME.fullmatch(directory.name) and int(directory.name) != origin_here.stage:
@@ -213,22 +217,22 @@ def write_manifest(directory: Path, manifest: Manifest, name: str = manifest_nam
 
 
 def stage_identity(content: str) -> dict[str, Any]:
-    """The identity of a column that is computed from a stage and its initial weights alone."""
+    """The identity of a column that depends only on the stage and on the weights that it began with."""
     return {"stage": content}
 
 
 def verify(path: Path, span: Span, remedy: str) -> None:
-    """Raise UserError, whose last words are `remedy`, unless the bytes of the file's span have the stated checksum."""
+    """Raise UserError unless the bytes of the span have its checksum; `remedy` ends the message."""
     if not path.exists():
         raise UserError(f"{path}: missing, but the stage's manifest lists it; {remedy}")
     if digest(path, span.start, span.end) != span:
         raise UserError(
-            f"{path}: damaged, bytes {span.start} to {span.end} do not have the manifest's checksum; {remedy}"
+            f"{path}: damaged, since bytes {span.start} to {span.end} do not have the manifest's checksum; {remedy}"
         )
 
 
 def intact(directory: Path, shards: list[StageShard]) -> list[StageShard]:
-    """The shards whose bytes match the manifest; other shards are logged."""
+    """Those of the shards whose bytes have the manifest's checksum; the others are logged."""
     intact = []
     for shard in shards:
         try:
@@ -241,9 +245,10 @@ def intact(directory: Path, shards: list[StageShard]) -> list[StageShard]:
 
 
 def parquet_spans(path: Path, first: Collection[str]) -> tuple[list[Span], list[Span], Span]:
-    """Checksums of a Parquet file: each row group's `first` columns, its other columns, and the file's footer.
+    """Compute checksums of a Parquet file: two for each row group, and one for the footer.
 
-    `first` names the columns that come first in the file.
+    The first checksum of a row group is over its columns `first`, which come first in the file, the second over its
+    other columns.
     """
     metadata = pq.read_metadata(path)
     spans: tuple[list[Span], list[Span]] = [], []

@@ -1,7 +1,8 @@
-"""A stage's probe: the logprobs of some of its responses at several ages of the stage, for the report.
+"""A stage's probe: the logprobs of some of its responses after different numbers of its updates, for the report.
 
-probe/stage00003/responses.parquet   the responses: tokens as text, the engine's logprobs, reward, advantage
-probe/stage00003/age00128.parquet    their logprobs under the weights after 128 of the stage's updates
+probe/stage00003/responses.parquet the responses: tokens as text, the engine's logprobs, reward, advantage
+
+probe/stage00003/age00128.parquet their logprobs under the weights after 128 of the stage's updates
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class ProbeRow:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A stage's probed responses, with their logprobs by age."""
+    """The probed responses of a stage, and their logprobs at each age (number of the stage's updates) of the probe."""
 
     responses: list[ProbeRow]
     logprobs: dict[int, list[np.ndarray]]
@@ -65,26 +66,27 @@ class Probe:
 
 
 def probe_ages(updates: int) -> tuple[int, ...]:
-    """Ages at which a stage of so many updates is probed; none for a stage that is too short."""
+    """The ages (numbers of updates taken on it) at which a stage of so many updates is probed; none for a short
+    stage."""
     intervals = min(INTERVALS, updates // MIN_UPDATES_APART)
     return tuple(round(index * updates / intervals) for index in range(intervals + 1)) if intervals else ()
 
 
 def write_responses(directory: Path, responses: Sequence[ProbeRow]) -> None:
-    """Write the responses of a stage's probe, before its first age."""
+    """Write the responses that a stage's probe follows; called before the first `write_age`."""
     directory.mkdir(parents=True, exist_ok=True)
     columns = {name: [getattr(row, name) for row in responses] for name in SCHEMA.names}
     _write(directory / RESPONSES, pa.table(columns, schema=SCHEMA))
 
 
 def write_age(directory: Path, age: int, logprobs: Sequence[np.ndarray]) -> None:
-    """Write the logprobs, float32 [R] of each response, at an age of the stage; replaces an earlier file."""
+    """Write the logprobs at one age of the stage, float32 [R] for each response; an earlier file is replaced."""
     directory.mkdir(parents=True, exist_ok=True)
     _write(directory / f"age{age:05d}.parquet", pa.table({"logprobs": list(logprobs)}, schema=LOGPROBS))
 
 
 def read_probe(directory: Path) -> Probe | None:
-    """A stage's probe as far as it is written; None without one. Raises UserError when a file is damaged."""
+    """Returns what is written of a stage's probe; None if there is nothing. Raises UserError when a file is damaged."""
     if not (directory / RESPONSES).is_file():
         return None
     try:

@@ -1,13 +1,13 @@
 """The experts of a stage's tokens, in a file beside it; a rank reads only the layers and responses that it replays.
 
-    stages/00003/routes.bin     the engine's; update by update: layer 0 of all its tokens, layer 1, ..., checksums
-    stages/00003/routes.json    the stage's identity, and the span of each update
+    stages/00003/routes.bin     the engine's: for each update layer 0 of all its tokens, layer 1, ..., checksums
+    stages/00003/routes.json    the stage's identity, and where each update's bytes are
     stages/00003/learner_routes.bin, learner_routes.json    the learner's, in the same form
 
-A choice is one byte, or two where a layer has more than 256 experts. This is not Parquet, because a rank reads single
-layers and responses at known offsets, and choices hardly compress. An update's span ends with one CRC-32 for each layer
-of each response; the SHA-256 of these checksums is in the JSON file, which is written last. In a stage's shards the
-engine's routes are a column.
+A choice of an expert is one byte, or two where a layer has more than 256 experts. The file is not Parquet, because a
+rank reads single layers and responses at known offsets, and choices hardly compress. An update's bytes end with one
+CRC-32 for each layer of each response; the SHA-256 of these checksums is in the JSON file, which is written last. Until
+the stage is sealed, the engine's routes are a column of its shards.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from mugrpo_megatron.stages.columns import Column, recompute_remedy
 from mugrpo_megatron.stages.manifest import stage_identity
 
 FILE_NAMES = {"rollout": "routes.bin", "learner": "learner_routes.bin"}
-"""Whose routers chose the experts -> file: the engine's, which sampled the tokens, or the learner's before the stage's
-first update."""
+"""Whose routers chose the experts -> file. `rollout`: the engine's, while it sampled; `learner`: the learner's, before
+the stage's first update."""
 REMEDIES = {
     "rollout": "restore both of its files from a copy, or remove the stage's directory to generate the stage again "
     'with learner.routing_replay = "rollout"',
@@ -46,33 +46,33 @@ Append = Callable[[Sequence[int], Iterable[np.ndarray]], None]
 
 @dataclass(frozen=True, slots=True)
 class RouteSpan:
-    """The bytes of one update's routes."""
+    """The place of one update's routes in the file, and their checksum."""
 
     start: int
     tokens: int
     """Number of tokens with routes, over all responses of the update."""
     responses: int
     sums: str
-    """SHA-256 over the CRC-32 checksums of the update's layers."""
+    """SHA-256 over the CRC-32 checksums of the update's routes."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouteShape:
     layers: int
     topk: int
-    """Experts of a token in a layer (Megatron's `moe_router_topk`)."""
+    """Number of experts that a token has in a layer (Megatron's `moe_router_topk`)."""
     width: int
     """Bytes of an expert's index: 1, or 2 above 256 experts."""
 
     @property
     def token(self) -> int:
-        """Bytes of a token in one layer."""
+        """Bytes of a token's routes in one layer."""
         return self.topk * self.width
 
 
 @dataclass(frozen=True, slots=True)
 class StoredRoutes:
-    """One response's routes in the file, read layer by layer."""
+    """The place of one response's routes in the file, from which single layers are read."""
 
     path: Path
     shape: RouteShape
@@ -86,7 +86,8 @@ class StoredRoutes:
     remedy: str
 
     def read(self, layers: Sequence[int]) -> np.ndarray:
-        """Returns the experts, uint8 or uint16 [len(layers), tokens, k]; UserError when their bytes are damaged."""
+        """Returns the experts in these layers, uint8 or uint16 [len(layers), tokens, k]; UserError when their bytes are
+        damaged."""
         size, kind = self.tokens * self.shape.token, np.dtype(f"<u{self.shape.width}")
         experts = np.empty((len(layers), self.tokens, self.shape.topk), dtype=kind)
         with self.path.open("rb", buffering=0) as file:
@@ -94,7 +95,7 @@ class StoredRoutes:
                 block = os.pread(file.fileno(), size, self.start + layer * self.stride)
                 if len(block) != size or zlib.crc32(block) != self.sums[layer]:
                     raise UserError(
-                        f"{self.path}: damaged, layer {layer} of a response has another checksum; {self.remedy}"
+                        f"{self.path}: damaged, since layer {layer} of a response has another checksum; {self.remedy}"
                     )
                 experts[index] = np.frombuffer(block, kind).reshape(self.tokens, self.shape.topk)
         return experts
@@ -105,10 +106,10 @@ class RouteColumn(Column):
 
     @contextmanager
     def write(self, enabled: bool = True) -> Iterator[Append]:
-        """Yields a function that appends one update's routes; the column is complete once the block ends.
+        """Yield a function that appends the routes of one update; the column is complete once the block ends.
 
-        `enabled` is true on one rank; on the others the function only iterates over the layers. Memory holds one layer
-        of one update.
+        `enabled` is true on one rank; on the others the function only iterates over the layers. It holds one layer of
+        one update in memory.
         """
         if not enabled:
             yield _drain
@@ -119,9 +120,10 @@ class RouteColumn(Column):
 
     @contextmanager
     def write_file(self) -> Iterator[tuple[Append, Callable[[Mapping[str, Any]], None]]]:
-        """Yields `write`'s function, and one that completes the column with its identity, to be called after the block.
+        """Yield a function that appends the routes of one update, and one that completes the column.
 
-        For a writer that learns only at the end what the column belongs to.
+        The second is called after the block, with the column's identity: for a writer that learns only at the end which
+        stage the column belongs to.
         """
         self.begin()
         spans: list[RouteSpan] = []
@@ -149,9 +151,10 @@ class RouteColumn(Column):
             yield append, finish
 
     def read(self, update: int, lengths: Sequence[int]) -> list[StoredRoutes]:
-        """The routes of an update's responses, which have `lengths` tokens with routes; reads only their checksums.
+        """The routes of an update's responses, as places in the file; only checksums are read here.
 
-        Raises UserError, ending with `remedy`, when a file is missing or damaged, or has another identity.
+        `lengths` is the number of tokens with routes of each response. Raises UserError that ends with `remedy` when a
+        file is missing or damaged, or when the column has another identity.
         """
         body = self.body()
         try:
@@ -168,7 +171,7 @@ class RouteColumn(Column):
             raise UserError(f"{self.path}: missing, but {self.index.name} is there; {self.remedy}") from None
         if hashlib.sha256(table).hexdigest() != span.sums:
             raise UserError(
-                f"{self.path}: damaged, the checksums of update {update} do not match the index; {self.remedy}"
+                f"{self.path}: damaged, since the checksums of update {update} do not match the index; {self.remedy}"
             )
         sums = np.frombuffer(table, "<u4").reshape(shape.layers, -1)
         starts = span.start + shape.token * (np.cumsum(lengths) - lengths)
@@ -179,42 +182,46 @@ class RouteColumn(Column):
 
 
 def _drain(lengths: Sequence[int], layers: Iterable[np.ndarray]) -> None:
-    # Exhausts the iterator: each layer comes from a collective, which hangs unless every rank takes part.
+    # The iterator must be exhausted: each layer comes from a collective, which hangs unless every rank takes part.
     for _ in layers:
         pass
 
 
 def route_column(directory: Path, routers: Replay, identity: Mapping[str, Any]) -> RouteColumn:
-    """The routes of the stage in `directory` that the engine's or the learner's routers chose."""
+    """The column of the routes that the engine's or the learner's routers (`routers`) chose for the stage in
+    `directory`."""
     return RouteColumn(directory / FILE_NAMES[routers], identity, REMEDIES[routers])
 
 
 def with_routes(samples: list[Sample], directory: Path, content: str, update: int, replay: Replay) -> list[Sample]:
-    """The samples of an update of the stage with this `content`, with the routes that they replay, read on demand.
+    """Add to the samples of an update the routes that they replay, which are read on demand.
 
-    Adds none without replay, and before the learner has recorded its own. Raises UserError when their file is damaged,
-    or when the stage lacks the engine's.
+    `content` is the stage's checksum. Nothing is added without replay, or before the learner has recorded its routes.
+    Raises UserError when the file of the routes is damaged, or when the engine's are missing.
     """
     if replay == "off":
         return samples
     column = route_column(directory, replay, stage_identity(content))
     if replay == "learner" and not column.complete:
         return samples
-    # Without the last token, which is never an input of the model.
+    # Each sample's last token has no routes, since it is never an input of the model.
     routes = column.read(update, [sample.tokens - 1 for sample in samples])
     return [replace(sample, routes=stored) for sample, stored in zip(samples, routes, strict=True)]
 
 
 COLUMN = "routes"
 SIZES = ("layers", "topk", "width")
-"""Keys of the field metadata of a shard's column of routes, with the meanings of `RouteShape`."""
+"""Keys in the metadata of a shard's column of routes: the fields of `RouteShape`."""
 
 UpdateRoutes = tuple[list[int], Iterator[np.ndarray]]
 """An update's routes, as the arguments of `Append`."""
 
 
 def append_routes(table: pa.Table, samples: Sequence[Sample]) -> pa.Table:
-    """The samples' table with their routes, if they have any, as a column of the bytes of uint8 or uint16 [L, n, k]."""
+    """The samples' table with their routes as one more column; unchanged if they have none.
+
+    A value of the column is the bytes of uint8 or uint16 [layers, tokens, k].
+    """
     routes = [sample.routes for sample in samples]
     if not any(routes):
         return table
@@ -229,12 +236,12 @@ def append_routes(table: pa.Table, samples: Sequence[Sample]) -> pa.Table:
 
 
 def without_routes(schema: pa.Schema) -> pa.Schema:
-    """The schema of the sealed stage, which has routes in a file of their own."""
+    """The schema without the column of routes: a sealed stage has them in a file of their own."""
     return schema.remove(schema.get_field_index(COLUMN)) if COLUMN in schema.names else schema
 
 
 def split_routes(table: pa.Table) -> tuple[pa.Table, UpdateRoutes | None]:
-    """Splits an update's table into one without routes, and the routes."""
+    """Split an update's table into one without routes, and the routes; None if the table has none."""
     if COLUMN not in table.schema.names:
         return table, None
     layers, topk, width = (int(table.schema.field(COLUMN).metadata[name.encode()]) for name in SIZES)

@@ -1,8 +1,8 @@
-"""The stage's Parquet files: their schema, samples to Arrow tables and back, shards. One row is one response.
+"""The Parquet files of a stage: their schema, the conversion of samples to Arrow tables and back, and shards.
 
-The columns that training reads come first: one range of bytes in each row group, which an update reads and verifies
-alone. Some of them are *optional* (routes, a loss mask): to add one, give `Sample` a field that is None by default and
-`OPTIONAL` a line.
+One row is one response. The columns that training reads come first in each row group, so that an update reads and
+verifies one range of bytes and no more. Some columns are *optional* (routes, a loss mask): to add one, give `Sample` a
+field that is None by default and `OPTIONAL` a line.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from mugrpo_megatron.stages.routes import append_routes
 
 @dataclass(frozen=True, slots=True)
 class FieldSpec:
-    """One column: the Arrow type of the field of `Sample` with its name."""
+    """The description of a column, which holds the field of `Sample` with the same name."""
 
     kind: pa.DataType
-    """A list type for an array with a value per token; `support_ids` has several per token."""
+    """Arrow type of the column: a list type for an array with one value for each token (`support_ids` has several)."""
     meaning: str
     """Meaning of the column, which is stored in the files as field metadata."""
     empty: bool = False
@@ -79,7 +79,7 @@ LISTS = ("prompt_ids", "response_ids", "engine_logprobs", "loss_mask", "support_
 
 
 def optional_columns(samples: Iterable[Sample]) -> tuple[str, ...]:
-    """Names of the optional columns that the samples have; ValueError unless all samples have the same."""
+    """The names of the optional columns that the samples have; ValueError unless all samples have the same ones."""
     sets = {tuple(name for name in OPTIONAL if getattr(sample, name) is not None) for sample in samples}
     if len(sets) > 1:
         raise ValueError(f"samples of one stage must have the same optional columns, but these have {sorted(sets)}")
@@ -87,7 +87,7 @@ def optional_columns(samples: Iterable[Sample]) -> tuple[str, ...]:
 
 
 def check_same_columns(directory: Path, columns: Sequence[str], new: tuple[str, ...]) -> None:
-    """Raise UserError when new groups have other optional columns than the stage, whose columns are `columns`."""
+    """Raise UserError when new groups have other optional columns than the stage has in its `columns`."""
     present = tuple(name for name in OPTIONAL if name in columns)
     if present != new:
         raise UserError(
@@ -97,14 +97,14 @@ def check_same_columns(directory: Path, columns: Sequence[str], new: tuple[str, 
 
 
 def check_file(path: Path, stored: pa.Schema, remedy: str) -> None:
-    """Raise UserError, ending with `remedy`, unless a file has the columns of a stage and their types."""
+    """Raise UserError that ends with `remedy` unless a file has the columns of a stage, with their types."""
     names = [*TRAINING, *(name for name in OPTIONAL if name in stored.names), *TEXT_COLUMNS]
     if [(column.name, column.type) for column in stored] != [(name, COLUMNS[name].kind) for name in names]:
         raise UserError(f"{path}: it has other columns than a stage; {remedy}")
 
 
 def without_nulls(stored: pa.Schema) -> pa.Schema:
-    """The schema of a file that may have nulls only where a stage may."""
+    """The schema of a file, with nulls forbidden in all columns in which a stage must not have any."""
     for index, column in enumerate(stored):
         if column.name in COLUMNS:
             stored = stored.set(index, column.with_nullable(COLUMNS[column.name].empty))
@@ -112,8 +112,8 @@ def without_nulls(stored: pa.Schema) -> pa.Schema:
 
 
 def check_rows(path: Path, table: pa.Table, groups: Sequence[int], remedy: str) -> None:
-    """Raise UserError, ending with `remedy`, unless the rows belong to `groups`, in order, and can be trained on."""
-    # Checksums do not show this: the manifest of a stage that someone else published fits whatever its files hold.
+    """Raise UserError that ends with `remedy` unless the rows belong to `groups`, in order, and can be trained on."""
+    # Checksums cannot show this: in a stage that someone else published, the manifest matches whatever the files hold.
     if problem := next(_row_problems(table, groups), ""):
         raise UserError(f"{path}: {problem}; {remedy}")
 
@@ -145,7 +145,7 @@ def _row_problems(table: pa.Table, groups: Sequence[int]) -> Iterator[str]:
 
 
 def schema(samples: Sequence[Sample]) -> pa.Schema:
-    """The Arrow schema of samples like these, columns in the order of the file."""
+    """The Arrow schema for these samples, with the columns in the order that they have in a file."""
     names = [*TRAINING, *optional_columns(samples), *TEXT_COLUMNS]
     fields = []
     for name in names:
@@ -160,7 +160,7 @@ def training_columns(stored: pa.Schema) -> list[str]:
 
 
 def to_table(samples: Sequence[Sample]) -> pa.Table:
-    """Samples as an Arrow table of `schema(samples)`; `samples` must not be empty."""
+    """The samples, at least one, as an Arrow table with the columns of `schema(samples)`."""
     fields = schema(samples)
     return pa.Table.from_arrays(
         [_column([getattr(sample, field.name) for sample in samples], field.type) for field in fields], schema=fields
@@ -168,9 +168,9 @@ def to_table(samples: Sequence[Sample]) -> pa.Table:
 
 
 def to_samples(table: pa.Table) -> list[Sample]:
-    """The rows of a table with all of a stage's columns, or the training ones.
+    """The samples in a table that has all of a stage's columns, or those that training reads.
 
-    Token arrays are views of the table's memory, except bool ones.
+    Their token arrays are views of the table's memory, except those of bool.
     """
     columns = {name: _values(table[name], table.schema.field(name)) for name in table.schema.names}
     if "support_ids" in columns:
@@ -205,7 +205,7 @@ def _values(column: pa.ChunkedArray, field: pa.Field) -> list[Any]:
 
 
 class StageStatistics:
-    """Running sums over the updates of a stage, in constant memory."""
+    """Sums over the updates of a stage, which are added one by one, so that memory does not grow with the stage."""
 
     def __init__(self) -> None:
         self._sums: Counter[str] = Counter()
@@ -214,7 +214,7 @@ class StageStatistics:
         """Name of a part of the rewards -> its sum and the number of responses that have it."""
 
     def add(self, table: pa.Table) -> None:
-        """Add one update's rows; a group's rows are consecutive."""
+        """Add the rows of one update; the rows of a group must be consecutive."""
         groups, rewards = table["group"].to_numpy(), table["reward"].to_numpy()
         lengths = pc.list_value_length(table["response_ids"]).to_numpy()
         starts = np.flatnonzero(np.r_[True, groups[1:] != groups[:-1]])
@@ -234,7 +234,7 @@ class StageStatistics:
             self._components[name] = total + sum(values), count + len(values)
 
     def result(self) -> dict[str, float]:
-        """Means over responses, fractions of responses and of groups, token counts."""
+        """The stage's metrics: means over responses, fractions of responses and of groups, numbers of tokens."""
         sums = self._sums
         return {
             "responses": sums["responses"],
@@ -250,7 +250,7 @@ class StageStatistics:
 
 
 def penalties_of(table: pa.Table) -> np.ndarray:
-    """float64 [n]: the overlong penalty in each row's reward."""
+    """float64 [n]: the overlong penalty that is contained in each row's reward."""
     column = table["components"].combine_chunks()
     entries = pc.list_flatten(column)
     has_penalty = pc.equal(entries.field("name"), OVERLONG).to_numpy(zero_copy_only=False)
@@ -260,12 +260,12 @@ def penalties_of(table: pa.Table) -> np.ndarray:
 
 
 def component_means(components: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics `reward/NAME`: the mean of each part of the rewards over the responses that have it."""
+    """Metrics `reward/NAME`: for each component of the rewards, its mean over the responses that have it."""
     return {f"reward/{name}": sum(values) / len(values) for name, values in by_name(components).items()}
 
 
 def by_name(components: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
-    """Values of each part of the rewards, over the responses that have it."""
+    """For each component of the rewards, its values in the responses that have it."""
     values_of: dict[str, list[float]] = {}
     for row in components:
         for name, value in row.items():
@@ -277,16 +277,16 @@ SHARD_TOKENS = 1 << 20
 SHARD_RESPONSES = 4096
 SHARD_ROUTES = 1 << 27
 SHARD_SECONDS = 10.0
-"""Limits on what a killed process can lose: a shard is written at this many seconds of age of its oldest group, and at
-this many tokens, responses or bytes of routes."""
+"""Limits on what a killed process can lose. A shard is written when its oldest group is this many seconds old, or when
+it has this many tokens, responses, or bytes of routes."""
 ROW_GROUP_TOKENS = 1 << 14
-"""Tokens of a shard's row group, the unit that sealing reads; a group is never split."""
+"""Tokens in a row group of a shard. Sealing reads whole row groups; no group of responses is in two of them."""
 COMPRESSION: Final = "zstd"
 
 
 @dataclass
 class ShardBuffer:
-    """Groups that no shard holds yet."""
+    """Finished groups that are not in a shard yet."""
 
     groups: list[list[Sample]] = field(default_factory=list)
     tokens: int = 0
@@ -305,13 +305,13 @@ class ShardBuffer:
 
     @property
     def due(self) -> bool:
-        """Whether a limit is reached, so that the shard has to be written now."""
+        """Whether the buffered groups have reached a limit, so that they have to be written as a shard now."""
         full = self.tokens >= SHARD_TOKENS or self.responses >= SHARD_RESPONSES or self.routes >= SHARD_ROUTES
         return full or time.monotonic() - self.since >= SHARD_SECONDS
 
 
 def write_shard(file: IO[bytes], groups: Sequence[list[Sample]]) -> None:
-    """Write groups, at least one, as Parquet; no group is in two row groups."""
+    """Write the groups, at least one, as a Parquet file; no group is in two row groups."""
     tables = (append_routes(to_table(samples), samples) for samples in _row_groups(groups))
     first = next(tables)
     with pq.ParquetWriter(file, first.schema, compression=COMPRESSION) as writer:

@@ -74,19 +74,19 @@ from mugrpo_megatron.stages.schema import (
 )
 
 ROW_GROUPS_IN_MEMORY = 32
-"""Decoded row groups that sealing keeps: an update's groups finish at different times, so several row groups hold its
-rows."""
+"""Most decoded row groups of shards that sealing keeps. An update's rows are in several of them, since its groups
+finish at different times."""
 VISIBLE_SECONDS = 20.0
-"""Longest delay until a shared file system shows one node what another has written."""
+"""Longest wait for a file that another node has written to appear on a shared file system."""
 REMEDY = "restore it from a copy, or remove the stage's directory to generate the stage again"
 
 RowRange = tuple[int, int, int]
-"""Row group of a Parquet file, first row in it, number of rows."""
+"""Index of a row group in a Parquet file, index of the first row in it, number of rows."""
 
 
 def becomes_visible(condition: Callable[[], bool]) -> bool:
-    """Wait until `condition` holds on a shared file system; False after VISIBLE_SECONDS."""
-    # NFS caches a directory's attributes for seconds: another node's file is durable before it can be seen here.
+    """Wait until `condition` is true on a shared file system; False if it is not after VISIBLE_SECONDS."""
+    # NFS caches a directory's attributes for seconds, so a file that another node has written may not be seen here yet.
     deadline = time.monotonic() + VISIBLE_SECONDS
     while not condition():
         if time.monotonic() > deadline:
@@ -96,7 +96,7 @@ def becomes_visible(condition: Callable[[], bool]) -> bool:
 
 
 def usable_shards(directory: Path, shards: list[StageShard], groups: set[int]) -> list[StageShard]:
-    """The intact shards; UserError when a damaged shard holds a group that no intact shard holds."""
+    """Those of the shards that are intact; UserError when one of `groups` is only in a damaged shard."""
     usable = intact(directory, shards)
     lost = groups.difference(*(shard.groups for shard in usable))
     for shard in shards:
@@ -106,12 +106,12 @@ def usable_shards(directory: Path, shards: list[StageShard], groups: set[int]) -
 
 
 def update_rows(directory: Path, shards: list[StageShard], updates: int, prompts_per_update: int) -> Iterator[pa.Table]:
-    """Each update's rows, groups in order, gathered from the shards."""
+    """Yield the rows of each update, its groups in order, gathered from the shards."""
     shard_of = {group: shard for shard in shards for group in shard.groups}
     row_ranges = {shard.file: _row_ranges(directory / shard.file, shard) for shard in shards}
 
-    # Groups finish in any order, so an update's rows lie in several shards; the cache decodes each row group about once
-    # and never holds the stage, which may be larger than the node's memory.
+    # Groups finish in any order, so an update's rows are in several shards. With the cache each row group is decoded
+    # about once, and the whole stage, which may be larger than the node's memory, is never in memory.
     @lru_cache(maxsize=ROW_GROUPS_IN_MEMORY)
     def read(file: str, row_group: int) -> pa.Table:
         with pq.ParquetFile(directory / file) as shard:
@@ -131,7 +131,7 @@ def update_rows(directory: Path, shards: list[StageShard], updates: int, prompts
 
 
 def _row_ranges(path: Path, shard: StageShard) -> dict[int, RowRange]:
-    """The rows of each group of a shard; no group is in two row groups."""
+    """Group -> the place of its rows in the file of a shard; no group is in two row groups."""
     layout = pq.read_metadata(path)
     check_file(path, without_routes(layout.schema.to_arrow_schema()), REMEDY)
     starts = [0, *accumulate(layout.row_group(i).num_rows for i in range(layout.num_row_groups))]
@@ -145,16 +145,16 @@ def _row_ranges(path: Path, shard: StageShard) -> dict[int, RowRange]:
 
 
 class StageStore:
-    """The responses of one stage on disk, in `directory`.
+    """The files of one stage in `directory`: appends groups, seals the stage, reads its updates.
 
-    Several processes may append, each with its own `writer` number and its own groups: the prompt queue gives a group
-    to one engine only. Writer 0 seals what all of them wrote, once all have finished writing.
+    Several processes may append, each with its own `writer` number and its own groups: the queue of prompts gives a
+    group to one engine only. Writer 0 seals what all of them wrote, once all have finished writing.
     """
 
     def __init__(self, directory: Path, writer: int = 0, origin: Origin | None = None, replay: Replay = "off") -> None:
-        """`origin` is written into the manifest; a stage that exists must have the same.
+        """`origin` is written into the manifest; if the stage exists already, it must have the same origin.
 
-        `replay` chooses the routes that samples are read with (`learner.routing_replay`).
+        `replay` says whose expert choices the samples get when they are read (`learner.routing_replay`).
         """
         self.directory, self.replay = directory, replay
         self._writer, self._origin = writer, origin
@@ -173,11 +173,12 @@ class StageStore:
 
     @property
     def sealed(self) -> bool:
-        """Whether every group is on disk in its final place.
+        """Whether the stage is complete: every group is on disk in its final place.
 
-        A property although it may read a file: only the small manifest, and nothing once the stage was found sealed.
+        It is a property although it may read a file: the manifest is small, and is not read again once the stage is
+        sealed.
         """
-        # Writer 0 alone seals, so its own manifest is the truth; any other process has to read it again.
+        # Only writer 0 seals, so it knows its own manifest; every other process has to read the file again.
         if self._sealed_file is None and (self._manifest is None or self._writer):
             manifest = read_manifest(self.directory)
             check_origin(self.directory, manifest, self._origin)
@@ -191,7 +192,7 @@ class StageStore:
 
     @property
     def content(self) -> str:
-        """Digest of the sealed stage's responses; the same for the same bytes in any directory."""
+        """A checksum of the sealed stage's responses; equal bytes have the same in any directory."""
         return self._require_sealed().content
 
     @property
@@ -206,33 +207,34 @@ class StageStore:
             verify(self.directory / sealed.file, span, REMEDY)
 
     def statistics(self) -> dict[str, float]:
-        """The sealed stage's metrics, as `schema.StageStatistics` defines them."""
+        """The metrics of the sealed stage's responses (`schema.StageStatistics`)."""
         return self._require_sealed().statistics
 
     def verified_groups(self) -> set[int]:
-        """Indices of the groups that are intact on disk; damaged shards are logged and left out.
+        """The indices of the groups that are intact on disk; damaged shards are logged and left out.
 
-        Groups that `append` still buffers do not count, so a resumed stage generates exactly what is missing.
+        Groups that are only buffered do not count, so a resumed stage generates exactly what is missing.
         """
         if self.sealed:
             return set(range(self._require_sealed().updates * self._require_sealed().prompts_per_update))
         return {group for shard in intact(self.directory, self._shards()) for group in shard.groups}
 
     def listed_groups(self) -> set[int]:
-        """Indices of the groups that the manifests list; reads no shard."""
+        """The indices of the groups that the manifests list; does not read the shards."""
         return {group for shard in self._shards() for group in shard.groups}
 
     @property
     def own_groups(self) -> set[int]:
-        """Groups that this writer has written or buffered; empty until its first append."""
+        """The indices of the groups that this store has written or buffered; empty before its first `append`."""
         return set(self._groups)
 
     def wait_for(self, groups: set[int], sealed: bool) -> bool:
-        """Wait until `groups`, or the sealed stage, are visible; False after VISIBLE_SECONDS."""
+        """Wait until the manifests list `groups`, or until the stage is sealed; False if not after VISIBLE_SECONDS."""
         return becomes_visible(lambda: self.sealed if sealed else self.listed_groups() >= groups)
 
     def append(self, group: list[Sample]) -> None:
-        """Add one finished group; it is durable once its shard is written: when full or old enough, or at `flush`.
+        """Add one finished group. It is safe on disk once its shard is written: when full, when old enough, or at
+        `flush`.
 
         Raises ValueError when this writer has the group already or the stage is sealed, UserError for a full disk.
         """
@@ -240,8 +242,8 @@ class StageStore:
         index = group[0].group
         if index in self._groups:
             raise ValueError(f"group {index} is in {self.directory} already")
-        # The engines get weights once a stage, so all of it has one weight version; asynchronous trainers (prime-rl,
-        # AReaL) update engines under way and mix versions in a batch.
+        # The engines get weights once for each stage, so all its groups have one weight version. Asynchronous trainers
+        # (prime-rl, AReaL) update engines while they sample, and mix versions in a batch.
         if self._origin and any(sample.weight_version != self._origin.updates for sample in group):
             raise ValueError(f"group {index} was not sampled after {self._origin.updates} updates: {self.directory}")
         optional = optional_columns(group)
@@ -255,27 +257,27 @@ class StageStore:
             self.flush()
 
     def flush(self) -> None:
-        """Write the buffered groups as a shard, durably."""
+        """Write the buffered groups as a shard, so that they are safe on disk."""
         if not (buffered := self._buffer.groups):
             return
         manifest = self._open_for_writing()
-        # The number of shards would not do: a resume drops damaged shards, so it could be the number of an intact
-        # shard.
+        # One more than the largest number, not the count of shards: after a resume has dropped damaged shards, the
+        # count may be the number of an intact one.
         number = 1 + max((shard.number for shard in manifest.shards), default=-1)
         path = self.directory / shard_name(self._writer, number)
         with durable_file(path) as file:
             write_shard(file, buffered)
         groups, rows = [group[0].group for group in buffered], [len(group) for group in buffered]
-        # The shard's file is durable before a manifest lists it: after a kill in between no manifest lists the file,
-        # and its groups are generated again.
+        # The shard is written before the manifest that lists it. After a kill in between no manifest lists it, and its
+        # groups are generated again.
         self._replace([*manifest.shards, StageShard(path.name, number, groups, rows, digest(path))])
         self._buffer = ShardBuffer()
 
     def seal(self, updates: int, prompts_per_update: int) -> None:
-        """Write the stage in its final form, one row group per update, and remove the shards of all writers.
+        """Write the stage in its final form, one row group for each update, and remove the shards of all writers.
 
-        Streams: memory holds one update and a few row groups. Raises ValueError when groups are missing, UserError when
-        a shard is damaged or the disk is full.
+        One update and a few row groups are in memory at a time. Raises ValueError when groups are missing, UserError
+        when a shard is damaged or the disk is full.
         """
         self.flush()
         self._open_for_writing()
@@ -287,7 +289,7 @@ class StageStore:
         path = self.directory / SEALED_NAME
         stored = pq.read_schema(self.directory / shards[0].file)
         schema, statistics = without_nulls(without_routes(stored)), StageStatistics()
-        # Routes go into a file of their own, since a pipeline rank reads the layers that it replays and no others.
+        # Routes go into a file of their own, from which a pipeline rank can read only the layers that it replays.
         has_routes = without_routes(stored) != stored
         column = route_column(self.directory, "rollout", {})
         with (
@@ -297,7 +299,7 @@ class StageStore:
         ):
             for shard_table in update_rows(self.directory, shards, updates, prompts_per_update):
                 table, routes = split_routes(shard_table)
-                # One row group an update: an update reads, decodes and verifies its own bytes only.
+                # One row group for each update, so that an update reads, decodes and verifies only its own bytes.
                 writer.write_table(table, row_group_size=len(table))
                 statistics.add(table)
                 if routes and append_routes:
@@ -308,13 +310,13 @@ class StageStore:
         )
         if finish_routes:  # the index of the routes names the stage's content, which is known only now
             finish_routes(stage_identity(sealed.content))
-        # This replacement seals the stage; a kill before it leaves the shards, and `seal` writes the file again.
+        # Replacing the manifest seals the stage. After a kill before it the shards are still there, to be sealed again.
         self._replace([], sealed)
         self._sealed_file = sealed
         self.remove_shards()
 
     def remove_shards(self) -> None:
-        """Remove shards that a writer killed after sealing has left."""
+        """Remove the shards of a sealed stage, which are left if a writer was killed after sealing."""
         self._require_sealed()
         for pattern in SHARD_PATTERNS:
             for merged in self.directory.glob(pattern):
@@ -322,15 +324,16 @@ class StageStore:
             remove_leftovers(self.directory, pattern)
 
     def read_update(self, update: int, with_text: bool = False) -> list[Sample]:
-        """The samples of one update of the sealed stage, groups in order; reads and verifies only their bytes.
+        """The samples of one update of the sealed stage, groups in order; only that update's bytes are read and
+        verified.
 
-        Has the columns that training needs, and `schema.TEXT_COLUMNS` with `with_text`. Raises UserError when the bytes
+        They have what training needs, and with `with_text` also `schema.TEXT_COLUMNS`. Raises UserError when the bytes
         are damaged.
         """
         sealed = self._require_sealed()
         path, layout = self.directory / sealed.file, self._checked_layout()
-        # The bytes are hashed at every read: between sealing and the last update lie hours, and a flipped bit would be
-        # trained on without a word (Parquet's own page checksums are off by default).
+        # The bytes are hashed at every read: hours may lie between sealing and the last update, and training would not
+        # notice a flipped bit (Parquet's own page checksums are off by default).
         spans = [sealed.row_groups[update], *([sealed.text_columns[update]] if with_text else [])]
         for span in spans:
             verify(path, span, REMEDY)
@@ -342,9 +345,11 @@ class StageStore:
         return with_routes(to_samples(table), self.directory, self.content, update, self.replay)
 
     def rewards(self) -> tuple[np.ndarray, np.ndarray]:
-        """Rewards before the overlong penalty, float64 [n], and groups int64 [n] of the sealed stage's samples.
+        """Two arrays with an entry for each sample of the sealed stage: rewards before the overlong penalty, and
+        groups.
 
-        Keeps only these in memory. The first call verifies what training reads: UserError for damage.
+        They are float64 [n] and int64 [n]. Only these are kept in memory. The first call verifies all that training
+        reads; UserError for damage.
         """
         if self._rewards is None:
             sealed = self._require_sealed()
@@ -372,7 +377,7 @@ class StageStore:
         return self._layout
 
     def _shards(self) -> list[StageShard]:
-        """The shards that the manifests of all writers list."""
+        """The shards in the manifests of all writers."""
         manifest = self._manifest or read_manifest(self.directory, manifest_name(self._writer))
         return [*manifest.shards, *other_shards(self.directory, self._writer)]
 
@@ -383,16 +388,17 @@ class StageStore:
         return self._sealed_file
 
     def _open_for_writing(self) -> Manifest:
-        """Returns this writer's manifest; the first call removes the writer's damaged shards and what a crash left."""
+        """Returns this writer's manifest. The first call also removes the writer's damaged shards and what a crash
+        left."""
         if self._manifest is None and not self.sealed:
             try:
                 self.directory.mkdir(parents=True, exist_ok=True)
-                # Without it a power cut may lose the new directory with the durable files in it.
+                # Otherwise a power cut may lose the new directory, and the files in it although they are on disk.
                 fsync(self.directory.parent)
             except OSError as error:
                 raise full_disk_error(error, self.directory) or error from error
             if self._writer:
-                # Raises for files of a writer whose manifest is missing, which would otherwise be removed as leftovers.
+                # Raises if this writer's manifest is missing: then its shards must not be removed as leftovers.
                 check_listed(self.directory, self._writer)
             else:
                 check_stage(self.directory, self._origin)

@@ -167,7 +167,9 @@ def test_training_reads_its_own_columns_alone(tmp_path: Path) -> None:
             for k in range(UPDATES):
                 assert_same(store.read_update(k), update_of(k))
             passed += 1
-        with pytest.raises(UserError, match=r"stage\.parquet: damaged, bytes \d+ to \d+.*generate the stage again"):
+        with pytest.raises(
+            UserError, match=r"stage\.parquet: damaged, since bytes \d+ to \d+.*generate the stage again"
+        ):
             [store.read_update(k, with_text=True) for k in range(UPDATES)]
     assert passed
 
