@@ -1,4 +1,4 @@
-"""Functions named `module:function`: users' rewards, surrogates and episodes, and the entry points of extras."""
+"""Loads and calls functions named `module:function`: users' rewards, surrogates, diagnostics and episodes."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ T = TypeVar("T")
 MAX_MESSAGE_CHARS = 300
 PACKAGE = __name__.partition(".")[0]
 CALL_S = 120.0
-"""Most seconds of a call of a user's function; the first call may compile."""
+"""Most seconds that a call of a user's function may take; the first call may compile."""
 IMPORT_S = 600.0
 
 
 class ForeignFailure(Exception):
-    """A user's code failed; the message has its exception and line."""
+    """Raised when a user's code has failed; the message has its exception and line."""
 
 
 def call_foreign(function: Callable[..., T], *arguments: Any, hidden: Sequence[str] = (), seconds: float = CALL_S) -> T:
-    """Returns what a user's function returns, called in this process with the guards of `call_guard`.
+    """Call a user's function in this process, guarded by `call_guard`, and return its result.
 
-    Raises ForeignFailure when it raises, exits (`os._exit` too) or takes longer than `seconds`; frames of the files
-    `hidden` are not the user's.
+    Raises ForeignFailure when it raises, exits (`os._exit` too) or takes longer than `seconds`. The message names the
+    last line that is the user's: not one in the files `hidden`.
     """
     try:
         with (
@@ -76,15 +76,15 @@ def load_function(key: str, name: str) -> Callable[..., Any]:
 
 
 def arguments_of(key: str, function: Callable[..., Any], known: Sequence[str]) -> tuple[str, ...]:
-    """The names of `known` that a function takes: arguments go by name, so their order is free.
+    """The names among `known` that a function has as parameters. It gets them by name, so their order is free.
 
-    Raises UserError for a parameter that is none of them and has no default, for one that is taken by position alone,
-    and for a function that takes none of them.
+    Raises UserError for a parameter without a default that is not `known`, for one that can only be passed by position,
+    and for a function that takes none of the `known` ones.
     """
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError) as error:
-        raise UserError(f"{key} has no signature that could be read ({error}): write it as a def") from None
+        raise UserError(f"{key} has no signature that can be read ({error}): write it as a def") from None
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     taken = tuple(known) if takes_all else tuple(name for name in known if name in parameters)
     other = [
@@ -103,9 +103,9 @@ def arguments_of(key: str, function: Callable[..., Any], known: Sequence[str]) -
 
 
 def check_function(key: str, name: str) -> None:
-    """Raise UserError when `module:function` does not exist; the module's source is parsed, not run.
+    """Raise UserError when `module:function` does not exist. The module's source is parsed, and not run.
 
-    Passes for a module without Python source, or with names that only exist once it runs.
+    A module passes if it has no Python source, or if some of its names exist only once it runs.
     """
     module, _, attribute = name.partition(":")
     try:
@@ -121,9 +121,9 @@ def check_function(key: str, name: str) -> None:
 
 
 def source_sum(name: str) -> str:
-    """Returns the SHA-256 of the file that defines `module:function`; "" for other names or without Python source.
+    """Returns the SHA-256 of the file that defines `module:function`; "" if there is no such file.
 
-    Files that the module imports do not count. A built-in function is not the user's, so it has "" too.
+    Files that the module imports are not included. A built-in function has "" too, since it is not the user's.
     """
     if name == GYM_REWARD:  # no file is looked up, since `reasoning_gym` is also the name of an installed package
         return ""
@@ -142,7 +142,7 @@ def _load_error(key: str, name: str, why: str) -> UserError:
 
 
 def _source_of(module: str) -> Path | None:
-    """Returns the file of a module, found as `load_function` finds it; None without Python source."""
+    """Returns the source file of a module, which is found as `load_function` finds it; None without Python source."""
     first, *rest = module.split(".")
     spec = find_spec(first) or PathFinder.find_spec(first, [str(Path.cwd())])
     for name in rest:  # `find_spec` of a dotted name would import its packages
@@ -168,7 +168,10 @@ def _names(tree: ast.Module) -> set[str] | None:
 
 
 def describe_exception(error: BaseException, *own_files: str) -> str:
-    """Returns an exception's type, text and line; frames of this file and of `own_files` are not the user's code."""
+    """Returns an exception's type and text, and the last line of the user's code that raised it.
+
+    Frames in this file and in `own_files` are not the user's code.
+    """
     hidden = (*own_files, __file__, call_guard.__file__, importlib.__file__)
     frames = [
         frame
@@ -180,7 +183,8 @@ def describe_exception(error: BaseException, *own_files: str) -> str:
 
 
 def exception_text(error: BaseException) -> str:
-    """Returns an exception's type and text in UTF-8; the text is a user's code too, and may fail."""
+    """Returns an exception's type and text as UTF-8. `str` of the exception may be the user's code, and may raise
+    too."""
     try:
         text = str(error)
     except Exception as failure:

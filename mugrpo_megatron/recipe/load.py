@@ -33,7 +33,7 @@ MAX_LISTED_KEYS = 12
 
 
 def error_message(error: ErrorDetails) -> str:
-    """Returns a sentence about a wrong value or unknown key, with the nearest choice or key."""
+    """Returns a sentence about a wrong value or an unknown key, with the most similar choice or key."""
     key = ".".join(map(str, error["loc"]))
     if (sentence := removal(key, error["input"])) is not None:
         return f"`{key}` = {short_repr(error['input'])}: {sentence}"
@@ -65,7 +65,7 @@ def _cut(text: str, most: int) -> str:
 
 
 def _suggestion(loc: tuple[int | str, ...], value: Any) -> str:
-    """Returns a hint at the keys that an unknown key may mean."""
+    """Returns a hint at keys that the user may have meant by an unknown one."""
     *sections, key = map(str, loc)
     known = _known_keys(loc[:-1])
     close = difflib.get_close_matches(key, known, n=1)
@@ -101,24 +101,25 @@ Table = dict[str, Any]
 
 
 class Layer(NamedTuple):
-    """One of the files that a recipe consists of, or a `--set`."""
+    """One of the TOML files that a recipe is composed of, or one `--set`."""
 
     name: str
     """Name in messages."""
     table: Table
-    """The keys that the file itself sets, without those of its bases."""
+    """The keys that the file itself sets; keys of its bases are not included."""
 
 
 def layered(base: Table, top: Table) -> Table:
-    """Merge `top` over `base`; `top` replaces another objective and other reward functions completely."""
+    """Merge `top` over `base`. If `top` names another objective or other reward functions, it replaces those of `base`
+    whole."""
     section = top.get("objective")
     base = for_objective(base, section.get("name") if isinstance(section, dict) else None)
     return merged(for_rewards(base, top.get("reward")), top)
 
 
 def for_objective(table: Table, name: object) -> Table:
-    """Returns `table`, with an empty `[objective]` if that has another name."""
-    # A clip range of mu-GRPO is not one of GRPO: keys of one objective mean nothing beside another's preset.
+    """Returns `table`, but with `[objective]` emptied if its objective has another name than `name`."""
+    # Keys that were set for one objective make no sense for another: GRPO should not get the clip range of mu-GRPO.
     section = table.get("objective")
     if name is None or not isinstance(section, dict) or section.get("name", name) == name:
         return table
@@ -126,7 +127,7 @@ def for_objective(table: Table, name: object) -> Table:
 
 
 def for_rewards(table: Table, top: object) -> Table:
-    """Returns `table` without its `reward.function` or `reward.functions` if the `[reward]` over it has the other."""
+    """Returns `table` without `reward.function` if the `[reward]` of `top` has `functions`, and the other way round."""
     section = table.get("reward")
     if not isinstance(section, dict) or not isinstance(top, dict):
         return table
@@ -147,7 +148,7 @@ def merged(base: Table, top: Table) -> Table:
 
 
 OFF = ("", "0", "0.0", "-1", "false", "none", "null", "nil", "off", "no")
-"""Values by which other programs leave out a key."""
+"""Values with which users of other programs turn a setting off."""
 OFF_HERE = {
     ("rollout.top_k", "-1"): "; 0 keeps all tokens",
     ("rollout.top_p", "0"): "; 1 keeps all tokens",
@@ -155,13 +156,13 @@ OFF_HERE = {
     ("optimizer.lr", "0"): "; a rate of 0 trains nothing, and `mugrpo eval` evaluates without training",
     ("optimizer.lr", "0.0"): "; a rate of 0 trains nothing, and `mugrpo eval` evaluates without training",
 }
-"""(key, value that means something else in other programs) -> the way out."""
+"""(key, value that turns the setting off in other programs) -> how to do it here."""
 UNSET = "unset"
-"""Value by which a recipe or `--set` takes back what its base sets, as TOML has no null."""
+"""Value that takes back what a base sets, so that the default applies; TOML has no null."""
 
 
 def without_unset(table: Table, levels: int = 8) -> Table:
-    """Returns `table` without the keys whose value is `UNSET`; no section of a recipe lies deeper than `levels`."""
+    """Returns `table` without the keys that are `UNSET`, in tables down to `levels` deep, more than a recipe has."""
     return {
         key: without_unset(value, levels - 1) if isinstance(value, dict) and levels else value
         for key, value in table.items()
@@ -170,9 +171,10 @@ def without_unset(table: Table, levels: int = 8) -> Table:
 
 
 def layer_of_mistake(mistake: str, layers: Sequence[Layer], mistakes: Callable[[Table], Collection[str]]) -> str | None:
-    """Returns the name of the file or --set that causes a mistake; None if the merged layers do not have it.
+    """Returns the name of the layer (a file or a --set) that causes a mistake; None if the merged layers do not have
+    it.
 
-    That is the first layer from which on the mistake stays. `mistakes` lists the mistakes of a table.
+    It is the first layer from which on the mistake stays. `mistakes` lists the mistakes of a table.
     """
     tables = [without_unset(table) for table in accumulate((layer.table for layer in layers), layered)]
     since = list(takewhile(lambda index: mistake in mistakes(tables[index]), reversed(range(len(tables)))))
@@ -180,12 +182,12 @@ def layer_of_mistake(mistake: str, layers: Sequence[Layer], mistakes: Callable[[
 
 
 BUNDLED = Path(__file__).parents[1] / "recipes"
-"""Bundled recipes; in a checkout a link to run_scripts/recipes/."""
+"""Folder of the bundled recipes; in a checkout it is a link to run_scripts/recipes/."""
 OF_CHECKOUT = Path("run_scripts/recipes")
 MAX_BASES = 64
 """Most files that a recipe may be composed of."""
 MAX_BYTES = 1 << 20
-"""Size limit of a TOML file; reading a device such as /dev/zero would not end."""
+"""Most bytes of a TOML file; without a limit, reading a device such as /dev/zero would not end."""
 MAX_OVERRIDE_CHARS = 100
 """Most characters of a `--set` option that an error message quotes."""
 
@@ -195,10 +197,10 @@ def load_recipe(
 ) -> Recipe:
     """Load a recipe, merge it over its `base` files, apply `a.b=c` overrides, and validate the result.
 
-    Without a `path` the recipe has every key at its default. A recipe may start with `base = "other.toml"`, or a list
-    of such paths (relative to the recipe's file, or bundled). A recipe overrides its bases, and a later base overrides
-    an earlier base; the value "unset" gives a key its default back. Another objective name
-    drops the keys of `[objective]` below it; `say` gets a line if `--set` drops some. Raises UserError for a missing
+    Without a `path` every key has its default. A recipe may start with `base = "other.toml"`, or a list of such paths
+    (relative to the recipe's file, or bundled). A recipe overrides its bases, and a later base overrides an earlier
+    one; the value "unset" gives a key its default back. A layer that names another objective drops the keys of
+    `[objective]` in the layers before it; `say` gets a line if a `--set` drops some. Raises UserError for a missing
     file, broken TOML, an unknown key or a value out of range.
     """
     layers: list[Layer] = []
@@ -217,9 +219,9 @@ def load_recipe(
 
 
 def validate(table: Table, source: str, layers: Sequence[Layer] = ()) -> Recipe:
-    """Returns the typed recipe of a table; raises UserError with a sentence for each wrong key.
+    """Returns the typed recipe of a table. Raises UserError with a sentence for each wrong key.
 
-    A sentence names the layer that causes the mistake, else `source`, the name of the whole table.
+    A sentence begins with the name of the layer that causes the mistake, or with `source`, the name of the whole table.
     """
     if not (mistakes := _mistakes(table)):
         return Recipe.model_validate(table)
@@ -238,9 +240,9 @@ def _mistakes(table: Table) -> list[str]:
 
 
 def dump_recipe(recipe: Recipe, every: bool = True) -> str:
-    """Returns the recipe as TOML, without unset fields; `load_recipe` of the text gives the same recipe.
+    """Returns the recipe as TOML, without unset keys; `load_recipe` of this text gives the same recipe.
 
-    Without `every` it also leaves out defaults, and values of the objective's preset.
+    Without `every`, values are left out that are the default or come from the objective's preset.
     """
     table = recipe.model_dump(mode="json", exclude_none=True)
     if not every:
@@ -251,7 +253,7 @@ def dump_recipe(recipe: Recipe, every: bool = True) -> str:
 
 
 def _differing(table: Table, default: Table) -> Table:
-    """Returns the keys of a table whose values differ from `default`, table by table."""
+    """Returns the keys of a table whose values are not those of `default`; tables inside it are compared key by key."""
     result = {
         key: _differing(value, default[key])
         if isinstance(value, dict) and isinstance(default.get(key), dict)
@@ -263,7 +265,7 @@ def _differing(table: Table, default: Table) -> Table:
 
 
 def dotted_keys(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]:
-    """Yields the keys of a section and of the sections in it, as `section.key`."""
+    """Yields every key of a section, and of the sections in it, as `section.key`."""
     for name, field in section.model_fields.items():
         annotation = field.annotation
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -273,7 +275,10 @@ def dotted_keys(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator
 
 
 def find_recipe_file(name: Path, folder: Path = Path()) -> Path:
-    """Returns a recipe's path in `folder`, else the bundled one; `run_scripts/recipes/` before its name is optional."""
+    """Returns the path of a recipe in `folder`, or else of the bundled one with this name.
+
+    The name of a bundled recipe may begin with `run_scripts/recipes/`.
+    """
     path = folder / name
     bundled = BUNDLED / (name.relative_to(OF_CHECKOUT) if name.is_relative_to(OF_CHECKOUT) else name)
     return path if os.path.exists(path) or not os.path.isfile(bundled) else bundled
@@ -297,7 +302,8 @@ def read_toml(path: Path) -> Table:
 
 
 def _similar_recipe(path: Path) -> str:
-    """Returns a hint at a recipe with a similar name, in the same folder or bundled, else at the bundled ones."""
+    """Returns a hint for a missing recipe: one with a similar name, in the same folder or bundled, or where the bundled
+    are."""
     bundled = [str(recipe.relative_to(BUNDLED)) for recipe in sorted(BUNDLED.rglob("*.toml"))]
     siblings = sorted(map(str, path.parent.glob("*.toml")))
     if close := difflib.get_close_matches(str(path), [*siblings, *bundled], n=1, cutoff=0.75):
@@ -306,21 +312,25 @@ def _similar_recipe(path: Path) -> str:
 
 
 def parse_toml(text: str) -> Table:
-    """Returns the tables of a TOML text; ValueError if it is not TOML, nested too deep, or has a 4,300-digit number."""
+    """Returns the tables of a TOML text.
+
+    Raises ValueError if it is not TOML, is nested too deep, or has an integer of more than 4,300 digits.
+    """
     try:
         return tomllib.loads(text)
     except RecursionError:
-        raise ValueError("nested too deep") from None
+        raise ValueError("lists or tables are nested too deep") from None
     except tomllib.TOMLDecodeError:
         raise
     except ValueError:  # Python's own message would tell the user to change a setting of Python
-        raise ValueError("an integer has more than 4,300 digits") from None
+        raise ValueError("an integer has more than 4,300 digits; write a smaller one") from None
 
 
 def _read_with_base(path: Path, within: tuple[Path, ...], read: list[Path], layers: list[Layer]) -> Table:
-    """Returns the merged tables of a recipe and its bases.
+    """Returns the keys of a recipe merged over those of its bases.
 
-    `within` are the recipes that lead to it, `read` all recipes read so far; `layers` gets each one's own keys.
+    `within` has the recipes that named this one as a base, `read` all recipes read so far. `layers` gets the keys that
+    each recipe itself sets.
     """
     table = read_toml(path)
     if (resolved := path.resolve()) in within:
@@ -341,7 +351,8 @@ def _read_with_base(path: Path, within: tuple[Path, ...], read: list[Path], laye
 
 
 def _dropped_keys(section: Table, objective: ObjectiveSection) -> str | None:
-    """Returns a sentence about keys of `section` that a new objective name dropped; None if no value changed."""
+    """Returns a sentence about keys of `section` that a new objective's name dropped; None if no value has changed by
+    that."""
     values = objective.model_dump(mode="json")
     keys = [key for key, value in section.items() if key != "name" and values.get(key) != value]
     if not keys:
@@ -354,7 +365,7 @@ def _dropped_keys(section: Table, objective: ObjectiveSection) -> str | None:
 
 
 def _applied(table: Table, override: str) -> Table:
-    """Returns `table` with `a.b=c`; c is TOML if it parses as such (numbers, booleans, lists), else a string."""
+    """Returns `table` with an override `a.b=c` set. c is read as TOML (numbers, booleans, lists), or else is text."""
     dotted, equals, text = override.partition("=")
     *sections, key = dotted.strip().split(".")
     if not equals or not key or not sections:
@@ -367,16 +378,17 @@ def _applied(table: Table, override: str) -> Table:
     for section in sections:
         below = inner.get(section, {})
         if not isinstance(below, dict):
-            raise UserError(f"--set {override}: {section} is a value, not a section")
+            raise UserError(f"--set {override}: {section} is a key, not a section; leave out what follows it")
         inner[section] = inner = dict(below)
     inner[key] = coerce_override(dotted.strip(), text.strip(), _value(override, text))
     return result
 
 
 def coerce_override(key: str, text: str, value: Any) -> Any:
-    """Returns `value`, the TOML value of `text`, or `text` itself if `key` takes only texts or paths.
+    """Returns the value of an override: `text` if the key takes only text or paths, else `value`, which is `text` read
+    as TOML.
 
-    `model.revision=1.0` is no number, and `run.dir=2026-05-01` no date.
+    So `model.revision=1.0` is not a number, and `run.dir=2026-05-01` not a date.
     """
     annotation = _annotation(key.split("."))
     texts = {*(get_args(annotation) or (annotation,))} <= {str, Path, NoneType}
@@ -384,7 +396,7 @@ def coerce_override(key: str, text: str, value: Any) -> Any:
 
 
 def _annotation(path: Sequence[str | int]) -> Any:
-    """Returns the type of the recipe's key at `path`; None for an unknown one."""
+    """Returns the type of the recipe's key at `path`; None if there is no such key."""
     model: Any = Recipe
     for name in path:
         field = getattr(model, "model_fields", {}).get(name)

@@ -1,4 +1,4 @@
-"""The base class of all sections, and the `[objective]` section: the loss and its numbers."""
+"""The base class of all sections, and the `[objective]` section: which loss an update minimises, with its numbers."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "seq_mis": GRPO
     | {"surrogate": "cispo", "ratio": "sequence", "clip_low": 0.0, "clip_high": 2.0, "reject": "sequence"},
 }
-"""Defaults of each objective; a field set in the recipe overrides its preset."""
+"""Objective -> the keys that it sets. A key that the recipe sets itself overrides the preset."""
 ADVANTAGES = ("group_std", "group_mean", "leave_one_out")
 SURROGATES: dict[str, Dependence] = {
     "ppo": "token",
@@ -81,48 +81,53 @@ SURROGATES: dict[str, Dependence] = {
     "gmpo": "response",
     "vespo": "token",
 }
-"""Tokens that decide a token's gradient in each surrogate, beyond its importance ratio and its log-probability."""
+"""Surrogate -> the tokens on which a token's gradient depends, besides its own importance ratio and log-probability."""
 
 
 Change = Literal["work", "branch", "method"]
-"""When a key may change after a run has begun; a key without a mark never may.
+"""When a key may change after a run has begun; a key without such a mark never may.
 
-work: at every resume; the key changes how the work is done, not its result. branch: in a branch; the key affects
-neither the branch's responses nor its first weights. method: in a branch and between the cells of a sweep; the key
-changes the use of a stage's responses."""
+work: at every resume, since the key changes how the work is done and not its result. branch: in a branch, since the key
+affects neither the branch's responses nor its first weights. method: in a branch and between the cells of a sweep,
+since the key changes how a stage's responses are used.
+"""
 
 
 def changes(when: Change) -> Any:
-    """Returns the mark of a field, or of a section's unmarked fields: `Field(json_schema_extra=changes("work"))`."""
+    """Returns the mark that says when a field may change, or all unmarked fields of a section.
+
+    Write it as `Field(json_schema_extra=changes("work"))`.
+    """
     return {"changes": when}
 
 
 class Section(BaseModel):
-    """A frozen table of the recipe: an unknown key is an error, a field's docstring is its documentation."""
+    """A frozen table of the recipe. An unknown key is an error; the docstring of a field is its documentation."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
     )
 
     entry_section: ClassVar[type[Section] | None] = None
-    """Section of each entry, if the user names the entries, as in `[auxiliary.NAME]`."""
+    """The section that each entry is, in a table whose entries the user names, such as `[auxiliary.NAME]`."""
 
     @classmethod
     def change_of(cls, key: str) -> Change | None:
-        """Returns when the key may change after a run has begun: its mark, else the section's."""
+        """Returns when the key may change after a run has begun: the key's own mark, or else the section's."""
         field = cls.model_fields.get(key)
         marks: Any = (field.json_schema_extra if field else None) or cls.model_config.get("json_schema_extra") or {}
         return marks.get("changes")  # type: ignore[no-any-return]
 
     paths_in_text: ClassVar[frozenset[str]] = frozenset()
-    """Keys of text that holds paths, as `data.train`; `~` in them is the home directory, as in every `Path`."""
+    """Text keys that hold paths, such as `data.train`. A `~` in them becomes the home directory, as in every key of
+    type `Path`."""
 
     @field_validator("*", mode="before")
     @classmethod
     def _check_value(cls, value: Any, info: ValidationInfo) -> Any:
         types = _types(cls.model_fields[info.field_name or ""].annotation)
         items = value if isinstance(value, list) else [value]
-        # Python and pydantic count true as 1.
+        # Booleans are refused here, since Python and pydantic would take true for 1.
         if any(isinstance(item, bool) for item in items) and bool not in types and types & {int, float}:
             raise ValueError("is true or false, but must be a number")
         if any("\0" in str(item) for item in items if isinstance(item, str | Path)):
@@ -133,15 +138,15 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _check_integers(self) -> Self:
-        # No key needs a larger integer, and beyond it an array's size or a C long overflows.
+        # No key needs a larger integer, and a larger one may overflow an array's size or a C long.
         for name, value in self:
             if isinstance(value, int) and value > MAX_INTEGER:
-                raise ValueError(f"{name} is above {MAX_INTEGER:,}")
+                raise ValueError(f"{name} is above {MAX_INTEGER:,}; take a smaller number")
         return self
 
 
 MAX_INTEGER = 2**53
-"""Largest integer of a recipe."""
+"""Largest integer that a recipe may have."""
 
 
 def _types(annotation: Any) -> set[Any]:
@@ -260,7 +265,7 @@ class ObjectiveSection(Section):
     @classmethod
     def _check_prefix_is_weighed(cls, value: str, info: ValidationInfo) -> str:
         if value == "both" and info.data.get("veto") not in ("prefix", "prefix_min"):
-            raise ValueError('needs veto = "prefix" or "prefix_min"; other scopes apply to negative advantages only')
+            raise ValueError('"both" needs veto = "prefix" or "prefix_min"; others apply to negative advantages only')
         return value
 
     @field_validator("mismatch_range", "reject_range")
@@ -305,12 +310,12 @@ class ObjectiveSection(Section):
 
     @property
     def dependence(self) -> Dependence:
-        """Tokens whose log-probabilities decide a token's gradient; the fused loss depends on it.
+        """The tokens whose log-probabilities decide a token's gradient; the fused loss chooses its passes by it.
 
-        `token` (the token's own) and `prefix` (its response's up to it) need one pass in token order. `response` needs
-        the log-probabilities of whole responses first, which a user's surrogate may read.
+        `token` (the token itself) and `prefix` (its response up to it) need one pass in the order of tokens. `response`
+        first needs the log-probabilities of whole responses, which a user's surrogate may read.
         """
-        # Veto: a trigger (scope T) depends on the token itself, a position after κ (S_κ, H_κ) on the prefix.
+        # Whether a token is a trigger (scope T) depends on it alone; whether it is after κ (S_κ, H_κ), on its prefix.
         surrogate = SURROGATES.get(self.surrogate, "response")
         whole_ratio = self.ratio != "token" or self.reject != "none"
         if whole_ratio or surrogate == "response" or self.veto == "response":
@@ -319,10 +324,11 @@ class ObjectiveSection(Section):
 
     @property
     def has_user_advantage(self) -> bool:
-        """Whether advantages come from a user's function, which reads the problems' rows too."""
+        """Whether advantages come from a user's function, which may read the problems' rows."""
         return self.advantage not in ADVANTAGES
 
     @property
     def needs_statistics(self) -> bool:
-        """Whether `update_statistics` needs a forward pass over the whole update before its first gradient."""
+        """Whether the loss needs numbers about the whole update (`update_statistics`), so a forward pass before any
+        gradient."""
         return self.second_moment != "none"

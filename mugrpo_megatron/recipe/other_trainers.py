@@ -8,23 +8,26 @@ from importlib.resources import files
 from typing import Any, NamedTuple
 
 MAX_TRANSLATED = 3
-"""Number of keys that a message translates where the whole section is unknown."""
+"""Most keys that a message translates if a whole section is unknown."""
 MAX_DEPTH = 6
-"""Most levels of an unknown section that are searched."""
+"""Most levels of an unknown section in which keys are searched."""
 
 
 class Equivalent(NamedTuple):
-    """Recipe keys that mean the same as another trainer's key."""
+    """The recipe keys that mean the same as another trainer's key."""
 
     keys: tuple[str, ...]
     """In the form `section.key`."""
     note: str = ""
-    """How the values of the two keys differ."""
+    """The difference between the values of the two keys; "" without one."""
 
 
 @cache
 def equivalents() -> dict[str, Equivalent]:
-    """Returns another trainer's key, with its section if that is needed -> the recipe's; read only after a mistake."""
+    """Returns another trainer's key -> the recipe's; a key that is ambiguous has its section in front.
+
+    The table is read only after a mistake.
+    """
     tables = tomllib.loads(files(__package__).joinpath("other_trainers.toml").read_text(encoding="utf-8"))
     return {
         name: Equivalent(tuple(keys.split(" + ")), table.get("note", ""))
@@ -34,13 +37,17 @@ def equivalents() -> dict[str, Equivalent]:
 
 
 def equivalent_of(name: str) -> Equivalent | None:
-    """Returns the recipe keys for another trainer's key or flag (`--tensor-model-parallel-size`); None if unknown."""
+    """Returns the recipe keys that mean the same as another trainer's key or flag (`--tensor-model-parallel-size`), or
+    None."""
     parts = name.strip().lstrip("-").replace("-", "_").lower().split(".")
     return equivalents().get(".".join(parts[-2:])) or equivalents().get(parts[-1])
 
 
 def translate_key(name: str, value: Any = None) -> str:
-    """Returns a sentence with the recipe's names for a key, or for the keys of a section `value`; "" if unknown."""
+    """Returns a sentence with the recipe's name for another trainer's key; "" if the key is unknown.
+
+    If `value` is a table, the sentence is about the keys in it.
+    """
     names = list(_leaves(name, value)) if isinstance(value, dict) else [name]
     known = {leaf: recipe for leaf in names if (recipe := equivalent_of(leaf)) and leaf not in recipe.keys}
     return "; ".join(_sentence(leaf, recipe) for leaf, recipe in list(known.items())[:MAX_TRANSLATED])
@@ -52,7 +59,7 @@ def _sentence(name: str, recipe: Equivalent) -> str:
 
 
 def _leaves(name: str, value: Any, depth: int = 0) -> list[str]:
-    """Returns the dotted names of a section's values, down to `MAX_DEPTH` levels."""
+    """Returns the dotted names of all values in a section, at most `MAX_DEPTH` levels deep."""
     if not isinstance(value, dict) or depth == MAX_DEPTH:
         return [name]
     return [leaf for key, inner in value.items() for leaf in _leaves(f"{name}.{key}", inner, depth + 1)]

@@ -31,10 +31,10 @@ from mugrpo_megatron.recipe.systems import EngineSection
 
 
 def _own_directory(path: Path) -> Path:
-    """Returns a directory that a command fills; ValueError for the root."""
+    """Returns the path of a directory that a command may fill; ValueError for the root directory."""
     absolute = Path(os.path.abspath(path))
     if absolute == absolute.parent or "\0" in str(path):
-        raise ValueError("name a directory of its own")
+        raise ValueError("a run cannot fill this directory; name a directory of its own")
     return path
 
 
@@ -59,20 +59,21 @@ class ModelSection(Section):
     """Parameters and activations of learner and engine; float16 scales the loss. Master weights and moments are
     float32. Unset, float32 on CPUs without bfloat16."""
     _snapshot: Path | None = PrivateAttr(None)
-    """Directory of a hub model's files on this machine; no part of the recipe."""
+    """Directory with the files of a hub model on this machine. It is not a key of the recipe."""
 
     @property
     def directory(self) -> Path:
-        """Directory to read the model from: `path`, the snapshot of a hub model (`at`), or a bundled model's."""
+        """The directory to read the model from: the snapshot of a hub model (`at`), a bundled model's, or `path`
+        itself."""
         return self._snapshot or bundled_model(self.path) or self.path
 
     @property
     def commit(self) -> str | None:
-        """Commit of a hub model; None for a directory, and before `at`."""
+        """The commit of a hub model, known after `at`; None for a model in a directory."""
         return self._snapshot.name if self._snapshot else None
 
     def at(self, snapshot: Path) -> ModelSection:
-        """Returns the section with its hub model in `snapshot`, a directory with the commit as its name."""
+        """Returns the section with `snapshot` as the directory of its hub model; the snapshot's name is the commit."""
         section = self.model_copy()
         section._snapshot = snapshot
         return section
@@ -153,12 +154,12 @@ class RolloutSection(Section):
         except ValueError as error:
             raise ValueError(f"agent cannot be split into a command and its arguments ({error})") from None
         if not words:
-            raise ValueError("agent is empty")
+            raise ValueError("agent is empty; name a command, or a module:function")
         return self
 
     @property
     def episodes(self) -> str | None:
-        """The function or the program that plays the episodes; None for responses of one turn."""
+        """The function or the program that plays the episodes; None if responses have one turn."""
         return self.function or self.agent
 
     @property
@@ -170,7 +171,7 @@ class RolloutSection(Section):
     @classmethod
     def _check_stops(cls, value: list[str]) -> list[str]:
         if "" in value:
-            raise ValueError("an empty text would end every response at once")
+            raise ValueError("an empty text would end every response at once; remove it")
         return value
 
 
@@ -222,12 +223,12 @@ class SftSection(Section):
 
     @property
     def peak_lr(self) -> float:
-        """Peak learning rate, with the default if `lr` is not set."""
+        """The peak learning rate: `lr`, or its default if it is not set."""
         return self.lr or (1e-5 if self.train else 1e-3)
 
 
 AUXILIARY_NAME = re.compile(r"[A-Za-z0-9_-]+")
-"""Name of an auxiliary model; files are named after it."""
+"""Matches the name of an auxiliary model, which is a part of file names."""
 
 
 class AuxiliarySection(Section):
@@ -240,8 +241,8 @@ class AuxiliarySection(Section):
     """Keys of `[engine]` that differ for this model, such as `memory_fraction`: `[auxiliary.NAME.engine]`."""
 
     def engine_section(self, engine: EngineSection) -> EngineSection:
-        """Returns `[engine]` with the keys of this model."""
-        # "none": quantization is done by the weight sync, and this model's weights come from its files.
+        """Returns the `[engine]` section for this model: the recipe's, with this model's own keys."""
+        # No quantization: the weight sync does it, and this model's weights come from its files without one.
         return EngineSection.model_validate({**engine.model_dump(), "quantization": "none", **self.engine})
 
     @model_validator(mode="after")

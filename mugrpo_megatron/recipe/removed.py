@@ -1,7 +1,8 @@
-"""Keys, values and names that recipes of earlier versions hold, and what each of them means now.
+"""The keys, values and names of earlier versions' recipes that are gone, and what a recipe with one of them should do.
 
-The recipe.toml in a run directory holds every key. So that a run continues with a later version, a key that was removed
-may still stand in a recipe at the default it had: what remains does the same. CHANGELOG.md lists the same names.
+The recipe.toml in a run directory has every key. So that a later version can continue the run, a recipe may still have
+a removed key if its value is the default that it had: without the key the run does the same. CHANGELOG.md lists the
+same names.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ class RemovedKey(NamedTuple):
     """A key that recipes no longer have."""
 
     default: object
-    """The value at which a recipe may still hold the key."""
+    """The value with which a recipe may still have the key."""
     since: str
     """Day of the removal."""
     why: str
     instead: str
-    """What a recipe with another value can do."""
+    """The way out for a recipe with another value."""
 
 
 class RemovedValue(NamedTuple):
@@ -30,11 +31,11 @@ class RemovedValue(NamedTuple):
     """Day of the removal."""
     why: str
     instead: str
-    """What a recipe with the value can do."""
+    """The way out for a recipe with the value."""
 
 
 OBJECTIVES_JUDGED = "28 November 2026"
-"""The day on which the measured comparison of objectives removed those that lost."""
+"""Day of the measured comparison of objectives, after which those that lost were removed."""
 KEYS = {
     "optimizer.ess_power": RemovedKey(
         0.0, OBJECTIVES_JUDGED, "no measurement favoured it", "remove it and lower optimizer.lr"
@@ -61,11 +62,12 @@ VALUES = {
 }
 """(`section.key`, value) -> the removed value."""
 RENAMED = {("reward.function", "mugrpo_megatron.extras.reasoning_gym.task_reward:task_reward"): GYM_REWARD}
-"""(`section.key`, former value) -> the value of the same meaning."""
+"""(`section.key`, former value) -> the value that means the same now."""
 
 
 def as_now(table: dict[str, Any]) -> dict[str, Any]:
-    """Returns the tables of a recipe without removed keys that hold their former default, and with today's names."""
+    """Returns the tables of a recipe in today's form: without removed keys at their former default, and with today's
+    names."""
     result = dict(table)
     for key, removed in KEYS.items():
         section, name = key.split(".")
@@ -86,7 +88,7 @@ def _holds(section: object, name: str, value: object) -> bool:
 
 
 def removal(key: str, value: object) -> str | None:
-    """Returns what to say of a recipe that holds `value` at `key`; None where neither was removed."""
+    """Returns the sentence about a removed key, or about a value that the key no longer takes; None for others."""
     if removed := KEYS.get(key):
         return f"this key was removed on {removed.since}, because {removed.why}; {removed.instead}"
     if isinstance(value, str) and (gone := VALUES.get((key, value))):

@@ -38,14 +38,15 @@ from mugrpo_megatron.recipe.systems import EngineSection, LearnerSection, Parall
 
 QUESTION = "{question}"
 _LATEX_COMMAND = re.compile(r"\\[A-Za-z]+(?:\{[^{}]*\})+")
-"""A LaTeX command with its arguments, such as `\\boxed{answer}`; its braces hold no field."""
+"""Matches a LaTeX command with its arguments, such as `\\boxed{answer}`, whose braces are not a field of the
+template."""
 _FIELD = re.compile(r"\{[A-Za-z_][\w.]*\}")
 
 
 def question_template(text: str) -> str:
-    """Returns the template; ValueError when it has no `{question}`, or a field of another name.
+    """Check a template and return it; ValueError without `{question}`, or for a field with another name.
 
-    Braces without a name and braces of LaTeX commands are text.
+    Braces that contain no name, and braces of LaTeX commands, are text.
     """
     if QUESTION not in text:
         raise ValueError(f"has no {QUESTION}, where each question goes; add it")
@@ -57,7 +58,7 @@ def question_template(text: str) -> str:
 
 
 def fill_template(question: str, template: str | None) -> str:
-    """Returns the question inside the template; the question itself if `template` is None."""
+    """Returns the template with the question in it; the question itself if `template` is None."""
     return question if template is None else template.replace(QUESTION, question)
 
 
@@ -134,7 +135,7 @@ class DataSection(Section):
 
 
 MAX_STAGE_UPDATES = 99_999
-"""Limit of stages in a run and of updates on a stage: file names have five digits for their numbers."""
+"""Most stages of a run and most updates on a stage, since file names have five digits for their numbers."""
 
 
 class ScheduleSection(Section):
@@ -157,19 +158,23 @@ class ScheduleSection(Section):
     def _check_longest(self) -> Self:
         longest = self.epochs * max(self.length(0), self.length(self.stages - 1))
         if longest > MAX_STAGE_UPDATES:
-            raise ValueError(f"a stage has {longest:,} updates, and at most {MAX_STAGE_UPDATES:,} can be numbered")
+            raise ValueError(
+                f"a stage has {longest:,} updates, and at most {MAX_STAGE_UPDATES:,} can be numbered; lower "
+                "updates_per_stage, epochs or growth"
+            )
         return self
 
     def length(self, stage: int) -> int:
-        """Returns the updates that stage `stage` (from 0) samples responses for: µ, or its share of S µ with `growth`.
+        """Returns the number of updates for which stage `stage` (from 0) samples responses: µ, or with `growth` its
+        share of S µ.
 
-        Lengths are integers, at least 1, and in the ratio `growth` up to rounding. Stages after the S-th, which follow
-        stages that ended early, are as long as the S-th.
+        Lengths are integers, at least 1, and successive ones have the ratio `growth` up to rounding. Stages after the
+        S-th, which follow if stages ended early, are as long as the S-th.
         """
         if self.growth == 1.0:
             return self.updates_per_stage
         longest = self.stages - 1 if self.growth > 1.0 else 0
-        # The largest weight is 1, so no power overflows.
+        # Weights are relative to the longest stage, whose weight is 1, so that no power overflows.
         weights = [self.growth ** (k - longest) for k in range(self.stages)]
         spare = self.stages * self.updates_per_stage - self.stages  # the updates that remain once each stage has one
         fractions = [0.0, *itertools.accumulate(weight / sum(weights) for weight in weights)]
@@ -178,17 +183,17 @@ class ScheduleSection(Section):
 
     @property
     def ends_early(self) -> bool:
-        """Whether `max_kl` may end a stage before its last update."""
+        """Whether a stage may end before its last update, by `max_kl`."""
         return self.max_kl > 0
 
     @property
     def updates_on_stage(self) -> int:
-        """µ x epochs: optimizer updates on a full stage; with `growth` their mean over stages."""
+        """µ x epochs: the number of optimizer updates on a full stage; with `growth` the mean over stages."""
         return self.updates_per_stage * self.epochs
 
     @property
     def total_updates(self) -> int:
-        """S µ x epochs: optimizer updates of the whole run."""
+        """S µ x epochs: the number of optimizer updates of the whole run."""
         return self.stages * self.updates_on_stage
 
 
@@ -230,7 +235,7 @@ class OptimizerSection(Section):
     @classmethod
     def _check_decay(cls, value: float, info: ValidationInfo) -> float:
         if value > info.data.get("lr", value):
-            raise ValueError("is above lr, from which it decays")
+            raise ValueError("is above lr, from which the rate decays to it; set it to lr or less")
         return value
 
 
@@ -288,7 +293,7 @@ class Recipe(Section):
 
     @classmethod
     def changes_of(cls, key: str) -> Change | None:
-        """Returns when `section.key`, or a key below it, may change after a run has begun; None for never."""
+        """Returns when `section.key`, or a key inside it, may change after a run has begun; None if it never may."""
         name, _, rest = key.partition(".")
         field = cls.model_fields.get(name)
         section: Any = field.annotation if field else None
@@ -296,18 +301,18 @@ class Recipe(Section):
 
     @property
     def longest_training_sequence(self) -> int:
-        """Maximum number of tokens of a prompt with its response, in training."""
+        """The most tokens that a prompt with its response may have in training."""
         return self.data.max_prompt_tokens + self.rollout.max_response_tokens
 
     @property
     def longest_response(self) -> int:
-        """Maximum number of tokens of a response, in training and evaluations."""
+        """The most tokens that a response may have, in training and in evaluations."""
         held_out = [self.eval.max_tokens, *(section.max_tokens for section in self.eval.sets.values())]
         return max(self.rollout.max_response_tokens, *(tokens or 0 for tokens in held_out))
 
     @model_validator(mode="after")
     def _check_auxiliaries(self) -> Self:
-        """Check that each auxiliary model is referenced, and that each reference exists."""
+        """Check that each auxiliary model is used by another key, and that each one that a key names exists."""
         references = {f"reward.functions.{name}.model": judge.model for name, judge in self.reward.judges.items()}
         references["objective.teacher"] = self.objective.teacher
         auxiliaries = self.auxiliary.by_name
@@ -321,13 +326,14 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _read_as_now(cls, given: Any) -> Any:
-        """A recipe of an earlier version may hold keys that were removed since (`recipe/removed.py`)."""
+        """Bring a recipe of an earlier version into today's form, as far as that keeps its meaning
+        (`recipe/removed.py`)."""
         return as_now(given) if isinstance(given, dict) else given
 
     @model_validator(mode="before")
     @classmethod
     def _extract_what_the_prompt_asks_for(cls, given: Any) -> Any:
-        """`reward.extract = "auto"` is `boxed` where the prompt style asks for a box."""
+        """Set `reward.extract` to `boxed` if it is `auto` and the prompt style asks for a box."""
         if not isinstance(given, dict):
             return given
         data, reward = given.get("data", {}), given.get("reward", {})
@@ -340,7 +346,8 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _score_by_the_task(cls, given: Any) -> Any:
-        """Problems of reasoning-gym are scored by their task, and held-out ones are the same task's, unless named."""
+        """Set keys for problems of reasoning-gym that are not set: the task scores them, and held-out problems are the
+        same task's."""
         data, reward = (given.get(key, {}) if isinstance(given, dict) else None for key in ("data", "reward"))
         if not isinstance(data, dict) or not isinstance(reward, dict) or not isinstance(data.get("train", ""), str):
             return given

@@ -10,25 +10,26 @@ from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveI
 from mugrpo_megatron.recipe.objective import Section, changes
 
 BLOCK = 128
-"""Rows and columns of a weight block with one fp8 scale in an engine with `engine.quantization`."""
+"""Rows, and columns, of a block of weights that has one fp8 scale in an engine with `engine.quantization`."""
 SYNC_BUCKET_BYTES = 512 * 1024 * 1024
 CUDA_SYNC_BUCKET_BYTES = 4 * 1024**3
 FP8_MULTIPLE = {"none": 1, "tensorwise": 16, "blockwise": 128}
-"""`LearnerSection.fp8` -> divisor of all dimensions of a product: 16 for the tensor cores, 128 for a block."""
+"""`LearnerSection.fp8` -> the number that must divide all dimensions of a product: 16 for tensor cores, 128 for
+blocks."""
 Replay = Literal["off", "rollout", "learner"]
 
 
 def cpu_row_tokens(layers: int, hidden: int) -> int:
-    """Returns the tokens of the largest micro-batch on CPU, unless one response is longer."""
-    # Measured with 0.8M parameters: activations of 8,192 tokens leave the cache before the backward pass reads them.
-    # With 135M parameters they take about 0.75 MB a token.
+    """Returns the most tokens of a micro-batch on CPU; a single longer response may exceed them."""
+    # Measured with 0.8M parameters: the activations of 8,192 tokens leave the cache before the backward pass reads
+    # them. With 135M parameters the activations of one token take about 0.75 MB.
     return 4096 if 12 * layers * hidden**2 < 64 * 2**20 else 2048
 
 
 def sync_bucket_bytes(cuda: bool) -> int:
-    """Returns the most memory that a weight sync takes beyond the model: two flattened buckets, each half of it."""
-    # A bucket costs collectives, a message and an IPC handle, about 5 ms: 57 buckets of a 7B model take longer than
-    # its copies, and a GPU's memory is free then, because the KV cache sleeps.
+    """Returns the most memory that a weight sync takes besides the model: two buckets of tensors, each half of it."""
+    # On CUDA buckets are large. Each costs about 5 ms for collectives, a message and an IPC handle: with 57 buckets,
+    # a 7B model's sync would take longer for that than for copies. Memory is free then, as the KV cache is released.
     return CUDA_SYNC_BUCKET_BYTES if cuda else SYNC_BUCKET_BYTES
 
 
@@ -50,7 +51,7 @@ class ParallelSection(Section):
 
     @property
     def sequence(self) -> bool:
-        """Sequence parallelism: the tensor parallel ranks also split norms and residual stream."""
+        """Whether the tensor parallel ranks also split norms and residual stream (sequence parallelism)."""
         return self.tensor > 1
 
 
@@ -80,15 +81,15 @@ class LearnerSection(Section):
 
     @property
     def fp8(self) -> Literal["none", "tensorwise", "blockwise"]:
-        """Scaling of fp8 products; `none` without them."""
+        """The scaling of products in fp8; `none` if the layers do not use fp8."""
         if self.layers == "fp8_tensorwise":
             return "tensorwise"
         return "blockwise" if self.layers == "fp8_blockwise" else "none"
 
     def chunk_tokens(self, cuda: bool) -> int:
-        """Returns the tokens per chunk of the fused loss."""
-        # Each chunk reads and writes the output weight's float32 gradient: 4.4 GB at 3,584 x 152,064, about 1 ms of an
-        # H200, against 4 ms of products with 1,024 tokens and 17 ms with 4,096.
+        """Returns the number of tokens in a chunk of the fused loss."""
+        # Each chunk reads and writes the output weight's float32 gradient. For 3,584 x 152,064 that is 4.4 GB, about
+        # 1 ms on an H200. The products of a chunk take 4 ms for 1,024 tokens and 17 ms for 4,096.
         return self.loss_chunk_tokens or (4096 if cuda else 1024)
 
 
@@ -121,7 +122,7 @@ class EngineSection(Section):
     @property
     def start_timeout_s(self) -> float:
         """Seconds after which an engine that has not started counts as failed."""
-        # Large models come from a slow disk, and the first start on a GPU compiles kernels.
+        # A start takes longer than a request: a large model is read from disk, and the first on a GPU compiles kernels.
         return 3 * self.request_timeout_s
 
     @field_validator("extra")

@@ -1,1 +1,1 @@
-"""Reads a run directory and shows it: summary, tables, charts, one HTML page."""
+"""Reads a run directory and shows its run: summary, tables and charts, as one HTML page."""

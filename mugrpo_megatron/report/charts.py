@@ -1,4 +1,4 @@
-"""The table of all charts on a run's page: the curves, looks and explanation of each."""
+"""The table of all charts on a run's page, and the functions that fill it with a run's values."""
 
 from __future__ import annotations
 
@@ -52,23 +52,24 @@ SECTIONS = (LEARNING, SAMPLES, HEALTH, OPTIMIZATION, RESPONSES, EPISODES, VETO, 
 class ChartData:
     run: RunData
     buckets: Sequence[Sequence[Row]]
-    """Consecutive updates that one point of a curve over updates represents."""
+    """For each point of a curve over updates, the rows of the consecutive updates that it stands for."""
     stages: Sequence[Row]
-    """The rows of the stages that the axis `stage` has a point for."""
+    """The rows of the stages that have a point on the axis `stage`."""
     details: Details
     probed: Sequence[probes.ProbedResponse]
     thresholds: Thresholds
 
     @property
     def ages(self) -> list[list[Row]]:
-        """Updates of each point of the axis `age`; empty for a single stage, whose ages are its updates."""
+        """For each point of the axis `age`, the rows of its updates. Empty for a single stage, whose ages are its
+        updates."""
         updates = self.run.updates
         several = updates and updates[0]["stage"] < updates[-1]["stage"]
         return by_age(updates, ages_of(updates)) if several else []
 
     @property
     def words(self) -> dict[str, str]:
-        """Words of this run for titles and explanations."""
+        """Placeholder -> the run's word for it, in titles and explanations of charts."""
         run, recipe, names = self.run, self.run.recipe, self.thresholds.names
         negative = [response for response in self.probed if response.negative]
         stages = len({response.stage for response in negative})
@@ -98,15 +99,15 @@ class ChartSpec:
     """(metric, label, colour) of each curve, or a function that computes the series."""
     explains: str
     over: str = "update"
-    """The kind of row that has the metric: `update` or `stage`."""
+    """The kind of rows that have the metric: `update` or `stage`."""
     rule: float | str | None = None
-    """The height of a dashed line, or the recipe's key that has it."""
+    """The height of a dashed horizontal line, or the recipe key that sets it; None for no line."""
     rule_label: str = ""
     smooth: bool = False
     restarts: bool = False
     looks: Mapping[str, Any] = field(default_factory=dict)
-    """The other fields of `Chart`. Also allowed: for `format` "measure", per cent for accuracies; for `scale` "as
-    spread", logarithmic where a few values are much larger than the others."""
+    """The other fields of `Chart`. Two further values are allowed: "measure" for `format` is per cent for accuracies,
+    and "as spread" for `scale` is logarithmic if a few values are much larger than the others."""
 
 
 PERCENT: dict[str, Any] = {"format": "percent", "zero": True}
@@ -116,7 +117,7 @@ ZEROS = "Lines are moving averages of the faint values. Below the smallest one, 
 
 
 def charts(data: ChartData) -> list[Chart]:
-    """Every chart of the table that has a value, in the table's order."""
+    """The charts of the table that have a value in this run, in the table's order."""
     words = data.words
     filled = (_filled(spec, data, words) for spec in TABLE)
     return [chart for chart in filled if chart.series]
@@ -131,7 +132,7 @@ def _filled(spec: ChartSpec, data: ChartData, words: dict[str, str]) -> Chart:
         series = list(spec.curves(data))
     else:
         series = [_series(spec, data, *curve) for curve in spec.curves]
-    # A horizontal line at 0 is left out, since a log axis has no 0.
+    # `or None`: a line at 0 is left out, since a log axis has no 0.
     rule = data.run.setting(spec.rule) or None if isinstance(spec.rule, str) else spec.rule
     looks = dict(spec.looks)
     if looks.get("format") == "measure":
@@ -175,7 +176,8 @@ def _reward(data: ChartData) -> Iterable[Series]:
 
 
 def _unparsed(data: ChartData) -> Iterable[Series]:
-    """Fraction of responses without an answer, in training and in each held-out set, if `math` is the reward."""
+    """Curves of the fraction of responses without an answer, in training and in each held-out set; none unless `math`
+    scores."""
     reward, stages = data.run.recipe.get("reward", {}), data.details.stages
     if reward.get("function", MATH) != MATH or reward.get("functions"):
         return
@@ -194,7 +196,10 @@ def _called(data: ChartData) -> Iterable[Series]:
 def _by_phase(
     data: ChartData, value: Callable[[Sequence[Row]], float | None], generate: str, optimize: str
 ) -> Iterable[Series]:
-    """One curve for each phase. A stage's phase may have several parts, which share one value."""
+    """A curve over stages for generation and one for optimization; `value` computes a point from the rows of one phase.
+
+    A phase has several rows if an evaluation or a resume interrupted it.
+    """
     parts: dict[tuple[str, int], list[Row]] = {}
     for row in data.run.phases:
         parts.setdefault((row["phase"], row["stage"]), []).append(row)
@@ -204,20 +209,20 @@ def _by_phase(
 
 
 def _rate(parts: Sequence[Row]) -> float | None:
-    """Tokens per second of a phase, whose parts are separated by evaluations and resumes."""
+    """Tokens per second of a phase in one stage, from its rows: evaluations and resumes may have interrupted it."""
     timed = [row for row in parts if row.get("tokens") is not None and row["end"] > row["start"]]
     seconds = sum(row["end"] - row["start"] for row in timed)
     return rounded(sum(row["tokens"] for row in timed) / seconds) if timed else None
 
 
 def _largest(parts: Sequence[Row]) -> float | None:
-    """The most memory of a phase, in GiB."""
+    """The most memory that a phase took in one stage, in GiB, from its rows."""
     keys = ("learner_memory_peak", "engine_memory")
     return max((rounded(row[key] / 2**30) for row in parts for key in keys if row.get(key)), default=None)
 
 
 def _each_stage(data: ChartData, metric: str, color: str) -> Iterable[Series]:
-    """A metric against age: one curve for each stage, or median and 10-90 % band with many stages."""
+    """Curves of a metric over age: one for each stage, or for many stages the median with a band from 10 to 90 %."""
     if not data.ages or not any(row["age"] for row in data.run.updates):
         return
     ages = ages_of(data.run.updates)
@@ -250,7 +255,7 @@ def _thresholds(data: ChartData, metric: str, axis: str) -> Iterable[Series]:
 
 
 def _triggers(axis: str) -> tuple[ChartSpec, ...]:
-    """The rows of TABLE for three charts: how often each threshold of the veto would trigger, along `axis`."""
+    """The rows of TABLE for three charts along `axis`: the triggers that each threshold of the veto would find."""
     looks = LOG_PERCENT | ({"along": "age"} if axis == "age" else {})
     suffix, by = ("_by_age", " by age") if axis == "age" else ("", "")
     ends = f"{' Mean over stages.' if axis == 'age' else ''} {ZEROS}"

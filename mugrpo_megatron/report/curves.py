@@ -1,4 +1,4 @@
-"""Charts and curves as data; curves from a run's rows, and from its stages' responses: histograms, and pass@k."""
+"""Charts and their curves as data, and functions that compute curves from a run's rows and its stages' responses."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ SET_COLORS = ("teal", "violet", "magenta", "yellow", "red", "grey", "ramp-2", "r
 BINS = 24
 """Bins of a histogram."""
 FEW_VALUES = 8
-"""Most different rewards for which each reward has a bar of its own; more are put into bins."""
+"""Most different rewards for which a histogram has a bar for each reward; for more, rewards are put into bins."""
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One curve; `y` has a value for each point of the axis `axis`, or None without a finite value."""
+    """One curve: `y` has a value for each point of its horizontal axis `axis`, or None where there is none."""
 
     label: str
     color: str
@@ -38,13 +38,13 @@ class Series:
     draw: Draw = "line"
     low: Values | None = None
     high: Values | None = None
-    """An interval around each value."""
+    """The upper end of an interval around each value; `low` is the lower end."""
     smooth: bool = False
-    """Whether the curve is noisy, so that it is drawn faintly under its moving average."""
+    """Whether the curve is noisy: it is drawn faintly, and its moving average over it."""
     restarts: bool = False
-    """Whether the curve starts again with every stage: no line connects one stage with the next."""
+    """Whether the curve starts anew in every stage, so that no line connects one stage with the next."""
     bold: bool = False
-    """Whether it is the most important of several curves, which is drawn thicker."""
+    """Whether the curve is drawn thicker, as the most important of several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,43 +56,43 @@ class Chart:
     format: Literal["percent", "number", "tokens"] = "number"
     scale: Literal["linear", "log"] = "linear"
     zero: bool = False
-    """Whether the vertical axis starts at 0; a log axis is linear between 0 and its smallest value."""
+    """Whether the vertical axis starts at 0. A logarithmic one is then linear from 0 to its smallest value."""
     along: Literal["run", "age", "length", "reward"] = "run"
-    """The horizontal axis: `run` is updates or wall-clock, as the reader chooses."""
+    """The horizontal axis. `run` is updates or wall-clock time; the reader of the page chooses."""
     rule: float | None = None
-    """A dashed reference line at this height."""
+    """The height of a dashed reference line; None for no line."""
     rule_label: str = ""
     unit: str = ""
     """Unit of the vertical axis, if its numbers do not show it."""
     wide: bool = False
-    """Whether the panel has the page's width."""
+    """Whether the chart takes the whole width of the page."""
 
 
 def worst_or_mean(metric: str, values: Sequence[float]) -> float:
-    """One value for several updates: the worst of a p99, max, min or ESS, the mean of anything else."""
+    """One value for several updates: of a p99, a maximum, a minimum or the ESS the worst, of other metrics the mean."""
     if metric.endswith(("_max", "_p99")):
         return max(values)
     return min(values) if metric.endswith("_min") or metric == "ess" else statistics.fmean(values)
 
 
 def over_updates(buckets: Sequence[Sequence[Row]], metric: str) -> Values:
-    """A metric with one value for each bucket of updates; None if no update has one."""
+    """The values of a metric along the axis `update`, one for each bucket of rows; None if no row in it has one."""
     values = (values_in(rows, metric) for rows in buckets)
     return [rounded(worst_or_mean(metric, several)) if several else None for several in values]
 
 
 MAX_AGES = 256
-"""Most points of a curve over age; in longer stages a point represents several ages."""
+"""Most points of a curve over age; in a longer stage a point stands for several ages."""
 
 
 def ages_of(updates: Iterable[Row]) -> range:
-    """First age of each point of the axis `age`."""
+    """The axis `age`: the first age that each of its points stands for."""
     count = 1 + max((row["age"] for row in updates), default=0)
     return range(0, count, -(-count // MAX_AGES))
 
 
 def by_age(updates: Iterable[Row], ages: range) -> list[list[Row]]:
-    """For each age in `ages`, the updates of all stages that were taken at this age."""
+    """For each point of the axis `ages`, the rows of the updates that all stages took at its ages."""
     buckets: list[list[Row]] = [[] for _ in ages]
     for row in updates:
         buckets[row["age"] // ages.step].append(row)
@@ -105,7 +105,7 @@ def column(rows: Iterable[Row], metric: str) -> Values:
 
 
 def held_out(evals: Sequence[Row]) -> Iterable[Series]:
-    """The curve of the only held-out set; of several sets each one's and then their mean, which alone has an
+    """The curves of held-out results: one for each set, and with several sets also their mean, which alone has an
     interval."""
     measure, names = measure_in(evals), sets_in(evals)
     if len(names) > 1:
@@ -118,7 +118,7 @@ def held_out(evals: Sequence[Row]) -> Iterable[Series]:
 def with_interval(
     evals: Sequence[Row], name: str, measure: str, label: str, color: str, axis: str, bold: bool = False
 ) -> Series:
-    """A held-out set's curve, or the mean's, with its intervals."""
+    """The curve of a held-out set's results, or of the mean over sets, with its 95 % intervals."""
     ends = [interval_in(row, name) for row in evals]
     low, high = ([None if both is None else rounded(both[end]) for both in ends] for end in (0, 1))
     values = column(evals, f"{measure}/{name}")
@@ -126,7 +126,7 @@ def with_interval(
 
 
 def each_set(evals: Sequence[Row], metric: str, label: str) -> Iterable[Series]:
-    """A metric of each held-out set; pass@k only of sets with several responses to a problem."""
+    """A curve of a metric for each held-out set; pass@k only for sets with several responses to a problem."""
     for index, name in enumerate(sets_in(evals)):
         samples = next((row[f"samples/{name}"] for row in reversed(evals) if f"samples/{name}" in row), 1)
         if metric != "passed" or samples > 1:
@@ -136,12 +136,12 @@ def each_set(evals: Sequence[Row], metric: str, label: str) -> Iterable[Series]:
 
 
 def ramp(index: int, count: int, first: int = 0) -> str:
-    """The colour of one of `count` ordered curves: from `ramp-first`, the faintest, to `ramp-7`."""
+    """The colour of the `index`-th of `count` ordered curves: from `ramp-FIRST`, the faintest, to `ramp-7`."""
     return f"ramp-{first + round((7 - first) * index / max(count - 1, 1))}"
 
 
 def rounded(value: float) -> float:
-    """Rounded to six significant digits, which is enough for a screen and a third of the bytes."""
+    """The value with six significant digits, which are enough for a screen and take a third of the bytes."""
     return float(f"{value:.6g}")
 
 
@@ -150,24 +150,24 @@ def has_values(values: Values) -> bool:
 
 
 def spread(values: Values) -> float:
-    """Ratio of the largest positive value to the median of the positive values; 1 if there are none."""
+    """The largest of the positive values divided by their median; 1 if there are none."""
     positive = [value for value in values if value is not None and value > 0]
     return max(positive) / statistics.median(positive) if positive else 1.0
 
 
 def axes_of(stages: Stages) -> dict[str, list[float]]:
-    """Positions of the histograms' points: a reward's own place or a bin's left edge."""
+    """The axes of the histograms: name -> position of each bar (the reward itself), or left edge of each bin."""
     return {"reward": reward_places(stages), "length": _edges(0.0, longest(stages))[:-1]} if stages else {}
 
 
 def reward_places(stages: Stages) -> list[float]:
-    """The rewards that occur, if they are few, else the left edges of equal bins."""
+    """The rewards that occur, if they are few; otherwise the left edges of equal bins."""
     values = np.unique(np.concatenate([stage.rewards for stage in stages.values()]))
     return values.tolist() if len(values) <= FEW_VALUES else _edges(float(values[0]), float(values[-1]))[:-1]
 
 
 def reward_span(stages: Stages) -> tuple[float, float]:
-    """Ends of the rewards' axis; with bars, half a bar beyond the first and the last."""
+    """The two ends of the axis of rewards; with bars it reaches half a bar beyond the first and the last."""
     if not stages:
         return 0.0, 1.0
     places = reward_places(stages)
@@ -179,12 +179,12 @@ def reward_span(stages: Stages) -> tuple[float, float]:
 
 
 def longest(stages: Stages) -> float:
-    """End of the axis of lengths: the tokens of the longest response, plus one."""
+    """The end of the axis of lengths: one more than the tokens of the longest response."""
     return max((float(stage.lengths.max(initial=1)) for stage in stages.values()), default=0.0) + 1.0
 
 
 def reward_series(stages: Stages) -> Iterable[Series]:
-    """The share of each stage's responses by reward."""
+    """A histogram for each stage: the share of its responses that have each reward."""
     places = reward_places(stages) if stages else []
     few = len(places) <= FEW_VALUES
     for label, color, stage in _curves(stages):
@@ -192,14 +192,14 @@ def reward_series(stages: Stages) -> Iterable[Series]:
 
 
 def length_series(stages: Stages) -> Iterable[Series]:
-    """The share of each stage's responses by length."""
+    """A histogram for each stage: the share of its responses that have each length."""
     edges = _edges(0.0, longest(stages))[:-1]
     for label, color, stage in _curves(stages):
         yield Series(label, color, "length", _shares(stage.lengths, edges, few=False), draw="step")
 
 
 def pass_series(stages: Stages, drawn: Sequence[int]) -> Iterable[Series]:
-    """pass@k of the training groups at k = 1, 2, 4, ..., for the stages `drawn` on the page's axis `stage`."""
+    """Curves over the stages `drawn`, one for each k = 1, 2, 4, ...: pass@k of the training groups."""
     most = max((int(np.bincount(stage.groups).max()) for stage in stages.values()), default=0)
     for power in range(most.bit_length()):
         values = [_pass(stages[number], 2**power) if number in stages else None for number in drawn]
@@ -222,7 +222,7 @@ def _pass(stage: StageResponses, k: int) -> float | None:
 
 
 def _shares(values: np.ndarray, places: Sequence[float], few: bool) -> Values:
-    """Share of the values at each place, or from each place to the next."""
+    """The share of the values that are at each place (`few`), or from each place to the next."""
     at = np.searchsorted(places, values, side="left" if few else "right") - (0 if few else 1)
     counts = np.bincount(np.clip(at, 0, len(places) - 1), minlength=len(places))
     return [rounded(float(count) / max(len(values), 1)) for count in counts]

@@ -1,6 +1,7 @@
-"""Data of a report besides metrics: responses of sealed stages and of evaluations, and the stages' probes.
+"""Reads the data of a report that are not metrics: responses of sealed stages and of evaluations, and stages' probes.
 
-It reads some stages of a long run, and lengths of some updates of a stage. A damaged file is left out and named.
+Of a long run it reads some stages, and of a stage the lengths in some updates. A damaged file is left out, and named on
+the page.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from mugrpo_megatron.stages.manifest import SEALED_NAME, check_origin, read_mani
 from mugrpo_megatron.stages.probe import Probe, read_probe
 
 MOST_STAGES = 8
-"""Most stages that are read: evenly spaced, the first and the last among them."""
+"""Most stages that are read; they are evenly spaced, with the first and the last."""
 MOST_EVALUATIONS = 4
 LENGTH_UPDATES = 16
 """Updates of a stage, evenly spaced, whose responses' lengths are read."""
 EXAMPLE_GROUPS = 3
-"""Groups of a stage whose best and worst response are shown."""
+"""Number of groups of a stage of which the best and the worst response are shown."""
 
 TOKENIZER = "tokenizer.json"
 
@@ -44,19 +45,20 @@ class StageResponses:
     rewards: np.ndarray
     """float64 [N], in the order of the groups."""
     verdicts: np.ndarray
-    """float64 [N]: the rewards without format rewards and overlong penalties."""
+    """float64 [N]: the rewards before the overlong penalty (`reward_before_penalty`)."""
     groups: np.ndarray
     """int64 [N]: number of each response's group."""
     lengths: np.ndarray
-    """int64: number of tokens of each response of some updates."""
+    """int64: number of tokens of each response, of the updates that were read."""
     examples: list[Example]
     unparsed: float | None = None
-    """Fraction of those responses in which the verifier found no answer; None if the stage does not record it."""
+    """Fraction of the responses of these updates in which the verifier found no answer; None if the stage does not
+    say."""
 
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """What a run's page shows besides metrics; a field is empty for a run that has nothing of the kind."""
+    """The contents of a run's page that are not metrics; a field is empty if the run has nothing of the kind."""
 
     stages: Mapping[int, StageResponses] = field(default_factory=dict)
     probes: Mapping[int, Probe] = field(default_factory=dict)
@@ -70,7 +72,7 @@ NONE = Details()
 
 
 def read_details(run_dir: Path, recipe: Mapping[str, Any]) -> Details:
-    """Read the run directory's stages, probes and evaluations; `recipe` has the run's tables."""
+    """Read the stages, probes and evaluations in a run directory; `recipe` has the recipe's tables."""
     damaged: list[str] = []
     read_stage = partial(_stage, run_dir=run_dir, recipe=recipe)
     stages = _parts(run_dir / "stages", r"(\d{5})", MOST_STAGES, read_stage, damaged)
@@ -80,7 +82,7 @@ def read_details(run_dir: Path, recipe: Mapping[str, Any]) -> Details:
 
 
 def spaced(numbers: Sequence[int], most: int) -> list[int]:
-    """At most `most` of the numbers, evenly spaced, with the first and the last."""
+    """At most `most` of the numbers, evenly spaced, with the first and the last of them."""
     if len(numbers) <= most:
         return list(numbers)
     return [numbers[round(index * (len(numbers) - 1) / (most - 1))] for index in range(most)]
@@ -100,7 +102,8 @@ def _parts(
 
 
 def _stage(directory: Path, run_dir: Path, recipe: Mapping[str, Any]) -> StageResponses | None:
-    """A stage's responses, None until it is sealed. Raises UserError when its file is damaged or another stage's."""
+    """The responses of the stage in `directory`; None if it is not sealed. UserError if its file is damaged or
+    misplaced."""
     path = directory / SEALED_NAME
     if not path.is_file():
         return None
@@ -139,7 +142,7 @@ def _named(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _examples(file: pq.ParquetFile, run_dir: Path, recipe: Mapping[str, Any]) -> list[Example]:
-    """The best and the worst response of the first groups whose rewards differ, else of the first groups."""
+    """The best and the worst response of the first groups in which rewards differ, or else of the first groups."""
     if "text" not in file.schema_arrow.names or not file.num_row_groups:
         return []
     names = ("group", "problem", "reward", "finish_reason", "text", "gold", "extracted", "why", "components")
@@ -172,7 +175,7 @@ def _examples(file: pq.ParquetFile, run_dir: Path, recipe: Mapping[str, Any]) ->
 
 
 def prompt_texts(prompts: Sequence[Sequence[int]], run_dir: Path, recipe: Mapping[str, Any]) -> list[str]:
-    """Each prompt as the model saw it; empty texts without a tokenizer in the run or the model."""
+    """The text of each prompt as the model saw it; empty texts if neither the run nor the model has a tokenizer."""
     model = recipe.get("model", {}).get("path", "")
     for path in (run_dir / "hf" / TOKENIZER, Path(str(model)) / TOKENIZER):
         if not path.is_file():

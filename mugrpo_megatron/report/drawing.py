@@ -1,4 +1,4 @@
-"""The data that report.js draws: axes, stage boundaries, charts and the time line."""
+"""Computes the data that report.js draws: axes, stage boundaries, charts and the time line."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from mugrpo_megatron.report.probes import AXIS, ages_of_probes, objective_of, pr
 from mugrpo_megatron.report.triggers import thresholds_of
 
 MAX_POINTS = 400
-"""Most points of a curve: about as many as a panel has pixels, in a page of 400 kB."""
+"""Most points of a curve: a panel has about as many pixels, and the page has 400 kB."""
 MAX_SPANS = 1000
-"""Most phases that are drawn one by one; more become shares of time slices."""
+"""Most phases that the time line draws one by one; of more it draws shares of time slices."""
 SLICES = 500
 
 
@@ -30,25 +30,25 @@ class Drawing:
     """The data that report.js draws."""
 
     axes: dict[str, dict[str, list[float]]]
-    """Axis name -> positions of its points: `u` in updates (or in the unit of the chart's own horizontal axis), `t` in
+    """Axis name -> where its points are: `u` in updates (or in the unit of the chart's own horizontal axis), `t` in
     seconds."""
     boundaries: list[dict[str, float]]
-    """Start of each stage: its number, and its position in updates (`u`) and in seconds (`t`)."""
+    """The start of each stage: its number, and where it is in updates (`u`) and in seconds (`t`)."""
     end: dict[str, float]
     """Horizontal axis (`u` for updates, `t` for seconds, `age`, `length` or `reward`) -> where it ends."""
     begin: dict[str, float]
-    """Horizontal axis -> where it starts, for axes that do not start at 0."""
+    """Horizontal axis -> where it starts, if not at 0."""
     charts: list[Chart]
     timeline: dict[str, Any]
     heat: dict[str, Any] | None = None
     bucket: int = 1
-    """Updates that one point represents."""
+    """Number of updates that one point stands for."""
     not_finite: Mapping[str, int] = field(default_factory=dict)
-    """Metric -> updates in which it was NaN or infinite."""
+    """Metric -> number of updates in which it was NaN or infinite."""
 
 
 def draw(run: RunData, details: Details = NONE) -> Drawing:
-    """The drawing of a run, without charts that have no value."""
+    """Compute the drawing of a run; charts without a value are left out."""
     probed = probed_responses(details, run.recipe)
     bucket, buckets = buckets_of(run.updates)
     boundaries = _boundaries(run)
@@ -83,21 +83,21 @@ def draw(run: RunData, details: Details = NONE) -> Drawing:
 
 
 def buckets_of(updates: Sequence[Row]) -> tuple[int, list[Sequence[Row]]]:
-    """How many updates one point of a chart stands for, and the rows of each point's updates.
+    """Divide the updates among the points of a chart; returns the number for each point, and the rows of each point.
 
-    The number is the smallest that leaves at most MAX_POINTS points; the last point may have fewer updates.
+    The number is the smallest with which there are at most MAX_POINTS points; the last point may have fewer updates.
     """
     size = math.ceil(len(updates) / MAX_POINTS) or 1
     return size, [updates[start : start + size] for start in range(0, len(updates), size)]
 
 
 def axis_of(updates: Iterable[float], seconds: Iterable[float]) -> dict[str, list[float]]:
-    """The positions of an axis's points in updates (or age) and in seconds."""
+    """An axis of which each point has a place in updates (or ages) and one in seconds."""
     return {"u": list(updates), "t": [round(value, 2) for value in seconds]}
 
 
 def _boundaries(run: RunData) -> list[dict[str, float]]:
-    """Start of each stage with an update; its time is the start of its first phase, the sync."""
+    """The start of each stage that has an update; its time is when its first phase, the sync, started."""
     begins: dict[int, float] = {}
     for row in run.phases:
         begins[row["stage"]] = min(row["start"], begins.get(row["stage"], row["start"]))
@@ -109,7 +109,8 @@ def _boundaries(run: RunData) -> list[dict[str, float]]:
 
 
 def _timeline(run: RunData) -> dict[str, Any]:
-    """Phases as spans [phase, stage, start, end]; if there are too many, as shares of equal time slices."""
+    """The data of the time line: phases as spans [phase, stage, start, end], or if they are too many, shares of time
+    slices."""
     ran = {row["phase"] for row in run.phases}
     names = [name for name in PHASES if name in ran]
     spans = [(names.index(r["phase"]), r["stage"], run.clock(r["start"]), run.clock(r["end"])) for r in run.phases]

@@ -1,4 +1,5 @@
-"""Sample responses on the page: of each stage and evaluation some with a high and some with a low reward."""
+"""Chooses the sample responses on the page: for each stage and evaluation some with a high and some with a low
+reward."""
 
 from __future__ import annotations
 
@@ -12,20 +13,22 @@ from mugrpo_megatron.rewards.pool import reward_before_penalty
 from mugrpo_megatron.terminal import visible
 
 CHARACTERS = 32_000
-"""Most characters of all texts on the page."""
+"""Most characters that all texts on the page have together."""
 LONGEST, SHORTEST = 3000, 300
-"""Most characters of one text, when few and when many are shown."""
+"""Most characters of one text: if few texts are shown, and if many are."""
 FOLDED = 120
-"""Characters above which a text is folded; so is one of more than LINES lines."""
+"""A text with more characters than this, or with more than LINES lines, is folded."""
 LINES = 6
 EACH, MOST = 3, 6
-"""Most responses of a kind (right or wrong) that a stage or a set shows, and most of all sets of an evaluation."""
+"""Most responses of one kind (right or wrong) of a stage or a set, and most responses of an evaluation over all
+sets."""
 STAGES = 4
-"""Stages whose responses are shown."""
+"""Number of stages whose responses are shown."""
 
 
 def sample_sections(details: Details, measure: str) -> list[dict[str, Any]]:
-    """One list of responses for each evaluation, newest first, and each stage; `measure` is accuracy or reward."""
+    """The lists of responses on the page, one for each evaluation and stage, newest first; `measure` is accuracy or
+    reward."""
     stages = spaced(sorted(details.stages), STAGES)
     lists = [
         *(
@@ -56,7 +59,8 @@ def sample_sections(details: Details, measure: str) -> list[dict[str, Any]]:
 
 
 def _of_each_kind(examples: Sequence[Example], measure: str) -> list[Example]:
-    """Some right and some wrong examples of each set, in their order; by reward, the highest and the lowest."""
+    """Some right and some wrong examples of each set, in turn; with `measure` reward, the highest and the lowest
+    rewards."""
     some: list[Example] = []
     names = list(dict.fromkeys(example.set for example in examples))
     per_kind = max(1, min(EACH, MOST // (2 * len(names) or 1)))
@@ -78,8 +82,8 @@ def _of_each_kind(examples: Sequence[Example], measure: str) -> list[Example]:
 
 
 def _is_right(example: Example) -> bool:
-    """Whether the verdict is right: the reward alone does not say so, since it may include penalties for length and
-    points for form."""
+    """Whether the response is right, by its reward without penalty: the reward itself may include an overlong
+    penalty."""
     return reward_before_penalty(example.reward, example.components) >= 1.0
 
 
@@ -115,7 +119,7 @@ def _facts(example: Example) -> Iterable[tuple[str, str]]:
 
 
 def _text(name: str, text: str, most: int) -> dict[str, Any]:
-    """A text with a shorter head if it is long enough to collapse."""
+    """A text of the page; one that is folded also has `head`, its first lines."""
     excerpt = visible(shorten(text, most))
     folded = len(excerpt) > FOLDED or excerpt.count("\n") >= LINES
     lines = "\n".join(excerpt.split("\n")[:LINES])

@@ -1,4 +1,7 @@
-"""The heat map: tokens of negative responses over the stage's ages, with triggers and dropped tokens."""
+"""Computes the heat map: the importance ratio of each token of negative responses, at several ages of their stage.
+
+A *negative* response has a negative advantage. Triggers of the veto and the tokens that it drops are marked.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +20,23 @@ from mugrpo_megatron.samples import turns_in
 from mugrpo_megatron.terminal import visible
 
 LEVELS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
-"""Letters that stand for importance ratios: letter n is the ratio 10^(n / STEPS + LOWEST)."""
+"""Letters that stand for importance ratios: the n-th letter is 10^(n / STEPS + LOWEST)."""
 STEPS, LOWEST = 8, -6
 OTHERS = "."
-"""Letter that stands for a token which the model did not sample, such as one of a tool's output."""
+"""The letter of a token that the model did not sample, such as one in a tool's output."""
 MOST_STAGES, EACH = 4, 3
-"""Most stages in the heat map, and most responses of each stage."""
+"""Most stages in the heat map, and most responses of one stage."""
 WINDOW = 128
-"""Most tokens of a response that are shown; of a longer response, those around its first trigger."""
+"""Most tokens of a response that are shown; of a longer response, the part around its first trigger."""
 PIECE = 24
 """Most characters of a token's text that are shown."""
 
 
 def heat_map(responses: Sequence[ProbedResponse], objective: ObjectiveSection) -> dict[str, Any] | None:
-    """The data that heat.js draws; None without a negative response that was probed.
+    """Compute the data that heat.js draws; None if no negative response was probed.
 
-    Of each stage the responses with a trigger at the last age come first, then those with the lowest ratios; the last
-    place is for one of several turns where there is any.
+    In each stage the responses with the lowest ratios at the last age come first. The last place is for an episode of
+    several turns, if there is one.
     """
     by_stage: dict[int, list[ProbedResponse]] = {}
     for response in responses:
@@ -91,12 +94,13 @@ def _window(response: ProbedResponse, triggers: np.ndarray) -> tuple[int, int]:
 
 
 def _begins(trained: np.ndarray) -> list[int]:
-    """The first token of each turn."""
+    """The index of the first token of each turn."""
     return np.flatnonzero(trained)[np.unique(turns_in(trained), return_index=True)[1]].tolist()
 
 
 def _turns(trained: np.ndarray, start: int, end: int) -> list[list[int]]:
-    """[index in the window, number from 1] of each turn that is shown; empty for a response with a single turn."""
+    """[index in the window, number from 1] of each turn that is in the window; empty if the response has a single
+    turn."""
     begins = _begins(trained)
     if len(begins) < 2:
         return []
@@ -105,7 +109,7 @@ def _turns(trained: np.ndarray, start: int, end: int) -> list[list[int]]:
 
 
 def _cells(log_ratio: np.ndarray, trained: np.ndarray) -> str:
-    """A letter for each token: its ratio, or OTHERS for a token that was not sampled or whose ratio is not finite."""
+    """The letters of one row: a token's ratio, or OTHERS if the token was not sampled or its ratio is not finite."""
     known = trained & np.isfinite(log_ratio)
     return "".join(_letter(ratio) if inside else OTHERS for ratio, inside in zip(log_ratio, known, strict=True))
 
@@ -116,7 +120,7 @@ def _letter(log_ratio: float) -> str:
 
 
 def _spans(marked: np.ndarray) -> list[list[int]]:
-    """[first, last] of each run of marked tokens."""
+    """[first, last] index of each run of consecutive marked tokens."""
     spans = []
     for _, run in groupby(enumerate(np.flatnonzero(marked).tolist()), key=lambda pair: pair[1] - pair[0]):
         places = [place for _, place in run]

@@ -1,4 +1,4 @@
-"""The report: one self-contained HTML page of a finished or unfinished run, written or served while it runs."""
+"""Writes the report: one self-contained HTML page of a run, which may be finished, interrupted or running."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from mugrpo_megatron.terminal import visible
 
 FILE_NAME = "report.html"
 BRAND = "mu-GRPO run report"
-"""Text that marks a page as a report; a file without this text is not replaced."""
+"""Text by which a file is recognised as a report; a file without it is not replaced."""
 SCRIPTS = ("chart.js", "panel.js", "timeline.js", "heat.js", "report.js")
-"""The page's scripts; each needs those before it."""
+"""The page's scripts, in an order in which each comes after those that it needs."""
 
 LISTS = (
     "facts",
@@ -52,7 +52,7 @@ LISTS = (
     "recipe",
 )
 EMPTY: dict[str, Any] = dict.fromkeys(("status", "runs", "stages", "part")) | dict.fromkeys(LISTS, ())
-"""Optional fields of a page -> their values where they are not given."""
+"""Optional fields of a page -> the values that they have if they are not given."""
 
 PHASE_COLORS = {
     "start": "grey",
@@ -66,7 +66,7 @@ PHASE_COLORS = {
     "save": "grey",
     "eval": "orange",
 }
-"""CSS colours of the phases, in the tiles and in the time line."""
+"""Phase -> its CSS colour, in the tiles and in the time line."""
 
 TIME_LINE = Chart(
     "timeline",
@@ -79,7 +79,7 @@ TIME_LINE = Chart(
 
 @dataclass(frozen=True, slots=True)
 class PageSection:
-    """A section of the page, which the reader can fold."""
+    """A section of the page, which its reader can fold."""
 
     title: str
     charts: Sequence[Chart]
@@ -96,14 +96,14 @@ class PageSection:
 
 
 def slug(title: str) -> str:
-    """The title as the name of a place on the page."""
+    """The title as an HTML anchor."""
     return re.sub(r"[^a-z]+", "-", title.lower()).strip("-")
 
 
 def render(**content: Any) -> str:
-    """Render the page. `name`, `brand`, `progress`, `source` and `drawing` are needed; `EMPTY` has the rest.
+    """Render the page as HTML; its content security policy forbids every request.
 
-    A content security policy forbids every request.
+    `name`, `brand`, `progress`, `source` and `drawing` are required; `EMPTY` lists the other fields.
     """
     text = _template().render(
         version=__version__,
@@ -123,7 +123,7 @@ def _template() -> Template:
 
 
 def is_page(path: Path, brand: str) -> bool:
-    """Whether the file is a page of this brand, which a new one may replace."""
+    """Whether the file is a page of this brand, so that a new one may replace it."""
     return path.is_file() and brand.encode() in path.read_bytes()
 
 
@@ -132,10 +132,9 @@ def _source(name: str) -> str:
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write `run_dir`/report.html from recipe.toml, metrics.jsonl and summary.json, if there is one.
+    """Write report.html in `run_dir`, from its recipe.toml, metrics.jsonl and (if there is one) summary.json.
 
-    Raises UserError when `run_dir` is not a run directory, a file in it is damaged, or its report.html is not one of
-    these reports.
+    Raises UserError when `run_dir` is not a run directory, a file in it is damaged, or its report.html is not a report.
     """
     path = run_dir / FILE_NAME
     run = read_run(run_dir)
@@ -145,7 +144,7 @@ def write_report(run_dir: Path) -> Path:
 
 
 def page(run: RunData) -> str:
-    """The report's HTML."""
+    """The HTML of a run's report."""
     details, summary = read_details(run.path, run.recipe), summary_of(run)
     drawing = draw(run, details)
     environment = run.processes[-1]["environment"] if run.processes else {}
@@ -195,8 +194,10 @@ def page_sections(
 
 
 def _progress(run: RunData) -> str:
-    """The updates taken and the run's time so far; for an unfinished run also the number of all its updates, and the
-    time left if it can be estimated."""
+    """A sentence with the updates taken and the run's time so far.
+
+    Of an unfinished run it also has the number of all updates, and the time left if that can be estimated.
+    """
     done, total = len(run.updates), run.total_updates
     if run.summary is not None:
         return f"updates taken: {done:,} in {duration(run.seconds)}"
@@ -229,14 +230,14 @@ def _facts(run: RunData, summary: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _origin(run: RunData, environment: dict[str, Any]) -> list[tuple[str, str]]:
-    """Time, host, commit and command of the run's start."""
+    """Pairs of name and value: when, where, from which commit and with which command the run was started."""
     start = datetime.fromtimestamp(run.clock.starts[0], tz=UTC)
     known = [(name, visible(str(environment[name]))) for name in ("host", "commit", "command") if name in environment]
     return [("started", f"{start:%Y-%m-%d %H:%M} UTC"), *known]
 
 
 def _warnings(run: RunData, drawing: Drawing, summary: dict[str, Any], details: Details) -> list[str]:
-    """Notes that a reader needs before the curves."""
+    """Sentences that a reader needs before the curves, such as on values that are missing from them."""
     lines = []
     if drawing.not_finite:
         metrics = ", ".join(f"{name} in {count:,}" for name, count in drawing.not_finite.items())
@@ -305,7 +306,7 @@ def _time_tile(summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def _token_tile(run: RunData, summary: dict[str, Any]) -> dict[str, Any]:
-    """Tokens sampled, also of a stage on which no update was taken yet, and tokens trained on."""
+    """The tile of tokens: sampled ones, also of a stage without an update yet, and those that were trained on."""
     seconds, trained = summary["seconds"], summary["tokens"]["trained"]
     phases = sum(row.get("tokens") or 0 for row in run.phases if row["phase"] == "generate")
     sampled = max(summary["tokens"]["generated"], round(phases))
@@ -321,5 +322,5 @@ def _token_tile(run: RunData, summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unbroken(parts: Iterable[str]) -> str:
-    """The parts, each with non-breaking spaces."""
+    """The parts in one line that can only break between two parts."""
     return " · ".join(text.replace(" ", "\N{NO-BREAK SPACE}") for text in parts)

@@ -1,4 +1,4 @@
-"""Probed responses of a run's stages: ratios, triggers and dropped tokens by age."""
+"""Computes ratios, triggers and dropped tokens of the probed responses, by age, and the curves of them."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ AXIS = "probe"
 
 @dataclass(frozen=True, slots=True)
 class ProbedResponse:
-    """One response of a stage at every age at which it was probed: A ages, R tokens."""
+    """One response and its log-ratios at each age at which its stage was probed: A ages, R tokens."""
 
     stage: int
     probe: ProbeRow
     ages: tuple[int, ...]
     log_ratio: np.ndarray
-    """float32 [A, R]: log of the learner's over the behaviour probability."""
+    """float32 [A, R]: log-probability under the learner at that age, minus that under the behaviour policy."""
 
     @property
     def trained(self) -> np.ndarray:
-        """bool [R]: the tokens that are trained on."""
+        """bool [R]: whether each token is trained on."""
         mask = self.probe.mask
         return np.ones(len(self.probe.tokens), dtype=bool) if mask is None else np.array(mask, dtype=bool)
 
@@ -45,15 +45,14 @@ class ProbedResponse:
         return self.probe.advantage < 0
 
     def at(self, age: int) -> np.ndarray | None:
-        """Log-ratios of the trained tokens at an age, float32 [tokens]; None unless the response was probed at that
-        age."""
+        """float32: log-ratios of the trained tokens at an age; None if the response was not probed at that age."""
         return self.log_ratio[self.ages.index(age)][self.trained] if age in self.ages else None
 
 
 def probed_responses(details: Details, recipe: Mapping[str, Any]) -> list[ProbedResponse]:
-    """Probed responses with a token to train on; ratios are taken against the behaviour policy of training.
+    """The probed responses that have a token to train on, with log-ratios against the behaviour policy of training.
 
-    With `rollout.behaviour = "learner"` that is the learner at the stage's start, so ratios begin at 1.
+    With `rollout.behaviour = "learner"` that policy is the learner at the stage's start, so ratios begin at 1.
     """
     by_learner = recipe.get("rollout", {}).get("behaviour") == "learner"
     responses = []
@@ -69,7 +68,7 @@ def probed_responses(details: Details, recipe: Mapping[str, Any]) -> list[Probed
 
 
 def objective_of(recipe: Mapping[str, Any]) -> ObjectiveSection:
-    """Veto settings of a run's recipe; the defaults if they are missing or not valid."""
+    """The veto's settings in a run's recipe; the defaults if they are missing or not valid."""
     table = recipe.get("objective", {})
     try:
         return ObjectiveSection.model_validate({key: table[key] for key in VETO_KEYS if key in table})
@@ -78,7 +77,7 @@ def objective_of(recipe: Mapping[str, Any]) -> ObjectiveSection:
 
 
 def veto_masks(response: ProbedResponse, objective: ObjectiveSection) -> tuple[np.ndarray, np.ndarray]:
-    """Triggers and marked tokens (`KeepMask.marked`) of the run's veto at each age, bool [A, R] each."""
+    """Triggers, and tokens that the run's veto marks (`KeepMask.marked`), at each age: bool [A, R] each."""
     inside, turns = response.trained, turns_in(response.trained)
     rows, tokens = len(response.log_ratio), int(inside.sum())
     segments = with_turns(make_segments(torch.full((rows,), tokens), torch.ones(rows)), [turns] * rows)
@@ -96,23 +95,25 @@ def veto_masks(response: ProbedResponse, objective: ObjectiveSection) -> tuple[n
 
 
 def ages_of_probes(responses: Sequence[ProbedResponse]) -> list[int]:
-    """Ages at which at least one stage was probed, which are the points of the axis AXIS."""
+    """The ages at which at least one stage was probed; they are the points of the axis AXIS."""
     return sorted({age for response in responses for age in response.ages})
 
 
 def trigger_axes(responses: Sequence[ProbedResponse]) -> dict[str, list[int]]:
-    """Axis of each threshold's points: the lengths of the responses in which the threshold finds a trigger."""
+    """Axis name -> its points, for each threshold: the lengths of the negative responses in which it finds a
+    trigger."""
     return {f"trigger_{name}": [length for length, _ in points] for name, points in _firsts(responses).items()}
 
 
 def ratio_series(responses: Sequence[ProbedResponse]) -> Iterable[Series]:
-    """Quantiles of the ratio over the tokens of negative responses, the same ones at every age."""
+    """Curves over age: quantiles of the ratio, over the tokens of all negative responses."""
     for share, color in QUANTILES:
         yield Series(f"{100 * share:g} %", color, AXIS, _quantile(responses, share, lambda response, age: True))
 
 
 def trained_series(responses: Sequence[ProbedResponse]) -> Iterable[Series]:
-    """The 10 % quantile of responses that the stage has trained on, and of those whose update is still to come."""
+    """Two curves over age: the 10 % quantile of the ratio in responses trained on so far, and in those still to
+    come."""
 
     def trained(response: ProbedResponse, age: int) -> bool:
         return age > response.probe.update
@@ -124,7 +125,7 @@ def trained_series(responses: Sequence[ProbedResponse]) -> Iterable[Series]:
 
 
 def share_series(responses: Sequence[ProbedResponse]) -> Iterable[Series]:
-    """The share of negative responses with a token below each threshold."""
+    """Curves over age, one for each threshold: the share of negative responses with a token below it."""
     negative = [response for response in responses if response.negative]
     for index, name in enumerate(THRESHOLDS):
         values: Values = []
@@ -136,7 +137,7 @@ def share_series(responses: Sequence[ProbedResponse]) -> Iterable[Series]:
 
 
 def first_series(responses: Sequence[ProbedResponse]) -> Iterable[Series]:
-    """Position of the first token below each threshold, against the response's length."""
+    """Points, for each threshold: the position of a response's first token below it, against the response's length."""
     for index, (name, points) in enumerate(_firsts(responses).items()):
         yield Series(name, f"ramp-{2 + index}", f"trigger_{name}", [float(at) for _, at in points], draw="points")
 
@@ -144,7 +145,8 @@ def first_series(responses: Sequence[ProbedResponse]) -> Iterable[Series]:
 def _quantile(
     responses: Sequence[ProbedResponse], share: float, counts: Callable[[ProbedResponse, int], bool]
 ) -> Values:
-    """A quantile of π/β at each age, over tokens of the negative responses for which `counts` is true at that age."""
+    """The quantile `share` of π/β at each age, over the tokens of negative responses for which `counts` is true at the
+    age."""
     values: Values = []
     for age in ages_of_probes(responses):
         rows = [response.at(age) for response in responses if response.negative and counts(response, age)]
@@ -155,7 +157,7 @@ def _quantile(
 
 
 def _firsts(responses: Sequence[ProbedResponse]) -> dict[str, list[tuple[int, int]]]:
-    """Threshold -> (length, position of the first token below it) of each negative response that has such a token, by
+    """Threshold -> (length, position of the first token below it) of each negative response that has one, sorted by
     length."""
     firsts: dict[str, list[tuple[int, int]]] = {}
     for name in THRESHOLDS:

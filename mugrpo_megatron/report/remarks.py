@@ -1,4 +1,4 @@
-"""A sentence for each section of the page that sums up its curves, and the sections that begin collapsed."""
+"""Writes the sentence that sums up each section of the page, and chooses the sections that are collapsed at first."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mugrpo_megatron.report.charts import (
 from mugrpo_megatron.report.triggers import mask_name, ratio_text, share_text, thresholds_of
 
 MATTERS = 0.001
-"""Fraction of vetoed tokens below which the veto's sections begin collapsed."""
+"""Fraction of vetoed tokens below which the sections about the veto are collapsed at first."""
 PAPER_SETS = {"aime24", "aime25", "math500"}
 """Held-out sets of the paper's recipes."""
 
@@ -46,7 +46,7 @@ def remarks(run: RunData, summary: Mapping[str, Any]) -> dict[str, str]:
 
 
 def collapsed_sections(run: RunData) -> set[str]:
-    """Sections that begin collapsed: those for specialists whose curves show nothing in this run."""
+    """The sections that are collapsed at first: those for specialists if their curves show nothing in this run."""
     vetoed = mean_in(run.updates, "vetoed_fraction") or 0.0
     unused = {VETO, TRIGGERS} if vetoed < MATTERS else set()
     return unused | (set() if set(sets_in(run.evals)) >= PAPER_SETS else {PAPER})
@@ -78,7 +78,8 @@ def _learning(summary: Mapping[str, Any]) -> str:
 
 
 def _samples(evals: Sequence[Row]) -> str:
-    """A sentence on the last evaluation: shares of responses without an answer, and of those cut before their end."""
+    """A sentence about the last evaluation: the shares of its responses without an answer, and of those that were cut
+    off."""
     if not evals:
         return "What the model wrote, and how it was scored."
     last = evals[-1]
@@ -108,7 +109,7 @@ def _health(run: RunData) -> str:
 
 
 def _episodes(stages: Sequence[Row]) -> str:
-    """A sentence on episodes: means over the stages of what each stage's responses did."""
+    """A sentence about episodes: turns, calls and failures, as means over the stages."""
     names = ("turns", "called", "failed_calls", "lost", "tool_seconds")
     turns, called, failed, lost, seconds = (mean_in(stages, f"reward/episode.{name}") for name in names)
     if turns is None:
@@ -165,7 +166,7 @@ def _veto(run: RunData) -> str:
 
 
 def trigger_remark(run: RunData) -> str:
-    """The run's threshold and veto, and the triggers that the threshold found."""
+    """Sentences about triggers: the run's threshold and veto, and how many triggers the threshold found."""
     objective, thresholds = run.recipe.get("objective", {}), thresholds_of(run)
     if "trigger_ratio" not in objective:
         return ""
@@ -181,7 +182,7 @@ def trigger_remark(run: RunData) -> str:
 
 
 def paper_remark(run: RunData) -> str:
-    """The run's settings in the terms of the paper's legends."""
+    """A sentence with the run's settings in the words of the paper's legends."""
     objective = run.recipe.get("objective", {})
     clip = ", ".join(f"{objective[key]:g}" if key in objective else "?" for key in ("clip_low", "clip_high"))
     schedule = run.recipe.get("schedule", {})
@@ -191,7 +192,8 @@ def paper_remark(run: RunData) -> str:
 
 
 def paper_notes(run: RunData, drawn: Container[str]) -> list[str]:
-    """Place of Figure 4, and reasons why a figure is missing or has less than the paper's."""
+    """Sentences about the paper's figures: where Figure 4 is, and why a figure is missing or has less than the
+    paper's."""
     notes = ["Figure 4 is the time line at the end of this page; the paper's is a sketch of it."]
     if "paper_accuracy" not in drawn:
         notes.append("Figures 1 to 3 have no accuracy: the run has not been evaluated yet.")

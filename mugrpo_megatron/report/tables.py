@@ -21,9 +21,9 @@ STAGE_HEAD = (
 
 
 def stage_table(run: RunData) -> dict[str, Any] | None:
-    """Head and one row for each stage: rewards, staleness, seconds, and each set's figure after its last update.
+    """The table of stages: rewards, staleness, seconds, and the held-out result after each stage's last update.
 
-    None for a run without an update.
+    It has `head` and `rows`; None for a run without an update.
     """
     names = sets_in(run.evals)
     names = [*names, MEAN] if len(names) > 1 else names
@@ -55,7 +55,7 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _gains(summary: dict[str, Any]) -> Iterable[tuple[str, str]]:
-    """Held-out figures before and after: each set's, and with several sets their mean."""
+    """Pairs of name and text: held-out results before and after, of each set, and with several sets of their mean."""
     measure, mean, sets = summary["measure"], mean_of(summary), summary["sets"]
     for when, interval in (("before", "before_interval"), ("after", "interval")):
         if len(sets) > 1:
@@ -66,7 +66,8 @@ def _gains(summary: dict[str, Any]) -> Iterable[tuple[str, str]]:
 
 
 def recipe_sections(run: RunData) -> list[dict[str, Any]]:
-    """The recipe's sections with their keys; `changed` marks values that differ from the defaults."""
+    """The recipe for the page: its sections with their keys and values. `changed` marks values that are not the
+    default."""
     defaults = Recipe().model_dump(mode="json")
     return [
         {
@@ -113,7 +114,7 @@ def _with_interval(value: float | None, interval: Sequence[float] | None, measur
 
 
 def flat_settings(table: dict[str, Any], within: str = "") -> Iterable[tuple[str, Any]]:
-    """(key, value) of a table and of the tables inside it, whose keys begin with their table's name."""
+    """Yields (key, value) for all values in a table; a key in a table inside it has that table's name in front."""
     for key, value in table.items():
         if isinstance(value, dict):
             yield from flat_settings(value, f"{within}{key}.")
@@ -122,8 +123,8 @@ def flat_settings(table: dict[str, Any], within: str = "") -> Iterable[tuple[str
 
 
 def setting_text(value: object) -> str:
-    """A setting's value as text: true and false as in TOML, texts without quotes, and numbers to 12 digits, so that
-    0.1 + 0.2 is 0.3."""
+    """A setting's value as text: true and false as in TOML, texts without quotes, numbers with 12 digits (0.1 + 0.2 is
+    0.3)."""
     if isinstance(value, float):
         value = float(f"{value:.12g}")
     return str(value).lower() if isinstance(value, bool) else str(value)

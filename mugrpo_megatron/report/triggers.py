@@ -1,4 +1,4 @@
-"""Triggers at every measured threshold: the effect that another `objective.trigger_ratio` would have in this run."""
+"""Shows the triggers at every threshold that was measured, and so the effect of another `objective.trigger_ratio`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mugrpo_megatron.report.curves import Series, over_updates, ramp
 
 PREFIX = "trigger_tokens_"
 PAPER_RATIO = 1e-4
-"""The threshold of the paper's illustration, for recipes without a threshold."""
+"""The threshold in the paper's illustration; it stands in for a recipe without one."""
 
 SCOPES: dict[str, str] = {
     "none": "∅",
@@ -27,15 +27,15 @@ SCOPES: dict[str, str] = {
     "prefix": "∅, weights by the prefix",
     "prefix_min": "∅, weights by the prefix",
 }
-"""`objective.veto` -> the paper's symbol for the tokens that it drops."""
+"""`objective.veto` -> the paper's symbol for the set of tokens that it drops."""
 
 COLORS = {"trigger": "yellow", "suffix": "blue", "suffix_non_trigger": "teal", "response": "red"}
-"""Colours of the veto's scopes, in the order of the legend and the table."""
+"""Scope of the veto -> its colour, in the order of the legend and the table."""
 
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """The thresholds that a run measured, largest first, and its own."""
+    """The thresholds whose triggers a run measured, the largest first, and the recipe's own."""
 
     names: tuple[str, ...]
     ratio: float | None
@@ -43,19 +43,19 @@ class Thresholds:
 
     @property
     def nearest(self) -> str:
-        """The measured threshold nearest to the recipe's own, in log space."""
+        """The measured threshold that is nearest to the recipe's own, on a log scale."""
         target = math.log(max(PAPER_RATIO if self.ratio is None else self.ratio, 1e-300))
         return min(self.names, key=lambda name: abs(math.log(float(name)) - target))
 
     def label(self, name: str) -> str:
-        """The label of the threshold `name`, marked if it is the recipe's own or the nearest to it."""
+        """The label of the threshold `name`, with a note if it is the recipe's own, or nearest to that."""
         if self.ratio is None or name != self.nearest:
             return name
         return f"{name} (this run)" if float(name) == self.ratio else f"{name} (nearest to {ratio_text(self.ratio)})"
 
 
 def thresholds_of(run: RunData) -> Thresholds:
-    """The thresholds in the rows' metric names: `trigger_tokens_1e-4` measures 1e-4."""
+    """The thresholds that a run measured, from the names of its metrics: `trigger_tokens_1e-4` is about 1e-4."""
     names = {name.removeprefix(PREFIX) for row in run.updates for name in row if name.startswith(PREFIX)}
     return Thresholds(
         tuple(sorted(names, key=float, reverse=True)), run.recipe.get("objective", {}).get("trigger_ratio")
@@ -65,7 +65,7 @@ def thresholds_of(run: RunData) -> Thresholds:
 def threshold_series(
     thresholds: Thresholds, buckets: Sequence[Sequence[Row]], metric: str, axis: str
 ) -> Iterable[Series]:
-    """A metric at each threshold along `axis`; smaller thresholds have a stronger colour."""
+    """Curves of a metric along `axis`, one for each threshold; a smaller threshold has a stronger colour."""
     for index, name in enumerate(thresholds.names):
         yield Series(
             thresholds.label(name),
@@ -79,14 +79,15 @@ def threshold_series(
 
 
 def scope_series(thresholds: Thresholds, buckets: Sequence[Sequence[Row]], axis: str) -> Iterable[Series]:
-    """Tokens that each scope of the veto would drop at the threshold nearest to the run's own, along `axis`."""
+    """Curves along `axis`, one for each scope of the veto: tokens that it would drop at the threshold nearest to the
+    run's."""
     for scope, color in COLORS.items() if thresholds.names else ():
         values = over_updates(buckets, f"dropped_{scope}_{thresholds.nearest}")
         yield Series(f"{SCOPES[scope]} {scope}", color, axis, values, smooth=True, restarts=axis == "update")
 
 
 def trigger_table(run: RunData) -> dict[str, Any] | None:
-    """Mean and maximum over updates of every threshold's shares; None without the metrics."""
+    """The table of thresholds: mean and maximum over updates of each metric; None if the run measured none."""
     thresholds = thresholds_of(run)
     if not thresholds.names:
         return None
@@ -113,14 +114,15 @@ def _mean_and_max(updates: Iterable[Row], metric: str) -> tuple[str, str]:
 
 
 def ratio_text(ratio: float) -> str:
-    """The ratio as 0.5, 0.001 or 1e-4."""
+    """An importance ratio as text: 0.5, 0.001 or 1e-4."""
     if ratio == 0 or ratio >= 1e-3:
         return f"{ratio:g}"
     return np.format_float_scientific(ratio, precision=2, trim="-", exp_digits=1)
 
 
 def share_text(value: float) -> str:
-    """A percentage with two significant digits, since fractions span six powers of ten; a log may hold any number."""
+    """A fraction as a percentage with two significant digits: fractions span six powers of ten, and logs may hold any
+    number."""
     percent = 100 * value
     if percent == 0 or not math.isfinite(percent):
         return f"{percent:g} %"
@@ -128,5 +130,5 @@ def share_text(value: float) -> str:
 
 
 def mask_name(objective: Mapping[str, object]) -> str:
-    """The veto's name in the legend of the paper's Figure 3."""
+    """The name that the veto has in the legend of the paper's Figure 3."""
     return f"mask {SCOPES.get(str(objective.get('veto')), '?')}"
