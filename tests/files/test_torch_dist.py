@@ -125,15 +125,24 @@ WRONG: dict[str, tuple[Any, str]] = {
         place(start=10**9),
         r"__0_0\.distcp is truncated: \.metadata expects at least 1000000010 bytes",
     ),
-    "before the file": (place(start=-1), "a tensor's shape or place is not a list of whole numbers"),
-    "a text as a length": (place(length="10"), "a tensor's shape or place is not a list of whole numbers"),
-    "a flag as a length": (place(length=True), "a tensor's shape or place is not a list of whole numbers"),
+    "before the file": (place(start=-1), "a tensor's shape or its place in a file is not a list of whole numbers"),
+    "a text as a length": (
+        place(length="10"),
+        "a tensor's shape or its place in a file is not a list of whole numbers",
+    ),
+    "a flag as a length": (
+        place(length=True),
+        "a tensor's shape or its place in a file is not a list of whole numbers",
+    ),
     "compressed": (place(transforms=["zstd"]), r"stored with the transformation \['zstd'\]"),
     "another shape": (tensor(size=torch.Size([9, 9])), "the chunks of w do not add up to its size"),
     "a smaller shape": (tensor(size=torch.Size([1, 1])), "that is outside of the tensor"),
     "other axes": (tensor(size=torch.Size([4])), "damaged"),
     "no chunks": (tensor(chunks=[]), "the chunks of w do not add up to its size"),
-    "a list as a shape": (tensor(size=[4, 4]), "a tensor's shape or place is not a list of whole numbers"),
+    "a list as a shape": (
+        tensor(size=[4, 4]),
+        "a tensor's shape or its place in a file is not a list of whole numbers",
+    ),
     "no properties": (tensor(properties=None), "damaged"),
     "chunks twice": (
         lambda metadata: metadata.state_dict_metadata["w"].chunks.extend(metadata.state_dict_metadata["w"].chunks),
