@@ -1,4 +1,4 @@
-"""The verifier: it turns responses into rewards, by math-verify under strict rules or by a user's function.
+"""The verifier: turns responses into rewards, by math-verify under strict rules or by a user's function.
 
 Rewards are computed in worker processes, which may die at any time.
 """

@@ -1,4 +1,4 @@
-"""Calls a user's reward function in a worker, and converts its results to verdicts."""
+"""Calls a user's reward function in a worker, in the form that its parameters' names show, and converts its results."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from typing import Any
 from mugrpo_megatron.rewards.items import Needs, ScoringInput, Verdict, fits_float32
 
 LARGEST_CALL = 256
-"""Most responses in one call of a function of lists: a whole group, in all but the largest."""
+"""Most responses in one call of a function that takes lists: enough for a whole group, unless it is very large."""
 GOLD_COLUMNS = ("answer", "solution", "ground_truth", "label")
-"""Columns that default to the gold where a row lacks them."""
+"""Columns for which a function gets the gold if the row lacks them."""
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 TRAINERS = ("trainer_state", "environments")
-"""Parameters that only TRL's trainer can fill."""
+"""Parameters whose values only TRL's own trainer has."""
 
 Getter = Callable[[ScoringInput], Any]
 OF_ROW = ("row", "rows", "extra_info", "extra_infos", "sample", "samples")
 OF_PROMPT = ("prompt", "prompts", "completions", "sample", "samples")
 OF_IDS = ("completion_ids", "sample", "samples")
-"""Parameters that require rows, prompts and token ids in the worker."""
+"""Parameters for which the worker needs the rows, the prompts, or the token ids."""
 
 
 def _extra_info(item: ScoringInput) -> Any:
@@ -66,7 +66,7 @@ SINGLE: dict[str, dict[str, Getter]] = {
     },
     "sample": {"sample": _sample, "args": lambda item: SimpleNamespace()},
 }
-"""Functions of one response: parameter that identifies the form -> all its parameters."""
+"""Forms of functions of one response: the parameter by which the form is recognised -> all its parameters."""
 LISTS: dict[str, dict[str, Getter]] = {
     "completions": {
         "completions": _completion,
@@ -82,7 +82,8 @@ LISTS: dict[str, dict[str, Getter]] = {
     },
     "samples": {"samples": _sample, "args": lambda item: None},
 }
-"""Functions of lists with an entry for each response: parameter that identifies the form -> all its parameters."""
+"""Forms of functions that take lists with an entry for each response: the parameter by which the form is recognised ->
+all its parameters."""
 FORMS = (
     "(response, answer, row, prompt), verl's (data_source, solution_str, ground_truth, extra_info), TRL's (prompts, "
     "completions, ...) or slime's (args, sample)"
@@ -90,26 +91,27 @@ FORMS = (
 
 
 class Unsupported(Exception):
-    """Raised for a function whose parameters match no form; the message continues a sentence that begins with its
+    """Raised for a function whose parameters match no form. The message continues a sentence that begins with its
     name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The calling convention of a reward function."""
+    """The form of a reward function: which arguments it takes, and whether for one response or for lists."""
 
     takes_lists: bool
     """Whether the function takes and returns lists with an entry for each response."""
     getters: dict[str, Getter]
-    """Parameter -> its value for a response."""
+    """Parameter -> the function that gets its value for one response."""
     columns: dict[str, bool] | None
-    """TRL's further parameters: column of the row -> whether it is optional; None for other forms."""
+    """Columns of the row that the function has as parameters, in TRL's form: name -> whether it is optional. None in
+    other forms."""
     all_columns: bool
-    """Whether the function takes every column of the row, by `**kwargs`."""
+    """Whether the function takes all columns of the row, because it has `**kwargs`."""
 
     @property
     def needs(self) -> Needs:
-        """Arguments that the function uses."""
+        """The data that a worker needs to call the function."""
         parameters = set(self.getters)
         return Needs(
             responses=LARGEST_CALL if self.takes_lists else 1,
@@ -124,7 +126,7 @@ def form_of(function: Callable[..., Any]) -> Form:
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError) as error:
-        raise Unsupported(f"has no signature that could be read ({error})") from None
+        raise Unsupported(f"has no signature that can be read ({error}): write it as a def") from None
     key = next((name for name in (*LISTS, *SINGLE) if name in parameters), None)
     if key is None:
         raise Unsupported(f"takes ({', '.join(parameters)}): name its parameters as in {FORMS}")
@@ -151,7 +153,7 @@ def single_arguments(form: Form, item: ScoringInput) -> dict[str, Any]:
 
 
 def list_arguments(form: Form, items: Sequence[ScoringInput], metrics: dict[str, float]) -> dict[str, Any]:
-    """The arguments for several responses; TRL's `log_metric` writes to `metrics`.
+    """The arguments for several responses, lists with an entry for each; TRL's `log_metric` writes to `metrics`.
 
     Raises LookupError for a required column that the row lacks.
     """
@@ -178,26 +180,26 @@ def list_arguments(form: Form, items: Sequence[ScoringInput], metrics: dict[str,
 
 
 ASYNC_RESPONSES = 64
-"""Most concurrent responses of an `async` function in one worker."""
+"""Most responses that an `async` function scores at the same time in one worker."""
 EXCERPT_CHARS = 80
 MOST_PARTS = 16
-"""Most numbers besides the reward that a function may return for a response; each is a metric of the run."""
+"""Most numbers besides the reward that a function may return for one response. Each becomes a metric of the run."""
 PART_CHARS = 64
 _SCORES = ("score", "reward")
 """Keys of the reward in a returned dictionary; the first one present counts."""
 _ANSWERS = ("pred", "extracted")
-"""Keys of the extracted answer."""
+"""Keys of the extracted answer in a returned dictionary."""
 _WHY = "why"
-"""Key of a sentence about the reward."""
+"""Key of a sentence about the reward in a returned dictionary."""
 
 
 class GaveUp(Exception):
-    """Raised when an `async` function takes longer for a response than it may."""
+    """Raised when an `async` function has taken longer for a response than its limit."""
 
 
 @dataclass(slots=True)
 class Caller:
-    """A user's function; raises Unsupported for a function that cannot be called."""
+    """A user's function with the form in which it is called. Raises Unsupported for a function in no known form."""
 
     function: Callable[..., Any]
     name: str
@@ -213,14 +215,16 @@ class Caller:
 
     @property
     def needs(self) -> Needs:
-        """The arguments that the function takes, and how many responses one call may have."""
+        """The data that a worker needs to call the function, with the most responses of one call."""
         needs = self.form.needs
         return needs._replace(responses=ASYNC_RESPONSES) if self.is_async and not self.form.takes_lists else needs
 
     def __call__(self, items: Sequence[ScoringInput]) -> list[Verdict | BaseException]:
-        """A verdict on each item, or the function's exception for that item; an exception that concerns all items is
-        raised again."""
-        # The responses of a group share one row object, and a function may change what it gets: each gets a copy.
+        """A verdict on each item, or the exception that the function raised for it.
+
+        An exception that concerns all items is raised.
+        """
+        # Each item gets copies: a function may change its arguments, and the responses of a group share one row.
         items = [
             replace(item, row=deepcopy(item.row), prompt=deepcopy(item.prompt), gold=deepcopy(item.gold))
             for item in items
@@ -239,8 +243,8 @@ class Caller:
             rewards = []
         if isinstance(returned, str | bytes | dict) or len(rewards) != len(items):
             raise TypeError(f"{self.name} returned {_excerpt(returned)} and not a list of {len(items)} rewards")
-        # TRL's functions log a metric once a call, not once a response.
-        # A metric with a name of the reward's stays beside it.
+        # A metric that a TRL function logs belongs to the whole call, so each of its responses gets it. A metric called
+        # `score` or `reward` gets another name, since the reward has that one.
         logged = {f"logged_{name}" if name in _SCORES else name: value for name, value in metrics.items()}
         return [reward if reward is None or not logged else {**logged, "score": reward} for reward in rewards]
 
@@ -257,7 +261,7 @@ class Caller:
         return list(self._run(gather()))
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        # One event loop for all calls: a function may keep an HTTP session that belongs to it.
+        # All calls share one event loop, since a function may keep an HTTP session that belongs to the loop.
         self._runner = self._runner or asyncio.Runner()
         return self._runner.run(coroutine)
 
@@ -280,10 +284,11 @@ class Caller:
 
 
 def verdict_of(returned: Any, name: str, may_skip: bool) -> Verdict:
-    """Convert a function's result: a number, or a dictionary with a `score`, other numbers and a `why`.
+    """Convert what a function returned for a response: a number, or a dictionary with a `score`, other numbers and a
+    `why`.
 
-    With `may_skip`, None means that the function does not apply. Raises TypeError or ValueError unless the reward is a
-    finite number.
+    With `may_skip` it may be None: the function does not apply to the response. Raises TypeError or ValueError unless
+    the reward is a finite number.
     """
     if returned is None and may_skip:
         return Verdict(None, "", f"{name} does not apply")
@@ -313,7 +318,7 @@ def _number(returned: Any, name: str) -> float:
         raise TypeError(f"{name} returned {_excerpt(returned)}, a {type(returned).__name__} and not a number{none}")
     reward = float(returned)
     if not fits_float32(reward):
-        raise ValueError(f"{name} returned {reward}")
+        raise ValueError(f"{name} returned {reward}, which is not a finite number in float32")
     return reward
 
 

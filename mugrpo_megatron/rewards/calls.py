@@ -1,4 +1,4 @@
-"""Calls of a reward function: their batches, and the worker processes that execute them."""
+"""Calls of a reward function: how they are put into batches, and the worker processes that execute them."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from mugrpo_megatron.rewards.guard import END
 from mugrpo_megatron.rewards.items import Needs, ScoringInput, Verdict
 
 BATCH = 16
-"""Responses of a batch, unless one call has more: enough to hide the round trip, few enough that no worker idles long
-at the end."""
+"""Responses in a batch, unless one call has more: enough to hide the round trip, and few enough that no worker is idle
+for long at the end."""
 MEMORY_SHARE = 64
-"""A batch of several calls has at most the memory of a worker divided by this, as JSON: most memory is left to the
-function, even where parsed values take twenty times their text."""
+"""A batch of several calls has, as JSON, at most a worker's memory divided by this. Most memory is left to the
+function, even if parsed values take twenty times their text."""
 
 
 class VerdictSink(Protocol):
-    """Receives the verdicts of a submission."""
+    """Where the verdicts on the responses of one `submit` go."""
 
     def put(self, index: int, verdict: Verdict) -> None:
-        """Take a verdict; called once for every index."""
+        """Take the verdict on the response with this index; called once for every index."""
 
     def fail(self, error: Exception) -> None:
-        """Take the error that ended the verifier; missing verdicts will not come."""
+        """Take the error that ended the verifier; the verdicts that are missing will not come."""
 
 
 @dataclass(slots=True)
@@ -48,9 +48,9 @@ class Call:
 
     items: Sequence[ScoringInput]
     sinks: list[tuple[VerdictSink, int]]
-    """(sink, index) of the verdict on each item; the verdict of a single item goes to all sinks."""
+    """(sink, index) for the verdict on each item. If the call has a single item, all sinks get its verdict."""
     crashes: int = 0
-    """Number of workers that died on this call, or on a batch whose first call it was."""
+    """Number of workers that died during this call, or before they had read a batch that began with it."""
 
     def finish(self, verdicts: Sequence[Verdict]) -> None:
         for number, (sink, index) in enumerate(self.sinks):
@@ -62,32 +62,32 @@ class Call:
 
 
 ALARM_SHARE = 0.125
-"""CPU seconds after which an alarm ends a call, as a fraction of its wall-clock limit; the worker lives on for the next
-call."""
+"""Fraction of a call's limit after which, in CPU seconds, an alarm ends the call; the worker lives on for the next
+one."""
 DEATH_SECONDS = 10.0
-"""Longest wait for killed processes: one that hangs in the kernel must not hang the run."""
+"""Most seconds to wait for killed processes: one that hangs in the kernel must not hang the run."""
 _COMMAND = (
     "import sys; sys.path.insert(0, sys.argv.pop(1)); import mugrpo_megatron; del sys.path[0]; "
     "from mugrpo_megatron.rewards.guard import main; main(sys.argv.pop(1))"
 )
-"""Program of a new interpreter: it imports this package from the parent's path, and everything else without the current
-directory (`-P`)."""
+"""Program of a worker's new interpreter. It imports this package from the path that the parent has it from, and
+everything else without the current directory (`-P`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerProcess:
-    """A worker and its guard."""
+    """A worker process, started by a guard process, and the connection to it."""
 
     process: subprocess.Popen[bytes]
-    """The guard's process, which ends with the worker and has the worker's exit code."""
+    """The guard's process. It ends with the worker, and with the worker's exit code."""
     connection: Connection
 
     def send(self, message: bytes) -> None:
-        """Send a message; OSError when the worker is dead, or stopped and not reading."""
+        """Send a message; OSError if the worker is dead, or is stopped and does not read."""
         self.connection.send_bytes(message)
 
     def receive(self) -> Any:
-        """Receive a message; EOFError or OSError when the worker is dead, or stopped within a message."""
+        """Receive a message; EOFError or OSError if the worker is dead, or was stopped in the middle of a message."""
         return json.loads(self.connection.recv_bytes())
 
     def end(self) -> None:
@@ -95,7 +95,8 @@ class WorkerProcess:
         self.process.send_signal(END)
 
     def kill(self) -> None:
-        """Kill the worker and its descendants as `end` does, and wait until they are gone, at most DEATH_SECONDS."""
+        """Kill the worker and its descendants as `end` does, and wait until they are gone, for at most
+        DEATH_SECONDS."""
         self.end()
         try:
             self.process.wait(DEATH_SECONDS)
@@ -104,7 +105,7 @@ class WorkerProcess:
         self.connection.close()
 
     def exit_status(self) -> str:
-        """Exit status of a worker that has closed its connection: `exit code 3`, `SIGKILL`."""
+        """The exit status of a worker that has closed its connection, as text: `exit code 3`, `SIGKILL`."""
         try:
             code = self.process.wait(DEATH_SECONDS)
         except subprocess.TimeoutExpired:
@@ -113,7 +114,10 @@ class WorkerProcess:
 
 
 def start_worker(section: RewardSection, key: str, of_judge: bool) -> WorkerProcess:
-    """Start a worker of `section.function`, whose key in the recipe is `key`, and its guard."""
+    """Start a guard and its worker for `section.function`, which the recipe has at `key`.
+
+    `of_judge`: the function reads scores in a judge's answers.
+    """
     options = {
         "of_judge": of_judge,
         "key": key,
@@ -130,12 +134,12 @@ def start_worker(section: RewardSection, key: str, of_judge: bool) -> WorkerProc
 def start_guarded(
     worker: str, options: Mapping[str, Any], timeout_s: float, environment: Mapping[str, str] = MappingProxyType({})
 ) -> WorkerProcess:
-    """Start a guard that runs `serve(socket, options as JSON)` of the module `worker`.
+    """Start a guard whose worker runs `serve(socket, options as JSON)` of the module `worker`.
 
-    Sending or receiving a message for longer than `timeout_s` raises OSError.
+    Sending or receiving a message raises OSError if it takes longer than `timeout_s`.
     """
-    # A new interpreter: forking a process with threads may copy a held lock, and `multiprocessing`'s spawn would import
-    # the main module once more.
+    # The worker is a new interpreter. Forking a process with threads may copy a lock that is held, and spawning with
+    # `multiprocessing` would import the main module again.
     ours, theirs = socket.socketpair()
     limit = struct.pack("ll", int(timeout_s) + 1, 0)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
@@ -156,14 +160,15 @@ def start_guarded(
 class Worker:
     process: WorkerProcess
     deadline: float
-    """Monotonic time at which it is late, unless it is in `overtime`."""
+    """Monotonic time after which the worker may be late; with `overtime`, when to look at it again."""
     overtime: Overtime | None = None
-    """What the worker's call may take beyond its limit; None before the deadline."""
+    """The overtime of the worker's call; None until the deadline has passed."""
     ready: bool = False
     finished_calls: int = 0
     batch: deque[Call] = field(default_factory=deque)
     reading: bool = False
-    """Whether the worker has yet to acknowledge its batch; until then no call can be the cause of its death."""
+    """Whether the worker has not yet confirmed that it has read its batch. Until then no call can have caused its
+    death."""
     single_call: bool = False
     """Whether the worker's batch had only one call."""
     batch_bytes: int = 0
@@ -173,11 +178,12 @@ class Worker:
         return bool(self.batch) or not self.ready
 
     def limit(self, seconds: float) -> None:
-        """Set the time limit of what the worker does next: its start, reading a batch, or a call."""
+        """Set the time limit of the worker's next step: its start, the reading of a batch, or a call."""
         self.deadline, self.overtime = time.monotonic() + seconds, None
 
     def is_late(self, limit_s: float) -> bool:
-        """Whether the call is given up, now that its `limit_s` seconds are over; if not, its deadline moves on."""
+        """Whether the call, which has had its `limit_s` seconds, is to be given up; if not, the deadline is moved
+        on."""
         if self.overtime is None:
             self.overtime = Overtime(self.process.process.pid, limit_s)
         elif self.overtime.is_over():
@@ -186,19 +192,21 @@ class Worker:
         return False
 
     def message(self, needs: Needs, max_bytes: int) -> tuple[bytes, list[Call]]:
-        """Serialise the worker's batch (`batch_message`); returns the text and the calls that did not fit."""
+        """Make the message for the worker's batch (`batch_message`); returns it with the calls that did not fit into
+        it."""
         count, text = batch_message(self.batch, needs, max_bytes)
         unsent = [self.batch.pop() for _ in range(len(self.batch) - count)]
         self.reading, self.single_call, self.batch_bytes = True, count == 1, len(text)
         return text, unsent[::-1]
 
     def crashed_call(self) -> Call | None:
-        """The call that is given up because the worker died, removed from its batch; None to retry all calls."""
+        """Remove and return the call that is given up because the worker died during it; None if all its calls are
+        retried."""
         if not self.batch:
             return None
         self.batch[0].crashes += 1
-        # Retried once on its own, unless it was the only call of a fresh worker: earlier calls or the batch's others
-        # may be the cause. Retried too if unread: something else may have killed or stopped the worker.
+        # A call is given up at once only if nothing else can be the cause: it was the only call of a fresh worker, and
+        # the worker had read it. Otherwise it is retried once, in a batch of its own.
         certain = self.single_call and self.finished_calls == 0 and not self.reading
         return self.batch.popleft() if certain or self.batch[0].crashes > 1 else None
 
@@ -206,14 +214,14 @@ class Worker:
 def calls_of(
     sink: VerdictSink, indices: Sequence[int], items: Sequence[ScoringInput], max_items: int
 ) -> Iterator[Call]:
-    """Split a submission into calls over at most `max_items` consecutive items."""
+    """Divide the items of a `submit` into calls of at most `max_items` consecutive ones."""
     for start in range(0, len(items), max_items):
         chunk = slice(start, start + max_items)
         yield Call(items[chunk], [(sink, index) for index in indices[chunk]])
 
 
 def next_batch(queue: deque[Call]) -> list[Call]:
-    """Take the next batch from the front of the queue; a call that crashed a worker is a batch on its own."""
+    """Take the next batch from the front of the queue. A call that has crashed a worker gets a batch of its own."""
     batch: list[Call] = []
     size = 0
     while queue and (not batch or size + len(queue[0].items) <= BATCH):
@@ -225,14 +233,15 @@ def next_batch(queue: deque[Call]) -> list[Call]:
 
 
 def max_batch_bytes(memory_mb: int) -> int:
-    """Largest message of several calls, for a worker with `memory_mb` of memory."""
+    """The most bytes of a message with several calls, for a worker with `memory_mb` MiB of memory."""
     return (memory_mb << 20) // MEMORY_SHARE
 
 
 def batch_message(calls: Sequence[Call], needs: Needs, max_bytes: int) -> tuple[int, bytes]:
-    """Serialise the first call, and those after it that fit into `max_bytes`; returns their number and the JSON.
+    """Make a message of the first call and of as many after it as fit into `max_bytes`; returns their number and the
+    JSON.
 
-    Columns that the function does not need are left out, and values that items share are sent once.
+    Data that the function does not need are left out, and values that several items share are written once.
     """
     subjects: list[str] = []
     numbers: dict[tuple[int, int, int, str], int] = {}
@@ -266,7 +275,7 @@ _EXCERPT_CHARS = 60
 
 
 class FailureCount:
-    """Counts failures among the latest WINDOW responses."""
+    """Counts how many of the latest WINDOW responses a reward function failed on."""
 
     def __init__(self, section: RewardSection, key: str = "reward.function") -> None:
         self._section, self._key = section, key
@@ -274,10 +283,10 @@ class FailureCount:
         self._failures = 0
 
     def add(self, failed: bool, why: str, response: str, gold: object) -> None:
-        """Count one response; RewardFailure when the failures exceed `reward.max_failure_share`.
+        """Count one response; RewardFailure if the share of failures exceeds `reward.max_failure_share`.
 
-        The share counts at least FIRST responses: with the default of 1 %, any failure in the first 99 responses ends
-        the run.
+        The share is taken of at least FIRST responses. With the default of 1 %, a failure in the first 99 responses
+        ends the run.
         """
         if len(self._failed) == WINDOW:
             self._failures -= self._failed[0]

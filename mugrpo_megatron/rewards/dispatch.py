@@ -1,4 +1,4 @@
-"""Dispatches the calls of one reward function to worker processes with a hard wall-clock kill; from any thread."""
+"""Gives the calls of one reward function to worker processes, and kills workers that take too long. Thread-safe."""
 
 from __future__ import annotations
 
@@ -29,23 +29,27 @@ from mugrpo_megatron.rewards.items import Needs, ScoringInput, Verdict
 from mugrpo_megatron.rewards.math.literal import match_literally
 
 START_TIMEOUT_S = 600.0
-"""Most seconds of a worker's start, and of reading a batch; this time does not count as the function's."""
+"""Most seconds that a worker's start may take, and its reading of a batch. They do not count as the function's time."""
 CACHE_ENTRIES = 16_384
 
 Comparison = tuple[str, str]
-"""(answer, gold) that `math` compares."""
+"""(answer, gold): the texts that `math` compares."""
 
 
 class Dispatcher:
-    """One reward function's queue and workers. Workers start when the first response needs one.
+    """The queue and the workers of one reward function. Workers start when the first response needs one.
 
-    A call is given up after an eighth of `timeout_s` in CPU time. If that alarm has no effect, the worker is killed
-    after `timeout_s` by the clock, or later if it computes and the machine is slow or busy (`Overtime`). A new worker
-    takes its place and the rest of its batch. Both score 0. A call over n responses has n times these limits.
+    A call is given up after an eighth of `timeout_s` in CPU time, by an alarm in the worker. If the alarm has no
+    effect, the worker is killed after `timeout_s` by the clock, or later if it computes and the machine is slow or busy
+    (`Overtime`); a new worker takes over the rest of its batch. In both cases the call scores 0. A call of n responses
+    has n times these limits.
     """
 
     def __init__(self, section: RewardSection, key: str, of_judge: bool = False) -> None:
-        """Prepare `section.function`, whose key in the recipe is `key`; `of_judge`: it reads scores in answers."""
+        """Prepare the dispatcher of `section.function`, which the recipe has at `key`; it runs after `start`.
+
+        `of_judge`: the function reads scores in a judge's answers.
+        """
         self._section, self._key, self._of_judge = section, key, of_judge
         self._title = f"{key} {section.function!r}"
         self._is_math = section.function == MATH
@@ -75,7 +79,7 @@ class Dispatcher:
                 raise self._error
 
     def close(self) -> None:
-        """End every worker; unfinished calls fail."""
+        """End all workers; calls that are not finished fail."""
         self._closing = True
         self._wake()
         self._thread.join()
@@ -83,7 +87,7 @@ class Dispatcher:
         os.close(self._wake_out)
 
     def submit(self, sink: VerdictSink, indices: Sequence[int], items: Sequence[ScoringInput]) -> None:
-        """Start scoring the items and return at once; raises the error that ended the dispatcher, if it has ended."""
+        """Start to score the items and return at once; if an error has ended the dispatcher, raise that."""
         if self._error is not None:
             raise self._error
         if self._is_math:
@@ -96,7 +100,8 @@ class Dispatcher:
             self._wake()
 
     def _match_or_queue(self, sink: VerdictSink, index: int, item: ScoringInput) -> bool:
-        """Score a literal match here, queue any other comparison by `math`; returns whether a call was queued."""
+        """Score the item here if characters alone decide it, else queue its comparison; returns whether a call was
+        queued."""
         verdict_or_answer = match_literally(item.opening + item.response, item.answer, self._section)
         if isinstance(verdict_or_answer, str):
             return self._enqueue(Call([ScoringInput(verdict_or_answer, item.answer, item.answer)], [(sink, index)]))
@@ -104,7 +109,7 @@ class Dispatcher:
         return False
 
     def _enqueue(self, call: Call) -> bool:
-        """Queue a call, unless its comparison is cached or in flight; returns whether it was queued."""
+        """Queue a call, unless its comparison has a result or is being made; returns whether it was queued."""
         key = self._comparison(call)
         cached = None
         with self._lock:
@@ -124,7 +129,8 @@ class Dispatcher:
         return cached is None
 
     def _comparison(self, call: Call) -> Comparison | None:
-        """The comparison of a call to `math`; None for a user's function, which need not be deterministic."""
+        """The comparison that a call to `math` makes. None for other functions: they may give another result each
+        time."""
         if not self._is_math:
             return None
         return call.items[0].response, call.items[0].answer
@@ -138,8 +144,8 @@ class Dispatcher:
                 call.fail(error)
                 raise
         else:
-            # If the parser does not finish with an answer, that is the response's fault: it scores 0, and the function
-            # has not failed.
+            # An answer on which the parser fails or takes too long scores 0. That is the response's fault, and not a
+            # failure of the function.
             verdicts = [verdicts[0]._replace(extracted=call.items[0].response, failed=False)]
         if (key := self._comparison(call)) is not None:
             with self._lock:
@@ -150,8 +156,8 @@ class Dispatcher:
         call.finish(verdicts)
 
     def _give_up(self, call: Call, why: str, seconds: float = 0.0, unread: bool = False) -> None:
-        """Score a call 0 after its worker was killed, crashed, or could not read it."""
-        # A crash of `code` is the tested program's fault and no failure of the function.
+        """Score a call 0, because its worker was killed, crashed, or could not read it."""
+        # If a worker of `code` crashes, that is the tested program's fault and no failure of the function.
         failed = unread or self._section.function != CODE
         self._finish(call, [Verdict(0.0, "", why, seconds / len(call.items), failed)] * len(call.items))
 
@@ -159,7 +165,7 @@ class Dispatcher:
         os.write(self._wake_in, b"x")
 
     def _run(self) -> None:
-        """The dispatching thread; when it ends, for any reason, unfinished calls fail and workers are killed."""
+        """Dispatch calls until `close`. However this thread ends, unfinished calls fail and all workers are killed."""
         failure: Exception = RuntimeError("the verifier was closed before everything was scored")
         try:
             while not self._closing:
@@ -176,7 +182,7 @@ class Dispatcher:
                 worker.process.kill()
 
     def _handle_events(self) -> None:
-        """Wait for a result, a worker's death, a deadline or new calls, and handle it."""
+        """Wait for a result, a worker's death, a deadline or new calls, and handle what has happened."""
         deadlines = [worker.deadline for worker in self._workers if worker.busy]
         patience = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
         readable = wait([self._wake_out, *(worker.process.connection for worker in self._workers)], patience)
@@ -188,7 +194,8 @@ class Dispatcher:
             elif worker.busy and time.monotonic() >= worker.deadline:
                 if not worker.ready:
                     raise UserError(
-                        f"a verifier process did not start in {START_TIMEOUT_S:g} s: is the machine overloaded?"
+                        f"a verifier process did not start in {START_TIMEOUT_S:g} s: is the machine overloaded? "
+                        "Run the same command again when it is not"
                     )
                 if worker.reading:
                     self._handle_death(worker)
@@ -201,7 +208,7 @@ class Dispatcher:
                 self._give_up(call, f"killed after {limit:g} s", limit)
 
     def _dispatch(self) -> None:
-        """Start workers for the queue, up to the limit, and send a batch to every idle one."""
+        """Start workers if the queue needs them, up to the limit, and send each idle worker a batch."""
         with self._lock:
             queued = len(self._queue)
         if not self._is_math and not self._workers:
@@ -222,7 +229,7 @@ class Dispatcher:
                 self._send(worker)
 
     def _send(self, worker: Worker) -> None:
-        """Send an idle worker a batch from the queue, if any."""
+        """Send an idle worker the next batch of the queue, if there is one."""
         if worker.process.connection.poll():  # the worker has died while it was idle, which `_receive` handles
             return
         with self._lock:
@@ -268,7 +275,10 @@ class Dispatcher:
         self._finish(call, [Verdict(*verdict) for verdict in reply["verdicts"]])
 
     def _handle_death(self, worker: Worker) -> None:
-        """Handle a worker that died, or stopped before it had read its batch."""
+        """Remove a worker that has died, or that stopped before it had read its batch, and give up or retry its call.
+
+        Raises UserError if the worker died while it started.
+        """
         if not worker.ready:
             cause = "is reward.worker_memory_mb too small?"
             if not self._is_math:
@@ -287,7 +297,7 @@ class Dispatcher:
             self._give_up(crashed, why, unread=unread)
 
     def _discard(self, worker: Worker) -> None:
-        """End a worker; the rest of its batch goes back to the front of the queue."""
+        """Kill a worker, and put the rest of its batch back at the front of the queue."""
         self._workers.remove(worker)
         worker.process.kill()
         with self._lock:

@@ -1,4 +1,4 @@
-"""Checks of golds and tests before a run: problems that no response can solve."""
+"""Finds golds and tests that no response can satisfy, before a run starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.samples import Problem
 
 EXCERPT_CHARS = 60
-"""Most characters of a gold that a line quotes."""
+"""Most characters of a gold that a line of output quotes."""
 _NO_ANSWER = re.compile(
     r"proof(?: (?:needed|required|omitted|problem|only|by \w+))?"
     r"|(?:see|refer to) (?:the )?(?:proof|solution|explanation)"
@@ -24,17 +24,17 @@ _NO_ANSWER = re.compile(
     r"|proved|to be proved|q\.?e\.?d|证明(?:略|题|见解析)?|略|见解析|無解答|解答なし",
     re.IGNORECASE,
 )
-"""What published sets write where a problem has no answer (NuminaMath's `proof` and `notfound`)."""
+"""Matches what published sets write in the place of an answer that does not exist, such as NuminaMath's `proof`."""
 _AROUND = re.compile(r"\\(?:text[a-z]*|mathrm|boxed|mbox)\s*\{|[{}$*_`\"'().。.]|<[^<>]*>")
 CHECKS = {
     MATH: "mugrpo_megatron.rewards.math.gold:verifies_itself",
     CODE: HAS_TESTS,
 }
-"""Built-in function -> a reward function that returns 1 for a usable gold, or a row with usable tests."""
+"""Built-in function -> a reward function that is 1 if a gold is usable (`math`), or a row's tests are (`code`)."""
 
 
 def unusable_golds(problems: Sequence[Problem], section: RewardSection) -> dict[str, str]:
-    """Problems that `math` or `code` cannot score: id -> one sentence (file:line: reason)."""
+    """Find the problems that `math` or `code` cannot score: id -> a sentence (file:line: reason)."""
     reasons: dict[str, str] = {}
     for function, check in CHECKS.items():
         names = {name for name, entry in section.table.items() if entry.function == function}
@@ -53,7 +53,7 @@ def unusable_golds(problems: Sequence[Problem], section: RewardSection) -> dict[
             doubtful = [problem for problem in doubtful if problem.id not in reasons]
         if not doubtful:
             continue
-        # Golds are checked in the verifier's workers, because a gold can hang a parser just as an answer can.
+        # Golds are checked in the verifier's workers, because a parser can hang on a gold as it can on an answer.
         checking = {"function": check, "functions": {}, "max_failure_share": 1.0}
         with Verifier(section.model_copy(update=checking)) as verifier:
             answers = [problem.answer for problem in doubtful]
@@ -69,16 +69,16 @@ def unusable_golds(problems: Sequence[Problem], section: RewardSection) -> dict[
 
 
 def says_there_is_none(gold: str) -> bool:
-    """Whether a gold is a word for a missing answer: `proof`, `notfound`, `N/A`."""
+    """Whether a gold says that there is no answer: `proof`, `notfound`, `N/A`."""
     text = " ".join(_AROUND.sub(" ", gold).split()) or gold.strip()
     return _NO_ANSWER.fullmatch(text) is not None
 
 
 def scores_of_golds(problems: Sequence[Problem], section: RewardSection) -> Iterator[str]:
-    """Yield a line for each reward function except `code`: its reward for the gold of its first problem as response.
+    """Yield a line for each reward function but `code`: the reward for the gold of a problem, given as the response.
 
-    For `math` the answer is boxed. Raises UserError for a function that cannot be loaded, takes other parameters, or
-    fails.
+    The problem is the first that the function scores; for `math` the gold is put into a box. Raises UserError for a
+    function that cannot be loaded, has other parameters, or fails.
     """
     for name, entry in section.table.items():
         if entry.function == CODE:  # for `code` a gold is a list of tests, not a program that could be scored

@@ -1,7 +1,8 @@
-"""The guard of a verifier worker: starts it, and kills all its descendants when the worker or the verifier ends.
+"""The guard of a worker process: starts the worker, and kills all its descendants when worker or verifier ends.
 
-`calls.start_guarded` starts one for each worker, as the leader of a session. Orphans become the guard's children
-(prctl(2), PR_SET_CHILD_SUBREAPER), so none escapes. The guard only waits for signals, even while its worker hangs.
+`calls.start_guarded` starts one guard for each worker, as the leader of a session. Orphans of the worker become
+children of the guard (prctl(2), PR_SET_CHILD_SUBREAPER), so that none escapes. The guard does nothing but wait for
+signals, so a worker that hangs does not stop it.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from pathlib import Path
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 END = signal.SIGUSR1
-"""Signal that tells the guard to kill all its descendants and exit; the kernel sends it when the verifier's thread
-ends. Not SIGTERM, which a job scheduler sends to every process long before the run has to end."""
+"""Signal on which the guard kills all its descendants and exits; the kernel sends it when the verifier's thread ends.
+It is not SIGTERM, which a job scheduler sends to every process long before the run has to end."""
 WAITED_FOR = (END, signal.SIGCHLD)
 
 
 def main(worker: str) -> None:
-    """Run `serve(SOCKET_FD, OPTIONS)` of the module `worker` in a child, and exit with its exit code.
+    """Run `serve(SOCKET_FD, OPTIONS)` of the module `worker` in a child process, and exit with its exit code.
 
     sys.argv is [..., PARENT_PID, SOCKET_FD, OPTIONS].
     """
@@ -40,7 +41,7 @@ def main(worker: str) -> None:
     if child == 0:
         kernel.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, WAITED_FOR)
-        # Imported in the child only: the guard stays small.
+        # Imported in the child alone, so that the guard stays small.
         import_module(worker).serve(int(sys.argv[-2]), sys.argv[-1])
         return
     os.close(int(sys.argv[-2]))
@@ -50,9 +51,9 @@ def main(worker: str) -> None:
 
 
 def default_signals(except_for: Collection[int] = ()) -> None:
-    """Give this process the signals of a fresh one: an ignored or blocked signal is inherited through fork and exec.
+    """Reset this process's handling of signals, since ignored and blocked ones are inherited through fork and exec.
 
-    Python ignores SIGPIPE and SIGXFSZ; a program that inherited that would write on where it should end.
+    Python ignores SIGPIPE and SIGXFSZ; a program that inherited this would go on writing where it should end.
     """
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, *except_for}:
         with suppress(OSError, ValueError):  # glibc reserves two of the real-time signals
@@ -61,11 +62,11 @@ def default_signals(except_for: Collection[int] = ()) -> None:
 
 
 def _ignore(_number: int, _frame: object) -> None:
-    """Ignore a signal; unlike SIG_IGN, a handler is not inherited by programs that a reward function runs."""
+    """Ignore a signal. Unlike SIG_IGN, this handler is not inherited by programs that a reward function runs."""
 
 
 def wait_for(worker: int) -> int:
-    """Wait for the worker; returns its exit code, 128 + N after signal N, or 0 after END."""
+    """Wait until the worker has ended, or END comes. Returns its exit code, 128 + N after signal N, or 0 after END."""
     while signal.sigwaitinfo(WAITED_FOR).si_signo != END:
         for pid, status in _ended(os.WNOHANG):
             if pid == worker:
@@ -75,14 +76,14 @@ def wait_for(worker: int) -> int:
 
 
 def _ended(options: int) -> Iterator[tuple[int, int]]:
-    """Reap children that have ended; yields (process id, wait status)."""
+    """Reap children that have ended; yields (process id, wait status) of each."""
     with suppress(ChildProcessError):
         while (child := os.waitpid(-1, options))[0]:
             yield child
 
 
 def kill_descendants() -> None:
-    """Kill children until none is left; the children of a killed process become the guard's."""
+    """Kill children until there are none; when a process is killed, its own children become children of the guard."""
     _kill_children()
     for _ in _ended(0):
         _kill_children()
@@ -91,7 +92,7 @@ def kill_descendants() -> None:
 def _kill_children() -> None:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # the process has ended meanwhile
-            # The fields of /proc/PID/stat after the name, see proc(5).
+            # The fields of /proc/PID/stat that follow the process's name (proc(5)).
             _state, parent, *_ = stat.read_text("utf-8", "replace").rpartition(")")[2].split()
             if int(parent) == os.getpid():
                 os.kill(int(stat.parent.name), signal.SIGKILL)

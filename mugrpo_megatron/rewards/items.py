@@ -1,4 +1,4 @@
-"""Inputs and results of a reward function: the records between the verifier and its workers."""
+"""The records that verifier and workers exchange: inputs and results of a reward function."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 Row = Mapping[str, Any]
-"""A row of the data set as JSON values, all columns included."""
+"""A row of the data set as JSON values, with all its columns."""
 LARGEST_FLOAT = 3.4e38
-"""Largest number of float32, in which advantages are computed."""
+"""Largest number of float32, the type in which advantages are computed."""
 ChatOrText = str | Sequence[Mapping[str, Any]]
 """A prompt: text, or the messages of a chat (`role`, `content`, and what else its row has)."""
 
 
 def fits_float32(value: float) -> bool:
-    """Whether a number, an integer of any size included, is finite as float32."""
+    """Whether a number is finite as float32; it may be an integer of any size."""
     return abs(value) <= LARGEST_FLOAT  # false for NaN
 
 
@@ -37,7 +37,7 @@ class ScoringInput:
     gold: Any
     """The gold in the data, any JSON value."""
     answer: str
-    """The gold answer that `math` compares with."""
+    """The gold answer with which `math` compares."""
     row: Row = field(default_factory=dict)
     prompt: ChatOrText = ""
     source: str = ""
@@ -45,11 +45,11 @@ class ScoringInput:
     ids: Sequence[int] = ()
     """The response's token ids."""
     opening: str = ""
-    """The tag with which the prompt opens a thought; `response` continues it."""
+    """The tag with which the prompt opens a thought, such as `<think>`; `response` continues after it."""
 
 
 class Needs(NamedTuple):
-    """Arguments that a worker's function uses, as the worker reports them; other arguments are not sent."""
+    """The data that a worker needs to call its function, as the worker reports it; other data is not sent."""
 
     responses: int = 1
     """Most responses that one call of the function may have."""
@@ -59,7 +59,7 @@ class Needs(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The result of one reward function for one response; sent over the socket."""
+    """The result of one reward function on one response; workers send it over the socket."""
 
     reward: float | None
     """The reward; None if the function does not apply to this response."""
@@ -68,7 +68,7 @@ class Verdict(NamedTuple):
     why: str
     seconds: float = 0.0
     failed: bool = False
-    """Whether the function raised, returned no finite number, or ran into a limit."""
+    """Whether the function raised, returned no finite number, or exceeded a limit."""
     parts: Mapping[str, float] = {}
     """Other numbers that the function returned, by name."""
 
@@ -85,13 +85,13 @@ class Score:
     components: Mapping[str, float] = field(default_factory=dict)
     """Unweighted rewards by the functions' names, and the overlong penalty."""
     missing: bool = False
-    """Whether no function applies, or one with a weight failed: `reward` then says nothing about the response."""
+    """Whether no function applies, or one with a weight failed; then `reward` says nothing about the response."""
     failed: tuple[str, ...] = ()
     """Names of the functions that failed; `why` has the exception."""
 
 
 class Pending(Generic[Result]):
-    """A future of several results: scores, or verdicts."""
+    """A future of several results (scores or verdicts), which arrive one by one."""
 
     def __init__(self, count: int) -> None:
         self._results: list[Result | None] = [None] * count
@@ -103,7 +103,7 @@ class Pending(Generic[Result]):
             self._done.set()
 
     def result(self, timeout_s: float | None = None) -> list[Result]:
-        """Wait for all results; returns them in the order of submission.
+        """Wait for all results and return them in the order of submission.
 
         Raises TimeoutError after `timeout_s`, or the error that ended the verifier.
         """
@@ -117,7 +117,7 @@ class Pending(Generic[Result]):
         return self._done.is_set()
 
     def put(self, index: int, result: Result) -> None:
-        """Set one result; the verifier calls this once for every index."""
+        """Set the result with this index; the verifier calls this once for every index."""
         with self._lock:
             self._results[index] = result
             self._missing -= 1

@@ -1,4 +1,4 @@
-"""The verifier: scores responses with one reward function or several in worker processes, in order."""
+"""The verifier: scores responses in order, with one or several reward functions in worker processes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from mugrpo_megatron.rewards.items import ChatOrText, Pending, Row, Score, Scori
 def combined(verdicts: Mapping[str, Verdict], weights: Mapping[str, float]) -> Score:
     """The score of one response: the sum of weight x reward over the functions that apply, 0 when none does.
 
-    It is `missing` when none does or one failed: evaluations count 0, training leaves the response out of its group.
+    It is `missing` when no function applies or one with a weight failed: an evaluation then counts 0, and training
+    leaves the response out of its group.
 
-    Components are the unweighted rewards by the functions' names, and `name.part` for other numbers of a function. The
-    extracted answer is the first that a function found.
+    Components are the unweighted rewards under the functions' names, and other numbers of a function as `name.part`.
+    The extracted answer is the first that a function found.
     """
     if len(verdicts) == 1:  # the common case first: a stage has up to millions of responses with one verdict
         ((name, verdict),) = verdicts.items()
@@ -53,9 +54,11 @@ def _components(name: str, verdict: Verdict) -> dict[str, float]:
 
 
 def with_length_penalty(score: Score, tokens: int, max_tokens: int, section: RewardSection) -> Score:
-    """Subtract the overlong penalty for training, off by default; evaluation uses the score without it.
+    """Subtract the overlong penalty, which is off by default. It is for training; an evaluation uses the score without
+    it.
 
-    The penalty, between 0 and 1, is one of the components. `tokens`: length of the response, at most `max_tokens`.
+    The penalty, between 0 and 1, becomes one of the components. `tokens` is the response's length, at most
+    `max_tokens`.
     """
     if not section.overlong_buffer_tokens:
         return score
@@ -64,29 +67,33 @@ def with_length_penalty(score: Score, tokens: int, max_tokens: int, section: Rew
 
 
 def reward_before_penalty(reward: float, components: Mapping[str, float]) -> float:
-    """Reward before the length penalty, where it was subtracted from the reward of a single function."""
+    """The reward without the overlong penalty, if it was subtracted from the reward of a single function; else the
+    reward."""
     verdicts = [value for name, value in components.items() if name != OVERLONG and "." not in name]
     return verdicts[0] if len(verdicts) == 1 and OVERLONG in components else reward
 
 
 def overlong(tokens: int, max_tokens: int, buffer: int) -> float:
-    """0 up to `max_tokens - buffer`, then linear up to 1 at `max_tokens` (Yu et al. 2025, DAPO, equation 13)."""
+    """The overlong penalty: 0 up to `max_tokens - buffer` tokens, then linear up to 1 at `max_tokens`.
+
+    Source: Yu et al. 2025 (DAPO), equation 13.
+    """
     return min(1.0, max(0.0, (tokens - (max_tokens - buffer)) / buffer))
 
 
 @dataclass(slots=True)
 class VerdictCollector:
-    """Combines the verdicts on each response of a submission into its score. Thread-safe."""
+    """Combines the functions' verdicts on each response of a `submit` into its score. Thread-safe."""
 
     pending: Pending[Score]
     weights: Mapping[str, float]
     names: Sequence[Sequence[str]]
-    """Functions that score each response, in the recipe's order."""
+    """For each response, the functions that score it, in the recipe's order."""
     _verdicts: dict[int, dict[str, Verdict]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def put(self, name: str, index: int, verdict: Verdict) -> None:
-        """Add the verdict of one function on one response."""
+        """Add the verdict of one function on one response; with the last one, its score is complete."""
         names = self.names[index]
         if len(names) == 1:
             self.pending.put(index, combined({name: verdict}, self.weights))
@@ -113,7 +120,7 @@ class _FunctionSink:
 
 
 class Verifier:
-    """Scores responses; a context manager. Every function has workers, limits and a failure count of its own.
+    """Scores responses; a context manager. Each reward function has its own workers, limits and count of failures.
 
     `submit` may be called from any thread.
     """
@@ -129,7 +136,7 @@ class Verifier:
         self._stack = ExitStack()
 
     def __enter__(self) -> Verifier:
-        """Start, and load users' functions, so that a wrong name is an error now."""
+        """Start, and load users' functions, so that a wrong name is an error at once."""
         with ExitStack() as stack:
             for dispatcher in self._dispatchers.values():
                 dispatcher.start()
@@ -145,7 +152,7 @@ class Verifier:
         self._stack.close()
 
     def score(self, *arguments: Any, **known: Any) -> list[Score]:
-        """Score responses, in order; blocks until all are done. Takes the arguments of `submit`."""
+        """Score responses and wait for all scores; returns them in order. The arguments are those of `submit`."""
         return self.submit(*arguments, **known).result()
 
     def submit(

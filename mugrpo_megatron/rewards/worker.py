@@ -1,6 +1,7 @@
-"""A verifier worker: reads batches of calls from a socket, acknowledges each batch, and replies after each call.
+"""A worker process of the verifier: reads batches of calls from a socket, confirms each, and replies after each call.
 
-It limits its address space, gives up a call when its alarm rings, retires when it has grown, and may be killed.
+It limits its address space, gives up a call when its alarm rings, and retires when it has grown. It may be killed at
+any time.
 """
 
 from __future__ import annotations
@@ -17,23 +18,26 @@ from mugrpo_megatron.call_guard import address_space, refuse_exits
 from mugrpo_megatron.rewards.items import Needs, ScoringInput, Verdict
 
 ALARM_AGAIN_S = 0.25
-"""CPU seconds between rings of the alarm. It repeats, because the first may ring where an exception is swallowed, as in
-a finalizer."""
+"""CPU seconds between rings of the alarm. It is repeated, because the first may ring where an exception is swallowed,
+as in a finalizer."""
 RETIREMENT_SHARE = 0.75
-"""Fraction of the memory limit at which a worker retires, so that memory of earlier calls does not fail a later one."""
+"""Fraction of its memory limit at which a worker retires, so that memory which earlier calls took does not fail a later
+one."""
 ASYNC_SHARE = 0.875
-"""Fraction of the wall-clock limit after which an `async` function is cancelled for a response."""
+"""Fraction of the limit by the clock after which an `async` function is cancelled for a response."""
 
 RewardFunction = Callable[[Sequence[ScoringInput]], Sequence[Verdict | BaseException]]
 
 
 class AlarmRang(BaseException):
-    """Raised when a call's CPU time is over. Not an Exception, so that no `except Exception` of a library swallows
-    it."""
+    """Raised when a call has used up its CPU time.
+
+    It is not an Exception, so that no `except Exception` in a library swallows it.
+    """
 
 
 def load(options: dict[str, Any]) -> tuple[RewardFunction, Needs, str]:
-    """Load the function that the options name; returns it, the arguments that it uses, and a note for the user.
+    """Load the function that the options name; returns it, the data that it needs, and a note for the user.
 
     Raises UserError for a function that cannot be loaded.
     """
@@ -76,7 +80,7 @@ def load(options: dict[str, Any]) -> tuple[RewardFunction, Needs, str]:
 def call(function: RewardFunction, items: Sequence[ScoringInput], alarm_s: float) -> tuple[list[Verdict], bool]:
     """Call a function; returns a verdict on each item, and whether the alarm rang.
 
-    MemoryError ends the process; other failures score 0.
+    A MemoryError ends the process; after other failures the items score 0.
     """
     start = time.perf_counter()
     results: Sequence[Verdict | BaseException]
@@ -90,8 +94,8 @@ def call(function: RewardFunction, items: Sequence[ScoringInput], alarm_s: float
     except MemoryError:
         raise
     except BaseException as error:
-        # An answer may break a function in any way; it scores 0 and the run goes on. Even KeyboardInterrupt is the
-        # function's: the guard ignores Ctrl-C, and the worker inherits that.
+        # An answer may break a function in any way; it scores 0 and the run goes on. Even a KeyboardInterrupt comes
+        # from the function: the guard ignores Ctrl-C, and the worker inherits that.
         signal.setitimer(signal.ITIMER_PROF, 0)
         results = [error] * len(items)
     if any(isinstance(result, MemoryError) for result in results):
@@ -108,7 +112,7 @@ def call(function: RewardFunction, items: Sequence[ScoringInput], alarm_s: float
 
 
 def serve(socket: int, text: str) -> None:
-    """Limit this process, load the function and serve calls until the parent is gone. `text`: options as JSON."""
+    """Limit this process, load the function and serve calls until the parent is gone. `text` is the options as JSON."""
     from mugrpo_megatron.errors import UserError
 
     options = json.loads(text)
@@ -122,7 +126,7 @@ def serve(socket: int, text: str) -> None:
     except UserError as error:
         connection.send_bytes(json.dumps({"failed": str(error)}).encode())
         return
-    # Python raises any of these without memory; an error of a user's module is a UserError.
+    # Any of these may mean that memory is too small; errors of a user's module were turned into UserError.
     except (MemoryError, ImportError, OSError, SystemError) as error:
         why = f"{error!r} in {options['memory_mb']} MiB of address space; raise reward.worker_memory_mb"
         connection.send_bytes(json.dumps({"failed": f"a verifier process could not start: {why}"}).encode())
@@ -136,7 +140,7 @@ def serve(socket: int, text: str) -> None:
 
 
 def _serve(connection: Connection, function: RewardFunction, alarm_s: float, max_bytes: float) -> None:
-    """Serve one batch after the other, until the parent is gone or `max_bytes` are in use."""
+    """Serve one batch after another, until the parent is gone or more than `max_bytes` are in use."""
     while True:
         try:
             batch = json.loads(connection.recv_bytes())
@@ -146,7 +150,7 @@ def _serve(connection: Connection, function: RewardFunction, alarm_s: float, max
         for rows in batch["calls"]:
             items = [_item(response, batch["subjects"][subject], ids) for response, subject, ids in rows]
             verdicts, alarm_rang = call(function, items, alarm_s)
-            # Tasks of an event loop that an alarm interrupted may still run.
+            # A worker also retires if an alarm interrupted its event loop, since tasks of the loop may still run.
             retires = address_space() > max_bytes or (alarm_rang and getattr(function, "is_async", False))
             connection.send_bytes(json.dumps({"verdicts": verdicts, "retires": retires}).encode())
             if retires:

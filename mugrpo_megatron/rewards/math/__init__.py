@@ -1,1 +1,1 @@
-"""The comparer of `reward.function = "math"`: finds the answer in a response and compares it with the gold."""
+"""The reward function `math`: finds the answer in a response and compares it with the gold."""

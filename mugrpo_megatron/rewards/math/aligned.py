@@ -1,4 +1,4 @@
-r"""Equations in several rows (`aligned`, `cases`, `gathered`) as a chain or a list in one row."""
+r"""Rewrites equations in several rows (`aligned`, `cases`, `gathered`) as a chain of equations or a list in one row."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ _NUMBERED = re.compile(r"\\(?:nonumber|notag|label\s*\{[^{}]*\}|tag\*?\s*\{[^{}]
 
 
 def without_alignment(text: str) -> str:
-    r"""Rows that begin with an equals sign continue the row before, other rows are elements of a list.
+    r"""Rewrite environments of several rows as one row.
 
-    An environment whose columns do not meet at relations, as of a matrix or a piecewise function, stays as it is.
+    A row that begins with an equals sign continues the row before; other rows become elements of a list. An environment
+    stays as it is if its columns do not meet at relations, as in a matrix or a piecewise function.
     """
     if "\\begin" not in text:
         return text.replace("&=", "=").replace("=&", "=") if "&" in text and "matrix" not in text else text
@@ -37,7 +38,7 @@ def without_alignment(text: str) -> str:
 
 
 def as_displays(text: str) -> str:
-    r"""Environments that are displays themselves (`align*`, `gather`) as `aligned` inside of `$$`."""
+    r"""Rewrite environments that are displays by themselves (`align*`, `gather`) as `aligned` inside `$$`."""
     if "\\begin" not in text:
         return text
     return _DISPLAY.sub(r"$$\\begin{aligned}\g<body>\\end{aligned}$$", text)
@@ -64,7 +65,7 @@ def _in_one_row(environment: re.Match[str]) -> str:
 
 
 def _joined(cells: list[str]) -> str | None:
-    """The cells of a row in one text; None where two of them do not meet at a relation."""
+    """Join the cells of a row to one text; None if two of them do not meet at a relation such as `=`."""
     text = cells[0]
     for cell in cells[1:]:
         if text and cell and not _RELATION.match(cell) and not _OPEN_END.search(text):

@@ -1,7 +1,7 @@
-"""Characters that mean the same: digits of every script, compatibility forms, spaces and signs in one spelling.
+"""Gives characters that mean the same one spelling: digits of every script, compatibility forms, spaces and signs.
 
-Unicode Standard Annex 15 defines the compatibility forms. They are not folded blindly: a superscript is an exponent, a
-subscript an index, a circled digit a label.
+Unicode Standard Annex 15 defines the compatibility forms. Not all are replaced by what they are compatible with: a
+superscript becomes an exponent, a subscript an index, and a circled digit stays, since it is a label.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _SIGNS = {
 """Sign without a compatibility form -> the usual sign for it; and letters of number sets, which stay blackboard
 letters."""
 _AS_THEY_ARE = frozenset("\u2026\u2025\u2122\u2120\u00a8\u00af\u00b8\u1fbd\u203c\u2047\u2048\u2049")
-"""Characters whose compatibility form is longer without being clearer."""
+"""Characters that stay, because their compatibility form is longer and no clearer."""
 _NO_UNITS = frozenset("\u33c2\u33c7\u33cd\u33d1\u33d2\u33d8")
-"""Squared abbreviations that are no units, such as ln and log."""
+"""Squared abbreviations that are not units, such as ln and log."""
 _RAISED = "\u00b2\u00b3\u00b9\u2070\u2071\u2074-\u207f\u02b0-\u02b8\u02e1-\u02e3\u1d2c-\u1d6a\u1d9c-\u1dbf"
 _LOWERED = "\u2080-\u209c\u1d62-\u1d6a\u2c7c"
 FRACTIONS = "\u00bc-\u00be\u2150-\u215f\u2189"
@@ -37,21 +37,21 @@ RAISED = rf"[{_RAISED}]"
 _SCRIPT = re.compile(f"(?P<low>[{_LOWERED}]+)|(?P<raised>[{_RAISED}]+)")
 _ORDINAL = re.compile(r"(?<=[0-9])\.?[\u00ba\u00aa]")
 _LABELLED = re.compile(r"^\s*[A-J\uff21-\uff2a](?=\u3001)", re.MULTILINE)
-"""Matches the letter of an option as Chinese text writes it."""
+"""Matches the letter of an option in the form that Chinese text has: a letter and an ideographic comma."""
 _TILDE = re.compile(r"(?<=[0-9])\s*[\uff5e\u301c]\s*(?=[0-9])")
 _FRACTION_AFTER = re.compile(r"(?<=[0-9])[\s\u2064]*(?=\\frac\{[0-9]{1,2}\}\{[0-9]{1,2}\})")
 
 _UNIT_PER = re.compile(r"(\\text\{ [A-Za-z\u03bc]+)\}/([A-Za-z]{1,4})(?![A-Za-z])")
-"""A unit divided by another one, as the glyph of a squared unit becomes: `\\text{ km}/h`."""
+"""Matches a unit divided by another one, which a character such as ㎞/h becomes: `\\text{ km}/h`."""
 
 
 def plain_characters(text: str, scripts: bool = True) -> str:
-    r"""Text with one spelling for characters that mean the same; ASCII text and letters of any script are unchanged.
+    r"""Give text one spelling for characters that mean the same; ASCII text and letters of any script are unchanged.
 
-    Decimal digits of every script become 0 to 9; wide, narrow and styled forms the plain ones; `x²` becomes `x^{2}`,
-    `x₁` `x_{1}`, `3½` `3\frac{1}{2}`; spaces become one kind; characters that are not shown vanish. Circled digits
-    stay: they are labels. Without `scripts`, raised and lowered characters and fractions stay too: a number in a
-    sentence ends before them.
+    Decimal digits of every script become 0 to 9; wide, narrow and styled forms become plain; `x²` becomes `x^{2}`, `x₁`
+    `x_{1}`, `3½` `3\frac{1}{2}`; spaces become one kind; invisible characters vanish. Circled digits stay, since they
+    are labels. Without `scripts`, superscripts, subscripts and fractions stay too, so that a number in a sentence ends
+    before them.
     """
     if text.isascii():
         return text
@@ -96,7 +96,7 @@ def _plain(character: str) -> str:
 
 
 class _Table(dict[int, str]):
-    """Code point -> text, computed once for each character that occurs."""
+    """Code point -> its plain text, computed for each character when it first occurs."""
 
     def __init__(self, kept: str = "") -> None:
         super().__init__()

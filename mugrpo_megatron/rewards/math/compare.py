@@ -1,4 +1,4 @@
-"""Compares an extracted answer with its gold; runs in a worker process's main thread."""
+"""Compares an extracted answer with its gold, in the main thread of a worker process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _UNION = r"\\cup(?![A-Za-z])"
 
 
 def as_interval(text: str) -> str:
-    """Inequalities of one unknown as an interval or a union of intervals; other text unchanged."""
+    """Rewrite inequalities of one unknown as an interval or a union of intervals; other text stays unchanged."""
     if described := _SET_OF.fullmatch(text):
         text = described[2]
     intervals = [_interval(inequality) for inequality in split_top(text, ",")]
@@ -45,7 +45,7 @@ def as_interval(text: str) -> str:
 
 
 def is_interval(text: str) -> bool:
-    """Whether text is an interval or a union of intervals: brackets around two ends."""
+    """Whether text is an interval or a union of intervals, each in brackets around two ends."""
     return all(
         interval[:1] in "([" and interval[-1:] in ")]" and encloses(interval) and interval.count(",") == 1
         for interval in split_top(text, _UNION)
@@ -53,19 +53,19 @@ def is_interval(text: str) -> bool:
 
 
 def is_range(text: str) -> bool:
-    r"""Whether text is an inequality, or an interval that is no point: `[0, 1)`, `(-\infty, 2]`."""
+    r"""Whether text is an inequality, or an interval that cannot be read as a point: `[0, 1)`, `(-\infty, 2]`."""
     if not is_interval(text):
         return is_interval(as_interval(text))
     return text[0] + text[-1] in ("[)", "(]") or "\\infty" in text
 
 
 def without_membership(text: str) -> str:
-    r"""The set S in `x \in S`; other text unchanged."""
+    r"""The set S of a text `x \in S`; other text stays unchanged."""
     return _MEMBER.sub("", text, count=1) if _MEMBER.match(text) else text
 
 
 def _interval(inequality: str) -> str:
-    """An inequality as an interval; empty for other text."""
+    """The interval that an inequality describes; "" for other text."""
     if absolute := _ABSOLUTE.fullmatch(inequality):
         _, sign, bound = absolute.groups()
         return _between(f"-({bound})", sign, bound, sign)
@@ -94,7 +94,7 @@ def _between(low: str, first: str, high: str, second: str) -> str:
 
 Policy = Literal["strict", "lenient"]
 Outcome = tuple[float, str]
-"""(1.0 or 0.0, the reason)."""
+"""The reward, 1.0 or 0.0, and the reason for it."""
 
 _DECIMAL_COMMA = re.compile(r"([+-]?[0-9]+),([0-9]{2})")
 _COLUMN = re.compile(r"\\begin\{([pb]?matrix)\}([^&]*)\\end\{\1\}")
@@ -102,14 +102,15 @@ _DECIMALS = re.compile(r"[0-9]\.([0-9]+)")
 _PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])")
 _OTHER_UNIT = "another unit than the gold answer's"
 _MATCHED_ELEMENTS = 16
-"""Most elements of lists that are matched here, which takes the square of their length; math-verify compares longer
-ones as sets."""
+"""Most elements of lists that are matched here, which takes the square of their number. math-verify compares longer
+lists, as sets."""
 
 
 def compare_answer(answer: str, gold: str, policy: Policy = "strict") -> Outcome:
-    """Compare an answer with its gold; "lenient" accepts what "strict" accepts, and what math-verify finds equal.
+    """Compare an answer with its gold; returns the reward and its reason.
 
-    Without a time limit: the worker's alarm and the dispatcher's kill set it.
+    "lenient" accepts what "strict" accepts, and also what math-verify finds equal. There is no time limit here: the
+    worker's alarm and the dispatcher's kill set it.
     """
     try:
         read = read_gold(gold)
@@ -134,18 +135,20 @@ def compare_answer(answer: str, gold: str, policy: Policy = "strict") -> Outcome
 
 
 def _as_quantity(gold: Gold, text: str) -> Gold:
-    """The gold, read with a last letter as a unit if the answer has it as one."""
+    """The gold, with its last letter read as a unit if the answer has that unit."""
     spelled = with_unit(gold.text, text) if gold.kind == "other" else gold.text
     return gold if spelled == gold.text else read_gold(spelled)
 
 
 def _same_money(sign: Unit | None, gold: Gold) -> Outcome:
-    """Compare the currencies of equal texts; normalization has removed their signs."""
+    """Compare the currencies of answer and gold, whose texts are equal: normalization has removed the currency
+    signs."""
     return (0.0, _OTHER_UNIT) if units_differ(sign, gold.unit) else _outcome(True)
 
 
 def _same_text(text: str, gold: Gold) -> bool:
-    """Whether choices, words or numbers in another base are equal as text; a missing base is no difference."""
+    """Whether answer and gold are equal as text: choices, words, or numbers in a base, which the answer may leave
+    out."""
     if gold.kind == "choice":
         return _chooses(text, gold)
     if gold.kind == "words":
@@ -160,9 +163,9 @@ def _same_text(text: str, gold: Gold) -> bool:
 
 
 def _chooses(text: str, gold: Gold) -> bool:
-    """Whether the answer names the gold's letter, or the text of its option alone.
+    """Whether the answer names the gold's letter, or the text of its option without a letter.
 
-    A letter beside another number than its option's is no choice.
+    If the answer has the letter beside a number other than the option's, it does not count.
     """
     if letter := chosen_letter(unstyled(text)):
         beside = option_of(unstyled(text))
@@ -174,7 +177,8 @@ def _chooses(text: str, gold: Gold) -> bool:
 
 
 def _compare_number(text: str, gold: Gold, sign: Unit | None) -> Outcome:
-    """Compare a chain `name = a = b`: the first value must equal the gold, the others the first."""
+    """Compare an answer with a numeric gold. In a chain `name = a = b`, a must equal the gold, and b equal it or round
+    a."""
     if gold.plain and "." in gold.text and (comma := _DECIMAL_COMMA.fullmatch(text)):
         text = f"{comma[1]}.{comma[2]}"
     text = _single_element(text)
@@ -199,7 +203,7 @@ def _is_gold(number: Number, gold: Gold) -> bool:
 
 
 def _follows(number: Number | None, value: str, first: Number, gold: Gold) -> bool:
-    """Whether a later side of a chain is the gold, or the first side rounded to the digits it shows."""
+    """Whether a later value of a chain equals the gold, or is the first value rounded to the digits that it shows."""
     if number is None:
         return False
     rounded = PLAIN_NUMBER.fullmatch(value) is not None and not first.decimal and is_rounding(number, first.value)
@@ -207,7 +211,7 @@ def _follows(number: Number | None, value: str, first: Number, gold: Gold) -> bo
 
 
 def _compare_other(text: str, gold: Gold) -> Outcome:
-    """Compare lists, tuples, intervals, equations and expressions with variables."""
+    """Compare lists, tuples, intervals, equations and expressions with variables with a gold of that kind."""
     text, target = without_words(text), without_words(gold.text)
     if not text or not target:
         return _outcome(False)
@@ -241,7 +245,8 @@ def _compare_other(text: str, gold: Gold) -> Outcome:
 
 
 def _same_values(text: str, wanted: str, gold: Gold) -> bool:
-    """Whether math-verify finds them equal, also with roots rounded where the gold has three decimals or more."""
+    """Whether math-verify finds the two equal. If the gold has three decimals or more, roots may also be rounded to
+    them."""
     wanted_values = gold.parsed if wanted == gold.text else parsed(without_name(wanted))
     values = parsed(without_name(text))
     if same(wanted_values, values):
@@ -251,7 +256,7 @@ def _same_values(text: str, wanted: str, gold: Gold) -> bool:
 
 
 def _as_intervals(text: str, wanted: str) -> tuple[str, str]:
-    """Convert both to intervals where one of them is an interval and the other an inequality."""
+    """Rewrite an inequality as an interval if the other text is an interval; returns both texts."""
     if is_interval(wanted):
         return as_interval(text), wanted
     return (text, as_interval(wanted)) if is_interval(text) else (text, wanted)
@@ -263,16 +268,17 @@ def _elementwise(elements: list[str], golds: list[str]) -> Outcome:
 
 
 def _by_name(elements: list[str]) -> list[str]:
-    """Sort `y = 2, x = 1` by name, as in a tuple `(x, y)`, if each has a letter of its own."""
+    """Sort elements such as `y = 2, x = 1` by name, to the order of a tuple `(x, y)`, if each has a letter of its
+    own."""
     names = [name_of(element).strip() for element in elements]
     lettered = len(set(names)) == len(names) and all(len(name) == 1 for name in names)
     return sorted(elements, key=name_of) if lettered else elements
 
 
 def _in_any_order(elements: list[str], golds: list[str], gold: Gold) -> Outcome:
-    """Whether each element equals a gold, and each gold an element; naming an element twice gains nothing.
+    """Whether each element equals a gold and each gold an element; naming an element twice gains nothing.
 
-    Elements that do not repeat the names of a gold such as `x = 1, y = 2` have its order.
+    If the gold has names (`x = 1, y = 2`) and the elements have no names, or others, the order counts.
     """
     if len(elements) < len(golds):
         return _outcome(False)
@@ -282,7 +288,7 @@ def _in_any_order(elements: list[str], golds: list[str], gold: Gold) -> Outcome:
     named = len(names) == len(golds) and names == {name_of(element) for element in elements}
     if len(names) == len(golds) and "" not in names and not named:
         others = [name_of(element) for element in elements]
-        # The two sides name different unknowns.
+        # Answer and gold name their unknowns differently, so the names are left out.
         if all(len(name.strip()) == 1 for name in (*names, *others)) and names.isdisjoint(others):
             return _elementwise(*([split_top(pair, "=")[-1] for pair in pairs] for pairs in (elements, golds)))
         return _elementwise(elements, golds)
@@ -303,7 +309,7 @@ def _in_any_order(elements: list[str], golds: list[str], gold: Gold) -> Outcome:
 
 
 def _unordered(text: str) -> list[str]:
-    """The elements of a list, a set or a union of intervals; a plus-minus counts as two."""
+    """The elements of a list, a set or a union of intervals; one with a plus-minus sign becomes two."""
     text = text[2:-2] if _is_set(text) else text
     elements = split_top(text, _UNION) if is_interval(text) else split_top(text, ",")
     return [
@@ -314,12 +320,12 @@ def _unordered(text: str) -> list[str]:
 
 
 def _single_element(text: str) -> str:
-    r"""The element of a set with one element: `3` for `\{3\}`."""
+    r"""The element of a set that has only one: `3` for `\{3\}`; other text stays unchanged."""
     return text[2:-2].strip() if _is_set(text) and "," not in text else text
 
 
 def _without_brackets(text: str) -> str:
-    r"""The elements of a list in braces, in parentheses or bare."""
+    r"""The elements of a list without the braces or parentheses around it."""
     return text[2:-2] if _is_set(text) else text[1:-1] if text[:1] == "(" and "," in text and encloses(text) else text
 
 
@@ -329,7 +335,7 @@ def _is_set(text: str) -> bool:
 
 
 def _ordered(text: str) -> list[str]:
-    """The elements of a tuple, an interval or a column vector, in order; empty for other text."""
+    """The elements of a tuple, an interval or a column vector in order; empty for other text."""
     if column := _COLUMN.fullmatch(text):
         return [row.strip() for row in column[2].split("\\\\") if row.strip()]
     if text and text[0] in "([" and encloses(text):

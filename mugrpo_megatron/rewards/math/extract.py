@@ -1,4 +1,4 @@
-"""Extracts the answer from a response: string work of microseconds a response, without a parser."""
+"""Extracts the answer from a response by string operations, without a parser; a response takes microseconds."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ _DISPLAYED = re.compile(
     rf"{_DISPLAY}(?P<inside>(?:(?!{_DISPLAY}).)+?)(?:\$\$|\\\]|\\end\{{(?:equation|displaymath)\*?\}})", re.DOTALL
 )
 _HEADED = re.compile(rf"^[#*_>\s]*(?:final\s+)?answers?\b[*_.:\s]*\n\s*(?={_DISPLAY})", re.IGNORECASE | re.MULTILINE)
-"""Matches the heading of a displayed formula."""
+"""Matches a heading "Answer" above a displayed formula."""
 _AT_THE_END = re.compile(
     r"\b(?:is|are|equals?)\s+(?:(?:therefore|thus|hence|then|exactly|simply|just|equal\s+to)\s+)?(?=\$|\\[(\[]|[-0-9])"
 )
 _RELATION = r"\$[^$\n=<>]+(?:=|<|>|\\[lg]eq?\b)[^$\n]+\$"
 _GIVEN = re.compile(rf"\b(?:when|if|where|for|with)\s+{_RELATION}(?:,?\s+and\s+{_RELATION})*(?!,?\s+and\b)")
-"""Matches a condition that is a whole formula: `when $x = 3$`."""
+"""Matches a condition that consists of formulas: `when $x = 3$`."""
 _CONDITIONAL = re.compile(r"\b(?:if|unless|when|whether|not|no|never|neither|or|because|since)\b|[;:,]", re.IGNORECASE)
 NUMBER = re.compile(
     r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+(?:,[0-9]{2}(?![0-9]))?)(?:\.[0-9]+)?(?:\s?/\s?[0-9]+|\s?[%‰‱])?"
@@ -71,7 +71,7 @@ _SPAN = (
     r"(?<![\w.:/-])(?:[0-9]{1,4}(?::[0-9]{1,2})+(?:\s?[aApP]\.?\s?[mM]\b\.?)?|[0-9]{1,2}\s?[aApP]\.?\s?[mM]\b\.?"
     r"|[0-9]+(?:[-–][0-9]+){1,2}(?![0-9]|[/.][0-9])|[0-9]+(?:/[0-9]+){2}(?![0-9/]))"
 )
-"""Matches a time, a ratio, a score, a range or a date, in which no number is a value of its own."""
+"""Matches a time, a ratio, a score, a range or a date; no number in it is a value of its own."""
 _MAGNITUDE = r"(?:\s(?:dozen|hundred|thousand|million|billion|trillion)s?\b|\s(?:per\s?mil(?:le?)?|basis\s+points?)\b)?"
 _PLAIN_VALUE = re.compile(
     rf"{_SPAN}|(?:{NUMBER.pattern})(?:\s?[{FRACTIONS}]|{RAISED}+)?{_MAGNITUDE}|(?<!\w)-?[{FRACTIONS}]"
@@ -80,22 +80,23 @@ _VALUE = re.compile(f"{_MATH.pattern}|{_PLAIN_VALUE.pattern}")
 _TEXT = re.compile(
     r"(?!\$[0-9])(?:.*?(?<![\\A-Za-z])[A-Za-z]{3,}|[\\$(\s]*(?:\\[a-z]+\{)*\(?[A-Z]\)?\}*[\\$).\s]*\Z)", re.DOTALL
 )
-"""Matches a formula with words in it, or one that is the letter of a choice, but no amount of money."""
+"""Matches a formula that has words in it or is the letter of a choice; not an amount of money."""
 _LISTED = re.compile(r"\s*[,;]?\s*(?:\b(?:and|or)\b)?\s*(?:[A-Za-z](?:_\{?\w\}?)?\s*=\s*)?\$?")
 _CONDITION = re.compile(
     r"\b(?:for|when|if|with|from|after|at|in|on|by|as|given|where)\s+(?:[A-Za-z]\s*=\s*)?\$?\Z", re.IGNORECASE
 )
-"""Matches what stands before a value in a condition: the comma behind that value separates no list, as in "for $x = 2$,
-5"."""
+"""Matches the text before a value in a condition, as in "for $x = 2$, 5": the comma after that value does not separate
+elements of a list."""
 _PROSE_CHARS = 1000
 _VALUES = 16
-"""Most values of a statement that are looked at; more are a list, and no gold asks for that in prose."""
+"""Most values of a statement that are examined; more are a list, and no gold asks for such a list in prose."""
 
 
 def after_phrase(text: str) -> str | None:
-    """Text after the last "answer is" or "answer:" of its sentence; None without such a phrase.
+    """The text after the last "answer is" or "answer:", to the end of its sentence; None without such a phrase.
 
-    A displayed formula right after the phrase or after a heading "Answer" is returned alone, over several lines too.
+    If a displayed formula follows the phrase or a heading "Answer" directly, only the formula is returned, over several
+    lines too.
     """
     phrases = [*_PHRASE.finditer(text), *_HEADED.finditer(text)]
     if not phrases:
@@ -108,14 +109,14 @@ def after_phrase(text: str) -> str | None:
 
 
 def _value_at_the_end(statement: str) -> str:
-    """The value that a sentence assigns to a formula, as in `The area of $ABC$ is 120`; empty for other statements."""
+    """The value that a sentence gives to a formula, as in `The area of $ABC$ is 120`; "" for other statements."""
     verbs = list(_AT_THE_END.finditer(statement))
     if not verbs:
         return ""
     before, value = statement[: verbs[-1].start()].strip(), _VALUE.match(statement, verbs[-1].end())
     if not _is_prose(before) and not (_MATH.fullmatch(before) and re.search("[A-Za-z]", before)):
         return ""
-    # Without commas between arguments of a function.
+    # Commas inside formulas are removed: they separate arguments of functions.
     words = _MATH.sub(lambda formula: formula[0].replace(",", ""), _GIVEN.sub("", before))
     if value is None or re.search(r"[0-9$]", statement[value.end() :]) or _CONDITIONAL.search(words):
         return ""
@@ -124,8 +125,10 @@ def _value_at_the_end(statement: str) -> str:
 
 
 def answer_in_statement(statement: str, text_gold: bool) -> str:
-    """The values in a response's statement, as `values_in_prose` finds them; a statement whose words deny or change one
-    of its values stays unchanged."""
+    """The values in a statement of a response (`values_in_prose`).
+
+    Unless `text_gold`, the whole statement is returned if its words deny one of the values or change it.
+    """
     reason = _REASON.split(statement, maxsplit=1)[0]
     values = list(_VALUE.finditer(reason[:_PROSE_CHARS]))
     if not text_gold and any(_is_changed(reason, value) for value in values[:_VALUES]):
@@ -134,9 +137,9 @@ def answer_in_statement(statement: str, text_gold: bool) -> str:
 
 
 def values_in_prose(statement: str, text_gold: bool = False) -> str:
-    """The statement itself, or for prose all its formulas, or else all its numbers.
+    """The formulas in prose, or else its numbers, as a list; a statement that is not prose is returned whole.
 
-    Text after "because" or "since" is ignored; with `text_gold`, formulas without words and numbers are too.
+    Text after "because" or "since" is left out. With `text_gold`, numbers are left out too, and formulas without words.
     """
     statement = _REASON.split(statement, maxsplit=1)[0].rstrip()
     statement = statement[:_PROSE_CHARS] if _is_prose(statement[:_PROSE_CHARS]) else statement
@@ -149,7 +152,7 @@ def values_in_prose(statement: str, text_gold: bool = False) -> str:
 
 
 def last_answer(text: str, text_gold: bool) -> str:
-    """The displayed formula at the end, else the last line, or for prose its last values in a row."""
+    """The displayed formula at the end of text, else its last line, or if that is prose, its last values in a row."""
     displays = list(_DISPLAYED.finditer(text))
     if displays and displays[-1].end() == len(text):
         displayed = text[-_PROSE_CHARS:]
@@ -168,7 +171,7 @@ def last_answer(text: str, text_gold: bool) -> str:
 
 
 def _last_group(line: str, values: list[re.Match[str]]) -> list[re.Match[str]]:
-    """The last values of a line that only connectives separate."""
+    """The last values of a line that have nothing but commas, "and" and the like between them."""
     group = values[-1:]
     for value in reversed(values[:-1]):
         between = line[value.end() : group[0].start()]
@@ -184,13 +187,13 @@ def _listed(values: list[re.Match[str]]) -> str:
 
 
 def _is_changed(text: str, value: re.Match[str]) -> bool:
-    """Whether the words around a value deny it, or make another value of it."""
+    """Whether the words around a value deny it, or turn it into another value."""
     before = text[max(0, value.start() - 40) : value.start()]
     return bool(_DENIED.search(before) or _CHANGED_BEFORE.search(before) or _CHANGED_BEHIND.match(text, value.end()))
 
 
 def _is_prose(line: str) -> bool:
-    """Whether a line has words around formulas or numbers."""
+    """Whether a line is prose: it has several words in a row, or words beside a formula."""
     return bool(_PROSE.search(line) or (_MATH.search(line) and re.search(r"[A-Za-z]{2,}", _MATH.sub(" ", line))))
 
 
@@ -199,18 +202,18 @@ _ANSWER = re.compile(
     r"|<\|(?P<box>begin_of_box)\|>(?P<boxed>(?:(?!<\|begin_of_box\|>).)*?)(?:<\|end_of_box\|>|\Z)",
     re.IGNORECASE | re.DOTALL,
 )
-"""Matches the tags around an answer; GLM's `<|begin_of_box|>` is such a tag too."""
+"""Matches an answer in tags; GLM's `<|begin_of_box|>` is such a tag."""
 _CUT_TAG = re.compile(r"<(?:/[A-Za-z_]*)?\s*\Z")
-"""Matches a closing tag that the length limit has cut."""
+"""Matches a closing tag that was cut off at the length limit."""
 _ONLY_CLOSED = re.compile(r"(?P<inside>(?:(?!</?(?:final_)?answer>).)+)</(?:final_)?answer>", re.IGNORECASE | re.DOTALL)
-"""Matches an answer that only has its closing tag, since the prompt has opened it."""
+"""Matches an answer with a closing tag alone; the prompt has opened it."""
 
 
 def tagged_answers(text: str, connective: re.Pattern[str]) -> list[str]:
-    """Contents of the last group of `<answer>...</answer>` tags; empty if there is no such tag.
+    """The contents of the last group of `<answer>...</answer>` tags; empty if there is no such tag.
 
-    A stop string may cut the closing tag, and the prompt may hold the opening one. Pairs form a group when only a
-    connective stands between them, as boxes do.
+    Tags form a group if they have only connectives between them, as boxes do. The closing tag may be cut by a stop
+    string, and the opening one may be in the prompt.
     """
     if "<" not in text:
         return []
@@ -235,7 +238,7 @@ _CONNECTIVE = re.compile(
 _BRACE = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{|\\.|\{|\}", re.DOTALL)
 _BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?![A-Za-z{\s])([^\s${}\\]+)")
 _TAIL_CHARS = 8000
-"""Characters at the end of a response that are searched; an earlier answer does not count."""
+"""Number of characters at the end of a response that are searched; an earlier answer does not count."""
 
 
 def is_integer(text: str) -> bool:
@@ -243,18 +246,19 @@ def is_integer(text: str) -> bool:
 
 
 def answer_of(response: str, extract: Extract = "final", text_gold: bool | None = None) -> str:
-    r"""Extract the answer from a response, stripped; empty when there is none.
+    r"""Extract the answer from a response, without spaces around it; "" if there is none.
 
-    Thoughts (`after_thoughts`) are left out, and so are the tokens that end a turn; if there are answers in tags, only
-    they are searched. "boxed" takes only the last `\boxed{}` or `\fbox{}`, joined with the boxes before it when only
-    "and", commas and the like stand between. "final" takes, in this order: a response that is an integer; the last box;
-    the text after the last `####`; the text after the last "answer is" or "answer:" in its sentence; a displayed
-    `$$...$$` at the end; the last line, or for prose its last formula or number. "last_number" takes the last number
-    anywhere. "auto" is "final"; a recipe whose prompts ask for a box makes it "boxed".
+    Thoughts (`after_thoughts`) and tokens that end a turn are left out. If there are answers in tags, only these are
+    searched. `extract` says how:
 
-    `text_gold` says whether the gold is words or the letter of a choice; it is None where that is not known. With words
-    or a choice as the gold, prose is the answer and not the numbers in it, and a choice that is named behind a box
-    counts if the box holds no choice.
+    "boxed" takes the last `\boxed{}` or `\fbox{}`, joined with boxes before it if only "and", commas and the like are
+    between them. "final" takes the first of these that exists: the response, if it is an integer; the last box; the
+    text after the last `####`; the text after the last "answer is" or "answer:" in its sentence; a displayed `$$...$$`
+    at the end; the last line, or if that is prose, its last formula or number. "last_number" takes the last number
+    anywhere. "auto" is "final"; a recipe whose prompts ask for a box turns it into "boxed".
+
+    `text_gold` says whether the gold is words or the letter of a choice; None if that is not known. If it is, prose is
+    the answer and not the numbers in it, and a choice that is named after a box counts if the box has none.
     """
     text = plain_characters(answering_turn(after_thoughts(response)), scripts=False).strip()
     if extract == "last_number":
@@ -291,11 +295,11 @@ _MACROS = re.compile(r"\\(?:text[a-z]*|math(?:rm|bf)|boxed)\s*\{|[${}]")
 
 
 def _named_behind(text: str, boxed: str, text_gold: bool | None) -> str | None:
-    """The answer that a phrase such as "the answer is" names after the last box, if the gold consists of words and the
-    box holds a formula.
+    """The answer that a phrase such as "the answer is" names after the last box, if that counts more than the box; else
+    None.
 
-    A choice also counts where the gold is not known and the box holds no number; beside another boxed choice it makes a
-    list, which no single gold equals.
+    It does if the gold consists of words and the box holds a formula. A choice also counts if the gold is not known and
+    the box holds no number. A choice beside another one in the box makes a list of both, which no single gold equals.
     """
     if text_gold is False:
         return None
@@ -324,10 +328,10 @@ _COMMANDS = re.compile(r"\\[A-Za-z]+")
 
 
 def boxed_answer(text: str) -> str | None:
-    r"""Contents of the last group of `\boxed{}`, joined by commas; None without a complete box.
+    r"""The contents of the last group of `\boxed{}`, joined by commas; None without a complete box.
 
-    Boxes form a group when only connectives stand between them. Several answers make a list, and a list never equals a
-    single gold, so boxing many candidates gains nothing.
+    Boxes form a group if they have only connectives between them. A list never equals a single gold, so boxing many
+    candidates gains nothing.
     """
     boxes = _boxes(text)
     if not boxes:
@@ -348,7 +352,7 @@ class _Box(NamedTuple):
 
 
 def _boxes(text: str) -> list[_Box]:
-    r"""Every complete, outermost `\boxed{...}` or `\fbox{...}`, in one pass; escaped braces are text."""
+    r"""The places of all complete, outermost `\boxed{...}` and `\fbox{...}`, in one pass; escaped braces are text."""
     boxes: list[_Box] = []
     open_braces: list[re.Match[str]] = []
     for token in _BRACE.finditer(text):

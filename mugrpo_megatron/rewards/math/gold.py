@@ -1,4 +1,4 @@
-"""Reads a gold answer: its kind and value determine how answers are compared with it."""
+"""Reads a gold answer; its kind and its value decide how answers are compared with it."""
 
 from __future__ import annotations
 
@@ -35,34 +35,36 @@ _NOT_A_NAME = re.compile(
     r"|let|suppose|assum(?:e|ing)|about|approximately|roughly|almost|at\s+(?:least|most)|(?:more|less|fewer)\s+than"
     r"|(?:wrong|incorrect|false)\s+(?:answer|value|result|solution))\b"
 )
-"""Matches a side of an equation with a digit or a root, or one that begins with a word such as "about", so it is no
-name."""
+"""Matches a side of an equation that is not a name: it has a digit or a root, or begins with a word such as "about"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gold:
-    """A gold answer. `number` has a single value, `other` is compared by math-verify, the other kinds as text."""
+    """A gold answer. Kind `number` is a single value, `other` is compared by math-verify, and the other kinds as
+    text."""
 
     text: str
     kind: Literal["number", "words", "choice", "choices", "base", "other"]
     plain: bool = False
-    """Whether the gold is a written-out number: an answer that is an expression then counts as not worked out."""
+    """Whether the gold is a number that is written out; then an answer that is an expression counts as not worked
+    out."""
     parsed: list[Any] = field(default_factory=list)
     number: Number | None = None
     unit: Unit | None = None
     name: str = ""
-    """The left side of the equation that assigns a value to it."""
+    """The name on the left side of the equation that the gold is, such as `x` in `x = 5`; "" without one."""
     option: str = ""
-    """The text of a choice that the gold names with its letter."""
+    """The text that stands beside the gold's letter, if the gold is a choice."""
     repeating: bool = False
-    """Whether the gold is a repeating decimal, which a decimal without the bar does not equal."""
+    """Whether the gold is a repeating decimal, with a bar over its digits; a decimal without the bar does not equal
+    it."""
 
 
 @lru_cache(maxsize=4096)
 def read_gold(answer: str) -> Gold:
-    r"""Normalize and parse a gold answer, or its last `\boxed{}`; ValueError when it is empty.
+    r"""Normalize and parse a gold answer, or the last `\boxed{}` in it; ValueError when it is empty.
 
-    A sentence about numbers or formulas is reduced to them; words with a number in them are not.
+    A sentence about numbers or formulas is reduced to these. A text of words that also has a number stays whole.
     """
     sentence = gold_text(answer)
     text = normalize(sentence)
@@ -102,14 +104,15 @@ def read_gold(answer: str) -> Gold:
 
 
 def _reduced(text: str, prose: str) -> str:
-    """The formulas and numbers in a gold's prose; text unchanged where there are none."""
+    """The formulas and numbers in the prose of a gold; without any, the text unchanged."""
     if not prose or not re.search(r"(?<![\\A-Za-z])[A-Za-z]", text) or says_no_number(prose):
         return text
     return normalize(values_in_prose(prose))
 
 
 def verifies_itself(response: str) -> float:
-    """A reward function: 1.0 for a gold that is compared as text or equals itself in math-verify, else 0.0."""
+    """A reward function: 1.0 for a gold that is compared as text, or that math-verify finds equal to itself; else
+    0.0."""
     try:
         read = read_gold(response)
     except ValueError:
@@ -118,9 +121,9 @@ def verifies_itself(response: str) -> float:
 
 
 def sides(text: str, operators: str = "") -> list[str]:
-    """The sides of a chain of equations or approximations, without a first or last side that is a name.
+    """The sides of a chain of equations or approximations; a first or last side that is a name is left out.
 
-    A name contains none of `operators`. A last side is dropped only in an equation of two: `5 = x`.
+    A name contains none of `operators`. The last side is left out only if there are two: `5 = x`.
     """
     parts = split_top(text, _EQUALS)
     named = [_is_name(side) and not any(sign in side for sign in operators) for side in parts]
@@ -130,7 +133,7 @@ def sides(text: str, operators: str = "") -> list[str]:
 
 
 def left_side(text: str) -> str:
-    """The name to which an equation assigns: `x` for `x = 2 + 3 = 5` and for `5 = x`; empty for other text."""
+    """The name to which an equation gives a value: `x` in `x = 2 + 3 = 5` and in `5 = x`; "" for other text."""
     if len(split_top(text, ",")) > 1:
         return ""
     parts = split_top(text, _EQUALS)
@@ -143,19 +146,20 @@ _VARIABLES = re.compile(r"(?<![\\A-Za-z])[A-Za-z]")
 
 
 def _name_of_constants(text: str) -> str:
-    """`left_side` of a tuple, a set or an interval without variables; an equation of variables is compared whole."""
+    """The `left_side` of an equation whose value has no variables; else "", since such an equation is compared
+    whole."""
     parts = split_top(text, _EQUALS)
     return left_side(text) if len(parts) == 2 and not _VARIABLES.search(parts[1]) else ""
 
 
 def name_of(text: str) -> str:
-    """The name in an equation: `x` for `x = 5`; empty for other text."""
+    """The name on the left side of an equation: `x` in `x = 5`; "" for other text."""
     parts = split_top(text, _EQUALS)
     return parts[0] if len(parts) > 1 and _is_name(parts[0]) else ""
 
 
 def without_name(text: str) -> str:
-    """`x = 1, x = 2` as `1, 2`; unchanged unless every element assigns to the same name."""
+    """The values of equations with one name: `1, 2` for `x = 1, x = 2`; other text stays unchanged."""
     pairs = [split_top(element, _EQUALS) for element in split_top(text, ",")]
     if len(pairs) > 1 and all(len(pair) == 2 and _is_name(pair[0]) and pair[0] == pairs[0][0] for pair in pairs):
         return ", ".join(value for _, value in pairs)
@@ -163,13 +167,14 @@ def without_name(text: str) -> str:
 
 
 def _is_name(side: str) -> bool:
-    """Whether a side is only a name: it has letters, but no digit, root or sign that changes a value."""
+    """Whether a side of an equation is a name and nothing else: it has letters, but no digit, root or minus sign in
+    front."""
     bare = _NAME_DETAIL.sub("", side)
     return bool(re.search("[A-Za-z]", bare)) and not _NOT_A_NAME.search(bare) and bare.strip() not in _CONSTANTS
 
 
 def _single_value(text: str) -> str | None:
-    """The first value of a gold that is one number, else None."""
+    """The value of a gold that is one number (of a chain, the first); else None."""
     if len(split_top(text, ",")) > 1:
         return None
     values = [split_unit(side)[0] for side in sides(text, "+-*/")]

@@ -1,4 +1,4 @@
-"""Comparison by characters alone, without a parser: written-out numbers, choices and words."""
+"""Compares answers with golds by their characters alone, without a parser: numbers, choices and words."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mugrpo_megatron.rewards.math.extract import after_phrase, answer_of, boxed_
 from mugrpo_megatron.rewards.math.normalize import normalize, unstyled
 
 MOST_ANSWER_CHARS = 2000
-"""A longer extracted answer scores 0 without being parsed."""
+"""Most characters of an extracted answer that are parsed; a longer one scores 0."""
 _WRITTEN_OUT = re.compile(
     r"\$?(?P<sign>[+-]?)(?:(?P<whole>[0-9]{1,40}|[0-9]{1,3}(?:,[0-9]{3}){1,10})(?:\.(?P<decimals>[0-9]{1,40}))?"
     r"|(?P<top>[0-9]{1,40})/(?P<under>[0-9]{1,40})"
@@ -21,7 +21,8 @@ _WRITTEN_OUT = re.compile(
 
 
 def match_literally(response: str, gold: str, section: RewardSection) -> Verdict | str:
-    """Return the verdict on a response if its characters decide it, else the answer for math-verify to compare."""
+    """Return the verdict on a response if the characters of its answer decide it; otherwise the answer, to be
+    parsed."""
     answer = answer_of(response, section.extract, is_text(gold))
     verdict = literal_verdict(answer, gold)
     if verdict is not None:
@@ -34,10 +35,10 @@ def match_literally(response: str, gold: str, section: RewardSection) -> Verdict
 
 
 def literal_verdict(answer: str, gold: str) -> bool | None:
-    """Whether answer and gold are equal if their characters decide it, else None.
+    """Whether answer and gold are equal, if their characters decide it; else None.
 
-    True for equal strings or rational numbers. False for integers or fractions that differ; a decimal may still be the
-    other's rounding.
+    True for equal strings and equal rational numbers, False for different integers or fractions. Different decimals are
+    not decided here: one may be the other, rounded.
     """
     if answer == gold:
         return True
@@ -75,8 +76,8 @@ _LABEL = re.compile(
     r"(?=[\s.:]|\Z|(?<=\))[0-9])"
 )
 _BESIDE = re.compile(r"[\s.:-]*(?:,|\([A-Z]\)|[A-Z](?: [A-Z])*\s*(?:\Z|[.:),(/&|]))")
-"""Matches what names another choice beside a letter: a comma (an "or", once normalized), another bracketed letter, or
-letters that stand alone."""
+"""Matches another choice beside a letter: a comma (which an "or" has become), another letter in brackets, or single
+letters."""
 _ANOTHER = re.compile(
     r"\([A-Z]\)|(?<![\w(])[A-Z]\)|\b(?i:option|choice) \(?[A-Z]\b"
     r"|\b(?i:no,|(?:wait|but|rather|actually|instead|sorry)\b,?) (?:[a-z]+ )*[A-Z]\Z"
@@ -93,7 +94,7 @@ _REJECTED = re.compile(
 
 
 def letter_of(gold: str) -> str | None:
-    """The letter of a normalized gold that is a single choice: `C`, `(C)`, `Option C`."""
+    """The letter of a normalized gold that is a single choice: `C` for `C`, `(C)` and `Option C`; else None."""
     match = _CHOICE.fullmatch(gold)
     return match[1] or match[2] if match else None
 
@@ -105,13 +106,14 @@ _OPTION = re.compile(
 
 
 def option_of(text: str) -> tuple[str, str] | None:
-    """The letter and the text of a normalized choice with its option, such as `(D) 12 m/s` or `D. Paris`; else None."""
+    """The letter and the text of a normalized choice that has both, such as `(D) 12 m/s` or `D. Paris`; else None."""
     match = _OPTION.fullmatch(text)
     return ((match[1] or match[2]), match["text"].strip()) if match else None
 
 
 def letters_of(gold: str) -> str | None:
-    """The letters of a normalized gold that is a list of choices, sorted: `A, C` for `C, A` and `(A), (C)`."""
+    """The letters of a normalized gold that is a list of choices, sorted: `A, C` for `C, A` and `(A), (C)`; else
+    None."""
     letters = [letter_of(element.strip()) for element in gold.split(",")]
     choices = {letter for letter in letters if letter}
     return ", ".join(sorted(choices)) if 1 < len(choices) == len(letters) else None
@@ -120,7 +122,7 @@ def letters_of(gold: str) -> str | None:
 def chosen_letters(answer: str) -> str | None:
     """The letters that a normalized answer chooses, sorted: `A, C` for `C, A`, `(A), (C)` and `CA`.
 
-    None where an element between commas chooses no letter.
+    None if an element between commas chooses no letter.
     """
     if letters := _SIDE_BY_SIDE.fullmatch(answer):
         return ", ".join(sorted(set(letters[0])))
@@ -129,9 +131,9 @@ def chosen_letters(answer: str) -> str | None:
 
 
 def chosen_letter(answer: str) -> str | None:
-    """The letter that a normalized answer chooses; None for no letter, or when it names another one beside it.
+    """The letter that a normalized answer chooses; None if it has none, or names another one beside it.
 
-    A small letter counts only on its own.
+    A small letter counts only if it is the whole answer.
     """
     if small := _SMALL.fullmatch(answer):
         return small[1].upper()
@@ -145,7 +147,7 @@ def chosen_letter(answer: str) -> str | None:
 
 
 def _ends_with_another(rest: str) -> bool:
-    """Whether text ends with a comma and a letter, the only single one: `Paris, D`, but not `points A, B`."""
+    """Whether text ends with a comma and a single letter, the only one in it: `Paris, D`, but not `points A, B`."""
     before, comma, last = rest.rpartition(",")
     return bool(comma and _ALONE.fullmatch(last.strip()) and not _ALONE.search(before))
 
@@ -157,15 +159,15 @@ _WORDING = re.compile(r"(?:[^\W_]|[\s,.:'’\"()&!?]|(?<=[^\W_])-(?=[^\W_]))+")
 _SPAN = re.compile(
     r"[0-9]{1,2}:[0-9]{2}(?: ?[ap]\.? ?m\.?)?|[0-9]+(?:/[0-9]+){2}|[0-9]+(?: ?-+ ?[0-9]+){1,2}", re.IGNORECASE
 )
-"""Matches a time, a date, a score or a range: none of its numbers is a value, and no value is computed from them."""
+"""Matches a time, a date, a score or a range: its numbers are not values, and nothing is computed from them."""
 _COUNTED = re.compile(r"[+-]?[0-9]+(?:\.[0-9]+)?(?:/[0-9]+)? ?[A-Za-z' -]+")
 _BRACKETS = re.compile(r"\([^()]*[0-9]|\A[0-9]+ ?\(")
-"""Matches a tuple, or a number before its name: `5 (five)`."""
+"""Matches a tuple, or a number with its name in parentheses: `5 (five)`."""
 _STATEMENT = re.compile(
     r"\A(?:the|she|he|they|it|we|you|there)\b|\b(?:is|are|was|were|be|equals?|has|have|had|gives|makes|costs|needs|takes|gets?|total|sum|about|only)\b|:",
     re.IGNORECASE,
 )
-"""Matches prose about a number, in which the number is the answer."""
+"""Matches a sentence about a number; the number is then the answer."""
 _ORDINAL = re.compile(r"([0-9])\s*(?:\^\s*)?\{?\s*(?:st|nd|rd|th)\b\s*\}?")
 _TOKEN = re.compile(r"[0-9]+(?:\.[0-9]+)?|[^\W\d_]+|[^\s,.\"`()\[\]{}!]")
 _APOSTROPHES = re.compile("['’]")
@@ -174,9 +176,9 @@ _GOLD_CHARS = 1000
 
 
 def gold_text(gold: str) -> str:
-    r"""The answer in a gold: its last box, else the text after "the answer is", else all of it.
+    r"""The answer in a gold: its last box, else the text after "the answer is", else the whole gold.
 
-    Words in a formula count as the answer: Paris in `The city is $\text{Paris}$`.
+    Words in a formula are the answer of a sentence: `Paris` in `The city is $\text{Paris}$`.
     """
     boxed = boxed_answer(gold)
     if boxed is not None:
@@ -188,7 +190,7 @@ def gold_text(gold: str) -> str:
 
 @lru_cache(maxsize=4096)
 def is_text(gold: str) -> bool:
-    """Whether a gold is words, a choice or prose without a number: answers are then not reduced to numbers."""
+    """Whether a gold is words, a choice, or prose without a number; then answers are not reduced to their numbers."""
     if len(gold) > _GOLD_CHARS:
         return False
     statement = gold_text(gold)
@@ -200,9 +202,10 @@ def _is_text(text: str) -> bool:
 
 
 def is_words(text: str) -> bool:
-    """Whether a normalized gold is words, possibly with numbers, a time or a range: `January 5`, `no solution`.
+    """Whether a normalized gold consists of words; numbers, a time or a range may be among them: `January 5`, `no
+    solution`.
 
-    False for quantities (`42 apples`), formulas, prose about a number and lists without a number.
+    False for quantities (`42 apples`), formulas, prose about a number, and lists without a number.
     """
     plain = unstyled(text)
     if _SPAN.fullmatch(plain):
@@ -215,13 +218,15 @@ def is_words(text: str) -> bool:
 
 
 def says_no_number(text: str) -> bool:
-    """Whether the numbers in prose are not its answer: it has an inequality, or a spelled-out function."""
+    """Whether the numbers in prose are not its answer, because it has an inequality or a function as a word."""
     return "$" not in text and re.search(rf"[<>]|(?<![\w\\])(?:{_FUNCTIONS}|ln)(?!{_LETTER})", text) is not None
 
 
 def same_words(text: str, gold: str) -> bool:
-    """Whether two texts have the same words, numbers and signs in order, ignoring case, punctuation and a leading
-    article."""
+    """Whether two texts have the same words, numbers and signs in the same order.
+
+    Case, punctuation and an article at the beginning do not count.
+    """
     return _tokens(text) == _tokens(gold)
 
 

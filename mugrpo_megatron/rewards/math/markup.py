@@ -1,4 +1,4 @@
-"""What is around an answer and no part of it: tokens that end a turn, and emphasis of Markdown and HTML."""
+"""Removes what surrounds an answer: tokens that end a turn, and the marks of Markdown and HTML."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _ASSISTANT = re.compile(
 
 
 def answering_turn(text: str) -> str:
-    """The text of the last turn of the assistant, without the tokens that begin and end it.
+    """The text of the assistant's last turn, without the tokens that begin and end it.
 
-    Responses of this project have no such tokens; dumps of other programs may. Text behind the token that ends the turn
-    is another turn's.
+    Responses of this project have no such tokens, but those in files of other programs may. Text after the token that
+    ends the turn belongs to another turn.
     """
     if "<" not in text and "[" not in text:
         return text
@@ -50,18 +50,19 @@ _SPANS = tuple(
         r"<(?P<tag>b|strong|i|em|u|mark|code|p|div|center|span|big)(?:\s[^<>]*)?>(?P<inside>[^<\n]*)</(?P=tag)>",
     )
 )
-"""Matches emphasis, whose marks touch no word and no formula from outside: `2*3*4` and `x_1` have none."""
+"""Matches emphasis. Its marks do not touch a word or a formula from outside, so `2*3*4` and `x_1` have none."""
 _STRUCK = re.compile(r"~~(?=\S)[^~\n]*~~|<(?P<tag>s|del|strike)>[^<\n]*</(?P=tag)>")
 _FENCE = re.compile(r"^[ \t]*(?:```+|~~~+)[ \t]*[A-Za-z]*[ \t]*$\n?", re.MULTILINE)
 _LINE_MARK = re.compile(r"^[ \t]*(?:#{1,6}(?!#)[ \t]+|>[ \t]+(?=[^0-9\s])|[*+][ \t]+)", re.MULTILINE)
 _SUPERSCRIPT = re.compile(r"<(?P<tag>su[pb])>(?P<inside>[^<>\n]{1,20})</(?P=tag)>")
 _LINE_BREAK = re.compile(r"<br\s*/?>", re.IGNORECASE)
 _DEEPEST = 3
-"""Emphasis that stands inside other emphasis is removed down to this depth."""
+"""Number of levels of emphasis inside emphasis that are removed."""
 
 
 def without_markup(text: str) -> str:
-    """Text without emphasis, code marks, headings and bullets; struck text is left out, `<sup>` is an exponent."""
+    """Text without emphasis, code marks, headings and bullets. Struck-out text is left out; `<sup>` becomes an
+    exponent."""
     if not any(mark in text for mark in "*_`~=<#"):
         return text
     text = _LINE_BREAK.sub("\n", _STRUCK.sub("", _FENCE.sub("", text)))

@@ -1,4 +1,4 @@
-r"""Left sides of equations: whether two of them name different things, as `\sin x` and `\cos x` do."""
+r"""Compares left sides of equations: whether two of them name different things, as `\sin x` and `\cos x` do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _COMMANDS = (
 )
 _FUNCTIONS = frozenset(_COMMANDS.split())
 _SPREAD = re.compile(rf"(?<![\\A-Za-z])(?:{'|'.join(map(' '.join, _FUNCTIONS))})(?= ?[(\[])")
-"""Names as `normalize` spreads upright letters of three: `V a r(X)`."""
+"""Matches names whose letters `normalize` has separated, because three upright letters may be variables: `V a r(X)`."""
 _STYLE = re.compile(
     r"\\(?:text(?:bf|rm|it|sf)?|math(?:rm|bf|it|sf|normal|bb)|boldsymbol|bm|mbox|operatorname\*?|left|right|displaystyle)(?![A-Za-z])"
 )
@@ -22,24 +22,25 @@ _ENCLOSING = frozenset(
 )
 _DROPPED = frozenset("{}() ")
 _UNSTYLED = re.compile(rf"(?<![_^\\A-Za-z])\{{\s*([A-Za-z]|{'|'.join(_FUNCTIONS)})\s*\}}")
-"""A name that had a style: `{E}` of `\\mathbb{E}`, `{Var}` of `\\mathrm{Var}`."""
+"""Matches a name in the braces of a style macro that was removed: `{E}` of `\\mathbb{E}`, `{Var}` of
+`\\mathrm{Var}`."""
 
 
 class _Name(NamedTuple):
     letter: str
     primes: int
     below: tuple[str, ...]
-    """Subscripts of the letter."""
+    """The subscripts of the letter."""
     arguments: tuple[str, ...] | None
-    """The arguments that a function is applied to; a single small letter stands for any."""
+    """The arguments in parentheses, None without parentheses; a single small letter is stored as "any"."""
 
 
 def name_different_things(left: str, right: str) -> bool:
-    r"""Whether two left sides differ by their meaning: `x` and `y`, `f(2)` and `f(3)`, `\sin x` and `x`, `AB` and `AC`.
+    r"""Whether two left sides have different meanings: `x` and `y`, `f(2)` and `f(3)`, `\sin x` and `x`, `AB` and `AC`.
 
-    Two in words differ when each has a word that the other lacks: `maximum value` and `minimum value`. False where one
-    of them is empty, where only one is in words (`\text{Area}`), and for kinds that may name one thing, such as `y` and
-    `f(x)`, `S` and `[ABC]`, `x` and `x_1`.
+    Two that consist of words are different if each has a word that the other lacks: `maximum value` and `minimum
+    value`. False if one of them is empty, if only one consists of words (`\text{Area}`), and for kinds that may name
+    one thing, such as `y` and `f(x)`, `S` and `[ABC]`, `x` and `x_1`.
     """
     first, second = _plain(left), _plain(right)
     words, others_words = ({word.lower() for word in _WORD.findall(side)} for side in (first, second))
@@ -74,7 +75,7 @@ def _differ(one: _Name, other: _Name) -> bool:
 
 
 def _plain(side: str) -> str:
-    r"""A side without commands of style, with `\sin` for a bare `sin` and `\angle` for `m\angle`."""
+    r"""A left side without style macros, with `\sin` for a bare `sin` and `\angle` for `m\angle`."""
     text = " ".join(_STYLE.sub("", side).replace("\\,", " ").replace("\\Pr", "P").split()).strip()
     text = _SPREAD.sub(lambda name: name[0].replace(" ", ""), _UNSTYLED.sub(r"\1", text))
     text = re.sub(r"(?<=[A-Za-z])\[([^\[\]]*)\]", r"(\1)", text.replace("\\bar", "\\overline"))
@@ -91,7 +92,7 @@ def _has_function(tokens: tuple[str, ...]) -> bool:
 
 
 def _points(tokens: tuple[str, ...]) -> tuple[str, ...]:
-    """The capitals of a segment, an angle or a polygon; empty for another name."""
+    """The capital letters that name a segment, an angle or a polygon by its points; empty for another name."""
     letters = tuple(token for token in tokens if token not in _ENCLOSING)
     return letters if len(letters) > 1 and all(letter.isupper() and len(letter) == 1 for letter in letters) else ()
 

@@ -1,4 +1,4 @@
-"""Normalizes the spelling of answers: wrappers, spacing, thousands, mixed numbers."""
+"""Brings answers to one spelling: wrappers, spaces, thousands separators, mixed numbers and more."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GREEK_LETTERS = {
     "Θ": "Theta", "Λ": "Lambda", "Ξ": "Xi", "Π": "Pi", "Σ": "Sigma", "Φ": "Phi", "Ψ": "Psi", "Ω": "Omega",
 }  # fmt: skip
 _VARIABLE = re.compile(r"(?<![\u0370-\u03ff\u1f00-\u1fff])[\u0370-\u03ff]{1,2}(?![\u0370-\u03ff\u1f00-\u1fff])")
-"""Matches one or two Greek letters; three or more are a word."""
+"""Matches one or two Greek letters, which are variables; three or more are a word."""
 _ROOT = re.compile(r"(?P<sign>[√∛∜])\s*(?:\((?P<group>[^()]*)\)|(?P<plain>[0-9]+(?:\.[0-9]+)?|[A-Za-z]))")
 _DEGREES_OF_ROOTS = {"√": "", "∛": "[3]", "∜": "[4]"}
 _PLAIN = str.maketrans(
@@ -92,10 +92,10 @@ _SPACED_THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(?: [0-9]{3})+")
 _MIXED = re.compile(r"([+-]?[0-9]+) ([0-9]+) ?/ ?([0-9]+)")
 _SCIENTIFIC = re.compile(rf"([+-]?(?:{_NUMBER}))[eE]([+-]?[0-9]+)")
 _ELLIPSIS = re.compile(r"(?<![0-9.])([0-9]+)\s*(?:\.{2,}|…)\s*\Z")
-"""Matches an ellipsis. After a whole number it says that more elements follow; after decimals, only that there are more
-decimals."""
+"""Matches an ellipsis after a whole number, which says that more elements follow. (After decimals it only says that
+there are more decimals.)"""
 _EMPHASIZED = re.compile(r"\A\s*(?P<marks>\*{1,3}|_{1,3}|`)(?P<inside>[^*_`]+)(?P=marks)\s*\Z")
-"""Matches a whole answer in Markdown's emphasis."""
+"""Matches an answer that is emphasized as a whole, in Markdown."""
 _ORDINAL = re.compile(
     r"(?<![0-9A-Za-z/.^_}])(?P<number>[0-9]{0,40}?(?:(?P<teen>1[0-9])|(?P<last>[0-9])))(?:\^\s*)?\{?"
     r"(?:\\(?:text[a-z]*|mathrm|mbox)\{)?(?P<ending>st|nd|rd|th)\s*\}{0,2}(?=\s*(?:\Z|,))"
@@ -105,13 +105,13 @@ _ANSWER_LABEL = re.compile(r"(?:the\s+)?(?:correct\s+)?(?:final\s+)?answer\s*(?:
 _SENTENCE = r"(?i:(?:[A-Za-z]+ ){0,6}(?:is|are|was|were|be|can|cannot|not|never|unknown|unclear|than|or)\b)"
 _LABEL_WORDS = rf"(?!{_SENTENCE})((?:[A-Za-z]+ ){{0,6}}[A-Za-z]{{3,}}):"
 _LABEL = re.compile(rf"(?:\\text[a-z]*\s*\{{\s*{_LABEL_WORDS}\s*\}}|{_LABEL_WORDS})\s*(?=[-+\\.0-9])")
-"""Matches words and a colon in front of a number or a formula, but no sentence; `Option C: 5` is a choice."""
+"""Matches words with a colon before a number or a formula, unless they are a sentence; `Option C: 5` is a choice."""
 _LEADING = ' ,;:\n\t"`'
 _TRAILING = _LEADING + ".。\\"
 
 
 def normalize(text: str) -> str:
-    """The same answer in one spelling; LaTeX stays LaTeX. Alternatives ("or", `\\lor`) become commas."""
+    """Bring an answer to one spelling. LaTeX stays LaTeX; alternatives ("or", `\\lor`) become commas."""
     text = without_alignment(_EMPHASIZED.sub(r"\g<inside>", plain_characters(text)))
     if not text.isascii():
         text = _VARIABLE.sub(_as_latex, _ROOT.sub(_as_root, text))
@@ -134,18 +134,19 @@ def normalize(text: str) -> str:
 
 
 def _as_latex(letters: re.Match[str]) -> str:
-    """Greek letters as commands; the ohm sign stays for `with_latin_units`."""
+    """Greek letters as LaTeX commands, except the ohm sign, which `with_latin_units` needs."""
     return "".join(f"\\{_GREEK_LETTERS[c]} " if c in _GREEK_LETTERS and c != "Ω" else c for c in letters[0])
 
 
 def _as_number(ordinal: re.Match[str]) -> str:
-    """`3rd` and `3^{\\text{rd}}` as 3; unchanged where the ending is another number's."""
+    """The number of an ordinal: 3 for `3rd` and `3^{\\text{rd}}`. Unchanged if the ending does not belong to the
+    number."""
     expected = "th" if ordinal["teen"] else _ORDINAL_ENDINGS.get(ordinal["last"], "th")
     return ordinal["number"] if ordinal["ending"] == expected else ordinal[0]
 
 
 def _in_text(counted: re.Match[str]) -> str:
-    """A word behind a number as `\\text{...}`, unless it changes or denies the number."""
+    """A word after a number as `\\text{...}`, which can be a unit; unchanged if it changes or denies the number."""
     return counted[0] if NOT_IN_A_UNIT.search(counted["word"]) else f"\\text{{{counted['word']}}}"
 
 
@@ -154,7 +155,8 @@ def _as_root(root: re.Match[str]) -> str:
 
 
 def _without_thousands(text: str) -> str:
-    """`1,200` as `1200`; in text with brackets only outside of them, before a unit or the end."""
+    """Remove thousands separators: `1200` for `1,200`. If text has brackets, only outside them, before a unit or at the
+    end."""
     if not any(bracket in text for bracket in "([{"):
         return _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
 
@@ -167,14 +169,17 @@ def _without_thousands(text: str) -> str:
 
 
 def _as_fraction(match: re.Match[str]) -> str:
-    r"""`0.1\overline{6}` as `\frac{1}{6}`."""
+    r"""A repeating decimal as a fraction: `\frac{1}{6}` for `0.1\overline{6}`."""
     fixed, repeated = match[1] + match[2], match[3] or match[4]
     value = Fraction(int(fixed + repeated) - int(fixed or "0"), 10 ** len(match[2]) * (10 ** len(repeated) - 1))
     return f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
 def _without_label(text: str) -> str:
-    r"""`The answer is 5` as `5`, and `\text{Total: } 5` as the equation `Total = 5`."""
+    r"""Remove a label before an answer, or read it as a name.
+
+    `The answer is 5` becomes `5`, and `\text{Total: } 5` the equation `\text{Total} = 5`.
+    """
     if label := _ANSWER_LABEL.match(text):
         return unwrapped(text[label.end() :])
     if label := _LABEL.match(text):
@@ -183,24 +188,24 @@ def _without_label(text: str) -> str:
 
 
 def unwrapped(text: str) -> str:
-    r"""Text without the style macros around all of it: `\text{5}` and `\mathbf{\boxed{5}}` are 5."""
+    r"""Text without style macros around the whole of it: `5` for `\text{5}` and for `\mathbf{\boxed{5}}`."""
     while (macro := _WHOLE.match(text)) and encloses(text[macro.end() :].rstrip()):
         text = text[macro.end() :].strip()[1:-1].strip()
     return text
 
 
 def unstyled(text: str) -> str:
-    r"""Text without style macros, wherever they stand: `\text{Line } 3` is `Line 3`."""
+    r"""Text without any style macros: `Line 3` for `\text{Line } 3`."""
     return " ".join(_STYLED.sub(r"\1", _STYLED.sub(r"\1", text)).split())
 
 
 def without_words(text: str) -> str:
-    r"""Text without its `\text{...}` words at the end, before a comma or before an equals sign."""
+    r"""Text without words in `\text{...}` at its end, before a comma, or before an equals sign."""
     return _WORDS.sub(lambda words: words[0] if has_value(words["words"]) else " ", text).strip()
 
 
 def encloses(text: str) -> bool:
-    """Whether one pair of brackets encloses all of text."""
+    """Whether a single pair of brackets encloses the whole text."""
     depth = 0
     for index, character in enumerate(text):
         depth += (character in "([{") - (character in ")]}")
@@ -210,7 +215,7 @@ def encloses(text: str) -> bool:
 
 
 def split_top(text: str, separators: str) -> list[str]:
-    """Split where one of `separators` (a regular expression) is outside of all brackets and braces."""
+    """Split text where a separator is outside all brackets and braces; `separators` is a regular expression."""
     parts, depth, begin, index = [], 0, 0, 0
     pattern = re.compile(separators)
     while index < len(text):

@@ -1,11 +1,12 @@
-"""Thoughts in a response: the tags of the models that think aloud, and prompts that open a thought."""
+"""Finds the thoughts in a response, by the tags of models that think aloud, and the thought that a prompt opens."""
 
 from __future__ import annotations
 
 import re
 
 _NAME = r"(?:[a-z]+[:_-]){0,2}(?:think(?:ing)?|thoughts?|reason(?:ing)?|reflection|scratchpad|analysis)(?:[_-][a-z]+)?"
-"""Names of tags around a thought, such as `think`, `seed:think`, `chain_of_thought` and `thinking_process`."""
+"""Matches the names of tags around a thought, such as `think`, `seed:think`, `chain_of_thought` and
+`thinking_process`."""
 _MARKED = r"(?:thinking|reasoning|thoughts?)"
 _OPENINGS = (
     rf"<{_NAME}(?:\s[^<>]*)?>"  # the tags of DeepSeek-R1, Qwen3 and Seed-OSS; some models write attributes
@@ -28,18 +29,19 @@ _CLOSING = re.compile(rf".*(?:{_CLOSINGS})", re.IGNORECASE | re.DOTALL)
 _TURN = re.compile(r".*(?:<[^<>\n]*assistant[^<>\n]*>|<[^<>\n]*>(?:assistant|model)\b|\[/INST\])", re.DOTALL | re.I)
 _ANALYSIS = re.compile(r"\s*analysis(?![a-z:,.;-])")
 _FINAL = re.compile(r".*assistant\s*final", re.DOTALL)
-"""Matches the thought of gpt-oss where its special tokens are missing: `analysisWe add ...assistantfinalThe answer is
+"""Matches gpt-oss's thought where its special tokens were left out: `analysisWe add ...assistantfinalThe answer is
 7`."""
 PROMPT_END_TOKENS = 32
-"""Tokens at a prompt's end that are decoded to look for a thought that it opens."""
+"""Number of tokens at a prompt's end that are decoded to find a thought that it opens."""
 _PROMPT_CHARS = 200
-"""Characters at a prompt's end that are searched: tags before them belong to the question."""
+"""Number of characters at a prompt's end that are searched; tags before them belong to the question."""
 
 
 def after_thoughts(response: str) -> str:
-    """Text after the last closed thought, up to a thought that is not closed.
+    """The text after the last thought that is closed; a thought that is not closed, and what follows it, is left out.
 
-    A closing tag needs no opening one. For a prompt that opens the thought, put `opening_of(prompt)` in front.
+    A closing tag counts without an opening one. For a prompt that opens the thought, put `opening_of(prompt)` in front
+    of the response.
     """
     if not any(sign in response for sign in ("<", "◁", "[", "analysis")):
         return response
@@ -53,9 +55,9 @@ def after_thoughts(response: str) -> str:
 
 
 def opening_of(prompt: str) -> str:
-    """The tag with which a prompt opens the thought of its response; empty for other prompts.
+    """The tag with which a prompt opens the thought of its response; "" for other prompts.
 
-    Behind a template's mark of the assistant's turn, the thought's first words may follow it.
+    After the mark of the assistant's turn, the prompt may also have the first words of the thought.
     """
     end = prompt[-_PROMPT_CHARS:]
     if opening := re.search(rf"({_OPENINGS})\s*\Z", end, re.IGNORECASE):

@@ -1,4 +1,4 @@
-r"""Units in other scripts and as signs, written as Latin words: `5厘米`, `5 см` and `5 ㎝` as `5\text{ cm}`."""
+r"""Rewrites units in other scripts, and signs of units, as Latin words: `5厘米`, `5 см` and `5 ㎝` as `5\text{ cm}`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ _ENDING = "(?:[аеиоуыя]|ов|ев|ей)?"
 _FACTORS = {"百": "10^{2}", "千": "10^{3}", "万": "10^{4}", "萬": "10^{4}", "만": "10^{4}", "亿": "10^{8}",
             "億": "10^{8}", "억": "10^{8}"}  # fmt: skip
 _LETTERS = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\u0400-\u04ff"
-"""Letters of Chinese, Japanese, Korean and Russian, whose words for "more", "or" and magnitudes `normalize` refuses."""
+"""Letters of Chinese, Japanese, Korean and Russian. Their words for "more", "or" and magnitudes are refused by
+`normalize`."""
 _BEHIND = r"(?<=[0-9)}])\s*"
 _END = r"\s*(?=\Z|,)"
 _TEXT = r"\\(?:text[a-z]*|math(?:rm|sf|bf)|mbox|hbox|operatorname)\s*\{\s*"
@@ -63,7 +64,8 @@ _UNIT = re.compile(
 )
 _SCALE = re.compile(rf"(?<=[0-9])\s*(?P<factor>[{''.join(_FACTORS)}])(?=[{_LETTERS}]{{0,3}}{_END})")
 COUNTED = re.compile(rf"{_BEHIND}(?P<word>[{_LETTERS}]{{1,4}}|[\u0400-\u04ff]+){_END}")
-"""Matches a counter or a unit that the table lacks; a sentence of Chinese, Japanese or Korean is longer."""
+"""Matches a counter, or a unit that the table lacks. It is short: sentences of Chinese, Japanese or Korean are
+longer."""
 _DEGREES = re.compile(rf"{_BEHIND}[度도]{_END}")
 _PERCENT = re.compile(r"百分之\s*([0-9]+(?:\.[0-9]+)?)")
 _PARTS = re.compile(
@@ -93,14 +95,16 @@ _KELVIN = re.compile(r"(?<=[0-9)}])\s+K(?=\s*(?:\Z|,))")
 
 
 def without_parts(text: str) -> str:
-    r"""`5‰` and `5\text{ per mille}` as `5 \times 10^{-3}`, `5‱` and `5` basis points as `5 \times 10^{-4}`."""
+    r"""Rewrite `5‰` and `5\text{ per mille}` as `5 \times 10^{-3}`, and `5‱` and `5` basis points as `5 \times
+    10^{-4}`."""
     return _PARTS.sub(lambda found: f" \\times 10^{{{-3 if found['thousand'] else -4}}}", text)
 
 
 def with_latin_units(text: str) -> str:
-    r"""Units behind numbers as `\text{ cm}`, also the signs of ohm, ångström, kelvin and micro.
+    r"""Rewrite units after numbers as `\text{ cm}` and the like, also the signs of ohm, ångström, kelvin and micro.
 
-    `5万` is `5 \times 10^{4}`, `60度` `60^\circ`, `百分之5` `5\%`. A `\Omega` that touches its number is a variable.
+    `5万` becomes `5 \times 10^{4}`, `60度` `60^\circ`, and `百分之5` `5\%`. A `\Omega` directly after a number is a
+    variable.
     """
     if "Omega" in text or "Ω" in text:
         for pattern in _OHMS:

@@ -1,4 +1,4 @@
-"""Units behind a number: which one it is, in whatever spelling, and whether two of them differ."""
+"""Reads the unit after a number, in any of its spellings, and tells whether two units differ."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _REFUSED = re.compile(
     r"st|nd|rd|th|halves|(?:third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth)s|mille|basis|power|"
     r"multiplied|increased|decreased|added|subtracted|choose|nope|doubtful|estimated"
 )
-"""Matches words that change the number before them."""
+"""Matches words that change the number before them, so that they are no unit."""
 _NUMERAL = re.compile(
     r"\b(?:two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen"
     r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty)\b(?![^()]*\))"
 )
-"""Matches a number in words outside of parentheses: `5 (five)` is one number."""
+"""Matches a number in words, unless it is in parentheses: in `5 (five)` it repeats the number."""
 NOT_IN_A_UNIT = re.compile(
     r"[^\w\s.,'’\"/()·^{}$\\%-]|[半百千万萬亿億兆打成折或不非未没沒无無约約]|な[いか]|ません|아[니닙님닌]|없|以[上下内內外]|左右|上下|[多余餘](?:个|個|\W|\Z)|未満|程度|ほど|[くぐ]らい"
     r"|[천만억]|이상|이하|미만|정도|또는"
@@ -39,7 +39,7 @@ NOT_IN_A_UNIT = re.compile(
     r"|milliarden?|cientos?|docenas?|douzaines?|тысяч\w*|миллион\w*|миллиард\w*|сот(?:ен|ни|ня)"
     r"|o(?!['’])|ou|oder|или|más|menos|moins|mais|mehr|weniger|больше|меньше|более|менее|rund|etwa|environ|около)\b"
 )
-"""Matches signs of arithmetic and doubt, and the words of other languages for magnitudes, "or", "more", "not" and
+"""Matches signs of arithmetic and doubt, and words of other languages for magnitudes, "or", "more", "not" and
 "about"."""
 _MAGNITUDES = {
     "dozen": "12", "hundred": "100", "thousand": "10^{3}", "million": "10^{6}", "billion": "10^{9}",
@@ -82,14 +82,14 @@ _CASED = {
     "mW": "milliwatt", "MW": "megawatt", "mJ": "millijoule", "MJ": "megajoule", "mN": "millinewton",
     "MN": "meganewton", "MPa": "megapascal", "MHz": "megahertz", "MeV": "megaelectronvolt",
 }  # fmt: skip
-"""Symbols that are another unit, or none, in small letters."""
+"""Symbols that mean another unit, or none, if written in small letters."""
 _ALONE = (
     "mm cm km mi ft in yd mg kg lb oz hr mph kph A C F H J K L N T V W g h l m s kA mA kV mV MV kW mW MW GW kJ mJ MJ"
     " kN mN MN Pa kPa hPa MPa GPa Hz kHz MHz GHz eV keV MeV GeV mol mmol ms ns mL ml dL dl cL cl ha atm dB"
 )
 _LETTERS_ALONE = {"C": "coulomb", "F": "farad"}
 _SYMBOL_ALONE = re.compile(rf"(?<=[0-9)}}])\s*(?P<symbol>{'|'.join(sorted(_ALONE.split(), key=len, reverse=True))})\Z")
-"""A symbol without a macro behind a number, which could also be variables."""
+"""Matches a unit's symbol after a number and without a macro around it; it could also be variables."""
 _DERIVED = {
     "newton": (("kg", 1), ("m", 1), ("s", -2)),
     "joule": (("kg", 1), ("m", 2), ("s", -2)),
@@ -105,19 +105,18 @@ _DERIVED = {
     "mph": (("mi", 1), ("h", -1)),
     "kph": (("km", 1), ("h", -1)),
 }
-"""Name of a unit -> the units that it is made of; for those of the SI, from BIPM, The International System of Units,
-table 4."""
+"""Unit -> the units of which it is made; SI units from BIPM, The International System of Units, table 4."""
 _TOKEN = re.compile(r"[A-Za-z]+|/|\^\s*\{?\s*(?P<power>[+-]?[0-9])")
 
 Unit = tuple[tuple[str, int], ...]
-"""Known units with their powers, sorted: square inches are (("in", 2),)."""
+"""Units with their powers, sorted by name: square inches are (("in", 2),)."""
 
 
 def split_unit(text: str) -> tuple[str, Unit | None]:
-    r"""A number without the words behind it, and their unit when all of them are known.
+    r"""Split text into a number and the unit after it; the unit is None if a word of it is not known.
 
-    "percent" becomes a percent sign and "million" a power of ten. The text is returned as it is when nothing stands
-    before the words, or when one of them changes the number ("5 or more").
+    "percent" becomes a percent sign and "million" a power of ten. The whole text is returned if there is nothing before
+    the words, or if a word changes the number ("5 or more").
     """
     value, named, words, plain = text, "", list[str](), False
     while match := _LAST.search(value):
@@ -141,9 +140,9 @@ def split_unit(text: str) -> tuple[str, Unit | None]:
 
 
 def with_unit(text: str, other: str, unit: Unit | None = None) -> str:
-    r"""`7m`, `7 L` and `7 kV` as `7\text{ m}` and so on if the other text, or its `unit`, has that unit.
+    r"""Read letters after a number as a unit if the other text, or `unit`, has that unit: `7\text{ m}` for `7m`.
 
-    Both `7\mathrm{m}` and `7 metres` have it. Alone, a letter behind a number is a variable.
+    Otherwise a letter after a number is a variable. `other` may be `7\mathrm{m}` or `7 metres`.
     """
     found, wanted = _SYMBOL_ALONE.search(text), unit or split_unit(other)[1]
     if found is None or wanted is None:
@@ -154,16 +153,17 @@ def with_unit(text: str, other: str, unit: Unit | None = None) -> str:
 
 
 def money(text: str) -> Unit | None:
-    r"""The currency whose sign an answer or a gold shows; None without one, or where it may also be a weight (`£`).
+    r"""The currency whose sign an answer or a gold has; None without one, and for `£`, which may also be a weight.
 
-    A lone `$` in front is a dollar; two of them enclose a formula.
+    A single `$` at the beginning is a dollar; two of them enclose a formula.
     """
     sign = _MONEY.search(text)
     return ((sign.lastgroup, 1),) if sign and sign.lastgroup else None
 
 
 def units_differ(left: Unit | None, right: Unit | None) -> bool:
-    """Whether both are known and differ; a bare "unit" matches any unit of that power, a degree any scale.
+    """Whether both units are known and differ. A bare "unit" equals any unit of the same power, a degree any
+    temperature scale.
 
     The letter C alone is read as Celsius and F as Fahrenheit, so these do not differ from coulomb and farad.
     """
@@ -178,7 +178,7 @@ def units_differ(left: Unit | None, right: Unit | None) -> bool:
 
 
 def _changes_it(named: str, words: list[str]) -> bool:
-    """Whether words after a number change, deny or doubt it; "squared" does so without a unit."""
+    """Whether the words after a number change, deny or doubt it. "squared" does so if no unit is before it."""
     first = next(iter(re.findall("[a-z]+", named)), "")
     is_power = first in _POWERS and first.endswith("d")
     odd = NOT_IN_A_UNIT.search(named) or _NUMERAL.search(named)

@@ -1,4 +1,4 @@
-"""Upright letters and words behind a number: values such as `\\mathrm{i}`, or units."""
+"""Tells upright letters and words after a number apart: values such as `\\mathrm{i}`, and units."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ in ft yd mi nmi ly pc AU oz lb lbs gal qt pt mph kph fps pct pts USD EUR GBP INR
 torr psi amu Da M mM Ci
 """
 _UNITS = frozenset(_UNIT_NAMES.split())
-"""Symbols of units; those of the SI from BIPM, The International System of Units, tables 2 to 8.
+"""Symbols of units; the SI's from BIPM, The International System of Units, tables 2 to 8.
 
-Without `d`, `a`, `t` and `u`, which are rather variables.
+`d`, `a`, `t` and `u` are left out, since they are more often variables.
 """
 _SMALL_UNITS = frozenset(symbol.lower() for symbol in _UNITS if len(symbol) > 1)
 _OTHER_WORDS = "am pm ad bc ce st nd rd th to of at by if is as on no or be per and not the for mod via dry"
 _SHORT_WORDS = frozenset(_OTHER_WORDS.split())
-"""Words of two or three letters that are neither units nor values."""
+"""Words of two or three letters that are neither a unit nor a value."""
 _GREEK_NAMES = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau phi chi omega"
 _GREEK = frozenset(_GREEK_NAMES.split())
-"""Names of Greek letters, without `psi`, which is a unit."""
+"""Names of Greek letters. `psi` is left out, since it is a unit."""
 _FUNCTION_NAMES = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh exp log ln"
 _FUNCTIONS = frozenset(_FUNCTION_NAMES.split())
 _UPRIGHT = re.compile(
@@ -33,7 +33,8 @@ _UPRIGHT = re.compile(
 
 
 def italic(text: str) -> str:
-    r"""`2+3\mathrm{i}` as `2+3 i`: constants, variables and functions in upright letters are values, units stay."""
+    r"""Rewrite constants, variables and functions in upright letters as values: `2+3 i` for `2+3\mathrm{i}`. Units
+    stay."""
     return _UPRIGHT.sub(_as_italic, text)
 
 
@@ -59,10 +60,11 @@ def _as_italic(upright: re.Match[str]) -> str:
 
 
 def is_value(word: str, is_math: bool = False) -> bool:
-    r"""Whether a word behind a number is a constant or a product of variables, and neither a unit nor a noun.
+    r"""Whether a word after a number is a constant or a product of variables, and not a unit or a noun.
 
-    Words of up to two letters are values unless they are units; so are those of three without a vowel or, with
-    `is_math`, in a mathematical font. Of both readings of a letter such as `m`, the unit is taken.
+    Words of one or two letters are values unless they are units or usual words such as `of`. Words of three letters are
+    values if they have no vowel or are in a mathematical font (`is_math`). A letter that can be both, such as `m`, is a
+    unit.
     """
     if word in _UNITS or (len(word) > 1 and word.lower() in _SMALL_UNITS) or word.lower() in _SHORT_WORDS:
         return False
@@ -72,7 +74,7 @@ def is_value(word: str, is_math: bool = False) -> bool:
 
 
 def has_value(words: str) -> bool:
-    """Whether words behind a number contain a value beside units: `x/y`, `theta`, but not `units of x`."""
+    """Whether words after a number contain a value besides units: `x/y`, `theta`, but not `units of x`."""
     names = re.findall("[A-Za-z]+", words)
     is_prose = any(len(name) > 3 and name.lower() not in _GREEK for name in names)
     return any(name.lower() in _GREEK or (not is_prose and is_value(name)) for name in names)

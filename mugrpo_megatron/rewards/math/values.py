@@ -1,4 +1,4 @@
-"""Parses text into sympy values with math-verify, and compares values."""
+"""Parses text to sympy values with math-verify, and compares such values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 PLAIN_NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
 _LATEX = [LatexExtractionConfig(boxed_match_priority=0)]
 
-# math-verify 0.9 reads `4d` as 4 and a differential.
+# A space is put before `d`, since math-verify 0.9 reads `4d` as 4 and a differential.
 _DIFFERENTIAL, _TIMES_D = re.compile(r"(?<=[0-9)}])\s*d(?![A-Za-z])"), r"\\,d"
 _LAST_LETTERS = re.compile(r"(?<=[0-9}\s])\s*([A-Za-z]{1,2})\Z")
 _MACRO = re.compile(r"\\(?:text|mathrm)\s*\{[^{}]*\}|\\[A-Za-z]+")
@@ -28,9 +28,9 @@ _FORMULA = re.compile(r"[A-Za-z]|[0-9)}]\s*[+-]")
 
 
 def parsed(text: str) -> list[Any]:
-    """Sympy values of LaTeX, possibly none; `i` is the imaginary unit.
+    """The sympy values of LaTeX text, possibly none; `i` is the imaginary unit.
 
-    Wraps the text in a box, because math-verify reads `\\frac12` outside of math mode as text.
+    The text is put into a box for the parser, because math-verify reads `\\frac12` outside of math mode as text.
     """
     if PLAIN_NUMBER.fullmatch(text):  # a plain number needs no parser, and most golds and answers are plain numbers
         return [Float(text, max(15, len(text))) if "." in text else Integer(text)]
@@ -40,7 +40,8 @@ def parsed(text: str) -> list[Any]:
 
 
 def _with_last_variable(text: str) -> str:
-    r"""Text whose last letters math-verify 0.9 keeps if they are variables: `\pi r^2 h` and `7t`, not `7 h`."""
+    r"""Text in which math-verify 0.9 keeps the last letters if they are variables: `\pi r^2 h` and `7t`, but not `7
+    h`."""
     last = _LAST_LETTERS.search(text)
     if last is None:
         return text
@@ -51,7 +52,7 @@ def _with_last_variable(text: str) -> str:
 
 
 def number(text: str) -> Expr | None:
-    """The finite number that text denotes, else None."""
+    """The finite number that text stands for; None if it does not stand for one."""
     values = parsed(text)
     value = values[0] if values else None
     if isinstance(value, FiniteSet) and len(value.args) == 1:
@@ -62,14 +63,15 @@ def number(text: str) -> Expr | None:
 
 
 def same(gold: list[Any], answer: list[Any]) -> bool:
-    """Whether math-verify finds them equal; values that differ at a sample point are not simplified."""
+    """Whether math-verify finds golds and answers equal; two values that differ at a sample point are unequal without
+    it."""
     if not gold or not answer or (len(gold) == len(answer) == 1 and _differ_at_a_point(gold[0], answer[0])):
         return False
     return bool(verify(gold, answer, timeout_seconds=None))
 
 
 def _differ_at_a_point(gold: Basic, answer: Basic) -> bool:
-    """Whether both are expressions whose values at a sample point are far apart."""
+    """Whether both are expressions, and their values at a sample point are far apart."""
     if not isinstance(gold, Expr) or not isinstance(answer, Expr):
         return False
     try:
@@ -82,20 +84,21 @@ def _differ_at_a_point(gold: Basic, answer: Basic) -> bool:
 
 
 def _at_a_point(value: Expr) -> complex:
-    """The value at a sample point that depends on the variables' names: two parses may have different symbols."""
+    """The value of an expression at a sample point. The point depends on the names of variables, not on sympy's
+    symbols."""
     point = {symbol: 1.3 + zlib.crc32(symbol.name.encode()) % 997 / 997 for symbol in value.free_symbols}
     return complex(value.evalf(15, subs=point) if point else value.evalf(15))
 
 
 _DIGITS = 40
 _EQUAL = Float("1e-30")
-"""Relative difference of two values at _DIGITS digits that counts as equal."""
+"""Largest relative difference at which two values, computed with _DIGITS digits, count as equal."""
 _PERCENT = re.compile(r"\s*\\?%\s*\Z")
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A finite number as it was written."""
+    """A finite number, with the form in which it was written."""
 
     value: Expr
     """The exact value, without floating-point numbers."""
@@ -103,14 +106,14 @@ class Number:
     decimal: bool
     """Whether a decimal point was written."""
     places: int
-    """Digits after the point of a plain decimal, else 0."""
+    """Number of digits after the point of a plain decimal; else 0."""
     digits: int
-    """Significant digits of a plain decimal, else 0."""
+    """Number of significant digits of a plain decimal; else 0."""
 
 
 @lru_cache(maxsize=4096)
 def read_number(text: str) -> Number | None:
-    """The number that text denotes, or None."""
+    """The number that text stands for, with the form in which it is written; None if it does not stand for one."""
     bare = _PERCENT.sub("", text)
     value = number(bare)
     if value is None:
@@ -123,7 +126,7 @@ def read_number(text: str) -> Number | None:
 
 
 def agree(answer: Number, gold: Number) -> bool:
-    """Whether an answer is the gold's value, or one is the other's rounding."""
+    """Whether an answer equals the gold, or one of them is the other, rounded."""
     if answer.percent == gold.percent:
         return _agree(answer.value, answer, gold.value, gold)
     hundredth = Rational(1, 100)
@@ -144,7 +147,7 @@ def equal(left: Expr, right: Expr) -> bool:
 
 
 def rounded(value: Any, places: int) -> Any:
-    """Round roots, fractions and constants in a sympy object, as in a gold `x + 1.414`."""
+    """Round the roots, fractions and constants in a sympy object to `places` decimals, as in a gold `x + 1.414`."""
     if not isinstance(value, Basic):
         return value
     atoms = [atom for atom in value.atoms(Pow, Rational, NumberSymbol) if atom.is_real and atom.is_integer is False]
@@ -152,7 +155,7 @@ def rounded(value: Any, places: int) -> Any:
 
 
 def is_rounding(decimal: Number, exact: Expr) -> bool:
-    """Whether a plain decimal is an exact number rounded or truncated to the decimal's digits."""
+    """Whether a plain decimal is the exact number, rounded or cut to the decimal's digits."""
     value = exact.evalf(_DIGITS)
     if not value.is_real:
         return False
@@ -163,8 +166,11 @@ def is_rounding(decimal: Number, exact: Expr) -> bool:
 
 
 def _agree(left: Expr, answer: Number, right: Expr, gold: Number) -> bool:
-    """Whether the two are equal, or one is the other's rounding: a gold with two decimals that rounds an exact answer,
-    a gold with six decimals that rounds a longer decimal, or an answer with four decimals that rounds the gold."""
+    """Whether the two values are equal, or one is the other, rounded to enough digits.
+
+    Enough is two decimals for a gold that rounds an exact answer, six decimals for a gold that rounds a longer decimal,
+    and four decimals for an answer that rounds the gold.
+    """
     if equal(left, right):
         return True
     if gold.decimal and answer.decimal:
@@ -185,7 +191,7 @@ _VALUE_COMMANDS = frozenset((
     "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan",
 ))
 # fmt: on
-"""Commands of LaTeX that may stand in an answer whose gold is a number."""
+"""LaTeX commands that an answer may have if its gold is a number."""
 _CONSTANT_LETTERS = frozenset("eiIE")
 _TOKEN = re.compile(r"\\[A-Za-z]+|[A-Za-z]+|[0-9.]+|\s+|.", re.DOTALL)
 _VALUE_CHARACTERS = frozenset("+-*/^(){}[]!%\\")
@@ -211,15 +217,15 @@ _TOO_LARGE = re.compile(
     rf"|\\exp.{{0,8}}\\exp|(?:{_FUNCTION}){{3}}"  # functions of functions of functions
 )
 MAX_DEPTH = 10
-"""Deepest nesting of braces that is parsed."""
+"""Deepest nesting of braces that is given to the parser."""
 MAX_GROUPS = 6
-"""Deepest nesting of parentheses that is parsed, since the parser's time is exponential in it."""
+"""Deepest nesting of parentheses that is given to the parser, since its time is exponential in it."""
 MAX_TERMS = 80
 MAX_SPARE_ELEMENTS = 4
 
 
 def hedged(answer: str, gold: str) -> str:
-    """Reason to refuse an answer to a non-numeric gold: an evasive sign that the gold lacks; "" without one."""
+    """The reason to refuse an answer to a non-numeric gold, if it has an evasive sign that the gold lacks; else ""."""
     for match in _HEDGES.finditer(answer):
         if match[0] not in gold:
             return f"ambiguous: {match[0]} is not in the gold answer"
@@ -227,7 +233,7 @@ def hedged(answer: str, gold: str) -> str:
 
 
 def no_single_value(side: str) -> str:
-    """Reason to refuse text that is not a single number, or "": all that a parser might skip, not only known tricks."""
+    """The reason to refuse text that is not a single number; else "". Whatever a parser might skip is refused."""
     for token in _TOKEN.findall(side):
         if token.startswith("\\") and len(token) > 1:
             if token[1:] not in _VALUE_COMMANDS:
@@ -245,7 +251,7 @@ def no_single_value(side: str) -> str:
 
 
 def not_worked_out(side: str) -> str:
-    """Reason to refuse a sum or product where a number is asked for; "" for a number."""
+    """The reason to refuse a sum or a product where a number is asked for; "" for a number."""
     bare = _TEN_TO_THE.sub("", side)
     if _OPERATORS.search(bare) or len(_FRACTIONS.findall(bare)) > 1:
         return "not worked out: the gold is a plain number and the answer is an expression"
@@ -253,7 +259,7 @@ def not_worked_out(side: str) -> str:
 
 
 def too_large(text: str, gold: str) -> str:
-    """Reason to refuse text whose depth, length or size would cost a parser seconds, or "".
+    """The reason to refuse text that would take a parser seconds, because it is too deep, long or large; else "".
 
     The gold's own size is added to each limit.
     """
