@@ -1,4 +1,4 @@
-"""Code that the commands share: exit codes, progress, and checks that a source is unchanged, undamaged and of the right
+"""Code that the conversions share: exit codes, progress, and checks that a source is unchanged, intact and the right
 model."""
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from mugrpo_megatron.weights.table import Entry, entries, stored
 DTYPES = {"keep": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MEGABYTE = 10**6
 ABOUT_THE_FILE = {"dtype", "torch_dtype", "transformers_version", "num_nextn_predict_layers"}
-"""Config fields that describe how a checkpoint was written and what is stored besides the model."""
+"""Config fields about how a checkpoint was written, or about what is stored besides the model; they may differ."""
 
 
 def run(name: str, command: Callable[[], None]) -> int:
-    """Run a command; returns its exit code: 0 done, 2 for an error in the input, with one sentence on stderr."""
-    torch.set_num_threads(1)  # copies and checksums: more threads gain nothing and cost memory
+    """Run a command and return its exit code: 0 for done, 2 for a mistake in the input, with one sentence on stderr."""
+    torch.set_num_threads(1)  # the work is copies and checksums, for which more threads only cost memory
     try:
         command()
     except UserError as error:
@@ -47,7 +47,7 @@ def run(name: str, command: Callable[[], None]) -> int:
 
 
 def noted_architecture(directory: Path) -> Architecture:
-    """`read_architecture`; prints the line about fields without effect, as training does."""
+    """Read a checkpoint's architecture; prints the line about config fields without effect, as training does."""
     architecture = read_architecture(directory)
     if architecture.note:
         print(architecture.note)
@@ -55,14 +55,14 @@ def noted_architecture(directory: Path) -> Architecture:
 
 
 def advance(bar: Bar, done: int) -> None:
-    """Set a bar that counts megabytes to `done` bytes."""
+    """Set a bar that counts megabytes to `done`, a number of bytes."""
     bar.advance(done // MEGABYTE - bar.done)
 
 
 def fill_hf(
     output: Output, source: str, shards: Sequence[WeightFile], tensors: Callable[[WeightFile], Iterator[torch.Tensor]]
 ) -> None:
-    """Write what `output` lacks of the shards of a Hugging Face checkpoint, and their index, with a bar."""
+    """Write the shards of a Hugging Face checkpoint that `output` lacks, and their index; shows a bar."""
     done = 0
     total = sum(shard.bytes for shard in shards)
     with open_display() as display, display.bar(f"{source} -> Hugging Face", total // MEGABYTE, "MB") as bar:
@@ -75,15 +75,15 @@ def fill_hf(
 
 
 def fingerprint(directory: Path) -> dict[str, list[int]]:
-    """Size and modification time of every file, to tell whether a source has changed since an earlier run."""
+    """File name -> size and modification time, by which a continued conversion knows that its source is unchanged."""
     files = sorted(path for path in directory.glob("*") if path.is_file())
     return {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in files}
 
 
 def check_sums(directory: Path, files: Collection[str]) -> None:
-    """Compare the `files` that are read with the checksums of a training checkpoint or of a conversion's output.
+    """Check the `files` that are read against the checksums of a training checkpoint or of a conversion's output.
 
-    Raises UserError when one differs or has none. A checkpoint of other Megatron code has no checksums at all.
+    Raises UserError if one differs or has no checksum. A checkpoint of other Megatron code has no checksums and passes.
     """
     where, known = _checksums(directory)
     if known is None:
@@ -94,14 +94,18 @@ def check_sums(directory: Path, files: Collection[str]) -> None:
     with open_display() as display, display.bar("checksums", total // MEGABYTE, "MB") as bar:
         for name, path in paths.items():
             if name not in known:
-                raise UserError(f"{where} has no checksum of {name}, so {directory} is damaged")
+                raise UserError(
+                    f"{where} has no checksum of {name}, so {directory} is damaged; take another copy of it"
+                )
             if digest(path).sha256 != known[name]:
-                raise UserError(f"{path} is damaged: its checksum is not that of {where.name}")
+                raise UserError(
+                    f"{path} is damaged: its checksum is not the one in {where.name}; take another copy of it"
+                )
             advance(bar, done := done + path.stat().st_size)
 
 
 def _checksums(directory: Path) -> tuple[Path, dict[str, str] | None]:
-    """The file with the checksums, and them."""
+    """The path of the file with the checksums, and name -> checksum; None if the directory has no such file."""
     if (directory / STATE).exists():
         return directory / STATE, read_state(directory)["files"]
     record = directory / RECORD
@@ -112,7 +116,8 @@ def _checksums(directory: Path) -> tuple[Path, dict[str, str] | None]:
 
 
 def compare_configs(megatron: Path, like: Path) -> int:
-    """Number of config fields with an effect, all equal; 0 for a training checkpoint, which has none.
+    """Compare the config fields that have an effect and return their number; 0 for a training checkpoint, which has
+    none.
 
     Raises UserError if one differs.
     """
@@ -131,7 +136,7 @@ def compare_configs(megatron: Path, like: Path) -> int:
 
 
 def check_model(reader: Reader, megatron: Path, architecture: Architecture, like: Path) -> None:
-    """Raises UserError when a parameter of the model that `like` describes is missing or has another shape."""
+    """Raise UserError when a parameter of the model that `like` describes is missing, or has another shape."""
     for entry in entries(architecture).values():
         for place in stored(entry, architecture):
             shape, expected = reader.shape(place.key), place.stacked_shape
@@ -150,6 +155,6 @@ def check_model(reader: Reader, megatron: Path, architecture: Architecture, like
 
 
 def read_parameter(reader: Reader, entry: Entry, architecture: Architecture) -> torch.Tensor:
-    """The unsharded parameter of a distributed checkpoint, in the stored type."""
+    """Read a whole parameter of a distributed checkpoint, in its stored dtype."""
     sections = [reader.read(place.key, place.index, place.shape) for place in stored(entry, architecture)]
     return torch.cat(sections) if len(sections) > 1 else sections[0]

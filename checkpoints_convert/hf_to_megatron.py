@@ -1,8 +1,8 @@
 """Hugging Face checkpoint -> Megatron distributed checkpoint: `mugrpo convert hf_to_megatron --help`.
 
-Megatron's `torch_dist` format is torch.distributed.checkpoint's (one pickled `.metadata`, data files with a
-`torch.save` for each chunk) plus Megatron's `metadata.json` and `common.pt`; `files.torch_dist` reads it. The
-libraries' writers need the whole state at once; here memory holds at most one chunk, and a stopped conversion continues
+Megatron's format `torch_dist` is the one of torch.distributed.checkpoint (a pickled `.metadata`, and data files with a
+`torch.save` for each chunk) with Megatron's `metadata.json` and `common.pt`; `files.torch_dist` reads it. The writers
+of both libraries need the whole state in memory. This one holds at most one chunk, and continues a stopped conversion
 at the next file.
 """
 
@@ -62,12 +62,13 @@ def convert(
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Write `out` from the checkpoint in `hf`, in its own types or cast to `dtype`; a stopped conversion is continued.
+    """Convert the checkpoint in `hf` to `out`, in its own dtypes or cast to `dtype`; a stopped conversion is continued.
 
-    The chunks are cut for the layout `parallel`; any other loads them as well, chunk by chunk. Peak memory is the
-    largest parameter and its copy. Raises UserError, with nothing written, for a checkpoint that is damaged or does not
-    fit its config or tokenizer, a layout that does not divide the model, a full disk, or an `out` that must not be
-    replaced: an input, or anything else that exists, unless it is a conversion's and `overwrite` is true.
+    The chunks are cut for the layout `parallel`; other layouts can load them too, chunk by chunk. Peak memory is the
+    largest parameter and a copy of it. Raises UserError, with nothing written, for a checkpoint that is damaged or does
+    not match its config or tokenizer, a layout that does not divide the model, or a full disk. It also raises UserError
+    for an `out` that must not be replaced: an input, or anything else that exists, unless a conversion wrote it and
+    `overwrite` is true.
     """
     out = checked_output(out, {"--hf": hf}, overwrite)
     architecture = noted_architecture(hf)
@@ -109,14 +110,14 @@ def write_entry(
     tensor_parallel: int,
     dtype: torch.dtype | None,
 ) -> None:
-    """Write one whole parameter, cut into the chunks that tensor parallel ranks read."""
+    """Write a whole parameter, cut into the chunks that tensor parallel ranks read."""
     parameter = merge_from_hf(entry, [checkpoint.read(name) for name in entry.hf], architecture)
     target = torch.float32 if entry.row.frozen else dtype or parameter.dtype
     parameter = cast_checked(parameter, target, " or ".join(entry.hf))
     dimension = DIMENSION.get(entry.row.split, 0)
     pieces = tensor_parallel if entry.row.split != "none" else 1
     if entry.row.form == "gated" and pieces > 1:
-        pieces *= 2  # a rank's gate and up are not contiguous
+        pieces *= 2  # a rank's parts of gate and up are not next to each other
     places = stored(entry, architecture)
     for place, section in zip(places, parameter.split([place.shape[0] for place in places]), strict=True):
         start = 0
@@ -127,16 +128,18 @@ def write_entry(
             writer.tensor(place.key, (*place.index, *inner), place.stacked_shape, chunk)
             start += piece.shape[dimension]
     if entry.row.megatron.endswith(LINEARS):
-        # Megatron's layers expect an (empty) Transformer Engine state.
+        # Megatron's layers expect a state of Transformer Engine, which is empty here.
         index, stack = (".".join(map(str, numbers)) for numbers in (places[0].index or (0,), places[0].stack or (1,)))
         writer.object(f"{places[0].key.partition('weight')[0]}_extra_state/shard_{index}_{stack}", [None])
 
 
 def cast_checked(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """Cast the tensor to `dtype`; raise UserError for NaN, infinities and values that overflow, as in float16 above
-    65,504."""
+    """Cast the tensor to `dtype`. Raises UserError for NaN, infinities, and values that overflow (in float16 above
+    65,504)."""
     if tensor.dtype.itemsize > 1 and not torch.isfinite(tensor).all():
-        raise UserError(f"{name}: a value is not a number (NaN) or infinite, so the checkpoint is damaged")
+        raise UserError(
+            f"{name}: a value is not a number (NaN) or infinite, so the checkpoint is damaged; take another copy of it"
+        )
     narrow = tensor.to(dtype)
     if dtype != tensor.dtype and torch.isinf(narrow).any():
         raise UserError(f"{name}: a value is too large for {str(dtype).removeprefix('torch.')}; take bfloat16")
@@ -146,7 +149,10 @@ def cast_checked(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.T
 def divide(
     checkpoint: HFCheckpoint, architecture: Architecture, dtype: torch.dtype | None
 ) -> Iterator[list[tuple[Entry, int]]]:
-    """Parameters and their bytes, in data files of at most `PART_BYTES` (a larger parameter alone)."""
+    """Divide the parameters among data files of at most `PART_BYTES`; yields (parameter, bytes) of each file.
+
+    A larger parameter has a file of its own.
+    """
     part: list[tuple[Entry, int]] = []
     for entry in entries(architecture).values():
         item = (dtype or checkpoint.dtypes[entry.hf[0]]).itemsize
@@ -169,7 +175,7 @@ class ChunkRecord:
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     dtype: str
-    """`bfloat16`, ..., or `object` for a pickled object without offsets."""
+    """`bfloat16`, ...; `object` for a pickled object, which has no offsets."""
     file: str
     start: int
     length: int
@@ -177,7 +183,8 @@ class ChunkRecord:
 
 @contextmanager
 def write_part(path: Path) -> Iterator[PartWriter]:
-    """Write one data file, complete when the block ends; the writer's `items` then lists its chunks."""
+    """Yield the writer of one data file, which is complete when the block ends; `items` of the writer lists its
+    chunks."""
     with durable_file(path) as stream:
         yield PartWriter(path.name, stream)
 
@@ -188,7 +195,7 @@ class PartWriter:
         self.items: list[ChunkRecord] = []
 
     def tensor(self, key: str, offsets: Sequence[int], shape: Sequence[int], chunk: torch.Tensor) -> None:
-        """Append a chunk of the tensor `key`, whose whole shape is `shape`."""
+        """Append a chunk of the tensor `key`; `shape` is the shape of the whole tensor."""
         if not chunk.is_contiguous() or chunk.untyped_storage().nbytes() != chunk.nbytes:
             chunk = chunk.clone(memory_format=torch.contiguous_format)  # torch.save writes the whole storage of a view
         start, length = self._save(chunk)
@@ -208,11 +215,12 @@ class PartWriter:
 
 
 def write_metadata(directory: Path, items: Sequence[ChunkRecord]) -> None:
-    """Write the files other than the data files; Megatron can then load the directory."""
+    """Write the files besides the data files, so that Megatron can load the directory."""
     tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     placed: dict[MetadataIndex, _StorageInfo] = {}
     for item in items:
-        # Interned, so that a continued conversion writes the same bytes: a pickle stores a string once for an object.
+        # Strings are interned, so that a continued conversion writes the same bytes: a pickle refers back to a string
+        # only if it is the same object.
         key = sys.intern(item.key)
         info = _StorageInfo(sys.intern(item.file), item.start, item.length)
         if item.dtype == OBJECT:
@@ -233,12 +241,12 @@ def write_metadata(directory: Path, items: Sequence[ChunkRecord]) -> None:
 
 
 def records_as_json(items: Sequence[ChunkRecord]) -> list[dict[str, Any]]:
-    """Records of a finished data file as JSON, for a run that continues this one."""
+    """The records of a finished data file as JSON values, for a later run that continues the conversion."""
     return [asdict(item) for item in items]
 
 
 def records_from_json(rows: list[dict[str, Any]]) -> list[ChunkRecord]:
-    """Inverse of `records_as_json`."""
+    """The records that `records_as_json` turned into JSON values."""
     return [ChunkRecord(**row | {name: tuple(row[name]) for name in ("offsets", "sizes", "shape")}) for row in rows]
 
 
@@ -246,7 +254,7 @@ def records_from_json(rows: list[dict[str, Any]]) -> list[ChunkRecord]:
 
 
 def positive(text: str) -> int:
-    """argparse reports a ValueError as a wrong value."""
+    """Parse a number of at least 1 for argparse, which reports the ValueError of a wrong one."""
     if int(text) < 1:
         raise ValueError
     return int(text)

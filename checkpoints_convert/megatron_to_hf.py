@@ -37,12 +37,14 @@ def convert(
     shard_bytes: int = SHARD_BYTES,
     overwrite: bool = False,
 ) -> None:
-    """Write `out` from the model weights in `megatron`, with config and tokenizer of `like`; continues a stopped run.
+    """Convert the weights in `megatron` to `out`, with the config and tokenizer of `like`; continues a stopped
+    conversion.
 
     `megatron` is the output of a conversion or a training checkpoint, in any layout. Peak memory is the largest
     parameter and one chunk of it. Raises UserError, with nothing written, when a directory is damaged, when the
-    checkpoint is not of the model that `like` describes, when the disk is full, or when `out` must not be replaced: an
-    input, or anything else that exists, unless it is a conversion's and `overwrite` is true.
+    checkpoint is not of the model that `like` describes, or when the disk is full. It also raises UserError for an
+    `out` that must not be replaced: an input, or anything else that exists, unless a conversion wrote it and
+    `overwrite` is true.
     """
     out = checked_output(out, {"--megatron": megatron, "--like": like}, overwrite)
     architecture = noted_architecture(like)
@@ -68,7 +70,7 @@ def convert(
 def specs_of(
     reader: Reader, entry: Entry, architecture: Architecture, dtype: torch.dtype | None
 ) -> Iterator[TensorSpec]:
-    """The Hugging Face tensors of a parameter, in their stored type or cast."""
+    """Yield the Hugging Face tensors that a parameter becomes, in the stored dtype or cast to `dtype`."""
     target = torch.float32 if entry.row.frozen else dtype or reader.dtype(stored(entry, architecture)[0].key)
     for name, shape in zip(entry.hf, entry.hf_shapes(architecture), strict=True):
         yield TensorSpec(name, shape, target)
@@ -77,19 +79,19 @@ def specs_of(
 def tensors_of(
     reader: Reader, shard: WeightFile, owners: dict[str, Entry], architecture: Architecture
 ) -> Iterator[torch.Tensor]:
-    """The tensors of a shard in its order; a parameter is read once for its consecutive tensors."""
+    """Yield the tensors of a shard in its order; a parameter that becomes several tensors in a row is read once."""
     current: Entry | None = None
     parts: dict[str, torch.Tensor] = {}
     for spec in shard.specs:
         if owners[spec.name] is not current:
             current = owners[spec.name]
-            parts = {}  # free the last parameter before the next is read
+            parts = {}  # frees the last parameter before the next is read
             parts = read_entry(reader, current, architecture)
         yield parts[spec.name].reshape(spec.shape)
 
 
 def read_entry(reader: Reader, entry: Entry, architecture: Architecture) -> dict[str, torch.Tensor]:
-    """Hugging Face tensors that a stored parameter holds; q, k and v are still split by group."""
+    """Hugging Face name -> tensor, for those that a stored parameter holds. Their shapes may still be Megatron's."""
     parameter = read_parameter(reader, entry, architecture)
     return dict(zip(entry.hf, split_to_hf(entry, parameter, architecture), strict=True))
 

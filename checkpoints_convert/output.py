@@ -1,7 +1,8 @@
-"""Directories that a conversion writes: nothing that it did not write is replaced, and a stopped one is continued.
+"""The directory that a conversion writes: it replaces only what a conversion wrote, and continues a stopped one.
 
-A conversion fills `.NAME.partial`, with `conversion.json` (its inputs) and `FILE.done` (size, checksum) next to each
-finished data file. At the end `conversion.json` lists the checksums of all files, and the directory gets its name.
+A conversion fills `.NAME.partial`. In it, `conversion.json` has the inputs, and each finished data file has a
+`FILE.done` with its size and checksum. At the end `conversion.json` lists the checksums of all files, and the directory
+gets its name.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from mugrpo_megatron.files.durable import (
 RECORD = "conversion.json"
 DONE = ".done"
 MALFORMED = (ValueError, KeyError, TypeError)
-"""Errors of reading a checksummed value of another shape, which another version may have written."""
+"""Errors that reading a note or a record raises if its JSON has other fields, as another version may write them."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +39,13 @@ class Output:
     directory: Path
 
     def finish(self, file: str, body: Any = None) -> None:
-        """Note that a data file is complete, with a JSON value about it."""
+        """Write the note that a data file is complete; `body` is a JSON value about it."""
         span = digest(self.directory / file)
         note = {"bytes": span.end, "sha256": span.sha256, "body": body}
         write_checksummed_json(self.directory / f"{file}{DONE}", "file", note)
 
     def finished(self, file: str) -> dict[str, Any] | None:
-        """The note about a finished data file; None, with the file removed, if it is missing or does not match its
-        checksum."""
+        """Return the note about a data file if the file matches it; otherwise remove both and return None."""
         data, noted = self.directory / file, self.directory / f"{file}{DONE}"
         try:
             note = read_checksummed_json(noted, "file")
@@ -59,7 +59,7 @@ class Output:
         return None
 
     def seal(self) -> None:
-        """List the checksums of all files in `conversion.json`, and remove the notes."""
+        """Complete the output: list the checksums of all files in `conversion.json`, and remove the notes."""
         names = names_below(self.directory) - {RECORD}
         notes = {name for name in names if name.endswith(DONE)}
         known = {
@@ -72,15 +72,15 @@ class Output:
 
 
 def names_below(directory: Path) -> set[str]:
-    """Names of all files in the directory and its folders, relative to it."""
+    """The names of all files in the directory and the folders in it, as paths relative to the directory."""
     return {path.relative_to(directory).as_posix() for path in directory.rglob("*") if not path.is_dir()}
 
 
 def checked_output(out: Path, inputs: Mapping[str, Path], overwrite: bool) -> Path:
-    """`out` as an absolute path, once everything that could refuse it at the end has been tried.
+    """Return `out` as an absolute path, after everything was checked that could refuse it at the end.
 
-    inputs: option -> directory. Raises UserError when `out` exists, without `overwrite` or not from a conversion, when
-    it is an input, holds one or is inside one, and when it cannot be made.
+    inputs: option -> directory. Raises UserError when `out` exists and `overwrite` is false or no conversion wrote it;
+    when it is an input, holds one or is inside one; and when it cannot be made.
     """
     out = out.parent.resolve() / out.name if out.name not in ("", "..") else out.resolve()
     for option, path in inputs.items():
@@ -92,7 +92,7 @@ def checked_output(out: Path, inputs: Mapping[str, Path], overwrite: bool) -> Pa
         _check_replaceable(out)
     above = _existing(out.parent)
     if not above.is_dir():
-        raise UserError(f"{above} is not a directory, so {out} cannot be made")
+        raise UserError(f"{above} is not a directory, so {out} cannot be made; name another directory")
     if not os.access(above, os.W_OK | os.X_OK, effective_ids=True):
         raise UserError(f"{above} cannot be written, so {out} cannot be made; name another directory")
     return out
@@ -100,9 +100,10 @@ def checked_output(out: Path, inputs: Mapping[str, Path], overwrite: bool) -> Pa
 
 @contextmanager
 def open_output(out: Path, recipe: Mapping[str, Any], needed: int, overwrite: bool) -> Iterator[Output]:
-    """A directory to fill, an earlier run's with the same `recipe` (JSON values) if there is one; then it is `out`.
+    """Yield the directory to fill, which becomes `out` when the block ends.
 
-    Raises UserError when the disk has no room for the `needed` bytes or fills up, or when another process writes `out`.
+    A stopped conversion with the same `recipe` (JSON values) is continued in its directory. Raises UserError when the
+    disk has no room for the `needed` bytes or fills up, or when another process writes `out`.
     """
     partial = resumable(out)
     present = sum(path.stat().st_size for path in partial.glob("*")) if partial.is_dir() else 0
@@ -140,7 +141,7 @@ def _opened(partial: Path, recipe: dict[str, Any]) -> Output:
 
 @contextmanager
 def _locked(partial: Path, out: Path) -> Iterator[None]:
-    """Hold the directory's lock; on a file system without locks, continue without one."""
+    """Hold a lock on the directory during the block; on a file system without locks, do without."""
     descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         try:
@@ -151,14 +152,14 @@ def _locked(partial: Path, out: Path) -> Iterator[None]:
                     f"another conversion is writing {out}; wait for it, or name another directory"
                 ) from None
         if not partial.exists() or not os.path.samestat(os.fstat(descriptor), partial.stat()):
-            raise UserError(f"another conversion has just finished {out}")
+            raise UserError(f"another conversion has just finished {out}; nothing was written")
         yield
     finally:
         os.close(descriptor)
 
 
 def converted_files(directory: Path) -> dict[str, str] | None:
-    """Name -> SHA-256 of the files that a conversion wrote to the directory; None when it is not one's output."""
+    """Name -> SHA-256 of the files that a conversion wrote to the directory; None if it is not the output of one."""
     try:
         return dict(read_checksummed_json(directory / RECORD, "conversion")["files"])
     except (OSError, *MALFORMED):
@@ -166,7 +167,7 @@ def converted_files(directory: Path) -> dict[str, str] | None:
 
 
 def _check_replaceable(out: Path) -> None:
-    """UserError unless every file in `out` is one that a conversion wrote."""
+    """Raise UserError unless a conversion wrote every file in `out`."""
     written = converted_files(out)
     if written is None:
         raise UserError(f"{out} is not the output of a conversion, so it is not replaced; remove it yourself")
@@ -182,5 +183,5 @@ def _holds(outer: Path, inner: Path) -> bool:
 
 
 def _existing(path: Path) -> Path:
-    """The path, or the nearest directory above it that exists."""
+    """The path itself, or the nearest directory above it that exists."""
     return next(ancestor for ancestor in (path, *path.parents) if os.path.lexists(ancestor))

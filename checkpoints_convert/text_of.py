@@ -1,4 +1,4 @@
-"""Text of a vision-language checkpoint as a checkpoint, and back into it: `mugrpo convert text_of --help`."""
+"""The text part of a vision-language checkpoint as a checkpoint, and back into it: `mugrpo convert text_of --help`."""
 
 from __future__ import annotations
 
@@ -32,28 +32,33 @@ from mugrpo_megatron.weights.safetensors_dir import (
 )
 
 TEXTS = {"qwen3_5": "Qwen3_5ForCausalLM", "qwen3_5_moe": "Qwen3_5MoeForCausalLM"}
-"""`model_type` with a vision tower -> transformers' class of its text."""
+"""`model_type` of a model with a vision tower -> transformers' class of its text model."""
 PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
 
 def convert(
     hf: Path, out: Path, text: Path | None = None, shard_bytes: int = SHARD_BYTES, overwrite: bool = False
 ) -> None:
-    """Write the text of the vision-language checkpoint `hf`; with `text`, write `hf` with the weights of `text`.
+    """Write the text model in the vision-language checkpoint `hf`; with `text`, write `hf` with the weights of `text`
+    in it.
 
-    Every tensor keeps its type, `hf`'s if both have it. Peak memory is the largest tensor. Raises UserError, with
-    nothing written, for a directory that is damaged or of another model, and as other conversions do for `out`.
+    Every tensor keeps its dtype, the one in `hf` if both have it. Peak memory is the largest tensor. Raises UserError,
+    with nothing written, for a directory that is damaged or of another model, and for an `out` that must not be
+    replaced.
     """
     out = checked_output(out, {"--hf": hf, **({"--put": text} if text else {})}, overwrite)
     given = read_config(hf)
     config = text_config(given, hf / CONFIG)
     model = architecture(config, f"{hf / CONFIG}: text_config")
     source = scan(hf, lambda name: True)
-    # A copy of the embedding would be stale once the embedding is trained.
+    # With tied weights the output layer is left out: a stored copy would differ once the embedding is trained.
     stored = [name for name in source.files if not (model.tied and name == HEAD)]
     names = {text_name(name): name for name in stored if text_name(name)}
     if packed := next((name for name in names.values() if name.endswith(".experts.gate_up_proj")), None):
-        raise UserError(f"{hf / source.files[packed]}: {packed} packs all experts of a layer, which is not supported")
+        raise UserError(
+            f"{hf / source.files[packed]}: {packed} packs all experts of a layer, which is not supported; "
+            "store each expert alone"
+        )
     files = {name: source.files[old] for name, old in names.items()}
     shapes = {name: source.shapes[old] for name, old in names.items()}
     check_tensors(hf, files, shapes, model)
@@ -87,7 +92,8 @@ def convert(
 
 
 def text_config(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The config of the text in `config`, read from `path`; UserError if it has no vision tower that is known."""
+    """The config of the text model in `config`, which was read from `path`; UserError if the family is not
+    supported."""
     family, nested = config["model_type"], config.get("text_config")
     if family not in TEXTS or not isinstance(nested, dict):
         raise UserError(f"{path}: model_type {family!r} has no text to take out; the families are {', '.join(TEXTS)}")
@@ -96,7 +102,8 @@ def text_config(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def text_name(name: str) -> str:
-    """The name of a tensor in the text's checkpoint; "" for vision and multi-token prediction."""
+    """The name that a tensor has in the text model's checkpoint; "" for tensors of vision and multi-token
+    prediction."""
     if name.startswith("model.language_model."):
         return "model." + name.removeprefix("model.language_model.")
     return name if name == HEAD else ""

