@@ -96,7 +96,7 @@ class PageSection:
 
 
 def slug(title: str) -> str:
-    """The title as an HTML anchor."""
+    """The title as an id that links on the page can name."""
     return re.sub(r"[^a-z]+", "-", title.lower()).strip("-")
 
 
