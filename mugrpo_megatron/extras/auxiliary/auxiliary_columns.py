@@ -71,7 +71,8 @@ class ColumnParts:
     """The parts of one column on disk, a file for each update; processes may write parts of different updates."""
 
     def __init__(self, column: TableColumn, weights: str, updates: int) -> None:
-        """`weights` is `weights.families.fingerprint` of the auxiliary model's checkpoint; the stage has `updates`."""
+        """`weights` is `weights.families.fingerprint` of the auxiliary model's checkpoint, `updates` the stage's number
+        of updates."""
         belongs = json.dumps([dict(column.identity), weights], sort_keys=True).encode()
         name = f"{column.path.stem}.parts-{hashlib.sha256(belongs).hexdigest()[:12]}"
         self._column, self._weights, self._updates = column, weights, updates

@@ -97,7 +97,10 @@ def _recipes(recipe: Recipe, name: str, directory: Path) -> Iterator[Recipe]:
             room = question_room(quoted, judge, read_model_config(directory))
             if room < 1:
                 key = f"reward.functions.{function}.max_tokens"
-                raise UserError(f"{key} = {judge.max_tokens} leaves no room for a question; lower it")
+                raise UserError(
+                    f"{key} = {judge.max_tokens} leaves no room for a question in the judge's context of "
+                    f"{room + judge.max_tokens} tokens; lower it"
+                )
             yield judge_recipe(recipe, name, directory, judge, room)
 
 
@@ -134,7 +137,8 @@ def _check_headers(directory: Path, config: ModelConfig, where: str) -> None:
 
 
 def _check_teacher(temperature: float, policy: Path, name: str, directory: Path) -> None:
-    """Raise UserError for a teacher whose vocabulary is not the policy's, or that cannot have its temperature."""
+    """Raise UserError for a teacher whose vocabulary is not the policy's, and, at a temperature other than 1, for one
+    whose last norm is not known."""
     if temperature != 1.0:  # `architecture` refuses families whose last norm is not known
         architecture(read_config(directory, key=f"auxiliary.{name}.model", remedy=REMEDY), str(directory / CONFIG))
     if not policy.exists():  # this is a check on paper: the policy's files are not on this machine

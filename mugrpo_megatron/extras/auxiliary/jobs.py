@@ -105,7 +105,7 @@ def read_template(key: str, path: Path) -> Template:
         raise UserError(f"{key} = {path}: cannot be read ({error}); name a Jinja file") from None
     # Jinja compiles templates to Python, which refuses deeper nesting than Jinja does.
     except (TemplateError, SyntaxError, RecursionError, TookTooLong) as error:
-        raise UserError(f"{key} = {path}: not a Jinja template ({error})") from None
+        raise UserError(f"{key} = {path}: not a Jinja template ({error}); correct it") from None
 
 
 class Judge:

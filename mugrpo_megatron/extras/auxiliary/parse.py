@@ -21,7 +21,7 @@ def parser_of(key: str, name: str, function: Callable[..., Any]) -> Callable[[Se
         inspect.signature(function).bind(answer="")
     except (TypeError, ValueError) as error:
         raise UserError(
-            f"{key} {name!r} does not take one parameter `answer` ({error}): name the parameter so"
+            f"{key} {name!r} does not take one parameter `answer` ({error}); write it as def function(answer)"
         ) from None
 
     def parse(items: Sequence[ScoringInput]) -> list[Verdict]:

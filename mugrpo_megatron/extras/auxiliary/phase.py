@@ -93,7 +93,7 @@ def _memory(run: Run) -> float:
 
 @contextmanager
 def _engine(run: Run, recipe: Recipe, directory: Path, name: str) -> Iterator[tuple[int, LedEngine | None]]:
-    """Yields the number of engines and the one that this rank leads, or None; stops it at the end."""
+    """Start this rank's engine, if it leads one, and stop it at the end; yields (number of engines, engine or None)."""
     slot = slot_of_environment(recipe.engine, finds_cuda())
     with ExitStack() as stack:
         led = None
@@ -109,7 +109,9 @@ LOOK_S = 1.0
 
 
 def lock_once_free(path: Path, work: str, display: Display, stop: StopRequest, stack: ExitStack) -> None:
-    """Wait until other processes release a lock, and take it; `stack` releases it. Stops waiting if the run shall stop.
+    """Wait until other processes release a lock, then take it; `stack` releases it.
+
+    Gives up if the run is asked to stop.
 
     `work` says what the other processes do, such as "score stage 3".
     """

@@ -49,7 +49,8 @@ class AuxiliaryModel:
 def auxiliaries_of(recipe: Recipe, directory: RunDirectory, store: StageStore, stage: int) -> Iterator[AuxiliaryModel]:
     """The recipe's auxiliary models with their jobs on sealed stage `stage`.
 
-    Raises UserError when a model's weights differ from those that computed this stage's column, or the last stage's.
+    Raises UserError when a model's weights differ from those that computed the column of this stage or of the stage
+    before it.
     """
     columns = list(auxiliary_columns(recipe, directory, store, stage))
     for name in recipe.auxiliary.by_name:

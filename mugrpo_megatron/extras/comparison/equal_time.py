@@ -20,7 +20,7 @@ NORMAL_95 = 1.959964
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Held-out figures of a run over what it had spent at each evaluation."""
+    """Held-out figures of a run over the updates, or over the seconds, that it had spent at each evaluation."""
 
     spent: np.ndarray
     """float [n], ascending: updates, or seconds."""
@@ -52,8 +52,8 @@ def over_updates(run: RunData) -> Curve:
 
 
 def over_seconds(run: RunData) -> Curve:
-    """The run's figures over its seconds. Those of evaluations and saves do not count, since their number is the user's
-    choice. Raises ValueError without evaluations."""
+    """The run's figures over the seconds that it had spent. The seconds of evaluations and saves do not count, since
+    their number is the user's choice. Raises ValueError without evaluations."""
     return _curve(run, lambda row: seconds_until(run.phases, row["time"]))
 
 

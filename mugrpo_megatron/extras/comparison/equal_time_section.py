@@ -30,7 +30,10 @@ TITLE = "Equal time"
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """The runs' curves over seconds and over updates, and where both end for all; the first run is the baseline."""
+    """The runs' held-out curves over seconds and over updates, and the lengths that all reach.
+
+    The first run is the one that the others are compared with.
+    """
 
     seconds: Sequence[Curve]
     updates: Sequence[Curve]
@@ -50,7 +53,7 @@ def ends_of(runs: Sequence[RunData]) -> Ends | None:
     """What is needed to compare the runs at equal time, or None if they cannot be compared.
 
     They cannot if one has no evaluation, if their measures or held-out sets differ, or if one has no evaluation before
-    the last quarter of the time that all have.
+    the last quarter of the time, or of the updates, that all have.
     """
     if len({measure_in(run.evals) for run in runs}) > 1 or len({evaluated_on(run) for run in runs}) > 1:
         return None

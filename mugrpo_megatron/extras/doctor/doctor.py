@@ -183,7 +183,7 @@ def _errors(process: subprocess.Popen[str]) -> Iterator[str]:
 
 
 def stack(megatron: str | None, sglang: str | None) -> CheckResult:
-    """Returns whether these versions of megatron-core and SGLang were tested together."""
+    """Check that these versions of megatron-core and SGLang were tested together."""
     tested = STACKS.get(megatron or "")
     name = tested.name if tested and tested.sglang == sglang else None
     found = f"{megatron} with {sglang or 'no SGLang'}"

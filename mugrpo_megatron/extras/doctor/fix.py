@@ -35,7 +35,7 @@ STACKS = {
 }
 """Version of megatron-core -> the stack of versions that was tested with it."""
 FAKES = "_meta_registrations.py"
-"""File of torchvision that registers fake operators: for torch, what shapes and dtypes the real ones return."""
+"""File of torchvision that registers fake operators, which only have shapes and dtypes of the real ones' results."""
 FAKE = re.compile(r"^@torch\.library\.register_fake\(.*\)\n", re.MULTILINE)
 
 

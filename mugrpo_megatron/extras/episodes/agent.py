@@ -46,7 +46,7 @@ ERROR_CHARS = 200
 ENDING_S = 10.0
 """Seconds that a program has to write its result once a limit has ended its session, before it is killed."""
 MOST_STARTS = 64
-"""Number of lines that begin with `{`, from the output's end, that are tried as the start of a result over lines."""
+"""Most lines beginning with `{`, from the output's end on, that are tried as the start of a result of several lines."""
 
 
 class Agent:

@@ -86,7 +86,7 @@ CHOICES = ("auto", "none", "required")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 Ask = Callable[..., Awaitable[dict[str, Any]]]
-"""(messages, tools, parse, max_tokens, stop) -> the model's answer. Raises ValueError for what it refuses."""
+"""Takes what `request_of` returns, as keyword arguments, and gives the model's answer; ValueError for a refusal."""
 
 
 @dataclass(slots=True)
@@ -173,7 +173,7 @@ class Endpoint:
         if path not in known:
             raise Refused(f"there is no {scope['path']}; use chat.completions and models", 404, "not_found")
         if method != known[path]:
-            raise Refused(f"{method} is not allowed on /{path}", 405, "method_not_allowed")
+            raise Refused(f"{method} is not allowed on /{path}; use {known[path]}", 405, "method_not_allowed")
         if method == "GET":
             model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "mugrpo"}
             return model if path.endswith(MODEL) else {"object": "list", "data": [model]}

@@ -283,7 +283,7 @@ class Episodes:
             ids = self._chat.encode(message["text"], context) if "text" in message else message["ids"]
         vocabulary, longest = len(self._tokenizer), self._recipe.data.max_prompt_tokens
         if not ids or not all(0 <= token < vocabulary for token in ids):
-            raise ValueError(f"a prompt has at least one token, and ids below {vocabulary}")
+            raise ValueError(f"a request needs at least one token, and token ids from 0 to {vocabulary - 1}")
         if not before and len(ids) > longest:
             raise ValueError(f"its prompt has {len(ids)} tokens: raise data.max_prompt_tokens, which is {longest}")
         if trajectory is None:

@@ -111,7 +111,8 @@ class Asked(NamedTuple):
 
 
 class Pool:
-    """Worker processes: at most `limit`, not counting those that retire and those with a single episode."""
+    """Worker processes: at most `limit`, not counting those that get no new episodes (`retiring`) and those that run a
+    single episode (`Attempt.alone`)."""
 
     def __init__(
         self, options: Mapping[str, Any], section: EpisodesSection, limit: int, most_episodes: float = math.inf

@@ -243,7 +243,7 @@ def _prompt(
     else:
         raise ValueError(f"needs a column prompt or prompt_ids {found_in(row)}")
     if not len(prompt):
-        raise ValueError("the prompt has no token")
+        raise ValueError("the prompt has no token; leave the row out")
     if len(prompt) > most:
         raise ValueError(f"the prompt has {len(prompt)} tokens; raise data.max_prompt_tokens (now {most})")
     return prompt

@@ -66,7 +66,7 @@ def flatten_trace(row: Mapping[str, Any]) -> dict[str, Any]:
     turns = [_turn(position, turn) for position, turn in enumerate(_list(trace["turns"], "turns"))]
     trained = [turn for turn in turns if any(turn["loss_mask"])]
     if not trained:
-        raise ValueError("the loss masks of the trace leave no token to train on")
+        raise ValueError("the loss masks of the trace leave no token to train on; leave it out")
     prompt = list(trained[0]["prompt_token_ids"])
     response: list[Any] = []
     logprobs: list[Any] = []
@@ -121,7 +121,7 @@ def _read_verifiers_trace(row: Mapping[str, Any], trace: Mapping[str, Any]) -> d
         ids, mask = ids + tokens, mask + sampled
         logprobs += [next(rest) if is_sampled else 0.0 for is_sampled in sampled]
     if not any(mask):
-        raise ValueError("the masks of the trace leave no token to train on")
+        raise ValueError("the masks of the trace leave no token to train on; leave it out")
     first, end = mask.index(True), len(mask) - mask[::-1].index(True)
     calls = trace.get("calls")
     last = calls[-1] if isinstance(calls, list) and calls else None
@@ -153,12 +153,15 @@ def _turn(index: int, turn: Any) -> dict[str, list[Any]]:
     prompt, completion, logprobs, mask = (len(lists[name]) for name in LISTS)
     if logprobs != completion:
         raise ValueError(
-            f"turn {index} of the trace has {completion} completion_token_ids and {logprobs} per_token_logps"
+            f"turn {index} of the trace has {completion} completion_token_ids and {logprobs} per_token_logps; each "
+            "token needs one"
         )
     if mask != prompt + completion:
-        raise ValueError(f"the loss_mask of turn {index} has {mask} values for {prompt + completion} tokens")
+        raise ValueError(
+            f"the loss_mask of turn {index} has {mask} values for {prompt + completion} tokens; each needs one"
+        )
     if any(lists["loss_mask"][:prompt]):
-        raise ValueError(f"the loss_mask of turn {index} trains tokens of its prompt")
+        raise ValueError(f"the loss_mask of turn {index} trains tokens of its prompt; set these values to 0")
     return lists
 
 

@@ -53,7 +53,7 @@ class Stale:
         }
 
     def marked(self, tokens: Sequence[str]) -> Text:
-        """Returns the response's tokens [R] as red text: triggers in «», dropped spans in ⟦⟧."""
+        """Returns the response's tokens [R] as one text, with triggers in «» and dropped spans in ⟦⟧, both in red."""
         text, inside = Text(), False
         for token, trigger, dropped in zip(tokens, self.trigger, self.dropped, strict=True):
             if dropped != inside:

@@ -24,7 +24,7 @@ def check_lora(recipe: Recipe, architecture: Architecture) -> str:
     largest = max(min(leaf.inputs, leaf.outputs) for leaf in adapted_leaves(architecture, kinds))
     if rank > largest:
         raise UserError(
-            f"lora.rank = {rank} is above the rank of every layer with an adapter, at most {largest}; lower it"
+            f"lora.rank = {rank} is above {largest}, the largest rank of a layer that gets an adapter; lower it"
         )
     heads = architecture.transformer["num_query_groups"]
     if heads % recipe.parallel.tensor:

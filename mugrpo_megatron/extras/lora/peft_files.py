@@ -81,7 +81,7 @@ def read_adapter(directory: Path, architecture: Architecture, key: str = "lora.s
     where = f"{key} = {directory}"
     for name in (CONFIG, WEIGHTS):
         if not (directory / name).is_file():
-            raise UserError(f"{where}: not an adapter in PEFT's format (no {name} there)")
+            raise UserError(f"{where}: not an adapter in PEFT's format (no {name} there); name its directory")
     config = read_json(directory / CONFIG)
     # Variants such as use_dora, also those of later versions of PEFT, must be off.
     variants = {name: (False, None) for name in config if name.startswith("use_")}
@@ -110,7 +110,7 @@ def read_adapter(directory: Path, architecture: Architecture, key: str = "lora.s
         expected |= leaf.shapes(rank)
     for name in sorted(shapes.keys() ^ expected.keys()):
         wrong = "lacks" if name in expected else f"is not of a {architecture.family} model of this config: it has"
-        raise UserError(f"{where} {wrong} {name}")
+        raise UserError(f"{where} {wrong} {name}; name an adapter of this model")
     for name, shape in expected.items():
         if shapes[name] != shape:
             raise UserError(f"{where}: {name} has shape {list(shapes[name])}, the model needs {list(shape)}")

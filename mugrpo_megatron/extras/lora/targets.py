@@ -51,7 +51,7 @@ class Leaf:
 
     @property
     def b(self) -> str:
-        """PEFT's name of B, [outputs, rank]; of experts [outputs, rank * experts], the expert's index the fastest."""
+        """PEFT's name of B, [outputs, rank]; of experts [outputs, rank * experts], where the expert varies fastest."""
         return f"{PREFIX}{self.name}.lora_B.weight"
 
     def shapes(self, rank: int) -> dict[str, tuple[int, int]]:
@@ -130,7 +130,8 @@ def target_kinds(architecture: Architecture, targets: Targets, where: str = "lor
         return known
     if unknown := [name for name in targets if name not in known]:
         raise UserError(
-            f"{where}: {architecture.family} has no linear layer {unknown[0]!r} with an adapter; it has {list(known)}"
+            f"{where}: {architecture.family} has no linear layer {unknown[0]!r} that can have an adapter; name some of "
+            f"{list(known)}"
         )
     if not targets:
         raise UserError(f"{where} names no layer, which leaves nothing to train; name some of {list(known)}")

@@ -23,9 +23,9 @@ class AuxiliaryCost:
     parameters: int
     engine: EngineMemory
     start: float
-    """Seconds: each node reads the weights from the disk, and the engine starts."""
+    """Seconds until each node has read the weights from the disk and the engine has started."""
     work: float
-    """Seconds: a teacher reads the stage; a judge reads its questions and decodes its answers."""
+    """Seconds in which a teacher reads the stage, or a judge reads its questions and decodes its answers."""
 
     @property
     def seconds(self) -> float:

@@ -1,4 +1,4 @@
-"""Input of a plan: a recipe, its model's shape, its layout on a cluster, and the parameters of each rank."""
+"""Input of a plan: a recipe, its model's config, its layout on a cluster, and the parameters of each rank."""
 
 from __future__ import annotations
 
@@ -87,7 +87,10 @@ def _from_file(path: Path) -> ModelShape:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Layout:
-    """The recipe's parallel section and recompute choice on a cluster of a known size, which decides `data`."""
+    """How the learner's ranks are laid out: the recipe's parallel section and its choice of recomputation.
+
+    `data`, the degree of data parallelism, follows from the cluster's size.
+    """
 
     tensor: int = 1
     pipeline: int = 1

@@ -11,7 +11,8 @@ FLOAT = 4
 CHUNK = 64
 """Tokens of a chunk of the gated delta rule (kernels/gated_delta.py, which imports torch)."""
 PADDED = 1.0
-"""Padding factor of attention on CPU: 1 where all sequences are equally long, at most 1.25 (learner/attention.py)."""
+"""Assumed padding factor of attention on CPU: 1 if all sequences are equally long; it is at most 1.25
+(learner/attention.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class LayerBytes:
 
 
 def layer_bytes(architecture: Architecture, layout: Layout, tokens: int, itemsize: int, cuda: bool) -> LayerBytes:
-    """Bytes of one layer on `tokens` tokens of this rank, which are a packed row over the context parallel size.
+    """Bytes of one layer for this rank's `tokens` tokens: those of a packed row, divided by context parallelism.
 
     For a mixture of experts the layer is one with experts; the model's first layers may be dense and then keep less.
     """

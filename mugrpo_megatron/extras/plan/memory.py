@@ -109,9 +109,9 @@ class PackedRows:
     """The packed rows of one update on a data parallel rank."""
 
     length: int
-    """Tokens of the longest packed row, over all context parallel ranks."""
+    """Tokens of the longest packed row, before context parallelism divides it."""
     micro_batches: int
-    """Packed rows in an update of mean lengths."""
+    """Number of packed rows in an update whose sequences have mean lengths."""
 
 
 def batch_of(case: PlanCase) -> PackedRows:

@@ -70,7 +70,7 @@ def print_json(plan: RunPlan, launch: Mapping[str, str], pilot: Pilot | None = N
 
 
 def _verdict(plan: RunPlan) -> Iterable[str]:
-    """The memory, whether it is tight, the hours, and the phases that limit both."""
+    """Yield lines on the memory, on whether it is tight, on the hours, and on the phases that take most of both."""
     need, run = plan.memory, plan.schedules[0]
     fullest, peak = max(need.phases.items(), key=lambda phase: phase[1])
     longest, seconds = max(run.seconds.items(), key=lambda phase: phase[1])

@@ -2,7 +2,8 @@
 
 A stand-in sends each call to the jail of the program and returns the answer. So the program never sees the tests, and
 what it replaces (`print`, `abs`, `__eq__`) does not affect them. Tests pass if they raise nothing, if an assertion was
-executed, and if every assertion outside of branches was. This file imports only the standard library.
+executed, and if every one was that is in no branch and in no helper function. This file imports only the standard
+library.
 """
 
 from __future__ import annotations

@@ -30,12 +30,12 @@ _ACCESSES = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
 
 
 def unshare(flags: int) -> None:
-    """unshare(2); raises OSError."""
+    """Call unshare(2); raises OSError."""
     _checked(LIBC.unshare(flags), "unshare")
 
 
 def mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
-    """mount(2); raises OSError naming the target."""
+    """Call mount(2); raises OSError, which names the target."""
     texts = [None if text is None else os.fsencode(text) for text in (source, target, kind, data)]
     _checked(LIBC.mount(texts[0], texts[1], texts[2], ctypes.c_ulong(flags), texts[3]), f"mount {target}")
 
@@ -49,7 +49,7 @@ def make_root(directory: str) -> None:
 
 
 def prctl(option: int, *values: int) -> None:
-    """prctl(2); raises OSError."""
+    """Call prctl(2); raises OSError."""
     arguments = [ctypes.c_ulong(value) for value in (*values, 0, 0, 0, 0)[:4]]
     _checked(LIBC.prctl(option, *arguments), f"prctl {option}")
 

@@ -316,7 +316,7 @@ def _owners(tree: ast.Module, prompt: ast.Module, entry: str) -> tuple[tuple[str
             "that it has to define as `entry_point`, or import it from `solution`; the others go to test_setup_code"
         )
     if not functions and not classes:
-        raise ValueError("the tests use no function or class of the program")
+        raise ValueError("the tests use no function or class of the program; call one that they do not define")
     return (*functions, *classes), [name for name in known if name not in functions]
 
 

@@ -90,9 +90,9 @@ def refusal(before: Evidence, server: np.ndarray, values_at: ValuesAt, temperatu
     against it.
 
     Args:
-        before: of the same server's earlier tokens under these weights.
-        server: float32 [T], its log-probabilities of the tokens.
-        values_at: the learner's of the same tokens.
+        before: sums over the server's earlier tokens under these weights.
+        server: float32 [T], the server's log-probabilities of the tokens.
+        values_at: gives the learner's values of the same tokens at a temperature.
         temperature: the rollout's.
     """
     learner = values_at(temperature)

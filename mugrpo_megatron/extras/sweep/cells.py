@@ -139,6 +139,6 @@ def _check_evaluation(sweep: Sweep, cell: Cell) -> None:
     recipe_file = sweep.directory(cell).recipe
     if sweep.finished(cell) and load_recipe(recipe_file).eval != cell.recipe.eval:
         raise UserError(
-            f"cell {cell.name} was evaluated with other settings in [eval]; choose another --out, or those of "
-            f"{recipe_file}"
+            f"cell {cell.name} was evaluated with other settings in [eval]; set them as in {recipe_file}, or choose "
+            "another --out"
         )

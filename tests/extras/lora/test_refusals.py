@@ -38,9 +38,13 @@ def test_a_dry_run_says_what_is_trained(tmp_path: Path, model: Path) -> None:
     ("lora", "says", "sections"),
     [
         ({"rank": 0}, "`lora.rank` = 0: Input should be greater than 0", {}),
-        ({**LORA, "rank": 2147483647}, "is above the rank of every layer with an adapter, at most 32; lower it", {}),
+        ({**LORA, "rank": 2147483647}, "is above 32, the largest rank of a layer that gets an adapter; lower it", {}),
         ({"alpha": 16.0}, "without a rank all weights are trained", {}),
-        ({**LORA, "targets": ["q_proj", "wq"]}, "qwen2 has no linear layer 'wq' with an adapter; it has ['q_proj'", {}),
+        (
+            {**LORA, "targets": ["q_proj", "wq"]},
+            "qwen2 has no linear layer 'wq' that can have an adapter; name some of ['q_proj'",
+            {},
+        ),
         ({**LORA, "targets": []}, "leaves nothing to train", {}),
         (
             {**LORA, "start": "nowhere"},
@@ -138,7 +142,7 @@ def cut(directory: Path) -> None:
             "only plain LoRA adapters are read: train one whose use_dora is false or null",
         ),
         (edited(lambda c: c.update(lora_alpha=4)), "has alpha 4.0, and lora.alpha gives 8.0; set it to the adapter's"),
-        (renamed, "start: qwen2 has no linear layer 'wq' with an adapter; it has ['q_proj'"),
+        (renamed, "start: qwen2 has no linear layer 'wq' that can have an adapter; name some of ['q_proj'"),
         (edited(lambda c: c.update(init_lora_weights="pissa")), "init_lora_weights = 'pissa', and only plain LoRA"),
         (retyped, "has type I8; adapters are F32, BF16, F16"),
         (cut, "adapter_model.safetensors is truncated or not a safetensors file"),
