@@ -133,9 +133,9 @@ def _null_rope(setup: EngineSetup) -> str:
 
 
 def _other_class(setup: EngineSetup) -> str:
-    """Returns the middle of the gap's sentence if `architectures` names another class than the model type's, else "".
+    """Returns the config's `architectures` and the class that SGLang needs there, as a part of the gap's sentence.
 
-    SGLang chooses the model's class by `architectures`, not by `model_type`.
+    Empty if they agree. SGLang chooses the model's class by `architectures`, not by `model_type`.
     """
     family, named = setup.model.get("model_type", ""), setup.model.get("architectures")
     expected = ENGINE_CLASSES.get(CLASSES.get(family, family))

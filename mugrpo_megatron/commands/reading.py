@@ -67,7 +67,8 @@ def weights_of(model: Path) -> Path:
         return trained
     if (model / "run.json").exists():
         raise UserError(
-            f"{model}: this run has no hf/ yet; it is written at a checkpointed stage's end and when the run finishes"
+            f"{model}: this run has no hf/ yet; it is written at a checkpointed stage's end and when the run finishes; "
+            "wait until then"
         )
     return model
 
@@ -107,7 +108,7 @@ def score(options: Options) -> int:
     if summary.failed > recipe.reward.max_failure_share * max(FEWEST_ROWS, summary.rows):
         raise UserError(
             f"the reward failed on {summary.failed:,} of {summary.rows:,} rows, which count 0; the column why of "
-            f"{options.out} has each exception"
+            f"{options.out} has each exception; fix the function, or raise reward.max_failure_share"
         )
     return 0
 

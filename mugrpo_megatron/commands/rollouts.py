@@ -77,7 +77,8 @@ class RolloutFilter:
             and (self.max_reward is None or sample.reward <= self.max_reward)
             and (self.right is None or (reward_before_penalty(sample.reward, sample.components) >= RIGHT) is self.right)
             and (self.advantage is None or np.sign(advantage) == SIGNS[self.advantage])
-            # Prefix weights may apply to responses of either sign of advantage, but not to advantage 0.
+            # The veto takes no tokens out of a response with advantage 0. With `prefix_signs = "both"` it may weigh
+            # those of responses with a positive advantage, too.
             and (not self.vetoed or advantage != 0)
         )
 
@@ -247,7 +248,7 @@ def _stage(directory: RunDirectory, stage: int | None) -> tuple[int, StageStore,
     exists."""
     folders = directory.stages()
     for number in sorted(folders, reverse=True) if stage is None else [stage] if stage in folders else []:
-        # Only the stage that is shown is checked: damage in another stage should not hide it.
+        # Stages before it are not checked: damage there should not hide this one.
         check_stage(folders[number])
         store = StageStore(folders[number])
         if store.sealed:
@@ -319,7 +320,8 @@ def _behaviour(path: Path, store: StageStore, update: int) -> list[np.ndarray]:
     column = LogprobColumn(path, stage_identity(store.content))
     if not column.complete:
         raise UserError(
-            f'{path} is missing: with rollout.behaviour = "learner" `mugrpo optimize` writes it before the first update'
+            f'{path} is missing: with rollout.behaviour = "learner" `mugrpo optimize` writes it before the first '
+            "update; run that first"
         )
     return column.read(update)
 
@@ -328,7 +330,9 @@ def _pattern(grep: str | None) -> re.Pattern[str] | None:
     try:
         return None if grep is None else re.compile(grep)
     except (re.error, RecursionError, OverflowError) as error:
-        raise UserError(f"--grep {grep}: not a regular expression ({error})") from None
+        raise UserError(
+            f"--grep {grep}: not a regular expression ({error}); put a backslash before special characters"
+        ) from None
 
 
 def _texts(sample: Sample, tokenizer: PreTrainedTokenizerBase | None) -> tuple[str | None, str]:

@@ -106,7 +106,10 @@ def run(
     # Failures do not stop the scoring: a row on which the function fails is written too.
     patient = section.model_copy(update={"max_failure_share": 1.0})
     make_directory(output_path.parent, f"--out {output_path}")
-    with durable_file(output_path.resolve()) as output, Verifier(patient) as verifier:  # --out may be a link
+    with (
+        durable_file(output_path.resolve()) as output,
+        Verifier(patient) as verifier,
+    ):  # --out may be a link: its target is written
         for row, score in _scored(chain([first], source), verifier, opening):
             columns = {name: value for name, value in asdict(score).items() if name not in ("missing", "failed")}
             replaced.update(name for name in row if name in columns)
@@ -116,7 +119,7 @@ def run(
             without_answer += not score.extracted and section.finds_answers
             failed += bool(score.failed)
             counts[score.why] += 1
-        _check_output(output_path, input_path, overwrite)  # another process may have written it meanwhile
+        _check_output(output_path, input_path, overwrite)  # another process may have created the output meanwhile
     return ScoreSummary(
         total,
         len(malformed),

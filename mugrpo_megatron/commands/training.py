@@ -113,7 +113,7 @@ def generate(options: Options) -> int:
     if options.engine_only or options.servers:
         return _generate_shard(options)
     if options.shard:
-        raise UserError("--shard goes with --engine-only or --server")
+        raise UserError("--shard goes with --engine-only or --server: pass one of them too")
 
     def run(recipe: Recipe) -> None:
         from mugrpo_megatron.checks.preflight import check_run

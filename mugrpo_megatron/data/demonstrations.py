@@ -95,7 +95,7 @@ def demonstrations(source: str, section: DataSection) -> list[Demonstration]:
     if section.strict:
         refuse_malformed(malformed)
     if not rows_read:
-        raise UserError(f"sft.train = {source}: no usable row ({len(malformed)} malformed)")
+        raise UserError(f"sft.train = {source}: no usable row ({len(malformed)} malformed): check the file")
     if section.system_prompt:
         return [replace(row, problem=with_system(row.problem, section.system_prompt)) for row in rows_read]
     return rows_read
@@ -178,7 +178,7 @@ def _weighed(problem: Problem, chat: list[Any]) -> list[Demonstration]:
     it."""
     turns = messages_of(chat)
     if odd := [turn[WEIGHT] for turn in turns if turn.get(WEIGHT, 1) not in (0, 1)]:
-        raise ValueError(f"a message has the weight {odd[0]!r}: only 0, not learnt, and 1 are possible")
+        raise ValueError(f"a message has the weight {odd[0]!r}: only 0 (not learnt) and 1 (learnt) are possible")
     plain = [{key: value for key, value in turn.items() if key != WEIGHT} for turn in turns]
     learnt = [i for i, turn in enumerate(turns) if turn["role"] == "assistant" and turn.get(WEIGHT, 1) != 0]
     if not learnt:

@@ -48,7 +48,7 @@ def rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
             except ValueError as error:
                 yield line, str(error)
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror or error})") from None
+        raise UserError(f"{path} cannot be read ({error.strerror or error}): check its permissions") from None
 
 
 def _rows_as_written(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
@@ -99,7 +99,7 @@ def _array_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
     try:
         value = parse_json(path.read_bytes().removeprefix(codecs.BOM_UTF8))
     except ValueError as error:
-        raise UserError(f"{path} is not a JSON array ({error})") from None
+        raise UserError(f"{path} is not a JSON array ({error}): write it again") from None
     for number, row in enumerate(value, start=1):
         yield number, _object(row)
 
@@ -122,7 +122,7 @@ def _csv_rows(path: Path, delimiter: str) -> Iterator[tuple[int, dict[str, Any] 
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 ({error}): save it as UTF-8") from None
     except csv.Error as error:
-        raise UserError(f"{path} is not a readable {path.suffix[1:].upper()} file ({error})") from None
+        raise UserError(f"{path} is not a readable {path.suffix[1:].upper()} file ({error}): write it again") from None
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:

@@ -214,13 +214,14 @@ def load(
     seed: int = 0,
     any_gold: AnyGold = lambda data_source: False,
 ) -> Read:
-    """Read all problems of a source, or of several separated by commas; `split` and `seed` select inside a named set.
+    """Read all problems of a source, or of several separated by commas.
 
     A source is a bundled task, `reasoning_gym:TASK?key=value`, a file (`files.SUFFIXES`), a preset's name, `NAME@FILE`
-    (a file with that preset's columns), or a hub name `owner/name[/config][:split]`. Unless the section names other
+    (a file with that preset's columns), or a hub name `owner/name[/config][:split]`. `split` is the part of a bundled
+    task or a data set of the hub that is read, `seed` the seed of a bundled task. Unless the section names other
     columns, a row is read by the columns that it has (`files.recognised`). A problem's `source` is the short name of
-    its set (`named_sources`).
-    Raises UserError for a source that cannot be read or is empty, and with `data.strict` when rows are malformed.
+    its set (`named_sources`). Raises UserError for a source that cannot be read or is empty, and with `data.strict`
+    when rows are malformed.
     """
     result = Read()
     for name, named in named_sources(source).items():
@@ -240,7 +241,9 @@ def load(
                 "answer with data.question_field and data.answer_field"
             )
         if not read.problems and not (read.malformed and section.strict):
-            raise UserError(f"data source {named!r} holds no usable problem ({len(read.malformed)} malformed rows)")
+            raise UserError(
+                f"data source {named!r} holds no usable problem ({len(read.malformed)} malformed rows): check it"
+            )
         result.problems.extend(read.problems)
         result.malformed.extend(read.malformed)
         result.notes.extend(f"{name}: {count:,} rows read as {columns}" for columns, count in read.recognised.items())

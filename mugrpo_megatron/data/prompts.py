@@ -94,7 +94,9 @@ def template_of(section: DataSection) -> Template:
         text = path.read_text(encoding="utf-8-sig")
         return Template(text, section.template_arguments, section.question_template, path)
     except (OSError, ValueError) as error:
-        raise UserError(f"data.chat_template = {path} cannot be read ({error})") from None
+        raise UserError(
+            f"data.chat_template = {path} cannot be read ({error}); name a readable file in UTF-8"
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)

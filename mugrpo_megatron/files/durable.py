@@ -52,8 +52,9 @@ class NameTaken(UserError):
 def durable_file(path: Path) -> Iterator[IO[bytes]]:
     """Yield a file that replaces `path` at the block's end: temporary file, fsync, rename, fsync of the directory.
 
-    Of several writers the last one wins. A link is replaced, since its directory may come from others; a file keeps its
-    permissions. Raises UserError if `path` is not a regular file or cannot be written, or if the disk is full.
+    Of several writers the last one wins. If `path` is a link, the link itself is replaced, since somebody else may have
+    made it; a file keeps its permissions. Raises UserError if `path` is not a regular file or cannot be written, or if
+    the disk is full.
     """
     if path.exists() and not path.is_file():
         raise UserError(f"{path} exists and is not a regular file; choose another path")
@@ -79,7 +80,7 @@ def durable_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def open_nofollow(path: Path, mode: str, buffering: int = -1) -> IO[bytes]:
-    """Open a file as `open` does, but not through a link, since its directory may come from others.
+    """Open a file as `open` does, but not through a link, which somebody else may have put into the directory.
 
     Raises UserError for a link, and for what is not a regular file.
     """
@@ -99,7 +100,7 @@ def open_nofollow(path: Path, mode: str, buffering: int = -1) -> IO[bytes]:
 def refuse_linked_folders(directory: Path, names: Iterable[str]) -> None:
     """Raise UserError for a link to a directory among the folders `names`, or inside one of them.
 
-    The directory may come from others, and what is written there would land outside.
+    Somebody else may have made `directory` with such a link, through which a write would land outside of it.
     """
     for folder in (directory / name for name in names):
         for path in (folder, *sorted(folder.iterdir() if folder.is_dir() and not folder.is_symlink() else ())):
@@ -142,7 +143,7 @@ def publish(partial: Path, path: Path, replace: bool = True) -> None:
         fsync(Path(folder))
     if os.path.lexists(path):
         if not replace:
-            raise NameTaken(f"{path} was created meanwhile; the output is in {partial}")
+            raise NameTaken(f"{path} was created meanwhile; the output is in {partial}: give it another name")
         _exchange(partial, path)
         fsync(path.parent)
         remove(partial)
@@ -247,7 +248,8 @@ def remove(path: Path) -> None:
 
 def _exchange(new: Path, old: Path) -> None:
     """Swap two names; atomically if the file system can."""
-    # NFS has no RENAME_EXCHANGE: it takes a third name, which `remove_leftovers` restores after a crash.
+    # NFS cannot swap two names in one step (RENAME_EXCHANGE). There the old directory first gets a third name, from
+    # which `remove_leftovers` restores it after a crash.
     if _exchange_atomically(new, old):
         return
     aside = old.with_name(f".{old.name}.{secrets.token_hex(4)}.old")
@@ -341,7 +343,9 @@ def check_output(
             _check_writable(path, label)
             return
         if path.exists() and not KINDS[kind](path):
-            raise UserError(f"{label} exists and is not a {'regular file' if kind == 'file' else kind}")
+            raise UserError(
+                f"{label} exists and is not a {'regular file' if kind == 'file' else kind}; choose another path"
+            )
         for source in inputs:
             if path.exists() and source.exists() and path.samefile(source):
                 raise UserError(f"{label} is the input {source} itself; choose another path")
@@ -358,7 +362,7 @@ def make_directory(path: Path, label: str) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"{label}: {path} cannot be created ({error.strerror})") from None
+        raise UserError(f"{label}: {path} cannot be created ({error.strerror}); choose another path") from None
 
 
 def _check_writable(path: Path, label: str) -> None:
@@ -367,6 +371,6 @@ def _check_writable(path: Path, label: str) -> None:
     while not os.path.lexists(folder):
         folder = folder.parent
     if not folder.is_dir():
-        raise UserError(f"{label} cannot be written: {folder} is not a directory")
+        raise UserError(f"{label} cannot be written: {folder} is not a directory; choose another path")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise UserError(f"{label} cannot be written: {folder} is read-only for this user")
+        raise UserError(f"{label} cannot be written: {folder} is read-only for this user; choose another path")

@@ -37,7 +37,7 @@ def snapshot(
             repo_type=kind,
             revision=revision,
             allow_patterns=list(files),
-            # These files are the same weights in other formats.
+            # Files in folders, and those named `consolidated*`, are the same weights in other formats.
             ignore_patterns=["*/*", "consolidated*"] if kind == "model" else None,
             local_files_only=cached,
         )

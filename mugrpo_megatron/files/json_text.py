@@ -97,10 +97,10 @@ def file_inside(index: Path, name: Any) -> Path:
     """
     # Without this check an index from somebody else could make a command read outside its directory.
     if not is_file_name(name):
-        raise UserError(f"{index} names the file {name!r}, but only a file name of its own directory is allowed")
+        raise UserError(f"{index} names the file {name!r}, but only names of files beside it are allowed")
     path = index.parent / str(name)
     if not path.is_file():
-        raise UserError(f"{path} is missing, though {index.name} names it")
+        raise UserError(f"{path} is missing, though {index.name} names it; restore it from its source")
     return path
 
 

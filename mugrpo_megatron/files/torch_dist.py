@@ -24,6 +24,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.json_text import file_inside
 
 INDEX = ".metadata"
+REMEDY = "take another copy of the checkpoint, or an older one"
 MAX_REASON_CHARS = 200
 """Most characters of a library's reason that an error quotes; an index can hold any text."""
 MAX_AXES = 64
@@ -66,20 +67,21 @@ def read_index(directory: Path) -> dict[str, StoredTensor]:
     """
     path = directory / INDEX
     if not path.is_file():
-        raise UserError(f"{directory} is not a Megatron distributed checkpoint: it has no {INDEX}")
+        raise UserError(f"{directory} is not a Megatron distributed checkpoint: it has no {INDEX}; name one")
     try:
         metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
         tensors = dict(_tensors(metadata))
     except Exception as error:  # a damaged pickle can raise anything
         reason = (str(error) or type(error).__name__)[:MAX_REASON_CHARS].encode("unicode_escape").decode()
-        raise UserError(f"{path} is damaged or not checkpoint metadata ({reason})") from None
+        raise UserError(f"{path} is damaged or not checkpoint metadata ({reason}); {REMEDY}") from None
     sizes: dict[str, int] = {}
     for chunk in (chunk for tensor in tensors.values() for chunk in tensor.chunks):
         if chunk.file not in sizes:
             sizes[chunk.file] = file_inside(path, chunk.file).stat().st_size
         if chunk.start + chunk.length > sizes[chunk.file]:
             raise UserError(
-                f"{directory / chunk.file} is truncated: {INDEX} expects at least {chunk.start + chunk.length} bytes"
+                f"{directory / chunk.file} is truncated: {INDEX} expects at least {chunk.start + chunk.length} bytes; "
+                f"{REMEDY}"
             )
     return tensors
 
@@ -266,8 +268,8 @@ class Reader:
                 filled += region.numel()
         if filled != math.prod(inside):
             raise UserError(
-                f"{self._directory}: {key} is incomplete: only {filled} of {math.prod(inside)} values are there; take "
-                "another checkpoint"
+                f"{self._directory}: {key} is incomplete: only {filled} of {math.prod(inside)} values are there; "
+                f"{REMEDY}"
             )
 
     def _stored(self, key: str) -> StoredTensor:
@@ -295,12 +297,14 @@ class Reader:
                 view = _create_file_view(stream, chunk.start, chunk.length)
                 data = torch.load(cast(IO[bytes], view), map_location="cpu", weights_only=True)
         except OSError as error:
-            raise UserError(f"{path} cannot be read ({error.strerror})") from None
+            raise UserError(f"{path} cannot be read ({error.strerror}); {REMEDY}") from None
         except Exception as error:  # a damaged archive can raise anything
-            raise UserError(f"{path} is damaged: {key} cannot be read from it ({type(error).__name__})") from None
+            raise UserError(
+                f"{path} is damaged: {key} cannot be read from it ({type(error).__name__}); {REMEDY}"
+            ) from None
         plain = type(data) is torch.Tensor and data.layout == torch.strided and data.device.type == "cpu"
         if not plain or tuple(data.shape) != chunk.sizes or data.dtype != getattr(torch, stored.dtype):
-            raise UserError(f"{path} is damaged: it does not hold the part of {key} that {INDEX} describes")
+            raise UserError(f"{path} is damaged: it does not hold the part of {key} that {INDEX} describes; {REMEDY}")
         return data
 
 

@@ -47,7 +47,7 @@ def check_carried(directory: Path, names: Iterable[str]) -> None:
         try:
             good = CARRIED_TEXTS[path.suffix](path.read_bytes())
         except OSError as error:
-            raise UserError(f"{path} cannot be read ({error.strerror})") from None
+            raise UserError(f"{path} cannot be read ({error.strerror}); check its permissions") from None
         except (ValueError, TemplateError):
             good = False
         if not good:

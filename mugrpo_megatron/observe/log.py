@@ -257,7 +257,7 @@ def read_rows(path: Path) -> list[Row]:
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path}: no such file; is {path.parent} a run directory?") from None
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror})") from None
+        raise UserError(f"{path} cannot be read ({error.strerror}); check its permissions") from None
     rows = []
     # The last piece is left out: what follows the last newline is empty or an incomplete row.
     for number, line in enumerate(lines[:-1], start=1):

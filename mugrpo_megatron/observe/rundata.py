@@ -106,7 +106,7 @@ def read_run(path: Path) -> RunData:
     recipe = _recipe(path / "recipe.toml")
     rows = read_rows(path / FILE_NAME)
     if not rows:
-        raise UserError(f"{path / FILE_NAME}: no rows yet; the run has not started")
+        raise UserError(f"{path / FILE_NAME}: no rows yet; the run has not started: wait until it has")
     clock, seconds = _clock(rows)
     return RunData(
         path=path,

@@ -71,7 +71,9 @@ def load_function(key: str, name: str) -> Callable[..., Any]:
     except BaseException as error:  # a user's module may fail in any way when it is imported
         raise _load_error(key, name, describe_exception(error)) from error
     if not callable(function):
-        raise UserError(f"{key} {name!r} cannot be loaded: it is {str(function)[:MAX_MESSAGE_CHARS]}, not a function")
+        raise UserError(
+            f"{key} {name!r} cannot be loaded: it is {str(function)[:MAX_MESSAGE_CHARS]}, not a function; name one"
+        )
     return function
 
 

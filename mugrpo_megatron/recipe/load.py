@@ -89,7 +89,7 @@ def _known_keys(loc: tuple[int | str, ...]) -> list[str]:
             model = model.entry_section
             continue
         annotation = model.model_fields[str(key)].annotation
-        if get_origin(annotation) is dict:  # the user chooses the names of its tables
+        if get_origin(annotation) is dict:  # a dictionary of tables, whose names the user chooses
             next(keys)
             annotation = get_args(annotation)[1]
         assert isinstance(annotation, type)
@@ -290,13 +290,13 @@ def read_toml(path: Path) -> Table:
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
         if len(raw) > MAX_BYTES:
-            raise UserError(f"{path}: longer than {MAX_BYTES:,} bytes, so not a recipe")
+            raise UserError(f"{path}: longer than {MAX_BYTES:,} bytes, so not a recipe; name another file")
         return parse_toml(raw.decode("utf-8-sig"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such recipe; {_similar_recipe(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"{path}: cannot be read as a recipe ({reason})") from None
+        raise UserError(f"{path}: cannot be read as a recipe ({reason}); name a readable TOML file") from None
     except ValueError as error:  # raised for broken TOML, and for a path with a null character
         raise UserError(f"{path}: not valid TOML: {error}") from None
 

@@ -131,7 +131,7 @@ class Section(BaseModel):
         if any(isinstance(item, bool) for item in items) and bool not in types and types & {int, float}:
             raise ValueError("is true or false, but must be a number")
         if any("\0" in str(item) for item in items if isinstance(item, str | Path)):
-            raise ValueError("holds a null character, which file names and programs cannot contain")
+            raise ValueError("holds a null character, which file names and programs cannot contain; remove it")
         if isinstance(value, str | Path) and (Path in types or info.field_name in cls.paths_in_text):
             return type(value)(expanded(str(value)))
         return value

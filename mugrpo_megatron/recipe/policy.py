@@ -152,7 +152,9 @@ class RolloutSection(Section):
         try:
             words = shlex.split(self.agent or "true")
         except ValueError as error:
-            raise ValueError(f"agent cannot be split into a command and its arguments ({error})") from None
+            raise ValueError(
+                f"agent cannot be split into a command and its arguments ({error}); close its quotes"
+            ) from None
         if not words:
             raise ValueError("agent is empty; name a command, or a module:function")
         return self

@@ -56,7 +56,7 @@ def default_signals(except_for: Collection[int] = ()) -> None:
     Python ignores SIGPIPE and SIGXFSZ; a program that inherited this would go on writing where it should end.
     """
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, *except_for}:
-        with suppress(OSError, ValueError):  # glibc reserves two of the real-time signals
+        with suppress(OSError, ValueError):  # two of the real-time signals belong to glibc and cannot be set
             signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
 

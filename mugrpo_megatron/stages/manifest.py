@@ -207,7 +207,7 @@ def _described(origin: Origin | None) -> str:
 
 
 def other_shards(directory: Path, writer: int) -> list[StageShard]:
-    """The shards that the manifests of all other writers list."""
+    """The shards in the manifests of all writers except `writer`."""
     names = [manifest_name(0), *sorted(path.name for path in directory.glob(OTHER_MANIFESTS))]
     return [shard for n in names if n != manifest_name(writer) for shard in read_manifest(directory, n).shards]
 

@@ -86,7 +86,7 @@ def _plain(character: str) -> str:
     if tag == "<fraction>":
         above, _, under = unicodedata.normalize("NFKC", character).partition("\u2044")
         return f"\\frac{{{above}}}{{{under or 1}}}"
-    if not tag:  # canonical: only the signs that are another character, as the ohm sign is an omega
+    if not tag:  # a canonical form is taken only if it is another single character, such as an omega for the ohm sign
         return unicodedata.normalize("NFC", character)
     parts = "".join(chr(int(code, 16)) for code in form.removeprefix(tag).split())
     if tag == "<square>" and "\u3371" <= character <= "\u33df" and character not in _NO_UNITS:

@@ -194,7 +194,9 @@ def _unit(words: str) -> Unit | None:
     last, pending, sign = "", 1, 1
     for token in _TOKEN.finditer(words):
         word = _CASED.get(token[0], token[0].lower())
-        if token["power"] is not None and last == "millisecond" and int(token["power"]) < 0:  # m s^{-1}, closed up
+        if (
+            token["power"] is not None and last == "millisecond" and int(token["power"]) < 0
+        ):  # `ms^{-1}` is metres a second
             powers |= {"m": powers.get("m", 0) + powers.pop(last), "s": powers.get("s", 0) + int(token["power"])}
         elif token["power"] is not None:
             powers[last] = powers.get(last, 0) * int(token["power"])
