@@ -64,7 +64,7 @@ class EngineSetup(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """A combination of settings that an engine cannot run."""
+    """One combination of settings, model and device that an engine cannot run."""
 
     when: Callable[[EngineSetup], object]
     """Returns something true if the gap applies; `why` may show it as `{it}`."""
@@ -126,7 +126,7 @@ def _latent_yarn(setup: EngineSetup) -> str:
 
 
 def _null_rope(setup: EngineSetup) -> str:
-    """Returns the keys of rope scaling that are null, which SGLang takes for a number; "" if there are none."""
+    """Returns the keys of rope scaling that are null although SGLang reads a number from them; "" if there are none."""
     scaling = _scaling(setup)
     read = engine_rope_fields(setup.model.get("model_type", ""), _rope(setup))
     return " and ".join(name for name in read if name in scaling and scaling[name] is None and name != "type")
@@ -403,7 +403,8 @@ def engine_problems(setup: EngineSetup) -> Iterator[str]:
 
 
 def check_engine_device(setup: EngineSetup) -> None:
-    """Raise UserError when the engine cannot do what the recipe asks on a machine with or without CUDA."""
+    """Raise UserError when the engine cannot do what the recipe asks on its device: CUDA or CPU, as `setup.cuda`
+    says."""
     for problem in gap_messages(DEVICE_GAPS, setup):
         raise UserError(problem)
 

@@ -39,7 +39,10 @@ def divisors(n: int) -> list[int]:
 
 
 def candidates(model: Mapping[str, Any], world: int) -> Iterator[ParallelSection]:
-    """Yields layouts whose sizes divide the world and the model's heads, layers and experts; not all are valid."""
+    """Yields the layouts whose sizes divide the world and the model's heads, layers and experts.
+
+    Not all of them are valid; `layout_problems` decides.
+    """
     heads, layers = model.get("num_attention_heads") or 1, model.get("num_hidden_layers") or 1
     experts = experts_of(model)
     for tensor, pipeline in product(divisors(heads), divisors(world)):

@@ -266,7 +266,8 @@ def fewest_ranks(parallel: ParallelSection) -> int:
 def _with_model_config(
     recipe: Recipe, say: Say, run_dir: Path | None = None
 ) -> tuple[Recipe, ModelConfig, Architecture]:
-    """Returns the recipe with its model on this machine, the model's config and its shape; says a line about it."""
+    """Returns the recipe with its model on this machine, and the model's config and architecture; `say` gets a line
+    about it."""
     recipe = with_model(recipe, say, run_dir)
     directory = recipe.model.directory
     config = read_model_config(directory)

@@ -1,1 +1,1 @@
-"""Commands of the core: arguments, checks and work."""
+"""The commands of the core: their arguments, their checks, and what they do."""

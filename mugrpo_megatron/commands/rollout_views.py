@@ -62,7 +62,10 @@ class Rollout:
 
 
 def print_table(console: Console, title: str, rollouts: Iterable[Rollout], legend: str | None) -> int:
-    """Print a line for each response; returns their number. `legend` is None without a later policy."""
+    """Print a line for each response; returns their number.
+
+    `legend` explains the columns about the veto; it is None if no later policy was asked for.
+    """
     wide = console.width >= WIDE
     table = new_table(escape(visible(title)), caption=legend, padding=(0, 1, 0, 0))
     numbers = ["update", "group", "reward", "advantage", "tokens"] if wide else ["group", "reward", "A"]
@@ -165,7 +168,7 @@ def print_json(console: Console, records: Iterable[dict[str, Any]]) -> int:
 
 
 def record_of(rollout: Rollout) -> dict[str, Any]:
-    """Everything that is known of a response, as JSON values."""
+    """Everything that is known of a response, as a JSON object."""
     sample = rollout.sample
     record = {
         "update": rollout.update,

@@ -77,11 +77,11 @@ class Sequences:
 def demonstrations(source: str, section: DataSection) -> list[Demonstration]:
     """Read the rows of a source, or of several separated by commas: a file, a named data set or one of the hub.
 
-    A row has a prompt (`prompt`, `question` or `problem`; text or messages) and a response (`RESPONSES`; text, or
-    messages: each of the assistant's is a response), or a chat (`CHATS`) whose last turn is the response, or else one
-    of `SOLUTIONS`. In a chat with a `weight` at a turn of the assistant every turn with a weight other than 0 is a
-    response. A prompt without a system turn gets `data.system_prompt`, as in RL. Raises UserError that names
-    malformed rows, unless `data.strict` is false, and for a source without any row.
+    A row has a prompt (`prompt`, `question` or `problem`; text or messages) and a response. The response is text or
+    messages in one of the columns `RESPONSES`, where each message of the assistant is a response; or the last turn of a
+    chat (`CHATS`); or else one of `SOLUTIONS`. If turns of the assistant in a chat have a `weight`, every turn of the
+    assistant with another weight than 0 is a response. A prompt without a system turn gets `data.system_prompt`, as in
+    RL. Raises UserError that names malformed rows, unless `data.strict` is false, and for a source without any row.
     """
     rows_read: list[Demonstration] = []
     malformed: list[str] = []

@@ -267,7 +267,8 @@ def load(
 
 
 def refuse_malformed(rows: Sequence[str]) -> None:
-    """Raise UserError with the first of malformed rows and the number of others, if there are any."""
+    """Raise UserError if there are malformed rows; it has the first sentences about them and the number of the
+    others."""
     if rows:
         hidden = len(rows) - MOST_NAMED_ROWS
         named = "; ".join(rows[:MOST_NAMED_ROWS]) + (f"; and {hidden:,} more rows" if hidden > 0 else "")

@@ -19,7 +19,7 @@ Z95 = 1.959963984540054
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """An estimate with its 95 % confidence interval; infinite ends where equal values leave the spread unknown."""
+    """An estimate with its 95 % confidence interval. The ends are infinite if equal values leave the spread unknown."""
 
     value: float
     low: float

@@ -1,4 +1,5 @@
-"""Atomic, fsynced writes of files and directories that have to be complete or absent; checksums; output paths.
+"""Writes files and directories so that they are complete or absent (atomic, with fsync); checksums; checks of output
+paths.
 
 Temporaries are named `.NAME.XXXXXXXX.partial` with random hexadecimal digits, by which leftovers of killed writers are
 recognised. A directory that several ranks fill, or that a later command continues, is `resumable(path)`.
@@ -37,7 +38,7 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Range of a file's bytes, with its SHA-256."""
+    """A range of bytes in a file, with its SHA-256."""
 
     start: int
     end: int
@@ -45,7 +46,7 @@ class Span:
 
 
 class NameTaken(UserError):
-    """Another process has created the path meanwhile; the output stays under its temporary name."""
+    """Raised when another process has created the path meanwhile; the output stays under its temporary name."""
 
 
 @contextmanager
@@ -158,7 +159,7 @@ def resumable(path: Path) -> Path:
 
 
 def remove_leftovers(directory: Path, names: str) -> None:
-    """Remove temporaries of killed writers of the files and directories that match the pattern `names`.
+    """Remove what killed writers left of the files and directories whose names match the pattern `names`.
 
     Call it only when no writer of them is alive. A directory that an unfinished swap moved aside gets its name back.
     """
@@ -270,7 +271,7 @@ def _exchange_atomically(first: Path, second: Path) -> bool:
 
 @contextmanager
 def full_disk_as_user_error(path: Path) -> Iterator[None]:
-    """Turn a full disk's error in the block, which writes `path`, into UserError."""
+    """Turn the error of a full disk into UserError; the block writes `path`."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -293,7 +294,7 @@ def full_disk_error(error: BaseException, path: Path) -> UserError | None:
 
 
 def _no_room(error: BaseException, path: Path) -> int | None:
-    """The errno in NO_ROOM of an error, or of an error that caused it; None for an error of another kind."""
+    """The errno of an error, or of one that caused it, if it means that there is no room (NO_ROOM); else None."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in NO_ROOM:
@@ -330,9 +331,9 @@ def check_output(
 ) -> None:
     """Raise UserError, before any work is done, when a command must not write `path`.
 
-    A new path in a writable directory is allowed, and an existing file (or directory) that is the command's `own`: it
-    wrote it, or was allowed to replace it. An input is never replaced, through whatever hard or symbolic link; nor is a
-    device, a pipe, or a file in place of a directory.
+    Allowed are a new path in a directory that can be written, and an existing file (or directory) that is the command's
+    `own`: the command wrote it earlier, or the user allows it to be replaced. An input is never replaced, whatever link
+    (hard or symbolic) leads to it; nor is a device, a pipe, or a file in place of a directory.
 
     Args:
         label: the user's name of the path, such as `--out out.jsonl`; sentences begin with it.

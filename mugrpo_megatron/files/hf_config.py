@@ -216,9 +216,10 @@ def check_tokenizer(directory: Path) -> None:
 
 
 def _check_tiktoken(directory: Path) -> None:
-    """Raise UserError for a vocabulary of tiktoken, or a class of the checkpoint's own, without tokenizer.json.
+    """Raise UserError for a tokenizer without tokenizer.json that is tiktoken's, or of a class in the checkpoint's own
+    code.
 
-    transformers reads such a vocabulary with a split pattern of its own (TikTokenConverter), so with other tokens.
+    transformers would split text by a pattern of its own for it (TikTokenConverter), and so give other tokens.
     """
     config = directory / "tokenizer_config.json"
     auto_map = read_json(config).get("auto_map") if config.is_file() else None

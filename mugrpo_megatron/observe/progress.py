@@ -95,7 +95,7 @@ class Display:
 
     @contextmanager
     def bar(self, title: str, total: int | None, unit: str) -> Iterator[Bar]:
-        """Yield a bar of `total` units (None: unknown); call its `advance`."""
+        """Yield a bar of `total` units, None if unknown; the block calls its `advance`."""
         task = None
         if self.live:
             task = self.live.add_task(title, total=total, count="", rates="", left="", values="")

@@ -257,7 +257,7 @@ class CheckpointSection(Section):
 
 
 class TrackSection(Section):
-    """Where a run writes its metrics besides metrics.jsonl, and which updates it profiles."""
+    """Places where a run writes its metrics besides metrics.jsonl, and updates that it profiles."""
 
     model_config = ConfigDict(json_schema_extra=changes("work"))
 

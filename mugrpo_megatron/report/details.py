@@ -40,7 +40,7 @@ Part = TypeVar("Part")
 
 @dataclass(frozen=True, slots=True)
 class StageResponses:
-    """The responses of a sealed stage: numbers of all, lengths of some, texts of a few."""
+    """The responses of a sealed stage: rewards of all, lengths of some, texts of a few."""
 
     rewards: np.ndarray
     """float64 [N], in the order of the groups."""

@@ -91,7 +91,7 @@ class WorkerProcess:
         return json.loads(self.connection.recv_bytes())
 
     def end(self) -> None:
-        """Ask the guard to kill the worker and all its descendants; returns at once."""
+        """Ask the guard to kill the worker and all its descendants; does not wait for that."""
         self.process.send_signal(END)
 
     def kill(self) -> None:

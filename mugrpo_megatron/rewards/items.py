@@ -31,7 +31,7 @@ def prompt_of_problem(problem: Problem) -> ChatOrText:
 
 @dataclass(frozen=True, slots=True)
 class ScoringInput:
-    """A response, with the problem that it answers."""
+    """A response to score, with the problem that it answers."""
 
     response: str
     gold: Any

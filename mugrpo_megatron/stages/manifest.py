@@ -95,7 +95,7 @@ class Manifest:
 
 
 def manifest_name(writer: int) -> str:
-    """File name of a writer's manifest; writers count from 0."""
+    """The file name of a writer's manifest; writers are numbered from 0."""
     return f"manifest-{writer:04d}.json" if writer else "manifest.json"
 
 

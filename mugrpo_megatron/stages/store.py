@@ -187,7 +187,7 @@ class StageStore:
 
     @property
     def updates(self) -> int:
-        """Number of updates that the sealed stage holds responses for."""
+        """Number of updates for which the sealed stage has responses."""
         return self._require_sealed().updates
 
     @property

@@ -1,7 +1,7 @@
-"""Prints figures of the code, and fails where a contract is broken: `python -m run_scripts.dev.code_metrics`.
+"""Prints figures of the code, and fails if a contract is broken: `python -m run_scripts.dev.code_metrics`.
 
-The figures have no bounds: lines, files, imports, recipe keys, words, and how far `run` is carried. The contracts are
-in run_scripts/dev/contracts.py. `make check` runs it.
+The figures have no bounds: lines, files, imports, recipe keys, words, and through how many functions `run` is passed
+on. The contracts are in run_scripts/dev/contracts.py. `make check` runs this script.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from run_scripts.dev.contracts import broken
 from run_scripts.dev.modules import PACKAGE, ROOT, Module, docstrings, imported, is_name, module_of, product, walk
 
 WALKS = (("train", "optimize_stage", "run"), ("train", "generate_stage", "run"))
-"""(module, function, parameter) whose way through the calls is counted."""
+"""(module, function, parameter): the functions through which the parameter is passed on are counted."""
 MAIN_PATH = (
     *("train", "samples", "phases.stage", "phases.batches", "phases.generate", "run.run", "learner.update"),
     *("learner.loss", "kernels.fused_loss", "algorithm.policy_loss", "weights.sync", "weights.buckets", "stages.store"),
 )
-"""Where a reader follows a response from the engine to the gradient."""
+"""Modules in which a reader follows a response from the engine to the gradient."""
 QUESTION = re.compile(r"(What|Why|How|Where|Which)\b")
 DIALECT = re.compile(r"\b(that of|those of|but for|is of|of which)\b")
-"""Turns of phrase for which plain English has subject, verb and object."""
+"""Matches turns of phrase that plain English would replace by a subject, a verb and an object."""
 
 
 def shipped_keys() -> set[str]:
-    """The keys that a TOML file of run_scripts or a named objective sets."""
+    """The recipe keys that a TOML file in run_scripts or an objective's preset sets."""
     from mugrpo_megatron.recipe.objective import PRESETS
 
     names = {f"objective.{key}" for preset in PRESETS.values() for key in preset}
@@ -47,7 +47,7 @@ def shipped_keys() -> set[str]:
 
 
 def recipe_parameters(modules: Iterable[Module]) -> int:
-    """Number of parameters annotated `Recipe`: functions that take all of it instead of a section."""
+    """Number of parameters annotated `Recipe`: their functions take the whole recipe instead of a section."""
     functions = (
         node
         for module in modules
@@ -59,7 +59,7 @@ def recipe_parameters(modules: Iterable[Module]) -> int:
 
 
 def bindings(modules: Iterable[Module], name: str) -> int:
-    """Number of assignments to a local name."""
+    """Number of assignments to local variables with this name."""
     return sum(
         is_name(node, name) and isinstance(node.ctx, ast.Store)
         for module in modules
@@ -69,13 +69,13 @@ def bindings(modules: Iterable[Module], name: str) -> int:
 
 
 def lines_of(folder: str, *patterns: str) -> int:
-    """Lines of the files below a folder whose names match one of the patterns."""
+    """Number of lines of the files below a folder whose names match one of the patterns."""
     paths = (path for pattern in patterns for path in (ROOT / folder).rglob(pattern))
     return sum(path.read_text(encoding="utf-8").count("\n") for path in paths)
 
 
 def figures(modules: Mapping[str, Module]) -> dict[str, float]:
-    """Every figure by its name."""
+    """Name -> figure, for all figures of the code."""
     from mugrpo_megatron.recipe.load import dotted_keys
 
     importers: dict[str, set[str]] = defaultdict(set)
@@ -126,7 +126,7 @@ def figures(modules: Mapping[str, Module]) -> dict[str, float]:
 
 
 def main() -> int:
-    """Print the figures; 1 where a contract is broken."""
+    """Print the figures, and what breaks a contract; returns 1 if something does."""
     modules = product()
     for name, value in figures(modules).items():
         print(f"{name:48}{value:>10,}")

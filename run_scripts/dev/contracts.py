@@ -1,6 +1,7 @@
-"""The contracts of the code: each is a function that yields `file:line: what breaks it` for every place that does.
+"""The contracts of the code. Each is a function that yields a line `file:line: what is wrong` for every place that
+breaks it.
 
-`make check` fails where one is broken, and so does tests/test_code_metrics.py.
+`make check` fails if one is broken, and so does tests/test_code_metrics.py.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ CLOSED = {
     "stages": ("megatron", "sglang"),
     "report": ("megatron", "sglang"),
 }
-"""What the modules of a room never import."""
+"""Room -> what its modules must never import."""
 FOREIGN = ("torch", "megatron", "sglang", "transformers")
 """Libraries that only `cpu/` may patch."""
 SETTINGS = ("torch.backends", "torch.utils.deterministic.fill_uninitialized_memory")
-"""Attributes that a library offers to be set."""
+"""Attributes that a library means its users to set."""
 BANNED = {
     "guest": "auxiliary model",
     "anchor": "ref",
@@ -44,7 +45,7 @@ BANNED = {
     "own_metrics": "user_metrics",
     "host_ahead": "prelaunched_host",
 }
-"""Words that no identifier and no docstring of the product may have, each with the field's word for it."""
+"""Words that no identifier and no docstring of the product may have -> the usual word for the same thing."""
 PAGES = {"recipe.md": recipe_reference, "metrics.md": metrics_page}
 """Pages of docs/ that are made from the code."""
 
@@ -62,7 +63,7 @@ def broken(modules: Mapping[str, Module]) -> list[str]:
 
 
 def closed_rooms(modules: Iterable[Module]) -> Iterator[str]:
-    """A room imports nothing that `CLOSED` keeps out of it."""
+    """No room imports what `CLOSED` forbids for it."""
     for module in modules:
         for line, name in imports(module.tree):
             if is_below(name, CLOSED.get(module.room, ())):
@@ -89,7 +90,8 @@ def extras_by_a_string(modules: Iterable[Module]) -> Iterator[str]:
 
 
 def circles(modules: Mapping[str, Module]) -> list[str]:
-    """No rooms import one another in a circle; the core's arrows into extras, all of them local, do not count."""
+    """No rooms import one another in a circle. The core's imports of extras are left out, since all of them are
+    local."""
     arrows: dict[str, set[str]] = defaultdict(set)
     for module in modules.values():
         for name, _ in imported(module.tree):
@@ -130,7 +132,7 @@ def patches(modules: Iterable[Module]) -> Iterator[str]:
 
 
 def targets(node: ast.AST) -> list[ast.expr]:
-    """The attributes that a statement or a call of setattr sets."""
+    """The attributes that a statement or a call of setattr assigns to."""
     if isinstance(node, ast.Assign):
         return [target for target in node.targets if isinstance(target, ast.Attribute)]
     if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Attribute):
@@ -152,7 +154,7 @@ def banned_names(modules: Iterable[Module]) -> Iterator[str]:
 
 
 def stale_pages() -> Iterator[str]:
-    """The pages that are made from the code say what the code says."""
+    """The pages in `PAGES` are what the code makes today."""
     for name, maker in PAGES.items():
         if (ROOT / "docs" / name).read_text(encoding="utf-8") != maker.markdown():
             yield f"docs/{name} is not what {maker.__name__} makes; run `make docs`"

@@ -38,7 +38,7 @@ def markdown() -> str:
 
 
 def _lines(kind: str, rows: Iterable[Metric]) -> Iterator[str]:
-    """One line a metric; those that differ in the threshold alone, or have one meaning, share a line."""
+    """One line for each metric; metrics that differ only in their threshold, or have the same meaning, share a line."""
     names: dict[tuple[str, str], dict[str, None]] = {}
     for row in rows:
         meaning = _THRESHOLD_IN_TEXT.sub("the threshold", row.meaning)

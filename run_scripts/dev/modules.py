@@ -1,4 +1,5 @@
-"""The product's modules as data: their trees, their rooms, what they import, and how far a parameter is passed on."""
+"""The product's modules as data: syntax trees, rooms, imports, and the functions through which a parameter is passed
+on."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ class Module:
 
     @property
     def room(self) -> str:
-        """The folder below the package; each extra is a room of its own."""
+        """The folder below the package; each extra is a room by itself."""
         folders = self.path.relative_to(ROOT).parts[:-1]
         return ".".join(folders[1:3] if folders[1:2] == ("extras",) else folders[1:2] or folders[:1])
 
@@ -42,7 +43,7 @@ class Module:
 
     @property
     def header(self) -> int:
-        """Lines of the docstring and of the imports at the top level."""
+        """Number of lines of the module's docstring and of its imports at the top level."""
         docstring = self.tree.body[:1] if ast.get_docstring(self.tree) else []
         imports = [node for node in self.tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
         return sum((node.end_lineno or node.lineno) - node.lineno + 1 for node in (*docstring, *imports))
@@ -63,7 +64,7 @@ def product() -> dict[str, Module]:
 
 
 def imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """(dotted name of what is imported, its local name)."""
+    """Yields (dotted name of what is imported, its local name) for each import in the tree."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, alias.asname or alias.name) for alias in node.names)
@@ -79,7 +80,7 @@ def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def module_of(name: str, modules: Mapping[str, Module]) -> str:
-    """The module that defines a dotted name, "" for another library's."""
+    """The name of the module that defines a dotted name; "" if it is another library's."""
     while name and name not in modules:
         name = name.rpartition(".")[0]
     return name
@@ -87,9 +88,9 @@ def module_of(name: str, modules: Mapping[str, Module]) -> str:
 
 @dataclass(frozen=True)
 class Walk:
-    """The functions through which a parameter is passed on, in the order of the calls, each entered once.
+    """The functions through which a parameter is passed on, in the order of the calls; each is entered once.
 
-    A call passes it on as an argument that is just its name, or as the object of a method.
+    A call passes the parameter on if one of its arguments is just the name, or if it is a method of the parameter.
     """
 
     modules: Mapping[str, Module]
@@ -119,7 +120,7 @@ class Walk:
                 self.enter(home, callee, str(passed))
 
     def definitions(self, full: str) -> Iterator[tuple[Module, ast.FunctionDef]]:
-        """The function of a dotted name, if a module of the product defines it."""
+        """Yields the function with this dotted name, if a module of the product defines it."""
         home = self.modules.get(module_of(full, self.modules))
         for node in home.tree.body if home else ():
             if home and isinstance(node, ast.FunctionDef) and node.name == full.rpartition(".")[2]:
@@ -128,7 +129,8 @@ class Walk:
     def _methods(
         self, owner: Module, function: ast.FunctionDef, name: str, method: str
     ) -> Iterator[tuple[Module, ast.FunctionDef]]:
-        """The method of the class that annotates the parameter, or of the function's own class for `self`."""
+        """Yields the method of the class that annotates the parameter; for `self`, of the class that the function is
+        in."""
         annotation = next((argument.annotation for argument in function.args.args if argument.arg == name), None)
         home: Module | None = owner
         wanted = ""
@@ -148,7 +150,7 @@ class Walk:
 
 
 def walk(modules: Mapping[str, Module], module: str, function: str, parameter: str) -> list[str]:
-    """The functions that a parameter of a function enters, with the function itself."""
+    """The functions through which a parameter of `function` is passed on, beginning with `function` itself."""
     way = Walk(modules, [])
     for home, node in way.definitions(f"{PACKAGE}.{module}.{function}"):
         way.enter(home, node, parameter)

@@ -53,7 +53,7 @@ def _part(name: str, section: Any) -> str:
 
 
 def _meaning(field: FieldInfo) -> str:
-    """The description in one line; the pages that it names are links."""
+    """The description of a field in one line; pages that it names become links."""
     return re.sub(r"docs/([\w-]+)\.md", r"[\1](\1.md)", " ".join((field.description or "").split()))
 
 
@@ -68,7 +68,7 @@ def _is_section(annotation: Any) -> bool:
 
 
 def _type_of(field: FieldInfo) -> str:
-    """The type as a sentence; empty where the default shows it."""
+    """The type of a field as a sentence; empty if the default shows it."""
     return "" if _default(field) and field.annotation in (int, float, bool, str) else f"{_type(field.annotation)}. "
 
 
@@ -91,7 +91,7 @@ def _type(annotation: Any) -> str:
 
 
 def _default(field: FieldInfo) -> str:
-    """The default behind the key; a required key says so, and nothing stands where unset or empty is the default."""
+    """The text about the default after a key; a required key says so, and unset or empty defaults have no text."""
     if field.is_required():
         return " (required)"
     value = field.get_default(call_default_factory=True)

@@ -1,9 +1,9 @@
-"""The rooms as one picture, made of the imports.
+"""Draws the rooms of the package as one picture, from their imports.
 
     python -m run_scripts.dev.room_picture docs/architecture.svg
 
-A room stands one floor above the highest room that it imports, so every arrow points down. A room's width is its share
-of the lines. Extras stand in a wing of their own: the core never imports them.
+A room stands one floor above the highest room that it imports, so every arrow points down. A room's width shows how
+many lines it has. Extras stand in a wing of their own: the core never imports them at the top of a module.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LOOSE = "train, cli"
 
 
 def rooms(modules: Mapping[str, Module]) -> tuple[dict[str, list[Module]], dict[str, set[str]]]:
-    """The modules of each room, and the rooms that each imports."""
+    """Room -> its modules, and room -> the rooms that it imports."""
     members: dict[str, list[Module]] = defaultdict(list)
     arrows: dict[str, set[str]] = defaultdict(set)
     for module in modules.values():
@@ -50,7 +50,8 @@ def room_of(module: Module) -> str:
 
 
 def floors(members: Mapping[str, list[Module]], arrows: Mapping[str, set[str]]) -> dict[str, int]:
-    """The floor of each room, from 0; rooms of a circle, if there is one, share a floor at most `len(members)` high."""
+    """Room -> its floor, from 0. Rooms that import one another in a circle would share a floor of at most
+    `len(members)`."""
     level = dict.fromkeys(members, 0)
     for _ in members:
         for room in members:
@@ -59,7 +60,7 @@ def floors(members: Mapping[str, list[Module]], arrows: Mapping[str, set[str]]) 
 
 
 def draw(axes: Axes) -> None:
-    """One box a room, one line an arrow between rooms that are not next to each other in the stack."""
+    """Draw a box for each room and a line for each import between rooms of the core."""
     members, arrows = rooms(product())
     core = {room for room in members if not room.startswith("extras")}
     level = floors({room: members[room] for room in core}, {room: arrows[room] & core for room in core})

@@ -1,7 +1,7 @@
-"""Matplotlib figures as small SVG files, each for light and for dark pages.
+"""Writes matplotlib figures as small SVG files that fit light and dark pages.
 
-Figures are drawn in the light colours. The file's style sheet replaces each by its dark twin where the reader's system
-prefers dark (`prefers-color-scheme`), so that a page needs one `<img>`.
+Figures are drawn in the light colours. The style sheet in the file replaces each colour by a dark one if the reader's
+system prefers dark (`prefers-color-scheme`), so that a page needs one `<img>`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _DEFAULTS = ("text-anchor: start", "font-weight: 400", "stroke-dashoffset: 0")
 
 
 def plain_axes(axes: Axes) -> None:
-    """Horizontal lines behind the data, and no frame but the line below."""
+    """Style the axes: horizontal lines behind the data, and no frame except the line below."""
     axes.set_facecolor(LIGHT["paper"])
     axes.grid(axis="y", color=LIGHT["line"], linewidth=0.8)
     axes.set_axisbelow(True)
@@ -53,7 +53,7 @@ def plain_axes(axes: Axes) -> None:
 
 
 def write_svg(figure: Figure, path: Path) -> Path:
-    """Write `figure` to `path`; the same figure gives the same file."""
+    """Write `figure` to `path`. The same figure always gives the same bytes."""
     drawn = StringIO()
     with rc_context({"svg.hashsalt": "mugrpo", "svg.fonttype": "none"}):
         figure.savefig(drawn, format="svg", facecolor=LIGHT["paper"], metadata={"Date": None})
@@ -63,9 +63,9 @@ def write_svg(figure: Figure, path: Path) -> Path:
 
 
 def compact(svg: str) -> str:
-    """Matplotlib's SVG without metadata, its styles as classes with a dark variant, one element a line.
+    """Shorten matplotlib's SVG: no metadata, styles as classes with a dark variant, one element a line.
 
-    Raises ValueError for a colour that has no dark twin in `COLORS`.
+    Raises ValueError for a colour without a dark one in `COLORS`.
     """
     root = ElementTree.fromstring(svg)
     for element in root.iter():
@@ -83,7 +83,10 @@ def compact(svg: str) -> str:
 
 
 def _lines(element: Element, ids: Mapping[str, str], classes: dict[str, str], digits: int) -> Iterator[str]:
-    """The element and its children. Groups without attributes dissolve; shapes that are used again are drawn finer."""
+    """Yields the lines of an element and its children.
+
+    Groups without attributes are left out, but not their content; shapes in `defs` are drawn with one more digit.
+    """
     if element.tag in ("metadata", "style"):
         return
     digits = 2 if element.tag == "defs" else digits
@@ -113,7 +116,7 @@ def _attributes(element: Element, ids: Mapping[str, str], classes: dict[str, str
 
 
 def _short(name: str, value: str, ids: Mapping[str, str], digits: int) -> str:
-    """An attribute's value with short names and rounded numbers."""
+    """The value of an attribute, with short ids and rounded numbers."""
     if name == "id":
         return ids[value]
     if name in ("href", "clip-path"):
@@ -126,13 +129,13 @@ def _short(name: str, value: str, ids: Mapping[str, str], digits: int) -> str:
 
 
 def _style(element: Element) -> str:
-    """The element's declarations without its font, which the whole picture shares."""
+    """The style declarations of an element, without the font, which the whole picture shares."""
     declared = [one.strip() for one in element.attrib.get("style", "").split(";")]
     return "; ".join(one for one in declared if one and not one.startswith("font-family") and one not in _DEFAULTS)
 
 
 def _rules(classes: Mapping[str, str], *, light: bool) -> Iterator[str]:
-    """A rule for each class; for dark pages only the declarations of colours."""
+    """Yields a CSS rule for each class; for dark pages only with the declarations that have a colour."""
     for style, name in classes.items():
         declared = [one for one in style.split("; ") if light or _COLOR.search(one)]
         if declared:

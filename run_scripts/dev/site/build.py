@@ -29,7 +29,7 @@ IMAGE = re.compile(r'<img alt="([^"]*)" src="([^"]+)">')
 
 
 def copy_pages(target: Path) -> None:
-    """Copy docs/ and the pages of the root to `target`, with links that lead to other pages or to nothing outside."""
+    """Copy docs/ and the pages of the root to `target`; links between pages lead to the copies."""
     for path in sorted(ROOT.joinpath("docs").rglob("*")):
         if path.is_file():
             copy = target / path.relative_to(ROOT / "docs")
@@ -48,7 +48,7 @@ def copy_pages(target: Path) -> None:
 
 
 def _rewritten(path: Path, outside: bool = False) -> str:
-    """A page's text; its links lead to the copies, those to other files become plain text."""
+    """The text of a page in which links lead to the copies of pages, and links to other files are plain text."""
 
     def link(found: re.Match[str]) -> str:
         mark, text, target = found.groups()
@@ -69,7 +69,7 @@ def _rewritten(path: Path, outside: bool = False) -> str:
 
 
 def _page_of(path: Path) -> str | None:
-    """Name of the copy of a Markdown file, without its suffix; None if it is not on the site."""
+    """The name that the copy of a Markdown file has on the site, without suffix; None if it is not on the site."""
     if path == ROOT / "docs/README.md":
         return "index"
     if path.suffix == ".md" and path.is_relative_to(ROOT / "docs"):
@@ -78,7 +78,7 @@ def _page_of(path: Path) -> str | None:
 
 
 def _add_contents(index: Path, pages: set[str]) -> None:
-    """Append a hidden table of contents: the parts of the index in their order, then what no part names."""
+    """Append a hidden table of contents: the parts of the index in their order, then pages that no part names."""
     text = index.read_text(encoding="utf-8")
     trees, named = [], {"index"}
     for part in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
@@ -99,7 +99,7 @@ def _add_contents(index: Path, pages: set[str]) -> None:
 
 
 def build(out: Path) -> list[str]:
-    """Build the site into `out`; returns its broken links. CalledProcessError for any warning of Sphinx."""
+    """Build the site into `out` and return its broken links; CalledProcessError if Sphinx gives a warning."""
     with TemporaryDirectory() as scratch:
         source = Path(scratch, "pages")
         source.mkdir()
@@ -121,7 +121,7 @@ def build(out: Path) -> list[str]:
 
 
 def main() -> int:
-    """Exit code 1 for a warning or a broken link."""
+    """Build the site; returns 1 for a warning of Sphinx or a broken link."""
     parser = argparse.ArgumentParser(description="Build the site of the pages and follow its links.")
     parser.add_argument("--out", type=Path, default=ROOT / "build/site", help="directory of the site; build/site")
     out = parser.parse_args().out

@@ -1,4 +1,4 @@
-"""Follows every link of a built site to its file and its anchor; addresses of other hosts are not asked."""
+"""Follows every link of a built site to its file and its anchor; links to other hosts are not checked."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from urllib.parse import unquote, urlsplit
 
 
 class Page(HTMLParser):
-    """The ids of an HTML file, and what it links to or shows."""
+    """The ids in an HTML file, and the addresses to which it links or whose content it shows."""
 
     def __init__(self) -> None:
         super().__init__()

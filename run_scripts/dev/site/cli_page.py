@@ -45,7 +45,7 @@ def markdown() -> str:
 
 
 def _command(title: str, name: str, parser: argparse.ArgumentParser) -> Iterator[str]:
-    """The lines of a command, and of the commands inside it."""
+    """Yields the lines of a command and of its subcommands."""
     yield f"### `{title}`\n"
     if parser.description:
         yield _sentence(parser.description) + "\n"
@@ -82,7 +82,7 @@ def _has_default(action: argparse.Action, text: str) -> bool:
 
 
 def _sentence(text: str) -> str:
-    """The text as a sentence; what looks like HTML is shown as it is."""
+    """The text as a sentence with a capital letter and a full stop; `<` is escaped."""
     text = " ".join(text.split()).replace("<", "\\<")
     begins = text.partition(" ")[0]
     first = text[:1] if NAME.search(begins) else text[:1].upper()

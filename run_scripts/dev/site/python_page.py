@@ -98,7 +98,7 @@ def _signature(function: Any) -> str:
 
 
 def _prose(text: str | None) -> str:
-    """A docstring in one line, as Markdown: brackets are no links."""
+    """A docstring in one line of Markdown, with brackets escaped that would be read as a link."""
     return re.sub(r"\[([^\]]*)\](?=\()", r"\\[\1\\]", " ".join(inspect.cleandoc(text or "").split()))
 
 
