@@ -112,7 +112,7 @@ class DataSection(Section):
     """Least and largest pass rate of a training problem, from its column `pass_rate` (`mugrpo rollouts --by problem
     --json`); [0, 1] takes every row. No shipped recipe's data have this column."""
     contamination: Literal["report", "drop", "off"] = "report"
-    """Treatment of training problems that share half of their 8-grams with a held-out problem."""
+    """Treatment of training problems that contain half of the 8-grams of a held-out problem."""
 
     @field_validator("system_prompt", "chat_template", "template_arguments")
     @classmethod
