@@ -13,10 +13,11 @@ HEAD = """# Recipes
 
 For everyone who looks for a recipe to begin with. `mugrpo train NAME` takes a name of this table from any directory.
 [What has run where](status.md) says which of them have run; [your data, your reward, your model](your-problem.md) says
-how to change one. "4 x 64 updates" means 4 stages of 64 updates. `make docs` makes this page from the first comment of
-each file in `run_scripts/recipes/`.
+how to change one. "4 x 64 updates" means 4 stages of 64 updates. [The paper's runs](paper.md#figures-and-table) explain
+the methods of the recipes in `paper/`. `make docs` makes this page from the first comment of each file in
+`run_scripts/recipes/`.
 
-| Name | What it trains |
+| Name | What it trains; its objective; its stages x updates of a stage |
 | --- | --- |
 """
 PARTS = {"methods", "models"}
@@ -30,7 +31,8 @@ def markdown() -> str:
         if PARTS.isdisjoint(path.relative_to(RECIPES).parts) and path.stem not in ("common", "evaluation"):
             recipe = load_recipe(path)
             schedule = f"{recipe.schedule.stages:,} x {recipe.schedule.updates_per_stage:,} updates"
-            about = first_paragraph(path) or f"{recipe.model.path}"
+            method = path.stem.rpartition(".")[2]
+            about = first_paragraph(path) or f"Method `{method}` on {Path(recipe.model.path).name}, for the paper's runs."
             rows.append(f"| `{path.relative_to(RECIPES)}` | {about} `{recipe.objective.name}`, {schedule}. |")
     return HEAD + "\n".join(rows) + "\n"
 
