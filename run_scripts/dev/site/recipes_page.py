@@ -32,7 +32,9 @@ def markdown() -> str:
             recipe = load_recipe(path)
             schedule = f"{recipe.schedule.stages:,} x {recipe.schedule.updates_per_stage:,} updates"
             method = path.stem.rpartition(".")[2]
-            about = first_paragraph(path) or f"Method `{method}` on {Path(recipe.model.path).name}, for the paper's runs."
+            about = (
+                first_paragraph(path) or f"Method `{method}` on {Path(recipe.model.path).name}, for the paper's runs."
+            )
             rows.append(f"| `{path.relative_to(RECIPES)}` | {about} `{recipe.objective.name}`, {schedule}. |")
     return HEAD + "\n".join(rows) + "\n"
 
