@@ -1,4 +1,4 @@
-"""Equal time: the table and the picture of docs/study/equal-time.md, from the study's cells.
+"""Makes the table and the picture of docs/study/equal-time.md: the study's methods compared at equal time.
 
 python -m run_scripts.dev.equal_time
 """
@@ -23,9 +23,9 @@ from run_scripts.dev.svg import LIGHT, plain_axes, write_svg
 
 PAGE, PICTURE = STUDY / "equal-time.md", STUDY / "equal-time.svg"
 SPEED_UPS = (1.0, 1.22, 1.53, 2.25)
-"""Columns of the table: equal updates, and the paper's least, mean and largest speed-up (Table 1; least 1.21)."""
+"""Columns of the table: 1 (equal updates), and the paper's least, mean and largest speed-up (Table 1; least 1.21)."""
 LADDER = np.geomspace(1, 6, 181)
-"""Speed-ups of the picture, and of the search for a break-even."""
+"""Speed-ups at which the picture is drawn and a break-even is searched."""
 PLANNED = {16: 1.262, 32: 1.302, 64: 1.323, 128: 1.334, 256: 1.340}
 """µ -> mean planned speed-up of the paper's five recipes (docs/study/part-eight.md)."""
 COLORS = ("red", "orange", "green", "blue", "violet", "grey")
@@ -33,7 +33,8 @@ COLORS = ("red", "orange", "green", "blue", "violet", "grey")
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way's cells beside GRPO's of the same seeds, in the csv files of one or two parts."""
+    """A method of the study, its cells, and the cells of GRPO with the same seeds. (A way is an objective with a
+    schedule.)"""
 
     setting: str
     title: str
@@ -62,7 +63,8 @@ Curves = Mapping[int, Curve]
 
 
 def curves_of(folder: str, method: str, rate: float) -> Curves:
-    """Curves of a method's first draw, tuning seeds left out. A cell that is the same as another's has its curve."""
+    """Seed -> curve of a method's first draw, without tuning seeds. A cell that equals another one has the other's
+    curve."""
     twins = {
         int(row["seed"]): row["same_as"] or method
         for row in rows_of(folder, CELLS)
@@ -86,13 +88,13 @@ def as_curve(points: Mapping[float, float]) -> Curve:
 
 
 def gaps(way: Curves, grpo: Curves, speed_up: float) -> list[float]:
-    """Points above GRPO at equal time, seed by seed: A(U) of the way minus A(U / speed-up) of GRPO."""
+    """The gain over GRPO at equal time in points, for each seed: A(U) of the way minus A(U / speed-up) of GRPO."""
     seeds = sorted(way.keys() & grpo.keys())
     return [100 * difference(way[seed], way[seed].end, grpo[seed], way[seed].end / speed_up).value for seed in seeds]
 
 
 def break_even(way: Curves, grpo: Curves) -> tuple[str, str, str]:
-    """The speed-up at which the mean gap is 0, and those at which the ends of its 95 % interval are."""
+    """The speed-up at which the mean gap is 0, and the two at which an end of its 95 % interval is 0."""
     intervals = [mean_interval(gaps(way, grpo, speed_up)) for speed_up in LADDER]
     ends = [[value.value for value in intervals], [v.high for v in intervals], [v.low for v in intervals]]
     mean, low, high = (_first_above(end) for end in ends)
@@ -100,13 +102,13 @@ def break_even(way: Curves, grpo: Curves) -> tuple[str, str, str]:
 
 
 def _first_above(values: Sequence[float]) -> str:
-    """The least speed-up of the ladder with a gap of at least 0."""
+    """The least speed-up of the ladder at which the value is at least 0, as text."""
     found = next((speed_up for speed_up, gap in zip(LADDER, values, strict=True) if gap >= 0), None)
     return "above 6" if found is None else f"{found:.1f}"
 
 
 def table() -> str:
-    """Points above GRPO at equal time, of every way."""
+    """The table of all ways, with their gain over GRPO at equal time in points."""
     heads = [f"k = {speed_up:g}" for speed_up in SPEED_UPS]
     lines = [
         f"| Setting | Way | µ | Seeds | {' | '.join(heads)} | planned k | there | break-even |",
@@ -126,7 +128,7 @@ def table() -> str:
 
 
 def eight() -> Mapping[str, tuple[str, int, Curves, Curves]]:
-    """Way of part eight -> title, µ, its test cells at its rate so far, and GRPO's of the same seeds."""
+    """Way of part eight -> title, µ, its finished test cells at its rate, and GRPO's of the same seeds."""
     grid = load_grid(STUDY / "eight_large/grid.toml")
     ends = {cell_of(row): float(row["end"]) for row in rows_of("eight_large", CELLS)}
     points: dict[tuple[str, float, int], dict[float, float]] = defaultdict(dict)
@@ -148,7 +150,8 @@ def eight() -> Mapping[str, tuple[str, int, Curves, Curves]]:
 
 
 def draw(path: Path) -> Path:
-    """Points above GRPO over the speed-up, a panel for each setting; crosses: each way's own planned speed-up."""
+    """Draw the gain over GRPO against the speed-up, a panel for each setting; a cross is a way's own planned
+    speed-up."""
     panels: dict[str, list[tuple[str, int, Curves, Curves]]] = defaultdict(list)
     for way in WAYS:
         panels[way.setting].append((way.title, way.mu, curves_of(*way.cells), curves_of(*way.grpo)))

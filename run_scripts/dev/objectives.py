@@ -1,4 +1,4 @@
-"""All objectives on sealed stages: the table and the picture of docs/study/objectives.md, from the sweeps' figures.
+"""Makes the table and the picture of docs/study/objectives.md: all objectives on the same sealed stages.
 
 python -m run_scripts.dev.objectives
 """
@@ -25,19 +25,20 @@ VARIANTS = {
     ("prefix", "both", ""): ", `prefix`, both signs",
     ("", "", "stage"): ", KL to the stage 0.01",
 }
-"""`objective.veto`, `objective.prefix_signs` and `objective.kl_ref` where a cell sets them -> the end of its name."""
+"""(`objective.veto`, `objective.prefix_signs`, `objective.kl_ref`), as far as a cell sets them -> the end of its
+name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One objective at one rate on one seed's stage."""
+    """The result of one objective at one learning rate, on the stage of one seed."""
 
     end: float
-    """Sampled accuracy, per cent."""
+    """Accuracy at the end with sampled responses, in per cent."""
     nats: float
     """The k3 estimate of KL(behaviour | policy) a token at the last update."""
     seconds: float
-    """Of the median update."""
+    """Seconds of an update (median)."""
 
 
 Cells = Mapping[tuple[str, float], Mapping[int, Cell]]
@@ -45,9 +46,10 @@ Cells = Mapping[tuple[str, float], Mapping[int, Cell]]
 
 
 def read_cells(path: Path, end: str = "after", repeat: int = 0) -> dict[tuple[str, float], dict[int, Cell]]:
-    """The cells of a draw: `repeat` 1 has the runs whose stages were swept, which are the veto's cells once more.
+    """Read the cells of a file. With `repeat` 1 these are the runs whose stages were swept, which repeat the veto's
+    cells.
 
-    `end` is the column of the accuracy at the end: `after_8` has eight samples of a problem.
+    `end` is the column with the accuracy at the end; in `after_8` it is from eight samples of each problem.
     """
     cells: dict[tuple[str, float], dict[int, Cell]] = {}
     with path.open(newline="", encoding="utf-8") as file:
@@ -63,13 +65,14 @@ def read_cells(path: Path, end: str = "after", repeat: int = 0) -> dict[tuple[st
 
 
 def two_rates(cells: Cells) -> tuple[float, float]:
-    """The two highest rates: below them not every objective has run."""
+    """The two highest rates. At lower ones some objectives have not run."""
     low, high = sorted({rate for _, rate in cells})[-2:]
     return low, high
 
 
 def better_rate(cells: Cells, name: str) -> float:
-    """The rate with the higher mean end over the seeds that have both; the lower one if few of its seeds have both."""
+    """The rate of the two with the higher mean end over the seeds that have both; the lower one if few seeds have
+    both."""
     low, high = two_rates(cells)
     seeds = cells[name, low].keys() & cells[name, high].keys()
     ends = [fmean(cells[name, rate][seed].end for seed in seeds) for rate in (low, high)]
@@ -77,13 +80,13 @@ def better_rate(cells: Cells, name: str) -> float:
 
 
 def gaps(cells: Cells, name: str, rate: float) -> list[float]:
-    """Points above the veto at its better rate, seed by seed."""
+    """Gain over the veto at its better rate in points, for each seed."""
     by_seed, veto = cells[name, rate], cells[VETO, better_rate(cells, VETO)]
     return [by_seed[seed].end - veto[seed].end for seed in sorted(by_seed)]
 
 
 def ordered_names(cells: Cells) -> list[str]:
-    """All objectives, the one that ends highest above the veto first."""
+    """The names of all objectives, sorted by their gain over the veto, the largest first."""
     names = {name for name, _ in cells}
     return sorted(names, key=lambda name: (-fmean(gaps(cells, name, better_rate(cells, name))), name))
 
@@ -110,13 +113,13 @@ def _end(cells: Cells, name: str, rate: float) -> str:
 
 
 def _fewer_seeds(cells: Cells, name: str, rate: float) -> str:
-    """The number of seeds where some are missing."""
+    """The number of seeds in parentheses, if some are missing; else ""."""
     seeds = len(cells[name, rate])
     return "" if seeds == max(map(len, cells.values())) else f" ({seeds})"
 
 
 def draw(real: Cells, chain: Cells, path: Path) -> Path:
-    """Every cell against the veto's of its seed at its better rate, a panel for each model."""
+    """Draw each cell relative to the veto's with the same seed at its better rate, a panel for each model."""
     names = ordered_names(real)
     label = "points above the veto on the same stage"
     figure, panels = two_panels([name.replace("`", "") for name in names], ("SmolLM2-135M", "chain"), label, 7.2)

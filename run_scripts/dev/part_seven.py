@@ -1,4 +1,4 @@
-"""Part seven of the study: the table and the picture of docs/study/part-seven.md, from its cells.
+"""Makes the table and the picture of docs/study/part-seven.md from the cells of part seven.
 
 python -m run_scripts.dev.part_seven
 """
@@ -33,7 +33,7 @@ def read_cells(headroom: str) -> list[dict[str, str]]:
 
 
 def tuned_rate(rows: Rows, way: str) -> float:
-    """The rate of the highest mean end over the tuning seeds, the lower one in a tie; 0 without cells."""
+    """The rate with the highest mean end over the tuning seeds, in a tie the lower one; 0 without cells."""
     ends = defaultdict(list)
     for row in rows:
         if row["method"] == way and int(row["seed"]) in TUNING:
@@ -49,7 +49,7 @@ def figures(rows: Rows, way: str, key: str) -> dict[int, float]:
 
 
 def gaps(rows: Rows, way: str) -> list[float]:
-    """Points above GRPO, seed by seed."""
+    """Gain over GRPO in points, for each seed."""
     ends, grpo = (figures(rows, name, "after") for name in (way, "grpo"))
     return [100 * (ends[seed] - grpo[seed]) for seed in sorted(ends)]
 
@@ -69,7 +69,7 @@ def table(cells: Mapping[str, Rows]) -> str:
 
 
 def draw(cells: Mapping[str, Rows], path: Path) -> Path:
-    """Every end against GRPO's of its seed, a panel for each headroom."""
+    """Draw the end of each cell relative to GRPO's with the same seed, a panel for each headroom."""
     stale = [way for way in WAYS if way != "grpo"]
     label = "points above GRPO on the same seed; diamonds: means"
     figure, panels = two_panels([WAYS[way] for way in stale], [f"{name} headroom" for name in cells], label, 2.4)

@@ -1,9 +1,9 @@
-"""README's picture of a real model: accuracy before and after 48 updates, from docs/study/real_model.csv.
+"""Draws README's picture of a real model: accuracy before and after 48 updates, from docs/study/real_model.csv.
 
 python -m run_scripts.dev.real_model_picture
 
-The csv has no evaluation between the two, and its seconds are of eight runs that shared a GPU: it cannot show accuracy
-over minutes.
+It cannot show accuracy over time: the csv has no evaluation between the two, and its seconds are from eight runs that
+shared a GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WAYS = {
 """Way in the csv -> its title and its colour."""
 SEEDS = ("0", "1", "2")
 SPREAD = 0.26
-"""Distance of two seeds of a way, in rows."""
+"""Distance between two seeds of a way in the picture, in rows."""
 
 Rows = Sequence[Mapping[str, str]]
 
@@ -39,7 +39,7 @@ def read_rows() -> Rows:
 
 
 def draw(rows: Rows, path: Path) -> Path:
-    """A row for each way: for each seed a line from the accuracy before to the one after, and its interval."""
+    """Draw a row for each way: for each seed a line from the accuracy before to the one after, with its interval."""
     figure = Figure(figsize=(8.4, 3.5), layout="constrained")
     axes = figure.subplots()
     plain_axes(axes)

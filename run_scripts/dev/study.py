@@ -1,4 +1,4 @@
-"""What the study's pages share: their tables, an interval's text, tests over seeds, and a picture of gaps by seed."""
+"""The code that the study's pages share: their table, the text of an interval, and a picture of gains seed by seed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MARKS = "<!-- cells -->", "<!-- /cells -->"
 
 
 def with_table(page: str, text: str) -> str:
-    """The page with its first table replaced."""
+    """The text of a page in which `text` replaces the table."""
     lines = page.split("\n")
     first = next(number for number, line in enumerate(lines) if line.startswith("| "))
     end = next((number for number in range(first, len(lines)) if not lines[number].startswith("| ")), len(lines))
@@ -34,7 +34,7 @@ def with_cells(page: str, text: str) -> str:
 
 
 def interval(values: Sequence[float], sign: str = "+") -> str:
-    """Mean with half of its 95 % interval, Student's t."""
+    """The mean of the values with half the width of its 95 % interval (Student's t), as text."""
     mean = mean_interval(values)
     return f"{mean.value:{sign}.1f} ± {mean.high - mean.value:.1f}"
 
@@ -54,7 +54,7 @@ def holm(chances: Sequence[float]) -> list[float]:
 
 
 def two_panels(rows: Sequence[str], titles: Sequence[str], label: str, height: float) -> tuple[Figure, Sequence[Axes]]:
-    """A figure of two panels that share rows with these names, the first on top."""
+    """Make a figure of two panels with the same named rows, the first of which is on top."""
     figure = Figure(figsize=(9.6, height), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, 2, sharey=True)
@@ -69,7 +69,7 @@ def two_panels(rows: Sequence[str], titles: Sequence[str], label: str, height: f
 
 
 def plot_gaps(axes: Axes, rows: Sequence[Sequence[float]], color: str, shift: float = 0.0, label: str = "") -> None:
-    """A point for each seed and a diamond at the mean, row by row, `shift` rows lower; a row may be empty."""
+    """Draw a point for each seed and a diamond at their mean, row by row, `shift` rows lower; a row may be empty."""
     for row, gaps in enumerate(rows):
         axes.plot(gaps, [row + shift] * len(gaps), ".", color=LIGHT[color], alpha=0.5, markersize=5)
     means = {row + shift: fmean(gaps) for row, gaps in enumerate(rows) if gaps}

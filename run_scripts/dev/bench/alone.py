@@ -1,4 +1,4 @@
-"""Runs one part of a bench in its own process, with a time limit, and keeps the logs of one that fails."""
+"""Runs one part of a benchmark in a process of its own, with a time limit, and keeps the logs of one that fails."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Ended:
-    """How a part has ended."""
+    """The outcome of a part that has ended."""
 
     code: int | None
-    """Exit code; None: it was killed at its limit."""
+    """Exit code; None if the part was killed at its time limit."""
     output: str
     """Its output."""
     scratch: Path
-    """Its temporary files; `output.log` and `errors.log` hold its output."""
+    """Folder of its temporary files; what it printed is in `output.log` and `errors.log`."""
 
     @property
     def failure(self) -> str:
-        """Why it failed, in a line; empty if it did not."""
+        """The reason why the part failed, in one line; "" if it did not."""
         if self.code == 0:
             return ""
         if self.code is None:
@@ -38,9 +38,10 @@ class Ended:
 
 @contextmanager
 def run_alone(arguments: Sequence[str], limit_s: float) -> Iterator[Ended]:
-    """`python *arguments` in its own process group; it has ended, or was killed, when the block begins.
+    """Run `python *arguments` in its own process group to its end or its time limit; then yield the outcome.
 
-    Its temporary folder exists until the block ends, so that logs outlive a part that was killed.
+    The folder of its temporary files exists until the block ends, so that the logs of a part that was killed can be
+    read.
     """
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         scratch = Path(folder)

@@ -16,7 +16,10 @@ ROW_BYTES = (512, 256)
 
 
 def compile_kernels() -> None:
-    """In bfloat16 for compute capability 9.0: the benches' model, the Qwen3 of tests/gpu, the quickstart's model."""
+    """Compile the kernels in bfloat16 for compute capability 9.0.
+
+    They serve the benchmarks' model, the Qwen3 of tests/gpu and the quickstart's model.
+    """
     from sglang.jit_kernel import activation, clamp_position, kvcache, norm, rope
     from sglang.jit_kernel.utils import override_jit_cuda_arch
 

@@ -33,13 +33,13 @@ class Result:
     way: str
     seconds: list[float]
     cpu_seconds: list[float]
-    """CPU time of the process over its threads: a busy machine hardly changes it."""
+    """CPU time of all threads of the process; unlike wall-clock time, it hardly depends on how busy the machine is."""
     peak_mib: float
     loss: float
 
 
 def measure(way: str, shape: Shape, repeats: int) -> Result:
-    """One warm-up run, which imports and compiles, then `repeats` timed runs."""
+    """Time an implementation: one warm-up run, which imports and compiles, then `repeats` timed runs."""
     inputs = make_inputs(shape)
     loss = _step(WAYS[way], inputs)
     seconds, cpu_seconds, peaks = [], [], []
@@ -64,7 +64,7 @@ def _step(way: Callable[[Inputs], torch.Tensor], inputs: Inputs) -> float:
 
 
 def _reset_peak(device: str) -> int:
-    """Reset the peak; returns the bytes held now."""
+    """Start a new measurement of the peak; returns the bytes that are in use now."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
@@ -81,7 +81,7 @@ def _peak(device: str) -> int:
 
 
 def run_alone(way: str, shape: Shape, repeats: int, threads: int) -> Result | str:
-    """`measure` in a new process; the last line of its errors if it fails."""
+    """Call `measure` in a new process; returns its result, or the last line of its errors if it fails."""
     arguments = json.dumps([way, asdict(shape), repeats, threads])
     command = [sys.executable, "-m", "run_scripts.dev.bench.loss_path", "--one", arguments]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -91,7 +91,7 @@ def run_alone(way: str, shape: Shape, repeats: int, threads: int) -> Result | st
 
 
 def compare(ways: list[str], shape: Shape, repeats: int, threads: int) -> None:
-    """Print a table: median wall-clock and CPU seconds, each relative to the first row, and peak memory."""
+    """Print a table: median wall-clock and CPU seconds, also as multiples of the first row, and peak memory."""
     print(f"{'way':20} {'seconds':>9} {'x first':>8} {'cpu s':>9} {'x first':>8} {'peak MiB':>9} {'loss':>11}")
     first: Result | None = None
     for way in ways:

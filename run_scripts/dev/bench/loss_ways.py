@@ -19,7 +19,7 @@ from mugrpo_megatron.kernels.head import HeadLayout, token_logprobs
 from mugrpo_megatron.recipe import ObjectiveSection
 
 MU_GRPO = ObjectiveSection(trigger_ratio=0.5)
-"""A threshold at which the veto acts on log-ratios with a standard deviation of half a nat."""
+"""mu-GRPO with a threshold at which the veto has an effect on log-ratios with a standard deviation of half a nat."""
 PLAIN = ObjectiveSection(veto="none")
 """An objective that Liger and TRL have too: the clip [0, 5], token mean, no veto."""
 
@@ -51,7 +51,7 @@ class Inputs:
 
 
 def make_inputs(shape: Shape) -> Inputs:
-    """Responses of one length, so that there is no padding; log-ratios with a standard deviation of half a nat."""
+    """Make responses of equal length, which need no padding, with log-ratios of a standard deviation of half a nat."""
     torch.manual_seed(0)
     device, dtype = torch.device(shape.device), getattr(torch, shape.dtype)
     hidden = torch.randn(shape.tokens, shape.hidden, device=device, dtype=dtype).requires_grad_()
@@ -67,7 +67,7 @@ def make_inputs(shape: Shape) -> Inputs:
 
 
 def fused(inputs: Inputs, config: ObjectiveSection = MU_GRPO, main_grad: Tensor | None = None) -> Tensor:
-    """One pass, the negative-advantage veto included; the weight's gradient is added to `main_grad`, as in a run."""
+    """The fused loss with the veto, in one pass; the gradient of the weight is added to `main_grad`, as in a run."""
     return fused_policy_loss(
         inputs.hidden,
         inputs.weight,
@@ -83,18 +83,18 @@ def fused_without_veto(inputs: Inputs) -> Tensor:
 
 
 def fused_two_passes(inputs: Inputs) -> Tensor:
-    """An objective that looks at whole responses: GSPO."""
+    """The fused loss of an objective that depends on whole responses (GSPO)."""
     return fused(inputs, ObjectiveSection(name="gspo"))
 
 
 def recomputed(inputs: Inputs) -> Tensor:
-    """Chunked log-probabilities under autograd, for any loss: logits are computed twice."""
+    """Chunked log-probabilities under autograd, usable for any loss; logits are computed twice."""
     logprobs, _ = token_logprobs(inputs.hidden, inputs.weight, inputs.targets, inputs.layout)
     return _loss(inputs, logprobs, MU_GRPO)
 
 
 def materialised(inputs: Inputs) -> Tensor:
-    """All logits at once, in float32 like the fused path's."""
+    """The loss from all logits at once, in float32 as in the fused path."""
     logits = (inputs.hidden @ inputs.weight.T).float()
     logprobs = logits.log_softmax(1).gather(1, inputs.targets[:, None])[:, 0]
     return _loss(inputs, logprobs, MU_GRPO)
@@ -119,7 +119,7 @@ def floor(inputs: Inputs) -> Tensor:
 
 
 def liger(inputs: Inputs) -> Tensor:
-    """Liger's fused GRPO loss, its default chunk of one response."""
+    """Liger's fused GRPO loss, with its default chunk of one response."""
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
     shape = inputs.shape
@@ -143,7 +143,7 @@ def trl_materialised(inputs: Inputs) -> Tensor:
 
 
 def trl_fused_head(inputs: Inputs) -> Tensor:
-    """What TRL's GRPO trainer runs behind `add_fused_lm_head`."""
+    """The log-probabilities that TRL's GRPO trainer computes with `add_fused_lm_head`."""
     from trl.trainer import utils
 
     head = utils._ChunkedLogProbFunction

@@ -1,4 +1,4 @@
-"""Which machine and which packages a figure is of."""
+"""Describes the machine and the packages with which a figure was measured."""
 
 from __future__ import annotations
 

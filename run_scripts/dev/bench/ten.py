@@ -42,7 +42,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Step:
-    """One process: a function that yields rows, or tests."""
+    """One process of a measurement: a function that yields rows, or a number of tests."""
 
     limit_s: int
     rows: Callable[[bool], Iterator[Row]] | None = None
@@ -94,11 +94,12 @@ MORE: dict[str, Step] = {
 }
 STEPS = A | B | C | D | MORE
 COMMANDS = {"A": tuple(A), "B": tuple(B), "C": tuple(C), "D": tuple(D)}
-"""Each a call on a borrowed machine, in order of certainty times value."""
+"""Command -> its steps. Each command is one call on a borrowed machine; the steps that are surest and worth most come
+first."""
 INSTALL_S = {"A": 10, "B": 20, "C": 20, "D": 20}
-"""Seconds of carried.sh."""
+"""Command -> seconds that carried.sh takes before it."""
 PATIENCE = 20
-"""Factor of the limits with --small: on busy cores a step may be slow, and only hangs are cut."""
+"""Factor by which --small extends the time limits: on busy cores a step may be slow, and only hangs are to be ended."""
 
 
 def write_row(out: Path, row: Row) -> None:
@@ -110,7 +111,7 @@ def write_row(out: Path, row: Row) -> None:
 
 
 def run_step(name: str, small: bool, limit_s: float, out: Path, logs: Path) -> Row:
-    """Run a step in its own process; returns its verdict: seconds, and why it failed."""
+    """Run a step in a process of its own; returns its verdict, its seconds, and the reason if it failed."""
     step = STEPS[name]
     missing = not torch.cuda.is_available() if step.needs == "cuda" else step.needs and not which(step.needs)
     if missing:
@@ -140,7 +141,7 @@ def run_step(name: str, small: bool, limit_s: float, out: Path, logs: Path) -> R
 
 
 def read_report(report: Path, ended: Ended) -> Row:
-    """Verdict, counts and figures of pytest's JUnit report; a process that has left none has failed."""
+    """Read verdict, counts and figures from pytest's JUnit report; a process that left no report has failed."""
     if ended.code not in (0, 1) or not report.exists():
         lines = ended.output.strip().splitlines()
         return {"verdict": "failed", "why": ended.failure if ended.code is None or not lines else lines[-1]}

@@ -1,7 +1,8 @@
-"""The clock of a run, a step of run_scripts/dev/bench/ten.py: the same updates in stages of 4 and of 16.
+"""A step of run_scripts/dev/bench/ten.py: the seconds of the same updates, in stages of 4 and of 16.
 
-Learner and engine share the GPU and change places as in `train.py`. The lengths of responses are drawn once from a
-log-normal and asked of the engine one by one, with no end token, so every way decodes the same tokens.
+Learner and engine share the GPU and take turns as in `train.py`. The lengths of responses are drawn once from a
+log-normal distribution. The engine is asked for responses of exactly these lengths, so both schedules decode the same
+number of tokens.
 """
 
 from __future__ import annotations
@@ -19,24 +20,25 @@ from run_scripts.dev.bench.ten_engine import engine_of, prompt_ids
 from run_scripts.dev.bench.ten_learner import RESPONSES, Row, bucket_sizes, seconds_of
 
 MEDIAN, SPREAD = 125, float(np.log(10) / 2.326)
-"""Of the lengths, in tokens and in their logarithm: the 99th percentile is ten times the median.
+"""Median of the lengths in tokens, and standard deviation of their logarithm: the 99th percentile is ten times the
+median.
 
-As in reasoning RL with a median of 500 and a 99th percentile of 5,000 tokens
-(jiahuanglin.xyz, all_lessons/RL/lessons/22b_longtail_rollouts.html, read 28 Nov 2026), a quarter as long.
+Both are a quarter of those in reasoning RL, with a median of 500 and a 99th percentile of 5,000 tokens
+(jiahuanglin.xyz, all_lessons/RL/lessons/22b_longtail_rollouts.html, read 28 Nov 2026).
 """
 LONGEST = 2048
-"""Longer responses are cut."""
+"""Tokens at which longer lengths are cut."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What every way has to do."""
+    """The work that each schedule has to do."""
 
     updates: int
     prompts: int
-    """Of an update, each with RESPONSES responses."""
+    """Prompts of an update; each gets RESPONSES responses."""
     lengths: np.ndarray
-    """int [updates, responses of an update]"""
+    """int [updates, responses of an update]: tokens of each response."""
 
     @property
     def responses(self) -> int:
@@ -45,7 +47,7 @@ class Work:
 
 
 def draw_work(small: bool) -> Work:
-    """16 updates of 256 responses, small 4 of 16 with lengths a thirty-second of those."""
+    """Draw 16 updates of 256 responses; with `small`, 4 of 16 with lengths divided by 32."""
     updates, prompts = (4, 2) if small else (16, 32)
     shape = (updates, prompts * RESPONSES)
     lengths = np.exp(np.random.default_rng(0).normal(np.log(MEDIAN), SPREAD, shape)).clip(1, LONGEST)
@@ -53,7 +55,7 @@ def draw_work(small: bool) -> Work:
 
 
 def clock(small: bool) -> Iterator[Row]:
-    """What the planner expects, then the seconds of each way and its phases."""
+    """Yield the planner's estimates, then the seconds of each schedule by phase."""
     from mugrpo_megatron.learner.learner import build_learner
     from mugrpo_megatron.weights.sync import build_weight_sync
 
@@ -86,7 +88,8 @@ def length_of(small: bool) -> int:
 
 
 def planned(recipe: Any, work: Work, mu: int) -> Row:
-    """Seconds that `mugrpo plan` expects of the same work on one H200, with the lengths' own mean and spread."""
+    """The seconds that `mugrpo plan` estimates for the same work on one H200, with the mean and the spread of these
+    lengths."""
     import json
 
     from mugrpo_megatron.extras.plan.case import make_case
@@ -136,7 +139,10 @@ class Turns:
         return timed(engine_sleeps=self.engine.sleep, learner_wakes=self.learner.reload)
 
     def generate(self, lengths: np.ndarray) -> tuple[list[list[Any]], Row]:
-        """One response of each length, as samples by update, and the seconds; `tail`: no prompt waits any more."""
+        """Sample one response of each length; returns the samples by update, and seconds.
+
+        `tail_s` is the time in which no prompt was waiting any more.
+        """
         from mugrpo_megatron.engine.wire import Request, Sampling
         from mugrpo_megatron.samples import Sample
 
@@ -172,7 +178,8 @@ class Turns:
 
 
 def run_way(turns: Turns, work: Work, mu: int) -> Row:
-    """Seconds by phase of all updates in stages of `mu`; learner and engine begin and end as they were."""
+    """Take all updates in stages of `mu`; returns seconds by phase. Learner and engine end in the state in which they
+    began."""
     from mugrpo_megatron.learner.update import update
 
     sums: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""The engine's steps of run_scripts/dev/bench/ten.py: they need SGLang."""
+"""The steps of run_scripts/dev/bench/ten.py that measure the engine; they need SGLang."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from run_scripts.dev.bench.ten_learner import (
 )
 
 ROUNDS = (0, 0, 0, 1, 1)
-"""Indices into `bucket_sizes`."""
+"""The bucket size of each round, as an index into `bucket_sizes`."""
 
 
 def prompt_ids(count: int) -> list[list[int]]:
@@ -36,7 +36,7 @@ def prompt_ids(count: int) -> list[list[int]]:
 
 @contextmanager
 def engine_of(folder: Path, small: bool, length: int | None = None) -> Iterator[tuple[Any, Any]]:
-    """A recipe (`recipe_of`) and the project's engine on a random model."""
+    """Start the project's engine on a random model; yields its recipe (`recipe_of`) and the engine."""
     from mugrpo_megatron.engine.client import Engine
     from mugrpo_megatron.run.engine_spec import engine_spec
 
@@ -51,7 +51,10 @@ def engine_of(folder: Path, small: bool, length: int | None = None) -> Iterator[
 
 
 def generation(engine: Any, small: bool, count: int, tokens: int | None = None) -> tuple[Callable[[], list[Any]], int]:
-    """A function that samples `count` x 8 responses of 512 tokens (small: 16) or of `tokens`, and all their tokens."""
+    """A function that samples `count` x 8 responses, and the number of all their tokens.
+
+    A response has `tokens` tokens, by default 512 (16 with `small`).
+    """
     from mugrpo_megatron.engine.wire import Sampling
     from mugrpo_megatron.samples import Problem, Prompt
 
@@ -62,7 +65,7 @@ def generation(engine: Any, small: bool, count: int, tokens: int | None = None) 
 
 
 def switch(small: bool) -> Iterator[Row]:
-    """The switch from learner to engine and back, as in phases/generate.py, with buckets of two sizes."""
+    """Measure the switch from learner to engine and back, as in phases/generate.py, with buckets of two sizes."""
     from mugrpo_megatron.learner.learner import build_learner
     from mugrpo_megatron.learner.update import update
     from mugrpo_megatron.weights.sync import build_weight_sync, sync
@@ -102,7 +105,7 @@ def switch(small: bool) -> Iterator[Row]:
 
 
 def mismatch(mine: Any, groups: list[Any]) -> float:
-    """Mean distance of the engine's log-probabilities from the learner's, in nats, over 16 responses."""
+    """The mean difference of engine's and learner's log-probabilities in nats, over 16 responses."""
     from mugrpo_megatron.learner.update import token_logprobs
     from mugrpo_megatron.samples import Sample
 
@@ -119,7 +122,8 @@ SYNCS = 30
 
 
 def drift(small: bool) -> Iterator[Row]:
-    """Mean |engine - learner| in nats after each of 30 syncs, with an update before each: does it grow?"""
+    """Measure mean |engine - learner| in nats after each of 30 syncs, with an update before each, to see if it
+    grows."""
     from mugrpo_megatron.learner.learner import build_learner
     from mugrpo_megatron.learner.update import update
     from mugrpo_megatron.weights.sync import build_weight_sync, sync
@@ -151,13 +155,14 @@ def drift(small: bool) -> Iterator[Row]:
 
 
 def switch_without_graphs(small: bool) -> Iterator[Row]:
-    """`switch` with an engine whose CUDA graphs sleep too; worth a try where the memory saver's probe passes."""
+    """Run `switch` with an engine whose CUDA graphs are released too; of use only if the memory saver's probe
+    passes."""
     os.environ["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
     yield from switch(small)
 
 
 def engine_ours(small: bool) -> Iterator[Row]:
-    """Tokens/s of the project's engine process."""
+    """Measure tokens a second of the project's engine process."""
     with tempfile.TemporaryDirectory() as folder, engine_of(Path(folder), small) as (_, engine):
         generate, tokens = generation(engine, small, 4 if small else 64)
         yield {"tokens_per_s": tokens / seconds(generate, repeats=1)}
@@ -167,18 +172,20 @@ NEIGHBOURS, TURNS = 4, 20
 
 
 def asleep(small: bool) -> Iterator[Row]:
-    """Failures of engines that fall asleep while others compute on the same GPU, and the seconds of a turn and a start.
+    """Count failures of engines that fall asleep while others compute on the same GPU; also seconds of a turn and of a
+    start.
 
-    In `backup` SGLang keeps a copy of the weights in host memory, made with a copy that waits for the device. If it
-    loses no engine where `sleep` does, the loss comes from unmapping weights that a kernel still reads. The way out in
-    any case, `engine.between_stages = "restart"`, pays `start_s` a turn.
+    With `backup`, SGLang keeps a copy of the weights in host memory, and waits for the device when it makes it. If
+    fewer engines fail then, failures come from unmapping weights that a kernel still reads. `engine.between_stages =
+    "restart"` avoids them in any case, at the cost of `start_s` a turn.
     """
     for way, extra in {"sleep": {}, "backup": {"enable_weights_cpu_backup": True}}.items():
         yield {"way": way, **neighbours(extra, small)}
 
 
 def neighbours(extra: dict[str, Any], small: bool) -> Row:
-    """`NEIGHBOURS` engines (small: 2), each in a thread: sample, fall asleep, wake, `TURNS` times (small: 2)."""
+    """Run NEIGHBOURS engines (2 with `small`), each in a thread: TURNS times (2 with `small`) sample, fall asleep,
+    wake."""
     from mugrpo_megatron.engine.client import Engine
     from mugrpo_megatron.errors import EngineFailure
     from mugrpo_megatron.run.engine_spec import engine_spec
@@ -224,7 +231,7 @@ def neighbours(extra: dict[str, Any], small: bool) -> Row:
 
 
 def engine_bare(small: bool) -> Iterator[Row]:
-    """Tokens/s of SGLang's own `generate`, the same prompts in one call."""
+    """Measure tokens a second of SGLang's own `generate`, with the same prompts in one call."""
     from mugrpo_megatron.cuda import finds_cuda
     from mugrpo_megatron.engine.launch import engine_arguments, engine_environment
     from mugrpo_megatron.run.engine_spec import engine_spec

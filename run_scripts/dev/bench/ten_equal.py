@@ -26,9 +26,10 @@ from run_scripts.dev.bench.ten_learner import Row, attention
 REAL = Path(".gpu/real-model")
 RECIPES = Path("run_scripts/recipes")
 UPDATES, EVERY = 64, 8
-"""Of a run, and between two evaluations."""
+"""Updates of a run, and updates between two evaluations."""
 RATES = {4: 1.0, 16: 1.0, 64: 0.5}
-"""µ -> its rate over the recipe's: in the study one long stage bears about half of what short ones do."""
+"""µ -> its learning rate divided by the recipe's. In the study one long stage bears about half the rate of short
+ones."""
 AT_ONCE = ((4, 1), (16, 1), (64, 1), (4, 2), (16, 2), (64, 2), (4, 3), (16, 3))
 """(µ, seed) of the runs that share the GPU."""
 TINY = (
@@ -39,7 +40,7 @@ TINY = (
 
 @dataclass(frozen=True)
 class Task:
-    """A recipe, and what differs from it in every run."""
+    """A recipe, and the changes to it in every run."""
 
     recipe: Path
     rate: float
@@ -47,7 +48,7 @@ class Task:
 
 
 def task_of(small: bool) -> Task:
-    """The real model's task where it was carried; in a small try always the quickstart's."""
+    """The real model's task if its files are here; with `small`, always the quickstart's task."""
     if REAL.exists() and not small:
         problems = [f"data.{name}={REAL.absolute()}/{name}.jsonl" for name in ("train", "eval")]
         return Task(RECIPES / "real_model.toml", 2e-5, (f"model.path={REAL.absolute()}/hf", *problems))
@@ -55,7 +56,7 @@ def task_of(small: bool) -> Task:
 
 
 def equal(small: bool) -> Iterator[Row]:
-    """A row of each run: its evaluations every eight updates, and its seconds by phase."""
+    """Yield a row for each run: its evaluations every eight updates, and its seconds by phase."""
     task, at_once = task_of(small), AT_ONCE[:2] if small else AT_ONCE
     with tempfile.TemporaryDirectory() as folder:
         with ThreadPoolExecutor(len(at_once)) as pool:
@@ -79,7 +80,7 @@ def settings_of(task: Task, mu: int, seed: int, run: Path, beside: int) -> list[
 
 
 def run_one(task: Task, mu: int, seed: int, folder: Path, beside: int) -> Row:
-    """Train once; CalledProcessError, after what it printed, when that fails."""
+    """Train once; CalledProcessError if that fails, after its output."""
     run = folder / f"{mu}-{seed}"
     mugrpo("train", task.recipe, settings_of(task, mu, seed, run, beside))
     summary: dict[str, Any] = json.loads((run / "summary.json").read_text(encoding="utf-8"))

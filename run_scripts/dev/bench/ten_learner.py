@@ -1,6 +1,6 @@
-"""The learner's steps of run_scripts/dev/bench/ten.py; none needs SGLang.
+"""The steps of run_scripts/dev/bench/ten.py that measure the learner; none needs SGLang.
 
-Every step takes whether its shapes are tiny, for a first try or a CPU, and yields rows of JSON values.
+Every step takes `small`, which makes its shapes tiny for a first try or a CPU, and yields rows of JSON values.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ SHAPES = {
     "small, 3 layers": ModelShape(64, 128, 3, 4, 2, 512, tie_word_embeddings=False),
 }
 SAMPLES, RESPONSES = 64, 8
-"""Of an update: four micro-batches, so that the optimizer's step weighs as in a run."""
+"""Responses of an update, and responses to a prompt. An update is four micro-batches, so that the optimizer's step
+weighs as in a run."""
 CYCLES = 6
 
 
@@ -56,7 +57,7 @@ def device() -> torch.device:
 
 
 def attention() -> dict[str, str]:
-    """`[engine.extra]` for what is installed: carry.sh leaves FlashAttention 3, SGLang's choice, behind."""
+    """Keys of `[engine.extra]` for what is installed: carry.sh leaves out FlashAttention 3, SGLang's default."""
     kernels = find_spec("sgl_kernel") if torch.cuda.is_available() else None
     if kernels is None or kernels.origin is None or list(Path(kernels.origin).parent.glob("flash_ops*")):
         return {}
@@ -64,7 +65,7 @@ def attention() -> dict[str, str]:
 
 
 def bucket_sizes(small: bool) -> tuple[int, int]:
-    """Memory of a sync: the two of `recipe.systems`, on a CPU and on CUDA; small ones for a small model."""
+    """The two bucket sizes of a weight sync in `recipe.systems`, for a CPU and for CUDA; smaller ones with `small`."""
     return (1 << 16, 1 << 19) if small else (512 << 20, 4 << 30)
 
 
@@ -92,7 +93,7 @@ def peak_bytes() -> int | None:
 
 
 def reset_peak() -> int:
-    """Free what nothing holds; returns the bytes that are held."""
+    """Free unused memory and start a new measurement of the peak; returns the bytes that are in use."""
     gc.collect()  # a learner is a cycle of references
     if not torch.cuda.is_available():
         return 0
@@ -106,7 +107,7 @@ def free_bytes() -> int | None:
 
 
 def ceilings(small: bool) -> Iterator[Row]:
-    """FLOP/s of large products, bytes/s of copies on the device (read and written) and to and from pinned memory."""
+    """Measure FLOP/s of large products, and bytes/s of copies on the device and to and from pinned memory."""
     for n in (128, 256) if small else (8192, 16384):
         a, b = (torch.randn(n, n, dtype=torch.bfloat16, device=device()) for _ in range(2))
         yield {"product": n, "flops_per_s": 2 * n**3 / seconds(lambda a=a, b=b: a @ b)}  # type: ignore[misc]
@@ -122,7 +123,8 @@ def ceilings(small: bool) -> Iterator[Row]:
 
 
 def loss(small: bool) -> Iterator[Row]:
-    """The loss at Qwen2.5-7B's output layer against its three GEMMs, added into main_grad as a learner does."""
+    """Time the loss at Qwen2.5-7B's output layer against its three GEMMs; gradients go into main_grad as in a
+    learner."""
     from run_scripts.dev.bench import loss_ways
 
     shape = loss_ways.Shape(16384, 3584, 152064, 1024, "bfloat16", "cuda", 4096)
@@ -165,7 +167,8 @@ def save_random(name: str, directory: Path) -> Path:
 
 
 def recipe_of(model: Path, small: bool, length: int | None = None) -> Any:
-    """Samples of 1,024 tokens, small of 64, or of `length`; micro-batches of 16 x 1,024 tokens, small of 16 x 64."""
+    """A recipe with samples of 1,024 tokens (64 with `small`), or of `length`, and micro-batches of 16 x 1,024 (16 x
+    64) tokens."""
     from mugrpo_megatron.recipe import Recipe
 
     usual = 64 if small else 1024
@@ -185,7 +188,7 @@ def recipe_of(model: Path, small: bool, length: int | None = None) -> Any:
 
 
 def sample_update(recipe: Any, vocabulary: int) -> tuple[list[Any], np.ndarray]:
-    """An update of full-length responses: packed rows without padding."""
+    """Make an update of responses of full length, so that packed rows need no padding."""
     from mugrpo_megatron.samples import Sample
 
     rng = np.random.default_rng(0)
@@ -201,7 +204,7 @@ def sample_update(recipe: Any, vocabulary: int) -> tuple[list[Any], np.ndarray]:
 
 @contextmanager
 def learner_of(name: str, small: bool, layers: str = "local") -> Iterator[tuple[Any, Callable[[], object]]]:
-    """A learner of one of SHAPES with `learner.layers`, and its update."""
+    """Build a learner of one of SHAPES with `learner.layers`; yields it, and a function that takes an update."""
     from mugrpo_megatron.learner.groups import shutdown
     from mugrpo_megatron.learner.learner import build_learner
     from mugrpo_megatron.learner.update import update
@@ -227,7 +230,7 @@ def flops_of(mine: Any) -> float:
 
 
 def mfu(flops: float, taken: float) -> float | None:
-    """Share of the data sheet's FLOP/s, as a run logs it; a reader may divide `flops_per_s` by the product's."""
+    """The share of the data sheet's FLOP/s, as a run logs it."""
     from mugrpo_megatron.observe.environment import peak_flops
 
     peak = peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
@@ -235,7 +238,7 @@ def mfu(flops: float, taken: float) -> float | None:
 
 
 def update_row(mine: Any, taken: float) -> Row:
-    """Rate, and peak memory against the plan."""
+    """The row of an update: its rates, and its peak memory beside the planned one."""
     from mugrpo_megatron.extras.plan.case import make_case
     from mugrpo_megatron.extras.plan.hardware import Assumptions, make_cluster
     from mugrpo_megatron.extras.plan.memory import PackedRows, learner_memory
@@ -253,7 +256,7 @@ def update_row(mine: Any, taken: float) -> Row:
 
 
 def learner(small: bool) -> Iterator[Row]:
-    """Updates at 1.5B, then cycles of sleep, sync into another process, and waking: memory must stay flat."""
+    """Measure updates at 1.5B, then cycles of sleep, sync into another process, and waking; memory must not grow."""
     from mugrpo_megatron.weights.sync import build_weight_sync, fill_for_engines, sync
 
     name = "small" if small else "Qwen2.5-1.5B"
@@ -285,7 +288,7 @@ def learner(small: bool) -> Iterator[Row]:
 
 
 class Reader:
-    """In place of an engine: another process that copies every bucket (`weights.sync.WeightReceiver`)."""
+    """Stands in for an engine: another process that copies every bucket (`weights.sync.WeightReceiver`)."""
 
     readers = 1
 
@@ -297,11 +300,11 @@ class Reader:
         assert self._connection.recv()
 
     def set_version(self, version: int) -> None:
-        """Nothing is generated."""
+        """Do nothing: this reader generates nothing."""
 
 
 def read_buckets(connection: Any) -> None:
-    """Copy each bucket that arrives; answer with its bytes."""
+    """Copy each bucket that arrives, and answer with its number of bytes."""
     connection.send("ready")
     while True:
         try:
@@ -330,7 +333,7 @@ def reader_process() -> Iterator[Reader]:
 
 
 def layers(small: bool) -> Iterator[Row]:
-    """Updates of two depths of a 7B model; the difference is its layers, so 28 of them follow."""
+    """Measure updates of a 7B model with two and with six layers; from the difference follows an update with 28."""
     names = ("small", "small, 3 layers") if small else ("Qwen2.5-7B, 2 layers", "Qwen2.5-7B, 6 layers")
     points = []
     for name in names:
@@ -346,7 +349,7 @@ def layers(small: bool) -> Iterator[Row]:
 
 
 def profile_update(small: bool) -> Iterator[Row]:
-    """The longest kernels of one update."""
+    """Measure the longest kernels of one update."""
     from torch.profiler import ProfilerActivity, profile
 
     cuda = torch.cuda.is_available()
@@ -363,7 +366,7 @@ def profile_update(small: bool) -> Iterator[Row]:
 
 
 def row_kernels(small: bool) -> Iterator[Row]:
-    """The loss's row kernels in ncu: share of the device memory's bandwidth."""
+    """Measure with ncu which share of the device memory's bandwidth the loss's row kernels reach."""
     # Three launches: statistics for the inputs' log-probabilities, then statistics and gradient of the loss.
     options = "--target-processes all --clock-control none -k regex:_statistics|_gradient -c 3"
     bench = f"{sys.executable} -m run_scripts.dev.bench.loss_path --device cuda --tokens 4096 --ways fused --repeats 1"

@@ -1,6 +1,7 @@
-"""Transformer Engine on one GPU, a step of run_scripts/dev/bench/ten.py: compiled there, tested, timed.
+"""A step of run_scripts/dev/bench/ten.py: Transformer Engine on one GPU, compiled there, tested and timed.
 
-`carry.sh` brings the library and the sources of its torch extension, which needs that machine's torch and Python.
+`carry.sh` brings the library and the sources of its torch extension, which is compiled for that machine's torch and
+Python.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from run_scripts.dev.bench.ten_learner import Row, learner_of, seconds, update_r
 
 SOURCES = Path(".gpu/te")
 SITE = Path.home() / "site"
-"""Where carried.sh installs."""
+"""Folder into which carried.sh installs."""
 
 
 def transformer_engine(small: bool) -> Iterator[Row]:
-    """Seconds of the compilation, the verdict of the tests with its layers, and updates at 1.5B with and without."""
+    """Yield the seconds of the compilation, the tests' verdict on its layers, and updates at 1.5B with and without
+    them."""
     yield build()
     tests = ["-m", "pytest", "-q", "-m", "", "-p", "no:cacheprovider", "tests/gpu/test_learner.py"]
     done = subprocess.run(
@@ -35,7 +37,7 @@ def transformer_engine(small: bool) -> Iterator[Row]:
 
 
 def build() -> Row:
-    """Compile the torch extension into SITE; CalledProcessError, after what pip printed, where that fails."""
+    """Compile the torch extension into SITE; CalledProcessError if that fails, after pip's output."""
     started = time.perf_counter()
     [source] = SOURCES.glob("transformer_engine_torch-*.tar.gz")
     options = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--no-cache-dir", "--target", str(SITE)]

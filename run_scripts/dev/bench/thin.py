@@ -1,10 +1,10 @@
-"""Leaves in a CUDA library only the machine code of one architecture, so that it can be carried.
+"""Removes the machine code of all architectures but one from a CUDA library, so that it is small enough to carry.
 
     python -m run_scripts.dev.bench.thin libtransformer_engine.so thin.so --architecture 90
 
 The section .nv_fatbin holds containers: a header, then entries, each with a header of its own and the code of one
-architecture or PTX. The entries to keep move to the front of their container, its size shrinks to them, and the rest
-becomes zeros. Every address stays, and compression takes the zeros away: the 463 MB of Transformer Engine 2.11 become
+architecture, or PTX. The entries that are kept move to the front of their container, whose size is reduced to them; the
+rest becomes zeros. Every address stays, and compression removes the zeros: the 463 MB of Transformer Engine 2.11 become
 10 MB.
 """
 
@@ -17,11 +17,12 @@ from pathlib import Path
 
 MAGIC = 0xBA55ED50
 CONTAINER = struct.Struct("<IHHQ")
-"""Magic, version, bytes of this header, bytes of the entries."""
+"""Header of a container: magic number, version, bytes of this header, bytes of the entries."""
 ENTRY = struct.Struct("<HHIQ12xI")
-"""Kind, version, bytes of this header, bytes of the code, (sizes that do not change), architecture."""
+"""Header of an entry: kind, version, bytes of this header, bytes of the code, (sizes that do not change),
+architecture."""
 MACHINE_CODE = 2
-"""A kind; PTX is 1."""
+"""The kind of an entry with machine code; the kind of PTX is 1."""
 
 
 def fatbin_section(data: bytes | bytearray) -> tuple[int, int]:
@@ -38,7 +39,8 @@ def fatbin_section(data: bytes | bytearray) -> tuple[int, int]:
 
 
 def containers(data: bytes | bytearray, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """(start, start of the entries, their end) of each container; they start at multiples of 8."""
+    """Yields (start, start of the entries, end of the entries) of each container; containers start at multiples of
+    8."""
     while start + CONTAINER.size <= end:
         magic, _, header, size = CONTAINER.unpack_from(data, start)
         if magic != MAGIC:
@@ -49,9 +51,9 @@ def containers(data: bytes | bytearray, start: int, end: int) -> Iterator[tuple[
 
 
 def thin(data: bytearray, architecture: int) -> int:
-    """Keep only the machine code of sm_`architecture`, in place; returns how many entries are kept.
+    """Keep only the machine code of sm_`architecture`, in place; returns the number of entries that are kept.
 
-    ValueError if there are none, which would make a library that fails at its first kernel.
+    Raises ValueError if there are none, since the library would then fail at its first kernel.
     """
     kept = 0
     for start, first, end in containers(data, *fatbin_section(data)):

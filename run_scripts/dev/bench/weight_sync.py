@@ -29,7 +29,7 @@ ITEM = {"float32": 4, "bfloat16": 2}
 
 
 def make_model(directory: Path, megabytes: int, dtype: str) -> None:
-    """Write a random checkpoint of about that size."""
+    """Write a random checkpoint of about this many megabytes."""
     layer = HIDDEN * (2 * HIDDEN + 2 * KV_HEADS * HIDDEN // HEADS + 3 * FFN)
     save_model(
         directory,
@@ -48,7 +48,7 @@ def make_model(directory: Path, megabytes: int, dtype: str) -> None:
 
 
 def timed(actions: Sequence[Callable[[], object]], repeats: int) -> list[list[float]]:
-    """Seconds of each action; the actions take turns, and the first round does not count."""
+    """Returns the seconds of each action. The actions take turns, and the first round is not counted."""
     found: list[list[float]] = [[] for _ in actions]
     for round_ in range(repeats + 1):
         for seconds, action in zip(found, actions, strict=True):
@@ -118,7 +118,8 @@ def bench_sync(options: argparse.Namespace, directory: Path) -> None:
 
 
 def report(title: str, size: int, rows: Sequence[tuple[str, list[float]]]) -> None:
-    """Print median and best seconds of each row, its rate, and its time in those of the first, the plain copy."""
+    """Print for each row median and best seconds, the rate, and the time as a multiple of the first row's (the plain
+    copy)."""
     print(title)
     unit = statistics.median(rows[0][1])
     for name, seconds in rows:

@@ -1,4 +1,4 @@
-"""Cells of part eight: what a grid holds, and which cells it asks for, given the ends of those that have run.
+"""The cells of part eight (a way at a rate with a seed): what a grid lists, and which cells are still to run.
 
 docs/study/part-eight.md is the plan; docs/study/eight_*/grid.toml are its grids.
 """
@@ -27,23 +27,24 @@ class Way:
     set: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the recipe and their values."""
     rate: float | None = None
-    """A rate that stands; without one the tuning seeds find it."""
+    """The learning rate, if it is fixed; without one the tuning seeds find it."""
     k: float = 1.0
-    """GRPO's hours over this way's for the same updates, from the plan's table."""
+    """Hours of GRPO divided by hours of this way for the same updates, from the plan's table."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Ways that run before those of the next step.
+    """A step of the plan: its ways run before those of the next step.
 
-    `tune` finds the rate of each way on the tuning seeds, `test` runs each at its rate on the test seeds, `best` runs
-    the way whose tuned mean is highest there.
+    `tune` finds the rate of each way on the tuning seeds; `test` runs each way at its rate on the test seeds; `best`
+    runs the way with the highest tuned mean on the test seeds.
     """
 
     kind: str
     ways: tuple[str, ...]
     like: tuple[str, ...] = ()
-    """Ways that were tuned before: only the way at the place of their best takes part in the step."""
+    """Ways that were tuned before, as many as `ways`: only the way at the place of the best of them takes part in the
+    step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +57,9 @@ class Grid:
     ladder: tuple[float, ...]
     """Learning rates, ascending."""
     start: tuple[float, ...]
-    """Rates that a search begins with."""
+    """Learning rates with which the search for a way's rate begins."""
     shared: Mapping[str, Any]
-    """Keys of the recipe that every run sets, warm starts too."""
+    """Keys of the recipe that every run sets; the runs of `mugrpo sft` set them, too."""
     ways: Mapping[str, Way]
     order: tuple[Step, ...]
 
@@ -79,7 +80,7 @@ Ends = Mapping[Cell, float]
 
 
 def load_grid(path: Path) -> Grid:
-    """Read a grid. Raises UserError that names its first mistake."""
+    """Read a grid. Raises UserError with its first mistake."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
         ways = {name: Way(**fields) for name, fields in table.pop("ways").items()}
@@ -116,7 +117,7 @@ def _problems(grid: Grid) -> Iterator[str]:
 
 
 def settings(grid: Grid, cell: Cell, task: str = "chain") -> dict[str, Any]:
-    """Keys of the recipe of the cell's run, except the directories of run and model.
+    """The recipe keys of a cell's run, except the directories of run and model.
 
     Tuning seeds are evaluated on the validation split, all others on the test split.
     """
@@ -135,9 +136,10 @@ def settings(grid: Grid, cell: Cell, task: str = "chain") -> dict[str, Any]:
 
 
 def tuned_rate(grid: Grid, ends: Ends, name: str) -> tuple[list[Cell], float | None]:
-    """The tuning cells of a way so far, and its rate: the highest mean end, the lower rate in a tie; None until known.
+    """The tuning cells of a way, and its rate; None as the rate until all these cells have run.
 
-    While the best rate is at an end of those that were tried, the next one of the ladder is tried too.
+    The rate is the one with the highest mean end, in a tie the lower one. As long as it is the lowest or the highest
+    that was tried, the next one of the ladder is tried too.
     """
     if grid.ways[name].rate is not None:
         return [], grid.ways[name].rate
@@ -156,7 +158,7 @@ def tuned_rate(grid: Grid, ends: Ends, name: str) -> tuple[list[Cell], float | N
 
 
 def best_way(grid: Grid, ends: Ends, names: Sequence[str]) -> str | None:
-    """The way whose tuning cells end highest at its tuned rate, the first in a tie; None until all are tuned."""
+    """The way whose tuning cells end highest at its tuned rate, in a tie the first; None until all ways are tuned."""
     means = {}
     for name in names:
         rate = tuned_rate(grid, ends, name)[1]
@@ -167,7 +169,7 @@ def best_way(grid: Grid, ends: Ends, names: Sequence[str]) -> str | None:
 
 
 def wanted(grid: Grid, ends: Ends) -> Iterator[Cell]:
-    """The cells of the plan in the order in which they run, as far as the ends so far decide them."""
+    """Yield the cells of the plan in the order in which they run, as far as finished cells decide which they are."""
     for step in grid.order:
         names = _taking_part(grid, ends, step)
         if step.kind == "tune":

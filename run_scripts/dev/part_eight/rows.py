@@ -1,4 +1,4 @@
-"""Rows of part eight's csv files: a cell's figures, its curve, and the end that both give."""
+"""The rows of part eight's csv files: a cell's figures and its curve, and the accuracy at the end that both give."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ Row = Mapping[str, Any]
 
 
 def mean_of_last_quarter(curve: Mapping[int, float], updates: float) -> float:
-    """Mean over updates [3/4 u, u] of the straight lines between a curve's points: the accuracy of a run of u updates.
+    """The accuracy of a run of u updates: the mean over updates [3/4 u, u] of a curve's points, joined by straight
+    lines.
 
-    With a constant rate the beginning of a run's curve is the curve of a shorter run.
+    With a constant rate, a run's curve up to u is the curve of a run of u updates.
     """
     points = sorted(curve)
     if not points or updates > points[-1] or 0.75 * updates < points[0]:
@@ -49,7 +50,7 @@ def mean_of_last_quarter(curve: Mapping[int, float], updates: float) -> float:
 
 
 def cell_row(cell: Cell, run: RunData, task: str, **known: Any) -> dict[str, Any]:
-    """The cell's row of cells.csv. `known`: the columns that its run does not hold."""
+    """The cell's row of cells.csv. `known` has the columns that cannot be read from its run."""
     first, last = run.evals[0], run.evals[-1]
     curve = {int(row["update"]): float(row[f"accuracy/{task}"]) for row in run.evals}
     late, seconds = run.updates[-LATE:], paper_seconds(run.phases)
@@ -110,7 +111,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def add_rows(path: Path, columns: Sequence[str], rows: Iterable[Row]) -> None:
-    """Write the rows into the file, instead of those of the same cell, in the order of `KEY`."""
+    """Write the rows into the file, in the order of `KEY`; they replace rows of the same cells."""
     new = [{name: str(row.get(name, "")) for name in columns} for row in rows]
     replaced = {_key(row) for row in new}
     kept = [row for row in read_rows(path) if _key(row) not in replaced]
@@ -131,7 +132,7 @@ def _key(row: Mapping[str, str]) -> tuple[str, float, int, str]:
 
 
 def _over(rows: Sequence[Row], name: str) -> float | str:
-    """Mean of a metric over the rows that have it; empty without any."""
+    """The mean of a metric over the rows that have it; "" if none has."""
     values = [row[name] for row in rows if row.get(name) is not None]
     return _short(fmean(values)) if values else ""
 

@@ -45,20 +45,20 @@ STUDY = ROOT / "docs/study"
 GRIDS = ("eight_large", "eight_small")
 """Directories of docs/study, in the order in which their cells run; one without grid.toml is left out."""
 BASE = STUDY / "eight.toml"
-"""What every run shares."""
+"""The recipe that all runs have in common."""
 BULK = ("checkpoints", "stages", "proximal", "probe", "hf", "profile")
 """Directories that are deleted from a finished cell."""
 SAME_SUMS = {"ATEN_CPU_CAPABILITY": "avx2", "OMP_NUM_THREADS": "1"}
-"""Environment in which PyTorch sums in the same order on every x86-64 machine."""
+"""Environment variables with which PyTorch adds in the same order on every x86-64 machine."""
 
 
 class Interrupted(Exception):
-    """SIGINT or SIGTERM was received."""
+    """Raised when SIGINT or SIGTERM was received."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A grid, the directory of its runs, and that of its csv files."""
+    """A grid, the directory of its runs, and the directory of its csv files."""
 
     grid: Grid
     out: Path
@@ -68,15 +68,15 @@ class Part:
         return self.out / f"warm-start-{seed}"
 
     def fingerprint(self, seed: int) -> str:
-        """Twelve digits of the SHA-256 of the seed's warm start; empty before it exists."""
+        """The first twelve digits of the SHA-256 of the seed's warm start; "" before it exists."""
         weights = self.warm_start(seed) / "hf" / "model.safetensors"
         return sha256(weights.read_bytes()).hexdigest()[:12] if weights.exists() else ""
 
     def ends(self) -> dict[Cell, float]:
-        """The ends that stand in cells.csv.
+        """Cell -> accuracy at the end, for the cells in cells.csv.
 
-        Test cells of a seed are compared with each other, so those of another warm start than the one here do not
-        count.
+        Test cells of one seed are compared with each other, so rows that began with another warm start than the one
+        here are left out.
         """
         rows = read_rows(self.docs / CELLS)
         prints = {seed: self.fingerprint(seed) for seed in self.grid.test_seeds}
@@ -108,7 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_part(part: Part) -> int:
-    """Run every missing cell; ends of tuning cells decide which follow. Returns 1 when a cell failed, else 0."""
+    """Run every cell that is missing; results of tuning cells decide which follow. Returns 1 if a cell failed, else
+    0."""
     failed: set[Cell] = set()
     while True:
         ends = part.ends()
@@ -124,7 +125,7 @@ def run_part(part: Part) -> int:
 
 
 def run_cell(part: Part, cell: Cell) -> bool:
-    """Run one cell and write its rows; whether it finished."""
+    """Run one cell and write its rows; returns whether it has finished."""
     directory = part.out / "cells" / cell.name
     directory.mkdir(parents=True, exist_ok=True)
     keys = {**part.grid.shared, **settings(part.grid, cell), "run.dir": directory}
@@ -148,7 +149,7 @@ def run_cell(part: Part, cell: Cell) -> bool:
 
 
 def show(part: Part) -> None:
-    """Print every cell that the ends so far decide, with its state."""
+    """Print every cell that is known to run so far, with its state."""
     ends, cells = part.ends(), list(dict.fromkeys(wanted(part.grid, part.ends())))
     for cell in cells:
         begun = (part.out / "cells" / cell.name / "metrics.jsonl").exists()
@@ -172,9 +173,9 @@ def _warm_start(part: Part, seed: int) -> bool:
 
 
 def _call(command: str, keys: Mapping[str, Any], log: Path) -> bool:
-    """Run a `mugrpo` command to its end, its output into `log`; whether it ended well.
+    """Run a `mugrpo` command to its end, with its output in `log`; returns whether it succeeded.
 
-    Raises Interrupted after the command has been asked to end, and has.
+    Raises Interrupted after the command was asked to end and has ended.
     """
     words = [word for key, value in keys.items() for word in ("--set", f"{key}={_toml(value)}")]
     with log.open("ab") as console:
