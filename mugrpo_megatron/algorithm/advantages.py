@@ -19,9 +19,9 @@ int64 [n], the `rows` of the data set and the `components` of the rewards."""
 STD_EPSILON = 1e-6
 """Added to a group's standard deviation: a nearly constant group would otherwise get huge advantages."""
 LARGEST = float(np.finfo(np.float32).max)
-"""Advantages are float32; no larger reward or advantage is kept."""
+"""The largest float32. Rewards and advantages beyond it, in either sign, are clipped to it."""
 ROUNDING = 4 * float(np.finfo(np.float32).eps)
-"""Relative difference below which two rewards are the same number, computed in another order or in float32."""
+"""Rewards count as equal up to this relative difference: rounding, in another order or in float32, causes as much."""
 
 
 def group_advantages(
@@ -30,7 +30,7 @@ def group_advantages(
     config: ObjectiveSection,
     samples: Sequence[Sample] = (),
 ) -> np.ndarray:
-    """Advantage of each response against its group's baseline.
+    """The advantage of each response: its reward compared with the rewards of its group.
 
     With G responses in a group, m their mean reward and s their unbiased standard deviation:
     `group_std`: (R - m) / (s + 1e-6) (GRPO, arXiv 2402.03300, section 4.1.2);
@@ -75,12 +75,15 @@ def _as_float32(values: np.ndarray) -> np.ndarray:
 def _user_advantages(
     rewards: np.ndarray, groups: np.ndarray, config: ObjectiveSection, samples: Sequence[Sample]
 ) -> np.ndarray:
-    """Advantages [n] that the user's function computes from those of `ARGUMENTS` that it names.
+    """Call the user's advantage function with those of `ARGUMENTS` that its parameters name; returns float32 [n].
 
-    Responses without a reward (NaN) are not passed to it, and get 0.
+    Responses without a reward (NaN) are not passed to the function, and their advantage is 0.
     """
     if len(rewards) != len(samples):
-        raise ValueError("objective.advantage is a function of yours, which needs every response of its groups")
+        raise ValueError(
+            f"objective.advantage = {config.advantage} reads the samples: pass one for each of the {len(rewards)} "
+            f"rewards, not {len(samples)}"
+        )
     name = f"objective.advantage = {config.advantage}"
     function = load_function("objective.advantage", config.advantage)
     scored = np.flatnonzero(~np.isnan(rewards))
@@ -110,19 +113,19 @@ def _user_advantages(
 
 
 def before_penalty(rewards: np.ndarray, penalties: np.ndarray) -> np.ndarray:
-    """Rewards [N] before the overlong penalty [N], by which groups are chosen.
+    """The rewards [N] without the overlong penalties [N]; groups are chosen by these rewards.
 
     DAPO samples groups by accuracy (arXiv 2503.14476, eq. 11; verl's `filter_groups.metric = "acc"`): responses that
     are all wrong and differ in length are no informative group.
     """
-    # Rewards that are equal but for rounding are made equal: 1 - 0.3 + 0.3 may not be 1.
+    # Rounded, because 1 - 0.3 + 0.3 may differ from 1 in the last bit, and equal rewards must stay equal.
     return np.round(rewards + penalties, 9) if np.any(penalties) else rewards
 
 
 def informative(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """bool [N]: whether the rewards in the response's group differ, so that its advantages are not all 0.
+    """Find the responses whose group has different rewards, so that its advantages are not all 0; returns bool [N].
 
-    Rewards that differ by rounding, as 0.1 + 0.2 and 0.3 do, are equal.
+    Rewards that differ only by rounding, as 0.1 + 0.2 and 0.3 do, count as equal.
     """
     rewards = np.asarray(rewards, dtype=np.float64)
     _, inverse, sizes = np.unique(groups, return_inverse=True, return_counts=True)
@@ -133,7 +136,7 @@ def informative(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
 
 
 def informative_updates(informative: np.ndarray, prompts_per_update: int) -> np.ndarray:
-    """Groups of each update, without the groups whose rewards are all equal.
+    """Choose the groups of each update among those whose rewards differ.
 
     The stage keeps its number of updates: its informative groups, in order, fill them and start again from the first
     when they run out. So every update is full without generating more; with a fraction z of uninformative groups, the
@@ -143,8 +146,8 @@ def informative_updates(informative: np.ndarray, prompts_per_update: int) -> np.
         informative: bool [updates * prompts_per_update], for each group in the order of the stage.
 
     Returns:
-        int64 [updates, prompts_per_update] indices of groups. If no group is informative, the stage unchanged: its
-        updates have no gradient (`masks.counted_responses`).
+        int64 [updates, prompts_per_update]: indices of groups. If no group is informative, every group stays in its
+        place, and the updates have no gradient (`masks.counted_responses`).
     """
     indices = np.flatnonzero(informative) if informative.any() else np.arange(len(informative))
     return np.resize(indices, len(informative)).reshape(-1, prompts_per_update)

@@ -36,7 +36,7 @@ METRICS: tuple[tuple[str, str, str], ...] = (
     (
         "prefix_weight_lost",
         "fraction",
-        "share of the tokens they apply to that weights by the prefix take from the loss: 1 - mean weight",
+        "1 - mean prefix weight of the tokens that have one (`objective.veto` is `prefix` or `prefix_min`)",
     ),
     ("vetoed_responses", "fraction", "negative responses that have a trigger at the recipe's threshold"),
     ("veto_first_trigger", "fraction", "mean position of the first trigger in its response: 0 first token, 1 end"),
@@ -49,7 +49,11 @@ METRICS: tuple[tuple[str, str, str], ...] = (
         "mean of exp(-d) - 1 + d, d = log pi - log ref: KL(pi | ref) per token while the responses are fresh, "
         "far above it when they are stale",
     ),
-    ("kl_ref_k1", "nats", "mean of d"),
+    (
+        "kl_ref_k1",
+        "nats",
+        "mean of log pi - log ref: another estimate of KL(pi | ref) per token while the responses are fresh",
+    ),
     ("kl_teacher", "nats", "mean of log pi - log teacher"),
     ("second_moment", "nats^2", "mean squared log-ratio per token"),
     ("logprob_mean", "nats", "mean log-probability of the sampled tokens under the current policy"),
@@ -68,7 +72,7 @@ RATIO_QUANTILES = {"min": 0.0, "p01": 0.01, "p50": 0.5, "p99": 0.99, "max": 1.0}
 
 
 def metrics(loss: Tensor, tokens: TokenBatch, clipped: Tensor, mask: KeepMask, inputs: LossInputs) -> dict[str, float]:
-    """Diagnostics of T tokens of N whole responses, on the mask before the veto; no tensor needs a gradient.
+    """The `METRICS` of T tokens of N whole responses, by name. Means are over all of them, vetoed tokens included.
 
     Args:
         loss: [], the loss of the update.
@@ -131,9 +135,10 @@ def _trigger_summary(first_trigger: Tensor, advantages: Tensor, segments: Segmen
 
 
 def user_metrics(tokens: TokenBatch, config: ObjectiveSection) -> dict[str, float]:
-    """Numbers that the function of `config.diagnostics` returns for an update's tokens, as `user/NAME`; no gradients.
+    """Call the user's function `config.diagnostics` on an update's tokens; returns its numbers, as `user/NAME`.
 
-    `tokens` are detached. Raises FunctionFailure when the function fails or returns anything but numbers by name.
+    Empty without such a function. `tokens` are detached. Raises FunctionFailure when the function fails or returns
+    anything but a mapping of names to numbers.
     """
     if config.diagnostics is None:
         return {}
@@ -146,9 +151,10 @@ def user_metrics(tokens: TokenBatch, config: ObjectiveSection) -> dict[str, floa
     values_by_name = {}
     for name, value in values.items():
         if not isinstance(name, str) or not USER_NAME.fullmatch(name):
-            raise FunctionFailure(f"{source}: {name!r} is not a name of letters, digits, - and _")
+            raise FunctionFailure(f"{source} returned the name {name!r}; a name may have letters, digits, - and _ only")
         try:
             values_by_name[USER_PREFIX + name] = float(value)
         except Exception:  # the function returned a tensor of several numbers, or a number too large for a float
-            raise FunctionFailure(f"{source}: {name} is not a number but {type(value).__name__}") from None
+            kind = type(value).__name__
+            raise FunctionFailure(f"{source} returned {name} as {kind}; it has to be one number") from None
     return values_by_name

@@ -23,12 +23,12 @@ def keep_mask(
     log_drop: Tensor,
     state: VetoState,
 ) -> KeepMask:
-    """Mask of the tokens that stay in the loss, and the veto's state after these tokens.
+    """Compute which tokens stay in the loss, and the veto's state after these tokens.
 
     Args:
         log_ratio: [T] log of current over behaviour probability; no gradient flows through a mask.
         advantage: [T].
-        log_drop: []: tokens whose log-ratio is larger in magnitude are dropped.
+        log_drop: [], nats: tokens whose log-ratio is larger than this in magnitude are dropped.
         state: the veto's `initial_state`, or its state after the earlier tokens of the same responses.
     """
     log_ratio = log_ratio.detach()
@@ -48,8 +48,9 @@ def _accepted(log_ratio: Tensor, segments: Segments, config: ObjectiveSection) -
 def mismatch_correction(learner: Tensor, engine: Tensor, config: ObjectiveSection) -> Tensor | None:
     """Factor of each token's loss for the mismatch of engine and learner; None if `config.mismatch` is `none`.
 
-    Known before the update. With w = exp(learner - engine), both for the weights that sampled:
-    `truncate`: min(max(w, low), high) (TIS); `drop`: w inside [low, high], else 0 (IcePop).
+    It is known before the update. With w = exp(learner - engine), both log-probabilities under the weights that
+    sampled, the factor is min(max(w, low), high) with `truncate` (TIS), and w inside [low, high], else 0, with `drop`
+    (IcePop).
 
     Args:
         learner: [T] the learner's log-probabilities of the sampled tokens at the stage's start.
@@ -70,15 +71,16 @@ def counted_responses(
     """bool [N]: the responses of an update that its loss and denominators count; None for all.
 
     `zero_variance = "mask"` takes out groups with equal rewards (DAPO, arXiv 2503.14476, eq. 8 with its constraint),
-    as does `"leave_out"` where a stage has no others; `truncated = "mask"` takes out responses that were cut (overlong
-    filtering, section 3.4 there; `mask_truncated_completions` of TRL, `overlong_filtering` of NeMo-RL,
-    `apply_overlong_filtering` of SkyRL). KL penalty and entropy bonus leave with
-    the policy loss. Advantages do not change: a cut response's reward is in its group's baseline, and a group that has
-    only cut responses trains nothing.
+    as does `"leave_out"` if a stage has only such groups. `truncated = "mask"` takes out responses that were cut
+    (overlong filtering, section 3.4 there; `mask_truncated_completions` of TRL, `overlong_filtering` of NeMo-RL,
+    `apply_overlong_filtering` of SkyRL). What is taken out has no KL penalty and no entropy bonus either. Advantages do
+    not change: a cut response's reward is in its group's baseline, and a group that has only cut responses trains
+    nothing.
 
     Args:
-        rewards, groups: [N]; `before_penalty`.
-        truncated: bool [N], responses that end for their length.
+        rewards: [N], without penalties (`advantages.before_penalty`).
+        groups: [N]; equal numbers are one group.
+        truncated: bool [N], responses that were cut at the longest length.
     """
     if config.zero_variance == "count" and config.truncated == "count":
         return None

@@ -26,12 +26,12 @@ from mugrpo_megatron.recipe.objective import ObjectiveSection
 
 @dataclass(frozen=True, slots=True)
 class TokenLosses:
-    """Loss of each of T tokens, and what determined it; the sum of `loss` is the loss without entropy bonus."""
+    """The loss of each of T tokens, and what it was computed from; without the entropy bonus."""
 
     loss: Tensor
     """[T]: weighted loss of each token; differentiable in the log-probabilities."""
     tokens: TokenBatch
-    """What the surrogate was computed from."""
+    """The tokens as the surrogate got them."""
     clipped: Tensor
     """bool [T]: whether the clip acts on a token, as in `SurrogateLoss`."""
     mask: KeepMask
@@ -70,10 +70,10 @@ def policy_loss(
 
 
 def token_losses(logprobs: Tensor, inputs: LossInputs, statistics: UpdateStatistics, state: VetoState) -> TokenLosses:
-    """Weighted loss of each token, of whole responses or of the next chunk of them in token order.
+    """Compute the weighted loss of each token, of whole responses or of the next chunk of their tokens in order.
 
-    The chunk may start and end inside a response unless `config.dependence` is `response`; `state` is the veto's after
-    the tokens before it.
+    A chunk may start and end inside a response unless `config.dependence` is `response`. `state` is the veto's state
+    after the tokens before the chunk.
     """
     config, segments = inputs.config, inputs.segments
     log_ratio = log_ratios(logprobs, inputs.behaviour)
@@ -122,7 +122,7 @@ def token_advantage(
 
 
 def _proximal_ratio(ratio: Tensor, inputs: LossInputs) -> Tensor:
-    """The proximal policy's importance ratio [T], at the level of the current policy's `ratio` and in its type."""
+    """The importance ratio [T] of the proximal policy, per token or response as `objective.ratio` says."""
     if inputs.proximal is None:
         # With proximal_every = 1 the proximal policy is the current one, and the centre moves with it.
         return ratio.detach()

@@ -8,10 +8,10 @@ With d = log pi - log ref of a sampled token, Schulman's estimators of KL(pi | r
 As a term of the loss what counts is the mean of the gradient, not of the value (Tang & Munos, arXiv 2506.09477). For a
 token drawn from pi the mean gradient of k1 is 0, of k2 the gradient of KL(pi | ref), of k3 the gradient of
 KL(ref | pi). A `_weighted` penalty multiplies by the importance ratio, for tokens that beta sampled: the mean gradient
-of each is then the gradient of KL(pi | ref) at any staleness (k3: DeepSeek-V3.2, arXiv 2512.02556, eq. 7). The ratio
-of k2, whose gradient is right without it, has no gradient.
+of each is then the gradient of KL(pi | ref) at any staleness (k3: DeepSeek-V3.2, arXiv 2512.02556, eq. 7). For k2 no
+gradient flows through the ratio, because the mean gradient is right without it.
 
-All of this is the KL of one token given its prefix, with the prefixes of beta.
+Every KL here is that of one token given its prefix, and the prefixes are those that the behaviour policy beta sampled.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def kl_estimate(logprobs: Tensor, ref: Tensor, estimator: str) -> Tensor:
     """Estimate of KL(pi | ref) at each sampled token [T], in nats; differentiable in `logprobs` [T]."""
     d = log_ratios(logprobs, ref)
     if estimator == "k3":
-        # Clamped in both terms: with exp alone clamped, a token below the limit would be pushed further away.
+        # d is clamped in both terms: if only exp's were, a token below the limit would be pushed further away.
         d = d.clamp(min=-LOG_RATIO_LIMIT)
         return (-d).exp() - 1 + d
     return d.square() / 2 if estimator == "k2" else d
@@ -38,8 +38,8 @@ def kl_estimate(logprobs: Tensor, ref: Tensor, estimator: str) -> Tensor:
 def kl_loss(logprobs: Tensor, ref: Tensor, log_ratio: Tensor, segments: Segments, config: ObjectiveSection) -> Tensor:
     """The KL penalty in each token's loss [T], with the token's weight in the update's loss.
 
-    Neither veto nor masks drop it: they remove gradients whose sign or size is wrong because the policy has left the
-    prefix, and there the penalty is needed most.
+    The penalty stays on tokens that the veto or a mask drops. These remove gradients whose sign or size is wrong
+    because the policy has left the prefix, and there the penalty is needed most.
 
     Args:
         log_ratio: [T], log of current over behaviour probability.
@@ -49,7 +49,7 @@ def kl_loss(logprobs: Tensor, ref: Tensor, log_ratio: Tensor, segments: Segments
     if weighted:
         ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
         estimate = (ratio.detach() if estimator == "k2" else ratio) * estimate
-        # As in the surrogates a token beyond the clamp gets no gradient; the estimate's would be times exp(20).
+        # As in the surrogates, a token beyond the clamp gets no gradient: exp(20) would multiply the estimate's.
         saturated = log_ratio.detach().abs() > LOG_RATIO_LIMIT
         estimate = torch.where(saturated, estimate.detach(), estimate)
     return config.kl_coef * segments.weights.to(estimate.dtype)[segments.ids] * estimate
@@ -63,6 +63,6 @@ def rewards_less_kl(
     The log-ratios belong to the policy that sampled, so they are known before the first update, and their sum is an
     unbiased estimate of the KL between the distributions of whole responses.
     """
-    # float64: a response of 10^4 tokens sums 10^4 differences of nearly equal numbers.
+    # float64, because a response of 10^4 tokens sums 10^4 differences of nearly equal numbers.
     drift = [np.subtract(beta, fixed, dtype=np.float64).sum() for beta, fixed in zip(behaviour, ref, strict=True)]
     return np.asarray(rewards, dtype=np.float64) - config.kl_coef * np.array(drift, dtype=np.float64)

@@ -1,4 +1,4 @@
-"""Ragged batches: the tokens of many responses, concatenated, and the columns that the loss reads."""
+"""Ragged batches: the tokens of many responses, concatenated, and the numbers that the loss reads for them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:  # tests check what the types say (tests/shapes.py); a run doe
 class Segments:
     """Says of each token of a ragged batch which response it belongs to, and what it weighs in the update's loss.
 
-    A ragged batch is N responses of different lengths, T tokens in all, one after another. Everything
-    is known before the update, so losses of micro-batches sum to the loss of the update, in any order, packing or data
+    A ragged batch is N responses of different lengths, T tokens in all, one after another. All of these numbers are
+    known before the update, so losses of micro-batches sum to the loss of the update, in any order, packing or data
     parallel split.
     """
 
@@ -32,7 +32,7 @@ class Segments:
     lengths: Int64[Tensor, " responses"]
     """Tokens of each whole response, even if this batch holds only some of them."""
     weights: Float[Tensor, " responses"]
-    """Weight of a token of the response in the loss, including the update's denominators."""
+    """The weight of each token of a response in the update's loss; the loss's denominators are a part of it."""
     turns: Int64[Tensor, " tokens"] | None = None
     """The turn of each token in its response, numbered from 0 and below `most_turns`; None if every response has one
     turn."""
@@ -43,20 +43,21 @@ class Segments:
         return len(self.lengths)
 
     def chunk(self, tokens: slice) -> Segments:
-        """The segments of the chosen tokens alone. A token's response keeps its number."""
+        """The segments of the chosen tokens alone; the numbers of the responses do not change."""
         return replace(
             self, ids=self.ids[tokens], positions=self.positions[tokens], turns=slice_or_none(self.turns, tokens)
         )
 
     def turn_ids(self) -> Tensor:
-        """int64 [T]: the turn of each token, unique over all responses: response `i` has the numbers from
-        `i * most_turns`."""
+        """int64 [T]: a number for the turn of each token that no turn of another response has: the turns of response
+        `i` are counted from `i * most_turns`."""
         return self.ids if self.turns is None else self.ids * self.most_turns + self.turns
 
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """The objective, and the columns of T tokens of N responses that it reads besides the current log-probabilities."""
+    """What the loss reads besides the current log-probabilities: the objective, and numbers of T tokens of N
+    responses."""
 
     config: ObjectiveSection
     behaviour: Float[Tensor, " tokens"]
@@ -73,11 +74,14 @@ class LossInputs:
     """Log-probabilities under the teacher of `objective.teacher`; None without a teacher."""
 
     def chunk(self, tokens: slice) -> LossInputs:
-        """Some tokens of the same responses, in order."""
+        """The inputs of the chosen tokens alone; the numbers of the responses do not change."""
         return self._at(self.segments.chunk(tokens), self.advantages, tokens)
 
     def select(self, responses: Tensor, tokens: int | None = None) -> LossInputs:
-        """The inputs of the whole responses of the indices `responses` int64 [n]; `tokens` as in `select_responses`."""
+        """The inputs of the n whole responses that `responses` int64 [n] names, in this order.
+
+        `tokens` is their number of tokens, if it is known.
+        """
         segments, indices = select_responses(self.segments, responses, tokens)
         return self._at(segments, self.advantages[responses], indices)
 
@@ -95,14 +99,14 @@ class LossInputs:
 
 
 def slice_or_none(column: Tensor | None, tokens: slice | Tensor) -> Tensor | None:
-    """The chosen tokens of a column [T]; None if there is no column."""
+    """The chosen tokens of `column` [T], which has a number for each token; None if `column` is None."""
     return None if column is None else column[tokens]
 
 
 def make_segments(lengths: Tensor, weights: Tensor, tokens: int | None = None) -> Segments:
-    """Segments of whole responses of `lengths` int64 [N] tokens (0 is allowed), on the device of `lengths`.
+    """Make the segments of whole responses of `lengths` int64 [N] tokens (0 is allowed), on the device of `lengths`.
 
-    With `tokens`, the sum of `lengths`, the host does not wait for the device to count them.
+    If the sum of `lengths` is passed as `tokens`, the host does not wait for the device to compute it.
     """
     ids = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths, output_size=tokens)
     starts = lengths.cumsum(0) - lengths
@@ -111,7 +115,7 @@ def make_segments(lengths: Tensor, weights: Tensor, tokens: int | None = None) -
 
 
 def with_turns(segments: Segments, turns: Sequence[np.ndarray]) -> Segments:
-    """The segments of whole responses with the turn of each token, int64 [tokens] for every response."""
+    """Add the turn of each token to the segments of whole responses; `turns` has an int64 [tokens] per response."""
     flat = np.concatenate([np.empty(0, dtype=np.int64), *turns])
     return replace(
         segments, turns=torch.from_numpy(flat).to(segments.ids.device), most_turns=int(flat.max(initial=0)) + 1
@@ -119,9 +123,10 @@ def with_turns(segments: Segments, turns: Sequence[np.ndarray]) -> Segments:
 
 
 def select_responses(segments: Segments, responses: Tensor, tokens: int | None = None) -> tuple[Segments, Tensor]:
-    """Segments of the whole responses `responses` int64 [n], in this order, and int64 [t] indices of their tokens.
+    """The segments of the n whole responses that `responses` int64 [n] names, and where their tokens stand.
 
-    The indices are into `segments`; `tokens` is t, if it is known, as for `make_segments`.
+    Returns the segments, in the order of `responses`, and the int64 [t] indices of their tokens among the tokens of
+    `segments`. `tokens` is t, if it is known, as for `make_segments`.
     """
     selected = make_segments(segments.lengths[responses], segments.weights[responses], tokens)
     starts = (segments.lengths.cumsum(0) - segments.lengths)[responses]
@@ -142,7 +147,7 @@ def response_mean(values: Tensor, segments: Segments) -> Tensor:
 
 def running_sum(values: Tensor) -> Tensor:
     """Inclusive prefix sums of `values` [T], added in the same order on every device and in every run."""
-    # No torch.cumsum: on CUDA it adds floats in no fixed order, and raises under use_deterministic_algorithms.
+    # torch.cumsum is not used: on CUDA it adds in no fixed order, and raises under use_deterministic_algorithms.
     reach = 1
     while reach < len(values):
         values = torch.cat([values[:reach], values[reach:] + values[:-reach]])

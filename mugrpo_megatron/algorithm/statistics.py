@@ -26,13 +26,13 @@ class UpdateStatistics:
 
 
 def neutral_statistics(device: torch.device) -> UpdateStatistics:
-    """Neutral (no-op) statistics: unbounded."""
+    """Statistics that change nothing: both bounds are infinite."""
     unbounded = torch.full((), math.inf, dtype=torch.float64, device=device)
     return UpdateStatistics(unbounded, unbounded)
 
 
 def update_statistics(logprobs: Tensor, inputs: LossInputs) -> UpdateStatistics:
-    """Statistics of a whole update, from a forward-only pass; neutral values if the objective needs none.
+    """Compute the statistics of a whole update; `neutral_statistics` if the objective needs none.
 
     `logprobs` [T] and `inputs` have ALL tokens of the update, the same on every data parallel rank.
     """
@@ -47,11 +47,12 @@ def update_statistics(logprobs: Tensor, inputs: LossInputs) -> UpdateStatistics:
 
 
 def _m2po_clip(log_ratio: Tensor, advantage: Tensor, budget: float) -> Tensor:
-    """Clip bound in nats that keeps the second moment of the tokens the clip can act on within the budget.
+    """The clip bound in nats that keeps the mean squared log-ratio of the tokens that the clip can act on in budget.
 
-    M2PO (arXiv 2510.01161) as its authors released it. Of the n tokens with A > 0, r > 1 or A < 0, r < 1, with
-    squared log-ratios d ascending: when their mean exceeds the budget, the bound is the root of the largest d before
-    the first k where clipping the rest to d_k would reach it: sum(d_0..d_k) + d_k (n - k - 1) >= budget n.
+    M2PO (arXiv 2510.01161) as its authors released it. The clip can act on n tokens: those with A > 0, r > 1 or
+    A < 0, r < 1. Let d_0 <= d_1 <= ... be their squared log-ratios. If their mean is within the budget, the bound is
+    infinite. Otherwise k is the first index at which clipping all later tokens to d_k would exceed the budget,
+    sum(d_0..d_k) + d_k (n - k - 1) >= budget n, and the bound is the root of d_(k-1), or 0 if k = 0.
     """
     harmful = ((advantage > 0) & (log_ratio > 0)) | ((advantage < 0) & (log_ratio < 0))
     squares = torch.where(harmful, log_ratio.square(), 0.0).sort().values
@@ -67,9 +68,9 @@ def _m2po_clip(log_ratio: Tensor, advantage: Tensor, budget: float) -> Tensor:
 
 
 def _m2po_drop(log_ratio: Tensor, budget: float) -> Tensor:
-    """Magnitude above which tokens are dropped so that the mean square of the rest is below the budget.
+    """The magnitude of the log-ratio above which tokens are dropped, so that the mean square of the rest is in budget.
 
-    As AReaL implements it: largest squares first, at least one token stays.
+    The largest squares are dropped first, and at least one token stays, as AReaL implements it.
     """
     squares = log_ratio.square().sort().values
     if not len(squares):

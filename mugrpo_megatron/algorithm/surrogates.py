@@ -63,7 +63,7 @@ Surrogate = Callable[[TokenBatch, ObjectiveSection], SurrogateLoss]
 
 
 def log_ratios(logprobs: Tensor, behaviour: Tensor) -> Tensor:
-    """log pi - log behaviour [T], in float64 where `logprobs` are and in float32 otherwise."""
+    """The log-ratios [T], `logprobs - behaviour`: float64 if `logprobs` are float64, else float32."""
     dtype = torch.promote_types(logprobs.dtype, torch.float32)
     return logprobs.to(dtype) - behaviour.to(dtype)
 
@@ -83,7 +83,7 @@ def importance_ratio(log_ratio: Tensor, segments: Segments, config: ObjectiveSec
 
 
 def recentre_clip(centre: Tensor, low: Tensor, high: Tensor, config: ObjectiveSection) -> tuple[Tensor, Tensor]:
-    """The clip range at `centre` [T], the ratio of the proximal policy; no gradient flows through it.
+    """Move the clip range to `centre` [T], the importance ratio of the proximal policy; no gradient flows through it.
 
     `proximal_shifted` adds `centre - 1` to it: off-policy GRPO's f_eps (arXiv 2505.22257), which clips the ratio within
     eps of the ratio of the policy that the iteration started from.
@@ -99,7 +99,8 @@ def recentre_clip(centre: Tensor, low: Tensor, high: Tensor, config: ObjectiveSe
 def ppo(tokens: TokenBatch, config: ObjectiveSection) -> SurrogateLoss:
     """-min(r A, clip(r, low, high) A) (PPO, arXiv 1707.06347, eq. 7); with dual clip d, max(., d A) where A < 0."""
     ratio, advantage, low, high = tokens.ratio, tokens.advantage, tokens.low, tokens.high
-    # torch 2.14 halves or drops clamp's gradient at a bound, and m2po's bound is a token's own ratio.
+    # clamp is not used on the gradient's path: torch 2.14 halves or drops its gradient at a bound, and M2PO's bound is
+    # the ratio of a token.
     inside = torch.where((ratio >= low) & (ratio <= high), ratio, ratio.detach().clamp(low, high))
     gain = torch.minimum(ratio * advantage, inside * advantage)
     clipped = torch.where(advantage > 0, ratio > high, (advantage < 0) & (ratio < low))
@@ -158,9 +159,10 @@ def sapo(tokens: TokenBatch, config: ObjectiveSection) -> SurrogateLoss:
 
 
 def gmpo(tokens: TokenBatch, config: ObjectiveSection) -> SurrogateLoss:
-    """-exp(mean_t l'_t) A, l' the log-ratio clipped on PPO's side alone (GMPO, arXiv 2507.20673).
+    """-exp(mean_t l'_t) A, with l' the log-ratio clipped on PPO's side alone (GMPO, arXiv 2507.20673).
 
-    The geometric mean of a response's clipped ratios; min(l, log high) where A > 0, max(l, log low) where A < 0.
+    l' is min(l, log high) where A > 0 and max(l, log low) where A < 0. So A is multiplied by the geometric mean of a
+    response's clipped ratios.
     """
     log_ratio, advantage = tokens.log_ratio, tokens.advantage
     low, high = tokens.low.log(), tokens.high.log()
@@ -173,7 +175,8 @@ def gmpo(tokens: TokenBatch, config: ObjectiveSection) -> SurrogateLoss:
 def vespo(tokens: TokenBatch, config: ObjectiveSection) -> SurrogateLoss:
     """-sg(r^k exp(lambda (1 - r))) A log pi, k and lambda by the advantage's sign (VESPO, arXiv 2602.10693).
 
-    r is the ratio of the whole response. The weight is 1 at r = 1, highest at r = k / lambda, and 0 in both limits.
+    r is the ratio of the whole response. The weight is 1 at r = 1, highest at r = k / lambda, and tends to 0 as r goes
+    to 0 or to infinity.
     """
     ratio, positive = tokens.ratio.detach(), tokens.advantage > 0
     power = _by_sign(positive, VESPO_POSITIVE[0], VESPO_NEGATIVE[0], ratio)
@@ -191,7 +194,7 @@ def surrogate_of(config: ObjectiveSection) -> Surrogate:
 
 
 def user_surrogate(function: Surrogate, tokens: TokenBatch, config: ObjectiveSection) -> SurrogateLoss:
-    """The user's surrogate on T tokens.
+    """Call the user's surrogate on T tokens, and check what it returns.
 
     Raises FunctionFailure when it fails or does not return a differentiable loss [T] like log_ratio and a bool [T].
     """
@@ -240,7 +243,7 @@ SURROGATES: dict[str, Surrogate] = {
 def entropy_loss(entropy: Tensor, segments: Segments, config: ObjectiveSection) -> Tensor:
     """The entropy bonus in each token's loss [T]: -`entropy_coef` x weight x H (A3C, arXiv 1602.01783, section 4).
 
-    The weight is the token's in the update's loss. Like the KL penalty it applies to vetoed tokens too.
+    The weight is that of the token in the update's loss. Like the KL penalty, the bonus applies to vetoed tokens too.
 
     Args:
         entropy: [T] nats: of the current policy's distribution where each token was sampled, at the sampling

@@ -23,12 +23,11 @@ LENGTHS = ((5, 3, 2, 4), (3, 1, 2, 6))
 def try_user_functions(
     objective: ObjectiveSection, rows: Sequence[Mapping[str, Any]] = (), components: Sequence[str] = ()
 ) -> list[str]:
-    """Returns a sentence for each function that ran.
+    """Call each of the user's functions in the objective once; returns a sentence about each that ran.
 
-    Advantages get `rows` of two problems and the reward functions' names as components; without rows, a function that
-    reads them is not called. Raises UserError
-    for a function that cannot be loaded or has other parameters, FunctionFailure for one that fails or returns
-    something else than it has to.
+    An advantage function gets `rows`, of two problems, and the reward functions' names `components`; without rows, a
+    function that reads them is not called. Raises UserError for a function that cannot be loaded or has other
+    parameters, FunctionFailure for one that fails or returns something else than it has to.
     """
     said: list[str] = []
     if objective.has_user_advantage and (rows or not _reads_rows(objective)):
@@ -67,7 +66,7 @@ def _samples(rows: Sequence[Mapping[str, Any]], components: Sequence[str]) -> li
 
 
 def _try_losses(objective: ObjectiveSection) -> list[str]:
-    """Try the surrogate and the diagnostics in the loss of an update, with its gradient."""
+    """Compute the loss of eight responses and its gradient with the user's surrogate and diagnostics."""
     import torch  # seconds, so only for a recipe that names one of them
 
     from mugrpo_megatron.algorithm.policy_loss import policy_loss
@@ -105,6 +104,7 @@ def _try_losses(objective: ObjectiveSection) -> list[str]:
 
 
 def _without_columns(objective: ObjectiveSection) -> ObjectiveSection:
-    """The objective without what needs columns of a stage: reference, teacher, proximal policy, engine's mismatch."""
+    """The objective without the terms that need a stage's computed log-probabilities: those of a reference, a teacher,
+    a proximal policy, or of engine and learner for the mismatch."""
     without = {"kl_ref": None, "kl_coef": 0.0, "teacher": None, "teacher_coef": 0.0, "clip_centre": "one"}
     return objective.model_copy(update=without | {"mismatch": "none"})

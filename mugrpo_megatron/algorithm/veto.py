@@ -20,11 +20,11 @@ Two further values weigh tokens instead, without a threshold. In a response with
     prefix_min           min(1, min_{s < t} r_s)   MinPRO (arXiv 2601.22718)
 
 multiplies the loss of token t: a token behind a prefix that the policy has left counts little. No gradient flows
-through the weight. Cap and restriction to negative responses follow the veto; `prefix_signs = "both"` lifts the latter.
+through the weight. As with the veto, no token counts more than without it, and responses with positive advantage are
+not touched; with `prefix_signs = "both"` the weights apply to these too.
 
-Whether a token is a trigger depends on that token alone, so a pass in token order carries no more than κ, or the sum or
-minimum of log-ratios, from one chunk to the next. Log-ratios are read before the clamp of ±20 nats that the losses
-apply.
+Whether a token is a trigger depends on that token alone. So a pass in token order carries only κ, or the sum or
+minimum of log-ratios, from one chunk to the next. The log-ratios are those before the losses clamp them to ±20 nats.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from mugrpo_megatron.recipe.objective import ObjectiveSection
 PREFIX_WEIGHTS = ("prefix", "prefix_min")
 """Values of `objective.veto` that weigh tokens by their prefix."""
 MARKED_WEIGHT = 0.5
-"""Prefix weight below which a token is shown as vetoed."""
+"""Prefix weight below which reports show a token as vetoed."""
 NEVER = torch.iinfo(torch.int64).max
 """Stands for the index of the first trigger in a response without a trigger."""
 
 
 @dataclass(frozen=True, slots=True)
 class VetoState:
-    """The veto's state after some tokens of N responses.
+    """What the veto needs to know of the tokens so far of N responses, to go on with the next ones.
 
     With `objective.veto_reach = "turn"` it has an entry for each turn, [N * most_turns], numbered as in
     `Segments.turn_ids`.
@@ -58,7 +58,7 @@ class VetoState:
     first_trigger: Tensor
     """int64 [N]: κ of each response, the position of its first trigger so far, `NEVER` without one."""
     log_prefix: Tensor
-    """float64 [N]: sum of each response's log-ratios so far, or with `prefix_min` their minimum, at most 0."""
+    """float64 [N]: the sum of each response's log-ratios so far; with `prefix_min` the smallest of them and 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +69,12 @@ class KeepMask:
     """bool [T]: whether a token stays in the loss."""
     state: VetoState
     weight: Tensor | None = None
-    """float [T], in [0, 1]; None is 1."""
+    """[T], in [0, 1]: the prefix weight of each token; None stands for 1."""
 
     @property
     def marked(self) -> Tensor:
-        """bool [T]: tokens to show as vetoed: out of the loss, or with a prefix weight below `MARKED_WEIGHT`."""
+        """bool [T]: the tokens to show as vetoed. These are out of the loss, or have a prefix weight below
+        `MARKED_WEIGHT`."""
         return ~self.keep if self.weight is None else self.weight < MARKED_WEIGHT
 
 
@@ -113,12 +114,13 @@ def veto(
 
 
 def weighed_by_prefix(advantage: Tensor, config: ObjectiveSection) -> Tensor:
-    """bool [T]: whether the prefix weights apply to a token."""
+    """bool [T]: whether a token is weighed by its prefix; `advantage` [T]."""
     return (advantage < 0) | (config.prefix_signs == "both")
 
 
 def _prefix(log_ratio: Tensor, unit: Tensor, log_prefix: Tensor, config: ObjectiveSection) -> tuple[Tensor, Tensor]:
-    """Sum or minimum of the log-ratios before each token [T] in its unit, and `VetoState.log_prefix` after them all."""
+    """The sum or minimum [T] of the log-ratios that stand before each token in its response or turn (`unit` [T]), and
+    `VetoState.log_prefix` after all tokens."""
     minimum = config.veto == "prefix_min"
     same = unit[1:] == unit[:-1]
     before = log_prefix[unit]
@@ -130,9 +132,9 @@ def _prefix(log_ratio: Tensor, unit: Tensor, log_prefix: Tensor, config: Objecti
 
 
 def _scan(values: Tensor, unit: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Inclusive scan of `values` [T] within each unit, bitwise the same however responses are packed."""
-    # No torch.cumsum: on CUDA it adds floats in no fixed order. And no differences of one sum over all tokens: their
-    # rounding would depend on the other responses.
+    """The running sum or minimum (`combine`) of `values` [T] within each unit, bitwise the same in any packing."""
+    # torch.cumsum is not used: on CUDA it adds floats in no fixed order. Nor are differences of one sum over all
+    # tokens: their rounding would depend on the other responses.
     reach = 1
     while reach < len(values):
         within = unit[reach:] == unit[:-reach]
@@ -153,7 +155,7 @@ _SCOPES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 
 THRESHOLDS = ("1e-1", "1e-2", "1e-3", "1e-4", "1e-5", "1e-6")
-"""Ratios as written in metric names, in decreasing order."""
+"""The thresholds of the ratio in `TRIGGER_METRICS`, as they stand in the names, in decreasing order."""
 
 _MEANINGS = (
     ("trigger_tokens", "tokens with negative advantage whose ratio is below {th}: triggers at that threshold"),
@@ -174,8 +176,8 @@ def trigger_metrics(
 ) -> dict[str, Tensor]:
     """The metrics of `TRIGGER_METRICS`, each float64 [], of the T tokens of N whole responses.
 
-    Fractions of negative responses are left out if there are none, all metrics if there are no tokens. One pass over
-    tokens finds those below the largest threshold; the rest is arithmetic on these few.
+    Without responses of negative advantage, their fractions are left out; without tokens, all metrics are. One pass
+    over the tokens finds those below the largest threshold; the rest is arithmetic on these few.
 
     Args:
         log_ratio: [T], log of current over behaviour probability, not clamped.

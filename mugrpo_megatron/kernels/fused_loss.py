@@ -1,4 +1,4 @@
-"""Loss and gradients of an objective directly from hidden states and the output weight.
+"""Computes loss and gradients of an objective directly from hidden states and the output weight.
 
 The gradient of a token's loss in its log-probability depends on that log-probability, on numbers known before the
 update and, through the veto, on earlier tokens of its response. So one pass over chunks in token order, which carries
@@ -80,7 +80,7 @@ def fused_policy_loss(
     main_grad: Tensor | None = None,
     grad_scale: float = 1.0,
 ) -> FusedLoss:
-    """The loss `algorithm.policy_loss.policy_loss` and its gradients, with the logits of one chunk of tokens at a time.
+    """Compute the loss of `algorithm.policy_loss.policy_loss` and its gradients, one chunk of tokens at a time.
 
     Args:
         hidden: [T, H] at the positions that predict the response tokens, the same on every rank of `layout.tp_group`
@@ -92,10 +92,11 @@ def fused_policy_loss(
         statistics: of the whole update; needed if `config.needs_statistics`.
         main_grad: float32 [V / tp, H]; the weight's gradient, times `grad_scale`, is added to it in this call, and
             autograd gets none for the weight, so its hooks do not fire. None: autograd accumulates the gradient.
-        grad_scale: with `main_grad`, the gradient that the backward pass will pass to the loss; a different one there
-            is an error.
+        grad_scale: with `main_grad`, the gradient of the loss that the backward pass will start from; backward fails
+            if it gets another.
 
-    Without gradients enabled this is 1 GEMM. The gradient of `hidden` is this rank's part, as for `token_logprobs`.
+    With gradients disabled this is 1 GEMM. The gradient of `hidden` is this rank's part: the caller sums it over
+    `layout.tp_group`, as `token_logprobs` describes.
 
     Raises:
         ValueError: statistics are missing.
@@ -121,7 +122,7 @@ def fused_policy_loss(
 
 
 def _one_pass(head: Head, batch: _Batch, gradients: _Gradients | None) -> FusedLoss:
-    """Log-probabilities, losses and gradients of a chunk while its logits exist, then of the next."""
+    """Compute log-probabilities, losses and gradients of each chunk while its logits exist, in token order."""
     count, device = len(batch.targets), batch.hidden.device
     loss = torch.zeros((), dtype=torch.float32, device=device)
     logprobs, entropy = torch.empty(2, count, dtype=torch.float32, device=device)
@@ -139,7 +140,7 @@ def _one_pass(head: Head, batch: _Batch, gradients: _Gradients | None) -> FusedL
 
 
 def _two_passes(head: Head, batch: _Batch, gradients: _Gradients | None) -> FusedLoss:
-    """Log-probabilities of all tokens, then their losses, then each chunk's logits a second time for the gradient."""
+    """Compute the log-probabilities of all tokens, then their losses, then each chunk's logits again for gradients."""
     count = len(batch.targets)
     logprobs, entropy, lse = torch.empty(3, count, dtype=torch.float32, device=batch.hidden.device)
     for rows in head.chunks(count):
@@ -159,8 +160,8 @@ def _two_passes(head: Head, batch: _Batch, gradients: _Gradients | None) -> Fuse
 
 
 def _token_losses(batch: _Batch, logprobs: Tensor, state: VetoState) -> tuple[Tensor, Tensor, VetoState]:
-    """Loss of each token, its derivative in the token's log-probability, and the veto's state after the tokens."""
-    # Autograd of the reference loss: no surrogate has a second, hand-written gradient that could disagree with it.
+    """The loss of each token, its derivative in the token's log-probability, and the veto's state after the tokens."""
+    # The derivative is autograd's, so that no surrogate has a second, hand-written gradient that could disagree.
     with torch.enable_grad():
         logprobs = logprobs.detach().requires_grad_()
         losses = token_losses(logprobs, batch.inputs, batch.statistics, state)
@@ -169,7 +170,7 @@ def _token_losses(batch: _Batch, logprobs: Tensor, state: VetoState) -> tuple[Te
 
 
 def _entropy_bonus(batch: _Batch, entropy: Tensor) -> tuple[Tensor, EntropyTerm | None]:
-    """The entropy bonus of some tokens, and the inputs of its gradient; None without a bonus."""
+    """The sum of the tokens' entropy bonus, and what its gradient needs: None if the objective has no bonus."""
     if not batch.inputs.config.entropy_coef:
         return entropy.new_zeros(()), None
     with torch.enable_grad():
@@ -187,8 +188,8 @@ def _gradient(
     entropy_term: EntropyTerm | None,
     gradients: _Gradients,
 ) -> Tensor:
-    """Returns the gradient of a chunk's hidden states; the gradient of the weight is added to its buffer."""
-    # float16's loss scale enters before the GEMMs, as it would through backward: afterwards small gradients are 0.
+    """Compute the gradient of a chunk's hidden states, [n, H], and add that of the weight to its buffer."""
+    # float16's loss scale multiplies before the GEMMs, as it would in backward: after them small gradients are 0.
     scale = gradients.scale
     entropy_term = entropy_term and replace(entropy_term, d_entropy=entropy_term.d_entropy * scale)
     return head_backward(head, chunk.hidden, chunk.targets, lse, d_logprobs * scale, gradients.weight, entropy_term)
@@ -203,7 +204,7 @@ def _buffers(hidden: Tensor, weight: Tensor, main_grad: Tensor | None, grad_scal
 
 
 class _PrecomputedGradients(torch.autograd.Function):
-    """The loss, with gradients that are already computed."""
+    """Autograd function: returns the loss, and in backward the gradients that were computed before."""
 
     @staticmethod
     def forward(
@@ -229,6 +230,6 @@ class _PrecomputedGradients(torch.autograd.Function):
             if ctx.needs_input_grad[2]:
                 weight_grad = torch.mul(d_weight, grad, out=torch.empty_like(d_weight, dtype=ctx.weight_dtype))
             return None, d_hidden * grad, weight_grad, None, None, None
-        # On the device: `if grad != expected` would make the host wait for every micro-batch.
+        # Compared on the device: `if grad != expected` would make the host wait for every micro-batch.
         torch._assert_async(grad == ctx.expected_grad)
         return None, d_hidden, None, None, None, None

@@ -19,9 +19,10 @@ def gated_delta_rule(
     beta: torch.Tensor,
     state: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs S_t q_t of the state S_t = a_t S_{t-1} (1 - b_t k_t k_t^T) + b_t v_t k_t^T, and the last state.
+    """Compute the outputs S_t q_t of the state S_t = a_t S_{t-1} (1 - b_t k_t k_t^T) + b_t v_t k_t^T.
 
-    Within a chunk the updates are one triangular system (section 3.3 of the paper), between chunks a loop.
+    The updates of one chunk of tokens are solved as a triangular system (section 3.3 of the paper), and a loop carries
+    the state from chunk to chunk.
 
     Args:
         query, key: [n, t, key heads, key], normalised here; value: [n, t, heads, value].
@@ -29,7 +30,7 @@ def gated_delta_rule(
         state: float32 [n, heads, value, key] before the first token; None is zero.
 
     Returns:
-        float32 [n, t, heads, value] and float32 [n, heads, value, key]
+        The outputs, float32 [n, t, heads, value], and the state after the last token, float32 [n, heads, value, key].
     """
     t, heads, width = value.shape[1:]
     query, key = unit_heads(query, key, heads)
@@ -40,7 +41,7 @@ def gated_delta_rule(
     )
     total = log_decay.cumsum(-1)
     later = torch.ones(chunk, chunk, dtype=torch.bool, device=total.device).triu(1)
-    # Masked before the exponential: its gradient is then 0, where a mask after it would give infinity times 0.
+    # Masked before the exponential, so that its gradient is 0: a mask after it would give infinity times 0.
     decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(later, float("-inf")).exp()
     weighted = key * beta.unsqueeze(-1)
     system = (weighted @ key.transpose(-1, -2)) * decay
@@ -63,14 +64,17 @@ def gated_delta_rule(
 
 
 def unit_heads(query: torch.Tensor, key: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 [..., heads, key] of length 1, the query scaled by key^-1/2; key heads are repeated for their values."""
+    """Normalise queries and keys [..., key heads, key] to length 1; returns both as float32 [..., heads, key].
+
+    Each key head is repeated for the value heads that share it, and the query is multiplied by key^-1/2.
+    """
     query, key = (x.float() * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + EPSILON) for x in (query, key))
     query, key = (x.repeat_interleave(heads // x.shape[-2], -2) for x in (query, key))
     return query * query.shape[-1] ** -0.5, key
 
 
 def _chunks(x: torch.Tensor, chunk: int) -> torch.Tensor:
-    """[n, t, heads, ...] -> [n, chunks, heads, tokens of a chunk, ...], with zeros after the last token."""
+    """Cut [n, t, heads, ...] into [n, chunks, heads, tokens of a chunk, ...], with zeros after the last token."""
     missing = -x.shape[1] % chunk
     padded = F.pad(x, (0, 0) * (x.dim() - 2) + (0, missing)) if missing else x
     return padded.unflatten(1, (-1, chunk)).transpose(2, 3)

@@ -74,12 +74,12 @@ def make_head(weight: Tensor, layout: HeadLayout, tokens: int) -> Head:
 def scan(
     head: Head, hidden: Tensor, targets: Tensor, support_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability, entropy (nats) and log-sum-exp of a chunk's tokens, each float32 [n]; 1 GEMM.
+    """Compute log-probability, entropy (nats) and log-sum-exp of a chunk's tokens, each float32 [n], in 1 GEMM.
 
     With `support_ids`, each distribution is over these tokens only, as for `project`.
 
-    Leaves the chunk's logits in `head.logits`. Under vocabulary parallelism one all-gather of 16 bytes a token; every
-    rank merges the same numbers in the same order, so the results are bitwise equal.
+    The chunk's logits stay in `head.logits`. If ranks share the vocabulary, they all-gather 16 bytes a token; every
+    rank merges the same numbers in the same order, so the results are bitwise equal on all of them.
     """
     logits = project(head, hidden, support_ids)
     ranks: Tensor = head.rows.statistics(logits, head.scale, head.valid, targets - head.first)[None]
@@ -105,12 +105,12 @@ def head_backward(
     d_weight: Tensor | None,
     entropy: EntropyTerm | None = None,
 ) -> Tensor:
-    """Gradient of sum(d_logprobs * logprob) in `hidden`, [n, H]; the weight's is added to `d_weight`; 2 GEMMs.
+    """Compute the gradient of sum(d_logprobs * logprob) in `hidden`, [n, H], and add that in the weight to `d_weight`.
 
-    With `entropy`, the gradient of sum(d_logprobs * logprob) + sum(entropy.d_entropy * H).
+    With `entropy`, it is the gradient of sum(d_logprobs * logprob) + sum(entropy.d_entropy * H). It takes 2 GEMMs.
 
-    Overwrites the logits that `scan` or `project` left in `head.logits`. The result is this rank's part: the sum over
-    `head.tp_group` is the gradient.
+    The logits that `scan` or `project` left in `head.logits` are overwritten. The result is this rank's part of the
+    gradient: the caller sums it over `head.tp_group`.
     """
     logits = head.logits[: len(hidden)]
     d_logits: Tensor = head.rows.gradient(
@@ -124,14 +124,14 @@ def head_backward(
 def gemm_input(matrix: Tensor) -> Tensor:
     """Convert `matrix` to the type that the GEMMs read.
 
-    On CUDA unchanged: tensor cores accumulate bf16 products in float32 and can return float32. A CPU GEMM rounds its
-    result to the type of its inputs, so there it is float32.
+    On CUDA that is its own type: tensor cores accumulate bf16 products in float32 and can return float32. A CPU GEMM
+    rounds its result to the type of its inputs, so on CPU the type is float32.
     """
     return matrix if matrix.is_cuda else matrix.float()
 
 
 def project(head: Head, hidden: Tensor, support_ids: Tensor | None = None) -> Tensor:
-    """Raw logits of a chunk in `head.logits`, float32 [n, V / tp].
+    """Compute the raw logits of a chunk into `head.logits`, and return them: float32 [n, V / tp].
 
     With `support_ids` int64 [n, k], global token ids padded with -1, the logits of all other tokens are `FLOOR`:
     probability 0 and no gradient.
@@ -153,7 +153,7 @@ def project(head: Head, hidden: Tensor, support_ids: Tensor | None = None) -> Te
 
 
 def accumulate(total: Tensor, d_output: Tensor, x: Tensor) -> None:
-    """total [m, n] += d_output [t, m]^T x [t, n], in float32; both inputs of one type, as from `gemm_input`."""
+    """Add d_output [t, m]^T x [t, n] to the float32 `total` [m, n]; both inputs have the type of `gemm_input`."""
     if d_output.dtype == torch.float32:
         total.addmm_(d_output.T, x)
     else:
@@ -163,10 +163,10 @@ def accumulate(total: Tensor, d_output: Tensor, x: Tensor) -> None:
 def token_logprobs(
     hidden: Tensor, weight: Tensor, targets: Tensor, layout: HeadLayout, support_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target and entropy of its distribution; differentiable in `hidden` and `weight`.
+    """Compute the log-probability of each target, differentiable in `hidden` and `weight`, and its entropy.
 
-    For any function of the log-probabilities: 1 GEMM forward; backward recomputes the logits, 4 GEMMs in total.
-    `fused_policy_loss` needs 3 for most objectives.
+    It serves any loss of log-probabilities. Forward takes 1 GEMM, backward recomputes the logits and takes 3 more;
+    `fused_policy_loss` takes 3 in all for most objectives.
 
     Args:
         hidden: [T, H], the same on every rank of `layout.tp_group` (gathered before, under sequence parallelism).

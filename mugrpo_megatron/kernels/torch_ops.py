@@ -18,7 +18,7 @@ CACHE_ELEMENTS = 1 << 17
 
 @dataclass(frozen=True, slots=True)
 class EntropyTerm:
-    """A term of the loss that is a function of n tokens' entropies."""
+    """The entropies of n tokens, and the derivative of the loss in each: what the gradient of an entropy term needs."""
 
     value: Tensor
     """float32 [n], nats: H of each token's distribution over the whole vocabulary."""
@@ -27,7 +27,7 @@ class EntropyTerm:
 
 
 def statistics(logits: Tensor, scale: float, valid: int, targets: Tensor) -> Tensor:
-    """Softmax statistics of the first `valid` columns, float32 [4, n].
+    """Compute softmax statistics of each row of logits over its first `valid` columns, float32 [4, n].
 
     Args:
         logits: float32 [n, columns], not changed.
@@ -67,10 +67,11 @@ def gradient(
     dtype: torch.dtype,
     entropy: EntropyTerm | None = None,
 ) -> Tensor:
-    """Gradient of sum(d_logprobs * logprob) in the raw logits, [n, columns] of `dtype`; overwrites `logits`.
+    """Compute the gradient of sum(d_logprobs * logprob) in the raw logits, [n, columns] of `dtype`.
 
-    d_logprobs * scale * (onehot(target) - softmax), 0 in the columns from `valid` on. With `entropy`, the gradient of
-    sum(entropy.d_entropy * H) is added: -entropy.d_entropy * scale * softmax * (log softmax + H).
+    It is d_logprobs * scale * (onehot(target) - softmax), and 0 in the columns from `valid` on. With `entropy`, the
+    gradient of sum(entropy.d_entropy * H) is added: -entropy.d_entropy * scale * softmax * (log softmax + H). `logits`
+    is overwritten.
 
     Args:
         lse: float32 [n], log-sum-exp of the scaled logits over the whole vocabulary.

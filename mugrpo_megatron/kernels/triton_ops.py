@@ -136,8 +136,8 @@ def _gradient(
         probability = tl.where(column < valid, tl.exp(score - normaliser), 0.0)
         onehot = tl.where(local & (column == target), 1.0, 0.0)
         if out.dtype.element_ty != logits.dtype.element_ty:
-            # A narrower result overwrites logits of this block and earlier ones, also those of other threads, so all
-            # threads must have read them. Without a barrier a warp may lag by a block or more.
+            # A narrower result overwrites logits of this block and of earlier ones, which other threads may still have
+            # to read: without a barrier a warp may lag by a block or more.
             tl.debug_barrier()
         grad = factor * (onehot - probability)
         if ENTROPY:
@@ -201,7 +201,7 @@ def _swiglu_gradient(grad, x, dx, width, BLOCK: tl.constexpr):
 
 
 VALUES = 2048
-"""Largest number of values of each half in a program of the rotation."""
+"""The largest number of values of each half of the heads that one program of `_rotate` takes."""
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
@@ -235,7 +235,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor
 
 
 def tile(heads: int, half: int) -> tuple[int, int]:
-    """Heads and warps of a program: 8 values of each half per thread, so that loads and stores take 16 bytes."""
+    """The number of heads and of warps of a program of `_rotate`.
+
+    Each thread gets 8 values of each half of a head, so that its loads and stores of 2-byte values take 16 bytes.
+    """
     block = min(triton.next_power_of_2(heads), max(1, VALUES // half))
     return block, max(1, block * half // 256)
 

@@ -1,6 +1,6 @@
 """The Megatron learner, on CUDA and on CPU.
 
-learner     recipe -> a learner; its state to the host     update            one optimizer update
+learner     builds a learner; moves its state to the host  update            one optimizer update
 groups      process groups, timeouts that name a cause     packing           sequences -> balanced micro-batches
 heartbeat   which ranks are alive, and doing what          passes            forward and backward over the pipeline
 model       the policy as GPT chunks, and layer specs      loss              hidden states -> the update's loss

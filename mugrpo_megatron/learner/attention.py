@@ -40,9 +40,10 @@ class Padding:
 
     buckets: list[LengthBucket]
     rows: torch.Tensor
-    """int64 [slots]: packed row of each padded slot; padding slots repeat their segment's first row."""
+    """int64 [slots]: the packed row that each slot (a row of the padded buckets) is filled from. Slots that only pad
+    take their segment's first row."""
     slots: torch.Tensor
-    """int64 [tokens]: each packed row's index in the concatenation of all padded buckets."""
+    """int64 [tokens]: the slot of each packed row, counted through all padded buckets."""
 
 
 @dataclass
@@ -54,7 +55,7 @@ class Packing(PackedSeqParams):
 
     qkv_format: str = "sbhd"
     rotation: tuple[torch.Tensor, torch.Tensor] | None = None
-    """cos and sin [tokens, 1, d / 2] of every row's rotary angles, set by the model; with None nothing is rotated."""
+    """cos and sin [tokens, 1, d / 2] of every row's rotary angles, which the model sets; None: nothing is rotated."""
     split: ContextSplit | None = None
     """This rank's rows under context parallelism; None without context parallelism."""
     lengths: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
@@ -72,7 +73,7 @@ class Packing(PackedSeqParams):
 
 
 def make_packing(lengths: np.ndarray, device: torch.device, cp_rank: int = 0, cp_size: int = 1) -> Packing:
-    """One rank's packing of consecutive segments; `lengths` int [n], all positive."""
+    """Describe consecutive segments of `lengths` int [n] tokens, all positive, for one context parallel rank."""
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     cu = torch.from_numpy(offsets.astype(np.int32)).to(device)
     longest = int(lengths.max())
@@ -106,11 +107,11 @@ def _make_padding(lengths: np.ndarray, device: torch.device) -> Padding:
 
 
 class _RotateAndPad(torch.autograd.Function):
-    """query, key, value [t, ., d] -> padded [slots, all heads, d], query and key rotated.
+    """Rotate query and key, and pad query, key and value [t, ., d] to [slots, all heads, d].
 
-    Row i of the result is packed row `rows[i]`; the gradient of packed row j is read from slot `slots[j]` only. Padding
-    slots copy a row too, but causality makes their gradient zero, so skipping them is exact. Both directions gather,
-    because scatter-add is slow on CPU. The result is float32, because attention in bfloat16 is slow there too.
+    Row i of the result is packed row `rows[i]`; the gradient of packed row j is read from slot `slots[j]` only. Slots
+    that only pad copy a row too, but causality makes their gradient zero, so skipping them is exact. Both directions
+    gather, because scatter-add is slow on CPU. The result is float32, because attention in bfloat16 is slow there too.
     """
 
     @staticmethod
@@ -145,7 +146,7 @@ class _Rotate(torch.autograd.Function):
 
 
 class Unpad(torch.autograd.Function):
-    """Padded [slots, heads, d] -> packed [t, heads, d]."""
+    """Take the real rows out of padded buckets: [slots, heads, d] -> packed [t, heads, d]."""
 
     @staticmethod
     def forward(ctx: Any, padded: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -202,7 +203,7 @@ class PackedAttention(torch.nn.Module):
 
 
 def rotate_packed(x: torch.Tensor, packing: Packing) -> torch.Tensor:
-    """Rotate x [t, heads, d], each row by its position."""
+    """Rotate x [t, heads, d], each row by the angles of its position; unchanged if `packing.rotation` is None."""
     return _Rotate.apply(x, *packing.rotation) if packing.rotation else x
 
 

@@ -2,8 +2,8 @@
 
 megatron.core.dist_checkpointing writes it in model space (a moment has its parameter's shape and name), so tensor,
 pipeline and data parallel sizes may change between save and load. Each state is written once, by one of the data
-parallel ranks that hold a part of it. It holds no random state: dropout is off, and all randomness of a run derives
-from `run.seed` and the cursor.
+parallel ranks that hold a part of it. A checkpoint has no states of random generators: dropout is off, and all
+randomness of a run derives from `run.seed` and the cursor.
 """
 
 from __future__ import annotations
@@ -58,10 +58,11 @@ EXTRA_STATE = "_extra_state"
 
 
 def fill_state(state: Any, reader: Reader) -> Any:
-    """Read the sharded tensors of a state from a checkpoint, in place if they have memory; objects are left out.
+    """Read the tensors of a Megatron sharded state from a checkpoint, and return them in the state's structure.
 
-    Every rank reads its own shards; not collective. Raises UserError when the checkpoint lacks a tensor, holds another
-    shape of it, or is damaged.
+    Tensors that have memory are filled in place; values that are not tensors (ShardedObject) are left out. Every rank
+    reads its own shards, without a collective. Raises UserError when the checkpoint lacks a tensor, holds another shape
+    of it, or is damaged.
     """
     match state:
         case ShardedTensor():
@@ -78,11 +79,14 @@ def fill_state(state: Any, reader: Reader) -> Any:
 
 
 def load_weights(chunk: PolicyModel, tensors: dict[str, torch.Tensor]) -> None:
-    """Load the trained parameters of a chunk, as `fill_state` returns them."""
+    """Load `tensors`, as `fill_state` returns them, into a chunk; raises RuntimeError if a trained one is missing."""
     missing, unexpected = chunk.load_state_dict(tensors, strict=False)
     frozen = {name for name, parameter in chunk.named_parameters() if not parameter.requires_grad}
     if unexpected or (absent := [name for name in missing if name not in frozen and not name.endswith(EXTRA_STATE)]):
-        raise RuntimeError(f"the model's state has other names than its sharded state: {unexpected or absent}")
+        raise RuntimeError(
+            "a model chunk and its sharded state name different parameters, which is an error of this program: "
+            f"{unexpected or absent}"
+        )
 
 
 def load_model(chunks: list[PolicyModel], directory: Path) -> None:
@@ -100,8 +104,10 @@ def _tensor(sharded: ShardedTensor, reader: Reader) -> torch.Tensor:
 
 
 class DiskWriter(torch_checkpoint.FileSystemWriter):
-    """A writer that raises the error of a full disk on the rank that has it: torch reports only the last error to the
-    other ranks."""
+    """A writer that turns the error of a full disk into a UserError on the rank that has it.
+
+    It does so there because torch reports only the last error to the other ranks.
+    """
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         with full_disk_as_user_error(Path(self.path)):
@@ -150,10 +156,10 @@ def begin_save(
 
     `position` holds JSON values: `run`, the run's id, and `cursor`, at which it resumes.
 
-    Every rank calls that function once; the directory then appears complete or not at all. With `copy` training may
-    continue between the two calls, and the function may run in another thread of every rank: `group` is then a gloo
-    group of all ranks that nothing else uses. Both are collective, and both raise UserError on every rank when the
-    disk is full.
+    Every rank calls the returned function once; the directory then appears complete or not at all. With `copy` training
+    may continue between the two calls, and the function may run in another thread of every rank: `group` is then a gloo
+    group of all ranks that nothing else uses. Both calls are collective, and both raise UserError on every rank when
+    the disk is full.
     """
     ranks = learner.ranks
     # All ranks write into this directory, so its name cannot be a random one.
@@ -184,7 +190,7 @@ def begin_save(
 
 
 def _bytes(learner: Learner) -> int:
-    """Approximate size of a checkpoint: this rank's shard of each parameter, times the number of its shards."""
+    """The approximate bytes of a checkpoint: those of this rank's shard of each parameter, times the shards' number."""
     stages = learner.ranks.pp_size
     dense = learner.ranks.tp_size * stages
     experts = parallel_state.get_expert_tensor_and_model_parallel_world_size() * stages
@@ -198,7 +204,10 @@ def _bytes(learner: Learner) -> int:
 
 
 def find_damage(learner: Learner, directory: Path) -> str | None:
-    """The first damage of the checkpoint in `directory`, or None when every checksum matches. Collective."""
+    """A sentence about the first damaged file of the checkpoint in `directory`; None when every checksum matches.
+
+    Collective.
+    """
     ranks = learner.ranks
     causes: list[str | None] = [None] * ranks.world
     dist.all_gather_object(causes, first_damage(directory, ranks.rank, ranks.world))
@@ -206,9 +215,10 @@ def find_damage(learner: Learner, directory: Path) -> str | None:
 
 
 def load(learner: Learner, directory: Path) -> Saved:
-    """Load the state in `directory` into this learner's layout, and return it with the keys of `position`.
+    """Load the checkpoint in `directory` into this learner, whatever layout wrote it.
 
-    Collective. Raises UserError when the directory is not a complete checkpoint or belongs to another model.
+    Returns the saved state's JSON values, among them `run` and `cursor` (`begin_save`). Collective. Raises UserError
+    when the directory is not a complete checkpoint or belongs to another model.
     """
     state = read_state(directory)
     expected = _state(learner)["model"]
@@ -230,9 +240,9 @@ def load(learner: Learner, directory: Path) -> Saved:
 
 
 def _to_save(learner: Learner, copy: bool) -> dict[str, Any]:
-    """Sharded weights, and the optimizer states that this rank writes, under the model's parameter names.
+    """The learner's sharded weights, and the optimizer states that this rank writes, by the model's parameter names.
 
-    States are in host memory, and with `copy` the weights that this rank writes too.
+    The optimizer states are copies in host memory; with `copy`, so are the weights that this rank writes.
     """
     model = _model(learner)
     for shard in shards(learner.optimizer):
@@ -247,7 +257,7 @@ def _to_save(learner: Learner, copy: bool) -> dict[str, Any]:
 
 
 def _model(learner: Learner) -> list[dict[str, Any]]:
-    """The chunks' sharded states; with adapters only the adapters', because nothing else changes."""
+    """The sharded state of each chunk; with adapters only theirs, because the other weights do not change."""
     states = [chunk.sharded_state_dict() for chunk in learner.models]
     if learner.adapters is None:
         return states
@@ -272,7 +282,7 @@ def _state(learner: Learner) -> dict[str, Any]:
 
 
 def _explained(failure: torch_checkpoint.CheckpointException) -> BaseException:
-    """The UserError of a rank whose disk is full, else the failure itself."""
+    """The UserError among the ranks' errors, which a full disk raises (`DiskWriter`); else the failure itself."""
     return next((error for error, _ in failure.failures.values() if isinstance(error, UserError)), failure)
 
 

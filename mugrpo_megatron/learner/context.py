@@ -70,21 +70,21 @@ def fastest_flash() -> str:
 
 @cache
 def _asks_for_groups(wrapper: Callable[..., Any]) -> bool:
-    """Whether torch needs `enable_gqa` for grouped-query heads."""
+    """Whether this torch takes `enable_gqa`, and then needs it for grouped-query heads."""
     # torch 2.11.0, which SGLang pins, has no such option and its kernel groups any heads; later ones refuse without it.
     return "enable_gqa" in inspect.signature(wrapper).parameters
 
 
 @dataclass(frozen=True, slots=True)
 class ContextSplit:
-    """A rank's shard of a packed row: P spans, each the rows of one segment within one of the rank's two blocks."""
+    """A rank's part of a packed row, as P spans: a span is the rows of one segment in one of the rank's two blocks."""
 
     queries: list[int]
-    """[P] rows of each span, in the order of the rank's rows."""
+    """[P]: number of rows of each span, in the order of the rank's rows."""
     keys: list[int]
     """[P]: number of rows that each span attends to, from its segment's start to the span's end."""
     key_rows: torch.Tensor
-    """int64 [sum of keys]: their rows in the gathered row, which is ordered by rank."""
+    """int64 [sum of keys]: where the rows that each span attends to stand after the gather, which is by rank."""
     cu_queries: torch.Tensor
     """int32 [P + 1]: where each span's queries start, and where the last span's end."""
     cu_keys: torch.Tensor
@@ -100,14 +100,14 @@ def local_rows(length: int, rank: int, size: int) -> np.ndarray:
 
 
 def gathered_indices(length: int, size: int) -> np.ndarray:
-    """int64 [length]: index of each row after a gather that concatenates the ranks' rows."""
+    """int64 [length]: where each row of a packed row stands after a gather that concatenates the ranks' rows."""
     indices = np.empty(length, dtype=np.int64)
     indices[np.concatenate([local_rows(length, rank, size) for rank in range(size)])] = np.arange(length)
     return indices
 
 
 def split_segments(offsets: np.ndarray, rank: int, size: int, device: torch.device) -> ContextSplit:
-    """The shard of `rank` of `size` of a packed row whose segments are bounded by `offsets` int [n + 1]."""
+    """The part of rank `rank` of `size` of a packed row; `offsets` int [n + 1] are the bounds of its n segments."""
     length = int(offsets[-1])
     block = length // (2 * size)
     queries, keys = [], []
@@ -129,13 +129,19 @@ def split_segments(offsets: np.ndarray, rank: int, size: int, device: torch.devi
 
 
 def gather_rows(x: torch.Tensor) -> torch.Tensor:
-    """Rows [t, ...] of this rank -> [t * C, ...] of all, in rank order; backward sums the gradients of each row."""
+    """Gather the rows [t, ...] of every context parallel rank to [t * C, ...], in rank order.
+
+    Backward sums the ranks' gradients of each row.
+    """
     group = parallel_state.get_context_parallel_group()
     return cast(torch.Tensor, gather_from_sequence_parallel_region(x.contiguous(), True, group))
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, split: ContextSplit, scale: float | None) -> torch.Tensor:
-    """Causal attention of this rank's queries [t, hq, d] to the gathered keys and values [., hkv, d] -> [t, hq, d]."""
+    """Compute causal attention of this rank's queries [t, hq, d] to the keys and values of all ranks; [t, hq, d].
+
+    `k` and `v` [t, hkv, d] are this rank's; they are gathered here.
+    """
     heads = (k.shape[1], v.shape[1])
     k, v = gather_rows(torch.cat([k, v], dim=1)).index_select(0, split.key_rows).split(heads, dim=1)
     if takes_flash(q):

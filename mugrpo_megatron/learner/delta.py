@@ -1,9 +1,9 @@
 """Gated delta networks over packed sequences (arXiv 2412.06464, equation 10; Qwen3.5).
 
 Megatron's own module (core/ssm/gated_delta_net) needs flash-linear-attention's CUDA kernels, and refuses packed rows
-without them. This module has its parameters and checkpoint keys. Every segment of a packed row starts with an empty
-convolution window and a state of zeros, so no token sees a token of another segment. Tensor parallel ranks have their
-own heads.
+without them. This module has the same parameters and checkpoint keys. Every segment of a packed row starts with an
+empty convolution window and a state of zeros, so no token sees a token of another segment. Each tensor parallel rank
+computes some of the heads.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class DeltaSubmodules:
 
 
 class GatedDeltaNet(MegatronModule):
-    """A gated delta network: [t, 1, hidden] -> [t, 1, hidden]; t is divided by TP under sequence parallelism."""
+    """A layer that maps [t, 1, hidden] to [t, 1, hidden]; under sequence parallelism t is a rank's part of the rows."""
 
     def __init__(
         self,
@@ -77,7 +77,8 @@ class GatedDeltaNet(MegatronModule):
         self.conv1d.register_parameter("weight", self._parameter(sizes.channels // ranks, 1, sizes.kernel))
         self.out_norm = RMSNorm(config, sizes.value, config.layernorm_epsilon)
         self.out_norm.weight.data = self.out_norm.weight.data.float()
-        # Its gradient is a sum over this rank's heads, and `forward` adds the other ranks'.
+        # Megatron must not sum this gradient over ranks: it covers this rank's heads, and the backward of `forward`
+        # adds the other ranks' parts.
         self.out_norm.weight.sequence_parallel = False  # type: ignore[attr-defined]
         self.out_proj = build_module(
             submodules.out_proj,
@@ -90,7 +91,7 @@ class GatedDeltaNet(MegatronModule):
         )
 
     def _parameter(self, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
-        """A parameter of this rank's heads, in the model's type unless one is given."""
+        """Make an uninitialised parameter of this rank's heads, in the model's type unless `dtype` is given."""
         weight = torch.empty(shape, dtype=dtype or self.config.params_dtype, device=torch.cuda.current_device())
         parameter = torch.nn.Parameter(weight)
         parameter.tensor_model_parallel, parameter.partition_dim = True, 0  # type: ignore[attr-defined]
@@ -117,7 +118,11 @@ class GatedDeltaNet(MegatronModule):
         return self.out_proj(out.to(z.dtype).flatten(1).unsqueeze(1))
 
     def _mix(self, segments: torch.Tensor) -> torch.Tensor:
-        """[segments, tokens, query key value beta alpha] -> [segments, tokens, heads, value], causal."""
+        """Convolve the segments and apply the gated delta rule to them.
+
+        Takes [segments, tokens, features], whose features are query, key, value, beta and alpha; returns [segments,
+        tokens, heads, value].
+        """
         qkv, beta, alpha = segments.split([sum(self.sections[:3]), self.heads, self.heads], dim=-1)
         window = F.pad(qkv.transpose(1, 2), (self.sizes.kernel - 1, 0))
         convolved = F.conv1d(window, self.conv1d.get_parameter("weight"), groups=qkv.shape[-1])
@@ -131,7 +136,10 @@ class GatedDeltaNet(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None, **_: Any
     ) -> dict[str, Any]:
-        """The keys of Megatron's own module: each section of `in_proj` and `conv1d` is a tensor of its own."""
+        """The sharded state, with the keys of Megatron's own module.
+
+        Each section of `in_proj` and `conv1d` (query, key, ...) is a tensor of its own.
+        """
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         tensors = {
             "A_log": self.A_log,
@@ -160,7 +168,7 @@ def delta_spec(sizes: Delta, backend: BackendSpecProvider) -> ModuleSpec:
 
 
 class _Pad(torch.autograd.Function):
-    """Packed [t, d] -> padded [slots, d]; as in attention, the gradient of a padding slot is zero and is not read."""
+    """Pad packed rows [t, d] to [slots, d]. The gradient of a slot that only pads is zero, and backward skips it."""
 
     @staticmethod
     def forward(ctx: Any, packed: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

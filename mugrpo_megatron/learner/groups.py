@@ -28,7 +28,7 @@ ARRIVAL = timedelta(minutes=15)
 """Longest wait for the last rank to join at the start."""
 ARRIVAL_POLL_S = 0.2
 CHATTER = re.compile(r"\[\S+:\d+\] +| *(GLHF!|This (is typically|may)).*")
-"""Matches the text that gloo adds to a reason: a line of its source, and guesses."""
+"""Matches what gloo adds to the reason of an error: its source file and line, and guesses."""
 
 
 @dataclass(frozen=True)
@@ -59,15 +59,15 @@ class Ranks:
 
     @property
     def owns_tokens(self) -> bool:
-        """Whether this rank contributes to a gather of tokens; these ranks together hold each token once."""
+        """Whether this rank contributes its tokens to a gather: together, such ranks hold each token once."""
         return self.last_pp_stage and self.tp == 0
 
 
 def initialize(run: RunSection, layout: ParallelSection, threads: int = 0) -> Ranks:
     """Join the world (torchrun's, an existing one, or a world of one) and create the layout's process groups.
 
-    gloo on CPU, NCCL on CUDA, both with `run.collective_timeout_s`. Seeds every generator from `run.seed` and sets the
-    number of CPU threads: `threads`, or by default this rank's share of the cores.
+    The backend is gloo on CPU and NCCL on CUDA, with `run.collective_timeout_s`. Every random generator is seeded from
+    `run.seed`. The number of CPU threads becomes `threads`, or with 0 this rank's share of the cores.
     Raises UserError when the layout does not divide the world or torch does not find the GPU that nvidia-smi finds, and
     CollectiveFailure when ranks do not join.
     """
@@ -105,7 +105,7 @@ def seed_generators(seed: int) -> None:
 
 
 def shutdown(ranks: Ranks | None = None, failed: bool = False) -> None:
-    """Stop the heartbeat and destroy every process group; `failed` lets the others count this rank as lost."""
+    """Stop the heartbeat and destroy every process group; if `failed`, the other ranks will count this one as lost."""
     if ranks and ranks.heartbeat:
         ranks.heartbeat.leave(failed)
     parallel_state.destroy_model_parallel()
@@ -124,10 +124,10 @@ def shutdown_after(ranks: Ranks) -> Iterator[None]:
 
 @contextmanager
 def named_phase(ranks: Ranks, phase: str | None = None) -> Iterator[None]:
-    """Turn a failed collective inside the block into a CollectiveFailure.
+    """Turn the error of a failed collective inside the block into a CollectiveFailure.
 
-    The message names rank, phase, likely cause and every other rank's last heartbeat. This rank's heartbeat reports
-    `phase`, by default the current one.
+    Its message names this rank, the phase, the likely cause and every other rank's last heartbeat. Without `phase`, the
+    phase is the one that this rank's heartbeat reports already.
     """
     if ranks.heartbeat and phase:
         ranks.heartbeat.note(phase)
@@ -139,7 +139,10 @@ def named_phase(ranks: Ranks, phase: str | None = None) -> Iterator[None]:
         text = str(error).lower()
         if "timed out" in text or "timeout" in text:
             silence = ranks.heartbeat.likely_cause() if ranks.heartbeat else ""
-            cause = silence or "another rank is stuck, slower than run.collective_timeout_s, or took a different path"
+            cause = silence or (
+                "another rank is stuck, entered another collective, or needs longer than run.collective_timeout_s, "
+                "which can be raised"
+            )
         elif "connection" in text or "peer" in text:
             cause = (
                 "another rank died or its node was cut off; its own log says why, and where it says nothing, memory "
@@ -169,7 +172,7 @@ def _join(backend: str, timeout: timedelta) -> None:
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     store: dist.Store = dist.HashStore()  # a single process needs no port
     if world > 1:
-        # Nodes start minutes apart, and the groups' timeout, made for collectives, may be shorter than that.
+        # Nodes may start minutes apart, which may be longer than the timeout of the groups, made for collectives.
         store, rank, world = next(rendezvous("env://", rank, world, timeout=ARRIVAL))
         store.set(f"arrived/{rank}", "")
         late = list(range(world))
@@ -188,7 +191,10 @@ def _join(backend: str, timeout: timedelta) -> None:
 
 
 def _set_threads(threads: int, device: torch.device) -> int:
-    """Set this rank's CPU threads, 0 for its share of cores; returns the smallest number of any rank. Collective."""
+    """Set the number of this rank's CPU threads (0: its share of the cores); returns the smallest number of any rank.
+
+    Collective.
+    """
     threads = threads or max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())))
     torch.set_num_threads(threads)
     fewest = torch.tensor(threads, device=device)
@@ -222,9 +228,10 @@ def _ranks(device: torch.device, threads: int, patience_s: float) -> Ranks:
 
 
 def end_process(account: str) -> None:
-    """Print the reason and exit with code 1: the main thread waits in a CUDA call, which no exception reaches.
+    """Print `account`, the reason, and exit with code 1.
 
-    Nothing is cleaned up: engines end with the process that started them, and a resumed run removes partial files.
+    The process exits at once because its main thread waits in a CUDA call, which no exception reaches. Nothing is
+    cleaned up: engines end with the process that started them, and a resumed run removes partial files.
     """
     print(f"mugrpo: {account}\nThe same command continues the run.", file=sys.stderr, flush=True)
     os._exit(1)

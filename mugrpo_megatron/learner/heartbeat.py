@@ -2,9 +2,9 @@
 
 A collective notices a dead peer by its timeout. During generation, ranks wait for hours without a collective; the
 heartbeats tell a waiting rank whether the others are alive. One thread makes all calls to the store, because a call
-over a broken link may block for a quarter of an hour. A caller waits at most `patience_s` for that thread, then fails
-with every rank's last heartbeat. Over NCCL a lost peer raises nothing: the rank waits in CUDA until a time limit, and
-then the process is aborted. There a second thread ends the rank, with the same account.
+over a broken link may block for a quarter of an hour. A caller waits at most `patience_s` for that thread, and then
+fails with a message that names every rank's last heartbeat. Over NCCL a lost peer raises nothing: the rank waits in
+CUDA until NCCL's time limit, which aborts the process. So over NCCL a second thread ends the rank, with such a message.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ BEATS_IN_PATIENCE = 10
 LONGEST_BEAT_S = 10.0
 BARRIER_POLL_S = 0.02
 LOST_BEATS = 12
-"""Number of missed heartbeats after which a rank is lost: 2 minutes by default, longer than any call blocks Python."""
+"""Number of missed heartbeats after which a rank counts as lost: 2 minutes by default, because no call keeps Python
+from sending heartbeats for that long."""
 CLEANUP_S = 60.0
 """Seconds after a barrier in which the main thread may report a lost rank and clean up, before the watching thread ends
 the process."""
@@ -61,7 +62,7 @@ class Heartbeat:
     ) -> None:
         """Start the thread, on every rank of the world. `node` names this rank's machine in messages.
 
-        `on_loss` is called once, in a thread of its own, with the text of `loss`.
+        If a rank is lost, `on_loss` is called once, in a thread of its own, with the text of `loss`.
         """
         self._store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
         self._rank, self._world, self._node, self._patience_s = rank, world, node, patience_s
@@ -91,16 +92,22 @@ class Heartbeat:
         self._thread.join(self._interval)
 
     def ask(self, operation: Callable[[dist.Store], T]) -> T:
-        """Run a short operation on the store; CollectiveFailure when the store cannot be reached."""
+        """Run a short operation on the store in the heartbeat's thread, and return its result.
+
+        Raises CollectiveFailure when the store cannot be reached.
+        """
         future: Future[T] = Future()
         self._requests.put((operation, future))
         try:
             return future.result(self._patience_s)
         except (TimeoutError, RuntimeError) as error:
-            raise self._failure("the rendezvous on rank 0's node cannot be reached: it ended or was cut off") from error
+            raise self._failure(
+                "the rendezvous on rank 0's node cannot be reached: rank 0 ended, and its log says why, or the network "
+                "between the nodes failed"
+            ) from error
 
     def barrier(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Wait, without a timeout, until every rank is here; calls `meanwhile` repeatedly.
+        """Wait, without a time limit, until every rank has called this, and call `meanwhile` repeatedly.
 
         Raises CollectiveFailure when a rank sends no heartbeat for `patience_s`.
         """
@@ -123,20 +130,21 @@ class Heartbeat:
         return sorted(rank for rank, last in self._last.items() if self._read_at - last.at > seconds)
 
     def likely_cause(self) -> str:
-        """The missing heartbeat that explains a failed collective; empty when all ranks are alive."""
+        """A sentence about the missing heartbeat that explains a failed collective; empty when all ranks are alive."""
         return self._missing(2 * self._interval, self._last)
 
     def loss(self) -> str:
-        """Reason the barrier cannot complete, with every rank's last heartbeat; empty while no rank is lost.
+        """The message that a rank is lost, with every rank's last heartbeat; empty while no rank is lost.
 
-        A rank is lost after `LOST_BEATS` missed heartbeats, unless it had finished.
+        A rank is lost after `LOST_BEATS` missed heartbeats, unless it had finished, or after `patience_s` if that is
+        shorter.
         """
         working = [rank for rank, last in self._last.items() if not last.left]
         cause = self._missing(min(self._patience_s, LOST_BEATS * self._interval), working)
         return str(self._failure(cause)) if cause else ""
 
     def _missing(self, seconds: float, ranks: Container[int]) -> str:
-        """Description of the heartbeats of `ranks` that have been missing for over `seconds`; empty for none."""
+        """A sentence about the ranks, among `ranks`, that sent no heartbeat for over `seconds`; empty if all did."""
         unread_s = time.monotonic() - self._read_at
         if unread_s > seconds:
             return f"the rendezvous on rank 0's node was out of reach for {unread_s:.0f} s: it ended or was cut off"
@@ -145,7 +153,10 @@ class Heartbeat:
         return ""
 
     def last_heard(self) -> str:
-        """Every rank's last heartbeat and its age; ranks of equal state are grouped, with the oldest age."""
+        """Text about every rank's last heartbeat: its phase, and how many seconds ago it came.
+
+        Ranks of one node in the same phase are named together, with the largest number of seconds.
+        """
         now = time.monotonic()
 
         def state(rank: int) -> tuple[str, str, bool]:
@@ -166,7 +177,7 @@ class Heartbeat:
         )
 
     def _watch(self, on_loss: Callable[[str], None]) -> None:
-        """Wait for a loss, except during a barrier, which raises by itself, and `CLEANUP_S` after it."""
+        """Call `on_loss` when a rank is lost, except in a barrier, which raises by itself, and `CLEANUP_S` after it."""
         while not self._leaving.wait(self._interval):
             if time.monotonic() > self._excused_until and (account := self.loss()):
                 on_loss(account)

@@ -37,8 +37,10 @@ class LatentSubmodules:
 
 
 class LatentAttention(Attention):
-    """Causal attention inside each segment: [t, 1, hidden] -> [t, 1, hidden]; t is divided by TP under sequence
-    parallelism."""
+    """Latent attention, causal inside each segment, that maps [t, 1, hidden] to [t, 1, hidden].
+
+    Under sequence parallelism t is a rank's part of the rows.
+    """
 
     def __init__(
         self, config: TransformerConfig, submodules: LatentSubmodules, layer_number: int, sizes: Latent, **options: Any
@@ -74,7 +76,8 @@ class LatentAttention(Attention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Returns the output, and None as its bias."""
         query, key, value = self.get_query_key_value_tensors(hidden_states, packed_seq_params)
-        # Flash attention has one size of heads: values get zeros, which come out as zeros.
+        # Flash attention takes queries, keys and values of one size only, so values are padded with zeros, and the
+        # zeros in its output are cut off.
         value = F.pad(value, (0, self.sizes.head - self.sizes.value))
         recomputes = self.checkpoint_core_attention and self.training
         attend = self._checkpointed_attention_forward if recomputes else self.core_attention
@@ -85,7 +88,10 @@ class LatentAttention(Attention):
     def get_query_key_value_tensors(  # type: ignore[override]
         self, hidden: torch.Tensor, packing: Packing
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rotated query and key [t, 1, heads, head], value [t, 1, heads, value], for this rank's heads and all rows."""
+        """Compute query and key [t, 1, heads, head], both rotated, and value [t, 1, heads, value].
+
+        They are those of this rank's heads, for the rows of all tensor parallel ranks.
+        """
         sizes = self.sizes
         if sizes.query:
             down = self.linear_qkv_down_proj(hidden)
@@ -102,7 +108,7 @@ class LatentAttention(Attention):
         return query, torch.cat([key, shared.expand(-1, -1, key.shape[2], -1)], dim=-1), value
 
     def _gather_rows(self, rotary: torch.Tensor) -> torch.Tensor:
-        """The rotary dimensions of all rows' keys; backward sums the gradients of all ranks' heads."""
+        """Gather the rotated dimensions of the keys of all rows; backward sums the gradients of all ranks' heads."""
         if self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(rotary, tensor_parallel_output_grad=True)
         return copy_to_tensor_model_parallel_region(rotary)
@@ -118,5 +124,8 @@ def latent_spec(sizes: Latent, backend: BackendSpecProvider) -> ModuleSpec:
 
 
 def _rotate_pairs(x: torch.Tensor, packing: Packing) -> torch.Tensor:
-    """Rotate x [t, 1, heads, d], whose neighbouring dimensions are pairs; in the result pairs are half a head apart."""
+    """Rotate x [t, 1, heads, d], in which dimensions 2 i and 2 i + 1 form a pair.
+
+    In the result the dimensions i and i + d / 2 form it.
+    """
     return rotate_packed(x.squeeze(1).unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), packing).unsqueeze(1)

@@ -25,7 +25,8 @@ from mugrpo_megatron.weights.families import read_architecture
 from mugrpo_megatron.weights.hf import load_hf
 
 Part = Literal["optimizer", "weights"]
-"""`optimizer`: master weights, moments and gradients, not needed to sync weights to an engine; `weights`: the rest."""
+"""A part of the learner's device memory. `optimizer` is master weights, moments and gradients, which a sync of weights
+to an engine does not need; `weights` is the rest."""
 PARTS: tuple[Part, ...] = ("optimizer", "weights")
 # A power of two: torch rounds pinned allocations up to one, so one for each tensor could take twice its bytes, and
 # caches freed ones for later requests of the same size (ATen/core/CachingHostAllocator.h).
@@ -35,17 +36,18 @@ SLAB = 1 << 26
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
-    """A tensor with an emptied storage, and its bytes in host memory."""
+    """A tensor whose device memory is freed, and its bytes in host memory."""
 
     tensor: torch.Tensor
     bytes: int
     host: list[torch.Tensor] | None
-    """uint8 slices of slabs (pinned for CUDA), in order; None for a tensor that is restored as zeros."""
+    """The bytes in order: uint8 slices of host allocations of `SLAB` bytes, pinned for CUDA. None for a tensor that is
+    restored as zeros."""
 
 
 @dataclass
 class Learner:
-    """A rank's share of the policy and its optimizer."""
+    """A rank's share of the policy and of its optimizer, with the counters of a run."""
 
     recipe: Recipe
     ranks: Ranks
@@ -73,15 +75,16 @@ class Learner:
 
     @property
     def routed(self) -> tuple[int, int]:
-        """Number of experts of a layer, and of those that each token is sent to."""
+        """The number of experts in a layer, and the number of them that each token is sent to."""
         return self.architecture.experts, self.architecture.transformer["moe_router_topk"]
 
     @property
     def lanes(self) -> int:
-        """Micro-batches that a rank runs concurrently on CPU, the same on every rank: packing depends on it."""
+        """The number of micro-batches that a rank runs concurrently on CPU; packing needs the same on every rank."""
         ranks, recipe = self.ranks, self.recipe
-        # Lanes need micro-batches that are independent computations of one process: collectives inside a layer would
-        # meet in another order, and Megatron keeps the state of experts and of recomputation for one micro-batch.
+        # Micro-batches run concurrently only if they are independent computations of one process: ranks could enter
+        # collectives inside layers in different orders, and Megatron keeps the state of experts and of recomputation
+        # for one micro-batch.
         parallel = max(ranks.tp_size, ranks.pp_size, ranks.cp_size) > 1
         stateful = bool(self.architecture.experts) or recipe.learner.recompute != "none"
         scaled = recipe.model.dtype == "float16"
@@ -90,7 +93,7 @@ class Learner:
         return min(ranks.threads, MOST_LANES)
 
     def offload(self, part: Part) -> None:
-        """Move optimizer states and gradients, or weights, to host memory and free them on the device; no-op on CPU."""
+        """Move one part of the learner's state to host memory and free it on the device; does nothing on CPU."""
         if self.ranks.device.type != "cuda" or part in self.offloaded:
             return
         buffers = [buffer for shard in shards(self.optimizer) for buffer in shard.buffers]
@@ -115,8 +118,9 @@ class Learner:
 def build_learner(recipe: Recipe, ranks: Ranks | None = None) -> Learner:
     """Join the world, build this rank's share of the model in `model.path`, load its weights, build the optimizer.
 
-    With the `ranks` of another learner of the same layout, only the process groups are shared. Collective: every rank
-    of the world calls it. Raises UserError for a layout or a model directory that cannot work.
+    If the `ranks` of another learner of the same layout are passed, the new learner uses its process groups and shares
+    nothing else with it. Collective: every rank of the world calls it. Raises UserError for a layout or a model
+    directory that cannot work.
     """
     architecture = read_architecture(recipe.model.directory)
     if ranks:
@@ -156,12 +160,13 @@ def build_learner(recipe: Recipe, ranks: Ranks | None = None) -> Learner:
 
 
 def _reduce_gradients(chunks: list[torch.nn.Module], tokens: Any, **groups: Any) -> None:
-    # num_tokens = None: Megatron would divide by the tokens, and each token's loss already has the denominators.
+    # num_tokens is None, because Megatron would divide by it, and each token's loss already has its denominator.
     finalize_model_grads(chunks, None, **groups)
 
 
 def _states(learner: Learner) -> list[torch.Tensor]:
-    """Moments, and master weights unless they are views of the model's weights, as in float32."""
+    """The optimizer's moments and master weights; the latter not if they are views of the model's weights, as in
+    float32."""
     states = []
     for shard in shards(learner.optimizer):
         weights = {buffer.param_data.untyped_storage().data_ptr() for buffer in shard.buffers}
@@ -176,10 +181,10 @@ def _states(learner: Learner) -> list[torch.Tensor]:
 @dataclass(slots=True)
 class _Slabs:
     free: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
-    """The last slab's unused bytes."""
+    """The bytes of the last host allocation that no tensor uses yet."""
 
     def allocate(self, size: int, pinned: bool) -> Iterator[torch.Tensor]:
-        """Slices of slabs with `size` bytes in total."""
+        """Yield slices of host memory with `size` bytes in total, from allocations of `SLAB` bytes."""
         while size:
             if not len(self.free):
                 self.free = torch.empty(SLAB, dtype=torch.uint8, pin_memory=pinned)
@@ -189,7 +194,10 @@ class _Slabs:
 
 
 def move_to_host(tensors: Iterable[torch.Tensor], keep: bool = True) -> list[HostCopy]:
-    """Empty the storages of `tensors`, each of which fills its storage; without `keep` their values are dropped.
+    """Copy `tensors`, each of which fills its storage, to the host, and free their storages.
+
+    If `keep` is false, nothing is copied, and `copy_back` restores zeros.
+
 
     On CUDA the copies here and in `copy_back` are asynchronous, so the learner reads and packs its first update while
     they run. Synchronise the device before another process takes the memory.
@@ -211,7 +219,7 @@ def move_to_host(tensors: Iterable[torch.Tensor], keep: bool = True) -> list[Hos
 
 
 def copy_back(copies: Iterable[HostCopy]) -> None:
-    """Restore the storages that `move_to_host` emptied."""
+    """Restore the storages that `move_to_host` freed, with their values."""
     for copy in copies:
         copy.tensor.untyped_storage().resize_(copy.bytes)
         device_bytes = _storage_bytes(copy.tensor)
@@ -234,12 +242,13 @@ def _storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def swapped_weights(learner: Learner, directory: Path) -> Iterator[None]:
-    """Temporarily load a checkpoint; afterwards restores the learner's weights bitwise.
+    """Give the learner a checkpoint's weights inside the block; afterwards its own are restored bitwise.
 
-    The learner's weights wait in host memory: no second model on the device, and no communication. Moments, gradients
-    and master weights are not touched. In float32 the master weights are the parameters, so no step and no save may
-    happen inside the block. Adapters are turned off; if the checkpoint is the one they started from, nothing is loaded
-    and they are as at the start. Raises UserError, with the weights restored, for a checkpoint that does not fit.
+    Meanwhile its own weights are in host memory: no second model is on the device, and no rank communicates. Moments,
+    gradients and master weights are not touched. In float32 the master weights are the parameters, so no step and no
+    save may happen inside the block. Adapters are turned off; if `directory` is the model that they were added to,
+    nothing is loaded, and they get their state of the run's start. Raises UserError, with the weights restored, for a
+    checkpoint that does not fit.
     """
     chunks, adapters = learner.models, learner.adapters
     same = adapters is not None and directory == learner.recipe.model.directory

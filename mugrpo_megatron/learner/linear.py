@@ -1,4 +1,4 @@
-"""Megatron's parallel linear layers, whose weight gradient is added to the float32 buffer by its GEMM.
+"""Megatron's parallel linear layers, in which the GEMM of a weight's gradient adds to the float32 gradient buffer.
 
 Megatron has this as `gradient_accumulation_fusion`, with a kernel of apex. Without apex it computes each micro-batch's
 gradient in the weight's type and adds it afterwards: one more rounding, and 12 more bytes of traffic per parameter.
@@ -22,21 +22,21 @@ from mugrpo_megatron.megatron_compat import grouped_mlp
 
 
 class ColumnParallel(ColumnParallelLinear):
-    """W is split by rows; the input's gradient is reduced while W's is computed."""
+    """A linear layer with W split by rows, which sums its input's gradient over ranks while it computes W's."""
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *_: Any, **options: Any) -> torch.Tensor:
         return _product(input, weight, **options)
 
 
 class RowParallel(RowParallelLinear):
-    """W is split by columns; Megatron's `forward` reduces the output."""
+    """A linear layer with W split by columns; Megatron's `forward` sums the output over ranks."""
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *_: Any, **options: Any) -> torch.Tensor:
         return _product(input, weight, **options)
 
 
 class Replicated(torch.nn.Module):
-    """x W^T without a bias; W is replicated on every tensor parallel rank.
+    """A linear layer x W^T without a bias, with the whole W on every tensor parallel rank.
 
     Under sequence parallelism a rank has some rows of x, and Megatron sums the gradients of W over the ranks.
     """
@@ -74,13 +74,16 @@ def _product(
     tp_group: dist.ProcessGroup | None,
     **_: Any,
 ) -> torch.Tensor:
-    """x W^T (+ bias), of the gathered sequence under sequence parallelism; arguments as in Megatron."""
+    """Compute x W^T, plus the bias if there is one; under sequence parallelism x is gathered first.
+
+    The arguments are those of Megatron's `_forward_impl`.
+    """
     output = _Product.apply(input, weight, tp_group, allreduce_dgrad, sequence_parallel)
     return output if bias is None else output + bias
 
 
 class _Product(torch.autograd.Function):
-    """x [..., in] W^T -> [..., out]; in backward W's gradient goes into `W.main_grad`."""
+    """Compute x [..., in] W^T, [..., out]; backward adds W's gradient to `W.main_grad`."""
 
     @staticmethod
     def forward(
@@ -118,8 +121,8 @@ class _Product(torch.autograd.Function):
 
 
 class _PlaceholderGrad(torch.autograd.Function):
-    """Returns the weight unchanged; backward returns a placeholder, since the loss path has already added the gradient
-    to `main_grad`."""
+    """Return the weight unchanged; backward returns a placeholder for its gradient, which the loss path has already
+    added to `main_grad`."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
@@ -149,6 +152,6 @@ def _placeholder_grad(weight: torch.Tensor) -> torch.Tensor | None:
 
 
 def _gathered(x: torch.Tensor, group: dist.ProcessGroup | None, wait: bool = True) -> tuple[torch.Tensor, Any]:
-    """The rows of all ranks, and without `wait` the handle of the collective that is still running."""
+    """Gather the rows of all ranks; returns them and, without `wait`, the handle of the collective that still runs."""
     rows = x.new_empty(x.shape[0] * dist.get_world_size(group), *x.shape[1:])
     return rows, dist.all_gather_into_tensor(rows, x.contiguous(), group=group, async_op=not wait)

@@ -36,10 +36,11 @@ TokenLoss = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
 
 
 def objective_loss(learner: Learner, inputs: LossInputs, statistics: UpdateStatistics | None) -> HiddenLoss:
-    """The objective's loss of a micro-batch; `inputs` are the whole update's, in the order of its samples.
+    """Make the function that computes the objective's loss of a micro-batch.
 
-    Gradients of the output weight go directly into its `main_grad`, times the loss scale that the backward pass gets
-    as its first gradient (1 except in float16).
+    `inputs` are those of the whole update, in the order of its samples. The function adds the gradient of the output
+    weight directly to its `main_grad`, times the loss scale, which is the gradient of the loss that backward starts
+    from (1 except in float16).
     """
     scale = loss_scale(learner.optimizer)
     layout = head_layout(learner, learner.recipe.rollout.temperature)
@@ -50,14 +51,14 @@ def objective_loss(learner: Learner, inputs: LossInputs, statistics: UpdateStati
         weight = model.output_weight()
         # Megatron's DDP sets main_grad on trained parameters only; with adapters the output weight is frozen.
         main_grad = getattr(weight, "main_grad", None) if direct else None
-        # DDP's hook has to be called once for each weight. For a tied weight the embedding's gradient causes that call.
+        # DDP's hook has to be called once for each weight; for a tied weight the gradient of the embedding calls it.
         if main_grad is not None and not model.shares_weight:
             weight = with_placeholder_grad(weight)
         fused = fused_policy_loss(
             states_before_targets(model, hidden, batch),
             weight,
             batch.targets,
-            # Token ids travel packed, log-probabilities per sample: they meet here, by the responses' indices.
+            # The micro-batch has packed token ids; its columns are selected here, by the indices of its responses.
             inputs.select(batch.responses, len(batch.targets)),
             layout,
             support_ids=batch.support_ids,
@@ -77,10 +78,10 @@ def make_loss_inputs(
     advantages: np.ndarray,
     device: torch.device,
 ) -> LossInputs:
-    """The objective's inputs for an update's samples, with all denominators from the whole update.
+    """Make the objective's inputs from the samples of a whole update, whose advantages are `advantages` float [N].
 
-    `longest_response` is `rollout.max_response_tokens`. Tokens outside a loss mask do not exist for the objective:
-    lengths and denominators do not count them.
+    `longest_response` is `rollout.max_response_tokens`. Tokens outside a sample's loss mask are left out: lengths and
+    denominators do not count them.
     """
     lengths = torch.tensor(trained_lengths(samples), device=device)
     rewards, groups = rewards_and_groups(samples)
@@ -92,7 +93,8 @@ def make_loss_inputs(
     # Comparisons with NaN are false, so the veto and the masks would drop these tokens silently.
     if behaviour.isnan().any():
         raise ValueError(
-            "behaviour logprobs hold NaN: the stage was imported without any, so the learner has to compute them"
+            "the behaviour log-probabilities are NaN, because the stage was imported without any; the learner must "
+            'compute them: set rollout.behaviour = "learner"'
         )
     correction = None
     if section.mismatch != "none":
@@ -115,10 +117,13 @@ def make_loss_inputs(
 
 
 def _column(samples: Sequence[Sample], field: str, key: str, device: torch.device) -> torch.Tensor:
-    """The field's logprobs of all trained tokens; ValueError if a sample has none, naming the objective's `key`."""
+    """The log-probabilities [T] in the samples' `field`, of all trained tokens.
+
+    Raises ValueError, which names the objective's `key`, if a sample has none.
+    """
     values = [(sample, getattr(sample, field)) for sample in samples]
     if any(logprobs is None for _, logprobs in values):
-        raise ValueError(f"objective.{key} needs every sample's {field}")
+        raise ValueError(f"objective.{key} needs {field} in every sample, and some samples have none")
     return _flat([sample.trained(logprobs) for sample, logprobs in values], device)
 
 
@@ -127,7 +132,10 @@ def _flat(rows: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
 
 
 def from_token_loss(learner: Learner, token_loss: TokenLoss, temperature: float) -> HiddenLoss:
-    """The loss of any differentiable function of log-probabilities, in 4 GEMMs instead of the fused path's 3."""
+    """Make the function that computes `token_loss`, any differentiable function of log-probabilities, of a micro-batch.
+
+    The output layer then takes 4 GEMMs instead of the fused path's 3.
+    """
 
     def loss(model: PolicyModel, hidden: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs, entropy = logprobs_and_entropy(learner, model, hidden, batch, temperature)
@@ -139,7 +147,7 @@ def from_token_loss(learner: Learner, token_loss: TokenLoss, temperature: float)
 def logprobs_and_entropy(
     learner: Learner, model: PolicyModel, hidden: torch.Tensor, batch: MicroBatch, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability and entropy, float32 [T], of a micro-batch's trained tokens; differentiable.
+    """Compute log-probability (differentiable) and entropy, each float32 [T], of a micro-batch's trained tokens.
 
     Rows of the output weight beyond the vocabulary are padding and take no part in the softmax.
     """
@@ -150,10 +158,10 @@ def logprobs_and_entropy(
 
 
 def states_before_targets(model: PolicyModel, hidden: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    """Hidden states [T, h] that predict the trained tokens, from the last pipeline stage's output [t, 1, h].
+    """Select the hidden states [T, h] that predict the trained tokens from the last pipeline stage's output [t, 1, h].
 
-    t is divided by TP under sequence parallelism. The backward pass sums the gradient over the tensor and context
-    parallel ranks.
+    Under sequence parallelism t is a rank's part of the rows. The backward pass sums the gradient over the tensor and
+    context parallel ranks.
     """
     states = gather_sequence(hidden, model.config.sequence_parallel)
     if batch.packing.split:
@@ -164,7 +172,7 @@ def states_before_targets(model: PolicyModel, hidden: torch.Tensor, batch: Micro
 
 
 def head_layout(learner: Learner, temperature: float) -> HeadLayout:
-    """Sharding and settings of the output layer, for the kernels."""
+    """How the learner's output layer is sharded, and the settings of its logits, as the kernels take them."""
     return HeadLayout(
         vocab_size=learner.architecture.vocab_size,
         temperature=temperature,

@@ -39,10 +39,10 @@ from mugrpo_megatron.weights.table import NORMS
 
 
 def choose_backend(layers: str, device: torch.device) -> BackendSpecProvider:
-    """The backend that `learner.layers` names; `auto` is Transformer Engine on CUDA if it loads, else local.
+    """The provider of layer classes that `learner.layers` names; `auto` is Transformer Engine on CUDA if it loads.
 
-    Raises UserError when Megatron cannot load the Transformer Engine that `layers` asks for (`checks.layouts` has
-    refused before if it is not installed).
+    Raises UserError when Megatron cannot load the Transformer Engine that `layers` asks for. A recipe that asks for one
+    that is not installed does not get here: `checks.layouts` refuses it.
     """
     if layers == "local" or (layers == "auto" and not (device.type == "cuda" and HAVE_TE)):
         return DirectLayers() if device.type == "cuda" else LocalSpecProvider()
@@ -59,7 +59,10 @@ def choose_backend(layers: str, device: torch.device) -> BackendSpecProvider:
 def layer_spec(
     config: TransformerConfig, backend: BackendSpecProvider, architecture: Architecture, layer: int
 ) -> ModuleSpec:
-    """A pre-norm layer; `config.moe_grouped_gemm` selects one grouped GEMM for its experts, if any."""
+    """The specification of a pre-norm layer, whose number `layer` decides on attention and experts.
+
+    With `config.moe_grouped_gemm`, its experts are one grouped GEMM.
+    """
     fused, norm = backend.fuse_layernorm_and_linear(), norm_type(config)
     experts = architecture.experts if layer >= architecture.dense_layers else 0
     latent, linear = architecture.latent, architecture.is_linear(layer)
@@ -69,7 +72,7 @@ def layer_spec(
         attention = delta_spec(architecture.delta, backend)
     else:
         attention = _attention_spec(config, backend)
-    # If use_te_activation_func is set, Megatron takes the activation from the spec, Transformer Engine's or not.
+    # Despite its name, use_te_activation_func lets Megatron take any activation from the specification.
     activation = SwiGLU if config.use_te_activation_func else None
     mlp = mlp_spec(backend, experts or None, config.moe_grouped_gemm, activation)
     return ModuleSpec(
@@ -107,7 +110,7 @@ FLOAT32_TABLES = (64, 128, 256, 512)
 
 
 def table_type(cuda: bool, head_dim: int, params_dtype: torch.dtype) -> torch.dtype:
-    """The type of the rotary tables, as in the engine: float32, or the model's if SGLang rounds to it."""
+    """The type of the rotary tables, the same as in the engine: float32, or the model's type where SGLang takes it."""
     return torch.float32 if cuda and head_dim in FLOAT32_TABLES else params_dtype
 
 
@@ -121,7 +124,7 @@ class PolicyModel(GPTModel):
     def _preprocess(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, *, packed_seq_params: Packing, **_: Any
     ) -> tuple[Any, ...]:
-        """Embed, and give attention the rotation of every row's position, instead of Megatron's table of positions."""
+        """Embed the tokens, and compute the rotation of each row's position, which Megatron would take from a table."""
         angles = torch.outer(position_ids[0].float(), self.frequencies).unsqueeze(1)
         dtype = table_type(angles.is_cuda, 2 * len(self.frequencies), self.config.params_dtype)
         packed_seq_params.rotation = angles.cos().to(dtype), angles.sin().to(dtype)
@@ -129,16 +132,22 @@ class PolicyModel(GPTModel):
         return embedded, None, None, None, None, None
 
     def _postprocess(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
-        """[t, 1, h] on the last pipeline stage too; t is divided by TP under sequence parallelism."""
+        """Return the hidden states [t, 1, h], also on the last pipeline stage, where GPTModel returns logits.
+
+        Under sequence parallelism t is a rank's part of the rows.
+        """
         return hidden_states
 
     @property
     def shares_weight(self) -> bool:
-        """Whether the output weight is this rank's embedding."""
+        """Whether the output weight is tied to the embedding and this rank holds the embedding."""
         return bool(self.share_embeddings_and_output_weights and self.pre_process)
 
     def output_weight(self) -> torch.Tensor:
-        """[padded vocabulary / tp, h] on the last pipeline stage: the embedding if tied and on the same rank."""
+        """The output weight [padded vocabulary / tp, h], on the last pipeline stage.
+
+        It is the embedding's weight if the two are tied and on the same rank.
+        """
         return self.shared_embedding_or_output_weight() if self.shares_weight else self.output_layer.weight
 
 
@@ -223,8 +232,8 @@ FP8: dict[str, dict[str, Any]] = {
     # With a scale for each block, gradients fit into e4m3, whose steps are finer.
     "blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
 }
-"""Megatron's settings of fp8 by name. Scales are of the current tensor, not delayed ones: without a history there is no
-state to checkpoint."""
+"""Megatron's settings for each value of `learner.fp8`. Scales are computed from the current tensor, not from a history
+of earlier ones (delayed scaling), so there is no state to checkpoint."""
 
 
 def transformer_config(
@@ -325,9 +334,9 @@ def _build_chunk(
 
 
 def gather_sequence(hidden: torch.Tensor, sequence_parallel: bool) -> torch.Tensor:
-    """[t (/ tp under sequence parallelism), 1, h] -> [t, h] for the vocabulary-parallel loss path.
+    """Gather the hidden states [t, 1, h], of which sequence parallel ranks hold a part each, to [t, h] on every rank.
 
-    Each rank's gradient covers its vocabulary slice; the backward pass sums them over TP.
+    The loss path gives each rank the gradient of its slice of the vocabulary; the backward pass sums them over TP.
     """
     if sequence_parallel:
         hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)

@@ -1,9 +1,9 @@
 """RMSNorm, SwiGLU and rotary embedding with hand-written backward passes, and the rotary frequencies.
 
-Without a compiler each of them runs as a dozen passes over memory, which on small models cost as much as the matrix
-products. Written by hand they take a few passes, most of them in place; on CUDA the norm is one kernel of torch, and
-SwiGLU and the rotation are kernels of this project. Megatron's own fusions would compile at the first update of every
-rank.
+In plain PyTorch each of them makes a dozen passes over memory, which on small models cost as much as the matrix
+products. Written by hand they make a few passes, most of them in place. On CUDA the norm is one kernel of torch, and
+SwiGLU and the rotation are kernels of this project. Megatron's own fusions are not used, because every rank would
+compile them at its first update.
 
 Megatron's rotary classes hard-code llama3's band edges and read YaRN's numbers from undeclared config attributes, so
 the frequencies are computed here from the checkpoint's numbers, and the model takes them as a buffer. Equations:
@@ -43,7 +43,7 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., hidden] -> the same shape and dtype."""
+        """Normalise x [..., hidden]; the result has its shape and dtype."""
         # Torch's CUDA kernel is one kernel for forward and one for backward; on CPU it is made of single operations.
         if x.is_cuda and not self.centre:
             return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
@@ -51,7 +51,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class ZeroCentredRMSNorm(RMSNorm):
-    """RMSNorm whose weight is stored minus one, and multiplied in float32 (Gemma, Qwen3.5)."""
+    """RMSNorm that multiplies by 1 + its weight, in float32 (Gemma, Qwen3.5)."""
 
     centre = 1.0
 
@@ -85,7 +85,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class SwiGLU(MegatronModule):
-    """silu(gate) * up of [..., 2 f] = [gate, up] (arXiv 2002.05202); saves only its input for backward."""
+    """The activation silu(gate) * up of [..., 2 f] = [gate, up] (arXiv 2002.05202); backward needs only its input."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
@@ -122,8 +122,10 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool = False) -> torch.Tensor:
-    """Rotate as `rotate_` does, but into new memory; `inverse` rotates back. On CUDA one kernel, one rounding for
-    tables of any type."""
+    """Rotate as `rotate_` does, but into new memory; `inverse` rotates back.
+
+    On CUDA it is one kernel, which computes in float32 and rounds once whatever the type of the tables.
+    """
     if x.is_cuda:
         from mugrpo_megatron.kernels import triton_ops
 
@@ -147,12 +149,12 @@ def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 def frequencies(rope: Rope) -> torch.Tensor:
-    """float32 [head_dim / 2] radians per token."""
+    """The rotary frequencies, float32 [rotated dimensions / 2], in radians per token."""
     return KINDS[rope.kind](rope.base, rope.dim, *rope.settings)
 
 
 def plain(base: float, dim: int) -> torch.Tensor:
-    """float32 [dim / 2]: base^(-2i/dim)."""
+    """The frequencies without scaling, float32 [dim / 2]: base^(-2i/dim)."""
     return 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
 
 
@@ -161,7 +163,10 @@ def linear(base: float, dim: int, factor: float) -> torch.Tensor:
 
 
 def llama3(base: float, dim: int, factor: float, low: float, high: float, original: int) -> torch.Tensor:
-    """Divides low frequencies by `factor`, keeps high ones, blends between wavelengths `original`/high and /low."""
+    """The frequencies of Llama 3: low ones are divided by `factor`, high ones kept.
+
+    Those with wavelengths between `original` / `high` and `original` / `low` tokens are blended.
+    """
     unscaled = plain(base, dim)
     wavelengths = 2 * math.pi / unscaled
     slowed = torch.where(wavelengths > original / low, unscaled / factor, unscaled)
@@ -174,7 +179,10 @@ def llama3(base: float, dim: int, factor: float, low: float, high: float, origin
 def yarn(
     base: float, dim: int, factor: float, beta_fast: float, beta_slow: float, original: int, truncate: bool
 ) -> torch.Tensor:
-    """Divides by `factor` below `beta_slow` rotations over the original context, ramps to 1 at `beta_fast`."""
+    """The frequencies of YaRN: divided by `factor` if they turn fewer than `beta_slow` times over the original context.
+
+    Those with more than `beta_fast` turns are kept, and a ramp leads from one to the other.
+    """
 
     def pair_at(rotations: float) -> float:
         return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))

@@ -31,11 +31,11 @@ class Step:
 
 
 INITIAL_SCALE = 2.0**16
-"""First loss scale of a float16 run; halved at an overflow and doubled after 1,000 steps without one."""
+"""The loss scale at the start of a float16 run. An overflow halves it, and 1,000 steps without one double it."""
 
 
 def build_optimizer(section: OptimizerSection, dtype: str, chunks: list[DistributedDataParallel]) -> MegatronOptimizer:
-    """Megatron's optimizer over the chunks' parameters; call it after the weights are loaded (it copies them)."""
+    """Make Megatron's optimizer of the chunks' parameters, whose weights must be loaded before: it copies them."""
     config = OptimizerConfig(
         optimizer="adam",
         lr=section.lr,
@@ -85,7 +85,7 @@ def scaler_state(optimizer: MegatronOptimizer) -> dict[str, float]:
 
 
 def set_scaler_state(optimizer: MegatronOptimizer, state: dict[str, float]) -> None:
-    """Load a state of `scaler_state`; does nothing without a scaler or without a state."""
+    """Load what `scaler_state` returned; does nothing without a scaler or with an empty state."""
     scaler = shards(optimizer)[0].grad_scaler
     if scaler is not None and state:
         trackers = {name: int(value) for name, value in state.items() if name != "scale"}
@@ -107,8 +107,8 @@ def set_steps(optimizer: MegatronOptimizer, steps: int) -> None:
 
 
 def shards(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
-    """The distributed optimizers inside: a single one, or one for dense and one for expert parameters if both are
-    trained."""
+    """The distributed optimizers inside `optimizer`: one for dense and one for expert parameters, if both are trained,
+    else a single one."""
     chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     return [shard for shard in chained if not shard.is_stub_optimizer]
 
@@ -119,9 +119,10 @@ def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer
 
 
 def learning_rate(section: OptimizerSection, update: int, total: int, stage_progress: float = 0.0) -> float:
-    """Learning rate of update number `update` (from 0) of `total`: linear warm-up, then the section's decay.
+    """The learning rate of update number `update` (from 0) of `total`: a linear warm-up, then the section's decay.
 
-    A decay over each stage starts from `lr`; `stage_progress` is the fraction of the stage's updates that are taken.
+    With `decay_over = "stage"`, each stage starts at `lr` again; `stage_progress` is the fraction of the stage's
+    updates that are taken.
     """
     if update < section.warmup_updates:
         return section.lr * (update + 1) / section.warmup_updates
@@ -135,13 +136,13 @@ def learning_rate(section: OptimizerSection, update: int, total: int, stage_prog
 
 @torch.no_grad()
 def take_step(optimizer: MegatronOptimizer, lr: float, clip: float) -> Step:
-    """One AdamW step on the reduced gradients, clipped to a global norm of `clip`.
+    """Take one AdamW step with the reduced gradients, clipped to a global norm of `clip`.
 
-    A non-finite norm skips the step and leaves weights and moments as they are: one bad gradient would corrupt both
-    permanently. The norm is the same on all ranks, so all of them skip together.
+    If the norm is not finite, the step is skipped, and weights and moments stay as they are: one bad gradient would
+    corrupt both permanently. The norm is the same on all ranks, so all of them skip together.
 
-    In float16 a non-finite gradient halves the loss scale first (Megatron's scaler). That is an overflow, not a bad
-    gradient, unless the scale was at its smallest already.
+    In float16, a non-finite gradient also halves the loss scale (Megatron's scaler). It counts as an overflow, not as a
+    bad gradient, unless the scale was at its smallest already.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -176,9 +177,9 @@ def writers(sizes: Sequence[int], ranks: int) -> list[int]:
 
 
 def assign_writers(optimizer: DistributedOptimizer, model: list[dict[str, Any]]) -> None:
-    """Make the `writers` of the optimizer's parameters their main replicas in `model` (sharded state dicts)."""
-    # Megatron's main replica is the first data parallel rank, which would write everything alone. replica_id is
-    # (pipeline, tensor, data parallel rank), 0 in each for the main one; the last is counted from the writer.
+    """Mark, in the sharded state dicts `model`, the rank that writes each of the optimizer's parameters (`writers`)."""
+    # Megatron lets the main replica write: the one whose replica_id, (pipeline, tensor, data parallel rank), is all 0.
+    # So the first data parallel rank would write everything. Here the last number is counted from the writer.
     group = optimizer.data_parallel_group
     parameters = list(_sharded_parameters(optimizer, model))
     ranks = writers([parameter.numel() for parameter, _ in parameters], group.size())
@@ -187,7 +188,7 @@ def assign_writers(optimizer: DistributedOptimizer, model: list[dict[str, Any]])
 
 
 def gather_states(optimizer: DistributedOptimizer, model: list[dict[str, Any]]) -> list[Any]:
-    """Full float32 states of the parameters that this rank writes, on the host, sharded as `model` shards them.
+    """Gather the whole float32 states of the parameters that this rank writes, on the host, sharded as in `model`.
 
     Collective over the data parallel group, whose ranks each hold a slice of every parameter's states. `model` comes
     from `assign_writers`; parameters that another group of ranks stores are skipped.
@@ -254,7 +255,10 @@ def _local_slice(
 
 
 def _main_parameters(optimizer: DistributedOptimizer) -> dict[torch.nn.Parameter, torch.Tensor]:
-    """The float32 slice that AdamW steps, by the model's parameter, of parameters with a slice on this rank."""
+    """This rank's float32 slices of master weights, which AdamW changes, by the model's parameter.
+
+    Parameters without a slice on this rank are left out.
+    """
     # Megatron's index counts in the model's order, but its lists begin with float32 parameters (distrib_optimizer.py).
     return {
         parameter: main
@@ -268,7 +272,7 @@ def _main_parameters(optimizer: DistributedOptimizer) -> dict[torch.nn.Parameter
 
 
 def _sharded_like(sharded: Any, name: str, data: torch.Tensor) -> Any:
-    """`data` as a sharded tensor with the layout of the parameter and the key of the state."""
+    """A sharded tensor with the values `data`, the layout of the parameter `sharded` and its state's key, by `name`."""
     changes: dict[str, Any] = {"key": f"optimizer.{name}.{sharded.key}", "data": data}
     if isinstance(sharded, ShardedTensor):
         changes["dtype"] = data.dtype

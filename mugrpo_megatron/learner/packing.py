@@ -1,6 +1,6 @@
-"""Pack an update's sequences into micro-batches of equal length, balanced over the data parallel ranks.
+"""Packs an update's sequences into micro-batches of equal length, balanced over the data parallel ranks.
 
-Every rank computes the same plan for the whole update from the lengths and takes its own share, without communication.
+Every rank computes the same plan of the whole update from the lengths and takes its own share, without communication.
 All micro-batches of an update have one length on all ranks, so pipeline stages exchange tensors of one shape.
 """
 
@@ -28,7 +28,7 @@ class TokenSequence:
     prompt: int
     """Number of leading tokens without a loss; at least 1."""
     routes: Routes | None = None
-    """The experts of every token except the last; with None the routers choose."""
+    """The experts to replay for every token except the last; with None the routers choose them."""
     mask: np.ndarray | None = None
     """bool [n - prompt]: the tokens after the prompt that have a loss; None if all have one."""
     support_ids: np.ndarray | None = None
@@ -57,10 +57,10 @@ class PackingPlan:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One packed row, with its T trained tokens of n sequences in the order of `indices`.
+    """One packed row: n sequences one after another, with T trained tokens in all.
 
-    Under context parallelism `ids` and `positions` are this rank's rows of it, and the trained tokens belong to the
-    sequences whose loss this rank computes.
+    Under context parallelism `ids` and `positions` are this rank's part of the row; the n sequences and their trained
+    tokens are those whose loss this rank computes.
     """
 
     indices: list[int]
@@ -68,10 +68,10 @@ class MicroBatch:
     ids: torch.Tensor
     """int64 [1, length / cp]: token ids."""
     positions: torch.Tensor
-    """int64 [1, length / cp]: from 0 in every sequence."""
+    """int64 [1, length / cp]: the position of each token in its sequence, from 0."""
     packing: Packing
     rows: torch.Tensor
-    """int64 [T]: row, in the gathered rows of all ranks, whose hidden state predicts each trained token."""
+    """int64 [T]: the row whose hidden state predicts each trained token, after the context parallel gather."""
     targets: torch.Tensor
     """int64 [T]: the trained tokens."""
     lengths: torch.Tensor
@@ -85,7 +85,7 @@ class MicroBatch:
 
 
 def sequence_of(sample: Sample, masked: bool = False) -> TokenSequence:
-    """A sample as a sequence whose trained tokens are the response, or if `masked` its tokens inside the loss mask."""
+    """Make the sequence of a sample. Its trained tokens are the response or, if `masked`, those in the loss mask."""
     ids = np.concatenate([sample.prompt_ids, sample.response_ids])
     support_ids, mask = sample.support_ids, sample.loss_mask if masked else None
     support_ids = support_ids if support_ids is None or mask is None else support_ids[mask]
@@ -137,9 +137,10 @@ def pack(
     cp_rank: int = 0,
     cp_size: int = 1,
 ) -> MicroBatch:
-    """The packed row of the sequences at `indices`, filled up to `length` with padding segments no longer than them.
+    """Pack the sequences at `indices` into a row of `length` tokens, filled up with padding segments.
 
-    With context parallelism, only the rows of rank `cp_rank` of `cp_size`; `length` is a multiple of 2 `cp_size`.
+    No padding segment is longer than the longest sequence. Under context parallelism the result has only the rows of
+    rank `cp_rank` of `cp_size`, and `length` is a multiple of 2 `cp_size`.
     """
     chosen = [sequences[i] for i in indices]
     lengths = np.array([len(s.ids) for s in chosen], dtype=np.int64)
@@ -176,14 +177,17 @@ def _support_ids(sequences: list[TokenSequence], device: torch.device) -> torch.
     if not support_rows:
         return None
     if len(support_rows) < len(sequences):
-        raise ValueError("some responses of an update have support ids and others have none")
+        raise ValueError(
+            "some responses of an update have support ids and others have none: they were sampled with different "
+            "rollout.top_k or rollout.top_p"
+        )
     width = max(rows.shape[1] for rows in support_rows)
     padded = [np.pad(rows, ((0, 0), (0, width - rows.shape[1])), constant_values=-1) for rows in support_rows]
     return torch.from_numpy(np.concatenate(padded).astype(np.int64)).to(device)
 
 
 def _padding_lengths(rest: int, longest: int) -> np.ndarray:
-    """Lengths of segments of at most `longest` with `rest` tokens in total."""
+    """The lengths of padding segments of at most `longest` tokens each, `rest` tokens in total."""
     # One long padding segment would dominate the cost of attention, which is quadratic.
     count, remainder = divmod(rest, longest)
     return np.array([longest] * count + [remainder] * (remainder > 0), dtype=np.int64)

@@ -28,7 +28,7 @@ Read = Callable[[PolicyModel, torch.Tensor, MicroBatch], torch.Tensor]
 
 
 def plan_update(learner: Learner, sequences: Sequence[TokenSequence]) -> PackingPlan:
-    """The packing plan of an update; the same on every rank and for every pass over the same sequences."""
+    """Plan the micro-batches of an update; the plan is the same on every rank and in every pass over the sequences."""
     ranks, recipe = learner.ranks, learner.recipe
     lengths = [len(s.ids) for s in sequences]
     lanes = learner.lanes if sum(lengths) >= LANES_FROM * ranks.dp_size else 1
@@ -45,7 +45,10 @@ def plan_update(learner: Learner, sequences: Sequence[TokenSequence]) -> Packing
 
 
 def row_multiple(fp8: str, ranks: Ranks) -> int:
-    """Divisor of a packed row's tokens: equal shards for the ranks, each of complete blocks in fp8."""
+    """The number that the tokens of a packed row must be a multiple of.
+
+    Every rank then gets an equal shard of the row, and in fp8 each shard has whole blocks.
+    """
     shards = ranks.tp_size * (2 * ranks.cp_size if ranks.cp_size > 1 else 1)
     return shards * FP8_MULTIPLE[fp8]
 
@@ -53,7 +56,7 @@ def row_multiple(fp8: str, ranks: Ranks) -> int:
 def pack_local(
     learner: Learner, sequences: Sequence[TokenSequence], plan: PackingPlan, record_routes: bool = False
 ) -> list[MicroBatch]:
-    """The micro-batches of this rank's data parallel share, on its device.
+    """Pack this rank's data parallel share of the sequences into micro-batches, on its device.
 
     They replay the sequences' routes, if they have any; with `record_routes` the routers choose, and each micro-batch's
     `Routing.recorded` keeps their choices.
@@ -72,7 +75,7 @@ def pack_local(
 def _routing(
     learner: Learner, sequences: Sequence[TokenSequence], indices: list[int], length: int, record: bool
 ) -> Routing:
-    """The routing of the packed row of the sequences at `indices`."""
+    """The experts that the packed row of the sequences at `indices` replays or records."""
     lengths = np.array([len(sequence.ids) for sequence in sequences])
     starts, rows = np.cumsum(lengths - 1) - (lengths - 1), np.cumsum(lengths[indices]) - lengths[indices]
     packed = [(int(row), len(sequences[i].ids), sequences[i].routes) for row, i in zip(rows, indices, strict=True)]
@@ -81,10 +84,10 @@ def _routing(
 
 
 def forward_backward(learner: Learner, batches: list[MicroBatch], loss: HiddenLoss) -> list[torch.Tensor]:
-    """Accumulate an update's gradients; returns each micro-batch's `logprobs_and_entropies` on the last pipeline stage.
+    """Accumulate an update's gradients: those of the sum of the losses over micro-batches and data parallel ranks.
 
-    Other pipeline stages return []. The gradients are of the sum of the losses over micro-batches and data parallel
-    ranks.
+    Returns what `loss` returns beside the loss (for an objective, log-probabilities and entropies, float32 [2, T]) for
+    each micro-batch on the last pipeline stage, and [] on others.
     """
     for chunk in learner.chunks:
         chunk.zero_grad_buffer()
@@ -93,10 +96,10 @@ def forward_backward(learner: Learner, batches: list[MicroBatch], loss: HiddenLo
 
 
 def logprobs_and_entropies(learner: Learner, batches: list[MicroBatch], temperature: float) -> list[torch.Tensor]:
-    """Log-probability and entropy, float32 [2, T], of each micro-batch's trained tokens; [] except on the last pipeline
-    stage.
+    """Compute log-probability and entropy, float32 [2, T], of each micro-batch's trained tokens, without gradients.
 
-    Bitwise equal to the results of `forward_backward` on the same micro-batches and weights.
+    They are bitwise equal to those of `forward_backward` on the same micro-batches and weights. All pipeline stages but
+    the last return [].
     """
 
     def read(model: PolicyModel, hidden: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
@@ -106,7 +109,10 @@ def logprobs_and_entropies(learner: Learner, batches: list[MicroBatch], temperat
 
 
 def forward_only(learner: Learner, batches: list[MicroBatch], read: Read) -> list[torch.Tensor]:
-    """Results of `read` on each micro-batch's hidden states; [] except on the last pipeline stage; no gradients."""
+    """Run the model forward, without gradients, and return what `read` makes of each micro-batch's hidden states.
+
+    All pipeline stages but the last return [].
+    """
 
     def without_loss(model: PolicyModel, hidden: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         return hidden.new_zeros(()), read(model, hidden, batch)
@@ -118,7 +124,10 @@ def forward_only(learner: Learner, batches: list[MicroBatch], read: Read) -> lis
 def gather_tokens(
     learner: Learner, sequences: Sequence[TokenSequence], batches: list[MicroBatch], values: list[torch.Tensor], k: int
 ) -> torch.Tensor:
-    """float32 [k, T] on every rank: the micro-batches' `values` of all trained tokens, in the order of `sequences`."""
+    """Gather the micro-batches' `values`, k for each trained token, from all ranks.
+
+    Returns float32 [k, T] on every rank, for the update's T trained tokens in the order of `sequences`. Collective.
+    """
     device = learner.ranks.device
     lengths = torch.tensor([s.trained for s in sequences], device=device)
     starts = (lengths.cumsum(0) - lengths).tolist()

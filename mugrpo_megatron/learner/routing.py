@@ -1,4 +1,4 @@
-"""Routing replay: the routers of a mixture of experts choose the experts that were chosen before.
+"""Routing replay: the routers of a mixture of experts take the experts that were chosen for a token before.
 
 A router's choice is discrete. After a few updates, or in an engine that rounds differently, it chooses another expert
 for some tokens, and their log-probabilities jump (arXiv 2510.11370). With replay the choice is an input, like the token
@@ -27,7 +27,7 @@ from mugrpo_megatron.samples import Routes, expert_type
 
 
 class LayerRoutes(RouterReplay):
-    """Replay of the experts of one layer's router, which also computes the router's own choice."""
+    """Gives one layer's router the experts to take, and computes the router's own choice beside them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,8 +42,10 @@ class LayerRoutes(RouterReplay):
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the scores [t, k] and the indices [t, k] of the experts to use; `get_recorded_indices` then returns
-        the router's own choice."""
+        """Return the scores [t, k] and the indices [t, k] of the experts to use.
+
+        `get_recorded_indices` then returns the router's own choice.
+        """
         arguments = topk, num_groups, group_topk
         action = self.router_replay_action
         if action in (RouterReplayAction.RECORD, RouterReplayAction.REPLAY_FORWARD):
@@ -64,21 +66,22 @@ class LayerRoutes(RouterReplay):
 
 @dataclass(frozen=True)
 class Routing:
-    """Routes of this rank's rows of a micro-batch, to replay or to record."""
+    """The experts of this rank's rows of a micro-batch, to replay or to record."""
 
     indices: torch.Tensor
-    """int64 [t]: each row's index in the update's T tokens with routes; -1 for rows that get experts round robin."""
+    """int64 [t]: where each row's token stands among all tokens of the update that predict one; -1 for rows that
+    predict nothing, which get experts round robin."""
     experts: Mapping[int, torch.Tensor]
     """Number of a layer of this rank -> uint8 or uint16 [t, k], on the host: the routes to replay."""
     record: bool
-    """Whether the routers choose for the rows with an index, and their choice is recorded."""
+    """Whether the routers choose experts for the rows with an index, and `recorded` keeps them; else they replay."""
     recorded: dict[int, torch.Tensor] = field(default_factory=dict)
     """Layer -> uint8 or uint16 [t, k], on the host: the recorded routes."""
     flips: dict[int, torch.Tensor] = field(default_factory=dict)
     """Layer -> bool [t]: whether the router's choice differs from the replayed set of experts."""
 
     def begin(self, chunk: torch.nn.Module) -> None:
-        """Set the routers' routes, before the forward pass of a chunk."""
+        """Give a chunk's routers their experts, before its forward pass."""
         action = RouterReplayAction.RECORD if self.record else RouterReplayAction.REPLAY_FORWARD
         for layer, routes in layers_of(chunk).items():
             # Converted on the host: torch has few operations on uint16.
@@ -87,8 +90,10 @@ class Routing:
             routes.set_router_replay_action(action)
 
     def end(self, chunk: torch.nn.Module, recomputes: bool) -> None:
-        """Collect the routers' choices after the forward pass; with `recomputes` the backward pass runs the layers, and
-        with them the replay, once more."""
+        """Collect the routers' own choices after a chunk's forward pass.
+
+        With `recomputes`, the backward pass will run the layers once more, so the routers keep the experts to replay.
+        """
         for layer, routes in layers_of(chunk).items():
             router_choice, target = routes.get_recorded_indices(), routes.target_topk_idx
             assert router_choice is not None
@@ -115,7 +120,7 @@ def install(chunks: Sequence[DistributedDataParallel]) -> None:
 
 
 def clear(chunks: Sequence[torch.nn.Module]) -> None:
-    """Let the routers choose again, after the last micro-batch."""
+    """Take the replay off the routers after the last micro-batch, so that they choose again."""
     for chunk in chunks:
         for routes in layers_of(chunk).values():
             routes.clear_indices()
@@ -123,7 +128,7 @@ def clear(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def layers_of(chunk: torch.nn.Module) -> dict[int, LayerRoutes]:
-    """The replays of a chunk's routers by number of their layer in the whole model, from 0."""
+    """The `LayerRoutes` of a chunk's routers, by the number of their layer in the whole model, from 0."""
     return {layer: router.router_replay for layer, router in routers(chunk).items()}
 
 
@@ -142,14 +147,14 @@ def make_routing(
     ranks: Ranks,
     record: bool,
 ) -> Routing:
-    """The routing of a packed row of `length`, for this rank's `layers` and rows.
+    """Make the `Routing` of a packed row of `length` tokens, for this rank's `layers` and rows.
 
-    Reads the routes of these layers and sequences only, and none with `record`.
+    Reads the routes of these layers and sequences only; with `record` it reads none.
 
     Args:
         packed: first row, number of tokens and routes of each sequence in the row.
-        starts: index of each sequence's first token in the update's tokens with routes.
-        size: number of experts of a layer, and of those chosen for a token.
+        starts: where each sequence's first token stands among all tokens of the update that predict one.
+        size: the number of experts in a layer, and the number of them that a token is sent to.
     """
     total, chosen = size
     indices = np.full(length, -1, dtype=np.int64)
@@ -160,7 +165,10 @@ def make_routing(
         indices[row : row + tokens - 1] = np.arange(start, start + tokens - 1)
         if not record:
             if routes is None:
-                raise ValueError("some sequences of an update have routes to replay and others have none")
+                raise ValueError(
+                    "some sequences of an update have recorded experts to replay and others have none; record the "
+                    'experts of the whole stage, or set learner.routing_replay = "off"'
+                )
             experts[:, row : row + tokens - 1] = routes.read(layers)
     local = local_rows(length, ranks.cp, ranks.cp_size).reshape(ranks.tp_size, -1)[ranks.tp]
     return Routing(
@@ -171,9 +179,10 @@ def make_routing(
 
 
 def gather_flips(routings: Sequence[Routing], tokens: int, layers: int, ranks: Ranks) -> dict[str, float]:
-    """Fractions of an update's `tokens`, and of its choices in all `layers` with routers, that differ from the replay.
+    """Count how often the routers' own choice differs from the replayed experts; returns two metrics, on every rank.
 
-    Collective; the same on every rank, though each holds other rows or layers.
+    `routes_flipped_tokens` is the fraction of the update's `tokens` with a difference in some layer, `routes_flipped`
+    the fraction of all choices, over the `layers` that have routers. Collective.
     """
     table = torch.zeros(tokens, dtype=torch.int32, device=ranks.device)
     for routing in routings:
@@ -191,7 +200,10 @@ def gather_flips(routings: Sequence[Routing], tokens: int, layers: int, ranks: R
 def gather_routes(
     routings: Sequence[Routing], tokens: int, layers: int, size: tuple[int, int], ranks: Ranks
 ) -> Iterator[np.ndarray]:
-    """The recorded routes of an update, layer by layer: uint8 or uint16 [T, k] on every rank. Collective."""
+    """Gather the recorded experts of an update, layer by layer; yields uint8 or uint16 [T, k] on every rank.
+
+    Collective, at every layer.
+    """
     total, chosen = size
     for layer in range(layers):
         table = np.zeros((tokens, chosen), dtype=expert_type(total))

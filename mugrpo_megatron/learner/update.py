@@ -35,9 +35,10 @@ def update(
     """Take one optimizer update on `samples` with `advantages` float [N].
 
     `stage_progress` is the fraction of the stage's updates that are taken, for a learning rate that falls with it.
-    Collective: every rank passes the whole update and trains on its own share. Returns, on every rank, the objective's
-    metrics over the whole update under the weights before the step, and `grad_norm` (before clipping), `lr`, `tokens`
-    (trained), `packed_efficiency`, `skipped` (1 when a non-finite gradient left the weights as they were), `seconds`.
+    Collective: every rank passes the whole update and trains on its own share. Returns the update's metrics on every
+    rank: those of the objective over the whole update, under the weights before the step, and `grad_norm` (before
+    clipping), `lr`, `tokens` (trained), `packed_efficiency`, `skipped` (1 when a non-finite gradient left the weights
+    as they were), `seconds`.
     """
     started, recipe = time.perf_counter(), learner.recipe
     with named_phase(learner.ranks, f"update {learner.updates_done}"):
@@ -74,7 +75,7 @@ def update(
 
 
 def _from_rank_0(learner: Learner, advantages: np.ndarray) -> np.ndarray:
-    """The advantages float32 [N] of rank 0, on every rank."""
+    """Send the advantages float32 [N] of rank 0 to every rank."""
     if learner.ranks.world == 1:
         return advantages
     # A user's function may draw random numbers, and tensor parallel ranks with different losses would drift apart.
@@ -98,18 +99,18 @@ def _sequences(learner: Learner, samples: Sequence[Sample]) -> list[TokenSequenc
 
 
 def optimize(learner: Learner, sequences: Sequence[TokenSequence], token_loss: TokenLoss) -> Step:
-    """One optimizer update on any token loss at temperature 1, for supervised learning. Collective."""
+    """Take one optimizer update with any token loss at temperature 1, for supervised learning. Collective."""
     batches = pack_local(learner, sequences, plan_update(learner, sequences))
     forward_backward(learner, batches, from_token_loss(learner, token_loss, temperature=1.0))
     return _step(learner)
 
 
 def token_logprobs(learner: Learner, samples: Sequence[Sample], temperature: float | None = None) -> list[np.ndarray]:
-    """Log-probabilities float32 [R] of every response under the current weights, by default at the rollout's
-    temperature.
+    """Compute the log-probabilities float32 [R] of every response under the current weights.
 
-    Collective; every rank gets all. Packs `samples` as `update` does: for the samples of one update the values are
-    bitwise equal to `update`'s, so its importance ratios are exactly 1. Tokens outside a loss mask get 0.
+    `temperature` is by default the rollout's. Collective; every rank gets all responses. `samples` are packed as in
+    `update`: for the samples of one update the values are bitwise equal to `update`'s, so its importance ratios are
+    exactly 1. Tokens outside a loss mask get 0.
     """
     return _logprobs(learner, samples, temperature=temperature)[0]
 
@@ -117,7 +118,7 @@ def token_logprobs(learner: Learner, samples: Sequence[Sample], temperature: flo
 def _logprobs(
     learner: Learner, samples: Sequence[Sample], record_routes: bool = False, temperature: float | None = None
 ) -> tuple[list[np.ndarray], list[TokenSequence], list[MicroBatch]]:
-    """Log-probabilities as of `token_logprobs`, with the sequences and micro-batches of the pass."""
+    """Compute log-probabilities as `token_logprobs` does; returns also the sequences and micro-batches of the pass."""
     with named_phase(learner.ranks, "learner log-probabilities"):
         sequences = _sequences(learner, samples)
         batches = pack_local(learner, sequences, plan_update(learner, sequences), record_routes)
@@ -129,7 +130,7 @@ def _logprobs(
 
 
 def record_routes(learner: Learner, samples: Sequence[Sample]) -> tuple[list[np.ndarray], Iterator[np.ndarray]]:
-    """Log-probabilities as of `token_logprobs`, and the experts that the routers chose in that pass, layer by layer.
+    """Compute log-probabilities as `token_logprobs` does; returns also the experts that the routers chose, by layer.
 
     The iterator yields one array per layer: uint8 or uint16 [T, k], in the order of the samples, without the last token
     of each. Collective, every layer of the iterator too. A pass that replays these routes gives the same values
@@ -142,8 +143,10 @@ def record_routes(learner: Learner, samples: Sequence[Sample]) -> tuple[list[np.
 
 
 def _flips(learner: Learner, sequences: Sequence[TokenSequence], batches: list[MicroBatch]) -> dict[str, float]:
-    """Fractions of the tokens, and of the choices, for which the routers now choose other experts than the replayed
-    ones; empty without replay."""
+    """The metrics of `gather_flips`: how often the routers would now choose other experts than the replayed ones.
+
+    Empty without replay.
+    """
     if not any(sequence.routes for sequence in sequences):
         return {}
     routings = [batch.routing for batch in batches if batch.routing]
@@ -159,7 +162,7 @@ def _routed_tokens(sequences: Sequence[TokenSequence]) -> int:
 def _statistics(
     learner: Learner, inputs: LossInputs, sequences: list[TokenSequence], batches: list[MicroBatch]
 ) -> UpdateStatistics | None:
-    """Statistics of the whole update, from a forward pass; None if the objective needs none."""
+    """Compute the statistics of the whole update in a forward pass; None if the objective needs none."""
     if not inputs.config.needs_statistics:
         return None
     # M2PO's bound is of all tokens of the update, and micro-batches are trained before the last of them is seen.
@@ -169,7 +172,7 @@ def _statistics(
 
 
 def _step(learner: Learner, stage_progress: float = 0.0) -> Step:
-    """One optimizer step at the schedule's learning rate."""
+    """Take one optimizer step at the learning rate of this update, and count it."""
     section, total = learner.recipe.optimizer, learner.recipe.schedule.total_updates
     rate = learning_rate(section, learner.updates_done, total, stage_progress)
     step = take_step(learner.optimizer, rate, section.clip_grad)

@@ -23,8 +23,8 @@ class Rope:
     attention_factor: float = 1.0
     """Factor that cos and sin are multiplied by (YaRN)."""
     score_factor: float = 1.0
-    """Factor that the scores of latent attention are multiplied by (YaRN): its cos and sin rotate only some dimensions
-    of a head."""
+    """The factor of the scores of latent attention is the square of this number (YaRN). Latent attention needs it
+    because cos and sin reach only some dimensions of a head."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Latent:
     """Sizes of multi-head latent attention (arXiv 2405.04434, section 2.1)."""
 
     query: int
-    """Rank of the queries' projection; 0 if queries have no latent."""
+    """Size of the latent that queries are projected through; 0 if they have none."""
     key_value: int
-    """Rank of the keys' and values' projection, which an engine caches."""
+    """Size of the latent that keys and values are projected through; an engine caches it."""
     plain: int
     """Dimensions of a query's and a key's head that are not rotated."""
     rotary: int
@@ -49,7 +49,7 @@ class Latent:
 
     @property
     def cached(self) -> int:
-        """Count of numbers that an engine caches for a token in a layer."""
+        """How many numbers an engine caches for a token in a layer."""
         return self.key_value + self.rotary
 
 
@@ -85,13 +85,15 @@ class Delta:
 
     @property
     def state(self) -> int:
-        """Float32 numbers of a sequence's state in one layer."""
+        """How many float32 numbers the state of a sequence has in one layer."""
         return self.value_heads * self.key * self.value
 
 
 def stage_layers(layers: int, stages: int) -> list[int]:
-    """Number of layers of each pipeline stage, in order; the first stages have one more if the number does not
-    divide."""
+    """The number of layers of each pipeline stage, in order.
+
+    If `stages` does not divide `layers`, the first stages have one more than the others.
+    """
     # The first stages get the additional layers, because the last stage also has the output layer and the loss.
     base, remainder = divmod(layers, stages)
     return [base + (stage < remainder) for stage in range(stages)]
@@ -99,7 +101,7 @@ def stage_layers(layers: int, stages: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model's shape: enough to build it in Megatron and to name every tensor of its Hugging Face checkpoint."""
+    """A model without its weights: what it takes to build it in Megatron and to name the tensors of its checkpoint."""
 
     family: str
     """`model_type` of the config."""
@@ -114,13 +116,13 @@ class Architecture:
     delta: Delta | None = None
     """Sizes of gated delta networks; None if every layer has attention."""
     unread: tuple[str, ...] = field(default=(), compare=False)
-    """Fields of the config that neither transformers' class of this model nor SGLang's reads: they change nothing."""
+    """Fields of the config that change nothing: neither transformers' class of this model nor SGLang's reads them."""
     remarks: tuple[str, ...] = field(default=(), compare=False)
     """Remarks about fields that transformers and SGLang read differently."""
 
     @property
     def summary(self) -> str:
-        """Family and size in a line."""
+        """One line of text with the model's family and size."""
         experts = f", {self.experts} experts" if self.experts else ""
         return f"model: {self.family}, {self.layers} layers, hidden size {self.letters['H']}{experts}"
 
@@ -158,7 +160,7 @@ class Architecture:
         return pattern.count(0) if self.experts else self.layers
 
     def has_row(self, row: Row, layer: int) -> bool:
-        """Whether the layer has the parameter of this row."""
+        """Whether the layer of this number has the parameter that `row` describes."""
         if row.layers in ("linear", "full"):
             return (row.layers == "linear") == self.is_linear(layer)
         return row.layers == "all" or (row.layers == "dense") == (layer < self.dense_layers)
@@ -178,7 +180,7 @@ class Architecture:
 
     @cached_property
     def letters(self) -> dict[str, int]:
-        """Sizes for the letters in a row's shapes."""
+        """The size that each letter in a `Row`'s shapes stands for (`weights.blocks` lists the letters)."""
         head_dim, heads = self.transformer["kv_channels"], self.transformer["num_attention_heads"]
         if self.latent:
             return self._other_letters | {
@@ -229,5 +231,5 @@ class Architecture:
         )
 
     def shape(self, letters: str) -> tuple[int, ...]:
-        """The sizes of a row's shape, e.g. "Q H"."""
+        """The shape that `letters`, such as "Q H", stand for in this model."""
         return tuple(self.letters[letter] for letter in letters.split())

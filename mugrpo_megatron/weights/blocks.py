@@ -1,11 +1,13 @@
-"""The rows of a family's table: a Megatron parameter, its Hugging Face tensors, and the form in which they merge.
+"""The tables of model families: each row names a Megatron parameter, its Hugging Face tensors, and how they merge.
 
-Shapes are written in letters that an `Architecture` resolves: V vocabulary, H hidden, F feed-forward, M expert
-feed-forward, S shared experts' feed-forward, Q heads x head_dim, K key/value heads x head_dim, D head_dim, E experts.
-Latent attention has C the queries' rank, L the keys' and values', P the latter with the rotary dimensions, U heads x
-(key without rotary dimensions + value), O heads x value.
-Gated delta networks have B value heads x value, N value heads, W dimensions of a value, X channels and Y tokens of the
-convolution; the attention beside them has G heads x (query + gate).
+Shapes are written in letters, whose sizes are in `Architecture.letters`:
+
+V vocabulary, H hidden size, F feed-forward size, M feed-forward size of an expert, S of all shared experts, E experts
+Q heads x head_dim, K key/value heads x head_dim, D head_dim
+latent attention: C the queries' latent, L the latent of keys and values, P = L + rotary dimensions, U heads x
+(key without rotary dimensions + value), O heads x value
+gated delta networks: B value heads x value, N value heads, W dimensions of a value, X channels and Y tokens of the
+convolution; in the layers with attention G heads x (query + gate)
 """
 
 from __future__ import annotations
@@ -24,21 +26,23 @@ class Row:
     """One line of the table that maps parameters of Hugging Face checkpoints to Megatron's, and back."""
 
     megatron: str
-    """Parameter of the whole model: `{layer}` and `{expert}` are numbered over all pipeline stages and ranks."""
+    """Name of the parameter; `{layer}` and `{expert}` are numbers in the whole model, over all stages and ranks."""
     hf: tuple[tuple[str, str], ...]
     """(name, shape in letters) of the Hugging Face tensors, in the order in which they merge."""
     form: Form = "copy"
-    """`copy`: the same tensor; `vocab`: padded at the end; `qkv`: [group][heads of q, k, v]; `qkv_gated`: [group][heads
-    of q, their output gates, k, v]; `gated`: [gate; up]; `stacked`: one tensor above the other."""
+    """How the tensors become the parameter. `copy`: it is the same tensor; `vocab`: rows of padding are added; `qkv`:
+    for each group of heads, the rows of q, k and v; `qkv_gated`: the same, with the output gates after q; `gated`: gate
+    above up; `stacked`: one tensor above the other."""
     split: Split = "none"
     """Dimension that tensor parallelism shards: `rows` is 0, `columns` is 1."""
     layers: Layers = "all"
-    """Layers that have the parameter, in a model in which some layers are dense, or without attention (`linear`)."""
+    """The layers that have the parameter: `all`; those that are `dense` or have `routed` experts; those with a gated
+    delta network (`linear`) or with attention (`full`)."""
     frozen: bool = False
     """Whether the parameter is a float32 buffer that training does not change."""
     sections: tuple[tuple[str, int], ...] = ()
-    """(Megatron's name, size) of the sections of the first dimension. A tensor parallel rank has a shard of each, and
-    distributed checkpoints have a tensor of each."""
+    """(Megatron's name, number of rows) of the sections that the first dimension consists of. A tensor parallel rank
+    has a shard of each section, and a distributed checkpoint a tensor of each."""
 
 
 OURS, THEIRS = "decoder.layers.{layer}.", "model.layers.{layer}."
@@ -82,7 +86,7 @@ QK_NORM = tuple(
 
 
 def gated(ours: str, gate: str, up: str, down: str, width: str) -> tuple[Row, Row]:
-    """A gated feed-forward of this width, with these names of its matrices."""
+    """The rows of a gated feed-forward: `ours`, `gate`, `up` and `down` are names, `width` the letter of its size."""
     gate_and_up = ((gate + ".weight", f"{width} H"), (up + ".weight", f"{width} H"))
     return (
         Row(ours + ".linear_fc1.weight", gate_and_up, form="gated", split="rows"),
@@ -95,7 +99,7 @@ GATED_MLP = gated(OURS + "mlp", MLP + "gate_proj", MLP + "up_proj", MLP + "down_
 
 
 def experts(block: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
-    """A router and its gated experts, with the family's names: `{block}.experts.{expert}.{gate}`."""
+    """The rows of a router and its gated experts, which the family calls `{block}.experts.{expert}.{gate}` etc."""
     theirs = THEIRS + block + ".experts.{expert}."
     return (
         Row(OURS + "mlp.router.weight", ((THEIRS + block + ".gate.weight", "E H"),)),
@@ -104,7 +108,7 @@ def experts(block: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
 
 
 def shared_experts(block: str) -> tuple[Row, ...]:
-    """Experts of every token, as one feed-forward of their total width: `{block}.shared_experts`."""
+    """The rows of the experts that every token is sent to, `{block}.shared_experts`: one feed-forward for all."""
     theirs = THEIRS + block + ".shared_experts."
     return gated(OURS + "mlp.shared_experts", theirs + "gate_proj", theirs + "up_proj", theirs + "down_proj", "S")
 
@@ -114,7 +118,7 @@ ROUTER_BIAS = (Row(OURS + "mlp.router.expert_bias", ((MLP + "gate.e_score_correc
 
 
 def in_layers(layers: Layers, rows: Iterable[Row]) -> tuple[Row, ...]:
-    """The rows, for these layers only."""
+    """The same rows, for `layers` only."""
     return tuple(replace(row, layers=layers) for row in rows)
 
 
@@ -126,13 +130,16 @@ def with_attention(attention: Iterable[Row]) -> tuple[Row, ...]:
 
 
 def latent_trunk(compressed: bool) -> tuple[Row, ...]:
-    """The rows of `TRUNK` with multi-head latent attention (arXiv 2405.04434, 2.1); `compressed`: queries have latents
-    too."""
+    """The rows of `TRUNK` with multi-head latent attention (arXiv 2405.04434, section 2.1) instead of attention.
+
+    `compressed` says whether queries have a latent too.
+    """
     ours, theirs = OURS + "self_attention.", THEIRS + "self_attn."
     latent = (theirs + "kv_a_proj_with_mqa.weight", "P H")
     queries: tuple[Row, ...]
     if compressed:
-        # Both projections to latents are one parameter: SGLang fuses them while it loads, and needs both in one bucket.
+        # The projections to both latents are one parameter, because SGLang fuses them while it loads a bucket of
+        # weights, and needs both in the same bucket.
         queries = (
             Row(
                 ours + "linear_qkv_down_proj.weight",

@@ -1,4 +1,4 @@
-"""The model's parameters in buckets: planned once, the same on every rank, and filled by every sync and save.
+"""Plans and fills buckets, buffers of many tensors: the plan is the same on every rank, each sync or save fills it.
 
 For fp8 engines a bucket is quantised in blocks, in the format of fp8 checkpoints. SGLang 0.5.15 loads it into a running
 engine that was started on a config with `weight_block_size`: each linear layer has a `weight` in float8_e4m3fn and a
@@ -32,8 +32,8 @@ from mugrpo_megatron.weights.table import (
     whole_shape,
 )
 
-# SGLang views slices of the bucket's bytes in the tensors' types (srt/weight_sync/tensor_bucket.py); torch refuses that
-# unless an offset is a multiple of the type's size.
+# SGLang reads slices of the bucket's bytes as views in the tensors' types (srt/weight_sync/tensor_bucket.py), for which
+# torch requires that an offset is a multiple of the type's size.
 ALIGNMENT = 16
 """Tensors start at multiples of this many bytes in a bucket."""
 SAVE_BUCKET_BYTES = 256 * 1024**2
@@ -57,7 +57,7 @@ class Slot(TensorSpec):
     start: int
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
-        """View of the bucket's uint8 buffer as the tensor."""
+        """The tensor, as a view of the bucket's uint8 buffer `flat`."""
         return flat[self.start : self.start + self.bytes].view(self.dtype).view(self.shape)
 
 
@@ -78,13 +78,12 @@ class ParameterSlots:
     entry: Entry
     slots: tuple[Slot, ...]
     runs: tuple[Run, ...] = ()
-    """The runs of contiguous elements that the slots consist of; none for a quantised bucket, which is not filled from
-    parameters."""
+    """The runs that fill the slots; none in a quantised bucket, which is made from the unquantised one."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors that are sent together; one pipeline stage and expert rank holds all of them."""
+    """Tensors that are sent together; the ranks of one `Owner` hold all of them."""
 
     owner: Owner
     parameters: tuple[ParameterSlots, ...]
@@ -123,7 +122,10 @@ def build_plan(chunks: Sequence[torch.nn.Module], architecture: Architecture, bu
     dist.all_gather_object(summaries, summary)
     for rank, other in enumerate(summaries):
         if other != summary:
-            raise RuntimeError(f"rank {dist.get_rank()} and rank {rank} plan different buckets: their models differ")
+            raise RuntimeError(
+                f"rank {dist.get_rank()} and rank {rank} plan different buckets: their models differ; give every rank "
+                "the same model directory and recipe"
+            )
     return plan
 
 
@@ -150,7 +152,7 @@ def _all_gather(item: Mapping, group: dist.ProcessGroup) -> list[Mapping]:
 def pack_parameters(
     owners: Mapping[str, tuple[Owner, torch.dtype]], architecture: Architecture, bucket_bytes: int
 ) -> Iterator[Bucket]:
-    """Parameters sorted by owner, in the model's order, with a new bucket when the owner changes or one is full."""
+    """Put the parameters, sorted by owner, into buckets; a new one begins when the owner changes or one is full."""
     table = entries(architecture)
     owner_order = {owner: number for number, owner in enumerate(sorted({o for o, _ in owners.values()}, key=_by_rank))}
 
@@ -182,7 +184,7 @@ def _by_rank(owner: Owner) -> tuple[int, int]:
 
 
 def _slots(entry: Entry, architecture: Architecture, dtype: torch.dtype, start: int) -> tuple[tuple[Slot, ...], int]:
-    """The slots of a parameter from offset `start`, and the next aligned offset after them."""
+    """The slots of a parameter's tensors from the bucket's offset `start` on, and the next aligned offset."""
     slots = []
     for name, shape in zip(entry.hf, entry.hf_shapes(architecture), strict=True):
         slot = Slot(name, shape, dtype, start)
@@ -192,7 +194,7 @@ def _slots(entry: Entry, architecture: Architecture, dtype: torch.dtype, start: 
 
 
 def _runs(entry: Entry, slots: Sequence[Slot], architecture: Architecture) -> Iterator[Run]:
-    """Where the parts of an unsharded parameter stand in a bucket; a group's rows of q, k and v are a run each."""
+    """The runs of an unsharded parameter in a bucket; of q, k and v, each group's rows are a run."""
     parameter = torch.empty(whole_shape(entry, architecture), dtype=slots[0].dtype, device="meta")
     for slot, tensor in zip(slots, split_to_hf(entry, parameter, architecture), strict=True):
         start = slot.start
@@ -217,7 +219,7 @@ def _aligned(size: int) -> int:
 def planned_tensors(
     plan: BucketPlan, chunks: Sequence[torch.nn.Module], architecture: Architecture
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, unsharded tensor) of the learner's weights as a Hugging Face checkpoint, on every rank.
+    """Yield (name, unsharded tensor) of the learner's weights as a Hugging Face checkpoint has them, on every rank.
 
     Collective: every rank must exhaust the iterator, or the others wait for it. The tensors are views of a bucket's
     buffer, which is freed with the last of them. Vocabulary padding is cut off; a tied output layer has no tensor.
@@ -232,7 +234,7 @@ def planned_tensors(
 
 
 def local_shards(chunks: Sequence[torch.nn.Module], architecture: Architecture) -> dict[str, torch.Tensor]:
-    """This rank's shards by the parameters' names in the whole model; not copies, so always the current weights."""
+    """This rank's shards of parameters, by name in the whole model. They are not copies: their values stay current."""
     shards: dict[str, torch.Tensor] = {}
     for entry, parameter in local_parameters(chunks, architecture):
         shards.setdefault(entry.megatron, parameter)
@@ -245,10 +247,10 @@ def fill_bucket(
 ) -> None:
     """Fill `flat` (uint8, at least the bucket's bytes) with the bucket's tensors on every rank; collective.
 
-    Whole parameters are copied as they are, in one call for each type: on an H200 a call for each of 338 tensors took
-    10 to 20 ms, and the bytes take 2. The others are gathered and split by the owner's tensor parallel ranks, or
-    merged with their adapter, one after the other: besides `flat`, one unsharded parameter exists at a time. Then the
-    bucket is broadcast to the other expert ranks and pipeline stages.
+    Parameters that every tensor parallel rank holds whole are copied in one call for each type: on an H200, a call for
+    each of 338 tensors took 10 to 20 ms, and copying the bytes takes 2. The other parameters are gathered by the
+    owner's tensor parallel ranks or merged with their adapter, one after the other, so that besides `flat` one
+    unsharded parameter exists at a time. Then the bucket is broadcast to the other expert ranks and pipeline stages.
     """
     flat = flat[: bucket.bytes]
     pp_stage, expert_rank = bucket.owner
@@ -284,7 +286,7 @@ def _fill_by_owner(
 
 
 def _copy_runs(parameters: Sequence[ParameterSlots], shards: Mapping[str, torch.Tensor], flat: torch.Tensor) -> None:
-    """Copy whole parameters of one type into a bucket, seen as a vector of that type."""
+    """Copy whole parameters of one type into `flat`, the bucket as a vector of that type."""
     sources, targets = [], []
     for parameter in parameters:
         # Views are made for each fill: a cached view would go on showing the old memory of a parameter whose memory was
@@ -293,7 +295,8 @@ def _copy_runs(parameters: Sequence[ParameterSlots], shards: Mapping[str, torch.
         for source, elements, start in parameter.runs:
             sources.append(values.narrow(0, source, elements))
             targets.append(flat.narrow(0, start // flat.itemsize, elements))
-    # Contiguous and of one type: on CUDA about a hundred a launch (ATen/native/cuda/ForeachBinaryOpList.cu).
+    # For contiguous copies of one type, CUDA does about a hundred in a launch
+    # (ATen/native/cuda/ForeachBinaryOpList.cu).
     torch._foreach_copy_(targets, sources)
 
 
@@ -305,7 +308,8 @@ class MergedWeight(Protocol):
 
 
 def has_adapter(weight: object) -> TypeGuard[MergedWeight]:
-    """Whether the weight has an adapter. By name: `isinstance` with a Protocol took half of a fill's time."""
+    """Whether the weight has an adapter."""
+    # Asked by the method's name: `isinstance` with a Protocol took half of a fill's time.
     return hasattr(weight, "merged")
 
 
@@ -330,10 +334,12 @@ def _gather(entry: Entry, local: torch.Tensor) -> torch.Tensor:
 
 
 def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """float8_e4m3fn [N, K] and float32 [ceil(N / 128), ceil(K / 128)] whose product by blocks is near `weight` [N, K].
+    """Quantise `weight` [N, K] to fp8, with a scale for each block of 128 x 128 values.
 
-    The scale maps a block's largest value to fp8's largest; a block of zeros has scale 1. The error of a value is at
-    most 1/16 of it, or 2^-10 of its block's scale if that is more. A block with a value that is not finite becomes nan.
+    Returns float8_e4m3fn [N, K] and float32 [ceil(N / 128), ceil(K / 128)]; a value times its block's scale is near the
+    weight's. The scale maps a block's largest value to fp8's largest; a block of zeros has scale 1. The error of a
+    value is at most 1/16 of it, or 2^-10 of its block's scale if that is more. A block with a value that is not finite
+    becomes nan.
     """
     rows, columns = weight.shape
     quantised = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
@@ -356,7 +362,7 @@ def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def quantised_bucket(bucket: Bucket) -> Bucket:
-    """The bucket as an fp8 engine loads it: the same tensors in order, each quantised one followed by its scales."""
+    """The bucket that an fp8 engine loads: the same tensors in order, with its scales after each quantised one."""
     start = 0
     parameters = []
     for parameter in bucket.parameters:
@@ -369,7 +375,7 @@ def quantised_bucket(bucket: Bucket) -> Bucket:
 
 
 def quantise_bucket(bucket: Bucket, flat: torch.Tensor, quantised: Bucket) -> torch.Tensor:
-    """The bytes of `quantised_bucket(bucket)`, from the bucket's bytes `flat`; uint8 on the same device."""
+    """Quantise the bucket's bytes `flat`; returns those of `quantised`, its `quantised_bucket`, on the same device."""
     out = torch.empty(quantised.bytes, dtype=torch.uint8, device=flat.device)
     slots = iter(quantised.slots)
     for slot in bucket.slots:
@@ -380,7 +386,7 @@ def quantise_bucket(bucket: Bucket, flat: torch.Tensor, quantised: Bucket) -> to
 
 
 def _quantised_slots(slot: Slot) -> tuple[Slot, ...]:
-    """Slots of a tensor in an fp8 engine's bucket; `start` is not set."""
+    """The slots of a tensor in an fp8 engine's bucket; the caller sets their `start`."""
     if not QUANTISED.search(slot.name):
         return (slot,)
     rows, columns = (math.ceil(size / BLOCK) for size in slot.shape)

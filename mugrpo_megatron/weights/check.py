@@ -1,4 +1,4 @@
-"""Compare the engines' weights with the learner's: checksums of every tensor in SGLang's layout, on each leader."""
+"""Compares the engines' weights with the learner's, by checksums of every tensor as SGLang shards and fuses it."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ FUSED = (
     (re.compile(r"\.(gate|up)_proj\."), ".gate_up_proj."),
 )
 COMPRESSED = (re.compile(r"\.(q_a_proj|kv_a_proj_with_mqa)\."), ".fused_qkv_a_proj_with_mqa.")
-"""Patterns of the projections that SGLang fuses in latent attention whose queries have a latent; the other projections
-are not fused."""
+"""Hugging Face names of the projections that SGLang fuses in latent attention, and the fused name. It fuses these two
+where queries have a latent, and no others."""
 HYBRID = (
     (re.compile(r"\.self_attn\."), "."),
     (re.compile(r"\.in_proj_(qkv|z)\."), ".in_proj_qkvz."),
@@ -40,7 +40,7 @@ HYBRID = (
 
 
 class SummedEngine(Protocol):
-    """An engine that can sum its weights: the method of `engine.client.Engine` that `compare_weights` calls."""
+    """An engine that returns checksums of its weights: the part of `engine.client.Engine` that is needed here."""
 
     def checksums(self) -> list[TensorChecksums]:
         """Checksums of the parameters of each tensor parallel rank."""
@@ -55,10 +55,11 @@ def compare_weights(weight_sync: WeightSync, engine: SummedEngine | None) -> int
 
     The tensors of an fp8 engine are compared with the learner's quantised tensors and their scales.
 
-    Collective, and fills every bucket once; `engine` is None on ranks that do not lead one. A tensor that the engine
-    has in another type is compared in that type. Returns 0 without comparing if there is an `uncheckable_reason`.
-    Raises WeightMismatch on every rank when a tensor of any engine differs, is missing, or was never sent by the
-    learner; EngineFailure when this rank's engine fails, after this rank has done its part for the others.
+    Collective, and fills every bucket once; `engine` is None on ranks that do not lead one. If the engine has a tensor
+    in another type, the learner's is converted to it first. Returns 0 without comparing if there is an
+    `uncheckable_reason`. Raises WeightMismatch on every rank when a tensor of any engine differs, is missing, or was
+    never sent by the learner; EngineFailure when this rank's engine fails, after this rank has done its part for the
+    others.
     """
     if uncheckable_reason(weight_sync):
         return 0
@@ -86,7 +87,7 @@ def compare_weights(weight_sync: WeightSync, engine: SummedEngine | None) -> int
 
 
 def uncheckable_reason(weight_sync: WeightSync) -> str:
-    """Reason why the engines' weights cannot be compared with the learner's; empty if they can."""
+    """A sentence that says why the engines' weights cannot be compared with the learner's; empty if they can."""
     if weight_sync.staging is not None and padded_on_cpu(weight_sync.architecture, weight_sync.engine_tensor):
         return (
             f"on CPU SGLang pads this model's heads or experts for engine.tensor = {weight_sync.engine_tensor}, in a "
@@ -96,7 +97,10 @@ def uncheckable_reason(weight_sync: WeightSync) -> str:
 
 
 def padded_on_cpu(architecture: Architecture, size: int) -> bool:
-    """Whether SGLang's CPU engine pads heads or experts to divide them (srt/configs/update_config.py)."""
+    """Whether SGLang pads heads or experts of this model to divide them over `size` ranks of an engine on CPU.
+
+    The rule is in srt/configs/update_config.py.
+    """
     uneven_heads = architecture.transformer["num_query_groups"] % size != 0
     names = ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size") if architecture.experts else ()
     widths = [architecture.transformer.get(name) or 0 for name in names]
@@ -104,7 +108,10 @@ def padded_on_cpu(architecture: Architecture, size: int) -> bool:
 
 
 def expected_checksums(weight_sync: WeightSync, engine_sums: list[TensorChecksums]) -> list[TensorChecksums]:
-    """The checksums that an engine should have, in the types of its `engine_sums`; collective, empty without these."""
+    """Compute the checksums that an engine should have, of tensors in the types that its `engine_sums` name.
+
+    Collective; empty on ranks without `engine_sums`.
+    """
     hashes: list[dict[str, hashlib._Hash]] = [{} for _ in engine_sums]
     dtypes: list[dict[str, str]] = [{name: dtype for name, (dtype, _) in sums.items()} for sums in engine_sums]
     with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
@@ -119,12 +126,13 @@ def expected_checksums(weight_sync: WeightSync, engine_sums: list[TensorChecksum
 
 
 Shards = list[tuple[int, str, torch.Tensor]]
-"""(tensor parallel rank of the engine, the engine's name, shard of a part of that parameter)"""
+"""(tensor parallel rank of the engine, its name of a parameter, a Hugging Face tensor's part of that rank's shard)"""
 
 
 def _by_name(bucket: Bucket, flat: torch.Tensor, weight_sync: WeightSync) -> list[Shards]:
     """The bucket's tensors as the engine shards them, grouped by the engine's parameter, in order."""
-    # The plan has q, k, v, then gate, up, and the experts in order: concatenated they are the fused parameter's bytes.
+    # A fused parameter's bytes are those of its tensors, one after the other, in the order in which the plan has them:
+    # q, k, v; gate, up; expert by expert.
     by_name: defaultdict[str, Shards] = defaultdict(list)
     architecture = weight_sync.architecture
     for parameter in bucket.parameters:
@@ -145,7 +153,7 @@ def _add(shards: Shards, hashes: list[dict[str, Any]], dtypes: list[dict[str, st
 
 
 def _without_tied_name(sums: TensorChecksums, architecture: Architecture) -> TensorChecksums:
-    """Rename a tied weight to the embedding, since the engine may report it as the output layer."""
+    """Give the sum of a tied weight the embedding's name, since the engine may report it as the output layer."""
     if not architecture.tied:
         return sums
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
@@ -153,7 +161,7 @@ def _without_tied_name(sums: TensorChecksums, architecture: Architecture) -> Ten
 
 
 def _difference(expected: list[TensorChecksums], engine_sums: list[TensorChecksums]) -> str:
-    """Description of the first difference; empty if there is none."""
+    """A phrase about the first difference between the two; empty if there is none."""
     for rank, (ours, theirs) in enumerate(zip(expected, engine_sums, strict=True)):
         where = f" on its tensor parallel rank {rank}" if len(expected) > 1 else ""
         for names, what in (
@@ -167,8 +175,7 @@ def _difference(expected: list[TensorChecksums], engine_sums: list[TensorChecksu
 
 
 def engine_name(hf_name: str, architecture: Architecture) -> str:
-    """The engine's parameter that holds a Hugging Face tensor; a fused parameter is a concatenation of several
-    tensors."""
+    """The engine's name of the parameter that holds a Hugging Face tensor, alone or fused with others."""
     latent = architecture.latent
     if latent and ".self_attn." in hf_name:
         return COMPRESSED[0].sub(COMPRESSED[1], hf_name) if latent.query else hf_name
@@ -184,7 +191,7 @@ def engine_name(hf_name: str, architecture: Architecture) -> str:
 def engine_shards(
     entry: Entry, name: str, tensor: torch.Tensor, size: int, architecture: Architecture
 ) -> Iterator[torch.Tensor]:
-    """Shards of a Hugging Face tensor on the engine's `size` tensor parallel ranks, in rank order."""
+    """Yield the shard of a Hugging Face tensor on each of the engine's `size` tensor parallel ranks, in rank order."""
     for rank in range(size):
         if entry.row.form == "vocab":
             yield _vocab_shard(tensor, size, rank)

@@ -1,4 +1,4 @@
-"""Read a `config.json` into an `Architecture`: the fields that all decoder families share."""
+"""Reads the fields of a `config.json` that all decoder families share into an `Architecture`."""
 
 from __future__ import annotations
 
@@ -54,20 +54,23 @@ SHAPING: dict[str, tuple[Any, ...]] = {
     "hidden_activation": ("silu",),
     "position_embedding_type": ("rope", "rotary"),
 }  # fmt: skip
-"""Fields by which other classes, or a checkpoint's own code, change the forward pass -> values without effect, besides
-`OFF`. transformers ignores them in a class that does not know them, but their author's code did not."""
+"""Fields by which other classes, or a checkpoint's own code, change the forward pass -> their values that change
+nothing, besides those in `OFF`. transformers ignores such a field in a class that does not know it, but the code that
+the model was trained with may have read it."""
 FIELDS_OF_CLASSES = Path(__file__).with_name("config_fields.json")
-"""`model_type` -> fields that transformers' class declares or reads, written by `tests/weights/config_fields.py`."""
+"""File: `model_type` -> fields that transformers' class declares or reads (by `tests/weights/config_fields.py`)."""
 FIELDS_OF_ENGINES = Path(__file__).with_name("engine_fields.json")
-"""Version of SGLang -> fields that its model and rope code read, written by `tests/weights/engine_fields.py`."""
+"""File: version of SGLang -> fields that its code reads, of models and rope. `tests/weights/engine_fields.py` writes
+it."""
 CLASSES = {"kimi_k2": "deepseek_v3"}
 """`model_type` without a class in transformers -> the `model_type` whose class reads such models."""
 
 
 CONTEXTS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length")
-"""Fields from which SGLang takes the length of the context, before `max_position_embeddings`."""
+"""Fields that SGLang prefers to `max_position_embeddings` as the length of the context."""
 OF_PICTURES = ("mrope_section", "mrope_interleaved", "mrope_interleaved_glm")
-"""Keys of rope scaling for a picture's positions. The three positions of a text's token are equal."""
+"""Keys of rope scaling for the positions of pictures, which have three numbers. They change nothing in text, where a
+token's three numbers are equal."""
 WAYS_OUT = {
     "dual_chunk_attention_config": "remove the field: the model is the same without it up to the field's "
     "original_max_position_embeddings",
@@ -85,13 +88,13 @@ def class_fields(family: str) -> frozenset[str]:
 
 @cache
 def engine_fields(family: str) -> Mapping[str, list[Any]]:
-    """Field that SGLang reads in a model of this `model_type` -> what stands in for an absent one, in both versions."""
+    """Fields that SGLang reads in models of this `model_type` -> its defaults, over both versions of SGLang."""
     return _of_engines("every model", CLASSES.get(family, family))
 
 
 @cache
 def engine_rope_fields(family: str, kind: str) -> Mapping[str, list[Any]]:
-    """Key of rope scaling of this kind that SGLang reads -> what stands in for an absent one, in both versions."""
+    """Keys that SGLang reads in rope scaling of this kind -> its defaults, over both versions of SGLang."""
     return _of_engines(f"rope of {CLASSES.get(family, family)}", f"rope {kind}", f"rope deepseek_{kind}")
 
 
@@ -105,20 +108,23 @@ def _of_engines(*parts: str) -> dict[str, list[Any]]:
 
 
 def changes_engine(value: Any, defaults: Collection[Any]) -> bool:
-    """Whether SGLang computes something else with this value of a field than without the field."""
+    """Whether SGLang computes something else with this value of a field than without the field.
+
+    `defaults` are SGLang's for the field, over its versions.
+    """
     off = value in OFF
     return not all(value == default or (off and default in OFF) for default in defaults) if defaults else not off
 
 
 class Fields:
-    """Removes fields from a config one by one; `finish` judges those that remain."""
+    """The fields of a config, of which each is read once; `finish` then judges those that nobody has read."""
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         self._left = {key: value for key, value in config.items() if key not in WITHOUT_EFFECT}
         self._where = where
         self._config = config
         self.unread: list[str] = []
-        """Fields that the model's class does not read, with those of rope scaling."""
+        """Keys of rope scaling that nothing reads."""
         self.remarks: list[str] = []
         """Remarks about fields that transformers and SGLang read differently, and what the learner does."""
         self.refused: list[str] = []
@@ -127,7 +133,9 @@ class Fields:
     def need(self, name: str) -> Any:
         """Take a required field; UserError where it is missing."""
         if self._left.get(name) is None:
-            raise UserError(f"{self._where} has no field {name!r}, which this model needs")
+            raise UserError(
+                f"{self._where} has no field {name!r}, which this model needs; take the file from the model's release"
+            )
         return self._left.pop(name)
 
     def size(self, name: str) -> int:
@@ -138,26 +146,30 @@ class Fields:
         return value
 
     def take(self, name: str, default: Any) -> Any:
-        """A field with a default; null counts as absent, as it does in transformers."""
+        """Take a field that may be missing; null counts as missing, as it does in transformers."""
         value = self._left.pop(name, None)
         return default if value is None else value
 
     def only(self, name: str, allowed: Collection[Any], default: Any) -> None:
-        """Require one of the `allowed` values; `finish` raises."""
+        """Take a field and require one of the `allowed` values; `finish` raises for another."""
         value = self.take(name, default)
         if value not in allowed:
             supported = " or ".join(map(repr, allowed))
             self.refused.append(f"{name} is {value!r}, but the learner supports only {supported}")
 
     def experts(self, *names: str) -> int:
-        """Number of routed experts, which may have several names in one file."""
+        """Take the number of routed experts, which may stand under several `names` in one file."""
         counts = {name: self.size(name) for name in names if self._left.get(name)} or {names[0]: self.size(names[0])}
         if len(set(counts.values())) > 1:
-            raise self.error(f"{' and '.join(f'{name} {count}' for name, count in counts.items())} disagree")
+            given = " and ".join(f"{name} is {count}" for name, count in counts.items())
+            raise self.error(f"{given}, but both are the number of routed experts; correct the wrong one")
         return next(iter(counts.values()))
 
     def no_window(self, absent: int | None) -> None:
-        """Require no `sliding_window`, or one as long as the context; `absent` is the family's default."""
+        """Take `sliding_window`, and require none or one as long as the context.
+
+        `absent` is the family's window for a config without the field.
+        """
         window = self._left.pop("sliding_window", absent)
         context = self._left.get("max_position_embeddings") or 0
         if window is not None and window < context:
@@ -167,7 +179,7 @@ class Fields:
             )
 
     def full_attention(self) -> None:
-        """Require that no layer has a sliding window, in Qwen's fields."""
+        """Take the fields of Qwen models about sliding windows, and require that no layer has one."""
         self.only("use_sliding_window", (False,), False)
         self.only("use_mrope", (False,), False)
         self.take("sliding_window", None)
@@ -183,18 +195,21 @@ class Fields:
 
     @property
     def left(self) -> Mapping[str, Any]:
-        """Fields that were not read, with their values."""
+        """The fields that have not been read, with their values."""
         return self._left
 
     def rest(self) -> list[str]:
-        """Fields that were not read."""
+        """The names of the fields that have not been read."""
         return sorted(self._left)
 
     def error(self, message: str) -> UserError:
         return UserError(f"{self._where}: {message}")
 
     def finish(self) -> tuple[str, ...]:
-        """Returns the fields that nothing reads; UserError naming all that would change the model."""
+        """Judge the fields that have not been read; returns those that nothing reads at all.
+
+        Raises UserError, which names all that would change the model.
+        """
         family = self._config["model_type"]
         known, engine = class_fields(family), engine_fields(family)
         refused = {
@@ -213,7 +228,7 @@ class Fields:
         return tuple(sorted({*self.unread, *self._left} - known))
 
     def refuse_engines_own(self, left: Mapping[str, Any], engine: Mapping[str, list[Any]]) -> None:
-        """Add a sentence about fields that change SGLang's model and not the learner's."""
+        """Refuse the fields in `left` that SGLang builds another model for, and the learner does not."""
         context = self._config.get("max_position_embeddings") or 0
         refused = {
             name: value
@@ -235,7 +250,7 @@ class Fields:
             )
 
     def _without_effect(self, name: str, value: Any) -> bool:
-        """Whether a field of `SHAPING` has a value that changes nothing."""
+        """Whether `value` of `name`, a field in `SHAPING`, changes nothing."""
         if name == "sliding_window":
             context = self._config.get("max_position_embeddings") or 0
             return self._config.get("use_sliding_window") is False or (isinstance(value, int) and value >= context)
@@ -266,22 +281,33 @@ def decoder(
     delta: Delta | None = None,
     **transformer: Any,
 ) -> Architecture:
-    """A pre-norm RMSNorm decoder with rotary positions and a gated SiLU feed-forward; the family adds the rest.
+    """Read a pre-norm RMSNorm decoder with rotary positions and a gated SiLU feed-forward, which all families are.
 
-    head_dim, rope_theta, rms_norm_eps: the family's defaults, for a config without these fields. latent: sizes of
-    latent attention, instead of head_dim. rotated: fraction of a head that is rotated. delta: sizes of gated delta
-    networks. transformer: the family's arguments of TransformerConfig.
+    Args:
+        table: the rows of the family's parameters.
+        head_dim, rope_theta, rms_norm_eps: the family's defaults, for a config without these fields.
+        latent: sizes of latent attention, instead of head_dim.
+        rotated: fraction of a head that is rotated.
+        delta: sizes of gated delta networks.
+        transformer: further arguments of TransformerConfig that the family needs.
+
     Raises UserError for a field that is missing, malformed or not supported.
     """
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     head_dim = latent.rotary if latent else fields.take("head_dim", head_dim)
     if not head_dim and hidden % heads:
-        raise fields.error(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+        raise fields.error(
+            f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and there is no head_dim; correct "
+            "them, or add head_dim"
+        )
     head_dim = head_dim or hidden // heads
     if head_dim % 2:
-        raise fields.error(f"head_dim {head_dim} is odd, but rotary embedding rotates pairs")
+        raise fields.error(f"head_dim {head_dim} is odd, but rotary embedding rotates pairs of dimensions; correct it")
     if int(head_dim * rotated) % 2 or not 0 < int(head_dim * rotated) <= head_dim:
-        raise fields.error(f"partial_rotary_factor {rotated} of head_dim {head_dim} is not a positive number of pairs")
+        raise fields.error(
+            f"partial_rotary_factor {rotated} of head_dim {head_dim} is not a positive number of pairs, but "
+            f"{head_dim * rotated:g} dimensions; their number must be even, and at most head_dim"
+        )
     groups = fields.take("num_key_value_heads", heads)
     if heads % groups:
         raise fields.error(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}")
@@ -329,7 +355,11 @@ def decoder(
 
 
 def routing(fields: Fields, ffn: int, renormalised: bool) -> dict[str, Any]:
-    """A softmax router over all experts, without balancing loss; `renormalised`: the chosen weights sum to 1."""
+    """Read a softmax router over all experts into arguments of TransformerConfig.
+
+    `ffn` is the size of an expert's feed-forward. `renormalised` says whether the weights of the chosen experts are
+    divided by their sum.
+    """
     count = fields.experts("num_local_experts", "num_experts")
     chosen = fields.size("num_experts_per_tok")
     if chosen > count:
@@ -344,7 +374,7 @@ def routing(fields: Fields, ffn: int, renormalised: bool) -> dict[str, Any]:
         "moe_router_topk": chosen,
         "ffn_hidden_size": ffn,
         "moe_ffn_hidden_size": ffn,
-        # Softmax over the chosen logits equals renormalising the softmax over all.
+        # A softmax over the chosen logits gives the same weights as a softmax over all that is renormalised.
         "moe_router_pre_softmax": not renormalised,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
@@ -352,11 +382,11 @@ def routing(fields: Fields, ffn: int, renormalised: bool) -> dict[str, Any]:
 
 
 def sigmoid_routing(fields: Fields, dense: int) -> dict[str, Any]:
-    """DeepSeek-V3's router (arXiv 2412.19437, section 2.1.2), in layers after the first `dense` ones.
+    """Read DeepSeek-V3's router (arXiv 2412.19437, section 2.1.2) into arguments of TransformerConfig.
 
-    Experts are chosen by sigmoid scores plus a bias, within the groups whose best two experts score highest; their
-    weights are the scores without the bias, renormalised and scaled. The bias balanced the experts in pretraining and
-    is constant here.
+    The first `dense` layers have no router. Experts are chosen by sigmoid scores plus a bias, within the groups whose
+    best two experts score highest. Their weights are the scores without the bias, renormalised and scaled. The bias
+    balanced the experts in pretraining and is constant here.
     """
     fields.only("scoring_func", ("sigmoid",), "sigmoid")
     fields.only("topk_method", ("noaux_tc",), "noaux_tc")
@@ -374,8 +404,9 @@ def sigmoid_routing(fields: Fields, dense: int) -> dict[str, Any]:
         raise fields.error(f"first_k_dense_replace {dense} leaves no layer of {layers} with routed experts")
     if groups > 1 and (count % groups or best > groups or chosen // best != 2):
         raise fields.error(
-            f"n_group {groups} and topk_group {best} with {chosen} of {count} experts: the learner chooses groups by "
-            "two experts each, which needs groups of equal size and num_experts_per_tok of twice topk_group"
+            f"n_group {groups} and topk_group {best} with num_experts_per_tok {chosen} of {count} experts: the learner "
+            "supports an n_group that divides the number of experts, a topk_group up to n_group, and a "
+            "num_experts_per_tok of twice topk_group"
         )
     return {
         "num_layers": layers,
@@ -383,7 +414,7 @@ def sigmoid_routing(fields: Fields, dense: int) -> dict[str, Any]:
         "moe_layer_freq": [0] * dense + [1] * (layers - dense),
         "moe_router_topk": chosen,
         "moe_ffn_hidden_size": width,
-        # The width of dense layers; a model without any need not have it.
+        # intermediate_size is the width of dense layers; a model that has none may lack the field.
         **({"ffn_hidden_size": fields.take("intermediate_size", width)} if dense == 0 else {}),
         "moe_shared_expert_intermediate_size": width * fields.take("n_shared_experts", 0) or None,
         "moe_router_score_function": "sigmoid",
@@ -403,9 +434,9 @@ def read_rope(
 ) -> Rope:
     """Read `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (transformers 4).
 
-    `head_dim` counts the rotated dimensions only, the fraction `rotated` of a head. `pictures`: the family's models
-    also see pictures, for whose positions rope scaling has keys. As in transformers, settings that the kind of scaling
-    does not read have no effect.
+    `head_dim` counts the rotated dimensions only, the fraction `rotated` of a head. `pictures` says that the family's
+    models also see pictures, for whose positions rope scaling has keys. As in transformers, settings that the kind of
+    scaling does not read have no effect.
     """
     parameters = _one_rope(fields)
     outer_theta = fields.take("rope_theta", default_theta)
@@ -422,7 +453,7 @@ def read_rope(
     elif kind == "llama3":
         stretch, low, high = (scaling.need(name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
         if high <= low:
-            raise scaling.error(f"high_freq_factor {high} is not above low_freq_factor {low}")
+            raise scaling.error(f"high_freq_factor {high} is not above low_freq_factor {low}, as it must be")
         settings = (stretch, low, high, _original_positions(fields, scaling, outer_original, context))
     elif kind == "yarn":
         original = _original_positions(fields, scaling, outer_original, context)
@@ -451,9 +482,10 @@ def read_rope(
 
 
 def _original_positions(fields: Fields, scaling: Fields, outer: int | None, context: int) -> int:
-    """Positions that the model was trained with before its rope was scaled.
+    """The number of positions that the model was trained with before its rope was scaled.
 
-    Raises UserError where the field beside the scaling says something else than the scaling, which SGLang reads.
+    The number may stand in the rope scaling, where SGLang reads it, and beside it (`outer`). Raises UserError when the
+    two differ.
     """
     original: int = scaling.take("original_max_position_embeddings", context)
     if outer is not None and outer != original:
@@ -469,12 +501,14 @@ OTHER_KINDS = {
     "are two models; remove the scaling if prompts and responses are shorter than that",
     "longrope": "Its factors depend on a sequence's length in transformers, and in SGLang on the engine's context",
 }
-"""Kind of rope scaling that is not built -> why."""
+"""Kind of rope scaling that the learner does not build -> a sentence that says why."""
 
 
 def _one_rope(fields: Fields) -> dict[str, Any]:
-    """The rope parameters, which stand in a file under one of two names; UserError if the file has both names with
-    different values."""
+    """Take the rope parameters, which stand in a file as `rope_scaling` or `rope_parameters`.
+
+    Raises UserError if the file has both with different values.
+    """
     scaling, parameters = dict(fields.take("rope_scaling", {})), dict(fields.take("rope_parameters", {}))
     if scaling and parameters and scaling != parameters:
         raise fields.error(
@@ -485,9 +519,10 @@ def _one_rope(fields: Fields) -> dict[str, Any]:
 
 
 def attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
-    """YaRN's temperature on cos and sin: 0.1 ln(factor) + 1 unless the config names one (equation 22).
+    """The number that YaRN multiplies cos and sin by, for a context stretched by `factor` (arXiv 2309.00071, eq. 22).
 
-    `attention_factor` is the temperature. `attn_factor`, of YaRN's first code, multiplies the one of equation 22.
+    It is 0.1 ln(factor) + 1, unless `scaling` has an `attention_factor`, which takes its place, or an `attn_factor`,
+    which YaRN's first code multiplied it by. With `mscale` and `mscale_all_dim` it is the quotient of their `mscale`.
     """
     if scaling.get("attention_factor") is not None:
         return float(scaling["attention_factor"])
@@ -498,14 +533,14 @@ def attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
 
 
 def mscale(factor: float, weight: float) -> float:
-    """YaRN's temperature for a context stretched by `factor`."""
+    """YaRN's factor for a context stretched by `factor`: 0.1 `weight` ln(factor) + 1, or 1 if nothing is stretched."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def transformers_config(directory: Path, architecture: Architecture) -> PreTrainedConfig:
-    """The config with which transformers computes what learner and engine compute.
+    """Load the config of `directory` so that transformers computes the same model as learner and engine.
 
-    YaRN's `attn_factor`, which transformers ignores, becomes its `attention_factor`.
+    YaRN's `attn_factor`, which transformers ignores, is turned into the `attention_factor` that it reads.
     """
     from transformers import AutoConfig
 

@@ -43,7 +43,7 @@ def _mistral(fields: Fields) -> Architecture:
 
 
 def _mixtral(fields: Fields) -> Architecture:
-    """Mixtral: Mistral's attention, every layer with routed experts, whose weights are renormalised."""
+    """Mixtral: Mistral's attention, and routed experts in every layer, with renormalised weights."""
     fields.no_window(absent=None)
     fields.only("router_jitter_noise", (0.0,), 0.0)
     routed = routing(fields, ffn=fields.size("intermediate_size"), renormalised=True)
@@ -74,13 +74,13 @@ def _qwen3(fields: Fields) -> Architecture:
 
 
 def _qwen3_moe(fields: Fields) -> Architecture:
-    """Qwen3 mixture of experts: Qwen3's attention, every layer with routed experts, no shared expert."""
+    """Qwen3's mixtures of experts: Qwen3's attention, routed experts in every layer, no shared expert."""
     fields.full_attention()
     fields.only("attention_bias", (False,), False)
     fields.only("use_qk_norm", (True,), True)
     fields.only("decoder_sparse_step", (1,), 1)
     fields.only("mlp_only_layers", ([],), [])
-    # Read and dropped: it is the width of dense layers, which this model does not have.
+    # This field is not used: it is the width of dense layers, which this model does not have.
     fields.take("intermediate_size", 0)
     routed = routing(
         fields, ffn=fields.size("moe_intermediate_size"), renormalised=fields.take("norm_topk_prob", False)
@@ -100,7 +100,7 @@ def _deepseek_v3(fields: Fields) -> Architecture:
 
 
 def _glm4_moe_lite(fields: Fields) -> Architecture:
-    """GLM-4.7-Flash, with DeepSeek-V3's shape."""
+    """GLM-4.7-Flash, which has the layers of DeepSeek-V3."""
     fields.only("partial_rotary_factor", (1.0,), 1.0)
     dense = fields.take("first_k_dense_replace", 1)
     kinds = fields.take("mlp_layer_types", None)
@@ -112,7 +112,7 @@ def _glm4_moe_lite(fields: Fields) -> Architecture:
 
 
 def _latent(fields: Fields, family: str, dense: int) -> Architecture:
-    # Multi-token prediction layers are not built, and these sizes follow from others.
+    # These fields are not used: layers of multi-token prediction are not built, and the two sizes follow from others.
     for unused in ("num_nextn_predict_layers", "head_dim", "qk_head_dim"):
         fields.take(unused, None)
     fields.only("attention_bias", (False,), False)
@@ -139,10 +139,15 @@ def _latent(fields: Fields, family: str, dense: int) -> Architecture:
         **routed,
     )
     if architecture.rope.kind not in ("default", "yarn") or architecture.rope.attention_factor != 1:
-        raise fields.error("rope scaling of latent attention is none, or yarn with mscale equal to mscale_all_dim")
+        raise fields.error(
+            f"rope scaling is {architecture.rope.kind} with a factor {architecture.rope.attention_factor:g} of cos and "
+            "sin, but with latent attention the learner supports none, or yarn with mscale equal to mscale_all_dim"
+        )
     heads, groups = (architecture.transformer[key] for key in ("num_attention_heads", "num_query_groups"))
     if heads != groups:
-        raise fields.error(f"num_key_value_heads {groups} is not num_attention_heads {heads}, as latent attention has")
+        raise fields.error(
+            f"num_key_value_heads is {groups} and num_attention_heads {heads}, but latent attention needs equal numbers"
+        )
     return architecture
 
 
@@ -187,8 +192,8 @@ FAMILIES = {
     "qwen3_5_text": qwen3_5_text,
     "qwen3_moe": _qwen3_moe,
 }
-"""`model_type` of a config.json -> function that reads such a config (of a text model: what transformers'
-`...ForCausalLM` class loads)."""
+"""`model_type` of a config.json -> the function that reads such a config. These are text models: those that a
+`...ForCausalLM` class of transformers loads."""
 _SPARSE = "sparse attention (DSA), whose indexer the learner does not have"
 _WITH_VISION = "a vision tower; take its text out, {}, with `mugrpo convert text_of`"
 CLOSE = {
@@ -202,11 +207,11 @@ CLOSE = {
     "deepseek_v2": "the softmax router of its groups; of the later models the family deepseek_v3 is supported",
     "gpt_oss": "attention sinks and weights in mxfp4",
 }
-"""`model_type` of models that resemble a family -> their features that the learner lacks."""
+"""`model_type` of a model that resembles a supported one -> the feature that the learner lacks for it."""
 
 
 def architecture(config: Mapping[str, Any], where: str = "config.json") -> Architecture:
-    """The architecture that a Hugging Face config describes.
+    """Read a Hugging Face config into the architecture that it describes.
 
     Raises UserError for a family that has no table, and for fields that are missing, malformed or not supported.
     """
@@ -236,18 +241,17 @@ def read_architecture(directory: Path) -> Architecture:
 
 @dataclass(frozen=True, slots=True)
 class TokenFlops:
-    """Forward FLOP of one token: 2 for each weight that it is multiplied with."""
+    """The FLOP of one token's forward pass: 2 for each weight that it is multiplied with, and those of attention."""
 
     layers: float
     attention: float
-    """FLOP of attention itself (scores, and the weighted sum of values), on average over the positions of a
-    sequence."""
+    """FLOP of the scores and of the weighted sum of values, on average over the positions of a sequence."""
     head: float
-    """One product with the output weight; the learner computes it for trained tokens only."""
+    """FLOP of the product with the output weight, which the learner computes for trained tokens only."""
 
 
 def token_flops(architecture: Architecture, sequence: float) -> TokenFlops:
-    """FLOP per token of sequences with `sequence` tokens on average."""
+    """The forward FLOP of a token in sequences of `sequence` tokens."""
     size, layers, dense = architecture.letters, architecture.layers, architecture.dense_layers
     feed_forward = dense * 3 * size["H"] * size["F"]
     if architecture.experts:
@@ -273,7 +277,7 @@ def token_flops(architecture: Architecture, sequence: float) -> TokenFlops:
 
 
 def model_flops(architecture: Architecture, lengths: Sequence[int], trained: int) -> float:
-    """FLOP of an update of the model: forward, plus twice that for backward.
+    """The FLOP of an update on sequences of these `lengths`: forward, plus twice as many for backward.
 
     As in "model FLOPs utilization" (arXiv 2204.02311, appendix B): recomputation, padding and extra passes do not
     count. Attention is counted as causal, half of the full square.
@@ -292,8 +296,11 @@ BLOCK_BYTES = 4096
 
 
 def fingerprint(directory: Path) -> str:
-    """SHA-256 of the safetensors files' names, sizes, and 64 blocks spread evenly over each from its first byte."""
-    # A few blocks, in milliseconds: training changes every tensor, so other weights differ in some of them.
+    """A SHA-256 by which a checkpoint's weights are recognised.
+
+    It covers the names and sizes of the safetensors files, and 64 blocks spread evenly over each file.
+    """
+    # Reading some blocks takes milliseconds, and suffices: training changes every tensor, so it changes some blocks.
     digest = hashlib.sha256()
     for path in sorted(directory.glob("*.safetensors")):
         size = path.stat().st_size

@@ -1,4 +1,4 @@
-"""Load a Hugging Face checkpoint directory into the learner's shards, and save one, with config and tokenizer."""
+"""Loads a Hugging Face checkpoint directory into the learner's shards, and saves one with config and tokenizer."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def load_hf(chunks: Sequence[torch.nn.Module], hf_dir: Path, architecture: Archi
     """Fill this rank's parameters from a checkpoint directory, cast to the parameters' type.
 
     Every rank reads only the layers that it holds; peak memory beyond the model is the largest parameter. All headers
-    are checked against the architecture first: a checkpoint that does not fit raises UserError before any is copied.
+    are compared with the architecture first: a checkpoint that does not fit raises UserError before any value is
+    copied.
     """
     checkpoint = open_checkpoint(hf_dir, architecture)
     for entry, parameter in local_parameters(chunks, architecture):
@@ -54,7 +55,10 @@ def load_hf(chunks: Sequence[torch.nn.Module], hf_dir: Path, architecture: Archi
 
 
 def read_shard(checkpoint: HFCheckpoint, entry: Entry, architecture: Architecture, shape: torch.Size) -> torch.Tensor:
-    """This rank's shard of one parameter, of the given shape, in the checkpoint's type."""
+    """Read this rank's shard of one parameter from a checkpoint, in the checkpoint's type.
+
+    Raises UserError if a value is not finite, or if the shard has not the `shape` that the model was built with.
+    """
     group = tensor_group(entry)
     tensors = [checkpoint.read(name) for name in entry.hf]
     for name, tensor in zip(entry.hf, tensors, strict=True):
@@ -71,7 +75,7 @@ def read_shard(checkpoint: HFCheckpoint, entry: Entry, architecture: Architectur
 
 
 def check_finite(checkpoint: HFCheckpoint, name: str, tensor: torch.Tensor) -> None:
-    """Raise UserError if a tensor of the checkpoint has a value that is not a number, or infinite."""
+    """Raise UserError if a value of `tensor`, which is `name` in the checkpoint, is NaN or infinite."""
     if not torch.isfinite(tensor).all():
         kind = "not a number (NaN)" if torch.isnan(tensor).any() else "infinite"
         raise UserError(
@@ -89,11 +93,12 @@ def save_hf(
     replace: bool = False,
     notes: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the learner's weights with the config and tokenizer of `like`; collective, rank 0 writes.
+    """Write the learner's weights as a checkpoint `out`, with the config and tokenizer of the checkpoint `like`.
 
-    `notes` are JSON objects and files to write with them, by name. The directory appears complete or not at all; with
-    `replace` an earlier one stays until then. Memory beyond the model is one bucket. Raises UserError on every rank
-    when `out` is `like`, when it exists and `replace` is false, and when it cannot be written.
+    Collective; rank 0 writes. `notes` are JSON objects and files to write with the weights, by name. The directory
+    appears complete or not at all; with `replace` an earlier one stays until then. Memory beyond the model is one
+    bucket. Raises UserError on every rank when `out` is `like`, when it exists and `replace` is false, and when it
+    cannot be written.
     """
     if out.exists() and like.exists() and out.samefile(like):
         raise UserError(f"{out} is the model that config and tokenizer come from; name another directory")
@@ -108,7 +113,7 @@ def save_hf(
         except UserError as error:
             failure = [error]
     for _ in tensors:
-        pass  # goes on after a failure, since every rank takes part in every gather
+        pass  # rank 0 goes on after a failure, since every rank takes part in every gather
     dist.broadcast_object_list(failure)
     if failure[0] is not None:
         raise failure[0]
@@ -120,9 +125,9 @@ def gather_hf(
 ) -> Callable[[], None]:
     """Gather the learner's weights on rank 0's host, and return the function that writes them as `save_hf` does.
 
-    Collective. The function communicates with no rank, so training may continue before it is called, in any thread; on
-    other ranks than 0 it does nothing. It replaces an earlier `out`, and raises UserError when that cannot be written.
-    Rank 0's host holds the whole model until then.
+    Collective. The returned function communicates with no rank, so it may be called later, in any thread, while
+    training continues; on ranks other than 0 it does nothing. It replaces an earlier `out`, and raises UserError when
+    that cannot be written. Until it is done, rank 0's host memory holds the whole model.
     """
     plan = build_plan(chunks, architecture, SAVE_BUCKET_BYTES)
     is_main = dist.get_rank() == 0
@@ -154,20 +159,23 @@ def _write(
 
 
 def carried_files(directory: Path, more: Sequence[str] = ()) -> list[str]:
-    """Names of the files in a checkpoint directory, named chat templates and `more` too, that are copied unchanged."""
+    """The names of a checkpoint's files that are copied unchanged: of `CARRIED`, `more`, and named chat templates."""
     templates = sorted(f"{TEMPLATES}/{path.name}" for path in (directory / TEMPLATES).glob("*.jinja"))
     return [name for name in (*CARRIED, *more, *templates) if (directory / name).is_file()]
 
 
 def copy_files(source: Path, out: Path, names: Iterable[str]) -> None:
-    """Copy the files with these names, which may have a folder."""
+    """Copy the files `names` from `source` to `out`; a name may begin with a folder."""
     for name in names:
         (out / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(source / name, out / name)
 
 
 def carry_files(like: Path, out: Path, dtype: torch.dtype) -> None:
-    """Copy tokenizer and generation config, and write config.json with the type of the stored weights."""
+    """Copy tokenizer and generation config from `like` to `out`, and write its config.json with `dtype`.
+
+    `dtype` is the type of the stored weights.
+    """
     names = carried_files(like)
     check_carried(like, names)
     copy_files(like, out, names)
@@ -181,9 +189,9 @@ def carry_files(like: Path, out: Path, dtype: torch.dtype) -> None:
 
 
 def check_tokenizer(directory: Path, architecture: Architecture) -> None:
-    """Raises UserError when the tokenizer is damaged or has an id beyond the embedding's rows.
+    """Raise UserError when the tokenizer is damaged or has an id beyond the embedding's rows.
 
-    Also when a file that `carry_files` copies cannot be read, or is not what its name says.
+    It is raised also when a file that `carry_files` copies cannot be read, or is not what its name says.
     """
     check_carried(directory, carried_files(directory))
     check_vocabulary(directory, architecture.vocab_size)

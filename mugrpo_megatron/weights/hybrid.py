@@ -1,4 +1,4 @@
-"""Qwen3.5 and 3.6, text: gated delta networks (arXiv 2412.06464) in most layers, gated attention in the others.
+"""The text models of Qwen3.5 and 3.6: gated delta networks (arXiv 2412.06464) in most layers, attention in the others.
 
 Names and shapes follow transformers' `qwen3_5` and Megatron's `GatedDeltaNet`.
 """
@@ -31,7 +31,7 @@ def qwen3_5_text(fields: Fields) -> Architecture:
 
 def qwen3_5_moe_text(fields: Fields) -> Architecture:
     """The mixtures of experts of Qwen3.5: a renormalised softmax router, and a shared expert with a gate."""
-    # Read and dropped: it is the width of dense layers, which these models do not have.
+    # This field is not used: it is the width of dense layers, which these models do not have.
     fields.take("intermediate_size", 0)
     fields.only("norm_topk_prob", (True,), True)
     fields.only("decoder_sparse_step", (1,), 1)
@@ -57,7 +57,7 @@ def _hybrid(fields: Fields, family: str, feed_forward: tuple[Row, ...], **transf
     fields.only("attn_output_gate", (True,), True)
     fields.only("mlp_only_layers", ([],), [])
     fields.only("mamba_ssm_dtype", ("float32",), "float32")
-    # Multi-token prediction layers are not built.
+    # These fields are not used: layers of multi-token prediction are not built.
     for unused in ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"):
         fields.take(unused, None)
     sizes = Delta(
@@ -83,18 +83,24 @@ def _hybrid(fields: Fields, family: str, feed_forward: tuple[Row, ...], **transf
         qk_layernorm=True,
         attention_output_gate=True,
         layernorm_zero_centered_gamma=True,
-        # Distributed checkpoints then have a key for each layer, as those of Megatron's own models.
+        # With this setting distributed checkpoints have a key for each layer, as those of Megatron's own models do.
         linear_attention_freq=[int(linear) for linear in sizes.linear_layers],
         **transformer,
     )
 
 
 def _linear_layers(fields: Fields) -> tuple[bool, ...]:
-    """Whether each layer is linear: `layer_types`, or all but every `full_attention_interval`-th."""
+    """Read which layers have a gated delta network, from `layer_types` or `full_attention_interval`.
+
+    Without `layer_types`, all have one but every `full_attention_interval`-th.
+    """
     layers, interval = fields.size("num_hidden_layers"), fields.take("full_attention_interval", 4)
     kinds = fields.take("layer_types", [KINDS[(layer + 1) % interval == 0] for layer in range(layers)])
     if len(kinds) != layers or set(kinds) - set(KINDS):
-        raise fields.error(f"layer_types names {len(kinds)} of {layers} layers, each one of {' or '.join(KINDS)}")
+        raise fields.error(
+            f"layer_types names {len(kinds)} of {layers} layers, with the values {sorted(set(map(str, kinds)))}; it "
+            f"has to name each layer, as {' or '.join(KINDS)}"
+        )
     return tuple(kind == KINDS[0] for kind in kinds)
 
 
@@ -117,7 +123,8 @@ def _trunk(sizes: Delta) -> tuple[Row, ...]:
     linear = (
         Row(ours + "dt_bias", ((theirs + "dt_bias", "N"),), split="rows"),
         Row(ours + "A_log", ((theirs + "A_log", "N"),), split="rows"),
-        # One parameter, as in Megatron; SGLang fuses them in pairs while it loads, and needs both in one bucket.
+        # The four projections are one parameter, as in Megatron. SGLang fuses them in pairs while it loads a bucket,
+        # so that both of a pair must be in the same bucket.
         Row(
             ours + "in_proj.weight",
             tuple((f"{theirs}in_proj_{name}.weight", f"{rows} H") for name, rows in projections),

@@ -1,4 +1,4 @@
-"""Read and write the safetensors files of a Hugging Face checkpoint; headers are checked before any data is read."""
+"""Reads and writes the safetensors files of a Hugging Face checkpoint; headers are checked before data is read."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ SINGLE = "model.safetensors"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""Name of a type in a safetensors header that can be read -> torch's type."""
+"""Types that can be read: name in a safetensors header -> torch's type."""
 TYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
 }
-"""Type of torch that can be written -> its name in a safetensors header."""
+"""Types that can be written: torch's type -> name in a safetensors header."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class HFCheckpoint:
     dtypes: Mapping[str, torch.dtype]
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     _places: dict[str, dict[str, tuple[int, list[int]]]] = field(default_factory=dict, repr=False, compare=False)
-    """File -> first byte and shape of each of its tensors, once one of them has been read."""
+    """File -> (first byte, shape) of each of its tensors; filled when a tensor of the file is first read."""
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor, memory-mapped from its file; UserError when the file has become unreadable."""
-        # `safe_open` would parse the header for each tensor, and a file may name half a million tensors.
+        """Map the tensor `name` from its file into memory; UserError when the file has become unreadable."""
+        # `safe_open` is not used: it would parse the header for each tensor, and a file may have half a million.
         file, dtype = self.files[name], self.dtypes[name]
         path = self.directory / file
         try:
@@ -69,10 +69,10 @@ class HFCheckpoint:
 
 
 def open_checkpoint(directory: Path, architecture: Architecture) -> HFCheckpoint:
-    """Find every tensor and compare names and shapes with the architecture; only a tied output layer's data is read.
+    """Find every tensor of a checkpoint, and compare names and shapes with those of the architecture.
 
-    Rotary frequencies and the layers of multi-token prediction are ignored, and the index may name or lack them and a
-    tied output layer.
+    Only headers are read, and the data of a tied output layer. Rotary frequencies and layers of multi-token prediction
+    are ignored; the index may name or lack these and a tied output layer.
     Raises UserError for a missing or truncated shard, an index that disagrees with the files, a missing tensor, one
     that the architecture does not have, a wrong shape, and a tied output layer that differs from the embedding.
     """
@@ -117,6 +117,7 @@ def check_tensors(
         if shapes[name] != shape:
             raise UserError(
                 f"{directory / files[name]}: {name} has shape {list(shapes[name])}, but config.json says {list(shape)}"
+                "; config and weights do not belong together"
             )
 
 
@@ -128,8 +129,10 @@ def _ignored(name: str, architecture: Architecture) -> bool:
 
 
 def scan(directory: Path, needed: Callable[[str], bool]) -> HFCheckpoint:
-    """Find every tensor, from the headers; an index, if present, must agree with the headers about the needed
-    tensors."""
+    """Find every tensor of a checkpoint in the headers of its files.
+
+    Raises UserError if an index disagrees with the headers about a tensor that is `needed`, or a file is damaged.
+    """
     index_path = directory / INDEX
     indexed: dict[str, str] | None = None
     if index_path.is_file():
@@ -153,7 +156,9 @@ def scan(directory: Path, needed: Callable[[str], bool]) -> HFCheckpoint:
         with _opened(path) as opened:
             for tensor in opened.keys():  # noqa: SIM118  a safetensors handle is not a mapping
                 if tensor in files:
-                    raise UserError(f"{tensor!r} is in both {files[tensor]} and {name} of {directory}")
+                    raise UserError(
+                        f"{tensor!r} is in both {files[tensor]} and {name} of {directory}; download these files again"
+                    )
                 files[tensor] = name
                 header = opened.get_slice(tensor)
                 shapes[tensor] = tuple(header.get_shape())
@@ -167,7 +172,7 @@ def scan(directory: Path, needed: Callable[[str], bool]) -> HFCheckpoint:
     if indexed is not None and (wrong := min((name for name, _ in differing if needed(name)), default=None)):
         raise UserError(
             f"{index_path} disagrees with the shards about {wrong!r}: the index says {indexed.get(wrong, 'nothing')}, "
-            f"the shards say {files.get(wrong, 'nothing')}"
+            f"the shards say {files.get(wrong, 'nothing')}; download the index and the shards again"
         )
     return HFCheckpoint(directory, files, dtypes, shapes)
 
@@ -180,7 +185,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _places(path: Path) -> dict[str, tuple[int, list[int]]]:
-    """First byte and shape of each tensor of a safetensors file, whose header `scan` has checked."""
+    """The first byte and the shape of each tensor of a safetensors file, by name; `scan` has checked the header."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
@@ -242,7 +247,7 @@ def divide(specs: Sequence[TensorSpec], shard_bytes: int) -> list[WeightFile]:
 
 
 def write_shard(directory: Path, shard: WeightFile, tensors: Iterable[torch.Tensor]) -> None:
-    """Write a shard atomically; `tensors` are in the shard's order, on any device."""
+    """Write a file of a checkpoint atomically; `tensors`, on any device, are in the order of `shard.specs`."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for spec in shard.specs:

@@ -1,7 +1,8 @@
-"""Sync: send the learner's weights, bucket by bucket, to the SGLang engines that share its devices.
+"""Sends the learner's weights, bucket by bucket, to the SGLang engines that share its devices.
 
-A bucket is pickled by reference for another process of the machine: on CUDA as SGLang's `flattened_bucket`
-(sglang/srt/weight_sync/tensor_bucket.py), an IPC handle with names, shapes and offsets; on CPU as shared memory.
+A bucket is not copied to the engine's process: the message refers to its memory. On CUDA it is SGLang's
+`flattened_bucket` (sglang/srt/weight_sync/tensor_bucket.py), an IPC handle with names, shapes and offsets; on CPU it is
+shared memory.
 
     plan once      buckets of whole tensors in Hugging Face's names, the same on every rank
     every sync     fill bucket i (all ranks)  |  the engine loads bucket i - 1 (a thread of its leader)
@@ -41,7 +42,7 @@ from mugrpo_megatron.weights.buckets import (
 )
 
 MANAGER_SOCKET = "/torch-shm-dir-XXXXXX/manager.sock"
-"""Path of the socket of torch's manager of shared memory below TMPDIR (torch/lib/libshm/manager.cpp)."""
+"""Path, below TMPDIR, of the socket of torch's manager of shared memory (torch/lib/libshm/manager.cpp)."""
 
 
 class WeightReceiver(Protocol):
@@ -52,7 +53,7 @@ class WeightReceiver(Protocol):
         """Number of processes that read the weights: tensor parallel ranks times replicas."""
 
     def load_bucket(self, serialized: list[bytes]) -> None:
-        """Load one bucket, serialised once for each reader."""
+        """Load one bucket of weights; `serialized` has an item for each reader."""
 
     def set_version(self, version: int) -> None:
         """Set the weight version of later responses."""
@@ -76,7 +77,8 @@ class WeightSync:
     engine_buckets: Sequence[Bucket]
     """Each bucket of the plan as the engines load it: the bucket, or its tensors quantised."""
     staging: Sequence[torch.Tensor] | None
-    """CPU: up to two uint8 buffers that the buckets use in turn; shared memory on ranks that serve an engine's rank."""
+    """On CPU, up to two uint8 buffers that the buckets use in turn; they become shared memory when they are sent. None
+    on CUDA."""
 
     @property
     def bytes(self) -> int:
@@ -108,10 +110,10 @@ def build_weight_sync(
     Args:
         bucket_bytes: limit of a sync's memory beyond the model.
         quantised: whether the engines run in fp8.
-        engine_nodes: nodes of each engine.
+        engine_nodes: number of nodes that each engine spans.
         timeout_s: longest time that the other ranks wait for a leader whose engine loads a bucket.
     """
-    # Half: one bucket is filled while the engine loads the one before it.
+    # Buckets have half of the limit, because one is filled while the engine loads the one before it.
     plan = build_plan(chunks, architecture, bucket_bytes // 2)
     shards = local_shards(chunks, architecture)
     engine_buckets = [quantised_bucket(bucket) for bucket in plan.buckets] if quantised else plan.buckets
@@ -129,11 +131,10 @@ def build_weight_sync(
 
 
 def share_memory_by_name() -> None:
-    """Let torch share CPU memory by name: its default on Linux passes a file descriptor, and the engine's host gets
-    bytes.
+    """Let torch share CPU memory by name, because the engine's host gets bytes, which cannot carry a file descriptor.
 
-    torch then starts a process, the manager, with a socket in TMPDIR. Where that path is too long for a socket, the
-    manager is started here with a short one.
+    For that, torch starts a process, the manager, with a socket in TMPDIR. Where that path is too long for a socket,
+    the manager is started here with a shorter one.
     """
     torch.multiprocessing.set_sharing_strategy("file_system")
     if len(os.fsencode(tempfile.gettempdir())) + len(MANAGER_SOCKET) <= SOCKET_PATH:
@@ -173,7 +174,7 @@ def sync(weight_sync: WeightSync, engine: WeightReceiver | None, version: int) -
             # has shared (torch/multiprocessing/reductions.py), and a handle that is never opened would keep the memory.
             serialized = _serialize_for_engine(weight_sync, engine, bucket, flat) if served else []
             loading = loader.submit(_load, engine if served else None, serialized, flat)
-            # Now only the load holds it, so memory is freed bucket by bucket.
+            # Now only the loading thread refers to the bucket's memory, so it is freed as soon as it is loaded.
             del flat
         if loading:
             failure = _result(loading) or failure
@@ -186,7 +187,7 @@ def sync(weight_sync: WeightSync, engine: WeightReceiver | None, version: int) -
 
 
 def fill_for_engines(weight_sync: WeightSync, number: int) -> tuple[Bucket, torch.Tensor]:
-    """Bucket `number` of the plan as the engines load it, and its bytes; collective."""
+    """Fill bucket `number` of the plan; returns the bucket as the engines load it, and its bytes. Collective."""
     bucket, engine_bucket = weight_sync.plan.buckets[number], weight_sync.engine_buckets[number]
     flat = _buffer(weight_sync, bucket, number)
     fill_bucket(bucket, weight_sync.shards, weight_sync.architecture, flat)
@@ -205,7 +206,7 @@ def _buffer(weight_sync: WeightSync, bucket: Bucket, number: int) -> torch.Tenso
 
 
 def _load(engine: WeightReceiver | None, serialized: list[bytes], flat: torch.Tensor) -> torch.Tensor:
-    """Load a bucket into the engine; returns the memory, so that the future keeps it alive until then."""
+    """Load a bucket into the engine, and return `flat`, so that the future keeps its memory until it is loaded."""
     if engine is not None:
         engine.load_bucket(serialized)
     return flat
@@ -226,21 +227,21 @@ def _leads(weight_sync: WeightSync) -> bool:
 
 
 def _vote_and_release(weight_sync: WeightSync, ok: bool) -> bool:
-    """Whether `ok` holds on every rank of this rank's engine; afterwards each frees what the engine has read."""
-    # The vote is the signal that a bucket's memory may go: the engine reads all ranks' memory, but answers its leader
-    # alone.
+    """Return whether `ok` is true on every rank of this rank's engine, and free the memory that the engine has read."""
+    # This exchange also tells the ranks that they may free a bucket's memory: the engine reads the memory of all of
+    # them, but answers its leader alone.
     if weight_sync.engine_group is None:
         return ok
     votes = [ok] * weight_sync.engine_group.size()
     dist.all_gather_object(votes, ok, group=weight_sync.engine_group)
     if weight_sync.staging is None:
-        # Free the memory that readers have let go of now, not when torch next shares some.
+        # Without this, torch would free the memory that readers no longer use only when it next shares some.
         torch.cuda.ipc_collect()
     return all(votes)
 
 
 def serialize(bucket: Bucket, flat: torch.Tensor) -> bytes:
-    """The bucket for one reader, as a reference to the memory of `flat`."""
+    """Pickle the bucket for one reader; the bytes refer to the memory of `flat`."""
     pickled = io.BytesIO()
     try:
         ForkingPickler(pickled).dump(flattened_bucket(bucket, flat) if flat.is_cuda else named_tensors(bucket, flat))
@@ -260,12 +261,12 @@ def _no_shared_memory(needed: int) -> UserError:
 
 
 def named_tensors(bucket: Bucket, flat: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """The argument of `cpu.sglang.load_mapped`."""
+    """The bucket's names and tensors, as `cpu.sglang.load_mapped` takes them."""
     return [(slot.name, slot.view(flat)) for slot in bucket.slots]
 
 
 def flattened_bucket(bucket: Bucket, flat: torch.Tensor) -> dict[str, Any]:
-    """SGLang's flattened bucket: one handle for all tensors."""
+    """The bucket as SGLang's `flattened_bucket` format has it: one tensor, and where each weight stands in it."""
     # SGLang's class FlattenedTensorMetadata is not used: importing SGLang takes seconds, and its ModelRunner copies the
     # attributes anyway.
     metadata = [
@@ -285,10 +286,10 @@ def flattened_bucket(bucket: Bucket, flat: torch.Tensor) -> dict[str, Any]:
 def _serialize_for_engine(
     weight_sync: WeightSync, engine: WeightReceiver | None, bucket: Bucket, flat: torch.Tensor
 ) -> list[bytes]:
-    """The bucket, serialised for each reader; `engine` is None on ranks whose engine another rank leads.
+    """Serialise the bucket for each process that reads it; `engine` is None on ranks whose engine another rank leads.
 
-    With engine groups each comes from the rank on the reader's device or node: a CUDA handle is valid on its device
-    only, and a name in /dev/shm on its node.
+    If ranks form an `engine_group`, each reader gets the bytes of the rank on its own device or node: a CUDA handle is
+    valid on its device only, and a name in /dev/shm on its node.
     """
     if weight_sync.engine_group is None:
         return [serialize(bucket, flat) for _ in range(engine.readers if engine else 0)]

@@ -1,4 +1,4 @@
-"""The two-way table: merging, splitting and sharding of a parameter's tensors, and their names in checkpoints.
+"""Converts parameters both ways by the families' tables: merges, splits and shards tensors, and names them.
 
 HF tensors  --merge_from_hf-->  unsharded Megatron parameter  --shard-->  one rank's parameter
 HF tensors  <--split_to_hf--    unsharded Megatron parameter  <-unshard-  every rank's parameter
@@ -21,23 +21,24 @@ NORMS = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
-"""Norms: the table's name -> Transformer Engine's, which fuses a norm into the linear layer after it.
+"""Name of a norm in the tables -> its name with Transformer Engine, which fuses it into the linear layer after it.
 
-Experts are no such layer, so the second norm before them keeps the table's name. Megatron's distributed checkpoints
-have the fused names for both kinds of layers (`stored`).
+Experts are no such layer, so a norm before experts keeps its name. Megatron's distributed checkpoints have the fused
+names for both kinds of layers (`stored`).
 """
 STORED_NAMES = (
     (re.compile(r"^decoder\.layers\.\d+\."), "decoder.layers."),
     (re.compile(r"\.local_experts\.\d+\."), ".experts."),
     *((re.compile(re.escape(f".{plain}")), f".{fused}") for plain, fused in NORMS.items()),
 )
-"""Renamings by Megatron's `sharded_state_dict`: layers (the first pattern) and experts become dimensions."""
+"""How Megatron's `sharded_state_dict` renames parameters: the numbers of layers (first pattern) and experts go, because
+these become dimensions of the stored tensor."""
 _GROUPED = re.compile(r"\.experts\.(linear_fc[12])\.weight(\d+)$")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A row of the table at one layer and expert."""
+    """One parameter of the model: a row of the table with the numbers of its layer and expert."""
 
     row: Row
     layer: int
@@ -79,13 +80,13 @@ def entries(architecture: Architecture) -> dict[str, Entry]:
 
 
 def whole_shape(entry: Entry, architecture: Architecture) -> tuple[int, ...]:
-    """Shape of the unsharded Megatron parameter without vocabulary padding: its tensors, concatenated by rows."""
+    """The shape of the unsharded Megatron parameter, without vocabulary padding: that of its tensors concatenated."""
     shapes = entry.hf_shapes(architecture)
     return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
 def merge_from_hf(entry: Entry, tensors: Sequence[torch.Tensor], architecture: Architecture) -> torch.Tensor:
-    """Hugging Face tensors -> the unsharded Megatron parameter, without vocabulary padding."""
+    """Merge a parameter's Hugging Face tensors into the unsharded Megatron parameter, without vocabulary padding."""
     if entry.row.form in ("qkv", "qkv_gated"):
         groups = architecture.transformer["num_query_groups"]
         by_group = [tensor.reshape(groups, -1, *tensor.shape[1:]) for tensor in tensors]
@@ -98,11 +99,11 @@ def merge_from_hf(entry: Entry, tensors: Sequence[torch.Tensor], architecture: A
 
 
 def split_to_hf(entry: Entry, unsharded: torch.Tensor, architecture: Architecture) -> list[torch.Tensor]:
-    """The unsharded Megatron parameter -> views with the elements of its Hugging Face tensors, in row-major order.
+    """Split the unsharded Megatron parameter into views that have the elements of its Hugging Face tensors in order.
 
-    The views of `qkv` are [groups, rows of a group, ...], of queries with gates [groups, heads, 2, dim, ...]: reshaping
-    to the tensor's shape would copy, so callers do it. For a rank's shard of a linear layer, views of that rank's shard
-    of each tensor.
+    The views of `qkv` are [groups, rows of a group, ...], those of queries with gates [groups, heads, 2, dim, ...].
+    Callers reshape them to the tensor's shape, because that copies. A rank's shard of a linear layer may be passed too:
+    the views are then of that rank's shard of each tensor.
     """
     if entry.row.form in ("qkv", "qkv_gated"):
         groups = architecture.transformer["num_query_groups"]
@@ -122,7 +123,7 @@ def split_to_hf(entry: Entry, unsharded: torch.Tensor, architecture: Architectur
 
 
 def shard(entry: Entry, unsharded: torch.Tensor, size: int, rank: int) -> torch.Tensor:
-    """The shard of an unsharded parameter on tensor parallel `rank` of `size`; a view if the layout allows it."""
+    """Return the shard of an unsharded parameter on tensor parallel rank `rank` of `size`; a view where possible."""
     if entry.row.split == "none" or size == 1:
         return unsharded
     dimension = DIMENSION[entry.row.split]
@@ -135,7 +136,7 @@ def shard(entry: Entry, unsharded: torch.Tensor, size: int, rank: int) -> torch.
 
 
 def unshard(entry: Entry, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Inverse of `shard`, over the shards of all tensor parallel ranks."""
+    """Put the shards of all tensor parallel ranks together to the unsharded parameter: the inverse of `shard`."""
     if entry.row.split == "none" or len(shards) == 1:
         return shards[0]
     dimension = DIMENSION[entry.row.split]
@@ -160,12 +161,14 @@ def pad_vocab(entry: Entry, unsharded: torch.Tensor, rows: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Stored:
-    """Location of an unsharded parameter, or a section of it, in a Megatron distributed checkpoint: in a stack over
-    layers and experts."""
+    """Where an unsharded parameter, or a section of it, is in a Megatron distributed checkpoint.
+
+    The checkpoint may have one tensor for all layers and experts, a stack of which the parameter is one item.
+    """
 
     key: str
     index: tuple[int, ...]
-    """Index in the stack: (), (layer,) or (layer, expert)."""
+    """Index in the stack: (), (layer,), (expert,) or (layer, expert)."""
     stack: tuple[int, ...]
     """Size of the stack in the same dimensions."""
     shape: tuple[int, ...]
@@ -178,7 +181,7 @@ class Stored:
 
 
 def stored(entry: Entry, architecture: Architecture) -> list[Stored]:
-    """Locations in a `torch_dist` checkpoint of a parameter, or of its sections in order; the same for every layout."""
+    """Where a parameter, or each of its sections in order, is in a `torch_dist` checkpoint of any layout."""
     # Megatron stacks layers only if all have the same parameters (TransformerBlock.sharded_state_dict).
     alike = not ((architecture.experts and architecture.dense_layers) or architecture.delta)
     key = entry.megatron
@@ -195,14 +198,14 @@ def stored(entry: Entry, architecture: Architecture) -> list[Stored]:
 
 
 def table_name(name: str) -> str:
-    """The table's name of a parameter of local or Transformer Engine layers."""
+    """The table's name of a parameter that has the name `name` in local or in Transformer Engine layers."""
     for plain, fused in NORMS.items():
         name = name.replace(f".{fused}", f".{plain}")
     return _GROUPED.sub(r".experts.local_experts.\2.\1.weight", name)
 
 
 ADAPTER = "adapter_"
-"""Prefix of the names of adapters' modules, whose parameters are no weights of the model."""
+"""Prefix of the names of adapters' modules; their parameters are not weights of the model."""
 
 
 def tensor_group(entry: Entry) -> torch.distributed.ProcessGroup:
@@ -215,12 +218,10 @@ def tensor_group(entry: Entry) -> torch.distributed.ProcessGroup:
 def local_parameters(
     chunks: Sequence[torch.nn.Module], architecture: Architecture
 ) -> Iterator[tuple[Entry, torch.Tensor]]:
-    """This rank's parameters in the model's order, each with its entry in the whole model.
+    """Yield this rank's parameters in the model's order, each with its entry in the whole model.
 
-    Buffers that training does not change, and that the table lists, are among them.
-
-    On the last pipeline stage a tied output layer is a copy of the embedding and has the embedding's entry. Adapters
-    have no entries and are skipped.
+    Buffers that the table lists as `frozen` follow the parameters of their chunk. On the last pipeline stage a tied
+    output layer is a copy of the embedding and has the embedding's entry. Adapters have no entries and are skipped.
     Raises KeyError for a parameter that is not in the family's table: the table or the model is wrong.
     """
     table = entries(architecture)
@@ -238,7 +239,7 @@ def local_parameters(
 
 
 def whole_name(chunk: torch.nn.Module, name: str, architecture: Architecture) -> str:
-    """The table's name of a chunk's parameter: layer and expert are numbered over all pipeline stages and ranks."""
+    """The table's name of a chunk's parameter `name`, with the numbers of its layer and expert in the whole model."""
     name = table_name(re.sub(r"^(module\.)+", "", name))
     first_layer = get_transformer_layer_offset(chunk.config, vp_stage=chunk.vp_stage)
     name = re.sub(r"(?<=^decoder\.layers\.)\d+", lambda match: str(int(match[0]) + first_layer), name)
