@@ -1,7 +1,7 @@
-"""Attention over a paged KV cache on CPU: sequences of similar length share one SDPA call.
+"""Attention over a paged KV cache on CPU: sequences of similar length share one call of scaled_dot_product_attention.
 
-SGLang's CPU backend calls SDPA once for every sequence and layer; with hundreds of short sequences that overhead, tens
-of microseconds each, is nearly all of a small model's time.
+SGLang's CPU backend makes one call for every sequence and layer. Each call costs tens of microseconds, which for
+hundreds of short sequences is nearly all of a small model's time.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 BATCH_TOKENS = 1 << 14
-"""Most key tokens of one call, padding included: its keys and values then fit the processor's cache."""
+"""The largest number of key tokens in a call, padding included: its keys and values then fit the processor's cache."""
 BATCH_SCORES = 1 << 24
-"""Largest number of attention scores (padded queries x padded keys) of one call; bounds the mask."""
+"""The largest number of attention scores (padded queries x padded keys) in a call; it limits the size of the mask."""
 USEFUL_FRACTION = 0.75
 """A sequence whose keys are shorter than this fraction of the batch's longest starts a new batch."""
 
@@ -27,7 +27,7 @@ class DecodeBatch:
     queries: torch.Tensor
     """int64 [B * E]: rows of the query tensor; padding repeats a sequence's last query."""
     slots: torch.Tensor
-    """int64 [B * L]: rows of the KV cache; padding points anywhere."""
+    """int64 [B * L]: rows of the KV cache; those of padding are arbitrary rows, which `visible` hides."""
     visible: torch.Tensor
     """bool [B, 1, E, L]: whether a query sees a key."""
 
@@ -35,11 +35,11 @@ class DecodeBatch:
 def plan(
     slot_table: torch.Tensor, requests: torch.Tensor, query_lengths: torch.Tensor, key_lengths: torch.Tensor
 ) -> list[DecodeBatch]:
-    """Group the sequences of a forward pass by length.
+    """Group the sequences of a forward pass into batches of similar length.
 
-    `slot_table` [requests, positions] holds the cache row of every position. Sequence i is its row `requests[i]`, with
-    `key_lengths[i]` positions and queries for the last `query_lengths[i]` of them. Query rows are concatenated in the
-    order of the sequences. All int, on CPU.
+    All arguments are int tensors on CPU. `slot_table` [requests, positions] has the cache row of every position of a
+    request. Sequence i is request `requests[i]`, with `key_lengths[i]` positions, and queries for the last
+    `query_lengths[i]` of them. Query rows are concatenated in the order of the sequences.
     """
     starts = query_lengths.cumsum(0) - query_lengths
     batches = []
@@ -60,9 +60,10 @@ def plan(
 def attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batches: list[DecodeBatch], scale: float
 ) -> torch.Tensor:
-    """Causal attention of query [T, Hq, D] to the cache's keys and values [slots, Hkv, D]; returns [T, Hq, Dv].
+    """Compute causal attention of query [T, Hq, D] to the cache's keys and values [slots, Hkv, D]; returns [T, Hq, Dv].
 
-    Hq is a multiple of Hkv (grouped-query attention): the query heads of a group become further queries of its head.
+    Hq is a multiple of Hkv (grouped-query attention). The query heads of a group are treated as more queries of its
+    key and value head.
     """
     tokens, query_heads, width = query.shape
     kv_heads, value_width = keys.shape[1], values.shape[2]
@@ -87,7 +88,7 @@ def attend(
 
 
 def _similar(query_lengths: torch.Tensor, key_lengths: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Indices of the sequences of each batch, longest keys first."""
+    """Yield the indices of the sequences of each batch, those with the longest keys first."""
     order = key_lengths.argsort(descending=True)
     queries, keys = query_lengths[order].tolist(), key_lengths[order].tolist()
     start, widest = 0, 0

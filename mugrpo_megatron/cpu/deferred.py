@@ -1,8 +1,8 @@
 """Defers torch's compiler until a function is called that needs it.
 
-Decorating a function with `torch.compile` imports Inductor, two seconds of a core, and any other name of Dynamo takes
-another. Megatron-core, SGLang, transformers and torchvision do both when they are imported, for functions of which a
-run on CPU calls few or none.
+Decorating a function with `torch.compile` imports Inductor, which takes two seconds of a core, and any other use of
+Dynamo takes one more. Megatron-core, SGLang, transformers and torchvision do both when they are imported, for functions
+of which a run on CPU calls few or none.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 @contextmanager
 def compiling_deferred() -> Iterator[None]:
-    """Compile functions that are decorated with `torch.compile` inside the block when they are first called."""
+    """In the block, let `torch.compile` as a decorator compile a function at its first call instead of at once."""
     compile_now = torch.compile
 
     def compile_later(model: Any = None, **options: Any) -> Any:
@@ -54,10 +54,10 @@ def _deferred(function: Callable[..., Any], make: Callable[[], Callable[..., Any
 
 @contextmanager
 def compiler_deferred() -> Iterator[None]:
-    """Defer torch's compiler as `compiling_deferred` does, and put placeholders for torch._dynamo; for a block that
-    only imports modules.
+    """In a block that only imports modules, defer torch's compiler and its import.
 
-    A function that is decorated to be excluded from compiled callers (`torch._dynamo.disable`) is not excluded.
+    Compiling is deferred as by `compiling_deferred`, and placeholders stand for torch._dynamo. They have a price: a
+    function that is decorated with `torch._dynamo.disable` in the block is not excluded from compiled callers.
     """
     if "torch._dynamo" not in sys.modules:
         sys.modules.update(_placeholders())
@@ -69,21 +69,21 @@ def compiler_deferred() -> Iterator[None]:
 
 
 class _Placeholder(ModuleType):
-    """A module of torch's compiler with a few names; any other name imports the compiler."""
+    """Stands for a module of torch's compiler and has a few of its names; using any other name imports the module."""
 
     def __init__(self, module: str, **names: Any) -> None:
         super().__init__(module)
         self.__dict__.update(names)
 
     def __getattr__(self, name: str) -> Any:
-        # The import system asks for attributes that not every module has.
+        # The import system asks for such names, and expects an AttributeError if a module has none.
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(_real(self.__name__), name)
 
 
 def _placeholders() -> dict[str, ModuleType]:
-    """Placeholders, by module name, with the names that transformers and torchvision use while they are imported."""
+    """The placeholders, by module name; they have the names that transformers and torchvision use at their import."""
     unchanged = dict.fromkeys(("allow_in_graph", "assume_constant_result", "disable"), _unchanged)
     utils, indexing = "torch._dynamo.utils", "torch._dynamo._trace_wrapped_higher_order_op"
     modules = [
@@ -95,7 +95,7 @@ def _placeholders() -> dict[str, ModuleType]:
 
 
 def _unchanged(function: Any = None, *arguments: Any, **options: Any) -> Any:
-    """A decorator, with options or without, that returns the function."""
+    """A decorator, used with options or without, that returns the function unchanged."""
     return _unchanged if function is None else function
 
 

@@ -1,7 +1,8 @@
 """Gated delta networks in an engine on CPU: the kernels that SGLang takes from `sgl_kernel`, in torch's operations.
 
-SGLang's own need AMX. Names and arguments are SGLang 0.5.23's (srt/models/qwen3_5.py, srt/layers/attention/linear).
-Requests have slots in a pool: the state is float32 [heads, value, key], the window the last inputs of the convolution.
+SGLang's own kernels need AMX. Names and arguments are SGLang 0.5.23's (srt/models/qwen3_5.py,
+srt/layers/attention/linear). Every request has a slot in SGLang's pools: there are its state, float32 [heads, value,
+key], and its window, the last inputs of the convolution.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from mugrpo_megatron.kernels.gated_delta import gated_delta_rule, unit_heads
 
 
 def fused_sigmoid_mul_cpu(x: torch.Tensor, gate: torch.Tensor) -> None:
-    """Multiply attention's output by its gate, in place."""
+    """Multiply x, the output of attention, by sigmoid(gate), in place."""
     x.mul_(gate.reshape(x.shape).float().sigmoid().to(x.dtype))
 
 
 def fused_qk_gemma_rmsnorm_cpu(
     q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Zero-centred norms of heads: [tokens, heads x width] -> [tokens x heads, width]."""
+    """Normalise each head of q and k, with 1 + its weight: [tokens, heads x width] -> [tokens x heads, width]."""
     return _norm(q.reshape(-1, width), q_weight, eps), _norm(k.reshape(-1, width), k_weight, eps)
 
 
@@ -43,16 +44,19 @@ def fused_qk_gemma_rmsnorm_with_gate_cpu(
     width: int,
     heads: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`fused_qk_gemma_rmsnorm_cpu` for heads of [query, gate]; also returns the gates, [tokens x heads, width]."""
+    """Do what `fused_qk_gemma_rmsnorm_cpu` does where each head of q has its gate behind it; returns the gates too.
+
+    The gates are [tokens x heads, width].
+    """
     q, gate = q_gate.reshape(len(q_gate), heads, 2, width).unbind(2)
-    # The gates of a single token would be a view with gaps, which SGLang cannot flatten.
+    # Without `contiguous` the gates of a single token would be a view with gaps, which SGLang cannot flatten.
     return *fused_qk_gemma_rmsnorm_cpu(q, k, q_weight, k_weight, eps, width), gate.reshape(-1, width).contiguous()
 
 
 def fused_qkvzba_split_reshape_cat_contiguous_cpu(
     qkvz: torch.Tensor, ba: torch.Tensor, key_heads: int, heads: int, key: int, value: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Projections -> query key value, z [tokens, heads, value], beta and alpha [tokens, heads]."""
+    """Split projections: [query, key, value] of all heads, z [tokens, heads, value], beta and alpha [tokens, heads]."""
     qkv, z = qkvz.split([2 * key_heads * key + heads * value, heads * value], -1)
     b, a = ba.split(heads, -1)
     return qkv.contiguous(), z.unflatten(-1, (heads, value)).contiguous(), b.contiguous(), a.contiguous()
@@ -61,7 +65,7 @@ def fused_qkvzba_split_reshape_cat_contiguous_cpu(
 def fused_gdn_gating_cpu(
     A_log: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dt_bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """a, b [tokens, heads] -> logarithm of the decay and beta, float32 [1, tokens, heads]."""
+    """Compute the logarithm of the decay and beta, float32 [1, tokens, heads], from a and b [tokens, heads]."""
     log_decay = -A_log.float().exp() * F.softplus(a.float() + dt_bias.float())
     return log_decay.unsqueeze(0), b.float().sigmoid().unsqueeze(0)
 
@@ -77,7 +81,7 @@ def causal_conv1d_fn_cpu(
     query_start_loc: torch.Tensor,
     **_: Any,
 ) -> torch.Tensor:
-    """[channels, tokens] of requests one after another -> convolved and activated; updates the windows."""
+    """Convolve and activate x [channels, tokens], in which requests follow each other; updates their windows."""
     slots = cache_indices.long()
     windows = conv_states[slots].to(x.dtype) * has_initial_state.view(-1, 1, 1)
     outputs, last = [], []
@@ -97,7 +101,7 @@ def causal_conv1d_update_cpu(
     activation: Any,
     conv_state_indices: torch.Tensor,
 ) -> torch.Tensor:
-    """[requests, channels] of one token each -> convolved and activated; updates the windows."""
+    """Convolve and activate x [requests, channels], one token of each request; updates their windows."""
     slots = conv_state_indices.long()
     inputs = torch.cat([conv_states[slots].to(x.dtype), x.unsqueeze(-1)], -1)
     conv_states[slots] = inputs[..., 1:].to(conv_states.dtype)
@@ -117,9 +121,12 @@ def chunk_gated_delta_rule_cpu(
     cu_seqlens: torch.Tensor,
     **_: Any,
 ) -> tuple[torch.Tensor, None, None]:
-    """q, k, v [1, tokens, heads, ...] of consecutive requests -> [1, tokens, heads, value]; updates the states."""
+    """Apply the gated delta rule to q, k, v [1, tokens, heads, ...] of requests one after another.
+
+    Returns [1, tokens, heads, value], and updates the requests' states.
+    """
     slots, lengths = initial_state_indices.long(), cu_seqlens.diff().tolist()
-    # Padded with zeros: a decay of 0 and a beta of 0 leave the state as it is.
+    # Requests are padded with zeros: a log-decay of 0 and a beta of 0 leave the state as it is.
     query, key, value, log_decay, rate = (
         pad_sequence(list(x[0].float().split(lengths)), batch_first=True) for x in (q, k, v, g, beta)
     )
@@ -141,7 +148,10 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
     initial_state_indices: torch.Tensor,
     **_: Any,
 ) -> torch.Tensor:
-    """q, k, v [1, requests, heads, ...] of one token each -> [1, requests, heads, value]; updates the states."""
+    """Apply the gated delta rule to q, k, v [1, requests, heads, ...], one token of each request.
+
+    Returns [1, requests, heads, value], and updates the requests' states.
+    """
     slots = initial_state_indices.long()
     log_decay, beta = fused_gdn_gating_cpu(A_log, a, b, dt_bias)
     query, key = unit_heads(q[0], k[0], v.shape[2])
@@ -172,7 +182,7 @@ OPERATORS = (
     fused_gdn_gating_cpu,
     fused_sigmoid_gating_delta_rule_update_cpu,
 )
-"""Stand-ins for operators of `torch.ops.sgl_kernel`, which is not built for CPU here."""
+"""Stand-ins for operators of `torch.ops.sgl_kernel`, which is not installed on CPU."""
 MAMBA = (causal_conv1d_fn_cpu, causal_conv1d_update_cpu, chunk_gated_delta_rule_cpu)
 """Stand-ins for functions of the module `sgl_kernel.mamba`."""
 
@@ -180,9 +190,10 @@ MAMBA = (causal_conv1d_fn_cpu, causal_conv1d_update_cpu, chunk_gated_delta_rule_
 def install(dtype: str) -> None:
     """Put the functions where SGLang looks for them; call it before SGLang imports the model's module.
 
-    Without AMX two more go to Triton: the gated norm and the sum with the shared expert.
+    Two more are replaced, for which SGLang takes Triton where there is no AMX: the gated norm, and the sum with the
+    shared expert.
     """
-    # SGLang rounds the convolution's window to bfloat16 otherwise (srt/configs/mamba_utils.py).
+    # Without this variable SGLang rounds the convolution's window to bfloat16 (srt/configs/mamba_utils.py).
     os.environ["SGLANG_MAMBA_CONV_DTYPE"] = dtype
     for operator in OPERATORS:
         setattr(torch.ops.sgl_kernel, operator.__name__, operator)

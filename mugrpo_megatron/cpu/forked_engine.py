@@ -1,8 +1,8 @@
-"""`sglang.Engine` on CPU: forked processes, batched attention, functions in C. Uses SGLang's own hooks.
+"""`sglang.Engine` on CPU, with forked processes, batched attention and functions in C, through SGLang's own hooks.
 
-`Engine.run_*_process_func` and `Engine._launch_*` are the hooks for other processes (SGLang's Ray engine uses them).
-`register_attention_backend` adds an attention backend. Ours takes the name of the backend that it replaces, because
-SGLang decides by that name which of its Triton kernels to skip.
+`Engine.run_*_process_func` and `Engine._launch_*` are hooks for starting processes in another way (SGLang's Ray engine
+uses them). `register_attention_backend` adds an attention backend. Ours takes the name of the backend that it replaces,
+because SGLang decides by that name which of its Triton kernels to skip.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ with compiler_deferred():
 
 
 NAME = "torch_native"
-"""SGLang's name of the attention backend that this one replaces."""
+"""SGLang's name of the attention backend that `BatchedAttention` replaces."""
 
 
 class BatchedAttention(TorchNativeAttnBackend):
     """Causal self-attention batched over sequences; the base class handles sliding windows and cross attention."""
 
     def __init__(self, model_runner: Any, kernels: Kernels | None = None) -> None:
-        """`kernels`: functions in C that decoding calls, in attention, in the other layers and in the sampler."""
+        """Make the backend. Decoding calls `kernels`, if given, in attention, in other layers and in the sampler."""
         super().__init__(model_runner)
         self._kernels = kernels
         if kernels is not None:
@@ -60,7 +60,7 @@ class BatchedAttention(TorchNativeAttnBackend):
                 use_large_pages(buffer)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Plan the pass once; every layer uses the plan."""
+        """Prepare a forward pass: the first layer plans its batches, and the others use the same plan."""
         super().init_forward_metadata(forward_batch)
         self._batches: list[DecodeBatch] | None = None
         self._lengths = forward_batch.seq_lens.long()
@@ -106,10 +106,10 @@ class BatchedAttention(TorchNativeAttnBackend):
 
 
 class CpuEngine(Engine):
-    """An engine whose schedulers use BatchedAttention, with `kernels` in C where there is a library of them.
+    """An engine whose schedulers use BatchedAttention, with functions in C if their `library` could be built.
 
-    Its processes are forked; SGLang would spawn them, and each would spend ten seconds of a core on imports that this
-    process has done. Forking is safe here: this process has used no thread pool, event loop or socket before.
+    Its processes are forked. SGLang would spawn them, and each would spend ten seconds of a core on imports that this
+    process has done. Forking is safe here, because this process has used no thread pool, event loop or socket before.
     """
 
     def __init__(self, library: ctypes.CDLL | None = None, **arguments: Any) -> None:
@@ -119,7 +119,7 @@ class CpuEngine(Engine):
 
     @staticmethod
     def run_detokenizer_process_func(server_args: Any, *arguments: Any) -> None:
-        """Entry point of the detokenizer, which has nothing to do where tokens go in and out (skip_tokenizer_init)."""
+        """Run the detokenizer's process, which only waits if there is nothing to detokenize (skip_tokenizer_init)."""
         if not server_args.skip_tokenizer_init:
             run_detokenizer_process(server_args, *arguments)
             return
@@ -155,8 +155,9 @@ def _prepare_latent_attention() -> None:
     """Let a model with multi-head latent attention run on CPU; call it before the model is loaded.
 
     SGLang prefills with the keys and values of the heads and decodes with the cached latents. Attention on CPU reads
-    keys from the cache, which holds only latents, so here both use latents, through SGLang's registry. Its rotation for
-    such models on CPU supports YaRN only, though the general one runs there.
+    keys from the cache, which holds only latents, so here SGLang's registry makes prefill use latents too. SGLang's
+    rotation for such models on CPU supports YaRN only; without YaRN the general rotation, which runs on CPU as well,
+    takes its place.
     """
     from sglang.srt.layers.rotary_embedding import factory
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry, AttnForwardMethod
@@ -173,7 +174,7 @@ def _prepare_latent_attention() -> None:
 
 @contextmanager
 def _forking() -> Iterator[None]:
-    """Fork the processes that are started inside the block."""
+    """Let processes that are started inside the block be forked instead of spawned."""
     multiprocessing.set_start_method("fork", force=True)
     try:
         yield
@@ -187,15 +188,15 @@ def _plain(layer: RadixAttention) -> bool:
 
 
 FORWARD = "_forward_method"
-"""Attribute of SGLang's layers with the function that runs them."""
+"""Attribute of SGLang's layers that holds the function that runs the layer."""
 
 
 OTHER_NORMS = ("variance_size_override", "cast_x_before_out_mul", "fp32_residual", "override_orig_dtype")
-"""Attributes of SGLang's RMSNorm under which it computes or rounds otherwise."""
+"""If one of these attributes of SGLang's RMSNorm is set, it computes or rounds otherwise than the kernel."""
 
 
 def use_kernels(model: torch.nn.Module, kernels: Kernels) -> int:
-    """Replace the functions of the model's norms, gates and rotations by kernels; returns the number replaced."""
+    """Let the model's norms, gates and rotations run the kernels; returns the number of layers that were changed."""
     replaced = 0
     for module in model.modules():
         before = module.__dict__.get(FORWARD)
@@ -245,8 +246,10 @@ def _rotation(module: Any, kernels: Kernels, before: Any) -> Any:
 
 
 def _rotates_whole_heads(module: RotaryEmbedding) -> bool:
-    """Whether a rotary embedding rotates all dimensions of a head, half against half, by a cache of cosines and sines
-    alone."""
+    """Whether a rotary embedding is of the one kind that the kernel computes.
+
+    It rotates all dimensions of a head, the first half with the second, by a cache of cosines and sines.
+    """
     full = module.rotary_dim == module.head_size and module.is_neox_style and not hasattr(module, "sin_cos_cache")
     return full and type(module).forward_native is RotaryEmbedding.forward_native
 

@@ -1,4 +1,4 @@
-"""glibc's heap on a machine without CUDA: freed memory stays in the process. Torch is not imported here."""
+"""Settings of glibc's heap on a machine without CUDA: freed memory stays in the process. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import ctypes
 import sys
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
-"""Parameters of mallopt(3), by the numbers in glibc's malloc.h."""
+"""The numbers of three parameters of mallopt(3), from glibc's malloc.h."""
 LARGEST_KEPT = 64 << 20
 """Bytes of the largest block that the heap keeps."""
 
 
 def keep_freed_memory() -> None:
-    """Use one heap for all threads, which keeps freed blocks up to LARGEST_KEPT; does nothing without glibc.
+    """Let all threads use one heap that keeps freed blocks up to LARGEST_KEPT; does nothing without glibc.
 
-    Call it first: heaps that other threads already have stay in use, such as the heap of the thread that PyArrow
-    starts when it is imported.
+    Call it before anything else: a heap that another thread already has, such as that of the thread that PyArrow starts
+    when it is imported, stays in use.
     """
     if sys.platform != "linux":
         return
@@ -25,6 +25,7 @@ def keep_freed_memory() -> None:
         return
     library.mallopt(M_ARENA_MAX, 1)
     # Larger blocks return to the system. If the heap kept them, small blocks would split them, and no large one would
-    # fit again: the heap of a model with 135M parameters grew from 6 to 11 GB. So it stays below 5, for 4 % CPU time.
+    # fit again: the heap of a model with 135M parameters then grew from 6 to 11 GB. With this limit it stays below 5
+    # GB, at the cost of 4 % more CPU time.
     library.mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)
     library.mallopt(M_TRIM_THRESHOLD, -1)

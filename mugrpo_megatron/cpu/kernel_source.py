@@ -238,18 +238,18 @@ void NAME(rotate)(int64_t rows, int64_t shared, T *x, int64_t stride, int64_t he
     }
 }
 """
-"""Functions of float32 and bfloat16, whose bits are a uint16_t."""
+"""The functions that exist for float32 and for bfloat16, whose bits are a uint16_t in C."""
 TYPES = {"float32": "float", "bfloat16": "uint16_t"}
-"""Name of a type -> its name in C. A function's name ends with the former."""
+"""Name of a type, with which a function's name ends -> its name in C."""
 
 
 def source() -> str:
-    """Returns the source: each typed function for every type.
+    """The whole source, in which each typed function stands once for every type.
 
-    All pointers are to numbers of the type unless named otherwise, rows are contiguous, and lengths and counts are in
-    elements. bfloat16 is computed in float32 and rounded where torch's operations, one by one, would round. With
-    `shared`, OpenMP's threads share the rows of a call. They are the threads of torch's matrix products, where those
-    also run in GNU's OpenMP: threads of another pool would have to wake up, and take the cores from these.
+    Pointers are to numbers of a function's type unless declared otherwise, rows are contiguous, and lengths and counts
+    are in elements. bfloat16 is computed in float32 and rounded where torch's operations, one by one, would round. With
+    `shared`, OpenMP's threads share the rows of a call. If torch's matrix products run in GNU's OpenMP too, these are
+    the same threads; those of another pool would have to wake up, and would take the cores from them.
     """
     typed = (
         f"#define T {kind}\n#define NAME(function) function##_{name}\n{_TYPED}#undef T\n#undef NAME\n"

@@ -1,7 +1,7 @@
 """Decoding on CPU in C: attention over the paged cache, and the steps between a layer's matrix products.
 
-The source is compiled at an engine's start, during the imports of SGLang, which take longer. Nothing is cached on disk,
-because a library may have been built on another machine.
+The source is compiled at an engine's start, while SGLang is imported, which takes longer. No library is cached on disk,
+because a later run may find it on another machine, whose processor differs.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fno-
 """Compiler flags. Sums may run in any order, so that they are vectorised; `-ffast-math` would also change how torch
 rounds tiny numbers."""
 SHARED = "-fopenmp"
-"""Lets threads share a call. Not every compiler has it; without it each call runs on one thread."""
+"""Compiler flag that lets threads share a call. Not every compiler has it; without it a call runs on one thread."""
 WIDE = ["-mprefer-vector-width=512"]
-"""Compiler flag for x86: vectors of 512 bits, of which compilers use only half by default."""
+"""Compiler flag for x86 that allows vectors of 512 bits; by default compilers use 256."""
 BUILD_SECONDS = 900.0
 DTYPES = {name: getattr(torch, name) for name in TYPES}
-"""Name of a type that the functions support -> the type."""
+"""Name of a type that the functions support -> torch's type."""
 
 
 class Build:
-    """A running C compiler."""
+    """A C compiler that runs and builds the library of the functions."""
 
     def __init__(self) -> None:
         self._folder = Scratch("kernels")
@@ -41,7 +41,7 @@ class Build:
         self._process = self._start(self._compiler, SHARED) if self._compiler else None
 
     def wait(self) -> ctypes.CDLL | None:
-        """The library; None, with a line in the engine's log, if it cannot be built."""
+        """Wait for the compiler and load the library; None, with a line in the engine's log, if it cannot be built."""
         cause = f"no C compiler ({', '.join(COMPILERS)}) was found"
         with self._folder:
             if self._compiler and self._process:
@@ -52,7 +52,7 @@ class Build:
                     cause = f"the C compiler ended with {code}"
                 except subprocess.TimeoutExpired:
                     cause = f"the C compiler did not end within {BUILD_SECONDS:g} s"
-                # The compiler reported success but did not build this library.
+                # Raised when the compiler reported success but did not build this library.
                 except (OSError, AttributeError) as error:
                     cause = f"the compiled library cannot be loaded ({error})"
         print(f"{cause}: torch's operations decode instead, at a fraction of the speed", file=sys.stderr)
@@ -69,7 +69,7 @@ class Build:
         )
 
     def _exit_code(self, process: subprocess.Popen[bytes]) -> int:
-        """The compiler's exit code; kills it after `BUILD_SECONDS`."""
+        """Wait for the compiler and return its exit code; after `BUILD_SECONDS` kills it and raises TimeoutExpired."""
         try:
             return process.wait(BUILD_SECONDS)
         except subprocess.TimeoutExpired:
@@ -82,17 +82,17 @@ LARGE_PAGE = 1 << 21
 MADV_HUGEPAGE = 14
 """Advice to `madvise(2)`: use huge pages."""
 SHARED_WORK = 1 << 17
-"""Smallest number of elements for which threads share a call."""
+"""The number of elements from which on threads share a call."""
 
 
 class Kernels:
-    """The functions on float32 or bfloat16 tensors on CPU; threads of torch's number share large calls."""
+    """The functions in C, on float32 or bfloat16 tensors on CPU. As many threads as torch's share a large call."""
 
     NAMES = ("decode", "rms_norm", "silu_and_mul", "rotate")
 
     @classmethod
     def checked(cls, library: ctypes.CDLL) -> ctypes.CDLL:
-        """The library itself; AttributeError if it lacks one of the functions."""
+        """Return the library itself; raises AttributeError if it lacks one of the functions."""
         cls(library)
         return library
 
@@ -114,7 +114,7 @@ class Kernels:
         lengths: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        """Attention of one query per sequence [B, Hq, D] to its first `lengths` [B] positions; returns [B, Hq, D].
+        """Compute attention of one query per sequence, [B, Hq, D], to its first `lengths` [B] positions; [B, Hq, D].
 
         Position p of sequence i is row `slots[requests[i], p]` (int32) of keys and values [rows, Hkv, D]; `requests`
         and `lengths` are int64.
@@ -135,7 +135,7 @@ class Kernels:
     def rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, epsilon: float
     ) -> torch.Tensor:
-        """The norm of x [..., D], after adding it to `residual` in place if there is one."""
+        """Return the RMSNorm of x [..., D]; with a `residual`, x is added to it in place, and the sum is normalised."""
         out = torch.empty_like(x)
         width = x.shape[-1]
         behind = _n(0) if residual is None else _p(residual)
@@ -145,7 +145,7 @@ class Kernels:
         return out
 
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
-        """silu(x[..., :D]) * x[..., D:] of x [..., 2 D]."""
+        """Return silu(x[..., :D]) * x[..., D:] of x [..., 2 D]."""
         width = x.shape[-1] // 2
         out = x.new_empty(*x.shape[:-1], width)
         self._functions["silu_and_mul", x.dtype](*_rows(out.numel() // width, width), _p(x), _n(width), _p(out))
@@ -159,9 +159,10 @@ class Kernels:
         )
 
     def sample(self, logits: torch.Tensor, temperatures: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """A token of softmax(logits / temperatures) for each row of logits [B, V], int32 [B], and its logprob [B].
+        """Draw a token from softmax(logits / temperatures) for each row of logits [B, V].
 
-        All float32, temperatures contiguous; one number of torch's generator a row.
+        Returns the tokens, int32 [B], and their log-probabilities, float32 [B]. Logits and temperatures are float32,
+        temperatures contiguous; each row takes one number from torch's generator.
         """
         rows, width = logits.shape
         uniforms = torch.rand(rows, dtype=torch.float64)
@@ -173,8 +174,8 @@ class Kernels:
 
 
 def use_large_pages(tensor: torch.Tensor) -> None:
-    """Ask the kernel for pages of 2 MB under a tensor whose rows are read far apart; Linux only."""
-    # Huge pages spare a walk of the page table for each row of a sequence: 15 to 25 % of attention's time.
+    """Ask the kernel for memory pages of 2 MB under a tensor whose rows are read in no order; does so on Linux only."""
+    # With small pages the processor walks the page table for each row of a sequence: 15 to 25 % of attention's time.
     if not sys.platform.startswith("linux"):
         return
     start = -(-tensor.data_ptr() // LARGE_PAGE) * LARGE_PAGE
@@ -184,7 +185,7 @@ def use_large_pages(tensor: torch.Tensor) -> None:
 
 
 def fits(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether `decode` supports these tensors: one type of `DTYPES`, keys and values of one width, contiguous heads."""
+    """Whether `decode` supports these tensors: of one type of `DTYPES`, keys and values alike, heads contiguous."""
     contiguous = query.stride()[1:] == (query.shape[2], 1) and keys.is_contiguous() and values.is_contiguous()
     typed = query.dtype in DTYPES.values() and query.dtype == keys.dtype == values.dtype
     return contiguous and keys.shape == values.shape and typed

@@ -1,4 +1,4 @@
-"""The learner on CPU: stand-ins for the `torch.cuda` call sites of megatron-core 0.16.1, and lanes.
+"""The learner on CPU: stand-ins for what megatron-core calls in `torch.cuda`, and lanes for small models.
 
 With the stand-ins the same learner trains on CPU with gloo; they are put only where torch finds no CUDA device.
 Megatron asks CUDA for four things that have an obvious meaning on CPU: the current device (the CPU), streams and
@@ -6,11 +6,10 @@ events (nothing runs asynchronously, so waiting is a no-op), `device="cuda"` in 
 random state (the CPU's). Experts without Transformer Engine lack a name on every device: `complete_router` adds it.
 What Megatron decorates with `torch.compile` is compiled at its first call, not at its import.
 
-A lane is a thread that takes a whole micro-batch, forward and backward, alone. A small model's update is many
-operations of less than a millisecond: sharing each of them among the cores means waking the other cores as often, and
-on a busy machine every operation also waits for its slowest thread. A lane returns the gradients of its micro-batch
-instead of accumulating them, and they are added in the order of the micro-batches: the sum does not depend on which
-was faster.
+A lane is a thread that computes whole micro-batches, forward and backward, alone. A small model's update is many
+operations of less than a millisecond. If the cores shared each of them, the other cores would have to be woken as
+often, and on a busy machine every operation would wait for its slowest thread. A lane returns the gradients of its
+micro-batch, and they are added in the order of the micro-batches, so the sum does not depend on which was faster.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _FACTORIES = ("empty", "empty_like", "ones", "tensor", "zeros")
 
 
 class _Stream:
-    """A stream of a device without asynchronous work."""
+    """Stands for a CUDA stream on a device where nothing runs asynchronously."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
     def wait_stream(self, _: Any) -> None: ...
@@ -47,8 +46,8 @@ def install() -> None:
     """Put the stand-ins in place; does nothing where CUDA is available. Call before megatron is first imported."""
     if torch.cuda.is_available():
         return
-    # torch lists the functions that `with torch.device(...)` acts on at its first use: list them before they are
-    # replaced.
+    # At the first `with torch.device(...)` torch lists the functions that it acts on. The list is made now, before some
+    # of them are replaced.
     _device_constructors()
     stream = _Stream()
     torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment, return-value]
@@ -66,7 +65,7 @@ def install() -> None:
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Returns a function like `factory` that reads `device="cuda"` as the CPU."""
+    """Wrap a tensor factory so that it takes `device="cuda"` for the CPU."""
 
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:
         device = kwargs.get("device")
@@ -78,8 +77,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _named_as_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a replacement of `Tensor.type` that gives Megatron's optimizers the CUDA name of a type, for which they
-    test."""
+    """Wrap `Tensor.type` so that Megatron's optimizers get a type's CUDA name, which they compare with."""
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         name = original(self, *args, **kwargs)
@@ -92,7 +90,7 @@ def _named_as_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _install_random_state() -> None:
-    """Let Megatron's tracker of CUDA random states read and set the CPU generator's state."""
+    """Let Megatron's tracker of CUDA random states read and set the state of the CPU's generator."""
     torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
     torch.cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
     from megatron.core.tensor_parallel import random as tracker
@@ -116,7 +114,8 @@ def complete_router() -> None:
 def _keep_counts() -> None:
     """Make the experts' dispatcher turn token counts into numbers on CPU too.
 
-    It does so where it copies them from a CUDA device; without that copy the all-to-all would get tensors.
+    Megatron turns them into numbers when it copies them from a CUDA device. On CPU nothing is copied, and the
+    all-to-all would get tensors.
     """
     from megatron.core.transformer.moe import token_dispatcher
 
@@ -127,14 +126,14 @@ def _keep_counts() -> None:
 
 
 MOST_LANES = 4
-"""Most lanes, which are threads that each compute a micro-batch. Python runs in one thread at a time, so more would
-wait for each other; measured with two."""
+"""The largest number of lanes. Python runs in one thread at a time, so more lanes would wait for each other; two were
+measured."""
 LANES_FROM = 1024
-"""Tokens of a rank's update from which it is split for lanes. On two cores 900 to 5,000 tokens took 15 to 40 % less
-time in two lanes than as one micro-batch whose operations two threads share."""
+"""The number of tokens of a rank's update from which on lanes share it. On two cores 900 to 5,000 tokens took 15 to
+40 % less time in two lanes than as one micro-batch whose operations two threads share."""
 MOST_PARAMETERS = 64 * 2**20
-"""Most parameters of a model that is trained in lanes: each lane has gradients of its own, and larger models keep the
-cores busy within each operation."""
+"""The largest number of parameters of a model that is trained in lanes. Larger ones keep the cores busy within each
+operation, and each lane needs memory for gradients of its own."""
 
 Batch = TypeVar("Batch")
 Value = TypeVar("Value")
@@ -147,10 +146,10 @@ def run_lanes(
     threads: int,
     forward_only: bool,
 ) -> list[Value]:
-    """Run every micro-batch in one of `threads` lanes; returns the second values of `run`, whose first is the loss.
+    """Run every micro-batch in one of `threads` lanes, as Megatron's schedule without pipeline stages would.
 
-    As Megatron's schedule without pipeline stages: unless `forward_only` accumulates `chunk`'s gradients and reduces
-    them over data parallel ranks.
+    `run` returns the loss of a micro-batch and a second value; the second values are returned in order. Unless
+    `forward_only`, the gradients are added to `chunk`'s buffers and reduced over data parallel ranks.
     """
     weights = [parameter for parameter in chunk.parameters() if parameter.requires_grad]
 
@@ -169,8 +168,8 @@ def run_lanes(
 
 
 def _in_order(step: Callable[[Batch], Value], batches: Sequence[Batch], threads: int) -> Iterator[Value]:
-    """Results of `step` for each micro-batch, in order, computed in threads that run every operation
-    single-threaded."""
+    """Yield the result of `step` for each micro-batch, in order. Threads compute them, and an operation in one of these
+    is not shared with others."""
     pool = ThreadPoolExecutor(threads, "lane", initializer=torch.set_num_threads, initargs=(1,))
     try:
         waiting: list[Future[Value]] = [pool.submit(step, batch) for batch in batches]
@@ -182,7 +181,7 @@ def _in_order(step: Callable[[Batch], Value], batches: Sequence[Batch], threads:
 
 @torch.no_grad()
 def _accumulate(weights: Sequence[torch.nn.Parameter], gradients: Sequence[torch.Tensor | None]) -> None:
-    """Add gradients to Megatron's buffers, as its hooks do in a backward pass."""
+    """Add the gradients to Megatron's `main_grad` buffers, as its hooks do in a backward pass."""
     for weight, gradient in zip(weights, gradients, strict=False):
         if gradient is not None:
             weight.main_grad.add_(gradient)  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ import torch
 from mugrpo_megatron.cpu.kernels import Kernels, ready
 
 LARGE_VOCABULARY = 1 << 14
-"""Tokens from which the sampler uses a kernel; below, torch's passes over the logits cost little."""
+"""The size of a vocabulary from which on the sampler uses the kernel; for smaller ones torch's sampler costs little."""
 OTHER_SAMPLING = (
     "is_all_greedy",
     "need_top_p_sampling",
@@ -27,9 +27,9 @@ OTHER_SETTINGS = (
 
 
 def use_sampling(sampler: Any, kernels: Kernels) -> None:
-    """Draw tokens by a kernel where the sampler draws them from the whole softmax, and returns their logprobs alone.
+    """Let SGLang's sampler draw tokens by a kernel whenever it draws from the whole softmax and returns only logprobs.
 
-    SGLang makes eight passes over the logits, and draws a number of each token of the vocabulary.
+    SGLang itself makes eight passes over the logits, and draws a random number for each token of the vocabulary.
     """
     before = sampler.forward
 

@@ -1,8 +1,9 @@
 """An engine on CPU: replicas, kernels and shared weights. Importing this module imports neither torch nor SGLang.
 
-SGLang's scheduler is one Python process: on short responses it is busy with requests, on long ones with a single
-thread's share of the memory's bandwidth. Replicas in processes of their own, which share the host's imports, use the
-other cores for both; more threads of one process would only speed up the products and the attention.
+SGLang's scheduler is one Python process, which leaves cores idle. With short responses its time goes into the handling
+of requests; with long ones it waits for memory, of whose bandwidth a single thread gets only a part. Replicas in
+processes of their own, which share the host's imports, use the other cores for both; more threads of one process would
+only speed up matrix products and attention.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ if TYPE_CHECKING:
     import torch
 
 MOST_REPLICAS = 2
-"""Largest number of copies of an engine that share its requests; one host process serves all of them. More copies were
-not measured."""
+"""The largest number of replicas: copies of an engine that share its requests, in one host process. More were not
+measured."""
 LARGEST_WEIGHTS = 1 << 30
-"""Largest weights in bytes for more than one replica, since each replica holds a copy."""
+"""An engine with more bytes of weights than this has one replica, since each replica holds a copy."""
 KV_BYTES = 1 << 29
-"""KV cache that an engine on CPU may always have."""
+"""The bytes of KV cache that an engine on CPU may have on any machine."""
 KV_SHARE = 16
-"""Divisor of the machine's memory that gives the largest KV cache of an engine above `KV_BYTES`."""
+"""An engine on CPU may have more KV cache than `KV_BYTES` if it is at most this fraction, 1 / 16, of the memory."""
 REPLICA_SEED_STRIDE = 104_729
-"""Distance between the random seeds of two replicas."""
+"""Difference between the random seeds of two neighbouring replicas."""
 NAMED_KERNELS = (
     "assign_draft_cache_locs_contiguous_cpu",
     "assign_extend_cache_locs_cpu",
@@ -40,25 +41,28 @@ NAMED_KERNELS = (
     "fill_bonus_tokens_cpu",
     "verify_tree_greedy_cpu",
 )
-"""Kernels that SGLang 0.5.23 imports on CPU."""
+"""The kernels of `sgl_kernel` that SGLang 0.5.23 imports by name on CPU."""
 
 
 def replicas_of(engine: EngineSection, weight_bytes: float, local_engines: int, cores: int | None) -> int:
-    """Replicas of each of a node's engines. `cores`: the node's CPU cores where they run on CPU, None on CUDA."""
+    """The number of replicas of each engine of a node.
+
+    `cores` is the number of the node's CPU cores if engines run on CPU, and None on CUDA.
+    """
     if cores is None or engine.tensor > 1 or weight_bytes > LARGEST_WEIGHTS:
         return 1
     return max(1, min(MOST_REPLICAS, cores // local_engines))
 
 
 def most_kv_bytes(memory: float) -> int:
-    """Returns the largest KV cache in bytes of an engine on a machine with `memory` bytes."""
+    """The largest KV cache, in bytes, that an engine may have on a machine with `memory` bytes."""
     return max(KV_BYTES, int(memory) // KV_SHARE)
 
 
 def replica_arguments(arguments: dict[str, Any], replicas: int) -> list[dict[str, Any]]:
-    """Arguments of `sglang.Engine` for each replica: a fraction of the requests and of the cache, and its random seed.
+    """The arguments of `sglang.Engine` for each replica, from the `arguments` of an engine without replicas.
 
-    `arguments`: for an engine without replicas.
+    A replica gets its share of the requests and of the cache, and a random seed of its own.
     """
     if replicas == 1:
         return [arguments]
@@ -70,9 +74,9 @@ def replica_arguments(arguments: dict[str, Any], replicas: int) -> list[dict[str
 
 
 def engine_type() -> Callable[..., Any]:
-    """Constructor of a `CpuEngine` from SGLang's arguments; it decodes with functions in C if there is a compiler.
+    """Return a function that makes a `CpuEngine` from SGLang's arguments.
 
-    Imports SGLang, while the C compiler runs.
+    The engine decodes with functions in C if there is a C compiler, which runs while this imports SGLang.
     """
     from mugrpo_megatron.cpu.kernels import Build
 
@@ -85,8 +89,8 @@ def engine_type() -> Callable[..., Any]:
 def name_kernels() -> None:
     """Let SGLang 0.5.23 be imported without `sgl_kernel`, whose wheel is for CUDA and takes 600 MB.
 
-    Its speculative decoding imports these functions on CPU, whether or not it decodes so. Ends with a SGLang that does
-    not; 0.5.15 imports none.
+    SGLang 0.5.23 imports the `NAMED_KERNELS` of speculative decoding on CPU, although it does not use them there;
+    0.5.15 imports none. Remove this function when SGLang no longer imports them.
     """
     if find_spec("sgl_kernel") is None:
         sys.modules["sgl_kernel"] = kernels = ModuleType("sgl_kernel")
@@ -94,13 +98,16 @@ def name_kernels() -> None:
 
 
 def _no_kernel(*_: Any) -> Any:
-    raise RuntimeError("an engine on CPU has no speculative decoding: SGLang's kernels for it are not installed")
+    raise RuntimeError(
+        "an engine on CPU has no speculative decoding, because SGLang's kernels for it are not installed; remove its "
+        "settings from engine.extra"
+    )
 
 
 def load_mapped(model: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]]) -> None:
     """Load weights from a sync's shared memory, and keep that memory mapped until the engine ends."""
-    # The mappings are kept: to map 221 MB again for each sync took 27 ms, as long as a copy (24 ms). Unpickling finds a
-    # mapping that is alive, and a sync uses the same one or two buffers, so no other memory is kept.
+    # The mappings are kept, because to map 221 MB anew for each sync took 27 ms, as long as a copy (24 ms). Unpickling
+    # uses a mapping that exists. Every sync uses the same one or two buffers, so no other memory is kept.
     mapped = model.__dict__.setdefault("mapped", {})
     mapped.update({tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for _, tensor in tensors})
     model.load_weights(tensors)  # type: ignore[operator]

@@ -1,1 +1,1 @@
-"""The SGLang engine: its process, its settings, its queue of prompts. Never imports Megatron."""
+"""The SGLang engine: its process, its settings, its queue of prompts. No module here imports Megatron."""

@@ -28,12 +28,12 @@ SGLANG_TAGS: dict[MemoryTag, list[str]] = {"weights": ["weights"], "kv_cache": [
 (docs/engine.md)."""
 STOP_SECONDS = 5.0
 MOST_FAILURES = 3
-"""Failures in a row, without a finished response between them, after which an engine is not started again: the third
-has the cause of the first two."""
+"""An engine is not started again after so many failures in a row, with no finished response between them: by then it is
+clear that a new start does not help."""
 PROMPTS_PER_MESSAGE = 64
 
 PromptSource = Callable[[int, int], list[Prompt]]
-"""(prompts in flight in the engine, prompts that it decodes together) -> the next prompts, possibly empty."""
+"""(number of prompts in flight in the engine, number that it decodes together) -> the next prompts; may be none."""
 
 
 class Engine:
@@ -55,8 +55,8 @@ class Engine:
     ) -> None:
         """Prepare an engine on `model_dir` that logs to `log`; UserError when the recipe cannot be served.
 
-        Its first start uses `prelaunched` (`launch.prelaunch_host`). Every wait calls `cancelled` repeatedly; once that
-        returns True, the call ends the engine and raises EngineStopped.
+        If `prelaunched` is given (`launch.prelaunch_host`), the first start uses this process. Every method that waits
+        calls `cancelled` repeatedly; once that returns True, it ends the engine and raises EngineStopped.
         """
         self._spec, self._section, self._cancelled, self.slot = spec, spec.section, cancelled, slot
         self._cuda = finds_cuda()
@@ -68,9 +68,9 @@ class Engine:
         self._ready, self._starts = False, starts_before(log)
         self._asleep: set[MemoryTag] = set()
         self.load_record = LoadRecord()
-        """Readings of the engine's load in the last generation."""
+        """How many tokens and requests the engine had in the course of its last generation."""
         self.version = 0
-        """Version of the weights, which new responses carry."""
+        """The version of the engine's weights, which each new response is marked with."""
         self._episodes: Any = None
 
     @classmethod
@@ -83,22 +83,28 @@ class Engine:
         cancelled: Callable[[], bool] = lambda: False,
         prelaunched: HostProcess | None = None,
     ) -> Engine:
-        """Launch an engine and return at once; takes the arguments of the class."""
+        """Make an engine from the arguments of the class, and start it; returns at once."""
         engine = cls(spec, model_dir, log, slot, cancelled, prelaunched)
         engine.restart()
         return engine
 
     def rendezvous(self, peers: PeerFailure) -> None:
-        """Restart a multi-node engine; every node calls this (`FollowerNode.rendezvous`)."""
+        """Restart the leader's process of an engine over several nodes; it meets the others at `peers.address`.
+
+        The other nodes call `FollowerNode.rendezvous`.
+        """
         self._peers, self._arguments = peers, self._arguments | {"dist_init_addr": peers.address}
         # SGLang's queues listen on this address (utils/network.py).
         self._environment = self._environment | {"SGLANG_HOST_IP": peers.host}
         self.restart()
 
     def restart(self) -> None:
-        """End the process, if any, launch a new one, and return at once."""
+        """End the engine's process if it runs, launch a new one, and return at once."""
         if self._section.nodes > 1 and not self._peers.address:
-            raise UserError("an engine of several nodes needs a run's ranks on each of them: set engine.nodes to 1")
+            raise UserError(
+                "engine.nodes: an engine over several nodes starts only in a run that has ranks on each of them; set "
+                "engine.nodes to 1 here"
+            )
         self._end()
         # A restarted engine must not repeat the random stream that it began with.
         arguments = self._arguments | {"random_seed": self._arguments["random_seed"] + 1_000_003 * self._starts}
@@ -111,7 +117,7 @@ class Engine:
 
     @property
     def running(self) -> bool:
-        """Whether the engine is started: True until a stop, or until a call notices a failure."""
+        """Whether the engine has been started, and neither been stopped nor failed in a call since."""
         return self._host is not None
 
     @property
@@ -121,12 +127,12 @@ class Engine:
 
     @property
     def readers(self) -> int:
-        """Number of processes (tensor parallel ranks, replicas) that read weights: `load_bucket` takes a copy for
-        each."""
+        """The number of processes that read weights: tensor parallel ranks times replicas. `load_bucket` takes an item
+        for each."""
         return self._section.tensor * self._replicas
 
     def stop(self) -> None:
-        """End the engine: with a stop message when it is idle, else by killing its process group."""
+        """End the engine. If it has loaded its model, it is asked to end first, and killed after `STOP_SECONDS`."""
         patience_s = 0.0
         if self._episodes is not None:
             self._episodes.close()
@@ -153,7 +159,10 @@ class Engine:
         self._ready = True
 
     def sleep(self) -> None:
-        """Free memory until `wake`: release it or end the process (`engine.between_stages`). Idempotent."""
+        """Free the engine's memory until `wake`. Calling it twice does no harm.
+
+        As `engine.between_stages` says, SGLang releases the memory or the process ends.
+        """
         if self._section.between_stages == "restart":
             self.stop()
             return
@@ -163,9 +172,9 @@ class Engine:
             self._asleep.update(awake)
 
     def wake(self, tag: MemoryTag) -> None:
-        """Allocate the memory of `tag` again; restart an engine that was stopped or has failed, with all memory awake.
+        """Allocate the memory of `tag` again. An engine that was stopped or has failed is restarted, with all memory.
 
-        Wake `weights`, sync, then wake `kv_cache`: a bucket may not fit next to both.
+        The order is: wake `weights`, sync, wake `kv_cache`. A bucket may not fit beside both.
         """
         if self._host is None:
             self.restart()
@@ -174,16 +183,19 @@ class Engine:
             self._asleep.remove(tag)
 
     def load_bucket(self, serialized: list[bytes]) -> None:
-        """Load one bucket of weights (`weights.sync.serialize`), one serialisation a reader."""
+        """Load one bucket of weights; `serialized` has an item of `weights.sync.serialize` for each reader."""
         self._call("load_bucket", serialized)
 
     def set_version(self, version: int) -> None:
-        """End a weight sync: flush the prefix cache, and tag every later response with `version`."""
+        """End a weight sync: empty the prefix cache, and mark every later response with `version`."""
         self._call("set_version", version)
         self.version = version
 
     def checksums(self) -> list[TensorChecksums]:
-        """Per tensor parallel rank: SGLang's name of each weight (q, k, v and gate, up fused) -> dtype and SHA-256."""
+        """Compute the checksums of the engine's weights, for each tensor parallel rank.
+
+        Each maps SGLang's name of a weight (q, k, v are fused, and gate, up) to its dtype and SHA-256.
+        """
         return self._call("checksums", None)
 
     def generate(self, prompts: Iterable[Prompt], n: int, sampling: Sampling) -> Generator[SampledGroup]:
@@ -200,10 +212,10 @@ class Engine:
         return self.generate_from(take, n, sampling)
 
     def generate_from(self, take: PromptSource, n: int, sampling: Sampling) -> Generator[SampledGroup]:
-        """Sample as `generate` does, from a source that several engines share; `take` is called whenever groups have
-        finished.
+        """Sample as `generate` does, from prompts that `take` hands out, so that several engines can share them.
 
-        Ends when no prompt is in flight and `take` returns none. With `rollout.function` a response is an episode.
+        `take` is called whenever groups have finished. The iterator ends when no prompt is in flight and `take` returns
+        none. With `rollout.function` each response is an episode.
         """
         if self._spec.episodes is not None:
             if self._episodes is None:
@@ -235,12 +247,12 @@ class Engine:
                     yield SampledGroup(in_flight.pop(key), responses)
 
     def slots(self, n: int) -> int:
-        """Groups of `n` responses that are decoded together."""
+        """The number of groups of `n` responses that the engine decodes together."""
         return max(1, int(self._arguments["max_running_requests"]) // n)
 
     @contextmanager
     def generation(self, sampling: Sampling) -> Iterator[None]:
-        """Open a generation, for `submit` and `receive_groups`; closing it aborts requests in flight."""
+        """A block in which the engine answers requests (`submit`, `receive_groups`); its end aborts those in flight."""
         self.wait_ready()
         self._send(("generate", sampling), "generate")
         self.load_record = LoadRecord()
@@ -261,14 +273,14 @@ class Engine:
         self._send(("abort", list(keys)), "generate")
 
     def receive_groups(self) -> Iterator[tuple[int, list[Response]]]:
-        """Wait for finished groups; returns (key of the request, responses)."""
+        """Wait for finished groups, and yield (key of the request, its responses) for each."""
         groups: PackedGroups = self._receive("groups", self._section.request_timeout_s, "generate")
         return groups.unpack()
 
     def poll_groups(self, others: Sequence[Any], timeout_s: float) -> list[tuple[int, list[Response]]] | None:
         """Receive groups as `receive_groups` does, but wait at most `timeout_s`, or until one of `others` is readable.
 
-        Returns None where the engine has sent no message; a message may hold no group.
+        Returns None when the engine has sent no message, and an empty list for a message without groups.
         """
         with self._connected() as host:
             if not host.wait(others, timeout_s, "generate"):
@@ -295,7 +307,7 @@ class Engine:
         return value
 
     def _receive_any(self, timeout_s: float, operation: str) -> Message:
-        """Receive a message other than `progress`, each of which restarts the timeout."""
+        """Receive the next message that is not `progress`; a `progress` message starts the timeout anew."""
         with self._connected() as host:
             while (message := host.receive(timeout_s, operation))[0] == "progress":
                 self.load_record.add(message[1])
@@ -303,9 +315,11 @@ class Engine:
 
     @contextmanager
     def _connected(self) -> Iterator[HostProcess]:
-        """Yields the host process; on a failure drops the process and notifies the other nodes."""
+        """Yield the host process; if it fails in the block, forget it and tell the other nodes."""
         if self._host is None:
-            raise EngineFailure("the engine is not running: it was stopped, or it failed before; restart it")
+            raise EngineFailure(
+                "the engine is not running, because it was stopped or failed before; `wake` restarts it"
+            )
         try:
             yield self._host
         except EngineFailure as failure:
@@ -321,7 +335,10 @@ class Engine:
 
 
 def first_start_problem(engine: Engine) -> str:
-    """The failure of a run's first start, empty when the engine starts; its cause is the recipe or the machine."""
+    """Wait for a run's first engine to start; returns a sentence about its failure, empty when it starts.
+
+    The cause of a failure this early is the recipe or the machine.
+    """
     try:
         engine.wait_ready()
     except EngineStopped:

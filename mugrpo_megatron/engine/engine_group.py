@@ -1,7 +1,7 @@
 """The SGLang engines of one host process, which hold the same weights and answer as one.
 
-Nearly always there is one. On CPU there may be several (`cpu.sglang`): a group of responses goes to the engine
-that has the fewest requests, and everything else to all of them.
+Nearly always there is one. On CPU there may be several (`cpu.sglang`): the responses to one prompt are sampled by the
+engine that has the fewest requests, and every other command goes to all of them.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from mugrpo_megatron.engine.queue import LoadReading, read_load
 from mugrpo_megatron.files.tensors import TensorChecksums, tensor_checksums
 
 IDLE_SECONDS = 600.0
-"""Time within which an engine becomes idle after its last response."""
+"""The longest wait for an engine to become idle after its last response."""
 
 
 class Replicas:
-    """Engines created in the main thread, which share its event loop."""
+    """SGLang engines that were created in the main thread, and share its event loop."""
 
     def __init__(self, engines: Sequence[Any]) -> None:
         self._engines = engines
         self._in_flight = [0] * len(engines)
         """Number of requests in flight in each engine."""
         self._updating = False
-        """Whether a weight update is open (`_begin_update`)."""
+        """Whether a weight update has begun (`_begin_update`) and not ended."""
 
     @property
     def ranks(self) -> int:
         return int(self._engines[0].server_args.tp_size)
 
     def freeze_gc(self) -> None:
-        """Exclude all current objects from garbage collection, here and in the engines' processes."""
+        """Tell Python's garbage collection, here and in the engines' processes, to skip all objects of this moment."""
         for engine in self._engines:
             engine.freeze_gc()
 
@@ -50,7 +50,7 @@ class Replicas:
         return self._engines[0].loop.run_until_complete(awaitable)
 
     async def generate(self, input_ids: list[list[int]], masked: bool = False, **request: Any) -> list[dict[str, Any]]:
-        """Generate on the engine with the fewest requests; returns SGLang's outputs, one a prompt."""
+        """Generate on the engine with the fewest requests; returns SGLang's output for each prompt."""
         index = self._in_flight.index(min(self._in_flight))
         self._in_flight[index] += len(input_ids)
         try:
@@ -72,14 +72,14 @@ class Replicas:
         return ChainMap(*[engine.tokenizer_manager.rid_to_state for engine in self._engines])
 
     async def load(self, tokens: int) -> LoadReading:
-        """The load after `tokens` sampled tokens."""
+        """Ask the engines for their load, after they have sampled `tokens` tokens."""
         snapshots = [await engine.tokenizer_manager.get_loads() for engine in self._engines]
         return read_load(tokens, [snapshot for schedulers in snapshots for snapshot in schedulers])
 
     def update_weights(self, serialized: list[bytes]) -> None:
-        """Load a bucket of weights into every engine: one serialisation for each rank of each engine.
+        """Load a bucket of weights into every engine; `serialized` has an item for each rank of each engine.
 
-        The first bucket of a sync opens an update, `end_update` closes it.
+        The first bucket of a sync begins an update of SGLang's, and `end_update` ends it.
         """
         self._begin_update()
         loaders = [name for name in self._engines[0].server_args.custom_weight_loader if name != SUMMING]
@@ -103,7 +103,7 @@ class Replicas:
         self._updating = False
 
     def checksums(self) -> list[TensorChecksums]:
-        """Checksums of the weights of each tensor parallel rank; RuntimeError when two engines differ."""
+        """Compute the checksums of the weights of each tensor parallel rank; RuntimeError when two engines differ."""
         replicas = []
         self._begin_update()
         for engine in self._engines:  # one after the other, since all engines write the same file
@@ -111,15 +111,15 @@ class Replicas:
             replicas.append(read_sums())
         self.end_update()
         if any(other != replicas[0] for other in replicas):
-            raise RuntimeError("the engine's replicas hold different weights")
+            raise RuntimeError("the engine's replicas hold different weights, although each got the same buckets")
         return replicas[0]
 
     def flush_cache(self) -> None:
-        """Wait until the engines are idle and empty their prefix caches; RuntimeError after IDLE_SECONDS."""
+        """Wait until the engines are idle, and empty their prefix caches; RuntimeError if they are busy too long."""
         self.run(_all(map(_flush_cache, self._engines)))
 
     def release(self, tags: list[str]) -> None:
-        """Release memory; the engines have to be idle (`flush_cache`)."""
+        """Free the memory of `tags`; the engines must be idle (`flush_cache`)."""
         # SGLang may run one more step after its last response, and asserts that it is idle here
         # (managers/scheduler_components/weight_updater.py): the failed assertion ends the scheduler.
         self.run(_all(sglang_compat.release_memory(engine, tags) for engine in self._engines))
@@ -139,12 +139,13 @@ async def _flush_cache(engine: Any) -> None:
 
 
 def write_sums(model: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """Write checksums of the engine's weights: SGLang calls this `custom_weight_loader` in each tensor parallel rank.
+    """Write checksums of the engine's weights to a file, for `read_sums`.
 
-    `tensors` is empty. The first rank writes all ranks' sums to the scratch folder that it shares with the host.
+    SGLang calls this as a `custom_weight_loader` in each tensor parallel rank, with no `tensors`. The first rank writes
+    all ranks' sums into the scratch folder that it shares with the host.
     """
-    # A custom loader, because SGLang's own checksums need CUDA (utils/weight_checker.py) and its `save_sharded_model`
-    # writes the whole model to a disk. Its checker skips the same parameters: the KV cache's scales.
+    # SGLang's own checksums need CUDA (utils/weight_checker.py), and its `save_sharded_model` writes the whole model to
+    # a disk. The parameters that are skipped here, the KV cache's scales, are skipped by its own checker too.
     weights = (
         (name, parameter)
         for name, parameter in model.named_parameters()
@@ -155,11 +156,11 @@ def write_sums(model: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]]) 
 
 
 def read_sums() -> list[TensorChecksums]:
-    """Read the checksums that `write_sums` wrote, one entry a tensor parallel rank."""
+    """Read the checksums that `write_sums` wrote: an entry for each tensor parallel rank."""
     ranks = json.loads(_sums_path().read_text(encoding="utf-8"))
     return [{name: (dtype, sha256) for name, (dtype, sha256) in rank.items()} for rank in ranks]
 
 
 def _sums_path() -> Path:
-    # `tempfile.gettempdir()` would name /tmp where the disk of TMPDIR is full.
+    # `tempfile.gettempdir()` is not used: if the disk of TMPDIR is full, it names /tmp.
     return Path(os.environ["TMPDIR"]) / "weight-sums.json"

@@ -52,16 +52,15 @@ if __name__ in ("__main__", "__mp_main__"):
 
 PR_SET_PDEATHSIG = 1
 GATHER_SECONDS = 0.02
-"""Longest wait of a finished group for others to be sent with."""
+"""The longest time that a finished group waits, so that others can be sent together with it."""
 PROGRESS_SECONDS = 5.0
 """Interval of progress messages while tokens are sampled; the client knows by them that the engine does not hang."""
 MOST_ANSWERS = 3
-"""Number of answers in a row with missing or non-finite logprobs to one request, after which the generation ends with
-an error."""
+"""How often one request may be answered with missing or non-finite log-probabilities before the generation fails."""
 
 
 def redirect_output(log: Path) -> None:
-    """Redirect stdout and stderr to `log`, keeping early output."""
+    """Redirect stdout and stderr to the end of the file `log`, and move there what was printed before."""
     with open_nofollow(log, "ab", buffering=0) as file:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -72,8 +71,8 @@ def redirect_output(log: Path) -> None:
 
 
 def watch_follower_node(connection: Channel) -> None:
-    """Secondary node: block until a local SGLang process or the client exits; RuntimeError for the former."""
-    # SGLang returns from a secondary node before it starts its watchdog (entrypoints/engine.py), so nobody watches.
+    """On a follower node, wait until a local SGLang process or the client ends; RuntimeError for an SGLang process."""
+    # On a follower node SGLang's constructor returns before it starts its watchdog (entrypoints/engine.py).
     schedulers = multiprocessing.active_children()
     connection.reply("ready")
     ended = wait([connection.fileno(), *(scheduler.sentinel for scheduler in schedulers)])
@@ -87,7 +86,7 @@ def die_with_parent(parent: int) -> None:
     """Ask the kernel to kill this process when its parent ends; exit if the parent has ended already."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        sys.exit("the process that started this engine is gone")
+        sys.exit("the engine ends, because the process that started it is gone")
 
 
 def start_guard(scratch: str) -> IO[bytes]:
@@ -100,8 +99,9 @@ def start_guard(scratch: str) -> IO[bytes]:
         'read -r _ <&3; [ -f "$1/$2" ] && while read -r name; do rm -f -- "$name"; done <"$1/$2"; '
         'rm -rf -- "$1"; kill -KILL 0'
     )
-    # A background job reads /dev/null instead of the shell's stdin, hence descriptor 3. In the background, because
-    # SGLang kills every child of this process when it ends by itself (`kill_process_tree`, utils/common.py).
+    # The guard is a background job of a shell that exits, because SGLang kills every child of this process when it ends
+    # by itself (`kill_process_tree`, utils/common.py). It reads descriptor 3, since the stdin of such a job is
+    # /dev/null.
     script = f'exec 3<&0; {{ trap "" INT TERM QUIT; {clean_up}; }} &'
     command = ["/bin/sh", "-c", script, "sh", scratch, SHARED_MEMORY]
     shell = subprocess.Popen(command, stdin=subprocess.PIPE)
@@ -111,7 +111,7 @@ def start_guard(scratch: str) -> IO[bytes]:
 
 
 class GenerateCommand:
-    """A generate command: every request is a task, and finished groups are sent together."""
+    """Executes a generate command: every request is a task, and groups that finish together are sent together."""
 
     def __init__(self, engines: Replicas, connection: Channel, sampling: Sampling, version: int) -> None:
         self._engines = engines
@@ -130,15 +130,15 @@ class GenerateCommand:
         self._has_finished = asyncio.Event()
         """Set while finished groups wait to be sent."""
         self._unsent: dict[int, tuple[Request, int]] = {}
-        """Key of a request whose group has not been sent -> the request and how often it was answered."""
+        """Key of a request whose group has not been sent -> (the request, how often it was answered)."""
         self._tasks: asyncio.TaskGroup | None = None
         """Tasks of the requests; None while there can be no new request."""
         self._in_flight = 0
         self._tokens = 0
         """Number of tokens of finished requests."""
         self._closing = False
-        # Two threads for the blocking socket: a client that is busy must block neither the event loop nor the reading
-        # of requests. Daemons, so that a dying host does not wait for them.
+        # Two threads use the blocking socket, so that a busy client blocks neither the event loop nor the reading of
+        # requests. They are daemons, so that a dying host does not wait for them.
         self._inbox: asyncio.Queue[Message] = asyncio.Queue()
         self._outbox: queue.SimpleQueue[Reply | None] = queue.SimpleQueue()
 
@@ -210,8 +210,10 @@ class GenerateCommand:
         )
 
     async def _prompt_logprobs(self, request: Request) -> list[dict[str, Any]]:
-        """Logprobs of the response at the end of `request.ids`, in the form in which SGLang returns those of a sampled
-        response."""
+        """Compute the log-probabilities of the response at the end of `request.ids`.
+
+        The result looks like SGLang's output for a sampled response.
+        """
         ids, support_ids, logprobs = request.ids, request.support_ids, []
         first = len(ids) - request.logprob_tokens
         for tokens in logprob_ranges(len(ids), request.logprob_tokens, support_ids):
@@ -229,8 +231,7 @@ class GenerateCommand:
         ]
 
     def _sampling_params(self, request: Request) -> dict[str, Any] | list[dict[str, Any]]:
-        """SGLang's sampling parameters: one dictionary for all responses, or a dictionary for each response where
-        responses have seeds."""
+        """SGLang's sampling parameters: one dictionary for all responses, or one for each if responses have seeds."""
         parameters = self._parameters
         if request.max_tokens is not None:
             stop = [*self._sampling.stop, *request.stop]
@@ -241,7 +242,7 @@ class GenerateCommand:
         return [{**parameters, "sampling_seed": seed} for seed in seeds]
 
     async def _report_progress(self) -> None:
-        """Send the engines' load whenever more tokens are sampled than before."""
+        """Send the engines' load every `PROGRESS_SECONDS`, if the number of sampled tokens has changed since."""
         before = 0
         while True:
             await asyncio.sleep(PROGRESS_SECONDS)
@@ -258,10 +259,10 @@ class GenerateCommand:
             self._flush()
 
     def _flush(self) -> None:
-        """Send the finished groups; groups with a logprob that is missing or not finite are sampled again."""
+        """Send the finished groups, but sample those again that have a missing or non-finite log-probability."""
         finished, self._finished = self._finished, []
         packed = pack(finished, self._version, self._sampling) if finished else None
-        # A stage with one such logprob could never be trained on, so its group is sampled again before it is sealed.
+        # A stage that contains such a log-probability could never be trained on.
         if packed and (unsound := set() if self._closing else set(packed.unsound())):
             for key in unsound:
                 self._ask_again(key)
@@ -273,14 +274,15 @@ class GenerateCommand:
             self._outbox.put(("groups", packed))
 
     def _ask_again(self, key: int) -> None:
-        """Ask for a group once more; ValueError after `MOST_ANSWERS`."""
+        """Sample the group of a request once more; ValueError if it has been answered `MOST_ANSWERS` times."""
         if key not in self._unsent:  # the request was aborted meanwhile
             return
         request, answers = self._unsent[key]
         if answers + 1 == MOST_ANSWERS:
             raise ValueError(
                 f"{MOST_ANSWERS} times in a row a prompt of {len(request.ids)} tokens got log-probabilities that are "
-                "missing or not finite: the engine's weights or its sampler are not sound"
+                "missing or not finite, so the engine's weights or its sampler are wrong; engine.check_weights "
+                "compares the weights with the learner's"
             )
         self._ask(request, answers + 1)
 
@@ -296,8 +298,10 @@ class GenerateCommand:
 
 
 def _names(request: Request) -> list[str]:
-    """SGLang's request id (`rid`) of each response. SGLang aborts every id that begins with a given text, so the end of
-    the key is marked."""
+    """SGLang's request id (`rid`) of each response, KEY:NUMBER.
+
+    SGLang aborts every id that begins with a given text, so the colon keeps key 1 from aborting key 10.
+    """
     return [f"{request.key}:{number}" for number in range(request.n)]
 
 
@@ -312,7 +316,7 @@ class Host:
             self._connection.reply(*self.execute(*message))
 
     def execute(self, kind: str, value: Any) -> Reply:
-        """Execute one command of the table in wire.py; returns the reply."""
+        """Execute one command (the table in wire.py lists them); returns the reply."""
         match kind:
             case "generate":
                 self._engines.run(GenerateCommand(self._engines, self._connection, value, self._version).run())
@@ -337,7 +341,7 @@ class Host:
 
 
 def first_cause(error: Exception) -> Exception:
-    """The error itself, or the first of an exception group."""
+    """The error itself or, for an exception group, the first error inside."""
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     return error
@@ -345,12 +349,12 @@ def first_cause(error: Exception) -> Exception:
 
 def main() -> None:
     descriptor, parent, device = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    # The guard comes first: it cleans up even if the parent is gone already. The scratch folder is an argument, because
-    # `tempfile` names another one where the disk of TMPDIR is full.
+    # The guard comes first, so that it cleans up even if the parent is gone already. The scratch folder is an argument,
+    # because `tempfile` would name another one if the disk of TMPDIR is full.
     guard = start_guard(sys.argv[4])
     die_with_parent(parent)
     connection = Channel(socket.socket(fileno=descriptor))
-    # Forked children must not keep these open: client and guard see by their closing that this process has ended.
+    # Forked children must not keep these open: client and guard learn that this process has ended by their closing.
     os.register_at_fork(after_in_child=connection.close)
     os.register_at_fork(after_in_child=guard.close)
     try:

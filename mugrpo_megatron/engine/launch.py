@@ -39,27 +39,28 @@ FP8 = {
     "moe_runner_backend": "triton",
     "load_format": "dummy",  # the files have weights of another dtype, and the first sync brings the quantized ones
 }
-"""Arguments of an engine whose weights a sync quantises."""
+"""Arguments of an fp8 engine, whose weights the sync quantises."""
 STATES_PER_REQUEST = 4
-"""States of gated delta networks for each request that is decoded. SGLang takes three
+"""How many states of gated delta networks an engine on CPU keeps for each request that it decodes. SGLang takes three
 (mem_cache/kv_cache_configurator.py), and one more is for cached prefixes."""
 SHARED_PREFIX_TOKENS = 32
-"""Length of a common prefix from which on SGLang delays requests that arrive together
-(`IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD`, managers/schedule_policy.py)."""
+"""If requests that arrive together share a prefix of this length or more, SGLang delays all but one of them, so that
+the others find it in the cache (`IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD`, managers/schedule_policy.py)."""
 SUMMING = "mugrpo_megatron.engine.engine_group.write_sums"
 """Import path of the `custom_weight_loader` that writes checksums."""
 SEED_STRIDE = 7_919
-"""Distance between the random seeds of two engines."""
+"""Difference between the random seeds of two neighbouring engines."""
 EARLIER_STARTS = 1000
-"""Largest number of earlier starts that a random seed may count, so that seeds stay below 2^32."""
+"""Largest number of earlier starts that `starts_before` returns, so that seeds stay below 2^32."""
 LENGTH_MARGIN = 8
-"""Context beyond prompt and response: SGLang leaves the last 6 positions unused (`max_req_input_len`,
-managers/tp_worker.py)."""
+"""Positions that an engine gets beyond those of prompt and response, because SGLang leaves the last 6 unused
+(`max_req_input_len`, managers/tp_worker.py)."""
 LARGEST_GRAPH = 1024
-"""Largest batch whose decode step is captured as a CUDA graph; larger batches hide the launches anyway."""
+"""Largest batch whose decode step is captured as a CUDA graph. In larger batches the kernels take longer than their
+launches, so a graph gains nothing."""
 GC_THRESHOLD = (50_000, 20, 50)
-"""Python's garbage collection thresholds, by default (700, 10, 10). On CPU the scheduler's process inherits them: 8,192
-answers of four tokens took 5.4 instead of 5.9 s (two cores)."""
+"""Thresholds of Python's garbage collection in an engine, instead of (700, 10, 10). On CPU the scheduler's process
+inherits them, and 8,192 answers of four tokens took 5.4 instead of 5.9 s (two cores)."""
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 TORCHRUN_PREFIXES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "OMP_NUM_THREADS")
 
@@ -81,7 +82,7 @@ BY_RECIPE = {
     "nnodes": "engine.nodes",
     "preferred_sampling_params": "[rollout]",
 }
-"""Arguments of SGLang that a key of the recipe decides."""
+"""Argument of SGLang that the recipe decides -> the key of the recipe."""
 BY_PROJECT = {
     "weight sync": ("custom_weight_loader", "load_format", "json_model_override_args", "fp8_gemm_runner_backend"),
     "checking the engine's weights": (
@@ -97,7 +98,7 @@ BY_PROJECT = {
         *("kv_events_config", "enable_custom_logit_processor"),
     ),
 }
-"""Arguments of SGLang that cannot be changed, by what depends on them."""
+"""Part of this project -> arguments of SGLang that it depends on, so that a user cannot set them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,28 +113,28 @@ class EngineSpec:
     seed: int
     deterministic: bool
     needs_tokenizer: bool
-    """Whether SGLang loads the tokenizer: texts end a response, or it parses tool calls."""
+    """Whether SGLang loads the tokenizer; it must if certain texts end a response, or if it parses tool calls."""
     returns_routes: bool
     """Whether SGLang returns the experts of each token."""
     episodes: Callable[[Any], Any] | None = None
-    """Factory of the episodes of an engine (`rollout.function`); None to sample one response a prompt."""
+    """Makes the object that plays episodes on an engine (`rollout.function`); None if each response is sampled once."""
 
 
 def check_extra(extra: Mapping[str, Any]) -> None:
-    """UserError for a key of `[engine.extra]` that the recipe or the project decides; SGLang judges the others."""
+    """Raise UserError for a key of `[engine.extra]` that the recipe or this project decides; SGLang judges others."""
     for name in extra:
         key = f"engine.extra.{name}"
         if name in BY_RECIPE:
             raise UserError(f"{key}: this is decided by {BY_RECIPE[name]}; set that instead")
         if reason := next((reason for reason, names in BY_PROJECT.items() if name in names), ""):
-            raise UserError(f"{key}: {reason} depends on it, so it cannot be set; remove it")
+            raise UserError(f"{key}: this program sets it, because {reason} depends on it; remove the key")
 
 
 def engine_arguments(spec: EngineSpec, model_dir: Path, cuda: bool, slot: EngineSlot = ALONE) -> dict[str, Any]:
-    """Arguments of `sglang.Engine`; each engine of a run has its own random seed.
+    """The arguments of `sglang.Engine` for the engine of this slot, which has a random seed of its own.
 
     Raises UserError when `model_dir` is not a checkpoint, or when prompt and response exceed the model's positions.
-    Other limits of an engine are checked before (`checks.engines`).
+    `checks.engines` has checked other limits of an engine before.
     """
     config = read_model_config(model_dir)
     tokens = spec.max_prompt_tokens + spec.max_response_tokens
@@ -158,8 +159,8 @@ def engine_arguments(spec: EngineSpec, model_dir: Path, cuda: bool, slot: Engine
         "skip_server_warmup": True,
         "sleep_on_idle": True,
         "log_level": "warning",
-        # SGLang ends itself after 300 s in one batch, although on a slow CPU it need not hang. The client notices an
-        # engine that is silent, so this limit is at least as long.
+        # SGLang's watchdog ends it after 300 s in one batch, which a slow CPU may need without hanging. The client
+        # notices a silent engine after request_timeout_s, so the watchdog waits at least as long.
         "watchdog_timeout": max(300.0, engine.request_timeout_s),
         "random_seed": spec.seed + SEED_STRIDE * slot.number,
         "trust_remote_code": False,
@@ -178,14 +179,15 @@ def engine_arguments(spec: EngineSpec, model_dir: Path, cuda: bool, slot: Engine
 
 
 def replicas(engine: EngineSection, model_dir: Path, cuda: bool, slot: EngineSlot) -> int:
-    """Number of SGLang engines with the same weights that form the slot's engine on this machine."""
+    """The number of replicas, SGLang engines with the same weights, that the engine of this slot consists of."""
     weight_bytes = sum(file.stat().st_size for file in model_dir.glob("*.safetensors"))
     return replicas_of(engine, weight_bytes, slot.local_engines, None if cuda else usable_cores())
 
 
 def starts_before(log: Path) -> int:
-    """Number of seeds that earlier starts with this log may have used; 0 for a first start."""
-    # A random number: a resumed stage must not repeat the random stream of the responses that it already holds.
+    """The number of earlier starts to assume for an engine with this log, which moves its seed; 0 for a first start."""
+    # The number is random, because nothing counts the starts of earlier processes, and a resumed stage must not repeat
+    # the random stream of the responses that it already holds.
     return 1 + secrets.randbelow(EARLIER_STARTS) if log.exists() else 0
 
 
@@ -196,12 +198,13 @@ def _cuda_arguments(spec: EngineSpec, gpu: int) -> dict[str, Any]:
         "mem_fraction_static": spec.section.memory_fraction,
         "enable_memory_saver": spec.section.between_stages == "sleep",
         "custom_weight_loader": [SUMMING],
-        # By default SGLang captures batches up to 256 on such a GPU (server_args.py) and launches kernels one by one
+        # By default SGLang captures CUDA graphs of batches up to 256 (server_args.py), and launches kernels one by one
         # for larger ones.
         "cuda_graph_max_bs_decode": min(spec.section.max_running_requests, LARGEST_GRAPH),
         # Prompts are short, and graphs keep their memory while the learner trains.
         "cuda_graph_backend_prefill": "disabled",
-        # SGLang compiles FlashInfer's kernels for some mixtures of experts; not measured next to the memory saver.
+        # For some mixtures of experts SGLang would compile FlashInfer's kernels, which nobody here has measured
+        # together with the memory saver.
         "enforce_disable_flashinfer_allreduce_fusion": True,
     }
     if spec.dtype == "float32":
@@ -214,9 +217,9 @@ def _cuda_arguments(spec: EngineSpec, gpu: int) -> dict[str, Any]:
 
 def _cpu_arguments(spec: EngineSpec, config: Mapping[str, Any], common: dict[str, Any]) -> dict[str, Any]:
     batch_tokens = common["max_running_requests"] * common["context_length"]
-    # SGLang zeroes the cache at its start, so what the requests cannot fill would cost memory too.
+    # SGLang fills the cache with zeros at its start, so that even slots that no request ever uses take memory.
     affordable = most_kv_bytes(psutil.virtual_memory().total) // kv_bytes_per_token(config, spec.dtype)
-    # SGLang would give the states of gated delta networks a share of what is free at this moment.
+    # Without these limits SGLang gives the states of gated delta networks a share of the memory that is free now.
     states = {"max_mamba_cache_size": STATES_PER_REQUEST * common["max_running_requests"], "mem_fraction_static": 0.5}
     return {
         "device": "cpu",
@@ -224,11 +227,12 @@ def _cpu_arguments(spec: EngineSpec, config: Mapping[str, Any], common: dict[str
         "sampling_backend": "pytorch",
         "custom_weight_loader": ["mugrpo_megatron.cpu.sglang.load_mapped", SUMMING],
         "disable_cuda_graph": True,
-        # Small models are bound by the scheduler's work per step; overlapping it needs a spare core.
+        # For small models the scheduler's work takes most of a step, and overlapping it needs a core of its own.
         "disable_overlap_schedule": True,
-        # Shorter prompts cannot share a prefix within a group, and still pay for the cache.
+        # Requests with prompts this short gain nothing from the prefix cache, and still pay for it.
         "disable_radix_cache": spec.max_prompt_tokens <= SHARED_PREFIX_TOKENS,
-        # SGLang refuses to start when other processes, such as the loading learner, take more than this meanwhile.
+        # If other processes, such as the loading learner, take more than this share of memory meanwhile, SGLang refuses
+        # to start.
         "mem_fraction_static": 0.9,
         "max_total_tokens": min(batch_tokens, max(affordable, common["context_length"])),
         **(states if has_delta(config) else {}),
@@ -236,10 +240,16 @@ def _cpu_arguments(spec: EngineSpec, config: Mapping[str, Any], common: dict[str
 
 
 def kv_bytes_per_token(config: Mapping[str, Any], dtype: str) -> int:
-    """KV cache bytes of one token in all layers with attention, by its config; UserError if a field is missing."""
+    """The bytes that one token takes in the KV cache, over all layers with attention, by a model's config.
+
+    Raises UserError if a field is missing.
+    """
     for name in ("num_attention_heads", "hidden_size", "num_hidden_layers"):
         if not config.get(name):
-            raise UserError(f"config.json has no field {name!r}, so the size of the engine's KV cache is unknown")
+            raise UserError(
+                f"config.json has no field {name!r}, without which the size of the engine's KV cache is unknown; take "
+                "the file from the model's release"
+            )
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     elements = 2 * (config.get("num_key_value_heads") or heads) * head_dim
@@ -249,7 +259,7 @@ def kv_bytes_per_token(config: Mapping[str, Any], dtype: str) -> int:
 
 
 def engine_environment(section: EngineSection, model_dir: Path, cuda: bool, slot: EngineSlot = ALONE) -> dict[str, str]:
-    """Environment of the host process: this process's, adapted to SGLang."""
+    """The environment variables of the host process: those of this process, changed for SGLang."""
     # SGLang would take torchrun's ranks for its own. Expandable segments break its memory saver and CUDA IPC handles.
     # With DUMPER_SERVER_PORT its debugger listens on every interface and evaluates what it gets (CVE-2026-111391).
     dropped = (*TORCHRUN_PREFIXES, *ALLOCATOR_VARIABLES, "DUMPER_")
@@ -266,10 +276,11 @@ def engine_environment(section: EngineSection, model_dir: Path, cuda: bool, slot
         environment["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
     if cuda:
         environment |= {
-            # Else a teacher's scores hold two float32 tables of 8,192 rows at once, 10 GB at a vocabulary of 152,064;
-            # newer versions chunk by default (layers/logits_processor.py).
+            # Without it, scoring by a teacher needs two float32 tables of 8,192 rows at once, 10 GB at a vocabulary of
+            # 152,064. Newer versions chunk them by default (layers/logits_processor.py).
             "SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK": "1",
-            # torch's default is in the TMPDIR of the engine, which ends with it: every start would compile again.
+            # torch's default is below the engine's own TMPDIR, which is removed with it: every start would compile
+            # anew.
             "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR")
             or f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}",
         }
@@ -291,14 +302,14 @@ def engine_environment(section: EngineSection, model_dir: Path, cuda: bool, slot
 
 
 def cuda_runtime_folders() -> list[str]:
-    """Folders of pip's CUDA runtime library, which the memory saver's library does not find by itself."""
+    """The folders of the CUDA runtime library from pip; the memory saver's library does not find them by itself."""
     package = find_spec("nvidia")
     roots = package.submodule_search_locations or [] if package else []
     return sorted({str(file.parent) for root in roots for file in Path(root).glob("*/lib/libcudart.so.*")})
 
 
 def check_allocator() -> None:
-    """UserError when torch's allocator is set to expandable segments, whose memory another process cannot open."""
+    """Raise UserError when torch's allocator uses expandable segments, whose memory another process cannot open."""
     for name in ALLOCATOR_VARIABLES:
         if "expandable_segments:true" in os.environ.get(name, "").replace(" ", "").lower():
             raise UserError(
@@ -312,7 +323,7 @@ def _joined(*folders: str) -> str:
 
 
 def _other_models(config: Mapping[str, Any]) -> list[str]:
-    """SGLang's model modules that do not define the checkpoint's architecture; empty when no module defines it."""
+    """SGLang's modules of other models than the checkpoint's; empty when no module defines the checkpoint's."""
     package = find_spec("sglang")
     if package is None or package.origin is None:
         raise UserError("SGLang is not installed, so nothing can be generated: run `mugrpo doctor --fix`")
@@ -328,7 +339,7 @@ def _other_models(config: Mapping[str, Any]) -> list[str]:
 def training_sampling(
     rollout: RolloutSection, run: RunSection, tokenizer: PreTrainedTokenizerBase, routers: RouterShape | None
 ) -> Sampling:
-    """Sampling parameters of training responses; `routers` is what `replayed_routers` returns."""
+    """The sampling parameters of training responses; `routers` is what `replayed_routers` returns."""
     support_ids = returns_support_ids(rollout)
     return Sampling(
         rollout.temperature,
@@ -350,7 +361,7 @@ def returns_support_ids(rollout: RolloutSection) -> bool:
 
 
 def replayed_routers(learner: LearnerSection, model: ModelSection) -> RouterShape | None:
-    """Shape of the routers whose choices the learner replays from the rollout; None without such a replay."""
+    """The sizes of the model's routers, if the learner replays the choices that they made in the engine; else None."""
     if learner.routing_replay != "rollout":
         return None
     config = read_model_config(model.directory)
@@ -358,21 +369,20 @@ def replayed_routers(learner: LearnerSection, model: ModelSection) -> RouterShap
 
 
 def sampling_note(rollout: RolloutSection) -> str:
-    """A note on importance ratios that truncated sampling makes inexact; empty where they are exact."""
+    """A note for the user if top-k or top-p sampling makes importance ratios inexact; empty if they are exact."""
     if not rollout.truncates or returns_support_ids(rollout):
         return ""
     return (
-        "The engine samples from a part of the vocabulary, and probabilities are those of the whole one on both sides: "
-        f"ratios leave out how the part's share of the probability moves. Set rollout.top_k to "
-        f"{sglang_compat.most_support_ids()} or less, with top_p as it is, and the stage keeps the part, so ratios "
-        "are exact."
+        "The engine samples from a part of the vocabulary, and engine and learner compute probabilities over the whole "
+        f"vocabulary, so importance ratios are not exact. Set rollout.top_k to {sglang_compat.most_support_ids()} or "
+        "less, with top_p as it is, and they are: the stage then stores the part."
     )
 
 
 def held_out_sampling(
     evaluation: EvalSection, name: str, rollout: RolloutSection, run: RunSection, tokenizer: PreTrainedTokenizerBase
 ) -> Sampling:
-    """Sampling parameters of an evaluation on the held-out set `name`; temperature 0 is greedy."""
+    """The sampling parameters of an evaluation on the held-out set `name`; temperature 0 is greedy."""
     settings = evaluation.of(name)
     return Sampling(
         settings.temperature,
@@ -397,7 +407,8 @@ def _stop_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 def prelaunch_host(section: EngineSection, model_dir: Path) -> Iterator[HostProcess | None]:
     """Start a host process that imports SGLang while this process imports Megatron; each import takes seconds.
 
-    Yields None where no engine of this rank starts first. The process is gone when the block ends, used or not.
+    Yields None if this rank starts no engine, or starts it only after the learner has loaded. The process is gone when
+    the block ends, whether an engine used it or not.
     """
     # On CUDA the learner loads first, and importing SGLang may already take device memory.
     if may_find_cuda():
@@ -409,10 +420,10 @@ def prelaunch_host(section: EngineSection, model_dir: Path) -> Iterator[HostProc
 
 @contextmanager
 def importing_host(section: EngineSection, model_dir: Path, cuda: bool) -> Iterator[HostProcess | None]:
-    """The host process of this rank's engine, which imports SGLang meanwhile; it is gone when the block ends.
+    """Start the host process of this rank's engine, which imports SGLang during the block; it is gone at its end.
 
-    Yields None on a rank that starts no engine, and for an engine over several nodes, which starts when its ranks have
-    met.
+    Yields None on a rank that starts no engine, and for an engine over several nodes, whose processes start only when
+    its ranks have agreed on an address.
     """
     slot = slot_of_environment(section, cuda)
     if not slot.leads_engine or section.nodes > 1:

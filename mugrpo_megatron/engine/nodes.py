@@ -1,8 +1,8 @@
 """An engine over several nodes: rendezvous of its processes, and the host process on a follower node.
 
 SGLang's ranks meet at an address of the leader's node, on which the learner's ranks agree (`run.engines`). SGLang's
-rank 0 broadcasts every request to the ranks of all nodes, those about weights and memory too: a follower node receives
-no commands. It is started with the leader, watched, and ended with it.
+rank 0 broadcasts every request to the ranks of all nodes, also those about weights and memory. So the process on a
+follower node receives no commands: it is started with the leader's, watched, and ended with it.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from mugrpo_megatron.errors import CollectiveFailure, EngineFailure, EngineStopp
 from mugrpo_megatron.observe.environment import rank_of_environment
 
 POLL_S = 1.0
-"""Seconds between two looks of a waiting process for failures on other nodes."""
+"""Seconds after which a waiting process asks again whether another node has failed."""
 PORTS = 8
-"""Consecutive ports of a rendezvous: with data parallel attention SGLang derives further ones from the first."""
+"""Number of consecutive free ports for a start: with data parallel attention SGLang uses some after the first."""
 
 
 @dataclass
 class PeerFailure:
-    """Shares the first failure among the processes of one start of an engine. Thread-safe."""
+    """Shares the first failure among an engine's processes on all nodes, for one start of the engine. Thread-safe."""
 
     address: str = ""
-    """Rendezvous of SGLang's ranks: HOST:PORT on the leader's node."""
+    """HOST:PORT on the leader's node, at which SGLang's ranks meet."""
     publish: Callable[[str], None] = lambda cause: None
-    """Publishes to the other nodes that this node's process has ended, and why."""
+    """Tells the other nodes that this node's process has ended, and why."""
     fetch: Callable[[], str] = lambda: ""
     """Returns the failure that a node has published; empty if none has."""
     _cause: str = ""
@@ -46,7 +46,7 @@ class PeerFailure:
     _polling: threading.Lock = field(default_factory=threading.Lock)
 
     def cause(self, now: bool = False) -> str:
-        """The first failure of a process, empty if none has failed; polls every POLL_S, or `now`."""
+        """The first failure of a process; empty if none has failed. It asks at most every `POLL_S`, unless `now`."""
         with self._polling:
             if not self._cause and (now or time.monotonic() >= self._next_poll):
                 self._next_poll = time.monotonic() + POLL_S
@@ -66,24 +66,24 @@ class PeerFailure:
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
-    """A rank's report on the node of an engine that it runs."""
+    """What a rank that runs an engine's process on its node reports before a start."""
 
     engine: int
     node: int
-    """Index of its node among the engine's; the leader is on the first."""
+    """Index of the rank's node among the engine's nodes; the leader is on node 0."""
     running: bool
     address: str
-    """The local address from which this node reaches the node of rank 0."""
+    """This node's address on the network that leads to the node of rank 0."""
     rank0_address: str
     """The address of rank 0's node, as this node resolves it."""
     port: int
     """A free port of this node."""
     name: str
-    """Unique name for the engine's next start; only the name from the engine's leading node is used."""
+    """A unique name for the engine's next start; only the one from the leader's node is used."""
 
 
 def node_status(engine: int, node: int, running: bool) -> NodeStatus:
-    """This rank's status, from torchrun's variables."""
+    """This rank's status, with addresses that follow from torchrun's environment variables."""
     name, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
     family, kind, _, _, target = socket.getaddrinfo(name, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
@@ -95,7 +95,7 @@ def node_status(engine: int, node: int, running: bool) -> NodeStatus:
 def leader_address(statuses: list[NodeStatus]) -> str:
     """HOST:PORT at which the other nodes of an engine reach its leader; `statuses` has one entry for each node."""
     leader, *others = sorted(statuses, key=lambda status: status.node)
-    # On its own node the name of rank 0 may resolve to loopback; the other nodes know its address.
+    # On its own node, the name of rank 0 may resolve to loopback, so the address that another node sees is taken.
     host = others[0].rank0_address if leader.engine == 0 and others else leader.address
     return f"[{host}]:{leader.port}" if ":" in host else f"{host}:{leader.port}"
 
@@ -116,14 +116,14 @@ def free_port() -> int:
 
 
 WATCH_SECONDS = DEATH_SECONDS + 2.0
-"""Longest seconds that the watching thread takes to end the process."""
+"""The longest that the watching thread may take to end the process."""
 
 
 class FollowerNode:
-    """The host process on a node that does not lead its engine, and the thread that watches it.
+    """The host process on a follower node (one that does not lead its engine), and the thread that watches it.
 
     The thread reports a failure of the process to the other nodes, and ends the process when another node has failed.
-    The leader reports either to the run, and the next `rendezvous` restarts all nodes.
+    Either way the leader's call raises EngineFailure, and the next `rendezvous` restarts the processes of all nodes.
     """
 
     def __init__(self, spec: EngineSpec, model_dir: Path, log: Path, slot: EngineSlot) -> None:
@@ -141,7 +141,7 @@ class FollowerNode:
         return self._thread is not None and self._thread.is_alive()
 
     def rendezvous(self, peers: PeerFailure) -> None:
-        """Restart the process, which meets the leader's at `peers.address`; returns at once."""
+        """Restart the process, whose SGLang ranks meet the leader's at `peers.address`; returns at once."""
         self.stop()
         self._peers, self._stopping = peers, threading.Event()
         # The process is started here and not in the watching thread: the kernel kills a process when the thread that
@@ -153,7 +153,7 @@ class FollowerNode:
         self._thread.start()
 
     def sleep(self) -> None:
-        """Follow the leader's `sleep`: end the process if the leader's has ended."""
+        """Do what `sleep` on the leader needs here: end the process if the leader's ends or has failed."""
         if self._section.between_stages == "restart" or self._peers.cause(now=True):
             self.stop()
 

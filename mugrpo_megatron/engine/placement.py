@@ -22,11 +22,11 @@ class EngineSlot:
 
     leads_engine: bool
     number: int
-    """Index, over all nodes, of the engine whose block of ranks this rank belongs to; rank 0 leads engine 0."""
+    """Number of the engine that this rank belongs to, counted over all nodes; rank 0 leads engine 0."""
     engines: int
     """Number of engines on all nodes together."""
     local: int
-    """The engine's index on its node."""
+    """Number of the engine among those of its node."""
     local_engines: int
     """Number of engines on this node."""
     gpu: int
@@ -44,7 +44,7 @@ ALONE = EngineSlot(leads_engine=True, number=0, engines=1, local=0, local_engine
 def engine_slot(
     engine: EngineSection, rank: int, world: int, local_rank: int, local_world: int, cores: int | None
 ) -> EngineSlot:
-    """Return the slot of a rank. `cores`: the node's CPU cores where engines run on CPU, None on CUDA.
+    """Return the slot of a rank; `cores` is the number of the node's CPU cores if engines run on CPU, None on CUDA.
 
     Raises UserError when the node's ranks cannot be divided into engines.
     """
@@ -73,7 +73,7 @@ def engine_slot(
 
 
 def _slot_across_nodes(engine: EngineSection, rank: int, world: int, local_world: int) -> EngineSlot:
-    """The slot of a rank where each engine takes whole nodes."""
+    """The slot of a rank if each engine takes whole nodes."""
     nodes = world // local_world
     if engine.tensor != engine.nodes * local_world:
         raise UserError(

@@ -34,7 +34,7 @@ HEADER = struct.Struct("!Q")
 """Format of a message's header: the length of the pickled message that follows."""
 CHUNK = 1 << 20
 SLICE_S = 0.25
-"""Longest seconds between two calls of `while_waiting`."""
+"""The longest time between two calls of `while_waiting`, in seconds."""
 Message = tuple[str, Any]
 """(kind, value); the kinds are listed in wire.py."""
 
@@ -50,7 +50,7 @@ class Channel:
     def send(
         self, message: Message, silence_s: float | None = None, while_waiting: Callable[[], None] = lambda: None
     ) -> None:
-        """Send a message; `while_waiting` is called repeatedly and may raise.
+        """Send a message, and call `while_waiting`, which may raise, repeatedly while the other end does not read.
 
         Raises TimeoutError when the other end reads nothing for `silence_s`, OSError when it is closed. After either
         the channel is unusable.
@@ -69,7 +69,7 @@ class Channel:
         self.send((kind, value))
 
     def receive(self, silence_s: float | None = None, while_waiting: Callable[[], None] = lambda: None) -> Message:
-        """Return the next message; `while_waiting` is called repeatedly and may raise.
+        """Return the next message, and call `while_waiting`, which may raise, repeatedly until it has come.
 
         Raises TimeoutError when the other end sends nothing for `silence_s`, even within a message; EOFError or OSError
         when it is closed.
@@ -79,7 +79,7 @@ class Channel:
         return message
 
     def fileno(self) -> int:
-        """File descriptor that is readable when a message has arrived or the other end is closed."""
+        """The file descriptor, which is readable when a message has arrived or the other end is closed."""
         return self._socket.fileno()
 
     def close(self) -> None:
@@ -115,19 +115,20 @@ class Channel:
 
 LOG_TAIL_LINES = 15
 SHARED_MEMORY = "shared-memory"
-"""File in the scratch folder with the paths in /dev/shm that SGLang created, one a line."""
+"""Name of the file in the scratch folder that lists SGLang's files in /dev/shm, a path on each line."""
 STARTING = "start"
-"""Name of the operation that lasts until the model is loaded, during which SGLang creates its files in /dev/shm."""
+"""Name of the operation that ends when the model is loaded; during it SGLang creates its files in /dev/shm."""
 PROBE_BYTES = 1 << 16
 """Free space that the scratch folder needs: sockets and a few short texts."""
 LONGEST_SOCKET = len("/pymp-xxxxxxxx/listener-xxxxxxxx")
-"""Characters that the longest path of a socket has below the scratch folder, multiprocessing's; SGLang's have fewer."""
+"""Characters of the longest path that a socket has below the scratch folder: one of multiprocessing. SGLang's sockets
+have shorter ones."""
 DEATH_SECONDS = 10.0
-"""Longest wait for killed processes: one that hangs in the kernel must not hang the run."""
+"""The longest wait until killed processes are gone: one that hangs in the kernel must not stop the run."""
 
 
 class ArgumentsRefused(EngineFailure):
-    """SGLang refused its arguments; `reason` is its error in one line."""
+    """Raised when SGLang refuses its arguments; `reason` is SGLang's error in one line."""
 
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
@@ -135,10 +136,11 @@ class ArgumentsRefused(EngineFailure):
 
 
 class HostProcess:
-    """A host process and the socket to it.
+    """An engine's host process and the socket to it.
 
-    Every failure kills its whole process group before EngineFailure is raised, so nothing is left behind. Create it in
-    a thread that outlives it: PR_SET_PDEATHSIG fires when the creating *thread* ends (prctl(2)).
+    Every failure kills its whole process group before EngineFailure is raised, so nothing is left behind. Create the
+    object in a thread that outlives the process: the kernel kills the process when that *thread* ends
+    (PR_SET_PDEATHSIG in prctl(2)).
     """
 
     def __init__(self, environment: dict[str, str], cuda: bool, single_node: bool = True) -> None:
@@ -152,7 +154,7 @@ class HostProcess:
         self._scratch = self._folder.path
         self._log = self._scratch / "engine.log"
         self._cancelled: Callable[[], bool] = lambda: False
-        # An unlinked file keeps what the process prints before it has a log, whatever ends it.
+        # This unlinked file keeps what the process prints before it has a log, however the process ends.
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  closed in `end`
         ours, theirs = socket.socketpair()
         # -P keeps the current directory out of the import path: a file there may have the name of a package.
@@ -177,10 +179,11 @@ class HostProcess:
         cancelled: Callable[[], bool],
         peer_failure: Callable[[], str] = lambda: "",
     ) -> None:
-        """Start an `sglang.Engine` from each of `arguments`, with output appended to `log`; returns at once.
+        """Tell the process to start an `sglang.Engine` from each of `arguments`, with its output in `log`.
 
-        Both callables are called repeatedly during every wait. The wait ends with EngineStopped once `cancelled`
-        returns True, and with EngineFailure once `peer_failure` returns the failure of another node.
+        Returns at once. From now on every wait for the process calls both functions repeatedly: it ends with
+        EngineStopped once `cancelled` returns True, and with EngineFailure once `peer_failure` returns the failure of
+        another node.
         """
         self._log, self._cancelled, self._peer_failure = log, cancelled, peer_failure
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -222,7 +225,7 @@ class HostProcess:
         return kind, value
 
     def wait(self, others: Sequence[Any], timeout_s: float, operation: str) -> bool:
-        """Wait for a message, for one of `others` (with a `fileno`), or at most `timeout_s` and SLICE_S.
+        """Wait until a message has arrived or one of `others` is readable, at most `timeout_s` and `SLICE_S`.
 
         Returns whether a message has arrived.
         """
@@ -241,16 +244,16 @@ class HostProcess:
             raise self._failed(f"a process of the engine ended during {operation}, {cause}")
 
     def _note_shared_memory(self) -> None:
-        """Record SGLang's files in /dev/shm for `end` and for the guard: SGLang does not remove them when killed."""
+        """Write down SGLang's files in /dev/shm; `end` or the guard removes them, since a killed SGLang does not."""
         names = "".join(f"{name}\n" for name in sorted(_shared_memory(self._process.pid)))
         if names:
             with suppress(OSError):  # the disk is full; if the engine is killed now, its files stay in /dev/shm
                 (self._scratch / SHARED_MEMORY).write_text(names, encoding="utf-8")
 
     def end(self, patience_s: float = 0.0) -> None:
-        """Kill the process group, after `patience_s` for it to exit by itself, and remove its files.
+        """Kill the process group if it has not exited by itself within `patience_s`, and remove its files.
 
-        Returns once the group is gone: only then is its memory free.
+        Returns once the group is gone, since its memory is free only then.
         """
         if self._ended:  # the process has been reaped, so the id of its process group may belong to others by now
             return
@@ -272,7 +275,7 @@ class HostProcess:
         self._folder.remove()
 
     def _log_early_output(self) -> None:
-        """Append to the log what a process printed that ended before it had redirected its output."""
+        """Append to the log what the process printed before it redirected its output, if it ended before that."""
         self._output.seek(0)
         if self._log.exists() and (output := self._output.read()):
             with open_nofollow(self._log, "ab") as file:
@@ -284,7 +287,7 @@ class HostProcess:
         return self._failed(f"the engine {how} for {timeout_s:g} s during {operation}; its processes: {states}")
 
     def _gone(self, operation: str) -> EngineFailure:
-        # Its end of the socket is closed, so it is exiting: the exit code is the cause.
+        # The process has closed its end of the socket, so it is about to exit, and its exit code tells the cause.
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
         code = self._process.returncode
@@ -300,7 +303,7 @@ class HostProcess:
 def _scratch_folder() -> Scratch:
     """Create a folder for sockets and short texts; UserError when nothing can be written to it.
 
-    It lies in the directory of TMPDIR, or, where that path is too long for a socket, in a directory with a short path.
+    It is in the directory of TMPDIR or, if that path is too long for a socket, in a directory with a short path.
     """
     errors: list[str] = []
     for parent in (None, *SHORT_DIRECTORIES):
@@ -320,10 +323,10 @@ def _scratch_folder() -> Scratch:
 
 
 def _writable_folder(parent: str | None, errors: list[str]) -> Scratch | None:
-    """Create a folder in `parent`, by default the directory of TMPDIR; None, with the reason in `errors`, if the disk
-    is full.
+    """Create a folder in `parent`, by default the directory of TMPDIR, and try to write to it.
 
-    Raises UserError for this process's limit of file sizes, for which no other directory helps.
+    If that fails, as on a full disk, adds the reason to `errors` and returns None. Raises UserError if this process's
+    limit of file sizes is the reason, because then no other directory helps.
     """
     try:
         folder = Scratch("engine", parent=parent)
@@ -345,7 +348,7 @@ def _writable_folder(parent: str | None, errors: list[str]) -> Scratch | None:
 
 
 def _with_this_package(environment: dict[str, str]) -> dict[str, str]:
-    """The environment in which the host imports this copy of the package, which need not be the installed one."""
+    """The environment, changed so that the host imports this copy of the package even if another is installed."""
     root = str(Path(mugrpo_megatron.__file__).parents[1])
     if root in site.getsitepackages():
         return environment
@@ -353,8 +356,9 @@ def _with_this_package(environment: dict[str, str]) -> dict[str, str]:
 
 
 def _local_paths(scratch: Path, single_node: bool) -> dict[str, str]:
-    """Environment that puts SGLang's sockets into the scratch folder, where they are removed when it is killed."""
-    # torch's TCP rendezvous would listen on every interface; several nodes need that (model_executor/model_runner.py).
+    """The variables that put SGLang's sockets into the scratch folder, which is removed even if SGLang is killed."""
+    # On a single node a file replaces torch's TCP rendezvous, which listens on every interface
+    # (model_executor/model_runner.py).
     override = {"SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch}/rendezvous"} if single_node else {}
     return {"TMPDIR": str(scratch)} | override
 
@@ -368,7 +372,10 @@ def _group_states(group: int) -> Iterator[str]:
 
 
 def _shared_memory(group: int) -> set[str]:
-    """SGLang's files in /dev/shm that processes of the group map (utils/stale_shm_cleanup.py); not learner weights."""
+    """Find SGLang's files in /dev/shm that processes of the group have mapped, by their names.
+
+    The names are those of utils/stale_shm_cleanup.py; the learner's buffers of weights have others.
+    """
     files: set[str] = set()
     for process in psutil.pids():
         with suppress(OSError):

@@ -1,7 +1,8 @@
-"""One queue of prompts for all engines: they claim groups from a shared counter as they have capacity.
+"""One queue of prompts for all engines: an engine that has room claims groups by adding to a shared counter.
 
-There is no dispatcher. Every leader holds the same list of a stage's missing groups; adding n to the counter `claimed`
-claims the n groups that the counter passes. An engine with long responses claims fewer, so it delays no other.
+There is no dispatcher. Every leader holds the same list of a stage's missing groups; by adding n to the counter
+`claimed` it claims the n groups that the counter passes. An engine with long responses claims fewer groups, so it
+delays no other.
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ Add = Callable[[str, int], int]
 """(counter, amount) -> the counter's new value; atomic over all engines."""
 
 CLAIM = 64
-"""Most groups that an engine claims at once."""
+"""The largest number of groups that an engine claims at once."""
 
 
 class PromptQueue:
-    """The queue of a round's groups, as one engine uses it."""
+    """The queue of the groups that a round of generation has to sample, as one engine uses it."""
 
     def __init__(self, groups: Sequence[int], engines: int = 1, add: Add | None = None) -> None:
-        """`groups` are the same on every engine, `add` connects them; without `add` this is the only engine."""
+        """Make the queue of `groups`, the same on every engine.
+
+        `add` adds to counters that all engines share; without it this is the only engine.
+        """
         self._groups = groups
         self._engines = engines
         self._add = add or _local_counters()
@@ -34,9 +38,9 @@ class PromptQueue:
         return len(self._groups)
 
     def take(self, in_flight: int, slots: int) -> list[int]:
-        """Claim the next groups for an engine with `in_flight` unfinished ones, which decodes `slots` together.
+        """Claim the next groups for an engine that has `in_flight` unfinished ones and decodes `slots` together.
 
-        Returns an empty list when there is nothing to claim now; with `in_flight` = 0 the round is then over.
+        Returns an empty list if the engine should claim nothing now. If it then has none in flight, the round is over.
         """
         if self._exhausted:
             return []
@@ -57,11 +61,11 @@ class PromptQueue:
         return list(self._groups[end - room : end])
 
     def leave(self) -> None:
-        """Report that this engine failed; once half of the engines have, all stop claiming, to restart together."""
+        """Report that this engine failed. Once half of the engines have, all stop claiming, and restart together."""
         self._add("out", 1)
 
     def close(self) -> None:
-        """Stop all engines' claims: the run was asked to stop."""
+        """Let no engine claim groups any more, because the run was asked to stop."""
         self._add("out", self._engines)
 
     def finished(self, tokens: int) -> None:
@@ -69,7 +73,7 @@ class PromptQueue:
         self._add("tokens", tokens)
 
     def totals(self) -> tuple[int, int]:
-        """Groups and tokens that all engines together have finished in this round, as counted by `finished`."""
+        """The numbers of groups and tokens that all engines together have finished in this round (`finished`)."""
         return self._add("groups", 0), self._add("tokens", 0)
 
 
@@ -84,13 +88,13 @@ def _local_counters() -> Add:
 
 
 MOST_LOADS = 240
-"""Most readings in a record of one generation."""
+"""The largest number of readings that a `LoadRecord` keeps."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReading:
     at: float
-    """Seconds of the monotonic clock, which all processes of a machine share: the engine's host and its leader do."""
+    """Time in seconds of the monotonic clock, which the engine's host and its leader share, being on one machine."""
     tokens: int
     """Tokens sampled since the generation began, unfinished responses included."""
     running: int
@@ -101,12 +105,12 @@ class LoadReading:
     """Fraction of the KV cache in use."""
 
     def metrics(self) -> dict[str, float]:
-        """Fields of a row of the metric log, without the time."""
+        """The reading as fields of a row of the metric log, without the time."""
         return {"tokens": self.tokens, "running": self.running, "queued": self.queued, "kv_use": self.kv_use}
 
 
 def read_load(tokens: int, snapshots: Sequence[Any]) -> LoadReading:
-    """The engine's load from its schedulers' snapshots, one a data parallel scheduler."""
+    """Sum the engine's load over the snapshots of its schedulers; each data parallel scheduler gives one."""
     return LoadReading(
         at=time.monotonic(),
         tokens=tokens,
@@ -118,7 +122,8 @@ def read_load(tokens: int, snapshots: Sequence[Any]) -> LoadReading:
 
 @dataclass(slots=True)
 class LoadRecord:
-    """Load readings of one generation at equal intervals: whenever there are too many, every second one is dropped."""
+    """Readings of the load over one generation. When they become too many, every second one is dropped, and from then
+    on only every second one is kept, so their intervals stay equal."""
 
     loads: list[LoadReading] = field(default_factory=list)
     _every: int = 1

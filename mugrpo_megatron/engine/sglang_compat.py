@@ -23,7 +23,7 @@ def is_new() -> bool:
 
 
 def has_gated_delta() -> bool:
-    """Whether SGLang has classes for the text of models with gated delta networks (srt/models/qwen3_5_text.py)."""
+    """Whether SGLang has the text models with gated delta networks (srt/models/qwen3_5_text.py)."""
     return is_new()
 
 
@@ -33,7 +33,7 @@ def most_support_ids() -> int:
 
 
 def allow_import_on_cpu() -> None:
-    """Allow importing SGLang's engine without its kernels, which have no wheel for CPU."""
+    """Make SGLang's engine importable without its package of kernels, which has no wheel for CPU."""
     if is_new():
         cpu.name_kernels()
 
@@ -95,7 +95,10 @@ async def update_weights(engine: Any, serialized: list[bytes], load_format: str)
 
 
 async def release_memory(engine: Any, tags: list[str]) -> None:
-    """Unmap the memory of `tags`. Unlike `Engine.release_memory_occupation`, for engines that share an event loop."""
+    """Unmap the memory of `tags`.
+
+    Unlike `Engine.release_memory_occupation`, it can be awaited, so it serves engines that share an event loop.
+    """
     from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
     await engine.tokenizer_manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags), None)
@@ -115,7 +118,7 @@ def _check(reply: tuple[bool, str], request: str) -> None:
 
 
 def tool_parser(tools: Sequence[Any], name: str) -> Any:
-    """Return SGLang's parser `name` for tools given as in OpenAI's chat API. Imports SGLang: seconds."""
+    """Return SGLang's parser `name` of tool calls; `tools` are as in OpenAI's chat API. Imports SGLang: seconds."""
     from sglang.srt.entrypoints.openai.protocol import Tool
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
@@ -124,7 +127,7 @@ def tool_parser(tools: Sequence[Any], name: str) -> Any:
 
 
 def gather_on_first_rank(value: Any) -> list[Any] | None:
-    """Gather the values of the engine's tensor parallel ranks on the first; None on the others. Collective."""
+    """Gather a value from each of the engine's tensor parallel ranks. The first gets the list, others get None."""
     from sglang.srt.distributed import get_tp_group
 
     group = get_tp_group()

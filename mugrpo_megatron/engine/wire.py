@@ -1,13 +1,13 @@
-"""Messages between a learner rank and its engine's host process, and parsing of SGLang's replies.
+"""The messages between a learner rank and its engine's host process, and the parsing of SGLang's replies.
 
 A message is `(kind, value)`, pickled over an anonymous socket pair that only the two processes hold (process.py).
 
     client -> host            value                          host -> client
     start                     (arguments, log)               ready | refused text
-    load_bucket               serialised tensors a reader    result None
+    load_bucket               bytes for each reader          result None
     set_version               int                            result None
     sleep, wake               memory tags                    result None
-    checksums                 None                           result [Sums]
+    checksums                 None                           result [TensorChecksums]
     generate                  Sampling                       then, until `close`:
       requests                [Request]                        groups PackedGroups, progress LoadReading
       abort                   [key]
@@ -42,7 +42,7 @@ Reply = tuple[ReplyKind, Any]
 
 FINISH_REASONS = ("stop", "length")
 PADDING = -1
-"""Fills up rows of support ids to the length of the longest row."""
+"""The value that fills rows of support ids up to the length of the longest row."""
 
 
 class SampledGroup(NamedTuple):
@@ -54,7 +54,7 @@ class SampledGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RouterShape:
-    """Shape of a mixture of experts' routing decisions."""
+    """The sizes of a model's routers: how many layers have one, and what it chooses from."""
 
     layers: int
     top_k: int
@@ -74,19 +74,19 @@ class Sampling:
     stop_ids: tuple[int, ...]
     """Tokens that end a response, besides the end-of-sequence tokens in the model's own files."""
     routers: RouterShape | None = None
-    """If set, the reply has the experts of every token, and the model's routers have this shape."""
+    """The sizes of the model's routers if the reply shall have the experts of every token; None if not."""
     stop: tuple[str, ...] = ()
     """Texts that end a response."""
     top_k: int = 0
     """Number of most likely tokens that are sampled from; 0 is the whole vocabulary."""
     support_ids: bool = False
-    """Whether the reply has the ids of the tokens that could be sampled, and logprobs that are normalised over them;
-    needs `top_k`."""
+    """Whether the reply has the ids of the tokens that could be sampled at each position, and log-probabilities that
+    are normalised over them; needs `top_k`."""
     sampling_masks: bool = False
-    """Whether support ids are read from the sampler's own masks instead of the top logprobs; needs `support_ids`."""
+    """Whether the support ids come from the sampler's own masks instead of the top log-probabilities of each token."""
     stream: str | None = None
-    """Name of a random stream that seeds each response by weights, prompt and number alone; None: the engine's own
-    stream, in order of arrival."""
+    """Name of a random stream. With it, the seed of a response follows from the weights' version, the prompt and the
+    response's number; with None the engine draws from its own stream, in the order in which requests arrive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,21 +97,21 @@ class Request:
     ids: list[int]
     n: int
     seed_key: int | str = 0
-    """Identifies the prompt in a random stream: its index in the stage or the held-out set; for an episode, its number
-    and turn as well."""
+    """Names the prompt in a random stream: its index in the stage or held-out set, for an episode with the episode's
+    number and turn."""
     max_tokens: int | None = None
-    """Most tokens of this request's responses, below `Sampling.max_tokens`; None for that limit."""
+    """The largest number of tokens of this request's responses; None for `Sampling.max_tokens`."""
     stop: tuple[str, ...] = ()
     """Texts that end its responses, besides `Sampling.stop`."""
     logprob_tokens: int = 0
-    """Tokens at the end of `ids` whose logprobs are returned instead of sampling; 0 to sample."""
+    """If not 0, nothing is sampled: the log-probabilities of so many tokens at the end of `ids` are returned."""
     support_ids: np.ndarray | None = None
     """int32 [logprob_tokens, k]: tokens that each softmax runs over, -1 where fewer; None for the vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedGroups:
-    """Finished groups, flattened: responses of a group are consecutive, groups follow `keys`.
+    """Finished groups as flat arrays: group after group in the order of `keys`, response after response.
 
     One array for all responses of a message keeps the cost of a short response at a few microseconds.
     """
@@ -131,12 +131,12 @@ class PackedGroups:
     routes: np.ndarray | None = None
     """uint8 or uint16 [routed tokens, layers, k] of all responses."""
     route_lengths: np.ndarray | None = None
-    """int64 [responses]: routed tokens of each, prompt included."""
+    """int64 [responses]: number of tokens in `routes` of each response, those of its prompt included."""
     support_ids: np.ndarray | None = None
     """int32 [tokens, largest support]: tokens that could be sampled, PADDING where fewer."""
 
     def unpack(self) -> Iterator[tuple[int, list[Response]]]:
-        """Yield each group's key and responses; arrays are views of the message's."""
+        """Yield each group's key and responses, whose arrays are views of these arrays."""
         ends = np.cumsum(self.lengths).tolist()
         routes: list[np.ndarray | None] = [None] * len(ends)
         if self.routes is not None and self.route_lengths is not None:
@@ -159,21 +159,21 @@ class PackedGroups:
             yield key, [next(responses) for _ in range(size)]
 
     def unsound(self) -> list[int]:
-        """Keys of groups with a logprob that is missing or not finite."""
+        """The keys of groups with a log-probability that is missing or not finite."""
         if np.isfinite(self.logprobs).all():
             return []
         return [key for key, group in self.unpack() if not all(np.isfinite(r.logprobs).all() for r in group)]
 
 
 def sampling_seeds(stream: str, version: int, request: Request) -> list[int]:
-    """A random seed of 63 bits for each response to a prompt, under the weights of this version."""
+    """A random seed of 63 bits for each response to a request, under weights of this version."""
     names = (f"{stream}/{version}/{request.seed_key}/{number}".encode() for number in range(request.n))
     # SGLang keeps `sampling_seed` as a signed int64 (sampling_batch_info.py).
     return [int.from_bytes(blake2b(name, digest_size=8).digest()) >> 1 for name in names]
 
 
 def pack(groups: list[tuple[int, list[dict[str, Any]]]], weight_version: int, sampling: Sampling) -> PackedGroups:
-    """Flatten finished groups as SGLang returns them: per response `output_ids` and `meta_info`.
+    """Flatten finished groups: (key, outputs), with SGLang's `output_ids` and `meta_info` for each response.
 
     Raises ValueError for a response whose logprobs, masks or experts do not match its tokens.
     """
@@ -182,7 +182,8 @@ def pack(groups: list[tuple[int, list[dict[str, Any]]]], weight_version: int, sa
     for output in outputs:
         if len(output["output_ids"]) != len(output["meta_info"]["output_token_logprobs"]):
             raise ValueError(
-                f"{len(output['meta_info']['output_token_logprobs'])} logprobs for {len(output['output_ids'])} tokens"
+                f"SGLang returned {len(output['meta_info']['output_token_logprobs'])} logprobs for "
+                f"{len(output['output_ids'])} tokens of a response"
             )
     routes = [decode_routes(output, sampling.routers) for output in outputs] if sampling.routers else None
     ids = np.array([token for output in outputs for token in output["output_ids"]], dtype=np.int32)
@@ -211,17 +212,21 @@ def pack(groups: list[tuple[int, list[dict[str, Any]]]], weight_version: int, sa
 
 
 def decode_routes(output: dict[str, Any], routers: RouterShape) -> np.ndarray:
-    """Experts of a response, uint8 or uint16 [P + R - 1, layers, k]; ValueError when missing or of another shape.
+    """Decode the experts of a response's P prompt and R response tokens: uint8 or uint16 [P + R - 1, layers, k].
 
     SGLang returns base64 of int32 (state_capturer/routed_experts.py), without the last token, which the engine has not
-    run. Experts are counted inside the model's layer, before any placement.
+    run. An expert's number is its number in the model's layer, wherever it is placed. Raises ValueError when experts
+    are missing or their number is another.
     """
     meta = output["meta_info"]
     tokens = meta["prompt_tokens"] + len(output["output_ids"]) - 1
     shape = tokens, routers.layers, routers.top_k
     experts = np.frombuffer(base64.b64decode(meta.get("routed_experts") or ""), dtype="<i4")
     if experts.size != tokens * routers.layers * routers.top_k:
-        raise ValueError(f"expected {shape} routed experts, got {experts.size}")
+        raise ValueError(
+            f"SGLang has to return the experts of each token, {shape} numbers (tokens, layers, experts), but we got "
+            f"{experts.size}"
+        )
     if experts.size and not 0 <= experts.min() <= experts.max() < routers.experts:
         raise ValueError(
             f"routed experts are numbered {experts.min()} to {experts.max()}, but a layer has {routers.experts}"
@@ -236,14 +241,16 @@ def top_p_support(
     sampled_logprobs: np.ndarray,
     top_p: float,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Support ids int32 [R, k], PADDING where fewer, and the sampled tokens' logprobs among them float32 [R].
+    """Find the tokens that could be sampled under top-k and top-p, as SGLang's rule has it (layers/sampler.py).
 
-    SGLang's rule (layers/sampler.py): top-p keeps a token when those before it have at most `top_p` of the whole
-    vocabulary's probability.
+    Top-p keeps a token when those before it have at most `top_p` of the whole vocabulary's probability.
 
     Args:
-        ids, logprobs: [R, k], k = top-k, most likely first.
-        sampled, sampled_logprobs: [R].
+        ids, logprobs: [R, k], the k = top-k most likely tokens at each position, most likely first.
+        sampled, sampled_logprobs: [R], the tokens that were sampled.
+
+    Returns:
+        Support ids int32 [R, k], PADDING where fewer; log-probabilities of the sampled tokens among them, float32 [R].
     """
     ids, logs = ids.astype(np.int32), logprobs.astype(np.float64)
     # Rounding or a tie can put the sampled token outside of the top logprobs: it takes the last place.
@@ -257,18 +264,17 @@ def top_p_support(
 
 
 def _narrow(support_ids: np.ndarray) -> np.ndarray:
-    """A response's support ids without columns that hold only padding: in a message all rows are padded to the
-    longest."""
+    """Cut a response's support ids to its own longest row; in a message, rows are padded to the longest of all."""
     columns = np.flatnonzero((support_ids != PADDING).any(0))
     return support_ids[:, : columns[-1] + 1] if len(columns) else support_ids[:, :1]
 
 
 def _support_from_masks(outputs: list[dict[str, Any]], tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Support ids, most likely first, and logprobs among them, from the masks of SGLang's sampler."""
+    """Read support ids, most likely first, and log-probabilities among them from the masks of SGLang's sampler."""
     masks = [mask for output in outputs for mask in output["meta_info"]["output_token_sampling_mask"]]
     logprobs = [value for output in outputs for value in output["meta_info"]["output_token_sampling_logprobs"]]
     if not len(masks) == len(logprobs) == tokens:
-        raise ValueError(f"{len(masks)} sampler masks and {len(logprobs)} logprobs for {tokens} tokens")
+        raise ValueError(f"SGLang returned {len(masks)} sampler masks and {len(logprobs)} logprobs for {tokens} tokens")
     lengths = np.array([len(mask) for mask in masks], dtype=np.int64)
     support_ids = np.full((tokens, int(lengths.max(initial=1))), PADDING, dtype=np.int32)
     support_ids[np.arange(support_ids.shape[1]) < lengths[:, None]] = np.fromiter(chain.from_iterable(masks), np.int32)
@@ -278,10 +284,10 @@ def _support_from_masks(outputs: list[dict[str, Any]], tokens: int) -> tuple[np.
 def _support_from_top_logprobs(
     outputs: list[dict[str, Any]], ids: np.ndarray, logprobs: np.ndarray, sampling: Sampling
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Support ids and logprobs among them, from the top logprobs that SGLang returns with each token."""
+    """Read support ids and log-probabilities among them from the top logprobs that SGLang returns with each token."""
     tops = [entries for output in outputs for entries in output["meta_info"]["output_top_logprobs"]]
     if len(tops) != len(ids):
-        raise ValueError(f"{len(tops)} rows of top logprobs for {len(ids)} tokens")
+        raise ValueError(f"SGLang returned {len(tops)} rows of top logprobs for {len(ids)} tokens")
     values = np.array([[entry[0] for entry in entries] for entries in tops], dtype=np.float32)
     tokens = np.array([[entry[1] for entry in entries] for entries in tops], dtype=np.int32)
     shape = (len(ids), sampling.top_k)
@@ -289,28 +295,29 @@ def _support_from_top_logprobs(
 
 
 MOST_LOGPROBS = 1 << 14
-"""Most logprobs in the reply to one `LogprobRange`, unless a single token has a larger support: SGLang makes a Python
-object of each, and so many take 3 ms."""
+"""The largest number of logprobs in the reply to one `LogprobRange`, unless a single token has a larger support. SGLang
+makes a Python object of each, and so many take 3 ms."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobRange:
-    """A request for the logprobs of tokens `start` to `end` of a sequence.
+    """Describes a request for the logprobs of the tokens of a sequence from `start` up to `end`, exclusive.
 
-    SGLang takes one list `token_ids_logprob` a request, while every token has a support of its own: a response is cut
-    into ranges, each with the union of its tokens' supports.
+    Each token has its own support, but SGLang takes only one list `token_ids_logprob` for a request. So a response is
+    cut into ranges, and a range asks for the union of its tokens' supports.
     """
 
     start: int
     end: int
     token_ids: list[int] | None
-    """Tokens whose logprobs are returned at every position besides; None over the whole vocabulary."""
+    """Further tokens, whose logprobs are returned at every position; None if supports are the whole vocabulary."""
 
 
 def logprob_ranges(length: int, logprob_tokens: int, support_ids: np.ndarray | None) -> Iterator[LogprobRange]:
-    """Ranges that cover the last `logprob_tokens` of `length` tokens.
+    """Yield ranges that cover the last `logprob_tokens` of `length` tokens.
 
-    `support_ids` is int32 [logprob_tokens, k], filled up with PADDING where a token has fewer than k, or None.
+    `support_ids` is int32 [logprob_tokens, k], with PADDING where a token has fewer than k, or None for the whole
+    vocabulary.
     """
     first = length - logprob_tokens
     if support_ids is None:
@@ -327,7 +334,7 @@ def logprob_ranges(length: int, logprob_tokens: int, support_ids: np.ndarray | N
 
 
 def logprob_request(ids: Sequence[int], tokens: LogprobRange) -> dict[str, Any]:
-    """Arguments of SGLang's `generate` for the logprobs of given tokens; nothing is sampled."""
+    """The arguments of SGLang's `generate` for the logprobs of the range `tokens` of `ids`; nothing is sampled."""
     others = {} if tokens.token_ids is None else {"token_ids_logprob": [tokens.token_ids]}
     return {
         "input_ids": [list(ids[: tokens.end])],
@@ -340,14 +347,15 @@ def logprob_request(ids: Sequence[int], tokens: LogprobRange) -> dict[str, Any]:
 
 
 def range_logprobs(output: dict[str, Any], tokens: LogprobRange, support_ids: np.ndarray | None) -> np.ndarray:
-    """Logprobs float32 [tokens] in SGLang's reply; with `support_ids`, int32 [tokens, k], among those of each token.
+    """Read the logprobs, float32 [tokens], of a range from SGLang's reply.
 
-    Raises ValueError when the reply has another number of tokens.
+    With `support_ids` int32 [tokens, k], each is normalised over its token's support. Raises ValueError when the reply
+    has another number of tokens.
     """
     meta, count = output["meta_info"], tokens.end - tokens.start
     entries = meta["input_token_logprobs"][1:]
     if len(entries) != count:
-        raise ValueError(f"expected {count} prompt logprobs, got {len(entries)}")
+        raise ValueError(f"SGLang's reply: expected {count} prompt logprobs, got {len(entries)}")
     logprobs = np.array([entry[0] for entry in entries], dtype=np.float32)
     if support_ids is None:
         return logprobs
@@ -355,7 +363,10 @@ def range_logprobs(output: dict[str, Any], tokens: LogprobRange, support_ids: np
     rows = [row for row in meta["input_token_ids_logprobs"] if row][-count:]
     values = np.array([[entry[0] for entry in row] for row in rows], dtype=np.float64)
     if values.shape != (count, len(columns)):
-        raise ValueError(f"expected {(count, len(columns))} logprobs of support ids, got {values.shape}")
+        raise ValueError(
+            f"SGLang's reply: expected logprobs of {len(columns)} support ids for each of {count} tokens, got an array "
+            f"{list(values.shape)}"
+        )
     support = np.take_along_axis(values, np.searchsorted(columns, support_ids.clip(min=columns[0])), axis=1)
     mass = np.log(np.where(support_ids >= 0, np.exp(support), 0.0).sum(1))
     return (logprobs - mass).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Before anything is generated: engine and learner give the same log-probabilities to a few texts, or the run ends."""
+"""Checks, before anything is generated, that engine and learner give the same log-probabilities to a few texts."""
 
 from __future__ import annotations
 
@@ -20,27 +20,29 @@ from mugrpo_megatron.samples import Sample
 
 TEXTS = 8
 TEXT_TOKENS = 1024
-"""Most tokens of a text: long enough to see other rotary positions, and a pass of milliseconds to seconds."""
+"""The largest number of tokens of a text: enough to see wrong rotary positions, in a pass of seconds at most."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Texts and the learner's log-probabilities of them, which the engines have to reproduce; a text's first token has
-    no log-probability."""
+    """Texts, and the learner's log-probabilities of them, which the engines have to reproduce.
+
+    A text's first token has no log-probability.
+    """
 
     texts: list[np.ndarray]
     """int32 [n] each, the same on every rank."""
     logprobs: list[np.ndarray]
     """float32 [n - 1] each, at temperature 1."""
     unread: tuple[str, ...]
-    """Fields of config.json that were taken to be without effect."""
+    """Fields of config.json that nothing reads; if engine and learner disagree, they may be the cause."""
 
 
 def expected_logprobs(run: Run, learner: Learner, engines: Engines) -> Expected | None:
-    """Compute the learner's log-probabilities of a few texts, while the learner has the devices; None if these engines
-    were compared since their start. Collective.
+    """Compute the learner's log-probabilities of a few texts, while the learner has the devices. Collective.
 
-    The learner's pass comes before the engines wake, so that the devices change hands once.
+    Returns None if all engines have been compared with the learner since they started, or if no prompts are there to
+    make texts of. The learner's pass comes before the engines wake, so that the devices change hands once.
     """
     if engines.agreed:
         return None
@@ -61,8 +63,10 @@ def _sample(text: np.ndarray) -> Sample:
 
 
 def texts_of(prompts: Sequence[Sequence[int]], count: int, length: int) -> list[np.ndarray]:
-    """Make `count` texts of `length` tokens, int32: the prompts one after another, from the first again where they end;
-    no texts without prompts."""
+    """Make `count` texts of `length` tokens each, int32, from the prompts, one after another and repeated as needed.
+
+    Returns no texts if there are no prompts.
+    """
     if not any(prompts):
         return []
     tokens = islice(cycle(token for prompt in prompts for token in prompt), count * length)
@@ -72,8 +76,8 @@ def texts_of(prompts: Sequence[Sequence[int]], count: int, length: int) -> list[
 def check_agreement(run: Run, engines: Engines, expected: Expected | None) -> dict[str, float]:
     """Compare every engine's log-probabilities with the learner's; returns the metric `texts_mismatch`. Collective.
 
-    Raises TrainingFailure on every rank where they are further apart than rounding explains. An engine that fails here
-    is compared after its restart.
+    Raises TrainingFailure on every rank when they are further apart than rounding explains. An engine that fails here
+    is compared once it has been restarted.
     """
     if expected is None:
         return {}

@@ -1,4 +1,4 @@
-"""The batches of a stage: the responses of each update, with the columns computed beside them."""
+"""Reads the batches of a stage: the responses of each update, with what was computed for them later (columns)."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from mugrpo_megatron.stages.routes import RouteColumn, route_column
 from mugrpo_megatron.stages.store import StageStore
 
 AUXILIARY_REMEDY = "remove both of its files, and `mugrpo train` or `mugrpo generate` with this recipe computes them"
-"""How an error about an auxiliary model's column ends: the way out."""
+"""The way out that ends an error about an auxiliary model's column."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     samples: list[Sample]
-    """Samples of the update. They carry their problems' rows if the objective's advantage function reads them."""
+    """The samples of the update. They have their problems' rows if the user has an advantage function."""
     rewards: np.ndarray
-    """float64 [N]: what advantages are computed from."""
+    """float64 [N]: the rewards that advantages are computed from."""
     groups: np.ndarray
     """int64 [N]: number of each sample's group."""
     stage_progress: float
@@ -41,14 +41,14 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class StageColumns:
-    """The columns that the recipe asks for; other columns are None."""
+    """The columns of a stage (files computed beside it) that the recipe asks for; the others are None."""
 
     behaviour: LogprobColumn | None
     """Log-probabilities under the learner's weights at the stage's start, with `rollout.behaviour = "learner"`."""
     routes: RouteColumn | None
     """Experts chosen by the learner's routers at the stage's start, with `learner.routing_replay = "learner"`."""
     ref: LogprobColumn | None
-    """Log-probabilities under the reference policy of the KL penalty; None also where that is the behaviour policy."""
+    """Log-probabilities under the reference policy of the KL penalty; None also if it is the behaviour policy."""
     ref_weights: Path | None
     """Checkpoint of the reference policy; None if it is the learner at the stage's start."""
     teacher: LogprobColumn | None
@@ -56,11 +56,12 @@ class StageColumns:
     scores: Mapping[str, ScoreColumn]
     """Scores of the reward functions that are judges, by name."""
     proximal: Callable[[int], LogprobColumn] | None
-    """Age -> logprobs under the weights at that age, for the next `objective.proximal_every` updates."""
+    """Age -> the column of log-probabilities under the weights at that age, of the responses of the next
+    `objective.proximal_every` updates."""
 
 
 def columns_of(recipe: Recipe, directory: RunDirectory, run_id: str, store: StageStore, stage: int) -> StageColumns:
-    """Returns the columns of a sealed stage, computed or not."""
+    """The columns of a sealed stage that the recipe asks for, whether they are computed already or not."""
     section, identity = recipe.objective, stage_identity(store.content)
 
     def after(age: int = 0) -> str:
@@ -90,7 +91,7 @@ def columns_of(recipe: Recipe, directory: RunDirectory, run_id: str, store: Stag
 
 
 def teacher_column(recipe: Recipe, directory: RunDirectory, store: StageStore, stage: int) -> LogprobColumn | None:
-    """Returns the teacher's logprobs of a sealed stage; None without a teacher."""
+    """The column of the teacher's log-probabilities of a sealed stage; None without a teacher."""
     name, temperature = recipe.objective.teacher, recipe.rollout.temperature
     if name is None:
         return None
@@ -99,7 +100,7 @@ def teacher_column(recipe: Recipe, directory: RunDirectory, store: StageStore, s
 
 
 def score_column(recipe: Recipe, directory: RunDirectory, store: StageStore, stage: int, name: str) -> ScoreColumn:
-    """Returns the scores of a sealed stage by the judge `name`."""
+    """The column of the scores that the judge `name` gives a sealed stage."""
     judge = recipe.reward.judges[name]
     key = {
         **stage_identity(store.content),
@@ -112,7 +113,7 @@ def score_column(recipe: Recipe, directory: RunDirectory, store: StageStore, sta
 
 
 def ref_weights(recipe: Recipe) -> Path | None:
-    """Returns the checkpoint that `objective.kl_ref` names; None for the learner at the stage's start."""
+    """The checkpoint that `objective.kl_ref` names; None for the learner at the stage's start."""
     name = recipe.objective.kl_ref
     if name is None or name == "stage":
         return None
@@ -126,7 +127,7 @@ def ref_is_behaviour(recipe: Recipe) -> bool:
 
 @dataclass(frozen=True)
 class StageBatches:
-    """The updates of a sealed stage in the recipe's order, with their columns."""
+    """The batches of a sealed stage's updates, in the order in which the recipe takes them, with their columns."""
 
     recipe: Recipe
     store: StageStore
@@ -134,7 +135,7 @@ class StageBatches:
     columns: StageColumns
 
     def batch(self, cursor: Cursor) -> Batch:
-        """Returns the batch of the update at the cursor. Raises UserError if a column is missing or damaged."""
+        """Read the batch of the update at the cursor. Raises UserError if a column is missing or damaged."""
         samples = self.samples(cursor.age)
         if self.columns.proximal:
             since_refresh = cursor.age % self.recipe.objective.proximal_every
@@ -148,12 +149,13 @@ class StageBatches:
         )
 
     def samples(self, age: int) -> list[Sample]:
-        """Returns the samples of the update taken at `age`, without proximal logprobs.
+        """Read the samples of the update taken at `age`, without the proximal policy's log-probabilities.
 
         Epochs after the first shuffle the updates by the run's seed. With
         `objective.zero_variance = "leave_out"` updates consist of informative groups only.
         """
-        # Not shuffled in the first epoch (verl and TRL shuffle): a response's age is then its update's number.
+        # In the first epoch updates are not shuffled, unlike in verl and TRL, so that a response's age is the number of
+        # its update.
         update = update_at(self.recipe.run.seed, self.stage, self.store.updates, age)
         if self.recipe.objective.zero_variance != "leave_out":
             return self._stored(update)
@@ -173,8 +175,7 @@ class StageBatches:
 
     @cached_property
     def _rewards(self) -> tuple[np.ndarray, np.ndarray]:
-        """Rewards and groups of the whole stage as `StageStore.rewards` returns them, with judges' scores added; read
-        once."""
+        """The rewards and groups of the whole stage, as `StageStore.rewards` returns them, plus judges' scores."""
         rewards, groups = self.store.rewards()
         for name, column in self.columns.scores.items():
             scores = np.concatenate([column.read(update) for update in range(self.store.updates)])
@@ -182,7 +183,8 @@ class StageBatches:
         return rewards, groups
 
     def _judged(self, samples: list[Sample], update: int) -> list[Sample]:
-        """Returns the samples with judges' scores added to the reward and, if there is one, to the components."""
+        """Add judges' scores to the samples: times its weight to the reward, and a score that is not missing to the
+        components."""
         groups = np.array([sample.group for sample in samples])
         for name, column in self.columns.scores.items():
             scores, weight = column.read(update), self.recipe.reward.judges[name].weight
@@ -198,11 +200,12 @@ class StageBatches:
         return samples
 
     def _stored(self, update: int) -> list[Sample]:
-        """Returns the samples of a stored update with every column except the proximal logprobs."""
+        """Read the samples of a stored update, with every column but the proximal policy's log-probabilities."""
         with_rows = self.recipe.objective.has_user_advantage
         samples = self._judged(self.store.read_update(update, with_text=with_rows), update)
         behaviour = self.columns.behaviour.read(update) if self.columns.behaviour else None
-        # Added beside the engine's logprobs, never in their place: the mismatch needs both (Megatron against SGLang).
+        # Behaviour log-probabilities never take the place of the engine's, since the mismatch of engine and learner
+        # needs both.
         columns = {"behaviour_logprobs": behaviour or [sample.engine_logprobs for sample in samples]}
         if self.columns.teacher:
             columns["teacher_logprobs"] = self.columns.teacher.read(update)
@@ -214,7 +217,7 @@ class StageBatches:
 
 
 def with_columns(samples: Sequence[Sample], columns: Mapping[str, Sequence[np.ndarray]]) -> list[Sample]:
-    """Returns the samples with columns added: by field name an array float32 [R] for each sample."""
+    """Add columns to the samples: `columns` maps a field of `Sample` to an array float32 [R] for each sample."""
     return [
         replace(sample, **dict(zip(columns, values, strict=True)))
         for sample, *values in zip(samples, *columns.values(), strict=True)
@@ -222,8 +225,10 @@ def with_columns(samples: Sequence[Sample], columns: Mapping[str, Sequence[np.nd
 
 
 def neutral_where_missing(scores: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """Replace missing scores [N] (NaN) by the mean of their group's scores, or by 0 in a group without any, so that
-    baselines stay the same."""
+    """Replace missing scores [N] (NaN) by the mean of their group's scores, which leaves the group's baseline as it is.
+
+    In a group that has no score they become 0.
+    """
     _, inverse = np.unique(groups, return_inverse=True)
     known = ~np.isnan(scores)
     sums, counts = np.bincount(inverse, np.where(known, scores, 0.0)), np.bincount(inverse, known)
@@ -231,14 +236,15 @@ def neutral_where_missing(scores: np.ndarray, groups: np.ndarray) -> np.ndarray:
 
 
 def training_rewards(samples: Sequence[Sample], section: ObjectiveSection) -> np.ndarray:
-    """Returns the rewards [N] for the advantages: with `kl_penalty = "reward"`, less the KL penalty (InstructGPT).
+    """The rewards [N] that advantages are computed from: with `kl_penalty = "reward"`, less the KL penalty.
 
     Raises ValueError when a sample lacks logprobs of the reference policy.
     """
     rewards = np.array([sample.reward for sample in samples])
     if section.kl_penalty != "reward" or section.kl_ref is None:
         return rewards
-    # Before the baseline, as InstructGPT's PPO does (arXiv 2203.02155): a group's mean then holds its mean penalty.
+    # As in InstructGPT's PPO (arXiv 2203.02155), the penalty comes before the baseline, so a group's mean contains its
+    # mean penalty.
     behaviour = [s.trained(s.behaviour_logprobs) for s in samples if s.behaviour_logprobs is not None]
     ref = [s.trained(s.ref_logprobs) for s in samples if s.ref_logprobs is not None]
     if min(len(behaviour), len(ref)) < len(samples):

@@ -1,4 +1,4 @@
-"""Forward passes of the learner over a stage: its columns, and the probe of some responses for the heat map."""
+"""Forward passes of the learner over a stage: they compute its columns, and the probe for the report's heat map."""
 
 from __future__ import annotations
 
@@ -35,12 +35,11 @@ class _StopAsked(Exception):
 
 @contextmanager
 def learner_pass(run: Run, cursor: Cursor, what: str, ages: Sequence[int]) -> Iterator[Iterator[int]]:
-    """Yields the age of each update of a pass over the stage, with a bar titled `what`; after the block every rank has
-    finished. Collective.
+    """A block for a pass over the stage. It yields the `ages` of the updates one by one, and shows a bar titled `what`.
 
-    When a rank was asked to stop, taking the next age raises an exception inside the block. Its context managers then
-    discard the files that they write and restore the weights that they swapped, the learner is saved, and Stopped
-    is raised.
+    Collective: after the block every rank has finished. When a rank was asked to stop, taking the next age raises an
+    exception inside the block. Context managers inside it then discard the files that they write and restore the
+    weights that they swapped. After that the learner is saved, and Stopped is raised.
     """
 
     def each(bar: Bar) -> Iterator[int]:
@@ -62,7 +61,7 @@ def learner_pass(run: Run, cursor: Cursor, what: str, ages: Sequence[int]) -> It
 
 
 def must_compute(column: Column | None, can_compute: bool) -> bool:
-    """Whether a column is wanted and missing. Raises UserError when it is missing and `can_compute` is False."""
+    """Whether a column has to be computed: it is not None, and missing. UserError if `can_compute` is false then."""
     if column is None or column.complete:
         return False
     if not can_compute:
@@ -80,8 +79,9 @@ def check_present(column: Column) -> None:
 def compute_behaviour(run: Run, learner: Learner, stage: StageBatches, cursor: Cursor) -> None:
     """Compute the behaviour logprobs and the routes of the policy before the stage's first update, in one pass.
 
-    Behaviour logprobs with `rollout.behaviour = "learner"`, routes with `learner.routing_replay = "learner"`. The
-    logprobs are bitwise those of a pass that replays the routes.
+    Behaviour log-probabilities are needed with `rollout.behaviour = "learner"`, and routes (the experts of each token)
+    with `learner.routing_replay = "learner"`. The log-probabilities are bitwise those of a pass that replays the
+    routes.
     """
     behaviour, routes = stage.columns.behaviour, stage.columns.routes
     # must_compute is called for both columns: it raises when one is missing in the middle of a stage, and that has to
@@ -108,13 +108,12 @@ def compute_behaviour(run: Run, learner: Learner, stage: StageBatches, cursor: C
 
 
 def compute_ref(run: Run, learner: Learner, stage: StageBatches, cursor: Cursor) -> None:
-    """With `objective.kl_ref`, compute the reference policy's logprobs of the stage's responses, before the first
-    update.
+    """With `objective.kl_ref`, compute the reference policy's log-probabilities of the stage's responses.
 
-    One forward pass over the stage, whatever the number of its updates; the reference policy's weights are in the
+    This takes one forward pass over the stage before the first update. The reference policy's weights are in the
     learner only during that pass, so no second model is kept. A run that resumes reads the file. Raises UserError when
-    it belongs to another stage or to other weights than the reference policy's directory holds now, and when it is gone
-    although it cannot be computed again.
+    the file belongs to another stage or to other weights than the reference policy's directory has now, and when it is
+    gone although it cannot be computed again.
     """
     column, weights = stage.columns.ref, stage.columns.ref_weights
     if column is None:
@@ -139,8 +138,7 @@ def compute_ref(run: Run, learner: Learner, stage: StageBatches, cursor: Cursor)
 
 
 def _check_ref(run: Run, stage: int, weights: Path, mark: str) -> None:
-    """Raise UserError when the reference policy's directory holds other weights than when the run began, or a stage
-    ago."""
+    """Raise UserError when the reference policy's directory has changed since the run began or since a stage ago."""
     if run.recipe.objective.kl_ref == "start":
         check_initial_weights(run.record, run.recipe.model, f"the reference policy of {run.directory.path}")
     before = LogprobColumn(run.directory.ref(stage - 1), {}) if stage > 0 else None
@@ -151,10 +149,10 @@ def _check_ref(run: Run, stage: int, weights: Path, mark: str) -> None:
 
 
 def refresh_proximal(run: Run, learner: Learner, stage: StageBatches, cursor: Cursor) -> None:
-    """Every `objective.proximal_every` updates the clip's proximal policy becomes the current one.
+    """Make the current policy the proximal one, the centre of the clip, every `objective.proximal_every` updates.
 
-    Its logprobs of all samples until the next refresh go to disk before the first of these updates. A run that resumes
-    at this cursor computes them again.
+    Its log-probabilities of all samples until the next refresh are written before the first of these updates. A run
+    that resumes at this cursor computes them again.
     """
     every = run.recipe.objective.proximal_every
     if stage.columns.proximal is None:
@@ -175,7 +173,7 @@ def refresh_proximal(run: Run, learner: Learner, stage: StageBatches, cursor: Cu
 
 
 def _remove_old_proximal_files(run: Run) -> None:
-    """Remove proximal files older than the one that the oldest complete checkpoint needs: no resume reads them."""
+    """Remove the proximal files that no resumed run reads: those before the one that the oldest checkpoint needs."""
     for checkpoint in complete_checkpoints(run.directory.checkpoints)[:1]:
         paths = [
             path for path in sorted(run.directory.proximal_files.glob("*.parquet")) if path.stem <= checkpoint.name
@@ -185,11 +183,11 @@ def _remove_old_proximal_files(run: Run) -> None:
 
 
 PROBED = 32
-"""Responses of a stage in its probe, the rows of a heat map: nine forward passes over them a stage."""
+"""The number of a stage's responses in its probe, the rows of a heat map. The probe takes nine forward passes."""
 PROBED_UPDATES = 4
-"""Updates of the stage, evenly spaced, from which the responses are taken."""
+"""The number of updates, evenly spaced over the stage, whose responses are probed."""
 NEGATIVE = 0.75
-"""Share of the responses with negative advantage: only those can be vetoed."""
+"""The share of responses with negative advantage in a probe, high because only these can be vetoed."""
 
 
 class ProbedSample(NamedTuple):
@@ -200,8 +198,9 @@ class ProbedSample(NamedTuple):
 
 
 def probe(run: Run, learner: Learner, store: StageStore, cursor: Cursor, age: int) -> None:
-    """Compute the logprobs of the probed responses after `age` updates of the stage, where a probe is due. Collective.
+    """Compute the log-probabilities of the probed responses after `age` updates, if `probe_ages` has this age.
 
+    Collective.
     The forward pass draws no random number and changes no state, so training continues bitwise as without it. It runs
     before the checkpoint of the same update, so a resumed run has the probes of every earlier age.
     """
@@ -219,7 +218,7 @@ def probe(run: Run, learner: Learner, store: StageStore, cursor: Cursor, age: in
 
 
 def choose_responses(store: StageStore, objective: ObjectiveSection) -> list[ProbedSample]:
-    """Returns at most PROBED responses from PROBED_UPDATES updates, always the same ones."""
+    """Choose at most PROBED responses from PROBED_UPDATES updates of a stage; the choice is always the same."""
     updates = sorted({number * store.updates // PROBED_UPDATES for number in range(PROBED_UPDATES)})
     count, remainder = divmod(PROBED, len(updates))
     probed = []
@@ -232,7 +231,7 @@ def choose_responses(store: StageStore, objective: ObjectiveSection) -> list[Pro
 
 
 def _choice(advantages: np.ndarray, count: int) -> list[int]:
-    """Returns at most `count` indices; a share of NEGATIVE has negative advantage if there are that many."""
+    """Choose at most `count` responses: a share of NEGATIVE has negative advantage, if there are so many."""
     negative, others = np.flatnonzero(advantages < 0), np.flatnonzero(advantages >= 0)
     wanted = min(len(negative), max(round(NEGATIVE * count), count - len(others)))
     return sorted([*_spaced(negative, wanted), *_spaced(others, min(len(others), count - wanted))])
@@ -243,7 +242,7 @@ def _spaced(indices: np.ndarray, count: int) -> list[int]:
 
 
 def _described(probed: Sequence[ProbedSample], model: ModelSection) -> list[ProbeRow]:
-    """Returns the probed responses as JSON values for the report, each token as text."""
+    """The probed responses as rows for the report, with each token as text."""
     tokenizer = load_tokenizer(model.directory)
     vocabulary = sorted({int(token) for response in probed for token in response.sample.response_ids})
     text = dict(zip(vocabulary, tokenizer.batch_decode([[token] for token in vocabulary]), strict=True))

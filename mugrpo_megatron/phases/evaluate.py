@@ -1,4 +1,4 @@
-"""Evaluation during a run: all engines share the problems of each held-out set, every rank gathers the answers."""
+"""Evaluates the policy during a run: all engines share the problems of each held-out set, all ranks get the answers."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ class Answers:
     unparsed: int
     """Number of responses in which no answer was found."""
     called: float
-    """Responses in which the model called a tool."""
+    """Number of responses in which the model called a tool."""
     failed: int
-    """Episodes that failed, and so have a reward of 0."""
+    """Number of episodes that failed; their reward is 0."""
     kept: Example | None
-    """The first response, if evaluations store one of this problem."""
+    """The first response, if this problem is one of those whose responses are stored."""
 
 
 T = TypeVar("T")
 SHOWN = 6
-"""Problems of each held-out set for which every evaluation stores one response, for the report."""
+"""The number of problems of each held-out set whose first response every evaluation stores, for the report."""
 ByPlace = dict[int, Answers]
 """Index of a held-out problem among those of all sets -> its answers."""
 
 
 def evaluation_due(run: Run, cursor: Cursor) -> bool:
-    """Whether the recipe asks for an evaluation at the cursor: before every `eval.every_stages`-th stage and after
-    every `eval.every_updates`-th update of a stage. Collective.
+    """Whether an evaluation has to take place at the cursor. Collective.
 
-    Never twice for the same weights, and never in a run without engines.
+    The recipe asks for one before every `eval.every_stages`-th stage and after every `eval.every_updates`-th update of
+    a stage. The same weights are not evaluated twice, and a run without engines evaluates nothing.
     """
     section = run.recipe.eval
     before_stage = cursor.stage % section.every_stages == 0 if section.every_stages else cursor.stage == 0
@@ -61,7 +61,7 @@ def is_evaluated(run: Run, cursor: Cursor) -> bool:
 
 
 def sampled_alike(section: EvalSection, names: Sequence[str]) -> list[list[str]]:
-    """The sets, grouped by how they are sampled: the engines answer one group without a pause."""
+    """Group the held-out sets `names` that have the same sampling settings, so that one round can sample them."""
     groups: dict[tuple[object, ...], list[str]] = {}
     for name in names:
         own = section.of(name)
@@ -70,11 +70,11 @@ def sampled_alike(section: EvalSection, names: Sequence[str]) -> list[list[str]]
 
 
 def evaluate(run: Run, leader: Leader | None, cursor: Cursor) -> None:
-    """Sample and score every held-out set with the engines' weights and log the figures. Collective.
+    """Sample and score every held-out set with the engines' weights, and log the figures. Collective.
 
-    Training continues bit by bit as without it. Problems of an engine that fails go to the others. Nothing is logged
-    when every engine has failed or the run is asked to stop; `is_evaluated` tells. Raises EngineFailure on every rank
-    after MOST_FAILURES failures of one engine in a row.
+    Training continues bitwise as without it. Problems of an engine that fails go to the others. Nothing is logged when
+    every engine has failed or the run is asked to stop; `is_evaluated` then returns False. Raises EngineFailure on
+    every rank after MOST_FAILURES failures of one engine in a row.
     """
     names = run.world.broadcast([problem.source for problem in leader.problems.held_out.problems] if leader else [])
     shown = set(example_indices(names, SHOWN))
@@ -102,7 +102,7 @@ def evaluate(run: Run, leader: Leader | None, cursor: Cursor) -> None:
 def _answers_of_alike(
     run: Run, leader: Leader | None, name: str, places: Sequence[int], bar: Bar, answer: Callable[[ScoredGroup], T]
 ) -> tuple[dict[int, T], list[Failed]]:
-    """Run rounds until every problem at `places` is answered, every engine has failed, or the run is asked to stop."""
+    """Run rounds until every problem at `places` is answered, a round answers none, or the run is asked to stop."""
     answers: dict[int, T] = {}
     failures: list[Failed] = []
     while missing := [place for place in places if place not in answers]:
@@ -118,9 +118,10 @@ def _answers_of_alike(
 def answer_set(
     run: Run, leader: Leader | None, name: str, missing: Sequence[int], bar: Bar, answer: Callable[[ScoredGroup], T]
 ) -> Outcome[dict[int, T]]:
-    """One round over the held-out problems at the `missing` places, sampled as the set `name` asks. Collective.
+    """Run one round over the held-out problems at the places `missing`, with the sampling of the set `name`.
 
-    `answer` takes each scored group as it is finished; returns what it returned, by place.
+    Collective.
+    `answer` is called with each group once it is scored. The result of each rank maps places to what it returned.
     """
     recipe, round = run.recipe, open_round(run, leader, missing, bar, durable=False)
     own: dict[int, T] = {}
@@ -138,7 +139,7 @@ def answer_set(
 
 
 def _log(run: Run, cursor: Cursor, names: Sequence[str], answers: ByPlace, bar: Bar) -> None:
-    """Log the figures of all sets as one row; `names` has the set of each problem."""
+    """Log the figures of all held-out sets as one row; `names` has the name of each problem's set."""
     measure = measure_of(run.recipe.reward)
     sets: dict[str, SetFigures] = {}
     shares: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Generation of a stage: the engines draw its prompts from one queue, the verifier scores, the stage is sealed."""
+"""Generates a stage: the engines draw its prompts from one queue, the verifier scores, and the stage is sealed."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StagePart:
-    """The groups of the cursor's stage that a process samples: all of them, or a shard's."""
+    """The groups of the cursor's stage that this run samples: all of them, or those of a shard of a batch job."""
 
     cursor: Cursor
     groups: frozenset[int]
     name: str
-    """Name of the part in messages."""
+    """What messages call the part."""
     title: str
     """Title of the part's progress bar."""
 
 
 def whole_stage(recipe: Recipe, cursor: Cursor) -> StagePart:
-    """All groups of the cursor's stage."""
+    """The part that consists of all groups of the cursor's stage."""
     count = cursor.updates_sampled(recipe.schedule) * recipe.rollout.prompts_per_update
     return StagePart(cursor, frozenset(range(count)), "this stage", f"{cursor.title(recipe.schedule)}: generate")
 
 
 def sample(run: Run, leader: Leader | None, stage: StageStore, part: StagePart) -> None:
-    """Sample and score the groups of the part that the stage lacks. Collective.
+    """Sample and score the groups of the part that the stage still lacks. Collective.
 
-    Groups go to disk as they are scored. An engine that fails leaves its unfinished groups to the next round, after it
-    was started again. Raises EngineFailure on every rank after MOST_FAILURES failures of one engine in a row without a
+    Groups are written as they are scored. What an engine that fails has not finished is sampled in the next round,
+    after its restart. Raises EngineFailure on every rank after MOST_FAILURES failures of one engine in a row without a
     finished group between them, and Stopped, with every scored group on disk, when the run was asked to stop.
     """
     recipe, cursor = run.recipe, part.cursor
@@ -65,7 +65,7 @@ def sample(run: Run, leader: Leader | None, stage: StageStore, part: StagePart) 
             for unix_s, metrics in loads:
                 run.log.engine(cursor.stage, engine, unix_s, metrics)
     with run.phase("score", cursor):
-        # Scores that are still computed when the engine has finished; a verifier may be slower than the engine.
+        # When the engine has finished, some scores may still be missing, because the verifier may be slower.
         if sink:
             sink.take_rest(run.stop.poll)
         stage.flush()
@@ -78,7 +78,7 @@ def sample(run: Run, leader: Leader | None, stage: StageStore, part: StagePart) 
 
 
 class ScoredGroups:
-    """Carries groups from an engine to the stage: the verifier scores them while the engine goes on."""
+    """Takes groups from an engine, has them scored while the engine goes on, and appends them to the stage."""
 
     def __init__(self, stage: StageStore, leader: Leader, recipe: Recipe) -> None:
         self._stage, self._scorer = stage, Scorer(leader.verifier, leader.tokenizer)
@@ -92,16 +92,16 @@ class ScoredGroups:
             self._stage.append(self._to_samples(group))
 
     def take_rest(self, stopping: Callable[[], bool]) -> None:
-        """Append the groups whose scores were pending; once `stopping()`, those without scores are dropped."""
+        """Append the groups whose scores were still pending. Once `stopping()` is true, the others are dropped."""
         for group in self._scorer.rest(stopping):
             self._stage.append(self._to_samples(group))
 
 
 def _load(run: Run, leader: Leader | None) -> tuple[int, float, list[tuple[float, dict[str, float]]]]:
-    """The number of this rank's engine, the bytes of memory that it holds, and its loads in the last generation.
+    """Return the number of this rank's engine, its bytes of memory, and its readings of load in the last generation.
 
-    Each load has its time in Unix seconds by the log's clock, which runs forward also where the machine's clock is set
-    back. A rank that leads no engine returns 0, 0 bytes and no loads.
+    Each reading has its time in Unix seconds by the log's clock, which never runs backward, even if the machine's clock
+    is set back. A rank that leads no engine returns 0, 0 bytes and no readings.
     """
     if leader is None:
         return 0, 0.0, []
@@ -114,12 +114,13 @@ def _load(run: Run, leader: Leader | None) -> tuple[int, float, list[tuple[float
 def seal_if_complete(run: Run, stage: StageStore, part: StagePart) -> None:
     """Seal the stage if all groups are on disk. Collective.
 
-    The main rank seals; every other rank waits until it sees that on the shared file system.
+    The main rank seals; every other rank waits until it sees the seal on the shared file system. Raises UserError on
+    every rank if a rank does not see what others have written.
     """
     with run.phase("score", part.cursor):
         written = set().union(*run.world.gather(stage.own_groups))
         check_shared(run.world, stage, not run.is_main or stage.wait_for(written, sealed=False))
-        # One rank seals: engines write shards and manifests of their own, the sealed file has a single writer.
+        # Each engine's leader writes a shard and a manifest of its own, but the seal has a single writer.
         if run.is_main and stage.listed_groups() >= part.groups:
             per_update = run.recipe.rollout.prompts_per_update
             stage.seal(len(part.groups) // per_update, per_update)
@@ -130,7 +131,7 @@ def seal_if_complete(run: Run, stage: StageStore, part: StagePart) -> None:
 def run_auxiliary_models(run: Run, learner: Learner, stage: StageStore, cursor: Cursor) -> None:
     """Have the recipe's auxiliary models compute the columns that the sealed stage lacks. Collective.
 
-    The policy's engines sleep, and the learner is offloaded where there is something to compute; it stays so.
+    The policy's engines sleep meanwhile. If there is something to compute, the learner is offloaded, and stays so.
     """
     if run.recipe.auxiliary.by_name:
         from mugrpo_megatron.extras.auxiliary.phase import score_stage

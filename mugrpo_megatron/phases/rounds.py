@@ -1,12 +1,12 @@
-"""Rounds: what is missing -> engine -> sink, for stages, evaluations and auxiliary models, in a run or without one.
+"""Rounds: all engines together sample what is missing, for a stage, an evaluation or an auxiliary model.
 
-    round = open_round(run, led, missing, bar)     one queue of what is missing, for all engines
-    for group in round.groups(...): ...            on a rank that leads an engine: it samples, a sink keeps
-    outcome = round.end(mine)                      every rank's result and failures, on every rank
-    report(run, outcome.failures)                  printed, and the run's end after MOST_FAILURES
+    round = open_round(run, led, missing, bar)     makes one queue of what is missing, for all engines
+    for group in round.groups(...): ...            on a rank that leads an engine (`led`): keep what it samples
+    outcome = round.end(mine)                      gives every rank the results and failures of all ranks
+    report(run, outcome.failures)                  prints the failures, and ends the run after MOST_FAILURES
 
-An engine that fails leaves its round, as one does that was asked to stop; what it had not finished is missing in the
-next round, before which it is started again: in a run by the hand-over, which brings it weights, elsewhere by
+An engine that fails or is asked to stop leaves its round. What it has not finished is missing in the next round. Before
+that, a failed engine is started again: in a run when engines get the learner's weights, elsewhere by
 `restart_if_failed`.
 """
 
@@ -34,11 +34,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The failure of an engine in a round, or in the sync before it."""
+    """The failure of an engine in a round, or in the weight sync before it."""
 
     text: str
     in_a_row: int
-    """Failures of this engine since its last progress."""
+    """Number of failures of this engine since it last finished something, this one included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +56,13 @@ class Round:
     """One round of all engines."""
 
     def __init__(self, run: Run, led: LedEngine | None, queue: PromptQueue, bar: Bar, durable: bool) -> None:
-        """Fields as in `open_round`."""
+        """Make a round of the items in `queue`; the other arguments are those of `open_round`."""
         self.queue = queue
         self._run, self._led, self._bar, self._durable = run, led, bar, durable
         self._before = bar.done, bar.tokens
 
     def groups(self, prompt_of: Callable[[int], Prompt], n: int, how: Sampling) -> Iterator[SampledGroup]:
-        """Yields `n` responses to the prompt of each item that this rank's engine takes, as they are finished."""
+        """Yield groups of `n` responses, as they are finished, to the prompts of the items that this engine takes."""
         led = self._led
         assert led
         for group in self.groups_from(lambda free, slots: [*map(prompt_of, self.queue.take(free, slots))], n, how):
@@ -72,9 +72,9 @@ class Round:
             self.finished(sum(len(response.ids) for response in group.responses))
 
     def groups_from(self, take: PromptSource, n: int, how: Sampling) -> Iterator[SampledGroup]:
-        """Like `groups`, but the caller takes items from the queue itself and counts those that are finished.
+        """Yield groups as `groups` does; here `take` takes items from the queue, and the caller calls `finished`.
 
-        Ends early when the engine fails or the run is asked to stop, and drops requests in flight.
+        The iterator ends early when the engine fails or the run is asked to stop; requests in flight are dropped.
         """
         led, stop = self._led, self._run.stop
         assert led
@@ -102,7 +102,8 @@ class Round:
 
     def end(self, mine: T) -> Outcome[T]:
         """Wait until every engine is done; returns every rank's result, `mine` on this one. Collective."""
-        # Heartbeats instead of a collective: a long generation would exceed its timeout (ProcessGroupNCCL).
+        # Ranks wait by heartbeats and not in a collective, whose timeout a long generation would exceed
+        # (ProcessGroupNCCL).
         self._run.world.barrier(self.show)
         self.show()
         failed, led = None, self._led
@@ -126,9 +127,9 @@ def open_round(
 
     Args:
         engines: number of engines of the world; by default the run's.
-        durable: whether finished items stay where an engine fails. Then they end a row of failures, and once half of
-            the engines have failed the others end the round too, to be started again together. Without it, as in an
-            evaluation that is dropped unless it is complete, the engines that are left go on.
+        durable: whether finished items are kept if an engine fails. If so, a finished item ends a row of failures, and
+            once half of the engines have failed the others end the round too, so that all are restarted together. If
+            not, as in an evaluation, which is dropped unless it is complete, the remaining engines go on.
     """
     world = run.world
     if world.size == 1:
@@ -144,7 +145,7 @@ def open_round(
 
 
 def report(run: Run, failures: Iterable[Failed], subject: str = "The engine") -> None:
-    """Log and print the failures of a round. Every rank calls this with the same ones.
+    """Log and print the failures of a round. Every rank calls this with the same failures.
 
     Raises EngineFailure after MOST_FAILURES failures of one engine in a row.
     """
@@ -156,7 +157,7 @@ def report(run: Run, failures: Iterable[Failed], subject: str = "The engine") ->
 
 
 def check_shared(world: World, stage: StageStore, seen: bool) -> None:
-    """UserError on every rank when one of them does not see what another has written. Collective."""
+    """Raise UserError on every rank if one of them does not see what others have written (`seen`). Collective."""
     blind = [rank for rank, sees in enumerate(world.gather(seen)) if not sees]
     if blind:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Saves of a run, and its results: the Hugging Face checkpoint, summary.json and report.html."""
+"""Saves the state of a run, and writes its results: the Hugging Face checkpoint, summary.json and report.html."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from mugrpo_megatron.weights.hf import save_hf
 
 
 def save_if_due(run: Run, cursor: Cursor) -> None:
-    """Save the learner's full state after an update, where the recipe or a request to stop asks for it. Collective.
+    """Save the learner's full state after an update, if the recipe or a request to stop asks for it. Collective.
 
-    The run resumes from `cursor`. Saves at the end of every `checkpoint.every_stages`-th stage and of the last, after
-    every `checkpoint.every_updates`-th update of a stage; without engines, in a run that takes one stage's updates,
-    always at its end. A save at a stage's end writes `hf/`, too. Raises Stopped, with everything saved, when the run
-    was asked to stop.
+    A resumed run goes on at `cursor`. The recipe asks for a save at the end of every `checkpoint.every_stages`-th stage
+    and of the last, and after every `checkpoint.every_updates`-th update of a stage. A run without engines, which takes
+    the updates of one stage, always saves at its end. A save at the end of a stage other than the last writes `hf/`
+    too. Raises Stopped, with everything saved, when the run was asked to stop.
 
-    Stages since the last save are sealed: a resumed run repeats their updates without generating them again.
+    If no save is made, nothing is lost but updates: stages are sealed, and a resumed run need not generate them again.
     """
     section, stage_ends = run.recipe.checkpoint, cursor.age == 0
     last = cursor.finished(run.recipe.schedule) or (stage_ends and not run.world.engines)
@@ -46,9 +46,10 @@ def save_if_due(run: Run, cursor: Cursor) -> None:
 
 
 def write_hf(run: Run, cursor: Cursor) -> None:
-    """Write the policy to `hf/`, in place of an earlier one; training continues once it is copied. Collective.
+    """Write the policy to `hf/`, in place of an earlier one. Collective.
 
-    Engine-only processes sample from it. Raises UserError when something else has come to lie there.
+    Training continues once the weights are copied to host memory. Engine-only processes sample from `hf/`. Raises
+    UserError when `hf/` has become something that this run has not written.
     """
     check_own_hf(run)
     notes = {PROVENANCE: provenance(run.record, asdict(cursor))}
@@ -56,7 +57,7 @@ def write_hf(run: Run, cursor: Cursor) -> None:
 
 
 def check_own_hf(run: Run) -> None:
-    """UserError on every rank unless the run may replace its `hf/`. Collective."""
+    """Raise UserError on every rank if the run must not replace its `hf/`. Collective."""
 
     def check() -> None:
         run.directory.check_lock()
@@ -72,13 +73,13 @@ def _check_on_main(run: Run, check: Callable[[], None]) -> None:
         try:
             check()
         except UserError as error:
-            refusal = f"{error}; the checkpoint is not written, and the same command then writes it"
+            refusal = f"{error}; the checkpoint was not written: correct this, and the same command writes it"
     if refusal := run.world.broadcast(refusal):
         raise UserError(refusal)
 
 
 def show_finished(directory: RunDirectory) -> None:
-    """The main rank shows the results of a run that was finished before."""
+    """Show, on the main rank, the results of a run that an earlier process has finished."""
     with open_display(show=rank_of_environment() == 0) as display:
         display.say(f"{directory.path} is finished; choose another run.dir for a new run")
         show(directory, display)
@@ -114,10 +115,10 @@ def write_results(run: Run, learner: Learner, cursor: Cursor) -> None:
 def export(run: Run, learner: Learner, cursor: Cursor) -> None:
     """Write the policy as a Hugging Face checkpoint, in place of an earlier stage's. Collective.
 
-    Raises UserError, with the run's checkpoints kept, when something else has come to lie there.
+    Raises UserError, with the run's checkpoints kept, when `hf/` has become something that this run has not written.
     """
     check_own_hf(run)
-    run.saver.wait()  # waits for a checkpoint that is still being written while training goes on
+    run.saver.wait()  # a checkpoint may still be being written
     so_far = f"all updates are saved, {run.directory.hf} is not written yet"
     with run.phase("save", cursor), run.stop.at_once(so_far):
         save_hf(

@@ -1,4 +1,4 @@
-"""Training on a sealed stage: its batches, and what is logged, shown, profiled and saved around its updates."""
+"""Training on a sealed stage: its batches, and what is logged, shown and profiled around its updates."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from mugrpo_megatron.stages.schema import component_means, to_table
 from mugrpo_megatron.weights.families import model_flops
 
 MOST_SKIPPED = 10
-"""Updates in a row with a non-finite gradient that end a run: one may be chance, ten are a policy that is lost."""
+"""A run ends after so many updates in a row with a non-finite gradient: one may be chance, ten mean a broken policy."""
 WANDB_SAMPLES = 16
-"""Responses of each stage in a table of Weights & Biases."""
+"""The number of responses of each stage in the table that Weights & Biases gets."""
 
 
 @contextmanager
 def open_stage(run: Run, learner: Learner, cursor: Cursor) -> Iterator[TrainingStage]:
-    """Open the cursor's sealed stage for its updates. Raises UserError when it is damaged."""
+    """A block in which the cursor's sealed stage is trained on. Raises UserError when the stage is damaged."""
     store = run.stage_store(cursor)
     columns = columns_of(run.recipe, run.directory, run.record.id, store, cursor.stage)
     # The bar and its phase must end before the next phase's bar begins, also when an update raises.
@@ -47,15 +47,15 @@ class TrainingStage:
     """A sealed stage during its updates. Every method but `holds` and `batch` is collective."""
 
     def __init__(self, run: Run, learner: Learner, batches: StageBatches, display: ExitStack) -> None:
-        """`display` ends the progress bar."""
+        """Make the stage; its progress bar ends when `display` is closed."""
         self._run, self._learner, self._batches, self._display = run, learner, batches, display
         self._bar: Bar | None = None
 
     def compute_columns(self, cursor: Cursor) -> None:
         """Compute the columns that the stage's updates need and that are missing.
 
-        Both passes see the weights that sampled the stage; after the first update they would be gone. Raises UserError
-        when a column is damaged or belongs to something else, or is missing and cannot be computed again.
+        It runs before the first update, while the learner has the weights that sampled the stage. Raises UserError when
+        a column is damaged or belongs to something else, or is missing and cannot be computed again.
         """
         compute_behaviour(self._run, self._learner, self._batches, cursor)
         compute_ref(self._run, self._learner, self._batches, cursor)
@@ -67,7 +67,8 @@ class TrainingStage:
         run, store = self._run, self._batches.store
         logs_samples = run.is_main and run.recipe.track.wandb_project is not None
         samples = store.read_update(0, with_text=logs_samples)
-        # Only the same weights give a mismatch: a branch may train later weights on the stage.
+        # Engine and learner can be compared only if they had the same weights; a branch may train later weights on the
+        # stage.
         same_weights = samples[0].weight_version == cursor.updates
         mismatch = _mismatch(run, self._learner, samples[:MISMATCH_RESPONSES], cursor) if same_weights else {}
         run.log.stage(cursor.stage, store.statistics() | mismatch)
@@ -82,21 +83,24 @@ class TrainingStage:
         return cursor.stage == self._batches.stage
 
     def pause(self) -> None:
-        """End the progress bar and its phase, as before an evaluation; the next update opens new ones."""
+        """End the progress bar and the log's phase, for an evaluation; the next update begins new ones."""
         self._display.close()
         self._bar = None
 
     def refresh_proximal(self, cursor: Cursor) -> None:
-        """Compute the proximal policy's logprobs of the next `objective.proximal_every` updates where that is due."""
+        """Refresh the proximal policy, every `objective.proximal_every` updates (`column_passes.refresh_proximal`)."""
         refresh_proximal(self._run, self._learner, self._batches, cursor)
 
     def batch(self, cursor: Cursor) -> Batch:
-        """Returns what the update at the cursor trains on. Raises UserError for a column that is missing or damaged."""
+        """Read what the update at the cursor trains on. Raises UserError for a column that is missing or damaged."""
         return self._batches.batch(cursor)
 
     @contextmanager
     def measured(self, cursor: Cursor) -> Iterator[None]:
-        """Show the update in a progress bar, up to the stage's end or the next evaluation; profile it where due."""
+        """A block around an update, which is shown in a progress bar, and profiled if `track.profile_updates` says so.
+
+        The bar covers the updates up to the stage's end or the next evaluation.
+        """
         run = self._run
         if self._bar is None:
             self._bar = self._display.enter_context(_optimizing(run, self._batches.store.updates, cursor))
@@ -104,7 +108,7 @@ class TrainingStage:
             yield
 
     def record(self, cursor: Cursor, batch: Batch, metrics: dict[str, float]) -> None:
-        """Log the update, advance the bar, and probe the policy where that is due.
+        """Log the update, advance the bar, and probe the policy if `probe_ages` has the new age.
 
         Raises TrainingFailure, with the learner saved, after MOST_SKIPPED skipped updates in a row.
         """
@@ -120,7 +124,7 @@ class TrainingStage:
         probe(run, learner, store, cursor, age=cursor.age + 1)
 
     def next_cursor(self, cursor: Cursor, batch: Batch, metrics: dict[str, float]) -> Cursor:
-        """Returns the cursor after the update; with `schedule.max_kl` a stage that the policy has left ends early."""
+        """The cursor after the update; with `schedule.max_kl`, a stage that the policy has moved too far from ends."""
         run, schedule = self._run, self._run.recipe.schedule
         nats = nats_moved(cursor, _kl_response(batch, metrics))
         # Ranks must agree: each has summed the metrics itself, and sums on a GPU may differ in their last bits.
@@ -134,14 +138,17 @@ class TrainingStage:
 
 
 def _kl_response(batch: Batch, metrics: dict[str, float]) -> dict[str, float]:
-    """The metric `kl_response`: nats between behaviour and current policy (k3), summed over a mean response."""
+    """The metric `kl_response`: the KL (k3) between behaviour and current policy, in nats, over a mean response."""
     if "kl_k3" not in metrics:  # the update had no token to train on
         return {}
     return {"kl_response": metrics["kl_k3"] * metrics["update_tokens"] / len(batch.samples)}
 
 
 def _mismatch(run: Run, learner: Learner, samples: Sequence[Sample], cursor: Cursor) -> dict[str, float]:
-    """Statistics of |engine - learner| logprobs; empty for responses that were imported without logprobs."""
+    """Compute metrics of the difference between the log-probabilities of engine and learner, under the same weights.
+
+    Empty for responses that were imported without log-probabilities.
+    """
     with run.phase("logprobs", cursor):
         logprobs = token_logprobs(learner, samples)
     learner_logprobs = np.concatenate([sample.trained(row) for sample, row in zip(samples, logprobs, strict=True)])
@@ -184,7 +191,7 @@ def _profiled(run: Run, cursor: Cursor) -> Iterator[None]:
 
 
 def _figures(samples: Sequence[Sample], cursor: Cursor) -> dict[str, float]:
-    """Metrics of an update's responses."""
+    """The metrics that describe an update's responses: staleness, rewards, groups with equal rewards."""
     rewards, groups = rewards_and_groups(samples)
     zero_variance = ~informative(before_penalty(rewards, penalties(samples)), groups)
     return {
@@ -196,7 +203,7 @@ def _figures(samples: Sequence[Sample], cursor: Cursor) -> dict[str, float]:
 
 
 def _utilization(learner: Learner, samples: Sequence[Sample], metrics: dict[str, float]) -> dict[str, float]:
-    """Metrics `tflops` and, where the device's peak is known, `mfu` of the update."""
+    """The metrics `tflops` of the update and, if the device's peak is known, `mfu`."""
     ranks = learner.ranks
     flops = model_flops(learner.architecture, [sample.tokens for sample in samples], int(metrics["tokens"]))
     flops_per_second = flops / metrics["seconds"] / ranks.world
@@ -214,7 +221,7 @@ def _give_up(run: Run, learner: Learner, cursor: Cursor, after: Cursor, samples:
             pq.write_table(to_table(samples), file)
     raise TrainingFailure(
         f"{learner.skipped_in_a_row} updates in a row had a non-finite gradient and were skipped, the last one "
-        f"update {cursor.age} of stage {cursor.stage} (both from 0). The learner is saved, the batch is in {path}. "
-        "Look at grad_norm, ratio_pos_max and ratio_neg_max before it in the report; a lower optimizer.lr is the usual "
-        "way out"
+        f"update {cursor.age} of stage {cursor.stage} (both counted from 0). The learner is saved, the batch is in "
+        f"{path}. Look at grad_norm, ratio_pos_max and ratio_neg_max of earlier updates in the report; a lower "
+        "optimizer.lr is the usual way out"
     )

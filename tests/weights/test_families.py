@@ -37,14 +37,17 @@ LATENT: dict[str, Any] = {**models.SIZES, **models.FAMILIES["deepseek_v3"]}
 LATENT_CANNOT: list[tuple[dict[str, Any], str]] = [
     ({"scoring_func": "softmax"}, "scoring_func is 'softmax', but the learner supports only 'sigmoid'"),
     ({"norm_topk_prob": False}, "norm_topk_prob is False"),
-    ({"topk_group": 1}, "needs groups of equal size and num_experts_per_tok of twice topk_group"),
-    ({"n_group": 3}, "needs groups of equal size"),
+    ({"topk_group": 1}, "and a num_experts_per_tok of twice topk_group"),
+    ({"n_group": 3}, "supports an n_group that divides the number of experts"),
     ({"num_experts_per_tok": 1}, "num_experts_per_tok 1 is not between 2 and the model's 8 experts"),
     ({"first_k_dense_replace": 4}, "leaves no layer of 4 with routed experts"),
-    ({"num_key_value_heads": 2}, "num_key_value_heads 2 is not num_attention_heads 4"),
+    ({"num_key_value_heads": 2}, "num_key_value_heads is 2 and num_attention_heads 4, but"),
     ({"kv_lora_rank": None}, "has no field 'kv_lora_rank'"),
     ({"rope_parameters": {**tiny.YARN}}, "yarn with mscale equal to mscale_all_dim"),
-    ({"rope_parameters": {**tiny.LINEAR}}, "rope scaling of latent attention is none, or yarn"),
+    (
+        {"rope_parameters": {**tiny.LINEAR}},
+        "rope scaling is linear with a factor 1 of cos and sin, but with latent attention",
+    ),
     ({"v_head_dim": 25}, "v_head_dim 25 is larger than the 24 dimensions of a query's head"),
 ]
 DENSE_FIRST = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
