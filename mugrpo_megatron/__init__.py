@@ -1,3 +1,3 @@
-"""mu-GRPO with Megatron-core learners and colocated SGLang engines."""
+"""mu-GRPO with Megatron-core learners and SGLang engines that share the same devices."""
 
 __version__ = "0.1.0"

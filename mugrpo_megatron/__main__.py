@@ -3,8 +3,8 @@
 import os
 import sys
 
-# `python -m` looks for modules in the current directory first. A file next to the data must neither replace a library
-# nor stand in for an optional one; what imports a user's function adds the directory itself.
+# `python -m` looks for modules in the current directory first. A file that lies there by chance must neither replace a
+# library nor stand in for an optional one. Code that imports a user's function adds the directory itself.
 if not sys.flags.safe_path and sys.path[0] == os.getcwd():
     del sys.path[0]
 

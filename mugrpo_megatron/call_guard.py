@@ -1,6 +1,6 @@
-"""Guards of a user's code inside this process: its time has an end, and it cannot end the process unnoticed.
+"""Guards for a user's code that runs inside this process: they limit its time, and it cannot end the process unnoticed.
 
-Rewards, judges' parsers and episodes have workers instead. A loss needs the learner's tensors, so it runs here.
+Rewards, judges' parsers and episodes run in workers instead. A loss needs the learner's tensors, so it runs here.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from types import FrameType
 from typing import Any
 
 TEMPLATE_S = 10.0
-"""CPU seconds in which a template has to render, and a parser to read a text."""
+"""CPU seconds that a template may take to render, and a parser to read a text."""
 TEMPLATE_BYTES = 2 << 30
-"""Bytes of address space that a template or a parser may take meanwhile."""
+"""Bytes of address space that a template or a parser may take on top of what the process has."""
 ENDS = ("_exit", "execv", "execve")
-"""Functions of `os` that end a program; the others of `exec*` call these."""
+"""Functions of `os` that end a program; the other `exec*` functions call these."""
 AGAIN_S = 0.25
-"""Seconds between rings of the alarm. It repeats, because the first may ring where an exception is swallowed, as in a
+"""Seconds between the alarms. The alarm repeats, because the first may come where an exception is swallowed, as in a
 finalizer."""
 DEAF_S = 30.0
-"""Seconds that a call has to react to its alarm. One that does not react hangs inside C code, and the process ends."""
+"""Seconds that a call has to react to its alarm. One that does not hangs in C code, and the process is ended."""
 
 
 class TookTooLong(BaseException):
-    """Raised when the time of a call is over. Not an Exception, so that no `except Exception` swallows it."""
+    """Raised when the time of a call is over. It is no Exception, so that no `except Exception` swallows it."""
 
 
 @contextmanager
 def clock(seconds: float, cpu: bool = False, memory: int | None = None) -> Iterator[None]:
-    """Raise TookTooLong in the block once it has taken `seconds`; without effect outside the main thread.
+    """Raise TookTooLong in the block once it has taken `seconds`. It has no effect outside the main thread.
 
-    With `cpu` only this thread's CPU time counts: what cannot wait ends nothing on a busy machine. With `memory` the
-    block raises MemoryError beyond so many bytes of address space more.
+    With `cpu` only this thread's CPU time counts, so that code that never waits is not ended because the machine is
+    busy. With `memory` the block may take so many bytes of address space more; beyond that it gets a MemoryError.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -50,7 +50,7 @@ def clock(seconds: float, cpu: bool = False, memory: int | None = None) -> Itera
     leaving = (inspect.unwrap(clock).__code__, contextlib._GeneratorContextManager.__exit__.__code__)
 
     def ring(_number: int, frame: FrameType | None) -> None:
-        if not inside:  # the alarm rang while the block was ending
+        if not inside:  # the alarm came while the block was ending
             signal.setitimer(signal.ITIMER_REAL, 0)
         elif frame and frame.f_code in leaving:  # an exception raised here would skip the lines that lift the limits
             return
@@ -74,21 +74,23 @@ def clock(seconds: float, cpu: bool = False, memory: int | None = None) -> Itera
 
 
 def template_clock(seconds: float | None = None) -> AbstractContextManager[None]:
-    """Limits the time (`TEMPLATE_S` by default) and memory of a chat template, a judge's question or a tool call
-    parser."""
+    """Limit time (`TEMPLATE_S` by default) and memory of the block, which runs a chat template, a judge's question or
+    a parser of tool calls."""
     return clock(TEMPLATE_S if seconds is None else seconds, cpu=True, memory=TEMPLATE_BYTES)
 
 
 def address_space() -> int:
-    """Bytes of this process's address space, as RLIMIT_AS counts them."""
+    """The bytes of this process's address space, as RLIMIT_AS counts them."""
     pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[0]
     return int(pages) * resource.getpagesize()
 
 
 @contextmanager
 def end_of_process(seconds: float) -> Iterator[None]:
-    """Print tracebacks and end the process with code 1, if the block hangs for `seconds` in C code, where Python
-    handles no signals."""
+    """Print tracebacks and end the process with code 1 if the block takes `seconds`.
+
+    It works in C code too, where Python handles no signals.
+    """
     faulthandler.dump_traceback_later(seconds, exit=True, file=2)
     try:
         yield
@@ -98,8 +100,7 @@ def end_of_process(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def without_exits() -> Iterator[None]:
-    """`os._exit` and `os.exec*` raise SystemExit in the block, on every thread; in a forked child they end the
-    child."""
+    """In the block, let `os._exit` and `os.exec*` raise SystemExit on every thread. A forked child may call them."""
     ends = refuse_exits()
     try:
         yield
@@ -109,8 +110,7 @@ def without_exits() -> Iterator[None]:
 
 
 def refuse_exits() -> dict[str, Callable[..., Any]]:
-    """Make the functions ENDS of `os` raise SystemExit in this process from now on; returns the original functions by
-    name."""
+    """Make the functions `ENDS` of `os` raise SystemExit in this process; returns the original functions by name."""
     ends, process = {name: getattr(os, name) for name in ENDS}, os.getpid()
 
     def refusal(name: str) -> Callable[..., Any]:

@@ -1,6 +1,6 @@
-"""The `mugrpo` command: parses arguments, calls a function, turns failures into exit codes.
+"""The `mugrpo` command: parses arguments, calls a function, and turns failures into exit codes.
 
-A command's functions are imported when it is called: Megatron and SGLang take seconds to import.
+The functions of a command are imported when it is called, because Megatron and SGLang take seconds to import.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ EXAMPLES = """\
 
 
 Functions = tuple[Callable[[argparse.Namespace], int], Callable[[argparse.ArgumentParser], None]]
-"""The two functions of a command: `function(options)` returns the exit code, `function_arguments(parser)` adds the
-arguments."""
+"""The two functions of a command: the first runs it with the parsed options and returns the exit code, the second adds
+its arguments to a parser."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +65,15 @@ class Command:
     load: Callable[[], Functions]
     """Imports the command's two functions and returns them."""
     interrupted: str = STARTS_OVER
-    """Hint that is printed after Ctrl-C."""
+    """What the message after Ctrl-C or SIGTERM says about running the command again."""
     long: bool = False
-    """Whether the command continues after its output's reader has ended; else it exits with 0 (`mugrpo rollouts |
+    """Whether the command goes on if the reader of its output has ended; if not, it exits with 0 (`mugrpo rollouts |
     head`)."""
     stops: bool = False
-    """Whether SIGTERM ends it with exit code 0 at any time, and the same command continues."""
+    """Whether SIGTERM ends the command with exit code 0 at any time, and the same command continues what it did."""
 
     def run(self, options: argparse.Namespace) -> int:
-        """Returns the exit code; raises what `_run` handles."""
+        """Run the command, and return its exit code; `_run` handles what it raises."""
         run, _ = self.load()
         return run(options)
 
@@ -83,7 +83,7 @@ class Command:
 
 
 def _trains(group: str, name: str, help: str, load: Callable[[], Functions]) -> Command:
-    """Returns a command that continues a run, and that a batch system may stop."""
+    """Make a command that continues a run when it is called again, and that a batch system may stop."""
     return Command(group, name, help, load, CONTINUES, long=True, stops=True)
 
 
@@ -213,10 +213,11 @@ COMMANDS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns 0 when done, 2 after a user's mistake, 1 if training or an engine failed, 130 after
-    Ctrl-C, and 143 after SIGTERM if that cannot be continued.
+    """Run a command and return its exit code.
 
-    Any other failure is a bug: traceback and 1.
+    It is 0 when done, 2 after a user's mistake, 1 if training or an engine failed, 130 after Ctrl-C, and 143 after
+    SIGTERM in a command that cannot be continued. Any other failure is a bug: the command prints a traceback and exits
+    with 1.
     """
     if arguments is not None:
         return _main(arguments)
@@ -292,7 +293,7 @@ def _complain(text: str) -> None:
 
 
 def overview() -> str:
-    """Returns the text of `mugrpo --help`: commands by group, examples, and the address of the pages."""
+    """The text of `mugrpo --help`: the commands by group, examples, and the address of the pages."""
     paragraphs = ["usage: mugrpo COMMAND [ARGUMENTS]", "\n".join(textwrap.wrap(SUMMARY, 80))]
     for group, commands in groupby(COMMANDS, attrgetter("group")):
         paragraphs.append("\n".join([f"{group}:", *(f"  {command.name:12}{command.help}" for command in commands)]))
@@ -304,7 +305,7 @@ def overview() -> str:
 
 
 def _no_command(word: str) -> str:
-    """Returns the message for a first word that is no command."""
+    """The message about a first word that is no command."""
     if close := difflib.get_close_matches(word, [command.name for command in COMMANDS], n=1):
         return f"there is no command `{word}`; did you mean `mugrpo {close[0]}`?"
     way_out = f"did you mean `mugrpo train {word}`?" if word.endswith(".toml") else "`mugrpo --help` lists all"
@@ -312,7 +313,7 @@ def _no_command(word: str) -> str:
 
 
 def _options(command: Command, words: Sequence[str]) -> argparse.Namespace:
-    """Returns the parsed arguments; exits with 2 and a hint for an unknown one."""
+    """Parse the arguments; for an unknown one, print a hint and exit with 2."""
     parser = command_parser(command.name)
     options, unknown = parser.parse_known_args(words)
     if unknown:
@@ -322,7 +323,7 @@ def _options(command: Command, words: Sequence[str]) -> argparse.Namespace:
 
 
 def _hint(word: str) -> str:
-    """Returns the likely meaning of an unknown argument; "" if there is none."""
+    """A sentence about what was probably meant by an unknown argument; empty if nothing is known."""
     # Not at the top: it imports pydantic, which takes a fifth of a second.
     from mugrpo_megatron.recipe.other_trainers import translate_key
 
@@ -332,7 +333,7 @@ def _hint(word: str) -> str:
 
 
 def command_parser(name: str | None = None) -> argparse.ArgumentParser:
-    """Returns the parser of `mugrpo`, with the arguments of the command `name`, or of all commands."""
+    """Make the parser of `mugrpo`, with the arguments of the command `name` or, with None, of all commands."""
     parser = argparse.ArgumentParser(prog="mugrpo")
     parsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:

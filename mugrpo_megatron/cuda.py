@@ -1,6 +1,6 @@
-"""Whether this process has a CUDA device, as far as its device files, NVIDIA's driver and torch know.
+"""Finds out whether this process has a CUDA device, from device files, NVIDIA's driver and torch.
 
-Nothing is imported but Python's own library: `run_scripts/setup.sh` runs this before anything is installed.
+Only Python's own library is imported at the top, because `run_scripts/setup.sh` runs this before anything is installed.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from pathlib import Path
 from mugrpo_megatron.errors import UserError
 
 DRIVER = 580
-"""Oldest major version of NVIDIA's driver that runs CUDA 13, which torch 2.11 is built for."""
+"""The oldest major version of NVIDIA's driver that runs CUDA 13, which torch 2.11 is built for."""
 TIMEOUT_S = 120
-"""Time limit of a program; nvidia-smi hangs when the driver is broken, and takes half a minute on a node of eight GPUs
-without persistence mode."""
+"""How long a program may take. nvidia-smi hangs when the driver is broken, and takes half a minute on a node of eight
+GPUs without persistence mode."""
 
 
 def may_find_cuda() -> bool:
@@ -30,7 +30,7 @@ def driver_finds_gpu() -> bool:
 
 
 def driver_answers(path: str | None = None) -> bool:
-    """Whether nvidia-smi finds a GPU; `path` replaces `PATH`."""
+    """Whether nvidia-smi finds a GPU; `path`, if given, is searched for it instead of `PATH`."""
     return "GPU " in program_output("nvidia-smi", "-L", path=path)
 
 
@@ -43,7 +43,8 @@ def finds_cuda() -> bool:
 
     if torch.cuda.is_available():
         return True
-    # A run meant for the GPU would silently train on the CPU: setup on a login node installs torch's CPU build.
+    # Without this check a run meant for the GPU could silently train on the CPU, since a setup on a login node installs
+    # torch's CPU build.
     if _hidden() or not driver_answers():
         return False
     build = 'run run_scripts/setup.sh --cuda; without a checkout, pip install "mugrpo-megatron[cuda]"'
@@ -55,7 +56,7 @@ def finds_cuda() -> bool:
 
 
 def program_output(command: str, *arguments: str, path: str | None) -> str:
-    """Returns the stripped stdout of a program; empty if it does not exist, fails or hangs."""
+    """Run a program and return its stripped stdout; empty if it does not exist, fails or hangs."""
     executable = shutil.which(command, path=path)
     if executable is None:
         return ""

@@ -1,4 +1,4 @@
-"""Kinds of failure that end a command, with their exit codes."""
+"""The exceptions that end a command, with their exit codes."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ REFUSALS = {
     errno.ENOTDIR: "one of its parents is a file",
     errno.EISDIR: "it is a directory",
 }
-"""Errors of the operating system that only the user can mend -> the way out."""
+"""Error numbers of the operating system that only the user can mend -> the way out, for the message."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Those of these errors that a write raises when there is no space, with or without the file's name."""
+"""The error numbers of a write that finds no space; such an error may lack the file's name."""
 
 
 class UserError(Exception):
-    """A mistake that the user can fix; the text says what is wrong, where, and the way out.
+    """Raised for a mistake that the user can fix; the text says what is wrong, where, and the way out.
 
     Commands print it as one sentence on stderr, without a traceback, and exit with 2.
     """
 
 
 class RewardFailure(UserError):
-    """A reward function failed on too many responses."""
+    """Raised when a reward function fails on too many responses."""
 
     def __init__(self, sentence: str, key: str) -> None:
         """`key` is the recipe key of the function."""
@@ -38,23 +38,25 @@ class RewardFailure(UserError):
 
 
 class TrainingFailure(Exception):
-    """Training cannot continue; the text says what happened, what was saved, and what to try. Commands exit with 1."""
+    """Raised when training cannot continue; the text says what happened, what was saved, and what to try. Commands exit
+    with 1."""
 
 
 class FunctionFailure(UserError, TrainingFailure):
-    """A user's function of the loss failed or returned something else. Commands exit with 2."""
+    """Raised when a user's function for the loss fails or returns something wrong. Commands exit with 2."""
 
 
 class CollectiveFailure(RuntimeError):
-    """A collective or barrier failed; the text has this rank, phase, likely cause, and each rank's last activity."""
+    """Raised when a collective or barrier fails; the text names this rank, the phase, the likely cause, and each rank's
+    last activity."""
 
 
 class EngineFailure(Exception):
-    """The engine died, hung or answered with an error; the text has the cause and the end of the engine's log."""
+    """Raised when an engine dies, hangs or answers with an error; the text has the cause and the end of its log."""
 
 
 def refused_by_system(error: OSError) -> str | None:
-    """Returns a sentence for an error that only the user can mend (rights, space, names); None for others."""
+    """A sentence about an error that only the user can mend (rights, space, names); None for other errors."""
     if error.errno not in REFUSALS or not (isinstance(error.filename, str | bytes) or error.errno in NO_ROOM):
         return None
     name = error.filename or "a file"
@@ -63,4 +65,4 @@ def refused_by_system(error: OSError) -> str | None:
 
 
 class EngineStopped(EngineFailure):
-    """The run was asked to stop while it waited for the engine, so it ended the engine, which had not failed."""
+    """Raised when the run is asked to stop while it waits for an engine: it ends the engine, which has not failed."""

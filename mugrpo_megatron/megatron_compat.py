@@ -1,8 +1,9 @@
 """Compatibility with Megatron-core 0.16.1 and 0.19; puts the CPU's stand-ins in place before importing Megatron.
 
-Importing this module installs them. The learner imports it first, so its modules import Megatron directly; every other
-package takes the names below from here. ruff (TID251) and `tests/test_megatron_compat.py` hold that. Differences of
-the two versions stand here too, each with the version that ends it (`tests/test_stack_versions.py`).
+Importing this module installs the stand-ins (`cpu.megatron`). The learner's package imports it first, so its modules
+may import Megatron directly; every other package takes the names below from here. ruff (TID251) and
+`tests/test_megatron_compat.py` check that. This module also bridges the differences of the two versions; each says with
+which version it can go (`tests/test_stack_versions.py`).
 """
 
 import logging
@@ -41,7 +42,10 @@ no longer supported; 0.17 has both."""
 
 
 def mlp_spec(backend: BackendSpecProvider, experts: int | None, grouped: bool, activation: type | None) -> Any:
-    """The feed-forward of a layer; `grouped` selects one grouped GEMM for the experts, if any."""
+    """The specification of a layer's feed-forward: dense, or `experts` experts, with `grouped` as one grouped GEMM.
+
+    `activation`, if given, is the class of the activation.
+    """
     spec: Any = get_mlp_module_spec_for_backend(backend, experts, moe_grouped_gemm=grouped)
     if activation is not None:
         mlp_parts(spec).activation_func = activation
@@ -49,12 +53,12 @@ def mlp_spec(backend: BackendSpecProvider, experts: int | None, grouped: bool, a
 
 
 def mlp_parts(spec: Any) -> Any:
-    """Submodules of `mlp_spec`: `linear_fc1`, `linear_fc2` and `activation_func`, or `experts`."""
+    """The submodules in a result of `mlp_spec`: `linear_fc1`, `linear_fc2` and `activation_func`, or `experts`."""
     return spec.keywords["submodules"] if BUILDERS else spec.submodules
 
 
 def grouped_mlp(module: type, submodules: Any) -> Any:
-    """Combines the result of a backend's `grouped_mlp_modules`, the experts' module, with its submodules."""
+    """Make what a backend's `grouped_mlp_modules` returns, from the experts' module and its submodules."""
     return partial(module, submodules=submodules) if BUILDERS else (module, submodules)
 
 
@@ -64,7 +68,8 @@ LEFT_OUT = {
     # Without the argument Megatron computes the layout itself. Remove this entry once it requires the argument.
     "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel: full_param_layout not provided",
 }
-"""Warnings of Megatron 0.19 that a user cannot act on and every rank would print: logger -> start of the text."""
+"""Warnings of Megatron 0.19 that are not printed, because a user cannot act on them and every rank would repeat them:
+name of the logger -> how the text begins."""
 
 
 def _leave_out(logger: str, start: str) -> None:

@@ -1,4 +1,4 @@
-"""Addresses of the pages that messages name. Imports only Python's own library."""
+"""The addresses of the documentation's pages, for messages. Imports only Python's own library."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent
 FILES = PACKAGE / "docs"
-"""The Markdown of every page: a link to docs/ in a checkout, copies in a wheel."""
+"""The folder with the Markdown of every page: in a checkout a link to docs/, in a wheel copies."""
 
 
 def page_address(name: str, heading: str = "") -> str:
-    """Address of a page, such as "health", or of the heading or id `heading` on it.
+    """The address of a page, such as "health", or of the heading or id `heading` on it.
 
-    On the site, if pyproject.toml's `[project.urls]` names one as `Documentation`; else the Markdown file, which a
-    checkout and every wheel have. Its path is short in the checkout itself.
+    It is on the site, if pyproject.toml's `[project.urls]` names one as `Documentation`. Otherwise it is the path of
+    the Markdown file, which a checkout and every wheel have: in the checkout's own directory a short one, docs/NAME.md.
     """
     fragment = f"#{slug(heading)}" if heading else ""
     if site := _site():
@@ -35,7 +35,7 @@ def slug(heading: str) -> str:
 
 @cache
 def _site() -> str:
-    """Base address of the site; "" while the project has none."""
+    """The base address of the project's site; empty if there is none."""
     try:
         entries = metadata("mugrpo-megatron").get_all("Project-URL") or []
     except PackageNotFoundError:

@@ -15,13 +15,13 @@ if TYPE_CHECKING:  # tests check what the types say (tests/shapes.py); a run doe
     from jaxtyping import Bool, Float32, Int32, UInt8, UInt16
 
 UNSCORED = "group.unscored"
-"""Key in a sample's `components`: the share of its group's responses that got no reward, and so are no samples."""
+"""Key in a sample's `components` of the share of its group's responses that got no reward and became no samples."""
 Message = Mapping[str, Any]
 """A chat message: `role`, `content` (text, or null beside other fields), and what else its row has for a template."""
 
 
 class Routes(Protocol):
-    """Experts that the routers of a mixture of experts chose for a prompt and its response, in memory or on disk."""
+    """The experts that a model's routers chose for the tokens of a prompt and its response, in memory or on disk."""
 
     def read(self, layers: Sequence[int]) -> np.ndarray:
         """uint8 or uint16 [len(layers), P + R - 1, k]: the experts of these layers, counted from 0.
@@ -33,7 +33,7 @@ class Routes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class InMemoryRoutes:
-    """Routes in memory, uint8 or uint16 [layers, P + R - 1, k]."""
+    """Routes that are in memory, as uint8 or uint16 [layers, P + R - 1, k]."""
 
     experts: np.ndarray
 
@@ -42,7 +42,7 @@ class InMemoryRoutes:
 
 
 def expert_type(experts: int) -> type[np.uint8] | type[np.uint16]:
-    """The smallest type that counts a layer's experts from 0."""
+    """The smallest type that has a number for each of a layer's `experts`, counted from 0."""
     return np.uint8 if experts <= 256 else np.uint16
 
 
@@ -75,39 +75,39 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A problem rendered to token ids; `index` is its place in the stage (update * prompts_per_update + position)."""
+    """A problem as token ids; `index` is its place in the stage, update * prompts_per_update + position."""
 
     index: int
     problem: Problem
     ids: list[int]
     logprob_tokens: int = 0
-    """Tokens at the end of `ids` whose logprobs the engine returns instead of sampling; 0 to sample a response."""
+    """If not 0, the engine samples nothing, and returns the log-probabilities of so many tokens at the end of `ids`."""
     support_ids: Int32[np.ndarray, "logprob_tokens k"] | None = field(default=None, hash=False)
-    """Support ids of the tokens that `logprob_tokens` counts, as in `Sample.support_ids`."""
+    """The support ids of the tokens that `logprob_tokens` counts; see `Sample.support_ids`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """A response of several turns with text of its environment, by `rollout.function` or a program, `rollout.agent`."""
+    """A response of several turns, between which text comes from an environment: the user's `rollout.function` or
+    `rollout.agent`."""
 
     prompt_ids: Int32[np.ndarray, " prompt"]
-    """Ids of the tokens before the first one that the model sampled."""
+    """The ids of the tokens before the first one that the model sampled."""
     mask: Bool[np.ndarray, " response"]
-    """The tokens that the model sampled; the others are its environment's, with logprobs of 0."""
+    """Which tokens the model sampled; the others are the environment's, and their log-probabilities are set to 0."""
     reward: float | None = None
-    """The function's reward; None if the verifier scores the last turn."""
+    """The reward that the user's function returned; None if the verifier scores the last turn."""
     why: str = ""
-    """Reason of the reward or of the failure."""
+    """Why it got its reward, or why it failed."""
     failed: bool = False
     """Whether the episode failed, so that none of its turns counts: an evaluation scores it 0, and training leaves it
     out."""
     parts: Mapping[str, float] = field(default_factory=dict, hash=False)
-    """Numbers by name: turns, calls, seconds, and what else the function returned."""
+    """Numbers about the episode by name: turns, calls, seconds, and what else the user's function returned."""
     answer: str | None = None
     """Text that the verifier scores instead of the last turn."""
     scored_with_previous: bool = False
-    """Whether this is a further response of the same episode as the one before it in the group, and has that one's
-    score."""
+    """Whether this is a part of the same episode as the response before it in the group, and gets that one's score."""
 
     @property
     def settled(self) -> bool:
@@ -130,33 +130,36 @@ class Response:
     logprobs: Float32[np.ndarray, " response"]
     """Log-probabilities under the behaviour policy at the sampling temperature."""
     finish_reason: str
-    """Reason for the end of the response: `stop` (end-of-sequence) or `length`."""
+    """Why the response ends: `stop` (end of sequence) or `length`."""
     weight_version: int
     """Number of optimizer updates after which the learner had the weights that sampled the response."""
     routes: UInt8[np.ndarray, "layers tokens k"] | UInt16[np.ndarray, "layers tokens k"] | None = None
-    """Experts of the prompt's and the response's tokens but the last, if they were asked for."""
+    """The experts of all tokens of prompt and response but the last; None if the engine was not asked for them."""
     support_ids: Int32[np.ndarray, "response k"] | None = None
-    """The tokens that could be sampled at each place, -1 where fewer than k, if the engine was asked."""
+    """The tokens that could be sampled at each position, padded with -1; None if the engine was not asked for them."""
     episode: Episode | None = None
-    """The episode that the response is; None for a plain response of one turn."""
+    """What an episode has beyond a response; None for a plain response of one turn."""
 
     def __post_init__(self) -> None:
-        # A missing logprob would shift all later ones by a token and train silently.
+        # A missing log-probability would shift all later ones by a token, and training would go on without an error.
         if len(self.ids) != len(self.logprobs):
-            raise EngineFailure(f"the engine returned {len(self.ids)} token ids and {len(self.logprobs)} logprobs")
+            raise EngineFailure(
+                f"the engine returned {len(self.ids)} token ids and {len(self.logprobs)} log-probabilities for one "
+                "response, which must be equally many"
+            )
 
 
 def turns_in(mask: np.ndarray) -> np.ndarray:
-    """int64 [tokens inside]: the number, from 0, of the run of tokens inside the mask that each of them is in."""
+    """Number the runs of tokens inside the mask from 0; returns the run of each of the n tokens inside, int64 [n]."""
     begins = mask & ~np.concatenate([[False], mask[:-1]])
     return np.cumsum(begins)[mask] - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One scored response, a row of the stage store.
+    """One scored response, a row of a stage.
 
-    What training does not read is empty where training has read it.
+    When training has read it, the fields that training does not need (the texts) are empty.
     """
 
     group: int
@@ -173,25 +176,25 @@ class Sample:
     loss_mask: Bool[np.ndarray, " response"] | None = None
     """The tokens that are trained on; None for all."""
     support_ids: Int32[np.ndarray, "response k"] | None = None
-    """The tokens that could be sampled at each place, -1 where fewer than k; None for the vocabulary."""
+    """The tokens that could be sampled at each position, padded with -1; None for the whole vocabulary."""
     text: str = ""
     """The response's text, as the verifier read it."""
     gold: str = ""
     extracted: str = ""
     """The answer that was found in the text."""
     why: str = ""
-    """Reason of the score."""
+    """Why it got its score, in the reward function's words."""
     components: Mapping[str, float] = field(default_factory=dict, hash=False)
     """The score's parts by name, before their weights."""
     advantage: float | None = None
-    """The advantage by the recipe that generated the response, written for readers. Training computes its own."""
+    """The advantage under the recipe that generated the response, for people to read. Training computes its own."""
     row: str = ""
     """The problem's row in its data set, as JSON; empty where it has none."""
     behaviour_logprobs: Float32[np.ndarray, " response"] | None = None
     """Log-probabilities that importance ratios are taken against: the engine's, or with `rollout.behaviour = "learner"`
     the learner's under the same weights. They are added when an update is read, not stored."""
     routes: Routes | None = None
-    """Experts to replay (`learner.routing_replay`); None lets the routers choose."""
+    """The experts to replay (`learner.routing_replay`); None lets the routers choose."""
     proximal_logprobs: Float32[np.ndarray, " response"] | None = None
     """Log-probabilities under the policy at the centre of the clip range, unless that is the current policy; not
     stored."""
@@ -209,11 +212,11 @@ class Sample:
                 raise ValueError(f"group {self.group}: {len(self.response_ids)} token ids, {what} of {len(values)}")
 
     def trained(self, values: np.ndarray) -> np.ndarray:
-        """Selects the tokens trained on from values [R, ...] of all response tokens."""
+        """Select the values of the tokens that are trained on from `values` [R, ...] of all response tokens."""
         return values if self.loss_mask is None else values[self.loss_mask]
 
     def scattered(self, values: np.ndarray) -> np.ndarray:
-        """Puts values of the tokens trained on in their places among all response tokens [R]; others get 0."""
+        """Put `values` of the tokens that are trained on in their places among all tokens [R]; the others get 0."""
         if self.loss_mask is None:
             return values
         row = np.zeros(len(self.loss_mask), dtype=values.dtype)
@@ -222,7 +225,7 @@ class Sample:
 
     @property
     def turns(self) -> np.ndarray:
-        """int64 [T]: the turn of each token trained on, from 0; a turn is a run of them in the loss mask."""
+        """int64 [T]: the turn, from 0, of each token that is trained on; a turn is a run of such tokens."""
         mask = np.ones(len(self.response_ids), dtype=bool) if self.loss_mask is None else self.loss_mask
         return turns_in(mask)
 
@@ -232,15 +235,15 @@ class Sample:
 
 
 def rewards_and_groups(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
-    """Rewards, float64 [N], and groups, int64 [N], of the samples."""
+    """The rewards, float64 [N], and the groups, int64 [N], of the samples."""
     return np.array([sample.reward for sample in samples]), np.array([sample.group for sample in samples])
 
 
 def penalties(samples: Sequence[Sample]) -> np.ndarray:
-    """float64 [N]: the overlong penalty in each reward."""
+    """float64 [N]: the overlong penalty that each sample's reward contains."""
     return np.array([sample.components.get(OVERLONG, 0.0) for sample in samples])
 
 
 def trained_lengths(samples: Sequence[Sample]) -> list[int]:
-    """Tokens of each response that are trained on."""
+    """The number of tokens of each response that are trained on."""
     return [len(sample.trained(sample.response_ids)) for sample in samples]

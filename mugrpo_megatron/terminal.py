@@ -1,4 +1,4 @@
-"""Output to a terminal or pipe: long commands outlive their reader, and text cannot control the terminal."""
+"""Output to a terminal or pipe: long commands go on if its reader ends, and no text can control the terminal."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from typing import Any, TextIO, cast
 from mugrpo_megatron.errors import NO_ROOM
 
 DISCONNECTED = (errno.EPIPE, errno.EIO, *NO_ROOM)
-"""Errors of a pipe without a reader, of a closed terminal, and of a file that may not grow."""
+"""The error numbers of a pipe without a reader, of a closed terminal, and of a file that may not grow."""
 
 
 def in_utf8() -> None:
-    """Start this command again in Python's UTF-8 mode where the locale has another encoding.
+    """If the locale has another encoding, start this command again in Python's UTF-8 mode.
 
-    Files of this project, of models and of libraries are UTF-8 wherever they are read; a locale of GBK or EUC-JP would
-    read them otherwise. Processes that the command starts inherit the mode.
+    The files of this project, of models and of libraries are in UTF-8; with a locale such as GBK or EUC-JP, Python
+    would read them otherwise. Processes that the command starts inherit the mode.
     """
     encoding = codecs.lookup(locale.getencoding()).name
     if sys.flags.utf8_mode or encoding == "utf-8" or not sys.orig_argv:
@@ -38,18 +38,18 @@ def in_utf8() -> None:
 
 @dataclass(slots=True)
 class Ending:
-    """The exit code of a command, which the command sets while it runs."""
+    """Holds the exit code of a command, which is set when the command returns."""
 
     code: int = 1
-    """Exit code; 1 for an exception that nothing has caught."""
+    """The exit code; 1 until then, for an exception that nothing has caught."""
 
 
 @contextmanager
 def ending_at_once() -> Iterator[Ending]:
-    """End the process without taking its modules apart, once the block has ended and all exit handlers have run.
+    """End the process by `os._exit` once the block has ended and all exit handlers have run.
 
-    Python frees what torch, sympy and transformers hold object by object, which takes seconds in which a finished
-    command seems to hang; the system frees it at once.
+    At a normal end Python frees what torch, sympy and transformers hold object by object, which takes seconds in which
+    a finished command seems to hang. The system frees it at once.
     """
     ending = Ending()
 
@@ -69,7 +69,7 @@ def ending_at_once() -> Iterator[Ending]:
 
 
 def drop_output(stream: TextIO) -> None:
-    """Send what a stream still holds to the null device; else Python fails when it flushes the stream at its end."""
+    """Send what a stream still holds to the null device. Otherwise Python would fail when it flushes it at its end."""
     with suppress(OSError, ValueError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())
@@ -77,7 +77,7 @@ def drop_output(stream: TextIO) -> None:
 
 
 class TolerantStream:
-    """A text stream that drops what it cannot write, instead of raising."""
+    """A text stream that drops what it cannot write, instead of raising an error."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -106,7 +106,7 @@ class TolerantStream:
 
 @contextmanager
 def ignore_broken_pipe() -> Iterator[None]:
-    """Ignore BrokenPipeError when printing in the block, as for `mugrpo train RECIPE | tee log`."""
+    """In the block, let printing ignore errors of a pipe without a reader, as in `mugrpo train RECIPE | tee log`."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (cast("TextIO", TolerantStream(stream)) for stream in before)
     try:
@@ -121,8 +121,8 @@ ALLOWED = "\n\t"
 
 
 def visible(text: str) -> str:
-    r"""Returns `text` with control characters as escapes such as `\x1b`; newlines and tabs stay."""
-    # A model's output could otherwise set the terminal's title, clear it, or write to the clipboard.
+    r"""The text with control characters as escapes such as `\x1b`; newlines and tabs stay."""
+    # Without this, a model's output could set the terminal's title, clear it, or write to the clipboard.
     if text.isascii() and text.isprintable():
         return text
     return "".join(map(_escape, text))

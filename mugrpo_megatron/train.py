@@ -33,10 +33,10 @@ from mugrpo_megatron.run.run import Run
 
 
 def train(recipe: Recipe, problems: Problems | None, host: HostProcess | None = None) -> None:
-    """S stages of µ updates each, with one objective; what `mugrpo train` runs, on every rank.
+    """Train for S stages of µ updates each, with one objective: what `mugrpo train` runs on every rank.
 
-    `checks.preflight.check_run` has checked the recipe and read the problems; `host` is the engine's process where it
-    was started before. A run directory that holds an unfinished run is continued.
+    `checks.preflight.check_run` has checked the recipe and read the problems. `host` is the engine's process, if it was
+    started before. An unfinished run in `run.dir` is continued.
     """
     with open_run(recipe, problems, host) as (run, learner, engines, cursor):
         while not cursor.finished(recipe.schedule):

@@ -1,4 +1,4 @@
-"""Branches: a run directory that begins at the start of another run's stage, with that stage's responses."""
+"""Makes branches: runs that begin at the start of another run's stage, with that stage's responses."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ from mugrpo_megatron.stages.store import StageStore
 
 
 def branch(recipe: Recipe, source: Path, stage: int) -> None:
-    """Make `run.dir` a run at the start of `stage` of the run in `source`, with that stage sealed.
+    """Make `run.dir` a run that stands at the start of `stage` of the run in `source`, and has that sealed stage.
 
-    Files are hard links on one file system, else copies; neither run changes a file in place, and the files of
-    `run.dir` are kept. Does nothing when `run.dir` is that branch already. Raises UserError when the source lacks the
-    stage or the checkpoint at its start, when the recipe changes what the responses were made with, or when `run.dir`
-    holds another run.
+    The stage's files become hard links, or copies on another file system; neither run changes a file in place. Does
+    nothing when `run.dir` is that branch already. Raises UserError when the source lacks the stage or the checkpoint at
+    its start, when the recipe changes what the responses were made with, or when `run.dir` holds another run.
     """
     recipe, source_run = with_model(recipe, run_dir=source), RunDirectory(source)
     origin, source_recipe = _check(recipe, source_run, stage)
@@ -40,7 +39,8 @@ def branch(recipe: Recipe, source: Path, stage: int) -> None:
         record = claim(directory.path)
         if _is_branch(directory.path, record, new):
             return
-        # Logprobs that were computed under another routing replay are another policy's: the branch computes its own.
+        # With another routing replay the learner is another policy, so its stored log-probabilities are not taken over:
+        # the branch computes its own.
         behaviour = LogprobColumn(source_run.behaviour(stage), {})
         same_routes = source_recipe.learner.routing_replay == recipe.learner.routing_replay
         skipped = [] if same_routes else [behaviour.path.name, behaviour.index.name]
@@ -52,14 +52,15 @@ def branch(recipe: Recipe, source: Path, stage: int) -> None:
             from mugrpo_megatron.extras.auxiliary.auxiliary_columns import link_columns
 
             link_columns(recipe, source_run, directory, stage)
-        # Written last: if the process is killed before, the next start links everything again.
+        # The record is written last: if the process is killed before that, the next start links everything again.
         write_record(directory.path, replace(record, branch=new))
 
 
 def branch_stage(source: Path, stage: int | None) -> int:
-    """The stage to branch at: `stage`, or the stage of a published directory.
+    """The number of the stage to branch at: `stage`, or by default the one stage of a published directory.
 
-    Raises UserError when `source` is no run directory, or is a run's and `stage` is None.
+    Raises UserError when `source` is no run directory, and when it is a run's (not a published one) and `stage` is
+    None.
     """
     RunDirectory(source).check_exists("--from ")
     if stage is not None:
@@ -71,12 +72,15 @@ def branch_stage(source: Path, stage: int | None) -> int:
 
 
 def check_branch(recipe: Recipe, source: Path, stage: int) -> Origin:
-    """Returns the origin of the stage to branch at; raises as `branch`, and changes nothing."""
+    """Check that `branch` can do its work, and change nothing; returns the origin of the stage to branch at.
+
+    Raises UserError as `branch` does.
+    """
     return _check(recipe, RunDirectory(source), stage)[0]
 
 
 def _is_branch(directory: Path, record: RunRecord, expected: Branch) -> bool:
-    """Whether the run in the directory already is this branch; UserError when it is another run that has begun."""
+    """Whether the run in the directory is the branch `expected`; UserError when it is another run that has begun."""
     if record.branch == expected:
         return True
     if record.branch:
@@ -89,7 +93,7 @@ def _is_branch(directory: Path, record: RunRecord, expected: Branch) -> bool:
 
 
 def _check(recipe: Recipe, source: RunDirectory, stage: int) -> tuple[Origin, Recipe]:
-    """Returns the origin of the stage to branch at and its run's recipe; raises as `branch`."""
+    """Check that `branch` can do its work; returns the origin of the stage to branch at, and its run's recipe."""
     source.check_exists("--from ")
     if recipe.run.dir.resolve() == source.path.resolve():
         raise UserError(f"{source.path} already holds a run, the one of --from; choose another run.dir for the branch")
@@ -105,7 +109,7 @@ def _check(recipe: Recipe, source: RunDirectory, stage: int) -> tuple[Origin, Re
     if published:
         check_start(published, recipe.model)
     present = read_record(recipe.run.dir)
-    # Only a branch without a record is new; one that has begun goes on as it began.
+    # The length of the schedule is checked for a new branch only: one that has begun goes on as it began.
     if present is None or present.branch is None:
         _check_length(recipe.schedule, source_recipe.schedule, start, store.updates)
     hidden = tuple(published.hidden) if published else ()
@@ -120,9 +124,10 @@ def _check(recipe: Recipe, source: RunDirectory, stage: int) -> tuple[Origin, Re
 
 
 def _check_stage(source: RunDirectory, stage: int) -> tuple[Origin, Cursor]:
-    """Returns the stage's origin and the cursor at its start.
+    """Check the stage to branch at; returns its origin, and the cursor at its start.
 
-    Raises UserError unless it is sealed, lies under its own number, and has the checkpoint at its start.
+    Raises UserError unless the stage is sealed and is in the directory of its own number, and the checkpoint at its
+    start exists.
     """
     directory = source.stage(stage)
     check_stage(directory)
@@ -147,9 +152,9 @@ def _check_stage(source: RunDirectory, stage: int) -> tuple[Origin, Cursor]:
 
 
 def _check_length(schedule: ScheduleSection, source: ScheduleSection, start: Cursor, stage_updates: int) -> None:
-    """Raise UserError when the branch's schedule ends it before all epochs over the stage."""
-    # The schedule also counts the updates before this stage, which the source run took. A schedule with fewer stages or
-    # epochs than the source's could be over before the branch has taken its first update.
+    """Raise UserError when the branch's schedule ends before it has taken all epochs over the stage."""
+    # The schedule counts also the updates before this stage, which the source run took. With fewer stages or epochs
+    # than the source's, it could be over before the branch has taken its first update.
     needed = stage_updates * schedule.epochs
     remaining = start.updates_taken(schedule, stage_updates)
     changed = (schedule.stages, schedule.epochs) != (source.stages, source.epochs)
@@ -163,10 +168,10 @@ def _check_length(schedule: ScheduleSection, source: ScheduleSection, start: Cur
 
 
 def _link(source: Path, target: Path, key: str, skipped: Sequence[str] = ()) -> None:
-    """Make `target` a directory with the files of `source`, completely or not at all, without the names `skipped`.
+    """Make `target` a directory with the files of `source` but those named in `skipped`, completely or not at all.
 
-    A target with the same `key` file is kept. Raises UserError when something else lies there, and when the source
-    changes meanwhile.
+    If `target` has a file `key` that equals the source's, it was made before and is kept. Raises UserError when
+    something else is at `target`, and when the source changes meanwhile.
     """
     if os.path.lexists(target):
         if (target / key).is_file() and digest(target / key) == digest(source / key):
@@ -178,12 +183,13 @@ def _link(source: Path, target: Path, key: str, skipped: Sequence[str] = ()) -> 
             shutil.copytree(source, partial, copy_function=link_or_copy, ignore=ignored, dirs_exist_ok=True)
         except shutil.Error as error:
             raise UserError(
-                f"{source} cannot be copied ({error.args[0][0][2]}); is its run still in progress?"
+                f"{source} cannot be copied ({error.args[0][0][2]}); if its run is still in progress, wait until it "
+                "has ended, and run the same command again"
             ) from None
 
 
 def link_or_copy(source: str | Path, target: str | Path) -> None:
-    """Make a hard link; on another file system make a copy."""
+    """Make `target` a hard link to `source`, or on another file system a copy."""
     try:
         os.link(source, target)
     except OSError:

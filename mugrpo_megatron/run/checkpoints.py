@@ -1,4 +1,4 @@
-"""The run's checkpoints: one directory per cursor, saved asynchronously; a run resumes from the newest intact one."""
+"""Saves a run's checkpoints, a directory for each cursor, and finds the newest intact one, from which a run resumes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from mugrpo_megatron.weights.hf import gather_hf, save_hf
 
 
 class BackgroundSave:
-    """A save in a thread called `name`, one at a time."""
+    """Runs one save at a time in a thread called `name`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -40,7 +40,7 @@ class BackgroundSave:
         self._failure: BaseException | None = None
 
     def start(self, save: Callable[[], None]) -> None:
-        """Start `save`; call `wait` before the next."""
+        """Start `save` in the thread; `wait` must have been called since the last start."""
 
         def run() -> None:
             try:
@@ -48,12 +48,13 @@ class BackgroundSave:
             except BaseException as error:
                 self._failure = error
 
-        # A daemon: a run that fails for another reason must not hang on a file system that has stopped answering.
+        # The thread is a daemon, so that a run that fails for another reason does not hang on a file system that has
+        # stopped answering.
         self._thread = threading.Thread(target=run, name=self._name, daemon=True)
         self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until the last save has ended, at most `timeout_s`; raises its exception."""
+        """Wait until the last save has ended, at most `timeout_s`; if the save failed, raises its exception."""
         if self._thread is not None:
             self._thread.join(timeout_s)
             self._thread = None
@@ -63,26 +64,26 @@ class BackgroundSave:
 
 
 GRACE_S = 10.0
-"""Longest wait of a failing run for its current save."""
+"""The longest time that a failing run waits for the save in progress."""
 
 
 class Saver:
-    """Saves the learner, one save at a time, in a thread with `checkpoint.asynchronous`. Every rank has one."""
+    """Saves the learner, one save at a time; with `checkpoint.asynchronous`, in a thread. Every rank has a Saver."""
 
     def __init__(self, learner: Learner, directory: Path, section: CheckpointSection, run: str) -> None:
         """`run` is the run's id, written into every checkpoint."""
         self._learner, self._directory, self._section, self._run = learner, directory, section, run
-        # A group of its own, since the writing thread's collectives must not interleave with the learner's. Megatron
-        # forks a process to write instead (core/dist_checkpointing/strategies/async_utils.py).
+        # The writing thread has a process group of its own, since its collectives must not interleave with the
+        # learner's. Megatron forks a process to write instead (core/dist_checkpointing/strategies/async_utils.py).
         timeout = timedelta(seconds=learner.recipe.run.collective_timeout_s)
         self._group = dist.new_group(backend="gloo", timeout=timeout) if section.asynchronous else None
         self._checkpoint, self._hf = BackgroundSave("checkpoint"), BackgroundSave("hf")
 
     def save(self, cursor: Cursor) -> None:
-        """Save the learner at `cursor`, then remove all but the newest checkpoints. Collective.
+        """Save the learner at `cursor`, then remove all but the newest `checkpoint.keep` checkpoints. Collective.
 
-        With `checkpoint.asynchronous` this returns when the state is copied. Raises the previous save's exception, so a
-        full disk ends the run at the next save at the latest.
+        With `checkpoint.asynchronous` this returns when the state is copied to host memory. If the previous save
+        failed, its exception is raised here, so a full disk ends the run at the next save at the latest.
         """
         self._checkpoint.wait()
         path = self._directory / checkpoint_name(cursor)
@@ -97,8 +98,8 @@ class Saver:
     def save_hf(self, like: Path, out: Path, notes: Mapping[str, Any]) -> None:
         """Write the policy as a Hugging Face checkpoint `out`, replacing an earlier one. Collective.
 
-        Asynchronous as `save`. Config and tokenizer are copied from `like`; `notes` are JSON objects to write beside
-        them, by file name.
+        It is asynchronous as `save` is. Config and tokenizer are copied from `like`; `notes` are JSON objects to write
+        beside them, by file name.
         """
         self._hf.wait()
         chunks, model = self._learner.models, self._learner.architecture
@@ -109,7 +110,7 @@ class Saver:
         self._hf.start(gather_hf(chunks, model, like, out, notes))
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until the last saves are durable; raises their exception."""
+        """Wait until the last saves are on disk; if one failed, raises its exception."""
         try:
             self._checkpoint.wait(timeout_s)
         finally:
@@ -117,7 +118,7 @@ class Saver:
 
     def _write(self, write: Callable[[], None]) -> None:
         if self._learner.ranks.device.type == "cuda":
-            # A new thread has device 0, where the writer's streams would take memory from another rank.
+            # A new thread begins on device 0, where the writer's streams would take memory from another rank.
             torch.cuda.set_device(self._learner.ranks.device)
         write()
         self._remove_old()
@@ -134,9 +135,10 @@ class Saver:
 def open_saver(
     learner: Learner, directory: Path, section: CheckpointSection, run: str, log: MetricLog
 ) -> Iterator[Saver]:
-    """Yields a saver; its last save is durable when the block ends, also by Stopped. After an error it waits `GRACE_S`.
+    """A block with a saver, whose last save is on disk when the block has ended, also when the run is stopped.
 
-    Saves the learner at the current update when all ranks stop together.
+    After an error it waits for the save at most `GRACE_S`. When all ranks stop together (AllStopped), the learner is
+    saved at the cursor at which they stop.
     """
     saver = Saver(learner, directory, section, run)
     try:
@@ -163,18 +165,18 @@ def open_saver(
 
 
 def restore_newest(learner: Learner, directory: Path, record: RunRecord, say: Callable[[str], None]) -> Cursor:
-    """Load the newest intact checkpoint, if any, and return its cursor. Collective.
+    """Load the newest intact checkpoint and return its cursor; without a checkpoint, the run's start. Collective.
 
-    Damaged ones, also those without their state, are reported through `say` on rank 0 and renamed. Raises UserError
-    when all checkpoints are damaged, and when one belongs to another run or to another cursor than its name says.
+    Checkpoints that are damaged or incomplete are reported through `say` on rank 0 and renamed. Raises UserError when
+    all are damaged, and when the newest intact one belongs to another run or to another cursor than its name says.
     """
     is_main = learner.ranks.rank == 0
     if is_main:
-        # Left by a save or a removal that was killed.
+        # These were left by a save or a removal that was killed.
         for leftover in directory.glob(resumable(Path(CHECKPOINTS)).name):
             remove(leftover)
         remove_leftovers(directory, CHECKPOINTS)
-    # Rank 0 lists them for all: on a shared file system another node may not see the newest directory yet.
+    # Rank 0 lists the checkpoints for all ranks: another node may not yet see the newest one on the shared file system.
     candidates = [checkpoint_directories(directory) if is_main else []]
     dist.broadcast_object_list(candidates)
     damaged: list[tuple[Path, str]] = []
@@ -197,7 +199,7 @@ def restore_newest(learner: Learner, directory: Path, record: RunRecord, say: Ca
 
 
 def newest_cursor(directory: Path) -> Cursor:
-    """Cursor of the newest checkpoint whose state is intact; the run's start without any checkpoint.
+    """The cursor of the newest checkpoint whose state is intact; without a checkpoint, the run's start.
 
     Raises UserError when the states of all checkpoints are missing or damaged.
     """
@@ -213,17 +215,20 @@ def newest_cursor(directory: Path) -> Cursor:
 
 
 def checkpoint_directories(directory: Path) -> list[Path]:
-    """Directories with a checkpoint's name, complete or damaged, oldest first; names sort as cursors do."""
+    """The directories that have a checkpoint's name, complete or damaged, oldest first: names sort as cursors do."""
     return sorted(path for path in directory.glob(CHECKPOINTS) if path.is_dir())
 
 
 def complete_checkpoints(directory: Path) -> list[Path]:
-    """Checkpoints that have their state, which is written last; oldest first."""
+    """The checkpoints that have their state file, which is written last, from the oldest to the newest."""
     return [path for path in checkpoint_directories(directory) if (path / STATE).exists()]
 
 
 def check_stage_sealed(directory: RunDirectory, cursor: Cursor) -> None:
-    """Raise UserError when the cursor is inside an incomplete stage: the weights that sampled it have changed."""
+    """Raise UserError when the cursor is inside a stage that is not sealed.
+
+    Its missing responses cannot be sampled any more, because the weights have changed since the stage's start.
+    """
     stage = directory.stage(cursor.stage)
     if cursor.age > 0 and not StageStore(stage).sealed:
         raise UserError(
@@ -239,7 +244,7 @@ def check_checkpoint_identity(path: Path, record: RunRecord) -> None:
     cursor = Cursor(**state["cursor"])
     if path.name != checkpoint_name(cursor):
         raise UserError(f"{path} holds the checkpoint {checkpoint_name(cursor)}; give both their right names")
-    # At its start a branch reads the checkpoint of the run that it branches from.
+    # The checkpoint at the start of a branch is that of the run that it branches from.
     run = record.run_of_stage(cursor.stage) if cursor.age == 0 else record.id
     if state.get("run") != run:
         raise UserError(f"{path} is a checkpoint of run {state.get('run')}, not of {run}; move it away")

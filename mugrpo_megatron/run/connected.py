@@ -1,4 +1,4 @@
-"""The world of several ranks: gloo for collectives, the rendezvous store for waits longer than a timeout."""
+"""Communication of several ranks: gloo for collectives, the rendezvous store for waits longer than their timeout."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ from mugrpo_megatron.run.world import World
 
 T = TypeVar("T")
 STOP_PATIENCE_S = 18.0
-"""Longest wait of a stopping rank for a dead one: torchrun kills it 30 s after the other's death."""
+"""The longest time that a stopping rank waits for a rank that seems dead: 30 s after a rank's death torchrun kills the
+others."""
 MISSED_BEAT_S = 9.0
-"""Age of a rank's last heartbeat from which a stopping rank counts it as dead; they come every 10 s at most."""
+"""A stopping rank takes another for dead if it has seen no new heartbeat of it for so many seconds. A heartbeat is sent
+every 10 s or more often."""
 STOP, FAILED = "run/stop", "run/failed"
-"""Keys of the rendezvous store: the number of ranks that were asked to stop; the error of a rank that failed."""
+"""Keys of the rendezvous store: how many ranks were asked to stop; the error of a rank that failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +43,8 @@ class ConnectedWorld(World):
         return self.ranks.heartbeat
 
     def barrier(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        # The barrier uses the store, not NCCL or gloo: an engine's start or a long generation outlasts a collective's
-        # timeout, and heartbeats tell a slow rank from a dead one.
+        # The barrier uses the store and not NCCL or gloo, because an engine's start or a long generation takes longer
+        # than a collective's timeout. Heartbeats tell a slow rank from a dead one.
         stop_time = float("inf")
 
         def on_poll() -> None:
@@ -52,7 +54,7 @@ class ConnectedWorld(World):
                 return
             stop_time = min(stop_time, time.monotonic())
             waited_s = time.monotonic() - stop_time
-            # A stopping rank has less patience with a missing heartbeat: it has to save before torchrun kills it.
+            # A stopping rank waits less long for a missing heartbeat, because it has to save before torchrun kills it.
             if waited_s > STOP_PATIENCE_S and (silent := self.heartbeat.silent(MISSED_BEAT_S)):
                 raise _failure(self.ranks, f"the run stops, and there is no heartbeat from {rank_list(silent)}")
 
@@ -90,10 +92,11 @@ class ConnectedWorld(World):
 
 
 def open_world(ranks: Ranks, timeout_s: float, engines: int, stop: StopRequest) -> World:
-    """The world of the ranks that the learner's process groups already connect; `stop` polls the other ranks."""
+    """Make the world of the ranks that the learner's process groups connect; `stop` then asks the other ranks too."""
     if ranks.world == 1:
         return World(engines=engines, stop=stop)
-    # gloo, also on GPUs: objects stay on the host, and a hung NCCL communicator of the learner cannot block a stop.
+    # gloo is used on GPUs too: objects stay on the host, and a hung NCCL communicator of the learner cannot block a
+    # stop.
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     stop.peers = lambda announce: _any_rank_asked(ranks, announce)
     return ConnectedWorld(engines=engines, stop=stop, rank=ranks.rank, size=ranks.world, ranks=ranks, group=group)
@@ -101,7 +104,7 @@ def open_world(ranks: Ranks, timeout_s: float, engines: int, stop: StopRequest) 
 
 @contextmanager
 def broadcast_failure(ranks: Ranks) -> Iterator[None]:
-    """Publish an exception in the block that ends this rank, so that no other rank waits for this one."""
+    """If an exception in the block ends this rank, tell the other ranks, so that they do not wait for it."""
     try:
         yield
     except (Stopped, CollectiveFailure):  # the other ranks know of this failure or stop already
@@ -115,7 +118,10 @@ def broadcast_failure(ranks: Ranks) -> Iterator[None]:
 
 
 def _any_rank_asked(ranks: Ranks, announce: bool) -> bool:
-    """Whether any rank was asked to stop; `announce` adds this one. Raises CollectiveFailure when one has failed."""
+    """Whether any rank was asked to stop; with `announce`, this one is counted from now on.
+
+    Raises CollectiveFailure when a rank has failed.
+    """
 
     def read(store: dist.Store) -> tuple[int, str]:
         return store.add(STOP, int(announce)), store.get(FAILED).decode() if store.check([FAILED]) else ""

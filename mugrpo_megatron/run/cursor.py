@@ -10,7 +10,7 @@ from mugrpo_megatron.recipe.sections import ScheduleSection
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """The next optimizer update: `age` of stage `stage`.
+    """Says which optimizer update of a run is next: the one on stage `stage` after `age` others.
 
     `age` counts the updates already taken on the stage's responses, which is also their staleness. Each of the stage's
     µ updates is taken `schedule.epochs` times. A run is finished after S µ x epochs updates; if stages end early,
@@ -20,11 +20,12 @@ class Cursor:
     stage: int = 0
     age: int = 0
     updates: int = 0
-    """Optimizer updates taken since the run began; the version of the weights that the engines get."""
+    """Number of optimizer updates since the run began; it is also the version of the weights that the engines get."""
     repeated: int = 0
-    """Updates before this stage that were not in their stage's first epoch, so they needed no responses."""
+    """Number of updates before this stage that were not in their stage's first epoch, so that they used no new
+    responses."""
     nats: float = 0.0
-    """KL in nats of the policy from the one that sampled the stage, as `nats_moved` computes it."""
+    """How far the policy has moved from the one that sampled the stage: a KL in nats, as `nats_moved` computes it."""
 
     def finished(self, schedule: ScheduleSection) -> bool:
         return self.updates >= schedule.total_updates
@@ -33,23 +34,29 @@ class Cursor:
         return f"stage {self.stage} of {schedule.stages}"
 
     def updates_sampled(self, schedule: ScheduleSection) -> int:
-        """Updates whose responses the stage holds: its length, or the run's remaining updates."""
+        """The number of updates whose responses the stage holds: its length by the schedule, or what the run has left.
+
+        The smaller of the two counts.
+        """
         return min(schedule.length(self.stage), schedule.total_updates - self._before_stage)
 
     def updates_taken(self, schedule: ScheduleSection, sampled: int) -> int:
-        """Updates taken on a stage with the responses of `sampled` updates: all its epochs, or the run's remaining."""
+        """The number of updates to take on a stage that holds the responses of `sampled` updates.
+
+        It is all epochs over them, or what the run has left.
+        """
         return min(sampled * schedule.epochs, schedule.total_updates - self._before_stage)
 
     def stage_positions(self, schedule: ScheduleSection, prompts_per_update: int) -> range:
-        """Positions of the stage's prompts in the run's order; they start where the last stage's ended.
+        """The positions of the stage's prompts in the run's order of prompts; they begin where the last stage's ended.
 
-        S=4, µ=64 and S=64, µ=4 therefore train on the same problems in the same order, whatever the epochs.
+        So S=4, µ=64 and S=64, µ=4 train on the same problems in the same order, with any number of epochs.
         """
         start = (self._before_stage - self.repeated) * prompts_per_update
         return range(start, start + self.updates_sampled(schedule) * prompts_per_update)
 
     def advanced(self, schedule: ScheduleSection, sampled: int, exhausted: bool = False, nats: float = 0.0) -> Cursor:
-        """The cursor after one more update on a stage with the responses of `sampled` updates.
+        """The cursor after one more update on a stage that holds the responses of `sampled` updates.
 
         The stage ends with its last update, or early if `exhausted`.
         """
@@ -59,11 +66,14 @@ class Cursor:
         return Cursor(self.stage, self.age + 1, self.updates + 1, self.repeated, nats)
 
     def stage_progress(self, schedule: ScheduleSection, sampled: int) -> float:
-        """Fraction of the stage's updates that are taken, in [0, 1)."""
+        """The fraction of the stage's updates that have been taken, in [0, 1)."""
         return self.age / self.updates_taken(schedule, sampled)
 
     def due(self, every: int) -> bool:
-        """Whether `age` is a multiple of `every`; False for `every` = 0 and at a stage's start."""
+        """Whether something that happens every `every` updates of a stage happens now: `age` is a multiple of `every`.
+
+        False for `every` = 0 and at a stage's start.
+        """
         return every > 0 and self.age > 0 and self.age % every == 0
 
     @property
@@ -74,24 +84,24 @@ class Cursor:
 SMOOTHING = 0.2
 """Weight of the newest update in the exponential mean of `nats_moved`."""
 CHECKPOINTS = "stage[0-9][0-9][0-9][0-9][0-9]-age[0-9][0-9][0-9][0-9][0-9]"
-"""Glob pattern of `checkpoint_name`; a damaged checkpoint that was renamed does not match."""
+"""Glob pattern of the names that `checkpoint_name` gives; a damaged checkpoint, which is renamed, does not match."""
 
 
 def checkpoint_name(cursor: Cursor) -> str:
-    """Directory name of the checkpoint from which a run resumes at `cursor`."""
+    """The name of the directory with the checkpoint from which a run resumes at `cursor`."""
     return f"stage{cursor.stage:05d}-age{cursor.age:05d}"
 
 
 def nats_moved(cursor: Cursor, metrics: Mapping[str, float]) -> float:
-    """KL(behaviour | policy) of a response in nats (k3 estimator): an exponential mean over a stage's updates.
+    """The KL(behaviour | policy) of a response, in nats: an exponential mean of `kl_response` over a stage's updates.
 
-    `metrics` belong to the update at the cursor. An update without a token to train on leaves the mean unchanged.
+    `metrics` are those of the update at the cursor. An update without a token to train on leaves the mean unchanged.
     """
-    # One update's `kl_response` varies twofold from batch to batch in a small run, too much to end a stage by it.
+    # It is a mean because `kl_response` of a single update varies twofold from batch to batch in a small run.
     return cursor.nats + SMOOTHING * (metrics.get("kl_response", cursor.nats) - cursor.nats)
 
 
 def stage_exhausted(nats: float, schedule: ScheduleSection) -> bool:
-    """Whether the stage's responses are too stale to continue with, by `nats_moved`."""
-    # Callers reduce this over ranks: each has summed the metrics itself, and a GPU's sums differ in the last bits.
+    """Whether the policy has moved too far (`nats_moved`) to go on with the stage's responses."""
+    # Callers must reduce this over ranks: each has summed the metrics itself, and a GPU's sums differ in the last bits.
     return nats > schedule.max_kl > 0

@@ -1,4 +1,4 @@
-"""The run directory: its layout, its lock, the run that it belongs to, and the origin of its stages and of hf/."""
+"""The run directory: its paths, its lock, the run that it belongs to, and where its stages and hf/ come from."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ from mugrpo_megatron.run.record import PROVENANCE, RunRecord, check_hf, check_mo
 from mugrpo_megatron.stages.manifest import Origin, read_manifest
 
 REPLACED_FILES = ("run.json", "data.json", "user_files.json", "recipe.toml", "summary.json", "hf")
-"""Files that only the holder of the lock writes, so it may remove what a killed process left of them."""
+"""Files that only the holder of the directory's lock writes, so that it may remove what a killed process left of them.
+"""
 FOLDERS = (
     *("stages", "checkpoints", "logs", "proximal", "probe", "evaluations", "ref", "auxiliary"),
     *("poisoned", "profile", "tensorboard", "wandb"),
 )
 """Folders that a run writes to."""
 LOCK_WAIT_S = 60.0
-"""Longest wait for a lock that other processes hold for moments only."""
+"""The longest wait for a lock that other processes hold for a moment only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +53,11 @@ class RunDirectory:
         return self.path / "recipe.toml"
 
     def check_exists(self, option: str = "") -> None:
-        """Raise UserError where there is no run; `option` begins the message."""
+        """Raise UserError if this is no run directory; `option`, such as "--from ", begins the message."""
         if not self.recipe.exists():
-            raise UserError(f"{option}{self.path}: not a run directory (it has no {self.recipe.name})")
+            raise UserError(
+                f"{option}{self.path}: not a run directory (it has no {self.recipe.name}); name the run.dir of a run"
+            )
 
     @property
     def checkpoints(self) -> Path:
@@ -76,51 +79,55 @@ class RunDirectory:
         return self.path / "stages" / f"{stage:05d}"
 
     def stage_lock(self, stage: int) -> Path:
-        """Lock file of the processes that score the stage with auxiliary models."""
+        """The lock file of the processes that score the stage with auxiliary models."""
         return self.path / "stages" / f"{stage:05d}.lock"
 
     def stages(self) -> dict[int, Path]:
-        """The stages' directories by number; directories with other names, such as backups, are left out."""
+        """The directories of the stages, by number; those with other names, such as backups, are left out."""
         paths = sorted((self.path / "stages").glob("[0-9]" * 5))
         return {int(path.name): path for path in paths if path.is_dir()}
 
     def poisoned(self, stage: int, age: int) -> Path:
-        """File with the batch of the last skipped update, for a run that ended because too many were skipped."""
+        """The file with the batch of the last skipped update, of a run that ended because too many were skipped."""
         return self.path / "poisoned" / f"stage{stage:05d}-age{age:05d}.parquet"
 
     def trace(self, update: int, rank: int) -> Path:
-        """File with a rank's profile of one update."""
+        """The file with a rank's profile of one update."""
         return self.path / "profile" / f"update{update:06d}-rank{rank:05d}.json.gz"
 
     @property
     def proximal_files(self) -> Path:
-        """Directory of the files that `proximal` names. It is outside the stages' directories, because branches share
-        those by links."""
+        """The directory of the files that `proximal` names.
+
+        It is outside the stages' directories, whose files a branch shares with its source run by links.
+        """
         return self.path / "proximal"
 
     def proximal(self, stage: int, age: int) -> Path:
-        """File with the logprobs of some updates' samples under the policy before update `age` of the stage."""
+        """The file with log-probabilities of some updates' samples under the policy at `age` updates on the stage."""
         return self.proximal_files / f"stage{stage:05d}-age{age:05d}.parquet"
 
     def probe(self, stage: int) -> Path:
-        """Directory of the stage's probe; like `proximal_files` outside the stage's directory."""
+        """The directory of the stage's probe; like `proximal_files`, it is outside the stage's directory."""
         return self.path / "probe" / f"stage{stage:05d}"
 
     def samples(self, updates: int) -> Path:
-        """File with example responses of the evaluation after `updates` updates of the run."""
+        """The file with example responses of the evaluation after `updates` updates of the run."""
         return self.path / "evaluations" / f"update{updates:06d}.jsonl"
 
     def ref(self, stage: int) -> Path:
-        """File with the logprobs of the stage's samples under the reference policy; like `proximal_files` outside the
-        stage's directory."""
+        """The file with the log-probabilities of the stage's samples under the reference policy.
+
+        Like `proximal_files`, it is outside the stage's directory.
+        """
         return self.path / "ref" / f"stage{stage:05d}.parquet"
 
     def auxiliary(self, stage: int, name: str) -> Path:
-        """File of a column that an auxiliary model computes; like `proximal_files` outside the stage's directory."""
+        """The file of a column that an auxiliary model computes, outside the stage's directory as `proximal_files`."""
         return self.path / "auxiliary" / f"stage{stage:05d}-{name}.parquet"
 
     def auxiliary_files(self, stage: int) -> list[Path]:
-        """Files of the stage's complete auxiliary columns."""
+        """The files of the stage's complete auxiliary columns, two for each."""
         indices = sorted(self.path.glob(f"auxiliary/stage{stage:05d}-*.json"))
         return [path for index in indices for path in (index.with_suffix(".parquet"), index)]
 
@@ -132,8 +139,8 @@ class RunDirectory:
 def open_directory(recipe: Recipe) -> Iterator[RunDirectory]:
     """Create or open `run.dir`, record a new run's inputs, and hold the directory's lock in the block.
 
-    Raises UserError when another process holds the lock, when the directory belongs to a run whose recipe computes
-    something else, or holds files that no run has written, or cannot be written.
+    Raises UserError when another process holds the lock, or when the directory belongs to a run whose recipe computes
+    something else, holds files that no run has written, or cannot be written.
     """
     directory = RunDirectory(recipe.run.dir)
     check_directory(recipe)  # before any folder is made in a directory that is not a run's
@@ -153,7 +160,7 @@ def open_directory(recipe: Recipe) -> Iterator[RunDirectory]:
 
 
 def check_directory(recipe: Recipe) -> None:
-    """Raise UserError when `run.dir` is not this run's to write into; changes nothing."""
+    """Raise UserError when this run must not write into `run.dir`; changes nothing."""
     directory = RunDirectory(recipe.run.dir)
     check_model_path(recipe.model.path, directory.hf)
     record = check_run_dir(directory.path)
@@ -161,25 +168,27 @@ def check_directory(recipe: Recipe) -> None:
     check_same_run(directory, recipe)
     check_user_files(recipe)
     check_hf(directory.hf, record)
-    # A run without a checkpoint starts from model.path again, so that has to hold the weights with which the run began;
-    # a run with a checkpoint continues from the checkpoint.
+    # A run that has no checkpoint yet starts from model.path again, which must still have the weights with which the
+    # run began. A run with a checkpoint continues from that.
     if record and not any(directory.checkpoints.glob("stage*")):
         source = f"run.dir = {directory.path}, which has no checkpoint yet,"
         check_initial_weights(record, recipe.model, source)
 
 
 class InUse(UserError):
-    """Raised when another process holds the lock."""
+    """Raised when another process holds a lock file."""
 
 
 @contextmanager
 def file_lock(path: Path, shared: bool = False, wait: bool = False) -> Iterator[Callable[[], None]]:
-    """Hold the lock file `path` in the block; it names the holder, and a holder that dies releases it.
+    """Hold the lock file `path` in the block. The file names the holder, and a holder that dies releases the lock.
 
-    Yields a check, which raises UserError when the file was removed or replaced: another process may hold that name.
+    Yields a function that raises UserError if the file was removed or replaced since, because another process may then
+    hold a lock of the same name.
 
-    Any number of processes may hold it `shared`, but not while one holds it alone. Raises InUse when another process
-    holds it, with `wait` only after LOCK_WAIT_S; UserError when the file system has no locks or cannot be written.
+    Any number of processes may hold the lock `shared`, but not while one holds it alone. Raises InUse when another
+    process holds it, with `wait` only after LOCK_WAIT_S; UserError when the file system has no locks or cannot be
+    written.
     """
     try:
         file = open_nofollow(path, "a+b", buffering=0)
@@ -192,7 +201,8 @@ def file_lock(path: Path, shared: bool = False, wait: bool = False) -> Iterator[
             if time.monotonic() >= deadline:
                 holder = os.pread(descriptor, 256, 0).decode(errors="replace").strip()
                 held = path.parent if path.name == ".lock" else path
-                raise InUse(f"{held} is in use by process {holder or 'unknown'}; wait for it, or choose another")
+                what = "directory" if path.name == ".lock" else "file"
+                raise InUse(f"{held} is in use by process {holder or 'unknown'}; wait for it, or choose another {what}")
             time.sleep(0.1)
         with suppress(OSError):  # on a full disk the lock is held all the same, only the file lacks the holder's name
             os.ftruncate(descriptor, 0)
@@ -224,7 +234,7 @@ def _try_lock(path: Path, descriptor: int, shared: bool) -> bool:
 
 
 def is_finished(recipe: Recipe) -> bool:
-    """Whether `run.dir` holds this run and the run is finished.
+    """Whether `run.dir` holds the run of this recipe, and the run is finished.
 
     Raises UserError when the directory belongs to another run, or its summary is damaged.
     """
@@ -245,7 +255,7 @@ def is_finished(recipe: Recipe) -> bool:
 
 
 def changed_keys(old: Recipe, new: Recipe) -> list[str]:
-    """Keys, as `section.key`, that differ between the recipes and change what is computed."""
+    """The keys, as `section.key`, in which the recipes differ and that change what a run computes."""
     return [
         f"{name}.{key}"
         for name in Recipe.model_fields
@@ -256,7 +266,7 @@ def changed_keys(old: Recipe, new: Recipe) -> list[str]:
 
 
 def _same(old: Any, new: Any) -> bool:
-    """Whether two values of a key are equal, or paths of the same file."""
+    """Whether two values of a key are equal, or are paths of the same file."""
     return bool(old == new) or (isinstance(old, Path) and isinstance(new, Path) and old.resolve() == new.resolve())
 
 
@@ -276,7 +286,10 @@ def check_same_run(directory: RunDirectory, new: Recipe) -> None:
 
 
 def _as_a_branch(directory: RunDirectory, new: Recipe, changed: Sequence[str]) -> str:
-    """The command that takes the newest sealed stage again with the new values; "" where a branch cannot have them."""
+    """The end of an error: the command that trains on the newest sealed stage again with the new values, as a branch.
+
+    Empty if there is no sealed stage, or if a branch cannot change these keys.
+    """
     sealed = [number for number, path in directory.stages().items() if read_manifest(path).sealed]
     if not sealed or not all(Recipe.changes_of(key) for key in changed):
         return ""
@@ -294,7 +307,7 @@ def _at(table: Any, key: str) -> Any:
 
 
 def stage_origin(directory: RunDirectory, record: RunRecord, cursor: Cursor) -> Origin:
-    """Expected origin of the cursor's stage: this run, and the weights at the stage's start."""
+    """The origin that the cursor's stage must have: this run, and the weights at the stage's start."""
     start, run = cursor.updates - cursor.age, record.run_of_stage(cursor.stage)
     # A branch may begin with later weights than those that sampled its first stage, which stays as it was sampled.
     if record.branch is not None and record.branch.stage == cursor.stage:
@@ -306,12 +319,13 @@ def stage_origin(directory: RunDirectory, record: RunRecord, cursor: Cursor) -> 
 
 
 def hf_cursor(directory: RunDirectory, record: RunRecord) -> Cursor | None:
-    """Cursor of the weights in `hf/`, None without `hf/`; UserError when hf/ does not name a cursor of this run."""
+    """The cursor of the weights in `hf/`; None without `hf/`. UserError when hf/ does not name a cursor of this run."""
     path = directory.hf / PROVENANCE
     try:
         content = read_json(path)
     except UserError:
-        # Hf/ does not exist yet, or is just being replaced on a file system that cannot swap two names.
+        # Either there is no hf/ yet, or it is being replaced at this moment, on a file system that cannot swap two
+        # names.
         if not directory.hf.exists():
             return None
         content = read_json(path)  # hf/ may have come back since the first attempt to read it

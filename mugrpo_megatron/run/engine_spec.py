@@ -1,4 +1,4 @@
-"""The settings of a run's engines, from its recipe."""
+"""Takes the settings of a run's engines from its recipe."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ def engine_spec(recipe: Recipe) -> EngineSpec:
 
 
 def _episodes(recipe: Recipe, engine: Any) -> Any:
-    """Returns what makes a user's function or program play an episode for each response, instead of sampling one
-    response."""
+    """Make the object with which a user's function or program plays an episode for each response of `engine`."""
     from mugrpo_megatron.extras.episodes.episodes import Episodes
 
     return Episodes(recipe, engine)

@@ -1,13 +1,14 @@
 """The engines of a run as one rank sees them: their start, their turn on the devices, their sleep.
 
-    launch ............ an engine's process loads `model.path`; on CPU while the learner is built beside it
-    start_engines ..... every engine has loaded; each sleeps until its first turn
-    wake("weights") ... memory for weights; an engine that has failed is started again
-    receive ........... the learner's weights, bucket by bucket
-    wake("kv_cache") .. memory for sampling: the engines are awake, and the learner is offloaded
-    sleep ............. the devices are free for the learner
+    launch ............ starts the engine's process, which loads `model.path`; on CPU while the learner is built
+    start_engines ..... waits until every engine has loaded; each then sleeps until its first turn
+    wake("weights") ... allocates memory for weights, and starts an engine that has failed again
+    receive ........... loads the learner's weights, bucket by bucket
+    wake("kv_cache") .. allocates memory for sampling, once the learner is offloaded
+    sleep ............. frees the devices for the learner
 
-A *leader* is a rank that talks to an engine. An engine that fails leaves its turn and comes back at the next one.
+A *leader* is a rank that talks to an engine. An engine that fails takes no further part in its turn, and is started
+again for the next one.
 """
 
 from __future__ import annotations
@@ -37,33 +38,34 @@ class Engines:
     world: World
     section: EngineSection
     weight_sync: WeightSync
-    """Carries the learner's weights to the engines."""
+    """How the learner's weights are sent to the engines (`weights.sync`)."""
     leader: Leader | None = None
     """The engine that this rank leads; None on a rank that leads none."""
     follower: FollowerNode | None = None
-    """The process of this rank's node for an engine that another node leads; None on other ranks."""
+    """The engine process that this rank runs for an engine that a rank of another node leads; None on other ranks."""
     agreed: bool = False
-    """Whether all engines gave the learner's log-probabilities since the start (`phases.agreement`); on every rank."""
+    """Whether all engines have been found to agree with the learner since the start (`phases.agreement`); the same on
+    every rank."""
     awake: bool = False
-    """Whether the engines have the learner's weights and the devices; the same on every rank."""
+    """Whether it is the engines' turn: they have all their memory and the learner's weights. The same on every rank."""
 
     @property
     def local(self) -> Engine | FollowerNode | None:
-        """The engine that this rank leads, or its node of an engine that another rank leads."""
+        """The engine that this rank leads, or its process of an engine that another rank leads."""
         return self.leader.engine if self.leader else self.follower
 
     @property
     def writer(self) -> int:
-        """This rank's writer number in a stage store: its engine's number."""
+        """The number under which this rank writes to a stage: that of its engine."""
         return self.leader.slot.number if self.leader else 0
 
     def wake(self, memory: MemoryTag) -> None:
-        """Allocate memory of the engines once every rank has freed its own.
+        """Allocate the engines' `memory`, once every rank has freed its own.
 
-        `weights` also starts engines that have failed, and waits until they have loaded.
+        With `weights`, engines that have failed are started again, and have loaded when this returns.
         """
-        # An engine spans several ranks' devices. The barrier has no timeout, while a collective would time out on an
-        # engine that restarts.
+        # All ranks wait for each other, because an engine may span the devices of several. They wait in a barrier
+        # without a timeout, since a collective would time out while an engine restarts.
         self.world.barrier()
         if memory == "weights":
             self.rendezvous()
@@ -74,9 +76,10 @@ class Engines:
         self.awake = memory == "kv_cache"
 
     def receive(self, version: int) -> dict[str, float]:
-        """Load the learner's weights into the engines as weight `version`; `engine.check_weights` may compare them.
+        """Load the learner's weights into the engines as weights of `version`, and compare them as the recipe asks.
 
-        Returns `bytes`, and `checked`, the number of compared tensors. Raises WeightMismatch on every rank.
+        Returns the metrics `bytes` and, after a comparison (`engine.check_weights`), `checked`, the number of compared
+        tensors. Raises WeightMismatch on every rank when they differ.
         """
         self.world.barrier()  # waits until the slowest engine has started
         leader = self.leader
@@ -85,7 +88,10 @@ class Engines:
         return {"bytes": float(self.weight_sync.bytes), **self.compare()}
 
     def compare(self) -> dict[str, float]:
-        """Compare the engines' weights with the learner's where the recipe asks for it; returns `checked` if it did."""
+        """Compare the engines' weights with the learner's, if `engine.check_weights` asks for it.
+
+        Returns the metric `checked`, the number of compared tensors, or nothing without a comparison.
+        """
         leader, check = self.leader, self.section.check_weights
         due = leader is not None and leader.engine.running and (check == "every" or not leader.checked)
         if check == "never" or not self.world.any_rank(due):
@@ -98,11 +104,11 @@ class Engines:
         return {}
 
     def sleep(self) -> None:
-        """Put the engines to sleep, and end their follower nodes; the learner stays offloaded.
+        """Put the engines to sleep, so that no engine holds memory of any rank's device; the learner stays offloaded.
 
-        Afterwards no engine holds memory of any rank's device. One that fails here is reported and restarted later: it
-        happens on a GPU that other processes keep busy, since SGLang unmaps the weights without waiting for the copies
-        of their buffers (`release_memory_occupation`, managers/scheduler_components/weight_updater.py).
+        An engine that fails here is reported and restarted later. That happens on a GPU that other processes keep busy,
+        since SGLang unmaps the weights without waiting for the copies of their buffers (`release_memory_occupation`,
+        managers/scheduler_components/weight_updater.py).
         """
         self.awake = False
         if leader := self.leader:
@@ -125,14 +131,15 @@ class Engines:
 
 
 def rendezvous(world: World, local: Engine | FollowerNode | None) -> str:
-    """Restart every engine that lost a process; returns at once. Collective; `local` is this rank's node of an engine.
+    """Restart every engine over several nodes that has lost a process; returns at once. Collective.
 
-    On the leader of a running engine the result says which of its processes had ended, else it is empty.
+    `local` is the engine or follower process that this rank runs. On the leader of an engine that was running, the
+    result is a sentence that says on which nodes its processes had ended; elsewhere it is empty.
     """
     statuses = world.gather(None if local is None else node_status(local.slot.number, local.slot.node, local.running))
     if local is None:
         return ""
-    # SGLang's nodes rendezvous once, at their start (--dist-init-addr): a node cannot join again, so all restart.
+    # SGLang's nodes meet only once, at their start (--dist-init-addr). A node cannot join later, so all are restarted.
     nodes = [status for status in statuses if status is not None and status.engine == local.slot.number]
     if all(node.running for node in nodes):
         return ""
@@ -151,7 +158,9 @@ def start_engines(
     prepared: PreparedData | None,
     display: Display,
 ) -> Engines:
-    """Returns the engines that each rank has launched, loaded and asleep. Collective; `prepared` is rank 0's.
+    """Wait until the engines that the ranks have launched have loaded, and put them to sleep. Collective.
+
+    `prepared` has the problems on rank 0; the other ranks get them from there.
 
     Raises UserError on every rank when an engine does not start.
     """

@@ -1,5 +1,4 @@
-"""The model that a run starts from: a directory, or a download from the hub; a run gets the same model every time it
-resumes."""
+"""Finds the model that a run starts from, a directory or a download from the hub: the same one at every resume."""
 
 from __future__ import annotations
 
@@ -20,16 +19,17 @@ def with_model(
     run_dir: Path | None = None,
     cached: bool = False,
 ) -> Recipe:
-    """The recipe with its model on this machine; a recipe that names a directory is returned as it is.
+    """Download the model that the recipe names on the hub, and return the recipe with its directory on this machine.
 
-    A run in `run_dir` gets the commit that it began with. Raises UserError when the model cannot be downloaded, or with
-    `cached` when it is not in the hub's cache.
+    A recipe that names a directory is returned as it is. A run in `run_dir` gets the commit that it began with. With
+    `cached` nothing is downloaded. Raises UserError when the model cannot be downloaded or, with `cached`, is not in
+    the hub's cache.
     """
     name = model_name(recipe.model.path)
     if name is None or recipe.model.commit:
         return recipe
     say(f"model: {name} of the Hugging Face hub, downloaded unless it is in the cache")
-    # A branch or tag of the hub may have moved: the run goes on with its own commit, or its weights would mix.
+    # A branch or tag of the hub may have moved since, so the run takes the commit that it began with.
     record = read_record(run_dir) if run_dir else None
     first = record.model if record else None
     revision = first.commit if first and first.name == name else recipe.model.revision
@@ -38,7 +38,7 @@ def with_model(
 
 
 def with_cached_model(recipe: Recipe, run_dir: Path | None = None) -> Recipe:
-    """The recipe with its model if that is in the hub's cache; downloads nothing."""
+    """The recipe with the directory of its model, if that is in the hub's cache, else as it is; downloads nothing."""
     try:
         return with_model(recipe, run_dir=run_dir, cached=True)
     except UserError:
@@ -46,17 +46,20 @@ def with_cached_model(recipe: Recipe, run_dir: Path | None = None) -> Recipe:
 
 
 def hub_model(model: ModelSection) -> HubModel | None:
-    """Name and commit of a model of the hub, once it is on this machine; None if `model.path` is a directory."""
+    """The name and commit of a model of the hub that `with_model` has found; None if `model.path` is a directory."""
     return HubModel(str(model.path), model.commit) if model.commit else None
 
 
 def weights_fingerprint(model: ModelSection) -> str:
-    """Fingerprint of the weights in a model's directory; empty for a model of the hub, which its commit identifies."""
+    """The checksum by which the weights in a model's directory are recognised (`weights.families.fingerprint`).
+
+    Empty for a model of the hub, which its commit identifies.
+    """
     return "" if model.commit else fingerprint(model.directory)
 
 
 def check_initial_weights(record: RunRecord, model: ModelSection, source: str) -> None:
-    """Raise UserError unless `model.path` holds the run's initial weights; the error begins with `source`."""
+    """Raise UserError unless `model.path` has the weights that the run began with; the error begins with `source`."""
     if record.weights and record.weights != weights_fingerprint(model):
         raise UserError(
             f"{source} used other weights than {model.path} holds now; restore the original weights, or choose "

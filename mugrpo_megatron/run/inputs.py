@@ -1,6 +1,6 @@
-"""Checksums of a run's inputs, by which a resume refuses problems and user files that have changed.
+"""Checksums of a run's problems and of the user's files, by which a resumed run notices that they have changed.
 
-data.json        {"train": {set: SHA-256 of its problems}, "held-out": ...}, with a checksum; the files may move
+data.json        {"train": {set: SHA-256 of its problems}, "held-out": ...}, with a checksum; the data's files may move
 user_files.json  {recipe key: SHA-256 of the file that it names}, with a checksum
 """
 
@@ -22,11 +22,11 @@ from mugrpo_megatron.samples import Problem
 
 DATA, USER_FILES = "data.json", "user_files.json"
 BODIES = {DATA: ("data", "the run's data"), USER_FILES: ("files", "your own files")}
-"""File -> the key of its body, its subject in messages."""
+"""File -> (key under which it has the checksums, what messages call its subject)."""
 
 
 def problem_sums(problems: Problems) -> dict[str, dict[str, str]]:
-    """ "train" or "held-out" -> name of a set -> SHA-256 of its problems, with their rows and their order."""
+    """The checksums of all problems: "train" or "held-out" -> name of a set -> SHA-256 (`sums_by_set`)."""
     return {"train": sums_by_set(problems.train), "held-out": sums_by_set(problems.held_out)}
 
 
@@ -50,18 +50,18 @@ def check_data(run_dir: Path, problems: Problems) -> None:
 
 
 def record_data(run_dir: Path, problems: Problems) -> None:
-    """Check the problems as `check_data` does, and record those of a new run; call it with the directory's lock."""
+    """Check the problems as `check_data` does, and record those of a new run. The caller holds the directory's lock."""
     check_data(run_dir, problems)
     if not (run_dir / DATA).exists():
         _write(run_dir / DATA, problem_sums(problems))
 
 
 def sums_by_set(problems: Sequence[Problem]) -> dict[str, str]:
-    """Set -> SHA-256 of everything in its problems that responses and rewards depend on, in order."""
+    """The checksum of each set: SHA-256 of all that responses and rewards depend on in its problems, in their order."""
     sums: dict[str, hashlib._Hash] = {}
     for problem in problems:
-        # The id is left out, because it has the path of the problem's file: a run goes on after its data set has moved.
-        # A message without other fields is a pair, as in the sums of earlier versions.
+        # The id is left out, because it has the path of the problem's file, and a run may go on after its data set has
+        # moved. A message that has only a role and a content counts as a pair, as in the sums of earlier versions.
         messages = [list(m.values()) if m.keys() == {"role", "content"} else m for m in problem.messages]
         fields: list[object] = [problem.question, problem.answer, problem.source, messages]
         if problem.row:
@@ -71,7 +71,7 @@ def sums_by_set(problems: Sequence[Problem]) -> dict[str, str]:
 
 
 def user_files(recipe: Recipe) -> dict[str, str]:
-    """Recipe key -> SHA-256 of the user's file that it names; files that are not on this machine are left out."""
+    """The checksums of the user's files: recipe key -> SHA-256 of the file; files that are not here are left out."""
     objective, table = recipe.objective, bool(recipe.reward.functions)
     functions = {
         **{f"reward.functions.{k}" if table else "reward.function": f.function for k, f in recipe.reward.table.items()},
@@ -90,7 +90,7 @@ def user_files(recipe: Recipe) -> dict[str, str]:
 
 
 def file_sum(path: Path | None) -> str:
-    """SHA-256 of a file; empty if `path` is None or the file cannot be read."""
+    """The SHA-256 of a file; empty if `path` is None or the file cannot be read."""
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest() if path else ""
     except (OSError, ValueError):
@@ -98,9 +98,10 @@ def file_sum(path: Path | None) -> str:
 
 
 def check_user_files(recipe: Recipe) -> dict[str, str]:
-    """Returns the recorded checksums of the run in `run.dir`, if any; UserError when a file was edited since it began.
+    """Raise UserError when one of the user's files was edited since the run in `run.dir` began.
 
-    A reward function may be edited until it has scored, and after it ended the run (`editable_after_failure`).
+    A reward function may be edited until something has been scored, and after it has ended the run by an error
+    (`editable_after_failure`). Returns the checksums that the run has recorded; empty if there is none.
     """
     run_dir, now = recipe.run.dir, user_files(recipe)
     before = _read(run_dir / USER_FILES) or {}  # an older run has no such file
@@ -116,8 +117,10 @@ def check_user_files(recipe: Recipe) -> dict[str, str]:
 
 
 def record_user_files(recipe: Recipe) -> None:
-    """Check the files as `check_user_files` does, and record those that have no checksum yet; call it with the
-    directory's lock."""
+    """Check the files as `check_user_files` does, and record those that have no checksum yet.
+
+    The caller holds the directory's lock.
+    """
     path, before = recipe.run.dir / USER_FILES, check_user_files(recipe)
     sums = {**before, **user_files(recipe)}
     if sums != before or not path.exists():
@@ -126,7 +129,7 @@ def record_user_files(recipe: Recipe) -> None:
 
 @contextmanager
 def editable_after_failure(run_dir: Path) -> Iterator[None]:
-    """Forget a reward function's checksum if it ends the block with an error: its author has to edit the file."""
+    """Forget the checksum of a reward function that ends the block by an error, since its author has to edit it."""
     path = run_dir / USER_FILES
     try:
         yield

@@ -1,4 +1,7 @@
-"""The engine that a process leads: its launch, its failures, and what it samples and scores with. Needs no Megatron."""
+"""The engine that a process leads: its launch, its failures, and its verifier, tokenizer and problems.
+
+This module needs no Megatron.
+"""
 
 from __future__ import annotations
 
@@ -29,20 +32,22 @@ from mugrpo_megatron.run.world import World
 
 @dataclass(kw_only=True)
 class LedEngine:
-    """An engine that this process leads, and its failures until a round reports them."""
+    """An engine that this process leads, and the failures that no round has reported yet."""
 
     engine: Engine
     failure: EngineFailure | None = None
-    """The last failure, until it is reported."""
+    """The last failure; None once it has been reported."""
     failures_in_a_row: int = 0
-    """Number of failures since the last progress."""
+    """Number of failures since the engine last finished something (`progressed`)."""
     checked: bool = False
     """Whether the weights of this engine were compared with the learner's since its start."""
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Note a failure of the engine in the block instead of raising it; the engine then samples nothing until it is
-        restarted."""
+        """In the block, note a failure of the engine instead of raising it.
+
+        The engine then samples nothing until it is restarted.
+        """
         try:
             yield
         except EngineFailure as failure:
@@ -56,12 +61,14 @@ class LedEngine:
             self.failures_in_a_row += 1
 
     def progressed(self) -> None:
-        """Note that something the engine made is kept, which ends a row of failures; only a failure that is not
-        reported yet still counts."""
+        """Note that the engine has finished something that is kept, which ends a row of failures.
+
+        A failure that is not reported yet still counts as one.
+        """
         self.failures_in_a_row = int(self.failure is not None)
 
     def restart_if_failed(self) -> None:
-        """Start an engine that has failed again, with the weights of its model directory; returns at once."""
+        """If the engine has failed, start it again, with the weights of its model directory; returns at once."""
         if not self.engine.running:
             self.engine.restart()
 
@@ -79,7 +86,7 @@ class Leader(LedEngine):
 
 
 def make_leader(recipe: Recipe, slot: EngineSlot, engine: Engine, verifier: Verifier, problems: PreparedData) -> Leader:
-    """The leader of an engine that serves the recipe's policy."""
+    """Make the `Leader` of an engine that serves the recipe's policy."""
     tokenizer = load_tokenizer(recipe.model.directory)
     routers = replayed_routers(recipe.learner, recipe.model)
     sampling = training_sampling(recipe.rollout, recipe.run, tokenizer, routers)
@@ -90,7 +97,7 @@ def make_leader(recipe: Recipe, slot: EngineSlot, engine: Engine, verifier: Veri
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """The part of the engines that this rank runs; an engine that was launched may still be loading."""
+    """What this rank runs of the engines. An engine in it may still be loading."""
 
     slot: EngineSlot
     logs: Path
@@ -101,19 +108,20 @@ class Launched:
 
 
 def loads_beside_learner(engine: EngineSection) -> bool:
-    """Whether an engine may load while the learner is built."""
-    # A GPU may not hold both: there the learner loads first and is offloaded before the engine measures free memory
-    # for its KV cache (SGLang's mem_fraction_static). The nodes of one engine must start together.
+    """Whether an engine may load while the learner is built: on CPU, if it is on one node."""
+    # A GPU may be too small for both. There the learner loads first, and is offloaded before the engine measures free
+    # memory for its KV cache (SGLang's mem_fraction_static). The nodes of one engine must start together.
     return not finds_cuda() and engine.nodes == 1
 
 
 def launch(
     recipe: Recipe, logs: Path, stopping: Callable[[], bool], stack: ExitStack, host: HostProcess | None = None
 ) -> Launched:
-    """Launch this rank's engine, if it leads one, with a verifier that has its share of the node's cores.
+    """Launch this rank's engine, if it leads one, and a verifier with its share of the node's cores.
 
-    Returns while the engine loads, in the process `host` if it can. `stack` ends them. An engine over several nodes is
-    only prepared: `rendezvous` launches its processes. Once `stopping()`, no call waits for an engine.
+    Returns while the engine still loads, in the process `host` if that is given. `stack` ends both. An engine over
+    several nodes is only prepared: `engines.rendezvous` launches its processes. Once `stopping()` is true, no call
+    waits for an engine.
     """
     slot = slot_of_environment(recipe.engine, finds_cuda())
     spec, directory = engine_spec(recipe), recipe.model.directory
@@ -128,7 +136,7 @@ def launch(
     if recipe.engine.nodes == 1:
         engine.restart()
     stack.callback(engine.stop)
-    # Half of the cores: the engine's scheduler and tokenizer need the others while the verifier scores.
+    # The verifiers of a node get half of its cores, since the engines' schedulers and tokenizers need the others.
     workers = recipe.reward.workers or max(1, usable_cores() // 2 // slot.local_engines)
     verifier = stack.enter_context(Verifier(recipe.reward.model_copy(update={"workers": workers})))
     return Launched(slot, logs, (engine, verifier), None)
@@ -137,10 +145,10 @@ def launch(
 def wait_for_engines(leader: LedEngine | None, world: World) -> None:
     """Wait until every engine has started; UserError on every rank when one does not start."""
     problem = first_start_problem(leader.engine) if leader else ""
-    # An engine may load for longer than a collective's timeout: the barrier waits as long as all ranks are alive, so
-    # the gather after it finds all of them there.
+    # An engine may load for longer than a collective's timeout. The barrier waits as long as all ranks are alive, so
+    # that the gather after it does not wait.
     world.barrier()
-    # Gathered, so that every rank ends with the same error; else the others would wait for the one that failed.
+    # The problems are gathered, so that every rank ends with the same error instead of waiting for one that failed.
     for rank, reason in enumerate(world.gather(problem)):
         if reason:
             where = f"rank {rank}: " if world.size > 1 else ""

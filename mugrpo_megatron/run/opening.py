@@ -1,4 +1,4 @@
-"""Opens a run's parts so that their start-ups overlap, and closes them, also after an error or a stop."""
+"""Opens the parts of a run so that they start at the same time, and closes them, also after an error or a stop."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from mugrpo_megatron.weights.sync import WeightSync, build_weight_sync
 
 @dataclass(frozen=True)
 class RunFiles:
-    """An open run directory and what belongs to it, before there is a learner."""
+    """An open run directory, with the run's record, log, display and request to stop, before there is a learner."""
 
     directory: RunDirectory
     record: RunRecord | None
@@ -54,10 +54,11 @@ class RunFiles:
 def open_run(
     recipe: Recipe, problems: Problems | None, host: HostProcess | None = None, generates: bool = True
 ) -> Iterator[tuple[Run, Learner, Engines, Cursor]]:
-    """Start engines and learner of a recipe that `checks.preflight.check_run` has checked, and resume its run.
+    """Start engines and learner of a recipe, and resume its run where it stands; the block is the run.
 
-    `problems` were read by that check, on rank 0; `host` is the engine's process if it was started before
-    (`engine.launch.prelaunch_host`). With `generates` false there is neither engine nor verifier.
+    `checks.preflight.check_run` must have checked the recipe; it reads the `problems`, on rank 0. `host` is the
+    engine's process if it was started before (`engine.launch.prelaunch_host`). With `generates` false there is neither
+    engine nor verifier. Yields the run, its learner, its engines and the cursor.
     """
     if generates and finds_cuda():
         check_allocator()
@@ -93,7 +94,7 @@ def open_run(
 
 @contextmanager
 def open_files(recipe: Recipe, problems: Problems | None) -> Iterator[RunFiles]:
-    """Opens the run's directory and log, on the main rank, its display and its signal handlers."""
+    """Open the run's directory and log (written by the main rank only), its display and its signal handlers."""
     is_main = rank_of_environment() == 0
     with ExitStack() as stack:
         directory = stack.enter_context(open_directory(recipe)) if is_main else RunDirectory(recipe.run.dir)
@@ -119,9 +120,9 @@ def open_files(recipe: Recipe, problems: Problems | None) -> Iterator[RunFiles]:
 
 
 def clean_current_stage(directory: RunDirectory, origin: Origin, cursor: Cursor) -> None:
-    """Remove what a killed process left of the current stage's shards.
+    """Check the stage at the cursor, and remove what a killed process has left of its shards.
 
-    Raises UserError when the stage is another run's, or incomplete after updates.
+    Raises UserError when the stage is another run's, or when it is incomplete although updates were taken on it.
     """
     check_stage(directory.stage(cursor.stage), origin)
     check_stage_sealed(directory, cursor)
@@ -130,8 +131,8 @@ def clean_current_stage(directory: RunDirectory, origin: Origin, cursor: Cursor)
 
 
 def join_world(learner: Learner, engines: int, stop: StopRequest, stack: ExitStack) -> World:
-    """The world of the ranks that the learner's process groups connect, until `stack` ends. Collective."""
-    # Entered before the saver and so left after it: a save uses the process groups until it ends.
+    """Make the world of the ranks that the learner's process groups connect; `stack` ends it. Collective."""
+    # `stack` gets the process groups before the saver, so that it destroys them after the last save has ended.
     stack.enter_context(shutdown_after(learner.ranks))
     stack.enter_context(named_phase(learner.ranks))
     world = open_world(learner.ranks, learner.recipe.run.collective_timeout_s, engines, stop)
@@ -142,10 +143,10 @@ def join_world(learner: Learner, engines: int, stop: StopRequest, stack: ExitSta
 def launch_in_its_place(
     learner: Learner, world: World, directory: RunDirectory, stop: StopRequest, stack: ExitStack
 ) -> Launched:
-    """Launch this rank's engine on a device that cannot hold both: it loads once the learner is offloaded. Collective.
+    """Offload the learner, and launch this rank's engine on the memory that it leaves. Collective.
 
-    Its process imports SGLang meanwhile: a first offload pins host memory (18 GB of a 1.5B model in 7 to 9 s on an
-    H200's host), and the import takes seconds too.
+    The engine's process imports SGLang during the offload. Both take seconds: a first offload pins host memory (18 GB
+    of a 1.5B model in 7 to 9 s on an H200's host).
     """
     recipe = learner.recipe
     host = stack.enter_context(importing_host(recipe.engine, recipe.model.directory, finds_cuda()))
@@ -163,7 +164,7 @@ def offload_learner(learner: Learner, world: World) -> None:
 def print_notes(
     files: RunFiles, cursor: Cursor, schedule: ScheduleSection, rollout: RolloutSection, prepared: PreparedData | None
 ) -> None:
-    """Print the update at which the run continues, and notes on its data and sampling."""
+    """Print after how many updates the run continues, and notes on its data and its sampling."""
     if cursor != Cursor():
         total = schedule.total_updates
         files.display.say(f"{files.directory.path} continues after {cursor.updates:,} of {total:,} updates")
@@ -175,7 +176,10 @@ def print_notes(
 def restore_learner(
     learner: Learner, directory: RunDirectory, record: RunRecord, log: MetricLog, display: Display
 ) -> Cursor:
-    """Load the run's newest intact checkpoint into the learner; prints and logs damaged ones. Collective."""
+    """Load the run's newest intact checkpoint into the learner, and return its cursor. Collective.
+
+    Damaged checkpoints are printed and logged.
+    """
 
     def report_damage(damage: str) -> None:
         display.say(damage)
@@ -185,7 +189,7 @@ def restore_learner(
 
 
 def weight_sync_of(learner: Learner) -> WeightSync:
-    """The sync of this learner's weights to the engines. Collective."""
+    """Plan the sync of this learner's weights to the engines of its recipe. Collective."""
     engine = learner.recipe.engine
     return build_weight_sync(
         learner.models,

@@ -1,7 +1,7 @@
 """A published stage: a directory with one stage, laid out as a run directory, from which another run starts.
 
-README.md                        the card
-published.json                   the run and the model of the stage, with a checksum; only `mugrpo publish` writes it
+README.md                        the card for the hub
+published.json                   which run and model made the stage, with a checksum; only `mugrpo publish` writes it
 recipe.toml                      the run's recipe, without paths of its machine
 stages/00003/                    the stage, byte for byte
 checkpoints/stage00003-age00000/ the weights at the start of the stage, if they were published
@@ -26,7 +26,7 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """The run and the model that made a published stage."""
+    """What `published.json` says: which run and model made the stage, and what was left out."""
 
     run: str
     """Id of the run."""
@@ -38,13 +38,13 @@ class Published:
     weights: dict[str, str]
     """The model's weight files and their SHA-256."""
     hidden: list[str]
-    """Recipe keys, `section.key`, whose paths were cut to their last part."""
+    """The recipe keys, `section.key`, whose paths were cut to their last part, to show nothing of the machine."""
     logprobs: bool = True
     """Whether the stage's responses have behaviour log-probabilities; imported responses may have none."""
 
 
 def read_published(directory: Path) -> Published | None:
-    """Content of `published.json`; None for a directory without one, UserError when it is damaged."""
+    """Read `published.json`; None for a directory without one, UserError when it is damaged."""
     path = directory / FILE_NAME
     if not path.is_file():
         return None
@@ -55,12 +55,12 @@ def read_published(directory: Path) -> Published | None:
 
 
 def write_published(directory: Path, published: Published) -> None:
-    """Write the file that makes a directory a published stage."""
+    """Write `published.json`, which makes a directory a published stage."""
     write_checksummed_json(directory / FILE_NAME, "published", asdict(published), format=FORMAT)
 
 
 def check_start(published: Published, model: ModelSection) -> None:
-    """Raise UserError when `model.path` has other weights than the model that sampled the published stage 0."""
+    """Raise UserError when `model.path` has other weights than the model that sampled a published stage 0."""
     if published.stage:
         return  # a later stage is published with the checkpoint at its start, which has its weights
     sums = weight_sums(model.directory)
@@ -89,12 +89,15 @@ def check_logprobs(store: StageStore, rollout: RolloutSection, objective: Object
 
 
 def weight_sums(model: Path) -> dict[str, str]:
-    """SHA-256 of each safetensors file of a model directory; UserError if it has no such file."""
+    """The SHA-256 of each safetensors file of a model directory, by name; UserError if it has no such file."""
     if not model.is_dir():
         raise UserError(
-            f"model.path = {model} is not a directory, looked up from {Path.cwd()}: run this where the run was started"
+            f"model.path = {model}, looked up from {Path.cwd()}, is not a directory; run this in the directory in "
+            "which the run was started"
         )
     files = sorted(model.glob("*.safetensors"))
     if not files:
-        raise UserError(f"model.path = {model} has no weights (*.safetensors), so they cannot be compared")
+        raise UserError(
+            f"model.path = {model} has no weights (*.safetensors) to compare; name the model that sampled the stage"
+        )
     return {path.name: digest(path).sha256 for path in files}

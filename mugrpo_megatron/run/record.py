@@ -1,9 +1,9 @@
-"""The run's record: its id, which its stages, checkpoints and hf/ carry, and what a run directory must not hold.
+"""The record of a run, by which files are recognised as its own: it decides which files a run may replace.
 
     run.json        {"id": ..., "branch": null, "model": null, "weights": ...}, with a checksum; the first file of a run
     hf/mugrpo.json  {"run": ..., "cursor": ...}: the run that wrote hf/, and the update that its weights are from
 
-Only these rules decide which files a run may replace.
+The run's stages, checkpoints and hf/ all have its id.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FILE_NAME = "run.json"
 PROVENANCE = "mugrpo.json"
 """The file in hf/ that names the run that wrote it."""
 ADAPTER = "adapter"
-"""The directory in hf/ with an adapter that the run has trained."""
+"""The directory in hf/ that holds the adapter, if the run trains one."""
 RUN_FILES = (
     "recipe.toml",
     "branch.json",
@@ -38,7 +38,7 @@ RUN_FILES = (
     "ref",
     "auxiliary",
 )
-"""Files that a run replaces or continues: a directory that has such a file but no record is not a run's."""
+"""Files that a run replaces or continues. A directory that has one of them but no record is refused as `run.dir`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Branch:
     """The stage of another run at whose start a branch begins."""
 
     run: str
-    """Directory of the other run; only people read it."""
+    """Directory of the other run, noted for people; nothing reads it."""
     stage: int
     id: str
     """Id of the run that generated the stage's responses and saved the weights at its start."""
@@ -69,15 +69,16 @@ class RunRecord:
     model: HubModel | None = None
     """The hub's model that the run starts from; None for a directory."""
     weights: str = ""
-    """Fingerprint of the directory's weights that the run starts from; empty for a hub's model and in old runs."""
+    """The `weights_fingerprint` of the model directory that the run starts from; empty for a model of the hub, and in
+    old runs."""
 
     def run_of_stage(self, stage: int) -> str:
-        """Id of the run that generated the stage; differs at a branch point."""
+        """The id of the run that generated the stage: another run's for the stage at which a branch begins."""
         return self.branch.id if self.branch and self.branch.stage == stage else self.id
 
 
 def read_record(run_dir: Path) -> RunRecord | None:
-    """The record of a run directory, None without one; UserError when it is damaged."""
+    """Read the record of a run directory; None without one, UserError when it is damaged."""
     path = run_dir / FILE_NAME
     if not path.exists():
         return None
@@ -96,9 +97,10 @@ def write_record(run_dir: Path, record: RunRecord) -> None:
 
 
 def claim(run_dir: Path, model: HubModel | None = None, weights: str = "") -> RunRecord:
-    """Returns the directory's record; writes it for a new run. Call it with the directory's lock.
+    """Return the directory's record, or write one for a new run. The caller holds the directory's lock.
 
-    A new run starts from `model`, or from a directory whose fingerprint is `weights`. Raises as `check_run_dir`.
+    A new run starts from `model` of the hub, or from a directory whose `weights_fingerprint` is `weights`. Raises
+    UserError as `check_run_dir` does.
     """
     record = check_run_dir(run_dir)
     if record is None:
@@ -108,7 +110,7 @@ def claim(run_dir: Path, model: HubModel | None = None, weights: str = "") -> Ru
 
 
 def check_run_dir(run_dir: Path) -> RunRecord | None:
-    """Returns the record of a run directory, None for one that a new run may take.
+    """Check that a run may use `run_dir`; returns the record of the run in it, None for a new run.
 
     Raises UserError when `run_dir` is no directory, is shared with other things, or holds files of another run.
     """
@@ -135,7 +137,7 @@ def check_run_dir(run_dir: Path) -> RunRecord | None:
 
 
 def check_model_path(model: Path, hf: Path) -> None:
-    """Raise UserError when the checkpoint that a run starts from lies in `hf`, where the run writes its own."""
+    """Raise UserError when the model that a run starts from is in `hf`, where the run writes its own."""
     if _real(model).is_relative_to(_real(hf)):
         raise UserError(
             f"model.path = {model} is where this run would write its own checkpoint ({hf}); choose another run.dir"
@@ -143,7 +145,7 @@ def check_model_path(model: Path, hf: Path) -> None:
 
 
 def check_hf(hf: Path, record: RunRecord | None) -> None:
-    """Raise UserError unless the run may replace `hf`: nothing is there, or a directory that the run has written."""
+    """Raise UserError unless the run may write `hf`: nothing is there, or a directory that the run itself wrote."""
     if not os.path.lexists(hf):
         return
     if hf.is_symlink() or not hf.is_dir():
@@ -155,13 +157,13 @@ def check_hf(hf: Path, record: RunRecord | None) -> None:
         run = None
     if record is None or run != record.id:
         raise UserError(f"{hf} was not written by this run; move it away, or choose another run.dir")
-    # People keep results in hf/, such as hf/eval; the export swaps the whole directory and would lose them.
+    # People keep results in hf/, such as hf/eval. They would be lost, because the whole directory is replaced.
     if foreign := sorted(path.name for path in hf.iterdir() if path.is_dir() and path.name != ADAPTER):
         raise UserError(f"{hf / foreign[0]} was not written by this run, which replaces {hf}; move it elsewhere")
 
 
 def provenance(record: RunRecord, cursor: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """Content of `PROVENANCE`: the run, the hub's model that it started from, and the cursor of these weights."""
+    """The content of hf/mugrpo.json: the run, the hub's model that it started from, and the cursor of the weights."""
     from_hub = {"model": asdict(record.model)} if record.model else {}
     return {"run": record.id, **from_hub} | ({"cursor": dict(cursor)} if cursor else {})
 

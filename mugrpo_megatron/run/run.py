@@ -1,4 +1,4 @@
-"""The parts of a run that every phase uses. Needs no Megatron: a process without a learner is a run as well."""
+"""The parts of a run that every phase uses. This module needs no Megatron: a process without a learner is a run too."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class Run:
 
     @property
     def is_main(self) -> bool:
-        """True on the rank that writes metrics and checkpoints and prints."""
+        """Whether this is the main rank, which prints and writes the run's files."""
         return self.world.rank == 0
 
     @property
     def evaluates_every(self) -> int:
-        """Updates between two evaluations inside a stage; 0 if there are no such evaluations, and without engines."""
+        """The number of updates between two evaluations inside a stage; 0 if none take place there."""
         return self.recipe.eval.every_updates if self.world.engines else 0
 
     def stage_store(self, cursor: Cursor, writer: int = 0) -> StageStore:
@@ -63,15 +63,15 @@ class Run:
         return StageStore(self.directory.stage(cursor.stage), writer, origin, replay)
 
     def stop_if_asked(self, cursor: Cursor, kept: str = "") -> None:
-        """End the run as `save_and_stop` does, if any rank was asked to stop. Collective."""
+        """If any rank was asked to stop, end the run as `save_and_stop` does. Collective."""
         if self.world.any_rank(self.stop.requested):
             self.save_and_stop(cursor, kept)
 
     def save_and_stop(self, cursor: Cursor, kept: str = "") -> NoReturn:
-        """End the run at the cursor because it was asked to stop; `kept` says what is on disk besides the learner.
+        """End the run at the cursor because it was asked to stop; `kept` tells the user what is on disk already.
 
-        Every rank calls this. A learner is saved as the run closes (`checkpoints.open_saver`), after the engines have
-        ended: a device may not hold both.
+        Every rank calls this. The learner, if there is one, is saved while the run closes (`checkpoints.open_saver`),
+        after the engines have ended, because a device may be too small for both.
         """
         if self.learner_saver is None:
             raise self.stop.stopped(kept)
@@ -79,9 +79,10 @@ class Run:
 
     @contextmanager
     def phase(self, phase: str, cursor: Cursor) -> Iterator[dict[str, float]]:
-        """Log the block as a phase, with the metrics put into the yielded dict and the rates of its `tokens`.
+        """Log the block as a phase of the run, with the metrics that the block puts into the yielded dict.
 
-        Heartbeats and the errors of lost ranks name the phase.
+        If these have `tokens`, tokens per second are added. Meanwhile heartbeats, and errors about lost ranks, name the
+        phase.
         """
         with self.log.phase(phase, cursor.stage) as facts:
             start = self.log.clock()

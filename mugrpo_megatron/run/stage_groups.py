@@ -1,4 +1,4 @@
-"""The groups of a stage: each one's prompt in the run's order, and its scored responses as samples of the store."""
+"""The groups of a stage: which prompt each has, and how its scored responses become samples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mugrpo_megatron.samples import UNSCORED, InMemoryRoutes, Prompt, Sample, re
 
 
 def group_prompt(recipe: Recipe, problems: PreparedData, cursor: Cursor, group: int) -> Prompt:
-    """The prompt of a stage's group, in the run's order; groups count from 0 within the stage."""
+    """The prompt of group number `group` of the cursor's stage, counted from 0 within the stage."""
     train = problems.train
     position = cursor.stage_positions(recipe.schedule, recipe.rollout.prompts_per_update)[group]
     index = problem_at(recipe.run.seed, len(train.problems), position)
@@ -30,10 +30,10 @@ def group_prompt(recipe: Recipe, problems: PreparedData, cursor: Cursor, group: 
 def group_samples(
     group: ScoredGroup, rollout: RolloutSection, reward: RewardSection, objective: ObjectiveSection
 ) -> list[Sample]:
-    """A scored group as samples, without failed episodes and responses without a reward.
+    """Make samples of a scored group, without failed episodes and responses that have no reward.
 
-    If that would leave no sample, the first response is one. So a function that does not apply, fails or runs into a
-    limit gives no advantage and changes no baseline. The component `group.unscored` is the share of the group's
+    So a reward function that does not apply, fails or runs into a limit gives no advantage and changes no baseline. If
+    no sample would be left, the first response becomes one. The component `group.unscored` is the share of the group's
     responses that have no reward.
     """
     unscored = [score.missing and not reward.judges for score in group.scores]
@@ -80,15 +80,16 @@ def group_samples(
 
 
 def with_advantages(samples: Sequence[Sample], objective: ObjectiveSection) -> list[Sample]:
-    """The samples of a group with their advantages."""
+    """Add their advantages to the samples of a group."""
     advantages = group_advantages(*rewards_and_groups(samples), objective, samples)
     return [replace(sample, advantage=value) for sample, value in zip(samples, advantages.tolist(), strict=True)]
 
 
 def displayed_advantages(samples: Sequence[Sample], objective: ObjectiveSection) -> np.ndarray:
-    """Advantages [N] for people; with a user's function those stored in the stage, 0 without any.
+    """The advantages [N] to show to people, who may read a run without executing a function that its recipe names.
 
-    So reading a run executes no function that its recipe names. The samples are read with text.
+    With a user's advantage function they are those stored in the stage, or 0 without any. The samples must have been
+    read with their text.
     """
     if objective.has_user_advantage:
         return np.array([sample.advantage or 0.0 for sample in samples], dtype=np.float32)

@@ -1,7 +1,8 @@
-"""Graceful shutdown: after SIGTERM, SIGHUP or Ctrl-C a run saves what it has and ends, within seconds in every phase.
+"""Stops a run on request: after SIGTERM, SIGHUP or Ctrl-C it saves what it has and ends, within seconds in every phase.
 
-A signal sets a flag that every loop and wait of a phase reads (`StopRequest.poll`). If nothing has to be saved, it ends
-the run at once (`StopRequest.at_once`). Torch is not imported here: the command handles signals from its first line.
+A signal sets a flag that every loop and wait of a phase reads (`StopRequest.poll`). While nothing has to be saved, it
+ends the run at once (`StopRequest.at_once`). Torch is not imported here, because the command handles signals before
+it imports anything slow.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ if TYPE_CHECKING:
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 POLL_INTERVAL_S = 1.0
-"""Seconds between two looks of a rank into the store whether another one was asked to stop."""
+"""Seconds after which a rank asks the store again whether another rank was asked to stop."""
 REPEAT_AFTER_S = 1.0
-"""Seconds after a Ctrl-C from which a second one counts: torchrun repeats the first one, which the terminal has already
-sent to all processes."""
+"""A second Ctrl-C counts only if it comes so many seconds after the first: torchrun repeats the first one, which the
+terminal has already sent to all processes."""
 INTERRUPT_MESSAGE = (
     "\nmugrpo: Ctrl-C: saving. Again, it ends at once and loses the updates since the newest checkpoint\n"
 )
@@ -42,8 +43,7 @@ class Stopped(Exception):
 
 
 class AllStopped(Stopped):
-    """Raised when every rank has stopped at the same cursor: `checkpoints.open_saver` saves the learner there on the
-    way out."""
+    """Raised when every rank stops at the same cursor; `checkpoints.open_saver` then saves the learner there."""
 
     def __init__(self, also: str, code: int, cursor: Cursor) -> None:
         super().__init__(f"{also}the learner is saved at update {cursor.updates} of the run", code)
@@ -51,26 +51,29 @@ class AllStopped(Stopped):
 
 
 def no_peers(announce: bool) -> bool:
-    """The function `StopRequest.peers` of a run with a single process: no other rank can be asked."""
+    """Return False: the function `StopRequest.peers` of a run with a single process, which has no other ranks."""
     return False
 
 
 @dataclass
 class StopRequest:
-    """A request to stop, to this process or, as far as it knows, to any other rank."""
+    """Says whether this process, or any other rank that it knows of, was asked to stop."""
 
     requested: bool = False
     interrupted: bool = False
     """Whether the request to stop was a Ctrl-C."""
     peers: Callable[[bool], bool] = no_peers
-    """(announce this rank's request) -> whether any rank was asked. Raises CollectiveFailure when one has failed."""
+    """(whether to announce this rank's request) -> whether any rank was asked to stop.
+
+    Raises CollectiveFailure when a rank has failed.
+    """
     _kept: str | None = None
     _announced: bool = False
     _next: float = 0.0
 
     def poll(self) -> bool:
-        """Whether any rank was asked to stop. Ranks learn of it at different times. The call is cheap, and any thread
-        may make it."""
+        """Whether any rank was asked to stop, which ranks learn at different times. It is cheap, and any thread may
+        call it."""
         # Ranks learn of a request through the store and not by a collective: a signal finds ranks at different places,
         # and a collective would wait for a rank that is inside another collective.
         announce = self.requested and not self._announced
@@ -81,7 +84,7 @@ class StopRequest:
         return self.requested
 
     def request(self, interrupted: bool = False) -> None:
-        """Ask this process to stop; raises Stopped inside `at_once`."""
+        """Ask this process to stop. Inside an `at_once` block it raises Stopped."""
         self.requested = True
         self.interrupted |= interrupted
         if self._kept is not None:
@@ -89,7 +92,7 @@ class StopRequest:
             raise self.stopped(kept)
 
     def detach(self) -> None:
-        """Detach from the other ranks, before this one closes its connections."""
+        """Ask the other ranks no more, because this one is about to close its connections."""
         self.peers = no_peers
 
     def stopped(self, kept: str) -> Stopped:
@@ -103,7 +106,10 @@ class StopRequest:
 
     @contextmanager
     def at_once(self, kept: str) -> Iterator[None]:
-        """Stop immediately on a signal in the block: Stopped is raised wherever the main thread is."""
+        """In the block, let a signal stop the run at once: Stopped is raised wherever the main thread is.
+
+        `kept` is the exception's message, which says what is saved.
+        """
         if self.requested:
             raise self.stopped(kept)
         self._kept = kept
@@ -118,7 +124,7 @@ class StopRequest:
 
 
 class Terminated(BaseException):
-    """Raised on SIGTERM in a command that has nothing to save; it cleans up as after Ctrl-C."""
+    """Raised on SIGTERM in a command that has nothing to save, so that it cleans up as after Ctrl-C."""
 
 
 @contextmanager
@@ -134,7 +140,7 @@ def terminable() -> Iterator[None]:
 
 @contextmanager
 def _handled(handler: Callable[[int, FrameType | None], None], *numbers: int) -> Iterator[None]:
-    """Handle the signals with `handler` in the block, and as before after it."""
+    """Handle the signals `numbers` with `handler` in the block; afterwards their earlier handlers are restored."""
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
@@ -144,15 +150,18 @@ def _handled(handler: Callable[[int, FrameType | None], None], *numbers: int) ->
 
 
 def signal_message(number: int) -> str:
-    """Message of a run that receives a signal."""
+    """The message that a run prints when it receives the signal `number`."""
     return INTERRUPT_MESSAGE if number == signal.SIGINT else TERMINATE_MESSAGE.format(signal.Signals(number).name)
 
 
 @contextmanager
 def stoppable(is_main: bool) -> Iterator[None]:
-    """End the process with exit code 0 on SIGTERM before and after a run is open; the main rank prints a message."""
-    # Nothing has to be saved there. With Python's own exit code a scheduler would count a job as failed that it
-    # pre-empts during the import of torch.
+    """In the block, end the process with exit code 0 on SIGTERM; the main rank prints a message.
+
+    It holds before a run is open and after it is closed; an open run handles signals by `handle_signals`.
+    """
+    # Nothing has to be saved then. With Python's own exit code, a scheduler that pre-empts a job during the import of
+    # torch would count it as failed.
 
     def end(number: int, frame: FrameType | None) -> None:
         if is_main:
@@ -166,7 +175,7 @@ def stoppable(is_main: bool) -> Iterator[None]:
 
 @contextmanager
 def handle_signals(is_main: bool) -> Iterator[StopRequest]:
-    """Turn SIGTERM (pre-emption, a time limit), SIGHUP (a lost terminal) and Ctrl-C into a request in the block.
+    """In the block, turn SIGTERM (pre-emption, a time limit), SIGHUP (a lost terminal) and Ctrl-C into a request.
 
     The main rank prints a message. A second Ctrl-C raises KeyboardInterrupt.
     """
@@ -185,6 +194,6 @@ def handle_signals(is_main: bool) -> Iterator[StopRequest]:
         signal_times.append(now)
         request.request(number == signal.SIGINT)
 
-    # An ignored signal stays ignored: Ctrl-C in a script's background job, SIGHUP under nohup.
+    # A signal that is ignored already stays ignored, such as Ctrl-C in a script's background job or SIGHUP under nohup.
     with _handled(on_signal, *(number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN)):
         yield request

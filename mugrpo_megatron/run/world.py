@@ -1,5 +1,7 @@
-"""Communication between a run's ranks outside the learner (barriers, gathers, shared counters), and its form for a
-single process."""
+"""How the ranks of a run communicate outside the learner: barriers, gathers, shared counters.
+
+This module has the form for a single process.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """All ranks of a run; every method is collective unless it says otherwise.
+    """All ranks of a run, and how they communicate; every method is collective unless it says otherwise.
 
-    This class is the world of one process, which communicates nothing and needs no Megatron; `connected.ConnectedWorld`
-    is that of several.
+    This class is for a run of one process, which communicates nothing and needs no Megatron; `connected.ConnectedWorld`
+    is for several.
     """
 
     engines: int
@@ -28,7 +30,7 @@ class World:
     size: int = 1
 
     def barrier(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Wait until every rank is here, as long as all of them are alive; `meanwhile` is called repeatedly.
+        """Wait until every rank has called this, as long as all are alive, and call `meanwhile` repeatedly.
 
         Raises CollectiveFailure once another rank has failed.
         """
@@ -38,15 +40,15 @@ class World:
         return flag
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, on every rank."""
+        """Return the values of all ranks, in rank order, on every rank."""
         return [value]
 
     def broadcast(self, value: T) -> T:
-        """Rank 0's value, on every rank."""
+        """Return the value of rank 0 on every rank."""
         return value
 
     def named(self, phase: str) -> AbstractContextManager[None]:
-        """Heartbeats and the errors of lost ranks name the phase while the block runs. Not collective."""
+        """In the block, let heartbeats, and errors about lost ranks, name the phase. Not collective."""
         return nullcontext()
 
     def count(self, counter: str, amount: int) -> int:
@@ -57,5 +59,5 @@ class World:
         """Store a text for the other ranks. Not collective; any thread may call it."""
 
     def store_get(self, name: str) -> str:
-        """The text that a rank has stored, or an empty one. Not collective; any thread may call it."""
+        """The text that a rank has stored under `name`, empty if none has. Not collective; any thread may call it."""
         return ""
