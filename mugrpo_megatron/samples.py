@@ -167,7 +167,7 @@ class Sample:
     problem: str
     prompt_ids: Int32[np.ndarray, " prompt"]
     response_ids: Int32[np.ndarray, " response"]
-    # float32 as SGLang computes them: in bfloat16 a ratio of long responses would be noise.
+    # They are float32, as SGLang computes them; in bfloat16 the ratio of a long response would be noise.
     engine_logprobs: Float32[np.ndarray, " response"]
     """The engine's log-probabilities, at the sampling temperature; NaN in a stage that was imported without any."""
     reward: float
@@ -209,7 +209,8 @@ class Sample:
         # A mask or a column of another length would broadcast or shift in the packed row without an error.
         for what, values in (*arrays, ("a loss mask", self.loss_mask), ("support ids", self.support_ids)):
             if values is not None and len(values) != len(self.response_ids):
-                raise ValueError(f"group {self.group}: {len(self.response_ids)} token ids, {what} of {len(values)}")
+                tokens = len(self.response_ids)
+                raise ValueError(f"group {self.group}: a response has {tokens} token ids, but {what} for {len(values)}")
 
     def trained(self, values: np.ndarray) -> np.ndarray:
         """Select the values of the tokens that are trained on from `values` [R, ...] of all response tokens."""

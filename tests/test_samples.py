@@ -17,16 +17,16 @@ IDS, FEWER = np.arange(3, dtype=np.int32), np.zeros(2, dtype=np.float32)
 
 
 def test_a_response_has_as_many_logprobs_as_tokens() -> None:
-    refuses("3 token ids and 2 logprobs", Response, IDS, FEWER, "stop", 0, error=EngineFailure)
+    refuses("3 token ids and 2 log-probabilities", Response, IDS, FEWER, "stop", 0, error=EngineFailure)
 
 
 @pytest.mark.parametrize("which", ["behaviour_logprobs", "engine_logprobs", "proximal_logprobs"])
 def test_so_does_a_sample(which: str) -> None:
     whole = Sample(7, "p", IDS, IDS, np.zeros(3, dtype=np.float32), 0.0, 0, "stop")
     fewer: dict[str, Any] = {which: FEWER}
-    refuses("group 7: 3 token ids, logprobs of 2", replace, whole, **fewer, error=ValueError)
-    refuses("group 7: 3 token ids, a loss mask of 2", replace, whole, loss_mask=FEWER > 0, error=ValueError)
-    with pytest.raises(ValueError, match="group 7: 3 token ids, support ids of 2"):
+    refuses("group 7: a response has 3 token ids, but logprobs for 2", replace, whole, **fewer, error=ValueError)
+    refuses("3 token ids, but a loss mask for 2", replace, whole, loss_mask=FEWER > 0, error=ValueError)
+    with pytest.raises(ValueError, match="group 7: a response has 3 token ids, but support ids for 2"):
         replace(whole, support_ids=np.zeros((2, 4), np.int32))
 
 

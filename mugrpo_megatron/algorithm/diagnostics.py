@@ -111,7 +111,7 @@ def metrics(loss: Tensor, tokens: TokenBatch, clipped: Tensor, mask: KeepMask, i
     if segments.responses:
         values |= _trigger_summary(mask.state.first_trigger.view(segments.responses, -1).amin(1), advantages, segments)
     values |= trigger_metrics(log_ratio, advantages, segments, inputs.config)
-    # One stack and one tolist: each `.item()` of its own would wait for the device.
+    # All values are moved to the host at once, because the host would wait for the device at each `.item()`.
     return dict(zip(values, torch.stack([value.double() for value in values.values()]).tolist(), strict=True))
 
 

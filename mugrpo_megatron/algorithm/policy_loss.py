@@ -86,7 +86,8 @@ def token_losses(logprobs: Tensor, inputs: LossInputs, statistics: UpdateStatist
     high = statistics.log_clip.exp().to(dtype).clamp(max=config.clip_high)
     if config.clip_centre != "one":
         low, high = recentre_clip(_proximal_ratio(ratio, inputs), low, high, config)
-    # The veto reads the response's advantage, the surrogate the token's: a teacher may change the sign of one token.
+    # The veto reads the response's advantage and the surrogate the token's, because a teacher may change the sign of a
+    # token's advantage.
     advantage_t = token_advantage(advantage, logprobs, behaviour, inputs.teacher, config)
     tokens = TokenBatch(logprobs, behaviour, log_ratio, ratio, advantage_t, low, high, segments)
     surrogate = surrogate_of(config)(tokens, config)
@@ -95,7 +96,8 @@ def token_losses(logprobs: Tensor, inputs: LossInputs, statistics: UpdateStatist
     weight = segments.weights.to(dtype)[segments.ids]
     weight = weight if inputs.correction is None else weight * inputs.correction.to(dtype)
     weight = weight if mask.weight is None else weight * mask.weight
-    # Not a product with the mask: a user's surrogate may be infinite at a vetoed token, and 0 * inf is nan.
+    # The loss is not multiplied by the mask, because a user's surrogate may be infinite at a vetoed token, and 0 * inf
+    # is nan.
     loss = torch.where(mask.keep, surrogate.loss, 0.0) * weight
     # The mask does not apply to the KL penalty: where the policy has left the prefix, the penalty is what brings it
     # back.
@@ -115,8 +117,7 @@ def token_advantage(
     """
     if teacher is None or not config.teacher_coef:
         return advantage
-    # Detached: as a part of the advantage log pi only scales the gradient, and must not have a gradient of its own
-    # here.
+    # The log-probabilities are detached, because an advantage only scales the gradient and has none of its own.
     policy = logprobs.detach() if config.teacher_policy == "current" else behaviour
     return advantage - config.teacher_coef * (policy - teacher.to(policy.dtype))
 

@@ -56,7 +56,7 @@ def _m2po_clip(log_ratio: Tensor, advantage: Tensor, budget: float) -> Tensor:
     """
     harmful = ((advantage > 0) & (log_ratio > 0)) | ((advantage < 0) & (log_ratio < 0))
     squares = torch.where(harmful, log_ratio.square(), 0.0).sort().values
-    # An int, not a tensor: `budget` times an integer tensor would be float32.
+    # n is an int and not a tensor, because `budget` times an integer tensor would be float32.
     n = int(harmful.sum())
     squares = squares[len(squares) - n :]
     sums = running_sum(squares)

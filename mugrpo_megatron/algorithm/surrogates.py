@@ -78,7 +78,8 @@ def importance_ratio(log_ratio: Tensor, segments: Segments, config: ObjectiveSec
     if config.ratio != "token":
         reduced = (response_mean if config.ratio == "sequence_mean" else response_sum)(log_ratio, segments)
         level = reduced[segments.ids]
-    # At staleness of a whole stage single tokens move by 50 nats, and exp(50) times an advantage swamps the update.
+    # On responses that are stale by a whole stage, the log-ratio of a single token may be 50 nats. exp(50) times an
+    # advantage would outweigh all other tokens of the update.
     return level.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 

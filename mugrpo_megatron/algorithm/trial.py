@@ -67,7 +67,7 @@ def _samples(rows: Sequence[Mapping[str, Any]], components: Sequence[str]) -> li
 
 def _try_losses(objective: ObjectiveSection) -> list[str]:
     """Compute the loss of eight responses and its gradient with the user's surrogate and diagnostics."""
-    import torch  # seconds, so only for a recipe that names one of them
+    import torch  # it takes seconds, so it is imported only for a recipe that has such a function
 
     from mugrpo_megatron.algorithm.policy_loss import policy_loss
     from mugrpo_megatron.algorithm.segments import LossInputs, Segments

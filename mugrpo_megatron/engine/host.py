@@ -46,8 +46,8 @@ from mugrpo_megatron.files.durable import open_nofollow
 
 # "__mp_main__" is the name of this module in a scheduler process that SGLang spawns, on CUDA.
 if __name__ in ("__main__", "__mp_main__"):
-    # SGLang imports Megatron where it finds it (debug_utils/dumper.py, which expects an ImportError): seconds, and
-    # memory that no engine needs.
+    # SGLang imports Megatron if it is installed (debug_utils/dumper.py, which catches an ImportError). That takes
+    # seconds, and memory that no engine needs.
     sys.modules["megatron"] = None  # type: ignore[assignment]
 
 PR_SET_PDEATHSIG = 1
@@ -195,8 +195,8 @@ class GenerateCommand:
             self._flush()
 
     async def _sample(self, request: Request) -> list[dict[str, Any]]:
-        # n copies of the prompt, not n samples of one: for n > 1 SGLang first runs the prompt alone to fill its prefix
-        # cache (`parallel_sample_num`, managers/tokenizer_manager.py).
+        # SGLang gets n copies of the prompt and not a request for n samples, for which it would first run the prompt
+        # alone to fill its prefix cache (`parallel_sample_num`, managers/tokenizer_manager.py).
         return await self._engines.generate(
             input_ids=[request.ids] * request.n,
             rid=_names(request),
@@ -218,7 +218,7 @@ class GenerateCommand:
         first = len(ids) - request.logprob_tokens
         for tokens in logprob_ranges(len(ids), request.logprob_tokens, support_ids):
             (output,) = await self._engines.generate(**logprob_request(ids, tokens))
-            if output["meta_info"]["finish_reason"]["type"] not in FINISH_REASONS:  # aborted
+            if output["meta_info"]["finish_reason"]["type"] not in FINISH_REASONS:  # the request was aborted
                 return [output]
             rows = None if support_ids is None else support_ids[tokens.start - first : tokens.end - first]
             logprobs.append(range_logprobs(output, tokens, rows))

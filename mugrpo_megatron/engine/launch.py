@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FP8 = {
-    # SGLang's own choices rearrange scales once, after loading: weights of a later sync would keep the old order.
+    # The backends that SGLang would choose rearrange scales once, after loading, so that the scales of a later sync
+    # would be in another order than they expect.
     "fp8_gemm_runner_backend": "triton",
     "moe_runner_backend": "triton",
     "load_format": "dummy",  # the files have weights of another dtype, and the first sync brings the quantized ones
@@ -201,7 +202,7 @@ def _cuda_arguments(spec: EngineSpec, gpu: int) -> dict[str, Any]:
         # By default SGLang captures CUDA graphs of batches up to 256 (server_args.py), and launches kernels one by one
         # for larger ones.
         "cuda_graph_max_bs_decode": min(spec.section.max_running_requests, LARGEST_GRAPH),
-        # Prompts are short, and graphs keep their memory while the learner trains.
+        # Graphs gain little for short prompts, and keep their memory while the learner trains.
         "cuda_graph_backend_prefill": "disabled",
         # For some mixtures of experts SGLang would compile FlashInfer's kernels, which nobody here has measured
         # together with the memory saver.
@@ -266,7 +267,8 @@ def engine_environment(section: EngineSection, model_dir: Path, cuda: bool, slot
     environment = {key: value for key, value in os.environ.items() if not key.startswith(dropped)}
     environment |= {
         "PYTHONUNBUFFERED": "1",
-        # models/registry.py imports every module that is not listed here: 200 of them, seconds.
+        # SGLang imports every model's module that is not listed here, 200 of them, which takes seconds
+        # (models/registry.py).
         "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_other_models(read_model_config(model_dir))),
         # The folder of this interpreter comes first: `ninja` is installed there.
         "PATH": _joined(os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)),
@@ -295,7 +297,8 @@ def engine_environment(section: EngineSection, model_dir: Path, cuda: bool, slot
         node_cores = sorted(os.sched_getaffinity(0))
         cores = node_cores[slot.local :: slot.local_engines] or node_cores
         local_ranks = section.tensor // section.nodes
-        # An entry for every rank of the engine, though each node uses its own (model_executor/model_runner.py).
+        # The list needs an entry for every rank of the engine, although a node uses only its own ranks' entries
+        # (model_executor/model_runner.py).
         bindings = [cores[rank::local_ranks] or cores for rank in range(local_ranks)] * section.nodes
         environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, binding)) for binding in bindings)
     return environment

@@ -178,7 +178,7 @@ def pack(groups: list[tuple[int, list[dict[str, Any]]]], weight_version: int, sa
     Raises ValueError for a response whose logprobs, masks or experts do not match its tokens.
     """
     outputs = [output for _, group in groups for output in group]
-    # Checked per response: in the flat array one missing logprob would shift those of all later responses.
+    # Each response is checked, because in the flat array one missing logprob would shift those of all later responses.
     for output in outputs:
         if len(output["output_ids"]) != len(output["meta_info"]["output_token_logprobs"]):
             raise ValueError(
@@ -215,8 +215,8 @@ def decode_routes(output: dict[str, Any], routers: RouterShape) -> np.ndarray:
     """Decode the experts of a response's P prompt and R response tokens: uint8 or uint16 [P + R - 1, layers, k].
 
     SGLang returns base64 of int32 (state_capturer/routed_experts.py), without the last token, which the engine has not
-    run. An expert's number is its number in the model's layer, wherever it is placed. Raises ValueError when experts
-    are missing or their number is another.
+    run. An expert's number is its number in the model's layer, wherever it is placed. Raises ValueError when the reply
+    has too few or too many of them, or a number that no expert has.
     """
     meta = output["meta_info"]
     tokens = meta["prompt_tokens"] + len(output["output_ids"]) - 1

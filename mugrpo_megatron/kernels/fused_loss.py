@@ -152,7 +152,8 @@ def _two_passes(head: Head, batch: _Batch, gradients: _Gradients | None) -> Fuse
     if gradients is not None:
         for rows in head.chunks(count):
             chunk = batch.chunk(rows)
-            # A fourth GEMM, because keeping the logits [T, V] would take 20 GB for 32k tokens and 152k ids.
+            # The logits are computed a second time, because keeping them, [T, V], would take 20 GB for 32k tokens and
+            # a vocabulary of 152k.
             project(head, chunk.hidden, chunk.support_ids)
             _, entropy_term = _entropy_bonus(chunk, entropy[rows])
             gradients.hidden[rows] = _gradient(head, chunk, lse[rows], d_logprobs[rows], entropy_term, gradients)
@@ -198,7 +199,8 @@ def _gradient(
 def _buffers(hidden: Tensor, weight: Tensor, main_grad: Tensor | None, grad_scale: float) -> _Gradients:
     d_weight = None
     if weight.requires_grad:
-        # float32 as Megatron's main_grad (grad_reduce_in_fp32): a bf16 sum would lose small chunks' gradients.
+        # The sum is float32, as Megatron's main_grad is (grad_reduce_in_fp32); in bf16 the small gradients of single
+        # chunks would be lost.
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if main_grad is None else main_grad
     return _Gradients(torch.empty_like(hidden), d_weight, 1.0 if main_grad is None else grad_scale)
 

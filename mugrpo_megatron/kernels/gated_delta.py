@@ -35,7 +35,7 @@ def gated_delta_rule(
     t, heads, width = value.shape[1:]
     query, key = unit_heads(query, key, heads)
     chunk = min(CHUNK, t)
-    # From here on every tensor is [n, chunks, heads, tokens of a chunk, ...]. Padding has beta 0, so no effect.
+    # From here on every tensor is [n, chunks, heads, tokens of a chunk, ...]. Padding has beta 0, and so no effect.
     query, key, value, log_decay, beta = (
         _chunks(x, chunk) for x in (query, key, value.float(), log_decay, beta.float())
     )

@@ -86,7 +86,8 @@ def scan(
     if head.tp_group is not None:
         local = ranks
         ranks = local.new_empty(dist.get_world_size(head.tp_group), *local.shape[1:])
-        # One gather, not the three all-reduces of Megatron's tensor_parallel/cross_entropy.py: all ranks add in order.
+        # Megatron does three all-reduces (tensor_parallel/cross_entropy.py). One gather takes less, and lets all ranks
+        # add in the same order.
         dist.all_gather_into_tensor(ranks, local, group=head.tp_group)
     tops, sums, means, target = ranks.unbind(1)
     top = tops.amax(0)
@@ -146,8 +147,8 @@ def project(head: Head, hidden: Tensor, support_ids: Tensor | None = None) -> Te
         local = (support_ids >= 0) & (columns >= 0) & (columns < head.valid)
         columns = columns.clamp(0, logits.shape[1] - 1)
         values = torch.where(local, logits.gather(1, columns), FLOOR)
-        # amax instead of a plain scatter: token ids of other ranks are clamped to columns that may coincide with each
-        # other and with local ones.
+        # The scatter takes the maximum, because token ids of other ranks are clamped to columns that may coincide with
+        # each other and with those of local ids.
         logits.fill_(FLOOR).scatter_reduce_(1, columns, values, "amax")
     return logits
 

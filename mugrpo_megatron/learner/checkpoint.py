@@ -171,7 +171,7 @@ def begin_save(
                 _to_save(learner, copy), str(partial), WriteInProcess(group), async_sharded_save=True
             )
             for finalize in request.finalize_fns:
-                # Writes Megatron's metadata; the checkpoint is not valid before its state is published.
+                # This writes Megatron's metadata. The checkpoint is not complete before `publish` writes its state.
                 finalize()
     state = position | _state(learner)
 
@@ -252,7 +252,7 @@ def _to_save(learner: Learner, copy: bool) -> dict[str, Any]:
         for value in nested_values(model):
             if isinstance(value, ShardedTensor | ShardedTensorFactory) and is_main_replica(value.replica_id):
                 value.data = value.data.detach().to("cpu", copy=True)
-    # Megatron would save an empty list as a value, and expect it on every rank.
+    # An empty list is left out, because Megatron would save it as a value that every rank must have.
     return {"model": model, **({"optimizer": states} if states else {})}
 
 

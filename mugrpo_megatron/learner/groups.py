@@ -72,8 +72,9 @@ def initialize(run: RunSection, layout: ParallelSection, threads: int = 0) -> Ra
     CollectiveFailure when ranks do not join.
     """
     if run.deterministic:
-        # Flash attention's backward pass and Megatron's dispatch of tokens to experts follow torch's setting. cuBLAS
-        # needs a workspace of fixed size, and NVLS adds in the switches, in the order in which the shards arrive.
+        # torch's setting makes flash attention's backward pass and Megatron's dispatch of tokens to experts
+        # deterministic too. cuBLAS needs a workspace of fixed size as well. NVLS is turned off, because it adds in the
+        # switches, in the order in which the shards arrive.
         os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0"}
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # only helps to debug
@@ -177,7 +178,7 @@ def _join(backend: str, timeout: timedelta) -> None:
         store.set(f"arrived/{rank}", "")
         late = list(range(world))
         deadline = time.monotonic() + ARRIVAL.total_seconds()
-        # Polls instead of `store.wait`, during which Python handles no signal.
+        # The store is polled, because Python handles no signal during `store.wait`.
         while late and time.monotonic() < deadline:
             late = [other for other in late if not store.check([f"arrived/{other}"])]
             time.sleep(ARRIVAL_POLL_S if late else 0.0)
@@ -206,7 +207,7 @@ def _ranks(device: torch.device, threads: int, patience_s: float) -> Ranks:
     rank, world = dist.get_rank(), dist.get_world_size()
     node = f"node {os.environ.get('GROUP_RANK', '0')}, {socket.gethostname()}"
     store = dist.distributed_c10d._get_default_store()
-    # Over gloo a lost rank raises; over NCCL the others wait in a kernel until its timeout.
+    # If a rank is lost, gloo raises an error on the others, but with NCCL they wait in a kernel until its timeout.
     on_loss = end_process if device.type == "cuda" else None
     return Ranks(
         device=device,

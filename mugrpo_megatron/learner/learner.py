@@ -28,8 +28,9 @@ Part = Literal["optimizer", "weights"]
 """A part of the learner's device memory. `optimizer` is master weights, moments and gradients, which a sync of weights
 to an engine does not need; `weights` is the rest."""
 PARTS: tuple[Part, ...] = ("optimizer", "weights")
-# A power of two: torch rounds pinned allocations up to one, so one for each tensor could take twice its bytes, and
-# caches freed ones for later requests of the same size (ATen/core/CachingHostAllocator.h).
+# All host allocations have this size, a power of two. torch rounds pinned allocations up to a power of two, so one for
+# each tensor could take twice its bytes; and it reuses freed ones only for requests of the same size
+# (ATen/core/CachingHostAllocator.h).
 SLAB = 1 << 26
 """Bytes of one host allocation."""
 

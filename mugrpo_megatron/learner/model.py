@@ -198,7 +198,7 @@ def build_model(
         use_distributed_optimizer=True,
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=reduces_early(ranks),
-        # Megatron would end the run; here a non-finite gradient skips its update (optimizer.take_step).
+        # With this check Megatron would end the run. Here a non-finite gradient skips its update (optimizer.take_step).
         check_for_nan_in_grad=False,
     )
     if adapters:
@@ -212,7 +212,7 @@ def build_model(
 
 def reduces_early(ranks: Ranks) -> bool:
     """Whether gradients are reduced over data parallel ranks, bucket by bucket, while the last backward pass runs."""
-    # Not on CPU: a reduction would compete with the backward pass for the cores.
+    # On CPU they are not, because a reduction would compete with the backward pass for the cores.
     return ranks.device.type == "cuda" and ranks.dp_size * ranks.cp_size > 1
 
 
@@ -227,7 +227,7 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 }
 FP8: dict[str, dict[str, Any]] = {
     "none": {},
-    # "hybrid": forward in e4m3, gradients in e5m2 for its range.
+    # "hybrid" computes forward in e4m3, and takes e5m2 for gradients because of its larger range.
     "tensorwise": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
     # With a scale for each block, gradients fit into e4m3, whose steps are finer.
     "blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
@@ -270,7 +270,7 @@ def transformer_config(
         "init_method": _no_init,
         "output_layer_init_method": _no_init,
         "embedding_init_method": _no_init,
-        # Megatron then sums the losses of micro-batches instead of averaging them.
+        # With this setting Megatron sums the losses of micro-batches instead of averaging them.
         "calculate_per_token_loss": True,
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
@@ -287,7 +287,7 @@ def transformer_config(
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
         "deallocate_pipeline_outputs": cuda,
-        # Megatron then adds the embedding's gradient in order.
+        # With this setting Megatron adds up the embedding's gradient in a fixed order.
         "deterministic_mode": deterministic,
         **RECOMPUTE[section.recompute],
         **FP8[section.fp8],

@@ -44,7 +44,7 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise x [..., hidden]; the result has its shape and dtype."""
-        # Torch's CUDA kernel is one kernel for forward and one for backward; on CPU it is made of single operations.
+        # On CUDA torch has one kernel for forward and one for backward; on CPU `F.rms_norm` is a series of operations.
         if x.is_cuda and not self.centre:
             return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
         return _RMSNorm.apply(x, self.weight, self.eps, self.centre)

@@ -62,7 +62,7 @@ def build_optimizer(section: OptimizerSection, dtype: str, chunks: list[Distribu
             for group in inner.param_groups:
                 group["fused"], group["foreach"] = True, False
     for shard in shards(optimizer):
-        # torch makes moments in the first step; a checkpoint has to load and save them before.
+        # torch would make the moments in the first step, but a checkpoint may be loaded or saved before that.
         shard.init_state_fn(shard.optimizer)
     set_steps(optimizer, 0)
     return optimizer

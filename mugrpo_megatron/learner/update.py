@@ -53,7 +53,7 @@ def update(
         )
         statistics = _statistics(learner, inputs, sequences, batches)
         values = forward_backward(learner, batches, objective_loss(learner, inputs, statistics))
-        # Before the step: Megatron's scaler changes it there when a float16 gradient overflowed.
+        # The scale is read before the step, in which Megatron's scaler changes it if a float16 gradient overflowed.
         scale = loss_scale(learner.optimizer)
         logprobs, entropy = gather_tokens(learner, sequences, batches, values, k=2)
         step = _step(learner, stage_progress)
@@ -165,7 +165,7 @@ def _statistics(
     """Compute the statistics of the whole update in a forward pass; None if the objective needs none."""
     if not inputs.config.needs_statistics:
         return None
-    # M2PO's bound is of all tokens of the update, and micro-batches are trained before the last of them is seen.
+    # M2PO's bound depends on all tokens of the update, so it must be known before the first micro-batch is trained on.
     values = logprobs_and_entropies(learner, batches, learner.recipe.rollout.temperature)
     logprobs = gather_tokens(learner, sequences, batches, values, k=2)[0]
     return update_statistics(logprobs, inputs)
@@ -179,7 +179,7 @@ def _step(learner: Learner, stage_progress: float = 0.0) -> Step:
     # The schedule counts skipped updates, Adam's bias correction does not: its moments have not moved.
     learner.updates_done += 1
     learner.steps_done += not step.skipped
-    # Overflows are how float16's scaler finds its scale; only other skips in a row are a sign of failure.
+    # An overflow is no sign of failure: float16's scaler finds its scale by overflows. Other skips in a row are.
     if not step.overflowed:
         learner.skipped_in_a_row = learner.skipped_in_a_row + 1 if step.skipped else 0
     return step

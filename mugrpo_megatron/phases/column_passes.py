@@ -84,8 +84,8 @@ def compute_behaviour(run: Run, learner: Learner, stage: StageBatches, cursor: C
     routes.
     """
     behaviour, routes = stage.columns.behaviour, stage.columns.routes
-    # must_compute is called for both columns: it raises when one is missing in the middle of a stage, and that has to
-    # be found even if the other is there.
+    # must_compute is called for both columns, because it raises when one is missing in the middle of a stage, which has
+    # to be found even if the other is there.
     behaviour = behaviour if must_compute(behaviour, cursor.age == 0) else None
     routes = routes if must_compute(routes, cursor.age == 0) else None
     if not behaviour and not routes:

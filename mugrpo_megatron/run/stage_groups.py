@@ -41,7 +41,8 @@ def group_samples(
         is_unscored or (response.episode is not None and response.episode.failed)
         for response, is_unscored in zip(group.responses, unscored, strict=True)
     ]
-    # A group without a sample would leave a hole in its update; a single one has no advantage, so it trains nothing.
+    # Every group must have a sample, or its update would lack a group. A single sample has no advantage and trains
+    # nothing.
     indices = [index for index, has_failed in enumerate(failed) if not has_failed] or [0]
     responses, texts = [group.responses[index] for index in indices], [group.texts[index] for index in indices]
     problem = group.prompt.problem

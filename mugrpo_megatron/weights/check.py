@@ -201,7 +201,7 @@ def engine_shards(
             sections = tensor.split([rows for _, rows in entry.row.sections[:3]])
             yield torch.cat([section.chunk(size)[rank] for section in sections])
         elif entry.row.form in ("qkv", "qkv_gated") and ".q_proj." not in name:
-            # If there are fewer key/value heads than ranks, several ranks hold the same head.
+            # With fewer key/value heads than ranks, several ranks hold the same head.
             parts = min(size, architecture.transformer["num_query_groups"])
             yield tensor.chunk(parts, dim=0)[rank * parts // size]
         else:

@@ -392,7 +392,7 @@ def sigmoid_routing(fields: Fields, dense: int) -> dict[str, Any]:
     fields.only("topk_method", ("noaux_tc",), "noaux_tc")
     fields.only("norm_topk_prob", (True,), True)
     fields.only("moe_layer_freq", (1,), 1)
-    # Settings of pretraining and of another implementation.
+    # These fields are not used: they belong to pretraining and to another implementation.
     for unused in ("aux_loss_alpha", "seq_aux", "ep_size"):
         fields.take(unused, None)
     width, layers = fields.size("moe_intermediate_size"), fields.need("num_hidden_layers")
@@ -453,7 +453,7 @@ def read_rope(
     elif kind == "llama3":
         stretch, low, high = (scaling.need(name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
         if high <= low:
-            raise scaling.error(f"high_freq_factor {high} is not above low_freq_factor {low}, as it must be")
+            raise scaling.error(f"high_freq_factor {high} must be above low_freq_factor {low}; correct them")
         settings = (stretch, low, high, _original_positions(fields, scaling, outer_original, context))
     elif kind == "yarn":
         original = _original_positions(fields, scaling, outer_original, context)

@@ -138,7 +138,7 @@ def scan(directory: Path, needed: Callable[[str], bool]) -> HFCheckpoint:
     if index_path.is_file():
         indexed = _weight_map(index_path)
         names = sorted({file for tensor, file in indexed.items() if needed(tensor)})
-        # transformers loads the single file, SGLang the shards of the index.
+        # transformers would load the single file, and SGLang the shards of the index.
         if SINGLE not in names and (directory / SINGLE).exists():
             raise UserError(
                 f"{directory} has a {SINGLE} that {INDEX} does not name, so programs differ in the weights that they "

@@ -160,7 +160,7 @@ def sync(weight_sync: WeightSync, engine: WeightReceiver | None, version: int) -
     start = time.perf_counter()
     loading: Future[torch.Tensor] | None = None
     failure: EngineFailure | None = None
-    # A leader without an engine (it failed to start) must not leave its engine's other ranks with handles nobody opens.
+    # If this leader's engine has failed to start, the engine's other ranks must not make handles that nobody opens.
     served = _vote_and_release(weight_sync, engine is not None or not _leads(weight_sync))
     # The engine's call blocks until it has loaded; a thread lets this rank gather the next bucket meanwhile.
     with ThreadPoolExecutor(1) as loader:
@@ -198,8 +198,8 @@ def fill_for_engines(weight_sync: WeightSync, number: int) -> tuple[Bucket, torc
 
 def _buffer(weight_sync: WeightSync, bucket: Bucket, number: int) -> torch.Tensor:
     if weight_sync.staging is None:
-        # New for each bucket: SGLang answers when its copies are queued on its stream, not when they are done
-        # (srt/managers/scheduler_components/weight_updater.py), so a buffer used again would be overwritten under them.
+        # Each bucket gets new memory. SGLang answers when its copies are queued on its stream, before they are done
+        # (srt/managers/scheduler_components/weight_updater.py), so they could still read a buffer that is filled again.
         return torch.empty(bucket.bytes, dtype=torch.uint8, device="cuda")
     # On CPU the answer comes after the copy, so two buffers suffice: one is loaded while the other is filled.
     return weight_sync.staging[number % len(weight_sync.staging)]
@@ -294,7 +294,7 @@ def _serialize_for_engine(
     if weight_sync.engine_group is None:
         return [serialize(bucket, flat) for _ in range(engine.readers if engine else 0)]
     if weight_sync.staging is None:
-        # Another process will read what this stream is still writing.
+        # Another process reads the bucket next, and this stream may still be writing it.
         torch.cuda.current_stream().synchronize()
     gathered: list[bytes] = [b""] * weight_sync.engine_group.size()
     dist.all_gather_object(gathered, serialize(bucket, flat), group=weight_sync.engine_group)

@@ -91,7 +91,8 @@ def merge_from_hf(entry: Entry, tensors: Sequence[torch.Tensor], architecture: A
         groups = architecture.transformer["num_query_groups"]
         by_group = [tensor.reshape(groups, -1, *tensor.shape[1:]) for tensor in tensors]
         if entry.row.form == "qkv_gated":
-            # Hugging Face has each head's query above its gate, Megatron a group's queries above its gates.
+            # In Hugging Face's tensor each head's gate follows its query; in Megatron's all gates of a group follow its
+            # queries.
             heads = by_group[0].unflatten(1, (-1, 2, architecture.transformer["kv_channels"]))
             by_group[0] = heads.transpose(1, 2).flatten(1, 3)
         return torch.cat(by_group, dim=1).flatten(0, 1)
