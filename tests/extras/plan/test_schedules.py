@@ -144,7 +144,7 @@ def test_a_pilot_that_cannot_say_it_is_refused(tmp_path: Path) -> None:
         read_pilot(pilot_run(tmp_path / "falling", curve, falling))
     with pytest.raises(UserError, match="no evaluation"):
         read_pilot(pilot_run(tmp_path / "none", {}))
-    with pytest.raises(UserError, match="do not say"):
+    with pytest.raises(UserError, match="do not cover"):
         read_pilot(pilot_run(tmp_path / "one", {128: 0.6}))
 
 
