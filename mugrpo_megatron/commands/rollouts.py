@@ -291,8 +291,8 @@ def _rollouts(
 ) -> Iterator[Rollout]:
     """Yields the responses that meet the conditions; reads one update at a time, to hold no more than that in memory.
 
-    later: the extra's LaterPolicy, or None. behaviour: file with the learner's logprobs at the stage's start, the
-    denominator of `later`'s ratios; None takes the engine's logprobs.
+    later: assesses each response under a later policy, or None. behaviour: file with the learner's logprobs at the
+    stage's start, the denominator of `later`'s ratios; None takes the engine's logprobs.
     """
     pattern = _pattern(conditions.grep)
     for update in range(store.updates) if conditions.update is None else [conditions.update]:

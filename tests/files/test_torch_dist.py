@@ -117,7 +117,10 @@ def tensor(**fields: Any) -> Any:
 
 
 WRONG: dict[str, tuple[Any, str]] = {
-    "a file above": (place("../c/__0_0.distcp"), r"names the file '\.\./c/__0_0\.distcp', but only a file name"),
+    "a file above": (
+        place("../c/__0_0.distcp"),
+        r"names the file '\.\./c/__0_0\.distcp', but only names of files beside it are allowed",
+    ),
     "an absolute file": (place("/etc/passwd"), "names the file '/etc/passwd', but only"),
     "a number as a file": (place(3), "names the file 3, but only"),
     "no such file": (place("__7_0.distcp"), r"__7_0\.distcp is missing, though \.metadata names it"),
