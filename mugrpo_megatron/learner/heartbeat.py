@@ -71,7 +71,8 @@ class Heartbeat:
         self.doing = "start"
         """Phase of this rank, as its heartbeat reports it."""
         self._last: dict[int, LastBeat] = {}
-        self._read_at = time.monotonic()
+        # A rank that stops before its first heartbeat is silent from here on, or it would be waited for without end.
+        self._begin = self._read_at = time.monotonic()
         self._requests: queue.Queue[tuple[Callable[[dist.Store], Any], Future[Any]]] = queue.Queue()
         self._leaving = threading.Event()
         self._left = False
@@ -127,11 +128,12 @@ class Heartbeat:
 
     def silent(self, seconds: float) -> list[int]:
         """The ranks without a new heartbeat for over `seconds` when this rank last read the store."""
-        return sorted(rank for rank, last in self._last.items() if self._read_at - last.at > seconds)
+        begins = {rank: self._last[rank].at if rank in self._last else self._begin for rank in range(self._world)}
+        return [rank for rank, heard in begins.items() if self._read_at - heard > seconds]
 
     def likely_cause(self) -> str:
         """A sentence about the missing heartbeat that explains a failed collective; empty when all ranks are alive."""
-        return self._missing(2 * self._interval, self._last)
+        return self._missing(2 * self._interval, range(self._world))
 
     def loss(self) -> str:
         """The message that a rank is lost, with every rank's last heartbeat; empty while no rank is lost.
@@ -139,7 +141,7 @@ class Heartbeat:
         A rank is lost after `LOST_BEATS` missed heartbeats, unless it had finished, or after `patience_s` if that is
         shorter.
         """
-        working = [rank for rank, last in self._last.items() if not last.left]
+        working = [rank for rank in range(self._world) if rank not in self._last or not self._last[rank].left]
         cause = self._missing(min(self._patience_s, LOST_BEATS * self._interval), working)
         return str(self._failure(cause)) if cause else ""
 
@@ -169,7 +171,9 @@ class Heartbeat:
             age = f"{max(now - self._last[rank].at for rank in ranks):.0f} s"
             heard = f"silent for {age}" if quiet else f"{age} ago"
             descriptions.append(f"{rank_list(ranks)} ({node}): {doing}{'' if ranks == [self._rank] else f', {heard}'}")
-        return "; ".join(descriptions) or "no rank"
+        if never := [rank for rank in range(self._world) if rank not in self._last]:
+            descriptions.append(f"{rank_list(never)}: never heard")
+        return "; ".join(descriptions)
 
     def _failure(self, cause: str) -> CollectiveFailure:
         return CollectiveFailure(

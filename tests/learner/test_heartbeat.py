@@ -96,6 +96,18 @@ def test_a_rank_that_falls_silent_is_named_with_what_it_did_last(tmp_path: Path,
     first.leave()
 
 
+def test_a_rank_that_stops_before_its_first_heartbeat_is_not_waited_for(tmp_path: Path, clock: Clock) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    lonely = Heartbeat(store, 0, 3, "node 0", PATIENCE_S)
+    clock.tick(INTERVAL_S, lonely)
+    assert lonely.loss() == "", "it may still come"
+    sentence = r"no heartbeat from ranks 1-2 for 10 s; last heard: rank 0 \(node 0\): start; ranks 1-2: never heard"
+    with pytest.raises(CollectiveFailure, match=sentence):
+        lonely.barrier(lambda: clock.tick(2 * PATIENCE_S, lonely))
+    assert "no heartbeat from ranks 1-2" in lonely.loss(), "nor in CUDA"
+    lonely.leave()
+
+
 def watched(directory: Path, clock: Clock, lost: queue.Queue[str]) -> tuple[Heartbeat, Heartbeat]:
     first, second = two(directory, lost.put)
     first.note("update 7")
