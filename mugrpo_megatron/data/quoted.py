@@ -7,7 +7,9 @@ marks what must not become a token; after it, `encode_quoting` tokenizes the tex
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from functools import lru_cache
+from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,6 +19,8 @@ CONTROL = re.compile(r"<[|｜].+[|｜]>")
 """Matches control tokens, also those that a tokenizer does not declare special, such as the turns of DeepSeek-R1's."""
 MARK = "\ufdd0"
 """A character that no text has (a noncharacter of Unicode). It is put after the first character of a quoted token."""
+MOST_BRANCHES = 16
+"""Most branches inside each other in a regular expression; Python's parser of expressions is recursive."""
 
 
 def mark_special(value: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
@@ -65,20 +69,37 @@ def _characters(name: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 @lru_cache(maxsize=8)
 def _special(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, _names(tokenizer))) or r"(?!)")
+    return re.compile(any_of(_names(tokenizer)))
 
 
 @lru_cache(maxsize=8)
 def _marked(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    return re.compile(f"({'|'.join(re.escape(name[0] + MARK + name[1:]) for name in _names(tokenizer)) or '(?!)'})")
+    return re.compile(f"({any_of([name[0] + MARK + name[1:] for name in _names(tokenizer)])})")
+
+
+def any_of(texts: Collection[str], depth: int = MOST_BRANCHES) -> str:
+    """A regular expression that matches the longest of `texts` at a place; nothing if there are none.
+
+    Texts share what they begin with. A list of alternatives would try each of them at each `<`, and a tokenizer may
+    have a thousand control tokens: a million `<` would take seconds.
+    """
+    if depth == 0 or not texts:
+        return "|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)"
+    branches = []
+    for _, group in groupby(sorted(set(texts)), key=lambda text: text[:1]):
+        alike = list(group)
+        pairs = takewhile(lambda pair: pair[0] == pair[1], zip(alike[0], alike[-1], strict=False))
+        begin = "".join(character for character, _ in pairs)  # in order, so all of them begin as the first and the last
+        rest = [text[len(begin) :] for text in alike]
+        branches.append(re.escape(begin) + (f"(?:{any_of(rest, depth - 1)})" if len(rest) > 1 else ""))
+    return "|".join(reversed(branches))  # an empty text comes first in the order, and has to be tried last
 
 
 def _names(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Texts of the tokenizer's control tokens, longest first; tokens of a single character are left out."""
+    """Texts of the tokenizer's control tokens; tokens of a single character are left out."""
     added = [
         token.content
         for token in tokenizer.added_tokens_decoder.values()
         if token.special or CONTROL.fullmatch(token.content)
     ]
-    names = {*added, *map(str, tokenizer.all_special_tokens)}
-    return sorted((name for name in names if len(name) > 1), key=len, reverse=True)
+    return sorted({name for name in (*added, *map(str, tokenizer.all_special_tokens)) if len(name) > 1})
