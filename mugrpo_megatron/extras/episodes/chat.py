@@ -41,37 +41,57 @@ MOST_CALLS = 128
 """Most tool calls of a response that is parsed: for each, SGLang's parsers search all of the text behind it."""
 MOST_RENDERED = 2 * MOST_BYTES
 """Most bytes to which a template may render a request; templates may escape texts, or write them twice."""
+PIECE = 2
+"""Characters for each token of the longest context, of the pieces in which the tokens of a long text are counted."""
+CUT_TOKENS = 64
+"""Most tokens by which a text grows where it is cut into pieces."""
+SHOWN_CHARS = 100
+"""Most characters of a request's name that an error shows."""
 RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
 """Names of arguments of `apply_chat_template` that are not arguments of the template itself."""
+
+
+class TooLong(ValueError):
+    """Raised for a chat of more tokens than the longest context."""
 
 
 class Chat:
     """Renders chats and parses the model's messages with one tokenizer's template."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: Template, parser: str | None = None) -> None:
-        self._tokenizer, self._template, self._parser = tokenizer, template, parser
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, template: Template, longest: int, parser: str | None = None
+    ) -> None:
+        """`longest`: most tokens of a prompt with its response."""
+        self._tokenizer, self._template, self._longest, self._parser = tokenizer, template, longest, parser
         self._closing = str(tokenizer.eos_token)
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[Any], arguments: Mapping[str, Any]) -> list[int]:
-        """Token ids of a chat, up to where the model answers; `arguments` are the row's own for the template."""
-        return self._encode(self._render(messages, tools, arguments, is_prompt=True))
+    def rendered(self, messages: Sequence[Message], tools: Sequence[Any], arguments: Mapping[str, Any]) -> str:
+        """A chat as text, up to where the model answers; `arguments` are the row's own for the template.
+
+        Raises ValueError if the template refuses the chat.
+        """
+        return self._render(messages, tools, arguments, is_prompt=True)
+
+    def prompt(self, rendered: str) -> list[int]:
+        """Token ids of a rendered chat. Raises TooLong."""
+        return self._encode_if_short(rendered)
 
     def continuation(
         self,
-        messages: Sequence[Message],
+        rendered: str,
+        earlier: Sequence[Message],
         tools: Sequence[Any],
         arguments: Mapping[str, Any],
-        count: int,
         context: list[int],
     ) -> list[int] | None:
-        """Token ids of a chat that continues `context`: the tokens of its first `count` messages, the last one sampled.
+        """Token ids of a rendered chat that continues `context`: the tokens of its `earlier` messages, the last one
+        sampled.
 
         The ids begin with `context`. Returns None if the template renders those messages differently once further ones
-        follow. Raises ValueError if the template refuses the chat.
+        follow. Raises ValueError if the template refuses them, and TooLong.
         """
-        rendered = self._render(messages, tools, arguments, is_prompt=True)
-        earlier = self._render(messages[:count], tools, arguments, is_prompt=False)
-        last, closing, rest = earlier.rpartition(self._closing)
+        begin = self._render(earlier, tools, arguments, is_prompt=False)
+        last, closing, rest = begin.rpartition(self._closing)
         if not closing or rest.strip():
             raise ValueError(
                 f"the chat template does not end the assistant's turn with {self._closing!r}, the tokenizer's "
@@ -81,7 +101,7 @@ class Chat:
             return None
         # True if the model has sampled the token that closes its turn.
         closed = context[-1] == self._tokenizer.eos_token_id
-        return context + self._encode(rendered[len(last) + closed * len(closing) :])
+        return context + self._encode_if_short(rendered[len(last) + closed * len(closing) :])
 
     def _render(
         self, messages: Sequence[Message], tools: Sequence[Any], arguments: Mapping[str, Any], is_prompt: bool
@@ -131,10 +151,16 @@ class Chat:
 
     def check_arguments(self, arguments: Mapping[str, Any]) -> None:
         """Raise ValueError for an argument of a request that the chat template does not read."""
-        template = self._template.text or str(self._tokenizer.chat_template)
         for name in arguments:
-            if name in RESERVED or not re.search(rf"\b{re.escape(name)}\b", template):
-                raise ValueError(f"chat_template_kwargs.{name}: the chat template reads no such argument; leave it out")
+            if name in RESERVED or name not in self._words:
+                raise ValueError(
+                    f"chat_template_kwargs.{name[:SHOWN_CHARS]}: the chat template reads no such argument; leave it out"
+                )
+
+    @cached_property
+    def _words(self) -> set[str]:
+        """Words of the chat template, the names of its arguments among them."""
+        return set(re.findall(r"\w+", self._template.text or str(self._tokenizer.chat_template)))
 
     def count_special(self, texts: Iterable[str]) -> int:
         """Number of special tokens that texts spell out, each of which takes a token or more."""
@@ -152,6 +178,16 @@ class Chat:
         """Token ids of a text; if it begins with the tokens of `context`, only the rest is tokenized."""
         if context and text.startswith(shown := self.shown(context)):
             return context + self._encode(text[len(shown) :])
+        return self._encode(text)
+
+    def _encode_if_short(self, text: str) -> list[int]:
+        # A tokenizer may take seconds for a megabyte, for instance where it first writes a character as several. So the
+        # tokens of a long text are counted piece by piece, and no piece is read once there are too many.
+        size, tokens = PIECE * self._longest, 0
+        for begin in range(0, len(text), size) if len(text) > size else ():
+            tokens += max(0, len(self._encode(text[begin : begin + size])) - CUT_TOKENS)
+            if tokens > self._longest:
+                raise TooLong(f"the chat has more than {self._longest:,} tokens")
         return self._encode(text)
 
     def _encode(self, text: str) -> list[int]:

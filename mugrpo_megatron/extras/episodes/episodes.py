@@ -24,10 +24,10 @@ from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.engine.client import Engine, PromptSource
 from mugrpo_megatron.engine.wire import Request, SampledGroup, Sampling
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.extras.episodes.chat import Chat
+from mugrpo_megatron.extras.episodes.chat import Chat, TooLong
 from mugrpo_megatron.extras.episodes.endpoint import one_call_of
 from mugrpo_megatron.extras.episodes.processes import Asked, Attempt, EpisodeProcess, Group, Pool, worker_options
-from mugrpo_megatron.extras.episodes.request_size import MOST_BYTES, size_of, texts_in
+from mugrpo_megatron.extras.episodes.request_size import MOST_BYTES, MOST_VALUES, size_of, texts_in
 from mugrpo_megatron.extras.episodes.trajectory import Broken, Trajectory, continued
 from mugrpo_megatron.extras.episodes.turns import PROGRAM, sampling_settings
 from mugrpo_megatron.files.json_text import as_text
@@ -61,7 +61,8 @@ class Episodes:
         self._recipe, self._engine, self._section = recipe, engine, recipe.episodes
         self._tokenizer = load_tokenizer(recipe.model.directory)
         self._template = template_of(recipe.data)
-        self._chat = Chat(self._tokenizer, self._template, recipe.engine.extra.get("tool_call_parser"))
+        longest = recipe.data.max_prompt_tokens + recipe.longest_response
+        self._chat = Chat(self._tokenizer, self._template, longest, recipe.engine.extra.get("tool_call_parser"))
         limit = max(1, usable_cores() // 2 // engine.slot.local_engines)
         # The leader removes it, because a worker that is killed leaves its programs' files.
         self._scratch = Scratch("agent")
@@ -221,9 +222,15 @@ class Episodes:
         if not episode.in_engine:
             episode.waited_s += time.monotonic() - episode.answered_at
         room = 0
-        if episode.asked < self._section.turns and not self._too_long(episode, message):
-            trajectory, ids = self._continued(episode, message)
-            room = trajectory.limit - (len(ids) - len(trajectory.prompt or ids))
+        if episode.asked < self._section.turns:
+            try:
+                self._check_size(message)
+                trajectory, ids = self._continued(episode, message)
+                room = trajectory.limit - (len(ids) - len(trajectory.prompt or ids))
+            except TooLong:
+                if not episode.trajectories:
+                    most = self._recipe.data.max_prompt_tokens
+                    raise ValueError(f"its prompt is longer than data.max_prompt_tokens = {most}") from None
         if room < 1:
             self._end(process, episode, message)
             return
@@ -236,20 +243,17 @@ class Episodes:
         episode.asked += 1
         episode.in_engine += 1
 
-    def _too_long(self, episode: Attempt, message: Mapping[str, Any]) -> bool:
-        """Whether a request has too many bytes or special tokens to fit into the context.
-
-        Raises ValueError if it is the episode's first request, whose prompt is then too long.
-        """
+    def _check_size(self, message: Mapping[str, Any]) -> None:
+        """Raise TooLong for a request with too many bytes, values or special tokens to fit into the context."""
         given = [message.get(name) for name in ("messages", "tools", "arguments", "text")]
-        most = min(BYTES_A_TOKEN * self._longest, MOST_BYTES)
-        if size_of(given).bytes <= most and self._chat.count_special(texts_in(given)) <= self._longest:
-            return False
-        if not episode.trajectories:
-            raise ValueError(
-                f"its prompt is longer than data.max_prompt_tokens = {self._recipe.data.max_prompt_tokens}"
-            )
-        return True
+        # Twice, because the endpoint adds fields to the messages that it has counted.
+        size = size_of(given, most := 2 * MOST_VALUES)
+        if (
+            size.values > most
+            or size.bytes > min(BYTES_A_TOKEN * self._longest, MOST_BYTES)
+            or self._chat.count_special(texts_in(given)) > self._longest
+        ):
+            raise TooLong
 
     def _end(self, process: EpisodeProcess, episode: Attempt, message: Mapping[str, Any]) -> None:
         """End an episode at a limit. A program gets an error and may still write its result; a function is

@@ -140,11 +140,13 @@ def continued(
         for count in earlier.ends
         if count < len(messages) and _said(earlier.messages[:count]) == _said(messages[:count])
     ]
+    # Once: there may be as many earlier ends as the session has had turns.
+    rendered = chat.rendered(messages, tools, given)
     for count, continues, earlier in sorted(shared, key=lambda entry: entry[:2], reverse=True):
-        ids = chat.continuation(messages, tools, given, count, earlier.context[: earlier.ends[count]])
+        ids = chat.continuation(rendered, messages[:count], tools, given, earlier.context[: earlier.ends[count]])
         if ids is not None:
             return earlier if continues else None, ids
-    return None, chat.prompt(messages, tools, given)
+    return None, chat.prompt(rendered)
 
 
 def _said(messages: Sequence[Message]) -> list[Any]:

@@ -280,13 +280,14 @@ def test_a_tool_forges_no_turn(chat_recipe: Callable[..., Recipe]) -> None:
 
 
 def test_a_tools_description_forges_no_turn() -> None:
-    chat = Chat(TOKENIZER, Template("{{ tools | tojson }}"))
-    assert EOS not in chat.prompt([{"role": "user"}], [{"description": "<|im_end|>", "<|im_end|>": 1}], {})
+    chat = Chat(TOKENIZER, Template("{{ tools | tojson }}"), 1000)
+    tool = {"description": "<|im_end|>", "<|im_end|>": 1}
+    assert EOS not in chat.prompt(chat.rendered([{"role": "user"}], [tool], {}))
 
 
 def test_a_malformed_call_is_text_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     text = '<tool_call>\n{"name": "add", "arguments": {q}}\n</tool_call>'
-    message = Chat(TOKENIZER, Template(""), "qwen25").message(TOKENIZER.encode(text), [TOOL])
+    message = Chat(TOKENIZER, Template(""), 1000, "qwen25").message(TOKENIZER.encode(text), [TOOL])
     assert "tool_calls" not in message
     assert not caplog.records
 
