@@ -30,7 +30,7 @@ import numpy as np
 
 from mugrpo_megatron.engine import sglang_compat
 from mugrpo_megatron.engine.engine_group import Replicas
-from mugrpo_megatron.engine.process import SHARED_MEMORY, Channel, Message
+from mugrpo_megatron.engine.process import Channel, Message
 from mugrpo_megatron.engine.wire import (
     FINISH_REASONS,
     Reply,
@@ -43,6 +43,7 @@ from mugrpo_megatron.engine.wire import (
     sampling_seeds,
 )
 from mugrpo_megatron.files.durable import open_nofollow
+from mugrpo_megatron.files.scratch import SHARED_MEMORY
 
 # "__mp_main__" is the name of this module in a scheduler process that SGLang spawns, on CUDA.
 if __name__ in ("__main__", "__mp_main__"):

@@ -28,7 +28,7 @@ import mugrpo_megatron
 from mugrpo_megatron.engine.wire import Command, ReplyKind
 from mugrpo_megatron.errors import REFUSALS, EngineFailure, EngineStopped, UserError
 from mugrpo_megatron.files.durable import open_nofollow
-from mugrpo_megatron.files.scratch import SHORT_DIRECTORIES, SOCKET_PATH, Scratch
+from mugrpo_megatron.files.scratch import SHARED_MEMORY, SHORT_DIRECTORIES, SOCKET_PATH, Scratch
 
 HEADER = struct.Struct("!Q")
 """Format of a message's header: the length of the pickled message that follows."""
@@ -114,8 +114,6 @@ class Channel:
 
 
 LOG_TAIL_LINES = 15
-SHARED_MEMORY = "shared-memory"
-"""Name of the file in the scratch folder that lists SGLang's files in /dev/shm, a path on each line."""
 STARTING = "start"
 """Name of the operation that ends when the model is loaded; during it SGLang creates its files in /dev/shm."""
 PROBE_BYTES = 1 << 16
@@ -269,9 +267,6 @@ class HostProcess:
             time.sleep(0.01)
         self._channel.close()
         self._log_early_output()
-        with suppress(FileNotFoundError):  # SGLang has created none yet, or the guard has removed them
-            for name in (self._scratch / SHARED_MEMORY).read_text(encoding="utf-8").splitlines():
-                Path(name).unlink(missing_ok=True)
         self._folder.remove()
 
     def _log_early_output(self) -> None:
@@ -381,5 +376,5 @@ def _shared_memory(group: int) -> set[str]:
         with suppress(OSError):
             if os.getpgid(process) == group:
                 maps = Path(f"/proc/{process}/maps").read_text(encoding="utf-8", errors="replace")
-                files.update(re.findall(r"/dev/shm/(?:sgl_shm|sglang)_\S+", maps))
+                files.update(re.findall(r"/dev/shm/(?:(?:sgl_shm|sglang|psm)_|sem\.mp-)\S+", maps))
     return files

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -16,6 +17,12 @@ from contextlib import suppress
 from pathlib import Path
 
 PREFIX, MARK = "mugrpo-", ".mugrpo-scratch"
+SHARED_MEMORY = "shared-memory"
+"""File in a scratch directory with the paths in /dev/shm that its owner has created, one a line: they go with it."""
+OF_LIBRARIES = re.compile(r"/dev/shm/(?:(?:torch|sgl_shm|sglang|psm)_|sem\.mp-)[\w.-]+")
+"""Matches the paths in /dev/shm of torch, SGLang and multiprocessing. No other path is removed."""
+WITH_SHARED_MEMORY = ("engine", "weights")
+"""Kinds of scratch directories that may have a file SHARED_MEMORY: no program of others writes to these."""
 SOCKET_PATH = 107
 """Most bytes of a socket's path on Linux (unix(7))."""
 SHORT_DIRECTORIES = ("/tmp", "/var/tmp", "/dev/shm")
@@ -43,8 +50,8 @@ class Scratch:
             raise
 
     def remove(self) -> None:
-        """Remove the directory with all that is in it. Idempotent."""
-        remove_tree(self.path)
+        """Remove the directory with all that is in it, and the shared memory that it names. Idempotent."""
+        _remove_with_shared_memory(self.path)
         if self._lock >= 0:
             os.close(self._lock)
         self._lock = -1
@@ -70,9 +77,18 @@ def _remove_if_abandoned(path: Path) -> None:
         if os.fstat(directory).st_uid != os.geteuid() or not (path / MARK).is_file():
             return
         fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        remove_tree(path)
+        _remove_with_shared_memory(path)
     finally:
         os.close(directory)
+
+
+def _remove_with_shared_memory(path: Path) -> None:
+    if path.name.startswith(tuple(f"{PREFIX}{kind}-" for kind in WITH_SHARED_MEMORY)):
+        with suppress(OSError):  # its owner has created none
+            for name in (path / SHARED_MEMORY).read_text(encoding="utf-8").splitlines():
+                if OF_LIBRARIES.fullmatch(name):
+                    Path(name).unlink(missing_ok=True)
+    remove_tree(path)
 
 
 def remove_tree(directory: str | Path) -> None:

@@ -10,6 +10,7 @@ shared memory.
 
 from __future__ import annotations
 
+import atexit
 import io
 import os
 import shutil
@@ -17,9 +18,12 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -28,7 +32,8 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from mugrpo_megatron.errors import EngineFailure, UserError
-from mugrpo_megatron.files.scratch import SHORT_DIRECTORIES, SOCKET_PATH
+from mugrpo_megatron.files.scratch import SHARED_MEMORY as NAMES
+from mugrpo_megatron.files.scratch import SHORT_DIRECTORIES, SOCKET_PATH, Scratch
 from mugrpo_megatron.observe.environment import SHARED_MEMORY, SHARED_MEMORY_REMEDY
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.buckets import (
@@ -41,7 +46,7 @@ from mugrpo_megatron.weights.buckets import (
     quantised_bucket,
 )
 
-MANAGER_SOCKET = "/torch-shm-dir-XXXXXX/manager.sock"
+MANAGER_SOCKET = "/mugrpo-weights-xxxxxxxx/torch-shm-dir-XXXXXX/manager.sock"
 """Path, below TMPDIR, of the socket of torch's manager of shared memory (torch/lib/libshm/manager.cpp)."""
 
 
@@ -131,22 +136,40 @@ def build_weight_sync(
 
 
 def share_memory_by_name() -> None:
-    """Let torch share CPU memory by name, because the engine's host gets bytes, which cannot carry a file descriptor.
-
-    For that, torch starts a process, the manager, with a socket in TMPDIR. Where that path is too long for a socket,
-    the manager is started here with a shorter one.
-    """
+    """Let torch share CPU memory by name, because the engine's host gets bytes, which cannot carry a file
+    descriptor."""
     torch.multiprocessing.set_sharing_strategy("file_system")
-    if len(os.fsencode(tempfile.gettempdir())) + len(MANAGER_SOCKET) <= SOCKET_PATH:
-        return
+    _sharing_folder()
+
+
+@cache
+def _sharing_folder() -> Path:
+    """Start this process's manager of shared memory, with its socket in a folder whose path is short enough for one.
+
+    The manager removes shared memory once this process is dead. If both are killed together, as by a job scheduler,
+    a later start removes it: the folder has the names.
+    """
+    fits = len(os.fsencode(tempfile.gettempdir())) + len(MANAGER_SOCKET) <= SOCKET_PATH
+    parent = None if fits else next((path for path in SHORT_DIRECTORIES if os.access(path, os.W_OK)), "/tmp")
+    folder, owner = Scratch("weights", parent=parent), os.getpid()
+    atexit.register(lambda: folder.remove() if os.getpid() == owner else None)
     given = os.environ.get("TMPDIR")
-    os.environ["TMPDIR"] = next((path for path in SHORT_DIRECTORIES if os.access(path, os.W_OK)), "/tmp")
+    os.environ["TMPDIR"] = str(folder.path)
     try:
         torch.empty(1).share_memory_()
     finally:
         os.environ.pop("TMPDIR")
         if given is not None:
             os.environ["TMPDIR"] = given
+    return folder.path
+
+
+@cache
+def _note_shared(name: str) -> None:
+    """Write the name of shared memory into this process's folder."""
+    # On a full disk the name is not noted, and only torch's manager removes the memory.
+    with suppress(OSError), (_sharing_folder() / NAMES).open("a", encoding="utf-8") as file:
+        file.write(f"{SHARED_MEMORY}{name}\n")
 
 
 def sync(weight_sync: WeightSync, engine: WeightReceiver | None, version: int) -> SyncStats:
@@ -249,6 +272,8 @@ def serialize(bucket: Bucket, flat: torch.Tensor) -> bytes:
         if "shared memory" in str(error):
             raise _no_shared_memory(flat.nbytes) from error
         raise
+    if not flat.is_cuda and torch.multiprocessing.get_sharing_strategy() == "file_system":
+        _note_shared(flat.untyped_storage()._share_filename_cpu_()[1].decode())
     return pickled.getvalue()
 
 

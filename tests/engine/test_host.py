@@ -23,8 +23,9 @@ import pytest
 from mugrpo_megatron.engine import host
 from mugrpo_megatron.engine.engine_group import Replicas
 from mugrpo_megatron.engine.host import GenerateCommand, Host, first_cause, start_guard
-from mugrpo_megatron.engine.process import SHARED_MEMORY, Channel
+from mugrpo_megatron.engine.process import Channel
 from mugrpo_megatron.engine.wire import Request, Sampling, sampling_seeds
+from mugrpo_megatron.files.scratch import SHARED_MEMORY
 from mugrpo_megatron.samples import Response
 from tests.engine.stub import StubEngine, record_commands
 from tests.engine.tiny import group_processes

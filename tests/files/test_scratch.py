@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mugrpo_megatron.files.scratch import MARK, Scratch, remove_abandoned
+from mugrpo_megatron.files.scratch import MARK, SHARED_MEMORY, Scratch, remove_abandoned
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +44,25 @@ def test_others_files_stay(temporary: Path) -> None:
         remove_abandoned(temporary)
         assert sorted(temporary.iterdir()) == before
         assert (elsewhere / MARK).exists()
+
+
+@pytest.mark.parametrize(("kind", "stays"), [("weights", False), ("engine", False), ("program", True)])
+def test_shared_memory_goes_with_the_folder_that_names_it(temporary: Path, kind: str, stays: bool) -> None:
+    """Only what libraries create there, and only from a folder that no program of others writes to."""
+    mine = [Path(f"/dev/shm/{name}_{os.getpid()}_{kind}") for name in ("torch", "psm")]
+    others = [temporary / "torch_1", Path(f"/dev/shm/mine_{os.getpid()}_{kind}")]
+    traps = ["/dev/shm/torch_/../mine", "/dev/shm/torch_nosuch", "", f"/dev/shm/../..{temporary}/torch_1", "\0"]
+    scratch = Scratch(kind)
+    try:
+        for path in (*mine, *others):
+            path.touch()
+        (scratch.path / SHARED_MEMORY).write_text("\n".join(map(str, [*others, *traps, *mine])), encoding="utf-8")
+        scratch.remove()
+        assert [path.exists() for path in mine] == [stays, stays]
+        assert all(path.exists() for path in others)
+    finally:
+        for path in (*mine, *others):
+            path.unlink(missing_ok=True)
 
 
 @pytest.mark.process

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from mugrpo_megatron.files.scratch import SOCKET_PATH
+from mugrpo_megatron.files.scratch import SHARED_MEMORY, SOCKET_PATH, remove_abandoned
 from mugrpo_megatron.weights.sync import MANAGER_SOCKET
 
 SHARE = """
@@ -40,3 +41,38 @@ def test_memory_is_shared_by_name_whatever_the_length_of_tmpdir(length: int, tmp
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(directory) == fits
+    assert not os.listdir(directory), "it is removed at the end"
+
+
+BUCKET = """
+import signal, torch
+from types import SimpleNamespace
+from mugrpo_megatron.weights.sync import serialize, share_memory_by_name
+share_memory_by_name()
+bucket = SimpleNamespace(slots=[SimpleNamespace(name="w", view=lambda flat: flat)])
+flats = [torch.zeros(size, dtype=torch.uint8) for size in (1000, 2000)]
+for flat in flats * 2:
+    serialize(bucket, flat)
+print("shared", flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.process
+def test_a_start_removes_what_a_process_shared_that_was_killed_with_its_manager(tmp_path: Path) -> None:
+    """A job scheduler kills all processes at once, so torch's manager removes nothing."""
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", BUCKET], env=environment, stdout=subprocess.PIPE, start_new_session=True
+    ) as process:
+        assert process.stdout
+        assert process.stdout.readline() == b"shared\n"
+        [folder] = tmp_path.iterdir()
+        shared = [Path(name) for name in (folder / SHARED_MEMORY).read_text(encoding="utf-8").splitlines()]
+        remove_abandoned(tmp_path)
+        assert [path.stat().st_size > 0 for path in shared] == [True, True], "its owner is alive"
+        os.killpg(process.pid, signal.SIGKILL)
+    assert all(path.exists() for path in shared)
+    remove_abandoned(tmp_path)
+    assert not any(path.exists() for path in shared)
+    assert not list(tmp_path.iterdir())
