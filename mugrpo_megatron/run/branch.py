@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.checkpoint_state import STATE, read_state
-from mugrpo_megatron.files.durable import digest, durable_directory
+from mugrpo_megatron.files.durable import digest, durable_directory, full_disk_as_user_error
 from mugrpo_megatron.observe.log import FILE_NAME
 from mugrpo_megatron.recipe import Recipe, load_recipe
 from mugrpo_megatron.recipe.sections import ScheduleSection
@@ -179,8 +179,14 @@ def _link(source: Path, target: Path, key: str, skipped: Sequence[str] = ()) -> 
         raise UserError(f"{target} exists and is not what {source} holds; move it away, or choose another run.dir")
     ignored = shutil.ignore_patterns("*.partial", *skipped)  # another process may be writing
     with durable_directory(target, replace=False) as partial:
+
+        def copy(one: str, other: str) -> None:
+            # A UserError: `copytree` makes one text of all errors of the system.
+            with full_disk_as_user_error(target / Path(other).relative_to(partial)):
+                link_or_copy(one, other)
+
         try:
-            shutil.copytree(source, partial, copy_function=link_or_copy, ignore=ignored, dirs_exist_ok=True)
+            shutil.copytree(source, partial, copy_function=copy, ignore=ignored, dirs_exist_ok=True)
         except shutil.Error as error:
             raise UserError(
                 f"{source} cannot be copied ({error.args[0][0][2]}); if its run is still in progress, wait until it "

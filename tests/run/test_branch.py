@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.errors import NO_ROOM, UserError
 from mugrpo_megatron.run.branch import branch
 from mugrpo_megatron.run.checkpoints import newest_cursor
 from mugrpo_megatron.run.cursor import Cursor
@@ -32,6 +32,31 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 STAGE, START = "stages/00001", "checkpoints/stage00001-age00000"
+
+
+@pytest.mark.parametrize("number", NO_ROOM)
+def test_a_full_disk_is_no_fault_of_the_source(
+    number: int, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`shutil.copytree` keeps no number of an error; the branch is made once there is room."""
+
+    def link(*_: object, **__: object) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    def copy(source: str, target: str) -> None:
+        raise OSError(number, os.strerror(number), target)
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "link", link)
+        full.setattr(shutil, "copy2", copy)
+        with pytest.raises(UserError) as failure:
+            branch(recipe(tmp_path / "b"), source, 1)
+    sentence = "is larger than a file may be" if number == errno.EFBIG else "no space left for"
+    assert sentence in str(failure.value)
+    assert "partial" not in str(failure.value), "the file has its own name"
+    assert not list((tmp_path / "b").rglob("*.partial"))
+    branch(recipe(tmp_path / "b"), source, 1)
+    assert newest_cursor(tmp_path / "b" / "checkpoints") == Cursor(1, 0, 2)
 
 
 @pytest.mark.parametrize("links", [True, False])

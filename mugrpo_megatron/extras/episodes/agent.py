@@ -96,8 +96,11 @@ class Agent:
         self._endpoint.sessions[session.id] = session
         try:
             row = problem.row or {"id": problem.id, "question": problem.question, "answer": problem.gold}
-            (directory / ROW).write_text(as_text({**row, "messages": model.messages}), encoding="utf-8")
-            (directory / SCRATCH).mkdir()
+            try:
+                (directory / ROW).write_text(as_text({**row, "messages": model.messages}), encoding="utf-8")
+                (directory / SCRATCH).mkdir()
+            except OSError as error:
+                raise ProgramFailure(f"its row cannot be written to {self._directory} ({error.strerror})") from None
             code = await self._run(directory, session)
             if session.limit is not None:
                 return _cut_result(directory / OUTPUT, code)
