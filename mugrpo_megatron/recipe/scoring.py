@@ -34,8 +34,8 @@ FUNCTION_NAME = re.compile(r"[A-Za-z0-9_-]+")
 """Matches the name of a reward function, which is a part of metrics' names."""
 OVERLONG = "overlong"
 """Name of the length penalty, which is subtracted from the functions' reward."""
-RESERVED_NAMES = (OVERLONG, MEAN)
-"""Names that no reward function may have."""
+RESERVED_NAMES = (OVERLONG, MEAN, "group")
+"""Names that no reward function may have; its part `unscored` would be `samples.UNSCORED` if it were named group."""
 MIN_WORKER_MB = 64
 """Least address space that a worker may have; Python itself takes about 40 MB."""
 

@@ -300,7 +300,7 @@ def verdict_of(returned: Any, name: str, may_skip: bool) -> Verdict:
             f"{name} returned a dict without 'score'; it has {', '.join(map(repr, returned))[:EXCERPT_CHARS]}"
         )
     parts = {
-        re.sub(r"[^A-Za-z0-9_-]", "_", str(entry)[:PART_CHARS]): float(value)
+        re.sub(r"[^A-Za-z0-9_-]", "_", str(entry)[:PART_CHARS]): _as_float(value)
         for entry, value in returned.items()
         if entry != key and not isinstance(value, str | bytes) and hasattr(value, "__float__")
     }
@@ -316,10 +316,21 @@ def _number(returned: Any, name: str) -> float:
             "; only a function of several responses returns None, where it does not apply" if returned is None else ""
         )
         raise TypeError(f"{name} returned {_excerpt(returned)}, a {type(returned).__name__} and not a number{none}")
-    reward = float(returned)
+    try:
+        reward = float(returned)
+    except OverflowError:  # an integer of more than 308 digits
+        reward = math.inf
     if not fits_float32(reward):
         raise ValueError(f"{name} returned {reward}, which is not a finite number in float32")
     return reward
+
+
+def _as_float(value: Any) -> float:
+    """A part of a function's result as a number; NaN if it is none, such as an array or an integer of 400 digits."""
+    try:
+        return float(value)
+    except (OverflowError, TypeError, ValueError):
+        return math.nan
 
 
 def _excerpt(value: Any) -> str:

@@ -24,6 +24,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import dump_recipe, load_recipe
 from mugrpo_megatron.recipe.functions import ForeignFailure, call_foreign, check_function, load_function
 from mugrpo_megatron.recipe.scoring import RewardSection
+from mugrpo_megatron.samples import UNSCORED
 
 MODULE = """
 raise SystemExit("this module was run")
@@ -262,7 +263,8 @@ def test_functions_replace_an_inherited_function_and_one_function_inherited_func
     [
         ({"function": "my:own", "functions": {"a": {"function": "math"}}}, "both set"),
         ({"functions": {"a b": {"function": "math"}}}, "letters, digits"),
-        ({"functions": {"overlong": {"function": "math"}}}, "not overlong, mean"),
+        ({"functions": {"overlong": {"function": "math"}}}, "not overlong, mean, group"),
+        ({"functions": {UNSCORED.partition(".")[0]: {"function": "math"}}}, "not overlong, mean, group"),
         ({"functions": {"a": {"function": "math", "weight": 0}}}, "every weight is 0"),
         ({"functions": {"a": {"weight": 1}}}, "Field required"),
         ({"functions": {"a": {"function": ""}}}, "at least 1 character"),
