@@ -40,6 +40,7 @@ from mugrpo_megatron.files.hf_config import (
     CONFIG,
     ModelConfig,
     check_tokenizer,
+    check_weight_files,
     check_weights,
     read_config,
     read_model_config,
@@ -131,6 +132,7 @@ def check_on_paper(recipe: Recipe, say: Say) -> None:
         shape = architecture(config, source)
         if directory.exists():
             check_vocabulary(directory, shape.vocab_size)
+            check_weight_files(directory)
         _say_model(shape, source, say)
         world = int(os.environ.get("WORLD_SIZE", "0")) or fewest_ranks(recipe.parallel)
         check_layout(recipe, config, world)
@@ -273,6 +275,7 @@ def _with_model_config(
     config = read_model_config(directory)
     shape = architecture(config, str(directory / CONFIG))
     _say_model(shape, str(directory), say)
+    check_weight_files(directory)
     check_tokenizer(directory)
     check_vocabulary(directory, shape.vocab_size)
     return recipe, config, shape

@@ -15,6 +15,7 @@ from typing_extensions import TypedDict
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.json_text import read_json
+from mugrpo_megatron.files.weight_file import open_weights
 
 CONFIG = "config.json"
 MAX_ERRORS = 3
@@ -201,6 +202,16 @@ def check_weights(directory: Path, key: str) -> None:
         raise UserError(
             f"{key} = {directory}: holds no *.safetensors weights, and no other format is loaded: convert them"
         )
+
+
+def check_weight_files(directory: Path) -> None:
+    """Raise UserError for a file of weights that is damaged or cut short: reads the header of each.
+
+    Names and shapes are compared with the config when the weights are loaded.
+    """
+    for path in sorted(directory.glob("model*.safetensors")):
+        with open_weights(path):
+            pass
 
 
 def check_tokenizer(directory: Path) -> None:

@@ -5,20 +5,18 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import durable_file, write_json
 from mugrpo_megatron.files.json_text import file_inside, read_json
 from mugrpo_megatron.files.tensors import raw_bytes
+from mugrpo_megatron.files.weight_file import open_weights
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.table import entries
 
@@ -153,7 +151,7 @@ def scan(directory: Path, needed: Callable[[str], bool]) -> HFCheckpoint:
     dtypes: dict[str, torch.dtype] = {}
     for name in names:
         path = file_inside(index_path, name)
-        with _opened(path) as opened:
+        with open_weights(path, "pt") as opened:
             for tensor in opened.keys():  # noqa: SIM118  a safetensors handle is not a mapping
                 if tensor in files:
                     raise UserError(
@@ -191,18 +189,6 @@ def _places(path: Path) -> dict[str, tuple[int, list[int]]]:
         header = json.loads(file.read(size))
     header.pop("__metadata__", None)
     return {name: (8 + size + entry["data_offsets"][0], entry["shape"]) for name, entry in header.items()}
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """Open a safetensors file; UserError when it is damaged or cannot be read."""
-    try:
-        with safe_open(path, framework="pt") as opened:
-            yield opened
-    except SafetensorError as error:
-        raise UserError(f"{path} is truncated or not a safetensors file ({error}); download it again") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror or error})") from None
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from checkpoints_convert import hf_to_megatron
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.weights.families import read_architecture
 from mugrpo_megatron.weights.safetensors_dir import open_checkpoint
-from tests.hostile.outcome import refused
+from tests.hostile.outcome import dry_run, refused
 from tests.tiny import save_model, write_recipe
 
 Header = dict[str, Any]
@@ -100,6 +100,18 @@ def test_a_length_of_the_header_that_lies_is_refused(
     path = copy / "model.safetensors"
     path.write_bytes(length.to_bytes(8, "little") + path.read_bytes()[8:])
     check_refused(copy, tmp_path, capsys)
+
+
+@pytest.mark.parametrize("kept", [-1, 1000, 4, 0])
+def test_a_file_that_was_not_downloaded_to_its_end_is_found_by_a_dry_run(
+    kept: int, model: Path, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(model, tmp_path / "copy"))
+    recipe = write_recipe(tmp_path / "recipe.toml", copy, tmp_path / "run")
+    dry_run(recipe)
+    path = copy / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:kept])
+    refused("train", recipe, "--dry-run", says=f"{path} is truncated or not a safetensors file")
 
 
 OPENED: list[str] = []
