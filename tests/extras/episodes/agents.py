@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -108,6 +109,13 @@ def other_session(row: dict[str, Any]) -> bool:
     base, _, session = os.environ["OPENAI_BASE_URL"].removesuffix("/v1").rpartition("/")
     other = f"{base}/{'0' * len(session)}/v1"
     return refused(post({}, base=other), "invalid_api_key", "key is not") and bool(says(row))
+
+
+def another_address(row: dict[str, Any]) -> bool:
+    """The endpoint listens at 127.0.0.1 alone, not at all addresses of the machine, of which 127.0.0.2 is one."""
+    with socket.socket() as other:
+        port = urlsplit(os.environ["OPENAI_BASE_URL"]).port
+        return other.connect_ex(("127.0.0.2", port)) == errno.ECONNREFUSED and bool(says(row))
 
 
 def huge_body(row: dict[str, Any]) -> bool:
@@ -270,6 +278,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         ),
         "",
     ),
+    "another address": (another_address, ""),
     "huge body": (huge_body, ""),
     "half a request": (half_a_request, ""),
     "wrong shapes": (wrong_shapes, ""),

@@ -17,7 +17,7 @@ from mugrpo_megatron.engine.client import PromptSource
 from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.episodes.calculator_client import TOOL
-from mugrpo_megatron.extras.episodes.chat import Chat
+from mugrpo_megatron.extras.episodes.chat import MOST_CALLS, Chat
 from mugrpo_megatron.extras.episodes.episodes import Episodes
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.samples import Problem, Prompt
@@ -290,6 +290,14 @@ def test_a_malformed_call_is_text_and_not_logged(caplog: pytest.LogCaptureFixtur
     message = Chat(TOKENIZER, Template(""), 1000, "qwen25").message(TOKENIZER.encode(text), [TOOL])
     assert "tool_calls" not in message
     assert not caplog.records
+
+
+@pytest.mark.parametrize("number", [MOST_CALLS, MOST_CALLS + 1])
+def test_a_response_of_more_calls_than_are_parsed_is_text(number: int) -> None:
+    calls = '<tool_call>\n{"name": "add", "arguments": {"terms": "1"}}\n</tool_call>\n' * number
+    message = Chat(TOKENIZER, Template(""), 1000, "qwen25").message(TOKENIZER.encode(calls), [TOOL])
+    assert len(message.get("tool_calls", ())) == (number if number == MOST_CALLS else 0)
+    assert message["content"].count("<tool_call>") == (0 if number == MOST_CALLS else number)
 
 
 def test_a_failed_episode_is_begun_again_and_dropped_with_its_groups_share(model: Path) -> None:
