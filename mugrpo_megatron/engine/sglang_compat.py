@@ -123,7 +123,16 @@ def tool_parser(tools: Sequence[Any], name: str) -> Any:
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
     logging.getLogger("sglang.srt.function_call").setLevel(logging.CRITICAL)  # this logger prints the model's output
-    return FunctionCallParser([Tool.model_validate(tool) for tool in tools], name)
+    return FunctionCallParser([Tool.model_validate(_read_by_parsers(tool)) for tool in tools], name)
+
+
+def _read_by_parsers(tool: Any) -> Any:
+    """A tool's name and parameters. Parsers read no more, and `Tool` would refuse a description of another type, after
+    the answer was sampled."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict):
+        return tool
+    return {"type": "function", "function": {key: function[key] for key in ("name", "parameters") if key in function}}
 
 
 def gather_on_first_rank(value: Any) -> list[Any] | None:

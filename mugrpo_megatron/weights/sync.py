@@ -10,7 +10,6 @@ shared memory.
 
 from __future__ import annotations
 
-import atexit
 import io
 import os
 import shutil
@@ -23,6 +22,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from multiprocessing.reduction import ForkingPickler
+from multiprocessing.util import Finalize
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -151,8 +151,8 @@ def _sharing_folder() -> Path:
     """
     fits = len(os.fsencode(tempfile.gettempdir())) + len(MANAGER_SOCKET) <= SOCKET_PATH
     parent = None if fits else next((path for path in SHORT_DIRECTORIES if os.access(path, os.W_OK)), "/tmp")
-    folder, owner = Scratch("weights", parent=parent), os.getpid()
-    atexit.register(lambda: folder.remove() if os.getpid() == owner else None)
+    folder = Scratch("weights", parent=parent)
+    Finalize(None, folder.remove, exitpriority=0)  # unlike atexit's functions not in forks, and at the end of a child
     given = os.environ.get("TMPDIR")
     os.environ["TMPDIR"] = str(folder.path)
     try:

@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -58,21 +60,29 @@ signal.pause()
 """
 
 
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A directory in which a socket's path is short enough."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        yield Path(directory)
+
+
 @pytest.mark.process
-def test_a_start_removes_what_a_process_shared_that_was_killed_with_its_manager(tmp_path: Path) -> None:
+def test_a_start_removes_what_a_process_shared_that_was_killed_with_its_manager(short: Path) -> None:
     """A job scheduler kills all processes at once, so torch's manager removes nothing."""
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    with subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", BUCKET], env=environment, stdout=subprocess.PIPE, start_new_session=True
-    ) as process:
-        assert process.stdout
-        assert process.stdout.readline() == b"shared\n"
-        [folder] = tmp_path.iterdir()
-        shared = [Path(name) for name in (folder / SHARED_MEMORY).read_text(encoding="utf-8").splitlines()]
-        remove_abandoned(tmp_path)
-        assert [path.stat().st_size > 0 for path in shared] == [True, True], "its owner is alive"
-        os.killpg(process.pid, signal.SIGKILL)
+    environment = {**os.environ, "TMPDIR": str(short)}
+    words = [sys.executable, "-W", "ignore", "-c", BUCKET]
+    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, start_new_session=True) as process:
+        try:
+            assert process.stdout
+            assert process.stdout.readline() == b"shared\n"
+            [folder] = short.iterdir()
+            shared = [Path(name) for name in (folder / SHARED_MEMORY).read_text(encoding="utf-8").splitlines()]
+            remove_abandoned(short)
+            assert [path.stat().st_size > 0 for path in shared] == [True, True], "its owner is alive"
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
     assert all(path.exists() for path in shared)
-    remove_abandoned(tmp_path)
+    remove_abandoned(short)
     assert not any(path.exists() for path in shared)
-    assert not list(tmp_path.iterdir())
+    assert not list(short.iterdir())

@@ -11,12 +11,13 @@ import asyncio
 import json
 import math
 import os
+import resource
 import signal
 import socket
 import stat
 import tempfile
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.reduction import send_handle
 from pathlib import Path
@@ -55,6 +56,10 @@ class Agent:
     def __init__(self, options: Mapping[str, Any], endpoint: Endpoint | None = None) -> None:
         """Load the program, and open the endpoint's socket. Raises UserError where it cannot be loaded."""
         self._options, self._args = options, options["args"]
+        # Each program may hold as many connections as it may have files: others must not find the endpoint full.
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        with suppress(OSError, ValueError):  # the system allows less than it says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._launcher = self._launched()
         self._replacing = asyncio.Lock()
         self._endpoint = endpoint or Endpoint()

@@ -45,6 +45,8 @@ PIECE = 2
 """Characters for each token of the longest context, of the pieces in which the tokens of a long text are counted."""
 CUT_TOKENS = 64
 """Most tokens by which a text grows where it is cut into pieces."""
+REFUSAL_CHARS = 300
+"""Most characters of a chat template's own error that a program reads."""
 SHOWN_CHARS = 100
 """Most characters of a request's name that an error shows."""
 RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
@@ -112,7 +114,8 @@ class Chat:
                 chat = [dict(message) for message in messages]
                 return apply_template(chat, self._tokenizer, self._template, given, is_prompt)
         except (Exception, TookTooLong) as error:
-            raise ValueError(f"the chat template refuses the messages ({str(error) or type(error).__name__})") from None
+            why = str(error)[:REFUSAL_CHARS] or type(error).__name__
+            raise ValueError(f"the chat template refuses the messages ({why})") from None
 
     def message(self, ids: Sequence[int], tools: Sequence[Any]) -> dict[str, Any]:
         """Parse sampled ids as the assistant's message, with `tool_calls` if it makes any."""

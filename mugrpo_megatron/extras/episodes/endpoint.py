@@ -171,7 +171,7 @@ class Endpoint:
         method, path = scope["method"], scope["path"].split("/", 3)[3]
         known = {"v1/models": "GET", f"v1/models/{MODEL}": "GET", "v1/chat/completions": "POST"}
         if path not in known:
-            raise Refused(f"there is no {scope['path']}; use chat.completions and models", 404, "not_found")
+            raise Refused(f"there is no {_short(scope['path'])}; use chat.completions and models", 404, "not_found")
         if method != known[path]:
             raise Refused(f"{method} is not allowed on /{path}; use {known[path]}", 405, "method_not_allowed")
         if method == "GET":
@@ -335,7 +335,8 @@ def _check_settings(body: Mapping[str, Any], sampling: Mapping[str, tuple[float,
             if value not in NEUTRAL[name]:
                 raise Refused(f"{name} = {_short(value)} is not supported; leave it out", param=name)
         elif name not in USED and name not in WITHOUT_EFFECT:
-            raise Refused(f"{name} is not supported, and nothing would read it; leave it out", param=name)
+            key = _short(name)
+            raise Refused(f"{key} is not supported, and nothing would read it; leave it out", param=key)
     for name in ("stream", "parallel_tool_calls"):
         if not isinstance(body.get(name, False), bool):
             raise Refused(f"{name} = {_short(body[name])} is neither true nor false", param=name)

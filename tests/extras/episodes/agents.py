@@ -197,6 +197,14 @@ def abandons(row: dict[str, Any]) -> None:
     os._exit(0)
 
 
+def holds_connections(row: dict[str, Any]) -> bool:
+    """Opens more connections than a process usually may, sends nothing on them, and asks."""
+    address = urlsplit(os.environ["OPENAI_BASE_URL"])
+    for _ in range(400):
+        OPEN.append(socket.create_connection((str(address.hostname), int(address.port or 0))))
+    return bool(says(row))
+
+
 def kills_the_launcher(row: dict[str, Any]) -> bool:
     """Ends the process that starts programs, the first time that it plays this row."""
     once = Path(row["once"])

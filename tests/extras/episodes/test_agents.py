@@ -143,6 +143,17 @@ def resident(process: psutil.Process) -> float:
     return float(process.memory_info().rss / 1e6)
 
 
+def test_connections_that_a_program_holds_leave_the_endpoint_open(agent_recipe: Callable[..., Recipe]) -> None:
+    """Of 256 descriptors, which this process may raise, it would take all."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    try:
+        [response] = played(agent_recipe("holds_connections"), lambda context: "a", ["1"], n=1)["1"]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert (response.episode.failed, response.episode.reward) == (False, 1.0), response.episode.why
+
+
 def test_a_launcher_that_dies_is_started_again(agent_recipe: Callable[..., Recipe], tmp_path: Path) -> None:
     """The programs that die with it are begun again, and those after it find a new one."""
     recipe = agent_recipe("kills_the_launcher", programs=2)

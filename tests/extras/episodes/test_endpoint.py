@@ -359,7 +359,7 @@ def hostile(draw: random.Random) -> bytes:
     message = {"role": draw.choice(["user", "assistant", "tool", "king"]), "content": value(), "tool_calls": [call]}
     body: dict[str, Any] = {"messages": draw.choice([CHAT, [*CHAT, message], CHAT * many])}
     for _ in range(draw.randrange(4)):
-        body[draw.choice([*USED, *NEUTRAL, *WITHOUT_EFFECT, "temperature", text[:20], "functions"])] = value()
+        body[draw.choice([*USED, *NEUTRAL, *WITHOUT_EFFECT, "temperature", text, "functions"])] = value()
     raw = json.dumps(body, ensure_ascii=draw.random() < 0.5).encode()
     match draw.randrange(8):
         case 0:

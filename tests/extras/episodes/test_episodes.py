@@ -285,6 +285,13 @@ def test_a_tools_description_forges_no_turn() -> None:
     assert EOS not in chat.prompt(chat.rendered([{"role": "user"}], [tool], {}))
 
 
+def test_calls_are_parsed_whatever_else_a_tool_says() -> None:
+    text = '<tool_call>\n{"name": "add", "arguments": {"terms": "1"}}\n</tool_call>'
+    odd = {**TOOL, "strict": [], "function": {**TOOL["function"], "description": 5, "strict": None, "more": {}}}
+    message = Chat(TOKENIZER, Template(""), 1000, "qwen25").message(TOKENIZER.encode(text), [odd])
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["add"]
+
+
 def test_a_malformed_call_is_text_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     text = '<tool_call>\n{"name": "add", "arguments": {q}}\n</tool_call>'
     message = Chat(TOKENIZER, Template(""), 1000, "qwen25").message(TOKENIZER.encode(text), [TOOL])
