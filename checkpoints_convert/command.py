@@ -143,14 +143,14 @@ def check_model(reader: Reader, megatron: Path, architecture: Architecture, like
             if shape is None:
                 raise UserError(
                     f"{megatron} has no {place.key}, which the {architecture.family} model in {like} needs; "
-                    f"the checkpoint is of another model"
+                    f"the checkpoint is of another model: choose the checkpoint of {like}"
                 )
             if entry.row.form == "vocab" and shape[0] >= expected[0]:  # padded for tensor parallelism
                 shape = (expected[0], *shape[1:])
             if shape != expected:
                 raise UserError(
                     f"{megatron}: {place.key} has shape {list(shape)}, the config in {like} says {list(expected)}; "
-                    f"the checkpoint is of another model"
+                    f"the checkpoint is of another model: choose the checkpoint of {like}"
                 )
 
 

@@ -21,8 +21,10 @@ RECIPE = "recipe.toml"
 
 
 def check_warm_start_output(recipe: Recipe) -> None:
-    """Raise UserError if `mugrpo sft` must not or cannot write `sft.output`: another recipe's result or a stranger's
-    hf/."""
+    """Raise UserError unless `mugrpo sft` may and can write `sft.output`.
+
+    It may not replace another recipe's result, or an hf/ that it did not write.
+    """
     is_warm_started(recipe)
 
 

@@ -355,7 +355,8 @@ def check_output(
         _check_writable(path, label)
     # The name is too long, has a null character, or its links form a loop.
     except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"{label} cannot be written ({getattr(error, 'strerror', None) or error})") from None
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{label} cannot be written ({reason}); choose another path") from None
 
 
 def make_directory(path: Path, label: str) -> None:

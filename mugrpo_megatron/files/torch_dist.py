@@ -252,7 +252,7 @@ class Reader:
             bounds = " x ".join(f"{start}:{start + size}" for start, size in zip(offsets, target.shape, strict=False))
             raise UserError(
                 f"{self._directory}: {key} has shape {list(stored.shape)}, without the region {bounds} that this model "
-                "needs; the checkpoint is of another model"
+                "needs; the checkpoint is of another model: choose one of this model"
             )
         if padded:
             target.zero_()
@@ -275,7 +275,8 @@ class Reader:
     def _stored(self, key: str) -> StoredTensor:
         if key not in self._tensors:
             raise UserError(
-                f"{self._directory} has no {key}, which this model needs; the checkpoint is of another model"
+                f"{self._directory} has no {key}, which this model needs; the checkpoint is of another model: "
+                "choose one of this model"
             )
         return self._tensors[key]
 

@@ -410,7 +410,7 @@ def _value(override: str, text: str) -> Any:
         override.encode("utf-8")
         parsed = parse_toml(f"value = {text}")
     except UnicodeEncodeError:
-        raise UserError(f"--set {override}: not UTF-8 text") from None
+        raise UserError(f"--set {override}: not UTF-8 text; write it in UTF-8") from None
     except tomllib.TOMLDecodeError:
         return text
     except ValueError as error:

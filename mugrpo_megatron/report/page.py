@@ -123,7 +123,7 @@ def _template() -> Template:
 
 
 def is_page(path: Path, brand: str) -> bool:
-    """Whether the file is a page of this brand, so that a new one may replace it."""
+    """Whether the file is a page that contains the text `brand`, so that a new page may replace it."""
     return path.is_file() and brand.encode() in path.read_bytes()
 
 

@@ -95,8 +95,7 @@ class WorkerProcess:
         self.process.send_signal(END)
 
     def kill(self) -> None:
-        """Kill the worker and its descendants as `end` does, and wait until they are gone, for at most
-        DEATH_SECONDS."""
+        """Make the guard kill the worker and its descendants, and wait for that; after DEATH_SECONDS kill its group."""
         self.end()
         try:
             self.process.wait(DEATH_SECONDS)

@@ -78,9 +78,10 @@ def load(options: dict[str, Any]) -> tuple[RewardFunction, Needs, str]:
 
 
 def call(function: RewardFunction, items: Sequence[ScoringInput], alarm_s: float) -> tuple[list[Verdict], bool]:
-    """Call a function; returns a verdict on each item, and whether the alarm rang.
+    """Call a function; returns a verdict on each item, and whether the alarm interrupted the call.
 
-    A MemoryError ends the process; after other failures the items score 0.
+    The alarm rings after `alarm_s` seconds of processor time for each item. Items score 0 after it, and after other
+    failures; a MemoryError ends the process.
     """
     start = time.perf_counter()
     results: Sequence[Verdict | BaseException]
