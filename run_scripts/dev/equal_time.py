@@ -111,7 +111,7 @@ def table() -> str:
     """The table of all ways, with their gain over GRPO at equal time in points."""
     heads = [f"k = {speed_up:g}" for speed_up in SPEED_UPS]
     lines = [
-        f"| Setting | Way | µ | Seeds | {' | '.join(heads)} | planned k | there | break-even |",
+        f"| Setting | Method | µ | Seeds | {' | '.join(heads)} | planned k | at planned k | break-even k |",
         "| --- | --- | --: | --: |" + " --: |" * (len(heads) + 3),
     ]
     for way in WAYS:
