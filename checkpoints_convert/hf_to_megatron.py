@@ -1,4 +1,4 @@
-"""Hugging Face checkpoint -> Megatron distributed checkpoint: `mugrpo convert hf_to_megatron --help`.
+"""Convert a Hugging Face checkpoint into a Megatron distributed checkpoint: `mugrpo convert hf_to_megatron --help`.
 
 Megatron's format `torch_dist` is the one of torch.distributed.checkpoint (a pickled `.metadata`, and data files with a
 `torch.save` for each chunk) with Megatron's `metadata.json` and `common.pt`; `files.torch_dist` reads it. The writers

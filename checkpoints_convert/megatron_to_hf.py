@@ -1,4 +1,4 @@
-"""Megatron distributed checkpoint -> Hugging Face checkpoint: `mugrpo convert megatron_to_hf --help`."""
+"""Convert a Megatron distributed checkpoint into a Hugging Face checkpoint: `mugrpo convert megatron_to_hf --help`."""
 
 from __future__ import annotations
 
@@ -100,7 +100,13 @@ def command_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mugrpo convert megatron_to_hf", description=__doc__.partition(":")[0])
     parser.add_argument("--megatron", type=Path, required=True, metavar="DIR", help="distributed checkpoint to read")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="Hugging Face directory to write")
-    parser.add_argument("--like", type=Path, required=True, metavar="HF_DIR", help="its config and tokenizer are used")
+    parser.add_argument(
+        "--like",
+        type=Path,
+        required=True,
+        metavar="HF_DIR",
+        help="Hugging Face checkpoint whose config and tokenizer are used",
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="keep", help="keep the types or cast all weights")
     parser.add_argument("--overwrite", action="store_true", help="replace DIR if a conversion wrote it")
     return parser

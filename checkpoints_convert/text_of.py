@@ -1,4 +1,4 @@
-"""The text part of a vision-language checkpoint as a checkpoint, and back into it: `mugrpo convert text_of --help`."""
+"""Take the text out of a vision-language checkpoint, or put one back into it: `mugrpo convert text_of --help`."""
 
 from __future__ import annotations
 
@@ -113,7 +113,12 @@ def command_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mugrpo convert text_of", description=__doc__.partition(":")[0])
     parser.add_argument("--hf", type=Path, required=True, metavar="DIR", help="vision-language checkpoint to read")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="Hugging Face directory to write")
-    parser.add_argument("--put", type=Path, metavar="TEXT_DIR", help="write --hf with the weights of this text instead")
+    parser.add_argument(
+        "--put",
+        type=Path,
+        metavar="TEXT_DIR",
+        help="write the checkpoint --hf with the weights of this text model instead",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace DIR if a conversion wrote it")
     return parser
 

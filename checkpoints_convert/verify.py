@@ -150,7 +150,10 @@ def command_parser() -> argparse.ArgumentParser:
     parser.add_argument("--hf", type=Path, required=True, metavar="DIR", help="Hugging Face checkpoint")
     parser.add_argument("--megatron", type=Path, required=True, metavar="DIR", help="distributed checkpoint")
     parser.add_argument(
-        "--no-logits", dest="logits", action="store_false", help="leave out the forward passes, which load both models"
+        "--no-logits",
+        dest="logits",
+        action="store_false",
+        help="do not compare log-probabilities, for which both models are loaded",
     )
     return parser
 

@@ -189,12 +189,12 @@ class Sample:
     advantage: float | None = None
     """The advantage under the recipe that generated the response, for people to read. Training computes its own."""
     row: str = ""
-    """The problem's row in its data set, as JSON; empty where it has none."""
+    """The problem's row in its data set, as JSON; empty if the problem has none."""
     behaviour_logprobs: Float32[np.ndarray, " response"] | None = None
     """Log-probabilities that importance ratios are taken against: the engine's, or with `rollout.behaviour = "learner"`
     the learner's under the same weights. They are added when an update is read, not stored."""
     routes: Routes | None = None
-    """The experts to replay (`learner.routing_replay`); None lets the routers choose."""
+    """Experts that the learner replays (`learner.routing_replay`); None lets the routers choose."""
     proximal_logprobs: Float32[np.ndarray, " response"] | None = None
     """Log-probabilities under the policy at the centre of the clip range, unless that is the current policy; not
     stored."""

@@ -19,35 +19,53 @@ from mugrpo_megatron.recipe.objective import ObjectiveSection
 RATIO_STATISTICS = (
     (
         "mean",
-        "mean importance ratio of tokens with negative, positive advantage; the first is the paper's E[ρ | A < 0]",
+        "mean importance ratio of tokens with negative (`neg`) or positive (`pos`) advantage; `ratio_neg_mean` is the "
+        "paper's E[ρ | A < 0]",
     ),
-    ("p01", "1st percentile of these ratios"),
-    ("p50", "median of these ratios"),
-    ("p99", "99th percentile of these ratios"),
-    ("min", "smallest of these ratios"),
-    ("max", "largest of these ratios"),
+    ("p01", "1st percentile of the ratios of these tokens"),
+    ("p50", "median of the ratios of these tokens"),
+    ("p99", "99th percentile of the ratios of these tokens"),
+    ("min", "smallest ratio of these tokens"),
+    ("max", "largest ratio of these tokens"),
 )
 METRICS: tuple[tuple[str, str, str], ...] = (
     ("loss", "", "loss of the update: minus the surrogate objective, plus the KL penalty, minus the entropy bonus"),
     ("ratio_mean", "ratio", "mean importance ratio of all response tokens; 1 on policy"),
     *((f"ratio_{sign}_{name}", "ratio", meaning) for sign in ("neg", "pos") for name, meaning in RATIO_STATISTICS),
-    ("clipped_fraction", "fraction", "clipped response tokens, without a gradient: the paper's token clipping rate"),
-    ("vetoed_fraction", "fraction", "response tokens that the veto (the paper's NAV) or a mask drops from the loss"),
+    (
+        "clipped_fraction",
+        "fraction",
+        "share of response tokens whose gradient the clip removes: the paper's token clipping rate",
+    ),
+    (
+        "vetoed_fraction",
+        "fraction",
+        "share of response tokens that the veto (the paper's NAV) or a mask drops from the loss",
+    ),
     (
         "prefix_weight_lost",
         "fraction",
         "1 - mean prefix weight of the tokens that have one (`objective.veto` is `prefix` or `prefix_min`)",
     ),
-    ("vetoed_responses", "fraction", "negative responses that have a trigger at the recipe's threshold"),
-    ("veto_first_trigger", "fraction", "mean position of the first trigger in its response: 0 first token, 1 end"),
+    ("vetoed_responses", "fraction", "share of negative responses that have a trigger at the recipe's threshold"),
+    (
+        "veto_first_trigger",
+        "fraction",
+        "mean position of the first trigger in its response; the first token is at 0 and the end at 1",
+    ),
     ("ess", "fraction", "effective sample size of the token ratios, (sum r)^2 / (n sum r^2); 1 on policy"),
-    ("kl_k1", "nats", "mean of log behaviour - log pi: unbiased estimate of KL(behaviour | pi) per token"),
-    ("kl_k3", "nats", "mean of r - 1 - log r: another estimate of the same KL, never negative"),
+    ("kl_k1", "nats", "mean of log behaviour - log pi: an unbiased estimate of KL(behaviour | pi) per token"),
+    (
+        "kl_k3",
+        "nats",
+        "mean of r - 1 - log r: another estimate of KL(behaviour | pi) per token, which is never negative",
+    ),
     (
         "kl_ref",
         "nats",
-        "mean of exp(-d) - 1 + d, d = log pi - log ref: KL(pi | ref) per token while the responses are fresh, "
-        "far above it when they are stale",
+        "mean of exp(-d) - 1 + d with d = log pi - log ref; it estimates KL(pi | ref) per token while the responses "
+        "are "
+        "fresh, and is far above it when they are stale",
     ),
     (
         "kl_ref_k1",
@@ -59,9 +77,9 @@ METRICS: tuple[tuple[str, str, str], ...] = (
     ("logprob_mean", "nats", "mean log-probability of the sampled tokens under the current policy"),
     ("advantage_mean", "", "mean advantage of the responses"),
     ("advantage_std", "", "standard deviation of the responses' advantages"),
-    ("advantage_max", "", "largest advantage in magnitude"),
-    ("zero_advantage_fraction", "fraction", "responses whose advantage is 0, as in groups with equal rewards"),
-    ("update_tokens", "tokens", "response tokens of the update"),
+    ("advantage_max", "", "largest absolute value of an advantage"),
+    ("zero_advantage_fraction", "fraction", "share of responses whose advantage is 0, as in groups with equal rewards"),
+    ("update_tokens", "tokens", "number of response tokens of the update"),
     *TRIGGER_METRICS,
 )
 """Name, unit and meaning of every metric of `metrics`; a mean or quantile over no tokens is not reported."""

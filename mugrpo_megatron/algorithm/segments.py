@@ -26,16 +26,16 @@ class Segments:
     """
 
     ids: Int64[Tensor, " tokens"]
-    """The response of each token, ascending."""
+    """Number of the response that each token belongs to, ascending."""
     positions: Int64[Tensor, " tokens"]
     """Index of each token in its response, from 0."""
     lengths: Int64[Tensor, " responses"]
-    """Tokens of each whole response, even if this batch holds only some of them."""
+    """Number of tokens of each whole response, even if this batch holds only some of them."""
     weights: Float[Tensor, " responses"]
     """The weight of each token of a response in the update's loss; the loss's denominators are a part of it."""
     turns: Int64[Tensor, " tokens"] | None = None
-    """The turn of each token in its response, numbered from 0 and below `most_turns`; None if every response has one
-    turn."""
+    """Number of the turn that each token belongs to in its response, from 0 and below `most_turns`; None if every
+    response has one turn."""
     most_turns: int = 1
 
     @property
@@ -43,7 +43,7 @@ class Segments:
         return len(self.lengths)
 
     def chunk(self, tokens: slice) -> Segments:
-        """The segments of the chosen tokens alone; the numbers of the responses do not change."""
+        """Returns the segments of the chosen tokens alone. The responses keep their numbers."""
         return replace(
             self, ids=self.ids[tokens], positions=self.positions[tokens], turns=slice_or_none(self.turns, tokens)
         )

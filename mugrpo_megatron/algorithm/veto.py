@@ -158,12 +158,18 @@ THRESHOLDS = ("1e-1", "1e-2", "1e-3", "1e-4", "1e-5", "1e-6")
 """The thresholds of the ratio in `TRIGGER_METRICS`, as they stand in the names, in decreasing order."""
 
 _MEANINGS = (
-    ("trigger_tokens", "tokens with negative advantage whose ratio is below {th}: triggers at that threshold"),
-    ("trigger_responses", "negative responses with a token whose ratio is below {th}"),
-    ("dropped_trigger", "response tokens that scope trigger (T) would drop at threshold {th}"),
-    ("dropped_suffix", "response tokens that scope suffix (S_κ) would drop at threshold {th}"),
-    ("dropped_suffix_non_trigger", "response tokens that scope suffix_non_trigger (H_κ) would drop at threshold {th}"),
-    ("dropped_response", "response tokens that scope response (S_seq) would drop at threshold {th}"),
+    (
+        "trigger_tokens",
+        "share of the tokens with negative advantage that are triggers at {th}: their ratio is below it",
+    ),
+    ("trigger_responses", "share of negative responses that have a token whose ratio is below {th}"),
+    ("dropped_trigger", "share of response tokens that the scope `trigger` (T) would drop at {th}"),
+    ("dropped_suffix", "share of response tokens that the scope `suffix` (S_κ) would drop at {th}"),
+    (
+        "dropped_suffix_non_trigger",
+        "share of response tokens that the scope `suffix_non_trigger` (H_κ) would drop at {th}",
+    ),
+    ("dropped_response", "share of response tokens that the scope `response` (S_seq) would drop at {th}"),
 )
 TRIGGER_METRICS: tuple[tuple[str, str, str], ...] = tuple(
     (f"{name}_{th}", "fraction", meaning.format(th=th)) for name, meaning in _MEANINGS for th in THRESHOLDS

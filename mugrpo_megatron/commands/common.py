@@ -26,14 +26,18 @@ def recipe_arguments(parser: Parser) -> None:
     """Add the arguments of a recipe: its file, overrides of its keys, and --dry-run."""
     recipe_argument(parser)
     override_arguments(parser)
-    parser.add_argument("--dry-run", action="store_true", help="print what differs from the defaults, check it, stop")
     parser.add_argument(
-        "--dry-run=full", dest="dry_run", action="store_const", const="full", help="the same with every key"
+        "--dry-run",
+        action="store_true",
+        help="print the keys that differ from the defaults, check the recipe, and stop",
+    )
+    parser.add_argument(
+        "--dry-run=full", dest="dry_run", action="store_const", const="full", help="like --dry-run, and print every key"
     )
 
 
 def recipe_argument(parser: Parser) -> None:
-    parser.add_argument("recipe", type=Path, help="TOML file, also a bundled one: one_gpu/24gb.toml")
+    parser.add_argument("recipe", type=Path, help="TOML file, or a bundled recipe such as one_gpu/24gb.toml")
 
 
 def override_arguments(parser: Parser, values: str = "VALUE", help: str = "override one key") -> None:

@@ -19,19 +19,28 @@ from mugrpo_megatron.terminal import visible
 def evaluate_arguments(parser: Parser) -> None:
     parser.add_argument("model", type=Path, help="a run, a Hugging Face checkpoint, or OWNER/NAME on the hub")
     parser.add_argument(
-        "--data", nargs="+", required=True, metavar="SET", help="files, bundled tasks or named data sets"
+        "--data",
+        nargs="+",
+        required=True,
+        metavar="SET",
+        help="problems to evaluate on: files, bundled tasks or named data sets",
     )
-    parser.add_argument("--samples", type=int, metavar="K", help="responses to each problem: eval.samples")
-    parser.add_argument("--temperature", type=float, help="eval.temperature; 0 is greedy")
+    parser.add_argument(
+        "--samples", type=int, metavar="K", help="number of responses to each problem; by default eval.samples"
+    )
+    parser.add_argument(
+        "--temperature", type=float, help="sampling temperature, where 0 is greedy; by default eval.temperature"
+    )
     parser.add_argument(
         "--out",
         type=Path,
         metavar="DIR",
-        help="where results go; by default MODEL/eval, RUN_DIR/eval for a run, runs/eval/NAME for a model of the hub; "
+        help="directory of the results; by default MODEL/eval, RUN_DIR/eval for a run, and runs/eval/NAME for a "
+        "model of the hub; "
         "the same directory continues an evaluation",
     )
     parser.add_argument(
-        "--recipe", type=Path, help="take every other setting from this recipe, what it says of single sets too"
+        "--recipe", type=Path, help="take all other settings from this recipe, including those of single sets"
     )
     override_arguments(parser)
 
@@ -90,10 +99,18 @@ FEWEST_ROWS = 16
 
 def score_arguments(parser: Parser) -> None:
     """Add the arguments of `mugrpo score`: a file of responses and its output."""
-    parser.add_argument("input", type=Path, help="JSON lines, Parquet, a JSON array or CSV")
-    parser.add_argument("--out", type=Path, required=True, help="the same rows in the same order, with their scores")
-    parser.add_argument("--overwrite", action="store_true", help="replace --out if it exists; never the input")
-    parser.add_argument("--skip-malformed", action="store_true", help="count malformed rows instead of stopping at one")
+    parser.add_argument("input", type=Path, help="file of responses: JSON lines, Parquet, a JSON array or CSV")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="file to write: the same rows in the same order, with scores"
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace the file --out if it exists; the input is never replaced"
+    )
+    parser.add_argument(
+        "--skip-malformed",
+        action="store_true",
+        help="leave out and count malformed rows instead of stopping at the first",
+    )
     override_arguments(parser)
 
 
@@ -116,31 +133,55 @@ def score(options: Options) -> int:
 def rollouts_arguments(parser: Parser) -> None:
     """Add the arguments of `mugrpo rollouts`: a run, and conditions that its responses must meet to be shown."""
     parser.add_argument("run_dir", type=Path, help="directory of the run")
-    parser.add_argument("--stage", type=int, metavar="K", help="from 0; the newest sealed one otherwise")
-    parser.add_argument("--by", choices=["problem"], help="pass rate, tokens and cut responses of each problem")
-    parser.add_argument("--update", type=int, metavar="N", help="only the responses of this update of the stage")
-    parser.add_argument("--group", type=int, metavar="N", help="one group in full, its triggers marked")
     parser.add_argument(
-        "--grep", metavar="REGEX", help="only where prompt, response, gold, answer, reason or a value of the row has it"
+        "--stage", type=int, metavar="K", help="number of the stage, from 0; by default the newest sealed one"
+    )
+    parser.add_argument(
+        "--by", choices=["problem"], help="print a line for each problem: its pass rate, tokens and cut responses"
+    )
+    parser.add_argument("--update", type=int, metavar="N", help="show only the responses of update N of the stage")
+    parser.add_argument(
+        "--group", type=int, metavar="N", help="print the whole responses of group N, with marked triggers"
+    )
+    parser.add_argument(
+        "--grep",
+        metavar="REGEX",
+        help="show only responses where REGEX is in the prompt, response, gold, answer, reason or a value of the row",
     )
     rightness = parser.add_mutually_exclusive_group()
-    rightness.add_argument("--right", action="store_const", const=True, help="only rewards of at least 0.5")
-    rightness.add_argument("--wrong", action="store_const", const=False, dest="right", help="only rewards below 0.5")
-    parser.add_argument("--min-reward", type=float, metavar="R", help="only rewards of at least R")
-    parser.add_argument("--max-reward", type=float, metavar="R", help="only rewards of at most R")
-    parser.add_argument("--advantage", choices=["positive", "negative", "zero"], help="only this sign of the advantage")
-    parser.add_argument("--vetoed", action="store_true", help="only responses that the veto takes tokens out of")
+    rightness.add_argument(
+        "--right", action="store_const", const=True, help="show only responses with a reward of at least 0.5"
+    )
+    rightness.add_argument(
+        "--wrong", action="store_const", const=False, dest="right", help="show only responses with a reward below 0.5"
+    )
+    parser.add_argument("--min-reward", type=float, metavar="R", help="show only responses with a reward of at least R")
+    parser.add_argument("--max-reward", type=float, metavar="R", help="show only responses with a reward of at most R")
     parser.add_argument(
-        "--policy", type=Path, metavar="DIR", help="Hugging Face checkpoint that the veto compares with; RUN_DIR/hf"
+        "--advantage",
+        choices=["positive", "negative", "zero"],
+        help="show only responses whose advantage has this sign",
+    )
+    parser.add_argument("--vetoed", action="store_true", help="show only responses from which the veto drops tokens")
+    parser.add_argument(
+        "--policy",
+        type=Path,
+        metavar="DIR",
+        help="Hugging Face checkpoint under which the veto looks for triggers; by default RUN_DIR/hf",
     )
     parser.add_argument(
         "--limit",
         type=int,
         default=20,
         metavar="N",
-        help="at most N responses, or N lines of a table; 20. `--by problem --json` writes every problem",
+        help="print at most N responses or N lines of a table; by default 20. `--by problem --json` prints every "
+        "problem",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object a line, with everything that is known")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print each response as a JSON object in a line, with everything that is known about it",
+    )
     override_arguments(parser)
 
 
@@ -159,8 +200,8 @@ def rollouts(options: Options) -> int:
 
 
 def report_arguments(parser: Parser) -> None:
-    parser.add_argument("run_dir", type=Path, nargs="+", help="directory of a run; several share one page")
-    parser.add_argument("--out", type=Path, metavar="PAGE", help="the page of several runs")
+    parser.add_argument("run_dir", type=Path, nargs="+", help="directory of a run; several runs share one page")
+    parser.add_argument("--out", type=Path, metavar="PAGE", help="file to write for several runs")
 
 
 def report(options: Options) -> int:
@@ -188,7 +229,7 @@ def convert_arguments(parser: Parser) -> None:
     parser.add_argument(
         "conversion", choices=CONVERSIONS, help="`mugrpo convert CONVERSION --help` lists its arguments"
     )
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the conversion")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the conversion")
 
 
 def convert(options: Options) -> int:

@@ -34,13 +34,22 @@ def _server_arguments(parser: Parser) -> None:
         action="append",
         default=[],
         metavar="URL",
-        help="a vLLM or SGLang server that generates instead of an engine, or @FILE with one a line; may be repeated",
+        help="address of a vLLM or SGLang server that generates instead of an engine, or @FILE with one address a "
+        "line; may be repeated",
     )
     parser.add_argument(
-        "--timeout", type=float, default=3600.0, metavar="S", help="with --server: longest time for a group (3600)"
+        "--timeout",
+        type=float,
+        default=3600.0,
+        metavar="S",
+        help="with --server: seconds after which a request for one group of responses is given up",
     )
     parser.add_argument(
-        "--patience", type=float, default=3600.0, metavar="S", help="with --server: longest time without any (3600)"
+        "--patience",
+        type=float,
+        default=3600.0,
+        metavar="S",
+        help="with --server: seconds without any usable server after which the command ends",
     )
 
 
@@ -87,7 +96,9 @@ def _train_with_servers(recipe: Recipe, options: Options) -> None:
 
 def _stage_arguments(parser: Parser) -> None:
     recipe_arguments(parser)
-    parser.add_argument("--stage", type=int, metavar="K", help="insist that this is the stage, from 0")
+    parser.add_argument(
+        "--stage", type=int, metavar="K", help="end with an error unless the run stands at stage K, from 0"
+    )
 
 
 def generate_arguments(parser: Parser) -> None:
@@ -96,12 +107,14 @@ def generate_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--engine-only",
         action="store_true",
-        help="without a learner: weights from RUN_DIR/hf (model.path at a run's start), no Megatron, no process group",
+        help="generate without a learner: take the weights of RUN_DIR/hf, or of model.path at a run's start; "
+        "needs no Megatron and no process group",
     )
     parser.add_argument(
         "--shard",
         metavar="I/N",
-        help="with --engine-only or --server: the I-th of N processes, from 0; `mugrpo seal` closes the stage",
+        help="with --engine-only or --server: be the I-th of N processes, from 0, that share the stage; `mugrpo "
+        "seal` then closes it",
     )
     _server_arguments(parser)
 
@@ -193,7 +206,7 @@ def optimize_arguments(parser: Parser) -> None:
         dest="source",
         type=Path,
         metavar="DIR",
-        help="take stage K of this run, or a published stage, into a new run.dir: the same responses and weights",
+        help="begin a new run.dir with stage K of this run, or with a published stage: the same responses and weights",
     )
 
 

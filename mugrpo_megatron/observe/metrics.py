@@ -17,16 +17,20 @@ Row = dict[str, Any]
 Kind = Literal["update", "stage", "eval", "phase", "engine", "event", "process"]
 
 KINDS: dict[Kind, str] = {
-    "update": "One optimizer update. `update` counts from 0 over the run, `age` from 0 inside the stage.",
-    "stage": "One stage's responses, written before its first update.",
-    "eval": "One evaluation on the held-out sets, after `update` optimizer updates (0: before training), `age` of them "
-    "in the stage (0: at a stage's start, or after the last). SET is a set's short name: math500, or a file's stem. "
+    "update": "A row for each optimizer update. `update` counts from 0 over the run, and `age` from 0 inside the "
+    "stage.",
+    "stage": "A row for the responses of each stage, written before its first update.",
+    "eval": "A row for each evaluation on the held-out sets. `update` counts the optimizer updates before it (0: "
+    "before "
+    "training), and `age` those of them that belong to the stage (0: at a stage's start, or after the last stage). "
+    "SET is a set's short name, such as math500, or a file's name without its ending. "
     "Results are named `accuracy` if `reward.function` is `math`, or `code` with "
     '`reward.code.reward = "all"`; otherwise `reward`.',
-    "phase": "One interval of wall-clock: `phase` ran from `start` to `end` (Unix seconds) as part of `stage`.",
-    "engine": "The load of engine number `engine` at one time while it generated `stage`; at most 241 rows a phase.",
-    "event": "An event of the run, such as a resume or an engine restart.",
-    "process": "The run's process started, or started again after a stop: `environment` holds versions and machine.",
+    "phase": "A row for each [phase](#phases): it ran from `start` to `end` (Unix seconds) as part of `stage`.",
+    "engine": "A row for the load of engine number `engine` at one time while it generated `stage`; at most 241 rows "
+    "a phase.",
+    "event": "A row for each event of the run, such as a resume or an engine restart.",
+    "process": "A row for each start of the run's process. `environment` holds the versions and the machine.",
 }
 """`kind` of a row of metrics.jsonl -> its meaning."""
 
@@ -45,9 +49,9 @@ PHASES: dict[str, str] = {
     "start": "Learner and engine start.",
     "sync": "The learner's weights are sent to the engine.",
     "generate": "The engine samples the stage's responses; scoring overlaps with it.",
-    "score": "Verification that remains after generation has ended.",
-    "logprobs": "The learner computes logprobs of new responses: of a few to measure the engine's mismatch, or of "
-    'all with `rollout.behaviour = "learner"` and under `objective.kl_ref`. Inside `optimize`, logprobs of '
+    "score": "The verifier scores the responses that are left after generation has ended.",
+    "logprobs": "The learner computes logprobs of new responses: of a few, to measure the engine's mismatch; of "
+    'all, if `rollout.behaviour = "learner"` or `objective.kl_ref` is set. Inside `optimize`, it computes those of '
     "the proximal policy if `objective.proximal_every` is above 1.",
     "auxiliary": "A model of `[auxiliary.NAME]` starts, scores the stage, and leaves.",
     "probe": "The learner computes logprobs of 32 responses, for the report's heat map.",
@@ -88,50 +92,57 @@ METRICS_OF: dict[Kind, tuple[tuple[str, str, str], ...]] = {
     "update": (
         *((name, unit or "1", f"{meaning[0].upper()}{meaning[1:]}.") for name, unit, meaning in diagnostics.METRICS),
         ("staleness", "updates",
-         "Updates since the weights that sampled the responses: the age."),
+         "Number of updates since the weights that sampled the responses: the age."),
         ("entropy", "nats", "Mean entropy of the policy's next-token distribution at response tokens."),
         ("user/NAME", "any", "What `objective.diagnostics` returns under NAME."),
         ("kl_response", "nats",
-         "`kl_k3` times the tokens of a response: how far the policy has moved from the stage's."),
+         "`kl_k3` times the tokens of a response: how far the policy has moved from the one that sampled the stage."),
         ("grad_norm", "1", "Global gradient norm before clipping."),
         ("lr", "1", "Learning rate that the update used."),
-        ("skipped", "0 or 1", "1 for an update that was skipped, since its gradient was not finite."),
-        ("overflowed", "0 or 1", "1 when a float16 gradient overflowed: no step, and half the loss scale."),
-        ("loss_scale", "1", "Factor of the loss in float16."),
+        ("skipped", "0 or 1", "1 if the update was skipped because its gradient was not finite."),
+        ("overflowed", "0 or 1", "1 if a float16 gradient overflowed: then no step is taken, and the loss scale is "
+         "halved."),
+        ("loss_scale", "1", "Factor by which the loss is scaled in float16."),
         ("reward_mean", "reward", "Mean reward of the update's responses."),
-        ("reward/NAME", "reward", "Mean of component NAME, before its weight."),
-        ("zero_variance_fraction", "fraction", "Groups with equal rewards before the overlong penalty."),
+        ("reward/NAME", "reward", "Mean of the reward's component NAME, before its weight."),
+        ("zero_variance_fraction", "fraction", "Share of groups whose rewards are all equal, before the overlong "
+         "penalty."),
         ("tokens", "tokens", "Response tokens that the update trained on."),
-        ("packed_efficiency", "fraction", "Useful tokens over computed tokens, padding included."),
-        ("seconds", "s", "Wall-clock of the update."),
+        ("packed_efficiency", "fraction", "Useful tokens divided by computed tokens, which include padding."),
+        ("seconds", "s", "Wall-clock seconds of the update."),
         ("tflops", "10^12 FLOP/s",
-         "The model's FLOP of the update per second and device: forward once, backward twice that, causal attention; "
-         "padding and recomputed layers do not count."),
+         "The model's FLOP of the update, per second and device. The forward pass counts once and the backward pass "
+         "twice; "
+         "attention is causal. Padding and recomputed layers do not count."),
         ("mfu", "fraction",
-         "`tflops` over the device's dense bfloat16 peak by its data sheet; missing for devices whose peak is not "
-         "known here, such as a CPU."),
+         "`tflops` divided by the device's dense bfloat16 peak in its data sheet. It is missing for devices whose "
+         "peak is "
+         "not known here, such as a CPU."),
         ("routes_flipped_tokens", "fraction",
-         "Tokens, prompts included, that the current router would send to other experts than the replayed ones in "
-         "some layer, with `learner.routing_replay`."),
-        ("routes_flipped", "fraction", "The same, of choices: one per token and layer."),
+         "With `learner.routing_replay`: share of tokens, prompts included, that the current router would send to "
+         "other "
+         "experts than the replayed ones in some layer."),
+        ("routes_flipped", "fraction", "The same share of the routers' choices, one for each token and layer."),
     ),
     "stage": (
         ("reward_mean", "reward", "Mean reward of the stage's responses."),
-        ("reward/NAME", "reward", "Mean of the reward function or term NAME where it applies, before its weight."),
+        ("reward/NAME", "reward", "Mean of the reward function or term NAME over the responses to which it applies, "
+         "before its weight."),
         ("response_length_mean", "tokens", "Mean response length."),
-        ("response_length_max", "tokens", "Longest response."),
-        ("truncated_fraction", "fraction", "Responses truncated at `rollout.max_response_tokens`."),
-        ("zero_variance_fraction", "fraction", "The same of the stage's groups."),
-        ("unscored_fraction", "fraction", "Sampled responses that have no reward, so are left out."),
-        ("generated_tokens", "tokens", "Response tokens sampled."),
-        ("responses", "responses", "Responses that the stage keeps."),
+        ("response_length_max", "tokens", "Tokens of the longest response."),
+        ("truncated_fraction", "fraction", "Share of responses that were truncated at `rollout.max_response_tokens`."),
+        ("zero_variance_fraction", "fraction", "Share of the stage's groups whose rewards are all equal, before the "
+         "overlong penalty."),
+        ("unscored_fraction", "fraction", "Share of sampled responses that have no reward and are therefore left out."),
+        ("generated_tokens", "tokens", "Number of response tokens that were sampled."),
+        ("responses", "responses", "Number of responses that the stage keeps."),
         ("mismatch_mean", "nats",
-         "Mean |log π_engine − log π_learner| over response tokens, same weights."),
-        ("mismatch_p99", "nats", "99th percentile of the same."),
-        ("mismatch_max", "nats", "Largest of the same."),
+         "Mean |log π_engine − log π_learner| over response tokens, with the same weights."),
+        ("mismatch_p99", "nats", "99th percentile of |log π_engine − log π_learner|."),
+        ("mismatch_max", "nats", "Largest |log π_engine − log π_learner|."),
     ),
     "eval": (
-        ("accuracy/SET", "fraction", "Correct responses of the set (mean@k)."),
+        ("accuracy/SET", "fraction", "Share of the set's responses that are right (mean@k)."),
         ("accuracy/mean", "fraction", "Unweighted mean of the sets' accuracies."),
         ("reward/SET", "reward", "Mean reward of the set's responses."),
         ("reward/mean", "reward", "Unweighted mean of the sets' mean rewards."),
@@ -139,45 +150,46 @@ METRICS_OF: dict[Kind, tuple[tuple[str, str, str], ...]] = {
         ("low/mean", "as above", "Lower end of the 95 % interval, clustered by problem."),
         ("high/SET", "as above", "Upper end of the 95 % interval, clustered by problem."),
         ("high/mean", "as above", "Upper end of the 95 % interval, clustered by problem."),
-        ("problems/SET", "problems", "Problems that were evaluated."),
-        ("samples/SET", "responses", "Responses to each problem: the k of mean@k."),
-        ("truncated/SET", "fraction", "Responses cut off at `eval.max_tokens`."),
-        ("unparsed/SET", "fraction", "Responses in which `math` found no answer."),
-        ("called/SET", "fraction", "Episodes (`rollout.function`) in which the model called a tool."),
-        ("failed/SET", "fraction", "Episodes that failed, scored 0."),
-        ("passed/SET", "fraction", "Problems with a correct response among the k: pass@k."),
-        ("tokens", "tokens", "Response tokens sampled, over all sets."),
+        ("problems/SET", "problems", "Number of problems that were evaluated."),
+        ("samples/SET", "responses", "Number of responses to each problem: the k of mean@k."),
+        ("truncated/SET", "fraction", "Share of responses that were cut off at `eval.max_tokens`."),
+        ("unparsed/SET", "fraction", "Share of responses in which `math` found no answer."),
+        ("called/SET", "fraction", "Share of episodes (`rollout.function`) in which the model called a tool."),
+        ("failed/SET", "fraction", "Share of episodes that failed; they score 0."),
+        ("passed/SET", "fraction", "Share of problems with a right response among the k: pass@k."),
+        ("tokens", "tokens", "Number of response tokens that were sampled, over all sets."),
     ),
     "phase": (
-        ("tokens", "tokens", "Tokens that the phase generated or trained on."),
-        ("tokens_per_second", "tokens/s", "`tokens` over the phase's seconds."),
-        ("tokens_per_second_per_device", "tokens/s", "The same, over the ranks of the run."),
+        ("tokens", "tokens", "Number of tokens that the phase generated or trained on."),
+        ("tokens_per_second", "tokens/s", "`tokens` divided by the phase's seconds."),
+        ("tokens_per_second_per_device", "tokens/s", "`tokens_per_second` divided by the ranks of the run."),
         ("learner_memory_peak", "bytes",
-         "Peak device memory reserved by a rank's learner during the phase, over ranks; on a CPU the largest resident "
-         "memory of a rank's process so far."),
+         "Peak device memory that a rank's learner reserved during the phase, the largest over ranks. On a CPU: the "
+         "largest "
+         "resident memory of a rank's process so far."),
         ("engine_memory", "bytes",
-         "Resident host memory of the largest engine's processes at the end of the phase; on CUDA the memory in use "
+         "Resident host memory of the largest engine's processes at the end of the phase. On CUDA: the memory in use "
          "on its leader's device, all processes together."),
         ("memory_before", "bytes",
-         "Memory in use on a rank's device before an auxiliary model starts, all processes together, the most over "
-         "ranks; on a "
-         "CPU resident memory of a rank's process."),
-        ("memory_after", "bytes", "The same after the auxiliary model has left."),
+         "Memory in use on a rank's device before an auxiliary model starts, all processes together, the largest over "
+         "ranks. On a CPU: resident memory of a rank's process."),
+        ("memory_after", "bytes", "The same as `memory_before`, after the auxiliary model has left."),
         ("kl_teacher", "nats",
-         "Mean of log π − log π_teacher over the stage, π the policy that sampled it: an unbiased estimate of KL(π | "
-         "teacher) per token."),
-        ("reward/NAME", "reward", "Mean score that the judge NAME gave the stage, where it gave one."),
-        ("unparsed/NAME", "responses", "Responses for which NAME's answer had no score."),
-        ("bytes", "bytes", "Bytes that the phase moved."),
+         "Mean of log π − log π_teacher over the stage, where π is the policy that sampled it: an unbiased estimate of "
+         "KL(π | teacher) per token."),
+        ("reward/NAME", "reward", "Mean of the scores that the judge NAME gave to responses of the stage."),
+        ("unparsed/NAME", "responses", "Number of responses for which the answer of the judge NAME had no score."),
+        ("bytes", "bytes", "Number of bytes that the phase moved."),
         ("texts_mismatch", "nats",
          "Mean |log π_engine − log π_learner| over a few texts, before a run generates for the first time since its "
          "start."),
-        ("checked", "tensors", "The engine's tensors that were compared with the learner's, bit by bit."),
+        ("checked", "tensors", "Number of the engine's tensors that were compared with the learner's, bit by bit."),
     ),
     "engine": (
-        ("tokens", "tokens", "Tokens sampled since generation began, of unfinished responses too."),
-        ("running", "requests", "Requests that are decoded together."),
-        ("queued", "requests", "Requests that wait in the engine."),
+        ("tokens", "tokens", "Number of tokens that were sampled since generation began, those of unfinished "
+         "responses included."),
+        ("running", "requests", "Number of requests that are decoded together."),
+        ("queued", "requests", "Number of requests that wait in the engine."),
         ("kv_use", "fraction", "Share of the KV cache that holds tokens."),
     ),
 }  # fmt: skip

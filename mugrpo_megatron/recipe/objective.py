@@ -173,34 +173,37 @@ class ObjectiveSection(Section):
     """Baseline and scale of the advantage within a group: `group_std`, (R - mean) / std; `group_mean`, R - mean;
     `leave_one_out`, R - mean of the others; or your `module:function`."""
     zero_variance: Literal["count", "mask", "leave_out"] = "count"
-    """Groups with equal rewards before the overlong penalty: `count` keeps their tokens in the loss's denominators,
-    `mask` removes them, `leave_out` fills updates with other groups."""
+    """What happens to groups whose rewards are all equal before the overlong penalty: `count` keeps their tokens in the
+    loss's denominators, `mask` removes them, `leave_out` fills updates with other groups."""
     truncated: Literal["count", "mask"] = "count"
-    """Responses cut at their length: `count` trains on them, `mask` takes their tokens out of the loss and of its
-    denominators, while their rewards stay in the group's baseline (DAPO's overlong filtering, arXiv 2503.14476; TRL's
-    `mask_truncated_completions`). For tasks where a cut response may have been right; no recipe here is one."""
+    """What happens to responses that were cut at their longest length: `count` trains on them; `mask` takes their
+    tokens out of the loss and of its denominators, while their rewards stay in the group's baseline (DAPO's overlong
+    filtering, arXiv 2503.14476; TRL's `mask_truncated_completions`). `mask` is for tasks where a cut response may have
+    been right; no shipped recipe sets it."""
     reduction: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    """Aggregation of token losses: mean over all tokens, over responses of each one's token mean, or a sum over a
-    constant (Dr. GRPO)."""
+    """How token losses become one loss: the mean over all tokens, the mean over responses of each response's token
+    mean, or their sum divided by a constant (Dr. GRPO)."""
     ratio: Literal["token", "sequence_mean", "sequence"] = "token"
-    """Importance ratio per token, per response with a geometric mean over its tokens (GSPO), or per response."""
+    """What has an importance ratio: each token; a response, as the geometric mean of its tokens' ratios (GSPO); or a
+    response, as their product."""
     surrogate: str = "ppo"
     """Policy loss: `ppo`, `cispo`, `topr`, `dppo`, `sapo`, `gmpo`, `vespo`, or your `module:function`."""
     diagnostics: str | None = None
-    """Your own `module:function` from an update's tokens to named numbers, logged with every update."""
+    """Your own `module:function`, which makes named numbers of an update's tokens. They are logged with every
+    update."""
     clip_low: float = Field(0.0, ge=0.0, le=1.0)
     """Lower bound of the clip range of the importance ratio: 1 - epsilon_low."""
     clip_high: float = Field(5.0, ge=1.0)
     """Upper bound of the clip range of the importance ratio: 1 + epsilon_high."""
     clip_centre: Literal["one", "proximal_shifted", "proximal_scaled"] = "one"
-    """Centre of the clip range: 1, or the proximal policy's importance ratio, which the range is shifted to or
-    multiplied by. The proximal policy is the learner at its last refresh."""
+    """Centre of the clip range: 1, or the proximal policy's importance ratio, to which the range is shifted or by which
+    it is multiplied. The proximal policy is the learner at its last refresh."""
     proximal_every: PositiveInt = 1
-    """Updates between refreshes of the proximal policy, from a stage's start; with 1 a clip around it has no
+    """Number of updates between refreshes of the proximal policy, from a stage's start. With 1 a clip around it has no
     effect."""
     dual_clip: float | None = Field(None, gt=1.0)
-    """Dual clip of `ppo`: importance ratio above which a token with negative advantage has no gradient (verl: 3);
-    unset turns it off."""
+    """Dual clip of `ppo`: the importance ratio above which a token with negative advantage has no gradient (verl's is
+    3). If unset, there is none."""
     veto: VetoScope = "suffix_non_trigger"
     """Tokens dropped from a response with negative advantage and triggers T, the first at κ: none, T, H_κ = S_κ − T,
     S_κ = {t > κ}, or all. `prefix` and `prefix_min` weigh its tokens instead, without triggers: by min(1, product) or
@@ -209,21 +212,22 @@ class ObjectiveSection(Section):
     """Importance ratio below which a token with negative advantage is a trigger; the paper illustrates 1e-4, our
     reading of its runs."""
     veto_reach: Literal["turn", "response"] = "response"
-    """Reach of a trigger, or of a prefix's ratios, in an episode: to the end of the turn, or of the response."""
+    """How far a trigger, or the ratios of a prefix, reach in an episode: to the end of the turn, or of the response."""
     prefix_signs: Literal["negative", "both"] = "negative"
-    """Advantages that `prefix` and `prefix_min` weigh; the papers weigh `both`."""
+    """Signs of the advantages whose tokens `prefix` and `prefix_min` weigh. The papers weigh `both`."""
     reject: Literal["none", "sequence"] = "none"
-    """Rejection of responses by their importance ratio, of the whole response."""
+    """Whether responses are dropped by the importance ratio of the whole response (`sequence`)."""
     reject_range: tuple[NonNegativeFloat, PositiveFloat] = (0.5, 2.0)
-    """Responses with a ratio outside are dropped."""
+    """Range of importance ratios; with `reject`, responses whose ratio is outside it are dropped."""
     second_moment: Literal["none", "clip", "drop"] = "none"
     """Keep the second moment of the log-ratios below 0.04 (M2PO): `clip` narrows the clip range, `drop` drops
     tokens."""
     mismatch: Literal["none", "truncate", "drop"] = "none"
-    """Correction of the engine-learner mismatch by importance weights: truncated (TIS), or tokens outside dropped
-    (IcePop); needs `rollout.behaviour = "learner"`."""
+    """Correction of the mismatch between engine and learner by a weight for each token: the weight is truncated (TIS),
+    or tokens with a weight outside the range are dropped (IcePop). It needs `rollout.behaviour = "learner"`."""
     mismatch_range: tuple[NonNegativeFloat, PositiveFloat] = (0.0, 2.0)
-    """Bounds of the mismatch weight, the learner's over the engine's probability."""
+    """Range of the mismatch weight, which is a token's probability under the learner divided by that under the
+    engine."""
     kl_ref: str | None = Field(None, min_length=1)
     """Reference policy of the KL penalty: `start` (the run's first weights), `stage` (the stage's), or a checkpoint
     directory."""
@@ -237,11 +241,12 @@ class ObjectiveSection(Section):
     """`[auxiliary.NAME]` whose log-probabilities of the sampled tokens enter the advantages
     (docs/auxiliary-models.md)."""
     teacher_coef: float = Field(0.0, ge=0.0)
-    """Weight of log pi - log teacher, subtracted from each token's advantage; 0 only measures it."""
+    """Weight with which log pi - log teacher is subtracted from each token's advantage; 0 only measures it."""
     teacher_policy: Literal["behaviour", "current"] = "current"
-    """pi of `teacher_coef`: the behaviour policy, fixed during a stage, or the current policy."""
+    """Which policy is the pi of `teacher_coef`: the behaviour policy, which is fixed during a stage, or the current
+    policy."""
     entropy_coef: float = Field(0.0, ge=0.0)
-    """Weight of the entropy bonus, the entropy of the policy's next-token distribution."""
+    """Weight of the entropy bonus. The entropy is that of the policy's next-token distribution."""
 
     @model_validator(mode="before")
     @classmethod

@@ -56,8 +56,8 @@ class ModelSection(Section):
     revision: str | None = Field(None, json_schema_extra=changes("branch"))
     """Commit, tag or branch of a model on the hub; run.json records the commit."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Parameters and activations of learner and engine; float16 scales the loss. Master weights and moments are
-    float32. Unset, float32 on CPUs without bfloat16."""
+    """Type of the parameters and activations of learner and engine. With float16 the loss is scaled. Master weights and
+    moments are float32. If unset, it is float32 on CPUs without bfloat16."""
     _snapshot: Path | None = PrivateAttr(None)
     """Directory with the files of a hub model on this machine. It is not a key of the recipe."""
 
@@ -113,18 +113,18 @@ class RolloutSection(Section):
     paths_in_text = frozenset(("agent",))
 
     prompts_per_update: PositiveInt = 32
-    """Problems of an optimizer update; the update's batch is this times `responses_per_prompt`."""
+    """Number of problems of an optimizer update. The update's batch has this times `responses_per_prompt` responses."""
     responses_per_prompt: int = Field(8, ge=2)
-    """G: responses per problem, the group of the advantage."""
+    """G: number of responses to each problem. They are the group in which advantages are computed."""
     max_response_tokens: PositiveInt = 1024
-    """Length at which a response is truncated, with finish reason `length`."""
+    """Tokens at which a response is truncated, with finish reason `length`."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature; the learner divides its logits by it too, so that importance ratios start at 1."""
     top_k: NonNegativeInt = 0
-    """Number of most likely tokens to sample from; 0 is all. Up to 64, with SGLang 0.5.23 4,096, the stage stores them,
-    and importance ratios are exact."""
+    """Number of most likely tokens to sample from; 0 takes all. If it is at most 64 (4,096 with SGLang 0.5.23), the
+    stage stores these tokens, and importance ratios are exact."""
     top_p: float = Field(1.0, gt=0.0, le=1.0)
-    """Nucleus sampling; below 1, importance ratios are exact with a `top_k` that the stage stores, else biased."""
+    """Nucleus sampling. Below 1, importance ratios are exact only beside a `top_k` that the stage stores."""
     stop: list[str] = Field(default_factory=list)
     """Stop strings besides the end-of-sequence token, for base models; the response includes them."""
     function: str | None = Field(None, pattern=USER_FUNCTION.pattern + "$")
@@ -133,7 +133,8 @@ class RolloutSection(Section):
     """Program that plays an episode as a client of OpenAI's chat API: a command, with files found from the current
     directory, or your own `module:function` of the row (docs/episodes.md)."""
     behaviour: Literal["engine", "learner"] = Field("engine", json_schema_extra=changes("method"))
-    """Source of the behaviour logprobs: the engine (free), or a learner pass at the stage's start (ratio exactly 1)."""
+    """Source of the logprobs that importance ratios divide by: the engine, at no cost, or a pass of the learner at the
+    stage's start, with which ratios begin at exactly 1."""
 
     @field_validator("temperature", mode="before")
     @classmethod
@@ -183,19 +184,20 @@ class EpisodesSection(Section):
     model_config = ConfigDict(json_schema_extra=changes("branch"))
 
     turns: PositiveInt = 16
-    """Turns at which an episode is truncated, with finish reason `length`."""
+    """Number of turns at which an episode is truncated, with finish reason `length`."""
     seconds: float = Field(300.0, gt=0.0, le=86_400.0)
-    """Wall-clock limit of an episode; its process is killed. A failed episode is retried once, then dropped from its
-    group; an evaluation scores it 0."""
+    """Wall-clock seconds after which the process of an episode is killed. A failed episode is tried once more. If it
+    fails again, it is dropped from its group, and an evaluation scores it 0."""
     max_failure_share: float = Field(0.1, ge=0.0, le=1.0)
-    """Fraction of dropped episodes (of at least 16) above which the run ends with the last one's error; 1 never
-    does."""
+    """Fraction of dropped episodes, counted over at least 16, above which the run ends with the last one's error; 1
+    never ends it."""
     memory_mb: PositiveInt = 4096
-    """Address space limit of a process that runs episodes; one that loads torch needs more."""
+    """MiB of address space of a process that runs episodes. A function that loads torch needs more."""
     programs: PositiveInt = 16
-    """Programs of `rollout.agent` that an engine's host runs at a time."""
+    """Number of programs of `rollout.agent` that run at a time beside an engine."""
     secrets: list[str] = Field(default_factory=list)
-    """Environment variables that a program gets though their names or values look like secrets, such as `HF_TOKEN`."""
+    """Environment variables that a program gets although their names or values look like secrets, such as
+    `HF_TOKEN`."""
 
 
 class SftSection(Section):
@@ -208,18 +210,18 @@ class SftSection(Section):
     output: OwnDirectory = Path("runs/warm-start")
     """Output directory; the checkpoint is in its `hf/`."""
     train: str | None = None
-    """Rows of prompts and responses to fine-tune `model.path` on, sources as for `data.train`; unset trains a new
-    model on the bundled task of `data.train`."""
+    """Rows of prompts and responses on which `model.path` is fine-tuned; sources are named as in `data.train`. If
+    unset, a new model is trained on the bundled task that `data.train` names."""
     epochs: PositiveInt = 1
-    """Epochs over the rows of `train`."""
+    """Number of passes over the rows of `train`."""
     layers: PositiveInt = 2
-    """Transformer layers of the new model."""
+    """Number of transformer layers of the new model."""
     hidden: int = Field(128, gt=0, multiple_of=16)
     """Hidden size of the new model, a multiple of the head dimension 16; its FFN is twice as wide."""
     batch: PositiveInt = 48
-    """Problems of an update."""
+    """Number of problems of an update."""
     lr: PositiveFloat | None = None
-    """Peak learning rate; unset: 1e-3 for a new model, 1e-5 with `train`."""
+    """Peak learning rate. If unset, it is 1e-3 for a new model and 1e-5 with `train`."""
     target_accuracy: float = Field(0.45, gt=0.0, le=1.0)
     """Held-out greedy accuracy at which training of a new model stops."""
 

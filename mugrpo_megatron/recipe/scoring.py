@@ -48,19 +48,21 @@ class FunctionSection(Section):
     weight: float = 1.0
     """Weight of its reward; 0 only logs it."""
     sources: tuple[str, ...] = ()
-    """Values of a row's `data_source` (else names of data sets) to score; empty scores all."""
+    """Which rows the function scores: those whose `data_source`, or else whose data set, has one of these names. Empty
+    scores all."""
     timeout_s: float | None = Field(None, gt=0.0, le=86400.0)
-    """Time limit of a call; unset takes `reward.timeout_s`."""
+    """Seconds that limit a call; unset takes `reward.timeout_s`."""
     worker_memory_mb: int | None = Field(None, ge=MIN_WORKER_MB)
-    """Address space of its workers; unset takes `reward.worker_memory_mb`."""
+    """MiB of address space of each of its workers; unset takes `reward.worker_memory_mb`."""
     model: str | None = None
     """`judge` only: the `[auxiliary.NAME]` that answers (docs/auxiliary-models.md)."""
     prompt: Path | None = None
     """`judge` only: Jinja file of the question, with `prompt`, `response`, `gold` and `row`."""
     parse: str | None = None
-    """`judge` only: your `module:function` from an answer to a number, or None if it has none."""
+    """`judge` only: your `module:function`, which gets an answer and returns its number, or None if the answer has
+    none."""
     max_tokens: PositiveInt = 512
-    """`judge` only: length at which an answer is truncated."""
+    """`judge` only: tokens at which an answer is truncated."""
     temperature: NonNegativeFloat = 0.0
     """`judge` only: sampling temperature; 0 is greedy."""
 
@@ -84,14 +86,14 @@ class CodeSection(Section):
     """Tests and sandbox of the reward function `code`."""
 
     sandbox: Literal["namespaces", "limits"] = "namespaces"
-    """Sandbox of a program: `namespaces`, or `limits` if the kernel refuses namespaces."""
+    """Sandbox of a program: `namespaces`, or `limits` for kernels that refuse namespaces."""
     reward: Literal["all", "share"] = "all"
     """`all` rewards a program with 1 if it passes every test, else 0; `share` with the fraction of tests passed."""
     test_s: float = Field(4.0, gt=0.0, le=3600.0)
-    """CPU seconds of a test, rounded up. A program that sleeps is ended after twice that plus one second by the clock.
-    `reward.timeout_s` limits the CPU seconds of all tests together."""
+    """CPU seconds that a test may take, rounded up. A program that sleeps is ended after twice that plus one second by
+    the clock. `reward.timeout_s` limits the CPU seconds of all tests together."""
     tests: NonNegativeInt = 0
-    """Number of a row's tests to run, evenly spaced; 0 runs all."""
+    """Number of a row's tests that are run, evenly spaced; 0 runs all."""
 
 
 class RewardSection(Section):
@@ -103,24 +105,25 @@ class RewardSection(Section):
     functions: dict[str, FunctionSection] = Field(default_factory=dict)
     """Several weighted functions instead of `function`, by name: `[reward.functions.NAME]`."""
     workers: int = Field(0, ge=0, json_schema_extra=changes("work"))
-    """Worker processes of each function on each generating rank; 0 divides one per two cores among the node's engines.
-    A function that waits for a service needs more."""
+    """Number of worker processes of each function on each generating rank. 0 gives a node one for every two cores,
+    divided among its engines. A function that waits for a service needs more."""
     extract: Literal["auto", "boxed", "final", "last_number"] = "auto"
-    """Extraction of the answer from a response; `auto`: `boxed` if `data.prompt_style` asks for a box, else `final`."""
+    """Which part of a response is its answer (docs/rewards.md). `auto` is `boxed` if `data.prompt_style` asks for a
+    box, else `final`."""
     policy: Literal["strict", "lenient"] = "strict"
     """`strict` refuses hedged answers and unfinished arithmetic; `lenient` also accepts what math-verify accepts."""
     max_failure_share: float = Field(0.01, ge=0.0, le=1.0, json_schema_extra=changes("work"))
-    """Fraction of responses (of at least 16) above which a user's failing function ends the run; 1 never does, for
-    remote services."""
+    """Fraction of failed responses, counted over at least 16, above which a user's function ends the run. 1 never ends
+    it, which suits remote services."""
     timeout_s: float = Field(8.0, gt=0.0, le=86400.0, json_schema_extra=changes("work"))
-    """Seconds by the clock after which a worker that waits is killed; one that computes is killed after as many CPU
-    seconds more. `math` itself gives up after 1/8 of this in CPU time."""
+    """Seconds by the clock after which a worker that waits is killed. A worker that computes is killed after as many
+    CPU seconds more. `math` itself gives up after 1/8 of this in CPU time."""
     worker_memory_mb: int = Field(1024, ge=MIN_WORKER_MB, json_schema_extra=changes("work"))
-    """Address space of a worker process, against answers that exhaust memory; a function that loads torch needs several
-    thousand. A program of `code` gets half."""
+    """MiB of address space of a worker process, against answers that exhaust memory. A function that loads torch needs
+    several thousand. A program of `code` gets half."""
     overlong_buffer_tokens: NonNegativeInt = 0
-    """Soft overlong penalty (DAPO): tokens before `rollout.max_response_tokens` over which it grows linearly to 1; 0
-    turns it off."""
+    """DAPO's soft overlong penalty: the number of tokens before `rollout.max_response_tokens` over which the penalty
+    grows linearly to 1. 0 turns it off."""
 
     code: CodeSection = CodeSection()
 

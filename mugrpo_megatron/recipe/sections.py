@@ -71,10 +71,10 @@ class RunSection(Section):
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of the data order, of sampling and of all other randomness."""
     deterministic: bool = False
-    """Make equal runs on equal machines bitwise equal, generation included; slower, and CUDA only. On a CPU updates on
-    equal stages are bitwise equal without it, and generation never is."""
+    """Make two runs of one recipe on equal machines bitwise equal, generation included. This is slower, and for CUDA
+    only. On a CPU updates on the same stage are bitwise equal without it, and generation never is."""
     collective_timeout_s: float = Field(1800.0, gt=0.0, le=30 * 86_400.0, json_schema_extra=changes("work"))
-    """Timeout of a collective, which then fails with rank, phase and likely cause."""
+    """Seconds after which a collective fails. The error names the rank, the phase and the likely cause."""
 
 
 class DataSection(Section):
@@ -88,31 +88,35 @@ class DataSection(Section):
     eval: str = Field("arithmetic", json_schema_extra=changes("branch"))
     """Held-out problems, sources as for `train`."""
     eval_problems: int = Field(500, gt=0, le=10_000_000)
-    """Maximum number of problems of each held-out set, evenly spaced over the set."""
+    """Maximum number of problems of each held-out set. If a set has more, they are taken evenly spaced over it."""
     question_field: str = "problem"
-    """Column of the question (text or messages), or a path inside one; the default also finds other usual names."""
+    """Column of the question (text or messages), or a path inside a column. The default also finds other usual
+    names."""
     answer_field: str = "answer"
-    """Column of the gold answer, or a path inside one (`reward_model.ground_truth`)."""
+    """Column of the right answer, or a path inside a column, such as `reward_model.ground_truth`."""
     prompt_style: str = "auto"
     """Format of prompts: `plain`, `chat` (the tokenizer's chat template), a named math style, or `auto`: `chat` if the
     tokenizer has a template, else `plain`."""
     question_template: str | None = None
-    """Text around each question, in every prompt style, with `{question}` where it goes; other braces are text."""
+    """Text around each question, in every prompt style. `{question}` stands where the question goes; other braces are
+    text."""
     system_prompt: str | None = None
-    """System message of chats without one; needs a chat template."""
+    """System message of chats that have none. It needs a chat template."""
     chat_template: Path | None = None
-    """Jinja file instead of the tokenizer's chat template, or for a base model without one."""
+    """Jinja file with a chat template, instead of the tokenizer's, or for a base model that has none."""
     template_arguments: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Arguments of the chat template, such as `enable_thinking = false`."""
     max_prompt_tokens: PositiveInt = 512
-    """Length above which a prompt is skipped and counted."""
+    """Number of tokens above which a prompt is left out and counted."""
     strict: bool = True
-    """End with an error at a malformed row or an unverifiable gold; false skips and counts them."""
+    """End with an error at a malformed row or a gold that cannot be verified. With false, such rows are left out and
+    counted."""
     pass_rate: tuple[float, float] = (0.0, 1.0)
-    """Least and largest pass rate of a training problem, from its column `pass_rate` (`mugrpo rollouts --by problem
-    --json`); [0, 1] takes every row. No shipped recipe's data have this column."""
+    """Least and largest pass rate of a training problem, as its column `pass_rate` has it (`mugrpo rollouts --by
+    problem --json` writes this column). [0, 1] takes every row. No shipped recipe's data have this column."""
     contamination: Literal["report", "drop", "off"] = "report"
-    """Treatment of training problems that contain half of the 8-grams of a held-out problem."""
+    """What happens to training problems that contain half of the 8-grams of a held-out problem: they are only
+    reported, left out (`drop`), or not looked for (`off`)."""
 
     @field_validator("system_prompt", "chat_template", "template_arguments")
     @classmethod
@@ -142,17 +146,19 @@ class ScheduleSection(Section):
     """S stages of µ updates. GRPO and mu-GRPO differ here and in `[objective]`."""
 
     stages: int = Field(4, gt=0, le=MAX_STAGE_UPDATES, json_schema_extra=changes("branch"))
-    """S: number of stages, each sampled once; more follow if stages end early (`max_kl`)."""
+    """S: number of stages. The responses of each are sampled once. More stages follow if some end early (`max_kl`)."""
     updates_per_stage: PositiveInt = 64
-    """µ: updates that a stage's responses are sampled for; the paper has 4 for GRPO and 1024 for mu-GRPO."""
+    """µ: number of updates for which a stage's responses are sampled. The paper has 4 for GRPO and 1024 for mu-GRPO."""
     growth: float = Field(1.0, ge=0.1, le=10.0)
-    """Ratio of the updates of successive stages, with S µ updates in all; above 1, stages are short while the policy
-    moves fast."""
+    """How many times as many updates each stage has as the stage before, with S µ updates in all. Above 1, stages are
+    short at first, while the policy moves fast."""
     epochs: int = Field(1, ge=1, le=1000, json_schema_extra=changes("method"))
-    """Epochs over each stage's responses, later ones shuffled: µ x epochs optimizer updates per stage."""
+    """Number of passes over each stage's responses, shuffled from the second on. A stage has µ x epochs optimizer
+    updates."""
     max_kl: float = Field(0.0, ge=0.0, allow_inf_nan=False, json_schema_extra=changes("method"))
-    """KL in nats per response (`kl_response`, smoothed) of the policy from its stage's start at which the stage ends
-    early; 0 never does. The run still takes all its updates, on further stages."""
+    """KL divergence in nats per response (the metric `kl_response`, smoothed) at which a stage ends early: the policy
+    has then moved so far from its stage's start. 0 never ends one. The run still takes all its updates, on further
+    stages."""
 
     @model_validator(mode="after")
     def _check_longest(self) -> Self:
@@ -209,10 +215,10 @@ class OptimizerSection(Section):
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """Schedule of the learning rate after the warm-up."""
     decay_over: Literal["run", "stage"] = "run"
-    """Span of `decay`: the run, or each stage, in which the rate falls as the responses become stale. The warm-up is
-    always at the run's start."""
+    """What `decay` spans: the whole run, or each stage, so that the rate falls as the responses become stale. The
+    warm-up is always at the run's start."""
     warmup_updates: NonNegativeInt = 0
-    """Updates of linear warm-up from 0 to `lr`."""
+    """Number of updates in which the learning rate rises linearly from 0 to `lr`."""
     beta1: float = Field(0.9, ge=0.0, lt=1.0)
     """Adam's decay of the first moment."""
     beta2: float = Field(0.95, ge=0.0, lt=1.0)
@@ -220,7 +226,7 @@ class OptimizerSection(Section):
     eps: PositiveFloat = 1e-8
     """Adam's epsilon."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay; not applied to norms and biases."""
+    """Decoupled weight decay. It is not applied to norms and biases."""
     clip_grad: PositiveFloat = 1.0
     """Global gradient norm that an update is clipped to."""
 
@@ -245,13 +251,13 @@ class CheckpointSection(Section):
     model_config = ConfigDict(json_schema_extra=changes("work"))
 
     every_stages: PositiveInt = 1
-    """Stages between saves; the last stage is always saved. A resumed run repeats the updates since, on the responses
-    on disk."""
+    """Number of stages between saves; the last stage is always saved. A resumed run repeats the updates since the last
+    save, on the responses on disk."""
     every_updates: NonNegativeInt = 0
     """Updates between saves inside a stage; 0 saves only at stage ends."""
     asynchronous: bool = True
-    """Copy the state to host memory and write it while training continues; false waits for the disk and needs no
-    copy. At a stage's end the copy includes all of `hf/`, on the first rank's host."""
+    """Copy the state to host memory and write it while training continues. With false, training waits for the disk and
+    needs no copy. At a stage's end the copy includes all of `hf/`, in the memory of the first rank's host."""
     keep: PositiveInt = 2
     """Number of newest complete checkpoints to keep."""
 
@@ -264,9 +270,9 @@ class TrackSection(Section):
     tensorboard: bool = True
     """Write TensorBoard event files under the run directory."""
     wandb_project: str | None = None
-    """Weights & Biases project; its own variables set key, group and tags (WANDB_RUN_GROUP, WANDB_TAGS)."""
+    """Weights & Biases project. Its own environment variables set key, group and tags (WANDB_RUN_GROUP, WANDB_TAGS)."""
     profile_updates: list[NonNegativeInt] = Field(default_factory=list)
-    """Updates, from 0, that PyTorch's profiler records; each rank writes a trace to `profile/`."""
+    """Numbers of the updates, from 0, that PyTorch's profiler records. Each rank writes a trace to `profile/`."""
 
 
 class Recipe(Section):

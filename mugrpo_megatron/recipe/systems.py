@@ -39,13 +39,14 @@ class ParallelSection(Section):
     model_config = ConfigDict(json_schema_extra=changes("work"))
 
     tensor: PositiveInt = 1
-    """Tensor parallel size; above 1 with sequence parallelism."""
+    """Tensor parallel size. Above 1, sequence parallelism is on too."""
     pipeline: PositiveInt = 1
     """Pipeline parallel size."""
     virtual_pipeline: PositiveInt = 1
     """Model chunks per pipeline rank (interleaved 1F1B); 1 is plain 1F1B."""
     context: PositiveInt = 1
-    """Context parallel size, which splits each packed sequence, for sequences too long for one rank."""
+    """Context parallel size: the number of ranks over which each packed sequence is split, for sequences that are too
+    long for one rank."""
     expert: PositiveInt = 1
     """Expert parallel size of mixture-of-experts models."""
 
@@ -61,23 +62,25 @@ class LearnerSection(Section):
     model_config = ConfigDict(json_schema_extra=changes("work"))
 
     micro_batch_tokens: PositiveInt = 16384
-    """Packed tokens (prompts and responses) of a micro-batch on a rank; a single longer response may exceed it.
-    Micro-batches that run at once on CPU threads share it; on CPU each has at most 4,096, of a model above about
-    64M parameters 2,048."""
+    """Packed tokens (prompts and responses) of a micro-batch on a rank. A single longer response may exceed it.
+    Micro-batches that run at once on CPU threads share it. On a CPU each has at most 4,096 tokens, or 2,048 if the
+    model has more than about 64 million parameters."""
     loss_chunk_tokens: NonNegativeInt = 0
-    """Tokens per chunk of the fused loss, whose logits are in memory at once; 0 takes 4,096 on CUDA, 1,024 on CPU."""
+    """Tokens per chunk of the fused loss. The logits of one chunk are in memory at once. 0 takes 4,096 on CUDA and
+    1,024 on a CPU."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation in the backward pass, to save memory."""
     layers: Literal["local", "transformer_engine", "auto", "fp8_tensorwise", "fp8_blockwise"] = "local"
-    """Linear layers: Megatron's, or Transformer Engine's with fused norms; `auto` takes the latter if installed. The
-    `fp8` ones multiply in fp8, scaled by tensor or by blocks of 128; weights stay bfloat16."""
+    """Kind of linear layers: Megatron's, or Transformer Engine's with fused norms; `auto` takes Transformer Engine's if
+    it is installed. The two `fp8` kinds multiply in fp8, scaled by tensor or by blocks of 128; weights stay in
+    bfloat16."""
     routing_replay: Replay = Field("off", json_schema_extra=changes("branch"))
-    """Routing replay of mixtures of experts: `rollout` replays the engine's routes of each token during the stage
-    (CUDA), `learner` the routes of a learner pass at the stage's start. It keeps importance ratios of stale tokens from
-    jumping."""
+    """Routing replay of mixtures of experts, which keeps the importance ratios of stale tokens from jumping. `rollout`
+    replays the experts that the engine chose for each token (CUDA only); `learner` replays those of a learner pass at
+    the stage's start."""
     threads: NonNegativeInt = 0
-    """CPU threads of each learner rank; 0 divides the machine's cores among the local ranks. Up to four of them run
-    separate micro-batches, if the model is small, dense, unsharded and not recomputed."""
+    """CPU threads of each learner rank; 0 divides the machine's cores among its ranks. Up to four of the threads run
+    separate micro-batches if the model is small, dense, on one rank and not recomputed."""
 
     @property
     def fp8(self) -> Literal["none", "tensorwise", "blockwise"]:
@@ -101,19 +104,21 @@ class EngineSection(Section):
     tensor: PositiveInt = 1
     """Tensor parallel size of an engine: a divisor of a node's ranks, or all ranks of `engine.nodes`."""
     nodes: PositiveInt = 1
-    """Nodes of an engine, with all their devices, for models too large for one node (docs/engine.md)."""
+    """Number of nodes of an engine, each with all its devices, for models that are too large for one node
+    (docs/engine.md)."""
     between_stages: Literal["restart", "sleep"] = "sleep"
-    """Engine while the learner trains: `sleep` keeps its process and releases its memory, `restart` stops it."""
+    """What the engine does while the learner trains: `sleep` keeps its process and releases its memory, `restart` ends
+    its process."""
     memory_fraction: float = Field(0.8, gt=0.0, lt=1.0)
     """Fraction of a GPU's memory for weights and KV cache (CUDA)."""
     max_running_requests: PositiveInt = 1024
-    """Maximum number of requests decoded together; many help short responses."""
+    """Maximum number of requests that are decoded together. A high number helps with short responses."""
     request_timeout_s: PositiveFloat = 600.0
-    """Seconds without a new token in generation, else without an answer, after which an engine counts as hung. Its
-    start may take three times as long."""
+    """Seconds after which an engine counts as hung: without a new token during generation, and without an answer
+    otherwise. Its start may take three times as long."""
     quantization: Literal["none", "fp8"] = "none"
-    """Weights of the engine's linear layers: as the learner's, or quantized to fp8 by blocks of 128 x 128 at each
-    weight sync (CUDA, bfloat16)."""
+    """Type of the weights of the engine's linear layers: that of the learner, or fp8, quantized in blocks of 128 x 128
+    at each weight sync (CUDA and bfloat16 only)."""
     check_weights: Literal["first", "every", "never"] = "first"
     """Weight syncs after which the engines' weights are compared bitwise with the learner's."""
     extra: dict[str, Any] = Field(default_factory=dict)

@@ -12,9 +12,9 @@ _THRESHOLD_IN_TEXT = re.compile(r"(threshold )?\b1e-\d\b")
 HEAD = """For everyone who reads the numbers of a run: every metric, with its unit and its meaning. Each has an address,
 such as `metrics.md#update.ess`. `make docs` makes this page from mugrpo_megatron/observe/metrics.py.
 
-A run writes `metrics.jsonl`: one JSON object per line. Its `kind` is one of the headings below. If a run resumes, it
-may repeat updates; then the later row of an update counts. NaN and infinity are written as `null`, and `not_finite`
-lists their names.
+A run writes `metrics.jsonl`: each line, or *row*, is a JSON object. Its `kind` is one of the headings below. If a run
+resumes, it may repeat updates; then the later row of an update counts. NaN and infinity are written as `null`, and the
+key `not_finite` lists the names of these metrics. In brackets stands the unit; a *fraction* is a share between 0 and 1.
 
 `pi` is the policy that is being trained, and `behaviour` the policy that sampled the responses. r, the *importance
 ratio* of a token, is its probability under `pi` divided by its probability under `behaviour`. The log-ratio is log r.
@@ -30,7 +30,9 @@ def markdown() -> str:
         HEAD,
     ]
     for kind, meaning in KINDS.items():
-        sections.append(f"## `{kind}`\n\n{meaning}\n\nKeys: {', '.join(f'`{key}`' for key in ROW_KEYS[kind])}.")
+        sections.append(
+            f"## `{kind}`\n\n{meaning}\n\nKeys beside the metrics: {', '.join(f'`{key}`' for key in ROW_KEYS[kind])}."
+        )
         if rows := [metric for metric in METRICS if metric.kind == kind]:
             sections.append("\n".join(_lines(kind, rows)))
     sections.append("## Phases\n\n" + _table(("Phase", "What happens"), [(f"`{k}`", v) for k, v in PHASES.items()]))

@@ -91,7 +91,7 @@ SHARED_MEMORY_BYTES = 1 << 30
 
 
 def doctor_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", type=Path, help="checkpoint whose config.json is checked as well")
+    parser.add_argument("model", nargs="?", type=Path, help="checkpoint whose config.json is checked too")
     parser.add_argument(
         "--fix", action="store_true", help="first install SGLang and torchvision for a CPU, as setup.sh does"
     )

@@ -12,12 +12,16 @@ from mugrpo_megatron.recipe import load_recipe
 def publish_stage_arguments(parser: Parser) -> None:
     """Add the arguments of `mugrpo publish`: a run's stage, and the directory of the data set."""
     parser.add_argument("run_dir", type=Path, help="directory of the run")
-    parser.add_argument("--stage", type=int, required=True, metavar="K", help="from 0; it has to be sealed")
-    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="directory of the data set")
-    parser.add_argument("--overwrite", action="store_true", help="replace a published stage in DIR")
-    parser.add_argument("--weights", action="store_true", help="also the checkpoint that the stage begins with")
-    parser.add_argument("--hub", metavar="NAME", help="upload it as this data set of the Hugging Face hub, private")
-    parser.add_argument("--public", action="store_true", help="with --hub: for everybody to see")
+    parser.add_argument(
+        "--stage", type=int, required=True, metavar="K", help="number of the stage, from 0; it has to be sealed"
+    )
+    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="directory to write, the data set")
+    parser.add_argument("--overwrite", action="store_true", help="replace a published stage that is in DIR")
+    parser.add_argument("--weights", action="store_true", help="publish the checkpoint that sampled the stage too")
+    parser.add_argument(
+        "--hub", metavar="NAME", help="upload the data set to the Hugging Face hub under this name, as a private one"
+    )
+    parser.add_argument("--public", action="store_true", help="with --hub: upload it as a public data set")
 
 
 def publish_stage(options: Options) -> int:
@@ -31,10 +35,19 @@ def publish_stage(options: Options) -> int:
 
 def import_stage_arguments(parser: Parser) -> None:
     """Add the arguments of `mugrpo import`: another program's responses, and the recipe that is to train on them."""
-    parser.add_argument("file", type=Path, help="JSON lines, Parquet, a JSON array or CSV: one response a row")
-    parser.add_argument("--recipe", type=Path, required=True, help="of the run that is to train on them")
-    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="directory of the stage")
-    parser.add_argument("--reward", metavar="COLUMN", help="the rows' rewards; `reward`, or the verifier's, otherwise")
+    parser.add_argument(
+        "file", type=Path, help="file with one response a row: JSON lines, Parquet, a JSON array or CSV"
+    )
+    parser.add_argument(
+        "--recipe", type=Path, required=True, help="recipe of the run that is to train on the responses"
+    )
+    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="directory to write, the stage")
+    parser.add_argument(
+        "--reward",
+        metavar="COLUMN",
+        help="column with the rewards; by default `reward`, and without that column the reward function scores "
+        "the rows",
+    )
     override_arguments(parser)
 
 

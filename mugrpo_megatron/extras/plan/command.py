@@ -13,25 +13,38 @@ def plan_arguments(parser: Parser) -> None:
     """Add the arguments of `mugrpo plan`: a recipe, the cluster, and what to print."""
     recipe_argument(parser)
     override_arguments(parser)
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines of the cluster; 1 by default")
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="number of machines; 1 by default")
     parser.add_argument(
         "--gpus-per-node",
         type=int,
         default=8,
         metavar="N",
-        help="GPUs of each machine (with --gpu cpu: its processes); 8 by default",
+        help="number of GPUs of each machine, or of its processes with --gpu cpu; 8 by default",
     )
-    parser.add_argument("--gpu", default="h200", help="h200, h100, a100, b200, rtx4090 or cpu; h200 by default")
-    parser.add_argument("--model-config", type=Path, help="config.json of a model that is not on this machine")
-    parser.add_argument("--assume", action="append", default=[], metavar="NAME=VALUE", help="replace an assumed rate")
     parser.add_argument(
-        "--schedules", action="store_true", help="only the hours of the same updates in stages of 1, 2, 4, ... updates"
+        "--gpu", default="h200", help="kind of GPU: h200, h100, a100, b200, rtx4090 or cpu; h200 by default"
+    )
+    parser.add_argument(
+        "--model-config", type=Path, help="config.json to take if the model itself is not on this machine"
+    )
+    parser.add_argument(
+        "--assume",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="replace the value of an assumed rate or length",
+    )
+    parser.add_argument(
+        "--schedules",
+        action="store_true",
+        help="print only how many hours the same updates take in stages of 1, 2, 4, ... updates",
     )
     parser.add_argument(
         "--pilot",
         type=Path,
         metavar="RUN",
-        help="a run with GRPO's schedule and a constant rate: with --schedules, the points that a schedule may lose",
+        help="a finished run with GRPO's schedule and a constant learning rate; with --schedules the plan says "
+        "how many points each schedule may lose",
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON instead of tables")
 

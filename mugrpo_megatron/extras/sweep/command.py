@@ -11,11 +11,15 @@ from mugrpo_megatron.terminal import visible
 
 def sweep_arguments(parser: Parser) -> None:
     """Add the arguments of `mugrpo sweep`: a run's stage, and the grid of settings."""
-    parser.add_argument("run_dir", type=Path, help="the run that has generated the stage")
-    parser.add_argument("--stage", type=int, default=0, metavar="K", help="the sealed stage, from 0")
+    parser.add_argument("run_dir", type=Path, help="directory of the run that has generated the stage")
+    parser.add_argument("--stage", type=int, default=0, metavar="K", help="number of the sealed stage, from 0")
     override_arguments(parser, "VALUE,VALUE", "an axis of the grid; with one value, a setting of every cell")
-    parser.add_argument("--grid", type=Path, metavar="FILE", help="TOML file with [set], [axes] and [[cells]]")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where the cells go; RUN_DIR-sweep-stageK")
+    parser.add_argument(
+        "--grid", type=Path, metavar="FILE", help="TOML file that defines the grid, with [set], [axes] and [[cells]]"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="directory of the cells' runs; by default RUN_DIR-sweep-stageK"
+    )
     parser.add_argument("--dry-run", action="store_true", help="check all cells, print their states, and stop")
 
 

@@ -15,16 +15,27 @@ from mugrpo_megatron.commands.reading import CONVERSIONS
 HEAD = """# Command line
 
 For everyone at the command line: every command and every option. `mugrpo` lists the commands, and `mugrpo COMMAND
---help` prints what stands here. Guides: [a run in parts](parts.md), [evaluation](evaluation.md), [a look at a
-run](look.md), [stages as data](stages.md), [planning](plan.md).
+--help` prints what this page says about one. There are guides to [a run in parts](parts.md),
+[evaluation](evaluation.md), [a look at a run](look.md), [stages as data](stages.md) and [planning](plan.md).
 
 `RUN_DIR` is the directory of a run. `RECIPE` is a TOML file, or the name of a [bundled recipe](recipes.md) such as
 `one_gpu/24gb.toml`. Stages and updates count from 0. `--set SECTION.KEY=VALUE` changes one [key](recipe.md) and may be
 repeated.
 
-`mugrpo --version` prints the version and the commit. Exit codes: 0 done, 2 your mistake, 1 a failed run, 130 Ctrl-C,
-143 SIGTERM where the work cannot be continued. Each option has an address: `cli.md#train--set`. `make docs` makes this
-page from the parsers, where its texts are.
+A *stage* is the responses of many updates, sampled with one set of weights. It is *sealed* once it is complete. The
+[glossary](glossary.md) has the other words.
+
+`mugrpo --version` prints the version and the commit.
+
+| Exit code | Meaning |
+| --: | --- |
+| 0 | the command has done its work |
+| 1 | the run failed, or the program has a bug |
+| 2 | your mistake: the error says what it is and the way out |
+| 130 | you pressed Ctrl-C |
+| 143 | SIGTERM ended work that cannot be continued |
+
+Each option has an address, such as `cli.md#train--set`. `make docs` makes this page from the parsers.
 """
 NAME = re.compile(r"\w[.\d]\w")
 """A word that is a name, such as `eval.samples` or `h200`: a sentence that begins with it keeps its first letter."""
