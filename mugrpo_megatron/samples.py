@@ -53,10 +53,12 @@ class Problem:
     id: str
     """Id that is unique within the data set: `source:line`."""
     question: str
+    """The question as text."""
     answer: str
     """The right answer as text, which the reward function `math` compares with. Of a worked
     solution it is the last answer; of a gold that is not text it is the JSON text."""
     source: str = ""
+    """Name of the data set."""
     messages: tuple[Message, ...] = field(default=(), hash=False)
     """The question as a chat: system turn, history, the user's last turn; empty for a bare question."""
     gold: Any = field(default=None, hash=False)
@@ -165,14 +167,20 @@ class Sample:
     group: int
     """The prompt's index in the stage; samples of one group share prompt and baseline."""
     problem: str
+    """Id of the problem."""
     prompt_ids: Int32[np.ndarray, " prompt"]
+    """Token ids of the prompt."""
     response_ids: Int32[np.ndarray, " response"]
+    """Token ids of the response."""
     # They are float32, as SGLang computes them; in bfloat16 the ratio of a long response would be noise.
     engine_logprobs: Float32[np.ndarray, " response"]
     """The engine's log-probabilities, at the sampling temperature; NaN in a stage that was imported without any."""
     reward: float
+    """The reward; NaN if the response has none."""
     weight_version: int
+    """Number of updates that the weights that sampled the response have had."""
     finish_reason: str
+    """Why the response ended: `stop`, or `length` if a limit cut it."""
     loss_mask: Bool[np.ndarray, " response"] | None = None
     """The tokens that are trained on; None for all."""
     support_ids: Int32[np.ndarray, "response k"] | None = None
@@ -180,6 +188,7 @@ class Sample:
     text: str = ""
     """The response's text, as the verifier read it."""
     gold: str = ""
+    """The right answer, as text."""
     extracted: str = ""
     """The answer that was found in the text."""
     why: str = ""
@@ -191,8 +200,9 @@ class Sample:
     row: str = ""
     """The problem's row in its data set, as JSON; empty if the problem has none."""
     behaviour_logprobs: Float32[np.ndarray, " response"] | None = None
-    """Log-probabilities that importance ratios are taken against: the engine's, or with `rollout.behaviour = "learner"`
-    the learner's under the same weights. They are added when an update is read, not stored."""
+    """Log-probabilities under the behaviour policy, which importance ratios divide by: the engine's, or with
+    `rollout.behaviour = "learner"` the learner's under the same weights. They are added when an update is read, not
+    stored."""
     routes: Routes | None = None
     """Experts that the learner replays (`learner.routing_replay`); None lets the routers choose."""
     proximal_logprobs: Float32[np.ndarray, " response"] | None = None

@@ -37,6 +37,7 @@ class Segments:
     """Number of the turn that each token belongs to in its response, from 0 and below `most_turns`; None if every
     response has one turn."""
     most_turns: int = 1
+    """Number of turns of the response with the most turns."""
 
     @property
     def responses(self) -> int:

@@ -57,6 +57,7 @@ class EpisodeModel:
     episode."""
 
     problem: Problem
+    """The problem of the episode."""
     prompt_ids: list[int]
     """Token ids of the problem as the recipe renders it."""
     prompt: str
@@ -66,9 +67,13 @@ class EpisodeModel:
     sampling: Mapping[str, Any]
     """Sampling settings by SGLang's names."""
     ask: Ask
+    """Sends a request to the run. Call the methods below instead."""
     threads: ThreadPoolExecutor
+    """Threads in which plain functions run."""
     calls: int = 0
+    """Number of tool calls so far."""
     failed_calls: int = 0
+    """Number of tool calls so far that raised an exception."""
     open: int = 0
     """Number of plain functions that have not returned."""
     ids: list[int] = field(default_factory=list)
@@ -78,8 +83,8 @@ class EpisodeModel:
         """Sample from a prompt of token ids, which begins with `self.ids` after the first turn.
 
         Args:
-            max_tokens: most tokens of the turn; None for all that the episode may still get.
-            stop: texts that end the turn, besides `rollout.stop`; the turn includes them.
+            max_tokens: maximum number of tokens of the turn; None allows all that the episode has left.
+            stop: texts that end the turn, as those of `rollout.stop` do; the turn includes them.
         """
         most = None if max_tokens is None else int(max_tokens)
         turn = Turn(**await self.ask("generate", ids=list(map(int, ids)), max_tokens=most, stop=list(map(str, stop))))
