@@ -55,8 +55,8 @@ class Problem:
     question: str
     """The question as text."""
     answer: str
-    """The right answer as text, which the reward function `math` compares with. Of a worked
-    solution it is the last answer; of a gold that is not text it is the JSON text."""
+    """The right answer as text, which the reward function `math` compares with. If the gold
+    is a worked solution, it is the solution's last answer; if the gold is not text, it is its JSON text."""
     source: str = ""
     """Name of the data set."""
     messages: tuple[Message, ...] = field(default=(), hash=False)
@@ -209,7 +209,7 @@ class Sample:
     """Log-probabilities under the policy at the centre of the clip range, unless that is the current policy; not
     stored."""
     ref_logprobs: Float32[np.ndarray, " response"] | None = None
-    """Log-probabilities under the reference policy, which the KL penalty keeps the policy near; not stored."""
+    """Log-probabilities under the reference policy, near which the KL penalty keeps the policy. They are not stored."""
     teacher_logprobs: Float32[np.ndarray, " response"] | None = None
     """Log-probabilities under the teacher, whose log-ratios are part of the tokens' advantages; not stored."""
 
