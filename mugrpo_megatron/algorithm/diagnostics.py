@@ -165,7 +165,8 @@ def user_metrics(tokens: TokenBatch, config: ObjectiveSection) -> dict[str, floa
     with torch.no_grad():
         values = call_user_function(source, function, tokens, config)
     if not isinstance(values, Mapping):
-        raise FunctionFailure(f"{source} returned {type(values).__name__}, not a mapping of numbers")
+        kind = type(values).__name__
+        raise FunctionFailure(f"{source} returned {kind}, not a mapping of numbers; return a dict of names to numbers")
     values_by_name = {}
     for name, value in values.items():
         if not isinstance(name, str) or not USER_NAME.fullmatch(name):

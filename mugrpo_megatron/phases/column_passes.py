@@ -122,8 +122,8 @@ def compute_ref(run: Run, learner: Learner, stage: StageBatches, cursor: Cursor)
     if not must_compute(column, cursor.age == 0 or weights is not None):
         if column.body()["weights"] != mark:
             raise UserError(
-                f"{weights} holds other weights than when {column.path} was computed under them; put the right ones "
-                f"back, or {column.remedy}"
+                f"{weights} has other weights now than those under which {column.path} was computed; put these back, "
+                f"or {column.remedy}"
             )
         return
     if weights:
@@ -144,7 +144,7 @@ def _check_ref(run: Run, stage: int, weights: Path, mark: str) -> None:
     before = LogprobColumn(run.directory.ref(stage - 1), {}) if stage > 0 else None
     if before and before.weights not in (None, mark):
         raise UserError(
-            f"{weights} holds other weights than when {before.path} was computed under them; put the right ones back"
+            f"{weights} has other weights now than those under which {before.path} was computed; put these back"
         )
 
 

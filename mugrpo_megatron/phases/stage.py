@@ -185,7 +185,7 @@ def _profiled(run: Run, cursor: Cursor) -> Iterator[None]:
     path.parent.mkdir(exist_ok=True)
     with profile(activities=list(supported_activities() & {ProfilerActivity.CPU, ProfilerActivity.CUDA})) as trace:
         yield
-    path.unlink(missing_ok=True)  # in a run directory of somebody else it may be a link to another file
+    path.unlink(missing_ok=True)  # in a run directory that somebody else made, it may be a link to another file
     trace.export_chrome_trace(str(path))
     run.display.say(f"the profile of update {cursor.updates} is in {path.parent}")
 

@@ -133,7 +133,10 @@ def _check_stage(source: RunDirectory, stage: int) -> tuple[Origin, Cursor]:
     check_stage(directory)
     if not StageStore(directory).sealed:
         sealed = [number for number, path in source.stages().items() if StageStore(path).sealed]
-        raise UserError(f"{source.path} has no sealed stage {stage} (stages count from 0); it has {sealed}")
+        raise UserError(
+            f"{source.path} has no sealed stage {stage} (stages count from 0); its sealed stages are "
+            f"{sealed or 'none yet'}"
+        )
     checkpoint = source.checkpoints / checkpoint_name(Cursor(stage))
     if stage > 0 and not checkpoint.exists():
         raise UserError(

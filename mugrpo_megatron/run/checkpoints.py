@@ -243,7 +243,10 @@ def check_checkpoint_identity(path: Path, record: RunRecord) -> None:
     state = read_state(path)
     cursor = Cursor(**state["cursor"])
     if path.name != checkpoint_name(cursor):
-        raise UserError(f"{path} holds the checkpoint {checkpoint_name(cursor)}; give both their right names")
+        name = checkpoint_name(cursor)
+        raise UserError(
+            f"{path} holds the checkpoint {name}; give it this name (and move a directory that has the name away)"
+        )
     # The checkpoint at the start of a branch is that of the run that it branches from.
     run = record.run_of_stage(cursor.stage) if cursor.age == 0 else record.id
     if state.get("run") != run:

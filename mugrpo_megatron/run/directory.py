@@ -239,7 +239,7 @@ def is_finished(recipe: Recipe) -> bool:
     Raises UserError when the directory belongs to another run, or its summary is damaged.
     """
     directory = RunDirectory(recipe.run.dir)
-    if not os.path.exists(directory.summary):  # unlike `Path.exists` also for a name that is too long
+    if not os.path.exists(directory.summary):  # `Path.exists` would raise for a name that is too long
         return False
     check_run_dir(recipe.run.dir)
     check_same_run(directory, recipe)

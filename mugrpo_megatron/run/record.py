@@ -126,7 +126,10 @@ def check_run_dir(run_dir: Path) -> RunRecord | None:
         return record
     path = _real(run_dir)
     if path.parent == path or path in (Path.cwd(), Path.home()):
-        raise UserError(f"run.dir = {run_dir} is {path}; name a directory that only this run uses, as runs/first")
+        raise UserError(
+            f"run.dir = {run_dir} is {path}, which holds more than a run; name a directory that only this run uses, "
+            "such as runs/first"
+        )
     for path in (run_dir / name for name in RUN_FILES):
         if path.is_symlink() or path.is_file() or (path.is_dir() and any(path.iterdir())):
             raise UserError(

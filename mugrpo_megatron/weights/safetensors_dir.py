@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.errors import REFUSALS, UserError
 from mugrpo_megatron.files.durable import durable_file, write_json
 from mugrpo_megatron.files.json_text import file_inside, read_json
 from mugrpo_megatron.files.tensors import raw_bytes
@@ -60,7 +60,8 @@ class HFCheckpoint:
                 return torch.empty(shape, dtype=dtype)
             mapped = np.memmap(path, np.uint8, mode="c", offset=begin, shape=(math.prod(shape) * dtype.itemsize,))
         except OSError as error:
-            raise UserError(f"{path} cannot be read ({error.strerror or error})") from None
+            remedy = REFUSALS.get(error.errno or 0, "restore it, or download it again")
+            raise UserError(f"{path} cannot be read ({error.strerror or error}); {remedy}") from None
         except (ValueError, LookupError, TypeError) as error:
             raise UserError(f"{path} is truncated or not a safetensors file ({error}); download it again") from None
         return torch.from_numpy(mapped).view(dtype).view(shape)
@@ -178,7 +179,9 @@ def scan(directory: Path, needed: Callable[[str], bool]) -> HFCheckpoint:
 def _weight_map(index: Path) -> dict[str, str]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise UserError(f"{index} is not a safetensors index: its weight_map does not map tensors to files")
+        raise UserError(
+            f"{index} is not a safetensors index: its weight_map does not map tensors to files; download it again"
+        )
     return weight_map
 
 
