@@ -196,5 +196,7 @@ def test_a_broken_source_is_named_before_anything_is_made(case: str, source: Pat
     broken(tmp_path / "source", case)
     refuses(BROKEN[case], branch, recipe(tmp_path / "b"), tmp_path / "source", 1)
     assert not (tmp_path / "b").exists()
-    with pytest.raises(UserError, match=r"no sealed stage 7 .* it has \[0|holds stage|manifest\.json is missing"):
+    with pytest.raises(
+        UserError, match=r"no sealed stage 7 .* sealed stages are \[0|holds stage|manifest\.json is missing"
+    ):
         branch(recipe(tmp_path / "b"), tmp_path / "source", 7)
