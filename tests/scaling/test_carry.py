@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
-import zipfile
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -18,7 +18,8 @@ from run_scripts.dev.bench.ten_learner import SHAPES
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "run_scripts/dev/bench/carry.sh").read_text(encoding="utf-8")
-KERNELS = ROOT / ".gpu" / "engine" / "sgl_kernel.tar.xz"
+CARRIED = ROOT / ".gpu" / "engine" / "site.tar.xz"
+KERNELS = re.compile(r"\./(sgl_kernel|sglang_kernel-|flashinfer|IPython)")
 LIBRARIES = ["sgl_kernel/sm90/common_ops.abi3.so", "sgl_kernel/spatial_ops.abi3.so"]
 """The ones that a Hopper GPU without FlashAttention 3 loads."""
 IMPORT = """
@@ -64,12 +65,13 @@ def test_every_python_file_of_the_kernels_is_carried_and_no_library_too_many(tmp
     left = ["sgl_kernel/flash_ops.abi3.so", "sgl_kernel/flashmla_ops.abi3.so", "sgl_kernel/sm100/common_ops.abi3.so"]
     record = "sglang_kernel-0.4.4.dist-info/RECORD"
     for name in (*python, *LIBRARIES, *left, record):
-        (tmp_path / "all" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "all" / name).write_text(name)
-    [command] = [line for line in TEXT.splitlines() if line.startswith("tar c")]
-    environment = os.environ | {"work": str(tmp_path), "out": str(tmp_path)}
+        (tmp_path / "engine" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "engine" / name).write_text(name)
+    (tmp_path / "out" / "engine").mkdir(parents=True)
+    [command] = [line for line in TEXT.splitlines() if line.strip().startswith("tar c")]
+    environment = os.environ | {"work": str(tmp_path), "archive": str(tmp_path / "out"), "part": "engine"}
     subprocess.run(["bash", "-euc", command], env=environment, check=True)
-    with tarfile.open(tmp_path / "sgl_kernel.tar.xz") as archive:
+    with tarfile.open(tmp_path / "out" / "engine" / "site.tar.xz") as archive:
         files = {member.name.removeprefix("./") for member in archive if member.isfile()}
     assert files == {*python, *LIBRARIES, record}
 
@@ -93,27 +95,22 @@ def test_kernels_are_compiled_for_the_shapes_and_the_architecture_of_the_bench(m
     assert len(folders) == 8
 
 
-def write_wheel(folder: Path, name: str) -> None:
-    """A package with one empty module."""
-    folder.mkdir(parents=True)
-    metadata = f"{name}-1.dist-info"
-    with zipfile.ZipFile(folder / f"{name}-1-py3-none-any.whl", "w") as wheel:
-        wheel.writestr(f"{name}.py", "")
-        wheel.writestr(f"{metadata}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
-        wheel.writestr(f"{metadata}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        wheel.writestr(f"{metadata}/RECORD", "")
-
-
 @pytest.mark.process
-def test_the_archive_is_installed_without_xz_and_its_parts_one_after_the_other(tmp_path: Path) -> None:
-    """The learner's part alone, then the engine's; an empty environment, and a PATH with a few programs."""
-    archive, tools = tmp_path / ".gpu", tmp_path / "tools"
+def test_parts_are_unpacked_without_xz_and_one_after_the_other(tmp_path: Path) -> None:
+    """The learner's part alone, then the others; an empty environment, and a PATH with a few programs."""
+    tools = tmp_path / "tools"
     tools.mkdir()
     for program in ("bash", "tar", "cp", "mkdir", "touch", "dirname"):
         (tools / program).symlink_to(shutil.which(program) or program)
     (tools / "python3").write_text(f'#!{shutil.which("sh")}\nexec {sys.executable} "$@"\n')
     (tools / "python3").chmod(0o755)
-    (tmp_path / "kernel.py").touch()
+    (tmp_path / "module.py").touch()
+
+    def carry(part: str, *modules: str) -> None:
+        (tmp_path / ".gpu" / part).mkdir(parents=True)
+        with tarfile.open(tmp_path / ".gpu" / part / "site.tar.xz", "w:xz") as archive:
+            for module in modules:
+                archive.add(tmp_path / "module.py", f"./{module}.py")
 
     def source(*modules: str) -> str:
         script = (
@@ -123,17 +120,16 @@ def test_the_archive_is_installed_without_xz_and_its_parts_one_after_the_other(t
         done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
         return done.stderr if done.returncode else ""
 
-    write_wheel(archive / "learner" / "wheels", "of_learner")
+    carry("learner", "of_learner")
     assert source("of_learner") == ""
     assert "No module named 'of_engine'" in source("of_engine")
-    write_wheel(archive / "engine" / "wheels", "of_engine")
-    (archive / "engine" / "stubs" / "of_stub").mkdir(parents=True)
-    with tarfile.open(archive / "engine" / "sgl_kernel.tar.xz", "w:xz") as kernels:
-        kernels.add(tmp_path / "kernel.py", "of_kernel.py")
-    assert source("of_learner", "of_engine", "of_kernel", "of_stub") == ""
-    (archive / "te").mkdir()
-    with tarfile.open(archive / "te" / "transformer_engine.tar.xz", "w:xz") as library:
-        library.add(tmp_path / "kernel.py", "of_te.py")
+    carry("engine", "of_engine", "of_stub")
+    kernel = Path("sgl_kernel_jit", "kernel.so")
+    (tmp_path / ".gpu" / "engine" / "tvm-ffi" / kernel).parent.mkdir(parents=True)
+    (tmp_path / ".gpu" / "engine" / "tvm-ffi" / kernel).touch()
+    assert source("of_learner", "of_engine", "of_stub") == ""
+    assert (tmp_path / ".cache" / "tvm-ffi" / kernel).exists()
+    carry("te", "of_te")
     assert source("of_learner", "of_te") == ""
 
 
@@ -172,15 +168,15 @@ def test_a_folder_travels_in_parts_and_a_damaged_part_is_named(tmp_path: Path) -
 
 
 @pytest.mark.process
-@pytest.mark.skipif(not KERNELS.exists(), reason="run run_scripts/dev/bench/carry.sh first: it downloads 600 MB")
+@pytest.mark.skipif(not CARRIED.exists(), reason="run run_scripts/dev/bench/carry.sh first: it downloads 600 MB")
 def test_an_engine_can_be_imported_from_what_is_carried(tmp_path: Path) -> None:
     """On a machine that claims to have CUDA; all but the libraries, which need a GPU."""
-    with tarfile.open(KERNELS) as archive:
-        archive.extractall(tmp_path, filter="data")
-    record = next(tmp_path.glob("*.dist-info/RECORD")).read_text(encoding="utf-8")
+    with tarfile.open(CARRIED) as archive:
+        archive.extractall(tmp_path, [file for file in archive if KERNELS.match(file.name)], filter="data")
+    record = next(tmp_path.glob("sglang_kernel-*.dist-info/RECORD")).read_text(encoding="utf-8")
     python = [line.split(",")[0] for line in record.splitlines() if line.split(",")[0].endswith(".py")]
     assert [name for name in python if not (tmp_path / name).exists()] == []
-    path = os.pathsep.join(map(str, (tmp_path, KERNELS.parent / "stubs", ROOT)))
+    path = os.pathsep.join(map(str, (tmp_path, ROOT)))
     variables = {"SGLANG_IS_FLASHINFER_AVAILABLE": "false", "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1"}
     command = [sys.executable, "-c", IMPORT, *MODULES]
     environment = os.environ | variables | {"PYTHONPATH": path}

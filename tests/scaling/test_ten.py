@@ -12,6 +12,7 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,8 +22,10 @@ from mugrpo_megatron.recipe.sections import DataSection
 from run_scripts.dev.bench import ten
 from run_scripts.dev.bench.alone import Ended, keep_logs
 from run_scripts.dev.bench.ten import COMMANDS, INSTALL_S, STEPS, Step, read_report, run_step
+from run_scripts.dev.bench.ten_clock import SCALE, STEP_TIMES, Work, draw_work, length_of, predicted
 from run_scripts.dev.bench.ten_equal import AT_ONCE, EVERY, RATES, UPDATES, settings_of, task_of, write_problems
 from run_scripts.dev.bench.ten_learner import recipe_of
+from run_scripts.dev.bench.ten_table import OPEN, PREDICTIONS, table
 
 ROOT = Path(__file__).parents[2]
 CASES = {
@@ -88,6 +91,11 @@ def test_every_recipe_has_a_backend_that_is_installed(
     recipe = load_recipe(ROOT / task.recipe, settings_of(task, 4, 1, tmp_path, 2))
     assert recipe.engine.extra.get("attention_backend") == backend
     assert (recipe.model.dtype, recipe.engine.memory_fraction) == ("bfloat16", 0.3)
+    assert (
+        recipe.schedule.total_updates
+        == load_recipe(ROOT / task.recipe, settings_of(task, 16, 1, tmp_path, 2)).schedule.total_updates
+        == 16
+    )
 
 
 def test_ways_of_equal_time_take_as_many_updates_each_at_its_own_rate(
@@ -126,7 +134,7 @@ def commands(page: str) -> list[tuple[str, int]]:
     """The page's commands, and the time limits that it gives them."""
     text = (ROOT / page).read_text(encoding="utf-8").replace("\\\n", "")
     found = re.findall(
-        r"^    (source run_scripts/dev/bench/carried\.sh.*--command \w)  +# (\d+) s$", text, re.MULTILINE
+        r"^ {4,}(source run_scripts/dev/bench/carried\.sh.*--command \w)  +# (\d+) s$", text, re.MULTILINE
     )
     return [(command, int(seconds)) for command, seconds in found]
 
@@ -147,11 +155,63 @@ def test_two_commands_take_ten_minutes_and_name_what_exists(names: tuple[str, ..
             assert not argument.startswith("tests/") or (ROOT / argument).exists(), argument
 
 
-def test_the_page_predicts_every_step_with_its_limit() -> None:
-    """Before a machine is there; what has been measured is on docs/performance.md."""
-    text = (ROOT / PAGES["C", "D"]).read_text(encoding="utf-8")
-    found = {name: int(limit) for name, limit in re.findall(r"^\| `(\w+)` \| (\d+) \|", text, re.MULTILINE)}
-    assert found == {step: STEPS[step].limit_s for step in (*COMMANDS["C"], *COMMANDS["D"], "asleep")}
+LIMITS = {name: step.limit_s for name, step in STEPS.items()}
+
+
+def test_the_page_has_the_table_of_predictions() -> None:
+    """Of every step of the two commands, before a machine is there; what was measured is on docs/performance.md."""
+    assert "\n".join(table([], LIMITS)) in (ROOT / PAGES["C", "D"]).read_text(encoding="utf-8")
+    assert {one.step for one in PREDICTIONS} == {*COMMANDS["C"], *COMMANDS["D"], "asleep"}
+
+
+def test_a_figure_stands_beside_its_prediction_and_a_miss_is_marked() -> None:
+    rows: list[dict[str, Any]] = [
+        {"date": "2026", "small": False},
+        {"step": "clock", "planned_for_mu": 4, "generate_s": 75.0},
+        {"step": "clock", "mu": 4, "stages": 4, "generate_s": 31.5, "tail_s": 20.1, "switch_s": 4.0, "sync_s": 0.4},
+        {"step": "drift", "first_half_nats": 0.02, "growth": 1.156},
+        {"step": "resumed", "verdict": "failed", "why": "not done at its time limit"},
+        {"step": "fill", "fill_bytes_per_s": 1e11},
+        {"step": "fill", "fill_bytes_per_s": 6.5e11},
+        {"step": "te", "layers": "local", "update_s": 1.2},
+        {"step": "te", "layers": "fp8_blockwise", "update_s": 1.0},
+        {"step": "asleep", "way": "sleep", "failures": 0},
+    ]
+    assert {one.figure: one.measured(rows) for one in PREDICTIONS if one.measured(rows) != OPEN} == {
+        "16 updates in stages of µ = 4: generate, s": "31.5",
+        "of it tails: no prompt waits any more, s": "20.1",
+        "switch and sync, s a stage": "1.1",
+        "distance of engine and learner, syncs 1 to 15, nats": "0.02",
+        "syncs 16 to 30 over these": "1.16 (missed)",
+        "a killed and continued run has the weights of the unbroken one (1: yes)": "0 (missed)",
+        "bridge fill, TB/s of payload (was 0.15 to 0.31)": "0.65",
+        "fp8 by blocks, over local ones": "1.2",
+        "engines lost in 80 sleeps of four, as it is": "0 (missed)",
+    }
+
+
+def test_the_clocks_lengths_are_those_that_were_published() -> None:
+    """Halved: the published median, percentiles, shares and mean."""
+    work = draw_work(small=False)
+    lengths = work.lengths / SCALE
+    assert (work.updates, work.responses, work.longest) == (16, 128, 2048)
+    assert abs(lengths.mean() / 711 - 1) < 0.02
+    for share, tokens in ((0.5, 565), (0.9, 1319), (0.95, 1974)):
+        assert abs((lengths <= tokens).mean() - share) < 0.02
+    assert abs((lengths >= 4096).mean() - 0.0125) < 0.005
+    assert recipe_of(Path(), False, length_of(work)).rollout.max_response_tokens >= work.longest
+    assert draw_work(small=True).lengths.max() <= 64
+
+
+def test_predicted_seconds_are_those_of_a_step_by_step_count() -> None:
+    """With one slot for every response, a stage takes the sum over its steps of what a step takes."""
+    lengths = np.array([[3, 1, 5, 5], [2, 9, 4, 1]])
+    work = Work(2, 1, lengths, 9)
+    for mu in (1, 2):
+        stages = lengths.reshape(2 // mu, -1)
+        steps = [int((stage > step).sum()) for stage in stages for step in range(stage.max())]
+        expected = [sum(floor + each * running for running in steps) for floor, each in STEP_TIMES]
+        assert predicted(work, mu) == pytest.approx(expected)
 
 
 @pytest.mark.process
@@ -165,6 +225,39 @@ def test_rows_stand_in_the_file_when_a_step_is_cut(tmp_path: Path, monkeypatch: 
     assert (cut["verdict"], cut["why"]) == ("failed", "not done at its time limit")
     monkeypatch.setitem(STEPS, "ncu", Step(20, ten.ten_learner.row_kernels, needs="no-such-program"))
     assert run_step("ncu", True, 20, out, logs) == {"verdict": "skipped", "why": "needs no-such-program"}
+
+
+@pytest.mark.process
+def test_a_step_that_hangs_crashes_or_fails_costs_the_next_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The runner itself, with steps that need no GPU: the time that one leaves goes to the next."""
+    texts = {
+        "hangs": "import time; time.sleep(1e6)",
+        "crashes": "import os; print('why'); os._exit(9)",
+        "fails": "assert 1 == 2",
+        "passes": "print('done')",
+    }
+    steps = {}
+    for name, text in texts.items():
+        (tmp_path / f"test_{name}.py").write_text(f"def test_it():\n    {text}\n")
+        steps[name] = Step(0 if name == "hangs" else 3600, tests=(str(tmp_path / f"test_{name}.py"), "-s"))
+    out = tmp_path / "out" / "c.jsonl"
+    monkeypatch.setattr(ten, "STEPS", steps)
+    monkeypatch.setattr(ten, "COMMANDS", {"C": tuple(steps)})
+    monkeypatch.setattr(sys, "argv", ["ten.py", "--small", "--command", "C", "--out", str(out)])
+    ten.main()
+    first, *rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    assert (first["small"], next(iter(first["versions"]))) == (True, "python")
+    assert [(row["step"], row["verdict"], row.get("why")) for row in rows] == [
+        ("hangs", "failed", "not done at its time limit"),
+        ("crashes", "failed", "why"),
+        ("fails", "failed", "test_it: assert 1 == 2"),
+        ("passes", "passed", None),
+    ]
+    assert len(capsys.readouterr().out.splitlines()) == 5, "each is printed too, should no file come back"
+    with tarfile.open(out.with_name("c-logs.tar.gz")) as archive:
+        assert {"logs/crashes-output.log", "logs/passes-output.log"} <= set(archive.getnames())
 
 
 @pytest.mark.night

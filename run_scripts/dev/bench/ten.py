@@ -77,11 +77,11 @@ B: dict[str, Step] = {
 C: dict[str, Step] = {
     "clock": Step(185, ten_clock.clock),
     "drift": Step(85, ten_engine.drift),
-    "resumed": Step(55, tests=("tests/gpu/test_resumed.py",)),
+    "resumed": Step(65, tests=("tests/gpu/test_resumed.py",)),
 }
 D: dict[str, Step] = {
     "fill": Step(60, ten_learner.learner),
-    "te": Step(150, ten_te.transformer_engine, needs="cuda"),
+    "te": Step(145, ten_te.transformer_engine, needs="cuda"),
 }
 MORE: dict[str, Step] = {
     "asleep": Step(170, ten_engine.asleep),

@@ -1,8 +1,10 @@
 """A step of run_scripts/dev/bench/ten.py: the seconds of the same updates, in stages of 4 and of 16.
 
 Learner and engine share the GPU and take turns as in `train.py`. The lengths of responses are drawn once from a
-log-normal distribution. The engine is asked for responses of exactly these lengths, so both schedules decode the same
+published distribution. The engine is asked for responses of exactly these lengths, so both schedules decode the same
 number of tokens.
+
+    python -m run_scripts.dev.bench.ten_clock     # what the lengths are, and the predicted seconds of generation
 """
 
 from __future__ import annotations
@@ -19,15 +21,21 @@ import numpy as np
 from run_scripts.dev.bench.ten_engine import engine_of, prompt_ids
 from run_scripts.dev.bench.ten_learner import RESPONSES, Row, bucket_sizes, seconds_of
 
-MEDIAN, SPREAD = 125, float(np.log(10) / 2.326)
-"""Median of the lengths in tokens, and standard deviation of their logarithm: the 99th percentile is ten times the
-median.
+PUBLISHED = {
+    0.0: 71, 0.5: 565, 0.9: 1319, 0.95: 1974, 1 - 0.0462: 2048, 1 - 0.0231: 3072, 1 - 0.0125: 4096, 1.0: 4096,
+}  # fmt: skip
+"""Share of responses -> tokens that they have at most: 1,600 of Qwen3-1.7B-Base to 200 problems of Polaris.
 
-Both are a quarter of those in reasoning RL, with a median of 500 and a 99th percentile of 5,000 tokens
-(jiahuanglin.xyz, all_lessons/RL/lessons/22b_longtail_rollouts.html, read 28 Nov 2026).
+github.com/alee51/CS224R_Final_Project, main/docs/probes/group_a_results.md at 1d589d50: median, 90th, 95th and 99th
+percentile, and the shares of at least 2,048, 3,072 and 4,096 tokens, where they were cut. 4,198 tokens/s for 271 s make
+a mean of 711. The shortest length is not there; with 71 the mean of the drawn lengths is 711 too.
 """
-LONGEST = 2048
-"""Tokens at which longer lengths are cut."""
+SCALE = 0.5
+"""Of those lengths; whole ones do not fit into ten minutes."""
+SLOTS = 256
+"""Responses that the engine decodes together (`recipe_of`)."""
+STEP_TIMES = ((2.6e-3, 8.0e-6), (3.5e-3, 4.5e-6))
+"""Seconds of a decoding step, and of each response in it: two guesses, both with the 54,900 tokens/s of 256."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,8 @@ class Work:
     """Prompts of an update; each gets RESPONSES responses."""
     lengths: np.ndarray
     """int [updates, responses of an update]: tokens of each response."""
+    longest: int
+    """Tokens at which responses are cut."""
 
     @property
     def responses(self) -> int:
@@ -47,11 +57,27 @@ class Work:
 
 
 def draw_work(small: bool) -> Work:
-    """Draw 16 updates of 256 responses; with `small`, 4 of 16 with lengths divided by 32."""
-    updates, prompts = (4, 2) if small else (16, 32)
-    shape = (updates, prompts * RESPONSES)
-    lengths = np.exp(np.random.default_rng(0).normal(np.log(MEDIAN), SPREAD, shape)).clip(1, LONGEST)
-    return Work(updates, prompts, np.ceil(lengths / 32 if small else lengths).astype(int))
+    """Draw 16 updates of 128 responses; with `small`, 4 of 16 with lengths divided by 32.
+
+    That is one GPU's share of 128 x 8 responses on a node of eight.
+    """
+    updates, prompts, scale = (4, 2, SCALE / 32) if small else (16, 16, SCALE)
+    shares = np.random.default_rng(0).random((updates, prompts * RESPONSES))
+    tokens = np.exp(np.interp(shares, list(PUBLISHED), np.log(list(PUBLISHED.values()))))
+    return Work(updates, prompts, np.ceil(scale * tokens).astype(int), int(scale * PUBLISHED[1.0]))
+
+
+def predicted(work: Work, mu: int) -> list[float]:
+    """Seconds of generation with each of STEP_TIMES, simulated request by request."""
+    from mugrpo_megatron.extras.plan.lengths import decode
+
+    def seconds(stage: np.ndarray, floor: float, each: float) -> float:
+        waiting = iter(stage.ravel().tolist())
+        [ended] = decode([lambda running: next(waiting, None)], SLOTS, lambda running: floor + each * running)
+        return ended
+
+    stages = [work.lengths[first : first + mu] for first in range(0, work.updates, mu)]
+    return [sum(seconds(stage, *times) for stage in stages) for times in STEP_TIMES]
 
 
 def clock(small: bool) -> Iterator[Row]:
@@ -61,17 +87,20 @@ def clock(small: bool) -> Iterator[Row]:
 
     work, ways = draw_work(small), (2, 4) if small else (4, 16)
     tokens = int(work.lengths.sum())
-    yield {"tokens": tokens, "mean": tokens / work.lengths.size, "longest": int(work.lengths.max())}
-    with tempfile.TemporaryDirectory() as folder, engine_of(Path(folder), small, length_of(small)) as (recipe, engine):
+    percentiles = np.percentile(work.lengths, (50, 90, 99)).tolist()
+    yield {"tokens": tokens, "mean": tokens / work.lengths.size, "p50, p90, p99": percentiles}
+    for mu in ways:
+        yield {"predicted_for_mu": mu, "generate_s": predicted(work, mu)}
+    with tempfile.TemporaryDirectory() as folder, engine_of(Path(folder), small, length_of(work)) as (recipe, engine):
         for mu in ways:
             yield {"planned_for_mu": mu, **planned(recipe, work, mu)}
         yield {"start_s": seconds_of(engine.wait_ready)}
         engine.sleep()
         mine = build_learner(recipe)
-        turns = Turns(mine, engine, build_weight_sync(mine.models, mine.architecture, bucket_sizes(small)[1], 1))
-        turns.to_engine()  # the first pins host memory, and compiles
-        turns.generate(work.lengths[:1, :RESPONSES])
-        turns.to_learner()
+        weight_sync = build_weight_sync(mine.models, mine.architecture, bucket_sizes(small)[1], 1)
+        turns = Turns(mine, engine, weight_sync, work.longest)
+        # Two short updates: the first ones pin host memory and compile, which would count against the first way.
+        yield {"warm_up": run_way(turns, replace(work, updates=2, lengths=np.minimum(work.lengths[:2], 64)), 2)}
         taken = {}
         for mu in ways:
             row = run_way(turns, work, mu)
@@ -82,14 +111,17 @@ def clock(small: bool) -> Iterator[Row]:
     yield {"stage_costs_s": (taken[few] - taken[many]) / stages_saved, "ratio": taken[few] / taken[many]}
 
 
-def length_of(small: bool) -> int:
-    """Tokens of the longest prompt and response together."""
-    return 128 if small else LONGEST + 128
+def length_of(work: Work) -> int:
+    """Tokens of a prompt and a response together, of which `recipe_of` gives seven eighths to the response."""
+    return -(-8 * work.longest // 7)
 
 
 def planned(recipe: Any, work: Work, mu: int) -> Row:
     """The seconds that `mugrpo plan` estimates for the same work on one H200, with the mean and the spread of these
-    lengths."""
+    lengths.
+
+    The plan's lengths are log-normal; the spread is the standard deviation of the logarithm of these.
+    """
     import json
 
     from mugrpo_megatron.extras.plan.case import make_case
@@ -101,7 +133,8 @@ def planned(recipe: Any, work: Work, mu: int) -> Row:
 
     mean = float(work.lengths.mean()) / recipe.rollout.max_response_tokens
     prompt = len(prompt_ids(1)[0]) / recipe.data.max_prompt_tokens
-    assumptions = replace(Assumptions(), mean_response=mean, mean_prompt=prompt, spread=SPREAD)
+    spread = float(np.log(work.lengths).std())
+    assumptions = replace(Assumptions(), mean_response=mean, mean_prompt=prompt, spread=spread)
     sizes = {"prompts_per_update": work.prompts, "responses_per_prompt": RESPONSES}
     changed = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update=sizes)})
     config = json.loads((recipe.model.directory / "config.json").read_text(encoding="utf-8"))
@@ -121,6 +154,8 @@ class Turns:
     learner: Any
     engine: Any
     weight_sync: Any
+    longest: int
+    """Tokens at which responses are cut."""
 
     def to_engine(self) -> Row:
         """Seconds of each step until the engine can sample with the learner's weights."""
@@ -156,7 +191,7 @@ class Turns:
         samples: list[Any] = [None] * len(requests)
         sent = done = 0
         started = last_start = time.perf_counter()
-        with self.engine.generation(Sampling(1.0, 1.0, LONGEST, ())):
+        with self.engine.generation(Sampling(1.0, 1.0, self.longest, ())):
             while done < len(requests):
                 if batch := [request for _, request in zip(range(2 * slots - sent + done), waiting, strict=False)]:
                     self.engine.submit(batch)
@@ -205,3 +240,9 @@ def run_way(turns: Turns, work: Work, mu: int) -> Row:
 def timed(**steps: Callable[[], object]) -> Row:
     """Seconds of each step, one after the other."""
     return {f"{name}_s": seconds_of(step) for name, step in steps.items()}
+
+
+if __name__ == "__main__":
+    drawn = draw_work(small=False)
+    print({"tokens": int(drawn.lengths.sum()), "mean": drawn.lengths.mean(), "longest": drawn.longest})
+    print({mu: predicted(drawn, mu) for mu in (4, 16)})

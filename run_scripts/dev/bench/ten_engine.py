@@ -35,13 +35,15 @@ def prompt_ids(count: int) -> list[list[int]]:
 
 
 @contextmanager
-def engine_of(folder: Path, small: bool, length: int | None = None) -> Iterator[tuple[Any, Any]]:
-    """Start the project's engine on a random model; yields its recipe (`recipe_of`) and the engine."""
+def engine_of(folder: Path, small: bool, length: int | None = None, **sizes: Any) -> Iterator[tuple[Any, Any]]:
+    """Start the project's engine on a random model; yields its recipe (`recipe_of`, with these `sizes` of the engine)
+    and the engine."""
     from mugrpo_megatron.engine.client import Engine
     from mugrpo_megatron.run.engine_spec import engine_spec
 
     model = save_random("small" if small else "Qwen2.5-1.5B", folder / "model")
     recipe = recipe_of(model, small, length)
+    recipe = recipe.model_copy(update={"engine": recipe.engine.model_copy(update=sizes)})
     # Not in `folder`, which ends with this step's failure: `keep_logs` looks in TMPDIR.
     engine = Engine.start(engine_spec(recipe), model, Path(tempfile.gettempdir()) / "engine.log")
     try:
@@ -119,16 +121,20 @@ def mismatch(mine: Any, groups: list[Any]) -> float:
 
 
 SYNCS = 30
+SMALL_ENGINE = {"memory_fraction": 0.3, "max_running_requests": 16}
 
 
 def drift(small: bool) -> Iterator[Row]:
     """Measure mean |engine - learner| in nats after each of 30 syncs, with an update before each, to see if it
-    grows."""
+    grows.
+
+    The engine is small enough for the learner to stay awake beside it: offloading it 30 times takes half a minute.
+    """
     from mugrpo_megatron.learner.learner import build_learner
     from mugrpo_megatron.learner.update import update
     from mugrpo_megatron.weights.sync import build_weight_sync, sync
 
-    with tempfile.TemporaryDirectory() as folder, engine_of(Path(folder), small) as (recipe, engine):
+    with tempfile.TemporaryDirectory() as folder, engine_of(Path(folder), small, **SMALL_ENGINE) as (recipe, engine):
         engine.wait_ready()
         engine.sleep()
         mine = build_learner(recipe)
@@ -139,14 +145,11 @@ def drift(small: bool) -> Iterator[Row]:
         found: list[float] = []
         for round_ in range(4 if small else SYNCS):
             update(mine, samples, advantages)
-            mine.offload("optimizer")
             engine.wake("weights")
             sync(weight_sync, engine, version=round_)
-            mine.offload("weights")
             engine.wake("kv_cache")
             groups = generate()
             engine.sleep()
-            mine.reload()
             found.append(mismatch(mine, groups))
             yield {"sync": round_, "mismatch_nats": found[-1]}
         half = len(found) // 2

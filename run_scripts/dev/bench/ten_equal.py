@@ -45,6 +45,7 @@ class Task:
     recipe: Path
     rate: float
     settings: tuple[str, ...] = ()
+    updates: int = UPDATES
 
 
 def task_of(small: bool) -> Task:
@@ -52,7 +53,7 @@ def task_of(small: bool) -> Task:
     if REAL.exists() and not small:
         problems = [f"data.{name}={REAL.absolute()}/{name}.jsonl" for name in ("train", "eval")]
         return Task(RECIPES / "real_model.toml", 2e-5, (f"model.path={REAL.absolute()}/hf", *problems))
-    return Task(RECIPES / "quickstart.toml", 2e-4, TINY if small else ())
+    return Task(RECIPES / "quickstart.toml", 2e-4, *((TINY, UPDATES // 4) if small else ()))
 
 
 def equal(small: bool) -> Iterator[Row]:
@@ -68,7 +69,7 @@ def equal(small: bool) -> Iterator[Row]:
 def settings_of(task: Task, mu: int, seed: int, run: Path, beside: int) -> list[str]:
     """The changes to the task's recipe for one of `beside` runs that share the device."""
     settings = [*task.settings, f"run.dir={run}", f"run.seed={seed}"]
-    settings += [f"schedule.stages={UPDATES // mu}", f"schedule.updates_per_stage={mu}"]
+    settings += [f"schedule.stages={task.updates // mu}", f"schedule.updates_per_stage={mu}"]
     settings += [f"objective.name={'grpo' if mu == 4 else 'mu_grpo'}"]
     settings += [f"optimizer.lr={RATES[mu] * task.rate}", "optimizer.decay=constant"]
     # After every eight updates: between stages and inside them.
