@@ -71,7 +71,8 @@ def _is_sentencepiece(content: bytes) -> bool:
     A sentencepiece model is a protobuf that begins with field 1; a tiktoken file has lines of base64 and rank.
     """
     first = content.split(b"\n", 1)[0].split(b" ")
-    return content[:1] == b"\x0a" or (len(first) == 2 and first[1].isdigit())
+    # Field 1 of the model is a piece, whose field 1 is its text; a text may begin with an empty line.
+    return (content[:1] == b"\x0a" and content[2:3] == b"\x0a") or (len(first) == 2 and first[1].isdigit())
 
 
 CARRIED_TEXTS = {".jinja": _is_template, ".txt": _is_merges, ".model": _is_sentencepiece}
