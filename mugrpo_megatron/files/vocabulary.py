@@ -56,7 +56,7 @@ def check_carried(directory: Path, names: Iterable[str]) -> None:
 
 def _is_template(content: bytes) -> bool:
     kinds = {kind for _, kind, _ in Environment().lex(content.decode())}
-    return bool(kinds & {"variable_begin", "block_begin"})
+    return bool(kinds & {"variable_end", "block_end"})
 
 
 def _is_merges(content: bytes) -> bool:

@@ -132,6 +132,7 @@ def test_a_value_that_is_not_finite_is_named_and_nothing_stays(
         ("special_tokens_map.json", "[1]"),
         ("merges.txt", "root:$6$salt$hash:19000:0:99999:7:::\n"),
         ("chat_template.jinja", "root:$6$salt$hash:19000:0:99999:7:::\n"),
+        ("chat_template.jinja", "-----BEGIN OPENSSH PRIVATE KEY-----\n{{\n"),
         ("tokenizer.model", "-----BEGIN OPENSSH PRIVATE KEY-----\n"),
         ("tokenizer.model", "\nAWS_SECRET_ACCESS_KEY=abc\n"),
     ],
