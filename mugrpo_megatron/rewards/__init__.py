@@ -1,4 +1,4 @@
-"""The verifier: turns responses into rewards, by math-verify under strict rules or by a user's function.
+"""The verifier: turns responses into rewards, by the built-in functions `math` and `code` or by a user's function.
 
-Rewards are computed in worker processes, which may die at any time.
+The functions run in worker processes, which may die at any time.
 """

@@ -13,7 +13,8 @@ import psutil
 LOOK_S = 1.0
 """Seconds between two looks at a process that has exceeded its limit."""
 STEPS_S = 0.05
-"""CPU seconds between two looks from which a process counts as computing. One that polls a service takes less."""
+"""Fewest CPU seconds between two looks with which a process counts as computing. A process that waits for a service and
+polls it takes fewer."""
 MOST_TIMES = 10
 """A process is late after this many times its limit by the clock, whatever it does."""
 
@@ -21,13 +22,12 @@ MOST_TIMES = 10
 class Overtime:
     """The time after its limit that a process may still have, because it computes and the machine is slow or busy.
 
-    It ends when nothing below the process runs or is ready to run, when the process has had its limit again in CPU
-    seconds, or after MOST_TIMES its limit by the clock.
+    Only the descendants of the process are watched. The overtime ends when none of them runs or is ready to run, when
+    they have used the limit again in CPU seconds, or after MOST_TIMES the limit by the clock.
     """
 
     def __init__(self, process: int, limit_s: float) -> None:
-        """Begin the overtime of `process`, which has just had `limit_s` seconds by the clock, with everything below
-        it."""
+        """Begin the overtime of `process`, whose descendants have just had `limit_s` seconds by the clock."""
         self._process = process
         self._limit_s = limit_s
         self._last = time.monotonic() + (MOST_TIMES - 1) * limit_s

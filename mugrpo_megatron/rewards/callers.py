@@ -18,7 +18,7 @@ from mugrpo_megatron.rewards.items import Needs, ScoringInput, Verdict, fits_flo
 LARGEST_CALL = 256
 """Most responses in one call of a function that takes lists: enough for a whole group, unless it is very large."""
 GOLD_COLUMNS = ("answer", "solution", "ground_truth", "label")
-"""Columns for which a function gets the gold if the row lacks them."""
+"""Parameters in TRL's form that get the gold where the row has no column of that name."""
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 TRAINERS = ("trainer_state", "environments")
 """Parameters whose values only TRL's own trainer has."""
@@ -27,7 +27,8 @@ Getter = Callable[[ScoringInput], Any]
 OF_ROW = ("row", "rows", "extra_info", "extra_infos", "sample", "samples")
 OF_PROMPT = ("prompt", "prompts", "completions", "sample", "samples")
 OF_IDS = ("completion_ids", "sample", "samples")
-"""Parameters for which the worker needs the rows, the prompts, or the token ids."""
+"""Parameters for which the worker needs the row (OF_ROW), the prompt (OF_PROMPT), or the response's token ids
+(OF_IDS)."""
 
 
 def _extra_info(item: ScoringInput) -> Any:
@@ -153,9 +154,10 @@ def single_arguments(form: Form, item: ScoringInput) -> dict[str, Any]:
 
 
 def list_arguments(form: Form, items: Sequence[ScoringInput], metrics: dict[str, float]) -> dict[str, Any]:
-    """The arguments for several responses, lists with an entry for each; TRL's `log_metric` writes to `metrics`.
+    """The arguments of a call for several responses: lists with an entry for each. `log_metric`, a function that TRL
+    passes too, writes to `metrics`.
 
-    Raises LookupError for a required column that the row lacks.
+    Raises LookupError for a required column that all rows lack.
     """
     arguments: dict[str, Any] = {name: [get(item) for item in items] for name, get in form.getters.items()}
     if "samples" in arguments:
@@ -220,9 +222,11 @@ class Caller:
         return needs._replace(responses=ASYNC_RESPONSES) if self.is_async and not self.form.takes_lists else needs
 
     def __call__(self, items: Sequence[ScoringInput]) -> list[Verdict | BaseException]:
-        """A verdict on each item, or the exception that the function raised for it.
+        """A verdict on each item. In its place is an exception if the function's result cannot be used, or if an
+        `async` function of one response raised for this item.
 
-        An exception that concerns all items is raised.
+        Raises what any other function raises, and TypeError for a function of lists that returns no list of as many
+        rewards.
         """
         # Each item gets copies: a function may change its arguments, and the responses of a group share one row.
         items = [
@@ -287,8 +291,8 @@ def verdict_of(returned: Any, name: str, may_skip: bool) -> Verdict:
     """Convert what a function returned for a response: a number, or a dictionary with a `score`, other numbers and a
     `why`.
 
-    With `may_skip` it may be None: the function does not apply to the response. Raises TypeError or ValueError unless
-    the reward is a finite number.
+    With `may_skip` the function may return None, if it does not apply to the response. Raises TypeError or ValueError
+    for a reward that is not a finite number.
     """
     if returned is None and may_skip:
         return Verdict(None, "", f"{name} does not apply")

@@ -25,8 +25,8 @@ from mugrpo_megatron.rewards.guard import END
 from mugrpo_megatron.rewards.items import Needs, ScoringInput, Verdict
 
 BATCH = 16
-"""Responses in a batch, unless one call has more: enough to hide the round trip, and few enough that no worker is idle
-for long at the end."""
+"""Most responses in a batch, unless a single call has more: enough to hide the round trip, and few enough that no
+worker is idle for long at the end."""
 MEMORY_SHARE = 64
 """A batch of several calls has, as JSON, at most a worker's memory divided by this. Most memory is left to the
 function, even if parsed values take twenty times their text."""
@@ -95,7 +95,8 @@ class WorkerProcess:
         self.process.send_signal(END)
 
     def kill(self) -> None:
-        """Make the guard kill the worker and its descendants, and wait for that; after DEATH_SECONDS kill its group."""
+        """Make the guard kill the worker and its descendants, and wait for that; after DEATH_SECONDS kill the guard's
+        process group."""
         self.end()
         try:
             self.process.wait(DEATH_SECONDS)
@@ -159,7 +160,7 @@ def start_guarded(
 class Worker:
     process: WorkerProcess
     deadline: float
-    """Monotonic time after which the worker may be late; with `overtime`, when to look at it again."""
+    """Monotonic time after which the worker may be late; in its `overtime`, the time of the next look at it."""
     overtime: Overtime | None = None
     """The overtime of the worker's call; None until the deadline has passed."""
     ready: bool = False
@@ -181,8 +182,8 @@ class Worker:
         self.deadline, self.overtime = time.monotonic() + seconds, None
 
     def is_late(self, limit_s: float) -> bool:
-        """Whether the call, which has had its `limit_s` seconds, is to be given up; if not, the deadline is moved
-        on."""
+        """Whether the worker's call, which has had its `limit_s` seconds, is to be given up; if not, sets the time of
+        the next look as `deadline`."""
         if self.overtime is None:
             self.overtime = Overtime(self.process.process.pid, limit_s)
         elif self.overtime.is_over():
@@ -270,7 +271,7 @@ def batch_message(calls: Sequence[Call], needs: Needs, max_bytes: int) -> tuple[
 FIRST = 16
 WINDOW = 10_000
 _EXCERPT_CHARS = 60
-"""Most characters of a response and of a gold that the message quotes."""
+"""Most characters of a response and of a gold that the error about too many failures quotes."""
 
 
 class FailureCount:
@@ -284,8 +285,8 @@ class FailureCount:
     def add(self, failed: bool, why: str, response: str, gold: object) -> None:
         """Count one response; RewardFailure if the share of failures exceeds `reward.max_failure_share`.
 
-        The share is taken of at least FIRST responses. With the default of 1 %, a failure in the first 99 responses
-        ends the run.
+        The share is the number of failures divided by the number of responses, or by FIRST if there are fewer. With the
+        default of 1 %, one failure among the first 99 responses ends the run.
         """
         if len(self._failed) == WINDOW:
             self._failures -= self._failed[0]

@@ -100,8 +100,8 @@ class Dispatcher:
             self._wake()
 
     def _match_or_queue(self, sink: VerdictSink, index: int, item: ScoringInput) -> bool:
-        """Score the item here if characters alone decide it, else queue its comparison; returns whether a call was
-        queued."""
+        """Score the item at once if the characters of its answer and gold decide, else queue their comparison by
+        `math`; returns whether a call was queued."""
         verdict_or_answer = match_literally(item.opening + item.response, item.answer, self._section)
         if isinstance(verdict_or_answer, str):
             return self._enqueue(Call([ScoringInput(verdict_or_answer, item.answer, item.answer)], [(sink, index)]))
@@ -109,7 +109,8 @@ class Dispatcher:
         return False
 
     def _enqueue(self, call: Call) -> bool:
-        """Queue a call, unless its comparison has a result or is being made; returns whether it was queued."""
+        """Queue a call, unless the comparison that it makes has a result already or is being made; returns whether it
+        was queued."""
         key = self._comparison(call)
         cached = None
         with self._lock:

@@ -78,7 +78,7 @@ def scores_of_golds(problems: Sequence[Problem], section: RewardSection) -> Iter
     """Yield a line for each reward function but `code`: the reward for the gold of a problem, given as the response.
 
     The problem is the first that the function scores; for `math` the gold is put into a box. Raises UserError for a
-    function that cannot be loaded, has other parameters, or fails.
+    function that cannot be loaded, whose parameters have no known form, or that fails.
     """
     for name, entry in section.table.items():
         if entry.function == CODE:  # for `code` a gold is a list of tests, not a program that could be scored

@@ -1,4 +1,5 @@
-"""The guard of a worker process: starts the worker, and kills all its descendants when worker or verifier ends.
+"""The guard of a worker process: starts the worker, and kills what is left of it and its descendants when the worker or
+the verifier ends.
 
 `calls.start_guarded` starts one guard for each worker, as the leader of a session. Orphans of the worker become
 children of the guard (prctl(2), PR_SET_CHILD_SUBREAPER), so that none escapes. The guard does nothing but wait for

@@ -67,8 +67,8 @@ def with_length_penalty(score: Score, tokens: int, max_tokens: int, section: Rew
 
 
 def reward_before_penalty(reward: float, components: Mapping[str, float]) -> float:
-    """The reward without the overlong penalty, if it was subtracted from the reward of a single function; else the
-    reward."""
+    """The reward as it was before the overlong penalty was subtracted, if it is that of a single function. The reward
+    itself if there was no penalty, or if there are several functions."""
     verdicts = [value for name, value in components.items() if name != OVERLONG and "." not in name]
     return verdicts[0] if len(verdicts) == 1 and OVERLONG in components else reward
 

@@ -1,7 +1,7 @@
 """A worker process of the verifier: reads batches of calls from a socket, confirms each, and replies after each call.
 
-It limits its address space, gives up a call when its alarm rings, and retires when it has grown. It may be killed at
-any time.
+It limits its address space, gives up a call when its alarm rings, and ends (retires) when it uses too much memory. It
+may be killed at any time.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def load(options: dict[str, Any]) -> tuple[RewardFunction, Needs, str]:
 def call(function: RewardFunction, items: Sequence[ScoringInput], alarm_s: float) -> tuple[list[Verdict], bool]:
     """Call a function; returns a verdict on each item, and whether the alarm interrupted the call.
 
-    The alarm rings after `alarm_s` seconds of processor time for each item. Items score 0 after it, and after other
-    failures; a MemoryError ends the process.
+    The alarm rings after `alarm_s` seconds of processor time for each item. An item without a verdict, because the
+    alarm rang or the function failed, scores 0; a MemoryError ends the process.
     """
     start = time.perf_counter()
     results: Sequence[Verdict | BaseException]

@@ -109,8 +109,8 @@ lists, as sets."""
 def compare_answer(answer: str, gold: str, policy: Policy = "strict") -> Outcome:
     """Compare an answer with its gold; returns the reward and its reason.
 
-    "lenient" accepts what "strict" accepts, and also what math-verify finds equal. There is no time limit here: the
-    worker's alarm and the dispatcher's kill set it.
+    "lenient" accepts what "strict" accepts, and also what math-verify finds equal. This function has no time limit of
+    its own: the worker's alarm interrupts it, or the dispatcher kills the worker.
     """
     try:
         read = read_gold(gold)
@@ -141,14 +141,14 @@ def _as_quantity(gold: Gold, text: str) -> Gold:
 
 
 def _same_money(sign: Unit | None, gold: Gold) -> Outcome:
-    """Compare the currencies of answer and gold, whose texts are equal: normalization has removed the currency
-    signs."""
+    """Compare the currencies of an answer and a gold whose normalized texts are equal, since normalization removes
+    currency signs."""
     return (0.0, _OTHER_UNIT) if units_differ(sign, gold.unit) else _outcome(True)
 
 
 def _same_text(text: str, gold: Gold) -> bool:
-    """Whether answer and gold are equal as text: choices, words, or numbers in a base, which the answer may leave
-    out."""
+    """Whether answer and gold are equal as text: choices, words, or numbers in a base. The answer may leave out the
+    base."""
     if gold.kind == "choice":
         return _chooses(text, gold)
     if gold.kind == "words":
@@ -211,7 +211,8 @@ def _follows(number: Number | None, value: str, first: Number, gold: Gold) -> bo
 
 
 def _compare_other(text: str, gold: Gold) -> Outcome:
-    """Compare lists, tuples, intervals, equations and expressions with variables with a gold of that kind."""
+    """Compare an answer with a gold that is a list, a tuple, an interval, an equation, or an expression with
+    variables."""
     text, target = without_words(text), without_words(gold.text)
     if not text or not target:
         return _outcome(False)
@@ -245,8 +246,8 @@ def _compare_other(text: str, gold: Gold) -> Outcome:
 
 
 def _same_values(text: str, wanted: str, gold: Gold) -> bool:
-    """Whether math-verify finds the two equal. If the gold has three decimals or more, roots may also be rounded to
-    them."""
+    """Whether math-verify finds the two texts equal. If the gold is a decimal with three places or more, exact values
+    in the answer, such as roots, are also rounded to as many places."""
     wanted_values = gold.parsed if wanted == gold.text else parsed(without_name(wanted))
     values = parsed(without_name(text))
     if same(wanted_values, values):

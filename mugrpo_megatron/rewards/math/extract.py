@@ -48,8 +48,9 @@ _MATH = re.compile(
     r"\$\$.+?\$\$|(?<!\\)\$(?![0-9])(?:\\.|[^$\\\n])+?\$(?![0-9])|\\\(.+?\\\)|\\\[.+?\\\]"
     r"|(?<!\\)\$(?=[0-9])(?:\\.|\s(?![A-Za-z]{2})|[^$\\\s])+?\$(?![0-9])"
 )
-"""A `$` in front of a digit ends no formula, as in Pandoc's `tex_math_dollars`: `$17 and $18` are two amounts.
-Nor does it begin one that has a word behind a space: `$5 if $x = 3$` is an amount and a formula."""
+"""Matches a formula in prose. A `$` in front of a digit ends no formula, as in Pandoc's `tex_math_dollars`: `$17 and
+$18` are two amounts. Nor does such a `$` begin a formula that has a word behind a space: `$5 if $x = 3$` is an amount
+and a formula."""
 _DISPLAY = r"(?:\$\$|\\\[|\\begin\{(?:equation|displaymath)\*?\})"
 _DISPLAYED = re.compile(
     rf"{_DISPLAY}(?P<inside>(?:(?!{_DISPLAY}).)+?)(?:\$\$|\\\]|\\end\{{(?:equation|displaymath)\*?\}})", re.DOTALL
@@ -89,7 +90,8 @@ _CONDITION = re.compile(
 elements of a list."""
 _PROSE_CHARS = 1000
 _VALUES = 16
-"""Most values of a statement that are examined; more are a list, and no gold asks for such a list in prose."""
+"""Most values of a statement around which words that deny or change a value are looked for. A statement with more
+values is a list that no gold asks for in prose."""
 
 
 def after_phrase(text: str) -> str | None:
@@ -298,8 +300,9 @@ def _named_behind(text: str, boxed: str, text_gold: bool | None) -> str | None:
     """The answer that a phrase such as "the answer is" names after the last box, if that counts more than the box; else
     None.
 
-    It does if the gold consists of words and the box holds a formula. A choice also counts if the gold is not known and
-    the box holds no number. A choice beside another one in the box makes a list of both, which no single gold equals.
+    Words behind the box count more if the gold consists of words and the box holds a formula. A choice counts more if
+    the gold is words or a choice, and also if the gold is not known and the box holds an equation or no number. If the
+    box holds another choice, both are returned as a list, which no single gold equals.
     """
     if text_gold is False:
         return None

@@ -123,7 +123,7 @@ def verifies_itself(response: str) -> float:
 def sides(text: str, operators: str = "") -> list[str]:
     """The sides of a chain of equations or approximations; a first or last side that is a name is left out.
 
-    A name contains none of `operators`. The last side is left out only if there are two: `5 = x`.
+    A name contains none of `operators`. The last side is left out only if the chain has two sides: `5 = x`.
     """
     parts = split_top(text, _EQUALS)
     named = [_is_name(side) and not any(sign in side for sign in operators) for side in parts]
@@ -159,7 +159,8 @@ def name_of(text: str) -> str:
 
 
 def without_name(text: str) -> str:
-    """The values of equations with one name: `1, 2` for `x = 1, x = 2`; other text stays unchanged."""
+    """The values of equations that all have the same name on their left: `1, 2` for `x = 1, x = 2`. Other text stays
+    unchanged."""
     pairs = [split_top(element, _EQUALS) for element in split_top(text, ",")]
     if len(pairs) > 1 and all(len(pair) == 2 and _is_name(pair[0]) and pair[0] == pairs[0][0] for pair in pairs):
         return ", ".join(value for _, value in pairs)
@@ -174,7 +175,8 @@ def _is_name(side: str) -> bool:
 
 
 def _single_value(text: str) -> str | None:
-    """The value of a gold that is one number (of a chain, the first); else None."""
+    """The number that a gold consists of, without its unit; of several equal sides (`1/2 = 0.5`) the first. None for
+    any other gold."""
     if len(split_top(text, ",")) > 1:
         return None
     values = [split_unit(side)[0] for side in sides(text, "+-*/")]

@@ -218,7 +218,8 @@ def is_words(text: str) -> bool:
 
 
 def says_no_number(text: str) -> bool:
-    """Whether the numbers in prose are not its answer, because it has an inequality or a function as a word."""
+    """Whether the numbers in a text are not its answer: it has no `$`, but `<`, `>` or the name of a function such as
+    `ln`."""
     return "$" not in text and re.search(rf"[<>]|(?<![\w\\])(?:{_FUNCTIONS}|ln)(?!{_LETTER})", text) is not None
 
 

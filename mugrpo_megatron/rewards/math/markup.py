@@ -28,7 +28,7 @@ def answering_turn(text: str) -> str:
     """The text of the assistant's last turn, without the tokens that begin and end it.
 
     Responses of this project have no such tokens, but those in files of other programs may. Text after the token that
-    ends the turn belongs to another turn.
+    ends the turn belongs to another turn and is left out.
     """
     if "<" not in text and "[" not in text:
         return text

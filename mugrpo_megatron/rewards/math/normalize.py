@@ -155,8 +155,8 @@ def _as_root(root: re.Match[str]) -> str:
 
 
 def _without_thousands(text: str) -> str:
-    """Remove thousands separators: `1200` for `1,200`. If text has brackets, only outside them, before a unit or at the
-    end."""
+    """Remove thousands separators: `1200` for `1,200`. In a text with brackets, only from numbers outside of them that
+    have a unit behind them or end the text."""
     if not any(bracket in text for bracket in "([{"):
         return _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
 
@@ -176,7 +176,7 @@ def _as_fraction(match: re.Match[str]) -> str:
 
 
 def _without_label(text: str) -> str:
-    r"""Remove a label before an answer, or read it as a name.
+    r"""Remove a label that only announces the answer; make any other label (`_LABEL`) the left side of an equation.
 
     `The answer is 5` becomes `5`, and `\text{Total: } 5` the equation `\text{Total} = 5`.
     """

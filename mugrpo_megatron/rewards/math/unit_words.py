@@ -64,8 +64,8 @@ _UNIT = re.compile(
 )
 _SCALE = re.compile(rf"(?<=[0-9])\s*(?P<factor>[{''.join(_FACTORS)}])(?=[{_LETTERS}]{{0,3}}{_END})")
 COUNTED = re.compile(rf"{_BEHIND}(?P<word>[{_LETTERS}]{{1,4}}|[\u0400-\u04ff]+){_END}")
-"""Matches a counter, or a unit that the table lacks. It is short: sentences of Chinese, Japanese or Korean are
-longer."""
+"""Matches a counter, or a unit that `_WORDS` lacks. In Chinese, Japanese and Korean it has at most four letters, since
+a sentence has more."""
 _DEGREES = re.compile(rf"{_BEHIND}[度도]{_END}")
 _PERCENT = re.compile(r"百分之\s*([0-9]+(?:\.[0-9]+)?)")
 _PARTS = re.compile(

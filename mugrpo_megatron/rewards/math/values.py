@@ -63,15 +63,15 @@ def number(text: str) -> Expr | None:
 
 
 def same(gold: list[Any], answer: list[Any]) -> bool:
-    """Whether math-verify finds golds and answers equal; two values that differ at a sample point are unequal without
-    it."""
+    """Whether math-verify finds the values of gold and answer equal. It is not asked about two single values that
+    differ at a sample point: these are unequal."""
     if not gold or not answer or (len(gold) == len(answer) == 1 and _differ_at_a_point(gold[0], answer[0])):
         return False
     return bool(verify(gold, answer, timeout_seconds=None))
 
 
 def _differ_at_a_point(gold: Basic, answer: Basic) -> bool:
-    """Whether both are expressions, and their values at a sample point are far apart."""
+    """Whether both are expressions with numeric values at a sample point, and these are far apart."""
     if not isinstance(gold, Expr) or not isinstance(answer, Expr):
         return False
     try:
