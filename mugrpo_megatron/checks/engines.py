@@ -49,7 +49,8 @@ UNWRITTEN = {
     "qwen3_5_text": ("full_attention_interval",),
     "qwen3_5_moe_text": ("full_attention_interval",),
 }
-"""Fields that SGLang's class of a model type reads and transformers does not write."""
+"""Model type -> fields of config.json that SGLang's class of the model reads and that transformers leaves out when it
+saves a config."""
 
 
 class EngineSetup(NamedTuple):
@@ -150,7 +151,8 @@ def _other_head_dim(setup: EngineSetup) -> bool:
 
 
 def _broken_blocks(setup: EngineSetup) -> str:
-    """Returns the matrix dimensions that are no multiple of an fp8 block on each tensor parallel rank, else "".
+    """Returns, as text, the matrix dimensions of which a tensor parallel rank's share is no multiple of an fp8 block;
+    "" if there are none.
 
     SGLang requires multiples (layers/quantization/fp8.py).
     """
@@ -181,8 +183,8 @@ def _hybrid(setup: EngineSetup) -> bool:
 
 
 def _other_interval(setup: EngineSetup) -> str:
-    """Returns the numbers of the layers with full attention if they are not every `full_attention_interval`-th, else
-    ""."""
+    """Returns, as text, the numbers of the layers with full attention, if these are not every
+    `full_attention_interval`-th layer; else ""."""
     interval, kinds = setup.model.get("full_attention_interval"), setup.model.get("layer_types")
     full = [layer for layer, kind in enumerate(kinds or [], 1) if kind == "full_attention"]
     if not _hybrid(setup) or not interval or not kinds or full == list(range(interval, len(kinds) + 1, interval)):
@@ -415,6 +417,7 @@ def depends_on_device(setup: EngineSetup) -> bool:
 
 
 def check_without_sync(setup: EngineSetup) -> None:
-    """Raise UserError when the recipe needs a learner that syncs its weights to the engine."""
+    """Raise UserError when an engine alone cannot do what the recipe asks, since it needs a learner that syncs weights
+    to it (SYNC_GAPS)."""
     for problem in gap_messages(SYNC_GAPS, setup):
         raise UserError(problem)

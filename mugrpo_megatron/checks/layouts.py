@@ -18,7 +18,7 @@ from mugrpo_megatron.recipe.policy import RolloutSection
 from mugrpo_megatron.recipe.systems import FP8_MULTIPLE, LearnerSection, ParallelSection
 
 VIRTUAL = (1, 2, 4)
-"""Model chunks per pipeline rank that are tried."""
+"""Values of `virtual_pipeline` that the search for the nearest layout tries."""
 
 
 def bundled_configs() -> dict[str, dict[str, Any]]:

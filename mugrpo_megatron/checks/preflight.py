@@ -115,7 +115,8 @@ def say_warmup(optimizer: OptimizerSection, schedule: ScheduleSection, say: Say)
 def check_on_paper(recipe: Recipe, say: Say) -> None:
     """Check a run for `--dry-run`: as `check_run` does, but without a download.
 
-    The layout is checked on WORLD_SIZE ranks, or else on the fewest that it needs.
+    The layout is checked on WORLD_SIZE ranks; without this environment variable, on the fewest ranks that the layout
+    needs.
     """
     say_warmup(recipe.optimizer, recipe.schedule, say)
     check_directory(recipe)
@@ -259,8 +260,8 @@ def check_warm_start(recipe: Recipe, say: Say = lambda line: None) -> Recipe:
 
 
 def fewest_ranks(parallel: ParallelSection) -> int:
-    """Returns the smallest number of ranks that a layout runs on: tensor x pipeline x context, times what the experts
-    need."""
+    """Returns the smallest number of ranks that a layout runs on: tensor x pipeline x context, times expert /
+    gcd(expert, context), since `expert` has to divide the data parallel ranks times `context`."""
     block = parallel.tensor * parallel.pipeline * parallel.context
     return block * (parallel.expert // math.gcd(parallel.expert, parallel.context))
 
@@ -269,7 +270,7 @@ def _with_model_config(
     recipe: Recipe, say: Say, run_dir: Path | None = None
 ) -> tuple[Recipe, ModelConfig, Architecture]:
     """Returns the recipe with its model on this machine, and the model's config and architecture; `say` gets a line
-    about it."""
+    about the model."""
     recipe = with_model(recipe, say, run_dir)
     directory = recipe.model.directory
     config = read_model_config(directory)
@@ -304,8 +305,8 @@ def _check_names(
 
 
 def _check_user_loss(objective: ObjectiveSection) -> None:
-    """Raise UserError for a user's function of the loss that does not exist, or that has parameters which nobody
-    passes."""
+    """Raise UserError for a user's function of the loss that does not exist, or that has a parameter without a default
+    which the run does not pass."""
     if objective.has_user_advantage:
         function = load_function("objective.advantage", objective.advantage)
         arguments_of(f"objective.advantage = {objective.advantage}", function, ADVANTAGE_ARGUMENTS)
@@ -330,7 +331,8 @@ def _check_tracking(section: TrackSection) -> None:
 
 
 def _check_user_rewards(section: RewardSection, rollout: RolloutSection) -> None:
-    """Raise UserError for a user's reward, episode function or program that does not exist; only workers import it."""
+    """Raise UserError for a user's reward, episode function or program that does not exist. Functions are looked up in
+    the source of their module, since only workers import it."""
     for name, entry in section.table.items():
         if entry.function not in (MATH, CODE):
             check_function(f"reward.functions.{name}" if section.functions else "reward.function", entry.function)

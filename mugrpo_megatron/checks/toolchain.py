@@ -41,7 +41,7 @@ class CheckResult(NamedTuple):
     needed: bool
     """Whether this machine cannot train without it."""
     remedy: str = ""
-    """Instructions to get it, where it is not ok."""
+    """Instructions to get or repair the component, where it is not ok."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Tool:
 
     name: str
     detail: str
-    """Version or path; `not found`, or `not in` a folder, where it is missing."""
+    """Version or path of the tool; `not found`, or `not in` a folder, if the tool is missing."""
     fits: bool
     use: str
     remedy: str

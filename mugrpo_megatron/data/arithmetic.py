@@ -52,7 +52,7 @@ CHAIN_TERMS = 6
 EUCLID_STEPS = (6, 12)
 """Fewest and most subtractions of a `euclid` problem."""
 EUCLID_DIVISORS = (2, 40)
-"""The least and the greatest common divisor of a `euclid` problem."""
+"""Least and largest value of the answer to a `euclid` problem, a greatest common divisor."""
 
 Drawn = tuple[str, str, str]
 """Question, answer, and the key that is hashed to a bucket."""

@@ -50,7 +50,7 @@ TRACES = (
 )
 """Columns that hold a model's response in published sets. (`SOLUTIONS` hold solutions that people wrote.)"""
 WEIGHT = "weight"
-"""Field of a message that is 0 where OpenAI's fine-tuning does not learn it."""
+"""Field of a message; where it is 0, OpenAI's fine-tuning does not train on the message."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ TOOLS, ARGUMENTS = "tools", "chat_template_kwargs"
 """Columns of tools (TRL, slime) and of further arguments of the template (TRL)."""
 EMPTY: tuple[Any, ...] = (None, [], {}, "", "[]", "{}", "null")
 MOST_TRIED = 64
-"""Most rows of a source that are rendered without a field, to see if their prompts change, before it counts as
+"""Most rows of a source that are rendered with and without a field. If no prompt changes by that, the field counts as
 unread."""
 
 
@@ -81,7 +81,8 @@ def in_accepted_form(render: Callable[[list[dict[str, Any]]], str], messages: li
 
 
 def _as_parts(content: Any) -> Any:
-    """Text as a list of one part, the form that templates of multimodal models iterate over."""
+    """A content that is text as a list of one part, the form that templates of multimodal models iterate over; another
+    content unchanged."""
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 

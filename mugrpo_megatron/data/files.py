@@ -33,7 +33,8 @@ csv.field_size_limit(sys.maxsize)  # the default limit is 128 KiB, which a row o
 
 
 def rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """Yield (line from 1, row) for each row of a file; a malformed row is the reason, as text.
+    """Yield (line from 1, row) for each row of a file. In the place of a malformed row is the reason why it is
+    malformed, as text.
 
     In Parquet and JSON arrays a line is a row's number. Chats and objects that a column holds as text are parsed
     (`with_parsed_texts`).
@@ -105,7 +106,8 @@ def _array_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
 
 
 def _csv_rows(path: Path, delimiter: str) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """Yield the rows as dictionaries with the names in the first line; a field that a row lacks is left out."""
+    """Yield the rows as dictionaries whose keys are the names in the first line. A field that a row lacks is left out;
+    in the place of a row with too many fields is the reason, as text."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, delimiter=delimiter, strict=True)
@@ -142,7 +144,8 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
 
 
 def _object(row: Any) -> dict[str, Any] | str:
-    """The row as an object. A row that is a list of turns, as in Open-Reasoner-Zero, becomes an object with a chat."""
+    """The row as an object. A row that is a list of turns, as in Open-Reasoner-Zero, becomes an object with a chat; for
+    any other row, the reason why it is malformed."""
     if isinstance(row, dict):
         return row
     if isinstance(row, list) and row and all(isinstance(turn, dict) and turn.keys() & {"from", "role"} for turn in row):

@@ -60,7 +60,8 @@ def words(text: str) -> tuple[str, ...]:
 
 
 def without_duplicates(problems: Sequence[Problem]) -> tuple[list[Problem], list[str]]:
-    """Keep the first of equal questions; also return a sentence for each copy whose answer differs from it.
+    """Keep the first of equal questions; also return a sentence for each copy whose answer differs from that of the
+    problem that is kept.
 
     Two problems are copies if they have the same `words` and the same answer, or the same text up to case and spaces;
     the fields that a chat template may use must also be equal.
@@ -102,7 +103,7 @@ def _spelled(problem: Problem) -> str:
 def contamination(train: Sequence[Problem], held_out: Sequence[Problem]) -> list[Contamination]:
     """Find training problems that share at least OVERLAP of an evaluation problem's n-grams.
 
-    A problem of fewer than NGRAM words matches only if all its words are the same.
+    A problem of fewer than NGRAM words matches only one that consists of the same words in the same order.
     """
     grams = [_ngrams(words(problem.question)) for problem in held_out]
     holders: dict[tuple[str, ...], list[int]] = defaultdict(list)
@@ -208,8 +209,8 @@ def held_out_problems(
 
 
 def _each_once(problems: list[Problem], generated: set[str], notes: list[str]) -> list[Problem]:
-    """Remove repeated questions inside each held-out set: counted as more problems, they would make its interval too
-    narrow."""
+    """Remove repeated questions inside each held-out set, since they would count as further problems and make the set's
+    interval too narrow. `generated` names the sets whose questions are distinct anyway."""
     sets: dict[str, list[Problem]] = defaultdict(list)
     for problem in problems:
         sets[problem.source].append(problem)

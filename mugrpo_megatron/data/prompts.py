@@ -314,8 +314,8 @@ def fitting_prompts_by_set(
     max_prompt_tokens: int,
     template: Template = TOKENIZER_TEMPLATE,
 ) -> FittingPrompts:
-    """Render the problems of several sets as `fitting_prompts` does for one, so that no set may lose all its
-    prompts."""
+    """Render the problems of several sets, each as `fitting_prompts` does: UserError when all prompts of one set are
+    too long."""
     sets: dict[str, list[Problem]] = {}
     for problem in problems:
         sets.setdefault(problem.source, []).append(problem)
@@ -333,8 +333,8 @@ SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls
 def prompt_text(problem: Problem, style: str, template: Template, model: Path | None) -> tuple[str, str] | None:
     """Resolve the style and render a problem in it, without a tokenizer: (style, text).
 
-    `model` is the model's directory, None if it is not on this machine. Returns None if style or text depend on it
-    then. Raises UserError for an invalid template, or one that refuses the messages.
+    `model` is the model's directory; None if the model is not on this machine. In that case the result is None if style
+    or text depend on the model's tokenizer. Raises UserError for an invalid template, or one that refuses the messages.
     """
     check_style(style)
     config = tokenizer_config(model) if model else {}
@@ -372,7 +372,8 @@ def _untokenized(problem: Problem, text: str, template: Template, special: Mappi
 
 
 def _tokenizer_template(model: Path, row: Mapping[str, Any]) -> str | None:
-    """The tokenizer's own template that transformers would choose for a row; None without any."""
+    """The one of the tokenizer's own templates that transformers would choose for a row; None if it has no template.
+    UserError if it has several and none of them is the default."""
     templates = chat_templates(model)
     name = "tool_use" if "tool_use" in templates and TOOLS in row_arguments(row) else "default"
     if templates and name not in templates:

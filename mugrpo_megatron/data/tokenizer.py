@@ -17,7 +17,8 @@ from mugrpo_megatron.rewards.math.thoughts import PROMPT_END_TOKENS, opening_of
 VOCAB_SIZE = 272
 """256 bytes and 16 special tokens. A multiple of 16 splits evenly over tensor parallel ranks."""
 PAD, EOS, TURN = "<|endoftext|>", "<|im_end|>", "<|im_start|>"
-"""Named as in Qwen2: for a Qwen2 model `AutoTokenizer` makes a Qwen2 tokenizer, which adds these names if missing."""
+"""Tokens for padding, for the end of a turn or a sequence, and for the beginning of a turn. They are named as in Qwen2:
+for a Qwen2 model `AutoTokenizer` makes a Qwen2 tokenizer, which would add tokens with these names."""
 END_TOKENS = frozenset(
     ("</s>", "<eos>", "<end_of_turn>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>",
      "<|return|>", "<｜end▁of▁sentence｜>", "[EOS]")
@@ -99,8 +100,8 @@ def build_arithmetic_tokenizer(chat_template: str | None = None) -> PreTrainedTo
 
 
 def prompt_end(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of a prompt's last tokens: enough for the line that begins the response, and the tag of an opened
-    thought."""
+    """The text of a prompt's last tokens. They include the line that a chat template writes before a response, and the
+    tag of a thought that the prompt opens."""
     return str(tokenizer.decode([int(token) for token in ids[-PROMPT_END_TOKENS:]]))
 
 

@@ -82,9 +82,8 @@ def mean_interval(per_problem: Sequence[float]) -> Interval:
     """Mean over problems of one value of any size for each, with Student's 95 % interval that treats problems as the
     sample.
 
-    The quantile is Abramowitz & Stegun 26.7.5, within 0.2 % of Student's t from four problems on. If all values are
-    equal, as with one problem, they do not say how far rewards spread, and the interval is infinite. Raises ValueError
-    without problems.
+    The quantile is that of `student`. If all values are equal, or there is only one, they do not say how far rewards
+    spread, and the interval is infinite. Raises ValueError without problems.
     """
     if not len(per_problem):
         raise ValueError("an interval needs at least one problem")

@@ -41,7 +41,8 @@ class ScoredGroup:
 
     @property
     def episodes(self) -> ScoredGroup:
-        """The group with one response for each episode: the one whose score is the episode's."""
+        """The group with one response for each episode, the one that has the episode's score. Responses without an
+        episode stay."""
         rows = zip(self.responses, self.texts, self.scores, strict=True)
         scored = [row for row in rows if not (row[0].episode and row[0].episode.scored_with_previous)]
         responses, texts, scores = (list(column) for column in zip(*scored, strict=True))

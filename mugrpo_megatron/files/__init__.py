@@ -1,1 +1,2 @@
-"""Files that several rooms read or write. Imports neither torch nor anything slow, except in modules named after it."""
+"""Files that several rooms read or write. Only `tensors` and `torch_dist` import torch; the other modules import
+nothing slow."""

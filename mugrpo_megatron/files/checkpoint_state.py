@@ -29,9 +29,11 @@ class SavedCursor(TypedDict):
     age: Count
     updates: Count
     repeated: NotRequired[Count]
-    """Absent in checkpoints from before `schedule.epochs`."""
+    """`Cursor.repeated`: updates that used no new responses. Absent in checkpoints from before `schedule.epochs`, where
+    it is 0."""
     nats: NotRequired[Annotated[float, Field(ge=0, allow_inf_nan=False)]]
-    """Absent in checkpoints from before `schedule.max_kl`."""
+    """`Cursor.nats`: how far the policy has moved in this stage. Absent in checkpoints from before `schedule.max_kl`,
+    where it is 0."""
 
 
 @with_config(ConfigDict(strict=True))

@@ -22,7 +22,8 @@ MAX_ERRORS = 3
 """Most wrong fields that a message names."""
 
 MOST_EXPERTS = 1_000_000
-"""Most experts in all layers together. Each has three tensors, whose names are listed."""
+"""Most experts in all layers together. A larger number is taken for a mistake: a list of all tensors' names, three for
+each expert, would take too much memory."""
 
 Size = Annotated[int, Field(gt=0, lt=2**31)] | None
 OptionalCount = Annotated[int, Field(ge=0, le=65_536)] | None

@@ -114,7 +114,8 @@ def summary_of(run: RunData) -> dict[str, Any]:
 
 
 def _figures(run: RunData, name: str) -> dict[str, Any]:
-    """Returns a set's figures before the first update and at the last evaluation after it; None if there was none."""
+    """Returns a set's figures before the first update and at the last evaluation after it. A figure is None if there
+    was no such evaluation."""
     start = run.updates[0]["update"] if run.updates else 0
     before = next((row for row in run.evals if row["update"] <= start), {})
     after = next((row for row in reversed(run.evals) if row["update"] > start), {})

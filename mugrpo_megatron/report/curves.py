@@ -105,8 +105,8 @@ def column(rows: Iterable[Row], metric: str) -> Values:
 
 
 def held_out(evals: Sequence[Row]) -> Iterable[Series]:
-    """The curves of held-out results: one for each set, and with several sets also their mean, which alone has an
-    interval."""
+    """The curves of held-out results: for one set its curve with intervals; for several sets a curve for each without
+    intervals, and their mean with intervals."""
     measure, names = measure_in(evals), sets_in(evals)
     if len(names) > 1:
         yield from each_set(evals, measure, "{set}")

@@ -20,7 +20,7 @@ from mugrpo_megatron.samples import turns_in
 from mugrpo_megatron.terminal import visible
 
 LEVELS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
-"""Letters that stand for importance ratios: the n-th letter is 10^(n / STEPS + LOWEST)."""
+"""Letters that stand for importance ratios: the letter at index n, from 0, for 10^(n / STEPS + LOWEST)."""
 STEPS, LOWEST = 8, -6
 OTHERS = "."
 """The letter of a token that the model did not sample, such as one in a tool's output."""

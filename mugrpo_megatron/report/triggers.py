@@ -16,7 +16,7 @@ from mugrpo_megatron.report.curves import Series, over_updates, ramp
 
 PREFIX = "trigger_tokens_"
 PAPER_RATIO = 1e-4
-"""The threshold in the paper's illustration; it stands in for a recipe without one."""
+"""The threshold in the paper's illustration. It is used if a run's recipe has no `trigger_ratio`."""
 
 SCOPES: dict[str, str] = {
     "none": "∅",
@@ -48,7 +48,8 @@ class Thresholds:
         return min(self.names, key=lambda name: abs(math.log(float(name)) - target))
 
     def label(self, name: str) -> str:
-        """The label of the threshold `name`, with a note if it is the recipe's own, or nearest to that."""
+        """The label of the threshold `name`. A note says if it is the recipe's `trigger_ratio`, or of all measured ones
+        the nearest to that."""
         if self.ratio is None or name != self.nearest:
             return name
         return f"{name} (this run)" if float(name) == self.ratio else f"{name} (nearest to {ratio_text(self.ratio)})"

@@ -37,7 +37,8 @@ class AlarmRang(BaseException):
 
 
 def load(options: dict[str, Any]) -> tuple[RewardFunction, Needs, str]:
-    """Load the function that the options name; returns it, the data that it needs, and a note for the user.
+    """Load the function that the options name. Returns the function, the data that it needs, and a note for the user,
+    such as on the sandbox of `code` ("" without one).
 
     Raises UserError for a function that cannot be loaded.
     """

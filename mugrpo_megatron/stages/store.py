@@ -162,8 +162,8 @@ class StageStore:
         self._groups: set[int] = set()
         """Groups that this store has written or buffered."""
         self._columns: tuple[str, ...] | None = None
-        """Names of the columns of the groups written so far (at least of the optional ones); None before the first
-        group."""
+        """Names of the stage's columns, which later groups must have too: all columns if the stage had shards already,
+        else the optional ones. None before the first group."""
         self._manifest: Manifest | None = None
         """Set once this store writes: from then on only this store changes its writer's manifest."""
         self._sealed_file: SealedFile | None = None

@@ -40,8 +40,8 @@ def parsed(text: str) -> list[Any]:
 
 
 def _with_last_variable(text: str) -> str:
-    r"""Text in which math-verify 0.9 keeps the last letters if they are variables: `\pi r^2 h` and `7t`, but not `7
-    h`."""
+    r"""Mark the last letters of a text as variables, if they are some, so that math-verify 0.9 does not drop them like
+    a unit: `\pi r^2\,h` for `\pi r^2 h`, while `7 h` stays unchanged."""
     last = _LAST_LETTERS.search(text)
     if last is None:
         return text
@@ -84,8 +84,8 @@ def _differ_at_a_point(gold: Basic, answer: Basic) -> bool:
 
 
 def _at_a_point(value: Expr) -> complex:
-    """The value of an expression at a sample point. The point depends on the names of variables, not on sympy's
-    symbols."""
+    """The value of an expression at a sample point. It depends on the variables' names alone, so that a variable has
+    the same value in answer and gold."""
     point = {symbol: 1.3 + zlib.crc32(symbol.name.encode()) % 997 / 997 for symbol in value.free_symbols}
     return complex(value.evalf(15, subs=point) if point else value.evalf(15))
 
