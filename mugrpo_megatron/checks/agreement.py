@@ -29,7 +29,7 @@ class Agreement(NamedTuple):
     """Mean of |engine - learner| in nats a token; NaN if a log-probability is not finite."""
     tokens: int
     growth: float
-    """The mean over the last quarter of each text, divided by the mean over the first quarter."""
+    """The mean of |engine - learner| over the last quarter of each text, divided by that over the first quarter."""
 
 
 def agreement(engine: Sequence[np.ndarray], learner: Sequence[np.ndarray]) -> Agreement:

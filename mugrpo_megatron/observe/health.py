@@ -72,7 +72,8 @@ class HealthWarning:
 def health_warnings(
     updates: Sequence[Row], stages: Sequence[Row], evals: Sequence[Row], clip_grad: float | None = None
 ) -> list[HealthWarning]:
-    """Returns the warnings that the latest rows of a run give: its last stage, or the last tenth of many rows.
+    """Returns the warnings that the latest rows of a run give: the last tenth of its stages and updates, but at least
+    one stage and MIN_UPDATES updates. Trends are measured against the run's first rows.
 
     Rows are in order, without repetitions of a resumed run; `clip_grad` is the recipe's.
     """

@@ -28,7 +28,8 @@ AXES = {"update": "update", "eval": "update", "stage": "stage", "phase": "stage"
 
 @contextmanager
 def _write_error_as_user_error(path: Path) -> Iterator[None]:
-    """Turn an OSError in the block into a UserError that names `path`, which the error of a full disk does not."""
+    """Turn an OSError in the block into a UserError that names `path`, since the OSError of a full disk names no
+    file."""
     try:
         yield
     except OSError as error:
@@ -61,7 +62,8 @@ def json_lines(path: Path) -> Iterator[Sink]:
 def tensorboard(directory: Path, updates_done: int, later: Sequence[Row]) -> Iterator[Sink]:
     """Yield a sink that writes to TensorBoard.
 
-    TensorBoard drops the points of earlier processes from `updates_done` on; the rows `later` are written again.
+    In a resumed run TensorBoard drops the points that earlier processes wrote from `updates_done` on. The rows `later`
+    still hold, so they are written again.
     """
     from torch.utils.tensorboard import SummaryWriter  # half a second to import, and only the main rank needs it
 
@@ -177,8 +179,8 @@ class MetricLog:
 
     @contextmanager
     def phase(self, phase: str, stage: int) -> Iterator[dict[str, float]]:
-        """Time the block and log it as a phase, even if it raises. Metrics that the block puts into the yielded dict go
-        along."""
+        """Time the block and log it as a phase, even if the block raises. Metrics that the block puts into the yielded
+        dict are logged in the same row."""
         if phase not in PHASES:
             raise ValueError(f"undefined phase {phase}; define it in observe/metrics.py")
         metrics: dict[str, float] = {}

@@ -110,15 +110,16 @@ class Layer(NamedTuple):
 
 
 def layered(base: Table, top: Table) -> Table:
-    """Merge `top` over `base`. If `top` names another objective or other reward functions, it replaces those of `base`
-    whole."""
+    """Merge `top` over `base`. If `top` names another objective, no key of `[objective]` in `base` remains; if `top`
+    has `reward.functions`, not the `reward.function` of `base` either, and the other way round."""
     section = top.get("objective")
     base = for_objective(base, section.get("name") if isinstance(section, dict) else None)
     return merged(for_rewards(base, top.get("reward")), top)
 
 
 def for_objective(table: Table, name: object) -> Table:
-    """Returns `table`, but with `[objective]` emptied if its objective has another name than `name`."""
+    """Returns `table`, but with `[objective]` emptied if it names another objective than `name`; unchanged if `name` is
+    None or the table names no objective."""
     # Keys that were set for one objective make no sense for another: GRPO should not get the clip range of mu-GRPO.
     section = table.get("objective")
     if name is None or not isinstance(section, dict) or section.get("name", name) == name:

@@ -176,8 +176,8 @@ class ObjectiveSection(Section):
     """What happens to groups whose rewards are all equal before the overlong penalty: `count` keeps their tokens in the
     loss's denominators, `mask` removes them, `leave_out` fills updates with other groups."""
     truncated: Literal["count", "mask"] = "count"
-    """What happens to responses that were cut at their longest length: `count` trains on them; `mask` takes their
-    tokens out of the loss and of its denominators, while their rewards stay in the group's baseline (DAPO's overlong
+    """What happens to responses that were cut at the length limit: `count` trains on them; `mask` takes their tokens
+    out of the loss and of its denominators, while their rewards stay in the group's baseline (DAPO's overlong
     filtering, arXiv 2503.14476; TRL's `mask_truncated_completions`). `mask` is for tasks where a cut response may have
     been right; no shipped recipe sets it."""
     reduction: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
@@ -203,14 +203,15 @@ class ObjectiveSection(Section):
     effect."""
     dual_clip: float | None = Field(None, gt=1.0)
     """Dual clip of `ppo`: the importance ratio above which a token with negative advantage has no gradient (verl's is
-    3). If unset, there is none."""
+    3). If unset, there is no dual clip."""
     veto: VetoScope = "suffix_non_trigger"
-    """Tokens dropped from a response with negative advantage and triggers T, the first at κ: none, T, H_κ = S_κ − T,
-    S_κ = {t > κ}, or all. `prefix` and `prefix_min` weigh its tokens instead, without triggers: by min(1, product) or
-    min(1, minimum) of the importance ratios of the tokens before."""
+    """Tokens dropped from a response with negative advantage and triggers T, the first at κ: `none`, `trigger` T,
+    `suffix_non_trigger` H_κ = S_κ − T, `suffix` S_κ = {t > κ}, or `response` all. `prefix` and `prefix_min` weigh its
+    tokens instead, without triggers: by min(1, product) or min(1, minimum) of the importance ratios of the tokens
+    before."""
     trigger_ratio: float = Field(1e-4, ge=0.0, le=1.0)
-    """Importance ratio below which a token with negative advantage is a trigger; the paper illustrates 1e-4, our
-    reading of its runs."""
+    """Importance ratio below which a token with negative advantage is a trigger. The paper illustrates 1e-4 and does
+    not say what its runs used; the default assumes the same."""
     veto_reach: Literal["turn", "response"] = "response"
     """How far a trigger, or the ratios of a prefix, reach in an episode: to the end of the turn, or of the response."""
     prefix_signs: Literal["negative", "both"] = "negative"
@@ -223,20 +224,21 @@ class ObjectiveSection(Section):
     """Keep the second moment of the log-ratios below 0.04 (M2PO): `clip` narrows the clip range, `drop` drops
     tokens."""
     mismatch: Literal["none", "truncate", "drop"] = "none"
-    """Correction of the mismatch between engine and learner by a weight for each token: the weight is truncated (TIS),
-    or tokens with a weight outside the range are dropped (IcePop). It needs `rollout.behaviour = "learner"`."""
+    """Correction of the mismatch between engine and learner by a weight for each token: `truncate` clamps the weight to
+    `mismatch_range` (TIS), `drop` drops tokens whose weight is outside it (IcePop). It needs `rollout.behaviour =
+    "learner"`."""
     mismatch_range: tuple[NonNegativeFloat, PositiveFloat] = (0.0, 2.0)
     """Range of the mismatch weight, which is a token's probability under the learner divided by that under the
     engine."""
     kl_ref: str | None = Field(None, min_length=1)
-    """Reference policy of the KL penalty: `start` (the run's first weights), `stage` (the stage's), or a checkpoint
-    directory."""
+    """Reference policy of the KL penalty: `start` (the run's first weights), `stage` (the weights that sampled the
+    stage), or a checkpoint directory."""
     kl_coef: float = Field(0.0, ge=0.0)
     """Weight of the KL penalty; 0 only measures the KL to `kl_ref`."""
     kl_penalty: KlPenalty = "k2"
     """`reward` subtracts a response's KL from its reward before the advantage (InstructGPT). Others add an estimator to
-    each token's loss: k2 has the gradient of KL(policy | ref), k3 of KL(ref | policy); `_weighted` multiplies by the
-    importance ratio, which gives the gradient of KL(policy | ref) on stale tokens too."""
+    each token's loss: k2 has the gradient of KL(policy | ref), k3 of KL(ref | policy). Those that end in `_weighted`
+    multiply it by the importance ratio, which gives the gradient of KL(policy | ref) on stale tokens too."""
     teacher: str | None = Field(None, min_length=1)
     """`[auxiliary.NAME]` whose log-probabilities of the sampled tokens enter the advantages
     (docs/auxiliary-models.md)."""

@@ -46,7 +46,8 @@ def remarks(run: RunData, summary: Mapping[str, Any]) -> dict[str, str]:
 
 
 def collapsed_sections(run: RunData) -> set[str]:
-    """The sections that are collapsed at first: those for specialists if their curves show nothing in this run."""
+    """The sections that are collapsed at first: those about the veto if it drops almost no token (MATTERS), and the one
+    about the paper's figures unless the run evaluates all of PAPER_SETS."""
     vetoed = mean_in(run.updates, "vetoed_fraction") or 0.0
     unused = {VETO, TRIGGERS} if vetoed < MATTERS else set()
     return unused | (set() if set(sets_in(run.evals)) >= PAPER_SETS else {PAPER})
