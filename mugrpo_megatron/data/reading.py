@@ -52,8 +52,8 @@ def columns_of(
     """Choose the columns of a row: the first of `readings` that it has, else columns that are recognised by their
     names.
 
-    The second value is whether they were recognised. If the usual columns hold null, these are returned, so that the
-    error is about the null.
+    The second value is whether they were recognised. If only columns that hold null have usual names, those columns are
+    returned, so that the error is about the null.
     """
     for columns in readings:
         if _filled(row, columns.question) and _filled(row, columns.answer):
@@ -246,7 +246,7 @@ _KINDS: tuple[tuple[type | tuple[type, ...], str], ...] = (
     (bytes, "bytes"),
     ((date, time, timedelta), "a date, a time or a duration"),
 )
-"""Types of values in a file -> what the user calls them. A datetime is a date, too."""
+"""Types of values in a file -> what the user calls them. `date` stands for datetime too, its subclass."""
 
 
 def kind_of(value: Any) -> str:

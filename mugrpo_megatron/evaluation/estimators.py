@@ -40,8 +40,8 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 def majority_at_k(answers: Sequence[str], rewards: Sequence[float]) -> float:
     """Mean reward of the most frequent answer; of equally frequent ones, the average of their mean rewards.
 
-    This is the expectation if one of them is drawn at random, so the order of the samples does not matter. Empty
-    answers do not vote; without any vote the result is 0.
+    The average is the expectation if one of the most frequent answers is drawn at random, so the order of the samples
+    does not matter. Empty answers do not vote; without any vote the result is 0.
     """
     votes = Counter(answer for answer in answers if answer)
     if not votes:

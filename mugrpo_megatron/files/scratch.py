@@ -18,11 +18,13 @@ from pathlib import Path
 
 PREFIX, MARK = "mugrpo-", ".mugrpo-scratch"
 SHARED_MEMORY = "shared-memory"
-"""File in a scratch directory with the paths in /dev/shm that its owner has created, one a line: they go with it."""
+"""File in a scratch directory with the paths in /dev/shm that its owner has created, one a line: these paths are
+removed with the directory."""
 OF_LIBRARIES = re.compile(r"/dev/shm/(?:(?:torch|sgl_shm|sglang|psm)_|sem\.mp-)[\w.-]+")
 """Matches the paths in /dev/shm of torch, SGLang and multiprocessing. No other path is removed."""
 WITH_SHARED_MEMORY = ("engine", "weights")
-"""Kinds of scratch directories that may have a file SHARED_MEMORY: no program of others writes to these."""
+"""Kinds of scratch directories whose file SHARED_MEMORY is obeyed, since no program of a user or a model runs in these
+directories."""
 SOCKET_PATH = 107
 """Most bytes of a socket's path on Linux (unix(7))."""
 SHORT_DIRECTORIES = ("/tmp", "/var/tmp", "/dev/shm")

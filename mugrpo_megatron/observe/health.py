@@ -162,7 +162,7 @@ def _no_answer(evals: Sequence[Row]) -> Iterator[HealthWarning]:
 def _entropy(updates: Sequence[Row], recent: Sequence[Row]) -> Iterator[HealthWarning]:
     """Warns about an entropy that has fallen or risen since the run's first updates.
 
-    It counts as risen only while it is at least 0.9 of the highest that it has been.
+    The entropy counts as risen only while its recent mean is at least 0.9 of the highest mean that the run has had.
     """
     first, last = mean_in(updates[: len(recent)], "entropy"), mean_in(recent, "entropy")
     if first is None or last is None:

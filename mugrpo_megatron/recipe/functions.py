@@ -36,8 +36,8 @@ class ForeignFailure(Exception):
 def call_foreign(function: Callable[..., T], *arguments: Any, hidden: Sequence[str] = (), seconds: float = CALL_S) -> T:
     """Call a user's function in this process, guarded by `call_guard`, and return its result.
 
-    Raises ForeignFailure when it raises, exits (`os._exit` too) or takes longer than `seconds`. The message names the
-    last line that is the user's: not one in the files `hidden`.
+    Raises ForeignFailure when the function raises, exits (`os._exit` too) or takes longer than `seconds`. The message
+    names the last line that is the user's: not one in the files `hidden`.
     """
     try:
         with (
@@ -78,7 +78,8 @@ def load_function(key: str, name: str) -> Callable[..., Any]:
 
 
 def arguments_of(key: str, function: Callable[..., Any], known: Sequence[str]) -> tuple[str, ...]:
-    """The names among `known` that a function has as parameters. It gets them by name, so their order is free.
+    """The names among `known` that a function has as parameters. The function gets them by name, so their order is
+    free.
 
     Raises UserError for a parameter without a default that is not `known`, for one that can only be passed by position,
     and for a function that takes none of the `known` ones.

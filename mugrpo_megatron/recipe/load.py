@@ -29,7 +29,8 @@ from mugrpo_megatron.recipe.sections import Recipe
 MAX_VALUE_CHARS = 60
 """Most characters of a wrong value in a message."""
 MAX_LISTED_KEYS = 12
-"""Most keys of a section that a message lists; for a section with more it names the page."""
+"""Most keys of a section that a message lists; for a section with more keys, the message names the page that lists
+them."""
 
 
 def error_message(error: ErrorDetails) -> str:

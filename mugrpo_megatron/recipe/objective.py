@@ -199,8 +199,8 @@ class ObjectiveSection(Section):
     """Centre of the clip range: 1, or the proximal policy's importance ratio, to which the range is shifted or by which
     it is multiplied. The proximal policy is the learner at its last refresh."""
     proximal_every: PositiveInt = 1
-    """Number of updates between refreshes of the proximal policy, from a stage's start. With 1 a clip around it has no
-    effect."""
+    """Number of updates between refreshes of the proximal policy, from a stage's start. With 1 a clip around the
+    proximal policy has no effect."""
     dual_clip: float | None = Field(None, gt=1.0)
     """Dual clip of `ppo`: the importance ratio above which a token with negative advantage has no gradient (verl's is
     3). If unset, there is no dual clip."""

@@ -63,8 +63,8 @@ class LearnerSection(Section):
 
     micro_batch_tokens: PositiveInt = 16384
     """Packed tokens (prompts and responses) of a micro-batch on a rank. A single longer response may exceed it.
-    Micro-batches that run at once on CPU threads share it. On a CPU each has at most 4,096 tokens, or 2,048 if the
-    model has more than about 64 million parameters."""
+    Micro-batches that run at once on CPU threads share this number. On a CPU each has at most 4,096 tokens, or 2,048 if
+    the model has more than about 64 million parameters."""
     loss_chunk_tokens: NonNegativeInt = 0
     """Tokens per chunk of the fused loss. The logits of one chunk are in memory at once. 0 takes 4,096 on CUDA and
     1,024 on a CPU."""

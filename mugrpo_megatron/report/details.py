@@ -1,7 +1,7 @@
 """Reads the data of a report that are not metrics: responses of sealed stages and of evaluations, and stages' probes.
 
-Of a long run it reads some stages, and of a stage the lengths in some updates. A damaged file is left out, and named on
-the page.
+Of a long run it reads some stages, and of a stage the lengths in some updates. A file that is damaged is left out, and
+the page names it.
 """
 
 from __future__ import annotations

@@ -285,7 +285,7 @@ class FailureCount:
     def add(self, failed: bool, why: str, response: str, gold: object) -> None:
         """Count one response; RewardFailure if the share of failures exceeds `reward.max_failure_share`.
 
-        The share is the number of failures divided by the number of responses, or by FIRST if there are fewer. With the
+        The share is the number of failures divided by the number of responses, or by FIRST if that is larger. With the
         default of 1 %, one failure among the first 99 responses ends the run.
         """
         if len(self._failed) == WINDOW:

@@ -165,7 +165,7 @@ def _same_text(text: str, gold: Gold) -> bool:
 def _chooses(text: str, gold: Gold) -> bool:
     """Whether the answer names the gold's letter, or the text of its option without a letter.
 
-    If the answer has the letter beside a number other than the option's, it does not count.
+    The letter does not count if the answer has a number beside it that is not the option's.
     """
     if letter := chosen_letter(unstyled(text)):
         beside = option_of(unstyled(text))
@@ -279,7 +279,7 @@ def _by_name(elements: list[str]) -> list[str]:
 def _in_any_order(elements: list[str], golds: list[str], gold: Gold) -> Outcome:
     """Whether each element equals a gold and each gold an element; naming an element twice gains nothing.
 
-    If the gold has names (`x = 1, y = 2`) and the elements have no names, or others, the order counts.
+    If the gold has names (`x = 1, y = 2`) and the elements have no names, or other names, the order counts.
     """
     if len(elements) < len(golds):
         return _outcome(False)

@@ -208,7 +208,7 @@ _ANSWER = re.compile(
 _CUT_TAG = re.compile(r"<(?:/[A-Za-z_]*)?\s*\Z")
 """Matches a closing tag that was cut off at the length limit."""
 _ONLY_CLOSED = re.compile(r"(?P<inside>(?:(?!</?(?:final_)?answer>).)+)</(?:final_)?answer>", re.IGNORECASE | re.DOTALL)
-"""Matches an answer with a closing tag alone; the prompt has opened it."""
+"""Matches an answer that has only a closing tag, since the opening tag is in the prompt."""
 
 
 def tagged_answers(text: str, connective: re.Pattern[str]) -> list[str]:
@@ -259,8 +259,9 @@ def answer_of(response: str, extract: Extract = "final", text_gold: bool | None 
     at the end; the last line, or if that is prose, its last formula or number. "last_number" takes the last number
     anywhere. "auto" is "final"; a recipe whose prompts ask for a box turns it into "boxed".
 
-    `text_gold` says whether the gold is words or the letter of a choice; None if that is not known. If it is, prose is
-    the answer and not the numbers in it, and a choice that is named after a box counts if the box has none.
+    `text_gold` says whether the gold is words or the letter of a choice; None if that is not known. For such a gold,
+    prose is the answer and not the numbers in it, and a choice that is named after a box counts if the box holds no
+    choice.
     """
     text = plain_characters(answering_turn(after_thoughts(response)), scripts=False).strip()
     if extract == "last_number":

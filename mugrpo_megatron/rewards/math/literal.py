@@ -131,7 +131,8 @@ def chosen_letters(answer: str) -> str | None:
 
 
 def chosen_letter(answer: str) -> str | None:
-    """The letter that a normalized answer chooses; None if it has none, or names another one beside it.
+    """The letter that a normalized answer chooses; None if the answer has no letter, or names another letter beside the
+    first.
 
     A small letter counts only if it is the whole answer.
     """

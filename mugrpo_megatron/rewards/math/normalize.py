@@ -146,7 +146,8 @@ def _as_number(ordinal: re.Match[str]) -> str:
 
 
 def _in_text(counted: re.Match[str]) -> str:
-    """A word after a number as `\\text{...}`, which can be a unit; unchanged if it changes or denies the number."""
+    """A word after a number as `\\text{...}`, which can be a unit; unchanged if the word changes or denies the
+    number."""
     return counted[0] if NOT_IN_A_UNIT.search(counted["word"]) else f"\\text{{{counted['word']}}}"
 
 
