@@ -113,7 +113,8 @@ def say_warmup(optimizer: OptimizerSection, schedule: ScheduleSection, say: Say)
 
 
 def check_on_paper(recipe: Recipe, say: Say) -> None:
-    """Check a run for `--dry-run`: as `check_run` does, but without a download.
+    """Check a run for `--dry-run`: without a download, and without this machine's device. Beyond what `check_run` does,
+    it prints the first prompt, tries `rollout.agent`, and scores a gold, if the data are on this machine.
 
     The layout is checked on WORLD_SIZE ranks; without this environment variable, on the fewest ranks that the layout
     needs.
@@ -194,7 +195,8 @@ def read_checked_problems(recipe: Recipe, say: Say) -> Problems | None:
 
 
 def check_engine_only(recipe: Recipe, say: Say, engine: bool = True) -> tuple[Recipe, Problems]:
-    """Check a run for a process without a learner: as `check_run` does, but without a layout.
+    """Check a run for a process without a learner: as `check_run` does, but without what only a learner needs, such as
+    a layout.
 
     With `engine` false the process has no engine either, since it samples from servers.
     """
@@ -358,7 +360,8 @@ def _check_command(agent: str) -> None:
 
 
 def _try_rewards(section: RewardSection) -> None:
-    """Start one worker, which loads and calls each reward function; UserError when a user's function fails there."""
+    """Start a worker for each reward function, unless `math` is the only one. UserError when a worker cannot load its
+    function, or does not know how to call it."""
     if any(entry.function != MATH for entry in section.table.values()):
         with Verifier(section.model_copy(update={"workers": 1})):
             pass

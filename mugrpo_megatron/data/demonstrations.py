@@ -106,8 +106,9 @@ def sequences(
 ) -> Sequences:
     """Tokenize demonstrations: prompts as in RL, responses with the end-of-sequence token.
 
-    Leaves out prompts longer than `data.max_prompt_tokens` and responses longer than `max_response_tokens`; UserError
-    when all are.
+    Leaves out a demonstration whose prompt is longer than `data.max_prompt_tokens`, or whose response is longer than
+    `max_response_tokens`; UserError when none is left, and with `data.strict` when the template cannot write a
+    response.
     """
     template = template_of(section)
     fitting = Sequences()

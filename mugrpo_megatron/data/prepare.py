@@ -210,7 +210,7 @@ def held_out_problems(
 
 def _each_once(problems: list[Problem], generated: set[str], notes: list[str]) -> list[Problem]:
     """Remove repeated questions inside each held-out set, since they would count as further problems and make the set's
-    interval too narrow. `generated` names the sets whose questions are distinct anyway."""
+    interval too narrow. The sets in `generated` stay as they are."""
     sets: dict[str, list[Problem]] = defaultdict(list)
     for problem in problems:
         sets[problem.source].append(problem)
@@ -253,7 +253,8 @@ def usable_problems(
 ) -> list[Problem]:
     """Read the problems of well-formed rows whose golds the verifier accepts as answers to themselves.
 
-    Adds a sentence to `notes` for what is left out; with `data.strict` that raises UserError instead.
+    Adds a sentence to `notes` for each row that is left out, up to MOST_NAMED of a kind. With `data.strict` a malformed
+    row or an unusable gold raises UserError instead. Golds of bundled tasks are not checked.
     """
     any_gold = cache(reward.accepts_any_gold)  # cached, since thousands of problems share a few sources
     read = load(source, data, split, any_gold=any_gold)

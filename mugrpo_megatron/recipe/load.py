@@ -387,8 +387,8 @@ def _applied(table: Table, override: str) -> Table:
 
 
 def coerce_override(key: str, text: str, value: Any) -> Any:
-    """Returns the value of an override: `text` if the key takes only text or paths, else `value`, which is `text` read
-    as TOML.
+    """Returns the value of an override: `value`, which is `text` read as TOML; but `text` if `value` is a number or a
+    date and the key takes only text or paths.
 
     So `model.revision=1.0` is not a number, and `run.dir=2026-05-01` not a date.
     """

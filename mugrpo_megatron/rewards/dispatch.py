@@ -72,7 +72,8 @@ class Dispatcher:
         self._thread.start()
 
     def wait_loaded(self) -> None:
-        """Wait until a user's function is loaded; UserError when it cannot be."""
+        """Wait until a worker has loaded the function; UserError when it cannot be loaded. Returns at once for
+        `math`."""
         if not self._is_math:
             self._loaded.wait()
             if self._error is not None:

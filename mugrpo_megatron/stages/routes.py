@@ -108,8 +108,8 @@ class RouteColumn(Column):
     def write(self, enabled: bool = True) -> Iterator[Append]:
         """Yield a function that appends the routes of one update; the column is complete once the block ends.
 
-        `enabled` is true on one rank; on the others the function only iterates over the layers. It holds one layer of
-        one update in memory.
+        `enabled` is true on one rank; on the others the function only iterates over the layers. The function has one
+        layer of one update in memory at a time.
         """
         if not enabled:
             yield _drain

@@ -211,7 +211,8 @@ class StageStore:
         return self._require_sealed().statistics
 
     def verified_groups(self) -> set[int]:
-        """The indices of the groups that are intact on disk; damaged shards are logged and left out.
+        """The indices of the groups that are intact on disk; damaged shards are logged and left out. Of a sealed stage,
+        all groups, without reading them.
 
         Groups that are only buffered do not count, so a resumed stage generates exactly what is missing.
         """
@@ -229,14 +230,16 @@ class StageStore:
         return set(self._groups)
 
     def wait_for(self, groups: set[int], sealed: bool) -> bool:
-        """Wait until the manifests list `groups`, or until the stage is sealed; False if not after VISIBLE_SECONDS."""
+        """With `sealed`, wait until the stage is sealed, else until the manifests list `groups`; False if that takes
+        longer than VISIBLE_SECONDS."""
         return becomes_visible(lambda: self.sealed if sealed else self.listed_groups() >= groups)
 
     def append(self, group: list[Sample]) -> None:
         """Add one finished group. It is safe on disk once its shard is written: when full, when old enough, or at
         `flush`.
 
-        Raises ValueError when this writer has the group already or the stage is sealed, UserError for a full disk.
+        Raises ValueError when this writer has the group already, when the stage is sealed, or when other weights than
+        the origin's sampled the group; UserError for other columns than the stage has, and for a full disk.
         """
         self._open_for_writing()
         index = group[0].group
