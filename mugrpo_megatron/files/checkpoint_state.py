@@ -89,8 +89,8 @@ def read_state(directory: Path) -> Saved:
 
 
 def first_damage(directory: Path, rank: int, world: int) -> str | None:
-    """Returns a sentence about the first damaged one of the files that are assigned to `rank` of `world`; None without
-    damage."""
+    """Returns a sentence about the first damage found: in the files assigned to `rank` of `world`, in the index of the
+    tensors, or in the list of checksums; None without damage."""
     from mugrpo_megatron.files.torch_dist import INDEX, read_index  # imports torch
 
     try:

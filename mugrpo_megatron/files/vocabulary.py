@@ -15,7 +15,8 @@ from mugrpo_megatron.files.json_text import read_json
 
 
 def check_vocabulary(directory: Path, vocab_size: int) -> None:
-    """Raise UserError when a checkpoint's tokenizer is damaged, or has an id for which its model has no embedding."""
+    """Raise UserError when a checkpoint's tokenizer is damaged, names an end-of-sequence token that it lacks, or has an
+    id for which the model has no embedding."""
     config = tokenizer_config(directory)
     vocabulary = read_vocabulary(directory, config)
     end = config.get("eos_token")

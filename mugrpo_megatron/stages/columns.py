@@ -180,8 +180,8 @@ class ScoreColumn(TableColumn):
     )
 
     def read(self, update: int) -> np.ndarray:
-        """Scores float64 [N] of the `update`-th update's responses, NaN where there is none; UserError if a
-        file is missing or damaged."""
+        """Scores float64 [N] of the `update`-th update's responses, NaN where there is none; UserError as in
+        `read_table`."""
         return self.read_table(update, ["score"])["score"].to_numpy()
 
 

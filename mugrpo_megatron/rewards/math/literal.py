@@ -131,8 +131,8 @@ def chosen_letters(answer: str) -> str | None:
 
 
 def chosen_letter(answer: str) -> str | None:
-    """The letter that a normalized answer chooses; None if the answer has no letter, or names another letter beside the
-    first.
+    """The letter that a normalized answer chooses; None if the answer has no letter, names another letter too, or says
+    that its letter is wrong.
 
     A small letter counts only if it is the whole answer.
     """
