@@ -84,7 +84,7 @@ PYTHONPATH=$work/stub "$work/venv/bin/python" -m pip download --quiet --disable-
   --dest "$archive/te" --no-binary :all: --no-build-isolation "transformer-engine-torch==$te_version"
 
 # Of sglang-kernel's 587 MiB, one Hopper GPU without FlashAttention 3 needs 14.
-export XZ_OPT=-4
+export XZ_OPT=-1
 for part in learner engine te; do
   tar cJf "$archive/$part/site.tar.xz" -C "$work/$part" --exclude='flash*.so' --exclude=sm100 .
 done
