@@ -96,7 +96,8 @@ def problems(seed: int, split: Split, n: int, task: str = "arithmetic") -> list[
 
 
 def demonstration(problem: Problem) -> str:
-    """The response that `mugrpo sft` teaches a new model: the bare answer, or the steps to it and a boxed answer.
+    """The response that `mugrpo sft` teaches a new model: for `arithmetic` the bare answer, for the other tasks the
+    steps to the answer and a box with it.
 
     The steps of `arithmetic_long` are running totals, those of `chain` whole equations: `37+58=95 95+91=186 ...`, as
     are the subtractions of `euclid`.

@@ -35,7 +35,8 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a Hugging Face checkpoint directory; without a padding token, it pads with the
     end-of-sequence one.
 
-    Raises UserError for an unreadable tokenizer, or one without an end-of-sequence token.
+    Raises UserError for a tokenizer that is unreadable, that transformers reads differently than its own files say, or
+    that has no end-of-sequence token.
     """
     check_tokenizer(directory)
     with unreadable_as_user_error(directory, "a directory with a readable tokenizer"):

@@ -352,8 +352,9 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _score_by_the_task(cls, given: Any) -> Any:
-        """Set keys for problems of reasoning-gym that are not set: the task scores them, and held-out problems are the
-        same task's."""
+        """Set what a recipe with problems of reasoning-gym leaves unset: the task's own verifier scores them, and
+        held-out problems come from the training task. ValueError if other problems are beside them and no reward
+        function is named."""
         data, reward = (given.get(key, {}) if isinstance(given, dict) else None for key in ("data", "reward"))
         if not isinstance(data, dict) or not isinstance(reward, dict) or not isinstance(data.get("train", ""), str):
             return given
