@@ -256,7 +256,7 @@ def _run(command: Command, options: argparse.Namespace) -> int:
         sys.stdout.flush()  # on a full disk the error of the last lines is raised here
         return code
     except UserError as error:
-        _complain(LINE_BREAK.sub(" ", str(error)))  # a library's message inside it may have several lines
+        _complain(LINE_BREAK.sub(" ", str(error)))  # the error may quote a library's message of several lines
         return 2
     except Stopped as stopped:
         say(f"mugrpo: stopped as asked: {stopped}. The same command continues the run")

@@ -103,7 +103,7 @@ def _user_advantages(
     try:
         values = call_foreign(call, hidden=[__file__])
     except ForeignFailure as failure:
-        raise FunctionFailure(f"{name} failed: {failure}; correct it and run it again") from None
+        raise FunctionFailure(f"{name} failed: {failure}; correct the function and run the command again") from None
     if values.shape != scored.shape or not np.isfinite(values).all():
         wanted = f"{len(scored)} finite numbers, one a response"
         raise FunctionFailure(f"{name} returned an array {list(values.shape)}; it has to be {wanted}")

@@ -92,15 +92,16 @@ def token_losses(logprobs: Tensor, inputs: LossInputs, statistics: UpdateStatist
     tokens = TokenBatch(logprobs, behaviour, log_ratio, ratio, advantage_t, low, high, segments)
     surrogate = surrogate_of(config)(tokens, config)
     mask = keep_mask(log_ratio, advantage, segments, config, statistics.log_drop, state)
-    # Denominators count vetoed tokens too (mu-GRPO, arXiv 2605.17570): a veto must not raise the others' weights.
+    # Denominators count vetoed tokens too (mu-GRPO, arXiv 2605.17570): a veto must not raise the weights of the
+    # remaining tokens.
     weight = segments.weights.to(dtype)[segments.ids]
     weight = weight if inputs.correction is None else weight * inputs.correction.to(dtype)
     weight = weight if mask.weight is None else weight * mask.weight
     # The loss is not multiplied by the mask, because a user's surrogate may be infinite at a vetoed token, and 0 * inf
     # is nan.
     loss = torch.where(mask.keep, surrogate.loss, 0.0) * weight
-    # The mask does not apply to the KL penalty: where the policy has left the prefix, the penalty is what brings it
-    # back.
+    # The mask does not apply to the KL penalty: behind a trigger the current policy would no longer produce the tokens
+    # so far, and there the penalty is needed most.
     if inputs.ref is not None and config.kl_coef and config.kl_penalty != "reward":
         loss = loss + kl_loss(logprobs, inputs.ref, log_ratio, segments, config)
     return TokenLosses(loss, tokens, surrogate.clipped, mask)
@@ -125,7 +126,8 @@ def token_advantage(
 def _proximal_ratio(ratio: Tensor, inputs: LossInputs) -> Tensor:
     """The importance ratio [T] of the proximal policy, per token or response as `objective.ratio` says."""
     if inputs.proximal is None:
-        # With proximal_every = 1 the proximal policy is the current one, and the centre moves with it.
+        # With proximal_every = 1 the proximal policy is the current one, so the clip range is centred at the current
+        # ratio.
         return ratio.detach()
     log_ratio = log_ratios(inputs.proximal.to(ratio.dtype), inputs.behaviour)
     return importance_ratio(log_ratio, inputs.segments, inputs.config)

@@ -222,7 +222,7 @@ def call_user_function(name: str, function: Callable[..., Any], tokens: TokenBat
         given = {"tokens": tokens, "config": config}
         return call_foreign(lambda: function(**{argument: given[argument] for argument in taken}), hidden=[__file__])
     except ForeignFailure as failure:
-        raise FunctionFailure(f"{name} failed: {failure}; correct it and run it again") from None
+        raise FunctionFailure(f"{name} failed: {failure}; correct the function and run the command again") from None
 
 
 def _by_sign(positive: Tensor, where_positive: float, elsewhere: float, like: Tensor) -> Tensor:

@@ -247,7 +247,10 @@ def _fp8_problems(learner: LearnerSection, tp: int, model: Mapping[str, Any]) ->
 
 
 def problems_of_any_layout(recipe: Recipe, model: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a sentence for each conflict of model and settings that another layout of the learner would not solve."""
+    """Yields a sentence for each conflict of the model with settings other than the learner's layout.
+
+    Of the layout only `parallel.tensor` counts, for the sizes that fp8 needs.
+    """
     yield from _shard_problems("engine.tensor", recipe.engine.tensor, model)
     yield from engine_problems(EngineSetup(recipe, model))
     yield from _fp8_problems(recipe.learner, recipe.parallel.tensor, model)

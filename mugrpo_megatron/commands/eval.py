@@ -186,7 +186,7 @@ class EvalRecord:
     def append(self, result: ProblemResult) -> None:
         """Append the result of a finished problem; UserError if the disk is full."""
         row = asdict(replace(result, problem=replace(result.problem, gold=None, row={})))
-        del row["problem"]["gold"], row["problem"]["row"]  # they can be found by the problem's id
+        del row["problem"]["gold"], row["problem"]["row"]  # gold and row can be found by the problem's id
         with full_disk_as_user_error(self._rows), open_nofollow(self._rows, "ab") as file:
             file.write((json.dumps(row) + "\n").encode())
 

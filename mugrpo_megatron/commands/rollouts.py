@@ -77,8 +77,8 @@ class RolloutFilter:
             and (self.max_reward is None or sample.reward <= self.max_reward)
             and (self.right is None or (reward_before_penalty(sample.reward, sample.components) >= RIGHT) is self.right)
             and (self.advantage is None or np.sign(advantage) == SIGNS[self.advantage])
-            # The veto takes no tokens out of a response with advantage 0. With `prefix_signs = "both"` it may weigh
-            # those of responses with a positive advantage, too.
+            # The veto drops no token of a response with advantage 0. Responses with a positive advantage pass, because
+            # with `prefix_signs = "both"` the veto may weigh their tokens too.
             and (not self.vetoed or advantage != 0)
         )
 
@@ -248,7 +248,7 @@ def _stage(directory: RunDirectory, stage: int | None) -> tuple[int, StageStore,
     exists."""
     folders = directory.stages()
     for number in sorted(folders, reverse=True) if stage is None else [stage] if stage in folders else []:
-        # Stages before it are not checked: damage there should not hide this one.
+        # Stages before the one that is shown are not checked: damage to them should not prevent that this one is shown.
         check_stage(folders[number])
         store = StageStore(folders[number])
         if store.sealed:

@@ -64,7 +64,7 @@ class Build:
         wide = WIDE if platform.machine() == "x86_64" else []
         return subprocess.Popen(
             [compiler, *FLAGS, *flags, *wide, "-shared", "-fPIC", str(code), "-o", str(self._library), "-lm"],
-            # A killed compiler leaves temporary files there, which go with the folder.
+            # A killed compiler leaves temporary files. They are then in this folder, which is removed.
             env={**os.environ, "TMPDIR": str(self._folder.path)},
         )
 

@@ -134,7 +134,7 @@ def sequences(
     if not fitting.pairs:
         raise UserError(
             f"all {too_long:,} rows are longer than data.max_prompt_tokens = {section.max_prompt_tokens} or "
-            f"rollout.max_response_tokens = {max_response_tokens}: raise them"
+            f"rollout.max_response_tokens = {max_response_tokens}: raise the one that they exceed"
         )
     shown = partial(rendered, tokenizer=tokenizer, style=section.prompt_style, template=template)
     notes = [*_columns_read(examples), *unread_fields([example.problem for example in examples], shown)]

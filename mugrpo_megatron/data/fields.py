@@ -57,12 +57,14 @@ def spoken_message(value: Any) -> Message | None:
 def in_accepted_form(render: Callable[[list[dict[str, Any]]], str], messages: list[dict[str, Any]]) -> str:
     """Render messages with a chat template, in the first of several equivalent forms that the template accepts.
 
-    The messages are tried as they are first; then with calls' arguments as JSON text, with empty text for null, and
-    with each content as a list of parts. Most templates write arguments with `tojson`, but DeepSeek-V3's adds them to a
-    text; some take no null content. A form also counts as refused if nothing of the last question is in the result, as
-    with a pointer of Git LFS in the place of a template. Raises the first form's error if all are refused.
+    The messages are tried as they are first; then with calls' arguments as JSON text, with empty text for null content,
+    with both changes, and with each content as a list of parts. Most templates write arguments with `tojson`, but
+    DeepSeek-V3's adds them to a text; some take no null content. A form also counts as refused if the longest word of
+    the last user's message is not in the result, as with a pointer of Git LFS in the place of a template. Raises the
+    first form's error if all are refused.
     """
-    # `content: null` is tried first: some templates show tool calls only beside it.
+    # Forms that keep `content: null` come before those with empty text: some templates show tool calls only if the
+    # content is null.
     forms = [messages, _with_written_arguments(messages)]
     forms += [[{**message, "content": message["content"] or ""} for message in form] for form in forms]
     forms.append([{**message, "content": _as_parts(message["content"])} for message in messages])
@@ -131,7 +133,7 @@ def unread_fields(problems: Sequence[Problem], rendered: Callable[[Problem], str
 def _differs(rendered: Callable[[Problem], str], rest: Problem, prompt: str) -> bool:
     try:
         return rendered(rest) != prompt
-    except UserError:  # the template fails without the field
+    except UserError:  # the template fails without the field, so it reads it
         return True
 
 

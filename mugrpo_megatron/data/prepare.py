@@ -327,8 +327,8 @@ def problem_at(seed: int, n_problems: int, position: int) -> int:
 
 def update_at(seed: int, stage: int, updates: int, age: int) -> int:
     """The index of the update to take after `age` updates of a stage: in order in the first epoch, then permuted."""
-    # Updates are permuted as a whole, not their groups: so an update is always one row group of the stage's files,
-    # and of those with its log-probabilities under other policies.
+    # Updates are permuted as a whole, and groups stay in their updates. So an update is always one row group of the
+    # stage's file, and of each file with its log-probabilities under another policy.
     epoch, index = divmod(age, updates)
     return index if epoch == 0 else int(_permutation(seed, updates, stage, epoch)[index])
 

@@ -42,7 +42,7 @@ STYLES: dict[str, str] = {
 """Prompt text of each style, as the model cards give it. The style `chat` takes the tokenizer's own template."""
 
 
-_WRITE = "write it into the message's text, or name another template with data.chat_template"
+_WRITE = "write this into the message's text, or name another template with data.chat_template"
 EXCERPT_CHARS = 400
 """Characters of a long prompt's beginning and end in an excerpt."""
 
@@ -190,8 +190,8 @@ def render_reply(
         raise UserError(f"{problem.id} has {', '.join(lost)}, which the chat template leaves out; {_WRITE}")
     if not text.startswith(prompt):
         raise UserError(
-            f"{problem.id} has {', '.join(spoken)}, and the chat template writes another beginning for this message "
-            f"than at the end of a prompt; {_WRITE}"
+            f"{problem.id} has {', '.join(spoken)}, and with this message the chat template's text does not begin with "
+            f"the prompt, so the message cannot follow the prompt; {_WRITE}"
         )
     end = str(tokenizer.eos_token)
     body = text[len(prompt) :].rpartition(end)[0] if end in text[len(prompt) :] else text[len(prompt) :].rstrip()

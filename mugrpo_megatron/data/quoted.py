@@ -89,10 +89,12 @@ def any_of(texts: Collection[str], depth: int = MOST_BRANCHES) -> str:
     for _, group in groupby(sorted(set(texts)), key=lambda text: text[:1]):
         alike = list(group)
         pairs = takewhile(lambda pair: pair[0] == pair[1], zip(alike[0], alike[-1], strict=False))
-        begin = "".join(character for character, _ in pairs)  # in order, so all of them begin as the first and the last
+        # The texts are sorted, so all of them begin with what the first and the last have in common.
+        begin = "".join(character for character, _ in pairs)
         rest = [text[len(begin) :] for text in alike]
         branches.append(re.escape(begin) + (f"(?:{any_of(rest, depth - 1)})" if len(rest) > 1 else ""))
-    return "|".join(reversed(branches))  # an empty text comes first in the order, and has to be tried last
+    # An empty text is the first in sorted order; it matches anywhere, so it has to be tried last.
+    return "|".join(reversed(branches))
 
 
 def _names(tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -154,7 +154,7 @@ class Engine:
                 raise
             raise UserError(
                 f"engine.extra: SGLang does not start with {', '.join(self._section.extra)} ({refusal.reason}); "
-                "correct or remove what it names"
+                "correct or remove the key that SGLang's message names"
             ) from None
         self._ready = True
 
@@ -206,7 +206,8 @@ class Engine:
         source = iter(prompts)
 
         def take(in_flight: int, slots: int) -> list[Prompt]:
-            # Twice what is decoded together, so that SGLang's scheduler never waits for a request.
+            # The engine gets twice as many prompts as it decodes together, so that SGLang's scheduler never waits for
+            # one.
             return list(islice(source, max(0, min(PROMPTS_PER_MESSAGE, 2 * slots - in_flight))))
 
         return self.generate_from(take, n, sampling)

@@ -181,7 +181,8 @@ class GenerateCommand:
                 self._engines.abort(_names(request))
 
     async def _answer(self, request: Request) -> None:
-        # `abort_request` reaches only requests that SGLang has received; this one is not sent at all.
+        # A request that was aborted before SGLang received it is not sent: `abort_request` reaches only what SGLang
+        # has.
         if self._closing or request.key not in self._unsent:
             self._in_flight -= 1
             return

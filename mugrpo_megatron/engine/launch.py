@@ -278,11 +278,12 @@ def engine_environment(section: EngineSection, model_dir: Path, cuda: bool, slot
         environment["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
     if cuda:
         environment |= {
-            # Without it, scoring by a teacher needs two float32 tables of 8,192 rows at once, 10 GB at a vocabulary of
-            # 152,064. Newer versions chunk them by default (layers/logits_processor.py).
+            # Without this variable, scoring by a teacher needs two float32 tables of 8,192 rows at once, 10 GB at a
+            # vocabulary of 152,064. Newer versions of SGLang cut the tables into chunks by default
+            # (layers/logits_processor.py).
             "SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK": "1",
-            # torch's default is below the engine's own TMPDIR, which is removed with it: every start would compile
-            # anew.
+            # torch's default is below the engine's own TMPDIR, which is removed with the engine: every start would
+            # compile anew.
             "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR")
             or f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}",
         }

@@ -304,7 +304,9 @@ def _scratch_folder() -> Scratch:
     for parent in (None, *SHORT_DIRECTORIES):
         folder = _writable_folder(parent, errors)
         if folder is None and parent is None:
-            break  # the user chose this folder, so no other is tried although its disk is full
+            # No other is tried: the user may have chosen this one with TMPDIR, and should hear why it cannot be
+            # written.
+            break
         if folder is not None and len(os.fsencode(folder.path)) + LONGEST_SOCKET <= SOCKET_PATH:
             return folder
         if folder is not None:
@@ -312,8 +314,8 @@ def _scratch_folder() -> Scratch:
             folder.remove()
     where = f" to {tempfile.tempdir}" if tempfile.tempdir else ""
     raise UserError(
-        f"the engine's temporary files cannot be written{where} ({'; '.join(errors)}); free some space, or name "
-        "another directory with the variable TMPDIR"
+        f"the engine's temporary files cannot be written{where} ({'; '.join(errors)}); free some space if a disk is "
+        "full, or set the variable TMPDIR to a directory with a short path that can be written"
     )
 
 

@@ -340,7 +340,7 @@ def logprob_request(ids: Sequence[int], tokens: LogprobRange) -> dict[str, Any]:
         "input_ids": [list(ids[: tokens.end])],
         "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
         "return_logprob": True,
-        # The entry at `logprob_start_len` itself has no logprob, so it is the token before the range.
+        # SGLang returns no logprob for the token at `logprob_start_len` itself, so that is the token before the range.
         "logprob_start_len": tokens.start - 1,
         **others,
     }

@@ -144,7 +144,9 @@ def publish(partial: Path, path: Path, replace: bool = True) -> None:
         fsync(Path(folder))
     if os.path.lexists(path):
         if not replace:
-            raise NameTaken(f"{path} was created meanwhile; the output is in {partial}: give it another name")
+            raise NameTaken(
+                f"{path} was created meanwhile; the output is in {partial}: rename {partial.name} as you like"
+            )
         _exchange(partial, path)
         fsync(path.parent)
         remove(partial)
@@ -249,8 +251,8 @@ def remove(path: Path) -> None:
 
 def _exchange(new: Path, old: Path) -> None:
     """Swap two names; atomically if the file system can."""
-    # NFS cannot swap two names in one step (RENAME_EXCHANGE). There the old directory first gets a third name, from
-    # which `remove_leftovers` restores it after a crash.
+    # NFS cannot swap two names in one step (RENAME_EXCHANGE). There the old directory is first renamed to a third name,
+    # from which `remove_leftovers` restores it after a crash.
     if _exchange_atomically(new, old):
         return
     aside = old.with_name(f".{old.name}.{secrets.token_hex(4)}.old")

@@ -161,7 +161,7 @@ def check_config(config: Any, where: str) -> ModelConfig:
     experts = (experts_of(config) or 1) * (config.get("num_hidden_layers") or 1)
     if experts > MOST_EXPERTS:
         raise UserError(
-            f"{where}: its layers have {experts:,} experts together, more than {MOST_EXPERTS:,}: correct it"
+            f"{where}: its layers have {experts:,} experts together, more than {MOST_EXPERTS:,}: correct this file"
         )
     return cast(ModelConfig, config)
 
@@ -201,7 +201,7 @@ def check_weights(directory: Path, key: str) -> None:
     """Raise UserError if a checkpoint directory holds no safetensors files."""
     if not any(directory.glob("*.safetensors")):
         raise UserError(
-            f"{key} = {directory}: holds no *.safetensors weights, and no other format is loaded: convert them"
+            f"{key} = {directory}: holds no *.safetensors weights, and no other format is loaded: convert its weights"
         )
 
 

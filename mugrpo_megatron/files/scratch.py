@@ -86,7 +86,7 @@ def _remove_if_abandoned(path: Path) -> None:
 
 def _remove_with_shared_memory(path: Path) -> None:
     if path.name.startswith(tuple(f"{PREFIX}{kind}-" for kind in WITH_SHARED_MEMORY)):
-        with suppress(OSError):  # its owner has created none
+        with suppress(OSError):  # its owner has shared no memory, so there is no list
             for name in (path / SHARED_MEMORY).read_text(encoding="utf-8").splitlines():
                 if OF_LIBRARIES.fullmatch(name):
                     Path(name).unlink(missing_ok=True)

@@ -67,7 +67,10 @@ def read_index(directory: Path) -> dict[str, StoredTensor]:
     """
     path = directory / INDEX
     if not path.is_file():
-        raise UserError(f"{directory} is not a Megatron distributed checkpoint: it has no {INDEX}; name one")
+        raise UserError(
+            f"{directory} is not a Megatron distributed checkpoint: it has no {INDEX}; "
+            "name the directory of such a checkpoint"
+        )
     try:
         metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
         tensors = dict(_tensors(metadata))

@@ -24,7 +24,7 @@ def check_vocabulary(directory: Path, vocab_size: int) -> None:
     if isinstance(end, str) and end not in vocabulary and (directory / "tokenizer.json").is_file():
         raise UserError(
             f"{directory}: tokenizer_config.json names eos_token {end!r}, which is no token of tokenizer.json, so the "
-            "model never writes it and no response would end; name the model's own"
+            "model never writes it and no response would end; name the token that ends the model's responses"
         )
     beyond = {index: token for token, index in vocabulary.items() if index >= vocab_size}
     if beyond:
@@ -52,7 +52,10 @@ def check_carried(directory: Path, names: Iterable[str]) -> None:
         except (ValueError, TemplateError):
             good = False
         if not good:
-            raise UserError(f"{path} is not what its name says, and would be copied; restore it from its source")
+            raise UserError(
+                f"{path} is not what its name says, and every saved checkpoint would get a copy of it; restore it from "
+                "its source"
+            )
 
 
 def _is_template(content: bytes) -> bool:

@@ -190,7 +190,8 @@ def _gradient(
     gradients: _Gradients,
 ) -> Tensor:
     """Compute the gradient of a chunk's hidden states, [n, H], and add that of the weight to its buffer."""
-    # float16's loss scale multiplies before the GEMMs, as it would in backward: after them small gradients are 0.
+    # float16's loss scale multiplies before the GEMMs, as in an ordinary backward pass: without it the GEMMs would
+    # round small gradients to 0, which a later multiplication could not undo.
     scale = gradients.scale
     entropy_term = entropy_term and replace(entropy_term, d_entropy=entropy_term.d_entropy * scale)
     return head_backward(head, chunk.hidden, chunk.targets, lse, d_logprobs * scale, gradients.weight, entropy_term)

@@ -10,5 +10,6 @@ context     flash attention; rows split over ranks         routing           exp
 operators   RMSNorm, SwiGLU, rotary embedding              latent            multi-head latent attention
 """
 
-# Puts the CPU's stand-ins in place before the modules import Megatron.
+# Imported first: without CUDA it replaces what Megatron calls in `torch.cuda`, before this package's modules import
+# Megatron.
 import mugrpo_megatron.megatron_compat  # noqa: F401

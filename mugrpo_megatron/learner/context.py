@@ -71,7 +71,8 @@ def fastest_flash() -> str:
 @cache
 def _asks_for_groups(wrapper: Callable[..., Any]) -> bool:
     """Whether this torch takes `enable_gqa`, and then needs it for grouped-query heads."""
-    # torch 2.11.0, which SGLang pins, has no such option and its kernel groups any heads; later ones refuse without it.
+    # torch 2.11.0, which SGLang pins, has no such option, and its kernel takes fewer key/value heads than query heads.
+    # Later versions refuse that without the option.
     return "enable_gqa" in inspect.signature(wrapper).parameters
 
 

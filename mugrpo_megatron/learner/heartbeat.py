@@ -71,7 +71,8 @@ class Heartbeat:
         self.doing = "start"
         """Phase of this rank, as its heartbeat reports it."""
         self._last: dict[int, LastBeat] = {}
-        # A rank that stops before its first heartbeat is silent from here on, or it would be waited for without end.
+        # A rank without a heartbeat counts as silent since this moment. Otherwise a rank that ends before its first
+        # heartbeat would be waited for without end.
         self._begin = self._read_at = time.monotonic()
         self._requests: queue.Queue[tuple[Callable[[dist.Store], Any], Future[Any]]] = queue.Queue()
         self._leaving = threading.Event()

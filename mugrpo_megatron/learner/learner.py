@@ -199,7 +199,6 @@ def move_to_host(tensors: Iterable[torch.Tensor], keep: bool = True) -> list[Hos
 
     If `keep` is false, nothing is copied, and `copy_back` restores zeros.
 
-
     On CUDA the copies here and in `copy_back` are asynchronous, so the learner reads and packs its first update while
     they run. Synchronise the device before another process takes the memory.
     """
@@ -220,7 +219,7 @@ def move_to_host(tensors: Iterable[torch.Tensor], keep: bool = True) -> list[Hos
 
 
 def copy_back(copies: Iterable[HostCopy]) -> None:
-    """Restore the storages that `move_to_host` freed, with their values."""
+    """Restore the storages that `move_to_host` freed, with their values; with zeros if it kept none."""
     for copy in copies:
         copy.tensor.untyped_storage().resize_(copy.bytes)
         device_bytes = _storage_bytes(copy.tensor)

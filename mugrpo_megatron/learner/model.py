@@ -212,7 +212,7 @@ def build_model(
 
 def reduces_early(ranks: Ranks) -> bool:
     """Whether gradients are reduced over data parallel ranks, bucket by bucket, while the last backward pass runs."""
-    # On CPU they are not, because a reduction would compete with the backward pass for the cores.
+    # On CPU gradients are reduced after the backward pass: a reduction beside it would compete with it for the cores.
     return ranks.device.type == "cuda" and ranks.dp_size * ranks.cp_size > 1
 
 
@@ -282,8 +282,8 @@ def transformer_config(
         "bias_activation_fusion": cuda and experts,
         "bias_dropout_fusion": False,
         "use_te_activation_func": not experts,
-        # Interleaving with batched sends silently trains on wrong gradients; overlapped sends with freed outputs give
-        # NaN on gloo. These settings rule out both in every layout.
+        # With interleaving, batched sends silently give wrong gradients; with overlapped sends, freed outputs give NaN
+        # on gloo. These settings exclude both combinations.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
         "deallocate_pipeline_outputs": cuda,

@@ -259,7 +259,8 @@ def _main_parameters(optimizer: DistributedOptimizer) -> dict[torch.nn.Parameter
 
     Parameters without a slice on this rank are left out.
     """
-    # Megatron's index counts in the model's order, but its lists begin with float32 parameters (distrib_optimizer.py).
+    # `ranges["params"]` has the parameters in the model's order, and the optimizer's group has those in float32 first
+    # (distrib_optimizer.py), so both are brought into the second order.
     return {
         parameter: main
         for ranges, group in zip(optimizer.opt_group_ranges, optimizer.optimizer.param_groups, strict=True)

@@ -93,7 +93,8 @@ def _sequences(learner: Learner, samples: Sequence[Sample]) -> list[TokenSequenc
     if largest >= learner.architecture.vocab_size:
         raise UserError(
             f"the responses have token {largest}, and the model has {learner.architecture.vocab_size} tokens: the "
-            "stage is of another model, or damaged; take the model that sampled it"
+            "stage is of another model, or damaged; take the model that sampled the stage, or restore the stage from a "
+            "copy"
         )
     return sequences
 
@@ -179,7 +180,8 @@ def _step(learner: Learner, stage_progress: float = 0.0) -> Step:
     # The schedule counts skipped updates, Adam's bias correction does not: its moments have not moved.
     learner.updates_done += 1
     learner.steps_done += not step.skipped
-    # An overflow is no sign of failure: float16's scaler finds its scale by overflows. Other skips in a row are.
+    # An overflow is no sign of failure, because float16's scaler finds its scale by overflows. Several updates in a row
+    # that are skipped for another reason are one.
     if not step.overflowed:
         learner.skipped_in_a_row = learner.skipped_in_a_row + 1 if step.skipped else 0
     return step

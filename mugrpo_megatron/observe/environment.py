@@ -107,7 +107,7 @@ def bfloat16_products(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     with suppress(OSError):
         for line in cpuinfo.read_text(encoding="ascii", errors="replace").splitlines():
             name, _, flags = line.partition(":")
-            if name.strip() in ("flags", "Features"):  # the name of this line on x86, and on Arm
+            if name.strip() in ("flags", "Features"):  # flags on x86, Features on Arm
                 return next((flag for flag in ("amx_bf16", "avx512_bf16", "bf16") if flag in flags.split()), "")
     return ""
 

@@ -23,7 +23,10 @@ from mugrpo_megatron.stages.manifest import stage_identity
 from mugrpo_megatron.stages.routes import RouteColumn, route_column
 from mugrpo_megatron.stages.store import StageStore
 
-AUXILIARY_REMEDY = "remove both of its files, and `mugrpo train` or `mugrpo generate` with this recipe computes them"
+AUXILIARY_REMEDY = (
+    "remove both files of the column (.parquet and .json), and `mugrpo train` or `mugrpo generate` with this recipe "
+    "computes them"
+)
 """The way out that ends an error about an auxiliary model's column."""
 
 

@@ -84,8 +84,8 @@ def compute_behaviour(run: Run, learner: Learner, stage: StageBatches, cursor: C
     routes.
     """
     behaviour, routes = stage.columns.behaviour, stage.columns.routes
-    # must_compute is called for both columns, because it raises when one is missing in the middle of a stage, which has
-    # to be found even if the other is there.
+    # must_compute is called for both columns before one is computed: in the middle of a stage it raises for a missing
+    # column, which must happen even if the other column is there.
     behaviour = behaviour if must_compute(behaviour, cursor.age == 0) else None
     routes = routes if must_compute(routes, cursor.age == 0) else None
     if not behaviour and not routes:
@@ -122,8 +122,8 @@ def compute_ref(run: Run, learner: Learner, stage: StageBatches, cursor: Cursor)
     if not must_compute(column, cursor.age == 0 or weights is not None):
         if column.body()["weights"] != mark:
             raise UserError(
-                f"{weights} has other weights now than those under which {column.path} was computed; put these back, "
-                f"or {column.remedy}"
+                f"the weights in {weights} have changed since {column.path} was computed with them; put the earlier "
+                "weights back, or begin another run with the new ones"
             )
         return
     if weights:
@@ -144,7 +144,8 @@ def _check_ref(run: Run, stage: int, weights: Path, mark: str) -> None:
     before = LogprobColumn(run.directory.ref(stage - 1), {}) if stage > 0 else None
     if before and before.weights not in (None, mark):
         raise UserError(
-            f"{weights} has other weights now than those under which {before.path} was computed; put these back"
+            f"the weights in {weights} have changed since {before.path} was computed with them; put the earlier "
+            "weights back, or begin another run with the new ones"
         )
 
 

@@ -58,7 +58,7 @@ def sample(run: Run, leader: Leader | None, stage: StageStore, part: StagePart) 
             prompt_of = partial(group_prompt, recipe, leader.problems, cursor)
             sink.take(round.groups(prompt_of, recipe.rollout.responses_per_prompt, leader.sampling))
         if run.stop.requested:
-            stage.flush()  # now, because `round.end` fails if another rank has died
+            stage.flush()  # flushed before `round.end`, which fails if another rank has died
         outcome = round.end(_load(run, leader))
         facts |= {"tokens": float(bar.tokens), "engine_memory": max(memory for _, memory, _ in outcome.results)}
         for engine, _, loads in outcome.results:

@@ -72,7 +72,8 @@ def load_function(key: str, name: str) -> Callable[..., Any]:
         raise _load_error(key, name, describe_exception(error)) from error
     if not callable(function):
         raise UserError(
-            f"{key} {name!r} cannot be loaded: it is {str(function)[:MAX_MESSAGE_CHARS]}, not a function; name one"
+            f"{key} {name!r} cannot be loaded: it is {str(function)[:MAX_MESSAGE_CHARS]}, not a function; "
+            "name a function"
         )
     return function
 

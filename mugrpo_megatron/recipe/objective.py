@@ -272,7 +272,9 @@ class ObjectiveSection(Section):
     @classmethod
     def _check_prefix_is_weighed(cls, value: str, info: ValidationInfo) -> str:
         if value == "both" and info.data.get("veto") not in ("prefix", "prefix_min"):
-            raise ValueError('"both" needs veto = "prefix" or "prefix_min"; others apply to negative advantages only')
+            raise ValueError(
+                '"both" needs veto = "prefix" or "prefix_min"; other vetoes apply to negative advantages only'
+            )
         return value
 
     @field_validator("mismatch_range", "reject_range")
@@ -322,7 +324,8 @@ class ObjectiveSection(Section):
         `token` (the token itself) and `prefix` (its response up to it) need one pass in the order of tokens. `response`
         first needs the log-probabilities of whole responses, which a user's surrogate may read.
         """
-        # Whether a token is a trigger (scope T) depends on it alone; whether it is after κ (S_κ, H_κ), on its prefix.
+        # Whether a token is a trigger (veto scope T) depends on that token alone; whether it comes after the first
+        # trigger κ (S_κ, H_κ) depends on its prefix.
         surrogate = SURROGATES.get(self.surrogate, "response")
         whole_ratio = self.ratio != "token" or self.reject != "none"
         if whole_ratio or surrogate == "response" or self.veto == "response":

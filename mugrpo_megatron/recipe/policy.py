@@ -103,7 +103,9 @@ class LoraSection(Section):
     def _check_there_is_a_rank(self) -> Self:
         fields = type(self).model_fields.items()
         if self.rank is None and any(getattr(self, name) != field.default for name, field in fields):
-            raise ValueError("without a rank all weights are trained, and the other keys have no effect; set lora.rank")
+            raise ValueError(
+                "without lora.rank all weights are trained, and other keys of [lora] have no effect; set lora.rank"
+            )
         return self
 
 
@@ -246,7 +248,8 @@ class AuxiliarySection(Section):
 
     def engine_section(self, engine: EngineSection) -> EngineSection:
         """Returns the `[engine]` section for this model: the recipe's, with this model's own keys."""
-        # No quantization: the weight sync does it, and this model's weights come from its files without one.
+        # No quantization by default, because the weight sync does it, and this model's weights come from its files
+        # without a sync.
         return EngineSection.model_validate({**engine.model_dump(), "quantization": "none", **self.engine})
 
     @model_validator(mode="after")

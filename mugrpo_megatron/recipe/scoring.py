@@ -195,7 +195,8 @@ class RewardSection(Section):
             known = dict.fromkeys(source for section in self.table.values() for source in section.sources)
             raise UserError(
                 f"no reward function scores the data source {', '.join(map(repr, missing))}: add it to the sources of "
-                f"one of reward.functions (they name {', '.join(map(repr, known))}), or leave one's sources empty"
+                f"one of reward.functions (they name {', '.join(map(repr, known))}), or leave out the sources of one, "
+                "which then scores all"
             )
 
 

@@ -28,8 +28,9 @@ def cpu_row_tokens(layers: int, hidden: int) -> int:
 
 def sync_bucket_bytes(cuda: bool) -> int:
     """Returns the most memory that a weight sync takes besides the model: two buckets of tensors, each half of it."""
-    # On CUDA buckets are large. Each costs about 5 ms for collectives, a message and an IPC handle: with 57 buckets,
-    # a 7B model's sync would take longer for that than for copies. Memory is free then, as the KV cache is released.
+    # On CUDA buckets are large, because each costs about 5 ms for collectives, a message and an IPC handle: with 57
+    # buckets, the sync of a 7B model would take longer for these than for its copies. Memory is free during a sync, as
+    # the KV cache is released.
     return CUDA_SYNC_BUCKET_BYTES if cuda else SYNC_BUCKET_BYTES
 
 
@@ -127,7 +128,8 @@ class EngineSection(Section):
     @property
     def start_timeout_s(self) -> float:
         """Seconds after which an engine that has not started counts as failed."""
-        # A start takes longer than a request: a large model is read from disk, and the first on a GPU compiles kernels.
+        # A start takes longer than a request: a large model is read from disk, and the first start on a GPU compiles
+        # kernels.
         return 3 * self.request_timeout_s
 
     @field_validator("extra")

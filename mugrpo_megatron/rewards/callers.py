@@ -248,7 +248,7 @@ class Caller:
         if isinstance(returned, str | bytes | dict) or len(rewards) != len(items):
             raise TypeError(f"{self.name} returned {_excerpt(returned)} and not a list of {len(items)} rewards")
         # A metric that a TRL function logs belongs to the whole call, so each of its responses gets it. A metric called
-        # `score` or `reward` gets another name, since the reward has that one.
+        # `score` or `reward` gets another name, since the response's reward has these names.
         logged = {f"logged_{name}" if name in _SCORES else name: value for name, value in metrics.items()}
         return [reward if reward is None or not logged else {**logged, "score": reward} for reward in rewards]
 

@@ -128,7 +128,7 @@ def serve(socket: int, text: str) -> None:
     except UserError as error:
         connection.send_bytes(json.dumps({"failed": str(error)}).encode())
         return
-    # Any of these may mean that memory is too small; errors of a user's module were turned into UserError.
+    # Each of these errors may mean that memory is too small; errors of a user's module were turned into UserError.
     except (MemoryError, ImportError, OSError, SystemError) as error:
         why = f"{error!r} in {options['memory_mb']} MiB of address space; raise reward.worker_memory_mb"
         connection.send_bytes(json.dumps({"failed": f"a verifier process could not start: {why}"}).encode())

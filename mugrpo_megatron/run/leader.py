@@ -109,8 +109,9 @@ class Launched:
 
 def loads_beside_learner(engine: EngineSection) -> bool:
     """Whether an engine may load while the learner is built: on CPU, if it is on one node."""
-    # A GPU may be too small for both. There the learner loads first, and is offloaded before the engine measures free
-    # memory for its KV cache (SGLang's mem_fraction_static). The nodes of one engine must start together.
+    # A GPU may be too small for an engine beside a learner that is being built. There the learner is built first, and
+    # offloaded before the engine measures free memory for its KV cache (SGLang's mem_fraction_static). On CPU an engine
+    # over several nodes waits, because its nodes must start together.
     return not finds_cuda() and engine.nodes == 1
 
 

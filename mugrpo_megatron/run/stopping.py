@@ -160,8 +160,8 @@ def stoppable(is_main: bool) -> Iterator[None]:
 
     It holds before a run is open and after it is closed; an open run handles signals by `handle_signals`.
     """
-    # Nothing has to be saved then. With Python's own exit code, a scheduler that pre-empts a job during the import of
-    # torch would count it as failed.
+    # Outside of an open run nothing has to be saved. Without this handler the signal would kill the process, and a
+    # scheduler that pre-empts a job during the import of torch would count the job as failed.
 
     def end(number: int, frame: FrameType | None) -> None:
         if is_main:

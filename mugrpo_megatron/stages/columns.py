@@ -45,9 +45,12 @@ Append = Callable[[list[np.ndarray]], None]
 
 def recompute_remedy(later: str = "") -> str:
     """The remedy for a damaged column. `later` names the checkpoints that are newer than the column's policy."""
-    # Those checkpoints must go too: the run has to resume from one whose weights are the column's policy.
+    # The checkpoints must be removed too: the run has to resume from one whose weights are the column's policy.
     also = f" and the checkpoints {later}" if later else ""
-    return f"restore both of its files from a copy, or remove them{also}: the same command computes them again"
+    return (
+        f"restore both files of the column (.parquet and .json) from a copy, or remove them{also}: the same command "
+        "computes them again"
+    )
 
 
 @dataclass(frozen=True)

@@ -170,7 +170,8 @@ def check_stage(directory: Path, origin: Origin | None = None) -> None:
 
 def check_listed(directory: Path, writer: int) -> None:
     """Raise UserError when a writer has shards, or a sealed file, but no manifest."""
-    # A writer writes an empty manifest before anything else. So a missing one was lost, and its shards may be good.
+    # A writer writes an empty manifest before anything else. So a manifest that is missing beside shards was lost, and
+    # the shards may be intact.
     manifest = directory / manifest_name(writer)
     if manifest.exists():
         return

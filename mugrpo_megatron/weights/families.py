@@ -140,8 +140,9 @@ def _latent(fields: Fields, family: str, dense: int) -> Architecture:
     )
     if architecture.rope.kind not in ("default", "yarn") or architecture.rope.attention_factor != 1:
         raise fields.error(
-            f"rope scaling is {architecture.rope.kind} with a factor {architecture.rope.attention_factor:g} of cos and "
-            "sin, but with latent attention the learner supports none, or yarn with mscale equal to mscale_all_dim"
+            f"rope scaling {architecture.rope.kind!r}, which multiplies cos and sin by "
+            f"{architecture.rope.attention_factor:g}, does not go with latent attention: there the learner supports "
+            "only models without rope scaling, or with yarn whose mscale equals mscale_all_dim"
         )
     heads, groups = (architecture.transformer[key] for key in ("num_attention_heads", "num_query_groups"))
     if heads != groups:

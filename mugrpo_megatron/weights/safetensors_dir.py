@@ -85,7 +85,8 @@ def open_checkpoint(directory: Path, architecture: Architecture) -> HFCheckpoint
     if architecture.tied and HEAD in files and not torch.equal(checkpoint.read(HEAD), checkpoint.read(EMBEDDING)):
         raise UserError(
             f"{directory / files[HEAD]}: {HEAD} differs from {EMBEDDING}, though config.json ties them "
-            f"(tie_word_embeddings); set it to false if the model has an output layer of its own"
+            "(tie_word_embeddings); set tie_word_embeddings to false if the model has an output layer of its own, or "
+            "download these weights again"
         )
     return checkpoint
 
@@ -104,19 +105,19 @@ def check_tensors(
     if extra:
         raise UserError(
             f"{directory / files[extra[0]]} has the tensor {extra[0]!r}, which a {architecture.family} model with this "
-            f"config.json does not have ({len(extra)} such tensors); config and weights do not belong together"
+            f"config.json does not have ({len(extra)} such tensors); take config.json and weights of one model"
         )
     missing = sorted(set(expected) - set(files))
     if missing:
         raise UserError(
             f"{directory} lacks {missing[0]!r}, which a {architecture.family} model with this config.json needs "
-            f"({len(missing)} such tensors); config and weights do not belong together or a shard is missing"
+            f"({len(missing)} such tensors); restore the missing shard, or take config.json and weights of one model"
         )
     for name, shape in expected.items():
         if shapes[name] != shape:
             raise UserError(
                 f"{directory / files[name]}: {name} has shape {list(shapes[name])}, but config.json says {list(shape)}"
-                "; config and weights do not belong together"
+                "; take config.json and weights of one model"
             )
 
 

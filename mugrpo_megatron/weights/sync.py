@@ -130,7 +130,8 @@ def build_weight_sync(
     if shutil.disk_usage(SHARED_MEMORY).free < needed:
         raise _no_shared_memory(needed)
     staging = [torch.empty(plan.largest, dtype=torch.uint8) for _ in plan.buckets[:2]]
-    # Shared memory reaches all of an engine's processes on a node; only an engine across nodes needs more ranks.
+    # Within a node the leader serves all of its engine's processes through shared memory. Across nodes each process is
+    # served by the rank on its own node, which takes a group of the engine's ranks.
     cpu_group = _engine_group(engine_tensor, timeout_s) if engine_nodes > 1 else None
     return WeightSync(architecture, plan, shards, engine_tensor, cpu_group, engine_buckets, staging)
 

@@ -164,7 +164,11 @@ def test_a_demonstration_has_its_calls_and_thoughts(form: str, tmp_path: Path) -
     [
         (TEMPLATES["hermes"], "reasoning_content", "has reasoning_content, which the chat template leaves out"),
         (CHAT_ML, "tool_calls", "has tool_calls, which the chat template leaves out"),
-        (TEMPLATES["qwen3"].replace("assistant\n{%", "assistant\n<|im_start|>{%"), "tool_calls", "another beginning"),
+        (
+            TEMPLATES["qwen3"].replace("assistant\n{%", "assistant\n<|im_start|>{%"),
+            "tool_calls",
+            "does not begin with the prompt",
+        ),
     ],
 )
 def test_a_demonstration_that_would_lose_them_is_refused(template: str, field: str, said: str, tmp_path: Path) -> None:

@@ -43,10 +43,10 @@ LATENT_CANNOT: list[tuple[dict[str, Any], str]] = [
     ({"first_k_dense_replace": 4}, "leaves no layer of 4 with routed experts"),
     ({"num_key_value_heads": 2}, "num_key_value_heads is 2 and num_attention_heads 4, but"),
     ({"kv_lora_rank": None}, "has no field 'kv_lora_rank'"),
-    ({"rope_parameters": {**tiny.YARN}}, "yarn with mscale equal to mscale_all_dim"),
+    ({"rope_parameters": {**tiny.YARN}}, "yarn whose mscale equals mscale_all_dim"),
     (
         {"rope_parameters": {**tiny.LINEAR}},
-        "rope scaling is linear with a factor 1 of cos and sin, but with latent attention",
+        "rope scaling 'linear', which multiplies cos and sin by 1, does not go with latent attention",
     ),
     ({"v_head_dim": 25}, "v_head_dim 25 is larger than the 24 dimensions of a query's head"),
 ]

@@ -10,7 +10,7 @@ import re
 import unicodedata
 
 _SIGNS = {
-    # minus: hyphens and dashes of a number's width; the em dash is punctuation
+    # a minus: hyphens, and dashes as wide as a digit; not the em dash, which is punctuation
     "\u2010": "-", "\u2011": "-", "\u2012": "-", "\u02d7": "-", "\u2796": "-", "\u2795": "+",
     "\u2236": ":", "\u2215": "/", "\u2044": "/", "\u2217": "*", "\u2223": "|", "\u00b4": "'",
     "\u2032": "'", "\u2033": "''", "\u2034": "'''", "\u02b9": "'", "\u02ba": "''", "\u02da": "\u00b0",

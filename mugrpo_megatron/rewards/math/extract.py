@@ -118,7 +118,8 @@ def _value_at_the_end(statement: str) -> str:
     before, value = statement[: verbs[-1].start()].strip(), _VALUE.match(statement, verbs[-1].end())
     if not _is_prose(before) and not (_MATH.fullmatch(before) and re.search("[A-Za-z]", before)):
         return ""
-    # Commas inside formulas are removed: they separate arguments of functions.
+    # Commas inside formulas separate arguments, not clauses, so they are removed before `_CONDITIONAL` looks for
+    # commas.
     words = _MATH.sub(lambda formula: formula[0].replace(",", ""), _GIVEN.sub("", before))
     if value is None or re.search(r"[0-9$]", statement[value.end() :]) or _CONDITIONAL.search(words):
         return ""
