@@ -104,7 +104,7 @@ class LoraSection(Section):
         fields = type(self).model_fields.items()
         if self.rank is None and any(getattr(self, name) != field.default for name, field in fields):
             raise ValueError(
-                "without lora.rank all weights are trained, and other keys of [lora] have no effect; set lora.rank"
+                "without a rank all weights are trained, and other keys of [lora] have no effect; set lora.rank"
             )
         return self
 

@@ -141,8 +141,8 @@ def _check_stage(source: RunDirectory, stage: int) -> tuple[Origin, Cursor]:
     if stage > 0 and not checkpoint.exists():
         raise UserError(
             f"{checkpoint} is missing, and with it the weights at the start of stage {stage}; take a stage whose "
-            "checkpoint is still there (a run keeps its newest `checkpoint.keep`), one that was published with "
-            "--weights, or stage 0, which needs none"
+            "checkpoint is still there (a run keeps its newest `checkpoint.keep`), a stage that was published "
+            "with --weights, or stage 0, which needs none"
         )
     origin = read_manifest(directory).origin
     if origin is None or origin.stage != stage:

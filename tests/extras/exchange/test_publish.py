@@ -176,7 +176,7 @@ def test_a_published_stage_trains_only_with_what_made_it(finished_run: Path, tmp
     (other / "model.safetensors").write_bytes(weights[:-1] + b"!")
     with pytest.raises(UserError, match="has other weights than model, which sampled"):
         branch(load_recipe(recipe, [here, f"model.path={other}"]), tmp_path / "zero", 0)
-    refuses("published with --weights has them", branch, load_recipe(recipe, [here]), tmp_path / "one", 1)
+    refuses("a stage that was published with --weights", branch, load_recipe(recipe, [here]), tmp_path / "one", 1)
     with pytest.raises(UserError, match=r"a branch cannot change rollout\.temperature"):
         optimize_alone(load_recipe(recipe, [here, "rollout.temperature=0.5"]), 0, tmp_path / "zero")
     damaged = tmp_path / "zero" / "published.json"
