@@ -106,7 +106,7 @@ def refuse_linked_folders(directory: Path, names: Iterable[str]) -> None:
     for folder in (directory / name for name in names):
         for path in (folder, *sorted(folder.iterdir() if folder.is_dir() and not folder.is_symlink() else ())):
             if path.is_symlink() and path.is_dir():
-                raise UserError(f"{path} is a link: nothing is written through it; move {path.resolve()} there")
+                raise UserError(f"{path} is a link: nothing is written through it; move {path.resolve()} to its place")
 
 
 @contextmanager

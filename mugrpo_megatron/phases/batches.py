@@ -24,8 +24,8 @@ from mugrpo_megatron.stages.routes import RouteColumn, route_column
 from mugrpo_megatron.stages.store import StageStore
 
 AUXILIARY_REMEDY = (
-    "remove both files of the column (.parquet and .json), and `mugrpo train` or `mugrpo generate` with this recipe "
-    "computes them"
+    "remove both files of the column (values and .json index), and `mugrpo train` or `mugrpo generate` with this "
+    "recipe computes them"
 )
 """The way out that ends an error about an auxiliary model's column."""
 

@@ -111,7 +111,7 @@ def render(**content: Any) -> str:
         script=Markup("".join(map(_source, SCRIPTS))),
         **{**EMPTY, **content},
     )
-    return visible(text)  # names of runs, files and components may hold anything, surrogates included
+    return visible(text)  # names of runs, files and components may have any character, surrogates included
 
 
 @cache

@@ -260,7 +260,8 @@ def batch_message(calls: Sequence[Call], needs: Needs, max_bytes: int) -> tuple[
         before = len(subjects)
         rows = [[item.response, subject(item), list(item.ids) if needs.ids else []] for item in call.items]
         text = json.dumps(rows)
-        size += len(text) + sum(map(len, subjects[before:]))  # `json.dumps` writes ASCII: a character is a byte
+        # `json.dumps` writes ASCII only, so the number of characters is that of bytes.
+        size += len(text) + sum(map(len, subjects[before:]))
         if texts and size > max_bytes:
             del subjects[before:]
             break

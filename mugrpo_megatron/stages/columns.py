@@ -48,8 +48,8 @@ def recompute_remedy(later: str = "") -> str:
     # The checkpoints must be removed too: the run has to resume from one whose weights are the column's policy.
     also = f" and the checkpoints {later}" if later else ""
     return (
-        f"restore both files of the column (.parquet and .json) from a copy, or remove them{also}: the same command "
-        "computes them again"
+        f"restore both files of the column (values and .json index) from a copy, or remove them{also}: the same "
+        "command computes them again"
     )
 
 

@@ -35,8 +35,8 @@ FILE_NAMES = {"rollout": "routes.bin", "learner": "learner_routes.bin"}
 """Whose routers chose the experts -> file. `rollout`: the engine's, while it sampled; `learner`: the learner's, before
 the stage's first update."""
 REMEDIES = {
-    "rollout": "restore both of its files from a copy, or remove the stage's directory to generate the stage again "
-    'with learner.routing_replay = "rollout"',
+    "rollout": "restore both files of the column from a copy, or remove the stage's directory to generate the stage "
+    'again with learner.routing_replay = "rollout"',
     "learner": recompute_remedy("inside this stage"),
 }
 
